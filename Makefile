@@ -1,0 +1,86 @@
+# `make demo` and `make test` do all of their set-up themselves on Debian and Ubuntu.
+# PYTHON makes the virtual environment, VENV is where it is kept.
+
+PYTHON ?= python3
+VENV ?= .venv
+PY := $(VENV)/bin/python
+BUILT := $(VENV)/.nvmeio-built
+
+BUILD_FILES := setup.py pyproject.toml constraints.txt \
+	$(shell find include src -name '*.[ch]' -o -name '*.pyx' -o -name '*.pxd')
+C_FILES := $(shell find include src/libnvmeio tests -name '*.[ch]')
+
+# A leak that ASan sees at the exit of a Python is Python's; without libstdc++ in front, the
+# exceptions of torch end the process.
+ASAN_ENVIRONMENT = ASAN_OPTIONS=detect_leaks=0 PYTHONPATH=build/asan/lib \
+	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libstdc++.so)"
+
+.PHONY: demo test build test-python test-c test-c-asan test-c-tsan test-pythons
+.PHONY: asan lint format sdist bench clean
+
+demo: build
+	$(PY) examples/demo.py
+
+test: test-c test-c-asan test-c-tsan test-python
+
+build: $(BUILT)
+
+# torch goes first and pinned: its wheel is the largest by far, and no other requirement
+# may then replace it.
+$(VENV)/.nvmeio-tools: constraints.txt scripts/setup-machine
+	scripts/setup-machine $(PYTHON)
+	$(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install -q --constraint constraints.txt torch
+	$(PY) -m pip install -q --upgrade setuptools Cython
+	touch $@
+
+$(BUILT): $(VENV)/.nvmeio-tools $(BUILD_FILES)
+	$(PY) -m pip install -q --constraint constraints.txt --no-build-isolation \
+		--editable '.[torch,test,dev]'
+	touch $@
+
+test-python: build
+	$(PY) -m pytest
+
+test-c: $(VENV)/.nvmeio-tools
+	scripts/test-c $(PY) plain
+
+test-c-asan: $(VENV)/.nvmeio-tools
+	scripts/test-c $(PY) asan -fsanitize=address,undefined -fno-sanitize-recover=undefined
+
+test-c-tsan: $(VENV)/.nvmeio-tools
+	scripts/test-c $(PY) tsan -fsanitize=thread
+
+test-pythons: build
+	scripts/test-pythons $(PY)
+
+asan: build
+	CFLAGS='-fsanitize=address -fno-omit-frame-pointer' $(PY) setup.py -q build \
+		--build-base build/asan --build-lib build/asan/lib
+	$(ASAN_ENVIRONMENT) $(PY) -m pytest -m 'not packaging'
+
+lint: build
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	PATH="$(VENV)/bin:$$PATH" cython-lint src/nvmeio tests/cython
+	$(VENV)/bin/clang-format --dry-run -Werror $(C_FILES)
+	$(PY) -m mypy
+	$(PY) -m mypy.stubtest --mypy-config-file pyproject.toml nvmeio
+
+format: build
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+	$(VENV)/bin/clang-format -i $(C_FILES)
+
+sdist: build
+	rm -rf dist
+	$(PY) -m build --sdist --outdir dist
+	$(PY) scripts/check_sdist.py dist/nvmeio-*.tar.gz
+
+bench: build
+	$(PY) bench/bench_transfer.py
+
+clean:
+	rm -rf build dist src/nvmeio/lib src/nvmeio.egg-info $(VENV)/.nvmeio-*
+	find src -name '*.so' -delete
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +

@@ -1,0 +1,72 @@
+/* handle.h -- configuration, lanes and queue: what transfers are submitted to. */
+#ifndef NVMEIO_HANDLE_H
+#define NVMEIO_HANDLE_H
+
+#include <nvmeio/base.h>
+#include <nvmeio/request.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+struct nvmeio_config {
+    size_t block_bytes;   /* 1 to NVMEIO_BLOCK_BYTES_MAX; rounded up to whole pages */
+    unsigned queue_depth; /* blocks in flight a lane, 1 to NVMEIO_QUEUE_DEPTH_MAX */
+    unsigned lanes;       /* 1 to NVMEIO_LANES_MAX */
+    bool single_submit;   /* one block a submission call */
+    bool overlap_events;  /* refill after every completion, not after every batch */
+    enum nvmeio_bounce bounce;
+    const char *engine; /* "auto" or a name; copied */
+};
+
+struct nvmeio_stats {
+    uint64_t requests; /* submitted */
+    uint64_t blocks;   /* finished */
+    uint64_t bytes_direct;
+    uint64_t bytes_buffered;
+    uint64_t bytes_bounced; /* direct too, through our memory; not in bytes_direct */
+    uint64_t short_transfers; /* continued */
+    uint64_t retries;         /* EINTR, EAGAIN and the like, of blocks and of calls */
+};
+
+/* Values of the documented defaults: 1 MiB x 128, one lane, batches. */
+NVMEIO_API void nvmeio_config_default(struct nvmeio_config *config);
+
+/* Start a handle.  -EINVAL for a value out of its limits or an unknown engine,
+ * -ENOSYS where the named engine is not built, else what the engine said.  With
+ * "auto" the engines are tried in order; nvmeio_handle_fallback() tells why one was
+ * passed over. */
+NVMEIO_API int nvmeio_handle_open(const struct nvmeio_config *config,
+                                  struct nvmeio_handle **handle);
+
+/* Wait for all that is in flight and stop the lanes; from the start on, submissions get
+ * -EPIPE.  May be called again, and by several threads: all return when it is done. */
+NVMEIO_API void nvmeio_handle_stop(struct nvmeio_handle *handle);
+
+/* Stop, and release the caller's reference.  Requests stay readable until they are
+ * released. */
+NVMEIO_API void nvmeio_handle_close(struct nvmeio_handle *handle);
+
+/* Wait until no request is in flight: 0, or -ETIMEDOUT after timeout_ns (negative: no
+ * limit). */
+NVMEIO_API int nvmeio_handle_drain(struct nvmeio_handle *handle, int64_t timeout_ns);
+
+/* Up to `count` finished requests' `user` pointers, each exactly once. */
+NVMEIO_API unsigned nvmeio_handle_pop(struct nvmeio_handle *handle, void **users,
+                                      unsigned count);
+
+/* Requests in flight.  After a fork the child counts none. */
+NVMEIO_API unsigned nvmeio_handle_pending(struct nvmeio_handle *handle);
+
+NVMEIO_API const char *nvmeio_handle_engine(struct nvmeio_handle *handle);
+
+/* Why engines that stand before this one were passed over; "" if none was.  Lent. */
+NVMEIO_API const char *nvmeio_handle_fallback(struct nvmeio_handle *handle);
+
+NVMEIO_API void nvmeio_handle_stats(struct nvmeio_handle *handle,
+                                    struct nvmeio_stats *stats);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,63 @@
+/* request.h -- one transfer that a caller asked for, from submission to result.
+ *
+ * The memory and the request live until the request is done: releasing a request
+ * early is allowed, freeing its memory is not.  All functions are thread-safe. */
+#ifndef NVMEIO_REQUEST_H
+#define NVMEIO_REQUEST_H
+
+#include <nvmeio/base.h>
+#include <nvmeio/file.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+struct nvmeio_handle;
+struct nvmeio_request;
+
+struct nvmeio_transfer {
+    enum nvmeio_op op;
+    struct nvmeio_file *file; /* the request takes a reference of its own */
+    void *address;            /* lent until the request is done; ignored by fsync */
+    size_t size;
+    int64_t offset;
+    void *user;  /* given back by nvmeio_handle_pop(); NULL: not reported there */
+    bool caller; /* run in the threads that wait for it, not in the lanes: for one
+                  * small transfer that is waited for at once */
+};
+
+struct nvmeio_outcome {
+    int64_t result;  /* bytes, or -errno: -ECANCELED, -ENODATA past the end, ... */
+    int64_t got;     /* after a failure: bytes transferred from the start on */
+    bool abandoned;  /* the kernel may still use the memory: never free it */
+};
+
+/* Start a transfer.  Fails only for arguments (-EINVAL, -EBADF for an operation that
+ * the file was not opened for, -EOVERFLOW), a closed handle (-EPIPE) or want of
+ * memory; what goes wrong with the I/O is in the outcome.  An fsync covers every
+ * write to the same file that was submitted to this handle before it.
+ * *request is a reference that the caller releases. */
+NVMEIO_API int nvmeio_submit(struct nvmeio_handle *handle,
+                             const struct nvmeio_transfer *transfer,
+                             struct nvmeio_request **request);
+
+/* Wait until done: 0, -ETIMEDOUT after timeout_ns (negative: no limit), or -EOWNERDEAD
+ * if it was submitted before a fork(). */
+NVMEIO_API int nvmeio_request_wait(struct nvmeio_request *request, int64_t timeout_ns);
+
+NVMEIO_API bool nvmeio_request_done(struct nvmeio_request *request);
+
+/* What became of it: 0, or -EINPROGRESS, or -EOWNERDEAD as above. */
+NVMEIO_API int nvmeio_request_outcome(struct nvmeio_request *request,
+                                      struct nvmeio_outcome *outcome);
+
+/* Drop the blocks that are not yet with the kernel; the others run to their end.
+ * 1 if anything was dropped (the result will be -ECANCELED), else 0. */
+NVMEIO_API int nvmeio_request_cancel(struct nvmeio_request *request);
+
+NVMEIO_API void nvmeio_request_release(struct nvmeio_request *request);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,199 @@
+"""Build nvmeio: the C library as a static archive, and the Cython modules around it.
+
+Options come from the environment: NVMEIO_WITH_LIBURING, NVMEIO_WITH_LIBAIO and
+NVMEIO_WITH_OPENMP (auto, yes or no), NVMEIO_DEBUG=1, and CC, CFLAGS and LDFLAGS as usual.
+``python setup.py build_clib --build-clib FOLDER`` makes the archive alone, without Python.
+"""
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+from Cython import __version__ as cython_version
+from Cython.Build import cythonize
+from setuptools import Extension, setup
+from setuptools.command.build_clib import build_clib
+from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
+from setuptools.errors import OptionError, PlatformError
+from setuptools.modified import newer_group
+
+VERSION = re.search('NVMEIO_VERSION "(.+)"', Path("include/nvmeio/base.h").read_text())[1]
+HEADERS = sorted(str(p) for top in ("include", "src") for p in Path(top).rglob("*.h"))
+DEBUG = os.environ.get("NVMEIO_DEBUG", "0") not in ("", "0")
+# _FORTIFY_SOURCE, which some distributions' Python asks for, warns without optimization.
+DEBUG_FLAGS = ["-O0", "-UNDEBUG", "-U_FORTIFY_SOURCE", "-Werror"] if DEBUG else []
+LIBRARY_FLAGS = ["-std=gnu11", "-D_GNU_SOURCE=", "-pthread", "-fvisibility=hidden"]
+LIBRARY_FLAGS += ["-Wall", "-Wextra", *DEBUG_FLAGS]
+# The other formats put the signature in front of the docstring that a reader sees.
+DIRECTIVES = {"language_level": 3, "binding": True, "embedsignature": True}
+DIRECTIVES["embedsignature.format"] = "clinic"
+
+
+class Feature(NamedTuple):
+    """Something that the system may lack, and the file of src/libnvmeio that needs it."""
+
+    name: str
+    flag: str
+    source: str
+    header: str
+    symbols: str
+    packages: str
+
+
+FEATURES = [
+    Feature("liburing", "-luring", "engine_uring.c", "liburing.h",
+            "io_uring_submit_and_wait, io_uring_wait_cqes, io_uring_prep_read",
+            "liburing-dev (Debian, Ubuntu) or liburing-devel (Fedora)"),
+    Feature("libaio", "-laio", "engine_libaio.c", "libaio.h", "io_setup, io_submit",
+            "libaio-dev (Debian, Ubuntu) or libaio-devel (Fedora)"),
+    Feature("openmp", "-fopenmp", "", "omp.h", "omp_get_max_threads",
+            "gcc, for clang libomp-dev (Debian, Ubuntu) or libomp-devel (Fedora)"),
+]  # fmt: skip
+PROBE = "#include <%s>\nvoid *used[] = {%s};\nint main(void) { return !used[0]; }\n"
+
+
+def output_of(*command):
+    """Return what a tool prints; empty where it fails or does not exist."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+
+
+def look_for(feature, compiler):
+    """Return what is recorded of a feature: built, version, flags and the reason if not."""
+    variable = f"NVMEIO_WITH_{feature.name.upper()}"
+    wish = os.environ.get(variable, "auto")
+    if wish not in ("auto", "yes", "no"):
+        raise OptionError(f"{variable} must be auto, yes or no, not {wish!r}")
+    if wish == "no":
+        return {"built": False, "version": "", "flags": [], "reason": f"{variable}=no"}
+    pkg_config = (os.environ.get("PKG_CONFIG", "pkg-config"), feature.name)
+    flags = output_of(*pkg_config, "--cflags", "--libs").split() or [feature.flag]
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder, "probe.c")
+        source.write_text(PROBE % (feature.header, feature.symbols), encoding="utf-8")
+        command = [*compiler.compiler_so, source, "-o", source.with_suffix("")]
+        command += [*shlex.split(os.environ.get("LDFLAGS", "")), *flags]
+        if not subprocess.run(command, capture_output=True).returncode:
+            version = output_of(*pkg_config, "--modversion").strip()
+            return {"built": True, "version": version, "flags": flags, "reason": ""}
+    reason = f"{feature.name} was not found: install {feature.packages}"
+    if wish == "yes":
+        raise PlatformError(f"{variable}=yes, but {reason}")
+    print(f"nvmeio is built without it: {reason}", file=sys.stderr)
+    return {"built": False, "version": "", "flags": [], "reason": reason}
+
+
+class BuildLibrary(build_clib):
+    """Build libnvmeio.a from src/libnvmeio, and build.json, which tells what is in it.
+
+    Were it in setup(libraries=...), every extension would be linked to it.
+    """
+
+    def finalize_options(self):
+        super().finalize_options()
+        self.libraries = [("nvmeio", {})]
+        self.archive = f"{self.build_clib}/libnvmeio.a"
+        self.record = Path(self.build_clib, "build.json")
+
+    def build_libraries(self, libraries):
+        name, *flags = self.compiler.compiler_so
+        version = output_of(name, "--version").partition("\n")[0]
+        if not version:
+            raise PlatformError(f"the C compiler {name!r} does not run: install gcc")
+        self.features = {f.name: look_for(f, self.compiler) for f in FEATURES}
+        engines = [f for f in FEATURES if f.source and self.features[f.name]["built"]]
+        flags_of = [self.features[f.name]["flags"] for f in engines]
+        self.link_flags = sum(flags_of, ["-pthread"])
+        config = {"version": VERSION, "debug": DEBUG, "compiler": version}
+        config |= {"cython": cython_version, "flags": [*flags, *LIBRARY_FLAGS]}
+        config |= {"link_flags": self.link_flags, "features": self.features}
+        text = json.dumps(config, indent=4) + "\n"
+        # Everything depends on the record: other flags or features, and all is built anew.
+        if not self.record.exists() or self.record.read_text() != text:
+            self.mkpath(self.build_clib)
+            self.record.write_text(text)
+        left_out = {f.source for f in FEATURES if f not in engines} | {"fault.c"}
+        files = sorted(Path("src/libnvmeio").glob("*.c"))
+        sources = [str(path) for path in files if path.name not in left_out]
+        depends = [*sources, *HEADERS, str(self.record)]
+        if self.force or newer_group(depends, self.archive):
+            self.build_archive(sources, [f"NVMEIO_HAVE_{f.name.upper()}" for f in engines])
+
+    def build_archive(self, sources, macros):
+        """Compile `sources` side by side and pack them."""
+        flags = ["-Iinclude", *LIBRARY_FLAGS, *(f"-D{name}=1" for name in macros)]
+        options = {"output_dir": self.build_temp, "extra_postargs": flags}
+        make = self.compiler.compile
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            objects = list(pool.map(lambda path: make([path], **options)[0], sources))
+        # ar would keep the objects of a feature that is gone.
+        Path(self.archive).unlink(missing_ok=True)
+        self.compiler.create_static_lib(objects, "nvmeio", output_dir=self.build_clib)
+
+
+class BuildModules(build_ext):
+    """Build the extensions; _core alone gets the archive, which is installed as well."""
+
+    def run(self):
+        self.parallel = self.parallel or os.cpu_count()
+        self.run_command("build_clib")
+        super().run()
+        library = self.get_finalized_command("build_clib")
+        for top in [self.build_lib, "src"] if self.inplace else [self.build_lib]:
+            self.mkpath(f"{top}/nvmeio/lib")
+            self.copy_file(library.archive, f"{top}/nvmeio/lib")
+            self.copy_file(str(library.record), f"{top}/nvmeio/lib")
+
+    def build_extensions(self):
+        library = self.get_finalized_command("build_clib")
+        openmp_flags = library.features["openmp"]["flags"]
+        options = {"build_dir": "build/cython", "include_path": ["src"], "quiet": True}
+        options |= {"compiler_directives": DIRECTIVES, "force": self.force}
+        generated = {e.name: e.sources for e in cythonize(self.extensions, **options)}
+        for extension in self.extensions:
+            extension.sources = generated[extension.name]
+            extension.depends.append(str(library.record))
+            if extension.name == "nvmeio._core":
+                extension.extra_objects.append(library.archive)
+                extension.depends.append(library.archive)
+                # The symbols stay inside: whoever needs the library cimports _core.
+                extension.extra_link_args += [*library.link_flags, "-Wl,--exclude-libs,ALL"]
+            elif extension.name == "nvmeio.copy" and openmp_flags:
+                extension.define_macros.append(("NVMEIO_HAVE_OPENMP", "1"))
+                extension.extra_compile_args += openmp_flags
+                extension.extra_link_args += openmp_flags
+        super().build_extensions()
+
+
+class BuildPython(build_py):
+    """Put include/ into the package; an editable install finds it where it is."""
+
+    def run(self):
+        super().run()
+        if not self.editable_mode:
+            self.copy_tree("include", f"{self.build_lib}/nvmeio/include")
+
+
+def extension(path):
+    """Return the extension of one .pyx file, named by its place under src."""
+    name = ".".join(path.relative_to("src").with_suffix("").parts)
+    flags = ["-Iinclude", *DEBUG_FLAGS]
+    return Extension(name, [str(path)], depends=HEADERS, extra_compile_args=flags)
+
+
+COMMANDS = {"build_clib": BuildLibrary, "build_ext": BuildModules, "build_py": BuildPython}
+setup(
+    version=VERSION,
+    ext_modules=[extension(path) for path in sorted(Path("src/nvmeio").rglob("*.pyx"))],
+    cmdclass=COMMANDS,
+)

@@ -1,0 +1,99 @@
+/* align.c -- head, middle and tail of a transfer, and the blocks it is cut into.
+ *
+ * A device takes whole sectors at aligned addresses; a caller has any bytes anywhere.
+ * What is aligned and congruent goes straight to the device.  Where only the ends are
+ * ragged they go through the page cache.  Where the address does not fit, our own
+ * memory stands in between. */
+#include "align.h"
+
+uint64_t nvmeio_round_down(uint64_t value, uint64_t align)
+{
+    return value & ~(align - 1);
+}
+
+uint64_t nvmeio_round_up(uint64_t value, uint64_t align)
+{
+    return (value + align - 1) & ~(align - 1);
+}
+
+static void plan_add(struct nvmeio_plan *plan, enum nvmeio_route route, uint64_t begin,
+                     uint64_t end)
+{
+    if (begin == end)
+        return;
+    plan->spans[plan->count++] = (struct nvmeio_span){route, begin, end};
+}
+
+/* One span for everything. */
+static void plan_whole(struct nvmeio_plan *plan, enum nvmeio_route route, size_t size)
+{
+    plan_add(plan, route, 0, size);
+    plan->edges = plan->count;
+}
+
+void nvmeio_plan_make(struct nvmeio_plan *plan, const struct nvmeio_geometry *geometry,
+                      enum nvmeio_op op, uintptr_t address, size_t size, int64_t offset)
+{
+    *plan = (struct nvmeio_plan){0};
+    if (!geometry->direct) {
+        plan_whole(plan, NVMEIO_ROUTE_BUFFERED, size);
+        return;
+    }
+
+    uint64_t align = geometry->offset_align;
+    uint64_t edge = align > NVMEIO_EDGE_BYTES ? align : NVMEIO_EDGE_BYTES;
+    uint64_t start = (uint64_t)offset;
+    uint64_t stop = start + size;
+    uint64_t middle = start % align ? nvmeio_round_up(start, edge) : start;
+    uint64_t tail = stop % align ? nvmeio_round_down(stop, edge) : stop;
+
+    bool bounce_allowed = geometry->bounce != NVMEIO_BOUNCE_NEVER;
+    bool has_middle = middle < tail;
+    bool reachable = has_middle &&
+                     (address + (middle - start)) % geometry->memory_align == 0 &&
+                     geometry->bounce != NVMEIO_BOUNCE_ALWAYS;
+
+    /* A read may fetch more than was asked for into our memory; a write may not put
+     * back what it did not get, so its ends always go through the page cache. */
+    if (!reachable && (!bounce_allowed || (!has_middle && op == NVMEIO_OP_WRITE))) {
+        plan_whole(plan, NVMEIO_ROUTE_BUFFERED, size);
+        return;
+    }
+    if (!reachable && op == NVMEIO_OP_READ) {
+        plan_whole(plan, NVMEIO_ROUTE_BOUNCE, size);
+        return;
+    }
+    plan_add(plan, reachable ? NVMEIO_ROUTE_DIRECT : NVMEIO_ROUTE_BOUNCE,
+             middle - start, tail - start);
+    plan->edges = op == NVMEIO_OP_WRITE ? plan->count : 3;
+    plan_add(plan, NVMEIO_ROUTE_BUFFERED, 0, middle - start);
+    plan_add(plan, NVMEIO_ROUTE_BUFFERED, tail - start, size);
+}
+
+void nvmeio_plan_cut(struct nvmeio_piece *piece, const struct nvmeio_span *span,
+                     size_t position, int64_t offset, uint32_t offset_align,
+                     size_t block_bytes)
+{
+    /* Blocks through the page cache begin at page boundaries from the second one on;
+     * bounced ones cover whole sectors; direct ones are aligned already. */
+    uint64_t align = span->route == NVMEIO_ROUTE_BUFFERED ? NVMEIO_EDGE_BYTES
+                     : span->route == NVMEIO_ROUTE_BOUNCE ? offset_align
+                                                          : 1;
+    uint64_t start = (uint64_t)offset + position;
+    uint64_t cover = nvmeio_round_down(start, align);
+    uint64_t room = block_bytes - (start - cover);
+    size_t left = span->end - position;
+
+    piece->route = span->route;
+    piece->position = position;
+    piece->wanted = left < room ? left : room;
+    if (span->route == NVMEIO_ROUTE_BOUNCE) {
+        piece->skip = start - cover;
+        piece->io_offset = (int64_t)cover;
+        piece->io_bytes = nvmeio_round_up(start + piece->wanted, align) - cover;
+    } else {
+        piece->skip = 0;
+        piece->io_offset = (int64_t)start;
+        piece->io_bytes = piece->wanted;
+    }
+}

@@ -1,0 +1,254 @@
+/* engine.c -- the table of engines, probing with reasons, and what engines share.
+ *
+ * An engine is one file and one entry in the table below; files of libraries that the
+ * build did not find are not compiled, and their entry says so. */
+#include "engine.h"
+
+#include <errno.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/eventfd.h>
+#include <sys/resource.h>
+#include <time.h>
+#include <unistd.h>
+
+struct entry {
+    const char *name;
+    const char *library;
+    const struct nvmeio_engine_ops *ops;
+};
+
+#ifdef NVMEIO_HAVE_LIBURING
+#define OPS_URING &nvmeio_engine_uring
+#else
+#define OPS_URING NULL
+#endif
+#ifdef NVMEIO_HAVE_LIBAIO
+#define OPS_LIBAIO &nvmeio_engine_libaio
+#else
+#define OPS_LIBAIO NULL
+#endif
+
+static const struct entry entries[] = {
+    {"io_uring", "liburing", OPS_URING},
+    {"libaio", "libaio", OPS_LIBAIO},
+    {"threads", "", &nvmeio_engine_threads},
+    {"sync", "", &nvmeio_engine_sync},
+};
+#define ENTRY_COUNT (sizeof(entries) / sizeof(entries[0]))
+
+/* How long a kernel that keeps saying no is asked again. */
+#define PATIENCE_TRANSIENT_NS 10000000000
+#define PATIENCE_OTHER_NS 1000000000
+#define PAUSE_MIN_NS 1000
+#define PAUSE_MAX_NS 10000000
+
+const char *nvmeio_version(void)
+{
+    return NVMEIO_VERSION;
+}
+
+unsigned nvmeio_engine_count(void)
+{
+    return ENTRY_COUNT;
+}
+
+const struct nvmeio_engine_ops *nvmeio_engine_at(unsigned index)
+{
+    for (unsigned i = 0; i < ENTRY_COUNT; i++) {
+        if (entries[i].ops && index-- == 0)
+            return entries[i].ops;
+    }
+    return NULL;
+}
+
+const struct nvmeio_engine_ops *nvmeio_engine_find(const char *name, bool *known)
+{
+    for (unsigned i = 0; i < ENTRY_COUNT; i++) {
+        if (strcmp(entries[i].name, name) == 0) {
+            *known = true;
+            return entries[i].ops;
+        }
+    }
+    *known = false;
+    return NULL;
+}
+
+/* The value of kernel.io_uring_disabled, or -1 where the kernel has no such switch. */
+static int uring_disabled(void)
+{
+    int value = -1;
+    FILE *file = fopen("/proc/sys/kernel/io_uring_disabled", "re");
+    if (!file)
+        return -1;
+    if (fscanf(file, "%d", &value) != 1)
+        value = -1;
+    fclose(file);
+    return value;
+}
+
+static const char *explain_uring(int error, char *scratch, size_t size)
+{
+    int disabled = uring_disabled();
+    struct rlimit limit = {0};
+
+    switch (-error) {
+    case EPERM:
+        if (disabled > 0) {
+            snprintf(scratch, size,
+                     "sysctl kernel.io_uring_disabled is %d; set it to 0", disabled);
+            return scratch;
+        }
+        return "refused, as the seccomp profiles of containers do; allow "
+               "io_uring_setup, io_uring_enter and io_uring_register";
+    case ENOSYS:
+        return "the kernel is older than 5.1, or a seccomp profile hides io_uring_setup";
+    case ENOMEM:
+        getrlimit(RLIMIT_MEMLOCK, &limit);
+        snprintf(scratch, size, "locked memory ran out; ulimit -l is %llu KiB",
+                 (unsigned long long)limit.rlim_cur / 1024);
+        return scratch;
+    case EMFILE:
+        return "too many open files; raise ulimit -n";
+    default:
+        return "io_uring_setup failed";
+    }
+}
+
+static const char *explain_libaio(int error)
+{
+    switch (-error) {
+    case EAGAIN:
+        return "too many events in use; raise sysctl fs.aio-max-nr";
+    case ENOSYS:
+        return "the kernel has no AIO, or a seccomp profile hides io_setup";
+    case EPERM:
+        return "refused by a seccomp profile; allow io_setup, io_submit, io_getevents";
+    default:
+        return "io_setup failed";
+    }
+}
+
+void nvmeio_engine_explain(const char *name, int error, char *reason, size_t size)
+{
+    char scratch[128];
+    const char *advice = "could not be started";
+
+    if (strcmp(name, "io_uring") == 0)
+        advice = explain_uring(error, scratch, sizeof(scratch));
+    else if (strcmp(name, "libaio") == 0)
+        advice = explain_libaio(error);
+    snprintf(reason, size, "%s (errno %d): %s", strerror(-error), -error, advice);
+}
+
+int nvmeio_engine_probe(unsigned index, struct nvmeio_engine_info *info)
+{
+    struct nvmeio_engine engine;
+
+    if (index >= ENTRY_COUNT)
+        return -EINVAL;
+    const struct entry *entry = &entries[index];
+    *info = (struct nvmeio_engine_info){
+        .name = entry->name, .library = entry->library, .built = entry->ops != NULL};
+    if (!entry->ops) {
+        info->error = -ENOSYS;
+        snprintf(info->reason, sizeof(info->reason),
+                 "not built: %s was missing or left out when nvmeio was compiled",
+                 entry->library);
+        return 0;
+    }
+    info->error = nvmeio_engine_start(&engine, entry->ops, 1, false);
+    if (info->error == 0)
+        nvmeio_engine_stop(&engine);
+    else
+        nvmeio_engine_explain(entry->name, info->error, info->reason,
+                              sizeof(info->reason));
+    return 0;
+}
+
+int nvmeio_engine_start(struct nvmeio_engine *engine,
+                        const struct nvmeio_engine_ops *ops, unsigned depth,
+                        bool shared)
+{
+    *engine = (struct nvmeio_engine){.ops = ops, .depth = depth, .shared = shared};
+    engine->wake_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+    if (engine->wake_fd < 0)
+        return -errno;
+    int error = ops->open(engine);
+    if (error)
+        close(engine->wake_fd);
+    return error;
+}
+
+void nvmeio_engine_stop(struct nvmeio_engine *engine)
+{
+    engine->ops->close(engine);
+    close(engine->wake_fd);
+}
+
+void nvmeio_block_perform(struct nvmeio_block *block)
+{
+    ssize_t result;
+
+    switch (block->op) {
+    case NVMEIO_OP_READ:
+        result = pread(block->fd, block->address, block->bytes, block->offset);
+        break;
+    case NVMEIO_OP_WRITE:
+        result = pwrite(block->fd, block->address, block->bytes, block->offset);
+        break;
+    default:
+        result = fsync(block->fd);
+    }
+    block->result = result < 0 ? -errno : result;
+}
+
+void nvmeio_engine_finish(struct nvmeio_engine *engine, struct nvmeio_block *block)
+{
+    block->next = engine->finished;
+    engine->finished = block;
+    engine->in_flight--;
+}
+
+int nvmeio_patience_try(struct nvmeio_patience *patience, int error)
+{
+    bool passes =
+        error == -EINTR || error == -EAGAIN || error == -EBUSY || error == -ENOMEM;
+    int64_t limit_ns = passes ? PATIENCE_TRANSIENT_NS : PATIENCE_OTHER_NS;
+    int64_t now = nvmeio_now_ns();
+
+    if (patience->since_ns == 0) {
+        *patience = (struct nvmeio_patience){now, PAUSE_MIN_NS};
+        return 0;
+    }
+    if (now - patience->since_ns > limit_ns)
+        return error;
+    struct timespec pause = {0, patience->pause_ns};
+    nanosleep(&pause, NULL);
+    if (patience->pause_ns < PAUSE_MAX_NS)
+        patience->pause_ns *= 2;
+    return 0;
+}
+
+int64_t nvmeio_now_ns(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
+}
+
+void nvmeio_eventfd_clear(int fd)
+{
+    uint64_t value;
+    /* Not blocking: -EAGAIN means that it is empty already, which is what we want. */
+    while (read(fd, &value, sizeof(value)) < 0 && errno == EINTR)
+        ;
+}
+
+void nvmeio_eventfd_signal(int fd)
+{
+    uint64_t one = 1;
+    /* -EAGAIN means that 2^64-2 wake-ups are waiting: the reader will wake. */
+    while (write(fd, &one, sizeof(one)) < 0 && errno == EINTR)
+        ;
+}

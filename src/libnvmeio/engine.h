@@ -1,0 +1,117 @@
+/* engine.h -- what every engine provides, and the blocks that it is given.
+ * 0 or -errno unless said otherwise. */
+#ifndef NVMEIO_ENGINE_H
+#define NVMEIO_ENGINE_H
+
+#include <nvmeio/base.h>
+
+#include "align.h"
+
+struct nvmeio_request;
+
+/* One I/O that the kernel sees.  The first part is for the engine, the second belongs
+ * to request.c and is none of its business. */
+struct nvmeio_block {
+    enum nvmeio_op op;
+    int fd;
+    uint32_t bytes;
+    uint32_t index; /* of this block in its lane, below the engine's depth */
+    void *address;
+    int64_t offset;
+    int64_t result; /* set by the engine: bytes or -errno */
+    struct nvmeio_block *next;
+
+    struct nvmeio_request *request;
+    struct nvmeio_piece piece;
+    void *bounce;       /* the lane's memory, or NULL */
+    size_t moved;       /* of piece.io_bytes */
+    int64_t stalled_ns; /* since when the kernel has been saying "again"; 0: not */
+};
+
+struct nvmeio_engine_ops;
+
+struct nvmeio_engine {
+    const struct nvmeio_engine_ops *ops;
+    unsigned depth; /* wished for; open() lowers it to what there is */
+    bool shared;    /* used by different threads, one at a time; else by the opener */
+    unsigned in_flight;            /* pushed and not yet in `finished` */
+    struct nvmeio_block *finished; /* reap() puts blocks here, the lane takes them */
+    uint64_t retries;              /* calls into the kernel that had to be repeated */
+    int wake_fd;                   /* eventfd of wake() */
+    void *state;                   /* the engine's own */
+};
+
+struct nvmeio_engine_ops {
+    const char *name;
+    const char *library; /* that it needs, or "" */
+
+    /* Name of the engine for transfers run by the thread that asked for them. */
+    const char *caller;
+
+    /* Set up for at most engine->depth blocks.  Called by the thread that will use the
+     * engine, or by any where engine->shared is set. */
+    int (*open)(struct nvmeio_engine *engine);
+
+    /* Free everything.  No block is in flight. */
+    void (*close)(struct nvmeio_engine *engine);
+
+    /* Take one block, which must stay where it is until it is finished.  The kernel may
+     * see it only at the next reap().  Never fails: in_flight is below depth. */
+    void (*push)(struct nvmeio_engine *engine, struct nvmeio_block *block);
+
+    /* Hand over what was pushed and collect what has finished, waiting until at least
+     * wait_min blocks have (0: do not wait), wake() is called, a signal arrives, or
+     * timeout_ns have passed (negative: no limit).  Returns how many blocks it
+     * appended to `finished`, or -errno when the engine is dead: the kernel no longer
+     * answers, and what is in flight may still be written to. */
+    int (*reap)(struct nvmeio_engine *engine, unsigned wait_min, int64_t timeout_ns);
+
+    /* End a reap() that waits, or the next one.  Any thread. */
+    void (*wake)(struct nvmeio_engine *engine);
+};
+
+extern const struct nvmeio_engine_ops nvmeio_engine_uring;
+extern const struct nvmeio_engine_ops nvmeio_engine_libaio;
+extern const struct nvmeio_engine_ops nvmeio_engine_threads;
+extern const struct nvmeio_engine_ops nvmeio_engine_sync;
+
+/* The engines that are built in, in order of preference; NULL past the last. */
+const struct nvmeio_engine_ops *nvmeio_engine_at(unsigned index);
+
+/* By name: NULL where it is unknown or not built in, and *known tells which. */
+const struct nvmeio_engine_ops *nvmeio_engine_find(const char *name, bool *known);
+
+/* Say in words why open() returned `error`, and what would help. */
+void nvmeio_engine_explain(const char *name, int error, char *reason, size_t size);
+
+/* open() and close() with what all engines share. */
+int nvmeio_engine_start(struct nvmeio_engine *engine,
+                        const struct nvmeio_engine_ops *ops, unsigned depth,
+                        bool shared);
+void nvmeio_engine_stop(struct nvmeio_engine *engine);
+
+/* Carry a block out by pread, pwrite or fsync; sets its result. */
+void nvmeio_block_perform(struct nvmeio_block *block);
+
+/* For engines: a block has its result. */
+void nvmeio_engine_finish(struct nvmeio_engine *engine, struct nvmeio_block *block);
+
+/* Back-off of a call into the kernel that keeps failing. */
+struct nvmeio_patience {
+    int64_t since_ns; /* 0: all is well */
+    int64_t pause_ns;
+};
+
+/* A call failed with `error` (negative): sleep a little and return 0 to try again, or
+ * return the error when that has gone on for too long: 10 s for what passes (EINTR,
+ * EAGAIN, EBUSY, ENOMEM), 1 s for anything else. */
+int nvmeio_patience_try(struct nvmeio_patience *patience, int error);
+
+/* Nanoseconds of CLOCK_MONOTONIC. */
+int64_t nvmeio_now_ns(void);
+
+/* Empty an eventfd that has been read or polled as ready. */
+void nvmeio_eventfd_clear(int fd);
+void nvmeio_eventfd_signal(int fd);
+
+#endif

@@ -1,0 +1,206 @@
+/* engine_libaio.c -- blocks by the kernel's native AIO, through libaio.
+ *
+ * Completions and wake-ups meet in one eventfd, which reap() polls: io_getevents alone
+ * could not be woken.  Blocks that are not for O_DIRECT run inside io_submit, and an
+ * fsync runs here, for kernels before 4.18 have none. */
+#include "engine.h"
+
+#include <errno.h>
+#include <libaio.h>
+#include <poll.h>
+#include <stdlib.h>
+#include <time.h>
+
+struct aio {
+    io_context_t context;
+    struct iocb *controls;     /* one a block, by its index */
+    struct iocb **pending;     /* pushed, not yet taken by the kernel */
+    struct io_event *events;   /* room for all of them */
+    unsigned pending_count;
+    struct nvmeio_patience patience;
+};
+
+static void aio_free(struct aio *aio)
+{
+    free(aio->controls);
+    free(aio->pending);
+    free(aio->events);
+    free(aio);
+}
+
+/* Events are limited system-wide by fs.aio-max-nr: be content with fewer. */
+static int aio_setup(struct nvmeio_engine *engine, struct aio *aio)
+{
+    int error = io_setup((int)engine->depth, &aio->context);
+
+    while ((error == -EAGAIN || error == -ENOMEM) && engine->depth > 1) {
+        engine->depth /= 2;
+        error = io_setup((int)engine->depth, &aio->context);
+    }
+    return error;
+}
+
+static int aio_open(struct nvmeio_engine *engine)
+{
+    struct aio *aio = calloc(1, sizeof(*aio));
+    int error = -ENOMEM;
+
+    if (!aio)
+        return error;
+    aio->controls = calloc(engine->depth, sizeof(*aio->controls));
+    aio->pending = calloc(engine->depth, sizeof(struct iocb *));
+    aio->events = calloc(engine->depth, sizeof(*aio->events));
+    if (aio->controls && aio->pending && aio->events)
+        error = aio_setup(engine, aio);
+    if (error) {
+        aio_free(aio);
+        return error;
+    }
+    engine->state = aio;
+    return 0;
+}
+
+static void aio_close(struct nvmeio_engine *engine)
+{
+    struct aio *aio = engine->state;
+    io_destroy(aio->context);
+    aio_free(aio);
+}
+
+static void aio_push(struct nvmeio_engine *engine, struct nvmeio_block *block)
+{
+    struct aio *aio = engine->state;
+    struct iocb *control = &aio->controls[block->index];
+
+    engine->in_flight++;
+    if (block->op == NVMEIO_OP_FSYNC) {
+        nvmeio_block_perform(block);
+        nvmeio_engine_finish(engine, block);
+        return;
+    }
+    if (block->op == NVMEIO_OP_READ)
+        io_prep_pread(control, block->fd, block->address, block->bytes, block->offset);
+    else
+        io_prep_pwrite(control, block->fd, block->address, block->bytes, block->offset);
+    io_set_eventfd(control, engine->wake_fd);
+    control->data = block;
+    aio->pending[aio->pending_count++] = control;
+}
+
+/* Drop the first `count` of the pending blocks. */
+static void aio_taken(struct aio *aio, unsigned count)
+{
+    aio->pending_count -= count;
+    for (unsigned i = 0; i < aio->pending_count; i++)
+        aio->pending[i] = aio->pending[i + count];
+}
+
+/* io_submit looks at the blocks one by one: what it refuses with one of these concerns
+ * the first block alone, any other error the call. */
+static bool concerns_block(int error)
+{
+    return error == -EINVAL || error == -EBADF || error == -EFAULT || error == -EOPNOTSUPP;
+}
+
+static int aio_hand_over(struct nvmeio_engine *engine)
+{
+    struct aio *aio = engine->state;
+
+    while (aio->pending_count > 0) {
+        int result = io_submit(aio->context, (long)aio->pending_count, aio->pending);
+        if (result > 0) {
+            aio_taken(aio, (unsigned)result);
+            aio->patience.since_ns = 0;
+            continue;
+        }
+        if (concerns_block(result)) {
+            struct nvmeio_block *block = aio->pending[0]->data;
+            aio_taken(aio, 1);
+            block->result = result;
+            nvmeio_engine_finish(engine, block);
+            continue;
+        }
+        engine->retries++;
+        int error = nvmeio_patience_try(&aio->patience, result ? result : -EAGAIN);
+        if (error)
+            return error;
+    }
+    return 0;
+}
+
+/* Take all completions that are there. */
+static int aio_collect(struct nvmeio_engine *engine)
+{
+    struct aio *aio = engine->state;
+    struct timespec now = {0, 0};
+    int count = io_getevents(aio->context, 0, (long)engine->depth, aio->events, &now);
+
+    for (int i = 0; i < count; i++) {
+        struct nvmeio_block *block = aio->events[i].data;
+        block->result = (int64_t)aio->events[i].res;
+        nvmeio_engine_finish(engine, block);
+    }
+    if (count > 0)
+        aio->patience.since_ns = 0;
+    return count;
+}
+
+/* Sleep until the eventfd says something, or a signal, or the time is over. */
+static void aio_sleep(struct nvmeio_engine *engine, int64_t timeout_ns)
+{
+    struct pollfd events = {.fd = engine->wake_fd, .events = POLLIN};
+    struct timespec limit = {timeout_ns / 1000000000, timeout_ns % 1000000000};
+
+    if (ppoll(&events, 1, timeout_ns < 0 ? NULL : &limit, NULL) > 0)
+        nvmeio_eventfd_clear(engine->wake_fd);
+}
+
+static unsigned finished_count(const struct nvmeio_engine *engine)
+{
+    unsigned count = 0;
+    for (const struct nvmeio_block *block = engine->finished; block; block = block->next)
+        count++;
+    return count;
+}
+
+static int aio_reap(struct nvmeio_engine *engine, unsigned wait_min, int64_t timeout_ns)
+{
+    struct aio *aio = engine->state;
+    bool slept = false;
+
+    for (;;) {
+        int error = aio_hand_over(engine);
+        if (error)
+            return error;
+        int collected = aio_collect(engine);
+        if (collected < 0) {
+            engine->retries++;
+            error = nvmeio_patience_try(&aio->patience, collected);
+            if (error)
+                return error;
+            continue;
+        }
+        unsigned count = finished_count(engine);
+        /* One sleep: its end may be a wake-up or a signal, and the lane will ask again. */
+        if (count >= wait_min || slept || engine->in_flight == 0)
+            return (int)count;
+        aio_sleep(engine, timeout_ns);
+        slept = true;
+    }
+}
+
+static void aio_wake(struct nvmeio_engine *engine)
+{
+    nvmeio_eventfd_signal(engine->wake_fd);
+}
+
+const struct nvmeio_engine_ops nvmeio_engine_libaio = {
+    .name = "libaio",
+    .library = "libaio",
+    .caller = "libaio",
+    .open = aio_open,
+    .close = aio_close,
+    .push = aio_push,
+    .reap = aio_reap,
+    .wake = aio_wake,
+};

@@ -1,0 +1,72 @@
+/* engine_sync.c -- blocks carried out one after the other by the thread that reaps.
+ *
+ * The reference that every other engine is compared with, and the last fallback. */
+#include "engine.h"
+
+/* engine->state is the list of pushed blocks, newest first. */
+
+static int sync_open(struct nvmeio_engine *engine)
+{
+    engine->state = NULL;
+    return 0;
+}
+
+static void sync_close(struct nvmeio_engine *engine)
+{
+    (void)engine;
+}
+
+static void sync_push(struct nvmeio_engine *engine, struct nvmeio_block *block)
+{
+    block->next = engine->state;
+    engine->state = block;
+    engine->in_flight++;
+}
+
+/* In the order of pushing, for disks like that better. */
+static struct nvmeio_block *oldest_first(struct nvmeio_block *newest)
+{
+    struct nvmeio_block *oldest = NULL;
+
+    while (newest) {
+        struct nvmeio_block *block = newest;
+        newest = block->next;
+        block->next = oldest;
+        oldest = block;
+    }
+    return oldest;
+}
+
+static int sync_reap(struct nvmeio_engine *engine, unsigned wait_min, int64_t timeout_ns)
+{
+    struct nvmeio_block *block = oldest_first(engine->state);
+    int count = 0;
+
+    (void)wait_min;
+    (void)timeout_ns;
+    engine->state = NULL;
+    while (block) {
+        struct nvmeio_block *next = block->next;
+        nvmeio_block_perform(block);
+        nvmeio_engine_finish(engine, block);
+        block = next;
+        count++;
+    }
+    return count;
+}
+
+static void sync_wake(struct nvmeio_engine *engine)
+{
+    (void)engine; /* reap() never waits */
+}
+
+const struct nvmeio_engine_ops nvmeio_engine_sync = {
+    .name = "sync",
+    .library = "",
+    .caller = "sync",
+    .open = sync_open,
+    .close = sync_close,
+    .push = sync_push,
+    .reap = sync_reap,
+    .wake = sync_wake,
+};

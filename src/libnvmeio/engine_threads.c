@@ -1,0 +1,195 @@
+/* engine_threads.c -- blocks by pread and pwrite in a few threads of our own.
+ *
+ * For kernels that allow neither io_uring nor libaio.  Threads start when there is work
+ * and none is idle, and end with the engine. */
+#include "engine.h"
+
+#include <errno.h>
+#include <pthread.h>
+#include <signal.h>
+#include <stdlib.h>
+#include <time.h>
+
+/* 16 threads of 1 MiB blocks read as fast as io_uring; docs/design.md has the figures. */
+#define WORKERS_MAX 16u
+#define STACK_BYTES (256u << 10)
+
+/* Everything below the mutex is guarded by it. */
+struct crew {
+    pthread_mutex_t mutex;
+    pthread_cond_t work;   /* for the workers: `first`, or stopping */
+    pthread_cond_t news;   /* for reap(): done_count or woken */
+    struct nvmeio_block *first, *last; /* pushed */
+    struct nvmeio_block *done;         /* carried out */
+    unsigned done_count;
+    unsigned queued; /* blocks from `first` on */
+    unsigned idle;   /* workers that wait for one */
+    unsigned count; /* of the workers */
+    unsigned limit;
+    bool woken;
+    bool stopping;
+    pthread_t workers[WORKERS_MAX];
+};
+
+static void *worker_main(void *argument)
+{
+    struct crew *crew = argument;
+
+    pthread_mutex_lock(&crew->mutex);
+    for (;;) {
+        while (!crew->first && !crew->stopping) {
+            crew->idle++;
+            pthread_cond_wait(&crew->work, &crew->mutex);
+            crew->idle--;
+        }
+        struct nvmeio_block *block = crew->first;
+        if (!block)
+            break;
+        crew->first = block->next;
+        crew->queued--;
+        pthread_mutex_unlock(&crew->mutex);
+        nvmeio_block_perform(block);
+        pthread_mutex_lock(&crew->mutex);
+        block->next = crew->done;
+        crew->done = block;
+        crew->done_count++;
+        pthread_cond_signal(&crew->news);
+    }
+    pthread_mutex_unlock(&crew->mutex);
+    return NULL;
+}
+
+/* One worker more; it takes no signals, which belong to the program's own threads. */
+static int crew_hire(struct crew *crew)
+{
+    pthread_attr_t attributes;
+    sigset_t all, before;
+
+    pthread_attr_init(&attributes);
+    pthread_attr_setstacksize(&attributes, STACK_BYTES);
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    int error =
+        pthread_create(&crew->workers[crew->count], &attributes, worker_main, crew);
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    pthread_attr_destroy(&attributes);
+    if (error == 0)
+        crew->count++;
+    return -error;
+}
+
+static int threads_open(struct nvmeio_engine *engine)
+{
+    struct crew *crew = calloc(1, sizeof(*crew));
+    pthread_condattr_t monotonic;
+
+    if (!crew)
+        return -ENOMEM;
+    crew->limit = engine->depth < WORKERS_MAX ? engine->depth : WORKERS_MAX;
+    pthread_mutex_init(&crew->mutex, NULL);
+    pthread_condattr_init(&monotonic);
+    pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
+    pthread_cond_init(&crew->work, NULL);
+    pthread_cond_init(&crew->news, &monotonic);
+    pthread_condattr_destroy(&monotonic);
+    int error = crew_hire(crew);
+    if (error) {
+        free(crew);
+        return error;
+    }
+    engine->state = crew;
+    return 0;
+}
+
+static void threads_close(struct nvmeio_engine *engine)
+{
+    struct crew *crew = engine->state;
+
+    pthread_mutex_lock(&crew->mutex);
+    crew->stopping = true;
+    pthread_cond_broadcast(&crew->work);
+    pthread_mutex_unlock(&crew->mutex);
+    for (unsigned i = 0; i < crew->count; i++)
+        pthread_join(crew->workers[i], NULL);
+    pthread_cond_destroy(&crew->work);
+    pthread_cond_destroy(&crew->news);
+    pthread_mutex_destroy(&crew->mutex);
+    free(crew);
+}
+
+static void threads_push(struct nvmeio_engine *engine, struct nvmeio_block *block)
+{
+    struct crew *crew = engine->state;
+
+    engine->in_flight++;
+    block->next = NULL;
+    pthread_mutex_lock(&crew->mutex);
+    if (crew->first)
+        crew->last->next = block;
+    else
+        crew->first = block;
+    crew->last = block;
+    crew->queued++;
+    /* A thread that cannot be had is no misfortune: there is at least one. */
+    if (crew->queued > crew->idle && crew->count < crew->limit)
+        crew_hire(crew);
+    pthread_cond_signal(&crew->work);
+    pthread_mutex_unlock(&crew->mutex);
+}
+
+/* Sleep until `done_count` reaches wait_min, a wake-up, or the end of the time. */
+static void crew_wait(struct crew *crew, unsigned wait_min, int64_t timeout_ns)
+{
+    int64_t end = nvmeio_now_ns() + timeout_ns;
+    struct timespec limit = {end / 1000000000, end % 1000000000};
+    int error = 0;
+
+    while (crew->done_count < wait_min && !crew->woken && error == 0) {
+        if (timeout_ns < 0)
+            error = pthread_cond_wait(&crew->news, &crew->mutex);
+        else
+            error = pthread_cond_timedwait(&crew->news, &crew->mutex, &limit);
+    }
+}
+
+static int threads_reap(struct nvmeio_engine *engine, unsigned wait_min,
+                        int64_t timeout_ns)
+{
+    struct crew *crew = engine->state;
+
+    pthread_mutex_lock(&crew->mutex);
+    crew_wait(crew, wait_min, timeout_ns);
+    crew->woken = false;
+    struct nvmeio_block *done = crew->done;
+    int count = (int)crew->done_count;
+    crew->done = NULL;
+    crew->done_count = 0;
+    pthread_mutex_unlock(&crew->mutex);
+    while (done) {
+        struct nvmeio_block *next = done->next;
+        nvmeio_engine_finish(engine, done);
+        done = next;
+    }
+    return count;
+}
+
+static void threads_wake(struct nvmeio_engine *engine)
+{
+    struct crew *crew = engine->state;
+
+    pthread_mutex_lock(&crew->mutex);
+    crew->woken = true;
+    pthread_cond_signal(&crew->news);
+    pthread_mutex_unlock(&crew->mutex);
+}
+
+const struct nvmeio_engine_ops nvmeio_engine_threads = {
+    .name = "threads",
+    .library = "",
+    .caller = "sync",
+    .open = threads_open,
+    .close = threads_close,
+    .push = threads_push,
+    .reap = threads_reap,
+    .wake = threads_wake,
+};

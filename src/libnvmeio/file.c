@@ -1,0 +1,370 @@
+/* file.c -- opening, alignment and size of files.
+ *
+ * A file has two descriptors: one through the page cache, and one with O_DIRECT where
+ * the file system has that, opened anew so that no flag of anyone's is changed.  What
+ * is transferred, and by which of them, is decided elsewhere. */
+#include "file_internal.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <linux/fs.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/ioctl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+/* Linux 6.1, statx(2).  Older headers lack the two fields, so they are read by their
+ * place in the structure, which is the kernel's ABI. */
+#ifndef STATX_DIOALIGN
+#define STATX_DIOALIGN 0x2000u
+#endif
+#define STATX_DIO_MEM_ALIGN_AT 0x98
+#define STATX_DIO_OFFSET_ALIGN_AT 0x9c
+
+#define COMPARE_BYTES (256u << 10)
+
+/* Open the file behind `fd` anew, with other flags: a description of our own. */
+static int reopen(int fd, int flags)
+{
+    char path[32];
+    snprintf(path, sizeof(path), "/proc/self/fd/%d", fd);
+    int result = open(path, flags | O_CLOEXEC);
+    return result < 0 ? -errno : result;
+}
+
+/* Without O_EXCL, tell whether it was us who made the file. */
+static int open_or_create(const char *path, int flags, bool *created)
+{
+    *created = false;
+    if ((flags & O_CREAT) && !(flags & O_EXCL)) {
+        int fd = open(path, flags | O_EXCL, 0666);
+        if (fd >= 0)
+            *created = true;
+        if (fd >= 0 || errno != EEXIST)
+            return fd < 0 ? -errno : fd;
+    }
+    int fd = open(path, flags, 0666);
+    if (fd < 0)
+        return -errno;
+    *created = (flags & (O_EXCL | O_TRUNC)) != 0;
+    return fd;
+}
+
+/* Refuse what cannot be read and written at offsets. */
+static int check_kind(const struct stat *status)
+{
+    if (S_ISDIR(status->st_mode))
+        return -EISDIR;
+    if (!S_ISREG(status->st_mode) && !S_ISBLK(status->st_mode))
+        return -EINVAL;
+    return 0;
+}
+
+static void describe(struct nvmeio_file *file, const struct stat *status, int flags)
+{
+    uint64_t bytes;
+    int access = flags & O_ACCMODE;
+
+    file->info.readable = access != O_WRONLY;
+    file->info.writable = access != O_RDONLY;
+    file->info.memory_align = 1;
+    file->info.offset_align = 1;
+    file->info.device = status->st_dev;
+    file->info.inode = status->st_ino;
+    file->device_bytes = -1;
+    if (S_ISBLK(status->st_mode)) {
+        file->info.device = status->st_rdev;
+        file->device_bytes = ioctl(file->fd, BLKGETSIZE64, &bytes) ? 0 : (int64_t)bytes;
+    }
+}
+
+static bool power_of_two(uint32_t value)
+{
+    return value && (value & (value - 1)) == 0;
+}
+
+/* The kernel says 0 where it does not know (btrfs, tmpfs, Linux before 6.1).  Whole
+ * pages suit every file system then, if it takes direct reads at all: try one.  A file
+ * that cannot be read here shows it at the first transfer. */
+static int probe_direct(const struct nvmeio_file *file)
+{
+    void *page;
+    int error = posix_memalign(&page, 4096, 4096);
+
+    if (error)
+        return -error;
+    if (file->info.readable && pread(file->direct_fd, page, 4096, 0) < 0)
+        error = -errno;
+    free(page);
+    return error;
+}
+
+static int find_alignment(struct nvmeio_file *file)
+{
+    struct statx status = {0};
+    uint32_t memory, offset;
+
+    /* Where it fails all stays 0. */
+    (void)statx(file->direct_fd, "", AT_EMPTY_PATH, STATX_DIOALIGN, &status);
+    memcpy(&memory, (char *)&status + STATX_DIO_MEM_ALIGN_AT, sizeof(memory));
+    memcpy(&offset, (char *)&status + STATX_DIO_OFFSET_ALIGN_AT, sizeof(offset));
+    if (memory == 0 && offset == 0) {
+        memory = offset = 4096;
+        int error = probe_direct(file);
+        if (error)
+            return error;
+    }
+    if (!power_of_two(memory) || !power_of_two(offset) ||
+        memory > NVMEIO_MEMORY_ALIGN_MAX || offset > NVMEIO_OFFSET_ALIGN_MAX)
+        return -EINVAL;
+    file->info.memory_align = memory;
+    file->info.offset_align = offset;
+    return 0;
+}
+
+/* Find a descriptor with O_DIRECT, if it is wanted and to be had.  `flags` are those of
+ * file->fd. */
+static int find_direct(struct nvmeio_file *file, enum nvmeio_direct direct, int flags)
+{
+    int error = 0;
+
+    if (direct == NVMEIO_DIRECT_NEVER)
+        return 0;
+    if (file->direct_fd < 0) {
+        int fd = reopen(file->fd, (flags & O_ACCMODE) | O_DIRECT);
+        if (fd < 0)
+            error = fd;
+        else
+            file->direct_fd = fd;
+    }
+    if (error == 0)
+        error = find_alignment(file);
+    file->info.direct = error == 0;
+    file->demanded = direct == NVMEIO_DIRECT_ALWAYS;
+    /* Out of descriptors is the caller's to solve, not a reason to be slow. */
+    if (error == -EMFILE || error == -ENFILE)
+        return error;
+    return error && file->demanded ? -EINVAL : 0;
+}
+
+static struct nvmeio_file *file_new(int fd)
+{
+    struct nvmeio_file *file = calloc(1, sizeof(*file));
+
+    if (!file)
+        return NULL;
+    atomic_init(&file->references, 1);
+    file->fd = fd;
+    file->direct_fd = -1;
+    return file;
+}
+
+static void file_free(struct nvmeio_file *file)
+{
+    if (file->direct_fd >= 0 && file->direct_fd != file->fd)
+        close(file->direct_fd);
+    if (file->fd >= 0)
+        close(file->fd);
+    free(file);
+}
+
+int nvmeio_file_open(const char *path, int flags, enum nvmeio_direct direct,
+                     struct nvmeio_file **result)
+{
+    struct stat status;
+    bool created;
+
+    /* O_NONBLOCK: opening a FIFO must not hang.  It is taken off again, or io_uring
+     * would answer EAGAIN instead of waiting for the disk. */
+    int fd = open_or_create(path, flags | O_CLOEXEC | O_NONBLOCK, &created);
+    if (fd < 0)
+        return fd == -ENXIO ? -EINVAL : fd;
+    int error = fstat(fd, &status) ? -errno : check_kind(&status);
+    if (error == 0 && fcntl(fd, F_SETFL, 0))
+        error = -errno;
+    struct nvmeio_file *file = error ? NULL : file_new(fd);
+    if (!file) {
+        close(fd);
+        return error ? error : -ENOMEM;
+    }
+    describe(file, &status, flags);
+    file->info.created = created;
+    atomic_init(&file->creation_open, created);
+    error = find_direct(file, direct, flags);
+    if (error) {
+        file_free(file);
+        return error;
+    }
+    *result = file;
+    return 0;
+}
+
+/* Sort a duplicate of a caller's descriptor into fd and direct_fd.  Its description is
+ * shared with the caller, so a flag that disturbs is avoided by opening anew. */
+static int adopt(struct nvmeio_file *file, enum nvmeio_direct direct, int flags)
+{
+    if (!(flags & (O_DIRECT | O_NONBLOCK)))
+        return 0;
+    int fd = reopen(file->fd, flags & O_ACCMODE);
+    if (fd < 0)
+        return fd;
+    if ((flags & O_DIRECT) && !(flags & O_NONBLOCK) && direct != NVMEIO_DIRECT_NEVER)
+        file->direct_fd = file->fd;
+    else
+        close(file->fd);
+    file->fd = fd;
+    return 0;
+}
+
+int nvmeio_file_dup(int fd, enum nvmeio_direct direct, struct nvmeio_file **result)
+{
+    struct stat status;
+    int flags = fcntl(fd, F_GETFL);
+
+    if (flags < 0)
+        return -errno;
+    if (flags & O_PATH)
+        return -EBADF;
+    if (flags & O_APPEND)
+        return -EINVAL;
+    int error = fstat(fd, &status) ? -errno : check_kind(&status);
+    if (error)
+        return error;
+    int copy = fcntl(fd, F_DUPFD_CLOEXEC, 0);
+    if (copy < 0)
+        return -errno;
+    struct nvmeio_file *file = file_new(copy);
+    if (!file) {
+        close(copy);
+        return -ENOMEM;
+    }
+    describe(file, &status, flags);
+    error = adopt(file, direct, flags);
+    if (error == 0)
+        error = find_direct(file, direct, flags);
+    if (error) {
+        file_free(file);
+        return error;
+    }
+    *result = file;
+    return 0;
+}
+
+void nvmeio_file_retain(struct nvmeio_file *file)
+{
+    atomic_fetch_add_explicit(&file->references, 1, memory_order_relaxed);
+}
+
+void nvmeio_file_release(struct nvmeio_file *file)
+{
+    /* Acquire and release: the last holder sees all that the others did. */
+    if (file &&
+        atomic_fetch_sub_explicit(&file->references, 1, memory_order_acq_rel) == 1)
+        file_free(file);
+}
+
+void nvmeio_file_get_info(const struct nvmeio_file *file, struct nvmeio_file_info *info)
+{
+    *info = file->info;
+    if (atomic_load_explicit(&file->direct_refused, memory_order_relaxed))
+        info->direct = false;
+}
+
+int nvmeio_file_fd(const struct nvmeio_file *file)
+{
+    return file->fd;
+}
+
+int nvmeio_file_is_at(const struct nvmeio_file *file, const char *path)
+{
+    struct stat status;
+
+    if (stat(path, &status))
+        return -errno;
+    uint64_t device = S_ISBLK(status.st_mode) ? status.st_rdev : status.st_dev;
+    return device == file->info.device && status.st_ino == file->info.inode;
+}
+
+bool nvmeio_file_is_idle(const struct nvmeio_file *file)
+{
+    return atomic_load_explicit(&file->references, memory_order_acquire) == 1;
+}
+
+int64_t nvmeio_file_size(const struct nvmeio_file *file)
+{
+    struct stat status;
+
+    if (file->device_bytes >= 0)
+        return file->device_bytes;
+    if (fstat(file->fd, &status))
+        return -errno;
+    return status.st_size;
+}
+
+int nvmeio_file_truncate(struct nvmeio_file *file, int64_t size)
+{
+    int result;
+    do
+        result = ftruncate(file->fd, size);
+    while (result && errno == EINTR);
+    return result ? -errno : 0;
+}
+
+void nvmeio_file_geometry(const struct nvmeio_file *file,
+                          struct nvmeio_geometry *geometry)
+{
+    geometry->direct =
+        file->info.direct &&
+        !atomic_load_explicit(&file->direct_refused, memory_order_relaxed);
+    geometry->memory_align = file->info.memory_align;
+    geometry->offset_align = file->info.offset_align;
+}
+
+int nvmeio_file_preallocate(struct nvmeio_file *file, int64_t size)
+{
+    int result;
+    /* fallocate(2), for posix_fallocate(3) may write zeros instead. */
+    do
+        result = fallocate(file->fd, 0, 0, size);
+    while (result && errno == EINTR);
+    return result && errno != EOPNOTSUPP && errno != ENOSYS ? -errno : 0;
+}
+
+static size_t first_difference(const char *a, const char *b, size_t size)
+{
+    size_t i = 0;
+    while (i < size && a[i] == b[i])
+        i++;
+    return i;
+}
+
+int nvmeio_file_compare(struct nvmeio_file *file, int64_t offset, const void *address,
+                        size_t size, size_t *position)
+{
+    char *memory = malloc(COMPARE_BYTES);
+    size_t done = 0;
+    int result = 0;
+
+    if (!memory)
+        return -ENOMEM;
+    while (done < size && result == 0) {
+        size_t left = size - done;
+        ssize_t got = pread(file->fd, memory, left < COMPARE_BYTES ? left : COMPARE_BYTES,
+                            offset + (int64_t)done);
+        if (got < 0 && errno == EINTR)
+            continue;
+        if (got <= 0) {
+            result = got ? -errno : -ENODATA;
+        } else if (memcmp(memory, (const char *)address + done, (size_t)got)) {
+            done += first_difference(memory, (const char *)address + done, (size_t)got);
+            result = 1;
+        } else {
+            done += (size_t)got;
+        }
+    }
+    free(memory);
+    *position = done;
+    return result;
+}

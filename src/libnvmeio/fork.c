@@ -1,0 +1,52 @@
+/* fork.c -- counts forks, and calls those who have to do something about them.
+ *
+ * One pthread_atfork() serves the whole library, so that the order in which locks
+ * are taken before a fork is decided in one place. */
+#include <pthread.h>
+#include <stdatomic.h>
+
+#include <nvmeio/base.h>
+
+#include "fork.h"
+
+/* Written in a new child alone, while it has one thread: relaxed is enough. */
+static _Atomic uint32_t generation;
+
+static struct nvmeio_fork_hooks *hooks_first;
+
+void nvmeio_fork_hook(struct nvmeio_fork_hooks *hooks)
+{
+    hooks->next = hooks_first;
+    hooks_first = hooks;
+}
+
+uint32_t nvmeio_fork_generation(void)
+{
+    return atomic_load_explicit(&generation, memory_order_relaxed);
+}
+
+static void prepare(void)
+{
+    for (struct nvmeio_fork_hooks *hooks = hooks_first; hooks; hooks = hooks->next)
+        hooks->prepare();
+}
+
+static void continue_parent(void)
+{
+    for (struct nvmeio_fork_hooks *hooks = hooks_first; hooks; hooks = hooks->next)
+        hooks->parent();
+}
+
+static void continue_child(void)
+{
+    atomic_fetch_add_explicit(&generation, 1, memory_order_relaxed);
+    for (struct nvmeio_fork_hooks *hooks = hooks_first; hooks; hooks = hooks->next)
+        hooks->child();
+}
+
+/* This can fail for want of memory alone, while the library is being loaded and nobody
+ * could be told. */
+__attribute__((constructor)) static void register_hooks(void)
+{
+    pthread_atfork(prepare, continue_parent, continue_child);
+}

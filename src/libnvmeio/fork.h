@@ -1,0 +1,19 @@
+/* fork.h -- what has to happen round a fork(). */
+#ifndef NVMEIO_FORK_H
+#define NVMEIO_FORK_H
+
+/* Functions that run in the thread that forks; child() finds the new generation.  The
+ * kernel's clone() and vfork() call none of them. */
+struct nvmeio_fork_hooks {
+    void (*prepare)(void); /* before the fork: take locks */
+    void (*parent)(void);  /* after it: give them back */
+    void (*child)(void);   /* the same, in the child, which has no other thread */
+    struct nvmeio_fork_hooks *next;
+};
+
+/* Add hooks, which stay the caller's and must live as long as the process.  For
+ * constructors: nothing guards the list once there are threads.  The hooks that were
+ * added last prepare first. */
+void nvmeio_fork_hook(struct nvmeio_fork_hooks *hooks);
+
+#endif

@@ -1,0 +1,82 @@
+/* handle_internal.h -- a handle from within: lists of requests, lanes, one mutex. */
+#ifndef NVMEIO_HANDLE_INTERNAL_H
+#define NVMEIO_HANDLE_INTERNAL_H
+
+#include <nvmeio/handle.h>
+#include <pthread.h>
+#include <stdatomic.h>
+
+#include "engine.h"
+#include "lane.h"
+
+/* The bounces of a handle, NVMEIO_BOUNCE_BYTES_MAX, are shared out: the greater part to
+ * the lanes with threads, one each to a bounded number of caller lanes. */
+#define NVMEIO_CALLERS_MAX 16u
+#define NVMEIO_CALLER_BOUNCE_BYTES (1u << 20)
+#define NVMEIO_LANE_BOUNCE_BYTES                                                         \
+    (NVMEIO_BOUNCE_BYTES_MAX - NVMEIO_CALLERS_MAX * NVMEIO_CALLER_BOUNCE_BYTES)
+
+/* Blocks in flight in a caller lane, which serves one request. */
+#define NVMEIO_CALLER_DEPTH 16u
+
+struct nvmeio_handle {
+    /* Never change after opening. */
+    struct nvmeio_config config;
+    const struct nvmeio_engine_ops *ops;
+    size_t block_bytes;  /* config.block_bytes in whole pages */
+    size_t bounce_bytes; /* of one bounce */
+    char fallback[512];
+
+    atomic_uint references;
+    /* Of the process whose lists and lanes these are; REVIVING while a forked child
+     * makes its own.  Release and acquire: who sees the number sees the lists. */
+    _Atomic uint32_t generation;
+    _Atomic uint64_t requests; /* statistics, relaxed */
+
+    pthread_mutex_t mutex;
+    pthread_cond_t work; /* for lanes: the queue is not empty, or stopping */
+    pthread_cond_t news; /* for callers: a request is done, a lane has started */
+
+    /* Guarded by the mutex. */
+    struct nvmeio_request *active_first, *active_last;
+    unsigned active_count;
+    struct nvmeio_request *queue_first, *queue_last; /* with blocks to cut */
+    struct nvmeio_request *done_first, *done_last;   /* not popped */
+    unsigned fsyncs_gated;                           /* behind earlier writes */
+    unsigned drainers;                               /* threads in drain() */
+    unsigned sleepers;                               /* threads that wait for news */
+    struct nvmeio_lane *lanes;                       /* config.lanes of them */
+    struct nvmeio_lane *callers;                     /* a list */
+    unsigned caller_count;
+    unsigned lanes_started, lanes_alive, lanes_idle;
+    struct nvmeio_stats retired; /* of lanes that are closed */
+    int dead_error; /* of the last lane to die, when none is alive */
+    bool closing;   /* no more submissions */
+    bool stopping;  /* lanes go home */
+    bool stopped;   /* they have gone */
+};
+
+/* schedule.c.  The mutex is held. */
+
+/* Put a new request into the list of what is active, which takes a reference. */
+void nvmeio_schedule_add(struct nvmeio_handle *handle, struct nvmeio_request *request);
+
+/* The next request for a lane with a thread to cut blocks from, or NULL. */
+struct nvmeio_request *nvmeio_schedule_next(struct nvmeio_handle *handle);
+
+/* The state of a request has changed: queue it or not, open its gate, and once it is
+ * over settle it, store the outcome and wake who waits.  Drops the mutex for a while
+ * where that needs a system call; the request may be gone afterwards. */
+void nvmeio_schedule_progress(struct nvmeio_handle *handle,
+                              struct nvmeio_request *request);
+
+/* Let go every fsync that stands behind no write any more. */
+void nvmeio_schedule_open_gates(struct nvmeio_handle *handle);
+
+/* Whether a request is beyond change: being settled, or done. */
+bool nvmeio_schedule_settling(struct nvmeio_request *request);
+
+/* A lane died of `error`: when it was the last, all that waits for lanes fails. */
+void nvmeio_schedule_bury(struct nvmeio_handle *handle, int error);
+
+#endif

@@ -1,0 +1,433 @@
+/* lane.c -- blocks from the queue to an engine and back.
+ *
+ * One loop serves overlapped and sequential submission: they differ in when a lane takes
+ * blocks.  What a result means is request.c's, who is told of it is handle.c's. */
+#include "lane.h"
+
+#include <errno.h>
+#include <nvmeio/pool.h>
+#include <signal.h>
+#include <stdlib.h>
+#include <time.h>
+
+#include "file_internal.h"
+#include "handle_internal.h"
+
+#define STACK_BYTES (256u << 10)
+#define PAUSE_MIN_NS 1000
+#define PAUSE_MAX_NS 10000000
+
+/* Bounces that a lane takes from the pool at a time, at least. */
+#define BOUNCES_GROWN_MIN 8u
+
+static bool wants_bounce(const struct nvmeio_request *request)
+{
+    return nvmeio_request_next_route(request) == NVMEIO_ROUTE_BOUNCE;
+}
+
+static size_t smaller(size_t a, size_t b)
+{
+    return a < b ? a : b;
+}
+
+/* How many blocks to take at once: with several lanes, a fair share of what there is,
+ * or the first to come would take all. */
+static size_t fair_share(const struct nvmeio_lane *lane)
+{
+    const struct nvmeio_handle *handle = lane->handle;
+    size_t left = 0;
+
+    if (lane->own || handle->config.lanes == 1)
+        return SIZE_MAX;
+    for (const struct nvmeio_request *r = handle->queue_first; r; r = r->queue_next) {
+        left += nvmeio_request_blocks_left(r, handle->block_bytes);
+        if (left / handle->config.lanes >= lane->engine.depth)
+            break;
+    }
+    return left / handle->config.lanes + 1;
+}
+
+/* Cut blocks, as many as there are, fit and are this lane's share.  The mutex is held. */
+static void lane_take(struct nvmeio_lane *lane)
+{
+    struct nvmeio_handle *handle = lane->handle;
+    size_t share = fair_share(lane);
+
+    if (lane->in_flight > 0 && !handle->config.overlap_events)
+        return;
+    lane->bounces_short = false;
+    for (; lane->free && share > 0; share--) {
+        struct nvmeio_request *request =
+            lane->own ? lane->own : nvmeio_schedule_next(handle);
+        if (!request || !nvmeio_request_has_block(request))
+            break;
+        bool bounced = wants_bounce(request);
+        if (bounced && lane->bounces_idle == 0) {
+            lane->bounces_short = true;
+            break;
+        }
+        struct nvmeio_block *block = lane->free;
+        lane->free = block->next;
+        block->next = NULL;
+        block->bounce = bounced ? lane->bounces[--lane->bounces_idle] : NULL;
+        nvmeio_request_cut(request, block,
+                           bounced ? smaller(handle->bounce_bytes, handle->block_bytes)
+                                   : handle->block_bytes);
+        *lane->taken_end = block;
+        lane->taken_end = &block->next;
+        lane->in_flight++;
+    }
+}
+
+/* Take more bounces from the pool, doubling them up to the lane's limit. */
+static int lane_grow_bounces(struct nvmeio_lane *lane)
+{
+    unsigned more = lane->bounces_owned > BOUNCES_GROWN_MIN ? lane->bounces_owned
+                                                            : BOUNCES_GROWN_MIN;
+    int error = 0;
+
+    while (more-- > 0 && lane->bounces_owned < lane->bounces_max && error == 0) {
+        void *memory;
+        error = nvmeio_pool_alloc(lane->handle->bounce_bytes, false, &memory, NULL);
+        if (error == 0) {
+            lane->bounces[lane->bounces_idle++] = memory;
+            lane->bounces_owned++;
+        }
+    }
+    return lane->bounces_owned > 0 ? 0 : error;
+}
+
+/* A lane without a single bounce cannot carry this request any further. */
+static void fail_for_bounce(struct nvmeio_lane *lane, int error)
+{
+    struct nvmeio_handle *handle = lane->handle;
+
+    pthread_mutex_lock(&handle->mutex);
+    struct nvmeio_request *request = lane->own ? lane->own : nvmeio_schedule_next(handle);
+    if (request && nvmeio_request_has_block(request) && wants_bounce(request)) {
+        nvmeio_request_fail(request, error, request->position);
+        nvmeio_schedule_progress(handle, request);
+    }
+    pthread_mutex_unlock(&handle->mutex);
+}
+
+static void lane_take_all(struct nvmeio_lane *lane)
+{
+    struct nvmeio_handle *handle = lane->handle;
+
+    pthread_mutex_lock(&handle->mutex);
+    lane_take(lane);
+    pthread_mutex_unlock(&handle->mutex);
+    if (!lane->bounces_short || lane->bounces_owned == lane->bounces_max)
+        return;
+    int error = lane_grow_bounces(lane);
+    if (error) {
+        fail_for_bounce(lane, error);
+        return;
+    }
+    pthread_mutex_lock(&handle->mutex);
+    lane_take(lane);
+    pthread_mutex_unlock(&handle->mutex);
+}
+
+/* Hand the taken blocks over: one by one for single_submit, and where each has cost a
+ * copy, so that the device works while the next is copied. */
+static int lane_push(struct nvmeio_lane *lane)
+{
+    struct nvmeio_engine *engine = &lane->engine;
+
+    while (lane->taken) {
+        struct nvmeio_block *block = lane->taken;
+        lane->taken = block->next;
+        nvmeio_block_prepare(block);
+        bool copied = block->bounce && block->op == NVMEIO_OP_WRITE;
+        engine->ops->push(engine, block);
+        if (copied || lane->handle->config.single_submit) {
+            int result = engine->ops->reap(engine, 0, 0);
+            if (result < 0) {
+                lane->taken_end = &lane->taken;
+                return result;
+            }
+        }
+    }
+    lane->taken_end = &lane->taken;
+    return 0;
+}
+
+/* How many completions to wait for.  A batch is waited for as a whole, unless its blocks
+ * are to be copied as they come.  Some may have come back while others were pushed. */
+static unsigned wait_count(const struct nvmeio_lane *lane)
+{
+    const struct nvmeio_engine *engine = &lane->engine;
+    bool bounced = lane->bounces_idle < lane->bounces_owned;
+
+    if (!lane->handle->config.overlap_events && !bounced)
+        return engine->in_flight;
+    return engine->finished || engine->in_flight == 0 ? 0 : 1;
+}
+
+static void count_block(struct nvmeio_lane *lane, const struct nvmeio_block *block)
+{
+    struct nvmeio_lane_stats *stats = &lane->stats;
+    bool direct = block->fd == block->request->file->direct_fd;
+    _Atomic uint64_t *bytes = !direct          ? &stats->bytes_buffered
+                              : block->bounce ? &stats->bytes_bounced
+                                              : &stats->bytes_direct;
+
+    atomic_fetch_add_explicit(&stats->blocks, 1, memory_order_relaxed);
+    if (block->result == 0)
+        atomic_fetch_add_explicit(bytes, block->piece.wanted, memory_order_relaxed);
+}
+
+/* Look at what came back.  Returns the blocks that are finished; the others are pushed
+ * again, slower and slower while nothing moves. */
+static struct nvmeio_block *lane_advance(struct nvmeio_lane *lane)
+{
+    struct nvmeio_engine *engine = &lane->engine;
+    struct nvmeio_block *block = engine->finished;
+    struct nvmeio_block *finished = NULL, *again = NULL;
+    bool moved = false;
+
+    engine->finished = NULL;
+    while (block) {
+        struct nvmeio_block *next = block->next;
+        enum nvmeio_verdict verdict = nvmeio_block_advance(block);
+        struct nvmeio_block **list =
+            verdict == NVMEIO_BLOCK_FINISHED ? &finished : &again;
+        if (verdict == NVMEIO_BLOCK_FINISHED)
+            count_block(lane, block);
+        else if (verdict == NVMEIO_BLOCK_CONTINUED)
+            atomic_fetch_add_explicit(&lane->stats.short_transfers, 1,
+                                      memory_order_relaxed);
+        else
+            lane->repeats++;
+        moved |= verdict != NVMEIO_BLOCK_REPEATED;
+        block->next = *list;
+        *list = block;
+        block = next;
+    }
+    if (moved || !again) {
+        lane->pause_ns = 0;
+    } else {
+        struct timespec pause = {0, lane->pause_ns};
+        nanosleep(&pause, NULL);
+        lane->pause_ns = lane->pause_ns == 0               ? PAUSE_MIN_NS
+                         : lane->pause_ns < PAUSE_MAX_NS ? 2 * lane->pause_ns
+                                                          : PAUSE_MAX_NS;
+    }
+    while (again) {
+        struct nvmeio_block *next = again->next;
+        engine->ops->push(engine, again);
+        again = next;
+    }
+    atomic_store_explicit(&lane->stats.retries, lane->repeats + engine->retries,
+                          memory_order_relaxed);
+    return finished;
+}
+
+/* Tell the requests, and free the blocks.  The mutex is held. */
+static void lane_book(struct nvmeio_lane *lane, struct nvmeio_block *finished)
+{
+    while (finished) {
+        struct nvmeio_block *block = finished;
+        struct nvmeio_request *request = block->request;
+        size_t skip = block->piece.skip;
+
+        finished = block->next;
+        request->in_flight--;
+        if (block->result < 0)
+            nvmeio_request_fail(request, (int)block->result,
+                                block->piece.position +
+                                    (block->moved > skip ? block->moved - skip : 0));
+        if (block->bounce)
+            lane->bounces[lane->bounces_idle++] = block->bounce;
+        block->request = NULL;
+        block->bounce = NULL;
+        block->next = lane->free;
+        lane->free = block;
+        lane->in_flight--;
+        nvmeio_schedule_progress(lane->handle, request);
+    }
+}
+
+/* The engine no longer answers.  Its blocks' requests fail and are marked: the kernel
+ * may still write to their memory, which therefore is never freed, nor is the lane. */
+static void lane_die(struct nvmeio_lane *lane, int error)
+{
+    struct nvmeio_handle *handle = lane->handle;
+
+    pthread_mutex_lock(&handle->mutex);
+    lane->dead = true;
+    lane->error = error;
+    for (unsigned i = 0; i < lane->engine.depth; i++) {
+        struct nvmeio_block *block = &lane->blocks[i];
+        struct nvmeio_request *request = block->request;
+        if (!request)
+            continue;
+        block->request = NULL;
+        request->in_flight--;
+        request->abandoned = true;
+        nvmeio_request_fail(request, error, block->piece.position);
+        nvmeio_schedule_progress(handle, request);
+    }
+    if (lane->own) {
+        struct nvmeio_request *request = lane->own;
+        nvmeio_request_fail(request, error, request->position);
+        nvmeio_schedule_progress(handle, request);
+    }
+    pthread_mutex_unlock(&handle->mutex);
+}
+
+bool nvmeio_lane_turn(struct nvmeio_lane *lane, int64_t timeout_ns)
+{
+    struct nvmeio_handle *handle = lane->handle;
+
+    lane_take_all(lane);
+    if (lane->in_flight == 0)
+        return false;
+    int result = lane_push(lane);
+    if (result >= 0) {
+        pthread_mutex_lock(&handle->mutex);
+        lane->listening = handle->config.overlap_events && lane->free && !lane->own;
+        /* What was submitted since the last look found nobody listening. */
+        bool more = lane->listening && handle->queue_first && !lane->bounces_short;
+        pthread_mutex_unlock(&handle->mutex);
+        result = lane->engine.ops->reap(&lane->engine, more ? 0 : wait_count(lane),
+                                        timeout_ns);
+    }
+    if (result < 0) {
+        lane_die(lane, result);
+        return false;
+    }
+    struct nvmeio_block *finished = lane_advance(lane);
+    pthread_mutex_lock(&handle->mutex);
+    lane->listening = false;
+    lane_book(lane, finished);
+    pthread_mutex_unlock(&handle->mutex);
+    return true;
+}
+
+/* Blocks, bounce stack and engine.  For a lane with a thread, called by that thread. */
+static int lane_equip(struct nvmeio_lane *lane, const struct nvmeio_engine_ops *ops,
+                      unsigned depth, unsigned bounces_max, bool shared)
+{
+    int error = nvmeio_engine_start(&lane->engine, ops, depth, shared);
+
+    if (error)
+        return error;
+    depth = lane->engine.depth;
+    lane->blocks = calloc(depth, sizeof(*lane->blocks));
+    lane->bounces = calloc(bounces_max, sizeof(*lane->bounces));
+    if (!lane->blocks || !lane->bounces) {
+        free(lane->blocks);
+        free(lane->bounces);
+        nvmeio_engine_stop(&lane->engine);
+        return -ENOMEM;
+    }
+    lane->bounces_max = bounces_max;
+    lane->taken_end = &lane->taken;
+    for (unsigned i = depth; i-- > 0;) {
+        lane->blocks[i].index = i;
+        lane->blocks[i].next = lane->free;
+        lane->free = &lane->blocks[i];
+    }
+    return 0;
+}
+
+/* Wait for work.  False when it is time to go.  The mutex is held. */
+static bool lane_rest(struct nvmeio_lane *lane)
+{
+    struct nvmeio_handle *handle = lane->handle;
+
+    while (!handle->queue_first && !handle->stopping) {
+        handle->lanes_idle++;
+        pthread_cond_wait(&handle->work, &handle->mutex);
+        handle->lanes_idle--;
+    }
+    return handle->queue_first != NULL;
+}
+
+static void *lane_main(void *argument)
+{
+    struct nvmeio_lane *lane = argument;
+    struct nvmeio_handle *handle = lane->handle;
+    unsigned depth = handle->config.queue_depth;
+    size_t quota = NVMEIO_LANE_BOUNCE_BYTES / handle->config.lanes;
+    unsigned bounces_max = (unsigned)(quota / handle->bounce_bytes);
+    bool going = true;
+
+    int error = lane_equip(lane, handle->ops, depth, bounces_max, false);
+    pthread_mutex_lock(&handle->mutex);
+    lane->error = error;
+    lane->started = true;
+    pthread_cond_broadcast(&handle->news);
+    while (error == 0 && going && !lane->dead) {
+        pthread_mutex_unlock(&handle->mutex);
+        bool busy = nvmeio_lane_turn(lane, -1);
+        pthread_mutex_lock(&handle->mutex);
+        if (!busy && !lane->dead)
+            going = lane_rest(lane);
+    }
+    if (lane->dead)
+        nvmeio_schedule_bury(handle, lane->error);
+    pthread_mutex_unlock(&handle->mutex);
+    return NULL;
+}
+
+int nvmeio_lane_start(struct nvmeio_lane *lane, struct nvmeio_handle *handle)
+{
+    pthread_attr_t attributes;
+    sigset_t all, before;
+
+    lane->handle = handle;
+    pthread_attr_init(&attributes);
+    pthread_attr_setstacksize(&attributes, STACK_BYTES);
+    /* Signals belong to the program's own threads. */
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    int error = pthread_create(&lane->thread, &attributes, lane_main, lane);
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    pthread_attr_destroy(&attributes);
+    if (error)
+        return -error;
+    pthread_mutex_lock(&handle->mutex);
+    while (!lane->started)
+        pthread_cond_wait(&handle->news, &handle->mutex);
+    pthread_mutex_unlock(&handle->mutex);
+    if (lane->error)
+        pthread_join(lane->thread, NULL);
+    return lane->error;
+}
+
+int nvmeio_lane_open(struct nvmeio_lane *lane, struct nvmeio_handle *handle,
+                     const struct nvmeio_engine_ops *ops)
+{
+    lane->handle = handle;
+    return lane_equip(lane, ops, NVMEIO_CALLER_DEPTH, 1, true);
+}
+
+void nvmeio_lane_close(struct nvmeio_lane *lane)
+{
+    if (lane->dead)
+        return;
+    nvmeio_engine_stop(&lane->engine);
+    while (lane->bounces_idle > 0)
+        nvmeio_pool_free(lane->bounces[--lane->bounces_idle]);
+    free(lane->bounces);
+    free(lane->blocks);
+}
+
+void nvmeio_lane_count(struct nvmeio_lane *lane, struct nvmeio_stats *stats)
+{
+    struct nvmeio_lane_stats *own = &lane->stats;
+
+    stats->blocks += atomic_load_explicit(&own->blocks, memory_order_relaxed);
+    stats->bytes_direct += atomic_load_explicit(&own->bytes_direct, memory_order_relaxed);
+    stats->bytes_buffered +=
+        atomic_load_explicit(&own->bytes_buffered, memory_order_relaxed);
+    stats->bytes_bounced +=
+        atomic_load_explicit(&own->bytes_bounced, memory_order_relaxed);
+    stats->short_transfers +=
+        atomic_load_explicit(&own->short_transfers, memory_order_relaxed);
+    stats->retries += atomic_load_explicit(&own->retries, memory_order_relaxed);
+}

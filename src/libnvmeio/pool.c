@@ -1,0 +1,408 @@
+/* pool.c -- aligned, populated memory in huge pages, kept and handed out again.
+ *
+ * Memory is mapped in chunks of whole huge pages and cut into extents.  A tree of all
+ * extents, ordered by address, finds the one that holds an address; each arena has a
+ * list of its free ones, from which the best fit is taken, and free neighbours of one
+ * arena are joined.  Small and large allocations have an arena each, because a small
+ * one that lives long in the middle of large free memory would spoil it for the next
+ * large one.  One mutex guards it all; mapping, populating and locking of pages, which
+ * may take long, happen outside it. */
+#include <assert.h>
+#include <errno.h>
+#include <pthread.h>
+#include <search.h>
+#include <stdatomic.h>
+#include <stdlib.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <nvmeio/pool.h>
+
+#include "fork.h"
+
+/* The huge page of x86-64, and of arm64 with pages of 4 KiB. */
+#define HUGE_BYTES ((size_t)2 << 20)
+
+#ifndef MADV_POPULATE_WRITE
+#define MADV_POPULATE_WRITE 23 /* Linux 5.14; libc headers may be older */
+#endif
+
+struct extent {
+    uintptr_t address; /* address and bytes first: compare_extents() needs no more */
+    size_t bytes;
+    struct arena *arena;
+    struct extent *previous; /* in the arena's list of free extents */
+    struct extent *next;
+    bool used;
+    bool locked;
+    bool pinned;
+    int uses;
+};
+
+struct arena {
+    size_t granule_bytes; /* sizes are rounded up to it, and so are addresses */
+    struct extent *free;
+};
+
+static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
+static void *extents; /* the root that tsearch(3) keeps */
+static struct arena small_arena = {.granule_bytes = NVMEIO_POOL_ALIGN};
+static struct arena large_arena = {.granule_bytes = HUGE_BYTES};
+static struct nvmeio_pool_stats stats;
+
+/* All chunks lie between these.  Written under the mutex, read without it by
+ * out_of_bounds(); relaxed is enough, for whoever got an address of the pool got it
+ * after its chunk had widened the bounds. */
+static _Atomic uintptr_t lowest = UINTPTR_MAX;
+static _Atomic uintptr_t highest;
+
+static size_t round_up(size_t size, size_t granule_bytes)
+{
+    return (size + granule_bytes - 1) / granule_bytes * granule_bytes;
+}
+
+static bool out_of_bounds(const void *address)
+{
+    return (uintptr_t)address < atomic_load_explicit(&lowest, memory_order_relaxed) ||
+           (uintptr_t)address >= atomic_load_explicit(&highest, memory_order_relaxed);
+}
+
+/* Extents that overlap are equal, so that a key of one byte finds the one round it. */
+static int compare_extents(const void *left, const void *right)
+{
+    const struct extent *a = left;
+    const struct extent *b = right;
+    if (a->address + a->bytes <= b->address)
+        return -1;
+    return b->address + b->bytes <= a->address;
+}
+
+static struct extent *find_extent(uintptr_t address)
+{
+    struct extent key = {.address = address, .bytes = 1};
+    struct extent **found = tfind(&key, &extents, compare_extents);
+    return found ? *found : NULL;
+}
+
+static struct extent *find_used(const void *address)
+{
+    struct extent *extent = find_extent((uintptr_t)address);
+    return extent && extent->used ? extent : NULL;
+}
+
+static struct extent *new_extent(struct arena *arena, uintptr_t address, size_t bytes)
+{
+    struct extent *extent = calloc(1, sizeof(*extent));
+    if (!extent)
+        return NULL;
+    extent->address = address;
+    extent->bytes = bytes;
+    extent->arena = arena;
+    if (!tsearch(extent, &extents, compare_extents)) {
+        free(extent);
+        return NULL;
+    }
+    return extent;
+}
+
+static void list_free(struct extent *extent)
+{
+    extent->previous = NULL;
+    extent->next = extent->arena->free;
+    if (extent->next)
+        extent->next->previous = extent;
+    extent->arena->free = extent;
+}
+
+static void unlist_free(struct extent *extent)
+{
+    if (extent->previous)
+        extent->previous->next = extent->next;
+    else
+        extent->arena->free = extent->next;
+    if (extent->next)
+        extent->next->previous = extent->previous;
+}
+
+/* The smallest free extent that will do, and of those the lowest, so that the top of
+ * the memory stays whole. */
+static struct extent *best_fit(const struct arena *arena, size_t bytes)
+{
+    struct extent *best = NULL;
+    for (struct extent *extent = arena->free; extent; extent = extent->next) {
+        if (extent->bytes < bytes)
+            continue;
+        if (!best || extent->bytes < best->bytes ||
+            (extent->bytes == best->bytes && extent->address < best->address))
+            best = extent;
+    }
+    return best;
+}
+
+/* Hand out the first `bytes` of a free extent. */
+static int take(struct extent *extent, size_t bytes)
+{
+    size_t rest_bytes = extent->bytes - bytes;
+    if (rest_bytes) {
+        extent->bytes = bytes;
+        struct extent *rest =
+            new_extent(extent->arena, extent->address + bytes, rest_bytes);
+        if (!rest) {
+            extent->bytes += rest_bytes;
+            return -ENOMEM;
+        }
+        list_free(rest);
+    }
+    unlist_free(extent);
+    extent->used = true;
+    return 0;
+}
+
+/* Make `upper` a part of `lower`, which ends where it begins. */
+static void join(struct extent *lower, struct extent *upper)
+{
+    tdelete(upper, &extents, compare_extents);
+    lower->bytes += upper->bytes;
+    free(upper);
+}
+
+static bool is_free_in(const struct extent *extent, const struct arena *arena)
+{
+    return extent && !extent->used && extent->arena == arena;
+}
+
+static void put_back(struct extent *extent)
+{
+    extent->used = false;
+    struct extent *upper = find_extent(extent->address + extent->bytes);
+    if (is_free_in(upper, extent->arena)) {
+        unlist_free(upper);
+        join(extent, upper);
+    }
+    struct extent *lower = find_extent(extent->address - 1);
+    if (is_free_in(lower, extent->arena))
+        join(lower, extent);
+    else
+        list_free(extent);
+}
+
+/* Give every page its memory now, huge ones where the kernel has them.  Refusal of
+ * huge pages is no error, it costs speed alone. */
+static int populate(char *chunk, size_t bytes)
+{
+    madvise(chunk, bytes, MADV_HUGEPAGE);
+    if (madvise(chunk, bytes, MADV_POPULATE_WRITE) == 0)
+        return 0;
+    if (errno != EINVAL)
+        return -ENOMEM;
+    /* A kernel before 5.14 does not know the advice. */
+    for (size_t position = 0; position < bytes; position += NVMEIO_POOL_ALIGN)
+        *(volatile char *)(chunk + position) = 0;
+    return 0;
+}
+
+/* Map and populate `bytes`, a multiple of HUGE_BYTES and aligned to it.  NULL if there
+ * is not so much. */
+static char *map_chunk(size_t bytes)
+{
+    size_t mapped_bytes = bytes + HUGE_BYTES;
+    char *mapped = mmap(NULL, mapped_bytes, PROT_READ | PROT_WRITE,
+                        MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (mapped == MAP_FAILED)
+        return NULL;
+    size_t head_bytes = -(uintptr_t)mapped % HUGE_BYTES;
+    char *chunk = mapped + head_bytes;
+    if (head_bytes)
+        munmap(mapped, head_bytes);
+    munmap(chunk + bytes, HUGE_BYTES - head_bytes);
+    if (populate(chunk, bytes) < 0) {
+        munmap(chunk, bytes);
+        return NULL;
+    }
+    return chunk;
+}
+
+/* Make a chunk a free extent of the arena.  The chunk is unmapped if that fails. */
+static struct extent *adopt_chunk(struct arena *arena, char *chunk, size_t bytes)
+{
+    struct extent *extent = new_extent(arena, (uintptr_t)chunk, bytes);
+    if (!extent) {
+        munmap(chunk, bytes);
+        return NULL;
+    }
+    list_free(extent);
+    stats.bytes_mapped += bytes;
+    uintptr_t end = extent->address + bytes;
+    if (extent->address < atomic_load_explicit(&lowest, memory_order_relaxed))
+        atomic_store_explicit(&lowest, extent->address, memory_order_relaxed);
+    if (end > atomic_load_explicit(&highest, memory_order_relaxed))
+        atomic_store_explicit(&highest, end, memory_order_relaxed);
+    return extent;
+}
+
+/* Find or map `bytes` and hand them out. */
+static struct extent *obtain(struct arena *arena, size_t bytes)
+{
+    pthread_mutex_lock(&mutex);
+    struct extent *extent = best_fit(arena, bytes);
+    bool reuse = extent != NULL;
+    if (!extent) {
+        pthread_mutex_unlock(&mutex);
+        size_t chunk_bytes = round_up(bytes, HUGE_BYTES);
+        char *chunk = map_chunk(chunk_bytes);
+        pthread_mutex_lock(&mutex);
+        if (chunk)
+            extent = adopt_chunk(arena, chunk, chunk_bytes);
+    }
+    if (extent && take(extent, bytes) < 0)
+        extent = NULL;
+    if (extent) {
+        stats.bytes_used += extent->bytes;
+        stats.allocations++;
+        stats.reuses += reuse;
+    }
+    pthread_mutex_unlock(&mutex);
+    return extent;
+}
+
+int nvmeio_pool_alloc(size_t size, bool lock, void **address, int *locked)
+{
+    if (size == 0)
+        return -EINVAL;
+    if (size > SIZE_MAX / 2)
+        return -ENOMEM;
+    struct arena *arena = size < HUGE_BYTES ? &small_arena : &large_arena;
+    struct extent *extent = obtain(arena, round_up(size, arena->granule_bytes));
+    if (!extent)
+        return -ENOMEM;
+    *address = (void *)extent->address;
+    bool is_locked = lock && mlock(*address, extent->bytes) == 0;
+    if (lock && !is_locked)
+        munlock(*address, extent->bytes); /* it may have locked a part */
+    if (is_locked) {
+        pthread_mutex_lock(&mutex);
+        extent->locked = true;
+        stats.bytes_locked += extent->bytes;
+        pthread_mutex_unlock(&mutex);
+    }
+    if (locked)
+        *locked = is_locked;
+    return 0;
+}
+
+void nvmeio_pool_free(void *address)
+{
+    if (!address)
+        return;
+    pthread_mutex_lock(&mutex);
+    struct extent *extent = find_used(address);
+    assert(extent && extent->address == (uintptr_t)address);
+    extent->pinned = false;
+    if (extent->locked) {
+        /* The extent is still ours, so nobody looks at it while the mutex is free. */
+        extent->locked = false;
+        stats.bytes_locked -= extent->bytes;
+        pthread_mutex_unlock(&mutex);
+        munlock(address, extent->bytes);
+        pthread_mutex_lock(&mutex);
+    }
+    extent->uses = 0;
+    stats.bytes_used -= extent->bytes;
+    put_back(extent);
+    pthread_mutex_unlock(&mutex);
+}
+
+int nvmeio_pool_set_pinned(void *address, bool pinned)
+{
+    int result;
+    pthread_mutex_lock(&mutex);
+    struct extent *extent = find_used(address);
+    if (!extent || extent->address != (uintptr_t)address) {
+        result = -EINVAL;
+    } else if (!pinned && extent->pinned && extent->uses > 0) {
+        result = -EBUSY;
+    } else {
+        result = extent->pinned != pinned;
+        extent->pinned = pinned;
+    }
+    pthread_mutex_unlock(&mutex);
+    return result;
+}
+
+bool nvmeio_pool_is_pinned(const void *address, size_t size)
+{
+    if (out_of_bounds(address))
+        return false;
+    pthread_mutex_lock(&mutex);
+    const struct extent *extent = find_used(address);
+    bool pinned = extent && extent->pinned &&
+                  size <= extent->address + extent->bytes - (uintptr_t)address;
+    pthread_mutex_unlock(&mutex);
+    return pinned;
+}
+
+int nvmeio_pool_use(const void *address, int change)
+{
+    if (out_of_bounds(address))
+        return 0;
+    int uses = 0;
+    pthread_mutex_lock(&mutex);
+    struct extent *extent = find_used(address);
+    if (extent) {
+        /* A child may still release requests of its parent, whose uses it forgot. */
+        uses = extent->uses + change;
+        extent->uses = uses = uses > 0 ? uses : 0;
+    }
+    pthread_mutex_unlock(&mutex);
+    return uses;
+}
+
+void nvmeio_pool_get_stats(struct nvmeio_pool_stats *copy)
+{
+    pthread_mutex_lock(&mutex);
+    *copy = stats;
+    pthread_mutex_unlock(&mutex);
+}
+
+static void lock_pool(void)
+{
+    pthread_mutex_lock(&mutex);
+}
+
+static void unlock_pool(void)
+{
+    pthread_mutex_unlock(&mutex);
+}
+
+static void forget_parent(const void *node, VISIT visit, int depth)
+{
+    (void)visit;
+    (void)depth;
+    struct extent *extent = *(struct extent *const *)node;
+    extent->locked = false;
+    extent->uses = 0;
+}
+
+/* A child inherits no memory locks (mlock(2)), and its parent's requests never end in
+ * it. */
+static void unlock_pool_in_child(void)
+{
+    stats.bytes_locked = 0;
+    twalk(extents, forget_parent);
+    pthread_mutex_unlock(&mutex);
+}
+
+static struct nvmeio_fork_hooks fork_hooks = {
+    .prepare = lock_pool,
+    .parent = unlock_pool,
+    .child = unlock_pool_in_child,
+};
+
+__attribute__((constructor)) static void start_pool(void)
+{
+    /* Locks go by pages, and two allocations never share one. */
+    size_t page_bytes = sysconf(_SC_PAGESIZE);
+    if (page_bytes > small_arena.granule_bytes)
+        small_arena.granule_bytes = page_bytes;
+    nvmeio_fork_hook(&fork_hooks);
+}

@@ -1,0 +1,116 @@
+/* request_internal.h -- a request from within: its states, and who may change what.
+ *
+ * Fields are guarded by the handle's mutex, but for those that never change after
+ * submission and `state`, which is read without it. */
+#ifndef NVMEIO_REQUEST_INTERNAL_H
+#define NVMEIO_REQUEST_INTERNAL_H
+
+#include <nvmeio/request.h>
+#include <stdatomic.h>
+
+#include "align.h"
+#include "engine.h"
+
+struct nvmeio_lane;
+
+enum nvmeio_state {
+    /* Submitted: blocks are being cut, are in flight, or wait for others (the edges of
+     * a write for its middle, an fsync for earlier writes). */
+    NVMEIO_STATE_ACTIVE,
+    /* No block is in flight and none will be: what a failed write left is tidied up. */
+    NVMEIO_STATE_SETTLING,
+    /* The outcome stands.  Stored with release, loaded with acquire: whoever sees it
+     * sees the bytes. */
+    NVMEIO_STATE_DONE,
+};
+
+struct nvmeio_request {
+    /* Never change after submission. */
+    struct nvmeio_handle *handle; /* holds a reference */
+    struct nvmeio_file *file;     /* holds a reference */
+    enum nvmeio_op op;
+    char *address;
+    size_t size;
+    int64_t offset;
+    void *user;
+    uint32_t generation;  /* of the process that submitted it */
+    bool made_file;       /* this write made the file, so a failure cuts it back */
+    struct nvmeio_plan plan;
+    uint32_t offset_align;
+
+    atomic_uint references;
+    atomic_int state; /* enum nvmeio_state */
+
+    /* Where the next block is cut: in plan.spans[span], `position` bytes from the start
+     * of the transfer. */
+    unsigned span;
+    size_t position;
+    bool gate_open; /* spans from plan.edges on may start */
+    bool queued;    /* in the handle's queue */
+
+    unsigned in_flight; /* blocks cut and not yet booked */
+    unsigned waiters;   /* threads in nvmeio_request_wait() */
+    int error;          /* the first one, or 0 */
+    bool cancelled;
+    bool abandoned;
+    size_t got; /* once done; before, the lowest position that failed */
+
+    struct nvmeio_lane *caller_lane; /* that runs it in the threads that wait */
+
+    /* Lists of the handle: all that are active, in order of submission; those with
+     * blocks to cut; those that are done and not yet popped. */
+    struct nvmeio_request *active_next, *active_previous;
+    struct nvmeio_request *queue_next;
+    struct nvmeio_request *done_next;
+};
+
+/* What request.c says of a block that came back. */
+enum nvmeio_verdict {
+    NVMEIO_BLOCK_FINISHED,  /* block->result is 0 or the error */
+    NVMEIO_BLOCK_CONTINUED, /* it was short; to be pushed again */
+    NVMEIO_BLOCK_REPEATED,  /* nothing moved; to be pushed again */
+};
+
+/* A request with one reference, planned and ready to be submitted; NULL: no memory. */
+struct nvmeio_request *nvmeio_request_new(struct nvmeio_handle *handle,
+                                          const struct nvmeio_transfer *transfer);
+
+/* Look at the file before the first block: a read past the end and a file that cannot
+ * be made as long as it has to be fail here, before a byte moves.  Not submitted yet. */
+void nvmeio_request_check(struct nvmeio_request *request);
+
+/* Whether a block may be cut now.  The mutex is held, as in the next three. */
+bool nvmeio_request_has_block(const struct nvmeio_request *request);
+
+/* How many blocks could be cut now, for sharing them out. */
+size_t nvmeio_request_blocks_left(const struct nvmeio_request *request,
+                                  size_t block_bytes);
+
+/* The route of the block that nvmeio_request_cut() would give. */
+enum nvmeio_route nvmeio_request_next_route(const struct nvmeio_request *request);
+
+/* Cut the next block, of at most block_bytes or the file's alignment if that is more;
+ * has_block() was true. */
+void nvmeio_request_cut(struct nvmeio_request *request, struct nvmeio_block *block,
+                        size_t block_bytes);
+
+/* Mark as failed from `position` on: what is not yet cut is dropped.  The mutex is held,
+ * or the request not submitted. */
+void nvmeio_request_fail(struct nvmeio_request *request, int error, size_t position);
+
+/* Whether nothing is left to do, and none will come.  The mutex is held. */
+bool nvmeio_request_is_over(const struct nvmeio_request *request);
+
+/* Find how far it came, and cut back a file that a failed write has made and not
+ * filled.  Without the mutex, once it is over. */
+void nvmeio_request_settle(struct nvmeio_request *request);
+
+/* Ready a block that was just cut: descriptor, addresses, and for a bounced write the
+ * copy.  Without the mutex, as the next. */
+void nvmeio_block_prepare(struct nvmeio_block *block);
+
+/* Look at a result: what was short goes on, what passes goes again, and a bounced read
+ * is copied out. */
+enum nvmeio_verdict nvmeio_block_advance(struct nvmeio_block *block);
+
+#endif
