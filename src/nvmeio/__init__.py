@@ -1,0 +1,29 @@
+"""Arrays and tensors to and from NVMe files, at the speed of the drive."""
+
+import importlib.metadata
+
+from nvmeio._build import get_include, get_library_dir
+from nvmeio.file import File
+from nvmeio.files import aio_read, aio_write, read_file, read_into, write_file
+from nvmeio.handle import aio_handle
+from nvmeio.info import build_info, engines
+from nvmeio.pool import pool_stats
+from nvmeio.request import Request
+
+__all__ = [
+    "File",
+    "Request",
+    "aio_handle",
+    "aio_read",
+    "aio_write",
+    "build_info",
+    "engines",
+    "get_include",
+    "get_library_dir",
+    "pool_stats",
+    "read_file",
+    "read_into",
+    "write_file",
+]
+
+__version__ = importlib.metadata.version("nvmeio")

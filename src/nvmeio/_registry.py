@@ -1,0 +1,109 @@
+"""The libraries of tensors that nvmeio can take, known by the types of their tensors.
+
+nvmeio.torch registers itself here when it is imported, and is imported here when the first
+object of torch arrives: the only place outside of torch/ that knows its name.
+"""
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+__all__ = ["Export", "TensorLibrary", "libraries", "library_of", "register"]
+
+
+@dataclass(frozen=True)
+class Export:
+    """How a tensor is lent to the engine.
+
+    Attributes
+    ----------
+    address : int
+        Where ``nbytes`` bytes lie in C order; 0 for a tensor on a device.
+    nbytes : int
+        The size of the tensor's contents in bytes.
+    origin : int
+        An address in the caller's own memory; 0 for a tensor on a device.
+    owner : object
+        Keeps the memory at ``address`` alive.
+    landing : callable or None
+        Called with the tensor once a read has filled the memory.
+    stage : object or None
+        Moves a tensor on a device piece by piece.
+    """
+
+    address: int
+    nbytes: int
+    origin: int
+    owner: object
+    landing: Callable[[Any], None] | None = None
+    stage: object = None
+
+
+class TensorLibrary(Protocol):
+    """What a library of tensors provides; nvmeio.torch.tensors documents each."""
+
+    def export(self, tensor: Any, writable: bool) -> Export:
+        """Lend the memory of any tensor that has some."""
+
+    def touch(self, tensor: Any) -> None:
+        """Count a change of a tensor's values."""
+
+    def locked_tensor(self, num_elem: int, example: Any) -> Any:
+        """Make a tensor in locked memory of the pool."""
+
+    def storage_address(self, tensor: Any) -> int:
+        """Return where the storage of a tensor begins."""
+
+    def is_pinned(self, tensor: Any) -> bool:
+        """Tell whether a tensor lies in pinned memory."""
+
+
+# Each library with the type of its tensors.  Only grows.
+libraries: list[tuple[type, TensorLibrary]] = []
+
+
+def register(kind: type, library: TensorLibrary) -> None:
+    """Make a library of tensors known, for the life of the process.
+
+    Parameters
+    ----------
+    kind : type
+        The type of its tensors, which need not have the buffer protocol.
+    library : TensorLibrary
+        A module or another object with these functions.
+    """
+    libraries.append((kind, library))
+
+
+def library_of(source: object) -> TensorLibrary | None:
+    """Return the library that a tensor belongs to.
+
+    Parameters
+    ----------
+    source : object
+        Any object.
+
+    Returns
+    -------
+    TensorLibrary or None
+        None if the object is no tensor.
+    """
+    found = _registered(source)
+    if found is None and _is_of_torch(type(source)):
+        importlib.import_module("nvmeio.torch")
+        found = _registered(source)
+    return found
+
+
+def _registered(source: object) -> TensorLibrary | None:
+    """Return the library of a tensor, as far as it is loaded."""
+    for kind, library in libraries:
+        if isinstance(source, kind):
+            return library
+    return None
+
+
+def _is_of_torch(kind: type) -> bool:
+    """Tell whether a type or one of its bases comes from the package torch."""
+    return any(base.__module__.partition(".")[0] == "torch" for base in kind.__mro__)

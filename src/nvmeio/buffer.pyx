@@ -1,0 +1,376 @@
+"""Memory that callers lend for the life of a request: one Buffer for each array or tensor.
+
+Here are the exporters for the buffer protocol and for torch's DLPack exchange table, both
+without a Python call on the way to an ordinary array or tensor.  Everything uncommon about
+a tensor is left to its library, which _registry.py finds; the I/O is left to request.pyx.
+"""
+
+import functools
+
+import numpy
+
+cimport cython
+from cpython.buffer cimport (
+    PyBUF_FORMAT,
+    PyBUF_READ,
+    PyBUF_STRIDES,
+    PyBUF_WRITABLE,
+    PyBUF_WRITE,
+    PyBuffer_IsContiguous,
+    PyBuffer_Release,
+    PyObject_CheckBuffer,
+    PyObject_GetBuffer,
+)
+from cpython.memoryview cimport PyMemoryView_FromMemory
+from cpython.pycapsule cimport PyCapsule_GetPointer
+from libc.stdint cimport int64_t, uintptr_t
+
+from nvmeio cimport _core, _dlpack
+
+from nvmeio._registry import libraries, library_of
+
+_ndarray = numpy.ndarray
+_masked_array = numpy.ma.MaskedArray
+
+
+def may_overlap(shape, strides, item):
+    """Tell whether two elements of a strided array may share memory.
+
+    Parameters
+    ----------
+    shape, strides : sequence of int
+        Extent and stride of each axis, all extents at least 1; strides of either sign.
+    item : int
+        The size of an element in the unit of the strides.
+
+    Returns
+    -------
+    bool
+        False only if no two elements share memory.  True also for the rare layouts in
+        which axes interleave without meeting: to tell them apart is a Diophantine problem.
+    """
+    reach = item - 1
+    for stride, extent in sorted(
+        (abs(stride), extent) for extent, stride in zip(shape, strides) if extent > 1
+    ):
+        if stride <= reach:
+            return True
+        reach += stride * (extent - 1)
+    return False
+
+
+# A cycle collector would empty `view.obj` and the attributes before __dealloc__ runs, and
+# so free memory that the device is still writing to.
+@cython.no_gc_clear
+@cython.final
+cdef class Buffer:
+    """Bytes lent to the engine: a caller's memory, or a staging copy of it."""
+
+    def __init__(self):
+        raise TypeError("a Buffer is made by lending an array or a tensor to a request")
+
+    def __dealloc__(self):
+        self.release()
+
+    cdef int land(self) except -1:
+        """Bring what was read to where the caller wants it; a second call does nothing."""
+        landing = self.landing
+        if landing is not None:
+            landing(self.source)
+            self.landing = None
+        return 0
+
+    cdef int release(self) except -1:
+        """Let go of the memory; a second call does nothing."""
+        if self.pooled != NULL:
+            _core.pool_use(self.pooled, -1)
+            self.pooled = NULL
+        self.address = NULL
+        self.landing = None
+        self.stage = None
+        self.owner = None
+        self.source = None
+        PyBuffer_Release(&self.view)
+        return 0
+
+
+cdef Buffer lend(object source, bint writable):
+    """Take hold of the memory of ``source`` until Buffer.release().
+
+    Parameters
+    ----------
+    source : object with the buffer protocol, or torch.Tensor
+        Of any shape, strides and dtype whose elements are plain bytes.
+    writable : bool
+        Whether a file is read into it.
+
+    Returns
+    -------
+    Buffer
+        ``nbytes`` bytes at ``address`` in C order.  For a tensor on a device the address
+        is NULL and ``stage`` moves the bytes piece by piece.
+
+    Raises
+    ------
+    TypeError
+        The object is not an array of plain bytes in this process.
+    ValueError
+        The memory is read-only or overlaps itself, and a file was to be read into it.
+
+    Notes
+    -----
+    Memory that is freed behind the back of its owner (``untyped_storage().resize_(0)``,
+    ``ndarray.resize(refcheck=False)``) while a request uses it cannot be protected.
+    """
+    cdef Buffer buffer = Buffer.__new__(Buffer)
+    cdef const _dlpack.ExchangeTable *table
+    buffer.writable = writable
+    buffer.source = source
+    if PyObject_CheckBuffer(source):
+        lend_view(buffer)
+        return buffer
+    library = library_for(source)
+    table = exchange_table(type(source))
+    if table == NULL or not lend_tensor(buffer, table, library):
+        lend_export(buffer, library.export(source, writable))
+    return buffer
+
+
+cdef int lend_view(Buffer buffer) except -1:
+    """Lend through the buffer protocol, the view held until release."""
+    source = buffer.source
+    array = isinstance(source, _ndarray)
+    if array:
+        check_array(source)
+    # numpy refuses to write down the format of datetime64; its dtype was asked instead.
+    take_view(buffer, PyBUF_STRIDES if array else PyBUF_STRIDES | PyBUF_FORMAT)
+    if not array and has_objects(buffer.view.format):
+        raise TypeError(
+            f"cannot transfer {describe(source)}: its elements are Python objects; "
+            "convert them to numbers or bytes first"
+        )
+    buffer.nbytes = buffer.view.len
+    mark_use(buffer, buffer.view.buf)
+    if PyBuffer_IsContiguous(&buffer.view, b"C"):
+        buffer.address = buffer.view.buf
+    else:
+        stage_view(buffer)
+    return 0
+
+
+cdef int check_array(object array) except -1:
+    """Refuse the numpy arrays whose memory alone is not their contents."""
+    if array.dtype.hasobject:
+        raise TypeError(
+            f"cannot transfer an array of dtype {array.dtype}: its elements are Python "
+            "objects; convert it with astype() first"
+        )
+    if isinstance(array, _masked_array):
+        raise TypeError(
+            "cannot transfer a masked array: its mask would be lost; pass array.data, "
+            "or array.filled() for a write"
+        )
+    return 0
+
+
+cdef int take_view(Buffer buffer, int flags) except -1:
+    """Fill in buffer.view, or say why the object does not lend its memory."""
+    source = buffer.source
+    try:
+        PyObject_GetBuffer(
+            source, &buffer.view, flags | PyBUF_WRITABLE if buffer.writable else flags
+        )
+        return 0
+    except (BufferError, TypeError, ValueError) as error:
+        reason = error
+    if buffer.writable:
+        try:
+            PyObject_GetBuffer(source, &buffer.view, flags)
+        except (BufferError, TypeError, ValueError):
+            pass
+        else:
+            PyBuffer_Release(&buffer.view)
+            raise ValueError(
+                f"cannot read a file into {describe(source)}: it is read-only; pass "
+                "writable memory, such as a bytearray or a copy of the array"
+            ) from reason
+    raise ValueError(f"{describe(source)} does not lend its memory: {reason}") from reason
+
+
+cdef bint has_objects(const char *format) except -1:
+    """Tell whether a struct format has Python objects among its elements."""
+    if format == NULL:
+        return False
+    # Names of fields stand between colons.
+    return "O" in "".join(format.decode("utf-8", "replace").split(":")[::2])
+
+
+cdef int stage_view(Buffer buffer) except -1:
+    """Put a C-ordered copy of a strided view between it and the engine."""
+    target = strided_array(&buffer.view, buffer.writable)
+    if not buffer.writable:
+        buffer.owner = target.copy(order="C")
+    elif may_overlap(target.shape, target.strides, target.itemsize):
+        raise ValueError(
+            f"cannot read a file into {describe(buffer.source)} of shape {target.shape} "
+            f"and strides {target.strides}: its elements overlap; pass a copy"
+        )
+    else:
+        buffer.owner = numpy.empty(target.shape, target.dtype)
+        buffer.landing = functools.partial(copy_back, target, buffer.owner)
+    buffer.address = <void *> <uintptr_t> buffer.owner.__array_interface__["data"][0]
+    return 0
+
+
+def copy_back(target, staging, source):
+    """Copy staged bytes into a view of the source, whose memory `target` only borrows."""
+    target[...] = staging
+
+
+cdef object strided_array(const Py_buffer *view, bint writable):
+    """Return an array of opaque items over the memory of a view, which it does not hold."""
+    cdef Py_ssize_t below = 0, above = view.itemsize, reach
+    cdef int axis
+    for axis in range(view.ndim):
+        reach = view.strides[axis] * (view.shape[axis] - 1)
+        if reach < 0:
+            below -= reach
+        else:
+            above += reach
+    memory = PyMemoryView_FromMemory(
+        <char *> view.buf - below, below + above, PyBUF_WRITE if writable else PyBUF_READ
+    )
+    return _ndarray(
+        [view.shape[axis] for axis in range(view.ndim)],
+        # Void items are copied byte for byte, padding and NaN payloads included.
+        dtype=f"V{view.itemsize}",
+        buffer=memory,
+        offset=below,
+        strides=[view.strides[axis] for axis in range(view.ndim)],
+    )
+
+
+cdef object library_for(object source):
+    """Return the library that a tensor belongs to, or raise TypeError."""
+    for kind, library in libraries:
+        if isinstance(source, kind):
+            return library
+    library = library_of(source)
+    if library is None:
+        raise TypeError(
+            "expected an array, a tensor or another object with the buffer protocol, "
+            f"not {describe(source)}; pass numpy.asarray() of it"
+        )
+    return library
+
+
+cdef const _dlpack.ExchangeTable *exchange_table(object kind) except? NULL:
+    """Return the DLPack exchange table of a type, NULL where it has none that we read.
+
+    Looking it up costs 40 ns, so there is no cache that would keep types alive.
+    """
+    cdef _dlpack.ExchangeHeader *header
+    capsule = getattr(kind, "__dlpack_c_exchange_api__", None)
+    if capsule is None:
+        return NULL
+    header = <_dlpack.ExchangeHeader *> PyCapsule_GetPointer(
+        capsule, "dlpack_exchange_api"
+    )
+    while header != NULL and header.version.major != _dlpack.MAJOR_VERSION:
+        header = header.older
+    return <const _dlpack.ExchangeTable *> header
+
+
+cdef bint lend_tensor(
+    Buffer buffer, const _dlpack.ExchangeTable *table, object library
+) except -1:
+    """Lend an ordinary tensor: dense, contiguous, in host memory.
+
+    Returns False, with the buffer as it was, for any other.
+    """
+    cdef _dlpack.Tensor tensor
+    source = buffer.source
+    if table.borrow == NULL:
+        return False
+    try:
+        table.borrow(<void *> source, &tensor)
+    except (BufferError, RuntimeError, TypeError, ValueError):
+        # Sparse, quantized, meta, ...: the library finds words for what it is.
+        return False
+    if tensor.device.device_type not in (
+        _dlpack.DEVICE_CPU, _dlpack.DEVICE_CUDA_HOST, _dlpack.DEVICE_ROCM_HOST
+    ):
+        return False
+    if not is_contiguous(&tensor):
+        return False
+    nbytes = count_bytes(&tensor)
+    address = <char *> tensor.data + tensor.byte_offset
+    # Fake tensors and wrappers have no memory of their own.
+    if tensor.data == NULL and nbytes > 0:
+        return False
+    # DLPack has no word for lazy negation and conjugation.
+    if source.is_neg():
+        return False
+    if tensor.dtype.code == _dlpack.CODE_COMPLEX and source.is_conj():
+        return False
+    # The storage, and not the tensor: set_() and `.data =` give the tensor another one.
+    buffer.owner = source.untyped_storage()
+    buffer.address = address
+    buffer.nbytes = nbytes
+    if buffer.writable:
+        buffer.landing = library.touch
+    mark_use(buffer, address)
+    return True
+
+
+cdef bint is_contiguous(const _dlpack.Tensor *tensor) noexcept:
+    """Tell whether the elements of a tensor lie in C order without gaps."""
+    cdef int64_t expected = 1
+    cdef int axis
+    if tensor.strides == NULL:
+        return True
+    for axis in range(tensor.ndim):
+        if tensor.shape[axis] == 0:
+            return True
+    for axis in range(tensor.ndim - 1, -1, -1):
+        if tensor.shape[axis] != 1:
+            if tensor.strides[axis] != expected:
+                return False
+            expected *= tensor.shape[axis]
+    return True
+
+
+cdef Py_ssize_t count_bytes(const _dlpack.Tensor *tensor) noexcept:
+    """Return the size of a contiguous tensor in bytes."""
+    cdef Py_ssize_t count = (tensor.dtype.bits * tensor.dtype.lanes + 7) // 8
+    cdef int axis
+    for axis in range(tensor.ndim):
+        count *= tensor.shape[axis]
+    return count
+
+
+cdef int lend_export(Buffer buffer, object export) except -1:
+    """Lend what its library made of a tensor."""
+    buffer.address = <void *> <uintptr_t> export.address
+    buffer.nbytes = export.nbytes
+    buffer.owner = export.owner
+    buffer.stage = export.stage
+    if buffer.writable:
+        buffer.landing = export.landing
+    mark_use(buffer, <void *> <uintptr_t> export.origin)
+    return 0
+
+
+cdef void mark_use(Buffer buffer, void *origin) noexcept:
+    """Tell the pool that a request uses the caller's memory, in case it is the pool's."""
+    buffer.pooled = origin
+    if origin != NULL:
+        _core.pool_use(origin, 1)
+
+
+cdef str describe(object source):
+    """Name an object in a message by its type."""
+    kind = type(source)
+    if kind.__module__ == "builtins":
+        return kind.__qualname__
+    return f"{kind.__module__}.{kind.__qualname__}"

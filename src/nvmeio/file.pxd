@@ -1,0 +1,19 @@
+from nvmeio._core cimport nvmeio_direct, nvmeio_file
+
+
+cdef class File:
+    """An open file, with and without O_DIRECT."""
+
+    cdef nvmeio_file *c        # NULL once closed
+    cdef readonly object path  # as it was given: str, bytes or the number of a descriptor
+    cdef readonly str mode
+
+    # A reference of the caller's own, to be released; raises ValueError once closed.
+    cdef nvmeio_file *retain(self) except NULL
+
+
+cdef nvmeio_direct direct_option(object direct) except *
+
+# Open for one kind of access: `flags` of open(2).
+cdef File open_path(object path, int flags, str mode, nvmeio_direct direct)
+cdef File open_descriptor(int descriptor, nvmeio_direct direct)

@@ -1,0 +1,241 @@
+"""Open files: modes, alignment, size.
+
+A File owns one reference of the library's file; requests take their own, so closing it never
+disturbs what is in flight.  Sharing files between requests is handle.pyx's.
+"""
+
+import os
+
+cimport cython
+from libc.stdint cimport int64_t
+from posix.fcntl cimport O_CREAT, O_EXCL, O_RDONLY, O_RDWR, O_TRUNC, O_WRONLY
+
+from nvmeio cimport _core
+from nvmeio._core cimport DIRECT_ALWAYS, DIRECT_AUTO, DIRECT_NEVER, nvmeio_direct
+from nvmeio._core cimport nvmeio_file, nvmeio_file_info
+
+_FLAGS = {
+    "r": O_RDONLY,
+    "r+": O_RDWR,
+    "w": O_RDWR | O_CREAT | O_TRUNC,
+    "x": O_RDWR | O_CREAT | O_EXCL,
+}
+
+
+@cython.final
+cdef class File:
+    """A file that is opened once and used by many requests.
+
+    Parameters
+    ----------
+    path : str, bytes or os.PathLike
+        A regular file or a block device.
+    mode : {"r", "r+", "w", "x"}, default "r"
+        Read; read and write; create or truncate; create, and fail where it exists.
+        "w" and "x" can be read from too.
+    direct : {"auto", True, False}, default "auto"
+        Whether to bypass the page cache by O_DIRECT: where the file system can, always,
+        or never.
+
+    Attributes
+    ----------
+    path : str or bytes
+        As it was given.
+    mode : str
+        As it was given.
+
+    Raises
+    ------
+    OSError
+        The file cannot be opened; EINVAL where it is neither a regular file nor a block
+        device, or where ``direct=True`` and the file system has no O_DIRECT.
+    ValueError
+        An unknown mode or value of ``direct``.
+
+    Notes
+    -----
+    Thread-safe.  Requests in flight keep the file open after ``close()``.
+
+    See Also
+    --------
+    open : Python's own, whose modes are meant.
+    """
+
+    def __init__(self, path, mode="r", *, direct="auto"):
+        flags = _FLAGS.get(mode)
+        if flags is None:
+            raise ValueError(f"mode is {mode!r}; it must be one of {', '.join(_FLAGS)}")
+        if self.c != NULL:
+            raise ValueError("the file is open already; make another File")
+        self.path = os.fspath(path)
+        self.mode = mode
+        fill(self, flags, direct_option(direct))
+
+    def __dealloc__(self):
+        _core.file_release(self.c)
+
+    cdef nvmeio_file *retain(self) except NULL:
+        cdef nvmeio_file *c
+        with cython.critical_section(self):
+            c = self.c
+            if c != NULL:
+                _core.file_retain(c)
+        if c == NULL:
+            raise ValueError(f"the file {self.path!r} is closed")
+        return c
+
+    @property
+    def size(self) -> int:
+        """The size in bytes now."""
+        cdef nvmeio_file *c = self.retain()
+        cdef int64_t size
+        with nogil:
+            size = _core.file_size(c)
+            _core.file_release(c)
+        return _core.check(size, self.path)
+
+    @property
+    def alignment(self) -> int:
+        """What offsets, sizes and addresses must be multiples of to go straight to the device.
+
+        1 where the file goes through the page cache, which takes anything.  Nothing needs
+        to be aligned for a transfer to be right; this is for those who want it fast.
+        """
+        cdef nvmeio_file_info info = describe(self)
+        return max(info.memory_align, info.offset_align) if info.direct else 1
+
+    @property
+    def direct(self) -> bool:
+        """Whether aligned transfers bypass the page cache."""
+        return bool(describe(self).direct)
+
+    @property
+    def closed(self) -> bool:
+        """Whether the file is closed."""
+        return self.c == NULL
+
+    def truncate(self, size) -> None:
+        """Make the file ``size`` bytes long.
+
+        Parameters
+        ----------
+        size : int
+            In bytes; what lies beyond is lost, what is new reads as zeros.
+
+        Raises
+        ------
+        OSError
+            EINVAL where it is negative or the file is not open for writing.
+        """
+        cdef nvmeio_file *c = self.retain()
+        cdef int64_t c_size
+        cdef int result
+        try:
+            c_size = size
+            with nogil:
+                result = _core.file_truncate(c, c_size)
+        finally:
+            _core.file_release(c)
+        _core.check(result, self.path)
+
+    def fileno(self) -> int:
+        """Return the descriptor that goes through the page cache.
+
+        Returns
+        -------
+        int
+            Lent: it is closed with the file.
+
+        Raises
+        ------
+        ValueError
+            The file is closed.
+        """
+        cdef nvmeio_file *c = self.retain()
+        descriptor = _core.file_fd(c)
+        _core.file_release(c)
+        return descriptor
+
+    def close(self) -> None:
+        """Close the file, once the requests on it are done; a second call does nothing."""
+        cdef nvmeio_file *c
+        with cython.critical_section(self):
+            c = self.c
+            self.c = NULL
+        with nogil:
+            _core.file_release(c)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc_info):
+        self.close()
+
+    def __reduce__(self):
+        raise TypeError("an open File cannot be pickled; pass its path")
+
+    def __repr__(self):
+        state = " closed" if self.closed else ""
+        return f"<nvmeio.File {self.path!r} mode={self.mode!r}{state}>"
+
+
+def open_for_writing(path, direct="auto"):
+    """Open a file as writes of a handle do: made where it does not exist, never truncated."""
+    return open_path(os.fspath(path), O_WRONLY | O_CREAT, "w", direct_option(direct))
+
+
+cdef nvmeio_file_info describe(File file) except *:
+    """Return what the library knows of an open file."""
+    cdef nvmeio_file *c = file.retain()
+    cdef nvmeio_file_info info
+    _core.file_get_info(c, &info)
+    _core.file_release(c)
+    return info
+
+
+cdef nvmeio_direct direct_option(object direct) except *:
+    """Return the library's word for ``direct``, or raise ValueError."""
+    if direct == "auto":
+        return DIRECT_AUTO
+    if direct is True:
+        return DIRECT_ALWAYS
+    if direct is False:
+        return DIRECT_NEVER
+    raise ValueError(f"direct is {direct!r}; it must be 'auto', True or False")
+
+
+cdef int fill(File file, int flags, nvmeio_direct direct) except -1:
+    """Open ``file.path``."""
+    name = os.fsencode(file.path)
+    # open(2) would see only what stands before it.
+    if b"\0" in name:
+        raise ValueError(f"the path {file.path!r} has a null character")
+    cdef const char *c_name = name
+    cdef nvmeio_file *c = NULL
+    cdef int result
+    with nogil:
+        result = _core.file_open(c_name, flags, direct, &c)
+    _core.check(result, file.path)
+    file.c = c
+    return 0
+
+
+cdef File open_path(object path, int flags, str mode, nvmeio_direct direct):
+    cdef File file = File.__new__(File)
+    file.path = path
+    file.mode = mode
+    fill(file, flags, direct)
+    return file
+
+
+cdef File open_descriptor(int descriptor, nvmeio_direct direct):
+    cdef File file = File.__new__(File)
+    cdef nvmeio_file *c = NULL
+    cdef int result
+    file.path = descriptor
+    file.mode = "fd"
+    with nogil:
+        result = _core.file_dup(descriptor, direct, &c)
+    _core.check(result, descriptor)
+    file.c = c
+    return file

@@ -1,0 +1,215 @@
+"""Whole files in one call, and DeepSpeed's two functions for them."""
+
+import errno
+import os
+from typing import Any
+
+import numpy as np
+
+from nvmeio import pool
+from nvmeio.file import File, open_for_writing
+from nvmeio.handle import aio_handle
+
+__all__ = ["aio_read", "aio_write", "read_file", "read_into", "write_file"]
+
+type_of_path = str | bytes | os.PathLike[str] | os.PathLike[bytes]
+
+
+def read_file(path: type_of_path) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """Read a whole file.
+
+    Parameters
+    ----------
+    path : str, bytes or os.PathLike
+        The file.
+
+    Returns
+    -------
+    numpy.ndarray
+        Its bytes, uint8 of one dimension, in memory of the pool: writable, and given back
+        when the last view of it has died.  ``view(dtype)`` makes other elements of them.
+
+    Raises
+    ------
+    OSError
+        With errno and path.
+    MemoryError
+        The file is larger than the memory that is left.
+    """
+    with File(path) as file, aio_handle(overlap_events=True) as handle:
+        size = file.size
+        if size == 0:
+            return np.empty(0, np.uint8)
+        array = np.frombuffer(pool.PoolMemory(size), np.uint8)
+        handle.submit_read(array, file).wait()
+    return array
+
+
+def read_into(path: type_of_path, buffer: Any, offset: int = 0) -> int:
+    """Fill a buffer from a file.
+
+    Parameters
+    ----------
+    path : str, bytes or os.PathLike
+        The file, which must hold ``offset`` plus the buffer's size bytes.
+    buffer : array, tensor or object with the buffer protocol
+        Is filled; of any dtype, shape and strides.
+    offset : int, default 0
+        Where in the file to begin, in bytes.
+
+    Returns
+    -------
+    int
+        The number of bytes read: the size of the buffer.
+
+    Raises
+    ------
+    OSError
+        With errno and path: ENODATA where the file ends before the buffer is full.
+    TypeError, ValueError
+        The buffer cannot be read into, or the offset is out of range.
+    """
+    with aio_handle(overlap_events=True) as handle:
+        return handle.submit_read(buffer, path, offset).wait()
+
+
+def write_file(path: type_of_path, buffer: Any, sync: bool = False) -> int:
+    """Make a file of exactly the bytes of a buffer.
+
+    Parameters
+    ----------
+    path : str, bytes or os.PathLike
+        The file; created where it does not exist.  A longer one is cut only after the
+        bytes have landed.
+    buffer : array, tensor or object with the buffer protocol
+        Written in C order.
+    sync : bool, default False
+        Return only when the file, and its name if it is new, are on the device.
+
+    Returns
+    -------
+    int
+        The number of bytes written: the size of the buffer.
+
+    Raises
+    ------
+    OSError
+        With errno and path.  A new file is not left longer than what was written.
+    TypeError, ValueError
+        The buffer cannot be written.
+    """
+    with aio_handle(overlap_events=True) as handle:
+        written = _write_exactly(handle, path, buffer, False, sync)
+    if sync:
+        _sync_folder(os.path.dirname(os.path.abspath(os.fsdecode(path))))
+    return written
+
+
+def _write_exactly(
+    handle: aio_handle, path: type_of_path, buffer: Any, validate: bool, sync: bool
+) -> int:
+    """Write a buffer, then cut the file behind it."""
+    with open_for_writing(path) as file:
+        handle.write(buffer, file, validate)
+        written = _nbytes(buffer)
+        file.truncate(written)
+        if sync:
+            handle.fsync(file)
+    return written
+
+
+def _sync_folder(folder: str) -> None:
+    """Make the names in a folder durable."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def aio_read(
+    buffer: Any,
+    filename: type_of_path,
+    block_size: int,
+    queue_depth: int,
+    single_submit: bool,
+    overlap_events: bool,
+    validate: bool,
+) -> int:
+    """Read a whole file into a buffer of exactly its size, as DeepSpeed's function does.
+
+    Parameters
+    ----------
+    buffer : array, tensor or object with the buffer protocol
+        Is filled.
+    filename : str, bytes or os.PathLike
+        The file.
+    block_size, queue_depth, single_submit, overlap_events
+        As for ``aio_handle``.
+    validate : bool
+        Compare with an ordinary read afterwards.
+
+    Returns
+    -------
+    int
+        0.
+
+    Raises
+    ------
+    OSError
+        With errno and path: EINVAL where the file and the buffer differ in size.
+    TypeError, ValueError
+        An argument is out of range.
+    """
+    with (
+        aio_handle(block_size, queue_depth, single_submit, overlap_events) as handle,
+        File(filename) as file,
+    ):
+        wanted, size = _nbytes(buffer), file.size
+        if wanted != size:
+            raise OSError(
+                errno.EINVAL,
+                f"the buffer has {wanted} bytes and the file {size}; aio_read() reads whole "
+                "files, aio_handle reads parts",
+                filename,
+            )
+        return handle.read(buffer, file, validate)
+
+
+def aio_write(
+    buffer: Any,
+    filename: type_of_path,
+    block_size: int,
+    queue_depth: int,
+    single_submit: bool,
+    overlap_events: bool,
+    validate: bool,
+) -> int:
+    """Make a file of exactly the bytes of a buffer, as DeepSpeed's function does.
+
+    Parameters
+    ----------
+    buffer, filename, block_size, queue_depth, single_submit, overlap_events, validate
+        As for ``aio_read``.  A longer file is cut after the bytes have landed.
+
+    Returns
+    -------
+    int
+        0.
+
+    Raises
+    ------
+    OSError
+        With errno and path.
+    TypeError, ValueError
+        An argument is out of range.
+    """
+    with aio_handle(block_size, queue_depth, single_submit, overlap_events) as handle:
+        _write_exactly(handle, filename, buffer, validate, False)
+    return 0
+
+
+def _nbytes(buffer: Any) -> int:
+    """Return the size in bytes of anything that can be lent."""
+    size: int = buffer.nbytes if hasattr(buffer, "nbytes") else memoryview(buffer).nbytes
+    return size

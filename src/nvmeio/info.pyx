@@ -1,0 +1,48 @@
+"""What was built, what works here, and why the rest does not."""
+
+from nvmeio cimport _core
+from nvmeio._core cimport nvmeio_engine_info
+
+from nvmeio._build import build_record
+
+
+def engines() -> dict:
+    """Try every engine here and now.
+
+    Returns
+    -------
+    dict
+        For each engine by name, in order of preference, a dict: ``built``, whether it was
+        compiled in; ``works``, whether it can be used in this process; ``errno``, of the
+        attempt, 0 where it works; ``reason``, why it does not and what would help, or "".
+
+    Examples
+    --------
+    >>> nvmeio.engines()["sync"]["works"]
+    True
+    """
+    cdef nvmeio_engine_info info
+    found = {}
+    for index in range(_core.engine_count()):
+        with nogil:
+            _core.engine_probe(index, &info)
+        found[info.name.decode()] = {
+            "built": bool(info.built),
+            "works": info.error == 0,
+            "errno": -info.error,
+            "reason": info.reason.decode(),
+        }
+    return found
+
+
+def build_info() -> dict:
+    """Tell what this installation of nvmeio consists of.
+
+    Returns
+    -------
+    dict
+        ``version``; what setup.py recorded (``compiler``, ``cython``, ``flags``,
+        ``link_flags``, ``features``: for each optional library whether it was built in and
+        why not, ``debug``); and ``engines`` as ``engines()`` gives them.
+    """
+    return {**build_record(), "engines": engines()}

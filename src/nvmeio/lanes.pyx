@@ -1,0 +1,125 @@
+"""The library's handle and its life: starting, collecting what is done, stopping.
+
+What a request is, is request.pyx's; what users call is handle.pyx's.
+"""
+
+import logging
+import os
+
+cimport cython
+from cpython.exc cimport PyErr_CheckSignals
+from cpython.ref cimport Py_DECREF
+from libc.stdint cimport int64_t
+
+from nvmeio cimport _core
+from nvmeio._core cimport BOUNCE_ALWAYS, BOUNCE_AUTO, BOUNCE_NEVER
+from nvmeio._core cimport nvmeio_config, nvmeio_stats
+from nvmeio.request cimport Request
+
+from nvmeio.info import engines
+
+_log = logging.getLogger("nvmeio")
+
+BOUNCES = {"auto": BOUNCE_AUTO, "always": BOUNCE_ALWAYS, "never": BOUNCE_NEVER}
+ENGINES = ("auto", "io_uring", "libaio", "threads", "sync")
+
+# Between two slices of a wait signals are handled: Ctrl-C works within 0.1 s.
+cdef int64_t SLICE_NS = 50_000_000
+cdef int64_t BREATH_NS = 1_000_000
+
+# Reasons of fallbacks that were logged: once each.
+_told = set()
+
+
+@cython.final
+cdef class Lanes:
+    """The library's handle: lanes at work, owned by one Python object."""
+
+    def __dealloc__(self):
+        if self.c != NULL:
+            with nogil:
+                _core.handle_close(self.c)
+
+    cdef list collect(self):
+        cdef void *users[64]
+        cdef unsigned count = 64, i
+        cdef Request request
+        found = []
+        while count == 64:
+            count = _core.handle_pop(self.c, users, 64)
+            for i in range(count):
+                request = <Request> users[i]
+                # The reference that Request.start() took.
+                Py_DECREF(request)
+                found.append(request)
+        for request in found:
+            request.poll(0)
+        return found
+
+    cdef int drain(self) except -1:
+        cdef int result = -1
+        while result < 0:
+            with nogil:
+                result = _core.handle_drain(self.c, SLICE_NS)
+            PyErr_CheckSignals()
+            self.collect()
+        return 0
+
+    cdef int breathe(self) except -1:
+        with nogil:
+            _core.handle_drain(self.c, BREATH_NS)
+        PyErr_CheckSignals()
+        return 0
+
+    cdef int stop(self) except -1:
+        with nogil:
+            _core.handle_stop(self.c)
+        self.collect()
+        return 0
+
+    cdef unsigned pending(self) except *:
+        return _core.handle_pending(self.c)
+
+    cdef str engine(self):
+        return _core.handle_engine(self.c).decode()
+
+    cdef dict stats(self):
+        cdef nvmeio_stats stats
+        _core.handle_stats(self.c, &stats)
+        return stats
+
+
+cdef Lanes start_lanes(dict options):
+    cdef Lanes lanes = Lanes.__new__(Lanes)
+    cdef nvmeio_config config
+    cdef int result
+    engine = options["engine"]
+    if engine == "auto":
+        engine = os.environ.get("NVMEIO_ENGINE") or "auto"
+        if engine not in ENGINES:
+            raise ValueError(
+                f"NVMEIO_ENGINE is {engine!r}; it must be one of {', '.join(ENGINES)}"
+            )
+    name = engine.encode()
+    config.block_bytes = options["block_size"]
+    config.queue_depth = options["queue_depth"]
+    config.lanes = options["intra_op_parallelism"]
+    config.single_submit = options["single_submit"]
+    config.overlap_events = options["overlap_events"]
+    config.bounce = BOUNCES[options["bounce"]]
+    config.engine = name
+    with nogil:
+        result = _core.handle_open(&config, &lanes.c)
+    if result < 0:
+        raise_unusable(engine, result)
+    fallback = _core.handle_fallback(lanes.c).decode()
+    if fallback and fallback not in _told:
+        _told.add(fallback)
+        _log.warning("using the engine %s, for %s", lanes.engine(), fallback)
+    return lanes
+
+
+cdef int raise_unusable(str engine, int result) except -1:
+    """Raise why an engine could not be started."""
+    reason = engines().get(engine, {}).get("reason") or os.strerror(-result)
+    raise OSError(-result, f"the engine {engine} cannot be used: {reason}")

@@ -1,0 +1,93 @@
+"""Files that requests name by path: opened once for all that are in flight.
+
+A path is looked at anew for each request, so that a file which has been replaced is never
+taken for the new one.
+"""
+
+import os
+from errno import EMFILE, ENFILE
+
+cimport cython
+from posix.fcntl cimport O_CREAT, O_RDONLY, O_WRONLY
+
+from nvmeio cimport _core
+from nvmeio._core cimport OP_READ, nvmeio_direct, nvmeio_file
+from nvmeio.file cimport File, open_descriptor, open_path
+from nvmeio.lanes cimport Lanes
+from nvmeio.request cimport Request
+
+
+@cython.final
+cdef class OpenFiles:
+    """The files that a handle has opened for requests which name a path."""
+
+    cdef File find(self, object file, bint writing):
+        if isinstance(file, File):
+            return file
+        if isinstance(file, bool):
+            raise TypeError(f"file is {file}; it must be a path, a descriptor or a File")
+        if isinstance(file, int):
+            return open_patiently(self, file, writing)
+        path = os.fspath(file)
+        key = (path, writing)
+        cdef File shared = self.shared.get(key)
+        if shared is None or not is_at(shared, path):
+            shared = open_patiently(self, path, writing)
+            self.shared[key] = shared
+        return shared
+
+    cdef int forget(self, Request request) except -1:
+        key = (request.path, request.op != OP_READ)
+        cdef File shared = self.shared.get(key)
+        if shared is not None and _core.file_is_idle(shared.c):
+            self.shared.pop(key, None)
+        return 0
+
+
+cdef OpenFiles new_open_files(Lanes lanes, nvmeio_direct direct):
+    cdef OpenFiles files = OpenFiles.__new__(OpenFiles)
+    files.lanes = lanes
+    files.direct = direct
+    files.shared = {}
+    return files
+
+
+cdef bint is_at(File file, object path) except -1:
+    """Tell whether a path still leads to the file that was opened by it."""
+    name = os.fsencode(path)
+    cdef const char *c_name = name
+    cdef nvmeio_file *c = file.retain()
+    cdef int result
+    with nogil:
+        result = _core.file_is_at(c, c_name)
+        _core.file_release(c)
+    return result == 1
+
+
+cdef File open_patiently(OpenFiles files, object file, bint writing):
+    """Open a path or descriptor; when descriptors have run out, wait for completions."""
+    cdef Request request
+    while True:
+        try:
+            if isinstance(file, int):
+                return open_descriptor(file, files.direct)
+            flags = O_WRONLY | O_CREAT if writing else O_RDONLY
+            return open_path(file, flags, "w" if writing else "r", files.direct)
+        except OSError as error:
+            if error.errno not in (EMFILE, ENFILE) or not release_some(files):
+                raise
+
+
+cdef bint release_some(OpenFiles files) except -1:
+    """Wait until a file can be closed.  False where none ever will be."""
+    cdef Request request
+    before = len(files.shared)
+    while True:
+        busy = files.lanes.pending() > 0
+        for request in files.lanes.collect():
+            files.forget(request)
+        if len(files.shared) < before:
+            return True
+        if not busy:
+            return False
+        files.lanes.breathe()

@@ -1,0 +1,178 @@
+"""Memory of the C library's pool as Python objects, and the marks of locked tensors.
+
+What to make of the memory, an array or a tensor, is left to numpy.frombuffer() and
+torch.frombuffer(), which keep the PoolMemory alive as long as any view of it.
+"""
+
+cimport cython
+from cpython.buffer cimport PyBuffer_FillInfo
+from libc.errno cimport EBUSY, ENOMEM
+from libc.stdint cimport uintptr_t
+
+from nvmeio cimport _core
+
+
+@cython.final
+cdef class PoolMemory:
+    """Page-aligned, populated memory in huge pages where the kernel has them.
+
+    Exports the buffer protocol: one dimension of writable unsigned bytes.
+
+    Parameters
+    ----------
+    nbytes : int
+        Size in bytes, 0 or more.
+    lock : bool, default False
+        Keep the memory from being swapped out where RLIMIT_MEMLOCK allows; ``locked``
+        tells.
+
+    Attributes
+    ----------
+    nbytes : int
+        As it was given.
+
+    Raises
+    ------
+    ValueError
+        `nbytes` is negative, or the object is initialized already.
+    MemoryError
+        The system has not so much.
+
+    Notes
+    -----
+    The bytes are not initialized.  The constructor releases the GIL while the kernel
+    provides the memory.  The memory goes back to the pool when this object dies; every
+    export of it, and so every array or tensor made of it, keeps it alive.
+    """
+
+    def __init__(self, Py_ssize_t nbytes, *, bint lock=False):
+        cdef void *memory = NULL
+        cdef int locked = 0
+        cdef int error
+        if self.memory != NULL:
+            raise ValueError("the memory is there already; make another PoolMemory")
+        if nbytes < 0:
+            raise ValueError(f"nbytes must be 0 or more, not {nbytes}")
+        with nogil:
+            # The pool has no allocations of no bytes.
+            error = _core.pool_alloc(nbytes or 1, lock, &memory, &locked)
+        if error == -ENOMEM:
+            raise MemoryError(f"the pool cannot get {nbytes} bytes from the system")
+        _core.check(error)
+        self.memory = memory
+        self.nbytes = nbytes
+        self.was_locked = locked
+        self.generation = _core.fork_generation()
+
+    def __dealloc__(self):
+        cdef void *memory = self.memory
+        if memory != NULL:
+            with nogil:
+                _core.pool_free(memory)
+
+    def __getbuffer__(self, Py_buffer *view, int flags):
+        PyBuffer_FillInfo(view, self, self.memory, self.nbytes, False, flags)
+
+    def __repr__(self):
+        locked = ", locked" if self.locked else ""
+        return f"<PoolMemory of {self.nbytes} bytes at {self.address:#x}{locked}>"
+
+    @property
+    def address(self) -> int:
+        """Where the memory begins."""
+        return <uintptr_t>self.memory
+
+    @property
+    def locked(self) -> bool:
+        """Whether the memory is locked; never in a forked child, which inherits no locks."""
+        return self.was_locked and self.generation == _core.fork_generation()
+
+
+cpdef PoolMemory new_pinned(Py_ssize_t nbytes):
+    """Get memory that is locked, if the system allows it, and marked as pinned.
+
+    Parameters
+    ----------
+    nbytes : int
+        Size in bytes, 0 or more.
+
+    Returns
+    -------
+    PoolMemory
+        Not initialized.
+
+    Raises
+    ------
+    ValueError
+        `nbytes` is negative.
+    MemoryError
+        The system has not so much.
+
+    Notes
+    -----
+    Releases the GIL while the kernel provides the memory.
+    """
+    cdef PoolMemory memory = PoolMemory(nbytes, lock=True)
+    _core.check(_core.pool_set_pinned(memory.memory, True))
+    return memory
+
+
+cpdef bint free_pinned(size_t address) except -1:
+    """Take the mark from pinned memory, which goes back when its PoolMemory dies.
+
+    Parameters
+    ----------
+    address : int
+        Where memory of ``new_pinned`` begins; any other address is harmless.
+
+    Returns
+    -------
+    bool
+        True for memory that was pinned until now, else False.
+
+    Raises
+    ------
+    ValueError
+        Requests are using the memory.
+    """
+    cdef int changed = _core.pool_set_pinned(<void *>address, False)
+    cdef int uses
+    if changed == -EBUSY:
+        uses = _core.pool_use(<void *>address, 0)
+        advice = "1 request; wait for it" if uses < 2 else f"{uses} requests; wait for them"
+        raise ValueError(f"the tensor is in use by {advice} first")
+    return changed == 1
+
+
+cpdef bint is_pinned(size_t address, size_t nbytes) noexcept:
+    """Tell whether memory lies in one piece of pinned memory.
+
+    Parameters
+    ----------
+    address : int
+        Where the memory begins.
+    nbytes : int
+        How many bytes of it are asked about.
+
+    Returns
+    -------
+    bool
+        True if all of it was handed out by one ``new_pinned`` and not freed since.
+    """
+    return _core.pool_is_pinned(<void *>address, nbytes)
+
+
+def pool_stats() -> dict[str, int]:
+    """Count what the pool of this process holds and has done.
+
+    Returns
+    -------
+    dict of str to int
+        ``bytes_mapped`` (taken from the system, never given back), ``bytes_used`` (of
+        them handed out now, bounces included, in whole pages or huge pages),
+        ``bytes_locked`` (of those, locked), ``allocations`` (so far) and ``reuses`` (of
+        them, from memory that was mapped before).
+    """
+    cdef _core.nvmeio_pool_stats stats
+    _core.pool_get_stats(&stats)
+    return stats

@@ -1,0 +1,45 @@
+cimport cython
+from libc.stdint cimport int64_t
+
+from nvmeio._core cimport nvmeio_handle, nvmeio_op, nvmeio_request
+from nvmeio.buffer cimport Buffer
+from nvmeio.file cimport File
+
+
+cdef class Request:
+    """One transfer: what it needs until it is done, and what became of it."""
+
+    cdef nvmeio_request *c     # NULL before start()
+    cdef nvmeio_op op
+    cdef Buffer buffer         # the memory; None for an fsync
+    cdef File file             # kept open for validation; None once finished
+    cdef readonly object path  # of the file, or the number of its descriptor
+    cdef int64_t offset
+    cdef bint validate
+    cdef readonly Py_ssize_t nbytes
+
+    cdef cython.pymutex lock   # of what follows, while it is being finished
+    cdef bint finished         # the Python work is done too; the outcome stands
+    cdef int64_t outcome       # bytes
+    cdef object error          # the exception, or None
+    cdef bint told             # somebody has seen the error
+
+    # Hand over to the handle, which holds this object until handle_pop() gives it back.
+    cdef int start(self, nvmeio_handle *handle, bint caller) except -1
+
+    # Wait without the GIL, at most timeout_ns (negative: no limit), and finish.  Whether it
+    # is finished.  What went wrong with the transfer is kept, not raised.
+    cdef bint poll(self, int64_t timeout_ns) except -1
+
+    # poll() in slices, between which signals are looked at.  timeout_s: None or seconds.
+    cdef bint poll_for(self, object timeout_s) except -1
+
+
+cdef Request new_request(
+    nvmeio_op op, Buffer buffer, File file, int64_t offset, bint validate
+)
+
+# The same for an object that was just made, of a subclass.
+cdef Request fill_request(
+    Request request, nvmeio_op op, Buffer buffer, File file, int64_t offset, bint validate
+)

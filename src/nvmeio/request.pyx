@@ -1,0 +1,328 @@
+"""Requests: from submission to bytes or an exception.
+
+The library carries a transfer out; here its memory and file are held, and once it is done
+what is left for Python is done by whoever observes it first: landing in strided memory,
+validation, letting go.
+"""
+
+import logging
+import os
+import time
+from concurrent.futures import CancelledError
+from errno import ECANCELED, EIO, ENODATA, EOWNERDEAD, EPIPE
+
+cimport cython
+from cpython.exc cimport PyErr_CheckSignals
+from cpython.ref cimport Py_DECREF, Py_INCREF
+from libc.stdint cimport INT64_MAX, int64_t
+from posix.fcntl cimport O_RDONLY
+
+from nvmeio cimport _core
+from nvmeio._core cimport DIRECT_NEVER, OP_FSYNC, OP_READ, OP_WRITE
+from nvmeio._core cimport nvmeio_file, nvmeio_handle, nvmeio_op, nvmeio_outcome
+from nvmeio._core cimport nvmeio_transfer
+from nvmeio.buffer cimport Buffer
+from nvmeio.file cimport File, open_path
+
+_log = logging.getLogger("nvmeio")
+
+# Between two slices of a wait signals are handled: Ctrl-C works within 0.1 s.
+cdef int64_t SLICE_NS = 50_000_000
+
+cdef dict _verbs = {OP_READ: "read", OP_WRITE: "write", OP_FSYNC: "fsync"}
+
+
+# A cycle collector would empty the attributes before __dealloc__ runs, and so free memory
+# that the device is still writing to.
+@cython.no_gc_clear
+cdef class Request:
+    """One transfer in flight, or what became of it.
+
+    Made by ``aio_handle.submit_read``, ``submit_write`` and ``submit_fsync``.
+
+    Attributes
+    ----------
+    nbytes : int
+        How many bytes are to be transferred.
+    path : str, bytes or int
+        The path or descriptor of the file.
+
+    Notes
+    -----
+    Thread-safe.  The request holds buffer and file until it is done, and the handle holds
+    the request, so the caller may drop everything.  An error that nobody asked for is
+    logged when the request is dropped.
+    """
+
+    def __init__(self):
+        raise TypeError("a Request is made by submit_read() and submit_write()")
+
+    def __dealloc__(self):
+        if self.error is not None and not self.told:
+            _log.error("the error of a request was never looked at: %s", self.error)
+        _core.request_release(self.c)
+
+    cdef int start(self, nvmeio_handle *handle, bint caller) except -1:
+        cdef nvmeio_file *c_file = self.file.retain()
+        cdef nvmeio_transfer transfer
+        cdef int result
+        transfer.op = self.op
+        transfer.file = c_file
+        transfer.address = NULL if self.buffer is None else self.buffer.address
+        transfer.size = self.nbytes
+        transfer.offset = self.offset
+        transfer.user = <void *> self
+        transfer.caller = caller
+        # For `user`, until handle_pop().
+        Py_INCREF(self)
+        with nogil:
+            result = _core.submit(handle, &transfer, &self.c)
+            _core.file_release(c_file)
+        if result < 0:
+            self.finished = True
+            Py_DECREF(self)
+            raise_refused(self, result)
+        return 0
+
+    cdef bint poll(self, int64_t timeout_ns) except -1:
+        cdef int result
+        if self.finished:
+            return True
+        with nogil:
+            result = _core.request_wait(self.c, timeout_ns)
+        if result == -EOWNERDEAD:
+            raise OSError(
+                EOWNERDEAD,
+                "the request was submitted before a fork(); only the parent can wait for it",
+                self.path,
+            )
+        if result < 0:
+            return False
+        with self.lock:
+            if not self.finished:
+                finish(self)
+        return True
+
+    cdef bint poll_for(self, object timeout_s) except -1:
+        cdef int64_t end = deadline_ns(timeout_s)
+        cdef int64_t left = SLICE_NS
+        while True:
+            if end >= 0:
+                left = min(SLICE_NS, max(0, end - <int64_t> time.monotonic_ns()))
+            if self.poll(left):
+                return True
+            PyErr_CheckSignals()
+            if left == 0:
+                return False
+
+    def wait(self, timeout_s=None) -> int:
+        """Wait until the transfer is done.
+
+        Parameters
+        ----------
+        timeout_s : float, optional
+            How long, in seconds; None waits as long as it takes.
+
+        Returns
+        -------
+        int
+            The number of bytes transferred: ``nbytes``.
+
+        Raises
+        ------
+        OSError
+            The transfer failed; with errno and path.  ENODATA: a read past the end of the
+            file.  EOWNERDEAD: it was submitted before a fork().
+        TimeoutError
+            The time is over; the request goes on.
+        concurrent.futures.CancelledError
+            It was cancelled.
+        KeyboardInterrupt
+            Ctrl-C, within 0.1 s; the request goes on.
+
+        Notes
+        -----
+        Releases the GIL.
+        """
+        if not self.poll_for(timeout_s):
+            raise TimeoutError(f"{self!r} was not done within {timeout_s} s; it goes on")
+        self.told = True
+        if self.error is not None:
+            raise self.error
+        return self.outcome
+
+    def result(self, timeout_s=None) -> int:
+        """Wait until the transfer is done; the name that futures have for ``wait``."""
+        return self.wait(timeout_s)
+
+    def exception(self, timeout_s=None):
+        """Wait until the transfer is done, and return what went wrong.
+
+        Parameters
+        ----------
+        timeout_s : float, optional
+            As for ``wait``.
+
+        Returns
+        -------
+        OSError or None
+            None where all went well.
+
+        Raises
+        ------
+        TimeoutError, concurrent.futures.CancelledError
+            As ``wait``.
+        """
+        if not self.poll_for(timeout_s):
+            raise TimeoutError(f"{self!r} was not done within {timeout_s} s; it goes on")
+        self.told = True
+        if isinstance(self.error, CancelledError):
+            raise self.error
+        return self.error
+
+    def done(self) -> bool:
+        """Tell whether the transfer is done: read bytes are where they belong."""
+        return self.poll(0)
+
+    def cancel(self) -> bool:
+        """Drop what has not yet been handed to the kernel.
+
+        Returns
+        -------
+        bool
+            True if anything was dropped: ``wait()`` will raise CancelledError.  Bytes that
+            were on their way may still arrive until then.
+        """
+        if self.finished:
+            return False
+        cdef int dropped
+        with nogil:
+            dropped = _core.request_cancel(self.c)
+        return dropped == 1
+
+    def __reduce__(self):
+        raise TypeError("a Request cannot be pickled; it belongs to this process")
+
+    def __repr__(self):
+        state = "in flight"
+        if self.finished:
+            state = "done" if self.error is None else f"failed: {self.error}"
+        return (
+            f"<nvmeio.Request {_verbs[self.op]} {self.nbytes} bytes at offset "
+            f"{self.offset} of {self.path!r}, {state}>"
+        )
+
+
+cdef Request new_request(
+    nvmeio_op op, Buffer buffer, File file, int64_t offset, bint validate
+):
+    return fill_request(Request.__new__(Request), op, buffer, file, offset, validate)
+
+
+cdef Request fill_request(
+    Request request, nvmeio_op op, Buffer buffer, File file, int64_t offset, bint validate
+):
+    """Note what a request that was just made is to do."""
+    request.op = op
+    request.buffer = buffer
+    request.file = file
+    request.path = file.path
+    request.offset = offset
+    request.validate = validate
+    request.nbytes = 0 if buffer is None else buffer.nbytes
+    return request
+
+
+cdef int64_t deadline_ns(object timeout_s) except -2:
+    """Return the monotonic time at which ``timeout_s`` is over, -1 for never."""
+    if timeout_s is None:
+        return -1
+    cdef double seconds = timeout_s
+    if not seconds >= 0:
+        raise ValueError(f"timeout_s is {timeout_s}; it must be 0 or more, or None")
+    if seconds > 1e9:
+        return -1
+    return min(INT64_MAX, <int64_t> (seconds * 1e9) + <int64_t> time.monotonic_ns())
+
+
+cdef int raise_refused(Request request, int result) except -1:
+    """Raise what a refused submission means."""
+    if -result == EPIPE:
+        raise ValueError("the handle is closed")
+    _core.check(result, request.path)
+
+
+cdef int finish(Request request) except -1:
+    """Do the Python work of a request that the library is done with.  The lock is held."""
+    cdef nvmeio_outcome outcome
+    _core.check(_core.request_outcome(request.c, &outcome), request.path)
+    request.error = make_error(request, &outcome)
+    if outcome.abandoned:
+        # The kernel may still write to the memory: it is kept for ever.
+        Py_INCREF(request.buffer)
+        _log.critical("%s; its memory is never freed", request.error)
+    elif request.buffer is not None:
+        try:
+            if request.error is None:
+                settle(request)
+        except Exception as error:
+            request.error = error
+        finally:
+            request.buffer.release()
+    request.outcome = outcome.result
+    request.file = None
+    request.finished = True
+    return 0
+
+
+cdef int settle(Request request) except -1:
+    """Validate what was transferred, and bring it to where it belongs."""
+    if request.validate:
+        validate(request)
+    if request.op == OP_READ:
+        request.buffer.land()
+    return 0
+
+
+cdef object make_error(Request request, const nvmeio_outcome *outcome):
+    """Return the exception that an outcome stands for, or None."""
+    if outcome.result >= 0:
+        return None
+    verb = _verbs[request.op]
+    where = f"{verb} of {request.nbytes} bytes at offset {request.offset}"
+    if outcome.result == -ECANCELED:
+        return CancelledError(f"the {where} of {request.path!r} was cancelled")
+    if outcome.result == -ENODATA:
+        words = (
+            f"{verb} past the end of the file: wanted {request.nbytes} bytes at offset "
+            f"{request.offset}, got {outcome.got}"
+        )
+    else:
+        words = f"{os.strerror(-outcome.result)} ({where}, {outcome.got} bytes done)"
+    return OSError(-outcome.result, words, request.path)
+
+
+cdef int validate(Request request) except -1:
+    """Compare the memory with an ordinary read of the file."""
+    cdef File file = request.file
+    cdef nvmeio_file *c
+    cdef size_t position = 0
+    cdef int result
+    if request.op == OP_WRITE:
+        # It may not be open for reading, nor still have its name.
+        file = open_path(f"/proc/self/fd/{file.fileno()}", O_RDONLY, "r", DIRECT_NEVER)
+    c = file.retain()
+    with nogil:
+        result = _core.file_compare(
+            c, request.offset, request.buffer.address, request.nbytes, &position
+        )
+        _core.file_release(c)
+    _core.check(result, request.path)
+    if result == 1:
+        raise OSError(
+            EIO,
+            f"validation failed: {_verbs[request.op]} of {request.nbytes} bytes at offset "
+            f"{request.offset} differs from the file at byte {position}",
+            request.path,
+        )
+    return 0

@@ -1,0 +1,118 @@
+"""Requests of tensors on a device: many small requests, with device copies in between.
+
+The bytes pass through a few pieces of pinned host memory (``buffer.stage``).  Copies to and
+from the device run in the Python thread that submits a write or waits for a read, while other
+pieces are between host and disk.
+"""
+
+from concurrent.futures import CancelledError
+
+cimport cython
+from libc.stdint cimport int64_t
+
+from nvmeio._core cimport OP_READ, OP_WRITE, nvmeio_op
+from nvmeio.buffer cimport Buffer, lend
+from nvmeio.file cimport File
+from nvmeio.lanes cimport Lanes
+from nvmeio.request cimport Request, fill_request, new_request
+
+
+@cython.no_gc_clear
+@cython.final
+cdef class StagedRequest(Request):
+    """A request that Python moves on, piece by piece, whenever somebody looks at it."""
+
+    cdef Lanes lanes
+    cdef list parts             # a Request for each piece that was begun
+    cdef Py_ssize_t done_count  # of the parts, those that are done and delivered
+    cdef bint cancelled
+
+    cdef bint poll(self, int64_t timeout_ns) except -1:
+        if self.finished:
+            return True
+        with self.lock:
+            while not self.finished and self.advance(timeout_ns):
+                pass
+        return self.finished
+
+    cdef bint advance(self, int64_t timeout_ns) except -1:
+        """Wait for the next part, deliver it and begin another.  False: not done yet."""
+        cdef Request part
+        if self.done_count == len(self.parts):
+            self.end(None)
+            return True
+        part = self.parts[self.done_count]
+        if not part.poll(timeout_ns):
+            return False
+        part.told = True
+        if part.error is not None:
+            self.end(part.error)
+            return True
+        if self.op == OP_READ:
+            self.buffer.stage.deliver(self.done_count)
+        self.done_count += 1
+        self.outcome += part.nbytes
+        if self.op == OP_READ and not self.cancelled:
+            self.begin_part()
+        return True
+
+    cdef int begin_part(self) except -1:
+        """Begin the next piece, if there is one left."""
+        cdef Py_ssize_t index = len(self.parts)
+        cdef Request part
+        stage = self.buffer.stage
+        if index == len(stage.pieces):
+            return 0
+        memory = stage.host(index) if self.op == OP_READ else stage.fetch(index)
+        part = new_request(
+            self.op,
+            lend(memory, self.op == OP_READ),
+            self.file,
+            self.offset + <int64_t> stage.pieces[index][0],
+            self.validate,
+        )
+        part.start(self.lanes.c, False)
+        self.parts.append(part)
+        return 0
+
+    cdef int end(self, object error) except -1:
+        """All that was begun is done, or one has failed: wait for the rest and let go."""
+        cdef Request part
+        for part in self.parts:
+            part.poll(-1)
+            part.told = True
+        if error is None and self.outcome < self.nbytes:
+            error = CancelledError(f"the transfer of {self.path!r} was cancelled")
+        if error is None and self.op == OP_READ:
+            self.buffer.land()
+        self.error = error
+        self.buffer.release()
+        self.file = None
+        self.finished = True
+        return 0
+
+    def cancel(self) -> bool:
+        """Drop the pieces that were not yet begun; see ``Request.cancel``."""
+        with self.lock:
+            if self.finished or len(self.parts) == len(self.buffer.stage.pieces):
+                return False
+            self.cancelled = True
+            return True
+
+
+cdef Request new_staged(
+    nvmeio_op op, Buffer buffer, File file, int64_t offset, bint validate, Lanes lanes
+):
+    cdef StagedRequest request = StagedRequest.__new__(StagedRequest)
+    cdef Py_ssize_t index
+    fill_request(request, op, buffer, file, offset, validate)
+    request.lanes = lanes
+    request.parts = []
+    count = len(buffer.stage.pieces)
+    slots = buffer.stage.slots
+    for index in range(count if op == OP_WRITE else min(count, slots)):
+        # A piece of memory is used again when what was in it is on its way no more.
+        if index >= slots:
+            (<Request> request.parts[index - slots]).poll_for(None)
+        request.begin_part()
+    return request

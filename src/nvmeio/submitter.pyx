@@ -1,0 +1,246 @@
+"""What every handle can do: submit requests, count them, drain them, close.
+
+Arguments are checked here; a transfer's own life is request.pyx's, its memory buffer.pyx's,
+its file openfiles.pyx's, the lanes that carry it out lanes.pyx's.
+"""
+
+import atexit
+import operator
+import weakref
+
+cimport cython
+from libc.stdint cimport int64_t
+
+from nvmeio cimport _core
+from nvmeio._core cimport OP_FSYNC, OP_READ, OP_WRITE, nvmeio_direct, nvmeio_op
+from nvmeio.buffer cimport Buffer, lend
+from nvmeio.lanes cimport start_lanes
+from nvmeio.openfiles cimport new_open_files
+from nvmeio.request cimport Request, new_request
+from nvmeio.staged cimport new_staged
+
+# Handles to be drained before the interpreter goes away.
+_live = weakref.WeakSet()
+
+# A transfer of one block up to this size runs in the thread that waits for it: a hop to a
+# lane costs more than the I/O.
+cdef size_t CALLER_BYTES_MAX = 1 << 20
+
+
+# A cycle collector would empty the attributes before __dealloc__ drains the lanes.
+@cython.no_gc_clear
+cdef class Submitter:
+    """Lanes, the files and requests that are in flight, and what starts and ends them."""
+
+    cdef int start(self, dict options, nvmeio_direct direct) except -1:
+        self.block_bytes = options["block_size"]
+        self.tracked = []
+        self.staged = []
+        self.generation = _core.fork_generation()
+        self.lanes = start_lanes(options)
+        self.files = new_open_files(self.lanes, direct)
+        self.open = True
+        _live.add(self)
+        return 0
+
+    def __dealloc__(self):
+        cdef Request request
+        if self.lanes is None:
+            return
+        for request in self.staged:
+            request.poll(-1)
+        self.lanes.stop()
+
+    def submit_read(self, buffer, file, file_offset=0) -> Request:
+        """Start reading a file into ``buffer``.
+
+        Parameters
+        ----------
+        buffer : array, tensor or object with the buffer protocol
+            Is filled; of any dtype, shape and strides.
+        file : str, bytes, os.PathLike, int or File
+            A path, an open descriptor or a File.
+        file_offset : int, default 0
+            Where in the file to begin, in bytes.
+
+        Returns
+        -------
+        Request
+            Holds buffer and file until it is done.
+
+        Raises
+        ------
+        OSError
+            The file cannot be opened.  What fails later is raised by ``Request.wait``:
+            OSError(ENODATA) where the file ends before the buffer is full.
+        TypeError, ValueError
+            The buffer cannot be read into, or an argument is out of range.
+        """
+        return self.begin(OP_READ, buffer, file, file_offset, False, False)
+
+    def submit_write(self, buffer, file, file_offset=0) -> Request:
+        """Start writing ``buffer`` to a file.
+
+        Parameters
+        ----------
+        buffer : array, tensor or object with the buffer protocol
+            Written in C order; must not change until the request is done.
+        file : str, bytes, os.PathLike, int or File
+            As for ``submit_read``; created where it does not exist, never truncated.
+        file_offset : int, default 0
+            Where in the file to begin, in bytes.
+
+        Returns
+        -------
+        Request
+            Holds buffer and file until it is done.
+
+        Raises
+        ------
+        OSError, TypeError, ValueError
+            As ``submit_read``.
+        """
+        return self.begin(OP_WRITE, buffer, file, file_offset, False, False)
+
+    def submit_fsync(self, file) -> Request:
+        """Start making a file durable.
+
+        Parameters
+        ----------
+        file : str, bytes, os.PathLike, int or File
+            As for ``submit_read``.
+
+        Returns
+        -------
+        Request
+            Done when every write to the file that was submitted to this handle before,
+            and everything else that is in the page cache, has reached the device.
+
+        Raises
+        ------
+        OSError
+            The file cannot be opened.
+        """
+        return self.begin(OP_FSYNC, None, file, 0, False, False)
+
+    def fsync(self, file) -> None:
+        """Make a file durable: ``submit_fsync(file).wait()``."""
+        self.submit_fsync(file).wait()
+
+    @property
+    def pending(self) -> int:
+        """How many requests are in flight."""
+        self.own()
+        self.collect()
+        return self.lanes.pending() + len(self.staged)
+
+    @property
+    def closed(self) -> bool:
+        """Whether ``close()`` was called."""
+        return not self.open
+
+    def stats(self) -> dict:
+        """Return what the handle has done so far.
+
+        Returns
+        -------
+        dict
+            ``engine``; ``requests`` submitted; ``blocks`` finished; ``bytes_direct``
+            between device and caller's memory, ``bytes_bounced`` through the pool's, and
+            ``bytes_buffered`` through the page cache; ``short_transfers`` that were
+            continued; ``retries`` of what the kernel put off.
+        """
+        return {"engine": self.lanes.engine(), **self.lanes.stats()}
+
+    def close(self) -> None:
+        """Wait for everything in flight and stop the lanes; a second call does nothing.
+
+        Raises
+        ------
+        KeyboardInterrupt
+            Ctrl-C while waiting; the handle stays open.
+        """
+        self.drain()
+        self.open = False
+        _live.discard(self)
+        self.lanes.stop()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc_info):
+        self.close()
+
+    cdef Request begin(
+        self, nvmeio_op op, object buffer, object file, object file_offset, bint validate,
+        bint caller
+    ):
+        cdef int64_t offset = file_offset_of(file_offset)
+        cdef Buffer lent = None
+        cdef Request request
+        self.own()
+        self.collect()
+        if not self.open:
+            raise ValueError("the handle is closed")
+        opened = self.files.find(file, op != OP_READ)
+        if op != OP_FSYNC:
+            lent = lend(buffer, op == OP_READ)
+        if lent is not None and lent.stage is not None:
+            request = new_staged(op, lent, opened, offset, validate, self.lanes)
+            self.staged.append(request)
+            return request
+        request = new_request(op, lent, opened, offset, validate)
+        caller = (
+            caller
+            and request.nbytes <= CALLER_BYTES_MAX
+            and request.nbytes <= self.block_bytes
+        )
+        request.start(self.lanes.c, caller)
+        return request
+
+    cdef int own(self) except -1:
+        """In a forked child, forget the requests of the parent."""
+        if self.lanes is None:
+            raise ValueError("the handle was never opened")
+        generation = _core.fork_generation()
+        if self.generation != generation:
+            self.generation = generation
+            self.tracked = []
+            self.staged = []
+            self.files.shared = {}
+        return 0
+
+    cdef int collect(self) except -1:
+        """Let go of the requests that are done, observed or not."""
+        cdef Request request
+        for request in self.lanes.collect():
+            self.files.forget(request)
+        if self.staged:
+            self.staged = [r for r in self.staged if not (<Request> r).poll(0)]
+        return 0
+
+    cdef int drain(self) except -1:
+        """Wait until nothing is in flight, looking at signals meanwhile."""
+        self.own()
+        for request in list(self.staged):
+            (<Request> request).poll_for(None)
+        self.lanes.drain()
+        self.collect()
+        return 0
+
+
+cdef int64_t file_offset_of(object value) except -1:
+    """Return a file offset, or raise."""
+    value = operator.index(value)
+    if not 0 <= value <= 2**63 - 1:
+        raise ValueError(f"file_offset is {value}; it must be from 0 to 2**63 - 1")
+    return value
+
+
+def _drain_at_exit():
+    """Let no I/O outlive the interpreter, which frees the memory it goes to."""
+    for handle in list(_live):
+        (<Submitter> handle).drain()
+
+
+atexit.register(_drain_at_exit)

@@ -1,0 +1,193 @@
+"""What only torch can tell about a tensor, and what only torch can do to one.
+
+buffer.pyx lends ordinary tensors by itself.  Here are the others (strided, lazy, on a
+device, of a torch without the exchange table), the words for those that cannot be lent, and
+tensors in memory of the pool.
+"""
+
+import operator
+
+import torch
+
+from nvmeio import pool
+from nvmeio._registry import Export
+from nvmeio.buffer import may_overlap
+from nvmeio.torch.bits import copy_bits, opaque, plain_mode, touch
+from nvmeio.torch.staging import DeviceStaging
+
+__all__ = ["export", "is_pinned", "locked_tensor", "storage_address", "touch"]
+
+
+def export(tensor: torch.Tensor, writable: bool) -> Export:
+    """Lend the memory of any tensor that has some.
+
+    Parameters
+    ----------
+    tensor : torch.Tensor
+        Dense, of any dtype, shape, strides and device.
+    writable : bool
+        Whether a file is read into it.
+
+    Returns
+    -------
+    Export
+        The memory and what is to be done when it has been filled.
+
+    Raises
+    ------
+    TypeError
+        The tensor is sparse, quantized, nested, meta or a wrapper without memory.
+    ValueError
+        A file was to be read into a lazy conj or neg view, or into overlapping elements.
+    """
+    with plain_mode(tensor):
+        _check_kind(tensor)
+        if writable:
+            _check_destination(tensor)
+        if tensor.device.type != "cpu":
+            stage = DeviceStaging(tensor, writable)
+            return Export(0, tensor.nbytes, 0, stage, lambda _: stage.finish(), stage)
+        origin = _address(tensor)
+        if tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
+            owner = tensor.untyped_storage()
+            return Export(origin, tensor.nbytes, origin, owner, touch)
+        return _staged(tensor, writable, origin)
+
+
+def _staged(tensor: torch.Tensor, writable: bool, origin: int) -> Export:
+    """Lend a contiguous tensor that stands in for a strided or lazy one."""
+    dense = tensor.detach()
+    if not writable:
+        staging = opaque(dense.resolve_conj().resolve_neg()).contiguous()
+        return Export(staging.data_ptr(), tensor.nbytes, origin, staging)
+    staging = torch.empty(dense.shape, dtype=dense.dtype, device="cpu")
+
+    def landing(_: torch.Tensor) -> None:
+        # Not into the tensor, which may have been given another storage since.
+        copy_bits(dense, staging)
+
+    return Export(staging.data_ptr(), tensor.nbytes, origin, staging, landing)
+
+
+def _check_kind(tensor: torch.Tensor) -> None:
+    """Refuse the tensors whose contents are not a plain array."""
+    if torch.nn.parameter.is_lazy(tensor):
+        problem = "it is not initialized yet; run the module once or materialize() it"
+    elif tensor.is_nested:
+        problem = "it is nested; pass its values() and offsets()"
+    elif tensor.layout != torch.strided:
+        problem = f"its layout is {tensor.layout}; pass its to_dense(), or its parts"
+    elif tensor.is_quantized:
+        problem = f"it is quantized ({tensor.dtype}); pass its int_repr()"
+    elif tensor.device.type == "meta":
+        problem = "it is on the device meta and has no data; pass its to_empty()"
+    else:
+        return
+    raise TypeError(f"cannot transfer the tensor: {problem}")
+
+
+def _check_destination(tensor: torch.Tensor) -> None:
+    """Refuse to read a file into a view that cannot hold its bytes."""
+    if tensor.is_conj() or tensor.is_neg():
+        lazy = "conj" if tensor.is_conj() else "neg"
+        raise ValueError(
+            f"cannot read a file into a lazy {lazy} view; pass the tensor that it views, "
+            f"or its resolve_{lazy}()"
+        )
+    if tensor.numel() > 0 and may_overlap(tensor.shape, tensor.stride(), 1):
+        raise ValueError(
+            f"cannot read a file into a tensor of shape {tuple(tensor.shape)} and strides "
+            f"{tensor.stride()}: its elements overlap; pass its clone()"
+        )
+
+
+def _address(tensor: torch.Tensor) -> int:
+    """Return where the elements of a host tensor lie, 0 if it has none."""
+    try:
+        address: int = tensor.data_ptr()
+    except RuntimeError:
+        # What functorch wraps has no pointer to give.
+        address = 0
+    if address == 0 and tensor.numel() > 0:
+        raise TypeError(
+            f"cannot transfer the tensor: {type(tensor).__qualname__} has no memory of its "
+            "own here (a fake tensor, a tensor inside a transform such as vmap, or a "
+            "wrapper); pass the tensors that it wraps, as to_local() gives for a DTensor"
+        )
+    return address
+
+
+def locked_tensor(num_elem: int, example: torch.Tensor) -> torch.Tensor:
+    """Make a tensor in locked memory of the pool.
+
+    Parameters
+    ----------
+    num_elem : int
+        How many elements, 0 or more.
+    example : torch.Tensor
+        A tensor of the dtype that is wanted.
+
+    Returns
+    -------
+    torch.Tensor
+        One-dimensional, not initialized.  Its memory goes back to the pool when the last
+        view of it has died.
+
+    Raises
+    ------
+    TypeError
+        ``num_elem`` is not an integer, or ``example`` is not a tensor.
+    ValueError
+        ``num_elem`` is negative.
+    """
+    count = operator.index(num_elem)
+    if count < 0:
+        raise ValueError(f"num_elem is {count}; it must be 0 or more")
+    if not isinstance(example, torch.Tensor):
+        raise TypeError(f"expected a tensor as example, not {type(example).__qualname__}")
+    # A tensor of no elements has an allocation too: it can be freed once, as any other.
+    nbytes = max(count, 1) * example.element_size()
+    memory = torch.frombuffer(pool.new_pinned(nbytes), dtype=torch.uint8)
+    return memory.view(example.dtype)[:count]
+
+
+def storage_address(tensor: torch.Tensor) -> int:
+    """Return where the storage of a tensor begins.
+
+    Parameters
+    ----------
+    tensor : torch.Tensor
+        Any view of the storage, an empty one included.
+
+    Returns
+    -------
+    int
+        The address, 0 where there is no memory.
+    """
+    try:
+        address: int = tensor.untyped_storage().data_ptr()
+    except RuntimeError:
+        # Sparse and wrapped tensors have no storage.
+        return 0
+    return address
+
+
+def is_pinned(tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor lies in pinned memory, of torch or of the pool.
+
+    Parameters
+    ----------
+    tensor : torch.Tensor
+        Any tensor; a slice of pinned memory is pinned.
+
+    Returns
+    -------
+    bool
+        True for host memory that stays where it is; False on any other device.
+    """
+    if tensor.device.type != "cpu":
+        return False
+    address = storage_address(tensor)
+    if address == 0:
+        return False
+    return pool.is_pinned(address, 1) or bool(tensor.is_pinned())
