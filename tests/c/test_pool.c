@@ -1,0 +1,478 @@
+/* The pool hands out aligned, populated memory and gets it all back, from many threads
+ * and over forks.  madvise() and mlock() are replaced by functions that watch and fail
+ * on demand, which also undoes the sanitizers' mlock() that does nothing. */
+#include <errno.h>
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdint.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <nvmeio/pool.h>
+
+#include "check.h"
+
+#define KIB ((size_t)1 << 10)
+#define MIB ((size_t)1 << 20)
+#define POPULATE_WRITE 23 /* MADV_POPULATE_WRITE of Linux 5.14 */
+
+static atomic_int populate_error; /* what populating fails with, 0 for not at all */
+static atomic_int lock_error;
+static atomic_int populate_refusals;
+static atomic_int lock_refusals;
+static _Atomic(char *) populated;
+static atomic_int huge_requests;
+
+int madvise(void *address, size_t size, int advice)
+{
+    int error = atomic_load(&populate_error);
+    if (advice == POPULATE_WRITE) {
+        atomic_store(&populated, address);
+        if (error) {
+            atomic_fetch_add(&populate_refusals, 1);
+            errno = error;
+            return -1;
+        }
+    }
+    if (advice == MADV_HUGEPAGE)
+        atomic_fetch_add(&huge_requests, 1);
+    return syscall(SYS_madvise, address, size, advice);
+}
+
+int mlock(const void *address, size_t size)
+{
+    int error = atomic_load(&lock_error);
+    if (error) {
+        atomic_fetch_add(&lock_refusals, 1);
+        errno = error;
+        return -1;
+    }
+    return syscall(SYS_mlock, address, size);
+}
+
+int munlock(const void *address, size_t size)
+{
+    return syscall(SYS_munlock, address, size);
+}
+
+static struct nvmeio_pool_stats get_stats(void)
+{
+    struct nvmeio_pool_stats stats;
+    nvmeio_pool_get_stats(&stats);
+    return stats;
+}
+
+static void *alloc(size_t size)
+{
+    void *address = NULL;
+    CHECK(nvmeio_pool_alloc(size, false, &address, NULL) == 0);
+    return address;
+}
+
+static bool is_resident(void *address, size_t size)
+{
+    size_t page_bytes = sysconf(_SC_PAGESIZE);
+    size_t pages = (size + page_bytes - 1) / page_bytes;
+    unsigned char *vector = malloc(pages);
+    bool resident = true;
+    CHECK(vector && mincore(address, size, vector) == 0);
+    for (size_t page = 0; page < pages; page++)
+        resident = resident && vector[page] & 1;
+    free(vector);
+    return resident;
+}
+
+/* What the kernel says is locked in this process, in bytes. */
+static size_t locked_by_kernel(void)
+{
+    char line[256];
+    size_t locked_kib = SIZE_MAX;
+    FILE *status = fopen("/proc/self/status", "r");
+    CHECK(status);
+    while (fgets(line, sizeof(line), status))
+        if (sscanf(line, "VmLck: %zu kB", &locked_kib) == 1)
+            break;
+    fclose(status);
+    CHECK(locked_kib != SIZE_MAX);
+    return locked_kib * KIB;
+}
+
+static void wait_for_child(pid_t child)
+{
+    int status;
+    CHECK(child > 0);
+    CHECK(waitpid(child, &status, 0) == child);
+    CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+}
+
+static void test_memory_is_aligned_populated_and_apart(void)
+{
+    static const size_t sizes[] = {1,       4095,        4096,        4097,
+                                   MIB,     2 * MIB - 1, 2 * MIB,     2 * MIB + 1,
+                                   3 * MIB, 64 * KIB,    64 * MIB + 1};
+    enum { COUNT = sizeof(sizes) / sizeof(*sizes) };
+    unsigned char *memory[COUNT];
+    uint64_t used_before = get_stats().bytes_used;
+    int huge_before = atomic_load(&huge_requests);
+
+    for (size_t i = 0; i < COUNT; i++) {
+        memory[i] = alloc(sizes[i]);
+        size_t align = sizes[i] < 2 * MIB ? NVMEIO_POOL_ALIGN : 2 * MIB;
+        CHECK((uintptr_t)memory[i] % align == 0);
+        CHECK(is_resident(memory[i], sizes[i]));
+        memset(memory[i], (int)i + 1, sizes[i]);
+    }
+    CHECK(atomic_load(&huge_requests) > huge_before);
+    for (size_t i = 0; i < COUNT; i++) {
+        for (size_t j = 0; j < sizes[i]; j++)
+            CHECK(memory[i][j] == i + 1);
+        nvmeio_pool_free(memory[i]);
+    }
+    CHECK(get_stats().bytes_used == used_before);
+}
+
+static void test_freed_memory_is_used_again_and_nothing_is_mapped(void)
+{
+    void *first = alloc(5 * MIB);
+    nvmeio_pool_free(first);
+    struct nvmeio_pool_stats before = get_stats();
+    for (int i = 0; i < 100; i++) {
+        void *again = alloc(5 * MIB);
+        CHECK(again == first);
+        nvmeio_pool_free(again);
+    }
+    struct nvmeio_pool_stats after = get_stats();
+    CHECK(after.bytes_mapped == before.bytes_mapped);
+    CHECK(after.allocations == before.allocations + 100);
+    CHECK(after.reuses == before.reuses + 100);
+}
+
+/* Pieces of one extent, freed in any order, are one extent again. */
+static void test_free_neighbours_are_joined(void)
+{
+    static const int orders[][4] = {
+        {0, 1, 2, 3}, {3, 2, 1, 0}, {0, 2, 1, 3}, {1, 3, 0, 2}};
+    char *whole = alloc(256 * MIB);
+    nvmeio_pool_free(whole);
+    uint64_t mapped_before = get_stats().bytes_mapped;
+
+    for (size_t i = 0; i < sizeof(orders) / sizeof(*orders); i++) {
+        void *pieces[4];
+        for (int j = 0; j < 4; j++)
+            pieces[j] = alloc(64 * MIB);
+        for (int j = 0; j < 4; j++)
+            nvmeio_pool_free(pieces[orders[i][j]]);
+        char *again = alloc(256 * MIB);
+        CHECK(again == whole);
+        nvmeio_pool_free(again);
+    }
+    CHECK(get_stats().bytes_mapped == mapped_before);
+}
+
+/* A small allocation that lives long must not spoil large free memory. */
+static void test_small_allocations_leave_large_memory_whole(void)
+{
+    void *large = alloc(128 * MIB);
+    void *small[1024];
+    nvmeio_pool_free(large);
+    for (int i = 0; i < 1024; i++)
+        small[i] = alloc(4 * KIB);
+    CHECK(alloc(128 * MIB) == large);
+    nvmeio_pool_free(large);
+    for (int i = 0; i < 1024; i++)
+        nvmeio_pool_free(small[i]);
+
+    uint64_t mapped_before = get_stats().bytes_mapped;
+    for (int i = 0; i < 1024; i++)
+        small[i] = alloc(4 * KIB);
+    CHECK(get_stats().bytes_mapped == mapped_before);
+    for (int i = 0; i < 1024; i++)
+        nvmeio_pool_free(small[i]);
+}
+
+static void test_rounding_wastes_less_than_a_page_or_a_huge_page(void)
+{
+    static const size_t sizes[][2] = {{1, 4 * KIB},           {4097, 8 * KIB},
+                                      {2 * MIB - 1, 2 * MIB}, {2 * MIB, 2 * MIB},
+                                      {2 * MIB + 1, 4 * MIB}, {100 * MIB, 100 * MIB}};
+    if (sysconf(_SC_PAGESIZE) != 4096)
+        return;
+    for (size_t i = 0; i < sizeof(sizes) / sizeof(*sizes); i++) {
+        uint64_t used_before = get_stats().bytes_used;
+        void *memory = alloc(sizes[i][0]);
+        CHECK(get_stats().bytes_used - used_before == sizes[i][1]);
+        nvmeio_pool_free(memory);
+    }
+}
+
+static void test_impossible_sizes_are_refused(void)
+{
+    static const size_t sizes[] = {SIZE_MAX,         SIZE_MAX - 4096, SIZE_MAX / 2 + 1,
+                                   SIZE_MAX / 2 - 1, SIZE_MAX / 2,    (size_t)1 << 50};
+    struct nvmeio_pool_stats before = get_stats();
+    for (size_t i = 0; i < sizeof(sizes) / sizeof(*sizes); i++) {
+        void *memory = &before;
+        CHECK(nvmeio_pool_alloc(sizes[i], true, &memory, NULL) == -ENOMEM);
+        CHECK(memory == &before);
+    }
+    void *memory;
+    CHECK(nvmeio_pool_alloc(0, false, &memory, NULL) == -EINVAL);
+    struct nvmeio_pool_stats after = get_stats();
+    CHECK(memcmp(&before, &after, sizeof(before)) == 0);
+    nvmeio_pool_free(NULL);
+}
+
+static void test_memory_that_cannot_be_populated_is_no_memory(void)
+{
+    struct nvmeio_pool_stats before = get_stats();
+    int refusals_before = atomic_load(&populate_refusals);
+    void *memory;
+    atomic_store(&populate_error, ENOMEM);
+    CHECK(nvmeio_pool_alloc(512 * MIB, false, &memory, NULL) == -ENOMEM);
+    atomic_store(&populate_error, 0);
+    CHECK(atomic_load(&populate_refusals) == refusals_before + 1);
+    struct nvmeio_pool_stats after = get_stats();
+    CHECK(memcmp(&before, &after, sizeof(before)) == 0);
+    /* What had been mapped for it is not there any more. */
+    CHECK(msync(atomic_load(&populated), 4096, MS_ASYNC) == -1 && errno == ENOMEM);
+}
+
+static void test_kernels_without_populate_get_touched_pages(void)
+{
+    size_t size = 300 * MIB;
+    int refusals_before = atomic_load(&populate_refusals);
+    atomic_store(&populate_error, EINVAL);
+    void *memory = alloc(size);
+    atomic_store(&populate_error, 0);
+    CHECK(atomic_load(&populate_refusals) == refusals_before + 1);
+    CHECK(is_resident(memory, size));
+    nvmeio_pool_free(memory);
+}
+
+static void test_locking_is_real_and_ends_with_the_allocation(size_t size)
+{
+    size_t kernel_before = locked_by_kernel();
+    struct nvmeio_pool_stats before = get_stats();
+    void *memory;
+    int locked = -1;
+    CHECK(nvmeio_pool_alloc(size, true, &memory, &locked) == 0);
+    if (!locked)
+        SKIP("RLIMIT_MEMLOCK is too small to lock memory");
+    uint64_t bytes = get_stats().bytes_used - before.bytes_used;
+    CHECK(get_stats().bytes_locked == before.bytes_locked + bytes);
+    CHECK(locked_by_kernel() == kernel_before + bytes);
+    nvmeio_pool_free(memory);
+    CHECK(get_stats().bytes_locked == before.bytes_locked);
+    CHECK(locked_by_kernel() == kernel_before);
+}
+
+static void test_refused_locks_are_no_error(void)
+{
+    static const int errors[] = {EPERM, ENOMEM, EAGAIN};
+    uint64_t locked_before = get_stats().bytes_locked;
+    int refusals_before = atomic_load(&lock_refusals);
+    for (int i = 0; i < 3; i++) {
+        void *memory;
+        int locked = -1;
+        atomic_store(&lock_error, errors[i]);
+        CHECK(nvmeio_pool_alloc(MIB, true, &memory, &locked) == 0);
+        atomic_store(&lock_error, 0);
+        CHECK(locked == 0 && get_stats().bytes_locked == locked_before);
+        memset(memory, 1, MIB);
+        nvmeio_pool_free(memory);
+    }
+    CHECK(atomic_load(&lock_refusals) == refusals_before + 3);
+}
+
+static void test_pinned_memory_is_found_by_any_slice(void)
+{
+    size_t size = 4 * MIB;
+    char *memory = alloc(size);
+    char *neighbour = alloc(size);
+
+    CHECK(!nvmeio_pool_is_pinned(memory, size));
+    CHECK(nvmeio_pool_set_pinned(memory, true) == 1);
+    CHECK(nvmeio_pool_set_pinned(memory, true) == 0);
+    CHECK(nvmeio_pool_is_pinned(memory, size));
+    CHECK(nvmeio_pool_is_pinned(memory + size - 1, 1));
+    CHECK(nvmeio_pool_is_pinned(memory + 5, 1000));
+    CHECK(!nvmeio_pool_is_pinned(memory, size + 1));
+    CHECK(!nvmeio_pool_is_pinned(memory + 5, SIZE_MAX));
+    CHECK(!nvmeio_pool_is_pinned(memory - 1, 2));
+    CHECK(!nvmeio_pool_is_pinned(neighbour, 1));
+    CHECK(!nvmeio_pool_is_pinned(&memory, 1));
+    CHECK(nvmeio_pool_set_pinned(memory + 4096, true) == -EINVAL);
+    CHECK(nvmeio_pool_set_pinned(&memory, true) == -EINVAL);
+    CHECK(nvmeio_pool_set_pinned((void *)UINTPTR_MAX, true) == -EINVAL);
+    CHECK(nvmeio_pool_set_pinned(memory, false) == 1);
+    CHECK(!nvmeio_pool_is_pinned(memory, size));
+
+    CHECK(nvmeio_pool_set_pinned(memory, true) == 1);
+    nvmeio_pool_free(memory);
+    CHECK(!nvmeio_pool_is_pinned(memory, size));
+    CHECK(nvmeio_pool_set_pinned(memory, false) == -EINVAL);
+    CHECK(alloc(size) == memory && !nvmeio_pool_is_pinned(memory, size));
+    nvmeio_pool_free(memory);
+    nvmeio_pool_free(neighbour);
+}
+
+static void test_uses_are_counted_and_keep_the_pin(void)
+{
+    char *memory = alloc(MIB);
+    CHECK(nvmeio_pool_set_pinned(memory, true) == 1);
+    CHECK(nvmeio_pool_use(memory + 100, 1) == 1);
+    CHECK(nvmeio_pool_use(memory + MIB - 1, 1) == 2);
+    CHECK(nvmeio_pool_set_pinned(memory, false) == -EBUSY);
+    CHECK(nvmeio_pool_use(memory, -1) == 1);
+    CHECK(nvmeio_pool_set_pinned(memory, false) == -EBUSY);
+    CHECK(nvmeio_pool_is_pinned(memory, MIB));
+    CHECK(nvmeio_pool_use(memory, -1) == 0);
+    CHECK(nvmeio_pool_use(memory, -1) == 0);
+    CHECK(nvmeio_pool_set_pinned(memory, false) == 1);
+    CHECK(nvmeio_pool_use(&memory, 1) == 0);
+    CHECK(nvmeio_pool_use(NULL, 1) == 0);
+    nvmeio_pool_free(memory);
+    CHECK(nvmeio_pool_use(memory, 1) == 0);
+}
+
+static void test_a_child_counts_the_fork_and_forgets_locks_and_uses(void)
+{
+    uint32_t generation = nvmeio_fork_generation();
+    void *memory;
+    CHECK(nvmeio_pool_alloc(MIB, true, &memory, NULL) == 0);
+    uint64_t locked_before = get_stats().bytes_locked;
+    CHECK(nvmeio_pool_set_pinned(memory, true) == 1);
+    CHECK(nvmeio_pool_use(memory, 1) == 1);
+    memset(memory, 7, MIB);
+    pid_t child = fork();
+    if (child == 0) {
+        alarm(30); /* a mutex that nobody will unlock must not hang the test */
+        CHECK(nvmeio_fork_generation() == generation + 1);
+        CHECK(get_stats().bytes_locked == 0 && locked_by_kernel() == 0);
+        CHECK(nvmeio_pool_is_pinned(memory, MIB));
+        CHECK(nvmeio_pool_set_pinned(memory, false) == 1);
+        CHECK(((char *)memory)[MIB - 1] == 7);
+        nvmeio_pool_free(memory);
+        pid_t grandchild = fork();
+        if (grandchild == 0)
+            _exit(nvmeio_fork_generation() != generation + 2);
+        wait_for_child(grandchild);
+        _exit(0);
+    }
+    wait_for_child(child);
+    CHECK(nvmeio_fork_generation() == generation);
+    CHECK(get_stats().bytes_locked == locked_before);
+    CHECK(nvmeio_pool_set_pinned(memory, false) == -EBUSY);
+    CHECK(nvmeio_pool_use(memory, -1) == 0);
+    nvmeio_pool_free(memory);
+}
+
+#define HELD 8
+
+static atomic_bool stop;
+
+struct held {
+    unsigned char *memory;
+    size_t size;
+};
+
+/* Memory that was handed out twice would have lost its marks. */
+static void release_held(struct held *held, unsigned char mark)
+{
+    CHECK(held->memory[0] == mark && held->memory[held->size - 1] == mark);
+    CHECK(nvmeio_pool_use(held->memory, -1) == 0);
+    nvmeio_pool_free(held->memory);
+    held->memory = NULL;
+}
+
+/* Allocate, mark and free memory of mixed sizes until told to stop. */
+static void *hammer(void *argument)
+{
+    unsigned char mark = (unsigned char)(uintptr_t)argument;
+    unsigned seed = mark;
+    struct held all[HELD] = {{NULL, 0}};
+
+    while (!atomic_load(&stop)) {
+        struct held *held = &all[rand_r(&seed) % HELD];
+        if (held->memory) {
+            release_held(held, mark);
+            continue;
+        }
+        bool small = rand_r(&seed) % 4;
+        bool lock = rand_r(&seed) % 8 == 0;
+        held->size = small ? 1 + rand_r(&seed) % (256 * KIB)
+                           : 2 * MIB + rand_r(&seed) % (4 * MIB);
+        void *address;
+        CHECK(nvmeio_pool_alloc(held->size, lock, &address, NULL) == 0);
+        held->memory = address;
+        held->memory[0] = held->memory[held->size - 1] = mark;
+        CHECK(nvmeio_pool_use(address, 1) == 1);
+    }
+    for (int i = 0; i < HELD; i++)
+        if (all[i].memory)
+            release_held(&all[i], mark);
+    return NULL;
+}
+
+/* Run in a child whose parent's other threads were anywhere in the pool. */
+static void use_pool_in_child(void)
+{
+    alarm(30);
+    for (int i = 0; i < 50; i++) {
+        size_t size = (size_t)1 << (10 + i % 14);
+        uint64_t used_before = get_stats().bytes_used;
+        unsigned char *memory = alloc(size);
+        memset(memory, i, size);
+        CHECK(memory[size - 1] == i);
+        nvmeio_pool_free(memory);
+        CHECK(get_stats().bytes_used == used_before);
+    }
+    _exit(0);
+}
+
+static void test_threads_and_forked_children_share_the_pool(void)
+{
+    enum { THREADS = 4, FORKS = 40 };
+    struct nvmeio_pool_stats before = get_stats();
+    pthread_t threads[THREADS];
+
+    for (uintptr_t i = 0; i < THREADS; i++)
+        CHECK(pthread_create(&threads[i], NULL, hammer, (void *)(i + 1)) == 0);
+    for (int i = 0; i < FORKS; i++) {
+        pid_t child = fork();
+        if (child == 0)
+            use_pool_in_child();
+        wait_for_child(child);
+    }
+    atomic_store(&stop, true);
+    for (int i = 0; i < THREADS; i++)
+        CHECK(pthread_join(threads[i], NULL) == 0);
+    struct nvmeio_pool_stats after = get_stats();
+    CHECK(after.allocations > before.allocations);
+    CHECK(after.bytes_used == before.bytes_used);
+    CHECK(after.bytes_locked == before.bytes_locked);
+}
+
+int main(void)
+{
+    test_memory_is_aligned_populated_and_apart();
+    test_freed_memory_is_used_again_and_nothing_is_mapped();
+    test_free_neighbours_are_joined();
+    test_small_allocations_leave_large_memory_whole();
+    test_rounding_wastes_less_than_a_page_or_a_huge_page();
+    test_impossible_sizes_are_refused();
+    test_memory_that_cannot_be_populated_is_no_memory();
+    test_kernels_without_populate_get_touched_pages();
+    test_refused_locks_are_no_error();
+    test_pinned_memory_is_found_by_any_slice();
+    test_uses_are_counted_and_keep_the_pin();
+    test_a_child_counts_the_fork_and_forgets_locks_and_uses();
+    test_threads_and_forked_children_share_the_pool();
+    /* The last, for they are skipped where memory may not be locked. */
+    test_locking_is_real_and_ends_with_the_allocation(64 * KIB);
+    test_locking_is_real_and_ends_with_the_allocation(6 * MIB);
+    return 0;
+}

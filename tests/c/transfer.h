@@ -1,0 +1,252 @@
+/* transfer.h -- what the tests of transfers share: files in the folder under test,
+ * memory between canaries, one transfer from submission to outcome.
+ *
+ * Files lie in $NVMEIO_TEST_DIR, or where the test runs, and go when it ends.  A
+ * watchdog makes a failure of every hang. */
+#ifndef NVMEIO_TESTS_TRANSFER_H
+#define NVMEIO_TESTS_TRANSFER_H
+
+#include <errno.h>
+#include <fcntl.h>
+#include <stdatomic.h>
+#include <stdint.h>
+#include <string.h>
+#include <unistd.h>
+
+#include <nvmeio/nvmeio.h>
+
+#include "check.h"
+
+#define KIB ((size_t)1 << 10)
+#define MIB ((size_t)1 << 20)
+#define PAGE ((size_t)4096)
+#define SECOND_NS INT64_C(1000000000)
+#define LONG_NS (60 * SECOND_NS)
+#define WATCHDOG_S 240
+
+/* ThreadSanitizer refuses threads in forked children unless asked not to. */
+const char *__tsan_default_options(void);
+const char *__tsan_default_options(void)
+{
+    return "die_after_fork=0";
+}
+
+#define TEST_FILES_MAX 8
+static char test_paths[TEST_FILES_MAX][256];
+static unsigned test_path_count;
+static pid_t test_pid;
+
+static void remove_files(void)
+{
+    for (unsigned i = 0; i < test_path_count && getpid() == test_pid; i++)
+        unlink(test_paths[i]);
+}
+
+/* First thing in every main(). */
+static inline void begin(void)
+{
+    test_pid = getpid();
+    atexit(remove_files);
+    alarm(WATCHDOG_S);
+}
+
+static inline const char *test_folder(void)
+{
+    const char *folder = getenv("NVMEIO_TEST_DIR");
+    return folder ? folder : ".";
+}
+
+/* A path for a file of this test in `folder`, where there is none now. */
+static inline const char *path_in(const char *folder)
+{
+    CHECK(test_path_count < TEST_FILES_MAX);
+    char *path = test_paths[test_path_count];
+    snprintf(path, sizeof(test_paths[0]), "%s/nvmeio-test-%d-%u", folder, (int)getpid(),
+             test_path_count);
+    test_path_count++;
+    unlink(path);
+    return path;
+}
+
+/* The engines that work here, best first; NULL past the last. */
+static inline const char *engine_at(unsigned index)
+{
+    struct nvmeio_engine_info info;
+
+    for (unsigned i = 0; i < nvmeio_engine_count(); i++) {
+        CHECK(nvmeio_engine_probe(i, &info) == 0);
+        if (info.built && info.error == 0 && index-- == 0)
+            return info.name;
+    }
+    return NULL;
+}
+
+#define FOR_EACH_ENGINE(name)                                                          \
+    for (unsigned name##_index = 0; (name = engine_at(name##_index)); name##_index++)
+
+static inline struct nvmeio_config config_of(const char *engine)
+{
+    struct nvmeio_config config;
+
+    nvmeio_config_default(&config);
+    config.engine = engine;
+    config.block_bytes = 64 * KIB;
+    config.queue_depth = 16;
+    return config;
+}
+
+static inline struct nvmeio_handle *open_handle(const struct nvmeio_config *config)
+{
+    struct nvmeio_handle *handle;
+
+    CHECK(nvmeio_handle_open(config, &handle) == 0);
+    CHECK(strcmp(nvmeio_handle_engine(handle), config->engine) == 0);
+    return handle;
+}
+
+static inline struct nvmeio_file *open_file(const char *path, int flags,
+                                            enum nvmeio_direct direct)
+{
+    struct nvmeio_file *file;
+    int error = nvmeio_file_open(path, flags, direct, &file);
+
+    if (error)
+        fprintf(stderr, "%s: %s\n", path, strerror(-error));
+    CHECK(error == 0);
+    return file;
+}
+
+/* Bytes that tell where they belong and which writing they are of. */
+static inline void fill(char *bytes, size_t size, uint64_t position, unsigned seed)
+{
+    for (size_t i = 0; i < size; i++) {
+        uint64_t x = (position + i + 1) * UINT64_C(0x9e3779b97f4a7c15);
+        bytes[i] = (char)((x >> 32) + seed * 31);
+    }
+}
+
+/* Memory at `residue` bytes behind a page boundary, with canaries on both sides. */
+struct guarded {
+    char *base;
+    char *address;
+    size_t size;
+    size_t total;
+};
+
+#define CANARY 0x5a
+
+static inline struct guarded guarded_new(size_t size, size_t residue)
+{
+    struct guarded memory = {.size = size};
+
+    memory.total = (size + residue + 3 * PAGE) / PAGE * PAGE;
+    CHECK(posix_memalign((void **)&memory.base, PAGE, memory.total) == 0);
+    memset(memory.base, CANARY, memory.total);
+    memory.address = memory.base + PAGE + residue;
+    return memory;
+}
+
+static inline void check_canaries(const struct guarded *memory)
+{
+    const char *end = memory->address + memory->size;
+
+    for (const char *p = memory->base; p < memory->address; p++)
+        CHECK(*p == CANARY);
+    for (const char *p = end; p < memory->base + memory->total; p++)
+        CHECK(*p == CANARY);
+}
+
+static inline void guarded_free(struct guarded *memory)
+{
+    check_canaries(memory);
+    free(memory->base);
+}
+
+static inline struct nvmeio_request *submit(struct nvmeio_handle *handle,
+                                            const struct nvmeio_transfer *transfer)
+{
+    struct nvmeio_request *request;
+
+    CHECK(nvmeio_submit(handle, transfer, &request) == 0);
+    return request;
+}
+
+/* Wait, take the outcome and release. */
+static inline struct nvmeio_outcome finish(struct nvmeio_request *request)
+{
+    struct nvmeio_outcome outcome;
+
+    CHECK(nvmeio_request_wait(request, LONG_NS) == 0);
+    CHECK(nvmeio_request_done(request));
+    CHECK(nvmeio_request_outcome(request, &outcome) == 0);
+    nvmeio_request_release(request);
+    return outcome;
+}
+
+static inline struct nvmeio_outcome carry_out(struct nvmeio_handle *handle,
+                                              const struct nvmeio_transfer *transfer)
+{
+    return finish(submit(handle, transfer));
+}
+
+static inline struct nvmeio_transfer transfer_of(enum nvmeio_op op,
+                                                 struct nvmeio_file *file, void *address,
+                                                 size_t size, int64_t offset)
+{
+    return (struct nvmeio_transfer){
+        .op = op, .file = file, .address = address, .size = size, .offset = offset};
+}
+
+static inline struct nvmeio_outcome read_at(struct nvmeio_handle *handle,
+                                            struct nvmeio_file *file, void *address,
+                                            size_t size, int64_t offset)
+{
+    struct nvmeio_transfer t = transfer_of(NVMEIO_OP_READ, file, address, size, offset);
+    return carry_out(handle, &t);
+}
+
+static inline struct nvmeio_outcome write_at(struct nvmeio_handle *handle,
+                                             struct nvmeio_file *file, void *address,
+                                             size_t size, int64_t offset)
+{
+    struct nvmeio_transfer t = transfer_of(NVMEIO_OP_WRITE, file, address, size, offset);
+    return carry_out(handle, &t);
+}
+
+/* Make `path` hold `size` bytes of fill(). */
+static inline void make_file(const char *path, size_t size, unsigned seed)
+{
+    char chunk[64 * KIB];
+    int fd = open(path, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
+
+    CHECK(fd >= 0);
+    for (size_t done = 0; done < size;) {
+        size_t part = size - done < sizeof(chunk) ? size - done : sizeof(chunk);
+        fill(chunk, part, done, seed);
+        CHECK(write(fd, chunk, part) == (ssize_t)part);
+        done += part;
+    }
+    CHECK(fsync(fd) == 0);
+    close(fd);
+}
+
+/* Whether an ordinary read finds `bytes` at `offset`. */
+static inline bool file_holds(const char *path, const char *bytes, size_t size,
+                              int64_t offset)
+{
+    char chunk[64 * KIB];
+    int fd = open(path, O_RDONLY | O_CLOEXEC);
+    bool equal = true;
+
+    CHECK(fd >= 0);
+    for (size_t done = 0; done < size && equal;) {
+        size_t part = size - done < sizeof(chunk) ? size - done : sizeof(chunk);
+        ssize_t got = pread(fd, chunk, part, offset + (int64_t)done);
+        equal = got > 0 && memcmp(chunk, bytes + done, (size_t)got) == 0;
+        done += equal ? (size_t)got : 0;
+    }
+    close(fd);
+    return equal;
+}
+
+#endif

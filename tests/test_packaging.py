@@ -1,0 +1,160 @@
+"""What is installed, and what other projects can build on it."""
+
+import importlib.util
+import inspect
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+import nvmeio
+
+FOLDER = Path(__file__).resolve().parent
+COMPILER = shutil.which(os.environ.get("CC", "cc"))
+
+# Setup for a downstream module: what its own setup.py would say.
+DOWNSTREAM_SETUP = """
+import nvmeio
+from Cython.Build import cythonize
+from setuptools import Extension, setup
+
+setup(
+    name="downstream",
+    ext_modules=cythonize(
+        [Extension("downstream", ["downstream.pyx"], include_dirs=[nvmeio.get_include()])],
+        language_level=3,
+    ),
+)
+"""
+
+
+def run(*command, **options):
+    """Return what a command prints; a failure shows all of its output."""
+    result = subprocess.run(command, capture_output=True, text=True, **options)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+def public_callables():
+    """Yield a name and an object for everything that can be called by its public name."""
+    for name in nvmeio.__all__:
+        thing = getattr(nvmeio, name)
+        if not callable(thing):
+            continue
+        yield name, thing
+        if inspect.isclass(thing):
+            for method in vars(thing):
+                if not method.startswith("_") and callable(getattr(thing, method)):
+                    yield f"{name}.{method}", getattr(thing, method)
+
+
+@pytest.fixture(scope="module")
+def downstream(tmp_path_factory):
+    """A Cython module of another project, built against this nvmeio."""
+    pytest.importorskip("Cython")
+    folder = tmp_path_factory.mktemp("downstream")
+    shutil.copy(FOLDER / "cython" / "downstream.pyx", folder)
+    (folder / "setup.py").write_text(DOWNSTREAM_SETUP)
+    run(sys.executable, "setup.py", "-q", "build_ext", "--inplace", cwd=folder)
+    path = folder / f"downstream{sysconfig.get_config_var('EXT_SUFFIX')}"
+    spec = importlib.util.spec_from_file_location("downstream", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.packaging
+def test_a_downstream_module_shares_the_pool(downstream):
+    size = 3 << 20
+    before = nvmeio.pool_stats()
+    block = downstream.Block(size)
+    assert block.location % 4096 == 0
+    assert nvmeio.pool_stats()["bytes_used"] - before["bytes_used"] >= size
+    assert downstream.bytes_used() == nvmeio.pool_stats()["bytes_used"]
+    del block
+    assert nvmeio.pool_stats()["bytes_used"] == before["bytes_used"]
+
+
+@pytest.mark.packaging
+def test_a_downstream_module_gets_our_errors(downstream):
+    with pytest.raises(OSError, match="memory") as caught:
+        downstream.Block(1 << 62)
+    assert caught.value.errno == 12
+
+
+@pytest.mark.packaging
+@pytest.mark.parametrize("engine", ["io_uring", "libaio", "threads", "sync"])
+def test_a_c_program_without_python_moves_a_file(tmp_path, engine):
+    program = tmp_path / "move_file"
+    flags = ["-Wall", "-Wextra", "-Werror", f"-I{nvmeio.get_include()}"]
+    libraries = [f"-L{nvmeio.get_library_dir()}", "-lnvmeio"]
+    libraries += nvmeio.build_info()["link_flags"]
+    source = FOLDER / "c_downstream" / "move_file.c"
+    run(COMPILER, *flags, source, "-o", program, *libraries)
+    assert "libpython" not in run("ldd", program)
+    moved = subprocess.run(
+        [program, tmp_path / "file", engine], stdout=subprocess.PIPE, text=True
+    )
+    if moved.returncode == 77:
+        pytest.skip(f"the {engine} engine cannot be had here")
+    assert moved.returncode == 0
+    assert moved.stdout.split() == [nvmeio.__version__, engine]
+    assert (tmp_path / "file").stat().st_size == 5 * 1024 * 1024 + 777
+
+
+def test_every_public_header_compiles_by_itself(tmp_path):
+    include = Path(nvmeio.get_include())
+    headers = sorted(path.relative_to(include) for path in include.rglob("*.h"))
+    assert Path("nvmeio/nvmeio.h") in headers
+    for header in headers:
+        source = tmp_path / "header.c"
+        source.write_text(f"#include <{header}>\n#include <{header}>\n")
+        run(COMPILER, "-Wall", "-Werror", "-fsyntax-only", f"-I{include}", source)
+
+
+def test_the_library_lies_where_get_library_dir_says():
+    archive = Path(nvmeio.get_library_dir(), "libnvmeio.a")
+    assert archive.read_bytes().startswith(b"!<arch>\n")
+
+
+def test_the_package_is_typed_and_cimportable():
+    package = Path(nvmeio.__file__).parent
+    assert (package / "py.typed").is_file()
+    assert (package / "_core.pxd").is_file()
+    assert (package / "handle.pyi").is_file()
+
+
+def test_the_version_is_that_of_the_headers():
+    text = Path(nvmeio.get_include(), "nvmeio", "base.h").read_text()
+    assert f'NVMEIO_VERSION "{nvmeio.__version__}"' in text
+    assert nvmeio.build_info()["version"] == nvmeio.__version__
+
+
+def test_only_core_has_the_library_in_it():
+    """Another copy would have a pool and a fork handler of its own."""
+    for path in Path(nvmeio.__file__).parent.rglob("*.so"):
+        has_library = b"nvmeio_pool_alloc" in path.read_bytes()
+        assert has_library == path.name.startswith("_core."), path.name
+
+
+@pytest.mark.parametrize(("name", "thing"), [*public_callables()], ids=str)
+def test_every_public_callable_has_a_signature(name, thing):
+    signature = inspect.signature(thing)
+    if inspect.isclass(thing):
+        assert "self" not in signature.parameters
+    assert inspect.getdoc(thing), "and a docstring"
+
+
+def test_nothing_is_printed_by_importing():
+    assert run(sys.executable, "-c", "import nvmeio") == ""
+
+
+def test_importing_loads_neither_torch_nor_cython():
+    code = (
+        "import sys, nvmeio; print(*{'torch', 'Cython', 'setuptools'} & sys.modules.keys())"
+    )
+    assert run(sys.executable, "-c", code).strip() == ""

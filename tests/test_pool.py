@@ -1,0 +1,271 @@
+"""Memory of the pool lives as long as any view of it, and pins end when they are freed."""
+
+import ctypes
+import gc
+import os
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from nvmeio import _core
+from nvmeio.pool import PoolMemory, free_pinned, is_pinned, new_pinned, pool_stats
+
+MIB = 1 << 20
+
+
+def bytes_used():
+    gc.collect()
+    return pool_stats()["bytes_used"]
+
+
+@pytest.fixture(autouse=True)
+def everything_goes_back():
+    """Every test leaves the pool as it found it."""
+    before = bytes_used()
+    yield
+    assert bytes_used() == before
+
+
+@pytest.fixture(scope="module")
+def pool_use():
+    """The C function that requests count their use of memory with, as _core exports it."""
+    capsule = _core.__pyx_capi__["pool_use"]
+    name = ctypes.pythonapi.PyCapsule_GetName
+    name.restype, name.argtypes = ctypes.c_char_p, [ctypes.py_object]
+    pointer = ctypes.pythonapi.PyCapsule_GetPointer
+    pointer.restype, pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+    prototype = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_int)
+    return prototype(pointer(capsule, name(capsule)))
+
+
+@pytest.mark.parametrize("size", [0, 1, 4095, 4096, 4097, 2 * MIB - 1, 2 * MIB, 5 * MIB])
+def test_memory_is_an_aligned_writable_buffer_of_its_size(size):
+    memory = PoolMemory(size)
+    view = memoryview(memory)
+    assert (view.nbytes, view.format, view.ndim, view.readonly) == (size, "B", 1, False)
+    assert memory.nbytes == size
+    assert memory.address % (4096 if size < 2 * MIB else 2 * MIB) == 0
+    content = np.random.default_rng(size).bytes(size)
+    view[:] = content
+    assert bytes(memory) == content
+    if size:
+        assert np.frombuffer(memory, np.uint8).ctypes.data == memory.address
+
+
+def test_a_negative_size_is_refused():
+    with pytest.raises(ValueError, match="0 or more, not -1"):
+        PoolMemory(-1)
+    with pytest.raises(ValueError, match="0 or more, not -1"):
+        new_pinned(-1)
+
+
+def test_more_than_the_system_has_is_a_memory_error():
+    before = pool_stats()
+    with pytest.raises(MemoryError, match=str(1 << 60)):
+        PoolMemory(1 << 60)
+    assert pool_stats() == before
+
+
+def test_memory_is_initialized_once():
+    memory = PoolMemory(10)
+    address = memory.address
+    with pytest.raises(ValueError, match="make another"):
+        memory.__init__(20)
+    assert (memory.nbytes, memory.address) == (10, address)
+
+
+def test_repr_tells_size_and_address():
+    memory = PoolMemory(123)
+    assert repr(memory) == f"<PoolMemory of 123 bytes at {memory.address:#x}>"
+
+
+@pytest.mark.parametrize(
+    "derive",
+    [
+        lambda array: array,
+        lambda array: array[100:200],
+        lambda array: array[::-3],
+        lambda array: array.reshape(1024, -1).T,
+        lambda array: array.view("f8")[1:],
+        lambda array: memoryview(array)[5:6],
+    ],
+    ids=["whole", "slice", "strided", "transposed", "cast", "memoryview"],
+)
+def test_memory_goes_back_with_the_last_numpy_view(derive):
+    before = bytes_used()
+    array = np.frombuffer(new_pinned(4 * MIB), np.uint8)
+    view = derive(array)
+    del array
+    assert bytes_used() == before + 4 * MIB
+    del view
+    assert bytes_used() == before
+
+
+@pytest.mark.parametrize(
+    "derive",
+    [
+        lambda tensor: tensor,
+        lambda tensor: tensor[100:200],
+        lambda tensor: tensor.reshape(1024, -1).t(),
+        lambda tensor: tensor[8:].view(tensor.new_empty(0).double().dtype),
+        lambda tensor: tensor.numpy()[5:6],
+        lambda tensor: tensor.untyped_storage(),
+    ],
+    ids=["whole", "slice", "transposed", "cast", "numpy", "storage"],
+)
+def test_memory_goes_back_with_the_last_torch_view(derive):
+    torch = pytest.importorskip("torch")
+    before = bytes_used()
+    tensor = torch.frombuffer(new_pinned(4 * MIB), dtype=torch.uint8)
+    view = derive(tensor)
+    del tensor
+    assert bytes_used() == before + 4 * MIB
+    del view
+    assert bytes_used() == before
+
+
+def test_memory_in_a_reference_cycle_goes_back_when_it_is_collected():
+    before = bytes_used()
+    gc.disable()
+    try:
+        cycle = [np.frombuffer(PoolMemory(4 * MIB), np.uint8)]
+        cycle.append(cycle)
+        del cycle
+        assert pool_stats()["bytes_used"] == before + 4 * MIB
+    finally:
+        gc.enable()
+    assert bytes_used() == before
+
+
+def test_freed_memory_is_handed_out_again():
+    address = PoolMemory(7 * MIB).address
+    before = pool_stats()
+    assert PoolMemory(7 * MIB).address == address
+    after = pool_stats()
+    assert after["bytes_mapped"] == before["bytes_mapped"]
+    assert after["reuses"] == before["reuses"] + 1
+    assert after["allocations"] == before["allocations"] + 1
+
+
+def test_locked_tells_what_is_counted():
+    before = pool_stats()["bytes_locked"]
+    memory = PoolMemory(2 * MIB, lock=True)
+    assert pool_stats()["bytes_locked"] - before == (2 * MIB if memory.locked else 0)
+    assert repr(memory).endswith(", locked>") == memory.locked
+    assert not PoolMemory(2 * MIB).locked
+    del memory
+    assert pool_stats()["bytes_locked"] == before
+
+
+def test_pinned_memory_is_found_by_any_part_of_it():
+    memory = new_pinned(10000)
+    assert is_pinned(memory.address, 10000)
+    assert is_pinned(memory.address + 9999, 1)
+    assert not is_pinned(memory.address - 1, 2)
+    assert not is_pinned(memory.address, 1 << 40)
+    assert not is_pinned(0, 1)
+    other = PoolMemory(10000)
+    assert not is_pinned(other.address, 1)
+    assert free_pinned(memory.address)
+
+
+def test_freeing_ends_the_pin_at_once_but_the_memory_only_with_its_views():
+    before = bytes_used()
+    memory = new_pinned(2 * MIB)
+    address = memory.address
+    array = np.frombuffer(memory, np.uint8)
+    del memory
+    assert free_pinned(address) is True
+    assert free_pinned(address) is False
+    assert is_pinned(address, 1) is False
+    assert bytes_used() == before + 2 * MIB
+    array[:] = 7
+    del array
+    assert bytes_used() == before
+    assert free_pinned(address) is False
+
+
+def test_only_where_pinned_memory_begins_it_can_be_freed():
+    pinned = new_pinned(3 * 4096)
+    plain = PoolMemory(4096)
+    foreign = np.zeros(4096, np.uint8)
+    for address in (pinned.address + 1, pinned.address + 4096, plain.address, 0):
+        assert free_pinned(address) is False
+    assert free_pinned(foreign.ctypes.data) is False
+    assert is_pinned(pinned.address, 3 * 4096)
+    assert free_pinned(pinned.address)
+
+
+def test_memory_that_died_pinned_comes_back_without_the_mark():
+    address = new_pinned(9 * MIB).address
+    assert not is_pinned(address, 1)
+    memory = PoolMemory(9 * MIB)
+    assert memory.address == address
+    assert not is_pinned(address, 1)
+
+
+def test_memory_in_use_by_requests_is_not_freed(pool_use):
+    memory = new_pinned(4096)
+    assert pool_use(memory.address + 17, 1) == 1
+    with pytest.raises(ValueError, match="in use by 1 request; wait for it first"):
+        free_pinned(memory.address)
+    assert pool_use(memory.address + 99, 1) == 2
+    with pytest.raises(ValueError, match="in use by 2 requests; wait for them first"):
+        free_pinned(memory.address)
+    assert is_pinned(memory.address, 4096)
+    pool_use(memory.address, -1)
+    pool_use(memory.address, -1)
+    assert free_pinned(memory.address) is True
+
+
+def test_one_of_many_threads_frees():
+    barrier = threading.Barrier(4)
+
+    def free(address):
+        barrier.wait()
+        return free_pinned(address)
+
+    with ThreadPoolExecutor(4) as threads:
+        for _ in range(100):
+            memory = new_pinned(4096)
+            assert sum(threads.map(free, [memory.address] * 4)) == 1
+
+
+def test_threads_get_memory_of_their_own():
+    def work(number):
+        for size in (100, 4096, 300_000, 3 * MIB):
+            array = np.frombuffer(PoolMemory(size), np.uint8)
+            array[:] = number
+            assert (array == number).all()
+
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(work, range(64)))
+
+
+FORK = """
+import os
+from nvmeio.pool import PoolMemory, free_pinned, is_pinned, new_pinned, pool_stats
+
+memory = new_pinned(1 << 20)
+memoryview(memory)[:3] = b"abc"
+child = os.fork()
+if child == 0:
+    assert not memory.locked and pool_stats()["bytes_locked"] == 0
+    assert is_pinned(memory.address, 1) and free_pinned(memory.address)
+    assert bytes(memoryview(memory)[:3]) == b"abc"
+    del memory
+    assert pool_stats()["bytes_used"] == 0
+    PoolMemory(1 << 20)
+    os._exit(0)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+assert is_pinned(memory.address, 1)
+"""
+
+
+def test_a_forked_child_goes_on_with_its_copy():
+    done = subprocess.run([sys.executable, "-c", FORK], timeout=60, env=dict(os.environ))
+    assert done.returncode == 0

@@ -1,0 +1,81 @@
+"""The plugin that prints skips and fails in CI on one that is not listed."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).resolve().parent
+SUITE = """
+import pytest
+
+def test_that_passes():
+    assert True
+
+def test_that_is_skipped():
+    pytest.skip("no such device")
+"""
+MODULE = 'import pytest\npytest.importorskip("a_module_that_is_missing")\n'
+
+
+@pytest.fixture
+def run_pytest(tmp_path):
+    """Run pytest on a small suite, with the plugin; return exit status and output."""
+
+    def run(*options, suite=SUITE, **environment):
+        (tmp_path / "test_small.py").write_text(suite)
+        (tmp_path / "pytest.ini").touch()
+        inherited = {
+            k: v for k, v in os.environ.items() if k not in ("CI", "PYTEST_ADDOPTS")
+        }
+        command = [sys.executable, "-m", "pytest", "-p", "skip_report", *options, "."]
+        result = subprocess.run(
+            command,
+            cwd=tmp_path,
+            env=inherited | {"PYTHONPATH": str(TESTS)} | environment,
+            capture_output=True,
+            text=True,
+        )
+        return result.returncode, result.stdout + result.stderr
+
+    return run
+
+
+def test_skips_are_printed_with_their_reason(run_pytest):
+    status, output = run_pytest()
+    assert status == 0
+    assert "   1 no such device" in output
+
+
+@pytest.mark.parametrize(
+    ("options", "environment"), [(["--strict-skips"], {}), ([], {"CI": "true"})]
+)
+def test_a_skip_that_is_not_listed_fails_the_run(run_pytest, options, environment):
+    status, output = run_pytest(*options, **environment)
+    assert status == 1
+    assert "NOT LISTED in allowed_skips.txt: no such device" in output
+
+
+def test_a_module_that_skips_itself_counts(run_pytest):
+    status, output = run_pytest("--strict-skips", suite=MODULE + SUITE)
+    assert status == 1
+    assert "a_module_that_is_missing" in output
+
+
+def test_a_reason_that_is_listed_passes(run_pytest):
+    status, output = run_pytest("--strict-skips", "--allow-skip", "no such \\w+$")
+    assert status == 0
+    assert "NOT LISTED" not in output
+
+
+def test_a_listed_reason_must_say_why(tmp_path):
+    from skip_report import read_allowed
+
+    path = tmp_path / "allowed_skips.txt"
+    path.write_text("# a comment\n\nno GPU # CI has none\n")
+    assert read_allowed(path) == ["no GPU"]
+    path.write_text("no GPU\n")
+    with pytest.raises(pytest.UsageError, match="does not say why"):
+        read_allowed(path)
