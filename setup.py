@@ -34,7 +34,7 @@ LIBRARY_FLAGS = ["-std=gnu11", "-D_GNU_SOURCE=", "-pthread", "-fvisibility=hidde
 LIBRARY_FLAGS += ["-Wall", "-Wextra", *DEBUG_FLAGS]
 # The other formats put the signature in front of the docstring that a reader sees.
 DIRECTIVES = {"language_level": 3, "binding": True, "embedsignature": True}
-DIRECTIVES["embedsignature.format"] = "clinic"
+DIRECTIVES |= {"embedsignature.format": "clinic", "auto_pickle": False}
 
 
 class Feature(NamedTuple):

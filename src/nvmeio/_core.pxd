@@ -1,4 +1,4 @@
-"""The C library as the other modules see it: its types, and one function for each of its."""
+"""The C library as the other modules see it: its types and its functions."""
 
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 

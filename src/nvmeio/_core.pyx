@@ -27,7 +27,8 @@ cdef extern from "nvmeio/nvmeio.h" nogil:
     int64_t nvmeio_file_size(const nvmeio_file *file)
     int nvmeio_file_truncate(nvmeio_file *file, int64_t size)
     int nvmeio_file_compare(
-        nvmeio_file *file, int64_t offset, const void *address, size_t size, size_t *position
+        nvmeio_file *file, int64_t offset, const void *address, size_t size,
+        size_t *position
     )
     int nvmeio_submit(
         nvmeio_handle *handle, const nvmeio_transfer *transfer, nvmeio_request **request

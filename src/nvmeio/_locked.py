@@ -12,7 +12,7 @@ __all__ = ["free_locked", "is_locked", "new_locked"]
 
 
 def new_locked(num_elem: int, example: Any) -> Any:
-    """Make an array or tensor in locked memory; see ``aio_handle.new_cpu_locked_tensor``."""
+    """Make a locked array or tensor; see ``aio_handle.new_cpu_locked_tensor``."""
     if not isinstance(example, np.ndarray):
         library = library_of(example)
         if library is None:
@@ -25,10 +25,10 @@ def new_locked(num_elem: int, example: Any) -> Any:
     if count < 0:
         raise ValueError(f"num_elem is {count}; it must be 0 or more")
     if example.dtype.hasobject:
-        raise TypeError(f"an array of dtype {example.dtype} holds Python objects, not bytes")
+        raise TypeError(f"an array of dtype {example.dtype} holds Python objects")
     # An array of no elements has an allocation too: it can be freed once, as any other.
     memory = pool.new_pinned(max(count, 1) * example.dtype.itemsize)
-    return np.frombuffer(memory, dtype=example.dtype)[:count]
+    return np.frombuffer(memoryview(memory), dtype=example.dtype)[:count]
 
 
 def free_locked(tensor: Any) -> bool:
@@ -42,7 +42,11 @@ def is_locked(buffer: Any) -> bool:
     """Tell whether memory is pinned; see ``aio_handle.is_pinned``."""
     library = library_of(buffer)
     # A view never leaves the allocation that it views: its first byte tells.
-    return pool.is_pinned(_address(buffer), 1) if library is None else library.is_pinned(buffer)
+    return (
+        pool.is_pinned(_address(buffer), 1)
+        if library is None
+        else library.is_pinned(buffer)
+    )
 
 
 def _address(source: Any) -> int:

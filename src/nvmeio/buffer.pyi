@@ -1,9 +1,9 @@
 from collections.abc import Sequence
-from typing import Any, NoReturn, final
+from typing import Any, final
 
 @final
 class Buffer:
-    def __init__(self) -> NoReturn: ...
+    def __init__(self) -> None: ...
     @property
     def nbytes(self) -> int: ...
     @property

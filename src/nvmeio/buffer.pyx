@@ -27,7 +27,8 @@ from libc.stdint cimport int64_t, uintptr_t
 
 from nvmeio cimport _core, _dlpack
 
-from nvmeio._registry import libraries, library_of
+from nvmeio._registry import libraries as _libraries
+from nvmeio._registry import library_of
 
 _ndarray = numpy.ndarray
 _masked_array = numpy.ma.MaskedArray
@@ -64,7 +65,10 @@ def may_overlap(shape, strides, item):
 @cython.no_gc_clear
 @cython.final
 cdef class Buffer:
-    """Bytes lent to the engine: a caller's memory, or a staging copy of it."""
+    """Buffer()
+--
+
+    Bytes lent to the engine: a caller's memory, or a staging copy of it."""
 
     def __init__(self):
         raise TypeError("a Buffer is made by lending an array or a tensor to a request")
@@ -217,12 +221,12 @@ cdef int stage_view(Buffer buffer) except -1:
         )
     else:
         buffer.owner = numpy.empty(target.shape, target.dtype)
-        buffer.landing = functools.partial(copy_back, target, buffer.owner)
+        buffer.landing = functools.partial(_copy_back, target, buffer.owner)
     buffer.address = <void *> <uintptr_t> buffer.owner.__array_interface__["data"][0]
     return 0
 
 
-def copy_back(target, staging, source):
+def _copy_back(target, staging, source):
     """Copy staged bytes into a view of the source, whose memory `target` only borrows."""
     target[...] = staging
 
@@ -252,7 +256,7 @@ cdef object strided_array(const Py_buffer *view, bint writable):
 
 cdef object library_for(object source):
     """Return the library that a tensor belongs to, or raise TypeError."""
-    for kind, library in libraries:
+    for kind, library in _libraries:
         if isinstance(source, kind):
             return library
     library = library_of(source)

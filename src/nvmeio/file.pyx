@@ -1,7 +1,7 @@
 """Open files: modes, alignment, size.
 
-A File owns one reference of the library's file; requests take their own, so closing it never
-disturbs what is in flight.  Sharing files between requests is handle.pyx's.
+A File owns one reference of the library's file; requests take their own, so closing it
+never disturbs what is in flight.  Sharing files between requests is openfiles.pyx's.
 """
 
 import os
@@ -24,7 +24,10 @@ _FLAGS = {
 
 @cython.final
 cdef class File:
-    """A file that is opened once and used by many requests.
+    """File(path, mode="r", *, direct="auto")
+--
+
+    A file that is opened once and used by many requests.
 
     Parameters
     ----------
@@ -96,7 +99,7 @@ cdef class File:
 
     @property
     def alignment(self) -> int:
-        """What offsets, sizes and addresses must be multiples of to go straight to the device.
+        """What offsets, sizes and addresses are multiples of to go straight to the device.
 
         1 where the file goes through the page cache, which takes anything.  Nothing needs
         to be aligned for a transfer to be right; this is for those who want it fast.
@@ -180,7 +183,7 @@ cdef class File:
 
 
 def open_for_writing(path, direct="auto"):
-    """Open a file as writes of a handle do: made where it does not exist, never truncated."""
+    """Open a file as writes of a handle do: made where it is missing, never truncated."""
     return open_path(os.fspath(path), O_WRONLY | O_CREAT, "w", direct_option(direct))
 
 

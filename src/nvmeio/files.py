@@ -5,17 +5,17 @@ import os
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from nvmeio import pool
+from nvmeio._types import Path
 from nvmeio.file import File, open_for_writing
 from nvmeio.handle import aio_handle
 
 __all__ = ["aio_read", "aio_write", "read_file", "read_into", "write_file"]
 
-type_of_path = str | bytes | os.PathLike[str] | os.PathLike[bytes]
 
-
-def read_file(path: type_of_path) -> np.ndarray[Any, np.dtype[np.uint8]]:
+def read_file(path: Path) -> npt.NDArray[np.uint8]:
     """Read a whole file.
 
     Parameters
@@ -40,12 +40,12 @@ def read_file(path: type_of_path) -> np.ndarray[Any, np.dtype[np.uint8]]:
         size = file.size
         if size == 0:
             return np.empty(0, np.uint8)
-        array = np.frombuffer(pool.PoolMemory(size), np.uint8)
+        array = np.frombuffer(memoryview(pool.PoolMemory(size)), np.uint8)
         handle.submit_read(array, file).wait()
     return array
 
 
-def read_into(path: type_of_path, buffer: Any, offset: int = 0) -> int:
+def read_into(path: Path, buffer: Any, offset: int = 0) -> int:
     """Fill a buffer from a file.
 
     Parameters
@@ -73,7 +73,7 @@ def read_into(path: type_of_path, buffer: Any, offset: int = 0) -> int:
         return handle.submit_read(buffer, path, offset).wait()
 
 
-def write_file(path: type_of_path, buffer: Any, sync: bool = False) -> int:
+def write_file(path: Path, buffer: Any, sync: bool = False) -> int:
     """Make a file of exactly the bytes of a buffer.
 
     Parameters
@@ -106,7 +106,7 @@ def write_file(path: type_of_path, buffer: Any, sync: bool = False) -> int:
 
 
 def _write_exactly(
-    handle: aio_handle, path: type_of_path, buffer: Any, validate: bool, sync: bool
+    handle: aio_handle, path: Path, buffer: Any, validate: bool, sync: bool
 ) -> int:
     """Write a buffer, then cut the file behind it."""
     with open_for_writing(path) as file:
@@ -129,7 +129,7 @@ def _sync_folder(folder: str) -> None:
 
 def aio_read(
     buffer: Any,
-    filename: type_of_path,
+    filename: Path,
     block_size: int,
     queue_depth: int,
     single_submit: bool,
@@ -169,8 +169,8 @@ def aio_read(
         if wanted != size:
             raise OSError(
                 errno.EINVAL,
-                f"the buffer has {wanted} bytes and the file {size}; aio_read() reads whole "
-                "files, aio_handle reads parts",
+                f"the buffer has {wanted} bytes and the file {size}; aio_read() reads a "
+                "whole file, aio_handle reads parts",
                 filename,
             )
         return handle.read(buffer, file, validate)
@@ -178,7 +178,7 @@ def aio_read(
 
 def aio_write(
     buffer: Any,
-    filename: type_of_path,
+    filename: Path,
     block_size: int,
     queue_depth: int,
     single_submit: bool,

@@ -12,7 +12,8 @@ from nvmeio.submitter cimport Submitter
 
 from nvmeio._contract import pread_arguments
 from nvmeio._locked import free_locked, is_locked, new_locked
-from nvmeio.lanes import BOUNCES, ENGINES
+from nvmeio.lanes import BOUNCES as _BOUNCES
+from nvmeio.lanes import ENGINES as _ENGINES
 
 _log = logging.getLogger("nvmeio")
 
@@ -20,7 +21,12 @@ _log = logging.getLogger("nvmeio")
 # A cycle collector would empty the attributes before __dealloc__ drains the lanes.
 @cython.no_gc_clear
 cdef class aio_handle(Submitter):
-    """Moves arrays and tensors to and from files, many at once.
+    """aio_handle(block_size=1048576, queue_depth=128, single_submit=False,
+        overlap_events=False, intra_op_parallelism=1, *, engine="auto", direct="auto",
+        bounce="auto", errors="raise")
+--
+
+    Moves arrays and tensors to and from files, many at once.
 
     Parameters
     ----------
@@ -92,9 +98,9 @@ cdef class aio_handle(Submitter):
             "intra_op_parallelism": limited(
                 "intra_op_parallelism", intra_op_parallelism, LANES_MAX
             ),
-            "engine": one_of("engine", engine, ENGINES),
+            "engine": one_of("engine", engine, _ENGINES),
             "direct": direct,
-            "bounce": one_of("bounce", bounce, BOUNCES),
+            "bounce": one_of("bounce", bounce, _BOUNCES),
             "errors": one_of("errors", errors, ("raise", "status")),
         }
         c_direct = direct_option(direct)
@@ -220,7 +226,7 @@ cdef class aio_handle(Submitter):
         return self._either(OP_READ, "pread", args, kwargs)
 
     def pwrite(self, *args, **kwargs) -> int:
-        """Write: ``pwrite(buffer, filename, validate, async, file_offset=0)``; see ``pread``."""
+        """Write: ``pwrite(buffer, filename, validate, async, file_offset=0)``."""
         return self._either(OP_WRITE, "pwrite", args, kwargs)
 
     def wait(self) -> int:
@@ -264,7 +270,9 @@ cdef class aio_handle(Submitter):
 
     # Locked tensors.
 
-    def new_cpu_locked_tensor(self, num_elem, example_tensor=None, *, example_tenosr=None):
+    def new_cpu_locked_tensor(
+        self, num_elem, example_tensor=None, *, example_tenosr=None
+    ):
         """Make a tensor in pinned memory of the pool.
 
         Parameters
@@ -287,7 +295,8 @@ cdef class aio_handle(Submitter):
         MemoryError
             There is not enough.
         """
-        return new_locked(num_elem, example_tenosr if example_tensor is None else example_tensor)
+        example = example_tenosr if example_tensor is None else example_tensor
+        return new_locked(num_elem, example)
 
     def free_cpu_locked_tensor(self, tensor) -> bool:
         """Free what ``new_cpu_locked_tensor`` made, of any handle.
@@ -326,8 +335,8 @@ cdef class aio_handle(Submitter):
     def __repr__(self):
         options = self.options
         return (
-            f"<nvmeio.aio_handle engine={self.lanes.engine()} block_size={options['block_size']} "
-            f"queue_depth={options['queue_depth']} "
+            f"<nvmeio.aio_handle engine={self.lanes.engine()} "
+            f"block_size={options['block_size']} queue_depth={options['queue_depth']} "
             f"intra_op_parallelism={options['intra_op_parallelism']} "
             + ("closed>" if self.closed else f"pending={self.pending}>")
         )

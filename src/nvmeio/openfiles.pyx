@@ -4,8 +4,8 @@ A path is looked at anew for each request, so that a file which has been replace
 taken for the new one.
 """
 
+import errno
 import os
-from errno import EMFILE, ENFILE
 
 cimport cython
 from posix.fcntl cimport O_CREAT, O_RDONLY, O_WRONLY
@@ -66,7 +66,6 @@ cdef bint is_at(File file, object path) except -1:
 
 cdef File open_patiently(OpenFiles files, object file, bint writing):
     """Open a path or descriptor; when descriptors have run out, wait for completions."""
-    cdef Request request
     while True:
         try:
             if isinstance(file, int):
@@ -74,7 +73,7 @@ cdef File open_patiently(OpenFiles files, object file, bint writing):
             flags = O_WRONLY | O_CREAT if writing else O_RDONLY
             return open_path(file, flags, "w" if writing else "r", files.direct)
         except OSError as error:
-            if error.errno not in (EMFILE, ENFILE) or not release_some(files):
+            if error.errno not in (errno.EMFILE, errno.ENFILE) or not release_some(files):
                 raise
 
 

@@ -14,7 +14,10 @@ from nvmeio cimport _core
 
 @cython.final
 cdef class PoolMemory:
-    """Page-aligned, populated memory in huge pages where the kernel has them.
+    """PoolMemory(nbytes, *, lock=False)
+--
+
+    Page-aligned, populated memory in huge pages where the kernel has them.
 
     Exports the buffer protocol: one dimension of writable unsigned bytes.
 
@@ -34,7 +37,7 @@ cdef class PoolMemory:
     Raises
     ------
     ValueError
-        `nbytes` is negative, or the object is initialized already.
+        `nbytes` is negative.
     MemoryError
         The system has not so much.
 
@@ -45,12 +48,11 @@ cdef class PoolMemory:
     export of it, and so every array or tensor made of it, keeps it alive.
     """
 
-    def __init__(self, Py_ssize_t nbytes, *, bint lock=False):
+    def __cinit__(self, Py_ssize_t nbytes, *, bint lock=False):
         cdef void *memory = NULL
         cdef int locked = 0
         cdef int error
-        if self.memory != NULL:
-            raise ValueError("the memory is there already; make another PoolMemory")
+        self.memory = NULL
         if nbytes < 0:
             raise ValueError(f"nbytes must be 0 or more, not {nbytes}")
         with nogil:
@@ -84,7 +86,7 @@ cdef class PoolMemory:
 
     @property
     def locked(self) -> bool:
-        """Whether the memory is locked; never in a forked child, which inherits no locks."""
+        """Whether the memory is locked; not in a forked child, which inherits no locks."""
         return self.was_locked and self.generation == _core.fork_generation()
 
 

@@ -5,11 +5,11 @@ what is left for Python is done by whoever observes it first: landing in strided
 validation, letting go.
 """
 
+import errno
 import logging
 import os
 import time
 from concurrent.futures import CancelledError
-from errno import ECANCELED, EIO, ENODATA, EOWNERDEAD, EPIPE
 
 cimport cython
 from cpython.exc cimport PyErr_CheckSignals
@@ -36,7 +36,10 @@ cdef dict _verbs = {OP_READ: "read", OP_WRITE: "write", OP_FSYNC: "fsync"}
 # that the device is still writing to.
 @cython.no_gc_clear
 cdef class Request:
-    """One transfer in flight, or what became of it.
+    """Request()
+--
+
+    One transfer in flight, or what became of it.
 
     Made by ``aio_handle.submit_read``, ``submit_write`` and ``submit_fsync``.
 
@@ -90,10 +93,10 @@ cdef class Request:
             return True
         with nogil:
             result = _core.request_wait(self.c, timeout_ns)
-        if result == -EOWNERDEAD:
+        if result == -errno.EOWNERDEAD:
             raise OSError(
-                EOWNERDEAD,
-                "the request was submitted before a fork(); only the parent can wait for it",
+                errno.EOWNERDEAD,
+                "the request was submitted before a fork(); only the parent has it",
                 self.path,
             )
         if result < 0:
@@ -247,7 +250,7 @@ cdef int64_t deadline_ns(object timeout_s) except -2:
 
 cdef int raise_refused(Request request, int result) except -1:
     """Raise what a refused submission means."""
-    if -result == EPIPE:
+    if -result == errno.EPIPE:
         raise ValueError("the handle is closed")
     _core.check(result, request.path)
 
@@ -290,9 +293,9 @@ cdef object make_error(Request request, const nvmeio_outcome *outcome):
         return None
     verb = _verbs[request.op]
     where = f"{verb} of {request.nbytes} bytes at offset {request.offset}"
-    if outcome.result == -ECANCELED:
+    if outcome.result == -errno.ECANCELED:
         return CancelledError(f"the {where} of {request.path!r} was cancelled")
-    if outcome.result == -ENODATA:
+    if outcome.result == -errno.ENODATA:
         words = (
             f"{verb} past the end of the file: wanted {request.nbytes} bytes at offset "
             f"{request.offset}, got {outcome.got}"
@@ -320,7 +323,7 @@ cdef int validate(Request request) except -1:
     _core.check(result, request.path)
     if result == 1:
         raise OSError(
-            EIO,
+            errno.EIO,
             f"validation failed: {_verbs[request.op]} of {request.nbytes} bytes at offset "
             f"{request.offset} differs from the file at byte {position}",
             request.path,

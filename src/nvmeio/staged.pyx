@@ -1,8 +1,8 @@
 """Requests of tensors on a device: many small requests, with device copies in between.
 
 The bytes pass through a few pieces of pinned host memory (``buffer.stage``).  Copies to and
-from the device run in the Python thread that submits a write or waits for a read, while other
-pieces are between host and disk.
+from the device run in the Python thread that submits a write or waits for a read, while
+other pieces are between host and disk.
 """
 
 from concurrent.futures import CancelledError

@@ -1,0 +1,7 @@
+from typing import final
+
+BOUNCES: dict[str, int]
+ENGINES: tuple[str, ...]
+
+@final
+class Lanes: ...
