@@ -14,7 +14,7 @@ extern "C" {
 struct nvmeio_file;
 
 struct nvmeio_file_info {
-    bool direct;           /* blocks may go to the device without the page cache */
+    bool direct; /* blocks may go to the device without the page cache */
     bool readable;
     bool writable;
     bool created;          /* this open made or truncated the file */
@@ -40,7 +40,7 @@ NVMEIO_API void nvmeio_file_retain(struct nvmeio_file *file);
 NVMEIO_API void nvmeio_file_release(struct nvmeio_file *file);
 
 NVMEIO_API void nvmeio_file_get_info(const struct nvmeio_file *file,
-                                 struct nvmeio_file_info *info);
+                                     struct nvmeio_file_info *info);
 
 /* The descriptor without O_DIRECT.  Lent: closed with the file. */
 NVMEIO_API int nvmeio_file_fd(const struct nvmeio_file *file);

@@ -24,7 +24,7 @@ struct nvmeio_stats {
     uint64_t blocks;   /* finished */
     uint64_t bytes_direct;
     uint64_t bytes_buffered;
-    uint64_t bytes_bounced; /* direct too, through our memory; not in bytes_direct */
+    uint64_t bytes_bounced;   /* direct too, through our memory; not in bytes_direct */
     uint64_t short_transfers; /* continued */
     uint64_t retries;         /* EINTR, EAGAIN and the like, of blocks and of calls */
 };

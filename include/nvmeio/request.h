@@ -27,9 +27,9 @@ struct nvmeio_transfer {
 };
 
 struct nvmeio_outcome {
-    int64_t result;  /* bytes, or -errno: -ECANCELED, -ENODATA past the end, ... */
-    int64_t got;     /* after a failure: bytes transferred from the start on */
-    bool abandoned;  /* the kernel may still use the memory: never free it */
+    int64_t result; /* bytes, or -errno: -ECANCELED, -ENODATA past the end, ... */
+    int64_t got;    /* after a failure: bytes transferred from the start on */
+    bool abandoned; /* the kernel may still use the memory: never free it */
 };
 
 /* Start a transfer.  Fails only for arguments (-EINVAL, -EBADF for an operation that

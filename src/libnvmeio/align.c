@@ -44,8 +44,11 @@ void nvmeio_plan_make(struct nvmeio_plan *plan, const struct nvmeio_geometry *ge
     uint64_t edge = align > NVMEIO_EDGE_BYTES ? align : NVMEIO_EDGE_BYTES;
     uint64_t start = (uint64_t)offset;
     uint64_t stop = start + size;
-    uint64_t middle = start % align ? nvmeio_round_up(start, edge) : start;
-    uint64_t tail = stop % align ? nvmeio_round_down(stop, edge) : stop;
+    /* A write leaves every page that is not wholly its own to the page cache: another
+     * may be writing the rest of it there, and each would undo the other. */
+    uint64_t whole = op == NVMEIO_OP_WRITE ? edge : align;
+    uint64_t middle = start % whole ? nvmeio_round_up(start, edge) : start;
+    uint64_t tail = stop % whole ? nvmeio_round_down(stop, edge) : stop;
 
     bool bounce_allowed = geometry->bounce != NVMEIO_BOUNCE_NEVER;
     bool has_middle = middle < tail;

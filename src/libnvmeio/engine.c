@@ -42,6 +42,8 @@ static const struct entry entries[] = {
 #define PATIENCE_OTHER_NS 1000000000
 #define PAUSE_MIN_NS 1000
 #define PAUSE_MAX_NS 10000000
+/* A call that took longer did not fail at once: it slept until a signal came. */
+#define SLEPT_NS 1000000000
 
 const char *nvmeio_version(void)
 {
@@ -102,7 +104,8 @@ static const char *explain_uring(int error, char *scratch, size_t size)
         return "refused, as the seccomp profiles of containers do; allow "
                "io_uring_setup, io_uring_enter and io_uring_register";
     case ENOSYS:
-        return "the kernel is older than 5.1, or a seccomp profile hides io_uring_setup";
+        return "the kernel is older than 5.1, or a seccomp profile hides "
+               "io_uring_setup";
     case ENOMEM:
         getrlimit(RLIMIT_MEMLOCK, &limit);
         snprintf(scratch, size, "locked memory ran out; ulimit -l is %llu KiB",
@@ -217,8 +220,11 @@ int nvmeio_patience_try(struct nvmeio_patience *patience, int error)
     int64_t limit_ns = passes ? PATIENCE_TRANSIENT_NS : PATIENCE_OTHER_NS;
     int64_t now = nvmeio_now_ns();
 
-    if (patience->since_ns == 0) {
-        *patience = (struct nvmeio_patience){now, PAUSE_MIN_NS};
+    bool slept = error == -EINTR && now - patience->last_ns > SLEPT_NS;
+    patience->last_ns = now;
+    if (patience->since_ns == 0 || slept) {
+        patience->since_ns = now;
+        patience->pause_ns = PAUSE_MIN_NS;
         return 0;
     }
     if (now - patience->since_ns > limit_ns)

@@ -45,8 +45,9 @@ struct nvmeio_engine_ops {
     const char *name;
     const char *library; /* that it needs, or "" */
 
-    /* Name of the engine for transfers run by the thread that asked for them. */
-    const char *caller;
+    /* reap() waits no longer than it is told, whatever the disk does: fit to be run by
+     * the threads of callers, for whom Ctrl-C must work. */
+    bool punctual;
 
     /* Set up for at most engine->depth blocks.  Called by the thread that will use the
      * engine, or by any where engine->shared is set. */
@@ -99,12 +100,14 @@ void nvmeio_engine_finish(struct nvmeio_engine *engine, struct nvmeio_block *blo
 /* Back-off of a call into the kernel that keeps failing. */
 struct nvmeio_patience {
     int64_t since_ns; /* 0: all is well */
+    int64_t last_ns;  /* the latest failure */
     int64_t pause_ns;
 };
 
 /* A call failed with `error` (negative): sleep a little and return 0 to try again, or
  * return the error when that has gone on for too long: 10 s for what passes (EINTR,
- * EAGAIN, EBUSY, ENOMEM), 1 s for anything else. */
+ * EAGAIN, EBUSY, ENOMEM), 1 s for anything else.  A call that slept for long before it
+ * failed is the first of a new row. */
 int nvmeio_patience_try(struct nvmeio_patience *patience, int error);
 
 /* Nanoseconds of CLOCK_MONOTONIC. */

@@ -13,9 +13,9 @@
 
 struct aio {
     io_context_t context;
-    struct iocb *controls;     /* one a block, by its index */
-    struct iocb **pending;     /* pushed, not yet taken by the kernel */
-    struct io_event *events;   /* room for all of them */
+    struct iocb *controls;   /* one a block, by its index */
+    struct iocb **pending;   /* pushed, not yet taken by the kernel */
+    struct io_event *events; /* room for all of them */
     unsigned pending_count;
     struct nvmeio_patience patience;
 };
@@ -99,7 +99,8 @@ static void aio_taken(struct aio *aio, unsigned count)
  * the first block alone, any other error the call. */
 static bool concerns_block(int error)
 {
-    return error == -EINVAL || error == -EBADF || error == -EFAULT || error == -EOPNOTSUPP;
+    return error == -EINVAL || error == -EBADF || error == -EFAULT ||
+           error == -EOPNOTSUPP;
 }
 
 static int aio_hand_over(struct nvmeio_engine *engine)
@@ -158,7 +159,8 @@ static void aio_sleep(struct nvmeio_engine *engine, int64_t timeout_ns)
 static unsigned finished_count(const struct nvmeio_engine *engine)
 {
     unsigned count = 0;
-    for (const struct nvmeio_block *block = engine->finished; block; block = block->next)
+    for (const struct nvmeio_block *block = engine->finished; block;
+         block = block->next)
         count++;
     return count;
 }
@@ -181,7 +183,8 @@ static int aio_reap(struct nvmeio_engine *engine, unsigned wait_min, int64_t tim
             continue;
         }
         unsigned count = finished_count(engine);
-        /* One sleep: its end may be a wake-up or a signal, and the lane will ask again. */
+        /* One sleep: its end may be a wake-up or a signal, and the lane will ask again.
+         */
         if (count >= wait_min || slept || engine->in_flight == 0)
             return (int)count;
         aio_sleep(engine, timeout_ns);
@@ -197,7 +200,7 @@ static void aio_wake(struct nvmeio_engine *engine)
 const struct nvmeio_engine_ops nvmeio_engine_libaio = {
     .name = "libaio",
     .library = "libaio",
-    .caller = "libaio",
+    .punctual = true,
     .open = aio_open,
     .close = aio_close,
     .push = aio_push,

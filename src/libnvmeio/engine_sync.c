@@ -37,7 +37,8 @@ static struct nvmeio_block *oldest_first(struct nvmeio_block *newest)
     return oldest;
 }
 
-static int sync_reap(struct nvmeio_engine *engine, unsigned wait_min, int64_t timeout_ns)
+static int sync_reap(struct nvmeio_engine *engine, unsigned wait_min,
+                     int64_t timeout_ns)
 {
     struct nvmeio_block *block = oldest_first(engine->state);
     int count = 0;
@@ -63,7 +64,7 @@ static void sync_wake(struct nvmeio_engine *engine)
 const struct nvmeio_engine_ops nvmeio_engine_sync = {
     .name = "sync",
     .library = "",
-    .caller = "sync",
+    .punctual = false,
     .open = sync_open,
     .close = sync_close,
     .push = sync_push,

@@ -10,21 +10,22 @@
 #include <stdlib.h>
 #include <time.h>
 
-/* 16 threads of 1 MiB blocks read as fast as io_uring; docs/design.md has the figures. */
+/* 16 threads of 1 MiB blocks read as fast as io_uring; docs/design.md has the figures.
+ */
 #define WORKERS_MAX 16u
 #define STACK_BYTES (256u << 10)
 
 /* Everything below the mutex is guarded by it. */
 struct crew {
     pthread_mutex_t mutex;
-    pthread_cond_t work;   /* for the workers: `first`, or stopping */
-    pthread_cond_t news;   /* for reap(): done_count or woken */
+    pthread_cond_t work;               /* for the workers: `first`, or stopping */
+    pthread_cond_t news;               /* for reap(): done_count or woken */
     struct nvmeio_block *first, *last; /* pushed */
     struct nvmeio_block *done;         /* carried out */
     unsigned done_count;
     unsigned queued; /* blocks from `first` on */
     unsigned idle;   /* workers that wait for one */
-    unsigned count; /* of the workers */
+    unsigned count;  /* of the workers */
     unsigned limit;
     bool woken;
     bool stopping;
@@ -186,7 +187,7 @@ static void threads_wake(struct nvmeio_engine *engine)
 const struct nvmeio_engine_ops nvmeio_engine_threads = {
     .name = "threads",
     .library = "",
-    .caller = "sync",
+    .punctual = false,
     .open = threads_open,
     .close = threads_close,
     .push = threads_push,

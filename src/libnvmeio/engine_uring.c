@@ -201,7 +201,8 @@ static int uring_enter(struct nvmeio_engine *engine, unsigned wait_min,
     return error == -ETIME ? 0 : error;
 }
 
-static int uring_reap(struct nvmeio_engine *engine, unsigned wait_min, int64_t timeout_ns)
+static int uring_reap(struct nvmeio_engine *engine, unsigned wait_min,
+                      int64_t timeout_ns)
 {
     struct uring *uring = engine->state;
 
@@ -234,7 +235,7 @@ static void uring_wake(struct nvmeio_engine *engine)
 const struct nvmeio_engine_ops nvmeio_engine_uring = {
     .name = "io_uring",
     .library = "liburing",
-    .caller = "io_uring",
+    .punctual = true,
     .open = uring_open,
     .close = uring_close,
     .push = uring_push,

@@ -315,9 +315,8 @@ int nvmeio_file_truncate(struct nvmeio_file *file, int64_t size)
 void nvmeio_file_geometry(const struct nvmeio_file *file,
                           struct nvmeio_geometry *geometry)
 {
-    geometry->direct =
-        file->info.direct &&
-        !atomic_load_explicit(&file->direct_refused, memory_order_relaxed);
+    geometry->direct = file->info.direct && !atomic_load_explicit(&file->direct_refused,
+                                                                  memory_order_relaxed);
     geometry->memory_align = file->info.memory_align;
     geometry->offset_align = file->info.offset_align;
 }
@@ -351,8 +350,9 @@ int nvmeio_file_compare(struct nvmeio_file *file, int64_t offset, const void *ad
         return -ENOMEM;
     while (done < size && result == 0) {
         size_t left = size - done;
-        ssize_t got = pread(file->fd, memory, left < COMPARE_BYTES ? left : COMPARE_BYTES,
-                            offset + (int64_t)done);
+        ssize_t got =
+            pread(file->fd, memory, left < COMPARE_BYTES ? left : COMPARE_BYTES,
+                  offset + (int64_t)done);
         if (got < 0 && errno == EINTR)
             continue;
         if (got <= 0) {

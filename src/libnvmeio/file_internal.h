@@ -35,7 +35,8 @@ struct nvmeio_file {
 void nvmeio_file_geometry(const struct nvmeio_file *file,
                           struct nvmeio_geometry *geometry);
 
-/* Reserve [0, size) and make it the file's size.  0 also where the file system cannot. */
+/* Reserve [0, size) and make it the file's size.  0 also where the file system cannot.
+ */
 int nvmeio_file_preallocate(struct nvmeio_file *file, int64_t size);
 
 #endif

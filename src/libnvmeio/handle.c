@@ -152,7 +152,8 @@ static int start_named(struct nvmeio_handle *handle)
     return lanes_start(handle);
 }
 
-int nvmeio_handle_open(const struct nvmeio_config *config, struct nvmeio_handle **result)
+int nvmeio_handle_open(const struct nvmeio_config *config,
+                       struct nvmeio_handle **result)
 {
     if (!valid(config))
         return -EINVAL;
@@ -205,10 +206,9 @@ static void ensure_own(struct nvmeio_handle *handle)
     uint32_t then = atomic_load_explicit(&handle->generation, memory_order_acquire);
 
     while (then != now) {
-        if (then != REVIVING &&
-            atomic_compare_exchange_strong_explicit(&handle->generation, &then, REVIVING,
-                                                    memory_order_acquire,
-                                                    memory_order_acquire)) {
+        if (then != REVIVING && atomic_compare_exchange_strong_explicit(
+                                    &handle->generation, &then, REVIVING,
+                                    memory_order_acquire, memory_order_acquire)) {
             revive(handle);
             atomic_store_explicit(&handle->generation, now, memory_order_release);
             return;
@@ -236,16 +236,12 @@ static struct nvmeio_lane *caller_lane_find(struct nvmeio_handle *handle)
  * dropped meanwhile. */
 static struct nvmeio_lane *caller_lane_add(struct nvmeio_handle *handle)
 {
-    bool known;
-
-    if (handle->caller_count == NVMEIO_CALLERS_MAX)
+    if (!handle->ops->punctual || handle->caller_count == NVMEIO_CALLERS_MAX)
         return NULL;
     handle->caller_count++;
     pthread_mutex_unlock(&handle->mutex);
     struct nvmeio_lane *lane = calloc(1, sizeof(*lane));
-    const struct nvmeio_engine_ops *ops =
-        nvmeio_engine_find(handle->ops->caller, &known);
-    if (lane && nvmeio_lane_open(lane, handle, ops)) {
+    if (lane && nvmeio_lane_open(lane, handle)) {
         free(lane);
         lane = NULL;
     }
@@ -361,7 +357,8 @@ static int64_t deadline_left(const struct deadline *deadline)
 /* Sleep until there is news.  The mutex is held. */
 static int wait_news(struct nvmeio_handle *handle, const struct deadline *deadline)
 {
-    struct timespec end = {deadline->end_ns / 1000000000, deadline->end_ns % 1000000000};
+    struct timespec end = {deadline->end_ns / 1000000000,
+                           deadline->end_ns % 1000000000};
 
     int error;
 
@@ -527,8 +524,8 @@ void nvmeio_handle_stats(struct nvmeio_handle *handle, struct nvmeio_stats *stat
     pthread_mutex_unlock(&handle->mutex);
 }
 
-/* All requests are done, but the thread that ran the last one may still be on its way out
- * of the lane. */
+/* All requests are done, but the thread that ran the last one may still be on its way
+ * out of the lane. */
 static void callers_close(struct nvmeio_handle *handle)
 {
     const struct deadline never = deadline_in(-1);
@@ -551,7 +548,8 @@ static void callers_close(struct nvmeio_handle *handle)
 
 void nvmeio_handle_stop(struct nvmeio_handle *handle)
 {
-    /* A child that never used it has nothing to stop: what there is, is the parent's. */
+    /* A child that never used it has nothing to stop: what there is, is the parent's.
+     */
     if (atomic_load_explicit(&handle->generation, memory_order_acquire) !=
         nvmeio_fork_generation()) {
         handle->closing = true;

@@ -13,7 +13,7 @@
  * the lanes with threads, one each to a bounded number of caller lanes. */
 #define NVMEIO_CALLERS_MAX 16u
 #define NVMEIO_CALLER_BOUNCE_BYTES (1u << 20)
-#define NVMEIO_LANE_BOUNCE_BYTES                                                         \
+#define NVMEIO_LANE_BOUNCE_BYTES                                                       \
     (NVMEIO_BOUNCE_BYTES_MAX - NVMEIO_CALLERS_MAX * NVMEIO_CALLER_BOUNCE_BYTES)
 
 /* Blocks in flight in a caller lane, which serves one request. */
@@ -50,10 +50,10 @@ struct nvmeio_handle {
     unsigned caller_count;
     unsigned lanes_started, lanes_alive, lanes_idle;
     struct nvmeio_stats retired; /* of lanes that are closed */
-    int dead_error; /* of the last lane to die, when none is alive */
-    bool closing;   /* no more submissions */
-    bool stopping;  /* lanes go home */
-    bool stopped;   /* they have gone */
+    int dead_error;              /* of the last lane to die, when none is alive */
+    bool closing;                /* no more submissions */
+    bool stopping;               /* lanes go home */
+    bool stopped;                /* they have gone */
 };
 
 /* schedule.c.  The mutex is held. */

@@ -1,7 +1,8 @@
 /* lane.c -- blocks from the queue to an engine and back.
  *
- * One loop serves overlapped and sequential submission: they differ in when a lane takes
- * blocks.  What a result means is request.c's, who is told of it is handle.c's. */
+ * One loop serves overlapped and sequential submission: they differ in when a lane
+ * takes blocks.  What a result means is request.c's, who is told of it is handle.c's.
+ */
 #include "lane.h"
 
 #include <errno.h>
@@ -47,7 +48,8 @@ static size_t fair_share(const struct nvmeio_lane *lane)
     return left / handle->config.lanes + 1;
 }
 
-/* Cut blocks, as many as there are, fit and are this lane's share.  The mutex is held. */
+/* Cut blocks, as many as there are, fit and are this lane's share.  The mutex is held.
+ */
 static void lane_take(struct nvmeio_lane *lane)
 {
     struct nvmeio_handle *handle = lane->handle;
@@ -103,7 +105,8 @@ static void fail_for_bounce(struct nvmeio_lane *lane, int error)
     struct nvmeio_handle *handle = lane->handle;
 
     pthread_mutex_lock(&handle->mutex);
-    struct nvmeio_request *request = lane->own ? lane->own : nvmeio_schedule_next(handle);
+    struct nvmeio_request *request =
+        lane->own ? lane->own : nvmeio_schedule_next(handle);
     if (request && nvmeio_request_has_block(request) && wants_bounce(request)) {
         nvmeio_request_fail(request, error, request->position);
         nvmeio_schedule_progress(handle, request);
@@ -154,8 +157,9 @@ static int lane_push(struct nvmeio_lane *lane)
     return 0;
 }
 
-/* How many completions to wait for.  A batch is waited for as a whole, unless its blocks
- * are to be copied as they come.  Some may have come back while others were pushed. */
+/* How many completions to wait for.  A batch is waited for as a whole, unless its
+ * blocks are to be copied as they come.  Some may have come back while others were
+ * pushed. */
 static unsigned wait_count(const struct nvmeio_lane *lane)
 {
     const struct nvmeio_engine *engine = &lane->engine;
@@ -170,7 +174,7 @@ static void count_block(struct nvmeio_lane *lane, const struct nvmeio_block *blo
 {
     struct nvmeio_lane_stats *stats = &lane->stats;
     bool direct = block->fd == block->request->file->direct_fd;
-    _Atomic uint64_t *bytes = !direct          ? &stats->bytes_buffered
+    _Atomic uint64_t *bytes = !direct         ? &stats->bytes_buffered
                               : block->bounce ? &stats->bytes_bounced
                                               : &stats->bytes_direct;
 
@@ -211,9 +215,9 @@ static struct nvmeio_block *lane_advance(struct nvmeio_lane *lane)
     } else {
         struct timespec pause = {0, lane->pause_ns};
         nanosleep(&pause, NULL);
-        lane->pause_ns = lane->pause_ns == 0               ? PAUSE_MIN_NS
+        lane->pause_ns = lane->pause_ns == 0             ? PAUSE_MIN_NS
                          : lane->pause_ns < PAUSE_MAX_NS ? 2 * lane->pause_ns
-                                                          : PAUSE_MAX_NS;
+                                                         : PAUSE_MAX_NS;
     }
     while (again) {
         struct nvmeio_block *next = again->next;
@@ -258,6 +262,7 @@ static void lane_die(struct nvmeio_lane *lane, int error)
 
     pthread_mutex_lock(&handle->mutex);
     lane->dead = true;
+    lane->listening = false;
     lane->error = error;
     for (unsigned i = 0; i < lane->engine.depth; i++) {
         struct nvmeio_block *block = &lane->blocks[i];
@@ -308,10 +313,10 @@ bool nvmeio_lane_turn(struct nvmeio_lane *lane, int64_t timeout_ns)
 }
 
 /* Blocks, bounce stack and engine.  For a lane with a thread, called by that thread. */
-static int lane_equip(struct nvmeio_lane *lane, const struct nvmeio_engine_ops *ops,
-                      unsigned depth, unsigned bounces_max, bool shared)
+static int lane_equip(struct nvmeio_lane *lane, unsigned depth, unsigned bounces_max,
+                      bool shared)
 {
-    int error = nvmeio_engine_start(&lane->engine, ops, depth, shared);
+    int error = nvmeio_engine_start(&lane->engine, lane->handle->ops, depth, shared);
 
     if (error)
         return error;
@@ -356,7 +361,7 @@ static void *lane_main(void *argument)
     unsigned bounces_max = (unsigned)(quota / handle->bounce_bytes);
     bool going = true;
 
-    int error = lane_equip(lane, handle->ops, depth, bounces_max, false);
+    int error = lane_equip(lane, depth, bounces_max, false);
     pthread_mutex_lock(&handle->mutex);
     lane->error = error;
     lane->started = true;
@@ -399,11 +404,10 @@ int nvmeio_lane_start(struct nvmeio_lane *lane, struct nvmeio_handle *handle)
     return lane->error;
 }
 
-int nvmeio_lane_open(struct nvmeio_lane *lane, struct nvmeio_handle *handle,
-                     const struct nvmeio_engine_ops *ops)
+int nvmeio_lane_open(struct nvmeio_lane *lane, struct nvmeio_handle *handle)
 {
     lane->handle = handle;
-    return lane_equip(lane, ops, NVMEIO_CALLER_DEPTH, 1, true);
+    return lane_equip(lane, NVMEIO_CALLER_DEPTH, 1, true);
 }
 
 void nvmeio_lane_close(struct nvmeio_lane *lane)
@@ -422,7 +426,8 @@ void nvmeio_lane_count(struct nvmeio_lane *lane, struct nvmeio_stats *stats)
     struct nvmeio_lane_stats *own = &lane->stats;
 
     stats->blocks += atomic_load_explicit(&own->blocks, memory_order_relaxed);
-    stats->bytes_direct += atomic_load_explicit(&own->bytes_direct, memory_order_relaxed);
+    stats->bytes_direct +=
+        atomic_load_explicit(&own->bytes_direct, memory_order_relaxed);
     stats->bytes_buffered +=
         atomic_load_explicit(&own->bytes_buffered, memory_order_relaxed);
     stats->bytes_bounced +=

@@ -42,17 +42,16 @@ struct nvmeio_lane {
     bool started;               /* the engine is open, or has failed to */
     bool driven;                /* a caller lane: a thread is in nvmeio_lane_turn() */
     bool deserted;              /* a caller lane: the thread that waited gave up */
-    bool listening;             /* waits for completions, and has room for more blocks */
+    bool listening; /* waits for completions, and has room for more blocks */
     bool dead;
-    int error;                  /* of starting or dying */
+    int error; /* of starting or dying */
 };
 
 /* Start a lane with a thread, and wait until its engine is open. */
 int nvmeio_lane_start(struct nvmeio_lane *lane, struct nvmeio_handle *handle);
 
 /* Ready a caller lane. */
-int nvmeio_lane_open(struct nvmeio_lane *lane, struct nvmeio_handle *handle,
-                     const struct nvmeio_engine_ops *ops);
+int nvmeio_lane_open(struct nvmeio_lane *lane, struct nvmeio_handle *handle);
 
 /* Give back everything; the thread, if any, has ended.  A dead lane keeps what the
  * kernel may still write to. */

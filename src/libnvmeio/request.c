@@ -44,8 +44,8 @@ struct nvmeio_request *nvmeio_request_new(struct nvmeio_handle *handle,
     request->size = transfer->size;
     request->offset = transfer->offset;
     nvmeio_file_geometry(request->file, &geometry);
-    nvmeio_plan_make(&request->plan, &geometry, request->op, (uintptr_t)request->address,
-                     request->size, request->offset);
+    nvmeio_plan_make(&request->plan, &geometry, request->op,
+                     (uintptr_t)request->address, request->size, request->offset);
     request->offset_align = geometry.offset_align;
     request->position = request->plan.spans[0].begin;
     request->gate_open = request->plan.edges == 0;
@@ -160,8 +160,8 @@ static size_t prefix(const struct nvmeio_request *request)
     size_t lowest = request->got < request->size ? request->got : request->size;
 
     for (unsigned i = request->span; i < request->plan.count; i++) {
-        size_t uncut = i == request->span ? request->position
-                                          : request->plan.spans[i].begin;
+        size_t uncut =
+            i == request->span ? request->position : request->plan.spans[i].begin;
         if (uncut < lowest)
             lowest = uncut;
     }
@@ -188,9 +188,9 @@ void nvmeio_request_settle(struct nvmeio_request *request)
     if (request->error == -ENODATA) {
         /* Blocks past the end may have met it first; the file knows where it is. */
         int64_t left = nvmeio_file_size(request->file) - request->offset;
-        request->got = left < 0                         ? 0
+        request->got = left < 0                       ? 0
                        : (size_t)left < request->size ? (size_t)left
-                                                        : request->size;
+                                                      : request->size;
     }
     if (stopped(request) && request->op == NVMEIO_OP_WRITE && request->made_file)
         cut_back(request);
@@ -215,13 +215,17 @@ void nvmeio_block_prepare(struct nvmeio_block *block)
         nvmeio_copy(block->bounce, lent, piece->wanted);
 }
 
+/* A bounced read is copied out as far as it came, also before an error: so far the
+ * outcome will say that the bytes are there. */
 static enum nvmeio_verdict finish(struct nvmeio_block *block, int64_t result)
 {
     const struct nvmeio_piece *piece = &block->piece;
+    size_t landed = block->moved > piece->skip ? block->moved - piece->skip : 0;
 
-    if (result == 0 && block->bounce && block->op == NVMEIO_OP_READ)
+    if (landed > 0 && block->bounce && block->op == NVMEIO_OP_READ)
         nvmeio_copy(block->request->address + piece->position,
-                    (char *)block->bounce + piece->skip, piece->wanted);
+                    (char *)block->bounce + piece->skip,
+                    landed < piece->wanted ? landed : piece->wanted);
     block->result = result;
     return NVMEIO_BLOCK_FINISHED;
 }
@@ -297,8 +301,9 @@ int nvmeio_request_outcome(struct nvmeio_request *request,
                                                                : -EOWNERDEAD;
     outcome->got = (int64_t)request->got;
     outcome->abandoned = request->abandoned;
-    outcome->result = request->error       ? request->error
-                      : request->cancelled ? -ECANCELED
-                                           : (int64_t)request->size;
+    /* What cancel() answered stands, whatever came of the blocks still in flight. */
+    outcome->result = request->cancelled ? -ECANCELED
+                      : request->error   ? request->error
+                                         : (int64_t)request->size;
     return 0;
 }

@@ -33,8 +33,8 @@ struct nvmeio_request {
     size_t size;
     int64_t offset;
     void *user;
-    uint32_t generation;  /* of the process that submitted it */
-    bool made_file;       /* this write made the file, so a failure cuts it back */
+    uint32_t generation; /* of the process that submitted it */
+    bool made_file;      /* this write made the file, so a failure cuts it back */
     struct nvmeio_plan plan;
     uint32_t offset_align;
 
@@ -76,7 +76,8 @@ struct nvmeio_request *nvmeio_request_new(struct nvmeio_handle *handle,
                                           const struct nvmeio_transfer *transfer);
 
 /* Look at the file before the first block: a read past the end and a file that cannot
- * be made as long as it has to be fail here, before a byte moves.  Not submitted yet. */
+ * be made as long as it has to be fail here, before a byte moves.  Not submitted yet.
+ */
 void nvmeio_request_check(struct nvmeio_request *request);
 
 /* Whether a block may be cut now.  The mutex is held, as in the next three. */
@@ -94,8 +95,8 @@ enum nvmeio_route nvmeio_request_next_route(const struct nvmeio_request *request
 void nvmeio_request_cut(struct nvmeio_request *request, struct nvmeio_block *block,
                         size_t block_bytes);
 
-/* Mark as failed from `position` on: what is not yet cut is dropped.  The mutex is held,
- * or the request not submitted. */
+/* Mark as failed from `position` on: what is not yet cut is dropped.  The mutex is
+ * held, or the request not submitted. */
 void nvmeio_request_fail(struct nvmeio_request *request, int error, size_t position);
 
 /* Whether nothing is left to do, and none will come.  The mutex is held. */

@@ -1,4 +1,5 @@
-/* schedule.c -- the lists of a handle: what is active, what waits for a lane, what is done.
+/* schedule.c -- the lists of a handle: what is active, what waits for a lane, what is
+ * done.
  *
  * Everything here runs under the handle's mutex, and drops it only round system calls
  * and frees.  When a request may go on is decided here: the edges of a write behind its
@@ -183,7 +184,8 @@ bool nvmeio_schedule_settling(struct nvmeio_request *request)
            NVMEIO_STATE_ACTIVE;
 }
 
-void nvmeio_schedule_progress(struct nvmeio_handle *handle, struct nvmeio_request *request)
+void nvmeio_schedule_progress(struct nvmeio_handle *handle,
+                              struct nvmeio_request *request)
 {
     if (nvmeio_schedule_settling(request))
         return;

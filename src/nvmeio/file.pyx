@@ -4,6 +4,7 @@ A File owns one reference of the library's file; requests take their own, so clo
 never disturbs what is in flight.  Sharing files between requests is openfiles.pyx's.
 """
 
+import logging
 import os
 
 cimport cython
@@ -13,6 +14,11 @@ from posix.fcntl cimport O_CREAT, O_EXCL, O_RDONLY, O_RDWR, O_TRUNC, O_WRONLY
 from nvmeio cimport _core
 from nvmeio._core cimport DIRECT_ALWAYS, DIRECT_AUTO, DIRECT_NEVER, nvmeio_direct
 from nvmeio._core cimport nvmeio_file, nvmeio_file_info
+
+_log = logging.getLogger("nvmeio")
+
+# Devices whose files turned out to have no O_DIRECT: told once each.
+_buffered = set()
 
 _FLAGS = {
     "r": O_RDONLY,
@@ -220,6 +226,20 @@ cdef int fill(File file, int flags, nvmeio_direct direct) except -1:
         result = _core.file_open(c_name, flags, direct, &c)
     _core.check(result, file.path)
     file.c = c
+    if direct == DIRECT_AUTO:
+        note_fallback(file)
+    return 0
+
+
+cdef int note_fallback(File file) except -1:
+    """Say once for each device that its files go through the page cache."""
+    cdef nvmeio_file_info info
+    _core.file_get_info(file.c, &info)
+    if not info.direct and info.device not in _buffered:
+        _buffered.add(info.device)
+        _log.info(
+            "%r and its file system have no O_DIRECT: the page cache serves", file.path
+        )
     return 0
 
 

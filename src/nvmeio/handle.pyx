@@ -317,6 +317,8 @@ cdef class aio_handle(Submitter):
         ValueError
             A request in flight uses the memory.
         """
+        # Requests that are done, and that nobody has looked at, still hold their memory.
+        self.collect()
         return free_locked(tensor)
 
     def is_pinned(self, buffer) -> bool:
