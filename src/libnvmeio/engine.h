@@ -45,9 +45,11 @@ struct nvmeio_engine_ops {
     const char *name;
     const char *library; /* that it needs, or "" */
 
-    /* reap() waits no longer than it is told, whatever the disk does: fit to be run by
-     * the threads of callers, for whom Ctrl-C must work. */
-    bool punctual;
+    /* Whether reap() waits no longer than it is told, whatever the disk does, for I/O
+     * with O_DIRECT and for other I/O.  Then it may be run by the threads of callers,
+     * for whom Ctrl-C must work. */
+    bool punctual_direct;
+    bool punctual_buffered;
 
     /* Set up for at most engine->depth blocks.  Called by the thread that will use the
      * engine, or by any where engine->shared is set. */

@@ -200,7 +200,7 @@ static void aio_wake(struct nvmeio_engine *engine)
 const struct nvmeio_engine_ops nvmeio_engine_libaio = {
     .name = "libaio",
     .library = "libaio",
-    .punctual = true,
+    .punctual_direct = true,
     .open = aio_open,
     .close = aio_close,
     .push = aio_push,

@@ -64,7 +64,6 @@ static void sync_wake(struct nvmeio_engine *engine)
 const struct nvmeio_engine_ops nvmeio_engine_sync = {
     .name = "sync",
     .library = "",
-    .punctual = false,
     .open = sync_open,
     .close = sync_close,
     .push = sync_push,

@@ -236,7 +236,7 @@ static struct nvmeio_lane *caller_lane_find(struct nvmeio_handle *handle)
  * dropped meanwhile. */
 static struct nvmeio_lane *caller_lane_add(struct nvmeio_handle *handle)
 {
-    if (!handle->ops->punctual || handle->caller_count == NVMEIO_CALLERS_MAX)
+    if (handle->caller_count == NVMEIO_CALLERS_MAX)
         return NULL;
     handle->caller_count++;
     pthread_mutex_unlock(&handle->mutex);
@@ -265,7 +265,9 @@ static void dispatch(struct nvmeio_handle *handle, struct nvmeio_request *reques
         nvmeio_schedule_open_gates(handle);
         return;
     }
-    if (caller && !nvmeio_request_is_over(request)) {
+    bool punctual = nvmeio_request_is_buffered(request) ? handle->ops->punctual_buffered
+                                                        : handle->ops->punctual_direct;
+    if (caller && punctual && !nvmeio_request_is_over(request)) {
         struct nvmeio_lane *lane = caller_lane_find(handle);
         if (!lane)
             lane = caller_lane_add(handle);

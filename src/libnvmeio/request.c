@@ -95,6 +95,15 @@ bool nvmeio_request_has_block(const struct nvmeio_request *request)
            (request->span < request->plan.edges || request->gate_open);
 }
 
+bool nvmeio_request_is_buffered(const struct nvmeio_request *request)
+{
+    for (unsigned i = 0; i < request->plan.count; i++) {
+        if (request->plan.spans[i].route == NVMEIO_ROUTE_BUFFERED)
+            return true;
+    }
+    return false;
+}
+
 size_t nvmeio_request_blocks_left(const struct nvmeio_request *request,
                                   size_t block_bytes)
 {

@@ -83,6 +83,9 @@ void nvmeio_request_check(struct nvmeio_request *request);
 /* Whether a block may be cut now.  The mutex is held, as in the next three. */
 bool nvmeio_request_has_block(const struct nvmeio_request *request);
 
+/* Whether any of it goes through the page cache.  Needs no mutex. */
+bool nvmeio_request_is_buffered(const struct nvmeio_request *request);
+
 /* How many blocks could be cut now, for sharing them out. */
 size_t nvmeio_request_blocks_left(const struct nvmeio_request *request,
                                   size_t block_bytes);
