@@ -81,7 +81,8 @@ cdef class File:
         fill(self, flags, direct_option(direct))
 
     def __dealloc__(self):
-        _core.file_release(self.c)
+        with nogil:
+            _core.file_release(self.c)
 
     cdef nvmeio_file *retain(self) except NULL:
         cdef nvmeio_file *c

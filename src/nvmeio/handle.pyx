@@ -318,6 +318,7 @@ cdef class aio_handle(Submitter):
             A request in flight uses the memory.
         """
         # Requests that are done, and that nobody has looked at, still hold their memory.
+        self.own()
         self.collect()
         return free_locked(tensor)
 
@@ -335,6 +336,7 @@ cdef class aio_handle(Submitter):
         return _restore, (self.options,)
 
     def __repr__(self):
+        self.own()
         options = self.options
         return (
             f"<nvmeio.aio_handle engine={self.lanes.engine()} "

@@ -11,7 +11,7 @@ cimport cython
 from posix.fcntl cimport O_CREAT, O_RDONLY, O_WRONLY
 
 from nvmeio cimport _core
-from nvmeio._core cimport OP_READ, nvmeio_direct, nvmeio_file
+from nvmeio._core cimport OP_WRITE, nvmeio_direct, nvmeio_file
 from nvmeio.file cimport File, open_descriptor, open_path
 from nvmeio.lanes cimport Lanes
 from nvmeio.request cimport Request
@@ -37,7 +37,7 @@ cdef class OpenFiles:
         return shared
 
     cdef int forget(self, Request request) except -1:
-        key = (request.path, request.op != OP_READ)
+        key = (request.path, request.op == OP_WRITE)
         cdef File shared = self.shared.get(key)
         if shared is not None and _core.file_is_idle(shared.c):
             self.shared.pop(key, None)

@@ -61,7 +61,7 @@ cdef class Request:
         raise TypeError("a Request is made by submit_read() and submit_write()")
 
     def __dealloc__(self):
-        if self.error is not None and not self.told:
+        if isinstance(self.error, OSError) and not self.told:
             _log.error("the error of a request was never looked at: %s", self.error)
         _core.request_release(self.c)
 
@@ -91,6 +91,8 @@ cdef class Request:
         cdef int result
         if self.finished:
             return True
+        if self.c == NULL:
+            raise ValueError("the request was never submitted")
         with nogil:
             result = _core.request_wait(self.c, timeout_ns)
         if result == -errno.EOWNERDEAD:
@@ -196,9 +198,9 @@ cdef class Request:
             True if anything was dropped: ``wait()`` will raise CancelledError.  Bytes that
             were on their way may still arrive until then.
         """
-        if self.finished:
-            return False
         cdef int dropped
+        if self.finished or self.c == NULL:
+            return False
         with nogil:
             dropped = _core.request_cancel(self.c)
         return dropped == 1

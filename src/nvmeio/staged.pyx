@@ -31,8 +31,12 @@ cdef class StagedRequest(Request):
         if self.finished:
             return True
         with self.lock:
-            while not self.finished and self.advance(timeout_ns):
-                pass
+            try:
+                while not self.finished and self.advance(timeout_ns):
+                    pass
+            except Exception as error:
+                # Of the device or of torch; what is in flight ends first.
+                self.end(error)
         return self.finished
 
     cdef bint advance(self, int64_t timeout_ns) except -1:
@@ -104,6 +108,7 @@ cdef Request new_staged(
     nvmeio_op op, Buffer buffer, File file, int64_t offset, bint validate, Lanes lanes
 ):
     cdef StagedRequest request = StagedRequest.__new__(StagedRequest)
+    cdef Request earlier
     cdef Py_ssize_t index
     fill_request(request, op, buffer, file, offset, validate)
     request.lanes = lanes
@@ -113,6 +118,9 @@ cdef Request new_staged(
     for index in range(count if op == OP_WRITE else min(count, slots)):
         # A piece of memory is used again when what was in it is on its way no more.
         if index >= slots:
-            (<Request> request.parts[index - slots]).poll_for(None)
+            earlier = <Request> request.parts[index - slots]
+            earlier.poll_for(None)
+            if earlier.error is not None:
+                break
         request.begin_part()
     return request

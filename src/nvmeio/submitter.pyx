@@ -9,7 +9,7 @@ import operator
 import weakref
 
 cimport cython
-from libc.stdint cimport int64_t
+from libc.stdint cimport INT64_MAX, int64_t
 
 from nvmeio cimport _core
 from nvmeio._core cimport OP_FSYNC, OP_READ, OP_WRITE, nvmeio_direct, nvmeio_op
@@ -129,7 +129,7 @@ cdef class Submitter:
 
     @property
     def pending(self) -> int:
-        """How many requests are in flight."""
+        """How many requests are in flight, the pieces of device tensors included."""
         self.own()
         self.collect()
         return self.lanes.pending() + len(self.staged)
@@ -150,6 +150,7 @@ cdef class Submitter:
             ``bytes_buffered`` through the page cache; ``short_transfers`` that were
             continued; ``retries`` of what the kernel put off.
         """
+        self.own()
         return {"engine": self.lanes.engine(), **self.lanes.stats()}
 
     def close(self) -> None:
@@ -182,9 +183,15 @@ cdef class Submitter:
         self.collect()
         if not self.open:
             raise ValueError("the handle is closed")
-        opened = self.files.find(file, op != OP_READ)
+        # The memory first: a buffer that cannot be lent must not leave an empty file.
         if op != OP_FSYNC:
             lent = lend(buffer, op == OP_READ)
+            if offset > INT64_MAX - lent.nbytes:
+                raise ValueError(
+                    f"file_offset is {offset} for {lent.nbytes} bytes; together they must "
+                    "not be beyond 2**63 - 1"
+                )
+        opened = self.files.find(file, op == OP_WRITE)
         if lent is not None and lent.stage is not None:
             request = new_staged(op, lent, opened, offset, validate, self.lanes)
             self.staged.append(request)
