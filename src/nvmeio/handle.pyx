@@ -11,6 +11,7 @@ from nvmeio.request cimport Request
 from nvmeio.submitter cimport Submitter
 
 from nvmeio._contract import pread_arguments
+from nvmeio._environment import setting
 from nvmeio._locked import free_locked, is_locked, new_locked
 from nvmeio.lanes import BOUNCES as _BOUNCES
 from nvmeio.lanes import ENGINES as _ENGINES
@@ -31,9 +32,10 @@ cdef class aio_handle(Submitter):
     Parameters
     ----------
     block_size : int, default 1048576
-        The largest I/O in bytes, 1 to 1 GiB; rounded up to whole pages inside.
+        The largest I/O in bytes, 1 to 1 GiB; rounded up to whole pages inside.  Where it
+        is not passed, ``NVMEIO_BLOCK_SIZE`` of the environment counts.
     queue_depth : int, default 128
-        Blocks in flight in each lane, 1 to 32768.
+        Blocks in flight in each lane, 1 to 32768; else ``NVMEIO_QUEUE_DEPTH``.
     single_submit : bool, default False
         Hand blocks to the kernel one by one, not in batches.
     overlap_events : bool, default False
@@ -68,8 +70,7 @@ cdef class aio_handle(Submitter):
     -----
     Thread-safe; every call that blocks releases the GIL.  A handle can be pickled, which
     carries its configuration, and used in forked children, where it starts lanes of its
-    own.  The arguments and methods up to ``is_pinned`` are those of DeepSpeed's async_io
-    op.
+    own.  Arguments and methods up to ``is_pinned`` are those of DeepSpeed's op.
 
     ``file`` and ``filename`` are everywhere a path, an open descriptor or a ``File``.
     Writes create the file where it does not exist and never truncate it.
@@ -77,8 +78,8 @@ cdef class aio_handle(Submitter):
 
     def __init__(
         self,
-        block_size=1048576,
-        queue_depth=128,
+        block_size=None,
+        queue_depth=None,
         single_submit=False,
         overlap_events=False,
         intra_op_parallelism=1,
@@ -90,6 +91,8 @@ cdef class aio_handle(Submitter):
     ):
         if self.lanes is not None:
             raise ValueError("the handle is open already; make another")
+        block_size = setting(block_size, "NVMEIO_BLOCK_SIZE", 1 << 20)
+        queue_depth = setting(queue_depth, "NVMEIO_QUEUE_DEPTH", 128)
         self.options = {
             "block_size": limited("block_size", block_size, BLOCK_BYTES_MAX),
             "queue_depth": limited("queue_depth", queue_depth, QUEUE_DEPTH_MAX),
@@ -292,8 +295,8 @@ cdef class aio_handle(Submitter):
 
         Raises
         ------
-        MemoryError
-            There is not enough.
+        MemoryError, TypeError, ValueError
+            There is not enough; no example of a dtype; a negative number.
         """
         example = example_tenosr if example_tensor is None else example_tensor
         return new_locked(num_elem, example)
@@ -323,13 +326,7 @@ cdef class aio_handle(Submitter):
         return free_locked(tensor)
 
     def is_pinned(self, buffer) -> bool:
-        """Tell whether memory is pinned: by torch, or any part of a locked tensor of ours.
-
-        Parameters
-        ----------
-        buffer : torch.Tensor, numpy.ndarray or object with the buffer protocol
-            What to ask about.
-        """
+        """Tell whether memory is pinned: by torch, or any part of one of ours."""
         return is_locked(buffer)
 
     def __reduce__(self):
