@@ -1,0 +1,426 @@
+"""Shows what nvmeio does: the machine, a round trip of tensors, training off the disk.
+
+Everything happens in a temporary folder that is removed in the end, also after Ctrl-C.  The
+exit status is 0 only if every byte came back as it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import platform
+import resource
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from sklearn.datasets import load_digits
+
+import nvmeio
+
+MIB = 1 << 20
+ROUNDS = 3
+EPOCHS = 4
+BATCH = 64
+
+# How the bytes of the round trip are shared out; the last tensor gets what is left.
+SHARES = (
+    (torch.float32, 0.41),
+    (torch.bfloat16, 0.23),
+    (torch.float64, 0.17),
+    (torch.int64, 0.001),
+    (torch.uint8, 0),
+)
+
+
+def line(name: str, words: str) -> None:
+    """Print one finding."""
+    print(f"   {name:<20} {words}", flush=True)
+
+
+def show_machine(folder: Path) -> None:
+    """Print what nvmeio can do on this machine and in this folder."""
+    print("\n1. What this machine can do")
+    models = [
+        text.partition(":")[2].strip()
+        for text in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        if text.startswith("model name")
+    ]
+    model = models[0] if models else platform.machine()
+    line("CPU", f"{len(os.sched_getaffinity(0))} x {model}, Linux {platform.release()}")
+    for name, found in nvmeio.engines().items():
+        line(f"engine {name}", "works" if found["works"] else f"no: {found['reason']}")
+    with nvmeio.aio_handle() as handle:
+        line("chosen", handle.stats()["engine"])
+    with nvmeio.File(folder / "probe", "w") as file:
+        how = f"O_DIRECT in units of {file.alignment} bytes"
+        if not file.direct:
+            how = "no O_DIRECT, so through the page cache"
+    (folder / "probe").unlink()
+    kind = subprocess.run(
+        ["df", "--output=fstype", folder], stdout=subprocess.PIPE, text=True, check=True
+    )
+    line("this folder", f"{kind.stdout.split()[-1]}, {how}")
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    unlimited = limit == resource.RLIM_INFINITY
+    line("locked memory", "unlimited" if unlimited else f"up to {limit // 1024} KiB")
+
+
+def make_tensors(size: int) -> list[torch.Tensor]:
+    """Make ordinary tensors of odd sizes and several dtypes, of `size` bytes in all."""
+    generator = torch.Generator().manual_seed(0)
+    tensors = []
+    left = size
+    for dtype, share in SHARES:
+        nbytes = int(size * share) // dtype.itemsize * dtype.itemsize or left
+        noise = torch.empty(nbytes // dtype.itemsize, dtype=dtype)
+        as_bytes(noise).random_(0, 256, generator=generator)
+        tensors.append(noise)
+        left -= nbytes
+    return tensors
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """View a tensor as bytes, for which any bits are equal to themselves."""
+    return tensor.view(-1).view(torch.uint8)
+
+
+def write_with_nvmeio(path: Path, tensors: list[torch.Tensor]) -> None:
+    """Write tensors one behind the other, and make the file durable."""
+    offset = 0
+    with (
+        nvmeio.aio_handle(overlap_events=True) as handle,
+        nvmeio.File(path, "w") as file,
+    ):
+        requests = []
+        for tensor in tensors:
+            requests.append(handle.submit_write(tensor, file, offset))
+            offset += tensor.nbytes
+        for request in requests:
+            request.wait()
+        handle.fsync(file)
+
+
+def read_with_nvmeio(path: Path, into: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Read tensors that lie one behind the other."""
+    offset = 0
+    with nvmeio.aio_handle(overlap_events=True) as handle, nvmeio.File(path) as file:
+        requests = []
+        for tensor in into:
+            requests.append(handle.submit_read(tensor, file, offset))
+            offset += tensor.nbytes
+        for request in requests:
+            request.wait()
+    return into
+
+
+def write_with_numpy(path: Path, tensors: list[torch.Tensor]) -> None:
+    """Write tensors one behind the other, and make the file durable."""
+    with open(path, "wb") as file:
+        for tensor in tensors:
+            as_bytes(tensor).numpy().tofile(file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_with_numpy(path: Path, like: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Read tensors that lie one behind the other, into new memory."""
+    with open(path, "rb") as file:
+        arrays = [np.fromfile(file, np.uint8, tensor.nbytes) for tensor in like]
+    return [
+        torch.from_numpy(array).view(tensor.dtype)
+        for array, tensor in zip(arrays, like, strict=True)
+    ]
+
+
+def forget(path: Path) -> None:
+    """Make a file durable and take it out of the page cache."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(descriptor)
+
+
+def delivered_bytes() -> int:
+    """Return what the device has delivered to this process."""
+    lines = Path("/proc/self/io").read_text(encoding="ascii").splitlines()
+    return int(dict(text.split(": ") for text in lines)["read_bytes"])
+
+
+@dataclasses.dataclass
+class Side:
+    """One way to write and read tensors, and what it took.
+
+    Attributes
+    ----------
+    name : str
+        What it is called.
+    write, read : callable
+        Take the file and the tensors; `read` returns those that it has filled.
+    write_seconds, read_seconds : list of float
+        How long each round took.
+    delivered : list of int
+        How many bytes the device delivered to each read.
+    """
+
+    name: str
+    write: Callable[[Path, list[torch.Tensor]], None]
+    read: Callable[[Path, list[torch.Tensor]], list[torch.Tensor]]
+    write_seconds: list[float] = dataclasses.field(default_factory=list)
+    read_seconds: list[float] = dataclasses.field(default_factory=list)
+    delivered: list[int] = dataclasses.field(default_factory=list)
+
+    def timed_write(self, path: Path, tensors: list[torch.Tensor]) -> None:
+        """Write, and note how long it took."""
+        begin = time.perf_counter()
+        self.write(path, tensors)
+        self.write_seconds.append(time.perf_counter() - begin)
+
+    def timed_read(self, path: Path, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Read, and note how long it took and what the device did."""
+        device = delivered_bytes()
+        begin = time.perf_counter()
+        found = self.read(path, tensors)
+        self.read_seconds.append(time.perf_counter() - begin)
+        self.delivered.append(delivered_bytes() - device)
+        return found
+
+    def show(self, size: int) -> None:
+        """Print the speeds."""
+        line(f"{self.name} writes", speeds(size, self.write_seconds))
+        device = f"; the device delivered {min(self.delivered)} bytes or more"
+        line(f"{self.name} reads", speeds(size, self.read_seconds) + device)
+
+
+def speeds(size: int, seconds: list[float]) -> str:
+    """Write the median, minimum and maximum of the speeds."""
+    median, low, high = (
+        size / value / 1e9
+        for value in (statistics.median(seconds), max(seconds), min(seconds))
+    )
+    return f"{median:5.2f} GB/s [{low:.2f}-{high:.2f}]"
+
+
+def equal(found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
+    """Tell whether tensors have the same bits."""
+    return len(found) == len(expected) and all(
+        torch.equal(as_bytes(one), as_bytes(other))
+        for one, other in zip(found, expected, strict=True)
+    )
+
+
+def round_trip(folder: Path, size: int) -> bool:
+    """Move tensors to disk and back, each side reading what the other one wrote."""
+    print(f"\n2. A round trip of {size} bytes in ordinary torch tensors")
+    tensors = make_tensors(size)
+    for tensor in tensors:
+        line(str(tensor.dtype), f"{tensor.numel()} elements")
+    into = [torch.zeros_like(tensor) for tensor in tensors]
+    ours = Side("nvmeio", write_with_nvmeio, read_with_nvmeio)
+    numpys = Side("numpy", write_with_numpy, read_with_numpy)
+    path = folder / "tensors"
+    verified = True
+    for _ in range(ROUNDS):
+        for writer, reader in ((numpys, ours), (ours, numpys)):
+            path.unlink(missing_ok=True)
+            writer.timed_write(path, tensors)
+            forget(path)
+            for tensor in into:
+                as_bytes(tensor).zero_()
+            verified &= equal(reader.timed_read(path, into), tensors)
+    path.unlink()
+    ours.show(size)
+    numpys.show(size)
+    line("method", f"median [minimum-maximum] of {ROUNDS}; new files, fsync included;")
+    line("", "reads with a cold page cache; fromfile makes new arrays, nvmeio fills")
+    line("", "tensors whose memory has been used; each side reads what the other wrote")
+    line("verified", "every byte came back" if verified else "NO: bytes differ")
+    return verified
+
+
+class SwappedState:
+    """The state of an optimizer, on disk between its steps, as DeepSpeed's swapper has it.
+
+    Its tensors become views of locked memory, which is filled from the files before a step,
+    and written to them and made useless after it.
+
+    Parameters
+    ----------
+    optimizer : torch.optim.Optimizer
+        Has made its state: one step was done.
+    folder : Path
+        Where the files are made, one for each tensor.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, folder: Path) -> None:
+        self.handle = nvmeio.aio_handle(overlap_events=True)
+        self.swapped: list[tuple[torch.Tensor, str]] = []
+        self.nbytes = 0
+        places = [
+            (state, name)
+            for state in optimizer.state.values()
+            for name, value in state.items()
+            if value.ndim > 0
+        ]
+        example = places[0][0][places[0][1]]
+        count = sum(state[name].numel() for state, name in places)
+        self.memory = self.handle.new_cpu_locked_tensor(count, example)
+        begin = 0
+        for number, (state, name) in enumerate(places):
+            view = self.memory[begin : begin + state[name].numel()]
+            begin += view.numel()
+            state[name] = view.view_as(state[name]).copy_(state[name])
+            self.swapped.append((view, str(folder / f"state-{number}")))
+
+    def swap_out(self) -> None:
+        """Write the state, and make its memory useless: only the disk has it now."""
+        for view, path in self.swapped:
+            self.handle.async_pwrite(view, path)
+        self.finish()
+        self.memory.fill_(torch.nan)
+
+    def swap_in(self) -> None:
+        """Read the state back."""
+        for view, path in self.swapped:
+            self.handle.async_pread(view, path)
+        self.finish()
+
+    def finish(self) -> None:
+        """Wait for what was started, and count it."""
+        if self.handle.wait() != len(self.swapped):
+            raise RuntimeError("not every transfer of the state is done")
+        self.nbytes += self.memory.nbytes
+
+    def close(self) -> None:
+        """Give the memory and the lanes back."""
+        self.handle.free_cpu_locked_tensor(self.memory)
+        self.handle.close()
+
+
+@dataclasses.dataclass
+class Trained:
+    """What training ended with.
+
+    Attributes
+    ----------
+    parameters : list of torch.Tensor
+        The model.
+    steps : int
+        How many were done.
+    accuracy : float
+        On the digits that were not trained on, from 0 to 1.
+    swapped : int
+        How many bytes of state went to disk and back, both ways together.
+    """
+
+    parameters: list[torch.Tensor]
+    steps: int
+    accuracy: float
+    swapped: int
+
+
+def train(folder: Path | None) -> Trained:
+    """Train a classifier of digits; with a folder, Adam's state is there between steps."""
+    images, labels = load_digits(return_X_y=True)
+    inputs = torch.from_numpy(images / 16).float()
+    targets = torch.from_numpy(labels)
+    generator = torch.Generator().manual_seed(0)
+    order = torch.randperm(len(inputs), generator=generator)
+    known, held_out = order[:-300], order[-300:]
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(64, 129), torch.nn.ReLU(), torch.nn.Linear(129, 10)
+    )
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    state: SwappedState | None = None
+    steps = 0
+    for _ in range(EPOCHS):
+        for batch in known[torch.randperm(len(known), generator=generator)].split(BATCH):
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(
+                model(inputs[batch]), targets[batch]
+            ).backward()
+            if state is not None:
+                state.swap_in()
+            optimizer.step()
+            steps += 1
+            if folder is not None:
+                state = state or SwappedState(optimizer, folder)
+                state.swap_out()
+    right = model(inputs[held_out]).argmax(1) == targets[held_out]
+    parameters = [parameter.detach() for parameter in model.parameters()]
+    swapped = 0
+    if state is not None:
+        swapped = state.nbytes
+        state.close()
+    return Trained(parameters, steps, right.float().mean().item(), swapped)
+
+
+def training(folder: Path) -> bool:
+    """Train in memory and with the state on disk, and compare what comes of it."""
+    print("\n3. Training on scikit-learn's digits, Adam's state on disk between steps")
+    expected = train(None)
+    line("in memory", f"{expected.steps} steps, accuracy {expected.accuracy:.3f}")
+    found = train(folder)
+    words = f"{found.steps} steps, accuracy {found.accuracy:.3f}"
+    line("on disk", f"{words}, {found.swapped / MIB:.1f} MiB swapped")
+    same = equal(found.parameters, expected.parameters)
+    line("parameters", "bit-identical" if same else "NOT bit-identical")
+    return same
+
+
+def size_of(text: str) -> int:
+    """Read a size in bytes, such as 64M or 1G."""
+    factor = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}.get(text[-1:].upper(), 1)
+    size = int(text if factor == 1 else text[:-1]) * factor
+    if size < MIB:
+        raise argparse.ArgumentTypeError("must be 1M or more")
+    return size
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run all parts in a temporary folder; return the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "folder",
+        type=Path,
+        nargs="?",
+        default=Path(),
+        help="where the temporary folder is made (the current one)",
+    )
+    parser.add_argument(
+        "--size", type=size_of, default=1 << 30, help="of the round trip (1G)"
+    )
+    options = parser.parse_args(arguments)
+    # So that `kill` cleans up too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    print(f"nvmeio {nvmeio.__version__}, torch {torch.__version__}, numpy {np.__version__}")
+    try:
+        with tempfile.TemporaryDirectory(
+            prefix="nvmeio-demo-", dir=options.folder
+        ) as inside:
+            show_machine(Path(inside))
+            came_back = round_trip(Path(inside), options.size)
+            same = training(Path(inside))
+    except KeyboardInterrupt:
+        print("\ninterrupted; the files are removed", file=sys.stderr)
+        return 128 + signal.SIGINT
+    except OSError as error:
+        print(f"\ndemo: {error}", file=sys.stderr)
+        return 1
+    print("\nall is well" if came_back and same else "\nSOMETHING IS WRONG; see above")
+    return 0 if came_back and same else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

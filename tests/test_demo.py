@@ -1,0 +1,103 @@
+"""The demo runs, tells when bytes differ, and leaves nothing behind."""
+
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch", reason="torch is not installed")
+pytest.importorskip("sklearn")
+
+DEMO = Path(__file__).resolve().parents[1] / "examples" / "demo.py"
+SIZE = (5 << 20) + 1
+
+
+@pytest.fixture
+def demo():
+    """The demo as a module, for faults to be put into."""
+    spec = importlib.util.spec_from_file_location("demo", DEMO)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["demo"] = module
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        spec.loader.exec_module(module)
+        yield module
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        del sys.modules["demo"]
+
+
+def start(folder, size):
+    """Start the demo as a process."""
+    return subprocess.Popen(
+        [sys.executable, DEMO, "--size", str(size)],
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_the_demo_shows_that_all_came_back(tmp_path):
+    process = start(tmp_path, SIZE)
+    printed, errors = process.communicate()
+    assert process.returncode == 0, printed + errors
+    assert f"2. A round trip of {SIZE} bytes" in printed
+    found = [" ".join(line.split()) for line in printed.splitlines()]
+    assert "verified every byte came back" in found
+    assert "parameters bit-identical" in found
+    assert found[-1] == "all is well"
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=lambda n: n
+)
+def test_a_signal_leaves_nothing_behind(tmp_path, number, status):
+    process = start(tmp_path, 256 << 20)
+    while not list(tmp_path.glob("*/tensors")):
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.01)
+    process.send_signal(number)
+    printed, errors = process.communicate()
+    assert process.returncode == status, printed + errors
+    assert "Traceback" not in errors
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_byte_that_differs_is_told(demo, tmp_path, capsys, monkeypatch):
+    read = demo.read_with_nvmeio
+
+    def read_wrongly(path, into):
+        read(path, into)[0].view(demo.torch.int32)[7] ^= 1
+        return into
+
+    monkeypatch.setattr(demo, "read_with_nvmeio", read_wrongly)
+    assert demo.main([str(tmp_path), "--size", "1M"]) == 1
+    printed = capsys.readouterr().out
+    assert "NO: bytes differ" in printed
+    assert "NOT bit-identical" not in printed
+
+
+def test_a_state_that_differs_is_told(demo, tmp_path, capsys, monkeypatch):
+    swap_in = demo.SwappedState.swap_in
+
+    def swap_in_wrongly(state):
+        swap_in(state)
+        state.memory[7] += 1
+
+    monkeypatch.setattr(demo.SwappedState, "swap_in", swap_in_wrongly)
+    assert demo.main([str(tmp_path), "--size", "1M"]) == 1
+    printed = capsys.readouterr().out
+    assert "every byte came back" in printed
+    assert "NOT bit-identical" in printed
+
+
+def test_a_folder_that_does_not_exist_is_told(demo, tmp_path, capsys):
+    assert demo.main([str(tmp_path / "missing")]) == 1
+    assert "No such file or directory" in capsys.readouterr().err
