@@ -156,6 +156,14 @@ static void uring_arm_wake(struct nvmeio_engine *engine)
     uring->wake_armed = true;
 }
 
+/* When a thread ends, the kernel gives back what it had begun with one of these two
+ * (seen on Linux 6.18), though nothing is wrong with the block.  Lanes keep their
+ * threads; callers come and go, and whoever looks next makes up for it. */
+static bool left_behind(const struct nvmeio_engine *engine, int result)
+{
+    return engine->shared && (result == -EFAULT || result == -ECANCELED);
+}
+
 /* Take all completions that are there; blocks go to `finished`. */
 static int uring_collect(struct nvmeio_engine *engine)
 {
@@ -174,6 +182,8 @@ static int uring_collect(struct nvmeio_engine *engine)
         } else if (entry->user_data != LIBURING_UDATA_TIMEOUT) {
             struct nvmeio_block *block = data;
             block->result = entry->res;
+            if (left_behind(engine, entry->res))
+                nvmeio_block_perform(block);
             nvmeio_engine_finish(engine, block);
             count++;
         }

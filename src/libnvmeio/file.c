@@ -25,6 +25,10 @@
 
 #define COMPARE_BYTES (256u << 10)
 
+/* What a descriptor opened anew has in common with the one it stands for.  O_SYNC
+ * includes O_DSYNC: who asked for either relies on it. */
+#define KEPT_FLAGS (O_ACCMODE | O_SYNC)
+
 /* Open the file behind `fd` anew, with other flags: a description of our own. */
 static int reopen(int fd, int flags)
 {
@@ -48,7 +52,8 @@ static int open_or_create(const char *path, int flags, bool *created)
     int fd = open(path, flags, 0666);
     if (fd < 0)
         return -errno;
-    *created = (flags & (O_EXCL | O_TRUNC)) != 0;
+    /* O_EXCL alone makes no file. */
+    *created = (flags & O_TRUNC) || (flags & (O_CREAT | O_EXCL)) == (O_CREAT | O_EXCL);
     return fd;
 }
 
@@ -133,7 +138,7 @@ static int find_direct(struct nvmeio_file *file, enum nvmeio_direct direct, int 
     if (direct == NVMEIO_DIRECT_NEVER)
         return 0;
     if (file->direct_fd < 0) {
-        int fd = reopen(file->fd, (flags & O_ACCMODE) | O_DIRECT);
+        int fd = reopen(file->fd, (flags & KEPT_FLAGS) | O_DIRECT);
         if (fd < 0)
             error = fd;
         else
@@ -177,8 +182,9 @@ int nvmeio_file_open(const char *path, int flags, enum nvmeio_direct direct,
     bool created;
 
     /* O_NONBLOCK: opening a FIFO must not hang.  It is taken off again, or io_uring
-     * would answer EAGAIN instead of waiting for the disk. */
-    int fd = open_or_create(path, flags | O_CLOEXEC | O_NONBLOCK, &created);
+     * would answer EAGAIN instead of waiting for the disk.  O_NOCTTY: a terminal that
+     * is opened by mistake must not become ours. */
+    int fd = open_or_create(path, flags | O_CLOEXEC | O_NONBLOCK | O_NOCTTY, &created);
     if (fd < 0)
         return fd == -ENXIO ? -EINVAL : fd;
     int error = fstat(fd, &status) ? -errno : check_kind(&status);
@@ -191,7 +197,6 @@ int nvmeio_file_open(const char *path, int flags, enum nvmeio_direct direct,
     }
     describe(file, &status, flags);
     file->info.created = created;
-    atomic_init(&file->creation_open, created);
     error = find_direct(file, direct, flags);
     if (error) {
         file_free(file);
@@ -207,7 +212,7 @@ static int adopt(struct nvmeio_file *file, enum nvmeio_direct direct, int flags)
 {
     if (!(flags & (O_DIRECT | O_NONBLOCK)))
         return 0;
-    int fd = reopen(file->fd, flags & O_ACCMODE);
+    int fd = reopen(file->fd, flags & KEPT_FLAGS);
     if (fd < 0)
         return fd;
     if ((flags & O_DIRECT) && !(flags & O_NONBLOCK) && direct != NVMEIO_DIRECT_NEVER)
@@ -321,14 +326,44 @@ void nvmeio_file_geometry(const struct nvmeio_file *file,
     geometry->offset_align = file->info.offset_align;
 }
 
-int nvmeio_file_preallocate(struct nvmeio_file *file, int64_t size)
+int nvmeio_file_preallocate(struct nvmeio_file *file, int64_t offset, int64_t size)
 {
     int result;
     /* fallocate(2), for posix_fallocate(3) may write zeros instead. */
     do
-        result = fallocate(file->fd, 0, 0, size);
+        result = fallocate(file->fd, 0, offset, size);
     while (result && errno == EINTR);
     return result && errno != EOPNOTSUPP && errno != ENOSYS ? -errno : 0;
+}
+
+/* Raise a maximum; returns what it was. */
+static int64_t raise_to(_Atomic int64_t *maximum, int64_t value)
+{
+    int64_t before = atomic_load_explicit(maximum, memory_order_relaxed);
+
+    while (before < value &&
+           !atomic_compare_exchange_weak_explicit(
+               maximum, &before, value, memory_order_relaxed, memory_order_relaxed))
+        ;
+    return before;
+}
+
+void nvmeio_file_note_end(struct nvmeio_file *file, int64_t end)
+{
+    int64_t before = raise_to(&file->end_max, end);
+    raise_to(&file->end_second, before < end ? before : end);
+}
+
+void nvmeio_file_cut_back(struct nvmeio_file *file, int64_t kept, int64_t end)
+{
+    int64_t others = atomic_load_explicit(&file->end_second, memory_order_relaxed);
+    int64_t wanted = kept > others ? kept : others;
+    int64_t size = nvmeio_file_size(file);
+
+    if (atomic_load_explicit(&file->end_max, memory_order_relaxed) == end &&
+        size > wanted && size <= end)
+        /* If this fails too, the error of the write is still the one to tell. */
+        (void)nvmeio_file_truncate(file, wanted);
 }
 
 static size_t first_difference(const char *a, const char *b, size_t size)

@@ -25,18 +25,27 @@ struct nvmeio_file {
      * later. */
     atomic_bool direct_refused;
 
-    /* The first request that writes owns the making of the file: it alone may
-     * preallocate it and give the space back.  Claimed by exchange. */
-    atomic_bool creation_open;
-    atomic_uint writers; /* requests that ever wrote here */
+    /* How far the writes of this open reach: the furthest one, and the furthest of all
+     * others.  They only grow; relaxed, for nothing else is read by their help. */
+    _Atomic int64_t end_max;
+    _Atomic int64_t end_second;
 };
 
 /* What plans for this file are made from, but for the handle's bounce policy. */
 void nvmeio_file_geometry(const struct nvmeio_file *file,
                           struct nvmeio_geometry *geometry);
 
-/* Reserve [0, size) and make it the file's size.  0 also where the file system cannot.
- */
-int nvmeio_file_preallocate(struct nvmeio_file *file, int64_t size);
+/* Reserve `size` bytes from `offset` on, and make the file that long.  0 also where the
+ * file system cannot. */
+int nvmeio_file_preallocate(struct nvmeio_file *file, int64_t offset, int64_t size);
+
+/* Note that a write reaches to `end`. */
+void nvmeio_file_note_end(struct nvmeio_file *file, int64_t end);
+
+/* A write to a file that this open made reached from `kept` to `end` and has failed:
+ * cut back what it alone has made longer.  Nothing is lost that others have written:
+ * not by this open, for `end_second` is kept, nor by others, for they make the file
+ * longer. */
+void nvmeio_file_cut_back(struct nvmeio_file *file, int64_t kept, int64_t end);
 
 #endif

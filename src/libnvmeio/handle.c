@@ -14,8 +14,9 @@
 
 #include "file_internal.h"
 
-/* A generation that no process has: lists and lanes are being made anew. */
-#define REVIVING UINT32_MAX
+/* Added to the generation of the process that is making lists and lanes anew.  A child
+ * forked meanwhile has another one, and does not wait for a thread it does not have. */
+#define REVIVING (UINT32_C(1) << 31)
 
 static void handle_release(struct nvmeio_handle *handle)
 {
@@ -188,11 +189,13 @@ static void revive(struct nvmeio_handle *handle)
     handle->active_count = 0;
     handle->queue_first = handle->queue_last = NULL;
     handle->done_first = handle->done_last = NULL;
-    handle->fsyncs_gated = handle->drainers = 0;
+    handle->fsyncs_gated = handle->drainers = handle->sleepers = 0;
     handle->callers = NULL;
     handle->caller_count = 0;
     handle->lanes_idle = handle->lanes_alive = handle->lanes_started = 0;
     handle->stopping = false;
+    /* Closed by the parent, or here before it was ever used: nobody is stopping it. */
+    handle->stopped = handle->closing;
     handle->dead_error = locks_init(handle);
     if (handle->dead_error == 0 && !handle->closing)
         handle->dead_error = lanes_start(handle);
@@ -206,9 +209,10 @@ static void ensure_own(struct nvmeio_handle *handle)
     uint32_t then = atomic_load_explicit(&handle->generation, memory_order_acquire);
 
     while (then != now) {
-        if (then != REVIVING && atomic_compare_exchange_strong_explicit(
-                                    &handle->generation, &then, REVIVING,
-                                    memory_order_acquire, memory_order_acquire)) {
+        if (then != (now | REVIVING) &&
+            atomic_compare_exchange_strong_explicit(
+                &handle->generation, &then, now | REVIVING, memory_order_acquire,
+                memory_order_acquire)) {
             revive(handle);
             atomic_store_explicit(&handle->generation, now, memory_order_release);
             return;
@@ -255,30 +259,43 @@ static struct nvmeio_lane *caller_lane_add(struct nvmeio_handle *handle)
     return lane;
 }
 
+/* Give the request to a caller lane, if one can be had.  The mutex is held, and may be
+ * dropped meanwhile. */
+static bool give_to_caller(struct nvmeio_handle *handle, struct nvmeio_request *request)
+{
+    bool punctual = nvmeio_request_is_buffered(request) ? handle->ops->punctual_buffered
+                                                        : handle->ops->punctual_direct;
+    if (!punctual || nvmeio_request_is_over(request))
+        return false;
+    struct nvmeio_lane *lane = caller_lane_find(handle);
+    if (!lane)
+        lane = caller_lane_add(handle);
+    if (!lane || lane->own || lane->driven || nvmeio_schedule_settling(request))
+        return false;
+    lane->own = request;
+    lane->deserted = false;
+    request->caller_lane = lane;
+    /* Who drains, or waits for an fsync behind it, may sleep for want of a lane to
+     * drive. */
+    if (handle->drainers > 0 || handle->fsyncs_gated > 0)
+        pthread_cond_broadcast(&handle->news);
+    return true;
+}
+
 /* Give the request to those who carry it out.  The mutex is held. */
 static void dispatch(struct nvmeio_handle *handle, struct nvmeio_request *request,
                      bool caller)
 {
     nvmeio_schedule_add(handle, request);
-    if (request->op == NVMEIO_OP_FSYNC) {
+    if (request->op == NVMEIO_OP_FSYNC)
         handle->fsyncs_gated++;
-        nvmeio_schedule_open_gates(handle);
+    else if (caller && give_to_caller(handle, request))
         return;
-    }
-    bool punctual = nvmeio_request_is_buffered(request) ? handle->ops->punctual_buffered
-                                                        : handle->ops->punctual_direct;
-    if (caller && punctual && !nvmeio_request_is_over(request)) {
-        struct nvmeio_lane *lane = caller_lane_find(handle);
-        if (!lane)
-            lane = caller_lane_add(handle);
-        if (lane && !lane->own && !lane->driven) {
-            lane->own = request;
-            request->caller_lane = lane;
-            return;
-        }
-    }
-    if (handle->dead_error)
+    /* The last lane may have died, and buried this one, while the mutex was dropped. */
+    if (handle->dead_error && !nvmeio_schedule_settling(request))
         nvmeio_request_fail(request, handle->dead_error, 0);
+    else
+        nvmeio_schedule_open_gates(handle);
     nvmeio_schedule_progress(handle, request);
 }
 
@@ -324,6 +341,9 @@ int nvmeio_submit(struct nvmeio_handle *handle, const struct nvmeio_transfer *tr
     pthread_mutex_lock(&handle->mutex);
     if (handle->closing) {
         pthread_mutex_unlock(&handle->mutex);
+        /* A file that was made ready for this write is cut back. */
+        request->cancelled = true;
+        nvmeio_request_settle(request);
         nvmeio_request_release(request);
         return -EPIPE;
     }
@@ -378,7 +398,6 @@ static void turn(struct nvmeio_handle *handle, struct nvmeio_lane *lane,
                  int64_t timeout_ns)
 {
     lane->driven = true;
-    lane->deserted = false;
     pthread_mutex_unlock(&handle->mutex);
     nvmeio_lane_turn(lane, timeout_ns);
     pthread_mutex_lock(&handle->mutex);
@@ -402,6 +421,30 @@ static int drive(struct nvmeio_handle *handle, struct nvmeio_lane *lane,
     return 0;
 }
 
+/* A caller lane with a request that no thread drives just now, or NULL. */
+static struct nvmeio_lane *undriven(struct nvmeio_handle *handle)
+{
+    struct nvmeio_lane *lane = handle->callers;
+    while (lane && (!lane->own || lane->driven))
+        lane = lane->next;
+    return lane;
+}
+
+/* The caller lane that brings this request forward: its own, or for an fsync those of
+ * the writes before it, for which nobody else may be waiting.  The mutex is held. */
+static struct nvmeio_lane *lane_towards(const struct nvmeio_request *request)
+{
+    if (request->op == NVMEIO_OP_FSYNC && !request->gate_open)
+        return undriven(request->handle);
+    return request->caller_lane;
+}
+
+static void set_deserted(struct nvmeio_request *request, bool deserted)
+{
+    if (request->caller_lane && !nvmeio_request_done(request))
+        request->caller_lane->deserted = deserted;
+}
+
 int nvmeio_request_wait(struct nvmeio_request *request, int64_t timeout_ns)
 {
     struct nvmeio_handle *handle = request->handle;
@@ -414,22 +457,13 @@ int nvmeio_request_wait(struct nvmeio_request *request, int64_t timeout_ns)
     struct deadline deadline = deadline_in(timeout_ns);
     pthread_mutex_lock(&handle->mutex);
     request->waiters++;
+    set_deserted(request, false);
     while (!nvmeio_request_done(request) && error == 0)
-        error = drive(handle, request->caller_lane, &deadline);
+        error = drive(handle, lane_towards(request), &deadline);
     request->waiters--;
-    if (request->caller_lane && !nvmeio_request_done(request))
-        request->caller_lane->deserted = true;
+    set_deserted(request, true);
     pthread_mutex_unlock(&handle->mutex);
     return nvmeio_request_done(request) ? 0 : error;
-}
-
-/* A caller lane with a request that no thread drives just now. */
-static struct nvmeio_lane *undriven(struct nvmeio_handle *handle)
-{
-    struct nvmeio_lane *lane = handle->callers;
-    while (lane && (!lane->own || lane->driven))
-        lane = lane->next;
-    return lane;
 }
 
 int nvmeio_handle_drain(struct nvmeio_handle *handle, int64_t timeout_ns)
@@ -468,6 +502,15 @@ int nvmeio_request_cancel(struct nvmeio_request *request)
     return dropped;
 }
 
+/* A caller lane whose caller gave up waiting, or NULL.  The mutex is held. */
+static struct nvmeio_lane *deserted(struct nvmeio_handle *handle)
+{
+    struct nvmeio_lane *lane = handle->callers;
+    while (lane && (!lane->own || lane->driven || !lane->deserted))
+        lane = lane->next;
+    return lane;
+}
+
 unsigned nvmeio_handle_pop(struct nvmeio_handle *handle, void **users, unsigned count)
 {
     struct nvmeio_request *popped = NULL;
@@ -475,9 +518,9 @@ unsigned nvmeio_handle_pop(struct nvmeio_handle *handle, void **users, unsigned 
 
     ensure_own(handle);
     pthread_mutex_lock(&handle->mutex);
-    struct nvmeio_lane *lane = undriven(handle);
-    if (lane && lane->deserted)
-        turn(handle, lane, 0); /* its caller was interrupted: has it finished? */
+    struct nvmeio_lane *lane = deserted(handle);
+    if (lane)
+        turn(handle, lane, 0); /* has it finished? */
     while (found < count && handle->done_first) {
         struct nvmeio_request *request = handle->done_first;
         handle->done_first = request->done_next;

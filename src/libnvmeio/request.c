@@ -62,16 +62,21 @@ static void check_read(struct nvmeio_request *request)
         nvmeio_request_fail(request, -ENODATA, 0);
 }
 
+static int64_t end_of(const struct nvmeio_request *request)
+{
+    return request->offset + (int64_t)request->size;
+}
+
 static void check_write(struct nvmeio_request *request)
 {
     struct nvmeio_file *file = request->file;
 
-    atomic_fetch_add_explicit(&file->writers, 1, memory_order_relaxed);
-    request->made_file =
-        atomic_exchange_explicit(&file->creation_open, false, memory_order_relaxed);
-    if (!request->made_file || request->size < PREALLOCATE_BYTES_MIN)
+    nvmeio_file_note_end(file, end_of(request));
+    /* Where others may have made the file, its size is not ours to set. */
+    if (!file->info.created || request->size < PREALLOCATE_BYTES_MIN ||
+        end_of(request) <= nvmeio_file_size(file))
         return;
-    int error = nvmeio_file_preallocate(file, request->offset + (int64_t)request->size);
+    int error = nvmeio_file_preallocate(file, request->offset, (int64_t)request->size);
     if (error)
         nvmeio_request_fail(request, error, 0);
 }
@@ -177,20 +182,6 @@ static size_t prefix(const struct nvmeio_request *request)
     return lowest;
 }
 
-/* Several may write to one file: only a file that this request made, that no other
- * request has written to and that nobody has made longer is cut back. */
-static void cut_back(struct nvmeio_request *request)
-{
-    struct nvmeio_file *file = request->file;
-    int64_t wanted = request->got ? request->offset + (int64_t)request->got : 0;
-    int64_t size = nvmeio_file_size(file);
-
-    if (atomic_load_explicit(&file->writers, memory_order_relaxed) == 1 &&
-        size > wanted && size <= request->offset + (int64_t)request->size)
-        /* If this fails too, the error of the write is still the one to tell. */
-        (void)nvmeio_file_truncate(file, wanted);
-}
-
 void nvmeio_request_settle(struct nvmeio_request *request)
 {
     request->got = prefix(request);
@@ -201,8 +192,10 @@ void nvmeio_request_settle(struct nvmeio_request *request)
                        : (size_t)left < request->size ? (size_t)left
                                                       : request->size;
     }
-    if (stopped(request) && request->op == NVMEIO_OP_WRITE && request->made_file)
-        cut_back(request);
+    if (stopped(request) && request->op == NVMEIO_OP_WRITE &&
+        request->file->info.created)
+        nvmeio_file_cut_back(request->file, request->offset + (int64_t)request->got,
+                             end_of(request));
 }
 
 void nvmeio_block_prepare(struct nvmeio_block *block)

@@ -34,7 +34,6 @@ struct nvmeio_request {
     int64_t offset;
     void *user;
     uint32_t generation; /* of the process that submitted it */
-    bool made_file;      /* this write made the file, so a failure cuts it back */
     struct nvmeio_plan plan;
     uint32_t offset_align;
 

@@ -5,7 +5,7 @@
 #include "align.h"
 #include "check.h"
 
-#define SIZE_MAX_TRIED 24700
+#define SIZE_MAX_TRIED 24577
 #define PAGE 4096u
 
 static unsigned char covered[SIZE_MAX_TRIED];
@@ -38,6 +38,9 @@ static void check_direct_piece(const struct situation *s, const struct nvmeio_pi
         CHECK(s->geometry.bounce != NVMEIO_BOUNCE_NEVER);
     }
     CHECK(s->geometry.direct);
+    /* Pages that a write shares with anyone else are left to the page cache. */
+    if (s->op == NVMEIO_OP_WRITE)
+        CHECK(aligned((uint64_t)p->io_offset, PAGE) && aligned(p->io_bytes, PAGE));
 }
 
 static void check_piece(const struct situation *s, const struct nvmeio_piece *p)
@@ -105,14 +108,12 @@ static void check_plan(const struct situation *s)
         CHECK(page_routes[i] != 3);
 }
 
-static const size_t sizes[] = {1,    7,    511,  512,  513,  1000,  4095,
-                               4096, 4097, 4608, 8191, 8192, 8193,  12288,
-                               12800, 16384, 16385, 20479, 24576, 24577};
-static const int64_t offsets[] = {0,    1,    64,   511,   512,   513,  1024,
-                                  4095, 4096, 4097, 4608,  5000,  7680, 8192,
-                                  INT64_C(1) << 40, (INT64_C(1) << 40) + 513};
-static const uintptr_t addresses[] = {0x10000, 0x10001, 0x10004, 0x10040,
-                                      0x10200, 0x10201, 0x10fff, 0x11000};
+static const size_t sizes[] = {1,    7,    511,  512,  1000,  4095,  4096,
+                               4097, 4608, 8192, 8193, 12800, 16385, 24577};
+static const int64_t offsets[] = {0,    1,    511,  512,  1024,
+                                  4095, 4096, 5000, 7680, (INT64_C(1) << 40) + 513};
+static const uintptr_t addresses[] = {0x10000, 0x10001, 0x10040,
+                                      0x10200, 0x10201, 0x10fff};
 
 static void for_all_places(struct situation s)
 {
@@ -128,13 +129,13 @@ static void for_all_places(struct situation s)
 
 static void test_every_byte_goes_once_by_a_route_that_can_carry_it(void)
 {
-    static const uint32_t memory_aligns[] = {1, 4, 512, 4096};
+    static const uint32_t memory_aligns[] = {4, 512};
     static const uint32_t offset_aligns[] = {1, 512, 4096};
-    static const size_t blocks[] = {4096, 8192, 65536};
+    static const size_t blocks[] = {4096, 65536};
 
-    for (int m = 0; m < 4; m++)
+    for (int m = 0; m < 2; m++)
         for (int o = 0; o < 3; o++)
-            for (int b = 0; b < 3; b++)
+            for (int b = 0; b < 2; b++)
                 for (int rest = 0; rest < 2 * 2 * 3; rest++)
                     for_all_places((struct situation){
                         .geometry = {.direct = rest & 1,
@@ -144,7 +145,7 @@ static void test_every_byte_goes_once_by_a_route_that_can_carry_it(void)
                         .op = rest & 2 ? NVMEIO_OP_WRITE : NVMEIO_OP_READ,
                         .block_bytes = blocks[b],
                     });
-    CHECK(plans > 1000000);
+    CHECK(plans > 100000);
 }
 
 static void test_every_size_and_offset_of_the_first_pages(void)

@@ -24,14 +24,7 @@
 #define LONG_NS (60 * SECOND_NS)
 #define WATCHDOG_S 240
 
-/* ThreadSanitizer refuses threads in forked children unless asked not to. */
-const char *__tsan_default_options(void);
-const char *__tsan_default_options(void)
-{
-    return "die_after_fork=0";
-}
-
-#define TEST_FILES_MAX 8
+#define TEST_FILES_MAX 16
 static char test_paths[TEST_FILES_MAX][256];
 static unsigned test_path_count;
 static pid_t test_pid;

@@ -1,0 +1,337 @@
+/* Children of a process with handles: they carry on with their own lanes, and neither
+ * touches what is the other's, on every engine. */
+#include <pthread.h>
+#include <sys/wait.h>
+#include <time.h>
+
+#include "transfer.h"
+
+#define SIZE (512 * KIB)
+
+/* The sanitizers of gcc 12: AddressSanitizer does not hold its allocator's locks over a
+ * fork, so a child of many threads may never get them; ThreadSanitizer does not know
+ * which threads a child is without. */
+#ifdef __SANITIZE_ADDRESS__
+#define FORKS_AMID_THREADS false
+#else
+#define FORKS_AMID_THREADS true
+#endif
+#ifdef __SANITIZE_THREAD__
+#define FORKS false
+#else
+#define FORKS true
+#endif
+
+static const char *path;
+
+/* Fork, run `child` in the child with a watchdog of its own, and expect it to succeed. */
+static pid_t start_child(void (*child)(void *argument), void *argument)
+{
+    fflush(NULL);
+    pid_t pid = fork();
+    CHECK(pid >= 0);
+    if (pid == 0) {
+        alarm(60);
+        child(argument);
+        _exit(0);
+    }
+    return pid;
+}
+
+static void await_child(pid_t pid)
+{
+    int status;
+
+    CHECK(waitpid(pid, &status, 0) == pid);
+    if (status)
+        fprintf(stderr, "the child ended with status %#x\n", status);
+    CHECK(status == 0);
+}
+
+struct scene {
+    struct nvmeio_handle *handle;
+    struct nvmeio_file *file;
+    struct guarded memory;
+    struct nvmeio_request *running[8];
+};
+
+static struct scene scene_open(const char *engine)
+{
+    struct nvmeio_config config = config_of(engine);
+    struct scene scene = {.memory = guarded_new(8 * SIZE, 0)};
+
+    config.lanes = 2;
+    config.queue_depth = 4;
+    scene.handle = open_handle(&config);
+    scene.file = open_file(path, O_RDWR, NVMEIO_DIRECT_AUTO);
+    return scene;
+}
+
+static void scene_close(struct scene *scene)
+{
+    nvmeio_handle_close(scene->handle);
+    nvmeio_file_release(scene->file);
+    guarded_free(&scene->memory);
+}
+
+static void start_reads(struct scene *scene)
+{
+    for (unsigned i = 0; i < 8; i++) {
+        struct nvmeio_transfer t =
+            transfer_of(NVMEIO_OP_READ, scene->file, scene->memory.address + i * SIZE,
+                        SIZE, (int64_t)i);
+        t.caller = i == 7;
+        scene->running[i] = submit(scene->handle, &t);
+    }
+}
+
+static void finish_reads(struct scene *scene)
+{
+    for (unsigned i = 0; i < 8; i++) {
+        CHECK(finish(scene->running[i]).result == SIZE);
+        CHECK(file_holds(path, scene->memory.address + i * SIZE, SIZE, i));
+    }
+}
+
+static void use_handle(struct scene *scene)
+{
+    struct guarded memory = guarded_new(SIZE, 7);
+
+    for (int caller = 0; caller < 2; caller++) {
+        struct nvmeio_transfer t =
+            transfer_of(NVMEIO_OP_READ, scene->file, memory.address, SIZE, 3);
+        t.caller = caller;
+        CHECK(carry_out(scene->handle, &t).result == SIZE);
+        CHECK(file_holds(path, memory.address, SIZE, 3));
+    }
+    guarded_free(&memory);
+}
+
+/* What was in flight belongs to the parent; everything else works. */
+static void child_uses(void *argument)
+{
+    struct scene *scene = argument;
+    struct nvmeio_outcome outcome;
+
+    for (unsigned i = 0; i < 8; i++) {
+        struct nvmeio_request *old = scene->running[i];
+        if (nvmeio_request_done(old))
+            continue;
+        CHECK(nvmeio_request_wait(old, -1) == -EOWNERDEAD);
+        CHECK(nvmeio_request_outcome(old, &outcome) == -EOWNERDEAD);
+        CHECK(nvmeio_request_cancel(old) == -EOWNERDEAD);
+    }
+    CHECK(nvmeio_handle_pending(scene->handle) == 0);
+    use_handle(scene);
+    for (unsigned i = 0; i < 8; i++)
+        nvmeio_request_release(scene->running[i]);
+    nvmeio_handle_close(scene->handle);
+    nvmeio_file_release(scene->file);
+}
+
+static void test_a_child_uses_the_handle_while_its_parent_goes_on(const char *engine)
+{
+    for (int round = 0; round < 5; round++) {
+        struct scene scene = scene_open(engine);
+        start_reads(&scene);
+        pid_t child = start_child(child_uses, &scene);
+        finish_reads(&scene);
+        await_child(child);
+        use_handle(&scene);
+        scene_close(&scene);
+    }
+}
+
+static void child_closes(void *argument)
+{
+    struct scene *scene = argument;
+
+    nvmeio_handle_close(scene->handle);
+    for (unsigned i = 0; i < 8; i++)
+        nvmeio_request_release(scene->running[i]);
+}
+
+static void child_stops_asks_and_closes(void *argument)
+{
+    struct scene *scene = argument;
+    struct nvmeio_request *request;
+    struct nvmeio_stats stats;
+    void *user;
+    char byte;
+    struct nvmeio_transfer t = transfer_of(NVMEIO_OP_READ, scene->file, &byte, 1, 0);
+
+    nvmeio_handle_stop(scene->handle);
+    CHECK(nvmeio_handle_pop(scene->handle, &user, 1) == 0);
+    nvmeio_handle_stats(scene->handle, &stats);
+    CHECK(nvmeio_submit(scene->handle, &t, &request) == -EPIPE);
+    nvmeio_handle_stop(scene->handle);
+    nvmeio_handle_close(scene->handle);
+}
+
+static void test_a_child_may_close_what_it_never_used(const char *engine)
+{
+    struct scene scene = scene_open(engine);
+
+    start_reads(&scene);
+    pid_t first = start_child(child_closes, &scene);
+    pid_t second = start_child(child_stops_asks_and_closes, &scene);
+    finish_reads(&scene);
+    await_child(first);
+    await_child(second);
+    use_handle(&scene);
+    scene_close(&scene);
+}
+
+static void child_of_child(void *argument)
+{
+    use_handle(argument);
+}
+
+static void child_with_child(void *argument)
+{
+    struct scene *scene = argument;
+
+    use_handle(scene);
+    await_child(start_child(child_of_child, scene));
+    use_handle(scene);
+}
+
+static void test_children_of_children_have_lanes_of_their_own(const char *engine)
+{
+    struct scene scene = scene_open(engine);
+
+    use_handle(&scene);
+    await_child(start_child(child_with_child, &scene));
+    use_handle(&scene);
+    scene_close(&scene);
+}
+
+/* Another thread submits, waits and cancels all the time: the locks are in any state. */
+struct storm {
+    struct scene scene;
+    pthread_t threads[3];
+    atomic_bool over;
+};
+
+static void *storm_main(void *argument)
+{
+    struct storm *storm = argument;
+    struct guarded memory = guarded_new(SIZE, 0);
+
+    for (unsigned round = 0; !atomic_load(&storm->over); round++) {
+        struct nvmeio_transfer t = transfer_of(NVMEIO_OP_READ, storm->scene.file,
+                                               memory.address, 64 * KIB, 0);
+        t.caller = round & 1;
+        struct nvmeio_request *request = submit(storm->scene.handle, &t);
+        if (round % 3 == 0)
+            nvmeio_request_cancel(request);
+        struct nvmeio_outcome outcome = finish(request);
+        CHECK(outcome.result == (int64_t)(64 * KIB) || outcome.result == -ECANCELED);
+    }
+    guarded_free(&memory);
+    return NULL;
+}
+
+static void child_in_storm(void *argument)
+{
+    struct storm *storm = argument;
+
+    use_handle(&storm->scene);
+    nvmeio_handle_close(storm->scene.handle);
+}
+
+static void test_forks_amid_submitting_threads(const char *engine)
+{
+    struct storm storm = {.scene = scene_open(engine)};
+
+    for (int i = 0; i < 3; i++)
+        CHECK(pthread_create(&storm.threads[i], NULL, storm_main, &storm) == 0);
+    for (int round = 0; round < 25; round++)
+        await_child(start_child(child_in_storm, &storm));
+    atomic_store(&storm.over, true);
+    for (int i = 0; i < 3; i++)
+        pthread_join(storm.threads[i], NULL);
+    use_handle(&storm.scene);
+    scene_close(&storm.scene);
+}
+
+static void *first_use(void *argument)
+{
+    use_handle(argument);
+    return NULL;
+}
+
+/* Fork while another thread of the child starts the lanes. */
+static void child_forks_while_it_starts(void *argument)
+{
+    pthread_t thread;
+
+    CHECK(pthread_create(&thread, NULL, first_use, argument) == 0);
+    for (int i = 0; i < 3; i++)
+        await_child(start_child(child_of_child, argument));
+    pthread_join(thread, NULL);
+}
+
+static void test_a_fork_amid_the_first_use_in_a_child(const char *engine)
+{
+    struct scene scene = scene_open(engine);
+
+    for (int round = 0; round < 10; round++)
+        await_child(start_child(child_forks_while_it_starts, &scene));
+    scene_close(&scene);
+}
+
+static void child_counts_descriptors(void *argument)
+{
+    struct scene *scene = argument;
+    char link[32], target[256];
+
+    /* The file of the parent is still the file, whatever the child's lanes opened. */
+    use_handle(scene);
+    snprintf(link, sizeof(link), "/proc/self/fd/%d", nvmeio_file_fd(scene->file));
+    ssize_t length = readlink(link, target, sizeof(target) - 1);
+    CHECK(length > 0);
+    target[length] = '\0';
+    CHECK(strstr(target, "nvmeio-test-"));
+    for (int fd = 3; fd < 200; fd++) {
+        int flags = fcntl(fd, F_GETFD);
+        CHECK(flags < 0 || (flags & FD_CLOEXEC));
+    }
+}
+
+static void test_descriptors_stay_what_they_are_and_close_at_exec(const char *engine)
+{
+    struct scene scene = scene_open(engine);
+
+    start_reads(&scene);
+    pid_t child = start_child(child_counts_descriptors, &scene);
+    finish_reads(&scene);
+    await_child(child);
+    scene_close(&scene);
+}
+
+int main(void)
+{
+    const char *engine;
+
+    begin();
+    if (!FORKS)
+        SKIP("ThreadSanitizer cannot follow the threads of forked children");
+    /* What this test was started with is not ours to judge. */
+    for (int fd = 3; fd < 200; fd++)
+        fcntl(fd, F_SETFD, FD_CLOEXEC);
+    path = path_in(test_folder());
+    make_file(path, SIZE + 16, 1);
+    FOR_EACH_ENGINE(engine)
+    {
+        test_a_child_uses_the_handle_while_its_parent_goes_on(engine);
+        test_a_child_may_close_what_it_never_used(engine);
+        test_children_of_children_have_lanes_of_their_own(engine);
+        test_descriptors_stay_what_they_are_and_close_at_exec(engine);
+        if (!FORKS_AMID_THREADS)
+            continue;
+        test_forks_amid_submitting_threads(engine);
+        test_a_fork_amid_the_first_use_in_a_child(engine);
+    }
+    return 0;
+}

@@ -1,0 +1,158 @@
+/* A disk that is full and a disk of 4096-byte sectors, both made of a file and a loop
+ * device.  That needs root; elsewhere the test is skipped. */
+#include <sys/stat.h>
+#include <sys/statvfs.h>
+#include <sys/wait.h>
+
+#include "transfer.h"
+
+#define DISK_BYTES (24 * MIB)
+
+static char folder[256];
+static char device[64];
+
+/* Run a command of the system; its exit status. */
+static int run(const char *format, const char *a, const char *b)
+{
+    char command[1024];
+
+    snprintf(command, sizeof(command), format, a, b);
+    int status = system(command);
+    return WIFEXITED(status) ? WEXITSTATUS(status) : -1;
+}
+
+static void unmount(void)
+{
+    if (getpid() != test_pid)
+        return;
+    if (folder[0]) {
+        (void)run("umount -l %s 2>/dev/null%s", folder, "");
+        rmdir(folder);
+    }
+    if (device[0])
+        (void)run("losetup -d %s 2>/dev/null%s", device, "");
+    folder[0] = device[0] = '\0';
+}
+
+static void attach(const char *image, const char *sector_bytes)
+{
+    char command[512];
+
+    snprintf(command, sizeof(command), "losetup --show -f -b %s %s 2>/dev/null",
+             sector_bytes, image);
+    FILE *output = popen(command, "r");
+    CHECK(output);
+    if (!fgets(device, sizeof(device), output))
+        device[0] = '\0';
+    device[strcspn(device, "\n")] = '\0';
+    pclose(output);
+    if (!device[0])
+        SKIP("losetup gives no loop device");
+}
+
+/* A file system on a disk with such sectors, in `folder`. */
+static void mount_disk(const char *sector_bytes)
+{
+    const char *image = path_in(test_folder());
+    int fd = open(image, O_RDWR | O_CREAT | O_CLOEXEC, 0600);
+
+    CHECK(fd >= 0 && ftruncate(fd, DISK_BYTES) == 0);
+    close(fd);
+    attach(image, sector_bytes);
+    CHECK(run("mkfs.ext4 -q -F %s >/dev/null 2>&1%s", device, "") == 0);
+    snprintf(folder, sizeof(folder), "%s.mount", image);
+    CHECK(mkdir(folder, 0700) == 0);
+    CHECK(run("mount %s %s", device, folder) == 0);
+}
+
+static uint64_t bytes_free(void)
+{
+    struct statvfs status;
+
+    CHECK(statvfs(folder, &status) == 0);
+    return (uint64_t)status.f_bfree * status.f_frsize;
+}
+
+static void test_a_full_disk_is_told_and_leaves_no_rest(const char *engine)
+{
+    struct nvmeio_config config = config_of(engine);
+    struct nvmeio_handle *handle = open_handle(&config);
+    struct guarded memory = guarded_new(2 * DISK_BYTES, 0);
+    char path[512];
+
+    snprintf(path, sizeof(path), "%s/full", folder);
+    sync();
+    uint64_t free_before = bytes_free();
+    struct nvmeio_file *file = open_file(path, O_RDWR | O_CREAT, NVMEIO_DIRECT_AUTO);
+    struct nvmeio_outcome outcome =
+        write_at(handle, file, memory.address, memory.size, 0);
+    CHECK(outcome.result == -ENOSPC && !outcome.abandoned);
+    CHECK(nvmeio_file_size(file) <= outcome.got);
+    nvmeio_file_release(file);
+    CHECK(bytes_free() + MIB > free_before);
+    /* Not new any more, so nothing is reserved, and the disk fills up on the way. */
+    file = open_file(path, O_RDWR, NVMEIO_DIRECT_AUTO);
+    fill(memory.address, memory.size, 0, 4);
+    outcome = write_at(handle, file, memory.address, memory.size, 0);
+    CHECK(outcome.result == -ENOSPC && outcome.got > 0);
+    CHECK(file_holds(path, memory.address, (size_t)outcome.got, 0));
+    nvmeio_file_release(file);
+    unlink(path);
+    guarded_free(&memory);
+    nvmeio_handle_close(handle);
+}
+
+static void test_sectors_of_4096_bytes_are_known_and_kept(const char *engine)
+{
+    static const int64_t offsets[] = {0, 512, 4096, 5000};
+    struct nvmeio_config config = config_of(engine);
+    struct nvmeio_handle *handle = open_handle(&config);
+    struct nvmeio_file_info info;
+    char path[512];
+
+    snprintf(path, sizeof(path), "%s/sectors", folder);
+    make_file(path, MIB, 1);
+    struct nvmeio_file *file = open_file(path, O_RDWR, NVMEIO_DIRECT_ALWAYS);
+    nvmeio_file_get_info(file, &info);
+    CHECK(info.direct && info.offset_align == 4096);
+    for (int i = 0; i < 4; i++)
+        for (size_t residue = 0; residue < 1024; residue += 512)
+            for (size_t size = 511; size < 300000; size = size * 3 + 1) {
+                struct guarded out = guarded_new(size, residue);
+                struct guarded in = guarded_new(size, residue);
+                fill(out.address, size, (uint64_t)offsets[i], (unsigned)size);
+                CHECK(write_at(handle, file, out.address, size, offsets[i]).result ==
+                      (int64_t)size);
+                CHECK(read_at(handle, file, in.address, size, offsets[i]).result ==
+                      (int64_t)size);
+                CHECK(memcmp(in.address, out.address, size) == 0);
+                CHECK(file_holds(path, out.address, size, offsets[i]));
+                guarded_free(&out);
+                guarded_free(&in);
+            }
+    nvmeio_file_release(file);
+    unlink(path);
+    nvmeio_handle_close(handle);
+}
+
+int main(void)
+{
+    const char *engine;
+
+    begin();
+    if (geteuid() != 0)
+        SKIP("only root can mount a file system");
+    atexit(unmount);
+    mount_disk("512");
+    FOR_EACH_ENGINE(engine)
+    {
+        test_a_full_disk_is_told_and_leaves_no_rest(engine);
+    }
+    unmount();
+    mount_disk("4096");
+    FOR_EACH_ENGINE(engine)
+    {
+        test_sectors_of_4096_bytes_are_known_and_kept(engine);
+    }
+    return 0;
+}
