@@ -36,7 +36,8 @@ struct nvmeio_outcome {
  * the file was not opened for, -EOVERFLOW), a closed handle (-EPIPE) or want of
  * memory; what goes wrong with the I/O is in the outcome.  An fsync covers every
  * write to the same file that was submitted to this handle before it.
- * *request is a reference that the caller releases. */
+ * *request is a reference that the caller releases; it is stored before
+ * nvmeio_handle_pop() can report the request to another thread. */
 NVMEIO_API int nvmeio_submit(struct nvmeio_handle *handle,
                              const struct nvmeio_transfer *transfer,
                              struct nvmeio_request **request);

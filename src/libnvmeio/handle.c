@@ -348,9 +348,10 @@ int nvmeio_submit(struct nvmeio_handle *handle, const struct nvmeio_transfer *tr
         return -EPIPE;
     }
     atomic_fetch_add_explicit(&handle->requests, 1, memory_order_relaxed);
+    /* Before it can be done: another thread may pop it at once. */
+    *result = request;
     dispatch(handle, request, transfer->caller);
     pthread_mutex_unlock(&handle->mutex);
-    *result = request;
     return 0;
 }
 

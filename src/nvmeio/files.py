@@ -171,7 +171,7 @@ def aio_read(
                 errno.EINVAL,
                 f"the buffer has {wanted} bytes and the file {size}; aio_read() reads a "
                 "whole file, aio_handle reads parts",
-                filename,
+                file.path,
             )
         return handle.read(buffer, file, validate)
 

@@ -321,7 +321,6 @@ cdef class aio_handle(Submitter):
             A request in flight uses the memory.
         """
         # Requests that are done, and that nobody has looked at, still hold their memory.
-        self.own()
         self.collect()
         return free_locked(tensor)
 

@@ -9,7 +9,7 @@ cdef class Lanes:
     # Let go of the requests that are done, observed or not, and return them.
     cdef list collect(self)
 
-    # Wait until nothing is in flight, looking at signals; collects meanwhile.
+    # Wait until nothing is in flight, looking at signals.
     cdef int drain(self) except -1
 
     # Wait a few milliseconds for completions, when something else has run out.

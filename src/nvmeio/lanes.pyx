@@ -62,7 +62,6 @@ cdef class Lanes:
             with nogil:
                 result = _core.handle_drain(self.c, SLICE_NS)
             PyErr_CheckSignals()
-            self.collect()
         return 0
 
     cdef int breathe(self) except -1:

@@ -19,9 +19,11 @@ cdef class Request:
     cdef readonly Py_ssize_t nbytes
 
     cdef cython.pymutex lock   # of what follows, while it is being finished
+    cdef unsigned long finisher  # the thread that holds the lock, or 0
     cdef bint finished         # the Python work is done too; the outcome stands
     cdef int64_t outcome       # bytes
     cdef object error          # the exception, or None
+    cdef str words             # of an error that should not go unseen, or None
     cdef bint told             # somebody has seen the error
 
     # Hand over to the handle, which holds this object until handle_pop() gives it back.
@@ -31,6 +33,10 @@ cdef class Request:
     # is finished.  What went wrong with the transfer is kept, not raised.
     cdef bint poll(self, int64_t timeout_ns) except -1
 
+    # Whether this very thread is finishing the request further up its stack: letting go of
+    # a buffer may free a handle, or run anything, and so come back here.
+    cdef bint is_being_finished_here(self) noexcept
+
     # poll() in slices, between which signals are looked at.  timeout_s: None or seconds.
     cdef bint poll_for(self, object timeout_s) except -1
 
@@ -38,6 +44,9 @@ cdef class Request:
 cdef Request new_request(
     nvmeio_op op, Buffer buffer, File file, int64_t offset, bint validate
 )
+
+# What to log of an error if nobody looks at it; None where it was to be expected.
+cdef str words_of(object error)
 
 # The same for an object that was just made, of a subclass.
 cdef Request fill_request(

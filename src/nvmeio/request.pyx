@@ -13,6 +13,7 @@ from concurrent.futures import CancelledError
 
 cimport cython
 from cpython.exc cimport PyErr_CheckSignals
+from cpython.pythread cimport PyThread_get_thread_ident
 from cpython.ref cimport Py_DECREF, Py_INCREF
 from libc.stdint cimport INT64_MAX, int64_t
 from posix.fcntl cimport O_RDONLY
@@ -61,8 +62,9 @@ cdef class Request:
         raise TypeError("a Request is made by submit_read() and submit_write()")
 
     def __dealloc__(self):
-        if isinstance(self.error, OSError) and not self.told:
-            _log.error("the error of a request was never looked at: %s", self.error)
+        # A cycle collector may have emptied the error by now, but never its words.
+        if self.words is not None and not self.told:
+            _log.error("the error of a request was never looked at: %s", self.words)
         _core.request_release(self.c)
 
     cdef int start(self, nvmeio_handle *handle, bint caller) except -1:
@@ -91,6 +93,8 @@ cdef class Request:
         cdef int result
         if self.finished:
             return True
+        if self.is_being_finished_here():
+            return False
         if self.c == NULL:
             raise ValueError("the request was never submitted")
         with nogil:
@@ -104,9 +108,16 @@ cdef class Request:
         if result < 0:
             return False
         with self.lock:
-            if not self.finished:
-                finish(self)
+            self.finisher = PyThread_get_thread_ident()
+            try:
+                if not self.finished:
+                    finish(self)
+            finally:
+                self.finisher = 0
         return True
+
+    cdef bint is_being_finished_here(self) noexcept:
+        return self.finisher == <unsigned long> PyThread_get_thread_ident()
 
     cdef bint poll_for(self, object timeout_s) except -1:
         cdef int64_t end = deadline_ns(timeout_s)
@@ -275,9 +286,14 @@ cdef int finish(Request request) except -1:
         finally:
             request.buffer.release()
     request.outcome = outcome.result
+    request.words = words_of(request.error)
     request.file = None
     request.finished = True
     return 0
+
+
+cdef str words_of(object error):
+    return str(error) if isinstance(error, OSError) else None
 
 
 cdef int settle(Request request) except -1:

@@ -8,13 +8,14 @@ other pieces are between host and disk.
 from concurrent.futures import CancelledError
 
 cimport cython
+from cpython.pythread cimport PyThread_get_thread_ident
 from libc.stdint cimport int64_t
 
 from nvmeio._core cimport OP_READ, OP_WRITE, nvmeio_op
 from nvmeio.buffer cimport Buffer, lend
 from nvmeio.file cimport File
 from nvmeio.lanes cimport Lanes
-from nvmeio.request cimport Request, fill_request, new_request
+from nvmeio.request cimport Request, fill_request, new_request, words_of
 
 
 @cython.no_gc_clear
@@ -30,13 +31,18 @@ cdef class StagedRequest(Request):
     cdef bint poll(self, int64_t timeout_ns) except -1:
         if self.finished:
             return True
+        if self.is_being_finished_here():
+            return False
         with self.lock:
+            self.finisher = PyThread_get_thread_ident()
             try:
                 while not self.finished and self.advance(timeout_ns):
                     pass
             except Exception as error:
                 # Of the device or of torch; what is in flight ends first.
                 self.end(error)
+            finally:
+                self.finisher = 0
         return self.finished
 
     cdef bint advance(self, int64_t timeout_ns) except -1:
@@ -90,6 +96,7 @@ cdef class StagedRequest(Request):
         if error is None and self.op == OP_READ:
             self.buffer.land()
         self.error = error
+        self.words = words_of(error)
         self.buffer.release()
         self.file = None
         self.finished = True

@@ -13,7 +13,7 @@ cdef class Submitter:
     cdef bint open
     cdef Py_ssize_t block_bytes
     cdef list tracked           # requests that a subclass waits for together
-    cdef list staged            # requests that Python moves on, piece by piece
+    cdef set staged             # requests that Python moves on, piece by piece
     cdef unsigned generation    # of the process that `tracked` and `staged` belong to
 
     # Called once, by __init__() of a subclass, with checked options.

@@ -35,7 +35,7 @@ cdef class Submitter:
     cdef int start(self, dict options, nvmeio_direct direct) except -1:
         self.block_bytes = options["block_size"]
         self.tracked = []
-        self.staged = []
+        self.staged = set()
         self.generation = _core.fork_generation()
         self.lanes = start_lanes(options)
         self.files = new_open_files(self.lanes, direct)
@@ -47,7 +47,7 @@ cdef class Submitter:
         cdef Request request
         if self.lanes is None:
             return
-        for request in self.staged:
+        for request in list(self.staged):
             request.poll(-1)
         self.lanes.stop()
 
@@ -165,6 +165,7 @@ cdef class Submitter:
         self.open = False
         _live.discard(self)
         self.lanes.stop()
+        self.files.shared = {}
 
     def __enter__(self):
         return self
@@ -194,7 +195,7 @@ cdef class Submitter:
         opened = self.files.find(file, op == OP_WRITE)
         if lent is not None and lent.stage is not None:
             request = new_staged(op, lent, opened, offset, validate, self.lanes)
-            self.staged.append(request)
+            self.staged.add(request)
             return request
         request = new_request(op, lent, opened, offset, validate)
         caller = (
@@ -213,17 +214,22 @@ cdef class Submitter:
         if self.generation != generation:
             self.generation = generation
             self.tracked = []
-            self.staged = []
+            self.staged = set()
             self.files.shared = {}
         return 0
 
     cdef int collect(self) except -1:
         """Let go of the requests that are done, observed or not."""
         cdef Request request
+        if self.lanes is None:
+            return 0
         for request in self.lanes.collect():
             self.files.forget(request)
         if self.staged:
-            self.staged = [r for r in self.staged if not (<Request> r).poll(0)]
+            # Of a copy, for other threads may add to it meanwhile.
+            for request in list(self.staged):
+                if request.poll(0):
+                    self.staged.discard(request)
         return 0
 
     cdef int drain(self) except -1:
