@@ -88,7 +88,8 @@ static int fake_collect(struct nvmeio_engine *engine)
     return count;
 }
 
-static int fake_reap(struct nvmeio_engine *engine, unsigned wait_min, int64_t timeout_ns)
+static int fake_reap(struct nvmeio_engine *engine, unsigned wait_min,
+                     int64_t timeout_ns)
 {
     struct fake *fake = engine->state;
     int64_t end = nvmeio_now_ns() + timeout_ns;
@@ -385,8 +386,7 @@ static void test_a_device_that_refuses_is_left_for_the_page_cache(void)
     CHECK(!info.direct);
     if (direct) {
         CHECK(stats.retries > 0);
-        struct nvmeio_file *file =
-            open_file(stage.path, O_RDWR, NVMEIO_DIRECT_ALWAYS);
+        struct nvmeio_file *file = open_file(stage.path, O_RDWR, NVMEIO_DIRECT_ALWAYS);
         CHECK(read_at(stage.handle, file, stage.memory.address, BLOCK, 0).result ==
               -EINVAL);
         nvmeio_file_release(file);
@@ -467,9 +467,8 @@ static void test_edges_of_a_write_wait_for_its_middle(void)
     stage_open(16, true);
     nvmeio_file_get_info(stage.file, &info);
     if (info.direct && info.offset_align > 1) {
-        struct nvmeio_transfer t =
-            transfer_of(NVMEIO_OP_WRITE, stage.file, stage.memory.address + 1000,
-                        4 * BLOCK, 1000);
+        struct nvmeio_transfer t = transfer_of(
+            NVMEIO_OP_WRITE, stage.file, stage.memory.address + 1000, 4 * BLOCK, 1000);
         play(hold);
         struct nvmeio_request *request = submit(stage.handle, &t);
         await(&in_flight, 4);

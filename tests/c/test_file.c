@@ -70,7 +70,8 @@ static void test_a_file_system_without_direct_io_is_read_buffered(void)
 
 static void test_flags_of_the_caller_stay_as_they_are(void)
 {
-    static const int kinds[] = {0, O_DIRECT, O_NONBLOCK, O_DIRECT | O_NONBLOCK, O_DSYNC};
+    static const int kinds[] = {0, O_DIRECT, O_NONBLOCK, O_DIRECT | O_NONBLOCK,
+                                O_DSYNC};
     const char *path = path_in(test_folder());
     struct nvmeio_config config = config_of(engine_at(0));
     struct nvmeio_handle *handle = open_handle(&config);
@@ -110,7 +111,8 @@ static void test_synchronous_descriptors_stay_synchronous(void)
         CHECK(fd >= 0 && nvmeio_file_dup(fd, NVMEIO_DIRECT_AUTO, &file) == 0);
         int wanted = kinds[i] & O_SYNC;
         CHECK((fcntl(file->fd, F_GETFL) & O_SYNC) == wanted);
-        CHECK(file->direct_fd < 0 || (fcntl(file->direct_fd, F_GETFL) & O_SYNC) == wanted);
+        CHECK(file->direct_fd < 0 ||
+              (fcntl(file->direct_fd, F_GETFL) & O_SYNC) == wanted);
         nvmeio_file_release(file);
         close(fd);
     }
@@ -122,9 +124,12 @@ static void test_created_is_only_what_was_made_or_emptied(void)
         int flags;
         bool there, created;
     } cases[] = {
-        {O_CREAT, false, true},          {O_CREAT, true, false},
-        {O_CREAT | O_EXCL, false, true}, {O_CREAT | O_TRUNC, true, true},
-        {O_TRUNC, true, true},           {O_EXCL, true, false},
+        {O_CREAT, false, true},
+        {O_CREAT, true, false},
+        {O_CREAT | O_EXCL, false, true},
+        {O_CREAT | O_TRUNC, true, true},
+        {O_TRUNC, true, true},
+        {O_EXCL, true, false},
         {0, true, false},
     };
     const char *path = path_in(test_folder());

@@ -1,4 +1,5 @@
-/* A handle under many threads, many requests, signals and early ends, on every engine. */
+/* A handle under many threads, many requests, signals and early ends, on every engine.
+ */
 #include <pthread.h>
 #include <signal.h>
 #include <time.h>

@@ -1,5 +1,5 @@
-/* Bytes go to the file and come back, on every engine: any size, any offset, any address,
- * any shape of the handle, and by the route that was asked for. */
+/* Bytes go to the file and come back, on every engine: any size, any offset, any
+ * address, any shape of the handle, and by the route that was asked for. */
 #include "transfer.h"
 
 #define FILE_BYTES (768 * KIB)
@@ -49,13 +49,14 @@ static void round_trip(struct nvmeio_handle *handle, struct nvmeio_file *file,
 static void all_sizes(const struct nvmeio_config *config, struct model *model)
 {
     size_t block = (config->block_bytes + 4095) / 4096 * 4096;
-    const size_t sizes[] = {0,    1,    511,   512,       513,
-                            4095, 4096, block, block + 1, 2 * block * config->queue_depth};
+    const size_t sizes[] = {
+        0,    1,    511,   512,       513,
+        4095, 4096, block, block + 1, 2 * block * config->queue_depth};
     static const struct {
         int64_t offset;
         size_t residue;
-    } places[] = {{0, 0},   {0, 1},       {512, 512}, {4096, 64},
-                  {777, 0}, {777, 777},   {5121, 0},  {4096 + 511, 511}};
+    } places[] = {{0, 0},   {0, 1},     {512, 512}, {4096, 64},
+                  {777, 0}, {777, 777}, {5121, 0},  {4096 + 511, 511}};
     struct nvmeio_handle *handle = open_handle(config);
     struct nvmeio_file *file = open_file(model->path, O_RDWR, NVMEIO_DIRECT_AUTO);
 
@@ -156,7 +157,8 @@ static const struct route_case route_cases[] = {
     {NVMEIO_DIRECT_AUTO, NVMEIO_BOUNCE_AUTO, 4096, 1, 81920, 0, 0},
     {NVMEIO_DIRECT_AUTO, NVMEIO_BOUNCE_NEVER, 4096, 1, 81920, 0, 81920},
     {NVMEIO_DIRECT_ALWAYS, NVMEIO_BOUNCE_NEVER, 4096, 1, 81920, 0, 81920},
-    /* Ragged ends: 4096 - 1000 bytes before the first page boundary, 1000 at the end. */
+    /* Ragged ends: 4096 - 1000 bytes before the first page boundary, 1000 at the end.
+     */
     {NVMEIO_DIRECT_AUTO, NVMEIO_BOUNCE_AUTO, 5096, 1000, 81920, 77824, 4096},
 };
 
@@ -275,7 +277,8 @@ static void test_values_out_of_their_limits_make_no_handle(void)
     for (int i = 0; i < 7; i++) {
         struct nvmeio_config bad = good;
         size_t *blocks[] = {&bad.block_bytes, &bad.block_bytes};
-        unsigned *counts[] = {&bad.queue_depth, &bad.queue_depth, &bad.lanes, &bad.lanes};
+        unsigned *counts[] = {&bad.queue_depth, &bad.queue_depth, &bad.lanes,
+                              &bad.lanes};
         const size_t block_values[] = {0, NVMEIO_BLOCK_BYTES_MAX + 1};
         const unsigned values[] = {0, NVMEIO_QUEUE_DEPTH_MAX + 1, 0,
                                    NVMEIO_LANES_MAX + 1};

@@ -183,8 +183,9 @@ static inline struct nvmeio_outcome carry_out(struct nvmeio_handle *handle,
 }
 
 static inline struct nvmeio_transfer transfer_of(enum nvmeio_op op,
-                                                 struct nvmeio_file *file, void *address,
-                                                 size_t size, int64_t offset)
+                                                 struct nvmeio_file *file,
+                                                 void *address, size_t size,
+                                                 int64_t offset)
 {
     return (struct nvmeio_transfer){
         .op = op, .file = file, .address = address, .size = size, .offset = offset};
@@ -202,7 +203,8 @@ static inline struct nvmeio_outcome write_at(struct nvmeio_handle *handle,
                                              struct nvmeio_file *file, void *address,
                                              size_t size, int64_t offset)
 {
-    struct nvmeio_transfer t = transfer_of(NVMEIO_OP_WRITE, file, address, size, offset);
+    struct nvmeio_transfer t =
+        transfer_of(NVMEIO_OP_WRITE, file, address, size, offset);
     return carry_out(handle, &t);
 }
 

@@ -1,0 +1,480 @@
+"""Compares the transfers of nvmeio with fio, with os.preadv and with each other.
+
+All duels are gone through once a round on one file, so they see the same moods of the disk.
+bench/README.md says how to read the tables and what they showed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import datetime as dt
+import itertools
+import json
+import os
+import platform
+import random
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections import deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from duels import GIB, Duel, Goal, Sample, device_bytes, measured, spread, table
+
+import nvmeio
+
+# At 1 MiB a block.  fio uses depth blocks of memory over and over, which the host's caches
+# reward where they are few; the deepest is close to the footprint of a large tensor.
+FIO_DEPTHS = (16, 128, 512)
+# Passes over the file in a turn beside fio, whose clock counts milliseconds and whose CPU
+# time includes some of its start.
+FIO_PASSES = 2
+SMALL_COUNT = 1000
+SMALL_BYTES = 64 << 10
+LATENCY_BYTES = 4096
+LATENCY_READS = 50
+
+# The configurations that the default one is compared with.
+GRID = {
+    "block_size": (512 << 10, 1 << 20, 4 << 20),
+    "queue_depth": (16, 128),
+    "overlap_events": (False, True),
+    "intra_op_parallelism": (1, 2),
+}
+# The best of many noisy figures is the luckiest: those that look best are measured anew.
+SCREENINGS = 2
+FINALISTS = 3
+
+HUGE_PAGES = Path("/proc/sys/vm/nr_hugepages")
+# What the deepest queue of 1 MiB blocks needs in pages of 2 MiB, and some to spare.
+HUGE_PAGES_WANTED = max(FIO_DEPTHS) // 2 + 16
+
+Move = Callable[[], Sample]
+
+
+@dataclasses.dataclass
+class Ground:
+    """The file and the memory that all duels are fought on.
+
+    Attributes
+    ----------
+    path : Path
+        The file, written once and synced.
+    file : nvmeio.File
+        The same, open for reading and writing, past the page cache.
+    descriptor : int
+        The same, open with O_DIRECT.
+    pool, ordinary : torch.Tensor
+        As many bytes as the file has, every page touched: from new_cpu_locked_tensor, and
+        as torch allocates them.
+    has_huge_pages : bool
+        Whether fio has huge pages too.
+    """
+
+    path: Path
+    file: nvmeio.File
+    descriptor: int
+    pool: torch.Tensor
+    ordinary: torch.Tensor
+    has_huge_pages: bool
+
+
+@contextlib.contextmanager
+def huge_pages() -> Iterator[bool]:
+    """Reserve huge pages for fio while inside; gives whether that was possible."""
+
+    def change(pages: int) -> int:
+        before = int(HUGE_PAGES.read_text(encoding="ascii"))
+        HUGE_PAGES.write_text(str(max(0, before + pages)), encoding="ascii")
+        return int(HUGE_PAGES.read_text(encoding="ascii")) - before
+
+    try:
+        reserved = change(HUGE_PAGES_WANTED)
+    except OSError:
+        yield False
+        return
+    try:
+        yield reserved == HUGE_PAGES_WANTED
+    finally:
+        # Not back to what it was: another benchmark may have come or gone meanwhile.
+        change(-reserved)
+
+
+@contextlib.contextmanager
+def ground(folder: Path, size: int) -> Iterator[Ground]:
+    """Make the file and the memory, and clear up."""
+    with contextlib.ExitStack() as stack:
+        has_huge_pages = stack.enter_context(huge_pages())
+        inside = stack.enter_context(
+            tempfile.TemporaryDirectory(prefix="nvmeio-bench-", dir=folder)
+        )
+        path = Path(inside, "file")
+        handle = stack.enter_context(nvmeio.aio_handle())
+        pool = handle.new_cpu_locked_tensor(size, torch.empty(0, dtype=torch.uint8))
+        pool.random_(0, 256)
+        nvmeio.write_file(path, pool, sync=True)
+        file = stack.enter_context(nvmeio.File(path, "r+", direct=True))
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
+        stack.callback(os.close, descriptor)
+        yield Ground(path, file, descriptor, pool, pool.clone(), has_huge_pages)
+
+
+def fio(ground: Ground, op: str, depth: int) -> Sample:
+    """Let fio read or overwrite the file in blocks of 1 MiB.
+
+    Notes
+    -----
+    Time and CPU time are those that fio gives for its job, without its start and its other
+    threads.  The kernel adds the device bytes of a child to those of the process that reaps
+    it, so ours say what fio's reads fetched.
+    """
+    command = [
+        "fio",
+        "--name=bench",
+        f"--filename={ground.path}",
+        f"--size={ground.pool.nbytes}",
+        f"--loops={FIO_PASSES}",
+        f"--rw={op}",
+        "--bs=1m",
+        f"--iodepth={depth}",
+        "--ioengine=io_uring",
+        "--direct=1",
+        "--allow_file_create=0",
+        "--output-format=json",
+    ]
+    if ground.has_huge_pages:
+        command += ["--iomem=mmaphuge", "--hugepage-size=2m"]
+    device = device_bytes()
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    job = json.loads(done.stdout)["jobs"][0]
+    seconds = job[op]["runtime"] / 1000
+    cpu = (job["usr_cpu"] + job["sys_cpu"]) / 100 * job["job_runtime"] / 1000
+    return Sample(job[op]["io_bytes"], seconds, cpu, device_bytes() - device)
+
+
+def whole(
+    handle: nvmeio.aio_handle,
+    ground: Ground,
+    op: str,
+    buffer: torch.Tensor,
+    passes: int = 1,
+) -> Move:
+    """Return a turn that moves a buffer in one request, some times over."""
+    submit = handle.submit_read if op == "read" else handle.submit_write
+    return lambda: measured(
+        lambda: sum(submit(buffer, ground.file).wait() for _ in range(passes))
+    )
+
+
+def recycled(
+    handle: nvmeio.aio_handle, ground: Ground, op: str, blocks: int, passes: int
+) -> Move:
+    """Return a turn that moves the file through a few MiB of pool memory, as fio does."""
+    submit = handle.submit_read if op == "read" else handle.submit_write
+    slots = ground.pool[: blocks << 20].split(1 << 20)
+    offsets = range(0, ground.pool.nbytes, 1 << 20)
+
+    def work() -> int:
+        moved = 0
+        requests: deque[nvmeio.Request] = deque()
+        for index, offset in enumerate(itertools.chain(*[offsets] * passes)):
+            if len(requests) == len(slots):
+                moved += requests.popleft().wait()
+            requests.append(submit(slots[index % len(slots)], ground.file, offset))
+        return moved + sum(request.wait() for request in requests)
+
+    return lambda: measured(work)
+
+
+def pieces(
+    handle: nvmeio.aio_handle, ground: Ground, op: str, buffer: torch.Tensor
+) -> Move:
+    """Return a turn that moves a buffer in a request for each 64 KiB."""
+    submit = handle.submit_read if op == "read" else handle.submit_write
+    views = list(enumerate(buffer.split(SMALL_BYTES)))
+
+    def work() -> int:
+        requests = [submit(view, ground.file, index * SMALL_BYTES) for index, view in views]
+        return sum(request.wait() for request in requests)
+
+    return lambda: measured(work)
+
+
+def scattered(read: Callable[[int], Any], ground: Ground) -> Move:
+    """Return a turn of synchronous reads at random places; `read` takes the offset."""
+    generator = random.Random()
+    last = ground.pool.nbytes // LATENCY_BYTES - 1
+
+    def turn() -> Sample:
+        offsets = [LATENCY_BYTES * generator.randint(0, last) for _ in range(LATENCY_READS)]
+
+        def work() -> int:
+            for offset in offsets:
+                read(offset)
+            return LATENCY_READS * LATENCY_BYTES
+
+        return measured(work)
+
+    return turn
+
+
+def fio_duels(ground: Ground) -> Iterator[Duel]:
+    """Pair pool memory with fio at the same block size and depth."""
+    for op, depth in itertools.product(("read", "write"), FIO_DEPTHS):
+        handle = nvmeio.aio_handle(1 << 20, depth, overlap_events=True)
+        if depth == min(FIO_DEPTHS):
+            yield Duel(
+                f"{op}, 1 MiB x {depth}",
+                ("requests of 1 MiB, memory as fio's", "fio"),
+                (
+                    recycled(handle, ground, op, depth, FIO_PASSES),
+                    lambda op=op, depth=depth: fio(ground, op, depth),
+                ),
+                op == "read",
+            )
+        yield Duel(
+            f"{op}, 1 MiB x {depth}",
+            ("one request", "fio"),
+            (
+                whole(handle, ground, op, ground.pool, FIO_PASSES),
+                lambda op=op, depth=depth: fio(ground, op, depth),
+            ),
+            op == "read",
+        )
+
+
+def memory_duels(ground: Ground) -> Iterator[Duel]:
+    """Pair ordinary tensors with pool memory."""
+    for op, overlap in itertools.product(("read", "write"), (False, True)):
+        handle = nvmeio.aio_handle(overlap_events=overlap)
+        yield Duel(
+            f"{op}, overlap_events={overlap}",
+            ("ordinary tensor", "pool memory"),
+            (
+                whole(handle, ground, op, ground.ordinary),
+                whole(handle, ground, op, ground.pool),
+            ),
+            op == "read",
+        )
+
+
+def small_duels(ground: Ground) -> Iterator[Duel]:
+    """Pair 1000 requests of 64 KiB with one request of as many bytes."""
+    handle = nvmeio.aio_handle(overlap_events=True)
+    buffer = ground.pool[: min(SMALL_COUNT * SMALL_BYTES, ground.pool.nbytes)]
+    for op in ("read", "write"):
+        yield Duel(
+            f"{op}, overlap_events=True",
+            (f"{buffer.nbytes // SMALL_BYTES} x 64 KiB", "one request"),
+            (pieces(handle, ground, op, buffer), whole(handle, ground, op, buffer)),
+            op == "read",
+            alternations=4,
+        )
+
+
+def latency_duel(ground: Ground) -> Duel:
+    """Pair synchronous reads of 4 KiB with os.preadv into the same memory."""
+    handle = nvmeio.aio_handle()
+    buffer: np.ndarray = ground.pool[:LATENCY_BYTES].numpy()
+    return Duel(
+        "read, 4 KiB synchronous",
+        ("handle.read", "os.preadv"),
+        (
+            scattered(lambda at: handle.read(buffer, ground.file, False, at), ground),
+            scattered(lambda at: os.preadv(ground.descriptor, [buffer], at), ground),
+        ),
+        True,
+        alternations=20,
+    )
+
+
+def grid() -> Iterator[dict[str, Any]]:
+    """Give the configurations that the default one is compared with."""
+    for values in itertools.product(*GRID.values()):
+        yield dict(zip(GRID, values, strict=True))
+
+
+def described(options: dict[str, Any]) -> str:
+    """Write a configuration in few characters."""
+    overlap = "overlapped" if options["overlap_events"] else "batched"
+    return (
+        f"{options['block_size'] >> 10} KiB x {options['queue_depth']}, {overlap}, "
+        f"{options['intra_op_parallelism']} lanes"
+    )
+
+
+def default_duel(ground: Ground, op: str, options: dict[str, Any]) -> Duel:
+    """Pair a default-constructed handle with a configured one."""
+    return Duel(
+        f"{op}, pool memory",
+        ("default handle", described(options)),
+        (
+            whole(nvmeio.aio_handle(), ground, op, ground.pool),
+            whole(nvmeio.aio_handle(**options), ground, op, ground.pool),
+        ),
+        op == "read",
+    )
+
+
+def progress(words: str) -> None:
+    """Say what is going on."""
+    print(f"\r{words:60}", end="\r", file=sys.stderr, flush=True)
+
+
+def finalists(ground: Ground, quick: bool) -> Iterator[Duel]:
+    """Screen the grid, and give fresh duels with the configurations that looked best."""
+    speed = Goal("speed", 0)
+    for op in ("read", "write"):
+        found = []
+        for options in itertools.islice(grid(), 0, None, 9 if quick else 1):
+            progress(f"{op}, {described(options)}")
+            duel = default_duel(ground, op, options)
+            for _ in range(SCREENINGS):
+                duel.fight()
+            found.append((statistics.median(speed.ratios(duel)), options))
+        found.sort(key=lambda ratio_and_options: ratio_and_options[0])
+        for _, options in found[: 1 if quick else FINALISTS]:
+            yield default_duel(ground, op, options)
+
+
+def all_duels(ground: Ground, quick: bool) -> Iterator[tuple[Duel, list[Goal]]]:
+    """Give every duel with its goals."""
+    for duel in fio_duels(ground):
+        yield duel, [Goal("speed", 0.97 if duel.reads else 0.95), Goal("CPU time", 1.3)]
+    for duel in memory_duels(ground):
+        yield duel, [Goal("speed", 0.8)]
+    for duel in small_duels(ground):
+        yield duel, [Goal("speed", 0.85)]
+    for duel in finalists(ground, quick):
+        yield duel, [Goal("speed", 0.95)]
+    yield latency_duel(ground), [Goal("time", 1.25)]
+
+
+def figures(duel: Duel) -> Iterator[tuple[str, ...]]:
+    """Give a row of absolute figures for each contestant."""
+    for index, name in enumerate(duel.names):
+        samples = [pair[index] for pair in duel.rounds]
+        delivered = sum(s.device_bytes for s in samples) / sum(s.nbytes for s in samples)
+        yield (
+            duel.work,
+            name,
+            spread((s.nbytes / s.seconds / 1e9 for s in samples), 2),
+            spread((s.cpu_seconds * GIB / s.nbytes for s in samples), 4),
+            f"{delivered:.3f}" if duel.reads else "-",
+        )
+
+
+def verdicts(duel: Duel, goals: list[Goal]) -> Iterator[tuple[str, ...]]:
+    """Give a row for each goal of a duel."""
+    for goal in goals:
+        yield (
+            duel.work,
+            " / ".join(duel.names),
+            str(goal),
+            spread(goal.ratios(duel), 3),
+            goal.verdict(duel),
+        )
+
+
+def output(*command: str) -> str:
+    """Return what a command prints."""
+    return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+
+
+def machine(folder: Path, has_huge_pages: bool) -> dict[str, Any]:
+    """Describe where and with what it was measured, without paths and host names."""
+    cpu = dict(
+        line.split("\t: ")
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        if "\t: " in line
+    )
+    file_system, device = output("df", "--output=fstype,source", str(folder)).split()[-2:]
+    return {
+        "date": dt.date.today().isoformat(),
+        "cpu": f"{os.cpu_count()} x {cpu.get('model name', platform.machine())}",
+        "kernel": platform.release(),
+        "file system": f"{file_system} on {Path(device).name}",
+        "load before": os.getloadavg()[0],
+        "fio": output("fio", "--version").strip(),
+        "huge pages for fio": has_huge_pages,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "nvmeio": nvmeio.__version__,
+    }
+
+
+def size_of(text: str) -> int:
+    """Read a size such as 64M or 1G."""
+    factors = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+    digits = text.rstrip("KMGkmg")
+    size = int(digits) * factors.get(text[len(digits) :].upper(), 1)
+    if size < 1 << 20 or size % (1 << 20):
+        raise argparse.ArgumentTypeError("must be whole MiB, at least one")
+    return size
+
+
+def arguments() -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--size", type=size_of, help="of the file (1G; 64M if quick)")
+    parser.add_argument("--rounds", type=int, help="how many (12; 3 if quick)")
+    parser.add_argument("--dir", type=Path, default=Path(), help="for the file (.)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="keep raw numbers")
+    parser.add_argument("--quick", action="store_true", help="a look whether all works")
+    options = parser.parse_args()
+    options.size = options.size or (64 << 20 if options.quick else GIB)
+    options.rounds = options.rounds or (3 if options.quick else 10)
+    return options
+
+
+def report(duels: list[tuple[Duel, list[Goal]]], about: dict[str, Any]) -> None:
+    """Print what was measured."""
+    print("\n" + "\n".join(f"{key}: {value}" for key, value in about.items()))
+    if not about["huge pages for fio"]:
+        print("fio had no huge pages (that needs root): the ratios to it mean little")
+    print(
+        "\nmedian [minimum-maximum] of the rounds; delivered: device bytes / bytes read\n"
+    )
+    head = ("work", "contestant", "GB/s", "CPU s/GiB", "delivered")
+    print(table(head, itertools.chain.from_iterable(figures(duel) for duel, _ in duels)))
+    head = ("work", "ratio of", "goal", "measured", "")
+    print("\n" + table(head, (row for duel in duels for row in verdicts(*duel))))
+
+
+def main() -> None:
+    """Measure and report; what was measured never changes the exit status."""
+    # So that nothing is left behind: neither the file nor the huge pages.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    options = arguments()
+    if shutil.which("fio") is None:
+        sys.exit(
+            "bench_transfer: fio is missing; on Debian and Ubuntu: apt-get install fio"
+        )
+    with ground(options.dir, options.size) as place:
+        about = machine(options.dir, place.has_huge_pages)
+        about |= {"size": options.size, "rounds": options.rounds}
+        duels = list(all_duels(place, options.quick))
+        # The first round warms up.
+        for number in range(options.rounds + 1):
+            progress(f"round {number} of {options.rounds}")
+            for duel, _ in duels:
+                duel.fight()
+        for duel, _ in duels:
+            del duel.rounds[0]
+    report(duels, about)
+    if options.json:
+        raw = {"machine": about, "duels": [duel.as_dict() for duel, _ in duels]}
+        options.json.write_text(json.dumps(raw, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

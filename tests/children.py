@@ -1,0 +1,202 @@
+"""Child processes for the tests of faults, forks, signals and exits.
+
+What a child does is a function of ``workloads.py``; here it is started, its faults are
+made by strace, and it is stopped by a watchdog, so that nothing hangs but fails.
+"""
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+WORKLOADS = Path(__file__).with_name("workloads.py")
+
+# A child that takes longer hangs.  Two processors and a sanitizer make all of them slow.
+WATCHDOG_S = 90
+
+# What `make asan` sets is for Python alone, not for tools of the system.
+PRELOADED = ("LD_PRELOAD", "PYTHONPATH")
+
+
+def system_environment():
+    """Return the environment for tools of the system."""
+    return {key: value for key, value in os.environ.items() if key not in PRELOADED}
+
+
+def run_tool(*command):
+    """Run a tool of the system and return what it says; its failure is an error."""
+    path = os.environ["PATH"] + os.pathsep + "/usr/sbin" + os.pathsep + "/sbin"
+    done = subprocess.run(
+        [shutil.which(str(command[0]), path=path) or command[0], *map(str, command[1:])],
+        env=system_environment(),
+        capture_output=True,
+        text=True,
+        timeout=WATCHDOG_S,
+        check=False,
+    )
+    assert done.returncode == 0, f"{command}: {done.stderr}{done.stdout}"
+    return done.stdout
+
+
+@dataclass
+class Outcome:
+    """What a child said and how it ended."""
+
+    status: int
+    stderr: str
+    reports: list
+    injected: Counter
+
+    @property
+    def report(self):
+        """The one report of a child that went well, and said nothing else."""
+        assert self.status == 0, self.stderr
+        assert len(self.reports) == 1, self.reports
+        return self.reports[0]
+
+
+class Child:
+    """A process that runs one function of workloads.py.
+
+    It prints a JSON line for each report; a line ``"ready"`` means that it waits for
+    ``go()``.  With ``faults``, strace is attached before that: expressions of its
+    ``inject=``, which count system calls from there on.
+    """
+
+    def __init__(self, name, *, flags=(), prefix=(), faults=(), only=None, env=(), **args):
+        self.name = name
+        self.faults = list(faults)
+        self.only = only
+        self.tracer = None
+        self.log = None
+        self.reports = []
+        self.stderr = []
+        self.timed_out = False
+        self.process = subprocess.Popen(
+            [*prefix, sys.executable, *flags, WORKLOADS, name, json.dumps(args)],
+            env={**os.environ, **dict(env)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        self.reader = threading.Thread(
+            target=lambda: self.stderr.extend(self.process.stderr)
+        )
+        self.reader.start()
+        self.watchdog = threading.Timer(WATCHDOG_S, self._expire)
+        self.watchdog.start()
+
+    def _expire(self):
+        self.timed_out = True
+        # Says where its threads are, for faulthandler listens; then it has to go.
+        self.process.send_signal(signal.SIGABRT)
+        time.sleep(1)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+    def next_report(self):
+        """Wait for the child's next line; None when it has ended."""
+        line = self.process.stdout.readline()
+        return json.loads(line) if line else None
+
+    def ready(self):
+        """Wait until the child waits for ``go()``."""
+        report = self.next_report()
+        if report != "ready":
+            pytest.fail(f"{self.name} said {report!r}\n{self._stop()}")
+        if self.faults:
+            self._attach()
+
+    def _attach(self):
+        calls = ",".join(fault.partition(":")[0] for fault in self.faults)
+        command = ["strace", "-f", "-qqq", "-e", f"trace={calls}"]
+        command += [word for fault in self.faults for word in ("-e", f"inject={fault}")]
+        if self.only:
+            command += ["-P", str(self.only)]
+        # Closed when it has been read, by finish().
+        self.log = tempfile.NamedTemporaryFile("r", prefix="nvmeio-strace-")  # noqa: SIM115
+        command += ["-o", self.log.name, "-p", str(self.process.pid)]
+        self.tracer = subprocess.Popen(
+            command, env=system_environment(), stderr=subprocess.PIPE, text=True
+        )
+        self._await_tracer()
+
+    def _await_tracer(self):
+        """Every thread of the child has a tracer, and strace has nothing to complain of."""
+        tasks = Path(f"/proc/{self.process.pid}/task")
+        while any(
+            "TracerPid:\t0\n" in (task / "status").read_text() for task in tasks.iterdir()
+        ):
+            if self.tracer.poll() is not None:
+                complaint = self.tracer.stderr.read()
+                self._stop()
+                pytest.skip(f"strace cannot trace here: {complaint.strip()}")
+            time.sleep(0.01)
+
+    def go(self):
+        """Let the child go on."""
+        self.process.stdin.write("go\n")
+        self.process.stdin.flush()
+
+    def _stop(self):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        return self.finish(check=False)
+
+    def finish(self, *, check=True):
+        """Wait for the end of the child, and return its Outcome."""
+        for line in self.process.stdout:
+            self.reports.append(json.loads(line))
+        status = self.process.wait()
+        injected = self._read_log() if self.tracer else Counter()
+        self.watchdog.cancel()
+        self.reader.join()
+        self.process.stdin.close()
+        self.process.stdout.close()
+        self.process.stderr.close()
+        stderr = "".join(self.stderr)
+        if check and self.timed_out:
+            pytest.fail(f"{self.name} hangs\n{self.reports}\n{stderr}")
+        return Outcome(status, stderr, self.reports, injected)
+
+    def _read_log(self):
+        """Wait for the end of strace; return how often it injected each system call."""
+        self.tracer.wait()
+        self.tracer.stderr.close()
+        with self.log:
+            # Between the two halves of a call others may stand: `<... pread64 resumed>`.
+            pattern = r"(\w+)(?:\(| resumed>)[^\n]*\(INJECTED\)"
+            return Counter(re.findall(pattern, self.log.read()))
+
+
+def run_child(name, **options):
+    """Run a function of workloads.py to its end."""
+    return Child(name, **options).finish()
+
+
+def run_with_faults(name, *faults, **options):
+    """Run a function of workloads.py that pauses once; from there on faults are made."""
+    if shutil.which("strace") is None:
+        pytest.skip("strace is not installed")
+    child = Child(name, faults=faults, **options)
+    child.ready()
+    child.go()
+    outcome = child.finish()
+    for fault in faults:
+        call = fault.partition(":")[0]
+        assert outcome.injected[call] > 0, f"{call} was never made: {outcome}"
+    return outcome

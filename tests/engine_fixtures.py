@@ -1,0 +1,64 @@
+"""Fixtures of the tests of transfers: every engine, on a disk and in memory."""
+
+import tempfile
+from pathlib import Path
+
+import pytest
+
+import nvmeio
+from helpers import BLOCK, DEPTH, ENGINES
+
+
+@pytest.fixture(params=ENGINES)
+def engine(request):
+    """The name of each engine in turn."""
+    found = nvmeio.engines()[request.param]
+    if not found["works"]:
+        pytest.skip(f"the engine {request.param} does not work here: {found['reason']}")
+    return request.param
+
+
+@pytest.fixture(params=["disk", "shm"])
+def folder(request, tmp_path):
+    """A folder on the disk, and one in memory."""
+    if request.param == "disk":
+        yield tmp_path
+    else:
+        with tempfile.TemporaryDirectory(dir="/dev/shm") as name:
+            yield Path(name)
+
+
+@pytest.fixture
+def path(folder):
+    """Where a file may be made."""
+    return folder / "data"
+
+
+@pytest.fixture
+def alignment(folder):
+    """What O_DIRECT wants in the folder; 1 where there is no O_DIRECT."""
+    with nvmeio.File(folder / "alignment", "w") as file:
+        found = file.alignment
+    (folder / "alignment").unlink()
+    return found
+
+
+@pytest.fixture
+def open_handle(engine):
+    """Make handles; in the end each is seen to have used the engine under test."""
+    handles = []
+
+    def open_handle(*args, **options):
+        handles.append(nvmeio.aio_handle(*args, engine=engine, **options))
+        return handles[-1]
+
+    yield open_handle
+    for handle in handles:
+        assert handle.stats()["engine"] == engine
+        handle.close()
+
+
+@pytest.fixture
+def handle(open_handle):
+    """A handle with a queue of a few small blocks."""
+    return open_handle(BLOCK, DEPTH)

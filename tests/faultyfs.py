@@ -1,0 +1,183 @@
+"""A file system in memory with faults on demand, by FUSE: ``faultyfs.py MOUNTPOINT``.
+
+The attribute ``user.faults`` of any file in it sets the faults, as JSON: for each of
+``read``, ``write`` and ``fsync`` a dict of
+
+``held``        wait until other faults are set, or for half a minute
+``delay_s``     wait so long
+``error``       fail with this errno: where ``at`` is given, what touches that byte
+``full_at``     a file cannot grow beyond so many bytes: ENOSPC
+``short``       move at most so many bytes
+``flip``        change the byte at this offset of the file
+``times``       so often at most, and then never again
+
+``user.fired`` tells how often each one has struck, ``user.waiting`` how many calls wait.
+It ends when its standard input does.
+"""
+
+import errno
+import json
+import os
+import stat
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+
+import fuse
+
+# A call that is held for ever could not even be killed.
+HELD_S_MAX = 30
+
+
+class FaultyFS(fuse.Operations):
+    """Files in memory."""
+
+    def __init__(self):
+        self.files = {}
+        self.faults = {}
+        self.fired = Counter()
+        self.waiting = 0
+        self.changed = threading.Condition()
+
+    def strike(self, call, offset=0, size=1):
+        """Wait or raise as the faults say; return those that remain, for the caller."""
+        with self.changed:
+            fault = self.faults.get(call, {})
+            if fault.get("held"):
+                self.fired[f"{call}.held"] += 1
+                self.waiting += 1
+                self.changed.wait_for(
+                    lambda: not self.faults.get(call, {}).get("held"), HELD_S_MAX
+                )
+                self.waiting -= 1
+                fault = self.faults.get(call, {})
+            if fault.get("times") == 0:
+                return {}
+            hit = offset <= fault.get("at", offset) < offset + size
+            if "error" in fault and hit:
+                self.count(call, "error")
+                raise fuse.FuseOSError(fault["error"])
+        if "delay_s" in fault:
+            self.count(call, "delay_s")
+            time.sleep(fault["delay_s"])
+        return fault
+
+    def count(self, call, kind):
+        """Note that a fault strikes, which uses up one of its ``times``."""
+        self.fired[f"{call}.{kind}"] += 1
+        fault = self.faults.get(call, {})
+        if "times" in fault:
+            fault["times"] -= 1
+
+    def flip(self, call, fault, data, offset):
+        """Return the bytes, of which one may have changed."""
+        position = fault.get("flip", -1) - offset
+        if not 0 <= position < len(data):
+            return data
+        self.count(call, "flip")
+        return data[:position] + bytes([data[position] ^ 1]) + data[position + 1 :]
+
+    def shorten(self, call, fault, size):
+        """Return how many bytes to move."""
+        if size <= fault.get("short", size):
+            return size
+        self.count(call, "short")
+        return fault["short"]
+
+    def file(self, path):
+        """Return the content of a file."""
+        if path not in self.files:
+            raise fuse.FuseOSError(errno.ENOENT)
+        return self.files[path]
+
+    def getattr(self, path, fh=None):
+        if path == "/":
+            return {"st_mode": stat.S_IFDIR | 0o755, "st_nlink": 2}
+        size = len(self.file(path))
+        return {"st_mode": stat.S_IFREG | 0o644, "st_nlink": 1, "st_size": size}
+
+    def create(self, path, mode, fi=None):
+        self.files[path] = bytearray()
+        return 0
+
+    def read(self, path, size, offset, fh):
+        fault = self.strike("read", offset, size)
+        size = self.shorten("read", fault, size)
+        data = bytes(self.file(path)[offset : offset + size])
+        return self.flip("read", fault, data, offset)
+
+    def write(self, path, data, offset, fh):
+        fault = self.strike("write", offset, len(data))
+        size = self.shorten("write", fault, len(data))
+        room = fault.get("full_at", offset + size) - offset
+        if room < size:
+            self.count("write", "full_at")
+            if room <= 0:
+                raise fuse.FuseOSError(errno.ENOSPC)
+            size = room
+        content = self.file(path)
+        with self.changed:
+            content.extend(bytes(max(0, offset - len(content))))
+            content[offset : offset + size] = self.flip("write", fault, data[:size], offset)
+        return size
+
+    def truncate(self, path, length, fh=None):
+        content = self.file(path)
+        with self.changed:
+            del content[length:]
+            content.extend(bytes(length - len(content)))
+
+    def fsync(self, path, datasync, fh):
+        self.strike("fsync")
+        return 0
+
+    def unlink(self, path):
+        del self.files[path]
+
+    def readdir(self, path, fh):
+        return [".", "..", *(name[1:] for name in self.files)]
+
+    def setxattr(self, path, name, value, options, position=0):
+        if name != "user.faults":
+            raise fuse.FuseOSError(errno.ENOTSUP)
+        with self.changed:
+            self.faults = json.loads(value)
+            if self.faults:
+                self.fired.clear()
+            self.changed.notify_all()
+        return 0
+
+    def getxattr(self, path, name, position=0):
+        if name == "user.fired":
+            return json.dumps(self.fired).encode()
+        if name == "user.waiting":
+            return str(self.waiting).encode()
+        raise fuse.FuseOSError(errno.ENODATA)
+
+
+def end_with_input(mountpoint):
+    """Unmount when whoever started us has gone."""
+    sys.stdin.read()
+    command = ["umount", "-l"] if os.geteuid() == 0 else ["fusermount", "-u", "-z"]
+    subprocess.run([*command, mountpoint], check=False)
+    os._exit(0)
+
+
+def main(mountpoint):
+    """Serve until standard input ends."""
+    threading.Thread(target=end_with_input, args=[mountpoint], daemon=True).start()
+    # hard_remove: a file that is open can be removed, without being renamed first.
+    fuse.FUSE(
+        FaultyFS(),
+        mountpoint,
+        foreground=True,
+        direct_io=True,
+        hard_remove=True,
+        fsname="nvmeio-faultyfs",
+    )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,155 @@
+"""What tests of transfers share: bytes, guarded memory, routes, descriptors, limits."""
+
+import contextlib
+import os
+import resource
+from collections import Counter
+from concurrent.futures import CancelledError
+
+import numpy as np
+import pytest
+
+import nvmeio
+
+ENGINES = ("io_uring", "libaio", "threads", "sync")
+PAGE = 4096
+MIB = 1 << 20
+
+# A queue so small that a few hundred KiB are more than it holds.
+BLOCK = 64 << 10
+DEPTH = 4
+
+
+def edge_sizes():
+    """Return functions from an alignment to the sizes at which code goes wrong, by name."""
+    return {
+        "0": lambda align: 0,
+        "1": lambda align: 1,
+        "align-1": lambda align: align - 1,
+        "align": lambda align: align,
+        "align+1": lambda align: align + 1,
+        "block-1": lambda align: BLOCK - 1,
+        "block": lambda align: BLOCK,
+        "block+1": lambda align: BLOCK + 1,
+        "more than the queue": lambda align: 3 * DEPTH * BLOCK + 777,
+    }
+
+
+def pattern(size, seed=0):
+    """Return bytes of which none can be mistaken for zeros, canaries or other bytes."""
+    return np.random.default_rng([size, seed]).bytes(size)
+
+
+class Guarded:
+    """Memory `residue` bytes beyond a page boundary, with canaries on either side.
+
+    ASan does not see what a device writes; canaries do.
+    """
+
+    CANARY = 0xA5
+
+    def __init__(self, content, residue=0):
+        size = content if isinstance(content, int) else len(content)
+        self._all = np.full(size + residue + 3 * PAGE, self.CANARY, np.uint8)
+        self._begin = -self._all.ctypes.data % PAGE + PAGE + residue
+        self.array = self._all[self._begin : self._begin + size]
+        if not isinstance(content, int):
+            self.array[:] = np.frombuffer(content, np.uint8)
+
+    def content(self):
+        """Return the bytes, after a look at the canaries."""
+        before = self._all[: self._begin]
+        behind = self._all[self._begin + len(self.array) :]
+        assert (before == self.CANARY).all(), "written to before the memory that was lent"
+        assert (behind == self.CANARY).all(), "written to behind the memory that was lent"
+        return self.array.tobytes()
+
+
+def routes(handle):
+    """Return how many bytes went which way, as a Counter, which compares without zeros."""
+    stats = handle.stats()
+    return Counter(
+        {way: stats[f"bytes_{way}"] for way in ("direct", "buffered", "bounced")}
+    )
+
+
+def expected_routes(op, size, align, offset=0, residue=0, bounce="auto"):
+    """Say which bytes go which way, by the words of docs/design.md.
+
+    `align` is ``File.alignment``, 1 where there is no O_DIRECT.  An address that is not
+    aligned must be odd: how even ones are taken depends on the device.
+    """
+    begin, end = offset, offset + size
+    edge = max(align, PAGE)
+    whole = edge if op == "write" else align
+    if begin % whole:
+        begin += -begin % edge
+    if end % whole:
+        end -= end % edge
+    middle = max(0, end - begin)
+    reachable = middle and (residue + begin - offset) % align == 0 and bounce != "always"
+    if align == 1 or not (reachable or (middle and bounce != "never")):
+        bounced = align > 1 and op == "read" and bounce != "never"
+        return Counter({"bounced" if bounced else "buffered": size})
+    if not reachable and op == "read":
+        return Counter(bounced=size)
+    return Counter(
+        {"direct" if reachable else "bounced": middle, "buffered": size - middle}
+    )
+
+
+def descriptors_below(folder):
+    """Return the paths of the files below a folder that this process has open."""
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        # The descriptor of the listing itself is gone.
+        with contextlib.suppress(FileNotFoundError):
+            found.append(os.readlink(f"/proc/self/fd/{name}"))
+    return [path for path in found if path.startswith(f"{folder}/")]
+
+
+@contextlib.contextmanager
+def limit(kind, value):
+    """Lower a soft limit of this process."""
+    before = resource.getrlimit(kind)
+    resource.setrlimit(kind, (value, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(kind, before)
+
+
+@contextlib.contextmanager
+def plugged(handle, folder):
+    """Keep the only lane of a handle busy: what is submitted meanwhile stays in flight.
+
+    The handle must have blocks of one page and a queue of one: `SLOW`.  The lane has
+    seconds of work, which is dropped at the end.
+    """
+    path = folder / "plug"
+    with open(path, "wb") as file:
+        file.truncate(64 * MIB)
+    memory = np.zeros(64 * MIB, np.uint8)
+    with nvmeio.File(path) as file:
+        plugs = [handle.submit_read(memory, file) for _ in range(256)]
+    try:
+        yield
+    finally:
+        for plug in reversed(plugs):
+            plug.cancel()
+        with pytest.raises(CancelledError):
+            plugs[-1].wait()
+        assert not any(plug.exception() for plug in plugs if not cancelled(plug))
+        path.unlink()
+
+
+def cancelled(request):
+    """Wait for a request, and tell whether it was cancelled."""
+    try:
+        request.exception()
+    except CancelledError:
+        return True
+    return False
+
+
+SLOW = {"block_size": 1, "queue_depth": 1}

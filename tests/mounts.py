@@ -1,0 +1,148 @@
+"""Fixtures that mount: a FUSE file system with faults, and file systems on loop devices.
+
+Everything is taken down after the test; what an earlier run that was killed has left behind
+is found by its name and taken down first.
+"""
+
+import contextlib
+import ctypes.util
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from children import WATCHDOG_S, run_tool, system_environment
+
+# Of the backing files of our loop devices; the number is the process that made them.
+IMAGE_NAME = re.compile(r"nvmeio-loop-(\d+)-\w+\.img")
+
+
+@pytest.fixture(scope="session")
+def fuse_folder(tmp_path_factory):
+    """A folder in which tests set faults, as faultyfs.py says."""
+    if not os.access("/dev/fuse", os.R_OK | os.W_OK):
+        pytest.skip("there is no FUSE here: /dev/fuse cannot be opened")
+    if importlib.util.find_spec("fuse") is None or not ctypes.util.find_library("fuse"):
+        pytest.skip("there is no FUSE here: fusepy or libfuse2 is not installed")
+    folder = tmp_path_factory.mktemp("faulty")
+    server = subprocess.Popen(
+        [sys.executable, Path(__file__).with_name("faultyfs.py"), folder],
+        env=system_environment(),
+        stdin=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    while not os.path.ismount(folder) and server.poll() is None:
+        time.sleep(0.01)
+    if server.poll() is not None:
+        complaint = server.communicate()[1].strip().splitlines()[-1:]
+        pytest.skip(f"there is no FUSE here: {complaint}")
+    yield folder
+    # Its standard input ends: it lets every call go, unmounts and ends.
+    server.communicate(timeout=WATCHDOG_S)
+    assert not os.path.ismount(folder)
+
+
+@pytest.fixture
+def faulty(fuse_folder):
+    """The folder of the FUSE file system, empty and without faults."""
+    for path in fuse_folder.iterdir():
+        path.unlink()
+    yield fuse_folder
+    if any(fuse_folder.iterdir()):
+        os.setxattr(next(fuse_folder.iterdir()), "user.faults", b"{}")
+
+
+def take_down(device):
+    """Unmount a loop device wherever it is mounted, and give it back."""
+    mounts = Path("/proc/self/mounts").read_text().splitlines()
+    for source, folder in (line.split()[:2] for line in mounts):
+        if source == device:
+            run_tool("umount", folder)
+    run_tool("losetup", "--detach", device)
+
+
+def take_down_leftovers():
+    """Take down what processes of ours that are no more have left."""
+    listed = json.loads(run_tool("losetup", "--list", "--json") or '{"loopdevices": []}')
+    for entry in listed["loopdevices"]:
+        found = IMAGE_NAME.search(entry["back-file"] or "")
+        if found and not os.path.exists(f"/proc/{found[1]}"):
+            take_down(entry["name"])
+
+
+@pytest.fixture(scope="session")
+def loop_devices():
+    """Whether loop devices can be used here: a skip where not."""
+    if os.geteuid() != 0:
+        pytest.skip("loop devices need root")
+    if not os.path.exists("/dev/loop-control"):
+        pytest.skip("there are no loop devices here")
+    take_down_leftovers()
+
+
+@pytest.fixture
+def loop_device(loop_devices, tmp_path):
+    """A function (size, sector) that makes a loop device, and returns its path."""
+    made = []
+
+    def make(size, sector=512):
+        image = tmp_path / f"nvmeio-loop-{os.getpid()}-{len(made)}.img"
+        with open(image, "wb") as file:
+            file.truncate(size)
+        command = ["losetup", "--find", "--show", "--sector-size", sector]
+        try:
+            device = run_tool(*command, "--direct-io=on", image).strip()
+        except AssertionError as error:
+            pytest.skip(f"loop devices cannot be made here: {error}")
+        made.append(device)
+        return device
+
+    yield make
+    for device in made:
+        take_down(device)
+
+
+@pytest.fixture
+def loop_mount(loop_device, tmp_path):
+    """A function (kind, size, sector) that mounts a new file system; returns its folder."""
+
+    def mount(kind, size, sector=512):
+        options = {"ext4": ["-q", "-m", "0"], "xfs": ["-q"], "btrfs": ["-q"]}[kind]
+        device = loop_device(size, sector)
+        if kind == "xfs":
+            options += ["-s", f"size={sector}"]
+        run_tool(f"mkfs.{kind}", *options, device)
+        folder = tmp_path / f"mount-{kind}"
+        folder.mkdir()
+        try:
+            run_tool("mount", "-t", kind, device, folder)
+        except AssertionError as error:
+            pytest.skip(f"the kernel does not mount {kind}: {error}")
+        return folder
+
+    return mount
+
+
+@pytest.fixture
+def tmpfs(tmp_path):
+    """A folder on tmpfs."""
+    folder = Path("/dev/shm")
+    kinds = [
+        line.split()[1:3] for line in Path("/proc/self/mounts").read_text().splitlines()
+    ]
+    if [str(folder), "tmpfs"] not in kinds:
+        pytest.skip("/dev/shm is no tmpfs")
+    path = folder / f"nvmeio-{os.getpid()}"
+    path.mkdir()
+    yield path
+    with contextlib.suppress(FileNotFoundError):
+        for file in path.iterdir():
+            file.unlink()
+        path.rmdir()

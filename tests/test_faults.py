@@ -1,0 +1,326 @@
+"""System calls that fail, limits that are met: right bytes or an OSError, never a hang.
+
+Faults are injected by strace into a child that does what ``workloads.py`` says; that they
+were, is asserted by ``run_with_faults``.
+"""
+
+import os
+import shutil
+
+import pytest
+
+from children import run_child, run_with_faults
+from helpers import ENGINES
+
+STEPS = ("write", "read", "unaligned", "small", "fsync", "again")
+ALL_WELL = dict.fromkeys(STEPS, "ok")
+BLOCKS = {"block_size": 16384, "queue_depth": 8}
+
+
+def round_trip(folder, *faults, engine, **options):
+    """Run the workload round_trip with faults, and return its report."""
+    arguments = {**BLOCKS, **options}
+    return run_with_faults(
+        "round_trip", *faults, folder=str(folder), engine=engine, **arguments
+    ).report
+
+
+# What an engine must survive: calls that fail, how, and when in each thread.
+PASSING = [
+    *(
+        ("io_uring", [f"io_uring_enter:error={name}:when={when}"])
+        for name in ("EINTR", "EAGAIN", "EBUSY", "ENOMEM")
+        for when in ("2+3", "1..20")
+    ),
+    ("io_uring", ["io_uring_enter:error=EIO:when=2"]),
+    ("io_uring", ["io_uring_enter:error=EIO:when=3+5"]),
+    *(
+        ("libaio", [f"{call}:error={name}:when=1+2"])
+        for call in ("io_submit", "io_getevents")
+        for name in ("EINTR", "EAGAIN", "ENOMEM", "EIO")
+    ),
+    *(
+        (engine, [f"pread64:error={name}:when=1+2", f"pwrite64:error={name}:when=1+2"])
+        for engine in ("threads", "sync")
+        for name in ("EINTR", "EAGAIN", "EBUSY")
+    ),
+]
+
+
+@pytest.mark.parametrize(("engine", "faults"), PASSING)
+def test_a_fault_that_passes_is_ridden_out(tmp_path, engine, faults):
+    report = round_trip(tmp_path, *faults, engine=engine)
+    assert report["engine"] == engine
+    assert report["steps"] == ALL_WELL
+    assert report["retries"] > 0
+    assert report["pending"] == 0
+
+
+@pytest.mark.parametrize("overlap_events", [False, True])
+@pytest.mark.parametrize("single_submit", [False, True])
+def test_every_way_of_submitting_rides_faults_out(tmp_path, overlap_events, single_submit):
+    options = {"overlap_events": overlap_events, "single_submit": single_submit}
+    fault = "io_uring_enter:error=EAGAIN:when=2+2"
+    report = round_trip(tmp_path, fault, engine="io_uring", **options)
+    assert report["steps"] == ALL_WELL
+    assert report["retries"] > 0
+
+
+def test_an_interrupted_sleep_is_slept_again(tmp_path):
+    report = round_trip(tmp_path, "ppoll:error=EINTR:when=1+2", engine="libaio")
+    assert report["steps"] == ALL_WELL
+
+
+@pytest.mark.parametrize("engine", ["threads", "sync"])
+@pytest.mark.parametrize("name", ["EIO", "ENOMEM"])
+def test_a_block_that_cannot_be_read_fails_its_request_alone(tmp_path, engine, name):
+    fault = f"pread64:error={name}:when=3"
+    report = round_trip(tmp_path, fault, engine=engine, queue_depth=1)
+    failed = [step for step, ended in report["steps"].items() if ended != "ok"]
+    assert failed
+    assert {report["steps"][step] for step in failed} == {name}
+    assert report["steps"]["write"] == report["steps"]["again"] == "ok"
+
+
+@pytest.mark.parametrize("engine", ["threads", "sync"])
+@pytest.mark.parametrize("name", ["EIO", "ENOSPC", "EDQUOT"])
+def test_a_failed_write_leaves_no_more_than_was_written(tmp_path, engine, name):
+    fault = f"pwrite64:error={name}:when=4+"
+    report = round_trip(tmp_path, fault, engine=engine, queue_depth=1)
+    assert report["steps"] == {**ALL_WELL, "write": name}
+    assert report["size_left"] == 3 * BLOCKS["block_size"]
+
+
+@pytest.mark.parametrize("engine", ["threads", "sync"])
+def test_a_device_that_refuses_direct_io_is_read_through_the_page_cache(tmp_path, engine):
+    # One worker, so that the first call of each thread is not the second of a block.
+    fault = "pread64:error=EINVAL:when=1"
+    report = round_trip(tmp_path, fault, engine=engine, queue_depth=1)
+    assert report["steps"] == ALL_WELL
+    assert report["bytes_buffered"] > 0
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_no_space_to_preallocate_is_no_space(tmp_path, engine):
+    report = round_trip(tmp_path, "fallocate:error=ENOSPC", engine=engine)
+    assert report["steps"] == {**ALL_WELL, "write": "ENOSPC"}
+    assert report["size_left"] == 0
+
+
+@pytest.mark.parametrize("name", ["EOPNOTSUPP", "ENOSYS"])
+def test_a_file_system_without_fallocate_is_written_to(tmp_path, name):
+    report = round_trip(tmp_path, f"fallocate:error={name}", engine="auto")
+    assert report["steps"] == ALL_WELL
+
+
+def test_an_interrupted_fallocate_goes_again(tmp_path):
+    report = round_trip(tmp_path, "fallocate:error=EINTR:when=1..3", engine="auto")
+    assert report["steps"] == ALL_WELL
+
+
+@pytest.mark.parametrize("engine", ["libaio", "threads", "sync"])
+def test_a_failed_fsync_is_told(tmp_path, engine):
+    report = round_trip(tmp_path, "fsync:error=EIO", engine=engine)
+    assert report["steps"] == {**ALL_WELL, "fsync": "EIO"}
+
+
+def test_a_failed_truncation_is_told(tmp_path):
+    done = run_with_faults("whole_files", "ftruncate:error=EIO", folder=str(tmp_path))
+    assert done.report == {"aio_write": "EIO", "size_left": 600_000}
+
+
+def test_an_interrupted_truncation_goes_again(tmp_path):
+    fault = "ftruncate:error=EINTR:when=1..2"
+    done = run_with_faults("whole_files", fault, folder=str(tmp_path))
+    assert done.report == {"aio_write": "ok", "size_left": 300_000}
+
+
+def test_where_statx_tells_nothing_whole_pages_are_used(tmp_path):
+    path = str(tmp_path / "file")
+    done = run_with_faults("describe_file", "statx:error=ENOSYS", path=path)
+    assert done.report == {"direct": True, "alignment": 4096}
+
+
+def test_want_of_descriptors_is_told_with_the_path_and_passes(tmp_path):
+    path = tmp_path / "source"
+    done = run_with_faults(
+        "open_without_descriptors",
+        "openat:error=EMFILE:when=1",
+        folder=str(tmp_path),
+        only=path,
+    )
+    assert done.report["first"] == ["EMFILE", str(path)]
+
+
+# Opening handles.
+
+
+@pytest.mark.parametrize(
+    ("name", "words"), [("EPERM", "seccomp"), ("ENOSYS", "5.1"), ("ENOMEM", "ulimit -l")]
+)
+def test_where_io_uring_is_refused_libaio_serves_and_says_so_once(name, words):
+    report = run_with_faults("open_handle", f"io_uring_setup:error={name}").report
+    assert report["handle"] == "libaio"
+    assert len(report["log"]) == 1
+    assert "libaio" in report["log"][0]
+    assert words in report["log"][0]
+    refused = report["engines"]["io_uring"]
+    assert refused["built"]
+    assert not refused["works"]
+    assert os.strerror(refused["errno"]) in refused["reason"]
+    assert words in refused["reason"]
+
+
+def test_where_both_are_refused_threads_serve():
+    faults = ("io_uring_setup:error=EPERM", "io_setup:error=ENOSYS")
+    report = run_with_faults("open_handle", *faults).report
+    assert report["handle"] == "threads"
+    assert len(report["log"]) == 1
+    assert "io_uring" in report["log"][0]
+    assert "libaio" in report["log"][0]
+
+
+def test_a_fallback_moves_the_right_bytes(tmp_path):
+    faults = ("io_uring_setup:error=EPERM", "io_setup:error=EPERM")
+    report = round_trip(tmp_path, *faults, engine="auto", early=False)
+    assert report["engine"] == "threads"
+    assert report["steps"] == ALL_WELL
+
+
+@pytest.mark.parametrize(
+    ("engine", "fault", "name"),
+    [
+        ("io_uring", "io_uring_setup:error=EPERM", "EPERM"),
+        ("libaio", "io_setup:error=EAGAIN", "EAGAIN"),
+    ],
+)
+def test_an_engine_that_was_asked_for_is_not_replaced(engine, fault, name):
+    report = run_with_faults("open_handle", fault, engine=engine).report
+    assert report["handle"].startswith(f"{name}: ")
+    assert engine in report["handle"]
+    assert report["log"] == []
+
+
+def test_a_large_ring_that_finds_no_memory_is_made_smaller(tmp_path):
+    fault = "io_uring_setup:error=ENOMEM:when=1..3"
+    report = round_trip(tmp_path, fault, engine="io_uring", early=False, queue_depth=64)
+    assert report["engine"] == "io_uring"
+    assert report["steps"] == ALL_WELL
+
+
+@pytest.mark.parametrize("engine", ["auto", *ENGINES])
+@pytest.mark.parametrize(
+    ("fault", "name"),
+    [("clone3:error=EAGAIN", "EAGAIN"), ("eventfd2:error=EMFILE", "EMFILE")],
+)
+def test_a_handle_that_cannot_be_opened_says_why(engine, fault, name):
+    report = run_with_faults("open_handle", fault, engine=engine).report
+    assert report["handle"].startswith(f"{name}: ")
+
+
+def test_one_worker_does_where_more_cannot_be_had(tmp_path):
+    fault = "clone3:error=EAGAIN:when=2+"
+    report = round_trip(tmp_path, fault, engine="threads", early=False)
+    assert report["engine"] == "threads"
+    assert report["steps"] == ALL_WELL
+
+
+@pytest.mark.parametrize("engine", ["io_uring", "libaio"])
+def test_where_callers_find_no_descriptor_lanes_serve(tmp_path, engine):
+    report = round_trip(tmp_path, "eventfd2:error=EMFILE", engine=engine)
+    assert report["steps"] == ALL_WELL
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_without_memory_for_bounces_requests_fail_or_are_right(tmp_path, engine):
+    report = round_trip(tmp_path, "mmap:error=ENOMEM", engine=engine, bounce="always")
+    assert set(report["steps"].values()) <= {"ok", "ENOMEM"}
+    assert report["pending"] == 0
+
+
+# A ring that can no longer be entered.
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["EIO", "EBUSY"])
+def test_a_dead_ring_fails_its_requests_and_keeps_their_memory(tmp_path, name):
+    done = run_with_faults(
+        "dead_ring", f"io_uring_enter:error={name}", folder=str(tmp_path)
+    )
+    report = done.report
+    assert report["first"] == name
+    assert report["later"] == [name, "ok", name]
+    assert report["pending"] == 0
+    assert report["took_s"] < 15
+    assert any("never freed" in line for line in report["log"])
+
+
+# Limits.
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_more_files_than_descriptors_take_turns(tmp_path, engine):
+    report = run_child("few_descriptors", folder=str(tmp_path), engine=engine).report
+    assert report == {"fired": "EMFILE", "engine": engine}
+
+
+@pytest.mark.parametrize("engine", ["auto", *ENGINES])
+def test_a_handle_without_descriptors_says_so(engine):
+    assert run_child("no_descriptor", engine=engine).report == {"handle": "EMFILE"}
+
+
+def without_capabilities(*names):
+    """Return the words that start a command without some capabilities of root."""
+    if os.geteuid() != 0:
+        return []
+    if shutil.which("setpriv") is None:
+        pytest.skip("setpriv is not installed")
+    return ["setpriv", "--bounding-set", ",".join(f"-{name}" for name in names)]
+
+
+@pytest.mark.parametrize("engine", ["auto", "libaio", "threads", "sync"])
+def test_without_locked_memory_all_works_unlocked(tmp_path, engine):
+    prefix = without_capabilities("ipc_lock")
+    done = run_child("no_memlock", prefix=prefix, folder=str(tmp_path), engine=engine)
+    report = done.report
+    assert report["mlock"] in {"EPERM", "ENOMEM"}
+    assert report["bytes_locked"] == 0
+    assert report["is_pinned"]
+    if report["engine"] != "io_uring":
+        assert report["engine"] == ("libaio" if engine == "auto" else engine)
+    if report["log"]:
+        # Rings are charged to the limit, whatever the kernel calls it.
+        assert "ulimit -l is 0 KiB" in report["log"][0]
+    assert bool(report["log"]) == (engine == "auto" and report["engine"] == "libaio")
+
+
+@pytest.mark.parametrize("engine", ["auto", *ENGINES])
+def test_a_handle_without_threads_says_so(engine):
+    prefix = without_capabilities("sys_resource", "sys_admin")
+    if prefix:
+        # The limit does not hold for root; what is root's must stay readable.
+        prefix = ["setpriv", "--reuid", "65534", "--clear-groups"]
+        prefix += ["--inh-caps", "+dac_read_search", "--ambient-caps", "+dac_read_search"]
+    report = run_child("no_threads", prefix=prefix, engine=engine).report
+    assert report == {"fired": True, "handle": "EAGAIN"}
+
+
+@pytest.mark.parametrize(("error", "words"), [(1, "seccomp"), (38, "seccomp")])
+def test_a_seccomp_filter_is_worked_round(tmp_path, error, words):
+    report = run_child("seccomp", folder=str(tmp_path), error=error).report
+    assert report["engine"] == "libaio"
+    assert len(report["log"]) == 1
+    assert report["engines"]["io_uring"]["errno"] == error
+    assert words in report["engines"]["io_uring"]["reason"]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("exists", [False, True])
+def test_a_write_beyond_the_limit_of_file_sizes_fails(tmp_path, engine, exists):
+    limit = 1 << 20
+    done = run_child(
+        "file_size_limit", folder=str(tmp_path), engine=engine, limit=limit, exists=exists
+    )
+    assert done.report["write"] == "EFBIG"
+    assert done.report["engine"] == engine
+    assert done.report["size_left"] <= limit

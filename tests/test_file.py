@@ -1,0 +1,370 @@
+"""A File opens what can be read and written at offsets, and refuses the rest clearly."""
+
+import errno
+import fcntl
+import os
+import pickle
+from collections import Counter
+
+import pytest
+
+import nvmeio
+from helpers import BLOCK, PAGE, SLOW, descriptors_below, pattern, plugged, routes
+
+
+def refused(call, *args, **options):
+    """Return errno and path of the OSError that a call raises."""
+    with pytest.raises(OSError, match=r"^\[Errno") as caught:
+        call(*args, **options)
+    return caught.value.errno, caught.value.filename
+
+
+class TestModes:
+    def test_r_reads_what_is_there(self, handle, path):
+        path.write_bytes(b"12345678")
+        with nvmeio.File(path) as file:
+            assert (file.mode, file.size) == ("r", 8)
+            target = bytearray(8)
+            handle.read(target, file)
+            assert target == b"12345678"
+            assert refused(handle.write, b"1", file) == (errno.EBADF, str(path))
+        assert routes(handle).total() == 8
+
+    def test_r_plus_writes_without_truncating(self, handle, path):
+        path.write_bytes(b"12345678")
+        with nvmeio.File(path, "r+") as file:
+            handle.write(b"abc", file)
+            target = bytearray(8)
+            handle.read(target, file)
+        assert target == b"abc45678"
+        assert routes(handle).total() == 11
+
+    @pytest.mark.parametrize("mode", ["r", "r+"])
+    def test_r_makes_no_file(self, path, mode):
+        assert refused(nvmeio.File, path, mode) == (errno.ENOENT, str(path))
+        assert not path.exists()
+
+    def test_w_truncates_and_can_be_read_too(self, handle, path):
+        path.write_bytes(bytes(100))
+        with nvmeio.File(path, "w") as file:
+            assert file.size == path.stat().st_size == 0
+            handle.write(pattern(BLOCK + 1), file)
+            target = bytearray(BLOCK + 1)
+            handle.read(target, file)
+            assert target == pattern(BLOCK + 1)
+            assert file.size == BLOCK + 1
+        assert routes(handle).total() == 2 * BLOCK + 2
+
+    def test_x_makes_a_file_or_fails(self, handle, path):
+        with nvmeio.File(path, "x") as file:
+            handle.write(b"1234", file)
+        assert refused(nvmeio.File, path, "x") == (errno.EEXIST, str(path))
+        assert path.read_bytes() == b"1234"
+        assert routes(handle).total() == 4
+
+    def test_another_mode_is_refused(self, path):
+        with pytest.raises(
+            ValueError, match=r"mode is 'a'; it must be one of r, r\+, w, x"
+        ):
+            nvmeio.File(path, "a")
+        assert not path.exists()
+
+
+class TestProperties:
+    def test_size_is_that_of_now(self, path):
+        with nvmeio.File(path, "w") as file:
+            for size in (0, 1, 5 * PAGE + 3):
+                os.truncate(path, size)
+                assert file.size == size
+
+    def test_truncate_changes_it(self, path):
+        path.write_bytes(b"12345678")
+        with nvmeio.File(path, "r+") as file:
+            file.truncate(3)
+            assert path.read_bytes() == b"123"
+            file.truncate(5)
+            assert path.read_bytes() == b"123\0\0"
+            assert refused(file.truncate, -1) == (errno.EINVAL, str(path))
+        with nvmeio.File(path) as file:
+            assert refused(file.truncate, 0) == (errno.EINVAL, str(path))
+
+    def test_alignment_is_a_power_of_two_and_1_without_o_direct(self, path):
+        path.write_bytes(b"")
+        with nvmeio.File(path) as file:
+            assert file.alignment.bit_count() == 1
+            assert (file.alignment > 1) == file.direct
+        with nvmeio.File(path, direct=False) as file:
+            assert (file.alignment, file.direct) == (1, False)
+
+    def test_direct_decides_the_route(self, handle, path):
+        path.write_bytes(bytes(BLOCK))
+        memory = handle.new_cpu_locked_tensor(
+            BLOCK, pytest.importorskip("numpy").zeros(1, "u1")
+        )
+        with nvmeio.File(path) as file, nvmeio.File(path, direct=False) as buffered:
+            handle.submit_read(memory, file).wait()
+            handle.submit_read(memory, buffered).wait()
+            expected = Counter(buffered=BLOCK)
+            expected["direct" if file.direct else "buffered"] += BLOCK
+        assert routes(handle) == expected
+        assert handle.free_cpu_locked_tensor(memory)
+
+    def test_demanding_o_direct_where_there_is_none_fails_with_the_path(self):
+        found = refused(nvmeio.File, "/proc/version", direct=True)
+        assert found == (errno.EINVAL, "/proc/version")
+        with nvmeio.File("/proc/version") as file:
+            assert (file.direct, file.alignment) == (False, 1)
+
+    def test_another_word_for_direct_is_refused(self, path):
+        with pytest.raises(ValueError, match="direct is 'no'; it must be 'auto', True or"):
+            nvmeio.File(path, "w", direct="no")
+        assert not path.exists()
+
+    def test_the_descriptor_is_that_of_the_page_cache_and_not_inherited(self, path):
+        with nvmeio.File(path, "w") as file:
+            flags = fcntl.fcntl(file.fileno(), fcntl.F_GETFL)
+            assert flags & (os.O_DIRECT | os.O_NONBLOCK | os.O_APPEND) == 0
+            assert not os.get_inheritable(file.fileno())
+            assert os.path.sameopenfile(file.fileno(), file.fileno())
+            assert os.fstat(file.fileno()).st_ino == path.stat().st_ino
+
+    def test_repr_shows_path_mode_and_whether_it_is_closed(self, path):
+        file = nvmeio.File(str(path), "w")
+        assert repr(file) == f"<nvmeio.File '{path}' mode='w'>"
+        file.close()
+        assert repr(file) == f"<nvmeio.File '{path}' mode='w' closed>"
+
+
+class TestClosing:
+    def test_it_closes_once_and_for_all(self, handle, path):
+        with nvmeio.File(path, "w") as file:
+            assert not file.closed
+        assert file.closed
+        assert descriptors_below(path.parent) == []
+        file.close()
+        for use in (
+            lambda: file.size,
+            lambda: file.alignment,
+            lambda: file.truncate(0),
+            file.fileno,
+            lambda: handle.read(bytearray(1), file),
+            lambda: handle.fsync(file),
+        ):
+            with pytest.raises(ValueError, match=f"the file '{path}' is closed"):
+                use()
+        assert handle.pending == 0
+
+    def test_requests_in_flight_keep_it_open(self, open_handle, folder):
+        handle = open_handle(**SLOW)
+        (folder / "data").write_bytes(b"12345678")
+        target = bytearray(8)
+        with plugged(handle, folder):
+            file = nvmeio.File(folder / "data")
+            request = handle.submit_read(target, file)
+            file.close()
+            assert str(folder / "data") in descriptors_below(folder)
+            assert not request.done()
+        assert request.wait() == 8
+        assert target == b"12345678"
+        handle.close()
+        assert descriptors_below(folder) == []
+
+    def test_dropping_it_closes_it(self, path):
+        file = nvmeio.File(path, "w")
+        assert descriptors_below(path.parent) == [str(path)] * (2 if file.direct else 1)
+        del file
+        assert descriptors_below(path.parent) == []
+
+    def test_a_failure_to_open_leaves_nothing_open(self, folder):
+        for target in (folder, folder / "missing"):
+            refused(nvmeio.File, target)
+        os.mkfifo(folder / "fifo")
+        refused(nvmeio.File, folder / "fifo")
+        assert descriptors_below(folder) == []
+
+
+class TestPaths:
+    @pytest.mark.parametrize("kind", [str, os.fsencode, lambda path: path], ids=str)
+    def test_a_path_is_text_bytes_or_a_path_object(self, handle, path, kind):
+        handle.write(b"1234", kind(path))
+        target = bytearray(4)
+        with nvmeio.File(kind(path)) as file:
+            handle.read(target, file)
+        assert target == b"1234"
+        assert refused(nvmeio.File, kind(path), "x")[1] == os.fspath(kind(path))
+
+    def test_a_name_need_not_be_text(self, handle, folder):
+        name = os.fsencode(folder) + b"/\xff\xfe"
+        handle.write(b"1234", name)
+        handle.write(b"a", os.fsdecode(name))
+        with open(name, "rb") as file:
+            assert file.read() == b"a234"
+        assert routes(handle).total() == 5
+
+    @pytest.mark.parametrize("name", ["data\0more", b"data\0more"])
+    def test_a_null_character_ends_no_path(self, handle, folder, monkeypatch, name):
+        """open(2) would take what stands before it."""
+        monkeypatch.chdir(folder)
+        with pytest.raises(ValueError, match="null"):
+            nvmeio.File(name, "w")
+        for call in (handle.write, handle.async_pwrite, handle.submit_write):
+            with pytest.raises(ValueError, match="null"):
+                call(b"1", name)
+        assert os.listdir(folder) == []
+
+    @pytest.mark.parametrize("file", [None, 1.5, ["data"]], ids=repr)
+    def test_what_is_no_path_is_refused(self, handle, file):
+        with pytest.raises(TypeError):
+            nvmeio.File(file)
+        with pytest.raises(TypeError):
+            handle.read(bytearray(1), file)
+
+
+def test_a_directory_is_refused(handle, folder):
+    assert refused(nvmeio.File, folder) == (errno.EISDIR, str(folder))
+    assert refused(nvmeio.File, folder, "w") == (errno.EISDIR, str(folder))
+    assert refused(handle.read, bytearray(1), folder) == (errno.EISDIR, str(folder))
+    assert refused(handle.write, b"1", folder) == (errno.EISDIR, str(folder))
+    descriptor = os.open(folder, os.O_RDONLY)
+    assert refused(handle.read, bytearray(1), descriptor) == (errno.EISDIR, descriptor)
+    os.close(descriptor)
+
+
+def test_a_fifo_is_refused_and_not_waited_for(handle, path):
+    os.mkfifo(path)
+    for mode in ("r", "r+", "w"):
+        assert refused(nvmeio.File, path, mode) == (errno.EINVAL, str(path))
+    assert refused(handle.read, bytearray(1), path) == (errno.EINVAL, str(path))
+    assert refused(handle.write, b"1", path) == (errno.EINVAL, str(path))
+
+
+@pytest.mark.parametrize("device", ["/dev/null", "/dev/zero"])
+def test_a_character_device_is_refused(handle, device):
+    assert refused(nvmeio.File, device) == (errno.EINVAL, device)
+    assert refused(handle.read, bytearray(1), device) == (errno.EINVAL, device)
+    assert refused(handle.write, b"1", device) == (errno.EINVAL, device)
+
+
+def test_pipes_and_sockets_are_refused(handle):
+    read_end, write_end = os.pipe()
+    assert refused(handle.read, bytearray(1), read_end) == (errno.EINVAL, read_end)
+    assert refused(handle.write, b"1", write_end) == (errno.EINVAL, write_end)
+    os.close(read_end)
+    os.close(write_end)
+
+
+class TestDescriptors:
+    """A caller's descriptor is duplicated, and its flags are never changed."""
+
+    @pytest.fixture
+    def open_fd(self, path):
+        """Open a file of 3 blocks with flags; it is closed at the end."""
+        path.write_bytes(pattern(3 * BLOCK))
+        opened = []
+
+        def open_fd(flags):
+            opened.append(os.open(path, flags))
+            return opened[-1]
+
+        yield open_fd
+        for fd in opened:
+            os.close(fd)
+
+    @pytest.mark.parametrize(
+        "flags", [0, os.O_DIRECT, os.O_NONBLOCK, os.O_DIRECT | os.O_NONBLOCK]
+    )
+    @pytest.mark.parametrize("size", [5, BLOCK, BLOCK + 5])
+    def test_it_is_read_and_written_whatever_its_flags(
+        self, handle, path, open_fd, flags, size
+    ):
+        fd = open_fd(os.O_RDWR | flags)
+        before = fcntl.fcntl(fd, fcntl.F_GETFL)
+        target = bytearray(size)
+        assert handle.submit_write(pattern(size, seed=1), fd, 7).wait() == size
+        assert handle.read(target, fd, file_offset=7) == 0
+        assert target == pattern(size, seed=1)
+        assert path.read_bytes()[7 : 7 + size] == target
+        assert path.stat().st_size == 3 * BLOCK
+        assert fcntl.fcntl(fd, fcntl.F_GETFL) == before
+        assert os.lseek(fd, 0, os.SEEK_CUR) == 0
+        assert routes(handle).total() == 2 * size
+
+    def test_it_may_be_closed_while_the_request_is_in_flight(self, open_handle, folder):
+        handle = open_handle(**SLOW)
+        (folder / "data").write_bytes(b"12345678")
+        target = bytearray(8)
+        with plugged(handle, folder):
+            fd = os.open(folder / "data", os.O_RDONLY)
+            request = handle.submit_read(target, fd)
+            os.close(fd)
+        assert request.wait() == 8
+        assert target == b"12345678"
+        handle.close()
+        assert descriptors_below(folder) == []
+
+    def test_the_file_may_have_no_name(self, handle, path, open_fd):
+        fd = open_fd(os.O_RDWR)
+        path.unlink()
+        target = bytearray(3 * BLOCK)
+        handle.write(b"new", fd)
+        handle.read(target, fd)
+        assert target == b"new" + pattern(3 * BLOCK)[3:]
+        assert handle.write(target, fd, True) == 0
+        assert not path.exists()
+        assert routes(handle).total() == 6 * BLOCK + 3
+
+    def test_one_for_appending_is_refused(self, handle, path, open_fd):
+        """Every write would go to the end."""
+        fd = open_fd(os.O_RDWR | os.O_APPEND)
+        for call in (lambda: handle.write(b"1", fd), lambda: handle.read(bytearray(1), fd)):
+            assert refused(call) == (errno.EINVAL, fd)
+        assert path.read_bytes() == pattern(3 * BLOCK)
+
+    def test_one_that_is_closed_is_refused(self, handle, path, open_fd):
+        fd = os.open(path.parent, os.O_RDONLY)
+        os.close(fd)
+        for bad in (fd, -1, 1 << 20):
+            assert refused(handle.read, bytearray(1), bad) == (errno.EBADF, bad)
+            assert refused(handle.async_pwrite, b"1", bad) == (errno.EBADF, bad)
+
+    def test_one_for_reading_is_not_written(self, handle, path, open_fd):
+        fd = open_fd(os.O_RDONLY)
+        assert refused(handle.write, b"1", fd) == (errno.EBADF, fd)
+        assert refused(handle.submit_write, b"1", fd) == (errno.EBADF, fd)
+        assert path.read_bytes() == pattern(3 * BLOCK)
+
+    def test_one_for_writing_is_not_read(self, handle, open_fd):
+        fd = open_fd(os.O_WRONLY)
+        assert refused(handle.read, bytearray(1), fd) == (errno.EBADF, fd)
+        assert refused(handle.async_pread, bytearray(1), fd) == (errno.EBADF, fd)
+        assert handle.fsync(fd) is None
+
+    def test_one_that_only_names_is_refused(self, handle, open_fd):
+        fd = open_fd(os.O_PATH)
+        assert refused(handle.read, bytearray(1), fd) == (errno.EBADF, fd)
+
+    def test_true_is_no_descriptor(self, handle):
+        with pytest.raises(
+            TypeError, match="file is True; it must be a path, a descriptor"
+        ):
+            handle.write(b"1", True)
+
+
+def test_a_file_is_opened_once(path):
+    file = nvmeio.File(path, "w")
+    with pytest.raises(ValueError, match="open already"):
+        file.__init__(path)
+    assert file.size == 0
+
+
+def test_a_file_that_was_never_opened_is_closed():
+    file = nvmeio.File.__new__(nvmeio.File)
+    assert file.closed
+    file.close()
+    with pytest.raises(ValueError, match="is closed"):
+        file.fileno()
+
+
+def test_an_open_file_cannot_be_pickled(path):
+    with nvmeio.File(path, "w") as file, pytest.raises(TypeError, match="pass its path"):
+        pickle.dumps(file)

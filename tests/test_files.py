@@ -1,0 +1,244 @@
+"""Whole files in one call: exactly the buffer, exactly the file."""
+
+import array
+import errno
+import mmap
+import os
+import resource
+
+import numpy as np
+import pytest
+
+import nvmeio
+from helpers import BLOCK, MIB, PAGE, descriptors_below, limit, pattern
+from nvmeio import files
+
+SIZES = [0, 1, PAGE - 1, PAGE, PAGE + 1, MIB, MIB + 1, 5 * MIB + 777]
+
+# block_size, queue_depth, single_submit, overlap_events, validate
+SETTINGS = [(BLOCK, 4, False, False, False), (PAGE, 32, True, True, True)]
+
+
+@pytest.fixture(autouse=True)
+def used_engines(engine, monkeypatch):
+    """Run every engine, and see by its statistics that it carried the bytes."""
+    used = []
+
+    class Recorded(nvmeio.aio_handle):
+        def close(self):
+            super().close()
+            used.append(self.stats())
+
+    monkeypatch.setenv("NVMEIO_ENGINE", engine)
+    monkeypatch.setattr(files, "aio_handle", Recorded)
+    yield used
+    assert all(stats["engine"] == engine for stats in used)
+
+
+def moved(used):
+    """Return how many bytes all handles have transferred."""
+    return sum(
+        stats[name]
+        for stats in used
+        for name in ("bytes_direct", "bytes_buffered", "bytes_bounced")
+    )
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_file_is_read_as_a_whole(path, used_engines, size):
+    path.write_bytes(pattern(size))
+    found = nvmeio.read_file(path)
+    assert (found.dtype, found.shape) == (np.uint8, (size,))
+    assert found.flags.writeable
+    assert found.tobytes() == pattern(size)
+    assert moved(used_engines) == size
+    assert descriptors_below(path.parent) == []
+
+
+def test_what_was_read_lives_as_long_as_any_view_of_it(path):
+    path.write_bytes(pattern(8000))
+    view = nvmeio.read_file(path).view("<f4")[10:]
+    assert view.tobytes() == pattern(8000)[40:]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_file_is_made_of_the_buffer(path, used_engines, size):
+    assert nvmeio.write_file(path, pattern(size)) == size
+    assert path.read_bytes() == pattern(size)
+    assert moved(used_engines) == size
+
+
+@pytest.mark.parametrize("before", [0, 10, MIB, 3 * MIB + 5])
+def test_a_file_that_was_there_becomes_exactly_the_buffer(path, before):
+    path.write_bytes(bytes(before))
+    assert nvmeio.write_file(path, pattern(MIB)) == MIB
+    assert path.read_bytes() == pattern(MIB)
+
+
+@pytest.mark.parametrize("sync", [False, True])
+def test_a_file_can_be_made_durable(path, used_engines, sync):
+    assert nvmeio.write_file(os.fsencode(path), pattern(BLOCK), sync=sync) == BLOCK
+    assert path.read_bytes() == pattern(BLOCK)
+    assert [stats["requests"] for stats in used_engines] == [2 if sync else 1]
+
+
+def test_the_name_of_a_new_file_is_made_durable_too(folder, monkeypatch):
+    synced = []
+    fsync = os.fsync
+    monkeypatch.setattr(
+        os, "fsync", lambda fd: (synced.append(os.fstat(fd).st_ino), fsync(fd))
+    )
+    monkeypatch.chdir(folder)
+    nvmeio.write_file("data", b"1234", sync=True)
+    nvmeio.write_file("more", b"1234")
+    assert synced == [folder.stat().st_ino]
+
+
+def test_part_of_a_file_is_read_into_a_buffer(path, used_engines):
+    path.write_bytes(pattern(3 * BLOCK))
+    target = np.zeros((10, 2 * BLOCK // 10 // 4), np.float32)[:, ::2]
+    nbytes = nvmeio.read_into(path, target, 77)
+    assert nbytes == target.nbytes
+    assert target.tobytes() == pattern(3 * BLOCK)[77 : 77 + nbytes]
+    whole = bytearray(3 * BLOCK)
+    assert nvmeio.read_into(path, buffer=whole) == len(whole)
+    assert whole == pattern(3 * BLOCK)
+    assert moved(used_engines) == nbytes + len(whole)
+
+
+def test_a_buffer_that_is_larger_than_the_file_is_not_filled(path):
+    path.write_bytes(pattern(10))
+    with pytest.raises(OSError, match="wanted 11 bytes at offset 0, got 10") as caught:
+        nvmeio.read_into(path, bytearray(11))
+    assert (caught.value.errno, caught.value.filename) == (errno.ENODATA, str(path))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda path: nvmeio.read_file(path),
+        lambda path: nvmeio.read_into(path, bytearray(1)),
+        lambda path: nvmeio.write_file(path / "below", b"1"),
+        lambda path: nvmeio.aio_read(bytearray(1), path, *SETTINGS[0]),
+        lambda path: nvmeio.aio_write(b"1", path / "below", *SETTINGS[0]),
+    ],
+)
+def test_a_missing_file_is_named(path, call):
+    with pytest.raises(FileNotFoundError, match=str(path)):
+        call(path)
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("size", SIZES)
+def test_the_functions_of_the_contract_move_whole_files(path, used_engines, size, settings):
+    """Cases 6 and 7: no size is a success that moved nothing or only a part."""
+    source, target = np.frombuffer(pattern(size), np.uint8), np.zeros(size, np.uint8)
+    assert nvmeio.aio_write(source, path, *settings) == 0
+    assert path.read_bytes() == pattern(size)
+    assert nvmeio.aio_read(target, path, *settings) == 0
+    assert target.tobytes() == pattern(size)
+    assert moved(used_engines) == 2 * size
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_a_shorter_write_leaves_no_tail(path, settings):
+    """Case 15: the next aio_read finds exactly the buffer."""
+    nvmeio.aio_write(bytes(3 * BLOCK + 5), path, *settings)
+    nvmeio.aio_write(pattern(BLOCK + 1), path, *settings)
+    assert path.read_bytes() == pattern(BLOCK + 1)
+    target = bytearray(BLOCK + 1)
+    assert nvmeio.aio_read(target, path, *settings) == 0
+    assert target == pattern(BLOCK + 1)
+
+
+def test_a_file_is_cut_only_after_the_bytes_have_landed(path):
+    """A write that fails leaves what stood behind it."""
+    path.write_bytes(bytes(4 * BLOCK))
+    with (
+        limit(resource.RLIMIT_FSIZE, BLOCK),
+        pytest.raises(OSError, match="data") as caught,
+    ):
+        nvmeio.aio_write(pattern(2 * BLOCK), path, *SETTINGS[0])
+    assert caught.value.errno == errno.EFBIG
+    assert path.stat().st_size == 4 * BLOCK
+    assert path.read_bytes()[2 * BLOCK :] == bytes(2 * BLOCK)
+
+
+@pytest.mark.parametrize("size", [BLOCK + 5, 3 * MIB])
+def test_a_new_file_is_not_left_longer_than_what_was_written(path, size):
+    """Case 8: a failure is told, and leaves no file of the full size."""
+    with (
+        limit(resource.RLIMIT_FSIZE, BLOCK),
+        pytest.raises(OSError, match="data") as caught,
+    ):
+        nvmeio.write_file(path, pattern(size))
+    assert caught.value.errno == errno.EFBIG
+    left = path.read_bytes()
+    assert len(left) <= BLOCK
+    assert left == pattern(size)[: len(left)]
+
+
+@pytest.mark.parametrize("size", [9, 11])
+def test_a_read_of_another_size_is_refused(path, size):
+    path.write_bytes(bytes(10))
+    words = f"the buffer has {size} bytes and the file 10; aio_read.. reads a whole file"
+    with pytest.raises(OSError, match=words) as caught:
+        nvmeio.aio_read(bytearray(size), path, *SETTINGS[0])
+    assert (caught.value.errno, caught.value.filename) == (errno.EINVAL, str(path))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        array.array("d", [1.5, 2.5]),
+        memoryview(pattern(100))[::2],
+        np.arange(24.0).reshape(2, 3, 4).T,
+        np.float64(0.5),
+        np.array(7),
+    ],
+    ids=["array.array", "memoryview", "transposed", "numpy scalar", "0-d"],
+)
+def test_any_buffer_has_its_bytes_in_c_order(path, source):
+    expected = source.tobytes()
+    path.write_bytes(bytes(1000))
+    assert nvmeio.write_file(path, source) == len(expected)
+    assert path.read_bytes() == expected
+    assert nvmeio.aio_write(source, path, *SETTINGS[1]) == 0
+    assert path.read_bytes() == expected
+
+
+def test_a_mapping_is_filled(path):
+    path.write_bytes(pattern(PAGE))
+    with mmap.mmap(-1, PAGE) as mapping:
+        assert nvmeio.aio_read(mapping, path, *SETTINGS[1]) == 0
+        assert mapping[:] == pattern(PAGE)
+
+
+BAD = {"object": object(), "array of objects": np.array([None]), "text": "text"}
+
+
+@pytest.mark.parametrize("bad", BAD.values(), ids=BAD)
+def test_what_cannot_be_written_leaves_the_file_alone(path, bad):
+    path.write_bytes(b"1234")
+    with pytest.raises(TypeError):
+        nvmeio.write_file(path, bad)
+    with pytest.raises(TypeError):
+        nvmeio.aio_write(bad, path, *SETTINGS[0])
+    assert path.read_bytes() == b"1234"
+
+
+@pytest.mark.parametrize(
+    "settings", [(0, 4, False, False, False), (PAGE, 0, False, False, False)]
+)
+def test_settings_out_of_range_touch_no_file(path, settings):
+    with pytest.raises(ValueError, match="is 0; it must be from 1 to"):
+        nvmeio.aio_write(b"1234", path, *settings)
+    assert not path.exists()
+
+
+def test_nothing_is_printed(path, capfd):
+    """Case 16: timings on every call."""
+    nvmeio.aio_write(b"1234", path, *SETTINGS[0])
+    nvmeio.aio_read(bytearray(4), path, *SETTINGS[0])
+    nvmeio.write_file(path, nvmeio.read_file(path), sync=True)
+    assert capfd.readouterr() == ("", "")

@@ -1,0 +1,47 @@
+"""Handles in forked, spawned and forkserver children, and the parent's work."""
+
+import pytest
+
+from children import run_child
+from helpers import ENGINES
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_children_and_their_children_use_a_handle_of_the_parent(tmp_path, engine):
+    report = run_child("fork_idle", folder=str(tmp_path), engine=engine).report
+    assert report == {"engine": engine}
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_work_in_flight_stays_the_parents(faulty, tmp_path, engine):
+    report = run_child(
+        "fork_in_flight", folder=str(faulty), other=str(tmp_path), engine=engine
+    ).report
+    assert report["pending"] == 2
+    assert report["fired"]["read.held"] > 0
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_threads_may_submit_while_another_forks(tmp_path, engine):
+    report = run_child("fork_from_crowd", folder=str(tmp_path), engine=engine).report
+    assert min(report["rounds"]) > 0
+
+
+@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_handle_goes_to_the_workers_of_a_pool(tmp_path, engine, method):
+    report = run_child(
+        "processes", folder=str(tmp_path), engine=engine, method=method
+    ).report
+    assert report["workers"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+def test_a_handle_serves_the_workers_of_a_data_loader(tmp_path, method, persistent):
+    pytest.importorskip("torch")
+    report = run_child(
+        "data_loader", folder=str(tmp_path), method=method, persistent=persistent
+    ).report
+    assert report["records"] > 0

@@ -1,0 +1,185 @@
+"""Random sequences of transfers leave the file that a model of it in memory foretells."""
+
+import contextlib
+import errno
+import os
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import nvmeio
+from helpers import PAGE, Guarded, pattern, routes
+
+BLOCK = 2 * PAGE
+SIZE_MAX = 5 * BLOCK
+
+# Positions near the seams of sectors, pages and blocks find more than others do.
+SEAMS = st.builds(
+    lambda seam, beside: max(0, seam + beside),
+    st.sampled_from([0, 512, PAGE, PAGE + 512, BLOCK, 3 * PAGE, 2 * BLOCK, 4 * BLOCK]),
+    st.sampled_from([-512, -1, 0, 0, 0, 1, 7, 512]),
+)
+SIZES = SEAMS | st.integers(0, SIZE_MAX)
+TRANSFERS = st.tuples(
+    st.sampled_from(["read", "write"]),
+    st.sampled_from(["sync", "async", "request"]),
+    st.sampled_from(["path", "fd", "File"]),
+    SEAMS | st.integers(0, 2 * SIZE_MAX),
+    SIZES,
+    st.sampled_from([0, 0, 1, 64, 512, 777]),
+)
+STEPS = TRANSFERS | st.sampled_from(["wait", "fsync", "reopen"])
+
+
+@dataclass
+class Pending:
+    """A transfer in flight: what it touches, and how to see that it was right."""
+
+    op: str
+    begin: int
+    end: int
+    memory: Guarded
+    expected: bytes
+    request: nvmeio.Request | None
+
+    def collides(self, op, begin, end):
+        """Tell whether the order of this and another transfer would matter."""
+        return "write" in (op, self.op) and begin < self.end and self.begin < end
+
+
+@dataclass
+class Model:
+    """A file, what it should hold, and the handle that is tested with it."""
+
+    handle: nvmeio.aio_handle
+    path: str
+    stack: contextlib.ExitStack
+    content: bytearray = field(default_factory=bytearray)
+    pending: list[Pending] = field(default_factory=list)
+    settled: int = 0  # the size of the file without the writes in flight
+    moved: int = 0
+    count: int = 0
+
+    def __post_init__(self):
+        self.settled = len(self.content)
+        self.reopen()
+
+    def reopen(self):
+        """Open the file anew for the steps to come; what is in flight goes on."""
+        self.stack.close()
+        fd = os.open(self.path, os.O_RDWR)
+        self.stack.callback(os.close, fd)
+        file = self.stack.enter_context(nvmeio.File(self.path, "r+"))
+        self.files = {"path": self.path, "fd": fd, "File": file}
+
+    def wait(self):
+        """Wait for everything, and look at what was read."""
+        asynchronous = [each for each in self.pending if each.request is None]
+        assert self.handle.wait() == len(asynchronous)
+        for each in self.pending:
+            if each.request is not None:
+                assert each.request.wait() == each.end - each.begin
+            assert each.memory.content() == each.expected
+        self.pending.clear()
+        self.settled = len(self.content)
+
+    def fsync(self):
+        self.handle.fsync(self.path)
+
+    def transfer(self, op, way, kind, begin, size, residue):
+        """Carry out a transfer, and note what it does to the file."""
+        end = begin + size
+        beyond = op == "read" and size > 0 and end > self.settled
+        if beyond or any(each.collides(op, begin, end) for each in self.pending):
+            self.wait()
+        if beyond and end > len(self.content):
+            self.fail(kind, begin, size)
+            return
+        self.count += 1
+        self.moved += size
+        if op == "write":
+            expected = pattern(size, seed=self.count)
+            memory = Guarded(expected, residue)
+            if size > 0:
+                self.content.extend(bytes(max(0, begin - len(self.content))))
+                self.content[begin:end] = expected
+        else:
+            expected = bytes(self.content[begin:end])
+            memory = Guarded(size, residue)
+        self.start(Pending(op, begin, end, memory, expected, None), way, self.files[kind])
+
+    def start(self, pending, way, file):
+        arguments = (pending.memory.array, file)
+        if way == "sync":
+            assert (
+                getattr(self.handle, f"sync_p{pending.op}")(*arguments, pending.begin) == 1
+            )
+            assert pending.memory.content() == pending.expected
+            return
+        if way == "async":
+            name = f"async_p{pending.op}"
+            assert getattr(self.handle, name)(*arguments, pending.begin) == 0
+        else:
+            submit = getattr(self.handle, f"submit_{pending.op}")
+            pending.request = submit(*arguments, pending.begin)
+        self.pending.append(pending)
+
+    def fail(self, kind, begin, size):
+        """Read past the end, which moves nothing that could be taken for the file."""
+        got = max(0, len(self.content) - begin)
+        with pytest.raises(
+            OSError, match=f"wanted {size} bytes at offset {begin}, got {got}"
+        ) as caught:
+            self.handle.read(bytearray(size), self.files[kind], file_offset=begin)
+        assert caught.value.errno == errno.ENODATA
+
+    def check(self):
+        """See that the file is what it should be, by an ordinary read."""
+        self.wait()
+        with open(self.path, "rb") as file:
+            assert file.read() == self.content
+        # A failed read may have moved bytes before it failed.
+        assert routes(self.handle).total() >= self.moved
+        assert self.handle.pending == 0
+
+
+CONFIGURATIONS = st.fixed_dictionaries(
+    {
+        "block_size": st.just(BLOCK),
+        "queue_depth": st.sampled_from([1, 3]),
+        "single_submit": st.booleans(),
+        "overlap_events": st.booleans(),
+        "intra_op_parallelism": st.sampled_from([1, 2]),
+        "bounce": st.sampled_from(["auto", "always", "never"]),
+    }
+)
+
+
+@settings(
+    max_examples=60,
+    deadline=None,
+    # The folder is shared by the examples, the file is not.
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(
+    options=CONFIGURATIONS,
+    content=st.integers(0, SIZE_MAX),
+    steps=st.lists(STEPS, min_size=3, max_size=25),
+)
+def test_the_file_is_what_the_model_says(engine, folder, options, content, steps):
+    path = folder / "data"
+    path.write_bytes(pattern(content))
+    with (
+        nvmeio.aio_handle(engine=engine, **options) as handle,
+        contextlib.ExitStack() as stack,
+    ):
+        model = Model(handle, str(path), stack, bytearray(pattern(content)))
+        for step in steps:
+            if isinstance(step, str):
+                getattr(model, step)()
+            else:
+                model.transfer(*step)
+        model.check()
+        assert handle.stats()["engine"] == engine

@@ -1,0 +1,195 @@
+"""What requests name by path is opened once, looked at anew each time, and closed again."""
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from helpers import BLOCK, PAGE, SLOW, descriptors_below, pattern, plugged
+
+
+@pytest.fixture
+def slow_handle(open_handle):
+    """A handle that `plugged` can keep busy."""
+    return open_handle(**SLOW)
+
+
+def test_requests_in_flight_share_one_open_file(slow_handle, path, alignment):
+    path.write_bytes(pattern(PAGE))
+    targets = [bytearray(PAGE) for _ in range(50)]
+    with plugged(slow_handle, path.parent):
+        requests = [slow_handle.submit_read(target, path) for target in targets]
+        # One for the page cache, and one with O_DIRECT where there is that.
+        assert descriptors_below(path.parent).count(str(path)) == (
+            1 if alignment == 1 else 2
+        )
+    assert [request.wait() for request in requests] == [PAGE] * 50
+    assert targets == [pattern(PAGE)] * 50
+    assert descriptors_below(path.parent) == []
+
+
+def test_every_call_closes_what_it_opened(handle, path):
+    before = set(os.listdir("/proc/self/fd"))
+    for verb in (handle.write, handle.sync_pwrite, handle.async_pwrite):
+        verb(pattern(BLOCK + 9), path)
+    handle.wait()
+    with path.open("r+b") as file:
+        handle.async_pwrite(b"1", file.fileno())
+        handle.wait()
+    for call in (handle.read, handle.sync_pread):
+        call(bytearray(BLOCK), path)
+    handle.submit_read(bytearray(BLOCK), path).wait()
+    handle.fsync(path)
+    assert descriptors_below(path.parent) == []
+    # Rings of callers are kept for the next one.
+    again = set(os.listdir("/proc/self/fd"))
+    handle.read(bytearray(BLOCK), path)
+    assert set(os.listdir("/proc/self/fd")) == again
+    handle.close()
+    assert len(os.listdir("/proc/self/fd")) <= len(before)
+
+
+def test_failures_close_what_was_opened(handle, path):
+    path.write_bytes(b"1234")
+    with pytest.raises(OSError, match="past the end"):
+        handle.read(bytearray(5), path)
+    assert handle.submit_read(bytearray(5), path).exception() is not None
+    with pytest.raises(ValueError, match="read-only"):
+        handle.submit_read(b"1234", path)
+    assert descriptors_below(path.parent) == []
+
+
+def test_what_cannot_be_lent_makes_no_file(handle, path):
+    for bad in (object(), 5, "text"):
+        with pytest.raises(TypeError):
+            handle.submit_write(bad, path)
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("give_up", [os.replace, lambda new, path: os.unlink(path)])
+def test_a_file_that_was_replaced_is_not_taken_for_the_new_one(slow_handle, path, give_up):
+    """While requests on the old file are in flight, the path leads elsewhere."""
+    path.write_bytes(b"old file")
+    (path.parent / "new").write_bytes(b"new file")
+    old, new = bytearray(8), bytearray(8)
+    with plugged(slow_handle, path.parent):
+        requests = [slow_handle.submit_read(old, path)]
+        give_up(path.parent / "new", path)
+        if not path.exists():
+            path.write_bytes(b"new file")
+        requests.append(slow_handle.submit_read(new, path))
+    assert [request.wait() for request in requests] == [8, 8]
+    assert (old, new) == (b"old file", b"new file")
+    assert descriptors_below(path.parent) == []
+
+
+def test_writes_go_to_the_file_that_has_the_name(slow_handle, path):
+    path.write_bytes(b"the old one")
+    kept = path.parent / "kept"
+    with plugged(slow_handle, path.parent):
+        requests = [slow_handle.submit_write(b"1st", path)]
+        os.replace(path, kept)
+        requests.append(slow_handle.submit_write(b"2nd", path))
+        requests.append(slow_handle.submit_write(b"3rd", path, 3))
+    assert [request.wait() for request in requests] == [3, 3, 3]
+    assert kept.read_bytes() == b"1st old one"
+    assert path.read_bytes() == b"2nd3rd"
+
+
+def test_reading_and_writing_one_path_at_once(slow_handle, path):
+    """A file that was opened for one is not used for the other."""
+    path.write_bytes(b"12345678")
+    target = bytearray(4)
+    with plugged(slow_handle, path.parent):
+        requests = [
+            slow_handle.submit_read(target, path),
+            slow_handle.submit_write(b"abcd", path, 4),
+            slow_handle.submit_fsync(path),
+        ]
+    assert [request.wait() for request in requests] == [4, 4, 0]
+    assert target == b"1234"
+    assert path.read_bytes() == b"1234abcd"
+
+
+def test_one_path_may_be_spelt_in_several_ways(handle, path):
+    path.write_bytes(b"12345678")
+    spellings = [path, str(path), bytes(path), path.parent / "." / path.name]
+    targets = [bytearray(8) for _ in spellings]
+    for target, spelling in zip(targets, spellings, strict=True):
+        handle.async_pread(target, spelling)
+    assert handle.wait() == len(spellings)
+    assert targets == [b"12345678"] * len(spellings)
+
+
+def test_two_thousand_files_in_flight_need_few_descriptors(engine, folder):
+    """When descriptors run out, submission waits for completions."""
+    code = """
+        import os, resource, sys
+        import nvmeio
+
+        folder, engine = sys.argv[1:]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))
+        names = [os.path.join(folder, str(number)) for number in range(2000)]
+        with nvmeio.aio_handle(4096, 16, overlap_events=True, engine=engine) as handle:
+            before = len(os.listdir("/proc/self/fd"))
+            for number, name in enumerate(names):
+                handle.async_pwrite(number.to_bytes(4, "little") * 100, name)
+            assert handle.wait() == 2000
+            targets = [bytearray(400) for _ in names]
+            requests = [handle.submit_read(*of) for of in zip(targets, names)]
+            assert sum(request.wait() for request in requests) == 2000 * 400
+            assert all(
+                target == number.to_bytes(4, "little") * 100
+                for number, target in enumerate(targets)
+            )
+            assert len(os.listdir("/proc/self/fd")) == before
+            assert handle.stats()["engine"] == engine
+            assert handle.stats()["requests"] == 4000
+    """
+    subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code), str(folder), engine],
+        check=True,
+        timeout=60,
+    )
+
+
+def test_a_missing_file_fails_in_the_submitting_call(handle, path):
+    for read in (handle.read, handle.async_pread, handle.submit_read):
+        with pytest.raises(FileNotFoundError) as caught:
+            read(bytearray(5), path)
+        assert caught.value.filename == str(path)
+    assert handle.wait() == handle.pending == 0
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o077, 0])
+def test_files_are_made_as_the_umask_says(handle, path, mask):
+    before = os.umask(mask)
+    try:
+        handle.write(b"1", path)
+    finally:
+        os.umask(before)
+    assert path.stat().st_mode & 0o777 == 0o666 & ~mask
+
+
+def test_no_descriptor_is_inherited(open_handle, path):
+    """O_CLOEXEC on rings, events and files alike."""
+    path.write_bytes(bytes(PAGE))
+    before = set(os.listdir("/proc/self/fd"))
+    handle = open_handle(**SLOW)
+    with plugged(handle, path.parent):
+        request = handle.submit_read(bytearray(PAGE), path)
+        opened = set(map(int, set(os.listdir("/proc/self/fd")) - before))
+        inherited = [fd for fd in opened if is_inherited(fd)]
+    request.wait()
+    assert len(opened) > 1
+    assert inherited == []
+
+
+def is_inherited(fd):
+    """Tell whether a child gets a descriptor; False for one that is closed already."""
+    try:
+        return os.get_inheritable(fd)
+    except OSError:
+        return False

@@ -1,0 +1,432 @@
+"""A Request tells what became of a transfer, whoever asks and whenever.
+
+"Case n" is a numbered line of what DeepSpeed's op is known to do wrong.
+"""
+
+import contextlib
+import errno
+import gc
+import inspect
+import logging
+import os
+import pickle
+import threading
+import time
+import weakref
+from concurrent.futures import CancelledError, ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+import nvmeio
+from helpers import (
+    BLOCK,
+    DEPTH,
+    PAGE,
+    SLOW,
+    Guarded,
+    cancelled,
+    descriptors_below,
+    pattern,
+    plugged,
+    routes,
+)
+
+
+@pytest.fixture
+def slow_handle(open_handle):
+    """A handle that `plugged` can keep busy."""
+    return open_handle(**SLOW)
+
+
+@pytest.mark.parametrize("wait", ["wait", "result"])
+def test_waiting_returns_the_bytes_that_were_moved(handle, path, wait):
+    write = handle.submit_write(pattern(BLOCK + 7), path)
+    assert write.nbytes == BLOCK + 7
+    assert getattr(write, wait)() == BLOCK + 7
+    target = np.zeros(1000, np.int16)
+    read = handle.submit_read(target, path, 10)
+    assert read.nbytes == 2000
+    assert getattr(read, wait)(60) == 2000
+    assert target.tobytes() == pattern(BLOCK + 7)[10:2010]
+    assert (write.done(), read.done()) == (True, True)
+    assert (write.exception(), read.exception(60)) == (None, None)
+    assert getattr(read, wait)() == 2000
+    assert routes(handle).total() == BLOCK + 2007
+
+
+def test_done_is_true_only_when_the_bytes_are_where_they_belong(handle, path):
+    """A strided target is filled by the call that finds the transfer done."""
+    expected = np.arange(3 * BLOCK, dtype=np.uint8)
+    path.write_bytes(expected.tobytes())
+    target = np.zeros((3 * BLOCK, 2), np.uint8)
+    request = handle.submit_read(target[:, 1], path)
+    while not request.done():
+        os.sched_yield()
+    np.testing.assert_array_equal(target[:, 1], expected)
+    assert not target[:, 0].any()
+
+
+@pytest.mark.parametrize("ask", ["wait", "result", "exception"])
+def test_a_wait_that_takes_too_long_is_given_up_and_the_request_goes_on(
+    slow_handle, path, ask
+):
+    path.write_bytes(b"12345678")
+    target = bytearray(8)
+    with plugged(slow_handle, path.parent):
+        request = slow_handle.submit_read(target, path)
+        assert not request.done()
+        for timeout_s in (0, 0.01, 0.12):
+            begin = time.monotonic()
+            with pytest.raises(
+                TimeoutError, match=f"not done within {timeout_s} s; it goes on"
+            ):
+                getattr(request, ask)(timeout_s)
+            assert time.monotonic() - begin >= timeout_s
+    assert request.wait(timeout_s=60) == 8
+    assert target == b"12345678"
+
+
+@pytest.mark.parametrize("timeout_s", [-1, float("nan")])
+def test_a_time_that_cannot_be_waited_is_refused(handle, path, timeout_s):
+    request = handle.submit_write(b"1", path)
+    with pytest.raises(ValueError, match=r"timeout_s is .*; it must be 0 or more"):
+        request.wait(timeout_s)
+    assert request.wait(float("inf")) == 1
+
+
+def test_a_failure_is_told_by_every_way_of_asking(handle, path):
+    path.write_bytes(bytes(10))
+    request = handle.submit_read(bytearray(11), path)
+    error = request.exception()
+    assert (error.errno, error.filename) == (errno.ENODATA, str(path))
+    for ask in (request.wait, request.result):
+        with pytest.raises(OSError, match="past the end") as caught:
+            ask()
+        assert caught.value is error
+    assert request.done()
+    assert not request.cancel()
+
+
+class TestCancel:
+    def test_what_is_not_yet_with_the_kernel_is_dropped(self, slow_handle, path):
+        path.write_bytes(bytes(100 * PAGE))
+        memory = Guarded(100 * PAGE)
+        with plugged(slow_handle, path.parent):
+            request = slow_handle.submit_read(memory.array, path)
+            assert request.cancel() is True
+            for ask in (request.wait, request.result, request.exception):
+                with pytest.raises(CancelledError, match="was cancelled"):
+                    ask()
+            assert request.done()
+            assert request.cancel() is False
+        assert memory.content() == bytes([Guarded.CANARY]) * 100 * PAGE
+
+    def test_a_request_half_way_keeps_what_was_done(self, open_handle, path):
+        """What is with the kernel lands before the request is done; nothing does later."""
+        expected = pattern(400 * PAGE)
+        path.write_bytes(expected)
+        memory = Guarded(len(expected))
+        handle = open_handle(**SLOW)
+        request = handle.submit_read(memory.array, path)
+        while routes(handle).total() == 0:
+            os.sched_yield()
+        dropped = request.cancel()
+        assert cancelled(request) is dropped
+        left = memory.content()
+        landed = [
+            page * PAGE
+            for page in range(400)
+            if left[page * PAGE :][:PAGE] == expected[page * PAGE :][:PAGE]
+        ]
+        assert len(landed) * PAGE == routes(handle).total()
+        assert dropped or len(landed) == 400
+        memory.array[:] = 0
+        handle.fsync(path)
+        assert memory.content() == bytes(len(expected))
+
+    def test_a_request_that_is_done_cannot_be_cancelled(self, handle, path):
+        request = handle.submit_write(b"1234", path)
+        request.wait()
+        assert request.cancel() is False
+        assert request.wait() == 4
+
+    def test_a_write_that_never_began_leaves_an_empty_file(self, slow_handle, path):
+        with plugged(slow_handle, path.parent):
+            request = slow_handle.submit_write(pattern(BLOCK), path)
+            assert request.cancel() is True
+            assert cancelled(request)
+        assert path.stat().st_size == 0
+
+
+def test_many_threads_wait_for_one_request(slow_handle, path):
+    path.write_bytes(b"12345678")
+    target = np.zeros((8, 3), np.uint8)
+    started = threading.Barrier(9)
+
+    def wait(_):
+        started.wait()
+        return request.wait(), target[:, 1].tobytes()
+
+    with ThreadPoolExecutor(8) as threads:
+        with plugged(slow_handle, path.parent):
+            request = slow_handle.submit_read(target[:, 1], path)
+            waiters = [threads.submit(wait, number) for number in range(8)]
+            started.wait()
+            assert not request.done()
+        assert [waiter.result() for waiter in waiters] == [(8, b"12345678")] * 8
+
+
+def test_many_threads_wait_for_one_failure(slow_handle, path):
+    path.write_bytes(b"1234")
+    with ThreadPoolExecutor(8) as threads:
+        with plugged(slow_handle, path.parent):
+            request = slow_handle.submit_read(bytearray(8), path)
+            waiters = [threads.submit(request.exception) for _ in range(8)]
+        errors = {waiter.result() for waiter in waiters}
+    assert errors == {request.exception()}
+    assert request.exception().errno == errno.ENODATA
+
+
+class TestRepr:
+    def test_it_shows_what_and_where(self, slow_handle, path):
+        path.write_bytes(bytes(20))
+        with plugged(slow_handle, path.parent):
+            request = slow_handle.submit_read(bytearray(8), path, 12)
+            words = f"read 8 bytes at offset 12 of {str(path)!r}"
+            assert repr(request) == f"<nvmeio.Request {words}, in flight>"
+        request.wait()
+        assert repr(request) == f"<nvmeio.Request {words}, done>"
+
+    def test_it_shows_what_went_wrong(self, handle, path):
+        path.write_bytes(bytes(20))
+        request = handle.submit_read(bytearray(8), path, 13)
+        failure = request.exception()
+        assert repr(request).endswith(f", failed: {failure}>")
+
+    def test_it_names_every_kind(self, handle, path):
+        write, fsync = handle.submit_write(b"1", path), handle.submit_fsync(path)
+        assert "Request write 1 bytes" in repr(write)
+        assert "Request fsync 0 bytes" in repr(fsync)
+        assert (write.wait(), fsync.wait()) == (1, 0)
+
+
+class TestLogging:
+    """An error that nobody asked for is not lost."""
+
+    def test_an_error_that_was_never_looked_at_is_logged(self, handle, path, caplog, capfd):
+        path.write_bytes(b"1234")
+        handle.submit_read(bytearray(8), path)
+        handle.close()
+        gc.collect()
+        assert [record.levelno for record in caplog.records] == [logging.ERROR]
+        assert "never looked at" in caplog.text
+        assert "wanted 8 bytes at offset 0, got 4" in caplog.text
+        assert str(path) in caplog.text
+        assert capfd.readouterr() == ("", "")
+
+    @pytest.mark.parametrize("ask", ["wait", "result", "exception"])
+    def test_an_error_that_was_told_is_not(self, handle, path, caplog, ask):
+        path.write_bytes(b"1234")
+        request = handle.submit_read(bytearray(8), path)
+        with contextlib.suppress(OSError):
+            getattr(request, ask)()
+        del request
+        gc.collect()
+        assert caplog.records == []
+
+    def test_done_does_not_tell(self, handle, path, caplog):
+        path.write_bytes(b"1234")
+        request = handle.submit_read(bytearray(8), path)
+        while not request.done():
+            os.sched_yield()
+        handle.close()
+        del request
+        gc.collect()
+        assert "never looked at" in caplog.text
+
+
+class TestLifetime:
+    def test_it_outlives_handle_and_file(self, engine, path):
+        expected = pattern(20 * BLOCK)
+        path.write_bytes(expected)
+        target = Guarded(len(expected))
+        handle, file = nvmeio.aio_handle(PAGE, DEPTH, engine=engine), nvmeio.File(path)
+        assert handle.stats()["engine"] == engine
+        request = handle.submit_read(target.array, file)
+        file.close()
+        del file
+        handle.close()
+        del handle
+        gc.collect()
+        assert request.wait() == len(expected)
+        assert target.content() == expected
+        assert descriptors_below(path.parent) == []
+        assert str(path) in repr(request)
+
+    def test_the_caller_may_drop_everything(self, slow_handle, path):
+        """Buffer, file and request: the bytes land, and then all is let go."""
+        path.write_bytes(b"12345678")
+        array = np.zeros(8, np.uint8).view(Owner)
+        witness, gone = bytearray(8), weakref.ref(array)
+        with plugged(slow_handle, path.parent):
+            with nvmeio.File(path) as file:
+                slow_handle.submit_read(array, file)
+                slow_handle.submit_read(witness, file)
+            del array, file
+            gc.collect()
+            assert gone() is not None
+            assert str(path) in descriptors_below(path.parent)
+        slow_handle.close()
+        assert witness == b"12345678"
+        assert gone() is None
+        assert descriptors_below(path.parent) == []
+
+    def test_a_bytearray_cannot_be_resized_while_it_is_lent(self, slow_handle, path):
+        path.write_bytes(b"12345678")
+        target = bytearray(8)
+        with plugged(slow_handle, path.parent):
+            request = slow_handle.submit_read(target, path)
+            with pytest.raises(BufferError):
+                target.append(0)
+        assert request.wait() == 8
+        target.append(0)
+        assert target == b"12345678\0"
+
+    def test_a_request_that_is_done_holds_nothing(self, handle, path):
+        array = np.zeros(100, np.uint8).view(Owner)
+        gone = weakref.ref(array)
+        request = handle.submit_write(array, path)
+        request.wait()
+        del array
+        assert gone() is None
+        assert descriptors_below(path.parent) == []
+
+
+def test_a_request_is_not_made_by_hand():
+    with pytest.raises(TypeError, match="made by submit_read"):
+        nvmeio.Request()
+    request = nvmeio.Request.__new__(nvmeio.Request)
+    for ask in (request.wait, request.done):
+        with pytest.raises(ValueError, match="never submitted"):
+            ask()
+    assert request.cancel() is False
+
+
+def test_a_request_cannot_be_pickled(handle, path):
+    request = handle.submit_write(b"1", path)
+    with pytest.raises(TypeError, match="a Request cannot be pickled"):
+        pickle.dumps(request)
+    assert request.wait() == 1
+
+
+def test_signatures_can_be_inspected():
+    for name, member in inspect.getmembers(nvmeio.Request, callable):
+        if not name.startswith("__"):
+            assert "self" in inspect.signature(member).parameters, name
+            assert inspect.getdoc(member), name
+
+
+PAST_THE_END = {
+    "read": lambda handle, *args: handle.read(*args, False, 90),
+    "sync_pread": lambda handle, *args: handle.sync_pread(*args, 90),
+    "pread": lambda handle, *args: handle.pread(*args, False, False, 90),
+    "async_pread": lambda handle, *args: (handle.async_pread(*args, 90), handle.wait()),
+    "submit_read": lambda handle, *args: handle.submit_read(*args, 90).wait(),
+}
+
+
+@pytest.mark.parametrize("read", PAST_THE_END.values(), ids=PAST_THE_END)
+def test_a_read_past_the_end_says_path_offset_wanted_and_got(handle, path, read):
+    """Case 10: reading past the end is an error, not the end of the process."""
+    path.write_bytes(bytes(100))
+    words = r"past the end of the file: wanted 50 bytes at offset 90, got 10.*data"
+    with pytest.raises(OSError, match=words) as caught:
+        read(handle, bytearray(50), path)
+    assert (caught.value.errno, caught.value.filename) == (errno.ENODATA, str(path))
+
+
+def test_validation_finds_a_difference(handle, path):
+    """The bytes differ from the file by the time that somebody looks."""
+    for transfer in (handle.pread, handle.pwrite):
+        path.write_bytes(bytes(3 * PAGE))
+        moved = routes(handle).total() + 3 * PAGE
+        assert transfer(bytearray(3 * PAGE), path, True, True) == 0
+        while routes(handle).total() < moved:
+            os.sched_yield()
+        with open(path, "r+b") as file:
+            os.pwrite(file.fileno(), b"!", 5000)
+        with pytest.raises(OSError, match="differs from the file at byte 5000") as caught:
+            handle.wait()
+        assert (caught.value.errno, caught.value.filename) == (errno.EIO, str(path))
+
+
+def test_validation_passes_what_is_the_same(handle, path):
+    expected = pattern(BLOCK + 100)
+    target = bytearray(len(expected))
+    assert handle.write(expected, path, True) == 0
+    assert handle.read(target, path, validate=True) == 0
+    assert handle.pwrite(expected, path, True, True, 5) == 0
+    assert handle.wait() == 1
+    assert target == expected
+
+
+class Owner(np.ndarray):
+    """An array that can refer to others, and so be part of a cycle."""
+
+
+def test_a_cycle_through_buffer_request_and_handle_is_collected(engine, folder):
+    expected = pattern(50 * BLOCK)
+    (folder / "data").write_bytes(expected)
+    memory = Guarded(len(expected))
+    handle = nvmeio.aio_handle(PAGE, DEPTH, engine=engine)
+    array = memory.array.view(Owner)
+    array.handle = handle
+    array.request = request = handle.submit_read(array, folder / "data")
+    gone = weakref.ref(handle)
+    del array, handle
+    gc.collect()
+    assert gone() is not None
+    assert request.wait() == len(expected)
+    del request
+    gc.collect()
+    assert gone() is None
+    assert memory.content() == expected
+
+
+def test_an_error_in_a_cycle_is_logged_when_it_is_collected(handle, path, caplog):
+    """The collector empties the error before the request dies."""
+    path.write_bytes(bytes(10))
+    request = handle.submit_read(bytearray(11), path)
+    while not request.done():
+        os.sched_yield()
+    assert handle.pending == 0
+    cycle = [request]
+    cycle.append(cycle)
+    del request, cycle
+    gc.collect()
+    assert caplog.text.count("never looked at") == 1
+    assert str(path) in caplog.text
+
+
+def test_one_that_was_cancelled_is_not_logged(slow_handle, path, caplog):
+    path.write_bytes(bytes(10))
+    with plugged(slow_handle, path.parent):
+        assert slow_handle.submit_read(bytearray(10), path).cancel() is True
+    slow_handle.close()
+    gc.collect()
+    assert caplog.records == []
+
+
+def test_requests_that_nobody_holds_are_let_go(handle, path):
+    """At the next call into the handle, once they are done."""
+    gone = []
+    for index in range(50):
+        array = np.zeros(PAGE, np.uint8).view(Owner)
+        gone.append(weakref.ref(array))
+        handle.submit_write(array, path, index * PAGE)
+    del array
+    while handle.pending:
+        os.sched_yield()
+    assert handle.pending == 0
+    assert [reference() for reference in gone if reference() is not None] == []

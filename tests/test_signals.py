@@ -1,0 +1,28 @@
+"""Signals lose nothing: storms of them, and Ctrl-C while I/O is held up."""
+
+import pytest
+
+from children import run_child
+from helpers import ENGINES
+
+
+@pytest.mark.parametrize("overlap_events", [False, True])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_storm_of_signals_loses_nothing(tmp_path, engine, overlap_events):
+    report = run_child(
+        "signal_storm", folder=str(tmp_path), engine=engine, overlap_events=overlap_events
+    ).report
+    assert report["signals"] > 10
+    assert report["engine"] == engine
+
+
+@pytest.mark.parametrize("size", [4096, 1 << 21])
+@pytest.mark.parametrize("way", ["request", "handle", "close", "read"])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_ctrl_c_ends_a_wait_and_the_transfer_goes_on(faulty, engine, way, size):
+    report = run_child(
+        "ctrl_c", folder=str(faulty), engine=engine, way=way, size=size
+    ).report
+    assert report["interrupted"]
+    assert report["pending"] == 1
+    assert report["fired"]["read.held"] > 0

@@ -1,0 +1,414 @@
+"""Tensors on a device pass through pieces of host memory; here the device is made up."""
+
+import errno
+import gc
+import logging
+import threading
+import weakref
+from concurrent.futures import CancelledError, ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+import nvmeio
+from helpers import BLOCK, DEPTH, PAGE, SLOW, descriptors_below, pattern, plugged, routes
+from nvmeio._registry import Export, libraries, register
+
+PIECE = 3 * PAGE
+
+
+class Device:
+    """A tensor whose bytes the host cannot reach: it has no buffer protocol."""
+
+    def __init__(self, content):
+        self.memory = np.array(np.frombuffer(content, np.uint8))
+
+    def content(self):
+        return self.memory.tobytes()
+
+
+class Staging:
+    """What nvmeio.torch.staging does, watched: memory of a piece is not used too early."""
+
+    def __init__(self, tensor, library):
+        self._tensor = tensor
+        self._library = library
+        nbytes = len(tensor.memory)
+        self.pieces = [(at, min(PIECE, nbytes - at)) for at in range(0, nbytes, PIECE)]
+        self.slots = library.slots
+        self._memory = [np.zeros(PIECE, np.uint8) for _ in range(self.slots)]
+        self._delivered = -1
+
+    def host(self, index):
+        # What was read for the piece before it must have been delivered.
+        assert index - self.slots <= self._delivered
+        return self._memory[index % self.slots][: self.pieces[index][1]]
+
+    def fetch(self, index):
+        self._library.cross(index)
+        offset, nbytes = self.pieces[index]
+        memory = self._memory[index % self.slots][:nbytes]
+        memory[:] = self._tensor.memory[offset : offset + nbytes]
+        return memory
+
+    def deliver(self, index):
+        self._library.cross(index)
+        assert index == self._delivered + 1
+        offset, nbytes = self.pieces[index]
+        self._tensor.memory[offset : offset + nbytes] = self.host(index)
+        self._delivered = index
+
+    def finish(self):
+        self._library.finished += 1
+
+
+class Library:
+    """A library of tensors on a device, as nvmeio._registry wants it."""
+
+    def __init__(self):
+        self.slots = 3
+        self.broken_at = None
+        self.threads = set()
+        self.finished = 0
+        self.stagings = weakref.WeakSet()
+
+    def export(self, tensor, writable):
+        staging = Staging(tensor, self)
+        self.stagings.add(staging)
+        nbytes = len(tensor.memory)
+        return Export(0, nbytes, 0, staging, lambda _: staging.finish(), staging)
+
+    def cross(self, index):
+        """Note who copies a piece to or from the device, which may break."""
+        self.threads.add(threading.current_thread())
+        if index == self.broken_at:
+            raise RuntimeError("the device fell off the bus")
+
+
+@pytest.fixture
+def library():
+    """The library of tensors on the device."""
+    library = Library()
+    register(Device, library)
+    yield library
+    libraries.remove((Device, library))
+
+
+# From no piece at all to many more than there are slots; the last one is of any size.
+SIZES = [0, 1, PIECE - 1, PIECE, PIECE + 1, 3 * PIECE, 3 * PIECE + 1, 20 * PIECE + 777]
+
+
+@pytest.mark.usefixtures("library")
+@pytest.mark.parametrize("offset", [0, 1, PAGE])
+@pytest.mark.parametrize("size", SIZES)
+def test_a_tensor_goes_to_disk_and_back(handle, path, size, offset):
+    path.write_bytes(pattern(offset))
+    source, target = Device(pattern(size)), Device(bytes(size))
+    assert handle.submit_write(source, path, offset).wait() == size
+    assert path.read_bytes() == pattern(offset) + pattern(size)
+    assert handle.submit_read(target, path, offset).wait() == size
+    assert target.content() == pattern(size)
+    assert routes(handle).total() == 2 * size
+    assert handle.pending == 0
+
+
+@pytest.mark.parametrize("slots", [1, 2, 100])
+def test_any_number_of_slots_will_do(handle, path, library, slots):
+    library.slots = slots
+    source, target = Device(pattern(9 * PIECE + 5)), Device(bytes(9 * PIECE + 5))
+    handle.write(source, path)
+    handle.read(target, path)
+    assert target.content() == source.content()
+    assert routes(handle).total() == 2 * len(source.memory)
+
+
+@pytest.mark.usefixtures("library")
+def test_every_call_of_the_contract_takes_such_tensors(handle, path):
+    source, target = Device(pattern(5 * PIECE)), Device(bytes(5 * PIECE))
+    assert handle.write(source, path, True) == 0
+    assert handle.sync_pwrite(source, path, 5 * PIECE) == 1
+    assert handle.async_pwrite(source, path, 10 * PIECE) == 0
+    assert handle.wait() == 1
+    assert path.read_bytes() == 3 * pattern(5 * PIECE)
+    assert handle.read(target, path, True, 5 * PIECE) == 0
+    assert handle.async_pread(target, path) == 0
+    assert handle.pread(Device(bytes(5 * PIECE)), path, True, True, 10 * PIECE) == 0
+    assert handle.wait() == 2
+    assert target.content() == source.content()
+
+
+@pytest.mark.usefixtures("library")
+def test_requests_of_both_kinds_are_in_flight_at_once(open_handle, path):
+    handle = open_handle(BLOCK, DEPTH, intra_op_parallelism=2)
+    size = 7 * PIECE + 1
+    path.write_bytes(pattern(10 * size))
+    targets = [Device(bytes(size)) if index % 2 else bytearray(size) for index in range(10)]
+    requests = [
+        handle.submit_read(target, path, index * size)
+        for index, target in enumerate(targets)
+    ]
+    assert [request.wait() for request in requests] == [size] * 10
+    found = [getattr(target, "memory", target) for target in targets]
+    assert b"".join(map(bytes, found)) == pattern(10 * size)
+    assert routes(handle).total() == 10 * size
+
+
+def test_a_read_is_finished_once_by_the_thread_that_waits(handle, path, library):
+    path.write_bytes(pattern(8 * PIECE))
+    request = handle.submit_read(Device(bytes(8 * PIECE)), path)
+    assert library.threads == set()
+    assert request.wait() == request.result() == 8 * PIECE
+    assert library.threads == {threading.current_thread()}
+    assert library.finished == 1
+
+
+@pytest.mark.usefixtures("library")
+def test_done_moves_it_on(handle, path):
+    path.write_bytes(pattern(30 * PIECE))
+    target = Device(bytes(30 * PIECE))
+    request = handle.submit_read(target, path)
+    while not request.done():
+        pass
+    assert target.content() == pattern(30 * PIECE)
+
+
+@pytest.mark.usefixtures("library")
+def test_many_threads_wait_for_one(handle, path):
+    path.write_bytes(pattern(30 * PIECE))
+    target = Device(bytes(30 * PIECE))
+    request = handle.submit_read(target, path)
+    with ThreadPoolExecutor(6) as threads:
+        assert list(threads.map(lambda _: request.wait(), range(6))) == [30 * PIECE] * 6
+    assert target.content() == pattern(30 * PIECE)
+
+
+@pytest.mark.usefixtures("library")
+def test_a_file_that_ends_in_the_middle_is_an_error(handle, path):
+    path.write_bytes(pattern(10 * PIECE + 100))
+    target = Device(bytes(20 * PIECE))
+    request = handle.submit_read(target, path)
+    with pytest.raises(OSError, match=r"past the end of the file.*data") as caught:
+        request.wait()
+    assert caught.value.errno == errno.ENODATA
+    assert target.content()[: 10 * PIECE] == pattern(10 * PIECE + 100)[: 10 * PIECE]
+    assert handle.pending == 0
+    assert handle.wait() == 0
+
+
+@pytest.mark.usefixtures("library")
+def test_a_failed_one_is_minus_one_with_errors_as_status(open_handle, path):
+    handle = open_handle(BLOCK, DEPTH, errors="status")
+    path.write_bytes(pattern(10 * PIECE))
+    assert handle.read(Device(bytes(10 * PIECE + 1)), path) == -1
+    assert handle.last_error.errno == errno.ENODATA
+
+
+@pytest.mark.parametrize("broken_at", [0, 1, 5])
+class TestBrokenDevice:
+    """What the device or its library raises ends the request, not the handle."""
+
+    def test_a_write_raises_where_it_is_submitted(self, handle, path, library, broken_at):
+        library.broken_at = broken_at
+        with pytest.raises(RuntimeError, match="fell off the bus"):
+            handle.submit_write(Device(pattern(8 * PIECE)), path)
+        self.assert_handle_goes_on(handle, path)
+
+    def test_a_read_raises_where_it_is_waited_for(self, handle, path, library, broken_at):
+        path.write_bytes(pattern(8 * PIECE))
+        library.broken_at = broken_at
+        request = handle.submit_read(Device(bytes(8 * PIECE)), path)
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="fell off the bus"):
+                request.wait()
+        assert request.done()
+        self.assert_handle_goes_on(handle, path)
+
+    def assert_handle_goes_on(self, handle, path):
+        path = path.with_name("another")
+        assert handle.write(b"1234", path) == 0
+        assert path.read_bytes() == b"1234"
+        handle.close()
+        assert handle.pending == 0
+
+
+@pytest.mark.usefixtures("library")
+class TestInFlight:
+    """The lane is busy with something else."""
+
+    @pytest.fixture
+    def handle(self, open_handle):
+        return open_handle(**SLOW)
+
+    def test_it_is_pending_until_it_is_done(self, handle, folder):
+        (folder / "data").write_bytes(pattern(9 * PIECE))
+        target = Device(bytes(9 * PIECE))
+        with plugged(handle, folder):
+            request = handle.submit_read(target, folder / "data")
+            assert not request.done()
+            assert "in flight" in repr(request)
+            with pytest.raises(TimeoutError, match=r"was not done within 0\.01 s"):
+                request.wait(0.01)
+            assert target.content() == bytes(9 * PIECE)
+        assert request.wait() == 9 * PIECE
+        assert target.content() == pattern(9 * PIECE)
+        assert "done" in repr(request)
+
+    def test_cancelling_drops_the_pieces_that_were_not_begun(self, handle, folder):
+        (folder / "data").write_bytes(pattern(9 * PIECE))
+        with plugged(handle, folder):
+            request = handle.submit_read(Device(bytes(9 * PIECE)), folder / "data")
+            assert request.cancel() is True
+            assert request.cancel() is True
+        with pytest.raises(CancelledError, match="data"):
+            request.wait()
+        with pytest.raises(CancelledError):
+            request.exception()
+        assert request.done()
+        assert request.cancel() is False
+        assert handle.pending == 0
+
+    def test_what_is_on_its_way_completely_is_not_cancelled(self, handle, folder):
+        (folder / "data").write_bytes(pattern(3 * PIECE))
+        target = Device(bytes(3 * PIECE))
+        with plugged(handle, folder):
+            request = handle.submit_read(target, folder / "data")
+            assert request.cancel() is False
+        assert request.wait() == 3 * PIECE
+        assert target.content() == pattern(3 * PIECE)
+
+    def test_it_holds_the_file_open_and_lets_go(self, handle, folder):
+        (folder / "data").write_bytes(pattern(9 * PIECE))
+        with plugged(handle, folder):
+            request = handle.submit_read(Device(bytes(9 * PIECE)), folder / "data")
+            (folder / "data").unlink()
+            assert any("data" in path for path in descriptors_below(folder))
+        assert request.wait() == 9 * PIECE
+        handle.close()
+        assert descriptors_below(folder) == []
+
+
+@pytest.mark.usefixtures("library")
+def test_a_request_that_nobody_holds_is_carried_out(handle, path):
+    path.write_bytes(pattern(9 * PIECE))
+    target = Device(bytes(9 * PIECE))
+    handle.submit_read(target, path)
+    handle.submit_write(Device(pattern(9 * PIECE)), path.with_name("copy"))
+    handle.close()
+    assert target.content() == path.with_name("copy").read_bytes() == pattern(9 * PIECE)
+
+
+@pytest.mark.usefixtures("library")
+def test_dropping_the_handle_finishes_its_work(engine, path):
+    path.write_bytes(pattern(9 * PIECE))
+    target = Device(bytes(9 * PIECE))
+    handle = nvmeio.aio_handle(PAGE, 1, engine=engine)
+    request = handle.submit_read(target, path)
+    gone = weakref.ref(handle)
+    del handle
+    gc.collect()
+    assert gone() is None
+    assert request.done()
+    assert request.wait() == 9 * PIECE
+    assert target.content() == pattern(9 * PIECE)
+
+
+@pytest.mark.usefixtures("library")
+def test_an_error_that_nobody_looked_at_is_logged(handle, path, caplog):
+    path.write_bytes(bytes(PIECE))
+    handle.submit_read(Device(bytes(9 * PIECE)), path)
+    with caplog.at_level(logging.ERROR, "nvmeio"):
+        handle.close()
+        gc.collect()
+    assert [
+        record.message for record in caplog.records if "never looked at" in record.message
+    ]
+
+
+def test_the_tensor_is_let_go_when_it_is_done(handle, path, library):
+    path.write_bytes(pattern(5 * PIECE))
+    target = Device(bytes(5 * PIECE))
+    gone = weakref.ref(target)
+    request = handle.submit_read(target, path)
+    del target
+    assert gone() is not None
+    assert len(library.stagings) == 1
+    request.wait()
+    assert gone() is None
+    assert len(library.stagings) == 0
+
+
+@pytest.mark.usefixtures("library")
+def test_threads_submit_and_wait_at_once(open_handle, folder):
+    handle = open_handle(BLOCK, DEPTH, overlap_events=True)
+
+    def work(number):
+        for turn in range(15):
+            content = pattern(5 * PIECE + number, seed=turn)
+            target = Device(bytes(len(content)))
+            handle.submit_write(Device(content), folder / f"{number}").wait()
+            handle.submit_read(target, folder / f"{number}").wait()
+            assert target.content() == content
+
+    with ThreadPoolExecutor(6) as threads:
+        list(threads.map(work, range(6)))
+    assert handle.pending == 0
+
+
+class TestTorch:
+    """The staging of nvmeio.torch itself, with the CPU as the device."""
+
+    @pytest.fixture
+    def torch(self):
+        return pytest.importorskip("torch", reason="torch is not installed")
+
+    @pytest.fixture
+    def on_device(self, torch):
+        """Make an object that stands for a tensor on a device."""
+        from nvmeio.torch.staging import DeviceStaging
+
+        class Remote:
+            def __init__(self, tensor):
+                self.tensor = tensor
+
+        class RemoteLibrary:
+            def export(self, remote, writable):
+                stage = DeviceStaging(remote.tensor, writable, piece_bytes=PIECE, slots=2)
+                nbytes = remote.tensor.nbytes
+                return Export(0, nbytes, 0, stage, lambda _: stage.finish(), stage)
+
+        library = RemoteLibrary()
+        register(Remote, library)
+        yield Remote
+        libraries.remove((Remote, library))
+
+    @pytest.mark.parametrize("transposed", [False, True])
+    def test_tensors_of_any_strides_make_the_round_trip(
+        self, handle, path, torch, on_device, transposed
+    ):
+        source = torch.arange(30_000, dtype=torch.int32).reshape(300, 100)
+        target = torch.zeros_like(source)
+        if transposed:
+            source, target = source.t(), target.t()
+        handle.write(on_device(source), path, file_offset=3)
+        assert path.read_bytes()[3:] == source.contiguous().numpy().tobytes()
+        assert handle.submit_read(on_device(target), path, 3).wait() == 120_000
+        assert target.equal(source)
+        assert routes(handle).total() == 240_000
+
+    def test_cuda_tensors_make_the_round_trip(self, handle, path, torch):
+        if not torch.cuda.is_available():
+            pytest.skip("no CUDA device")
+        source = torch.arange(40 << 20, dtype=torch.int32, device="cuda")
+        target = torch.zeros_like(source)
+        requests = [
+            handle.submit_write(source, path),
+            handle.submit_write(source[:5], f"{path}.5"),
+        ]
+        assert [request.wait() for request in requests] == [source.nbytes, 20]
+        handle.read(target, path)
+        assert target.equal(source)
+        strided = torch.zeros(1000, 2000, dtype=torch.int32, device="cuda").t()[::2]
+        handle.async_pread(strided, path, 4)
+        assert handle.wait() == 1
+        assert strided.flatten().equal(source[1:][: strided.numel()])
+        assert routes(handle).total() == 2 * source.nbytes + 20 + strided.nbytes
