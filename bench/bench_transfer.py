@@ -473,7 +473,7 @@ def main() -> None:
     report(duels, about)
     if options.json:
         raw = {"machine": about, "duels": [duel.as_dict() for duel, _ in duels]}
-        options.json.write_text(json.dumps(raw, indent=1) + "\n", encoding="utf-8")
+        options.json.write_text(json.dumps(raw) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
