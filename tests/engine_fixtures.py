@@ -9,10 +9,16 @@ import nvmeio
 from helpers import BLOCK, DEPTH, ENGINES
 
 
+@pytest.fixture(scope="session")
+def engines():
+    """What works here, tried once: libaio takes 30 ms to be tried."""
+    return nvmeio.engines()
+
+
 @pytest.fixture(params=ENGINES)
-def engine(request):
+def engine(request, engines):
     """The name of each engine in turn."""
-    found = nvmeio.engines()[request.param]
+    found = engines[request.param]
     if not found["works"]:
         pytest.skip(f"the engine {request.param} does not work here: {found['reason']}")
     return request.param

@@ -249,7 +249,7 @@ def test_a_locked_tensor_needs_an_example(handle):
 
 
 def test_what_torch_has_pinned_is_pinned(handle):
-    torch = pytest.importorskip("torch")
+    torch = pytest.importorskip("torch", reason="torch is not installed")
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     assert handle.is_pinned(torch.zeros(5).pin_memory())

@@ -9,7 +9,16 @@ from collections import Counter
 import pytest
 
 import nvmeio
-from helpers import BLOCK, PAGE, SLOW, descriptors_below, pattern, plugged, routes
+from helpers import (
+    BLOCK,
+    PAGE,
+    SLOW,
+    descriptors_below,
+    left_open,
+    pattern,
+    plugged,
+    routes,
+)
 
 
 def refused(call, *args, **options):
@@ -140,7 +149,7 @@ class TestClosing:
         with nvmeio.File(path, "w") as file:
             assert not file.closed
         assert file.closed
-        assert descriptors_below(path.parent) == []
+        assert left_open(path.parent) == []
         file.close()
         for use in (
             lambda: file.size,
@@ -167,20 +176,20 @@ class TestClosing:
         assert request.wait() == 8
         assert target == b"12345678"
         handle.close()
-        assert descriptors_below(folder) == []
+        assert left_open(folder) == []
 
     def test_dropping_it_closes_it(self, path):
         file = nvmeio.File(path, "w")
         assert descriptors_below(path.parent) == [str(path)] * (2 if file.direct else 1)
         del file
-        assert descriptors_below(path.parent) == []
+        assert left_open(path.parent) == []
 
     def test_a_failure_to_open_leaves_nothing_open(self, folder):
         for target in (folder, folder / "missing"):
             refused(nvmeio.File, target)
         os.mkfifo(folder / "fifo")
         refused(nvmeio.File, folder / "fifo")
-        assert descriptors_below(folder) == []
+        assert left_open(folder) == []
 
 
 class TestPaths:
@@ -300,7 +309,7 @@ class TestDescriptors:
         assert request.wait() == 8
         assert target == b"12345678"
         handle.close()
-        assert descriptors_below(folder) == []
+        assert left_open(folder) == []
 
     def test_the_file_may_have_no_name(self, handle, path, open_fd):
         fd = open_fd(os.O_RDWR)

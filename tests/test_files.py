@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import nvmeio
-from helpers import BLOCK, MIB, PAGE, descriptors_below, limit, pattern
+from helpers import BLOCK, MIB, PAGE, left_open, limit, pattern
 from nvmeio import files
 
 SIZES = [0, 1, PAGE - 1, PAGE, PAGE + 1, MIB, MIB + 1, 5 * MIB + 777]
@@ -52,7 +52,7 @@ def test_a_file_is_read_as_a_whole(path, used_engines, size):
     assert found.flags.writeable
     assert found.tobytes() == pattern(size)
     assert moved(used_engines) == size
-    assert descriptors_below(path.parent) == []
+    assert left_open(path.parent) == []
 
 
 def test_what_was_read_lives_as_long_as_any_view_of_it(path):

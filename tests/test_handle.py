@@ -277,9 +277,8 @@ def test_fsync_follows_the_writes_before_it(handle, path):
 class TestLockedTensors:
     @pytest.fixture
     def example(self, library):
-        return pytest.importorskip(library).zeros(
-            1, dtype=pytest.importorskip(library).int16
-        )
+        module = pytest.importorskip(library, reason=f"{library} is not installed")
+        return module.zeros(1, dtype=module.int16)
 
     def test_they_are_pinned_until_freed_once(self, open_handle, example):
         handle, other = open_handle(), open_handle()

@@ -55,12 +55,6 @@ def test_the_first_of_many_failures_is_told_after_all_have_ended(faulty, handle)
             assert buffer == data[number * BLOCK : (number + 1) * BLOCK]
 
 
-# io_uring continues short transfers of regular files itself, and where FUSE made them
-# short, at the wrong place: a plain program on Linux 6.18 sees that too.
-NOT_URING = pytest.mark.parametrize("engine", ENGINES[1:], indirect=True)
-
-
-@NOT_URING
 @pytest.mark.parametrize("skew", [0, 3])
 @pytest.mark.parametrize("short", [4096, 30_000])
 def test_short_reads_are_continued(faulty, handle, short, skew):
@@ -74,7 +68,6 @@ def test_short_reads_are_continued(faulty, handle, short, skew):
     assert faults.fired()["read.short"] > 0
 
 
-@NOT_URING
 @pytest.mark.parametrize("short", [4096, 30_000])
 def test_short_writes_are_continued(faulty, handle, short):
     path, _, faults = faulty_file(faulty)
@@ -106,7 +99,6 @@ def test_a_full_file_system_is_told_and_leaves_what_was_written(faulty, handle, 
     fill_up(faulty, handle, room)
 
 
-@NOT_URING
 def test_a_file_system_may_become_full_within_a_block(faulty, handle):
     fill_up(faulty, handle, 3 * BLOCK + 100)
 

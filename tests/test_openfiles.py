@@ -7,7 +7,8 @@ import textwrap
 
 import pytest
 
-from helpers import BLOCK, PAGE, SLOW, descriptors_below, pattern, plugged
+import nvmeio
+from helpers import BLOCK, PAGE, SLOW, descriptors_below, left_open, pattern, plugged
 
 
 @pytest.fixture
@@ -27,11 +28,10 @@ def test_requests_in_flight_share_one_open_file(slow_handle, path, alignment):
         )
     assert [request.wait() for request in requests] == [PAGE] * 50
     assert targets == [pattern(PAGE)] * 50
-    assert descriptors_below(path.parent) == []
+    assert left_open(path.parent) == []
 
 
 def test_every_call_closes_what_it_opened(handle, path):
-    before = set(os.listdir("/proc/self/fd"))
     for verb in (handle.write, handle.sync_pwrite, handle.async_pwrite):
         verb(pattern(BLOCK + 9), path)
     handle.wait()
@@ -42,13 +42,18 @@ def test_every_call_closes_what_it_opened(handle, path):
         call(bytearray(BLOCK), path)
     handle.submit_read(bytearray(BLOCK), path).wait()
     handle.fsync(path)
-    assert descriptors_below(path.parent) == []
-    # Rings of callers are kept for the next one.
-    again = set(os.listdir("/proc/self/fd"))
-    handle.read(bytearray(BLOCK), path)
-    assert set(os.listdir("/proc/self/fd")) == again
-    handle.close()
-    assert len(os.listdir("/proc/self/fd")) <= len(before)
+    assert left_open(path.parent) == []
+
+
+def test_a_handle_that_is_closed_has_no_descriptor(engine, path):
+    """Rings, events and files: what lanes and callers have opened is closed."""
+    before = sorted(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        with nvmeio.aio_handle(BLOCK, engine=engine, intra_op_parallelism=2) as handle:
+            handle.write(pattern(BLOCK), path)
+            handle.async_pread(bytearray(BLOCK), path)
+            assert handle.stats()["engine"] == engine
+        assert sorted(os.listdir("/proc/self/fd")) == before
 
 
 def test_failures_close_what_was_opened(handle, path):
@@ -58,7 +63,7 @@ def test_failures_close_what_was_opened(handle, path):
     assert handle.submit_read(bytearray(5), path).exception() is not None
     with pytest.raises(ValueError, match="read-only"):
         handle.submit_read(b"1234", path)
-    assert descriptors_below(path.parent) == []
+    assert left_open(path.parent) == []
 
 
 def test_what_cannot_be_lent_makes_no_file(handle, path):
@@ -82,7 +87,7 @@ def test_a_file_that_was_replaced_is_not_taken_for_the_new_one(slow_handle, path
         requests.append(slow_handle.submit_read(new, path))
     assert [request.wait() for request in requests] == [8, 8]
     assert (old, new) == (b"old file", b"new file")
-    assert descriptors_below(path.parent) == []
+    assert left_open(path.parent) == []
 
 
 def test_writes_go_to_the_file_that_has_the_name(slow_handle, path):
@@ -133,7 +138,6 @@ def test_two_thousand_files_in_flight_need_few_descriptors(engine, folder):
         resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))
         names = [os.path.join(folder, str(number)) for number in range(2000)]
         with nvmeio.aio_handle(4096, 16, overlap_events=True, engine=engine) as handle:
-            before = len(os.listdir("/proc/self/fd"))
             for number, name in enumerate(names):
                 handle.async_pwrite(number.to_bytes(4, "little") * 100, name)
             assert handle.wait() == 2000
@@ -144,7 +148,6 @@ def test_two_thousand_files_in_flight_need_few_descriptors(engine, folder):
                 target == number.to_bytes(4, "little") * 100
                 for number, target in enumerate(targets)
             )
-            assert len(os.listdir("/proc/self/fd")) == before
             assert handle.stats()["engine"] == engine
             assert handle.stats()["requests"] == 4000
     """

@@ -27,6 +27,7 @@ from helpers import (
     Guarded,
     cancelled,
     descriptors_below,
+    left_open,
     pattern,
     plugged,
     routes,
@@ -261,7 +262,7 @@ class TestLifetime:
         gc.collect()
         assert request.wait() == len(expected)
         assert target.content() == expected
-        assert descriptors_below(path.parent) == []
+        assert left_open(path.parent) == []
         assert str(path) in repr(request)
 
     def test_the_caller_may_drop_everything(self, slow_handle, path):
@@ -280,7 +281,7 @@ class TestLifetime:
         slow_handle.close()
         assert witness == b"12345678"
         assert gone() is None
-        assert descriptors_below(path.parent) == []
+        assert left_open(path.parent) == []
 
     def test_a_bytearray_cannot_be_resized_while_it_is_lent(self, slow_handle, path):
         path.write_bytes(b"12345678")
@@ -300,7 +301,7 @@ class TestLifetime:
         request.wait()
         del array
         assert gone() is None
-        assert descriptors_below(path.parent) == []
+        assert left_open(path.parent) == []
 
 
 def test_a_request_is_not_made_by_hand():

@@ -11,7 +11,17 @@ import numpy as np
 import pytest
 
 import nvmeio
-from helpers import BLOCK, DEPTH, PAGE, SLOW, descriptors_below, pattern, plugged, routes
+from helpers import (
+    BLOCK,
+    DEPTH,
+    PAGE,
+    SLOW,
+    descriptors_below,
+    left_open,
+    pattern,
+    plugged,
+    routes,
+)
 from nvmeio._registry import Export, libraries, register
 
 PIECE = 3 * PAGE
@@ -284,7 +294,7 @@ class TestInFlight:
             assert any("data" in path for path in descriptors_below(folder))
         assert request.wait() == 9 * PIECE
         handle.close()
-        assert descriptors_below(folder) == []
+        assert left_open(folder) == []
 
 
 @pytest.mark.usefixtures("library")

@@ -18,6 +18,10 @@ struct nvmeio_block {
     uint32_t index; /* of this block in its lane, below the engine's depth */
     void *address;
     int64_t offset;
+    /* The file is on FUSE.  When FUSE answers short, io_uring (Linux 6.18, 2026-11-21)
+     * continues at the wrong place of the memory and reports the full length: wrong
+     * bytes without an error.  Its pread and pwrite are right. */
+    bool plain;
     int64_t result; /* set by the engine: bytes or -errno */
     struct nvmeio_block *next;
 

@@ -117,9 +117,15 @@ static struct io_uring_sqe *uring_entry(struct nvmeio_engine *engine)
 
 static void uring_push(struct nvmeio_engine *engine, struct nvmeio_block *block)
 {
-    struct io_uring_sqe *entry = uring_entry(engine);
+    struct io_uring_sqe *entry;
 
     engine->in_flight++;
+    if (block->plain) {
+        nvmeio_block_perform(block);
+        nvmeio_engine_finish(engine, block);
+        return;
+    }
+    entry = uring_entry(engine);
     if (!entry) {
         /* It was never published, so it can be refused like any failed I/O. */
         block->result = -EIO;

@@ -8,11 +8,13 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <linux/fs.h>
+#include <linux/magic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/ioctl.h>
 #include <sys/stat.h>
+#include <sys/vfs.h>
 #include <unistd.h>
 
 /* Linux 6.1, statx(2).  Older headers lack the two fields, so they are read by their
@@ -22,6 +24,11 @@
 #endif
 #define STATX_DIO_MEM_ALIGN_AT 0x98
 #define STATX_DIO_OFFSET_ALIGN_AT 0x9c
+
+/* linux/magic.h has it from Linux 5.11 on. */
+#ifndef FUSE_SUPER_MAGIC
+#define FUSE_SUPER_MAGIC 0x65735546
+#endif
 
 #define COMPARE_BYTES (256u << 10)
 
@@ -69,8 +76,11 @@ static int check_kind(const struct stat *status)
 
 static void describe(struct nvmeio_file *file, const struct stat *status, int flags)
 {
+    struct statfs system;
     uint64_t bytes;
     int access = flags & O_ACCMODE;
+
+    file->fuse = fstatfs(file->fd, &system) == 0 && system.f_type == FUSE_SUPER_MAGIC;
 
     file->info.readable = access != O_WRONLY;
     file->info.writable = access != O_RDONLY;

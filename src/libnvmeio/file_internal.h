@@ -17,6 +17,7 @@ struct nvmeio_file {
     int fd;        /* through the page cache */
     int direct_fd; /* with O_DIRECT, or -1 */
     bool demanded; /* NVMEIO_DIRECT_ALWAYS: no falling back to the page cache */
+    bool fuse;     /* on a FUSE file system: see nvmeio_block.plain */
     struct nvmeio_file_info info;
     int64_t device_bytes; /* the size of a block device, -1 for a regular file */
 

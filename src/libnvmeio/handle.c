@@ -65,16 +65,19 @@ static bool valid(const struct nvmeio_config *config)
            config->lanes >= 1 && config->lanes <= NVMEIO_LANES_MAX && config->engine;
 }
 
-/* Whole alignments, for any file; at least two bounces a lane. */
+/* Whole alignments, for any file; at least two bounces a lane, where so much is
+ * allowed. */
 static size_t bounce_bytes(const struct nvmeio_handle *handle)
 {
     uint64_t unit = NVMEIO_OFFSET_ALIGN_MAX;
     uint64_t share = NVMEIO_LANE_BOUNCE_BYTES / handle->config.lanes / 2;
     uint64_t bytes = nvmeio_round_up(handle->block_bytes, unit);
 
+    if (bytes > NVMEIO_BOUNCE_BYTES)
+        bytes = NVMEIO_BOUNCE_BYTES;
     if (bytes > share)
         bytes = nvmeio_round_down(share, unit);
-    return bytes < NVMEIO_CALLER_BOUNCE_BYTES ? bytes : NVMEIO_CALLER_BOUNCE_BYTES;
+    return bytes > unit ? bytes : unit;
 }
 
 static int locks_init(struct nvmeio_handle *handle)
@@ -265,7 +268,8 @@ static bool give_to_caller(struct nvmeio_handle *handle, struct nvmeio_request *
 {
     bool punctual = nvmeio_request_is_buffered(request) ? handle->ops->punctual_buffered
                                                         : handle->ops->punctual_direct;
-    if (!punctual || nvmeio_request_is_over(request))
+    /* What a FUSE server does not answer holds up whoever asks, in any engine. */
+    if (!punctual || request->file->fuse || nvmeio_request_is_over(request))
         return false;
     struct nvmeio_lane *lane = caller_lane_find(handle);
     if (!lane)

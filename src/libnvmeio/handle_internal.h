@@ -9,12 +9,16 @@
 #include "engine.h"
 #include "lane.h"
 
-/* The bounces of a handle, NVMEIO_BOUNCE_BYTES_MAX, are shared out: the greater part to
- * the lanes with threads, one each to a bounded number of caller lanes. */
+/* Bounces: one is at most NVMEIO_BOUNCE_BYTES, the lanes with threads share
+ * NVMEIO_LANE_BOUNCE_BYTES, and each of a bounded number of caller lanes has a few of
+ * its own; together less than NVMEIO_BOUNCE_BYTES_MAX.  More in flight is slower: reads
+ * into ordinary tensors came to 0.96 of the speed of pool memory with 16 MiB, to 0.73
+ * to 0.80 with 48, and bounces of 1 MiB left too few for overwrites (bench_transfer.py,
+ * 2026-11-21). */
+#define NVMEIO_BOUNCE_BYTES (256u << 10)
+#define NVMEIO_LANE_BOUNCE_BYTES (16u << 20)
 #define NVMEIO_CALLERS_MAX 16u
-#define NVMEIO_CALLER_BOUNCE_BYTES (1u << 20)
-#define NVMEIO_LANE_BOUNCE_BYTES                                                       \
-    (NVMEIO_BOUNCE_BYTES_MAX - NVMEIO_CALLERS_MAX * NVMEIO_CALLER_BOUNCE_BYTES)
+#define NVMEIO_CALLER_BOUNCES 4u
 
 /* Blocks in flight in a caller lane, which serves one request. */
 #define NVMEIO_CALLER_DEPTH 16u

@@ -407,7 +407,7 @@ int nvmeio_lane_start(struct nvmeio_lane *lane, struct nvmeio_handle *handle)
 int nvmeio_lane_open(struct nvmeio_lane *lane, struct nvmeio_handle *handle)
 {
     lane->handle = handle;
-    return lane_equip(lane, NVMEIO_CALLER_DEPTH, 1, true);
+    return lane_equip(lane, NVMEIO_CALLER_DEPTH, NVMEIO_CALLER_BOUNCES, true);
 }
 
 void nvmeio_lane_close(struct nvmeio_lane *lane)

@@ -211,6 +211,7 @@ void nvmeio_block_prepare(struct nvmeio_block *block)
     block->address = block->bounce ? block->bounce : lent;
     block->bytes = (uint32_t)piece->io_bytes;
     block->offset = piece->io_offset;
+    block->plain = file->fuse;
     block->moved = 0;
     block->stalled_ns = 0;
     if (block->bounce && block->op == NVMEIO_OP_WRITE)

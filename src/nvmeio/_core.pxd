@@ -107,7 +107,6 @@ cdef void file_release(nvmeio_file *file) noexcept nogil
 cdef void file_get_info(const nvmeio_file *file, nvmeio_file_info *info) noexcept nogil
 cdef int file_fd(const nvmeio_file *file) noexcept nogil
 cdef int file_is_at(const nvmeio_file *file, const char *path) noexcept nogil
-cdef bint file_is_idle(const nvmeio_file *file) noexcept nogil
 cdef int64_t file_size(const nvmeio_file *file) noexcept nogil
 cdef int file_truncate(nvmeio_file *file, int64_t size) noexcept nogil
 cdef int file_compare(

@@ -23,7 +23,6 @@ cdef extern from "nvmeio/nvmeio.h" nogil:
     void nvmeio_file_get_info(const nvmeio_file *file, nvmeio_file_info *info)
     int nvmeio_file_fd(const nvmeio_file *file)
     int nvmeio_file_is_at(const nvmeio_file *file, const char *path)
-    bint nvmeio_file_is_idle(const nvmeio_file *file)
     int64_t nvmeio_file_size(const nvmeio_file *file)
     int nvmeio_file_truncate(nvmeio_file *file, int64_t size)
     int nvmeio_file_compare(
@@ -110,10 +109,6 @@ cdef int file_fd(const nvmeio_file *file) noexcept nogil:
 
 cdef int file_is_at(const nvmeio_file *file, const char *path) noexcept nogil:
     return nvmeio_file_is_at(file, path)
-
-
-cdef bint file_is_idle(const nvmeio_file *file) noexcept nogil:
-    return nvmeio_file_is_idle(file)
 
 
 cdef int64_t file_size(const nvmeio_file *file) noexcept nogil:

@@ -5,6 +5,7 @@ cdef class File:
     """An open file, with and without O_DIRECT."""
 
     cdef nvmeio_file *c        # NULL once closed
+    cdef object __weakref__
     cdef readonly object path  # as it was given: str, bytes or the number of a descriptor
     cdef readonly str mode
 

@@ -6,15 +6,15 @@ taken for the new one.
 
 import errno
 import os
+import weakref
 
 cimport cython
 from posix.fcntl cimport O_CREAT, O_RDONLY, O_WRONLY
 
 from nvmeio cimport _core
-from nvmeio._core cimport OP_WRITE, nvmeio_direct, nvmeio_file
+from nvmeio._core cimport nvmeio_direct, nvmeio_file
 from nvmeio.file cimport File, open_descriptor, open_path
 from nvmeio.lanes cimport Lanes
-from nvmeio.request cimport Request
 
 
 @cython.final
@@ -36,19 +36,12 @@ cdef class OpenFiles:
             self.shared[key] = shared
         return shared
 
-    cdef int forget(self, Request request) except -1:
-        key = (request.path, request.op == OP_WRITE)
-        cdef File shared = self.shared.get(key)
-        if shared is not None and _core.file_is_idle(shared.c):
-            self.shared.pop(key, None)
-        return 0
-
 
 cdef OpenFiles new_open_files(Lanes lanes, nvmeio_direct direct):
     cdef OpenFiles files = OpenFiles.__new__(OpenFiles)
     files.lanes = lanes
     files.direct = direct
-    files.shared = {}
+    files.shared = weakref.WeakValueDictionary()
     return files
 
 
@@ -79,12 +72,10 @@ cdef File open_patiently(OpenFiles files, object file, bint writing):
 
 cdef bint release_some(OpenFiles files) except -1:
     """Wait until a file can be closed.  False where none ever will be."""
-    cdef Request request
     before = len(files.shared)
     while True:
         busy = files.lanes.pending() > 0
-        for request in files.lanes.collect():
-            files.forget(request)
+        files.lanes.collect()
         if len(files.shared) < before:
             return True
         if not busy:

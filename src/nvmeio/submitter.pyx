@@ -165,7 +165,6 @@ cdef class Submitter:
         self.open = False
         _live.discard(self)
         self.lanes.stop()
-        self.files.shared = {}
 
     def __enter__(self):
         return self
@@ -215,7 +214,7 @@ cdef class Submitter:
             self.generation = generation
             self.tracked = []
             self.staged = set()
-            self.files.shared = {}
+            self.files.shared.clear()
         return 0
 
     cdef int collect(self) except -1:
@@ -223,8 +222,7 @@ cdef class Submitter:
         cdef Request request
         if self.lanes is None:
             return 0
-        for request in self.lanes.collect():
-            self.files.forget(request)
+        self.lanes.collect()
         if self.staged:
             # Of a copy, for other threads may add to it meanwhile.
             for request in list(self.staged):
