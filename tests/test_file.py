@@ -6,6 +6,7 @@ import os
 import pickle
 from collections import Counter
 
+import numpy as np
 import pytest
 
 import nvmeio
@@ -107,9 +108,7 @@ class TestProperties:
 
     def test_direct_decides_the_route(self, handle, path):
         path.write_bytes(bytes(BLOCK))
-        memory = handle.new_cpu_locked_tensor(
-            BLOCK, pytest.importorskip("numpy").zeros(1, "u1")
-        )
+        memory = handle.new_cpu_locked_tensor(BLOCK, np.zeros(1, np.uint8))
         with nvmeio.File(path) as file, nvmeio.File(path, direct=False) as buffered:
             handle.submit_read(memory, file).wait()
             handle.submit_read(memory, buffered).wait()

@@ -95,12 +95,12 @@ static void aio_taken(struct aio *aio, unsigned count)
         aio->pending[i] = aio->pending[i + count];
 }
 
-/* io_submit looks at the blocks one by one: what it refuses with one of these concerns
- * the first block alone, any other error the call. */
+/* io_submit looks at the blocks one by one: what it refuses for good concerns the first
+ * block alone (EACCES and EPERM are what security modules say of one file). */
 static bool concerns_block(int error)
 {
-    return error == -EINVAL || error == -EBADF || error == -EFAULT ||
-           error == -EOPNOTSUPP;
+    return error < 0 && error != -EINTR && error != -EAGAIN && error != -EBUSY &&
+           error != -ENOMEM;
 }
 
 static int aio_hand_over(struct nvmeio_engine *engine)

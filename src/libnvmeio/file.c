@@ -338,12 +338,11 @@ void nvmeio_file_geometry(const struct nvmeio_file *file,
 
 int nvmeio_file_preallocate(struct nvmeio_file *file, int64_t offset, int64_t size)
 {
-    int result;
     /* fallocate(2), for posix_fallocate(3) may write zeros instead. */
-    do
-        result = fallocate(file->fd, 0, offset, size);
-    while (result && errno == EINTR);
-    return result && errno != EOPNOTSUPP && errno != ENOSYS ? -errno : 0;
+    if (fallocate(file->fd, 0, offset, size) == 0)
+        return 0;
+    /* A signal ends it: tmpfs begins anew each time, and might never be done. */
+    return errno == EOPNOTSUPP || errno == ENOSYS || errno == EINTR ? 0 : -errno;
 }
 
 /* Raise a maximum; returns what it was. */

@@ -37,7 +37,7 @@ void nvmeio_file_geometry(const struct nvmeio_file *file,
                           struct nvmeio_geometry *geometry);
 
 /* Reserve `size` bytes from `offset` on, and make the file that long.  0 also where the
- * file system cannot. */
+ * file system cannot, or a signal came. */
 int nvmeio_file_preallocate(struct nvmeio_file *file, int64_t offset, int64_t size);
 
 /* Note that a write reaches to `end`. */

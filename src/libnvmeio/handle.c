@@ -98,15 +98,20 @@ static int locks_init(struct nvmeio_handle *handle)
 static void lanes_stop(struct nvmeio_handle *handle)
 {
     pthread_mutex_lock(&handle->mutex);
+    const unsigned count = handle->lanes_started;
     handle->stopping = true;
     pthread_cond_broadcast(&handle->work);
     pthread_mutex_unlock(&handle->mutex);
-    for (unsigned i = 0; i < handle->lanes_started; i++) {
+    for (unsigned i = 0; i < count; i++)
         pthread_join(handle->lanes[i].thread, NULL);
+    /* Others may be asking for the figures, which must not be counted twice. */
+    pthread_mutex_lock(&handle->mutex);
+    for (unsigned i = 0; i < count; i++)
         nvmeio_lane_count(&handle->lanes[i], &handle->retired);
-        nvmeio_lane_close(&handle->lanes[i]);
-    }
     handle->lanes_started = 0;
+    pthread_mutex_unlock(&handle->mutex);
+    for (unsigned i = 0; i < count; i++)
+        nvmeio_lane_close(&handle->lanes[i]);
 }
 
 static int lanes_start(struct nvmeio_handle *handle)
@@ -419,11 +424,10 @@ static int drive(struct nvmeio_handle *handle, struct nvmeio_lane *lane,
 {
     if (!lane || lane->driven)
         return wait_news(handle, deadline);
+    /* Also when no time is left: who looks again and again must come to an end. */
     int64_t left = deadline_left(deadline);
-    if (left == 0)
-        return -ETIMEDOUT;
     turn(handle, lane, left);
-    return 0;
+    return left == 0 ? -ETIMEDOUT : 0;
 }
 
 /* A caller lane with a request that no thread drives just now, or NULL. */

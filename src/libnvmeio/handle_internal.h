@@ -78,7 +78,7 @@ void nvmeio_schedule_progress(struct nvmeio_handle *handle,
 void nvmeio_schedule_open_gates(struct nvmeio_handle *handle);
 
 /* Whether a request is beyond change: being settled, or done. */
-bool nvmeio_schedule_settling(struct nvmeio_request *request);
+bool nvmeio_schedule_settling(const struct nvmeio_request *request);
 
 /* A lane died of `error`: when it was the last, all that waits for lanes fails. */
 void nvmeio_schedule_bury(struct nvmeio_handle *handle, int error);

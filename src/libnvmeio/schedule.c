@@ -111,13 +111,15 @@ static bool same_file(const struct nvmeio_request *a, const struct nvmeio_reques
            a->file->info.inode == b->file->info.inode;
 }
 
-/* Whether a write to the same file stands before this fsync. */
+/* Whether a write to the same file stands before this fsync; one that is being settled
+ * has all its blocks behind it, and its file no more. */
 static bool behind_writes(const struct nvmeio_request *request)
 {
     const struct nvmeio_request *r = request->active_previous;
 
     for (; r; r = r->active_previous) {
-        if (r->op == NVMEIO_OP_WRITE && same_file(r, request))
+        if (r->op == NVMEIO_OP_WRITE && !nvmeio_schedule_settling(r) &&
+            same_file(r, request))
             return true;
     }
     return false;
@@ -128,7 +130,8 @@ void nvmeio_schedule_open_gates(struct nvmeio_handle *handle)
     struct nvmeio_request *r = handle->active_first;
 
     for (; r && handle->fsyncs_gated > 0; r = r->active_next) {
-        if (r->op != NVMEIO_OP_FSYNC || r->gate_open || behind_writes(r))
+        if (r->op != NVMEIO_OP_FSYNC || r->gate_open || nvmeio_schedule_settling(r) ||
+            behind_writes(r))
             continue;
         r->gate_open = true;
         handle->fsyncs_gated--;
@@ -140,8 +143,14 @@ void nvmeio_schedule_open_gates(struct nvmeio_handle *handle)
 /* Store the outcome and tell who waits.  Drops the mutex for a while. */
 static void complete(struct nvmeio_handle *handle, struct nvmeio_request *request)
 {
-    bool reported = request->user != NULL;
+    struct nvmeio_file *file = request->file;
 
+    /* A request that is kept for its outcome does not keep its file open; who sees that
+     * it is done may count on the descriptor. */
+    request->file = NULL;
+    pthread_mutex_unlock(&handle->mutex);
+    nvmeio_file_release(file);
+    pthread_mutex_lock(&handle->mutex);
     active_remove(handle, request);
     if (request->caller_lane)
         request->caller_lane->own = NULL;
@@ -152,15 +161,12 @@ static void complete(struct nvmeio_handle *handle, struct nvmeio_request *reques
     if (request->waiters > 0 || (handle->drainers > 0 && handle->active_count == 0))
         pthread_cond_broadcast(&handle->news);
     nvmeio_schedule_open_gates(handle);
-    /* A request that is kept for its outcome does not keep its file open. */
-    struct nvmeio_file *file = request->file;
-    request->file = NULL;
-    if (reported)
+    if (request->user) {
         done_add(handle, request);
+        return;
+    }
     pthread_mutex_unlock(&handle->mutex);
-    nvmeio_file_release(file);
-    if (!reported)
-        nvmeio_request_release(request);
+    nvmeio_request_release(request);
     pthread_mutex_lock(&handle->mutex);
 }
 
@@ -178,7 +184,7 @@ static void settle(struct nvmeio_handle *handle, struct nvmeio_request *request)
     complete(handle, request);
 }
 
-bool nvmeio_schedule_settling(struct nvmeio_request *request)
+bool nvmeio_schedule_settling(const struct nvmeio_request *request)
 {
     return atomic_load_explicit(&request->state, memory_order_relaxed) !=
            NVMEIO_STATE_ACTIVE;

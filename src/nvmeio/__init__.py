@@ -1,6 +1,7 @@
 """Arrays and tensors to and from NVMe files, at the speed of the drive."""
 
 import importlib.metadata
+import logging
 
 from nvmeio._build import get_include, get_library_dir
 from nvmeio.file import File
@@ -25,5 +26,8 @@ __all__ = [
     "read_into",
     "write_file",
 ]
+
+# Silent unless the program wants to hear: Python would print warnings otherwise.
+logging.getLogger("nvmeio").addHandler(logging.NullHandler())
 
 __version__ = importlib.metadata.version("nvmeio")

@@ -599,6 +599,26 @@ static void test_a_deserted_request_is_finished_by_those_who_ask(void)
     stage_close();
 }
 
+static void test_a_caller_that_only_looks_brings_its_request_forward(void)
+{
+    stage_open(4, true);
+    struct nvmeio_transfer t = whole(NVMEIO_OP_READ);
+    t.caller = true;
+    play(hold);
+    struct nvmeio_request *request = submit(stage.handle, &t);
+    CHECK(nvmeio_request_wait(request, 0) == -ETIMEDOUT);
+    CHECK(look(&in_flight) == BLOCKS);
+    play(perform);
+    while (nvmeio_request_wait(request, 0) == -ETIMEDOUT)
+        ;
+    CHECK(finish(request).result == BLOCKS * BLOCK);
+    request = submit(stage.handle, &t);
+    while (nvmeio_handle_drain(stage.handle, 0) == -ETIMEDOUT)
+        ;
+    CHECK(nvmeio_request_done(request) && finish(request).result == BLOCKS * BLOCK);
+    stage_close();
+}
+
 static void *drain_main(void *argument)
 {
     CHECK(nvmeio_handle_drain(argument, LONG_NS) == 0);
@@ -812,6 +832,7 @@ int main(void)
     test_an_fsync_waits_for_the_writes_before_it();
     test_an_fsync_carries_out_a_write_that_nobody_waits_for();
     test_a_deserted_request_is_finished_by_those_who_ask();
+    test_a_caller_that_only_looks_brings_its_request_forward();
     test_drain_carries_out_what_is_submitted_meanwhile();
     test_close_waits_for_what_is_in_flight_and_refuses_more();
     test_a_write_refused_by_a_closed_handle_leaves_no_bytes();

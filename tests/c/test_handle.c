@@ -378,6 +378,35 @@ static void test_a_handle_can_be_stopped_by_many_and_closed_after(const char *en
     nvmeio_file_release(file);
 }
 
+static void *stop_main(void *handle)
+{
+    nvmeio_handle_stop(handle);
+    return NULL;
+}
+
+static void test_figures_neither_shrink_nor_double_while_lanes_stop(const char *engine)
+{
+    for (int round = 0; round < 10; round++) {
+        struct nvmeio_config config = config_of(engine);
+        struct nvmeio_stats stats;
+        char memory[16];
+        pthread_t thread;
+        config.lanes = 8;
+        struct nvmeio_handle *handle = open_handle(&config);
+        struct nvmeio_file *file = open_file(path, O_RDONLY, NVMEIO_DIRECT_NEVER);
+        for (int i = 0; i < 20; i++)
+            CHECK(read_at(handle, file, memory, 16, 0).result == 16);
+        CHECK(pthread_create(&thread, NULL, stop_main, handle) == 0);
+        for (int i = 0; i < 2000; i++) {
+            nvmeio_handle_stats(handle, &stats);
+            CHECK(stats.blocks == 20 && stats.bytes_buffered == 20 * 16);
+        }
+        pthread_join(thread, NULL);
+        nvmeio_file_release(file);
+        nvmeio_handle_close(handle);
+    }
+}
+
 int main(void)
 {
     const char *engine;
@@ -399,6 +428,7 @@ int main(void)
         test_cancelling_at_any_moment_ends_in_one_of_two_ways(engine);
         test_an_fsync_stands_behind_writes_of_all_threads(engine);
         test_a_handle_can_be_stopped_by_many_and_closed_after(engine);
+        test_figures_neither_shrink_nor_double_while_lanes_stop(engine);
     }
     return 0;
 }

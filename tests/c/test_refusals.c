@@ -1,0 +1,116 @@
+/* What system calls refuse, shown by functions that stand in for them at link time. */
+#include <sys/syscall.h>
+
+#include "transfer.h"
+
+/* How often io_submit() is still to be refused, and with what. */
+static atomic_uint refusals;
+static atomic_int refusal;
+
+struct iocb;
+int io_submit(unsigned long context, long count, struct iocb **blocks);
+
+int io_submit(unsigned long context, long count, struct iocb **blocks)
+{
+    if (atomic_load(&refusals) > 0) {
+        atomic_fetch_sub(&refusals, 1);
+        return -atomic_load(&refusal);
+    }
+    long result = syscall(SYS_io_submit, context, count, blocks);
+    return result < 0 ? -errno : (int)result;
+}
+
+static atomic_uint interruptions;
+
+int fallocate(int fd, int mode, off_t offset, off_t size)
+{
+    (void)fd, (void)mode, (void)offset, (void)size;
+    atomic_fetch_add(&interruptions, 1);
+    errno = EINTR;
+    return -1;
+}
+
+/* tmpfs undoes the whole of it when a signal comes (Linux 6.1): in a storm of signals
+ * it would be begun for ever. */
+static void test_a_signal_ends_the_reserving_of_space_not_the_write(void)
+{
+    const char *path = path_in(test_folder());
+    struct nvmeio_config config = config_of(engine_at(0));
+    struct nvmeio_handle *handle = open_handle(&config);
+    struct guarded memory = guarded_new(MIB, 0);
+    struct nvmeio_file *file = open_file(path, O_RDWR | O_CREAT, NVMEIO_DIRECT_AUTO);
+
+    fill(memory.address, MIB, 0, 1);
+    CHECK(write_at(handle, file, memory.address, MIB, 0).result == (int64_t)MIB);
+    CHECK(atomic_load(&interruptions) > 0);
+    CHECK(file_holds(path, memory.address, MIB, 0));
+    nvmeio_file_release(file);
+    guarded_free(&memory);
+    nvmeio_handle_close(handle);
+}
+
+/* A security module says EACCES or EPERM of one file: all others must go on. */
+static void test_a_refused_block_fails_its_request_alone(bool caller)
+{
+    static const int errors[] = {EACCES, EPERM, EINVAL};
+    const char *path = path_in(test_folder());
+    struct nvmeio_config config = config_of("libaio");
+    struct nvmeio_handle *handle = open_handle(&config);
+    struct guarded memory = guarded_new(64 * KIB, 0);
+
+    make_file(path, 64 * KIB, 1);
+    struct nvmeio_file *file = open_file(path, O_RDONLY, NVMEIO_DIRECT_NEVER);
+    struct nvmeio_transfer t =
+        transfer_of(NVMEIO_OP_READ, file, memory.address, memory.size, 0);
+    t.caller = caller;
+    for (int i = 0; i < 3; i++) {
+        atomic_store(&refusal, errors[i]);
+        atomic_store(&refusals, 1);
+        struct nvmeio_outcome outcome = carry_out(handle, &t);
+        CHECK(atomic_load(&refusals) == 0);
+        CHECK(outcome.result == -errors[i]);
+        CHECK(outcome.got == 0 && !outcome.abandoned);
+        CHECK(carry_out(handle, &t).result == (int64_t)memory.size);
+    }
+    nvmeio_file_release(file);
+    guarded_free(&memory);
+    nvmeio_handle_close(handle);
+}
+
+static void test_what_passes_is_asked_again(void)
+{
+    static const int errors[] = {EAGAIN, EINTR, ENOMEM};
+    const char *path = path_in(test_folder());
+    struct nvmeio_config config = config_of("libaio");
+    struct nvmeio_handle *handle = open_handle(&config);
+    struct nvmeio_stats stats;
+    char memory[100];
+
+    make_file(path, 100, 1);
+    struct nvmeio_file *file = open_file(path, O_RDONLY, NVMEIO_DIRECT_NEVER);
+    for (int i = 0; i < 3; i++) {
+        atomic_store(&refusal, errors[i]);
+        atomic_store(&refusals, 3);
+        CHECK(read_at(handle, file, memory, 100, 0).result == 100);
+        nvmeio_handle_stats(handle, &stats);
+        CHECK(stats.retries == 3 * ((uint64_t)i + 1));
+    }
+    nvmeio_file_release(file);
+    nvmeio_handle_close(handle);
+}
+
+int main(void)
+{
+    struct nvmeio_config config = config_of("libaio");
+    struct nvmeio_handle *handle;
+
+    begin();
+    test_a_signal_ends_the_reserving_of_space_not_the_write();
+    if (nvmeio_handle_open(&config, &handle))
+        SKIP("libaio does not work here");
+    nvmeio_handle_close(handle);
+    test_a_refused_block_fails_its_request_alone(false);
+    test_a_refused_block_fails_its_request_alone(true);
+    test_what_passes_is_asked_again();
+    return 0;
+}
