@@ -12,6 +12,9 @@ static unsigned char covered[SIZE_MAX_TRIED];
 static unsigned char page_routes[SIZE_MAX_TRIED / PAGE + 16];
 static unsigned long plans;
 
+/* Nothing is shared here, and watching each byte for races would take minutes. */
+#define ONE_THREAD __attribute__((no_sanitize("thread")))
+
 struct situation {
     struct nvmeio_geometry geometry;
     enum nvmeio_op op;
@@ -43,7 +46,8 @@ static void check_direct_piece(const struct situation *s, const struct nvmeio_pi
         CHECK(aligned((uint64_t)p->io_offset, PAGE) && aligned(p->io_bytes, PAGE));
 }
 
-static void check_piece(const struct situation *s, const struct nvmeio_piece *p)
+ONE_THREAD static void check_piece(const struct situation *s,
+                                   const struct nvmeio_piece *p)
 {
     CHECK(p->wanted > 0);
     CHECK(p->io_bytes <= s->block_bytes);
@@ -75,7 +79,7 @@ static void note_pages(const struct situation *s, const struct nvmeio_piece *p)
         page_routes[page] |= p->route == NVMEIO_ROUTE_BUFFERED ? 1 : 2;
 }
 
-static void check_plan(const struct situation *s)
+ONE_THREAD static void check_plan(const struct situation *s)
 {
     struct nvmeio_plan plan;
 
