@@ -48,9 +48,6 @@ NVMEIO_API int nvmeio_file_fd(const struct nvmeio_file *file);
 /* Whether `path` leads to this very file now: 1, 0, or -errno of stat(2). */
 NVMEIO_API int nvmeio_file_is_at(const struct nvmeio_file *file, const char *path);
 
-/* Whether the caller's is the only reference: no request in flight uses the file. */
-NVMEIO_API bool nvmeio_file_is_idle(const struct nvmeio_file *file);
-
 /* The size in bytes now, or -errno.  Block devices have one too. */
 NVMEIO_API int64_t nvmeio_file_size(const struct nvmeio_file *file);
 

@@ -17,6 +17,8 @@
 #include <sys/vfs.h>
 #include <unistd.h>
 
+#include "fork.h"
+
 /* Linux 6.1, statx(2).  Older headers lack the two fields, so they are read by their
  * place in the structure, which is the kernel's ABI. */
 #ifndef STATX_DIOALIGN
@@ -171,6 +173,8 @@ static struct nvmeio_file *file_new(int fd)
     if (!file)
         return NULL;
     atomic_init(&file->references, 1);
+    pthread_mutex_init(&file->ends, NULL);
+    file->generation = nvmeio_fork_generation();
     file->fd = fd;
     file->direct_fd = -1;
     return file;
@@ -182,6 +186,9 @@ static void file_free(struct nvmeio_file *file)
         close(file->direct_fd);
     if (file->fd >= 0)
         close(file->fd);
+    /* In a child it may look as if it were held. */
+    if (file->generation == nvmeio_fork_generation())
+        pthread_mutex_destroy(&file->ends);
     free(file);
 }
 
@@ -302,11 +309,6 @@ int nvmeio_file_is_at(const struct nvmeio_file *file, const char *path)
     return device == file->info.device && status.st_ino == file->info.inode;
 }
 
-bool nvmeio_file_is_idle(const struct nvmeio_file *file)
-{
-    return atomic_load_explicit(&file->references, memory_order_acquire) == 1;
-}
-
 int64_t nvmeio_file_size(const struct nvmeio_file *file)
 {
     struct stat status;
@@ -345,34 +347,33 @@ int nvmeio_file_preallocate(struct nvmeio_file *file, int64_t offset, int64_t si
     return errno == EOPNOTSUPP || errno == ENOSYS || errno == EINTR ? 0 : -errno;
 }
 
-/* Raise a maximum; returns what it was. */
-static int64_t raise_to(_Atomic int64_t *maximum, int64_t value)
+bool nvmeio_file_is_ours(const struct nvmeio_file *file)
 {
-    int64_t before = atomic_load_explicit(maximum, memory_order_relaxed);
-
-    while (before < value &&
-           !atomic_compare_exchange_weak_explicit(
-               maximum, &before, value, memory_order_relaxed, memory_order_relaxed))
-        ;
-    return before;
+    return file->info.created && file->generation == nvmeio_fork_generation();
 }
 
 void nvmeio_file_note_end(struct nvmeio_file *file, int64_t end)
 {
-    int64_t before = raise_to(&file->end_max, end);
-    raise_to(&file->end_second, before < end ? before : end);
+    pthread_mutex_lock(&file->ends);
+    int64_t lower = end;
+    if (end > file->end_max) {
+        lower = file->end_max;
+        file->end_max = end;
+    }
+    if (lower > file->end_second)
+        file->end_second = lower;
+    pthread_mutex_unlock(&file->ends);
 }
 
 void nvmeio_file_cut_back(struct nvmeio_file *file, int64_t kept, int64_t end)
 {
-    int64_t others = atomic_load_explicit(&file->end_second, memory_order_relaxed);
-    int64_t wanted = kept > others ? kept : others;
+    pthread_mutex_lock(&file->ends);
+    int64_t wanted = kept > file->end_second ? kept : file->end_second;
     int64_t size = nvmeio_file_size(file);
-
-    if (atomic_load_explicit(&file->end_max, memory_order_relaxed) == end &&
-        size > wanted && size <= end)
+    if (file->end_max == end && size > wanted && size <= end)
         /* If this fails too, the error of the write is still the one to tell. */
         (void)nvmeio_file_truncate(file, wanted);
+    pthread_mutex_unlock(&file->ends);
 }
 
 static size_t first_difference(const char *a, const char *b, size_t size)

@@ -3,6 +3,7 @@
 #define NVMEIO_FILE_INTERNAL_H
 
 #include <nvmeio/file.h>
+#include <pthread.h>
 #include <stdatomic.h>
 
 #include "align.h"
@@ -27,9 +28,12 @@ struct nvmeio_file {
     atomic_bool direct_refused;
 
     /* How far the writes of this open reach: the furthest one, and the furthest of all
-     * others.  They only grow; relaxed, for nothing else is read by their help. */
-    _Atomic int64_t end_max;
-    _Atomic int64_t end_second;
+     * others.  They only grow.  The lock is held over noting them and cutting back, and
+     * taken by the process that opened the file alone: no child can inherit it held. */
+    pthread_mutex_t ends;
+    int64_t end_max;
+    int64_t end_second;
+    uint32_t generation; /* of the process that opened it */
 };
 
 /* What plans for this file are made from, but for the handle's bounce policy. */
@@ -40,13 +44,16 @@ void nvmeio_file_geometry(const struct nvmeio_file *file,
  * file system cannot, or a signal came. */
 int nvmeio_file_preallocate(struct nvmeio_file *file, int64_t offset, int64_t size);
 
-/* Note that a write reaches to `end`. */
+/* Whether the length is ours to set: this open, in this process, made the file.  Not in
+ * a forked child, who does not know what its parent writes. */
+bool nvmeio_file_is_ours(const struct nvmeio_file *file);
+
+/* Note that a write reaches to `end`, before it does.  Of files that are ours. */
 void nvmeio_file_note_end(struct nvmeio_file *file, int64_t end);
 
-/* A write to a file that this open made reached from `kept` to `end` and has failed:
- * cut back what it alone has made longer.  Nothing is lost that others have written:
- * not by this open, for `end_second` is kept, nor by others, for they make the file
- * longer. */
+/* A write to a file that is ours reached from `kept` to `end` and has failed: cut back
+ * what it alone has made longer.  Nothing is lost that others have written: not by this
+ * open, for `end_second` is kept, nor by others, for they make the file longer. */
 void nvmeio_file_cut_back(struct nvmeio_file *file, int64_t kept, int64_t end);
 
 #endif

@@ -71,9 +71,10 @@ static void check_write(struct nvmeio_request *request)
 {
     struct nvmeio_file *file = request->file;
 
+    if (!nvmeio_file_is_ours(file))
+        return;
     nvmeio_file_note_end(file, end_of(request));
-    /* Where others may have made the file, its size is not ours to set. */
-    if (!file->info.created || request->size < PREALLOCATE_BYTES_MIN ||
+    if (request->size < PREALLOCATE_BYTES_MIN ||
         end_of(request) <= nvmeio_file_size(file))
         return;
     int error = nvmeio_file_preallocate(file, request->offset, (int64_t)request->size);
@@ -193,7 +194,7 @@ void nvmeio_request_settle(struct nvmeio_request *request)
                                                       : request->size;
     }
     if (stopped(request) && request->op == NVMEIO_OP_WRITE &&
-        request->file->info.created)
+        nvmeio_file_is_ours(request->file))
         nvmeio_file_cut_back(request->file, request->offset + (int64_t)request->got,
                              end_of(request));
 }

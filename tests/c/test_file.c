@@ -1,10 +1,12 @@
 /* What is opened and what is refused, what is left of a file when a write fails, and
  * that nothing of the caller's is changed. */
+#include <pthread.h>
 #include <signal.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/statvfs.h>
+#include <sys/syscall.h>
 #include <sys/wait.h>
 
 #include "file_internal.h"
@@ -268,6 +270,80 @@ static void test_what_others_wrote_survives_a_failed_write(void)
     nvmeio_handle_close(handle);
 }
 
+/* A write that begins while a file is being cut back: the library's ftruncate() is this
+ * one, which gives the other write time to come through, if nothing holds it up. */
+static struct nvmeio_file *rivals_file;
+static atomic_bool rival_may_go, rival_is_done;
+
+static void *write_page(void *argument)
+{
+    static const char page[PAGE];
+
+    while (!atomic_load(&rival_may_go))
+        usleep(100);
+    nvmeio_file_note_end(rivals_file, PAGE);
+    CHECK(pwrite(nvmeio_file_fd(rivals_file), page, PAGE, 0) == (ssize_t)PAGE);
+    atomic_store(&rival_is_done, true);
+    return argument;
+}
+
+int ftruncate(int fd, off_t size)
+{
+    if (rivals_file) {
+        atomic_store(&rival_may_go, true);
+        for (int i = 0; i < 1000 && !atomic_load(&rival_is_done); i++)
+            usleep(100);
+    }
+    return (int)syscall(SYS_ftruncate, fd, size);
+}
+
+static void test_cutting_back_spares_a_write_that_begins_meanwhile(void)
+{
+    struct nvmeio_file *file =
+        open_file(path_in(test_folder()), O_RDWR | O_CREAT, NVMEIO_DIRECT_AUTO);
+    const int64_t end = 3 * (int64_t)PAGE;
+    pthread_t thread;
+
+    nvmeio_file_note_end(file, end);
+    CHECK(nvmeio_file_truncate(file, end) == 0);
+    rivals_file = file;
+    CHECK(pthread_create(&thread, NULL, write_page, NULL) == 0);
+    nvmeio_file_cut_back(file, 0, end);
+    pthread_join(thread, NULL);
+    rivals_file = NULL;
+    CHECK(nvmeio_file_size(file) == (int64_t)PAGE);
+    nvmeio_file_release(file);
+}
+
+/* A child does not know what its parent writes: it makes nothing longer or shorter
+ * but by writing. */
+static void test_a_child_does_not_set_the_length_of_its_parents_file(void)
+{
+    const char *path = path_in(test_folder());
+    struct nvmeio_config config = config_of(engine_at(0));
+    struct nvmeio_file *file = open_file(path, O_RDWR | O_CREAT, NVMEIO_DIRECT_AUTO);
+    struct guarded memory = guarded_new(MIB, 0);
+
+    CHECK(nvmeio_file_is_ours(file));
+    make_file(path, 200 * KIB, 1);
+    pid_t child = fork();
+    if (child == 0) {
+        struct nvmeio_handle *handle = open_handle(&config);
+        CHECK(!nvmeio_file_is_ours(file));
+        limit_files(300 * KIB);
+        CHECK(write_at(handle, file, memory.address, MIB, 200 * KIB).result == -EFBIG);
+        nvmeio_handle_close(handle);
+        nvmeio_file_release(file);
+        _exit(0);
+    }
+    int status;
+    CHECK(waitpid(child, &status, 0) == child && status == 0);
+    CHECK(nvmeio_file_size(file) >= (int64_t)(200 * KIB));
+    CHECK(nvmeio_file_size(file) <= (int64_t)(300 * KIB));
+    guarded_free(&memory);
+    nvmeio_file_release(file);
+}
+
 static void test_a_file_that_was_there_is_never_cut(void)
 {
     enum { SIZE = 400 * 1024 };
@@ -329,6 +405,8 @@ int main(void)
         test_a_failed_write_leaves_no_bytes_that_nobody_wrote(engine);
     }
     test_what_others_wrote_survives_a_failed_write();
+    test_cutting_back_spares_a_write_that_begins_meanwhile();
+    test_a_child_does_not_set_the_length_of_its_parents_file();
     test_a_file_that_was_there_is_never_cut();
     test_descriptors_are_all_given_back();
     return 0;
