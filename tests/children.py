@@ -30,6 +30,12 @@ WATCHDOG_S = 90
 PRELOADED = ("LD_PRELOAD", "PYTHONPATH")
 
 
+def skip_under_asan(why):
+    """Skip where AddressSanitizer stands between the tests and the system."""
+    if "libasan" in os.environ.get("LD_PRELOAD", ""):
+        pytest.skip(f"AddressSanitizer {why}")
+
+
 def system_environment():
     """Return the environment for tools of the system."""
     return {key: value for key, value in os.environ.items() if key not in PRELOADED}

@@ -87,22 +87,31 @@ def loop_devices():
     take_down_leftovers()
 
 
+def make_image(folder, number, size):
+    """Make a sparse file for a loop device."""
+    image = folder / f"nvmeio-loop-{os.getpid()}-{number}.img"
+    with open(image, "wb") as file:
+        file.truncate(size)
+    return image
+
+
+def set_up(image, *options):
+    """Make a loop device of a file, and return its path."""
+    try:
+        return run_tool("losetup", "--find", "--show", *options, image).strip()
+    except AssertionError as error:
+        pytest.skip(f"loop devices cannot be made here: {error}")
+
+
 @pytest.fixture
 def loop_device(loop_devices, tmp_path):
     """A function (size, sector) that makes a loop device, and returns its path."""
     made = []
 
     def make(size, sector=512):
-        image = tmp_path / f"nvmeio-loop-{os.getpid()}-{len(made)}.img"
-        with open(image, "wb") as file:
-            file.truncate(size)
-        command = ["losetup", "--find", "--show", "--sector-size", sector]
-        try:
-            device = run_tool(*command, "--direct-io=on", image).strip()
-        except AssertionError as error:
-            pytest.skip(f"loop devices cannot be made here: {error}")
-        made.append(device)
-        return device
+        image = make_image(tmp_path, len(made), size)
+        made.append(set_up(image, "--direct-io=on", "--sector-size", sector))
+        return made[-1]
 
     yield make
     for device in made:
@@ -128,6 +137,48 @@ def loop_mount(loop_device, tmp_path):
         return folder
 
     return mount
+
+
+@pytest.fixture
+def slow_disk(loop_devices, faulty, tmp_path):
+    """A file system on a loop device whose backing file is in the FUSE file system.
+
+    What FUSE holds or delays is in flight in the block layer then, where io_uring and
+    libaio have handed it over; FUSE itself would hold up their submissions.
+    """
+    image = make_image(faulty, "slow", 32 << 20)
+    device = set_up(image)
+    folder = tmp_path / "slow"
+    folder.mkdir()
+    try:
+        # No journal and no times, which would be written while faults are set.
+        run_tool("mkfs.ext4", "-q", "-O", "^has_journal", device)
+        run_tool("mount", "-o", "noatime", device, folder)
+        yield folder, image
+    finally:
+        os.setxattr(image, "user.faults", b"{}")
+        take_down(device)
+
+
+# Where an engine has blocks in flight for as long as a test likes.
+SLOW_PLACES = (
+    ("io_uring", "disk"),
+    ("libaio", "disk"),
+    ("threads", "fuse"),
+    ("sync", "fuse"),
+)
+
+
+@pytest.fixture
+def slow(request):
+    """Arguments of workloads: a folder, and the file whose attribute makes it slow."""
+    if request.param == "disk":
+        folder, control = request.getfixturevalue("slow_disk")
+    else:
+        folder = request.getfixturevalue("faulty")
+        control = folder / "control"
+        control.touch()
+    return {"folder": str(folder), "control": str(control)}
 
 
 @pytest.fixture

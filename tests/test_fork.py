@@ -4,6 +4,7 @@ import pytest
 
 from children import run_child
 from helpers import ENGINES
+from mounts import SLOW_PLACES
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -12,11 +13,9 @@ def test_children_and_their_children_use_a_handle_of_the_parent(tmp_path, engine
     assert report == {"engine": engine}
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_work_in_flight_stays_the_parents(faulty, tmp_path, engine):
-    report = run_child(
-        "fork_in_flight", folder=str(faulty), other=str(tmp_path), engine=engine
-    ).report
+@pytest.mark.parametrize(("engine", "slow"), SLOW_PLACES, indirect=["slow"])
+def test_work_in_flight_stays_the_parents(slow, tmp_path, engine):
+    report = run_child("fork_in_flight", **slow, other=str(tmp_path), engine=engine).report
     assert report["pending"] == 2
     assert report["fired"]["read.held"] > 0
 

@@ -218,8 +218,8 @@ def test_no_space_for_a_file_that_was_there_keeps_what_landed(loop_mount, kind):
         got = int(re.search(r"(\d+) bytes done", str(caught.value))[1])
         # What the file system had set aside for other things may come on top.
         assert got <= free + 2 * MIB
+        # Not unlinked: XFS would give its space back only later, and there were more.
         assert path.read_bytes()[:got] == data[:got]
-        path.unlink()
 
 
 def sector_cases(sector):

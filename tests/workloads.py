@@ -71,7 +71,7 @@ class Records(logging.Handler):
 
 
 class Faults:
-    """The faults of the FUSE file system that a file is in."""
+    """The faults of the FUSE file system that has this file."""
 
     def __init__(self, path):
         self.path = path
@@ -407,10 +407,10 @@ def press_ctrl_c(faults):
     os.kill(os.getpid(), signal.SIGINT)
 
 
-def ctrl_c(folder, engine, way, size=1 << 16):
+def ctrl_c(folder, control, engine, way, size):
     """Wait for a read that is held, be interrupted, and wait again."""
     path = f"{folder}/ctrl-c-{engine}"
-    faults = Faults(path)
+    faults = Faults(control)
     data = make_file(path, size)
     file = nvmeio.File(path)
     handle = nvmeio.aio_handle(engine=engine)
@@ -501,10 +501,10 @@ def fork_idle(folder, engine, count=8):
     report({"engine": handle.stats()["engine"]})
 
 
-def fork_in_flight(folder, other, engine):
+def fork_in_flight(folder, control, other, engine):
     """Fork with reads held; children use the handle or drop it, the parent goes on."""
     path = f"{folder}/held-{engine}"
-    faults = Faults(path)
+    faults = Faults(control)
     data = make_file(path, 1 << 18)
     file = nvmeio.File(path)
     handle = nvmeio.aio_handle(65536, engine=engine)
@@ -632,10 +632,10 @@ class FileRecords:
 KEPT = []
 
 
-def leave(folder, engine, way, hold):
+def leave(folder, control, engine, way, hold):
     """Leave the interpreter with reads in flight, each of which takes a while."""
     path = f"{folder}/leave-{engine}"
-    faults = Faults(path)
+    faults = Faults(control)
     data = make_file(path, 1 << 17)
     file = nvmeio.File(path)
     handle = nvmeio.aio_handle(65536, engine=engine)
@@ -650,10 +650,8 @@ def leave(folder, engine, way, hold):
         cycle = [handle, request]
         cycle.append(cycle)
     elif hold == "threads":
-        for call in (handle.wait, request.wait, handle.fsync):
-            threading.Thread(
-                target=call, args=[file] * (call == handle.fsync), daemon=True
-            ).start()
+        for call in (handle.wait, request.wait):
+            threading.Thread(target=call, daemon=True).start()
     elif hold == "nothing":
         del handle, request, buffer
     if way == "exit":
@@ -664,10 +662,10 @@ def leave(folder, engine, way, hold):
         os._exit(4)
 
 
-def let_go_in_flight(folder, engine, way):
+def let_go_in_flight(folder, control, engine, way):
     """Let go of everything with reads in flight; the process goes on."""
     path = f"{folder}/drop-{engine}"
-    faults = Faults(path)
+    faults = Faults(control)
     data = make_file(path, 1 << 17)
     file = nvmeio.File(path)
     handle = nvmeio.aio_handle(65536, engine=engine)
