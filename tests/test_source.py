@@ -64,7 +64,7 @@ TOPS = {"__init__", "deepspeed", "cli", "torch"}
 C_LAYERS = (
     {"align", "fork", "copy", "copy_kernels", "copy_x86", "copy_neon", "file", "pool"},
     {"engine", "engine_uring", "engine_libaio", "engine_threads", "engine_sync"},
-    {"request", "lane", "schedule", "handle"},
+    {"request", "lane", "schedule", "wait", "handle"},
 )
 
 

@@ -1,8 +1,8 @@
-/* handle.c -- opening, submitting, waiting, closing, and what a fork means for them.
+/* handle.c -- opening, submitting, cancelling, closing, and what a fork means for them.
  *
  * One mutex guards a handle; it is never held over a system call that can block.  When
  * a request may go on is schedule.c's, how it is cut and judged is request.c's, how
- * blocks are carried out is lane.c's. */
+ * blocks are carried out is lane.c's; threads that wait are wait.c's. */
 #include "handle_internal.h"
 
 #include <errno.h>
@@ -209,8 +209,7 @@ static void revive(struct nvmeio_handle *handle)
         handle->dead_error = lanes_start(handle);
 }
 
-/* Whether lists and lanes are this process's, after making them so if need be. */
-static void ensure_own(struct nvmeio_handle *handle)
+void nvmeio_handle_ensure_own(struct nvmeio_handle *handle)
 {
     uint32_t now = nvmeio_fork_generation();
     /* Acquire: pairs with the release below. */
@@ -230,67 +229,6 @@ static void ensure_own(struct nvmeio_handle *handle)
     }
 }
 
-static bool from_before_fork(const struct nvmeio_request *request)
-{
-    return request->generation != nvmeio_fork_generation();
-}
-
-/* A caller lane that is free, or NULL.  The mutex is held. */
-static struct nvmeio_lane *caller_lane_find(struct nvmeio_handle *handle)
-{
-    struct nvmeio_lane *lane = handle->callers;
-    while (lane && (lane->own || lane->driven || lane->dead))
-        lane = lane->next;
-    return lane;
-}
-
-/* A new one, or NULL: the lanes with threads serve as well.  The mutex is held, and
- * dropped meanwhile. */
-static struct nvmeio_lane *caller_lane_add(struct nvmeio_handle *handle)
-{
-    if (handle->caller_count == NVMEIO_CALLERS_MAX)
-        return NULL;
-    handle->caller_count++;
-    pthread_mutex_unlock(&handle->mutex);
-    struct nvmeio_lane *lane = calloc(1, sizeof(*lane));
-    if (lane && nvmeio_lane_open(lane, handle)) {
-        free(lane);
-        lane = NULL;
-    }
-    pthread_mutex_lock(&handle->mutex);
-    if (!lane) {
-        handle->caller_count--;
-        return NULL;
-    }
-    lane->next = handle->callers;
-    handle->callers = lane;
-    return lane;
-}
-
-/* Give the request to a caller lane, if one can be had.  The mutex is held, and may be
- * dropped meanwhile. */
-static bool give_to_caller(struct nvmeio_handle *handle, struct nvmeio_request *request)
-{
-    bool punctual = nvmeio_request_is_buffered(request) ? handle->ops->punctual_buffered
-                                                        : handle->ops->punctual_direct;
-    /* What a FUSE server does not answer holds up whoever asks, in any engine. */
-    if (!punctual || request->file->fuse || nvmeio_request_is_over(request))
-        return false;
-    struct nvmeio_lane *lane = caller_lane_find(handle);
-    if (!lane)
-        lane = caller_lane_add(handle);
-    if (!lane || lane->own || lane->driven || nvmeio_schedule_settling(request))
-        return false;
-    lane->own = request;
-    lane->deserted = false;
-    request->caller_lane = lane;
-    /* Who drains, or waits for an fsync behind it, may sleep for want of a lane to
-     * drive. */
-    if (handle->drainers > 0 || handle->fsyncs_gated > 0)
-        pthread_cond_broadcast(&handle->news);
-    return true;
-}
-
 /* Give the request to those who carry it out.  The mutex is held. */
 static void dispatch(struct nvmeio_handle *handle, struct nvmeio_request *request,
                      bool caller)
@@ -298,7 +236,7 @@ static void dispatch(struct nvmeio_handle *handle, struct nvmeio_request *reques
     nvmeio_schedule_add(handle, request);
     if (request->op == NVMEIO_OP_FSYNC)
         handle->fsyncs_gated++;
-    else if (caller && give_to_caller(handle, request))
+    else if (caller && nvmeio_wait_give(handle, request))
         return;
     /* The last lane may have died, and buried this one, while the mutex was dropped. */
     if (handle->dead_error && !nvmeio_schedule_settling(request))
@@ -341,7 +279,7 @@ int nvmeio_submit(struct nvmeio_handle *handle, const struct nvmeio_transfer *tr
 
     if (error)
         return error;
-    ensure_own(handle);
+    nvmeio_handle_ensure_own(handle);
     struct nvmeio_request *request = nvmeio_request_new(handle, transfer);
     if (!request)
         return -ENOMEM;
@@ -364,133 +302,6 @@ int nvmeio_submit(struct nvmeio_handle *handle, const struct nvmeio_transfer *tr
     return 0;
 }
 
-struct deadline {
-    bool limited;
-    int64_t end_ns;
-};
-
-static struct deadline deadline_in(int64_t timeout_ns)
-{
-    struct deadline deadline = {.limited = timeout_ns >= 0};
-    int64_t now = nvmeio_now_ns();
-
-    deadline.end_ns = timeout_ns < INT64_MAX - now ? now + timeout_ns : INT64_MAX;
-    return deadline;
-}
-
-static int64_t deadline_left(const struct deadline *deadline)
-{
-    if (!deadline->limited)
-        return -1;
-    int64_t left = deadline->end_ns - nvmeio_now_ns();
-    return left > 0 ? left : 0;
-}
-
-/* Sleep until there is news.  The mutex is held. */
-static int wait_news(struct nvmeio_handle *handle, const struct deadline *deadline)
-{
-    struct timespec end = {deadline->end_ns / 1000000000,
-                           deadline->end_ns % 1000000000};
-
-    int error;
-
-    handle->sleepers++;
-    if (deadline->limited)
-        error = pthread_cond_timedwait(&handle->news, &handle->mutex, &end);
-    else
-        error = pthread_cond_wait(&handle->news, &handle->mutex);
-    handle->sleepers--;
-    return -error;
-}
-
-/* Run a caller lane for one turn.  The mutex is held, and dropped meanwhile. */
-static void turn(struct nvmeio_handle *handle, struct nvmeio_lane *lane,
-                 int64_t timeout_ns)
-{
-    lane->driven = true;
-    pthread_mutex_unlock(&handle->mutex);
-    nvmeio_lane_turn(lane, timeout_ns);
-    pthread_mutex_lock(&handle->mutex);
-    lane->driven = false;
-    /* Others may wait for this lane's request, or for their turn to run it. */
-    if (handle->sleepers > 0)
-        pthread_cond_broadcast(&handle->news);
-}
-
-/* Run a caller lane for one turn, unless another thread does; then wait for it.  The
- * mutex is held, and dropped meanwhile. */
-static int drive(struct nvmeio_handle *handle, struct nvmeio_lane *lane,
-                 const struct deadline *deadline)
-{
-    if (!lane || lane->driven)
-        return wait_news(handle, deadline);
-    /* Also when no time is left: who looks again and again must come to an end. */
-    int64_t left = deadline_left(deadline);
-    turn(handle, lane, left);
-    return left == 0 ? -ETIMEDOUT : 0;
-}
-
-/* A caller lane with a request that no thread drives just now, or NULL. */
-static struct nvmeio_lane *undriven(struct nvmeio_handle *handle)
-{
-    struct nvmeio_lane *lane = handle->callers;
-    while (lane && (!lane->own || lane->driven))
-        lane = lane->next;
-    return lane;
-}
-
-/* The caller lane that brings this request forward: its own, or for an fsync those of
- * the writes before it, for which nobody else may be waiting.  The mutex is held. */
-static struct nvmeio_lane *lane_towards(const struct nvmeio_request *request)
-{
-    if (request->op == NVMEIO_OP_FSYNC && !request->gate_open)
-        return undriven(request->handle);
-    return request->caller_lane;
-}
-
-static void set_deserted(struct nvmeio_request *request, bool deserted)
-{
-    if (request->caller_lane && !nvmeio_request_done(request))
-        request->caller_lane->deserted = deserted;
-}
-
-int nvmeio_request_wait(struct nvmeio_request *request, int64_t timeout_ns)
-{
-    struct nvmeio_handle *handle = request->handle;
-    int error = 0;
-
-    if (nvmeio_request_done(request))
-        return 0;
-    if (from_before_fork(request))
-        return -EOWNERDEAD;
-    struct deadline deadline = deadline_in(timeout_ns);
-    pthread_mutex_lock(&handle->mutex);
-    request->waiters++;
-    set_deserted(request, false);
-    while (!nvmeio_request_done(request) && error == 0)
-        error = drive(handle, lane_towards(request), &deadline);
-    request->waiters--;
-    set_deserted(request, true);
-    pthread_mutex_unlock(&handle->mutex);
-    return nvmeio_request_done(request) ? 0 : error;
-}
-
-int nvmeio_handle_drain(struct nvmeio_handle *handle, int64_t timeout_ns)
-{
-    struct deadline deadline = deadline_in(timeout_ns);
-    int error = 0;
-
-    ensure_own(handle);
-    pthread_mutex_lock(&handle->mutex);
-    handle->drainers++;
-    while (handle->active_count > 0 && error == 0)
-        error = drive(handle, undriven(handle), &deadline);
-    handle->drainers--;
-    error = handle->active_count > 0 ? error : 0;
-    pthread_mutex_unlock(&handle->mutex);
-    return error;
-}
-
 int nvmeio_request_cancel(struct nvmeio_request *request)
 {
     struct nvmeio_handle *handle = request->handle;
@@ -498,7 +309,7 @@ int nvmeio_request_cancel(struct nvmeio_request *request)
 
     if (nvmeio_request_done(request))
         return 0;
-    if (from_before_fork(request))
+    if (nvmeio_request_before_fork(request))
         return -EOWNERDEAD;
     pthread_mutex_lock(&handle->mutex);
     if (!nvmeio_schedule_settling(request) && !request->error && !request->cancelled &&
@@ -511,44 +322,9 @@ int nvmeio_request_cancel(struct nvmeio_request *request)
     return dropped;
 }
 
-/* A caller lane whose caller gave up waiting, or NULL.  The mutex is held. */
-static struct nvmeio_lane *deserted(struct nvmeio_handle *handle)
-{
-    struct nvmeio_lane *lane = handle->callers;
-    while (lane && (!lane->own || lane->driven || !lane->deserted))
-        lane = lane->next;
-    return lane;
-}
-
-unsigned nvmeio_handle_pop(struct nvmeio_handle *handle, void **users, unsigned count)
-{
-    struct nvmeio_request *popped = NULL;
-    unsigned found = 0;
-
-    ensure_own(handle);
-    pthread_mutex_lock(&handle->mutex);
-    struct nvmeio_lane *lane = deserted(handle);
-    if (lane)
-        turn(handle, lane, 0); /* has it finished? */
-    while (found < count && handle->done_first) {
-        struct nvmeio_request *request = handle->done_first;
-        handle->done_first = request->done_next;
-        users[found++] = request->user;
-        request->done_next = popped;
-        popped = request;
-    }
-    pthread_mutex_unlock(&handle->mutex);
-    while (popped) {
-        struct nvmeio_request *next = popped->done_next;
-        nvmeio_request_release(popped);
-        popped = next;
-    }
-    return found;
-}
-
 unsigned nvmeio_handle_pending(struct nvmeio_handle *handle)
 {
-    ensure_own(handle);
+    nvmeio_handle_ensure_own(handle);
     pthread_mutex_lock(&handle->mutex);
     unsigned count = handle->active_count;
     pthread_mutex_unlock(&handle->mutex);
@@ -567,7 +343,7 @@ const char *nvmeio_handle_fallback(struct nvmeio_handle *handle)
 
 void nvmeio_handle_stats(struct nvmeio_handle *handle, struct nvmeio_stats *stats)
 {
-    ensure_own(handle);
+    nvmeio_handle_ensure_own(handle);
     pthread_mutex_lock(&handle->mutex);
     *stats = handle->retired;
     stats->requests = atomic_load_explicit(&handle->requests, memory_order_relaxed);
@@ -575,28 +351,6 @@ void nvmeio_handle_stats(struct nvmeio_handle *handle, struct nvmeio_stats *stat
         nvmeio_lane_count(&handle->lanes[i], stats);
     for (struct nvmeio_lane *lane = handle->callers; lane; lane = lane->next)
         nvmeio_lane_count(lane, stats);
-    pthread_mutex_unlock(&handle->mutex);
-}
-
-/* All requests are done, but the thread that ran the last one may still be on its way
- * out of the lane. */
-static void callers_close(struct nvmeio_handle *handle)
-{
-    const struct deadline never = deadline_in(-1);
-
-    pthread_mutex_lock(&handle->mutex);
-    while (handle->callers) {
-        struct nvmeio_lane *lane = handle->callers;
-        if (lane->driven) {
-            wait_news(handle, &never);
-            continue;
-        }
-        handle->callers = lane->next;
-        nvmeio_lane_count(lane, &handle->retired);
-        nvmeio_lane_close(lane);
-        if (!lane->dead)
-            free(lane);
-    }
     pthread_mutex_unlock(&handle->mutex);
 }
 
@@ -619,7 +373,7 @@ void nvmeio_handle_stop(struct nvmeio_handle *handle)
         return;
     nvmeio_handle_drain(handle, -1);
     lanes_stop(handle);
-    callers_close(handle);
+    nvmeio_wait_close(handle);
     pthread_mutex_lock(&handle->mutex);
     handle->stopped = true;
     pthread_cond_broadcast(&handle->news);

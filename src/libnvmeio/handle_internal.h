@@ -60,6 +60,19 @@ struct nvmeio_handle {
     bool stopped;                /* they have gone */
 };
 
+/* handle.c: after this, lists and lanes are those of this process, made anew in a
+ * child. The mutex is not held. */
+void nvmeio_handle_ensure_own(struct nvmeio_handle *handle);
+
+/* wait.c. */
+
+/* Give the request to a caller lane, if one can be had.  The mutex is held, and may be
+ * dropped meanwhile. */
+bool nvmeio_wait_give(struct nvmeio_handle *handle, struct nvmeio_request *request);
+
+/* Close the caller lanes, once all requests are done.  The mutex is not held. */
+void nvmeio_wait_close(struct nvmeio_handle *handle);
+
 /* schedule.c.  The mutex is held. */
 
 /* Put a new request into the list of what is active, which takes a reference. */

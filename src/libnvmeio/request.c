@@ -52,6 +52,11 @@ struct nvmeio_request *nvmeio_request_new(struct nvmeio_handle *handle,
     return request;
 }
 
+bool nvmeio_request_before_fork(const struct nvmeio_request *request)
+{
+    return request->generation != nvmeio_fork_generation();
+}
+
 static void check_read(struct nvmeio_request *request)
 {
     int64_t size = nvmeio_file_size(request->file);
@@ -301,8 +306,7 @@ int nvmeio_request_outcome(struct nvmeio_request *request,
                            struct nvmeio_outcome *outcome)
 {
     if (!nvmeio_request_done(request))
-        return request->generation == nvmeio_fork_generation() ? -EINPROGRESS
-                                                               : -EOWNERDEAD;
+        return nvmeio_request_before_fork(request) ? -EOWNERDEAD : -EINPROGRESS;
     outcome->got = (int64_t)request->got;
     outcome->abandoned = request->abandoned;
     /* What cancel() answered stands, whatever came of the blocks still in flight. */

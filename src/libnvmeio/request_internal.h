@@ -79,6 +79,9 @@ struct nvmeio_request *nvmeio_request_new(struct nvmeio_handle *handle,
  */
 void nvmeio_request_check(struct nvmeio_request *request);
 
+/* Whether another process submitted it, of which this one is a child. */
+bool nvmeio_request_before_fork(const struct nvmeio_request *request);
+
 /* Whether a block may be cut now.  The mutex is held, as in the next three. */
 bool nvmeio_request_has_block(const struct nvmeio_request *request);
 
