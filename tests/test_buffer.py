@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from numpy.lib.stride_tricks import as_strided, sliding_window_view
 
 import nvmeio
-from nvmeio.buffer import Buffer, may_overlap
+from nvmeio._layout import may_overlap
+from nvmeio.buffer import Buffer
 
 DTYPES = [
     "?", "i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8", "f2", "f4", "f8", "g",

@@ -225,6 +225,12 @@ def test_what_cannot_be_written_leaves_the_file_alone(path, bad):
     with pytest.raises(TypeError):
         nvmeio.aio_write(bad, path, *SETTINGS[0])
     assert path.read_bytes() == b"1234"
+    path.unlink()
+    with pytest.raises(TypeError):
+        nvmeio.write_file(path, bad)
+    with pytest.raises(TypeError):
+        nvmeio.aio_write(bad, path, *SETTINGS[0])
+    assert not path.exists()
 
 
 @pytest.mark.parametrize(

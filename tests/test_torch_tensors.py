@@ -325,6 +325,18 @@ def test_a_read_counts_as_a_change_when_it_lands(handle, path, layout):
     assert base._version == 2
 
 
+def test_a_read_that_fails_counts_as_a_change_of_what_it_may_have_reached(handle, path):
+    path.write_bytes(bytes(100))
+    whole = torch.zeros(50)
+    rows = torch.zeros(50, 2)[:, 0]
+    for tensor in (whole, rows):
+        with pytest.raises(OSError, match="past the end"):
+            handle.submit_read(tensor, path).wait()
+    assert whole._version == 1
+    # Only the copy in between was reached.
+    assert rows._version == 0
+
+
 @pytest.mark.usefixtures("route")
 @pytest.mark.parametrize("strided", [False, True], ids=["contiguous", "strided"])
 def test_backward_notices_that_a_saved_tensor_was_overwritten(handle, path, strided):

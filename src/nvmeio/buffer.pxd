@@ -11,6 +11,8 @@ cdef class Buffer:
     cdef object owner           # keeps alive the storage of a tensor, or our staging copy
     cdef object landing         # called with the source after a read, or None
 
+    # Whether the engine has the caller's own memory, not a staging copy.
+    cdef bint is_in_place(self) noexcept
     # After a read: copy the staging into the source, bump a tensor's version.
     cdef int land(self) except -1
     # Let go of the memory.  May be called more than once.

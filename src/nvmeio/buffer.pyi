@@ -1,4 +1,3 @@
-from collections.abc import Sequence
 from typing import Any, final
 
 @final
@@ -11,4 +10,4 @@ class Buffer:
     @property
     def stage(self) -> Any: ...
 
-def may_overlap(shape: Sequence[int], strides: Sequence[int], item: int) -> bool: ...
+def borrow(source: Any, *, writable: bool) -> Buffer: ...

@@ -27,37 +27,12 @@ from libc.stdint cimport int64_t, uintptr_t
 
 from nvmeio cimport _core, _dlpack
 
+from nvmeio._layout import may_overlap
 from nvmeio._registry import libraries as _libraries
 from nvmeio._registry import library_of
 
 _ndarray = numpy.ndarray
 _masked_array = numpy.ma.MaskedArray
-
-
-def may_overlap(shape, strides, item):
-    """Tell whether two elements of a strided array may share memory.
-
-    Parameters
-    ----------
-    shape, strides : sequence of int
-        Extent and stride of each axis, all extents at least 1; strides of either sign.
-    item : int
-        The size of an element in the unit of the strides.
-
-    Returns
-    -------
-    bool
-        False only if no two elements share memory.  True also for the rare layouts in
-        which axes interleave without meeting: to tell them apart is a Diophantine problem.
-    """
-    reach = item - 1
-    for stride, extent in sorted(
-        (abs(stride), extent) for extent, stride in zip(shape, strides) if extent > 1
-    ):
-        if stride <= reach:
-            return True
-        reach += stride * (extent - 1)
-    return False
 
 
 # A cycle collector would empty `view.obj` and the attributes before __dealloc__ runs, and
@@ -75,6 +50,9 @@ cdef class Buffer:
 
     def __dealloc__(self):
         self.release()
+
+    cdef bint is_in_place(self) noexcept:
+        return self.address != NULL and self.address == self.pooled
 
     cdef int land(self) except -1:
         """Bring what was read to where the caller wants it; a second call does nothing."""
@@ -104,7 +82,8 @@ cdef Buffer lend(object source, bint writable):
     Parameters
     ----------
     source : object with the buffer protocol, or torch.Tensor
-        Of any shape, strides and dtype whose elements are plain bytes.
+        Of any shape, strides and dtype whose elements are plain bytes; or what
+        ``borrow`` made of one.
     writable : bool
         Whether a file is read into it.
 
@@ -126,8 +105,11 @@ cdef Buffer lend(object source, bint writable):
     Memory that is freed behind the back of its owner (``untyped_storage().resize_(0)``,
     ``ndarray.resize(refcheck=False)``) while a request uses it cannot be protected.
     """
-    cdef Buffer buffer = Buffer.__new__(Buffer)
+    cdef Buffer buffer
     cdef const _dlpack.ExchangeTable *table
+    if isinstance(source, Buffer):
+        return source
+    buffer = Buffer.__new__(Buffer)
     buffer.writable = writable
     buffer.source = source
     if PyObject_CheckBuffer(source):
@@ -138,6 +120,27 @@ cdef Buffer lend(object source, bint writable):
     if table == NULL or not lend_tensor(buffer, table, library):
         lend_export(buffer, library.export(source, writable))
     return buffer
+
+
+def borrow(source, *, writable):
+    """Take hold of memory before there is a request: ``lend`` for Python.
+
+    Parameters
+    ----------
+    source, writable
+        As for ``lend``.
+
+    Returns
+    -------
+    Buffer
+        To be passed once in place of ``source``; the request lets go of it.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As ``lend``.
+    """
+    return lend(source, writable)
 
 
 cdef int lend_view(Buffer buffer) except -1:

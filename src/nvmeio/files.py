@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from nvmeio import pool
 from nvmeio._types import Path
+from nvmeio.buffer import borrow
 from nvmeio.file import File, open_for_writing
 from nvmeio.handle import aio_handle
 
@@ -109,13 +110,13 @@ def _write_exactly(
     handle: aio_handle, path: Path, buffer: Any, validate: bool, sync: bool
 ) -> int:
     """Write a buffer, then cut the file behind it."""
+    lent = borrow(buffer, writable=False)
     with open_for_writing(path) as file:
-        handle.write(buffer, file, validate)
-        written = _nbytes(buffer)
-        file.truncate(written)
+        handle.write(lent, file, validate)
+        file.truncate(lent.nbytes)
         if sync:
             handle.fsync(file)
-    return written
+    return lent.nbytes
 
 
 def _sync_folder(folder: str) -> None:
@@ -165,15 +166,15 @@ def aio_read(
         aio_handle(block_size, queue_depth, single_submit, overlap_events) as handle,
         File(filename) as file,
     ):
-        wanted, size = _nbytes(buffer), file.size
-        if wanted != size:
+        lent, size = borrow(buffer, writable=True), file.size
+        if lent.nbytes != size:
             raise OSError(
                 errno.EINVAL,
-                f"the buffer has {wanted} bytes and the file {size}; aio_read() reads a "
-                "whole file, aio_handle reads parts",
+                f"the buffer has {lent.nbytes} bytes and the file {size}; aio_read() reads "
+                "a whole file, aio_handle reads parts",
                 file.path,
             )
-        return handle.read(buffer, file, validate)
+        return handle.read(lent, file, validate)
 
 
 def aio_write(
@@ -207,9 +208,3 @@ def aio_write(
     with aio_handle(block_size, queue_depth, single_submit, overlap_events) as handle:
         _write_exactly(handle, filename, buffer, validate, False)
     return 0
-
-
-def _nbytes(buffer: Any) -> int:
-    """Return the size in bytes of anything that can be lent."""
-    size: int = buffer.nbytes if hasattr(buffer, "nbytes") else memoryview(buffer).nbytes
-    return size

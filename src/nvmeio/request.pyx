@@ -279,8 +279,7 @@ cdef int finish(Request request) except -1:
         _log.critical("%s; its memory is never freed", request.error)
     elif request.buffer is not None:
         try:
-            if request.error is None:
-                settle(request)
+            settle(request)
         except Exception as error:
             request.error = error
         finally:
@@ -298,9 +297,13 @@ cdef str words_of(object error):
 
 cdef int settle(Request request) except -1:
     """Validate what was transferred, and bring it to where it belongs."""
-    if request.validate:
-        validate(request)
-    if request.op == OP_READ:
+    try:
+        if request.error is None and request.validate:
+            validate(request)
+    except OSError as error:
+        request.error = error
+    # Of a read that failed, part may be in the caller's memory, and autograd must know.
+    if request.op == OP_READ and (request.error is None or request.buffer.is_in_place()):
         request.buffer.land()
     return 0
 

@@ -24,7 +24,7 @@ _live = weakref.WeakSet()
 
 # A transfer of one block up to this size runs in the thread that waits for it: a hop to a
 # lane costs more than the I/O.
-cdef size_t CALLER_BYTES_MAX = 1 << 20
+cdef Py_ssize_t CALLER_BYTES_MAX = 1 << 20
 
 
 # A cycle collector would empty the attributes before __dealloc__ drains the lanes.

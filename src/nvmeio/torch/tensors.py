@@ -10,8 +10,8 @@ import operator
 import torch
 
 from nvmeio import pool
+from nvmeio._layout import may_overlap
 from nvmeio._registry import Export
-from nvmeio.buffer import may_overlap
 from nvmeio.torch.bits import copy_bits, opaque, plain_mode, touch
 from nvmeio.torch.staging import DeviceStaging
 
