@@ -20,8 +20,8 @@ struct nvmeio_file_info {
     bool created;          /* this open made or truncated the file */
     uint32_t memory_align; /* of addresses, for O_DIRECT; 1 where direct is false */
     uint32_t offset_align; /* of offsets and lengths; 1 where direct is false */
-    uint64_t device;       /* st_dev and st_ino: the identity of the file */
-    uint64_t inode;
+    uint64_t device;       /* st_dev and st_ino: the identity of the file; of a block */
+    uint64_t inode;        /* device st_rdev and 0 */
 };
 
 /* Open `path` with open(2) `flags`: an access mode and O_CREAT, O_EXCL, O_TRUNC.

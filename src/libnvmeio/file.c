@@ -92,7 +92,9 @@ static void describe(struct nvmeio_file *file, const struct stat *status, int fl
     file->info.inode = status->st_ino;
     file->device_bytes = -1;
     if (S_ISBLK(status->st_mode)) {
+        /* Whichever node leads to it. */
         file->info.device = status->st_rdev;
+        file->info.inode = 0;
         file->device_bytes = ioctl(file->fd, BLKGETSIZE64, &bytes) ? 0 : (int64_t)bytes;
     }
 }
@@ -305,8 +307,9 @@ int nvmeio_file_is_at(const struct nvmeio_file *file, const char *path)
 
     if (stat(path, &status))
         return -errno;
-    uint64_t device = S_ISBLK(status.st_mode) ? status.st_rdev : status.st_dev;
-    return device == file->info.device && status.st_ino == file->info.inode;
+    if (S_ISBLK(status.st_mode))
+        return file->device_bytes >= 0 && status.st_rdev == file->info.device;
+    return status.st_dev == file->info.device && status.st_ino == file->info.inode;
 }
 
 int64_t nvmeio_file_size(const struct nvmeio_file *file)
