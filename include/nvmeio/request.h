@@ -48,12 +48,14 @@ NVMEIO_API int nvmeio_request_wait(struct nvmeio_request *request, int64_t timeo
 
 NVMEIO_API bool nvmeio_request_done(struct nvmeio_request *request);
 
-/* What became of it: 0, or -EINPROGRESS, or -EOWNERDEAD as above. */
+/* What became of it: 0, or -EINPROGRESS, or -EOWNERDEAD as above.  What was done before
+ * the fork() can be asked for in the child too. */
 NVMEIO_API int nvmeio_request_outcome(struct nvmeio_request *request,
                                       struct nvmeio_outcome *outcome);
 
 /* Drop the blocks that are not yet with the kernel; the others run to their end.
- * 1 if anything was dropped (the result will be -ECANCELED), else 0. */
+ * 1 if anything was dropped (the result will be -ECANCELED), else 0; -EOWNERDEAD if it
+ * was submitted before a fork(). */
 NVMEIO_API int nvmeio_request_cancel(struct nvmeio_request *request);
 
 NVMEIO_API void nvmeio_request_release(struct nvmeio_request *request);

@@ -110,8 +110,6 @@ static void lanes_stop(struct nvmeio_handle *handle)
         nvmeio_lane_count(&handle->lanes[i], &handle->retired);
     handle->lanes_started = 0;
     pthread_mutex_unlock(&handle->mutex);
-    for (unsigned i = 0; i < count; i++)
-        nvmeio_lane_close(&handle->lanes[i]);
 }
 
 static int lanes_start(struct nvmeio_handle *handle)
@@ -197,7 +195,8 @@ static void revive(struct nvmeio_handle *handle)
     handle->active_count = 0;
     handle->queue_first = handle->queue_last = NULL;
     handle->done_first = handle->done_last = NULL;
-    handle->fsyncs_gated = handle->drainers = handle->sleepers = 0;
+    handle->gated_first = NULL;
+    handle->drainers = handle->sleepers = 0;
     handle->callers = NULL;
     handle->caller_count = 0;
     handle->lanes_idle = handle->lanes_alive = handle->lanes_started = 0;
@@ -235,14 +234,12 @@ static void dispatch(struct nvmeio_handle *handle, struct nvmeio_request *reques
 {
     nvmeio_schedule_add(handle, request);
     if (request->op == NVMEIO_OP_FSYNC)
-        handle->fsyncs_gated++;
+        nvmeio_schedule_gate(handle, request);
     else if (caller && nvmeio_wait_give(handle, request))
         return;
     /* The last lane may have died, and buried this one, while the mutex was dropped. */
     if (handle->dead_error && !nvmeio_schedule_settling(request))
         nvmeio_request_fail(request, handle->dead_error, 0);
-    else
-        nvmeio_schedule_open_gates(handle);
     nvmeio_schedule_progress(handle, request);
 }
 

@@ -46,7 +46,7 @@ struct nvmeio_handle {
     unsigned active_count;
     struct nvmeio_request *queue_first, *queue_last; /* with blocks to cut */
     struct nvmeio_request *done_first, *done_last;   /* not popped */
-    unsigned fsyncs_gated;                           /* behind earlier writes */
+    struct nvmeio_request *gated_first;              /* fsyncs behind writes */
     unsigned drainers;                               /* threads in drain() */
     unsigned sleepers;                               /* threads that wait for news */
     struct nvmeio_lane *lanes;                       /* config.lanes of them */
@@ -87,8 +87,8 @@ struct nvmeio_request *nvmeio_schedule_next(struct nvmeio_handle *handle);
 void nvmeio_schedule_progress(struct nvmeio_handle *handle,
                               struct nvmeio_request *request);
 
-/* Let go every fsync that stands behind no write any more. */
-void nvmeio_schedule_open_gates(struct nvmeio_handle *handle);
+/* Hold up an fsync that was just added until the writes before it are done. */
+void nvmeio_schedule_gate(struct nvmeio_handle *handle, struct nvmeio_request *request);
 
 /* Whether a request is beyond change: being settled, or done. */
 bool nvmeio_schedule_settling(const struct nvmeio_request *request);

@@ -53,8 +53,8 @@ int nvmeio_lane_start(struct nvmeio_lane *lane, struct nvmeio_handle *handle);
 /* Ready a caller lane. */
 int nvmeio_lane_open(struct nvmeio_lane *lane, struct nvmeio_handle *handle);
 
-/* Give back everything; the thread, if any, has ended.  A dead lane keeps what the
- * kernel may still write to. */
+/* Give back everything: done by the lane's thread before it ends, and for a caller lane
+ * that nobody drives.  A dead lane keeps what the kernel may still write to. */
 void nvmeio_lane_close(struct nvmeio_lane *lane);
 
 /* One turn: take blocks, hand them over, wait for at least one of them at most

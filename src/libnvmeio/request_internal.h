@@ -44,8 +44,10 @@ struct nvmeio_request {
      * of the transfer. */
     unsigned span;
     size_t position;
-    bool gate_open; /* spans from plan.edges on may start */
-    bool queued;    /* in the handle's queue */
+    bool gate_open;                      /* spans from plan.edges on may start */
+    struct nvmeio_request *write_before; /* an fsync's, for which it waits */
+    struct nvmeio_request *gated_next;   /* of the fsyncs that wait */
+    bool queued;                         /* in the handle's queue */
 
     unsigned in_flight; /* blocks cut and not yet booked */
     unsigned waiters;   /* threads in nvmeio_request_wait() */

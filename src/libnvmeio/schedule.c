@@ -111,33 +111,57 @@ static bool same_file(const struct nvmeio_request *a, const struct nvmeio_reques
            a->file->info.inode == b->file->info.inode;
 }
 
-/* Whether a write to the same file stands before this fsync; one that is being settled
+/* The last write to the same file before this fsync, or NULL; one that is being settled
  * has all its blocks behind it, and its file no more. */
-static bool behind_writes(const struct nvmeio_request *request)
+static struct nvmeio_request *write_before(const struct nvmeio_request *request)
 {
-    const struct nvmeio_request *r = request->active_previous;
+    struct nvmeio_request *r = request->active_previous;
 
-    for (; r; r = r->active_previous) {
-        if (r->op == NVMEIO_OP_WRITE && !nvmeio_schedule_settling(r) &&
-            same_file(r, request))
-            return true;
-    }
-    return false;
+    while (r && (r->op != NVMEIO_OP_WRITE || nvmeio_schedule_settling(r) ||
+                 !same_file(r, request)))
+        r = r->active_previous;
+    return r;
 }
 
-void nvmeio_schedule_open_gates(struct nvmeio_handle *handle)
+void nvmeio_schedule_gate(struct nvmeio_handle *handle, struct nvmeio_request *request)
 {
-    struct nvmeio_request *r = handle->active_first;
+    request->write_before = write_before(request);
+    if (request->write_before) {
+        request->gated_next = handle->gated_first;
+        handle->gated_first = request;
+    } else {
+        request->gate_open = true;
+    }
+}
 
-    for (; r && handle->fsyncs_gated > 0; r = r->active_next) {
-        if (r->op != NVMEIO_OP_FSYNC || r->gate_open || nvmeio_schedule_settling(r) ||
-            behind_writes(r))
+/* A write is done: each fsync that waited for it waits for the one before, or goes. */
+static void open_gates(struct nvmeio_handle *handle, const struct nvmeio_request *write)
+{
+    struct nvmeio_request **place = &handle->gated_first;
+
+    while (*place) {
+        struct nvmeio_request *r = *place;
+        if (r->write_before == write)
+            r->write_before = write_before(r);
+        if (r->write_before) {
+            place = &r->gated_next;
             continue;
+        }
+        *place = r->gated_next;
         r->gate_open = true;
-        handle->fsyncs_gated--;
         if (nvmeio_request_has_block(r))
             enqueue(handle, r);
     }
+}
+
+/* An fsync ends without having been let go. */
+static void gated_remove(struct nvmeio_handle *handle, struct nvmeio_request *request)
+{
+    struct nvmeio_request **place = &handle->gated_first;
+
+    while (*place != request)
+        place = &(*place)->gated_next;
+    *place = request->gated_next;
 }
 
 /* Store the outcome and tell who waits.  Drops the mutex for a while. */
@@ -145,6 +169,8 @@ static void complete(struct nvmeio_handle *handle, struct nvmeio_request *reques
 {
     struct nvmeio_file *file = request->file;
 
+    if (request->op == NVMEIO_OP_FSYNC && !request->gate_open)
+        gated_remove(handle, request);
     /* A request that is kept for its outcome does not keep its file open; who sees that
      * it is done may count on the descriptor. */
     request->file = NULL;
@@ -154,13 +180,12 @@ static void complete(struct nvmeio_handle *handle, struct nvmeio_request *reques
     active_remove(handle, request);
     if (request->caller_lane)
         request->caller_lane->own = NULL;
-    if (request->op == NVMEIO_OP_FSYNC && !request->gate_open)
-        handle->fsyncs_gated--;
     /* Pairs with the acquire in nvmeio_request_done(). */
     atomic_store_explicit(&request->state, NVMEIO_STATE_DONE, memory_order_release);
     if (request->waiters > 0 || (handle->drainers > 0 && handle->active_count == 0))
         pthread_cond_broadcast(&handle->news);
-    nvmeio_schedule_open_gates(handle);
+    if (request->op == NVMEIO_OP_WRITE)
+        open_gates(handle, request);
     if (request->user) {
         done_add(handle, request);
         return;

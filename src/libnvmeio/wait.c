@@ -59,7 +59,7 @@ bool nvmeio_wait_give(struct nvmeio_handle *handle, struct nvmeio_request *reque
     request->caller_lane = lane;
     /* Who drains, or waits for an fsync behind it, may sleep for want of a lane to
      * drive. */
-    if (handle->drainers > 0 || handle->fsyncs_gated > 0)
+    if (handle->drainers > 0 || handle->gated_first)
         pthread_cond_broadcast(&handle->news);
     return true;
 }
