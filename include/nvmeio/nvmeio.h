@@ -8,5 +8,6 @@
 #include <nvmeio/handle.h>
 #include <nvmeio/pool.h>
 #include <nvmeio/request.h>
+#include <nvmeio/system.h>
 
 #endif

@@ -1,24 +1,132 @@
-/* copy.c -- chooses how bytes are copied between the caller's memory and ours. */
+/* copy.c -- which kernel copies what.
+ *
+ * Small copies go through the caches, for their data is likely to be there and to be
+ * used soon; large ones past them.  The kernels are copy_x86.c's and copy_neon.c's. */
+#include <errno.h>
+#include <stdatomic.h>
+#include <stdint.h>
 #include <string.h>
 
-#include <nvmeio/copy.h>
-
+#include "copy_internal.h"
 #include "copy_kernels.h"
 
-/* From here on copies go past the caches.  Blocks copied in turn between buffers of
- * 256 MiB to 1 GiB, of which no cache holds anything useful: memcpy 5.5 to 6.5 GB/s,
- * AVX-512 9.8 to 9.9, AVX2 9.0 to 9.5, alike from 256 KiB to 4 MiB (Xeon with AVX-512,
- * 2 MiB of L2 a core, 2026-11-21).  Smaller copies are more often of data that is in
- * L2, where memcpy is the faster. */
-#define STREAM_BYTES_MIN ((size_t)256 << 10)
+static bool always(void)
+{
+    return true;
+}
+
+static void copy_portable(void *target, const void *source, size_t size)
+{
+    memcpy(target, source, size);
+}
+
+/* The C library chooses for itself, but goes past the caches late, if at all. */
+const struct nvmeio_copy_kernel nvmeio_copy_portable = {
+    .name = "portable",
+    .works = always,
+    .cached = copy_portable,
+    .stream = copy_portable,
+};
+
+/* In order of preference for large copies. */
+static const struct nvmeio_copy_kernel *const kernels[] = {
+    &nvmeio_copy_avx512, &nvmeio_copy_avx2,     &nvmeio_copy_neon,
+    &nvmeio_copy_movsb,  &nvmeio_copy_portable,
+};
+
+#define KERNEL_COUNT (sizeof(kernels) / sizeof(kernels[0]))
+
+/* The kernels in use; NULL: the best of each kind.  Relaxed: each copy takes what it
+ * finds, and nothing else is read by their help. */
+static _Atomic(const struct nvmeio_copy_kernel *) selected;
+static _Atomic(const struct nvmeio_copy_kernel *) best_stream;
+
+static const struct nvmeio_copy_kernel *large_kernel(void)
+{
+    const struct nvmeio_copy_kernel *kernel =
+        atomic_load_explicit(&selected, memory_order_relaxed);
+
+    if (!kernel)
+        kernel = atomic_load_explicit(&best_stream, memory_order_relaxed);
+    if (kernel)
+        return kernel;
+    unsigned i = 0;
+    while (!kernels[i]->works())
+        i++;
+    atomic_store_explicit(&best_stream, kernels[i], memory_order_relaxed);
+    return kernels[i];
+}
+
+/* memcpy(3) is the fastest in the caches (docs/design.md). */
+static const struct nvmeio_copy_kernel *small_kernel(void)
+{
+    const struct nvmeio_copy_kernel *kernel =
+        atomic_load_explicit(&selected, memory_order_relaxed);
+    return kernel ? kernel : &nvmeio_copy_portable;
+}
+
+void nvmeio_copy_part(void *target, const void *source, size_t size, size_t total)
+{
+    if (total < NVMEIO_COPY_STREAM_BYTES)
+        small_kernel()->cached(target, source, size);
+    else
+        large_kernel()->stream(target, source, size);
+}
+
+void nvmeio_copy_cold(void *target, const void *source, size_t size)
+{
+    bool large = size >= NVMEIO_COPY_COLD_STREAM_BYTES;
+    nvmeio_copy_part(target, source, size, large ? SIZE_MAX : size);
+}
+
+bool nvmeio_copy_overlaps(const void *target, const void *source, size_t size)
+{
+    uintptr_t a = (uintptr_t)target, b = (uintptr_t)source;
+    return (a > b ? a - b : b - a) < size;
+}
 
 void nvmeio_copy(void *target, const void *source, size_t size)
 {
-    nvmeio_copy_kernel *stream =
-        size >= STREAM_BYTES_MIN ? nvmeio_copy_stream_kernel(0) : NULL;
-
-    if (stream)
-        stream(target, source, size);
+    if (nvmeio_copy_overlaps(target, source, size))
+        memmove(target, source, size);
     else
-        memcpy(target, source, size);
+        nvmeio_copy_part(target, source, size, size);
+}
+
+const char *nvmeio_copy_kernel_at(unsigned index, int *works)
+{
+    if (index >= KERNEL_COUNT)
+        return NULL;
+    *works = kernels[index]->works();
+    return kernels[index]->name;
+}
+
+static const struct nvmeio_copy_kernel *find_kernel(const char *name)
+{
+    for (unsigned i = 0; i < KERNEL_COUNT; i++) {
+        if (strcmp(kernels[i]->name, name) == 0)
+            return kernels[i];
+    }
+    return NULL;
+}
+
+int nvmeio_copy_select(const char *name)
+{
+    const struct nvmeio_copy_kernel *kernel = NULL;
+
+    if (strcmp(name, "auto") != 0) {
+        kernel = find_kernel(name);
+        if (!kernel)
+            return -EINVAL;
+        if (!kernel->works())
+            return -ENOTSUP;
+    }
+    atomic_store_explicit(&selected, kernel, memory_order_relaxed);
+    return 0;
+}
+
+void nvmeio_copy_selected(const char **small, const char **large)
+{
+    *small = small_kernel()->name;
+    *large = large_kernel()->name;
 }

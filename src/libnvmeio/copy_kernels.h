@@ -2,22 +2,28 @@
 #ifndef NVMEIO_COPY_KERNELS_H
 #define NVMEIO_COPY_KERNELS_H
 
+#include <stdbool.h>
 #include <stddef.h>
 
-typedef void nvmeio_copy_kernel(void *target, const void *source, size_t size);
+/* The cache line of x86-64 and of nearly every arm64. */
+#define NVMEIO_LINE_BYTES 64
 
-/* Kernels for large copies, whose stores go past the caches: of those that this
- * processor can run the best (index 0), the next best, ..., and NULL after the last.
- * They take any address and size, and the stores of a copy are visible to other threads
- * like ordinary ones once it has returned. */
-#if defined(__x86_64__)
-nvmeio_copy_kernel *nvmeio_copy_stream_kernel(unsigned index);
-#else
-static inline nvmeio_copy_kernel *nvmeio_copy_stream_kernel(unsigned index)
-{
-    (void)index;
-    return NULL;
-}
-#endif
+typedef void nvmeio_copy_function(void *target, const void *source, size_t size);
+
+/* Any addresses and sizes that do not overlap.  Other threads see the stores like
+ * ordinary ones once a copy has returned. */
+struct nvmeio_copy_kernel {
+    const char *name;
+    bool (*works)(void);          /* on this processor */
+    nvmeio_copy_function *cached; /* stores go through the caches */
+    nvmeio_copy_function *stream; /* and past them, which leaves them to others */
+};
+
+/* Those of one architecture each; a file for another one has them all fail `works`. */
+extern const struct nvmeio_copy_kernel nvmeio_copy_avx512;
+extern const struct nvmeio_copy_kernel nvmeio_copy_avx2;
+extern const struct nvmeio_copy_kernel nvmeio_copy_movsb;
+extern const struct nvmeio_copy_kernel nvmeio_copy_neon;
+extern const struct nvmeio_copy_kernel nvmeio_copy_portable;
 
 #endif

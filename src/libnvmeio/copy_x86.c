@@ -1,77 +1,106 @@
-/* copy_x86.c -- copies with the non-temporal stores of x86-64.
+/* copy_x86.c -- copies with the vectors of x86-64, and with its string instruction.
  *
- * Such a store writes whole cache lines without reading them first and leaves the
- * caches to others.  Kernels are compiled for their instructions by attribute, so the
- * rest of the library runs on any x86-64; nvmeio_copy_stream_kernel() picks one that
- * this processor can run. */
+ * A non-temporal store writes whole cache lines without reading them first and leaves
+ * the caches to others.  Kernels are compiled for their instructions by attribute, so
+ * the rest of the library runs on any x86-64. */
 #include "copy_kernels.h"
 
 #if defined(__x86_64__)
 
+#include <cpuid.h>
 #include <immintrin.h>
 #include <stdint.h>
 #include <string.h>
 
-#define LINE_BYTES 64
+/* Leaf 7 of CPUID: "enhanced REP MOVSB" is bit 9 of EBX (Intel SDM, volume 2). */
+#define ERMS_BIT (1u << 9)
 
-/* Copy up to the first cache line of the target, and return how much that was. */
-static size_t copy_head(char *target, const char *source, size_t size)
+#define NOTHING() ((void)0)
+
+#define TARGET __attribute__((target("avx512f")))
+#define KERNEL copy_avx512
+#define VECTOR __m512i
+#define LOAD(from) _mm512_loadu_si512(from)
+#define STORE(to, vector) _mm512_store_si512(to, vector)
+#define FENCE NOTHING
+#include "copy_steps.h"
+
+#define TARGET __attribute__((target("avx512f")))
+#define KERNEL stream_avx512
+#define VECTOR __m512i
+#define LOAD(from) _mm512_loadu_si512(from)
+#define STORE(to, vector) _mm512_stream_si512((__m512i *)(to), vector)
+#define FENCE _mm_sfence
+#include "copy_steps.h"
+
+#define TARGET __attribute__((target("avx2")))
+#define KERNEL copy_avx2
+#define VECTOR __m256i
+#define LOAD(from) _mm256_loadu_si256((const __m256i *)(from))
+#define STORE(to, vector) _mm256_store_si256((__m256i *)(to), vector)
+#define FENCE NOTHING
+#include "copy_steps.h"
+
+#define TARGET __attribute__((target("avx2")))
+#define KERNEL stream_avx2
+#define VECTOR __m256i
+#define LOAD(from) _mm256_loadu_si256((const __m256i *)(from))
+#define STORE(to, vector) _mm256_stream_si256((__m256i *)(to), vector)
+#define FENCE _mm_sfence
+#include "copy_steps.h"
+
+/* The processor chooses itself whether to go past the caches. */
+static void copy_movsb(void *target, const void *source, size_t size)
 {
-    size_t head_bytes = -(uintptr_t)target % LINE_BYTES;
-    if (head_bytes > size)
-        head_bytes = size;
-    memcpy(target, source, head_bytes);
-    return head_bytes;
+    __asm__ volatile("rep movsb" : "+D"(target), "+S"(source), "+c"(size) : : "memory");
 }
 
-__attribute__((target("avx512f"))) static void
-copy_avx512(void *target, const void *source, size_t size)
+static bool has_avx512(void)
 {
-    char *to = target;
-    const char *from = source;
-    size_t position = copy_head(to, from, size);
-    for (; size - position >= 4 * LINE_BYTES; position += 4 * LINE_BYTES) {
-        __m512i line0 = _mm512_loadu_si512(from + position);
-        __m512i line1 = _mm512_loadu_si512(from + position + LINE_BYTES);
-        __m512i line2 = _mm512_loadu_si512(from + position + 2 * LINE_BYTES);
-        __m512i line3 = _mm512_loadu_si512(from + position + 3 * LINE_BYTES);
-        _mm512_stream_si512((__m512i *)(to + position), line0);
-        _mm512_stream_si512((__m512i *)(to + position + LINE_BYTES), line1);
-        _mm512_stream_si512((__m512i *)(to + position + 2 * LINE_BYTES), line2);
-        _mm512_stream_si512((__m512i *)(to + position + 3 * LINE_BYTES), line3);
-    }
-    _mm_sfence();
-    memcpy(to + position, from + position, size - position);
+    return __builtin_cpu_supports("avx512f");
 }
 
-__attribute__((target("avx2"))) static void copy_avx2(void *target, const void *source,
-                                                      size_t size)
+static bool has_avx2(void)
 {
-    char *to = target;
-    const char *from = source;
-    size_t position = copy_head(to, from, size);
-    for (; size - position >= 2 * LINE_BYTES; position += 2 * LINE_BYTES) {
-        const __m256i *halves = (const __m256i *)(from + position);
-        __m256i half0 = _mm256_loadu_si256(halves);
-        __m256i half1 = _mm256_loadu_si256(halves + 1);
-        __m256i half2 = _mm256_loadu_si256(halves + 2);
-        __m256i half3 = _mm256_loadu_si256(halves + 3);
-        _mm256_stream_si256((__m256i *)(to + position), half0);
-        _mm256_stream_si256((__m256i *)(to + position) + 1, half1);
-        _mm256_stream_si256((__m256i *)(to + position) + 2, half2);
-        _mm256_stream_si256((__m256i *)(to + position) + 3, half3);
-    }
-    _mm_sfence();
-    memcpy(to + position, from + position, size - position);
+    return __builtin_cpu_supports("avx2");
 }
 
-nvmeio_copy_kernel *nvmeio_copy_stream_kernel(unsigned index)
+static bool has_fast_movsb(void)
 {
-    if (__builtin_cpu_supports("avx512f") && index-- == 0)
-        return copy_avx512;
-    if (__builtin_cpu_supports("avx2") && index-- == 0)
-        return copy_avx2;
-    return NULL;
+    unsigned eax, ebx, ecx, edx;
+    return __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) && (ebx & ERMS_BIT);
 }
+
+const struct nvmeio_copy_kernel nvmeio_copy_avx512 = {
+    .name = "avx512",
+    .works = has_avx512,
+    .cached = copy_avx512,
+    .stream = stream_avx512,
+};
+
+const struct nvmeio_copy_kernel nvmeio_copy_avx2 = {
+    .name = "avx2",
+    .works = has_avx2,
+    .cached = copy_avx2,
+    .stream = stream_avx2,
+};
+
+const struct nvmeio_copy_kernel nvmeio_copy_movsb = {
+    .name = "movsb",
+    .works = has_fast_movsb,
+    .cached = copy_movsb,
+    .stream = copy_movsb,
+};
+
+#else
+
+static bool never(void)
+{
+    return false;
+}
+
+const struct nvmeio_copy_kernel nvmeio_copy_avx512 = {"avx512", never, NULL, NULL};
+const struct nvmeio_copy_kernel nvmeio_copy_avx2 = {"avx2", never, NULL, NULL};
+const struct nvmeio_copy_kernel nvmeio_copy_movsb = {"movsb", never, NULL, NULL};
 
 #endif

@@ -5,9 +5,9 @@
 #include "request_internal.h"
 
 #include <errno.h>
-#include <nvmeio/copy.h>
 #include <stdlib.h>
 
+#include "copy_internal.h"
 #include "file_internal.h"
 #include "handle_internal.h"
 
@@ -221,7 +221,7 @@ void nvmeio_block_prepare(struct nvmeio_block *block)
     block->moved = 0;
     block->stalled_ns = 0;
     if (block->bounce && block->op == NVMEIO_OP_WRITE)
-        nvmeio_copy(block->bounce, lent, piece->wanted);
+        nvmeio_copy_cold(block->bounce, lent, piece->wanted);
 }
 
 /* A bounced read is copied out as far as it came, also before an error: so far the
@@ -232,9 +232,9 @@ static enum nvmeio_verdict finish(struct nvmeio_block *block, int64_t result)
     size_t landed = block->moved > piece->skip ? block->moved - piece->skip : 0;
 
     if (landed > 0 && block->bounce && block->op == NVMEIO_OP_READ)
-        nvmeio_copy(block->request->address + piece->position,
-                    (char *)block->bounce + piece->skip,
-                    landed < piece->wanted ? landed : piece->wanted);
+        nvmeio_copy_cold(block->request->address + piece->position,
+                         (char *)block->bounce + piece->skip,
+                         landed < piece->wanted ? landed : piece->wanted);
     block->result = result;
     return NVMEIO_BLOCK_FINISHED;
 }

@@ -1,98 +1,156 @@
-/* Copies of every size and alignment move the right bytes, and no others: nvmeio_copy()
- * and each kernel that this processor can run, with memcpy as the reference. */
+/* Copies of every size and alignment move the right bytes, and no others: each kernel
+ * that this processor can run, through the caches and past them, with memcpy and
+ * memmove as the reference. */
+#include <errno.h>
 #include <stdint.h>
 #include <string.h>
 
-#include <nvmeio/copy.h>
-
-#include "../../src/libnvmeio/copy_kernels.h"
 #include "check.h"
+#include "copy_internal.h"
+#include "copy_kernels.h"
 
-#define LINE_BYTES 64
-#define GUARD_BYTES 256
-#define SIZE_MAX_TESTED ((1u << 20) + 1)
-#define AREA_BYTES (GUARD_BYTES + LINE_BYTES + SIZE_MAX_TESTED + GUARD_BYTES)
+#define LINE NVMEIO_LINE_BYTES
+#define GUARD_BYTES 128
+#define LENGTH_MAX 1025
+#define LARGE_BYTES (NVMEIO_COPY_STREAM_BYTES + 1024)
+#define AREA_BYTES (LARGE_BYTES + 2 * GUARD_BYTES + 2 * LINE)
+#define CANARY 0xa5
 
-static unsigned char *source_area;
-static unsigned char *target_area;
-static unsigned char *expected_area;
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+#define SANITIZED true
+#else
+#define SANITIZED false
+#endif
 
-static unsigned char *aligned_area(void)
-{
-    unsigned char *area = aligned_alloc(4096, (AREA_BYTES + 4095) / 4096 * 4096);
-    CHECK(area);
-    return area;
-}
+static unsigned char *source_area, *target_area, *expected_area;
 
 /* Bytes of which no two neighbouring lines are alike: a shifted copy shows. */
-static void fill_source(void)
+static void fill(unsigned char *area, uint32_t state)
 {
-    uint32_t state = 1;
     for (size_t i = 0; i < AREA_BYTES; i++) {
         state = state * 1664525u + 1013904223u;
-        source_area[i] = state >> 24;
+        area[i] = (unsigned char)(state >> 24);
     }
 }
 
-/* Copy between these residues modulo the cache line, and look at the whole area. */
-static void check_copy(nvmeio_copy_kernel *copy, size_t target_offset,
-                       size_t source_offset, size_t size)
+static bool untouched(const unsigned char *guard)
 {
-    unsigned char *target = target_area + GUARD_BYTES + target_offset;
-    const unsigned char *source = source_area + GUARD_BYTES + source_offset;
-    size_t used_bytes = 2 * GUARD_BYTES + target_offset + size;
-
-    memset(target_area, 0xa5, used_bytes);
-    memset(expected_area, 0xa5, used_bytes);
-    memcpy(expected_area + GUARD_BYTES + target_offset, source, size);
-    copy(target, source, size);
-    CHECK(memcmp(target_area, expected_area, used_bytes) == 0);
+    for (unsigned i = 0; i < GUARD_BYTES; i++) {
+        if (guard[i] != CANARY)
+            return false;
+    }
+    return true;
 }
 
-static void test_small_copies_of_every_size(nvmeio_copy_kernel *copy)
+/* Copy between these residues modulo the cache line, as a part of `total` bytes. */
+static void check_part(size_t target_residue, size_t source_residue, size_t size,
+                       size_t total)
 {
-    for (size_t size = 0; size <= 1024; size++)
-        check_copy(copy, size % LINE_BYTES, size * 7 % LINE_BYTES, size);
+    unsigned char *target = target_area + GUARD_BYTES + target_residue;
+    const unsigned char *source = source_area + GUARD_BYTES + source_residue;
+
+    memset(target - GUARD_BYTES, CANARY, size + 2 * GUARD_BYTES);
+    nvmeio_copy_part(target, source, size, total);
+    CHECK(memcmp(target, source, size) == 0);
+    CHECK(untouched(target - GUARD_BYTES) && untouched(target + size));
 }
 
-/* The threshold is 256 KiB: on both sides of it, at every residue of the target with
- * source residues that are equal to it, next to it and far from it. */
-static void test_every_alignment_round_the_threshold(nvmeio_copy_kernel *copy)
+static void test_every_length_at_every_alignment(size_t total)
 {
-    static const int changes[] = {-1, 0, 1, 63, 64, 65, 127, 255, 256, 257};
-    static const size_t shifts[] = {0, 1, 16, 33};
-
-    for (size_t offset = 0; offset < LINE_BYTES; offset++)
-        for (size_t i = 0; i < sizeof(changes) / sizeof(*changes); i++)
-            for (size_t j = 0; j < sizeof(shifts) / sizeof(*shifts); j++)
-                check_copy(copy, offset, (offset + shifts[j]) % LINE_BYTES,
-                           (256u << 10) + changes[i]);
+    for (size_t size = 0; size <= LENGTH_MAX; size++)
+        for (size_t target = 0; target < LINE; target++)
+            /* Sanitizers are slow: every alignment, but not every pair of them. */
+            for (size_t i = 0; i < (SANITIZED ? 1 : LINE); i++)
+                check_part(target, (target * 7 + size + i) % LINE, size, total);
 }
 
-static void test_large_copies_of_every_remainder(nvmeio_copy_kernel *copy)
+/* At the sizes where another kernel takes over, by each way to ask for a copy. */
+static void test_the_edges_of_the_thresholds(void)
 {
-    for (size_t i = 0; i <= 256; i++)
-        check_copy(copy, i * 5 % LINE_BYTES, i * 11 % LINE_BYTES, SIZE_MAX_TESTED - i);
+    static const size_t thresholds[] = {NVMEIO_COPY_STREAM_BYTES,
+                                        NVMEIO_COPY_COLD_STREAM_BYTES};
+    static const int changes[] = {-257, -65, -64, -1, 0, 1, 63, 64, 257};
+
+    for (unsigned i = 0; i < 2; i++)
+        for (unsigned j = 0; j < sizeof(changes) / sizeof(*changes); j++)
+            for (unsigned way = 0; way < 2; way++) {
+                size_t size = thresholds[i] + (size_t)changes[j];
+                unsigned char *target = target_area + GUARD_BYTES + j * 5 % LINE;
+                const unsigned char *source = source_area + j * 11 % LINE;
+                memset(target - GUARD_BYTES, CANARY, size + 2 * GUARD_BYTES);
+                (way ? nvmeio_copy : nvmeio_copy_cold)(target, source, size);
+                CHECK(memcmp(target, source, size) == 0);
+                CHECK(untouched(target - GUARD_BYTES) && untouched(target + size));
+            }
 }
 
-static void test_copy(nvmeio_copy_kernel *copy)
+static void test_overlapping_ranges_give_what_memmove_gives(void)
 {
-    test_small_copies_of_every_size(copy);
-    test_every_alignment_round_the_threshold(copy);
-    test_large_copies_of_every_remainder(copy);
+    static const size_t sizes[] = {1, 63, 64, 1000, 70000, NVMEIO_COPY_STREAM_BYTES};
+    static const size_t distances[] = {0, 1, 31, 64, 999, 4096};
+
+    for (unsigned i = 0; i < sizeof(sizes) / sizeof(*sizes); i++)
+        for (unsigned j = 0; j < sizeof(distances) / sizeof(*distances); j++)
+            for (unsigned back = 0; back < 2; back++) {
+                size_t size = sizes[i], distance = distances[j];
+                size_t from = back ? distance : 0, to = back ? 0 : distance;
+                if (size + distance > AREA_BYTES)
+                    continue;
+                memcpy(target_area, source_area, size + distance);
+                memcpy(expected_area, source_area, size + distance);
+                memmove(expected_area + to, expected_area + from, size);
+                nvmeio_copy(target_area + to, target_area + from, size);
+                CHECK(memcmp(target_area, expected_area, size + distance) == 0);
+                CHECK(nvmeio_copy_overlaps(target_area + to, target_area + from,
+                                           size) == (distance < size));
+            }
+}
+
+static void test_kernel(const char *name)
+{
+    const char *small, *large;
+
+    CHECK(nvmeio_copy_select(name) == 0);
+    nvmeio_copy_selected(&small, &large);
+    CHECK(strcmp(name, "auto") == 0 ||
+          (strcmp(small, name) == 0 && strcmp(large, name) == 0));
+    test_every_length_at_every_alignment(0);
+    test_every_length_at_every_alignment(SIZE_MAX);
+    test_the_edges_of_the_thresholds();
+    test_overlapping_ranges_give_what_memmove_gives();
+}
+
+static void test_what_cannot_be_used_is_refused_and_changes_nothing(void)
+{
+    const char *name, *small, *large, *small_before, *large_before;
+    int works;
+
+    nvmeio_copy_selected(&small_before, &large_before);
+    CHECK(nvmeio_copy_select("avx9") == -EINVAL);
+    for (unsigned i = 0; (name = nvmeio_copy_kernel_at(i, &works)); i++) {
+        if (!works)
+            CHECK(nvmeio_copy_select(name) == -ENOTSUP);
+    }
+    nvmeio_copy_selected(&small, &large);
+    CHECK(strcmp(small, small_before) == 0 && strcmp(large, large_before) == 0);
 }
 
 int main(void)
 {
-    nvmeio_copy_kernel *kernel;
+    const char *name;
+    int works;
 
-    source_area = aligned_area();
-    target_area = aligned_area();
-    expected_area = aligned_area();
-    fill_source();
-    test_copy(nvmeio_copy);
-    for (unsigned i = 0; (kernel = nvmeio_copy_stream_kernel(i)); i++)
-        test_copy(kernel);
+    source_area = aligned_alloc(4096, (AREA_BYTES + 4095) / 4096 * 4096);
+    target_area = aligned_alloc(4096, (AREA_BYTES + 4095) / 4096 * 4096);
+    expected_area = aligned_alloc(4096, (AREA_BYTES + 4095) / 4096 * 4096);
+    CHECK(source_area && target_area && expected_area);
+    fill(source_area, 1);
+    test_what_cannot_be_used_is_refused_and_changes_nothing();
+    for (unsigned i = 0; (name = nvmeio_copy_kernel_at(i, &works)); i++) {
+        if (works)
+            test_kernel(name);
+    }
+    test_kernel("auto");
     free(source_area);
     free(target_area);
     free(expected_area);
