@@ -47,23 +47,29 @@ static int reopen(int fd, int flags)
     return result < 0 ? -errno : result;
 }
 
-/* Without O_EXCL, tell whether it was us who made the file. */
-static int open_or_create(const char *path, int flags, bool *created)
+/* Tell whether it was us who made the file, also without O_EXCL.  O_EXCL alone makes
+ * none. */
+static int open_or_create(const char *path, int flags, bool *made)
 {
-    *created = false;
-    if ((flags & O_CREAT) && !(flags & O_EXCL)) {
+    *made = false;
+    if (flags & O_CREAT) {
         int fd = open(path, flags | O_EXCL, 0666);
-        if (fd >= 0)
-            *created = true;
-        if (fd >= 0 || errno != EEXIST)
+        *made = fd >= 0;
+        if (fd >= 0 || errno != EEXIST || (flags & O_EXCL))
             return fd < 0 ? -errno : fd;
     }
     int fd = open(path, flags, 0666);
-    if (fd < 0)
-        return -errno;
-    /* O_EXCL alone makes no file. */
-    *created = (flags & O_TRUNC) || (flags & (O_CREAT | O_EXCL)) == (O_CREAT | O_EXCL);
-    return fd;
+    return fd < 0 ? -errno : fd;
+}
+
+/* Take back a file that was just made, unless its name leads elsewhere by now. */
+static void unmake(const char *path, int fd)
+{
+    struct stat here, there;
+
+    if (fstat(fd, &here) == 0 && lstat(path, &there) == 0 &&
+        here.st_dev == there.st_dev && here.st_ino == there.st_ino)
+        unlink(path);
 }
 
 /* Refuse what cannot be read and written at offsets. */
@@ -197,32 +203,44 @@ static void file_free(struct nvmeio_file *file)
 int nvmeio_file_open(const char *path, int flags, enum nvmeio_direct direct,
                      struct nvmeio_file **result)
 {
-    struct stat status;
-    bool created;
-
     /* O_NONBLOCK: opening a FIFO must not hang.  It is taken off again, or io_uring
      * would answer EAGAIN instead of waiting for the disk.  O_NOCTTY: a terminal that
-     * is opened by mistake must not become ours. */
-    int fd = open_or_create(path, flags | O_CLOEXEC | O_NONBLOCK | O_NOCTTY, &created);
+     * is opened by mistake must not become ours.  O_TRUNC comes last: an open that
+     * fails must not have emptied the file. */
+    int first_flags = (flags & ~O_TRUNC) | O_CLOEXEC | O_NONBLOCK | O_NOCTTY;
+    struct nvmeio_file *file = NULL;
+    struct stat status;
+    bool made;
+
+    int fd = open_or_create(path, first_flags, &made);
     if (fd < 0)
         return fd == -ENXIO ? -EINVAL : fd;
     int error = fstat(fd, &status) ? -errno : check_kind(&status);
     if (error == 0 && fcntl(fd, F_SETFL, 0))
         error = -errno;
-    struct nvmeio_file *file = error ? NULL : file_new(fd);
-    if (!file) {
-        close(fd);
-        return error ? error : -ENOMEM;
+    if (error == 0) {
+        file = file_new(fd);
+        error = file ? 0 : -ENOMEM;
     }
+    if (error)
+        goto fail;
     describe(file, &status, flags);
-    file->info.created = created;
+    file->info.created = made || (flags & O_TRUNC);
     error = find_direct(file, direct, flags);
-    if (error) {
-        file_free(file);
-        return error;
-    }
+    if (error == 0 && (flags & O_TRUNC) && file->device_bytes < 0)
+        error = nvmeio_file_truncate(file, 0);
+    if (error)
+        goto fail;
     *result = file;
     return 0;
+fail:
+    if (made)
+        unmake(path, fd);
+    if (file)
+        file_free(file);
+    else
+        close(fd);
+    return error;
 }
 
 /* Sort a duplicate of a caller's descriptor into fd and direct_fd.  Its description is

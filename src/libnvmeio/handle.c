@@ -199,33 +199,41 @@ static void revive(struct nvmeio_handle *handle)
     handle->drainers = handle->sleepers = 0;
     handle->callers = NULL;
     handle->caller_count = 0;
-    handle->lanes_idle = handle->lanes_alive = handle->lanes_started = 0;
+    handle->lanes_idle = handle->lanes_called = 0;
+    handle->lanes_alive = handle->lanes_started = 0;
     handle->stopping = false;
     /* Closed by the parent, or here before it was ever used: nobody is stopping it. */
     handle->stopped = handle->closing;
     handle->dead_error = locks_init(handle);
     if (handle->dead_error == 0 && !handle->closing)
         handle->dead_error = lanes_start(handle);
+    atomic_store_explicit(&handle->generation, nvmeio_fork_generation(),
+                          memory_order_release);
+}
+
+/* In a child where nobody has used the handle yet: true, and it is ours alone until
+ * revive().  False: lists and lanes are this process's. */
+static bool claim(struct nvmeio_handle *handle)
+{
+    uint32_t now = nvmeio_fork_generation();
+    /* Acquire: pairs with the release in revive(). */
+    uint32_t then = atomic_load_explicit(&handle->generation, memory_order_acquire);
+
+    while (then != now) {
+        if (then != (now | REVIVING) && atomic_compare_exchange_strong_explicit(
+                                            &handle->generation, &then, now | REVIVING,
+                                            memory_order_acquire, memory_order_acquire))
+            return true;
+        sched_yield();
+        then = atomic_load_explicit(&handle->generation, memory_order_acquire);
+    }
+    return false;
 }
 
 void nvmeio_handle_ensure_own(struct nvmeio_handle *handle)
 {
-    uint32_t now = nvmeio_fork_generation();
-    /* Acquire: pairs with the release below. */
-    uint32_t then = atomic_load_explicit(&handle->generation, memory_order_acquire);
-
-    while (then != now) {
-        if (then != (now | REVIVING) &&
-            atomic_compare_exchange_strong_explicit(
-                &handle->generation, &then, now | REVIVING, memory_order_acquire,
-                memory_order_acquire)) {
-            revive(handle);
-            atomic_store_explicit(&handle->generation, now, memory_order_release);
-            return;
-        }
-        sched_yield();
-        then = atomic_load_explicit(&handle->generation, memory_order_acquire);
-    }
+    if (claim(handle))
+        revive(handle);
 }
 
 /* Give the request to those who carry it out.  The mutex is held. */
@@ -353,11 +361,11 @@ void nvmeio_handle_stats(struct nvmeio_handle *handle, struct nvmeio_stats *stat
 
 void nvmeio_handle_stop(struct nvmeio_handle *handle)
 {
-    /* A child that never used it has nothing to stop: what there is, is the parent's.
-     */
-    if (atomic_load_explicit(&handle->generation, memory_order_acquire) !=
-        nvmeio_fork_generation()) {
+    if (claim(handle)) {
+        /* A child that never used it has nothing to stop: what there is, is the
+         * parent's. */
         handle->closing = true;
+        revive(handle);
         return;
     }
     pthread_mutex_lock(&handle->mutex);

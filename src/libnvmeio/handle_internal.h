@@ -52,7 +52,9 @@ struct nvmeio_handle {
     struct nvmeio_lane *lanes;                       /* config.lanes of them */
     struct nvmeio_lane *callers;                     /* a list */
     unsigned caller_count;
-    unsigned lanes_started, lanes_alive, lanes_idle;
+    unsigned lanes_started, lanes_alive;
+    unsigned lanes_idle;         /* asleep, and not called */
+    unsigned lanes_called;       /* that were to wake up, and have not yet */
     struct nvmeio_stats retired; /* of lanes that are closed */
     int dead_error;              /* of the last lane to die, when none is alive */
     bool closing;                /* no more submissions */

@@ -31,6 +31,13 @@ static size_t smaller(size_t a, size_t b)
     return a < b ? a : b;
 }
 
+/* The request to cut blocks from, or NULL.  A caller lane whose request was cancelled
+ * has none, and leaves the queue alone: nobody would drive it to the end. */
+static struct nvmeio_request *next_request(const struct nvmeio_lane *lane)
+{
+    return lane->caller ? lane->own : nvmeio_schedule_next(lane->handle);
+}
+
 /* How many blocks to take at once: with several lanes, a fair share of what there is,
  * or the first to come would take all. */
 static size_t fair_share(const struct nvmeio_lane *lane)
@@ -38,7 +45,7 @@ static size_t fair_share(const struct nvmeio_lane *lane)
     const struct nvmeio_handle *handle = lane->handle;
     size_t left = 0;
 
-    if (lane->own || handle->config.lanes == 1)
+    if (lane->caller || handle->config.lanes == 1)
         return SIZE_MAX;
     for (const struct nvmeio_request *r = handle->queue_first; r; r = r->queue_next) {
         left += nvmeio_request_blocks_left(r, handle->block_bytes);
@@ -59,8 +66,7 @@ static void lane_take(struct nvmeio_lane *lane)
         return;
     lane->bounces_short = false;
     for (; lane->free && share > 0; share--) {
-        struct nvmeio_request *request =
-            lane->own ? lane->own : nvmeio_schedule_next(handle);
+        struct nvmeio_request *request = next_request(lane);
         if (!request || !nvmeio_request_has_block(request))
             break;
         bool bounced = wants_bounce(request);
@@ -105,8 +111,7 @@ static void fail_for_bounce(struct nvmeio_lane *lane, int error)
     struct nvmeio_handle *handle = lane->handle;
 
     pthread_mutex_lock(&handle->mutex);
-    struct nvmeio_request *request =
-        lane->own ? lane->own : nvmeio_schedule_next(handle);
+    struct nvmeio_request *request = next_request(lane);
     if (request && nvmeio_request_has_block(request) && wants_bounce(request)) {
         nvmeio_request_fail(request, error, request->position);
         nvmeio_schedule_progress(handle, request);
@@ -293,7 +298,7 @@ bool nvmeio_lane_turn(struct nvmeio_lane *lane, int64_t timeout_ns)
     int result = lane_push(lane);
     if (result >= 0) {
         pthread_mutex_lock(&handle->mutex);
-        lane->listening = handle->config.overlap_events && lane->free && !lane->own;
+        lane->listening = handle->config.overlap_events && lane->free && !lane->caller;
         /* What was submitted since the last look found nobody listening. */
         bool more = lane->listening && handle->queue_first && !lane->bounces_short;
         pthread_mutex_unlock(&handle->mutex);
@@ -347,7 +352,11 @@ static bool lane_rest(struct nvmeio_lane *lane)
     while (!handle->queue_first && !handle->stopping) {
         handle->lanes_idle++;
         pthread_cond_wait(&handle->work, &handle->mutex);
-        handle->lanes_idle--;
+        /* Whoever called a lane has counted it out. */
+        if (handle->lanes_called > 0)
+            handle->lanes_called--;
+        else
+            handle->lanes_idle--;
     }
     return handle->queue_first != NULL;
 }
@@ -410,6 +419,7 @@ int nvmeio_lane_start(struct nvmeio_lane *lane, struct nvmeio_handle *handle)
 int nvmeio_lane_open(struct nvmeio_lane *lane, struct nvmeio_handle *handle)
 {
     lane->handle = handle;
+    lane->caller = true;
     return lane_equip(lane, NVMEIO_CALLER_DEPTH, NVMEIO_CALLER_BOUNCES, true);
 }
 

@@ -23,6 +23,7 @@ struct nvmeio_lane {
     struct nvmeio_engine engine;
     struct nvmeio_lane_stats stats;
     pthread_t thread;
+    bool caller; /* a caller lane: without a thread, never changes */
 
     /* The running thread's own. */
     struct nvmeio_block *blocks; /* engine.depth of them */

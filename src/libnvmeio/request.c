@@ -48,6 +48,8 @@ struct nvmeio_request *nvmeio_request_new(struct nvmeio_handle *handle,
                      (uintptr_t)request->address, request->size, request->offset);
     request->offset_align = geometry.offset_align;
     request->position = request->plan.spans[0].begin;
+    /* Where the size cannot be told, nothing is cut back. */
+    request->size_before = INT64_MAX;
     request->gate_open = request->plan.edges == 0;
     return request;
 }
@@ -78,9 +80,12 @@ static void check_write(struct nvmeio_request *request)
 
     if (!nvmeio_file_is_ours(file))
         return;
+    int64_t size = nvmeio_file_size(file);
     nvmeio_file_note_end(file, end_of(request));
-    if (request->size < PREALLOCATE_BYTES_MIN ||
-        end_of(request) <= nvmeio_file_size(file))
+    if (size < 0)
+        return;
+    request->size_before = size;
+    if (request->size < PREALLOCATE_BYTES_MIN || end_of(request) <= size)
         return;
     int error = nvmeio_file_preallocate(file, request->offset, (int64_t)request->size);
     if (error)
@@ -188,20 +193,33 @@ static size_t prefix(const struct nvmeio_request *request)
     return lowest;
 }
 
+/* Whether no block was ever cut. */
+static bool untouched(const struct nvmeio_request *request)
+{
+    return request->span == 0 && request->position == request->plan.spans[0].begin;
+}
+
 void nvmeio_request_settle(struct nvmeio_request *request)
 {
     request->got = prefix(request);
     if (request->error == -ENODATA) {
         /* Blocks past the end may have met it first; the file knows where it is. */
         int64_t left = nvmeio_file_size(request->file) - request->offset;
-        request->got = left < 0                       ? 0
+        size_t there = left < 0                       ? 0
                        : (size_t)left < request->size ? (size_t)left
                                                       : request->size;
+        /* Refused before a block was cut, or another error came lower. */
+        if (untouched(request) || there < request->got)
+            request->got = there;
     }
+    /* Only what this request has made longer: others may have made it that long. */
     if (stopped(request) && request->op == NVMEIO_OP_WRITE &&
-        nvmeio_file_is_ours(request->file))
-        nvmeio_file_cut_back(request->file, request->offset + (int64_t)request->got,
-                             end_of(request));
+        nvmeio_file_is_ours(request->file)) {
+        int64_t kept = request->offset + (int64_t)request->got;
+        if (kept < request->size_before)
+            kept = request->size_before;
+        nvmeio_file_cut_back(request->file, kept, end_of(request));
+    }
 }
 
 void nvmeio_block_prepare(struct nvmeio_block *block)

@@ -35,6 +35,7 @@ struct nvmeio_request {
     void *user;
     uint32_t generation; /* of the process that submitted it */
     struct nvmeio_plan plan;
+    int64_t size_before; /* of the file, for a write to one that is ours */
     uint32_t offset_align;
 
     atomic_uint references;

@@ -82,13 +82,13 @@ static void done_add(struct nvmeio_handle *handle, struct nvmeio_request *reques
  * wait for completions and have room. */
 static void wake_lanes(struct nvmeio_handle *handle, size_t blocks)
 {
-    if (handle->lanes_idle > 0) {
-        if (blocks > 1)
-            pthread_cond_broadcast(&handle->work);
-        else
-            pthread_cond_signal(&handle->work);
+    size_t missing = blocks;
+    for (; handle->lanes_idle > 0 && missing > 0; missing--) {
+        /* No longer idle, also before it has woken up: the next block is not its. */
+        handle->lanes_idle--;
+        handle->lanes_called++;
+        pthread_cond_signal(&handle->work);
     }
-    size_t missing = blocks > handle->lanes_idle ? blocks - handle->lanes_idle : 0;
     for (unsigned i = 0; i < handle->lanes_started && missing > 0; i++) {
         struct nvmeio_lane *lane = &handle->lanes[i];
         if (!lane->listening)

@@ -191,13 +191,14 @@ int nvmeio_handle_drain(struct nvmeio_handle *handle, int64_t timeout_ns)
     return error;
 }
 
-/* A caller lane whose caller gave up waiting, or NULL.  The mutex is held. */
-static struct nvmeio_lane *deserted(struct nvmeio_handle *handle)
+/* Look whether the requests are done whose callers gave up waiting.  Lanes are only
+ * added, and in front.  The mutex is held, and dropped meanwhile. */
+static void visit_deserted(struct nvmeio_handle *handle)
 {
-    struct nvmeio_lane *lane = handle->callers;
-    while (lane && (!lane->own || lane->driven || !lane->deserted))
-        lane = lane->next;
-    return lane;
+    for (struct nvmeio_lane *lane = handle->callers; lane; lane = lane->next) {
+        if (lane->own && !lane->driven && lane->deserted)
+            turn(handle, lane, 0);
+    }
 }
 
 unsigned nvmeio_handle_pop(struct nvmeio_handle *handle, void **users, unsigned count)
@@ -207,9 +208,7 @@ unsigned nvmeio_handle_pop(struct nvmeio_handle *handle, void **users, unsigned 
 
     nvmeio_handle_ensure_own(handle);
     pthread_mutex_lock(&handle->mutex);
-    struct nvmeio_lane *lane = deserted(handle);
-    if (lane)
-        turn(handle, lane, 0); /* has it finished? */
+    visit_deserted(handle);
     while (found < count && handle->done_first) {
         struct nvmeio_request *request = handle->done_first;
         handle->done_first = request->done_next;

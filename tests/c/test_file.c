@@ -344,6 +344,63 @@ static void test_a_child_does_not_set_the_length_of_its_parents_file(void)
     nvmeio_file_release(file);
 }
 
+static void test_what_a_write_has_not_made_longer_is_not_cut(void)
+{
+    enum { SIZE = 256 * 1024 };
+    const char *path = path_in(test_folder());
+    struct nvmeio_config config = config_of(engine_at(0));
+    struct nvmeio_handle *handle = open_handle(&config);
+    struct nvmeio_file *first = open_file(path, O_RDWR | O_CREAT, NVMEIO_DIRECT_AUTO);
+    struct nvmeio_file *second = open_file(path, O_RDWR, NVMEIO_DIRECT_AUTO);
+    struct guarded memory = guarded_new(SIZE, 0);
+    struct nvmeio_request *request;
+
+    fill(memory.address, SIZE, 0, 8);
+    CHECK(write_at(handle, second, memory.address, SIZE, 0).result == SIZE);
+    struct nvmeio_transfer t =
+        transfer_of(NVMEIO_OP_WRITE, first, memory.address, SIZE, 0);
+    nvmeio_handle_stop(handle);
+    CHECK(nvmeio_submit(handle, &t, &request) == -EPIPE);
+    CHECK(nvmeio_file_size(first) == SIZE);
+    CHECK(file_holds(path, memory.address, SIZE, 0));
+    nvmeio_file_release(first);
+    nvmeio_file_release(second);
+    nvmeio_handle_close(handle);
+    guarded_free(&memory);
+}
+
+/* There is one descriptor left, and two are needed. */
+static void test_an_open_that_fails_leaves_the_files_as_they_were(void)
+{
+    const char *old = path_in(test_folder()), *new = path_in(test_folder());
+    struct nvmeio_file *file;
+    struct rlimit before, now;
+    struct nvmeio_file_info info;
+
+    make_file(old, 1000, 1);
+    file = open_file(old, O_RDWR, NVMEIO_DIRECT_AUTO);
+    nvmeio_file_get_info(file, &info);
+    nvmeio_file_release(file);
+    if (info.direct) {
+        int next = open("/dev/null", O_RDONLY | O_CLOEXEC);
+        close(next);
+        CHECK(getrlimit(RLIMIT_NOFILE, &before) == 0);
+        now = before;
+        now.rlim_cur = (rlim_t)next + 1;
+        CHECK(setrlimit(RLIMIT_NOFILE, &now) == 0);
+        int truncated = nvmeio_file_open(old, O_RDWR | O_CREAT | O_TRUNC,
+                                         NVMEIO_DIRECT_AUTO, &file);
+        int created =
+            nvmeio_file_open(new, O_RDWR | O_CREAT, NVMEIO_DIRECT_AUTO, &file);
+        CHECK(setrlimit(RLIMIT_NOFILE, &before) == 0);
+        CHECK(truncated == -EMFILE && created == -EMFILE);
+        CHECK(access(new, F_OK) != 0);
+    }
+    file = open_file(old, O_RDONLY, NVMEIO_DIRECT_AUTO);
+    CHECK(nvmeio_file_size(file) == 1000);
+    nvmeio_file_release(file);
+}
+
 static void test_a_file_that_was_there_is_never_cut(void)
 {
     enum { SIZE = 400 * 1024 };
@@ -407,6 +464,8 @@ int main(void)
     test_what_others_wrote_survives_a_failed_write();
     test_cutting_back_spares_a_write_that_begins_meanwhile();
     test_a_child_does_not_set_the_length_of_its_parents_file();
+    test_what_a_write_has_not_made_longer_is_not_cut();
+    test_an_open_that_fails_leaves_the_files_as_they_were();
     test_a_file_that_was_there_is_never_cut();
     test_descriptors_are_all_given_back();
     return 0;

@@ -296,6 +296,33 @@ static void child_counts_descriptors(void *argument)
     }
 }
 
+static void *ask_for_pending(void *handle)
+{
+    nvmeio_handle_pending(handle);
+    return NULL;
+}
+
+/* One thread of the child stops the handle while another makes its lanes anew. */
+static void child_stops_amid_first_use(void *argument)
+{
+    const struct scene *scene = argument;
+    pthread_t thread;
+
+    CHECK(pthread_create(&thread, NULL, ask_for_pending, scene->handle) == 0);
+    nvmeio_handle_stop(scene->handle);
+    pthread_join(thread, NULL);
+    nvmeio_handle_stop(scene->handle);
+}
+
+static void test_a_child_may_stop_amid_the_first_use(const char *engine)
+{
+    struct scene scene = scene_open(engine);
+
+    for (int i = 0; i < 20; i++)
+        await_child(start_child(child_stops_amid_first_use, &scene));
+    scene_close(&scene);
+}
+
 static void test_descriptors_stay_what_they_are_and_close_at_exec(const char *engine)
 {
     struct scene scene = scene_open(engine);
@@ -327,6 +354,7 @@ int main(void)
         test_descriptors_stay_what_they_are_and_close_at_exec(engine);
         test_forks_amid_submitting_threads(engine);
         test_a_fork_amid_the_first_use_in_a_child(engine);
+        test_a_child_may_stop_amid_the_first_use(engine);
     }
     return 0;
 }

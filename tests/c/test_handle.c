@@ -4,6 +4,9 @@
 #include <signal.h>
 #include <time.h>
 
+#include <sys/syscall.h>
+
+#include "handle_internal.h"
 #include "transfer.h"
 
 #define SIZE (256 * KIB)
@@ -407,6 +410,88 @@ static void test_figures_neither_shrink_nor_double_while_lanes_stop(const char *
     }
 }
 
+/* A thread has let go of the mutex on its way into its caller lane when its request is
+ * cancelled: the lane has nothing to do then, least of all the requests of others. */
+static void test_a_cancelled_caller_leaves_the_queue_alone(const char *engine)
+{
+    struct nvmeio_config config = config_of(engine);
+    config.queue_depth = 1;
+    config.block_bytes = 4 * KIB;
+    struct nvmeio_handle *handle = open_handle(&config);
+    struct nvmeio_file *file = open_file(path, O_RDONLY, NVMEIO_DIRECT_AUTO);
+    struct guarded memory = guarded_new(SIZE, 0), small = guarded_new(SIZE, 0);
+
+    struct nvmeio_request *mine = submit_read(handle, file, small.address, true);
+    struct nvmeio_lane *lane = mine->caller_lane;
+    if (lane) {
+        /* What nvmeio_request_wait() does, up to its first look at the queue. */
+        pthread_mutex_lock(&handle->mutex);
+        lane->driven = true;
+        pthread_mutex_unlock(&handle->mutex);
+        CHECK(nvmeio_request_cancel(mine) == 1);
+        struct nvmeio_request *other = submit_read(handle, file, memory.address, false);
+        while (!nvmeio_request_done(other)) {
+            CHECK(!nvmeio_lane_turn(lane, 0));
+            CHECK(lane->in_flight == 0);
+        }
+        pthread_mutex_lock(&handle->mutex);
+        lane->driven = false;
+        pthread_mutex_unlock(&handle->mutex);
+        CHECK(finish(other).result == SIZE);
+        CHECK(file_holds(path, memory.address, SIZE, 0));
+        CHECK(finish(mine).result == -ECANCELED);
+    } else {
+        CHECK(finish(mine).result == SIZE);
+    }
+    nvmeio_file_release(file);
+    nvmeio_handle_close(handle);
+    guarded_free(&memory);
+    guarded_free(&small);
+}
+
+/* The library's pread() is this one, which holds up reads of the second half. */
+static atomic_bool second_half_is_slow;
+
+ssize_t pread(int fd, void *buffer, size_t size, off_t offset)
+{
+    while (offset >= (off_t)SIZE && atomic_load(&second_half_is_slow))
+        pause_ms(1);
+    return syscall(SYS_pread64, fd, buffer, size, offset);
+}
+
+/* Slow reads take three of the four places that two lanes have. */
+static void test_a_read_goes_where_there_is_a_place_free(void)
+{
+    struct nvmeio_config config = config_of("threads");
+    config.lanes = 2;
+    config.queue_depth = 2;
+    config.overlap_events = true;
+    struct nvmeio_file *file = open_file(path, O_RDONLY, NVMEIO_DIRECT_NEVER);
+    struct guarded memory = guarded_new(4 * PAGE, 0);
+
+    for (int round = 0; round < 10; round++) {
+        struct nvmeio_handle *handle = open_handle(&config);
+        struct nvmeio_request *slow[3];
+        atomic_store(&second_half_is_slow, true);
+        for (size_t i = 0; i < 3; i++) {
+            struct nvmeio_transfer t =
+                transfer_of(NVMEIO_OP_READ, file, memory.address + i * PAGE, PAGE,
+                            (int64_t)(SIZE + i * PAGE));
+            slow[i] = submit(handle, &t);
+            if (i == 0)
+                pause_ms(10);
+        }
+        CHECK(read_at(handle, file, memory.address + 3 * PAGE, PAGE, 0).result ==
+              (int64_t)PAGE);
+        atomic_store(&second_half_is_slow, false);
+        for (size_t i = 0; i < 3; i++)
+            CHECK(finish(slow[i]).result == (int64_t)PAGE);
+        nvmeio_handle_close(handle);
+    }
+    nvmeio_file_release(file);
+    guarded_free(&memory);
+}
+
 int main(void)
 {
     const char *engine;
@@ -429,6 +514,8 @@ int main(void)
         test_an_fsync_stands_behind_writes_of_all_threads(engine);
         test_a_handle_can_be_stopped_by_many_and_closed_after(engine);
         test_figures_neither_shrink_nor_double_while_lanes_stop(engine);
+        test_a_cancelled_caller_leaves_the_queue_alone(engine);
     }
+    test_a_read_goes_where_there_is_a_place_free();
     return 0;
 }
