@@ -26,6 +26,7 @@ import numpy as np
 
 import nvmeio
 from helpers import Guarded, pattern
+from nvmeio import settings
 
 
 def report(value):
@@ -84,9 +85,15 @@ class Faults:
         """Return how often each fault has struck."""
         return json.loads(os.getxattr(self.path, "user.fired"))
 
+    def waiting(self):
+        """Return how many calls are held."""
+        return int(os.getxattr(self.path, "user.waiting"))
+
     def await_waiting(self, count=1):
-        """Wait until so many calls are held."""
-        while int(os.getxattr(self.path, "user.waiting")) < count:
+        """Wait until so many calls are held, for less long than they can be."""
+        deadline = time.monotonic() + 20
+        while self.waiting() < count:
+            assert time.monotonic() < deadline, f"{count} calls should be held"
             time.sleep(0.01)
 
 
@@ -192,12 +199,12 @@ def open_without_descriptors(folder):
     report({"first": first})
 
 
-def dead_ring(folder):
+def dead_ring(folder, engine):
     """Submit a read to a ring that can no longer be entered; report what becomes of all."""
     records = Records()
     path = f"{folder}/source"
     data = make_file(path, 1 << 20)
-    handle = nvmeio.aio_handle(engine="io_uring")
+    handle = nvmeio.aio_handle(engine=engine)
     read_checked(handle, path, data)
 
     class Watched(np.ndarray):
@@ -701,6 +708,53 @@ def let_go_in_flight(folder, control, engine, way):
     for part in guarded:
         assert part.content() == data
     report({"pending": pending, "fired": faults.fired()})
+
+
+# Copies.
+
+
+def copy_all_sizes():
+    """Copy at each edge of the kernels, and tell which are in use."""
+    error = handle_error = None
+    try:
+        for size in (1, 1000, 1 << 16, (1 << 20) + 1, 8 << 20, (8 << 20) + 77):
+            source = np.frombuffer(pattern(size), np.uint8)
+            target = np.zeros(size, np.uint8)
+            nvmeio.memcpy(target, source)
+            assert (target == source).all()
+    except ValueError as refused:
+        error = str(refused)
+    try:
+        nvmeio.aio_handle().close()
+    except ValueError as refused:
+        handle_error = str(refused)
+    kernels = settings.selected_kernels()
+    report({"error": error, "handle_error": handle_error, "kernels": kernels})
+
+
+def copy_once(index):
+    """Copy enough for a team of threads."""
+    source = np.full(4 << 20, index, np.uint8)
+    target = np.zeros_like(source)
+    nvmeio.memcpy(target, source)
+    return bool((target == index).all())
+
+
+def copy_in_children(method):
+    """Copy in the parent by a team, then in children."""
+    assert copy_once(7)
+    context = multiprocessing.get_context(method)
+    with context.Pool(3) as pool:
+        right = pool.map(copy_once, range(3), chunksize=1)
+    report({"children": len(right), "right": all(right) and copy_once(9)})
+
+
+def count_copy_threads(threads):
+    """Count the threads that a large copy has started."""
+    source = np.ones(64 << 20, np.uint8)
+    before = len(os.listdir("/proc/self/task"))
+    nvmeio.memcpy(np.zeros_like(source), source, threads=threads)
+    report({"threads": len(os.listdir("/proc/self/task")) - before})
 
 
 def main():

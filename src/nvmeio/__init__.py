@@ -4,6 +4,7 @@ import importlib.metadata
 import logging
 
 from nvmeio._build import get_include, get_library_dir
+from nvmeio.copy import deepspeed_memcpy, memcpy
 from nvmeio.file import File
 from nvmeio.files import aio_read, aio_write, read_file, read_into, write_file
 from nvmeio.handle import aio_handle
@@ -18,9 +19,11 @@ __all__ = [
     "aio_read",
     "aio_write",
     "build_info",
+    "deepspeed_memcpy",
     "engines",
     "get_include",
     "get_library_dir",
+    "memcpy",
     "pool_stats",
     "read_file",
     "read_into",

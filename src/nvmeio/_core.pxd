@@ -141,3 +141,15 @@ cdef int pool_use(const void *address, int change) noexcept nogil
 cdef void pool_get_stats(nvmeio_pool_stats *stats) noexcept nogil
 
 cdef void copy(void *target, const void *source, size_t size) noexcept nogil
+cdef void copy_part(
+    void *target, const void *source, size_t size, size_t total
+) noexcept nogil
+cdef bint copy_overlaps(
+    const void *target, const void *source, size_t size
+) noexcept nogil
+cdef const char *copy_kernel_at(unsigned index, int *works) noexcept nogil
+cdef int copy_select(const char *name) noexcept nogil
+cdef void copy_selected(const char **small, const char **large) noexcept nogil
+
+cdef unsigned cpu_count() noexcept nogil
+cdef uint64_t memory_bytes() noexcept nogil

@@ -6,7 +6,7 @@ handler.  A negative errno leaves them as an integer; check() makes it an OSErro
 
 import os
 
-from libc.stdint cimport int64_t, uint32_t
+from libc.stdint cimport int64_t, uint32_t, uint64_t
 
 
 cdef extern from "nvmeio/nvmeio.h" nogil:
@@ -54,6 +54,13 @@ cdef extern from "nvmeio/nvmeio.h" nogil:
     int nvmeio_pool_use(const void *address, int change)
     void nvmeio_pool_get_stats(nvmeio_pool_stats *stats)
     void nvmeio_copy(void *target, const void *source, size_t size)
+    void nvmeio_copy_part(void *target, const void *source, size_t size, size_t total)
+    bint nvmeio_copy_overlaps(const void *target, const void *source, size_t size)
+    const char *nvmeio_copy_kernel_at(unsigned index, int *works)
+    int nvmeio_copy_select(const char *name)
+    void nvmeio_copy_selected(const char **small, const char **large)
+    unsigned nvmeio_cpu_count()
+    uint64_t nvmeio_memory_bytes()
 
 
 cdef int64_t check(int64_t result, object path=None) except -1:
@@ -219,3 +226,35 @@ cdef void pool_get_stats(nvmeio_pool_stats *stats) noexcept nogil:
 
 cdef void copy(void *target, const void *source, size_t size) noexcept nogil:
     nvmeio_copy(target, source, size)
+
+
+cdef void copy_part(
+    void *target, const void *source, size_t size, size_t total
+) noexcept nogil:
+    nvmeio_copy_part(target, source, size, total)
+
+
+cdef bint copy_overlaps(
+    const void *target, const void *source, size_t size
+) noexcept nogil:
+    return nvmeio_copy_overlaps(target, source, size)
+
+
+cdef const char *copy_kernel_at(unsigned index, int *works) noexcept nogil:
+    return nvmeio_copy_kernel_at(index, works)
+
+
+cdef int copy_select(const char *name) noexcept nogil:
+    return nvmeio_copy_select(name)
+
+
+cdef void copy_selected(const char **small, const char **large) noexcept nogil:
+    nvmeio_copy_selected(small, large)
+
+
+cdef unsigned cpu_count() noexcept nogil:
+    return nvmeio_cpu_count()
+
+
+cdef uint64_t memory_bytes() noexcept nogil:
+    return nvmeio_memory_bytes()

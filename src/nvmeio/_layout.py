@@ -1,8 +1,8 @@
-"""What the shape and strides of an array tell of its memory."""
+"""What sizes, shapes and strides of arrays tell of their memory."""
 
 from collections.abc import Sequence
 
-__all__ = ["may_overlap"]
+__all__ = ["check_sizes", "may_overlap"]
 
 
 def may_overlap(shape: Sequence[int], strides: Sequence[int], item: int) -> bool:
@@ -31,3 +31,22 @@ def may_overlap(shape: Sequence[int], strides: Sequence[int], item: int) -> bool
             return True
         reach += stride * (extent - 1)
     return False
+
+
+def check_sizes(dest_bytes: int, src_bytes: int) -> None:
+    """Refuse to copy between arrays of different sizes.
+
+    Parameters
+    ----------
+    dest_bytes, src_bytes : int
+        The sizes in bytes.
+
+    Raises
+    ------
+    ValueError
+        They differ.
+    """
+    if dest_bytes != src_bytes:
+        raise ValueError(
+            f"dest has {dest_bytes} bytes and src {src_bytes}; they must be equal"
+        )

@@ -5,11 +5,19 @@ object of torch arrives: the only place outside of torch/ that knows its name.
 """
 
 import importlib
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-__all__ = ["Export", "TensorLibrary", "libraries", "library_of", "register"]
+__all__ = [
+    "Export",
+    "TensorLibrary",
+    "libraries",
+    "library_of",
+    "register",
+    "thread_limit",
+]
 
 
 @dataclass(frozen=True)
@@ -58,6 +66,12 @@ class TensorLibrary(Protocol):
     def is_pinned(self, tensor: Any) -> bool:
         """Tell whether a tensor lies in pinned memory."""
 
+    def copy(self, dest: Any, src: Any) -> None:
+        """Copy the elements of a tensor into another of the same dtype and count."""
+
+    def thread_limit(self) -> int:
+        """Return how many threads the library itself would use."""
+
 
 # Each library with the type of its tensors.  Only grows.
 libraries: list[tuple[type, TensorLibrary]] = []
@@ -94,6 +108,19 @@ def library_of(source: object) -> TensorLibrary | None:
         importlib.import_module("nvmeio.torch")
         found = _registered(source)
     return found
+
+
+def thread_limit() -> int | None:
+    """Return how many threads the libraries that are loaded would use at a time.
+
+    Returns
+    -------
+    int or None
+        The least of what they say; None where none is loaded.
+    """
+    if not libraries and "torch" in sys.modules:
+        importlib.import_module("nvmeio.torch")
+    return min((library.thread_limit() for _, library in libraries), default=None)
 
 
 def _registered(source: object) -> TensorLibrary | None:

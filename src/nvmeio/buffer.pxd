@@ -1,3 +1,6 @@
+from nvmeio cimport _dlpack
+
+
 cdef class Buffer:
     """Bytes lent to the engine: a caller's memory, or a staging copy of it."""
 
@@ -15,9 +18,19 @@ cdef class Buffer:
     cdef bint is_in_place(self) noexcept
     # After a read: copy the staging into the source, bump a tensor's version.
     cdef int land(self) except -1
+    # No request uses the memory any more, which is still held.
+    cdef int disuse(self) noexcept
     # Let go of the memory.  May be called more than once.
     cdef int release(self) except -1
 
 
 # Take hold of the memory of `source`; `writable` for a read of the file.
 cdef Buffer lend(object source, bint writable)
+
+# Look at an ordinary tensor without holding it: dense, contiguous, in host memory.  False
+# for any other, and for what is no tensor.
+cdef bint borrow_tensor(object source, _dlpack.Tensor *tensor) except -1
+cdef Py_ssize_t count_bytes(const _dlpack.Tensor *tensor) noexcept
+
+# The same as `lend` without any copy; None where the bytes do not lie there in C order.
+cdef Buffer lend_in_place(object source, bint writable)

@@ -62,11 +62,16 @@ cdef class Buffer:
             self.landing = None
         return 0
 
-    cdef int release(self) except -1:
-        """Let go of the memory; a second call does nothing."""
+    cdef int disuse(self) noexcept:
+        """Tell the pool that the memory is no longer in use; runs no Python."""
         if self.pooled != NULL:
             _core.pool_use(self.pooled, -1)
             self.pooled = NULL
+        return 0
+
+    cdef int release(self) except -1:
+        """Let go of the memory; a second call does nothing."""
+        self.disuse()
         self.address = NULL
         self.landing = None
         self.stage = None
@@ -106,19 +111,29 @@ cdef Buffer lend(object source, bint writable):
     ``ndarray.resize(refcheck=False)``) while a request uses it cannot be protected.
     """
     cdef Buffer buffer
-    cdef const _dlpack.ExchangeTable *table
     if isinstance(source, Buffer):
         return source
-    buffer = Buffer.__new__(Buffer)
+    buffer = new_buffer(source, writable)
+    if PyObject_CheckBuffer(source):
+        if not lend_view(buffer):
+            stage_view(buffer)
+    elif not lend_tensor(buffer, library_for(source)):
+        lend_export(buffer, library_for(source).export(source, writable))
+    return buffer
+
+
+cdef Buffer lend_in_place(object source, bint writable):
+    """As ``lend``, but None for what would need a staging copy, or more than a look."""
+    cdef Buffer buffer = new_buffer(source, writable)
+    if PyObject_CheckBuffer(source):
+        return buffer if lend_view(buffer) else None
+    return buffer if lend_tensor(buffer, library_for(source)) else None
+
+
+cdef Buffer new_buffer(object source, bint writable):
+    cdef Buffer buffer = Buffer.__new__(Buffer)
     buffer.writable = writable
     buffer.source = source
-    if PyObject_CheckBuffer(source):
-        lend_view(buffer)
-        return buffer
-    library = library_for(source)
-    table = exchange_table(type(source))
-    if table == NULL or not lend_tensor(buffer, table, library):
-        lend_export(buffer, library.export(source, writable))
     return buffer
 
 
@@ -143,8 +158,11 @@ def borrow(source, *, writable):
     return lend(source, writable)
 
 
-cdef int lend_view(Buffer buffer) except -1:
-    """Lend through the buffer protocol, the view held until release."""
+cdef bint lend_view(Buffer buffer) except -1:
+    """Lend through the buffer protocol, the view held until release.
+
+    Returns False, with the view taken, where its bytes are not in C order.
+    """
     source = buffer.source
     array = isinstance(source, _ndarray)
     if array:
@@ -158,11 +176,10 @@ cdef int lend_view(Buffer buffer) except -1:
         )
     buffer.nbytes = buffer.view.len
     mark_use(buffer, buffer.view.buf)
-    if PyBuffer_IsContiguous(&buffer.view, b"C"):
-        buffer.address = buffer.view.buf
-    else:
-        stage_view(buffer)
-    return 0
+    if not PyBuffer_IsContiguous(&buffer.view, b"C"):
+        return False
+    buffer.address = buffer.view.buf
+    return True
 
 
 cdef int check_array(object array) except -1:
@@ -198,8 +215,8 @@ cdef int take_view(Buffer buffer, int flags) except -1:
         else:
             PyBuffer_Release(&buffer.view)
             raise ValueError(
-                f"cannot read a file into {describe(source)}: it is read-only; pass "
-                "writable memory, such as a bytearray or a copy of the array"
+                f"cannot write to {describe(source)}: it is read-only; pass writable "
+                "memory, such as a bytearray or a copy of the array"
             ) from reason
     raise ValueError(f"{describe(source)} does not lend its memory: {reason}") from reason
 
@@ -219,7 +236,7 @@ cdef int stage_view(Buffer buffer) except -1:
         buffer.owner = target.copy(order="C")
     elif may_overlap(target.shape, target.strides, target.itemsize):
         raise ValueError(
-            f"cannot read a file into {describe(buffer.source)} of shape {target.shape} "
+            f"cannot write to {describe(buffer.source)} of shape {target.shape} "
             f"and strides {target.strides}: its elements overlap; pass a copy"
         )
     else:
@@ -288,19 +305,13 @@ cdef const _dlpack.ExchangeTable *exchange_table(object kind) except? NULL:
     return <const _dlpack.ExchangeTable *> header
 
 
-cdef bint lend_tensor(
-    Buffer buffer, const _dlpack.ExchangeTable *table, object library
-) except -1:
-    """Lend an ordinary tensor: dense, contiguous, in host memory.
-
-    Returns False, with the buffer as it was, for any other.
-    """
-    cdef _dlpack.Tensor tensor
-    source = buffer.source
-    if table.borrow == NULL:
+cdef bint borrow_tensor(object source, _dlpack.Tensor *tensor) except -1:
+    """Look at an ordinary tensor: dense, contiguous, in host memory; False for others."""
+    cdef const _dlpack.ExchangeTable *table = exchange_table(type(source))
+    if table == NULL or table.borrow == NULL:
         return False
     try:
-        table.borrow(<void *> source, &tensor)
+        table.borrow(<void *> source, tensor)
     except (BufferError, RuntimeError, TypeError, ValueError):
         # Sparse, quantized, meta, ...: the library finds words for what it is.
         return False
@@ -308,25 +319,30 @@ cdef bint lend_tensor(
         _dlpack.DEVICE_CPU, _dlpack.DEVICE_CUDA_HOST, _dlpack.DEVICE_ROCM_HOST
     ):
         return False
-    if not is_contiguous(&tensor):
+    if not is_contiguous(tensor):
         return False
-    nbytes = count_bytes(&tensor)
-    address = <char *> tensor.data + tensor.byte_offset
     # Fake tensors and wrappers have no memory of their own.
-    if tensor.data == NULL and nbytes > 0:
+    if tensor.data == NULL and count_bytes(tensor) > 0:
         return False
     # DLPack has no word for lazy negation and conjugation.
     if source.is_neg():
         return False
-    if tensor.dtype.code == _dlpack.CODE_COMPLEX and source.is_conj():
+    return not (tensor.dtype.code == _dlpack.CODE_COMPLEX and source.is_conj())
+
+
+cdef bint lend_tensor(Buffer buffer, object library) except -1:
+    """Lend an ordinary tensor; False, with the buffer as it was, for any other."""
+    cdef _dlpack.Tensor tensor
+    source = buffer.source
+    if not borrow_tensor(source, &tensor):
         return False
     # The storage, and not the tensor: set_() and `.data =` give the tensor another one.
     buffer.owner = source.untyped_storage()
-    buffer.address = address
-    buffer.nbytes = nbytes
+    buffer.address = <char *> tensor.data + tensor.byte_offset
+    buffer.nbytes = count_bytes(&tensor)
     if buffer.writable:
         buffer.landing = library.touch
-    mark_use(buffer, address)
+    mark_use(buffer, buffer.address)
     return True
 
 

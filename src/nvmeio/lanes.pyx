@@ -15,6 +15,7 @@ from nvmeio cimport _core
 from nvmeio._core cimport BOUNCE_ALWAYS, BOUNCE_AUTO, BOUNCE_NEVER
 from nvmeio._core cimport nvmeio_config, nvmeio_stats
 from nvmeio.request cimport Request
+from nvmeio.settings cimport apply_settings
 
 from nvmeio.info import engines
 
@@ -52,8 +53,16 @@ cdef class Lanes:
                 # The reference that Request.start() took.
                 Py_DECREF(request)
                 found.append(request)
+        interruption = None
         for request in found:
-            request.poll(0)
+            # Nobody else may have it any more: it is finished in spite of Ctrl-C.
+            while not request.finished and not request.is_being_finished_here():
+                try:
+                    request.poll(0)
+                except BaseException as error:
+                    interruption = error
+        if interruption is not None:
+            raise interruption
         return found
 
     cdef int drain(self) except -1:
@@ -99,6 +108,7 @@ cdef Lanes start_lanes(dict options):
             raise ValueError(
                 f"NVMEIO_ENGINE is {engine!r}; it must be one of {', '.join(ENGINES)}"
             )
+    apply_settings()
     name = engine.encode()
     config.block_bytes = options["block_size"]
     config.queue_depth = options["queue_depth"]

@@ -4,6 +4,7 @@ import contextlib
 from collections.abc import Iterator
 
 import torch
+from torch.autograd.graph import increment_version
 
 __all__ = ["copy_bits", "opaque", "plain_mode", "touch"]
 
@@ -75,5 +76,9 @@ def touch(tensor: torch.Tensor) -> None:
     tensor : torch.Tensor
         The tensor that was written to.  An inference tensor counts nothing.
     """
-    if not tensor.is_inference():
-        torch.autograd.graph.increment_version(tensor)
+    try:
+        increment_version(tensor)
+    except RuntimeError:
+        # Asked only now, for this runs after each small copy.
+        if not tensor.is_inference():
+            raise

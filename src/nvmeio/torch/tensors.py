@@ -10,12 +10,20 @@ import operator
 import torch
 
 from nvmeio import pool
-from nvmeio._layout import may_overlap
+from nvmeio._layout import check_sizes, may_overlap
 from nvmeio._registry import Export
 from nvmeio.torch.bits import copy_bits, opaque, plain_mode, touch
 from nvmeio.torch.staging import DeviceStaging
 
-__all__ = ["export", "is_pinned", "locked_tensor", "storage_address", "touch"]
+__all__ = [
+    "copy",
+    "export",
+    "is_pinned",
+    "locked_tensor",
+    "storage_address",
+    "thread_limit",
+    "touch",
+]
 
 
 def export(tensor: torch.Tensor, writable: bool) -> Export:
@@ -94,9 +102,14 @@ def _check_destination(tensor: torch.Tensor) -> None:
             f"cannot read a file into a lazy {lazy} view; pass the tensor that it views, "
             f"or its resolve_{lazy}()"
         )
+    _check_overlap(tensor)
+
+
+def _check_overlap(tensor: torch.Tensor) -> None:
+    """Refuse to write to elements that share memory."""
     if tensor.numel() > 0 and may_overlap(tensor.shape, tensor.stride(), 1):
         raise ValueError(
-            f"cannot read a file into a tensor of shape {tuple(tensor.shape)} and strides "
+            f"cannot write to a tensor of shape {tuple(tensor.shape)} and strides "
             f"{tensor.stride()}: its elements overlap; pass its clone()"
         )
 
@@ -191,3 +204,44 @@ def is_pinned(tensor: torch.Tensor) -> bool:
     if address == 0:
         return False
     return pool.is_pinned(address, 1) or bool(tensor.is_pinned())
+
+
+def copy(dest: torch.Tensor, src: torch.Tensor) -> None:
+    """Copy the elements of a tensor in C order, by torch's own copy.
+
+    Parameters
+    ----------
+    dest, src : torch.Tensor
+        Of the same dtype and number of elements, of any shape, strides and device.
+
+    Raises
+    ------
+    TypeError
+        One of them is sparse, quantized, nested, meta or not initialized.
+    ValueError
+        Their sizes differ, or the elements of ``dest`` overlap.
+    """
+    with torch.no_grad(), plain_mode(dest):
+        for tensor in (dest, src):
+            _check_kind(tensor)
+        check_sizes(dest.nbytes, src.nbytes)
+        _check_overlap(dest)
+        # A shape of its own may cost a copy, and so may memory that both have.
+        source = src.reshape(dest.shape)
+        if _share_memory(dest, source):
+            source = source.clone()
+        if any(t.is_conj() or t.is_neg() for t in (dest, source)):
+            dest.detach().copy_(source)
+        else:
+            copy_bits(dest, source)
+
+
+def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Tell whether two tensors are views of one storage."""
+    address = storage_address(one)
+    return address != 0 and address == storage_address(other)
+
+
+def thread_limit() -> int:
+    """Return how many threads torch would use for an operation on the CPU."""
+    return torch.get_num_threads()

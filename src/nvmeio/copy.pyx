@@ -1,0 +1,262 @@
+"""Copies between arrays and tensors, by the library's kernels and on several processors.
+
+The only prange.  What is not a run of bytes on both sides is left to numpy or to the library
+of the tensors; which kernel copies what is the C library's.
+"""
+
+import operator
+
+import numpy
+
+from cpython.buffer cimport (
+    PyBUF_C_CONTIGUOUS,
+    PyBUF_WRITABLE,
+    PyBuffer_Release,
+    PyObject_CheckBuffer,
+    PyObject_GetBuffer,
+)
+from cython.parallel cimport prange
+
+from nvmeio cimport _core, _dlpack
+from nvmeio.buffer cimport Buffer, borrow_tensor, count_bytes, lend, lend_in_place
+from nvmeio.settings cimport apply_settings, threads_max
+
+from nvmeio._layout import check_sizes, may_overlap
+from nvmeio._registry import library_of, thread_limit
+
+_ndarray = numpy.ndarray
+
+# Below this the calling thread copies alone: it is done before others have woken up.
+cdef Py_ssize_t PARALLEL_BYTES = 1 << 20
+
+# Chunks are handed out one by one, so that a processor that is busy with something else
+# holds up no more than one.
+cdef Py_ssize_t CHUNK_BYTES = 1 << 20
+cdef Py_ssize_t CHUNK_BYTES_MIN = 1 << 18
+
+# Below this, letting go of the GIL costs as much as the copy.
+cdef Py_ssize_t NOGIL_BYTES = 1 << 16
+
+
+def memcpy(dest, src, *, threads=None) -> None:
+    """Copy all bytes of ``src`` into ``dest``.
+
+    Parameters
+    ----------
+    dest, src : array, tensor or object with the buffer protocol
+        Of the same dtype and number of bytes, of any shape and strides; the elements are
+        taken in C order.  Objects that are plain memory, such as bytes, count as uint8.
+    threads : int, optional
+        How many threads copy together, 1 or more.  By default those that this process may
+        use: by its affinity and the quota of its control group, OMP_NUM_THREADS and
+        ``torch.get_num_threads()``.
+
+    Raises
+    ------
+    TypeError
+        The dtypes differ, or an object is not an array of plain bytes in this process.
+    ValueError
+        The numbers of bytes differ, ``dest`` is read-only or its elements overlap, or an
+        argument is out of range.  No byte has moved.
+
+    Notes
+    -----
+    Where the memory of the two overlaps, the result is that of memmove(3).  Below 1 MiB,
+    and in a forked child, the calling thread copies alone.  Releases the GIL from 64 KiB on.
+    For autograd it is a change of ``dest`` as by ``copy_``, but none that has a gradient.
+    Tensors on a device are copied by torch.
+    """
+    cdef Buffer target = None
+    cdef Buffer source = None
+    cdef int team = 0 if threads is None else team_of(threads)
+    apply_settings()
+    if copy_small(dest, src):
+        return
+    check_dtypes(dest, src)
+    target = lend_in_place(dest, True)
+    source = lend_in_place(src, False)
+    if target is None or source is None:
+        if copy_strided(dest, src):
+            return
+        target = lend(dest, True) if target is None else target
+        source = lend(src, False) if source is None else source
+    check_sizes(target.nbytes, source.nbytes)
+    copy_bytes(target.address, source.address, target.nbytes, team)
+    target.land()
+    target.release()
+    source.release()
+
+
+def deepspeed_memcpy(dest, src) -> int:
+    """Copy all bytes of ``src`` into ``dest``: DeepSpeed's name for ``memcpy``.
+
+    Parameters
+    ----------
+    dest, src : array, tensor or object with the buffer protocol
+        As for ``memcpy``.
+
+    Returns
+    -------
+    int
+        0.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As ``memcpy``.
+    """
+    memcpy(dest, src)
+    return 0
+
+
+cdef bint copy_small(object dest, object src) except -1:
+    """Copy a little between two plain arrays or two ordinary tensors of one dtype.
+
+    The GIL is held throughout, so nobody can take the memory away, and nothing has to be
+    held.  Returns False for anything else: the long way knows what to do or to say.
+    """
+    cdef Py_buffer target, source
+    cdef bint copied
+    if type(dest) is not _ndarray or type(src) is not _ndarray:
+        return copy_small_tensor(dest, src)
+    if dest.dtype is not src.dtype or dest.dtype.hasobject:
+        return False
+    try:
+        PyObject_GetBuffer(dest, &target, PyBUF_C_CONTIGUOUS | PyBUF_WRITABLE)
+    except (BufferError, ValueError):
+        return False
+    try:
+        PyObject_GetBuffer(src, &source, PyBUF_C_CONTIGUOUS)
+    except (BufferError, ValueError):
+        PyBuffer_Release(&target)
+        return False
+    copied = target.len == source.len and target.len < NOGIL_BYTES
+    if copied:
+        _core.copy(target.buf, source.buf, target.len)
+    PyBuffer_Release(&target)
+    PyBuffer_Release(&source)
+    return copied
+
+
+cdef bint copy_small_tensor(object dest, object src) except -1:
+    """As ``copy_small``, between two tensors."""
+    cdef _dlpack.Tensor target, source
+    cdef Py_ssize_t nbytes
+    if type(dest) is not type(src) or not borrow_tensor(dest, &target):
+        return False
+    nbytes = count_bytes(&target)
+    if nbytes >= NOGIL_BYTES or not borrow_tensor(src, &source):
+        return False
+    if count_bytes(&source) != nbytes or target.dtype.code != source.dtype.code:
+        return False
+    if target.dtype.bits != source.dtype.bits or target.dtype.lanes != source.dtype.lanes:
+        return False
+    _core.copy(
+        <char *> target.data + target.byte_offset,
+        <char *> source.data + source.byte_offset,
+        nbytes,
+    )
+    library_of(dest).touch(dest)
+    return True
+
+
+cdef int team_of(object threads) except -1:
+    """Return a number of threads that a caller asked for."""
+    count = operator.index(threads)
+    if not 1 <= count <= 4096:
+        raise ValueError(f"threads is {count}; it must be from 1 to 4096")
+    return count
+
+
+cdef int check_dtypes(object dest, object src) except -1:
+    """Refuse to copy elements of one kind into elements of another."""
+    if type(dest) is type(src):
+        ours = getattr(dest, "dtype", None)
+        if ours is not None and ours is getattr(src, "dtype", None):
+            return 0
+    ours, theirs = dtype_of(dest), dtype_of(src)
+    if ours is None or theirs is None:
+        return 0
+    # A dtype of numpy and one of torch have the same name if they mean the same.
+    if str(ours).removeprefix("torch.") != str(theirs).removeprefix("torch."):
+        raise TypeError(
+            f"cannot copy elements of {theirs} into elements of {ours}; pass views of one "
+            "dtype, or convert src first"
+        )
+    return 0
+
+
+cdef object dtype_of(object source):
+    """Return the dtype of an array, a tensor or plain memory; None for anything else."""
+    if isinstance(source, _ndarray) or library_of(source) is not None:
+        return source.dtype
+    if not PyObject_CheckBuffer(source):
+        return None
+    view = memoryview(source)
+    try:
+        return numpy.asarray(view).dtype
+    except (ValueError, NotImplementedError):
+        # Elements that numpy has no name for.
+        return view.format
+
+
+cdef bint copy_strided(object dest, object src) except -1:
+    """Let the library of both do it.  False: they have none in common."""
+    if isinstance(dest, _ndarray) and isinstance(src, _ndarray):
+        check_sizes(dest.nbytes, src.nbytes)
+        # What is more than its memory, or overlaps itself, is refused when it is lent.
+        if type(dest) is not _ndarray or type(src) is not _ndarray or dest.dtype.hasobject:
+            return False
+        if dest.size > 0 and may_overlap(dest.shape, dest.strides, dest.itemsize):
+            return False
+        numpy.copyto(dest, src.reshape(dest.shape))
+        return True
+    library = library_of(dest)
+    if library is None or library is not library_of(src):
+        return False
+    library.copy(dest, src)
+    return True
+
+
+cdef int copy_bytes(void *target, void *source, Py_ssize_t size, int team) except -1:
+    """Copy in this thread, or in as many as there are for it; 0: find out."""
+    if size < NOGIL_BYTES:
+        _core.copy(target, source, size)
+        return 0
+    if size < PARALLEL_BYTES or _core.copy_overlaps(target, source, size):
+        team = 1
+    elif team == 0:
+        team = team_size()
+    with nogil:
+        if team == 1:
+            _core.copy(target, source, size)
+        else:
+            copy_parallel(<char *> target, <char *> source, size, team)
+    return 0
+
+
+cdef int team_size() except -1:
+    """Return how many threads this process should use at a time."""
+    # GNU OpenMP hangs in a forked child whose parent ran a team.
+    if _core.fork_generation() > 0:
+        return 1
+    cdef int count = _core.cpu_count()
+    if threads_max() > 0:
+        count = min(count, threads_max())
+    limit = thread_limit()
+    return count if limit is None else max(1, min(count, limit))
+
+
+cdef void copy_parallel(
+    char *target, const char *source, Py_ssize_t size, int team
+) noexcept nogil:
+    """Copy chunk by chunk, whichever thread is free for the next."""
+    cdef Py_ssize_t chunk = min(CHUNK_BYTES, max(CHUNK_BYTES_MIN, size // (4 * team)))
+    cdef Py_ssize_t count, i
+    # Chunks end between pages, and so between cache lines, of aligned memory.
+    chunk -= chunk % 4096
+    count = (size + chunk - 1) // chunk
+    for i in prange(count, schedule="dynamic", num_threads=team):
+        _core.copy_part(
+            target + i * chunk, source + i * chunk, min(chunk, size - i * chunk), size
+        )
