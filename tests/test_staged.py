@@ -2,7 +2,6 @@
 
 import errno
 import gc
-import logging
 import threading
 import weakref
 from concurrent.futures import CancelledError, ThreadPoolExecutor
@@ -78,6 +77,7 @@ class Library:
     def __init__(self):
         self.slots = 3
         self.broken_at = None
+        self.interruptions = {}
         self.threads = set()
         self.finished = 0
         self.stagings = weakref.WeakSet()
@@ -91,6 +91,8 @@ class Library:
     def cross(self, index):
         """Note who copies a piece to or from the device, which may break."""
         self.threads.add(threading.current_thread())
+        if index in self.interruptions:
+            raise self.interruptions.pop(index)
         if index == self.broken_at:
             raise RuntimeError("the device fell off the bus")
 
@@ -241,6 +243,19 @@ class TestBrokenDevice:
         assert handle.pending == 0
 
 
+@pytest.mark.parametrize("interruption", [KeyboardInterrupt, TimeoutError])
+def test_what_a_signal_raises_takes_nothing_away(handle, path, library, interruption):
+    path.write_bytes(pattern(9 * PIECE))
+    library.interruptions = {index: interruption("mine") for index in (0, 4, 8)}
+    target = Device(bytes(9 * PIECE))
+    request = handle.submit_read(target, path)
+    for _ in range(3):
+        with pytest.raises(interruption, match="mine"):
+            request.wait()
+    assert request.wait() == 9 * PIECE
+    assert target.content() == pattern(9 * PIECE)
+
+
 @pytest.mark.usefixtures("library")
 class TestInFlight:
     """The lane is busy with something else."""
@@ -323,15 +338,12 @@ def test_dropping_the_handle_finishes_its_work(engine, path):
 
 
 @pytest.mark.usefixtures("library")
-def test_an_error_that_nobody_looked_at_is_logged(handle, path, caplog):
+def test_an_error_that_nobody_looked_at_is_warned_of(handle, path, recwarn):
     path.write_bytes(bytes(PIECE))
     handle.submit_read(Device(bytes(9 * PIECE)), path)
-    with caplog.at_level(logging.ERROR, "nvmeio"):
-        handle.close()
-        gc.collect()
-    assert [
-        record.message for record in caplog.records if "never looked at" in record.message
-    ]
+    handle.close()
+    gc.collect()
+    assert [w for w in recwarn if "never looked at" in str(w.message)]
 
 
 def test_the_tensor_is_let_go_when_it_is_done(handle, path, library):

@@ -1,5 +1,5 @@
 cimport cython
-from libc.stdint cimport int64_t
+from libc.stdint cimport int64_t, uint32_t
 
 from nvmeio._core cimport nvmeio_handle, nvmeio_op, nvmeio_request
 from nvmeio.buffer cimport Buffer
@@ -25,6 +25,7 @@ cdef class Request:
     cdef object error          # the exception, or None
     cdef str words             # of an error that should not go unseen, or None
     cdef bint told             # somebody has seen the error
+    cdef uint32_t generation   # of the process that made it
 
     # Hand over to the handle, which holds this object until handle_pop() gives it back.
     cdef int start(self, nvmeio_handle *handle, bint caller) except -1
@@ -32,6 +33,9 @@ cdef class Request:
     # Wait without the GIL, at most timeout_ns (negative: no limit), and finish.  Whether it
     # is finished.  What went wrong with the transfer is kept, not raised.
     cdef bint poll(self, int64_t timeout_ns) except -1
+
+    # Raise where another process made it, of which this one is a child.
+    cdef int check_process(self) except -1
 
     # Whether this very thread is finishing the request further up its stack: letting go of
     # a buffer may free a handle, or run anything, and so come back here.

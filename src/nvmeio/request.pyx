@@ -9,6 +9,7 @@ import errno
 import logging
 import os
 import time
+import warnings
 from concurrent.futures import CancelledError
 
 cimport cython
@@ -54,8 +55,8 @@ cdef class Request:
     Notes
     -----
     Thread-safe.  The request holds buffer and file until it is done, and the handle holds
-    the request, so the caller may drop everything.  An error that nobody asked for is
-    logged when the request is dropped.
+    the request, so the caller may drop everything.  An error that nobody asked for gives a
+    RuntimeWarning when the request is dropped.
     """
 
     def __init__(self):
@@ -64,7 +65,7 @@ cdef class Request:
     def __dealloc__(self):
         # A cycle collector may have emptied the error by now, but never its words.
         if self.words is not None and not self.told:
-            _log.error("the error of a request was never looked at: %s", self.words)
+            warn_of(self.words)
         _core.request_release(self.c)
 
     cdef int start(self, nvmeio_handle *handle, bint caller) except -1:
@@ -91,30 +92,45 @@ cdef class Request:
 
     cdef bint poll(self, int64_t timeout_ns) except -1:
         cdef int result
+        cdef Buffer buffer = None
+        file = interruption = None
         if self.finished:
             return True
+        self.check_process()
         if self.is_being_finished_here():
             return False
         if self.c == NULL:
             raise ValueError("the request was never submitted")
         with nogil:
             result = _core.request_wait(self.c, timeout_ns)
-        if result == -errno.EOWNERDEAD:
-            raise OSError(
-                errno.EOWNERDEAD,
-                "the request was submitted before a fork(); only the parent has it",
-                self.path,
-            )
         if result < 0:
             return False
         with self.lock:
             self.finisher = PyThread_get_thread_ident()
             try:
                 if not self.finished:
-                    finish(self)
+                    interruption = finish(self)
+                    buffer, file, self.file = self.buffer, self.file, None
             finally:
                 self.finisher = 0
+        if buffer is not None:
+            buffer.release()
+        # Letting go may run anything, and so has no lock.
+        del buffer, file
+        if interruption is not None:
+            raise interruption
         return True
+
+    cdef int check_process(self) except -1:
+        # Also if it was done by then: a thread that the child does not have may have held
+        # the lock.
+        if self.generation != _core.fork_generation():
+            raise OSError(
+                errno.EOWNERDEAD,
+                "the request was submitted before a fork(); only the parent has it",
+                self.path,
+            )
+        return 0
 
     cdef bint is_being_finished_here(self) noexcept:
         return self.finisher == <unsigned long> PyThread_get_thread_ident()
@@ -127,6 +143,11 @@ cdef class Request:
                 left = min(SLICE_NS, max(0, end - <int64_t> time.monotonic_ns()))
             if self.poll(left):
                 return True
+            if self.is_being_finished_here():
+                raise RuntimeError(
+                    f"{self!r} is waited for within its own completion, by a signal "
+                    "handler or a destructor"
+                )
             PyErr_CheckSignals()
             if left == 0:
                 return False
@@ -239,6 +260,7 @@ cdef Request fill_request(
     Request request, nvmeio_op op, Buffer buffer, File file, int64_t offset, bint validate
 ):
     """Note what a request that was just made is to do."""
+    request.generation = _core.fork_generation()
     request.op = op
     request.buffer = buffer
     request.file = file
@@ -268,26 +290,43 @@ cdef int raise_refused(Request request, int result) except -1:
     _core.check(result, request.path)
 
 
-cdef int finish(Request request) except -1:
-    """Do the Python work of a request that the library is done with.  The lock is held."""
+cdef object finish(Request request):
+    """Do the Python work of a request that the library is done with.  The lock is held.
+
+    Returns what the handler of a signal has raised meanwhile, or None.  Where that is no
+    Exception (Ctrl-C), it is raised here, and the work is done by who asks next.
+    """
     cdef nvmeio_outcome outcome
+    interruption = None
     _core.check(_core.request_outcome(request.c, &outcome), request.path)
-    request.error = make_error(request, &outcome)
+    error = make_error(request, &outcome)
     if outcome.abandoned:
         # The kernel may still write to the memory: it is kept for ever.
         Py_INCREF(request.buffer)
-        _log.critical("%s; its memory is never freed", request.error)
+        _log.critical("%s; its memory is never freed", error)
+        request.buffer = None
     elif request.buffer is not None:
         try:
-            settle(request)
-        except Exception as error:
-            request.error = error
-        finally:
-            request.buffer.release()
+            error = settle(request, error)
+        except Exception as first:
+            # The work's own error comes again; that of a signal's handler does not.
+            try:
+                error, interruption = settle(request, error), first
+            except Exception as second:
+                error = second
+        request.buffer.disuse()
+    request.error = error
     request.outcome = outcome.result
-    request.words = words_of(request.error)
-    request.file = None
+    request.words = words_of(error)
     request.finished = True
+    return interruption
+
+
+cdef int warn_of(str words) except -1:
+    """Tell of an error that nobody has looked at and nobody will."""
+    warnings.warn(
+        f"the error of a request was never looked at: {words}", RuntimeWarning, stacklevel=2
+    )
     return 0
 
 
@@ -295,17 +334,17 @@ cdef str words_of(object error):
     return str(error) if isinstance(error, OSError) else None
 
 
-cdef int settle(Request request) except -1:
-    """Validate what was transferred, and bring it to where it belongs."""
-    try:
-        if request.error is None and request.validate:
-            validate(request)
-    except OSError as error:
-        request.error = error
+cdef object settle(Request request, object error):
+    """Validate what was transferred and bring it to where it belongs; return the error.
+
+    May be called again after it was interrupted.
+    """
+    if error is None and request.validate:
+        error = validate(request)
     # Of a read that failed, part may be in the caller's memory, and autograd must know.
-    if request.op == OP_READ and (request.error is None or request.buffer.is_in_place()):
+    if request.op == OP_READ and (error is None or request.buffer.is_in_place()):
         request.buffer.land()
-    return 0
+    return error
 
 
 cdef object make_error(Request request, const nvmeio_outcome *outcome):
@@ -326,27 +365,32 @@ cdef object make_error(Request request, const nvmeio_outcome *outcome):
     return OSError(-outcome.result, words, request.path)
 
 
-cdef int validate(Request request) except -1:
-    """Compare the memory with an ordinary read of the file."""
+cdef object validate(Request request):
+    """Compare the memory with an ordinary read of the file; return the error, if any."""
     cdef File file = request.file
     cdef nvmeio_file *c
     cdef size_t position = 0
     cdef int result
     if request.op == OP_WRITE:
         # It may not be open for reading, nor still have its name.
-        file = open_path(f"/proc/self/fd/{file.fileno()}", O_RDONLY, "r", DIRECT_NEVER)
+        try:
+            own = f"/proc/self/fd/{file.fileno()}"
+            file = open_path(own, O_RDONLY, "r", DIRECT_NEVER)
+        except OSError as error:
+            return OSError(error.errno, f"cannot validate: {error.strerror}", request.path)
     c = file.retain()
     with nogil:
         result = _core.file_compare(
             c, request.offset, request.buffer.address, request.nbytes, &position
         )
         _core.file_release(c)
-    _core.check(result, request.path)
+    if result < 0:
+        return OSError(-result, f"cannot validate: {os.strerror(-result)}", request.path)
     if result == 1:
-        raise OSError(
+        return OSError(
             errno.EIO,
             f"validation failed: {_verbs[request.op]} of {request.nbytes} bytes at offset "
             f"{request.offset} differs from the file at byte {position}",
             request.path,
         )
-    return 0
+    return None

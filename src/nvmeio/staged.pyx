@@ -11,7 +11,7 @@ cimport cython
 from cpython.pythread cimport PyThread_get_thread_ident
 from libc.stdint cimport int64_t
 
-from nvmeio._core cimport OP_READ, OP_WRITE, nvmeio_op
+from nvmeio._core cimport OP_READ, OP_WRITE, fork_generation, nvmeio_op
 from nvmeio.buffer cimport Buffer, lend
 from nvmeio.file cimport File
 from nvmeio.lanes cimport Lanes
@@ -29,25 +29,46 @@ cdef class StagedRequest(Request):
     cdef bint cancelled
 
     cdef bint poll(self, int64_t timeout_ns) except -1:
+        interruption = None
         if self.finished:
             return True
+        self.check_process()
         if self.is_being_finished_here():
             return False
         with self.lock:
             self.finisher = PyThread_get_thread_ident()
             try:
-                while not self.finished and self.advance(timeout_ns):
-                    pass
-            except Exception as error:
-                # Of the device or of torch; what is in flight ends first.
-                self.end(error)
+                interruption = self.go_on(timeout_ns)
             finally:
                 self.finisher = 0
+        if interruption is not None:
+            raise interruption
         return self.finished
 
+    cdef object go_on(self, int64_t timeout_ns):
+        """Advance as far as it goes; return what a signal's handler has raised, or None."""
+        try:
+            while not self.finished and self.advance(timeout_ns):
+                pass
+            return None
+        except Exception as error:
+            first = error
+        # An error of the device or of torch comes again, that of a handler does not.
+        try:
+            self.advance(timeout_ns)
+            return first
+        except Exception as second:
+            # What is in flight ends first.
+            self.end(second)
+            return None
+
     cdef bint advance(self, int64_t timeout_ns) except -1:
-        """Wait for the next part, deliver it and begin another.  False: not done yet."""
+        """Begin parts, wait for the next and deliver it.  False: it is not done yet."""
         cdef Request part
+        if self.op == OP_READ and not self.cancelled:
+            while len(self.parts) < self.done_count + <Py_ssize_t> self.buffer.stage.slots:
+                if not self.begin_part():
+                    break
         if self.done_count == len(self.parts):
             self.end(None)
             return True
@@ -62,17 +83,15 @@ cdef class StagedRequest(Request):
             self.buffer.stage.deliver(self.done_count)
         self.done_count += 1
         self.outcome += part.nbytes
-        if self.op == OP_READ and not self.cancelled:
-            self.begin_part()
         return True
 
-    cdef int begin_part(self) except -1:
-        """Begin the next piece, if there is one left."""
+    cdef bint begin_part(self) except -1:
+        """Begin the next piece; False if there is none left."""
         cdef Py_ssize_t index = len(self.parts)
         cdef Request part
         stage = self.buffer.stage
         if index == len(stage.pieces):
-            return 0
+            return False
         memory = stage.host(index) if self.op == OP_READ else stage.fetch(index)
         part = new_request(
             self.op,
@@ -83,7 +102,7 @@ cdef class StagedRequest(Request):
         )
         part.start(self.lanes.c, False)
         self.parts.append(part)
-        return 0
+        return True
 
     cdef int end(self, object error) except -1:
         """All that was begun is done, or one has failed: wait for the rest and let go."""
@@ -104,6 +123,8 @@ cdef class StagedRequest(Request):
 
     def cancel(self) -> bool:
         """Drop the pieces that were not yet begun; see ``Request.cancel``."""
+        if self.generation != fork_generation():
+            return False
         with self.lock:
             if self.finished or len(self.parts) == len(self.buffer.stage.pieces):
                 return False
