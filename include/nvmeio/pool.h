@@ -1,8 +1,8 @@
 /* pool.h -- one process-wide pool of aligned memory, in huge pages where there are any.
  *
- * Memory is populated once, given back to the pool and handed out again; it is never
- * unmapped.  In a forked child the pool goes on with its copy, of which nothing is
- * locked or counted as in use.  Thread-safe. */
+ * Memory is populated once, given back to the pool and handed out again; it is unmapped
+ * only to make room for other sizes below the limit.  In a forked child the pool goes
+ * on with its copy, of which nothing is locked or counted as in use.  Thread-safe. */
 #ifndef NVMEIO_POOL_H
 #define NVMEIO_POOL_H
 
@@ -14,19 +14,37 @@ extern "C" {
 
 #define NVMEIO_POOL_ALIGN 4096u
 
+/* Memory may be asked for on one NUMA node, up to this number. */
+#define NVMEIO_POOL_NODE_MAX 63
+
 struct nvmeio_pool_stats {
-    uint64_t bytes_mapped; /* taken from the system */
-    uint64_t bytes_used;   /* handed out now, in whole pages or huge pages */
-    uint64_t bytes_locked; /* of them, mlock'ed */
-    uint64_t allocations;  /* handed out so far */
-    uint64_t reuses;       /* of them, from memory that was mapped before */
+    uint64_t bytes_limit;   /* of bytes_mapped */
+    uint64_t bytes_mapped;  /* taken from the system */
+    uint64_t bytes_hugetlb; /* mapped from hugetlbfs so far */
+    uint64_t bytes_used;    /* handed out now, in whole pages or huge pages */
+    uint64_t bytes_locked;  /* of them, mlock'ed */
+    uint64_t allocations;   /* handed out so far */
+    uint64_t reuses;        /* of them, from memory that was mapped before */
 };
 
 /* Hand out at least `size` bytes (1 or more), aligned to NVMEIO_POOL_ALIGN, populated.
  * `lock`: mlock them where RLIMIT_MEMLOCK allows; *locked (may be NULL) tells.
- * What they hold is undefined.  -ENOMEM, or -EINVAL for no bytes.  Owned by the caller
+ * What they hold is undefined.  -ENOMEM where the limit is met or the system has not so
+ * much, -EINVAL for no bytes.  Owned by the caller
  * until nvmeio_pool_free(). */
 NVMEIO_API int nvmeio_pool_alloc(size_t size, bool lock, void **address, int *locked);
+
+/* The same on a NUMA node; -1: wherever the system likes.  -EINVAL for a node that
+ * there is not. */
+NVMEIO_API int nvmeio_pool_alloc_on(int node, size_t size, bool lock, void **address,
+                                    int *locked);
+
+/* Map no more than this; 0: half of nvmeio_memory_bytes(), as it is from the start. */
+NVMEIO_API void nvmeio_pool_set_limit(uint64_t bytes);
+
+/* Take what is mapped from now on from hugetlbfs, as long as it has pages to give.  A
+ * forked child that writes to such memory needs pages of its own, or gets SIGBUS. */
+NVMEIO_API void nvmeio_pool_set_hugetlb(bool wanted);
 
 /* Give back.  `address` must come from nvmeio_pool_alloc(); NULL is ignored. */
 NVMEIO_API void nvmeio_pool_free(void *address);

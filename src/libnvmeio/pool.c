@@ -5,23 +5,31 @@
  * list of its free ones, from which the best fit is taken, and free neighbours of one
  * arena are joined.  Small and large allocations have an arena each, because a small
  * one that lives long in the middle of large free memory would spoil it for the next
- * large one.  One mutex guards it all; mapping, populating and locking of pages, which
- * may take long, happen outside it. */
+ * large one, and so has each NUMA node that was asked for.  One mutex guards it all;
+ * mapping, populating and locking of pages, which may take long, happen outside it. */
 #include <assert.h>
 #include <errno.h>
+#include <limits.h>
+#include <linux/mempolicy.h>
 #include <pthread.h>
 #include <search.h>
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <sys/mman.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <nvmeio/pool.h>
+#include <nvmeio/system.h>
 
 #include "fork.h"
 
 /* The huge page of x86-64, and of arm64 with pages of 4 KiB. */
 #define HUGE_BYTES ((size_t)2 << 20)
+
+#ifndef MAP_HUGE_2MB
+#define MAP_HUGE_2MB (21 << MAP_HUGE_SHIFT)
+#endif
 
 #ifndef MADV_POPULATE_WRITE
 #define MADV_POPULATE_WRITE 23 /* Linux 5.14; libc headers may be older */
@@ -39,16 +47,18 @@ struct extent {
     int uses;
 };
 
+/* What is allocated alike: small or large, on one node. */
 struct arena {
-    size_t granule_bytes; /* sizes are rounded up to it, and so are addresses */
     struct extent *free;
 };
 
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
 static void *extents; /* the root that tsearch(3) keeps */
-static struct arena small_arena = {.granule_bytes = NVMEIO_POOL_ALIGN};
-static struct arena large_arena = {.granule_bytes = HUGE_BYTES};
+static struct arena small_arenas[NVMEIO_POOL_NODE_MAX + 2]; /* by node + 1 */
+static struct arena large_arenas[NVMEIO_POOL_NODE_MAX + 2];
+static size_t small_granule_bytes = NVMEIO_POOL_ALIGN; /* sizes are rounded up to it */
 static struct nvmeio_pool_stats stats;
+static bool hugetlb_wanted;
 
 /* All chunks lie between these.  Written under the mutex, read without it by
  * out_of_bounds(); relaxed is enough, for whoever got an address of the pool got it
@@ -201,9 +211,21 @@ static int populate(char *chunk, size_t bytes)
     return 0;
 }
 
-/* Map and populate `bytes`, a multiple of HUGE_BYTES and aligned to it.  NULL if there
- * is not so much. */
-static char *map_chunk(size_t bytes)
+/* Have the kernel take a chunk's memory from one node (mbind(2), without its library).
+ */
+static int bind_to(char *chunk, size_t bytes, int node)
+{
+    unsigned long nodes = node < 0 ? 0 : 1ul << node;
+
+    if (node < 0 || syscall(SYS_mbind, chunk, bytes, MPOL_BIND, &nodes,
+                            sizeof(nodes) * CHAR_BIT + 1, 0ul) == 0)
+        return 0;
+    return -errno;
+}
+
+/* Map `bytes`, a multiple of HUGE_BYTES and aligned to it.  NULL if there is not so
+ * much. */
+static char *map_aligned(size_t bytes)
 {
     size_t mapped_bytes = bytes + HUGE_BYTES;
     char *mapped = mmap(NULL, mapped_bytes, PROT_READ | PROT_WRITE,
@@ -215,11 +237,33 @@ static char *map_chunk(size_t bytes)
     if (head_bytes)
         munmap(mapped, head_bytes);
     munmap(chunk + bytes, HUGE_BYTES - head_bytes);
-    if (populate(chunk, bytes) < 0) {
-        munmap(chunk, bytes);
-        return NULL;
-    }
     return chunk;
+}
+
+/* The same from hugetlbfs, whose pages are reserved when they are mapped. */
+static char *map_hugetlb(size_t bytes)
+{
+    char *chunk = mmap(NULL, bytes, PROT_READ | PROT_WRITE,
+                       MAP_PRIVATE | MAP_ANONYMOUS | MAP_HUGETLB | MAP_HUGE_2MB, -1, 0);
+    return chunk == MAP_FAILED ? NULL : chunk;
+}
+
+/* Map, bind and populate a chunk. */
+static int map_chunk(int node, size_t bytes, bool hugetlb, char **result)
+{
+    char *chunk = hugetlb ? map_hugetlb(bytes) : map_aligned(bytes);
+
+    if (!chunk)
+        return -ENOMEM;
+    int error = bind_to(chunk, bytes, node);
+    if (error == 0)
+        error = populate(chunk, bytes);
+    if (error) {
+        munmap(chunk, bytes);
+        return error;
+    }
+    *result = chunk;
+    return 0;
 }
 
 /* Make a chunk a free extent of the arena.  The chunk is unmapped if that fails. */
@@ -231,7 +275,6 @@ static struct extent *adopt_chunk(struct arena *arena, char *chunk, size_t bytes
         return NULL;
     }
     list_free(extent);
-    stats.bytes_mapped += bytes;
     uintptr_t end = extent->address + bytes;
     if (extent->address < atomic_load_explicit(&lowest, memory_order_relaxed))
         atomic_store_explicit(&lowest, extent->address, memory_order_relaxed);
@@ -240,41 +283,105 @@ static struct extent *adopt_chunk(struct arena *arena, char *chunk, size_t bytes
     return extent;
 }
 
-/* Find or map `bytes` and hand them out. */
-static struct extent *obtain(struct arena *arena, size_t bytes)
+/* Unmap free extents of whole huge pages, as far as it takes to map `bytes` more.  They
+ * are of sizes or nodes that could not serve.  The mutex is held: this is rare. */
+static void make_room(struct arena *arenas, size_t bytes)
 {
+    for (int i = 0; i <= NVMEIO_POOL_NODE_MAX + 1; i++) {
+        struct extent *extent = arenas[i].free;
+        while (extent && stats.bytes_mapped + bytes > stats.bytes_limit) {
+            struct extent *next = extent->next;
+            if (extent->address % HUGE_BYTES == 0 && extent->bytes % HUGE_BYTES == 0 &&
+                munmap((void *)extent->address, extent->bytes) == 0) {
+                stats.bytes_mapped -= extent->bytes;
+                unlist_free(extent);
+                tdelete(extent, &extents, compare_extents);
+                free(extent);
+            }
+            extent = next;
+        }
+    }
+}
+
+/* Reserve `bytes` below the limit.  The mutex is held. */
+static bool reserve(size_t bytes)
+{
+    if (stats.bytes_limit == 0)
+        stats.bytes_limit = nvmeio_memory_bytes() / 2;
+    if (bytes > stats.bytes_limit)
+        return false;
+    make_room(large_arenas, bytes);
+    make_room(small_arenas, bytes);
+    if (stats.bytes_mapped > stats.bytes_limit - bytes)
+        return false;
+    stats.bytes_mapped += bytes;
+    return true;
+}
+
+/* Map a chunk of at least `bytes` for the arena.  The mutex is held, and dropped
+ * meanwhile. */
+static int grow(struct arena *arena, int node, size_t bytes, struct extent **result)
+{
+    size_t chunk_bytes = round_up(bytes, HUGE_BYTES);
+    bool hugetlb = hugetlb_wanted;
+    char *chunk;
+
+    if (!reserve(chunk_bytes))
+        return -ENOMEM;
+    pthread_mutex_unlock(&mutex);
+    int error = map_chunk(node, chunk_bytes, hugetlb, &chunk);
+    if (error && hugetlb) {
+        hugetlb = false;
+        error = map_chunk(node, chunk_bytes, false, &chunk);
+    }
+    pthread_mutex_lock(&mutex);
+    if (error == 0) {
+        *result = adopt_chunk(arena, chunk, chunk_bytes);
+        error = *result ? 0 : -ENOMEM;
+    }
+    if (error)
+        stats.bytes_mapped -= chunk_bytes;
+    else if (hugetlb)
+        stats.bytes_hugetlb += chunk_bytes;
+    return error;
+}
+
+/* Find or map `bytes` and hand them out. */
+static int obtain(struct arena *arena, int node, size_t bytes, struct extent **result)
+{
+    int error = 0;
+
     pthread_mutex_lock(&mutex);
     struct extent *extent = best_fit(arena, bytes);
     bool reuse = extent != NULL;
-    if (!extent) {
-        pthread_mutex_unlock(&mutex);
-        size_t chunk_bytes = round_up(bytes, HUGE_BYTES);
-        char *chunk = map_chunk(chunk_bytes);
-        pthread_mutex_lock(&mutex);
-        if (chunk)
-            extent = adopt_chunk(arena, chunk, chunk_bytes);
-    }
-    if (extent && take(extent, bytes) < 0)
-        extent = NULL;
-    if (extent) {
+    if (!extent)
+        error = grow(arena, node, bytes, &extent);
+    if (error == 0)
+        error = take(extent, bytes);
+    if (error == 0) {
         stats.bytes_used += extent->bytes;
         stats.allocations++;
         stats.reuses += reuse;
+        *result = extent;
     }
     pthread_mutex_unlock(&mutex);
-    return extent;
+    return error;
 }
 
-int nvmeio_pool_alloc(size_t size, bool lock, void **address, int *locked)
+int nvmeio_pool_alloc_on(int node, size_t size, bool lock, void **address, int *locked)
 {
-    if (size == 0)
+    struct extent *extent;
+
+    if (size == 0 || node < -1 || node > NVMEIO_POOL_NODE_MAX)
         return -EINVAL;
     if (size > SIZE_MAX / 2)
         return -ENOMEM;
-    struct arena *arena = size < HUGE_BYTES ? &small_arena : &large_arena;
-    struct extent *extent = obtain(arena, round_up(size, arena->granule_bytes));
-    if (!extent)
-        return -ENOMEM;
+    bool small = size < HUGE_BYTES;
+    int error =
+        obtain(small ? &small_arenas[node + 1] : &large_arenas[node + 1], node,
+               round_up(size, small ? small_granule_bytes : HUGE_BYTES), &extent);
+    if (error)
+        return error;
     *address = (void *)extent->address;
     bool is_locked = lock && mlock(*address, extent->bytes) == 0;
     if (lock && !is_locked)
@@ -288,6 +395,25 @@ int nvmeio_pool_alloc(size_t size, bool lock, void **address, int *locked)
     if (locked)
         *locked = is_locked;
     return 0;
+}
+
+int nvmeio_pool_alloc(size_t size, bool lock, void **address, int *locked)
+{
+    return nvmeio_pool_alloc_on(-1, size, lock, address, locked);
+}
+
+void nvmeio_pool_set_limit(uint64_t bytes)
+{
+    pthread_mutex_lock(&mutex);
+    stats.bytes_limit = bytes ? bytes : nvmeio_memory_bytes() / 2;
+    pthread_mutex_unlock(&mutex);
+}
+
+void nvmeio_pool_set_hugetlb(bool wanted)
+{
+    pthread_mutex_lock(&mutex);
+    hugetlb_wanted = wanted;
+    pthread_mutex_unlock(&mutex);
 }
 
 void nvmeio_pool_free(void *address)
@@ -362,6 +488,8 @@ void nvmeio_pool_get_stats(struct nvmeio_pool_stats *copy)
     pthread_mutex_lock(&mutex);
     *copy = stats;
     pthread_mutex_unlock(&mutex);
+    if (copy->bytes_limit == 0)
+        copy->bytes_limit = nvmeio_memory_bytes() / 2;
 }
 
 static void lock_pool(void)
@@ -402,7 +530,7 @@ __attribute__((constructor)) static void start_pool(void)
 {
     /* Locks go by pages, and two allocations never share one. */
     size_t page_bytes = sysconf(_SC_PAGESIZE);
-    if (page_bytes > small_arena.granule_bytes)
-        small_arena.granule_bytes = page_bytes;
+    if (page_bytes > small_granule_bytes)
+        small_granule_bytes = page_bytes;
     nvmeio_fork_hook(&fork_hooks);
 }

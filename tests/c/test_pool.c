@@ -2,6 +2,7 @@
  * and over forks.  madvise() and mlock() are replaced by functions that watch and fail
  * on demand, which also undoes the sanitizers' mlock() that does nothing. */
 #include <errno.h>
+#include <linux/mempolicy.h>
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stdint.h>
@@ -12,6 +13,7 @@
 #include <unistd.h>
 
 #include <nvmeio/pool.h>
+#include <nvmeio/system.h>
 
 #include "check.h"
 
@@ -269,6 +271,102 @@ static void test_locking_is_real_and_ends_with_the_allocation(size_t size)
     CHECK(locked_by_kernel() == kernel_before);
 }
 
+static struct nvmeio_pool_stats stats_now(void)
+{
+    struct nvmeio_pool_stats now;
+    nvmeio_pool_get_stats(&now);
+    return now;
+}
+
+/* The first test, while nothing is mapped. */
+static void test_no_more_is_mapped_than_the_limit(void)
+{
+    void *large, *small, *other;
+
+    CHECK(stats_now().bytes_mapped == 0);
+    CHECK(stats_now().bytes_limit == nvmeio_memory_bytes() / 2);
+    nvmeio_pool_set_limit(64 * MIB);
+    CHECK(stats_now().bytes_limit == 64 * MIB);
+    CHECK(nvmeio_pool_alloc(65 * MIB, false, &large, NULL) == -ENOMEM);
+    CHECK(nvmeio_pool_alloc(64 * MIB, false, &large, NULL) == 0);
+    memset(large, 1, 64 * MIB);
+    CHECK(nvmeio_pool_alloc(1, false, &small, NULL) == -ENOMEM);
+    nvmeio_pool_free(large);
+    CHECK(stats_now().bytes_mapped == 64 * MIB);
+    /* Free memory of another size makes room. */
+    CHECK(nvmeio_pool_alloc(1, false, &small, NULL) == 0);
+    CHECK(stats_now().bytes_mapped == 2 * MIB && stats_now().bytes_used == 4 * KIB);
+    CHECK(nvmeio_pool_alloc(64 * MIB, false, &large, NULL) == -ENOMEM);
+    CHECK(nvmeio_pool_alloc(40 * MIB, false, &large, NULL) == 0);
+    CHECK(nvmeio_pool_alloc(22 * MIB, false, &other, NULL) == 0);
+    memset(large, 2, 40 * MIB);
+    memset(other, 3, 22 * MIB);
+    CHECK(stats_now().bytes_mapped == 64 * MIB && stats_now().allocations == 4);
+    nvmeio_pool_free(large);
+    nvmeio_pool_free(other);
+    nvmeio_pool_free(small);
+    CHECK(stats_now().bytes_used == 0);
+    nvmeio_pool_set_limit(0);
+    CHECK(stats_now().bytes_limit == nvmeio_memory_bytes() / 2);
+}
+
+static void test_memory_comes_from_the_node_that_is_asked_for(void)
+{
+    void *memory;
+    int node = -1;
+
+    CHECK(nvmeio_pool_alloc_on(0, 8 * MIB, false, &memory, NULL) == 0);
+    CHECK(syscall(SYS_get_mempolicy, &node, NULL, 0ul, memory,
+                  MPOL_F_NODE | MPOL_F_ADDR) == 0);
+    CHECK(node == 0);
+    nvmeio_pool_free(memory);
+    CHECK(nvmeio_pool_alloc_on(NVMEIO_POOL_NODE_MAX, MIB, false, &memory, NULL) ==
+          -EINVAL);
+    CHECK(nvmeio_pool_alloc_on(NVMEIO_POOL_NODE_MAX + 1, MIB, false, &memory, NULL) ==
+          -EINVAL);
+    CHECK(nvmeio_pool_alloc_on(-2, MIB, false, &memory, NULL) == -EINVAL);
+}
+
+static unsigned long free_huge_pages(void)
+{
+    unsigned long count = 0;
+    FILE *file = fopen("/sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages", "r");
+
+    if (file && fscanf(file, "%lu", &count) != 1)
+        count = 0;
+    if (file)
+        fclose(file);
+    return count;
+}
+
+/* With or without reserved pages there is memory.  The second test: nothing that is
+ * mapped is as large; in a child, for children of ours could not write to it. */
+static void use_hugetlbfs(void)
+{
+    bool reserved = free_huge_pages() >= 64;
+    uint64_t before = stats_now().bytes_hugetlb;
+    void *memory;
+
+    nvmeio_pool_set_hugetlb(true);
+    CHECK(nvmeio_pool_alloc(128 * MIB, false, &memory, NULL) == 0);
+    memset(memory, 3, 128 * MIB);
+    nvmeio_pool_set_hugetlb(false);
+    CHECK(stats_now().bytes_hugetlb - before == (reserved ? 128 * MIB : 0));
+    nvmeio_pool_free(memory);
+}
+
+static void test_hugetlbfs_is_used_as_far_as_it_goes(void)
+{
+    pid_t child = fork();
+    int status;
+
+    if (child == 0) {
+        use_hugetlbfs();
+        _exit(0);
+    }
+    CHECK(waitpid(child, &status, 0) == child && status == 0);
+}
+
 static void test_refused_locks_are_no_error(void)
 {
     static const int errors[] = {EPERM, ENOMEM, EAGAIN};
@@ -458,6 +556,8 @@ static void test_threads_and_forked_children_share_the_pool(void)
 
 int main(void)
 {
+    test_no_more_is_mapped_than_the_limit();
+    test_hugetlbfs_is_used_as_far_as_it_goes();
     test_memory_is_aligned_populated_and_apart();
     test_freed_memory_is_used_again_and_nothing_is_mapped();
     test_free_neighbours_are_joined();
@@ -467,6 +567,7 @@ int main(void)
     test_memory_that_cannot_be_populated_is_no_memory();
     test_kernels_without_populate_get_touched_pages();
     test_refused_locks_are_no_error();
+    test_memory_comes_from_the_node_that_is_asked_for();
     test_pinned_memory_is_found_by_any_slice();
     test_uses_are_counted_and_keep_the_pin();
     test_a_child_counts_the_fork_and_forgets_locks_and_uses();
