@@ -9,11 +9,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import datetime as dt
 import itertools
 import json
 import os
-import platform
 import random
 import shutil
 import signal
@@ -28,7 +26,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from duels import GIB, Duel, Goal, Sample, device_bytes, measured, spread, table
+from duels import (
+    GIB,
+    Duel,
+    Goal,
+    Sample,
+    device_bytes,
+    measured,
+    spread,
+    surroundings,
+    table,
+)
 
 import nvmeio
 
@@ -391,24 +399,13 @@ def output(*command: str) -> str:
 
 
 def machine(folder: Path, has_huge_pages: bool) -> dict[str, Any]:
-    """Describe where and with what it was measured, without paths and host names."""
-    cpu = dict(
-        line.split("\t: ")
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        if "\t: " in line
-    )
+    """Describe where and with what it was measured."""
     file_system, device = output("df", "--output=fstype,source", str(folder)).split()[-2:]
     return {
-        "date": dt.date.today().isoformat(),
-        "cpu": f"{os.cpu_count()} x {cpu.get('model name', platform.machine())}",
-        "kernel": platform.release(),
+        **surroundings(),
         "file system": f"{file_system} on {Path(device).name}",
-        "load before": os.getloadavg()[0],
         "fio": output("fio", "--version").strip(),
         "huge pages for fio": has_huge_pages,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "nvmeio": nvmeio.__version__,
     }
 
 

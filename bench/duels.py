@@ -8,13 +8,27 @@ turn.
 from __future__ import annotations
 
 import dataclasses
+import datetime as dt
+import importlib.metadata
+import os
+import platform
 import statistics
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-__all__ = ["GIB", "Duel", "Goal", "Sample", "device_bytes", "measured", "spread", "table"]
+__all__ = [
+    "GIB",
+    "Duel",
+    "Goal",
+    "Sample",
+    "device_bytes",
+    "measured",
+    "spread",
+    "surroundings",
+    "table",
+]
 
 GIB = 1 << 30
 
@@ -156,6 +170,24 @@ class Goal:
 
     def __str__(self) -> str:
         return f"{self.quantity} {'>=' if self.quantity == 'speed' else '<='} {self.limit}"
+
+
+def surroundings() -> dict[str, Any]:
+    """Describe where and with what it was measured, without paths and host names."""
+    cpu = dict(
+        line.split("\t: ")
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        if "\t: " in line
+    )
+    packages = ("torch", "numpy", "nvmeio")
+    return {
+        "date": dt.date.today().isoformat(),
+        "cpu": f"{os.cpu_count()} x {cpu.get('model name', platform.machine())}",
+        "kernel": platform.release(),
+        "load before": os.getloadavg()[0],
+        "python": platform.python_version(),
+        **{name: importlib.metadata.version(name) for name in packages},
+    }
 
 
 def spread(values: Iterable[float], digits: int) -> str:
