@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from numpy.lib.stride_tricks import as_strided, sliding_window_view
 
 import nvmeio
+from helpers import ENGINES, routes
 from nvmeio._layout import may_overlap
 from nvmeio.buffer import Buffer
 
@@ -25,10 +26,17 @@ DTYPES = [
 ]  # fmt: skip
 
 
+@pytest.fixture(scope="module", params=ENGINES)
+def engine(request):
+    """The name of each engine in turn, for all tests of this module."""
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def handle():
-    with nvmeio.aio_handle() as handle:
+def handle(engine):
+    with nvmeio.aio_handle(engine=engine) as handle:
         yield handle
+        assert handle.stats()["engine"] == engine
 
 
 @pytest.fixture
@@ -112,11 +120,13 @@ def test_read_into_read_only_memory_is_refused(handle, path, target):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_dtype_goes_to_disk_and_back_bit_by_bit(handle, path, dtype):
     expected = random_array(dtype, (5, 7))
+    before = routes(handle)
     handle.submit_write(expected, path).wait()
     assert path.read_bytes() == expected.tobytes()
     target = np.zeros_like(expected)
     handle.submit_read(target, path).wait()
     assert raw(target).tobytes() == raw(expected).tobytes()
+    assert (routes(handle) - before).total() == 2 * expected.nbytes
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -242,7 +252,7 @@ def test_the_letter_o_in_the_name_of_a_field_is_no_object(handle, path):
     assert path.read_bytes() == bytes(points)
 
 
-@pytest.mark.parametrize("source", ["text", 3, None, [1, 2], object()], ids=repr)
+@pytest.mark.parametrize("source", [3, None, [1, 2], object()], ids=repr)
 @pytest.mark.parametrize("operation", ["submit_read", "submit_write"])
 def test_other_objects_are_refused_by_name(handle, path, source, operation):
     path.write_bytes(bytes(4096))

@@ -231,6 +231,14 @@ def test_pread_and_pwrite_check_their_arguments_as_python_does(
         getattr(handle, name)(*args, **kwargs)
 
 
+@pytest.mark.parametrize(
+    "name", ["read", "write", "sync_pread", "sync_pwrite", "async_pread"]
+)
+def test_a_missing_file_is_named(handle, name):
+    with pytest.raises(TypeError, match="the argument 'filename' is missing"):
+        getattr(handle, name)(bytearray(8))
+
+
 @pytest.mark.parametrize("keyword", ["example_tensor", "example_tenosr"])
 def test_the_example_of_a_locked_tensor_has_two_spellings(handle, keyword):
     example = np.zeros(1, np.float32)

@@ -4,6 +4,7 @@ import errno
 import fcntl
 import os
 import pickle
+import socket
 from collections import Counter
 
 import numpy as np
@@ -77,6 +78,8 @@ class TestModes:
             ValueError, match=r"mode is 'a'; it must be one of r, r\+, w, x"
         ):
             nvmeio.File(path, "a")
+        with pytest.raises(ValueError, match="mode is of type list; it must be one of"):
+            nvmeio.File(path, ["w"])
         assert not path.exists()
 
 
@@ -94,9 +97,29 @@ class TestProperties:
             assert path.read_bytes() == b"123"
             file.truncate(5)
             assert path.read_bytes() == b"123\0\0"
-            assert refused(file.truncate, -1) == (errno.EINVAL, str(path))
+            file.truncate(np.int64(2))
+            assert path.read_bytes() == b"12"
         with nvmeio.File(path) as file:
             assert refused(file.truncate, 0) == (errno.EINVAL, str(path))
+            with pytest.raises(OSError, match="the file is not open for writing"):
+                file.truncate(0)
+        assert path.read_bytes() == b"12"
+
+    @pytest.mark.parametrize("size", [-1, 1 << 63, 1 << 70])
+    def test_a_size_that_no_file_has_is_refused(self, path, size):
+        path.write_bytes(b"12345678")
+        words = rf"size is {size}; it must be from 0 to 2\*\*63 - 1"
+        with nvmeio.File(path, "r+") as file, pytest.raises(ValueError, match=words):
+            file.truncate(size)
+        assert path.read_bytes() == b"12345678"
+
+    @pytest.mark.parametrize("size", [5.9, True, None, "5"])
+    def test_a_size_is_an_integer(self, path, size):
+        path.write_bytes(b"12345678")
+        words = f"size is {size!r}; it must be an integer"
+        with nvmeio.File(path, "r+") as file, pytest.raises(TypeError, match=words):
+            file.truncate(size)
+        assert path.read_bytes() == b"12345678"
 
     def test_alignment_is_a_power_of_two_and_1_without_o_direct(self, path):
         path.write_bytes(b"")
@@ -120,13 +143,31 @@ class TestProperties:
     def test_demanding_o_direct_where_there_is_none_fails_with_the_path(self):
         found = refused(nvmeio.File, "/proc/version", direct=True)
         assert found == (errno.EINVAL, "/proc/version")
+        with pytest.raises(OSError, match="direct=True, and the file or its file system"):
+            nvmeio.File("/proc/version", direct=True)
         with nvmeio.File("/proc/version") as file:
             assert (file.direct, file.alignment) == (False, 1)
 
     def test_another_word_for_direct_is_refused(self, path):
         with pytest.raises(ValueError, match="direct is 'no'; it must be 'auto', True or"):
             nvmeio.File(path, "w", direct="no")
+        for odd in (None, np.zeros(2), ["auto"]):
+            with pytest.raises(
+                TypeError, match=r"direct is .*; it must be 'auto', True or"
+            ):
+                nvmeio.File(path, "w", direct=odd)
         assert not path.exists()
+
+    @pytest.mark.parametrize("no", [False, np.False_, 0], ids=repr)
+    def test_direct_is_any_boolean(self, path, no):
+        path.write_bytes(b"")
+        with nvmeio.File(path, direct=no) as file:
+            assert not file.direct
+
+    @pytest.mark.parametrize("name", ["path", "mode", "size"])
+    def test_what_it_tells_cannot_be_set(self, path, name):
+        with nvmeio.File(path, "w") as file, pytest.raises(AttributeError):
+            setattr(file, name, getattr(file, name))
 
     def test_the_descriptor_is_that_of_the_page_cache_and_not_inherited(self, path):
         with nvmeio.File(path, "w") as file:
@@ -222,10 +263,23 @@ class TestPaths:
 
     @pytest.mark.parametrize("file", [None, 1.5, ["data"]], ids=repr)
     def test_what_is_no_path_is_refused(self, handle, file):
-        with pytest.raises(TypeError):
+        with pytest.raises(
+            TypeError, match=r"path is .*; it must be a str, bytes or os\.Path"
+        ):
             nvmeio.File(file)
-        with pytest.raises(TypeError):
+        with pytest.raises(
+            TypeError, match=r"file is .*; it must be a path, a descriptor or"
+        ):
             handle.read(bytearray(1), file)
+
+    @pytest.mark.parametrize("kind", [str, lambda path: path], ids=["str", "Path"])
+    def test_a_path_in_the_place_of_the_buffer_is_told(self, handle, path, kind):
+        words = "buffer is the path .*: are the two arguments swapped?"
+        for call in (handle.write, handle.async_pread, handle.submit_write):
+            with pytest.raises(TypeError, match=words) as caught:
+                call(kind(path), bytearray(8))
+            assert repr(str(path)) in str(caught.value)
+        assert not path.exists()
 
 
 def test_a_directory_is_refused(handle, folder):
@@ -244,6 +298,8 @@ def test_a_fifo_is_refused_and_not_waited_for(handle, path):
         assert refused(nvmeio.File, path, mode) == (errno.EINVAL, str(path))
     assert refused(handle.read, bytearray(1), path) == (errno.EINVAL, str(path))
     assert refused(handle.write, b"1", path) == (errno.EINVAL, str(path))
+    with pytest.raises(OSError, match="it is a pipe; only regular files and block devices"):
+        handle.write(b"1", path)
 
 
 @pytest.mark.parametrize("device", ["/dev/null", "/dev/zero"])
@@ -251,6 +307,19 @@ def test_a_character_device_is_refused(handle, device):
     assert refused(nvmeio.File, device) == (errno.EINVAL, device)
     assert refused(handle.read, bytearray(1), device) == (errno.EINVAL, device)
     assert refused(handle.write, b"1", device) == (errno.EINVAL, device)
+    with pytest.raises(OSError, match="it is a character device, such as a terminal; only"):
+        nvmeio.File(device)
+
+
+def test_a_socket_is_refused_with_the_reason(handle, path, monkeypatch):
+    # The path of a socket is at most 107 bytes long.
+    monkeypatch.chdir(path.parent)
+    with socket.socket(socket.AF_UNIX) as bound:
+        bound.bind("data")
+        for file in ("data", bound.fileno()):
+            assert refused(handle.read, bytearray(1), file) == (errno.EINVAL, file)
+            with pytest.raises(OSError, match="it is a socket; only regular files and"):
+                handle.read(bytearray(1), file)
 
 
 def test_pipes_and_sockets_are_refused(handle):
@@ -326,12 +395,14 @@ class TestDescriptors:
         fd = open_fd(os.O_RDWR | os.O_APPEND)
         for call in (lambda: handle.write(b"1", fd), lambda: handle.read(bytearray(1), fd)):
             assert refused(call) == (errno.EINVAL, fd)
+            with pytest.raises(OSError, match="it was opened for appending, and every"):
+                call()
         assert path.read_bytes() == pattern(3 * BLOCK)
 
     def test_one_that_is_closed_is_refused(self, handle, path, open_fd):
         fd = os.open(path.parent, os.O_RDONLY)
         os.close(fd)
-        for bad in (fd, -1, 1 << 20):
+        for bad in (fd, -1, 1 << 20, 1 << 31, 1 << 70):
             assert refused(handle.read, bytearray(1), bad) == (errno.EBADF, bad)
             assert refused(handle.async_pwrite, b"1", bad) == (errno.EBADF, bad)
 
@@ -350,12 +421,27 @@ class TestDescriptors:
     def test_one_that_only_names_is_refused(self, handle, open_fd):
         fd = open_fd(os.O_PATH)
         assert refused(handle.read, bytearray(1), fd) == (errno.EBADF, fd)
+        with pytest.raises(OSError, match="it was opened with O_PATH, neither for reading"):
+            handle.read(bytearray(1), fd)
 
-    def test_true_is_no_descriptor(self, handle):
-        with pytest.raises(
-            TypeError, match="file is True; it must be a path, a descriptor"
-        ):
-            handle.write(b"1", True)
+    @pytest.mark.parametrize("number", [True, False, np.True_], ids=repr)
+    def test_a_boolean_is_no_descriptor(self, handle, number):
+        """True is 1, where a program's output goes."""
+        words = "file is .*; it must be a path, a descriptor or a File"
+        for call in (handle.write, handle.async_pwrite, handle.submit_write):
+            with pytest.raises(TypeError, match=words):
+                call(b"1", number)
+        with pytest.raises(TypeError, match=r"fd is .*; it must be an integer"):
+            handle.async_pwrite(b"1", fd=number)
+        assert handle.wait() == 0
+
+    def test_its_number_may_be_of_numpy(self, handle, path, open_fd):
+        fd = np.int64(open_fd(os.O_RDWR))
+        handle.write(b"a", fd)
+        handle.async_pwrite(b"b", fd, 1)
+        handle.async_pwrite(b"c", fd=fd, file_offset=2)
+        assert handle.wait() == 2
+        assert path.read_bytes()[:3] == b"abc"
 
 
 def test_a_file_is_opened_once(path):

@@ -5,6 +5,7 @@ import errno
 import mmap
 import os
 import resource
+import types
 
 import numpy as np
 import pytest
@@ -59,6 +60,25 @@ def test_what_was_read_lives_as_long_as_any_view_of_it(path):
     path.write_bytes(pattern(8000))
     view = nvmeio.read_file(path).view("<f4")[10:]
     assert view.tobytes() == pattern(8000)[40:]
+
+
+@pytest.mark.parametrize("name", ["/proc/version", "/proc/self/maps"])
+def test_a_file_that_claims_to_be_empty_is_read_to_its_end(name):
+    assert os.stat(name).st_size == 0
+    found = nvmeio.read_file(name)
+    assert found.flags.writeable
+    assert found.dtype == np.uint8
+    text = found.tobytes()
+    assert text.endswith(b"\n")
+    with open(name, "rb") as file:
+        assert text[:20] == file.read()[:20]
+
+
+def test_an_error_of_such_a_file_has_its_path(monkeypatch):
+    """The memory of a process has no byte at address 0."""
+    with pytest.raises(OSError, match="Input/output error") as caught:
+        nvmeio.read_file("/proc/self/mem")
+    assert (caught.value.errno, caught.value.filename) == (errno.EIO, "/proc/self/mem")
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -212,6 +232,108 @@ def test_a_mapping_is_filled(path):
     with mmap.mmap(-1, PAGE) as mapping:
         assert nvmeio.aio_read(mapping, path, *SETTINGS[1]) == 0
         assert mapping[:] == pattern(PAGE)
+
+
+class TestSync:
+    """sync=True makes the name durable too: the folder that has it is synced."""
+
+    @pytest.fixture
+    def synced(self, monkeypatch):
+        """The folders that are synced by Python, in order."""
+        found = []
+        fsync = os.fsync
+
+        def record(descriptor):
+            found.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+            fsync(descriptor)
+
+        monkeypatch.setattr(os, "fsync", record)
+        return found
+
+    @pytest.mark.parametrize("kind", [str, os.fsencode, lambda path: path], ids=str)
+    def test_the_folder_of_the_file_is_synced(self, path, synced, kind):
+        assert nvmeio.write_file(kind(path), b"1234", sync=True) == 4
+        assert synced == [os.path.realpath(path.parent)]
+        assert nvmeio.write_file(path, b"1234") == 4
+        assert len(synced) == 1
+        assert left_open(path.parent) == []
+
+    def test_a_bare_name_is_of_the_current_folder(self, path, synced, monkeypatch):
+        monkeypatch.chdir(path.parent)
+        nvmeio.write_file("data", b"1234", sync=True)
+        assert synced == [os.path.realpath(path.parent)]
+
+    def test_dots_go_up_from_where_a_link_leads(self, folder, synced):
+        (folder / "far" / "below").mkdir(parents=True)
+        (folder / "link").symlink_to(folder / "far" / "below")
+        nvmeio.write_file(f"{folder}/link/../data", b"1234", sync=True)
+        assert (folder / "far" / "data").read_bytes() == b"1234"
+        assert synced == [os.path.realpath(folder / "far")]
+
+    def test_a_file_that_is_a_link_is_where_it_leads(self, folder, synced):
+        (folder / "far").mkdir()
+        (folder / "link").symlink_to(folder / "far" / "data")
+        nvmeio.write_file(folder / "link", b"1234", sync=True)
+        assert (folder / "far" / "data").read_bytes() == b"1234"
+        assert synced == [os.path.realpath(folder / "far")]
+
+    def test_a_folder_that_cannot_be_read_is_refused_before_the_write(
+        self, path, monkeypatch
+    ):
+        path.write_bytes(b"old")
+
+        def refuse(folder, flags):
+            assert folder == os.path.realpath(path.parent)
+            raise PermissionError(errno.EACCES, "Permission denied", folder)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "open", refuse)
+            with pytest.raises(PermissionError, match=r"its folder .*, to be") as caught:
+                nvmeio.write_file(path, b"1234", sync=True)
+        assert caught.value.filename == str(path)
+        assert path.read_bytes() == b"old"
+        assert nvmeio.write_file(path, b"1234") == 4
+
+    def test_a_folder_that_is_not_there_is_told_with_the_path(self, folder):
+        with pytest.raises(FileNotFoundError) as caught:
+            nvmeio.write_file(folder / "missing" / "data", b"1234", sync=True)
+        assert caught.value.filename == str(folder / "missing" / "data")
+
+
+@pytest.mark.parametrize("file", [None, 5, 1.5], ids=repr)
+def test_what_is_no_path_is_refused(file):
+    words = "path is .*; it must be a str, bytes or os.PathLike"
+    for call in (
+        lambda: nvmeio.read_file(file),
+        lambda: nvmeio.write_file(file, b"1234"),
+        lambda: nvmeio.aio_write(b"1234", file, *SETTINGS[0]),
+    ):
+        with pytest.raises(TypeError, match=words):
+            call()
+
+
+def test_a_path_in_the_place_of_the_buffer_is_told(path):
+    path.write_bytes(b"1234")
+    words = "buffer is the path .*: are the two arguments swapped?"
+    for call in (
+        lambda: nvmeio.write_file(bytes(path), str(path)),
+        lambda: nvmeio.aio_write(path, bytes(path), *SETTINGS[0]),
+        lambda: nvmeio.aio_read(str(path), path, *SETTINGS[0]),
+    ):
+        with pytest.raises(TypeError, match=words):
+            call()
+    assert path.read_bytes() == b"1234"
+
+
+def test_the_package_shows_what_is_its_own():
+    foreign = [
+        name
+        for name in dir(nvmeio)
+        if not name.startswith("_")
+        and isinstance(getattr(nvmeio, name), types.ModuleType)
+        and not getattr(nvmeio, name).__name__.startswith("nvmeio.")
+    ]
+    assert foreign == []
 
 
 BAD = {"object": object(), "array of objects": np.array([None]), "text": "text"}

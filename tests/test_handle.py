@@ -3,6 +3,7 @@
 "Case n" is a numbered line of what DeepSpeed's op is known to do wrong.
 """
 
+import copy
 import errno
 import inspect
 import logging
@@ -59,6 +60,7 @@ def test_values_beyond_the_limits_are_refused_at_construction(name, value, most)
         ({"bounce": "maybe"}, "bounce is 'maybe'; it must be one of auto, always, never"),
         ({"errors": "print"}, "errors is 'print'; it must be one of raise, status"),
         ({"direct": "yes"}, "direct is 'yes'; it must be 'auto', True or False"),
+        ({"bounce": []}, "bounce is of type list; it must be one of auto"),
     ],
 )
 def test_unknown_words_are_refused_at_construction(option, words):
@@ -66,10 +68,69 @@ def test_unknown_words_are_refused_at_construction(option, words):
         nvmeio.aio_handle(**option)
 
 
-@pytest.mark.parametrize("option", [{"block_size": 1.5}, {"queue_depth": "8"}])
-def test_limits_are_integers(option):
-    with pytest.raises(TypeError):
-        nvmeio.aio_handle(**option)
+@pytest.mark.parametrize("value", [1.5, "8", True, np.True_], ids=repr)
+@pytest.mark.parametrize("name", ["block_size", "queue_depth", "intra_op_parallelism"])
+def test_limits_are_integers(name, value):
+    with pytest.raises(TypeError, match=f"{name} is {value!r}; it must be an integer"):
+        nvmeio.aio_handle(**{name: value})
+
+
+@pytest.mark.parametrize("variable", ["NVMEIO_BLOCK_SIZE", "NVMEIO_QUEUE_DEPTH"])
+def test_a_limit_that_the_environment_breaks_is_named(monkeypatch, variable):
+    monkeypatch.setenv(variable, "0")
+    with pytest.raises(ValueError, match=f"{variable} is 0; it must be from 1 to"):
+        nvmeio.aio_handle()
+
+
+# Words, of which any but "" would count as true, and numbers that were meant for another
+# argument.
+NO_BOOLEANS = [("false", TypeError), ("no", TypeError), (None, TypeError), (1.0, TypeError)]
+NO_BOOLEANS += [(16, ValueError), (-1, ValueError)]
+
+
+@pytest.mark.parametrize(("value", "error"), NO_BOOLEANS)
+class TestBooleans:
+    @pytest.mark.parametrize("name", ["single_submit", "overlap_events"])
+    def test_options_are_not_guessed(self, name, value, error):
+        words = f"{name} is {value!r}; it must be True or False"
+        with pytest.raises(error, match=words):
+            nvmeio.aio_handle(**{name: value})
+
+    def test_arguments_are_not_guessed(self, handle, path, value, error):
+        path.write_bytes(b"12345678")
+        words = f"is {value!r}; it must be True or False"
+        for call in (
+            lambda: handle.read(bytearray(8), path, value),
+            lambda: handle.write(b"1", path, value),
+            lambda: handle.pread(bytearray(8), path, value, False),
+            lambda: handle.pwrite(b"1", path, False, value),
+            lambda: nvmeio.write_file(path, b"1", sync=value),
+        ):
+            with pytest.raises(error, match=words):
+                call()
+        assert path.read_bytes() == b"12345678"
+
+
+@pytest.mark.parametrize("yes", [True, np.True_, 1, np.int64(1)], ids=repr)
+def test_booleans_of_every_kind_are_taken(open_handle, path, yes):
+    handle = open_handle(overlap_events=yes, single_submit=yes)
+    assert handle.get_overlap_events() is handle.get_single_submit() is True
+    assert handle.write(b"12345678", path, yes) == 0
+    assert handle.pread(bytearray(8), path, yes, yes) == 0
+    assert handle.wait() == 1
+
+
+@pytest.mark.parametrize(
+    ("args", "options", "words"),
+    [
+        ((1, 2, False, False, 1, "auto"), {}, "takes from 0 to 5 positional arguments but"),
+        ((), {"depth": 3}, "got an unexpected keyword argument 'depth'"),
+        ((4096,), {"block_size": 4096}, "got multiple values for argument 'block_size'"),
+    ],
+)
+def test_mistakes_of_the_constructor_name_the_class(args, options, words):
+    with pytest.raises(TypeError, match=rf"^aio_handle\(\) {words}"):
+        nvmeio.aio_handle(*args, **options)
 
 
 @pytest.mark.parametrize("offset", [-1, 1 << 63])
@@ -77,8 +138,9 @@ def test_an_offset_that_no_file_has_is_refused(handle, path, offset):
     path.write_bytes(b"12345678")
     with pytest.raises(ValueError, match=rf"file_offset is {offset}; it must be from 0 to"):
         handle.submit_read(bytearray(8), path, offset)
-    with pytest.raises(TypeError):
-        handle.submit_read(bytearray(8), path, 1.0)
+    for odd in (1.0, True, None):
+        with pytest.raises(TypeError, match=f"file_offset is {odd}; it must be an integer"):
+            handle.submit_read(bytearray(8), path, odd)
 
 
 def test_an_end_that_no_file_has_is_refused(handle, path):
@@ -292,6 +354,34 @@ class TestLockedTensors:
         assert not handle.is_pinned(tensor)
         assert handle.free_cpu_locked_tensor(example) is False
 
+    def test_a_view_that_begins_elsewhere_frees_nothing(self, handle, example):
+        tensor = handle.new_cpu_locked_tensor(10, example)
+        for view in (tensor[5:], tensor[1:2]):
+            assert handle.free_cpu_locked_tensor(view) is False
+            assert handle.is_pinned(view)
+        assert handle.free_cpu_locked_tensor(tensor[:3]) is True
+        assert not handle.is_pinned(tensor[5:])
+
+    def test_their_number_is_an_integer(self, handle, example):
+        for odd in (True, 1.5, "3", None):
+            with pytest.raises(TypeError, match=f"num_elem is {odd!r}; it must be an int"):
+                handle.new_cpu_locked_tensor(odd, example)
+        with pytest.raises(ValueError, match="num_elem is -1; it must be 0 or more"):
+            handle.new_cpu_locked_tensor(-1, example)
+
+    def test_a_strided_view_of_one_is_filled(self, open_handle, folder, example):
+        """Case 9: a destination that is pinned and not contiguous."""
+        handle = open_handle(BLOCK, DEPTH)
+        expected = np.arange(60_000, dtype=np.int16).reshape(600, 100)
+        handle.write(expected, folder / "data")
+        tensor = handle.new_cpu_locked_tensor(120_000, example).reshape(600, 200)
+        tensor[:] = 0
+        assert handle.is_pinned(tensor[:, ::2])
+        assert handle.read(tensor[:, ::2], folder / "data") == 0
+        np.testing.assert_array_equal(np.asarray(tensor)[:, ::2], expected)
+        assert not np.asarray(tensor)[:, 1::2].any()
+        assert routes(handle).total() == 2 * expected.nbytes
+
     def test_they_go_straight_to_the_device(self, open_handle, folder, alignment, example):
         handle = open_handle()
         tensor = handle.new_cpu_locked_tensor(MIB, example_tenosr=example)
@@ -317,6 +407,12 @@ class TestLockedTensors:
             assert handle.is_pinned(tensor)
         assert handle.wait() == 1
         assert handle.free_cpu_locked_tensor(tensor) is True
+
+
+@pytest.mark.parametrize("thing", [None, 5, "x", [1], object(), b"bytes"], ids=repr)
+def test_what_is_not_ours_is_neither_pinned_nor_freed(handle, thing):
+    assert handle.is_pinned(thing) is False
+    assert handle.free_cpu_locked_tensor(thing) is False
 
 
 def test_a_handle_that_is_dropped_has_finished_its_work(open_handle, engine, path):
@@ -355,10 +451,48 @@ def test_close_waits_and_refuses_what_comes(open_handle, path):
     assert handle.wait() == handle.pending == 0
 
 
+class TestEndOfABlock:
+    """What nobody has waited for is waited for, and does not fail unseen."""
+
+    @pytest.fixture
+    def handle(self, open_handle, path):
+        path.write_bytes(b"1234")
+        handle = open_handle()
+        handle.async_pread(bytearray(4), path)
+        handle.async_pread(bytearray(5), path)
+        return handle
+
+    def test_a_failure_is_raised_once(self, handle):
+        with pytest.raises(OSError, match="wanted 5 bytes at offset 0, got 4"), handle:
+            assert not handle.closed
+        assert handle.closed
+        assert handle.close() is None
+        assert handle.wait() == 0
+
+    def test_an_exception_on_its_way_goes_on(self, handle):
+        with pytest.raises(KeyError, match="mine"), handle:
+            raise KeyError("mine")
+        assert handle.closed
+        with pytest.raises(OSError, match="wanted 5 bytes"):
+            handle.wait()
+
+    def test_the_status_is_kept(self, open_handle, path, caplog):
+        path.write_bytes(b"1234")
+        with open_handle(errors="status") as handle:
+            handle.async_pread(bytearray(5), path)
+        assert handle.last_error.errno == errno.ENODATA
+        assert "wanted 5 bytes at offset 0, got 4" in caplog.text
+
+
 def test_a_handle_is_initialized_once(open_handle):
     handle = open_handle()
     with pytest.raises(ValueError, match="open already"):
         handle.__init__()
+
+
+def test_its_error_cannot_be_set(handle):
+    with pytest.raises(AttributeError):
+        handle.last_error = None
 
 
 def test_a_handle_that_was_never_opened_says_so(path):
@@ -415,6 +549,33 @@ def test_pickling_carries_the_configuration(engine, path):
         handle.write(bytes(BLOCK), path)
         assert routes(handle) == Counter(buffered=BLOCK)
         assert handle.stats()["engine"] == engine
+
+
+class Subclass(nvmeio.aio_handle):
+    """A handle with an attribute, and a constructor of its own."""
+
+    def __init__(self, name, **options):
+        super().__init__(8192, **options)
+        self.names = [name]
+
+
+@pytest.mark.parametrize(
+    "clone",
+    [lambda handle: pickle.loads(pickle.dumps(handle)), copy.copy, copy.deepcopy],
+    ids=["pickle", "copy", "deepcopy"],
+)
+def test_a_copy_is_of_the_same_class(engine, path, clone):
+    with (
+        Subclass("one", engine=engine, overlap_events=True) as handle,
+        clone(handle) as found,
+    ):
+        assert found is not handle
+        assert type(found) is Subclass
+        assert found.names == ["one"]
+        assert (found.get_block_size(), found.get_overlap_events()) == (8192, True)
+        assert found.write(bytes(BLOCK), path) == 0
+        assert found.stats()["engine"] == engine
+        assert handle.stats()["requests"] == 0
 
 
 def test_threads_share_a_handle(open_handle, folder):

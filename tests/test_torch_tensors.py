@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import nvmeio
+from helpers import ENGINES, routes
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
@@ -31,10 +32,21 @@ DTYPES = sorted(
 )
 
 
+# For what comes down to an engine; most of what is tested here has been decided before.
+EVERY_ENGINE = pytest.mark.parametrize("engine", ENGINES, scope="module")
+
+
 @pytest.fixture(scope="module")
-def handle():
-    with nvmeio.aio_handle() as handle:
+def engine():
+    """The engine of a test that does not ask for every one."""
+    return "auto"
+
+
+@pytest.fixture(scope="module")
+def handle(engine):
+    with nvmeio.aio_handle(engine=engine) as handle:
         yield handle
+        assert handle.stats()["engine"] == engine or engine == "auto"
 
 
 @pytest.fixture
@@ -83,17 +95,21 @@ def calls_of(function):
         sys.setprofile(None)
 
 
+@EVERY_ENGINE
 @pytest.mark.usefixtures("route")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_dtype_goes_to_disk_and_back_bit_by_bit(handle, path, dtype):
     expected = random_tensor(dtype, 5, 7)
+    before = routes(handle)
     assert handle.submit_write(expected, path).wait() == expected.nbytes
     assert path.read_bytes() == content_of(expected)
     target = torch.empty_like(expected)
     assert handle.submit_read(target, path).wait() == expected.nbytes
     assert content_of(target) == content_of(expected)
+    assert (routes(handle) - before).total() == 2 * expected.nbytes
 
 
+@EVERY_ENGINE
 @pytest.mark.usefixtures("route")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_strided_views_of_every_dtype_keep_their_bits(handle, path, dtype):
@@ -132,6 +148,7 @@ LAYOUTS = {
 }
 
 
+@EVERY_ENGINE
 @pytest.mark.usefixtures("route")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_write_of_a_view_is_in_c_order(handle, path, layout):
@@ -140,6 +157,7 @@ def test_write_of_a_view_is_in_c_order(handle, path, layout):
     assert path.read_bytes() == view.contiguous().numpy().tobytes()
 
 
+@EVERY_ENGINE
 @pytest.mark.usefixtures("route")
 @pytest.mark.parametrize("layout", LAYOUTS.keys() - {"channels last"})
 def test_read_lands_in_the_view_and_nowhere_else(handle, path, layout):
@@ -202,6 +220,7 @@ LAZY = {
 }
 
 
+@EVERY_ENGINE
 @pytest.mark.usefixtures("route")
 @pytest.mark.parametrize("make", LAZY.values(), ids=LAZY)
 def test_lazy_views_are_resolved_by_a_write(handle, path, make):
@@ -417,6 +436,7 @@ def test_every_view_of_a_locked_tensor_is_pinned(count):
         assert tensors.is_pinned(view)
 
 
+@EVERY_ENGINE
 def test_a_locked_tensor_makes_the_round_trip(handle, path):
     source = tensors.locked_tensor(5000, torch.zeros(1, dtype=torch.float16))
     source.copy_(torch.arange(5000))

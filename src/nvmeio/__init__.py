@@ -1,7 +1,7 @@
 """Arrays and tensors to and from NVMe files, at the speed of the drive."""
 
-import importlib.metadata
-import logging
+import logging as _logging
+from importlib.metadata import version as _version
 
 from nvmeio._build import get_include, get_library_dir
 from nvmeio.copy import deepspeed_memcpy, memcpy
@@ -31,6 +31,6 @@ __all__ = [
 ]
 
 # Silent unless the program wants to hear: Python would print warnings otherwise.
-logging.getLogger("nvmeio").addHandler(logging.NullHandler())
+_logging.getLogger("nvmeio").addHandler(_logging.NullHandler())
 
-__version__ = importlib.metadata.version("nvmeio")
+__version__ = _version("nvmeio")

@@ -1,18 +1,21 @@
 """Locked tensors of the pool, for numpy and for every library of tensors that is known."""
 
-import operator
 from typing import Any
 
 import numpy as np
 
 from nvmeio import pool
 from nvmeio._registry import library_of
+from nvmeio.arguments import integer
 
 __all__ = ["free_locked", "is_locked", "new_locked"]
 
 
 def new_locked(num_elem: int, example: Any) -> Any:
     """Make a locked array or tensor; see ``aio_handle.new_cpu_locked_tensor``."""
+    count = integer("num_elem", num_elem)
+    if count < 0:
+        raise ValueError(f"num_elem is {count}; it must be 0 or more")
     if not isinstance(example, np.ndarray):
         library = library_of(example)
         if library is None:
@@ -20,10 +23,7 @@ def new_locked(num_elem: int, example: Any) -> Any:
                 "example_tensor must be a tensor or a numpy array, not "
                 f"{type(example).__qualname__}"
             )
-        return library.locked_tensor(num_elem, example)
-    count = operator.index(num_elem)
-    if count < 0:
-        raise ValueError(f"num_elem is {count}; it must be 0 or more")
+        return library.locked_tensor(count, example)
     if example.dtype.hasobject:
         raise TypeError(f"an array of dtype {example.dtype} holds Python objects")
     # An array of no elements has an allocation too: it can be freed once, as any other.
@@ -34,7 +34,7 @@ def new_locked(num_elem: int, example: Any) -> Any:
 def free_locked(tensor: Any) -> bool:
     """Free what new_locked made; see ``aio_handle.free_cpu_locked_tensor``."""
     library = library_of(tensor)
-    address = _address(tensor) if library is None else library.storage_address(tensor)
+    address = pool.address_of(tensor) if library is None else library.first_address(tensor)
     return pool.free_pinned(address)
 
 
@@ -43,14 +43,7 @@ def is_locked(buffer: Any) -> bool:
     library = library_of(buffer)
     # A view never leaves the allocation that it views: its first byte tells.
     return (
-        pool.is_pinned(_address(buffer), 1)
+        pool.is_pinned(pool.address_of(buffer), 1)
         if library is None
         else library.is_pinned(buffer)
     )
-
-
-def _address(source: Any) -> int:
-    """Return where an array or a buffer begins."""
-    array = source if isinstance(source, np.ndarray) else np.asarray(memoryview(source))
-    address: int = array.__array_interface__["data"][0]
-    return address

@@ -60,8 +60,8 @@ class TensorLibrary(Protocol):
     def locked_tensor(self, num_elem: int, example: Any) -> Any:
         """Make a tensor in locked memory of the pool."""
 
-    def storage_address(self, tensor: Any) -> int:
-        """Return where the storage of a tensor begins."""
+    def first_address(self, tensor: Any) -> int:
+        """Return where the first element of a tensor lies; 0 where there is no memory."""
 
     def is_pinned(self, tensor: Any) -> bool:
         """Tell whether a tensor lies in pinned memory."""

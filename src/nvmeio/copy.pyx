@@ -1,7 +1,7 @@
 """Copies between arrays and tensors, by the library's kernels and on several processors.
 
-The only prange.  What is not a run of bytes on both sides is left to numpy or to the library
-of the tensors; which kernel copies what is the C library's.
+The only prange.  What is not a run of bytes on both sides is left to numpy or to the
+library of the tensors; which kernel copies what is the C library's.
 """
 
 import operator
@@ -62,8 +62,8 @@ def memcpy(dest, src, *, threads=None) -> None:
     Notes
     -----
     Where the memory of the two overlaps, the result is that of memmove(3).  Below 1 MiB,
-    and in a forked child, the calling thread copies alone.  Releases the GIL from 64 KiB on.
-    For autograd it is a change of ``dest`` as by ``copy_``, but none that has a gradient.
+    and in a forked child, the calling thread copies alone.  Releases the GIL from 64 KiB
+    on.  For autograd it is a change of ``dest`` as by ``copy_``, but without a gradient.
     Tensors on a device are copied by torch.
     """
     cdef Buffer target = None

@@ -17,4 +17,4 @@ cdef nvmeio_direct direct_option(object direct) except *
 
 # Open for one kind of access: `flags` of open(2).
 cdef File open_path(object path, int flags, str mode, nvmeio_direct direct)
-cdef File open_descriptor(int descriptor, nvmeio_direct direct)
+cdef File open_descriptor(object descriptor, nvmeio_direct direct)

@@ -7,8 +7,10 @@ from nvmeio._types import Path
 
 @final
 class File:
-    path: str | bytes
-    mode: str
+    @property
+    def path(self) -> str | bytes: ...
+    @property
+    def mode(self) -> str: ...
     def __init__(
         self,
         path: Path,

@@ -4,16 +4,21 @@ A File owns one reference of the library's file; requests take their own, so clo
 never disturbs what is in flight.  Sharing files between requests is openfiles.pyx's.
 """
 
+import errno
+import fcntl
 import logging
 import os
+import stat
 
 cimport cython
+from libc.limits cimport INT_MAX
 from libc.stdint cimport int64_t
 from posix.fcntl cimport O_CREAT, O_EXCL, O_RDONLY, O_RDWR, O_TRUNC, O_WRONLY
 
 from nvmeio cimport _core
 from nvmeio._core cimport DIRECT_ALWAYS, DIRECT_AUTO, DIRECT_NEVER, nvmeio_direct
 from nvmeio._core cimport nvmeio_file, nvmeio_file_info
+from nvmeio.arguments cimport file_position, flag, path_of, shown, word
 
 _log = logging.getLogger("nvmeio")
 
@@ -49,21 +54,27 @@ cdef class File:
     Attributes
     ----------
     path : str or bytes
-        As it was given.
+        As it was given; read-only.
     mode : str
-        As it was given.
+        As it was given; read-only.
 
     Raises
     ------
     OSError
         The file cannot be opened; EINVAL where it is neither a regular file nor a block
         device, or where ``direct=True`` and the file system has no O_DIRECT.
+    TypeError
+        ``path`` is no path.
     ValueError
         An unknown mode or value of ``direct``.
 
     Notes
     -----
-    Thread-safe.  Requests in flight keep the file open after ``close()``.
+    Thread-safe.  Requests in flight keep the file open after ``close()``.  Whatever needs
+    an open file raises ValueError once it is closed.
+
+    The kernel drops the POSIX record locks (``fcntl.lockf``) that a process has on a file
+    whenever the process closes a descriptor of it, this one included.
 
     See Also
     --------
@@ -71,14 +82,14 @@ cdef class File:
     """
 
     def __init__(self, path, mode="r", *, direct="auto"):
-        flags = _FLAGS.get(mode)
-        if flags is None:
-            raise ValueError(f"mode is {mode!r}; it must be one of {', '.join(_FLAGS)}")
+        flags = _FLAGS[word("mode", mode, _FLAGS)]
+        c_direct = direct_option(direct)
+        path = path_of(path)
         if self.c != NULL:
             raise ValueError("the file is open already; make another File")
-        self.path = os.fspath(path)
+        self.path = path
         self.mode = mode
-        fill(self, flags, direct_option(direct))
+        fill(self, flags, c_direct)
 
     def __dealloc__(self):
         with nogil:
@@ -96,7 +107,7 @@ cdef class File:
 
     @property
     def size(self) -> int:
-        """The size in bytes now."""
+        """The size in bytes now; raises ValueError once the file is closed."""
         cdef nvmeio_file *c = self.retain()
         cdef int64_t size
         with nogil:
@@ -130,22 +141,30 @@ cdef class File:
         Parameters
         ----------
         size : int
-            In bytes; what lies beyond is lost, what is new reads as zeros.
+            In bytes, 0 to 2**63 - 1; what lies beyond is lost, what is new reads as zeros.
 
         Raises
         ------
         OSError
-            EINVAL where it is negative or the file is not open for writing.
+            EINVAL where the file is not open for writing, EFBIG where its file system has
+            no files of that size.
+        TypeError
+            ``size`` is not an integer.
+        ValueError
+            ``size`` is out of its limits, or the file is closed.
+
+        Notes
+        -----
+        Releases the GIL.  Writes in flight may make the file longer again.
         """
+        cdef int64_t c_size = file_position("size", size)
         cdef nvmeio_file *c = self.retain()
-        cdef int64_t c_size
         cdef int result
-        try:
-            c_size = size
-            with nogil:
-                result = _core.file_truncate(c, c_size)
-        finally:
+        with nogil:
+            result = _core.file_truncate(c, c_size)
             _core.file_release(c)
+        if result == -errno.EINVAL and not describe(self).writable:
+            raise_because(errno.EINVAL, "the file is not open for writing", self.path)
         _core.check(result, self.path)
 
     def fileno(self) -> int:
@@ -167,7 +186,12 @@ cdef class File:
         return descriptor
 
     def close(self) -> None:
-        """Close the file, once the requests on it are done; a second call does nothing."""
+        """Close the file; a second call does nothing.
+
+        Notes
+        -----
+        Does not wait.  Requests in flight keep the descriptors until they are done.
+        """
         cdef nvmeio_file *c
         with cython.critical_section(self):
             c = self.c
@@ -191,7 +215,7 @@ cdef class File:
 
 def open_for_writing(path, direct="auto"):
     """Open a file as writes of a handle do: made where it is missing, never truncated."""
-    return open_path(os.fspath(path), O_WRONLY | O_CREAT, "w", direct_option(direct))
+    return open_path(path_of(path), O_WRONLY | O_CREAT, "w", direct_option(direct))
 
 
 cdef nvmeio_file_info describe(File file) except *:
@@ -204,14 +228,13 @@ cdef nvmeio_file_info describe(File file) except *:
 
 
 cdef nvmeio_direct direct_option(object direct) except *:
-    """Return the library's word for ``direct``, or raise ValueError."""
+    """Return the library's word for ``direct``, or raise TypeError or ValueError."""
+    choices = "'auto', True or False"
+    if not isinstance(direct, str):
+        return DIRECT_ALWAYS if flag("direct", direct, choices) else DIRECT_NEVER
     if direct == "auto":
         return DIRECT_AUTO
-    if direct is True:
-        return DIRECT_ALWAYS
-    if direct is False:
-        return DIRECT_NEVER
-    raise ValueError(f"direct is {direct!r}; it must be 'auto', True or False")
+    raise ValueError(f"direct is {shown(direct)}; it must be {choices}")
 
 
 cdef int fill(File file, int flags, nvmeio_direct direct) except -1:
@@ -225,7 +248,8 @@ cdef int fill(File file, int flags, nvmeio_direct direct) except -1:
     cdef int result
     with nogil:
         result = _core.file_open(c_name, flags, direct, &c)
-    _core.check(result, file.path)
+    if result < 0:
+        raise_unsuitable(-result, file.path, direct)
     file.c = c
     if direct == DIRECT_AUTO:
         note_fallback(file)
@@ -252,14 +276,59 @@ cdef File open_path(object path, int flags, str mode, nvmeio_direct direct):
     return file
 
 
-cdef File open_descriptor(int descriptor, nvmeio_direct direct):
+cdef File open_descriptor(object descriptor, nvmeio_direct direct):
     cdef File file = File.__new__(File)
     cdef nvmeio_file *c = NULL
-    cdef int result
+    cdef int result, c_descriptor
+    if not 0 <= descriptor <= INT_MAX:
+        _core.check(-errno.EBADF, descriptor)
+    c_descriptor = descriptor
     file.path = descriptor
     file.mode = "fd"
     with nogil:
-        result = _core.file_dup(descriptor, direct, &c)
-    _core.check(result, descriptor)
+        result = _core.file_dup(c_descriptor, direct, &c)
+    if result < 0:
+        raise_unsuitable(-result, descriptor, direct)
     file.c = c
     return file
+
+
+cdef int raise_unsuitable(int error, object file, nvmeio_direct direct) except -1:
+    """Raise why a path or descriptor could not be opened.
+
+    Where it was nvmeio that refused, the words of errno alone would be a riddle.
+    """
+    reason = None
+    if error in (errno.EINVAL, errno.EBADF):
+        reason = why_unsuitable(file)
+    if reason is None and error == errno.EINVAL and direct == DIRECT_ALWAYS:
+        reason = "direct=True, and the file or its file system has no O_DIRECT"
+    if reason is not None:
+        raise_because(error, reason, file)
+    return _core.check(-error, file)
+
+
+cdef object why_unsuitable(object file):
+    """Say why what a path or descriptor leads to cannot be transferred, or None."""
+    try:
+        mode = os.stat(file).st_mode
+        flags = fcntl.fcntl(file, fcntl.F_GETFL) if isinstance(file, int) else 0
+    except OSError:
+        # It is not, or no more.
+        return None
+    if flags & os.O_PATH:
+        return "it was opened with O_PATH, neither for reading nor for writing"
+    if flags & os.O_APPEND:
+        return "it was opened for appending, and every write would go to the end"
+    for is_kind, kind in (
+        (stat.S_ISFIFO, "a pipe"),
+        (stat.S_ISSOCK, "a socket"),
+        (stat.S_ISCHR, "a character device, such as a terminal"),
+    ):
+        if is_kind(mode):
+            return f"it is {kind}; only regular files and block devices have offsets"
+    return None
+
+
+cdef int raise_because(int error, str reason, object path) except -1:
+    raise OSError(error, f"{os.strerror(error)}: {reason}", path)

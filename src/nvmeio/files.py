@@ -1,7 +1,9 @@
 """Whole files in one call, and DeepSpeed's two functions for them."""
 
+import contextlib
 import errno
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -9,7 +11,8 @@ import numpy.typing as npt
 
 from nvmeio import pool
 from nvmeio._types import Path
-from nvmeio.buffer import borrow
+from nvmeio.arguments import flag, path_of, refuse_path
+from nvmeio.buffer import Buffer, borrow
 from nvmeio.file import File, open_for_writing
 from nvmeio.handle import aio_handle
 
@@ -36,14 +39,27 @@ def read_file(path: Path) -> npt.NDArray[np.uint8]:
         With errno and path.
     MemoryError
         The file is larger than the memory that is left.
+    TypeError
+        ``path`` is no path.
+
+    Notes
+    -----
+    A file that claims to have no bytes, as those in ``/proc`` do, is read by ordinary
+    reads up to its end.  Releases the GIL while it waits.
     """
     with File(path) as file, aio_handle(overlap_events=True) as handle:
         size = file.size
         if size == 0:
-            return np.empty(0, np.uint8)
+            return np.frombuffer(_read_to_the_end(file), np.uint8)
         array = np.frombuffer(memoryview(pool.PoolMemory(size)), np.uint8)
         handle.submit_read(array, file).wait()
     return array
+
+
+def _read_to_the_end(file: File) -> bytearray:
+    """Read what a file of no known size has to give."""
+    with _naming(file.path), open(file.fileno(), "rb", closefd=False) as stream:
+        return bytearray(stream.read())
 
 
 def read_into(path: Path, buffer: Any, offset: int = 0) -> int:
@@ -68,7 +84,11 @@ def read_into(path: Path, buffer: Any, offset: int = 0) -> int:
     OSError
         With errno and path: ENODATA where the file ends before the buffer is full.
     TypeError, ValueError
-        The buffer cannot be read into, or the offset is out of range.
+        The buffer cannot be read into, or an argument is of the wrong type or out of range.
+
+    Notes
+    -----
+    Releases the GIL while it waits.
     """
     with aio_handle(overlap_events=True) as handle:
         return handle.submit_read(buffer, path, offset).wait()
@@ -85,7 +105,7 @@ def write_file(path: Path, buffer: Any, sync: bool = False) -> int:
     buffer : array, tensor or object with the buffer protocol
         Written in C order.
     sync : bool, default False
-        Return only when the file, and its name if it is new, are on the device.
+        Return only when the file, and its name, are on the device.
 
     Returns
     -------
@@ -97,20 +117,28 @@ def write_file(path: Path, buffer: Any, sync: bool = False) -> int:
     OSError
         With errno and path.  A new file is not left longer than what was written.
     TypeError, ValueError
-        The buffer cannot be written.
+        The buffer cannot be written, or an argument is of the wrong type.
+
+    Notes
+    -----
+    A name is made durable by an fsync of the folder that has it, which takes permission to
+    read that folder: without it ``sync=True`` is refused before the file is touched.
+    Releases the GIL while it waits.
     """
-    with aio_handle(overlap_events=True) as handle:
-        written = _write_exactly(handle, path, buffer, False, sync)
-    if sync:
-        _sync_folder(os.path.dirname(os.path.abspath(os.fsdecode(path))))
-    return written
+    path = path_of(path)
+    sync = flag("sync", sync)
+    with (
+        _synced_folder(path) if sync else contextlib.nullcontext(),
+        aio_handle(overlap_events=True) as handle,
+    ):
+        return _write_exactly(handle, path, buffer, False, sync)
 
 
 def _write_exactly(
     handle: aio_handle, path: Path, buffer: Any, validate: bool, sync: bool
 ) -> int:
     """Write a buffer, then cut the file behind it."""
-    lent = borrow(buffer, writable=False)
+    lent = _borrow(buffer, writable=False)
     with open_for_writing(path) as file:
         handle.write(lent, file, validate)
         file.truncate(lent.nbytes)
@@ -119,13 +147,38 @@ def _write_exactly(
     return lent.nbytes
 
 
-def _sync_folder(folder: str) -> None:
-    """Make the names in a folder durable."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+def _borrow(buffer: Any, *, writable: bool) -> Buffer:
+    """Take hold of a buffer before there is a request."""
     try:
-        os.fsync(descriptor)
+        return borrow(buffer, writable=writable)
+    except TypeError:
+        refuse_path(buffer)
+        raise
+
+
+@contextlib.contextmanager
+def _synced_folder(path: str | bytes) -> Iterator[None]:
+    """Open the folder of a file, and make its names durable if all goes well."""
+    # Of the file that a link leads to, and of "link/../file" as the kernel takes it.
+    folder = os.path.dirname(os.path.realpath(path))
+    words = f" (its folder {folder!r}, to be synced)"
+    with _naming(path, words):
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield
+        with _naming(path, words):
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+@contextlib.contextmanager
+def _naming(path: str | bytes, words: str = "") -> Iterator[None]:
+    """Let every OSError name a file."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, f"{error.strerror}{words}", path) from error
 
 
 def aio_read(
@@ -160,13 +213,13 @@ def aio_read(
     OSError
         With errno and path: EINVAL where the file and the buffer differ in size.
     TypeError, ValueError
-        An argument is out of range.
+        The buffer cannot be read into, or an argument is of the wrong type or out of range.
     """
     with (
         aio_handle(block_size, queue_depth, single_submit, overlap_events) as handle,
         File(filename) as file,
     ):
-        lent, size = borrow(buffer, writable=True), file.size
+        lent, size = _borrow(buffer, writable=True), file.size
         if lent.nbytes != size:
             raise OSError(
                 errno.EINVAL,
@@ -203,7 +256,7 @@ def aio_write(
     OSError
         With errno and path.
     TypeError, ValueError
-        An argument is out of range.
+        The buffer cannot be written, or an argument is of the wrong type or out of range.
     """
     with aio_handle(block_size, queue_depth, single_submit, overlap_events) as handle:
         _write_exactly(handle, filename, buffer, validate, False)

@@ -2,17 +2,14 @@ from typing import Any, Literal
 
 from typing_extensions import disjoint_base
 
-from nvmeio._types import Path
-from nvmeio.file import File
-from nvmeio.submitter import Submitter
+from nvmeio.transfers import Transfers
 
 @disjoint_base
-class aio_handle(Submitter):
-    last_error: OSError | None
+class aio_handle(Transfers):
     def __init__(
         self,
-        block_size: int = 1048576,
-        queue_depth: int = 128,
+        block_size: int | None = 1048576,
+        queue_depth: int | None = 128,
         single_submit: bool = False,
         overlap_events: bool = False,
         intra_op_parallelism: int = 1,
@@ -28,40 +25,6 @@ class aio_handle(Submitter):
     def get_overlap_events(self) -> bool: ...
     def get_intra_op_parallelism(self) -> int: ...
     def get_alignment(self) -> int: ...
-    def read(
-        self,
-        buffer: Any,
-        filename: Path | int | File,
-        validate: bool = False,
-        file_offset: int = 0,
-    ) -> int: ...
-    def write(
-        self,
-        buffer: Any,
-        filename: Path | int | File,
-        validate: bool = False,
-        file_offset: int = 0,
-    ) -> int: ...
-    def pread(self, *args: Any, **kwargs: Any) -> int: ...
-    def pwrite(self, *args: Any, **kwargs: Any) -> int: ...
-    def sync_pread(
-        self, buffer: Any, filename: Path | int | File, file_offset: int = 0
-    ) -> int: ...
-    def sync_pwrite(
-        self, buffer: Any, filename: Path | int | File, file_offset: int = 0
-    ) -> int: ...
-    def async_pread(
-        self, buffer: Any, filename: Path | int | File, file_offset: int = 0
-    ) -> int: ...
-    def async_pwrite(
-        self,
-        buffer: Any,
-        filename: Path | int | File | None = None,
-        file_offset: int = 0,
-        *,
-        fd: int | None = None,
-    ) -> int: ...
-    def wait(self) -> int: ...
     def new_cpu_locked_tensor(
         self, num_elem: int, example_tensor: Any = None, *, example_tenosr: Any = None
     ) -> Any: ...

@@ -13,6 +13,7 @@ from posix.fcntl cimport O_CREAT, O_RDONLY, O_WRONLY
 
 from nvmeio cimport _core
 from nvmeio._core cimport nvmeio_direct, nvmeio_file
+from nvmeio.arguments cimport path_or_descriptor
 from nvmeio.file cimport File, open_descriptor, open_path
 from nvmeio.lanes cimport Lanes
 
@@ -24,11 +25,9 @@ cdef class OpenFiles:
     cdef File find(self, object file, bint writing):
         if isinstance(file, File):
             return file
-        if isinstance(file, bool):
-            raise TypeError(f"file is {file}; it must be a path, a descriptor or a File")
-        if isinstance(file, int):
-            return open_patiently(self, file, writing)
-        path = os.fspath(file)
+        path = path_or_descriptor(file)
+        if isinstance(path, int):
+            return open_patiently(self, path, writing)
         key = (path, writing)
         cdef File shared = self.shared.get(key)
         if shared is None or not is_at(shared, path):

@@ -5,7 +5,13 @@ torch.frombuffer(), which keep the PoolMemory alive as long as any view of it.
 """
 
 cimport cython
-from cpython.buffer cimport PyBuffer_FillInfo
+from cpython.buffer cimport (
+    PyBUF_STRIDES,
+    PyBuffer_FillInfo,
+    PyBuffer_Release,
+    PyObject_CheckBuffer,
+    PyObject_GetBuffer,
+)
 from libc.errno cimport EBUSY, ENOMEM
 from libc.stdint cimport uintptr_t
 
@@ -162,6 +168,32 @@ cpdef bint is_pinned(size_t address, size_t nbytes) noexcept:
         True if all of it was handed out by one ``new_pinned`` and not freed since.
     """
     return _core.pool_is_pinned(<void *>address, nbytes)
+
+
+cpdef object address_of(object source):
+    """Return where the memory of an object begins.
+
+    Parameters
+    ----------
+    source : object
+        An array, another object with the buffer protocol, or anything else.
+
+    Returns
+    -------
+    int
+        Of its first element; 0 where it lends no memory.
+    """
+    cdef Py_buffer view
+    if not PyObject_CheckBuffer(source):
+        return 0
+    try:
+        PyObject_GetBuffer(source, &view, PyBUF_STRIDES)
+    except (BufferError, ValueError):
+        # It has none to lend, or has given it back.
+        return 0
+    address = <uintptr_t> view.buf
+    PyBuffer_Release(&view)
+    return address
 
 
 def pool_stats() -> dict[str, int]:

@@ -16,13 +16,14 @@ cimport cython
 from cpython.exc cimport PyErr_CheckSignals
 from cpython.pythread cimport PyThread_get_thread_ident
 from cpython.ref cimport Py_DECREF, Py_INCREF
-from libc.stdint cimport INT64_MAX, int64_t
+from libc.stdint cimport int64_t
 from posix.fcntl cimport O_RDONLY
 
 from nvmeio cimport _core
 from nvmeio._core cimport DIRECT_NEVER, OP_FSYNC, OP_READ, OP_WRITE
 from nvmeio._core cimport nvmeio_file, nvmeio_handle, nvmeio_op, nvmeio_outcome
 from nvmeio._core cimport nvmeio_transfer
+from nvmeio.arguments cimport deadline_ns
 from nvmeio.buffer cimport Buffer
 from nvmeio.file cimport File, open_path
 
@@ -202,8 +203,9 @@ cdef class Request:
 
         Returns
         -------
-        OSError or None
-            None where all went well.
+        Exception or None
+            None where all went well; an OSError of the transfer, or what torch has raised
+            on the way to the tensor.
 
         Raises
         ------
@@ -228,7 +230,12 @@ cdef class Request:
         -------
         bool
             True if anything was dropped: ``wait()`` will raise CancelledError.  Bytes that
-            were on their way may still arrive until then.
+            were on their way may still arrive until then.  False if there was nothing to
+            drop, or the request was submitted before a fork().
+
+        Notes
+        -----
+        Does not block.  What a cancelled write has left of a file is undefined.
         """
         cdef int dropped
         if self.finished or self.c == NULL:
@@ -271,22 +278,13 @@ cdef Request fill_request(
     return request
 
 
-cdef int64_t deadline_ns(object timeout_s) except -2:
-    """Return the monotonic time at which ``timeout_s`` is over, -1 for never."""
-    if timeout_s is None:
-        return -1
-    cdef double seconds = timeout_s
-    if not seconds >= 0:
-        raise ValueError(f"timeout_s is {timeout_s}; it must be 0 or more, or None")
-    if seconds > 1e9:
-        return -1
-    return min(INT64_MAX, <int64_t> (seconds * 1e9) + <int64_t> time.monotonic_ns())
-
-
 cdef int raise_refused(Request request, int result) except -1:
     """Raise what a refused submission means."""
     if -result == errno.EPIPE:
         raise ValueError("the handle is closed")
+    if -result == errno.EBADF:
+        way = "writing" if request.op == OP_WRITE else "reading"
+        raise OSError(errno.EBADF, f"the file is not open for {way}", request.path)
     _core.check(result, request.path)
 
 

@@ -5,7 +5,6 @@ its file openfiles.pyx's, the lanes that carry it out lanes.pyx's.
 """
 
 import atexit
-import operator
 import weakref
 
 cimport cython
@@ -13,6 +12,7 @@ from libc.stdint cimport INT64_MAX, int64_t
 
 from nvmeio cimport _core
 from nvmeio._core cimport OP_FSYNC, OP_READ, OP_WRITE, nvmeio_direct, nvmeio_op
+from nvmeio.arguments cimport file_position, refuse_path
 from nvmeio.buffer cimport Buffer, lend
 from nvmeio.lanes cimport start_lanes
 from nvmeio.openfiles cimport new_open_files
@@ -71,10 +71,17 @@ cdef class Submitter:
         Raises
         ------
         OSError
-            The file cannot be opened.  What fails later is raised by ``Request.wait``:
-            OSError(ENODATA) where the file ends before the buffer is full.
+            The file cannot be opened, whatever ``errors`` of the handle says.  What fails
+            later is raised by ``Request.wait``: OSError(ENODATA) where the file ends
+            before the buffer is full.
         TypeError, ValueError
-            The buffer cannot be read into, or an argument is out of range.
+            The buffer cannot be read into, an argument is of the wrong type or out of
+            range, or the handle or the file is closed.
+
+        Notes
+        -----
+        Not ordered after other requests: a read of what a write in flight is about to
+        change may see the old bytes.  Wait for the write first.
         """
         return self.begin(OP_READ, buffer, file, file_offset, False, False)
 
@@ -99,6 +106,12 @@ cdef class Submitter:
         ------
         OSError, TypeError, ValueError
             As ``submit_read``.
+
+        Notes
+        -----
+        Not ordered after other requests: of two writes in flight to the same place either
+        may be the last, and a read may see the old bytes.  ``submit_fsync`` alone waits
+        for the writes before it.
         """
         return self.begin(OP_WRITE, buffer, file, file_offset, False, False)
 
@@ -119,20 +132,46 @@ cdef class Submitter:
         Raises
         ------
         OSError
-            The file cannot be opened.
+            The file cannot be opened, whatever ``errors`` of the handle says.  What fails
+            later is raised by ``Request.wait``.
+        TypeError, ValueError
+            ``file`` is nothing that names a file, or it or the handle is closed.
         """
         return self.begin(OP_FSYNC, None, file, 0, False, False)
 
     def fsync(self, file) -> None:
-        """Make a file durable: ``submit_fsync(file).wait()``."""
+        """Make a file durable, and wait: ``submit_fsync(file).wait()``.
+
+        Parameters
+        ----------
+        file : str, bytes, os.PathLike, int or File
+            As for ``submit_read``.
+
+        Raises
+        ------
+        OSError
+            The file cannot be opened, or the device failed; whatever ``errors`` of the
+            handle says.
+        TypeError, ValueError
+            As ``submit_fsync``.
+        KeyboardInterrupt
+            Ctrl-C, within 0.1 s; the request goes on.
+
+        Notes
+        -----
+        Releases the GIL while it waits.  A new file's name is durable only when its folder
+        was synced too; ``write_file(..., sync=True)`` does both.
+        """
         self.submit_fsync(file).wait()
 
     @property
     def pending(self) -> int:
         """How many requests are in flight, the pieces of device tensors included."""
         self.own()
+        # Counted first: what is not in flight any more has landed when this returns.
+        count = self.lanes.pending()
         self.collect()
-        return self.lanes.pending() + len(self.staged)
+        return count + len(self.staged)
 
     @property
     def closed(self) -> bool:
@@ -149,6 +188,15 @@ cdef class Submitter:
             between device and caller's memory, ``bytes_bounced`` through the pool's, and
             ``bytes_buffered`` through the page cache; ``short_transfers`` that were
             continued; ``retries`` of what the kernel put off.
+
+        Raises
+        ------
+        ValueError
+            The handle was never opened.
+
+        Notes
+        -----
+        A closed handle still tells.
         """
         self.own()
         return {"engine": self.lanes.engine(), **self.lanes.stats()}
@@ -158,8 +206,14 @@ cdef class Submitter:
 
         Raises
         ------
+        ValueError
+            The handle was never opened.
         KeyboardInterrupt
             Ctrl-C while waiting; the handle stays open.
+
+        Notes
+        -----
+        Releases the GIL while it waits.
         """
         self.drain()
         self.open = False
@@ -176,7 +230,7 @@ cdef class Submitter:
         self, nvmeio_op op, object buffer, object file, object file_offset, bint validate,
         bint caller
     ):
-        cdef int64_t offset = file_offset_of(file_offset)
+        cdef int64_t offset = file_position("file_offset", file_offset)
         cdef Buffer lent = None
         cdef Request request
         self.own()
@@ -185,7 +239,11 @@ cdef class Submitter:
             raise ValueError("the handle is closed")
         # The memory first: a buffer that cannot be lent must not leave an empty file.
         if op != OP_FSYNC:
-            lent = lend(buffer, op == OP_READ)
+            try:
+                lent = lend(buffer, op == OP_READ)
+            except TypeError:
+                refuse_path(buffer)
+                raise
             if offset > INT64_MAX - lent.nbytes:
                 raise ValueError(
                     f"file_offset is {offset} for {lent.nbytes} bytes; together they must "
@@ -238,14 +296,6 @@ cdef class Submitter:
         self.lanes.drain()
         self.collect()
         return 0
-
-
-cdef int64_t file_offset_of(object value) except -1:
-    """Return a file offset, or raise."""
-    value = operator.index(value)
-    if not 0 <= value <= 2**63 - 1:
-        raise ValueError(f"file_offset is {value}; it must be from 0 to 2**63 - 1")
-    return value
 
 
 def _drain_at_exit():

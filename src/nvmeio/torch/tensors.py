@@ -18,6 +18,7 @@ from nvmeio.torch.staging import DeviceStaging
 __all__ = [
     "copy",
     "export",
+    "first_address",
     "is_pinned",
     "locked_tensor",
     "storage_address",
@@ -164,6 +165,24 @@ def locked_tensor(num_elem: int, example: torch.Tensor) -> torch.Tensor:
     return memory.view(example.dtype)[:count]
 
 
+def first_address(tensor: torch.Tensor) -> int:
+    """Return where the first element of a tensor lies, or would lie in an empty view.
+
+    Parameters
+    ----------
+    tensor : torch.Tensor
+        Any view of a storage, an empty one included: its own ``data_ptr()`` would be 0.
+
+    Returns
+    -------
+    int
+        The address, 0 where there is no memory.
+    """
+    address = storage_address(tensor)
+    offset: int = tensor.storage_offset() * tensor.element_size() if address else 0
+    return address + offset
+
+
 def storage_address(tensor: torch.Tensor) -> int:
     """Return where the storage of a tensor begins.
 
@@ -244,4 +263,5 @@ def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def thread_limit() -> int:
     """Return how many threads torch would use for an operation on the CPU."""
-    return torch.get_num_threads()
+    count: int = torch.get_num_threads()
+    return count
