@@ -30,6 +30,8 @@ HEADERS = sorted(str(p) for top in ("include", "src") for p in Path(top).rglob("
 DEBUG = os.environ.get("NVMEIO_DEBUG", "0") not in ("", "0")
 # _FORTIFY_SOURCE, which some distributions' Python asks for, warns without optimization.
 DEBUG_FLAGS = ["-O0", "-UNDEBUG", "-U_FORTIFY_SOURCE", "-Werror"] if DEBUG else []
+if os.environ.get("CFLAGS"):  # which take the place of Python's, and these optimize
+    os.environ["CFLAGS"] = f"-O2 -DNDEBUG {os.environ['CFLAGS']}"
 LIBRARY_FLAGS = ["-std=gnu11", "-D_GNU_SOURCE=", "-pthread", "-fvisibility=hidden"]
 LIBRARY_FLAGS += ["-Wall", "-Wextra", *DEBUG_FLAGS]
 # The other formats put the signature in front of the docstring that a reader sees.
@@ -107,8 +109,7 @@ class BuildLibrary(build_clib):
 
     def build_libraries(self, libraries):
         name, *flags = self.compiler.compiler_so
-        version = output_of(name, "--version").partition("\n")[0]
-        if not version:
+        if not (version := output_of(name, "--version").partition("\n")[0]):
             raise PlatformError(f"the C compiler {name!r} does not run: install gcc")
         self.features = {f.name: look_for(f, self.compiler) for f in FEATURES}
         engines = [f for f in FEATURES if f.source and self.features[f.name]["built"]]
@@ -151,8 +152,8 @@ class BuildModules(build_ext):
         library = self.get_finalized_command("build_clib")
         for top in [self.build_lib, "src"] if self.inplace else [self.build_lib]:
             self.mkpath(f"{top}/nvmeio/lib")
-            self.copy_file(library.archive, f"{top}/nvmeio/lib")
-            self.copy_file(str(library.record), f"{top}/nvmeio/lib")
+            for path in (library.archive, str(library.record)):
+                self.copy_file(path, f"{top}/nvmeio/lib")
 
     def build_extensions(self):
         library = self.get_finalized_command("build_clib")
@@ -169,7 +170,6 @@ class BuildModules(build_ext):
                 # The symbols stay inside: whoever needs the library cimports _core.
                 extension.extra_link_args += [*library.link_flags, "-Wl,--exclude-libs,ALL"]
             elif extension.name == "nvmeio.copy" and openmp_flags:
-                extension.define_macros.append(("NVMEIO_HAVE_OPENMP", "1"))
                 extension.extra_compile_args += openmp_flags
                 extension.extra_link_args += openmp_flags
         super().build_extensions()
@@ -187,8 +187,8 @@ class BuildPython(build_py):
 def extension(path):
     """Return the extension of one .pyx file, named by its place under src."""
     name = ".".join(path.relative_to("src").with_suffix("").parts)
-    flags = ["-Iinclude", *DEBUG_FLAGS]
-    return Extension(name, [str(path)], depends=HEADERS, extra_compile_args=flags)
+    options = {"depends": HEADERS, "extra_compile_args": ["-Iinclude", *DEBUG_FLAGS]}
+    return Extension(name, [str(path)], **options)
 
 
 COMMANDS = {"build_clib": BuildLibrary, "build_ext": BuildModules, "build_py": BuildPython}

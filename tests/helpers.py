@@ -120,6 +120,11 @@ def left_open(folder):
     return found
 
 
+def kernel_release():
+    """Return the release of Linux as two numbers."""
+    return tuple(map(int, os.uname().release.split(".")[:2]))
+
+
 @contextlib.contextmanager
 def limit(kind, value):
     """Lower a soft limit of this process."""

@@ -59,12 +59,24 @@ def faulty(fuse_folder):
         os.setxattr(next(fuse_folder.iterdir()), "user.faults", b"{}")
 
 
+def unmount(folder):
+    """Unmount when the I/O of processes that are no more has ended in the kernel."""
+    deadline = time.monotonic() + WATCHDOG_S
+    while True:
+        try:
+            return run_tool("umount", folder)
+        except AssertionError as error:
+            if "busy" not in str(error) or time.monotonic() > deadline:
+                raise
+            time.sleep(0.05)
+
+
 def take_down(device):
     """Unmount a loop device wherever it is mounted, and give it back."""
     mounts = Path("/proc/self/mounts").read_text().splitlines()
     for source, folder in (line.split()[:2] for line in mounts):
         if source == device:
-            run_tool("umount", folder)
+            unmount(folder)
     run_tool("losetup", "--detach", device)
 
 

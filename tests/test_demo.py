@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -9,6 +10,8 @@ import time
 from pathlib import Path
 
 import pytest
+
+import nvmeio
 
 pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("sklearn")
@@ -49,6 +52,16 @@ def test_the_demo_shows_that_all_came_back(tmp_path):
     assert process.returncode == 0, printed + errors
     assert f"2. A round trip of {SIZE} bytes" in printed
     found = [" ".join(line.split()) for line in printed.splitlines()]
+    with nvmeio.aio_handle() as handle:
+        assert f"chosen {handle.stats()['engine']}" in found
+    for name, engine in nvmeio.engines().items():
+        works = "works" if engine["works"] else f"no: {engine['reason']}"
+        assert f"engine {name} {works}" in found
+    speed = r"\d+\.\d\d GB/s \[\d+\.\d\d-\d+\.\d\d\]"
+    for side in ("nvmeio", "numpy"):
+        assert any(re.fullmatch(f"{side} writes {speed}", line) for line in found)
+        delivered = r"; the device delivered \d+ bytes or more"
+        assert any(re.fullmatch(f"{side} reads {speed}{delivered}", line) for line in found)
     assert "verified every byte came back" in found
     assert "parameters bit-identical" in found
     assert found[-1] == "all is well"

@@ -3,42 +3,55 @@
 import pytest
 
 from children import run_child
+from helpers import PAGE, Guarded, pattern
 from mounts import SLOW_PLACES
 
 IN_FLIGHT = pytest.mark.parametrize(("engine", "slow"), SLOW_PLACES, indirect=["slow"])
 STATUS = {"return": 0, "exit": 3, "_exit": 4}
 
 
+@pytest.fixture
+def leave(slow, engine, tmp_path):
+    """A function that runs `leave`, and looks at the memory that its reads have left."""
+    memory = tmp_path / "memory"
+    memory.mkdir()
+
+    def leave(**options):
+        done = run_child("leave", **slow, memory=str(memory), engine=engine, **options)
+        assert done.reports == [{"pending": 2}]
+        canaries = bytes([Guarded.CANARY]) * PAGE
+        for name in ("async_pread", "submit_read"):
+            left = (memory / name).read_bytes()
+            assert (left[:PAGE], left[-PAGE:]) == (canaries, canaries)
+            # _exit waits for nothing, all other ways do.
+            if options["way"] != "_exit":
+                assert left[PAGE:-PAGE] == pattern(len(left) - 2 * PAGE)
+        return done
+
+    return leave
+
+
 @pytest.mark.parametrize("hold", ["nothing", "local", "global", "cycle", "threads"])
 @IN_FLIGHT
-def test_the_interpreter_ends_quietly(slow, engine, hold):
-    done = run_child("leave", **slow, engine=engine, way="return", hold=hold)
+def test_the_interpreter_ends_quietly(leave, hold):
+    done = leave(way="return", hold=hold)
     assert (done.status, done.stderr) == (0, "")
-    assert done.reports == [{"pending": 2}]
 
 
 @pytest.mark.parametrize("way", ["exit", "_exit", "raise"])
 @IN_FLIGHT
-def test_it_may_be_left_in_any_way(slow, engine, way):
-    done = run_child("leave", **slow, engine=engine, way=way, hold="global")
+def test_it_may_be_left_in_any_way(leave, way):
+    done = leave(way=way, hold="global")
     assert done.status == STATUS.get(way, 1)
     assert done.stderr.splitlines()[-1:] == (
         ["ValueError: leaving"] if way == "raise" else []
     )
-    assert done.reports == [{"pending": 2}]
 
 
 @pytest.mark.parametrize("hold", ["local", "global"])
 @IN_FLIGHT
-def test_development_mode_has_nothing_to_say(slow, engine, hold):
-    done = run_child(
-        "leave",
-        flags=["-X", "dev"],
-        **slow,
-        engine=engine,
-        way="return",
-        hold=hold,
-    )
+def test_development_mode_has_nothing_to_say(leave, hold):
+    done = leave(flags=["-X", "dev"], way="return", hold=hold)
     assert (done.status, done.stderr) == (0, "")
 
 

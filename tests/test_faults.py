@@ -4,13 +4,16 @@ Faults are injected by strace into a child that does what ``workloads.py`` says;
 were, is asserted by ``run_with_faults``.
 """
 
+import errno
 import os
+import re
 import shutil
+import subprocess
 
 import pytest
 
-from children import run_child, run_with_faults, skip_under_asan
-from helpers import ENGINES
+from children import Child, run_child, run_with_faults, skip_under_asan
+from helpers import ENGINES, kernel_release
 
 STEPS = ("write", "read", "unaligned", "small", "fsync", "again")
 ALL_WELL = dict.fromkeys(STEPS, "ok")
@@ -57,18 +60,22 @@ def test_a_fault_that_passes_is_ridden_out(tmp_path, engine, faults):
     assert report["pending"] == 0
 
 
+@pytest.mark.parametrize("engine", ["io_uring"])
 @pytest.mark.parametrize("overlap_events", [False, True])
 @pytest.mark.parametrize("single_submit", [False, True])
-def test_every_way_of_submitting_rides_faults_out(tmp_path, overlap_events, single_submit):
+def test_every_way_of_submitting_rides_faults_out(
+    tmp_path, engine, overlap_events, single_submit
+):
     options = {"overlap_events": overlap_events, "single_submit": single_submit}
     fault = "io_uring_enter:error=EAGAIN:when=2+2"
-    report = round_trip(tmp_path, fault, engine="io_uring", **options)
+    report = round_trip(tmp_path, fault, engine=engine, **options)
     assert report["steps"] == ALL_WELL
     assert report["retries"] > 0
 
 
-def test_an_interrupted_sleep_is_slept_again(tmp_path):
-    report = round_trip(tmp_path, "ppoll:error=EINTR:when=1+2", engine="libaio")
+@pytest.mark.parametrize("engine", ["libaio"])
+def test_an_interrupted_sleep_is_slept_again(tmp_path, engine):
+    report = round_trip(tmp_path, "ppoll:error=EINTR:when=1+2", engine=engine)
     assert report["steps"] == ALL_WELL
 
 
@@ -83,9 +90,10 @@ def test_a_block_that_cannot_be_read_fails_its_request_alone(tmp_path, engine, n
     assert report["steps"]["write"] == report["steps"]["again"] == "ok"
 
 
+@pytest.mark.parametrize("engine", ["libaio"])
 @pytest.mark.parametrize("name", ["EIO", "EACCES"])
-def test_a_block_that_libaio_does_not_take_fails_its_request_alone(tmp_path, name):
-    report = round_trip(tmp_path, f"io_submit:error={name}:when=3", engine="libaio")
+def test_a_block_that_is_not_taken_fails_its_request_alone(tmp_path, engine, name):
+    report = round_trip(tmp_path, f"io_submit:error={name}:when=3", engine=engine)
     failed = [step for step, ended in report["steps"].items() if ended != "ok"]
     assert failed
     assert {report["steps"][step] for step in failed} == {name}
@@ -168,11 +176,11 @@ def test_want_of_descriptors_is_told_with_the_path_and_passes(tmp_path):
 @pytest.mark.parametrize(
     ("name", "words"), [("EPERM", "seccomp"), ("ENOSYS", "5.1"), ("ENOMEM", "ulimit -l")]
 )
-def test_where_io_uring_is_refused_libaio_serves_and_says_so_once(name, words):
+def test_where_io_uring_is_refused_the_next_serves_and_says_so_once(name, words, fallback):
     report = run_with_faults("open_handle", f"io_uring_setup:error={name}").report
-    assert report["handle"] == "libaio"
+    assert report["handle"] == fallback
     assert len(report["log"]) == 1
-    assert "libaio" in report["log"][0]
+    assert fallback in report["log"][0]
     assert words in report["log"][0]
     refused = report["engines"]["io_uring"]
     assert refused["built"]
@@ -211,10 +219,11 @@ def test_an_engine_that_was_asked_for_is_not_replaced(engine, fault, name):
     assert report["log"] == []
 
 
-def test_a_large_ring_that_finds_no_memory_is_made_smaller(tmp_path):
+@pytest.mark.parametrize("engine", ["io_uring"])
+def test_a_large_ring_that_finds_no_memory_is_made_smaller(tmp_path, engine):
     fault = "io_uring_setup:error=ENOMEM:when=1..3"
-    report = round_trip(tmp_path, fault, engine="io_uring", early=False, queue_depth=64)
-    assert report["engine"] == "io_uring"
+    report = round_trip(tmp_path, fault, engine=engine, early=False, queue_depth=64)
+    assert report["engine"] == engine
     assert report["steps"] == ALL_WELL
 
 
@@ -253,11 +262,11 @@ def test_without_memory_for_bounces_requests_fail_or_are_right(tmp_path, engine)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("engine", ["io_uring"])
 @pytest.mark.parametrize("name", ["EIO", "EBUSY"])
-def test_a_dead_ring_fails_its_requests_and_keeps_their_memory(tmp_path, name):
-    done = run_with_faults(
-        "dead_ring", f"io_uring_enter:error={name}", folder=str(tmp_path)
-    )
+def test_a_dead_ring_fails_its_requests_and_keeps_their_memory(tmp_path, engine, name):
+    fault = f"io_uring_enter:error={name}"
+    done = run_with_faults("dead_ring", fault, folder=str(tmp_path), engine=engine)
     report = done.report
     assert report["first"] == name
     assert report["later"] == [name, "ok", name]
@@ -290,7 +299,7 @@ def without_capabilities(*names):
 
 
 @pytest.mark.parametrize("engine", ["auto", "libaio", "threads", "sync"])
-def test_without_locked_memory_all_works_unlocked(tmp_path, engine):
+def test_without_locked_memory_all_works_unlocked(tmp_path, engine, engines, fallback):
     skip_under_asan("makes nothing of mlock")
     prefix = without_capabilities("ipc_lock")
     done = run_child("no_memlock", prefix=prefix, folder=str(tmp_path), engine=engine)
@@ -299,11 +308,11 @@ def test_without_locked_memory_all_works_unlocked(tmp_path, engine):
     assert report["bytes_locked"] == 0
     assert report["is_pinned"]
     if report["engine"] != "io_uring":
-        assert report["engine"] == ("libaio" if engine == "auto" else engine)
-    if report["log"]:
+        assert report["engine"] == (fallback if engine == "auto" else engine)
+    if report["log"] and engines["io_uring"]["works"]:
         # Rings are charged to the limit, whatever the kernel calls it.
         assert "ulimit -l is 0 KiB" in report["log"][0]
-    assert bool(report["log"]) == (engine == "auto" and report["engine"] == "libaio")
+    assert bool(report["log"]) == (engine == "auto" and report["engine"] == fallback)
 
 
 @pytest.mark.parametrize("engine", ["auto", *ENGINES])
@@ -318,12 +327,78 @@ def test_a_handle_without_threads_says_so(engine):
 
 
 @pytest.mark.parametrize(("error", "words"), [(1, "seccomp"), (38, "seccomp")])
-def test_a_seccomp_filter_is_worked_round(tmp_path, error, words):
+def test_a_seccomp_filter_is_worked_round(tmp_path, error, words, fallback):
     report = run_child("seccomp", folder=str(tmp_path), error=error).report
-    assert report["engine"] == "libaio"
+    assert report["engine"] == fallback
     assert len(report["log"]) == 1
     assert report["engines"]["io_uring"]["errno"] == error
     assert words in report["engines"]["io_uring"]["reason"]
+
+
+SYSCTL = "/proc/sys/kernel/io_uring_disabled"
+
+
+def with_sysctl(folder, value):
+    """Return the words that start a command which finds another value of the sysctl.
+
+    The one of the system is everybody's, so another file is mounted over it, where that
+    command alone sees it.
+    """
+    if os.geteuid() != 0:
+        pytest.skip("only root can mount a file system")
+    if not os.path.exists(SYSCTL):
+        pytest.skip("the kernel has no sysctl kernel.io_uring_disabled")
+    told = folder / "io_uring_disabled"
+    told.write_text(f"{value}\n")
+    script = f'mount --bind "$0" {SYSCTL} && exec "$@"'
+    prefix = ["unshare", "--mount", "sh", "-c", script, told]
+    done = subprocess.run([*prefix, "true"], capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"nothing can be mounted here: {done.stderr.strip()}")
+    return prefix
+
+
+@pytest.mark.parametrize("value", [1, 2])
+def test_a_sysctl_that_forbids_io_uring_is_named(tmp_path, value, fallback):
+    prefix = with_sysctl(tmp_path, value)
+    done = run_child("seccomp", prefix=prefix, folder=str(tmp_path), error=errno.EPERM)
+    report = done.report
+    words = f"sysctl kernel.io_uring_disabled is {value}; set it to 0"
+    assert words in report["engines"]["io_uring"]["reason"]
+    assert report["engine"] == fallback
+    assert len(report["log"]) == 1
+    assert words in report["log"][0]
+
+
+def traced_rings(folder, **arguments):
+    """Run round_trip under strace; return the flags of each ring that was asked for."""
+    if shutil.which("strace") is None:
+        pytest.skip("strace is not installed")
+    skip_under_asan("does not run under strace from the start")
+    # A log for each thread, so that no call is cut in two by another.
+    prefix = ["strace", "-ff", "-qqq", "-X", "raw", "-e", "trace=io_uring_setup"]
+    prefix += ["-o", folder / "strace"]
+    done = subprocess.run([*prefix, "true"], capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"strace cannot trace here: {done.stderr.strip()}")
+    child = Child("round_trip", prefix=prefix, folder=str(folder), **arguments)
+    child.ready()
+    child.go()
+    assert child.finish().report["steps"] == ALL_WELL
+    text = "".join(log.read_text() for log in folder.glob("strace.*"))
+    calls = re.findall(r"io_uring_setup\(\d+, {flags=(\w+).*= (-?\d+)", text)
+    return [(int(flags, 16), int(result) >= 0) for flags, result in calls]
+
+
+@pytest.mark.parametrize("engine", ["io_uring"])
+def test_lanes_have_rings_of_one_issuer_that_runs_its_completions(tmp_path, engine):
+    """Linux 6.1 has both flags; an older one refuses them, and gets fewer."""
+    wanted = 1 << 12 | 1 << 13  # IORING_SETUP_SINGLE_ISSUER, IORING_SETUP_DEFER_TASKRUN
+    rings = traced_rings(tmp_path, engine=engine, intra_op_parallelism=3)
+    # Rings of callers' threads do without.
+    asked = [made for flags, made in rings if flags & wanted == wanted]
+    assert asked == [kernel_release() >= (6, 1)] * 3
+    assert sum(made for _, made in rings) >= 3
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -39,6 +39,13 @@ def test_build_info_tells_what_there_is():
     assert json.loads(json.dumps(found)) == found
 
 
+def test_without_debugging_the_build_is_optimized():
+    """Case 17: DeepSpeed's is built with -O0."""
+    found = nvmeio.build_info()
+    levels = [flag for flag in found["flags"] if flag.startswith("-O")]
+    assert (levels[-1:] in (["-O2"], ["-O3"])) != found["debug"]
+
+
 @pytest.mark.parametrize(
     ("name", "library"), [("io_uring", "liburing"), ("libaio", "libaio")]
 )

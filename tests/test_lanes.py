@@ -4,13 +4,16 @@
 """
 
 import errno
+import gc
 import mmap
 import os
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 
+import nvmeio
 from helpers import (
     BLOCK,
     DEPTH,
@@ -178,6 +181,47 @@ def test_demanding_o_direct_of_a_file_system_without_it_fails_with_the_path(open
     assert (caught.value.errno, caught.value.filename) == (errno.EINVAL, "/proc/version")
 
 
+BOUNCES_MAX = 64 * MIB
+
+
+def pool_bytes(which="bytes_used"):
+    """Return a figure of the pool, when what nobody holds has gone back to it."""
+    gc.collect()
+    return nvmeio.pool_stats()[which]
+
+
+@pytest.mark.parametrize(
+    ("block_size", "depth", "lanes"),
+    [(MIB, 128, 1), (BLOCK, 512, 4), (1 << 30, 2, 2), (PAGE, 64, 256)],
+)
+def test_bounces_are_taken_late_few_and_again_and_again(
+    engine, tmp_path, block_size, depth, lanes
+):
+    """At most 64 MiB a handle, whatever its lanes, its queue and its callers."""
+    path, content = tmp_path / "data", Guarded(pattern(96 * MIB))
+    options = {"engine": engine, "intra_op_parallelism": lanes, "overlap_events": True}
+    before = pool_bytes()
+    with nvmeio.aio_handle(block_size, depth, **options) as handle:
+        handle.write(content.array, path)
+        if routes(handle)["direct"] == 0:
+            pytest.skip("the file system has no O_DIRECT")
+        assert pool_bytes() == before
+        target = Guarded(96 * MIB, residue=1)
+        handle.submit_read(target.array, path).wait()
+        mapped = pool_bytes("bytes_mapped")
+        assert 0 < pool_bytes() - before <= BOUNCES_MAX
+        with ThreadPoolExecutor(24) as callers:
+            parts = [target.array[at * 3 * MIB :][: 2 * MIB] for at in range(24)]
+            list(callers.map(handle.read, parts, [path] * 24))
+        assert 0 < pool_bytes() - before <= BOUNCES_MAX
+        handle.submit_read(target.array, path).wait()
+        assert target.content() == content.content()
+        assert routes(handle)["bounced"] == 2 * 96 * MIB + 24 * 2 * MIB
+        assert handle.stats()["engine"] == engine
+    assert pool_bytes() == before
+    assert pool_bytes("bytes_mapped") <= mapped + BOUNCES_MAX
+
+
 @pytest.fixture(scope="module")
 def three_gib():
     """3 GiB of memory, used by one test after the other: it takes long to get."""
@@ -203,6 +247,28 @@ def test_three_gib_are_read(open_handle, tmp_path, three_gib):
     assert not three_gib[::PAGE].any()
     assert not three_gib[PAGE - 1 :: PAGE].any()
     assert routes(handle).total() == 3 << 30
+    assert handle.stats()["blocks"] == 3
+
+
+@pytest.mark.slow
+def test_more_than_one_write_can_move_is_written(open_handle, tmp_path, three_gib):
+    """No block is longer than 1 GiB, and so than the kernel's 0x7ffff000 bytes."""
+    size = (1 << 31) + 77
+    islands = [0, 0x7FFFF000 - 3, (1 << 31) - 5, size - 11]
+    for begin in islands:
+        three_gib[begin : begin + 11] = np.frombuffer(b"an island: ", np.uint8)
+    handle = open_handle(1 << 30)
+    path = tmp_path / "long"
+    try:
+        assert handle.submit_write(three_gib[:size], path).wait() == size
+        assert path.stat().st_size == size
+        with open(path, "rb") as file:
+            for begin in islands:
+                assert os.pread(file.fileno(), 11, begin) == b"an island: "
+    finally:
+        path.unlink(missing_ok=True)
+    assert routes(handle).total() == size
+    assert handle.stats()["blocks"] == 3
 
 
 @pytest.mark.parametrize("offset", [(1 << 31) - 7, (1 << 32) + 4096, (1 << 40) + 3])

@@ -3,8 +3,10 @@
 import contextlib
 import errno
 import os
+from concurrent.futures import CancelledError
 from dataclasses import dataclass, field
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -24,13 +26,21 @@ SEAMS = st.builds(
 SIZES = SEAMS | st.integers(0, SIZE_MAX)
 TRANSFERS = st.tuples(
     st.sampled_from(["read", "write"]),
-    st.sampled_from(["sync", "async", "request"]),
+    st.sampled_from(["sync", "validate", "async", "request", "cancel"]),
     st.sampled_from(["path", "fd", "File"]),
     SEAMS | st.integers(0, 2 * SIZE_MAX),
     SIZES,
     st.sampled_from([0, 0, 1, 64, 512, 777]),
 )
 STEPS = TRANSFERS | st.sampled_from(["wait", "fsync", "reopen"])
+
+
+def assert_mixed(found, old, new):
+    """Assert that every byte is the old or the new one."""
+    found, old, new = (
+        np.frombuffer(part[: len(found)], "u1") for part in (found, old, new)
+    )
+    assert ((found == old) | (found == new)).all()
 
 
 @dataclass
@@ -42,7 +52,9 @@ class Pending:
     end: int
     memory: Guarded
     expected: bytes
-    request: nvmeio.Request | None
+    before: bytes
+    request: nvmeio.Request | None = None
+    cancelled: bool = False
 
     def collides(self, op, begin, end):
         """Tell whether the order of this and another transfer would matter."""
@@ -60,6 +72,7 @@ class Model:
     pending: list[Pending] = field(default_factory=list)
     settled: int = 0  # the size of the file without the writes in flight
     moved: int = 0
+    moved_perhaps: int = 0  # by what was cancelled
     count: int = 0
 
     def __post_init__(self):
@@ -79,11 +92,44 @@ class Model:
         asynchronous = [each for each in self.pending if each.request is None]
         assert self.handle.wait() == len(asynchronous)
         for each in self.pending:
+            if each.cancelled:
+                self.give_up(each)
+                continue
             if each.request is not None:
                 assert each.request.wait() == each.end - each.begin
             assert each.memory.content() == each.expected
+        if any(each.cancelled and each.op == "write" for each in self.pending):
+            self.adopt()
         self.pending.clear()
         self.settled = len(self.content)
+
+    def give_up(self, each):
+        """Wait for what was cancelled; bytes that it did not move are as they were."""
+        with pytest.raises(CancelledError):
+            each.request.wait()
+        if each.op == "write":
+            assert each.memory.content() == each.expected
+        else:
+            untouched = bytes([Guarded.CANARY]) * len(each.expected)
+            assert_mixed(each.memory.content(), untouched, each.expected)
+
+    def adopt(self):
+        """Take over what cancelled writes have left: each of their bytes is old or new."""
+        with open(self.path, "rb") as file:
+            found = file.read()
+        dropped = [each for each in self.pending if each.cancelled and each.op == "write"]
+        kept = [each for each in self.pending if each.op == "write" and not each.cancelled]
+        at_least = max(
+            [self.settled, *(each.end for each in kept if each.end > each.begin)]
+        )
+        assert at_least <= len(found) <= len(self.content)
+        expected = self.content[: len(found)]
+        for each in dropped:
+            piece = found[each.begin : each.end]
+            assert_mixed(piece, each.before, each.expected)
+            expected[each.begin : each.begin + len(piece)] = piece
+        assert found == expected
+        self.content = expected
 
     def fsync(self):
         self.handle.fsync(self.path)
@@ -98,7 +144,7 @@ class Model:
             self.fail(kind, begin, size)
             return
         self.count += 1
-        self.moved += size
+        before = bytes(self.content[begin:end]).ljust(size, b"\0")
         if op == "write":
             expected = pattern(size, seed=self.count)
             memory = Guarded(expected, residue)
@@ -108,14 +154,18 @@ class Model:
         else:
             expected = bytes(self.content[begin:end])
             memory = Guarded(size, residue)
-        self.start(Pending(op, begin, end, memory, expected, None), way, self.files[kind])
+        pending = Pending(op, begin, end, memory, expected, before)
+        self.start(pending, way, self.files[kind])
+        if pending.cancelled:
+            self.moved_perhaps += size
+        else:
+            self.moved += size
 
     def start(self, pending, way, file):
         arguments = (pending.memory.array, file)
-        if way == "sync":
-            assert (
-                getattr(self.handle, f"sync_p{pending.op}")(*arguments, pending.begin) == 1
-            )
+        if way in ("sync", "validate"):
+            call = getattr(self.handle, f"p{pending.op}")
+            assert call(*arguments, way == "validate", False, pending.begin) == 1
             assert pending.memory.content() == pending.expected
             return
         if way == "async":
@@ -124,6 +174,7 @@ class Model:
         else:
             submit = getattr(self.handle, f"submit_{pending.op}")
             pending.request = submit(*arguments, pending.begin)
+            pending.cancelled = way == "cancel" and pending.request.cancel()
         self.pending.append(pending)
 
     def fail(self, kind, begin, size):
@@ -140,7 +191,7 @@ class Model:
         self.wait()
         with open(self.path, "rb") as file:
             assert file.read() == self.content
-        assert routes(self.handle).total() == self.moved
+        assert self.moved <= routes(self.handle).total() <= self.moved + self.moved_perhaps
         assert self.handle.pending == 0
 
 
@@ -152,6 +203,7 @@ CONFIGURATIONS = st.fixed_dictionaries(
         "overlap_events": st.booleans(),
         "intra_op_parallelism": st.sampled_from([1, 2]),
         "bounce": st.sampled_from(["auto", "always", "never"]),
+        "direct": st.sampled_from(["auto", True, False]),
     }
 )
 
@@ -167,9 +219,14 @@ CONFIGURATIONS = st.fixed_dictionaries(
     content=st.integers(0, SIZE_MAX),
     steps=st.lists(STEPS, min_size=3, max_size=25),
 )
-def test_the_file_is_what_the_model_says(engine, folder, options, content, steps):
+def test_the_file_is_what_the_model_says(
+    engine, folder, alignment, options, content, steps
+):
     path = folder / "data"
     path.write_bytes(pattern(content))
+    if alignment == 1:
+        # O_DIRECT cannot be demanded here.
+        options = {**options, "direct": False}
     with (
         nvmeio.aio_handle(engine=engine, **options) as handle,
         contextlib.ExitStack() as stack,

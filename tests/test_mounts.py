@@ -3,12 +3,13 @@
 import errno
 import os
 import re
+from collections import Counter
 
 import numpy as np
 import pytest
 
 import nvmeio
-from helpers import BLOCK, ENGINES, MIB, Guarded, pattern
+from helpers import BLOCK, MIB, Guarded, kernel_release, pattern, routes
 from workloads import Faults, make_file
 
 # As mkfs.xfs wants at least.
@@ -53,6 +54,24 @@ def test_the_first_of_many_failures_is_told_after_all_have_ended(faulty, handle)
     for number, buffer in enumerate(buffers):
         if number != 5:
             assert buffer == data[number * BLOCK : (number + 1) * BLOCK]
+
+
+@pytest.mark.parametrize("lanes", [1, 3])
+def test_every_lane_takes_part_in_a_request(faulty, open_handle, lanes):
+    """A lane with a queue of one has one block in flight: each that is held is another."""
+    path, data, faults = faulty_file(faulty)
+    handle = open_handle(BLOCK, 1, intra_op_parallelism=lanes)
+    guarded = Guarded(MIB)
+    with nvmeio.File(path) as file:
+        faults.set(read={"held": True})
+        request = handle.submit_read(guarded.array, file)
+        faults.await_waiting(lanes)
+        assert faults.waiting() == lanes
+        faults.set()
+        assert request.wait() == MIB
+    assert guarded.content() == data
+    assert handle.stats()["blocks"] == MIB // BLOCK
+    assert faults.fired()["read.held"] >= lanes
 
 
 @pytest.mark.parametrize("skew", [0, 3])
@@ -156,18 +175,29 @@ def test_a_wait_that_is_given_up_leaves_the_transfer_to_go_on(faulty, handle):
 
 
 def test_direct_io_that_is_refused_is_demanded_in_vain(faulty):
-    path, data, faults = faulty_file(faulty)
+    path, _, faults = faulty_file(faulty)
     faults.set(read={"error": errno.EINVAL, "times": 1})
     with pytest.raises(OSError, match=str(path)) as caught:
         nvmeio.File(path, direct=True)
     assert caught.value.errno == errno.EINVAL
     assert faults.fired() == {"read.error": 1}
+
+
+def test_a_file_system_without_o_direct_works_buffered(faulty, handle):
+    """Edges, odd addresses, the growing of a file: all through the page cache."""
+    path, _, faults = faulty_file(faulty, 0)
+    source = Guarded(pattern(MIB + 77), residue=3)
+    # The first read of a file with O_DIRECT is the one that tries whether there is that.
     faults.set(read={"error": errno.EINVAL, "times": 1})
-    with nvmeio.File(path) as file, nvmeio.aio_handle() as handle:
+    with nvmeio.File(path, "r+") as file:
         assert (file.direct, file.alignment) == (False, 1)
-        buffer = bytearray(MIB)
-        handle.read(buffer, file)
-        assert buffer == data
+        assert faults.fired() == {"read.error": 1}
+        assert handle.submit_write(source.array, file, 5).wait() == MIB + 77
+        target = Guarded(MIB + 77, residue=64)
+        assert handle.submit_read(target.array, file, 5).wait() == MIB + 77
+        handle.fsync(file)
+    assert target.content() == source.content() == path.read_bytes()[5:]
+    assert routes(handle) == Counter(buffered=2 * (MIB + 77))
 
 
 # Loop devices.
@@ -181,45 +211,42 @@ def free_bytes(folder):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ext4", "xfs"])
-def test_no_space_for_a_new_file_gives_back_what_was_reserved(loop_mount, kind):
-    folder = loop_mount(kind, DEVICE_BYTES)
-    for engine in ENGINES:
-        path = folder / f"new-{engine}"
-        data = np.zeros(free_bytes(folder) + 8 * MIB, np.uint8)
-        with nvmeio.aio_handle(engine=engine) as handle:
-            with pytest.raises(OSError, match=str(path)) as caught:
-                handle.write(data, path)
-            assert caught.value.errno == errno.ENOSPC
-            # A block or two are the file system's own.
-            assert (path.stat().st_size, path.stat().st_blocks <= 16) == (0, True)
-            handle.write(data[: 8 * MIB], path)
-        assert path.stat().st_size == 8 * MIB
+def test_no_space_for_a_new_file_gives_back_what_was_reserved(loop_mount, kind, handle):
+    path = loop_mount(kind, DEVICE_BYTES) / "new"
+    data = np.zeros(free_bytes(path.parent) + 8 * MIB, np.uint8)
+    with pytest.raises(OSError, match=str(path)) as caught:
+        handle.write(data, path)
+    assert caught.value.errno == errno.ENOSPC
+    # A block or two are the file system's own.
+    assert (path.stat().st_size, path.stat().st_blocks <= 16) == (0, True)
+    assert routes(handle) == Counter()
+    handle.write(data[: 8 * MIB], path)
+    assert path.stat().st_size == 8 * MIB
+    assert routes(handle).total() == 8 * MIB
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ext4", "xfs"])
-def test_no_space_for_a_file_that_was_there_keeps_what_landed(loop_mount, kind):
+def test_no_space_for_a_file_that_was_there_keeps_what_landed(loop_mount, kind, handle):
     folder = loop_mount(kind, DEVICE_BYTES)
-    ballast = folder / "ballast"
-    with open(ballast, "wb") as file:
+    with open(folder / "ballast", "wb") as file:
         os.posix_fallocate(file.fileno(), 0, free_bytes(folder) - 16 * MIB)
-    for engine in ENGINES:
-        path = folder / "old"
-        path.write_bytes(b"old")
-        free = free_bytes(folder)
-        data = pattern(free + 8 * MIB)
-        with (
-            nvmeio.aio_handle(engine=engine) as handle,
-            nvmeio.File(path, "r+") as file,
-            pytest.raises(OSError, match=str(path)) as caught,
-        ):
-            handle.submit_write(data, file).wait()
-        assert caught.value.errno == errno.ENOSPC
-        got = int(re.search(r"(\d+) bytes done", str(caught.value))[1])
-        # What the file system had set aside for other things may come on top.
-        assert got <= free + 2 * MIB
-        # Not unlinked: XFS would give its space back only later, and there were more.
-        assert path.read_bytes()[:got] == data[:got]
+    path = folder / "old"
+    path.write_bytes(b"old")
+    free = free_bytes(folder)
+    source = Guarded(pattern(free + 8 * MIB))
+    with (
+        nvmeio.File(path, "r+") as file,
+        pytest.raises(OSError, match=str(path)) as caught,
+    ):
+        handle.submit_write(source.array, file).wait()
+    assert caught.value.errno == errno.ENOSPC
+    got = int(re.search(r"(\d+) bytes done", str(caught.value))[1])
+    # What the file system had set aside for other things may come on top.
+    assert got <= free + 2 * MIB
+    assert path.read_bytes()[:got] == source.content()[:got]
+    # Blocks behind the one that failed may have landed as well.
+    assert got <= routes(handle)["direct"] <= len(source.array)
 
 
 def sector_cases(sector):
@@ -255,34 +282,31 @@ def check_transfers(engine, path, size=4 * BLOCK):
 
 def knows_alignment():
     """Whether the kernel tells the alignment of direct I/O: Linux 6.1 and newer do."""
-    return tuple(map(int, os.uname().release.split(".")[:2])) >= (6, 1)
+    return kernel_release() >= (6, 1)
 
 
 @pytest.mark.parametrize("kind", ["ext4", "xfs"])
-def test_sectors_of_4096_bytes_are_respected(loop_mount, kind):
+def test_sectors_of_4096_bytes_are_respected(loop_mount, kind, engine):
     folder = loop_mount(kind, DEVICE_BYTES, sector=4096)
-    for engine in ENGINES:
-        stats = check_transfers(engine, folder / "file")
-        assert stats["bytes_direct"] > 0
-        assert stats["bytes_bounced"] > 0
-        assert stats["bytes_buffered"] > 0
+    stats = check_transfers(engine, folder / "file")
+    assert stats["bytes_direct"] > 0
+    assert stats["bytes_bounced"] > 0
+    assert stats["bytes_buffered"] > 0
     with nvmeio.File(folder / "file") as file:
         assert (file.direct, file.alignment) == (True, 4096)
 
 
-def test_sectors_of_512_bytes_are_used(loop_mount):
+def test_sectors_of_512_bytes_are_used(loop_mount, engine):
     folder = loop_mount("ext4", 64 * MIB)
-    for engine in ENGINES:
-        assert check_transfers(engine, folder / "file")["bytes_direct"] > 0
+    assert check_transfers(engine, folder / "file")["bytes_direct"] > 0
     with nvmeio.File(folder / "file") as file:
         assert (file.direct, file.alignment) == (True, 512 if knows_alignment() else 4096)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_a_block_device_is_a_file_too(loop_device, engine):
+def test_a_block_device_is_a_file_too(loop_device, handle):
     device = loop_device(4 * MIB, 4096)
     data = pattern(MIB)
-    with nvmeio.aio_handle(engine=engine) as handle, nvmeio.File(device, "r+") as file:
+    with nvmeio.File(device, "r+") as file:
         assert (file.size, file.alignment) == (4 * MIB, 4096)
         handle.write(data, file, file_offset=4096)
         guarded = Guarded(MIB - 5)
@@ -296,14 +320,12 @@ def test_a_block_device_is_a_file_too(loop_device, engine):
         assert caught.value.errno == errno.ENOSPC
 
 
-def test_btrfs_tells_no_alignment_and_works(loop_mount):
+def test_btrfs_tells_no_alignment_and_works(loop_mount, engine):
     folder = loop_mount("btrfs", DEVICE_BYTES)
-    for engine in ENGINES:
-        check_transfers(engine, folder / "file")
+    assert check_transfers(engine, folder / "file")["bytes_direct"] > 0
     with nvmeio.File(folder / "file") as file:
         assert (file.direct, file.alignment) == (True, 4096)
 
 
-def test_tmpfs_works(tmpfs):
-    for engine in ENGINES:
-        check_transfers(engine, tmpfs / "file")
+def test_tmpfs_works(tmpfs, engine):
+    check_transfers(engine, tmpfs / "file")

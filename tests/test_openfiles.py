@@ -131,15 +131,32 @@ def test_one_path_may_be_spelt_in_several_ways(handle, path):
 def test_two_thousand_files_in_flight_need_few_descriptors(engine, folder):
     """When descriptors run out, submission waits for completions."""
     code = """
-        import os, resource, sys
+        import errno, os, resource, sys
         import nvmeio
 
         folder, engine = sys.argv[1:]
+        plug = os.path.join(folder, "plug")
+        with open(plug, "wb") as file:
+            file.truncate(64 << 20)
+        memory = bytearray(64 << 20)
         resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))
         names = [os.path.join(folder, str(number)) for number in range(2000)]
-        with nvmeio.aio_handle(4096, 16, overlap_events=True, engine=engine) as handle:
+        met = False
+        with nvmeio.aio_handle(4096, 1, overlap_events=True, engine=engine) as handle:
+            # While this goes on in small blocks, what comes after it stays open.
+            first = handle.submit_read(memory, plug)
             for number, name in enumerate(names):
                 handle.async_pwrite(number.to_bytes(4, "little") * 100, name)
+                try:
+                    # Two, as a file takes.
+                    ends = os.pipe()
+                except OSError as error:
+                    met = error.errno == errno.EMFILE
+                else:
+                    for end in ends:
+                        os.close(end)
+            assert met
+            assert first.wait() == len(memory)
             assert handle.wait() == 2000
             targets = [bytearray(400) for _ in names]
             requests = [handle.submit_read(*of) for of in zip(targets, names)]
@@ -149,7 +166,7 @@ def test_two_thousand_files_in_flight_need_few_descriptors(engine, folder):
                 for number, target in enumerate(targets)
             )
             assert handle.stats()["engine"] == engine
-            assert handle.stats()["requests"] == 4000
+            assert handle.stats()["requests"] == 4001
     """
     subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code), str(folder), engine],

@@ -1,11 +1,15 @@
 """The plugin that prints skips and fails in CI on one that is not listed."""
 
+import ast
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from skip_report import ALLOWED_SKIPS, read_allowed
 
 TESTS = Path(__file__).resolve().parent
 SUITE = """
@@ -70,9 +74,33 @@ def test_a_reason_that_is_listed_passes(run_pytest):
     assert "NOT LISTED" not in output
 
 
-def test_a_listed_reason_must_say_why(tmp_path):
-    from skip_report import read_allowed
+def reasons_of_python(text):
+    """Yield the reasons for skips that stand in Python code as they are."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Call) and "skip" in ast.unparse(node.func):
+            values = [word.value for word in node.keywords if word.arg == "reason"]
+            if ast.unparse(node.func) == "pytest.skip":
+                values += node.args
+            yield from (each.value for each in values if isinstance(each, ast.Constant))
 
+
+def test_the_reasons_that_stand_in_the_tests_are_listed():
+    found = set()
+    for path in TESTS.glob("*.py"):
+        found.update(reasons_of_python(path.read_text(encoding="utf-8")))
+    for path in TESTS.glob("c/*.c"):
+        found.update(re.findall(r'SKIP\("(.*)"\)', path.read_text(encoding="utf-8")))
+    patterns = read_allowed(ALLOWED_SKIPS)
+    unlisted = {
+        reason
+        for reason in found
+        if not any(re.search(pattern, reason) for pattern in patterns)
+    }
+    assert found
+    assert unlisted == set()
+
+
+def test_a_listed_reason_must_say_why(tmp_path):
     path = tmp_path / "allowed_skips.txt"
     path.write_text("# a comment\n\nno GPU # CI has none\n")
     assert read_allowed(path) == ["no GPU"]

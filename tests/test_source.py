@@ -35,6 +35,7 @@ MAY_USE = {
     "pool": {"_core", "settings"},
     "_contract": set(),
     "_types": {"_build"},
+    "memory": {"pool"},
     "_locked": {"_registry", "arguments", "pool"},
     "info": {"_build", "_core", "_types"},
     "file": {"_core", "_types", "arguments"},

@@ -136,7 +136,7 @@ def test_inference_tensors_are_copied():
 @pytest.mark.parametrize("step", [1, 2])
 def test_tensors_that_overlap_give_what_a_clone_gives(step, distance):
     base = torch.arange(200_000)
-    source = base[5 : 190_005 : step]
+    source = base[5:190_005:step]
     expected = base.clone()
     expected[5 + distance : 190_005 + distance : step].copy_(source.clone())
     memcpy(base[5 + distance : 190_005 + distance : step], source)

@@ -3,6 +3,7 @@
 A workload checks contents itself, and reports by lines of JSON how each step ended.
 """
 
+import contextlib
 import ctypes
 import errno
 import faulthandler
@@ -25,7 +26,7 @@ from pathlib import Path
 import numpy as np
 
 import nvmeio
-from helpers import Guarded, pattern
+from helpers import PAGE, Guarded, pattern
 from nvmeio import settings
 
 
@@ -639,7 +640,14 @@ class FileRecords:
 KEPT = []
 
 
-def leave(folder, control, engine, way, hold):
+def map_memory(path, size):
+    """Return memory between canaries that outlives the process, as a file."""
+    memory = np.memmap(path, np.uint8, "w+", shape=size + 2 * PAGE)
+    memory[:] = Guarded.CANARY
+    return memory[PAGE : PAGE + size]
+
+
+def leave(folder, control, memory, engine, way, hold):
     """Leave the interpreter with reads in flight, each of which takes a while."""
     path = f"{folder}/leave-{engine}"
     faults = Faults(control)
@@ -647,9 +655,9 @@ def leave(folder, control, engine, way, hold):
     file = nvmeio.File(path)
     handle = nvmeio.aio_handle(65536, engine=engine)
     faults.set(read={"delay_s": 0.15})
-    buffer = bytearray(len(data))
+    buffer = map_memory(f"{memory}/async_pread", len(data))
     handle.async_pread(buffer, file)
-    request = handle.submit_read(bytearray(len(data)), file)
+    request = handle.submit_read(map_memory(f"{memory}/submit_read", len(data)), file)
     report({"pending": handle.pending})
     if hold == "global":
         KEPT.extend([handle, request])
@@ -755,6 +763,37 @@ def count_copy_threads(threads):
     before = len(os.listdir("/proc/self/task"))
     nvmeio.memcpy(np.zeros_like(source), source, threads=threads)
     report({"threads": len(os.listdir("/proc/self/task")) - before})
+
+
+# The pool.
+
+
+def fill_pool(most=1 << 27):
+    """Take arrays of 1 MiB until there is no more, and again when all are let go."""
+    arrays, error = [], ""
+    try:
+        while len(arrays) << 20 < most:
+            arrays.append(nvmeio.empty(1 << 20, "u1"))
+    except (MemoryError, ValueError) as refused:
+        error = str(refused)
+    stats = nvmeio.pool_stats()
+    arrays.clear()
+    again = False
+    with contextlib.suppress(ValueError):
+        again = bool(nvmeio.empty(32 << 20, "u1").nbytes)
+    limits = {"limit": stats["bytes_limit"], "mapped": stats["bytes_mapped"]}
+    report({**limits, "error": error, "again": again})
+
+
+def bounce_in_bounds(folder):
+    """Transfer ordinary memory where the pool has room for few bounces."""
+    data = pattern(16 << 20)
+    target = bytearray(len(data) + 1)
+    with nvmeio.aio_handle(bounce="always") as handle:
+        handle.write(data, f"{folder}/bounced")
+        handle.read(memoryview(target)[1:], f"{folder}/bounced")
+    right = bytes(memoryview(target)[1:]) == data
+    report({"mapped": nvmeio.pool_stats()["bytes_mapped"], "right": right})
 
 
 def main():

@@ -1,0 +1,210 @@
+"""What setup.py builds: with and without each library, offline, optimized.
+
+Each build is of a copy of the sources, and most of the archive alone: it is what needs the
+libraries.
+"""
+
+import errno
+import json
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+import nvmeio
+from test_packaging import COMPILER, run
+
+TESTS = Path(__file__).resolve().parent
+ROOT = TESTS.parent
+
+pytestmark = pytest.mark.packaging
+
+# Each library, the package that has it, its header, and what is built with it.
+FEATURES = {
+    "liburing": ("liburing-dev", "liburing.h", "engine_uring.o"),
+    "libaio": ("libaio-dev", "libaio.h", "engine_libaio.o"),
+    "openmp": ("libomp-dev", "omp.h", None),
+}
+ENGINES = {"liburing": "io_uring", "libaio": "libaio"}
+FEATURE = pytest.mark.parametrize("feature", FEATURES)
+
+# Nothing of these is needed for a build.  A compiler that needs the network is none.
+OFFLINE = """
+    import sys
+
+    NEEDLESS = {"numpy", "torch", "triton"}
+
+    def refuse(event, args):
+        if event in ("socket.connect", "socket.getaddrinfo"):
+            raise RuntimeError(f"a build went to the network: {args}")
+        if event == "import" and args[0].partition(".")[0] in NEEDLESS:
+            raise RuntimeError(f"a build imports {args[0]}")
+
+    sys.addaudithook(refuse)
+"""
+
+
+class Built:
+    """A library that was built, and what the build said of it."""
+
+    def __init__(self, folder, done):
+        self.folder = folder / "built"
+        self.status = done.returncode
+        self.lines = (done.stdout + done.stderr).splitlines()
+
+    @property
+    def record(self):
+        assert self.status == 0, self.lines
+        return json.loads((self.folder / "build.json").read_text(encoding="utf-8"))
+
+    @property
+    def members(self):
+        """The names of what is in the archive."""
+        return run("ar", "t", self.folder / "libnvmeio.a").split()
+
+    def engines(self, folder):
+        """Return what a C program with this library says of the engines."""
+        program = folder / "list_engines"
+        source = TESTS / "c_downstream" / "list_engines.c"
+        libraries = [self.folder / "libnvmeio.a", *self.record["link_flags"]]
+        run(COMPILER, f"-I{folder / 'include'}", source, "-o", program, *libraries)
+        return {
+            line.split("\t")[0]: line.split("\t")[1:] for line in run(program).split("\n")
+        }
+
+
+@pytest.fixture
+def sources(tmp_path):
+    """A copy of what the build reads, without what an earlier one has made."""
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tmp_path)
+    made = shutil.ignore_patterns("*.so", "lib", "__pycache__", "*.egg-info")
+    for name in ("include", "src"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=made)
+    return tmp_path
+
+
+@pytest.fixture
+def build(sources):
+    """A function that runs a command of setup.py, with additions to the environment."""
+
+    def build(*command, **environment):
+        kept = {
+            name: value
+            for name, value in os.environ.items()
+            if name not in ("CFLAGS", "LDFLAGS") and not name.startswith("NVMEIO_")
+        }
+        command = command or ("build_clib", "--build-clib", "built")
+        done = subprocess.run(
+            [sys.executable, "setup.py", "-q", *command],
+            cwd=sources,
+            env=kept | environment,
+            capture_output=True,
+            text=True,
+        )
+        return Built(sources, done)
+
+    return build
+
+
+@pytest.fixture
+def hidden(sources, feature):
+    """Flags of a compiler that does not find the header of a library."""
+    folder = sources / "hidden"
+    folder.mkdir()
+    (folder / FEATURES[feature][1]).write_text('#error "hidden by a test"\n')
+    return f"-O0 -I{folder}"
+
+
+def test_what_is_not_wanted_is_left_out_without_a_word(build, sources):
+    built = build(
+        CFLAGS="-O0", **{f"NVMEIO_WITH_{name.upper()}": "no" for name in FEATURES}
+    )
+    for name, found in built.record["features"].items():
+        assert found["reason"] == f"NVMEIO_WITH_{name.upper()}=no"
+        assert not found["built"]
+    assert built.lines == []
+    assert built.record["link_flags"] == ["-pthread"]
+    assert not {"engine_uring.o", "engine_libaio.o"} & set(built.members)
+    engines = built.engines(sources)
+    for library, name in ENGINES.items():
+        reason = f"not built: {library} was missing or left out when nvmeio was compiled"
+        assert engines[name] == ["0", str(errno.ENOSYS), reason]
+    assert engines["threads"] == engines["sync"] == ["1", "0", ""]
+
+
+@FEATURE
+def test_without_a_library_all_else_is_built_and_one_line_names_the_package(
+    build, sources, hidden, feature
+):
+    package, _, member = FEATURES[feature]
+    built = build(CFLAGS=hidden)
+    features = built.record["features"]
+    # Here others may be missing too.
+    missing = {n for n, found in nvmeio.build_info()["features"].items() if found["reason"]}
+    assert {n for n in FEATURES if not features[n]["built"]} == missing | {feature}
+    assert len(built.lines) == len(missing | {feature})
+    (line,) = (line for line in built.lines if features[feature]["reason"] in line)
+    assert feature in line
+    assert package in line
+    assert member not in built.members
+    engines = built.engines(sources)
+    for library, name in ENGINES.items():
+        assert bool(int(engines[name][0])) == features[library]["built"]
+
+
+@FEATURE
+def test_a_library_that_is_demanded_and_missing_is_an_error_that_names_the_package(
+    build, hidden, feature
+):
+    built = build(CFLAGS=hidden, **{f"NVMEIO_WITH_{feature.upper()}": "yes"})
+    assert built.status != 0
+    assert len(built.lines) == 1
+    assert f"NVMEIO_WITH_{feature.upper()}=yes" in built.lines[0]
+    assert FEATURES[feature][0] in built.lines[0]
+    assert not built.folder.exists()
+
+
+@FEATURE
+def test_a_wish_that_is_none_is_an_error(build, feature):
+    built = build(**{f"NVMEIO_WITH_{feature.upper()}": "maybe"})
+    assert built.status != 0
+    assert "must be auto, yes or no, not 'maybe'" in built.lines[-1]
+
+
+@pytest.mark.slow
+def test_the_whole_package_is_built_without_torch_and_without_the_network(build, sources):
+    (sources / "sitecustomize.py").write_text(textwrap.dedent(OFFLINE))
+    built = build("build", "--build-lib", "package", CFLAGS="-O0", PYTHONPATH=str(sources))
+    assert built.status == 0, built.lines
+    package = sources / "package"
+    code = "import nvmeio; nvmeio.write_file('file', b'123'); print(nvmeio.__file__)"
+    environment = {**os.environ, "PYTHONPATH": str(package)}
+    found = run(sys.executable, "-c", code, cwd=sources, env=environment)
+    assert Path(found.strip()).parent == package / "nvmeio"
+    assert (sources / "file").read_bytes() == b"123"
+    record = (package / "nvmeio" / "lib" / "build.json").read_text(encoding="utf-8")
+    assert "torch" not in record
+    assert "cuda" not in record
+
+
+def test_a_build_is_optimized_and_tells_nothing_but_what_is_missing(build):
+    """Case 17: DeepSpeed's is built with -O0."""
+    built = build()
+    assert optimization(built.record) in ("-O2", "-O3")
+    reasons = [found["reason"] for found in built.record["features"].values()]
+    assert len(built.lines) == sum(reason != "" for reason in reasons)
+
+
+def test_flags_of_ones_own_leave_the_optimization_on(build):
+    """Case 17 again: only who asks for it gets -O0."""
+    assert optimization(build(CFLAGS="-g").record) in ("-O2", "-O3")
+
+
+def optimization(record):
+    """Return the last word on optimization that a compiler was given."""
+    return [flag for flag in ("-O0", *record["flags"]) if flag.startswith("-O")][-1]

@@ -1,0 +1,104 @@
+"""Calls that block let the other threads of Python run.
+
+The FUSE file system holds the system call that each of them needs, for half a minute at
+most: a thread that kept the GIL would keep the test from seeing that it waits.
+"""
+
+import gc
+import threading
+
+import pytest
+
+import nvmeio
+from helpers import BLOCK, DEPTH, MIB
+from workloads import Faults, make_file
+
+
+class Place:
+    """A file whose calls can be held, and a handle with which it is used."""
+
+    def __init__(self, path, handle):
+        self.path = path
+        self.handle = handle
+        self.data = bytearray(make_file(path, MIB))
+        self.file = nvmeio.File(path, "r+")
+
+    def submit(self):
+        return self.handle.submit_read(self.data, self.file)
+
+    def start(self):
+        self.handle.async_pread(self.data, self.file)
+
+    def close(self):
+        self.start()
+        self.handle.close()
+
+    def wait(self):
+        self.start()
+        assert self.handle.wait() == 1
+
+    def drop(self):
+        """Let go of a handle that has a read in flight."""
+        handle = nvmeio.aio_handle(engine=self.handle.stats()["engine"])
+        handle.async_pread(self.data, self.file)
+        del handle
+        gc.collect()
+
+
+HANDLE = (BLOCK, DEPTH, False, False, False)
+READS = {
+    "Request.wait": lambda at: at.submit().wait(),
+    "Request.wait for a time": lambda at: at.submit().wait(timeout_s=60),
+    "Request.result": lambda at: at.submit().result(),
+    "Request.exception": lambda at: at.submit().exception(),
+    "wait": Place.wait,
+    "close": Place.close,
+    "the end of a handle": Place.drop,
+    "read": lambda at: at.handle.read(at.data, at.file),
+    "read and validate": lambda at: at.handle.read(at.data, at.file, True),
+    "pread": lambda at: at.handle.pread(at.data, at.file, False, False),
+    "sync_pread": lambda at: at.handle.sync_pread(at.data, at.file),
+    "a small read": lambda at: at.handle.read(at.data[:100], at.file),
+    "a read by path": lambda at: at.handle.submit_read(at.data, at.path).wait(),
+    "File": lambda at: nvmeio.File(at.path).close(),
+    "read_file": lambda at: nvmeio.read_file(at.path),
+    "read_into": lambda at: nvmeio.read_into(at.path, at.data),
+    "aio_read": lambda at: nvmeio.aio_read(at.data, str(at.path), *HANDLE),
+}
+WRITES = {
+    "write": lambda at: at.handle.write(at.data, at.file),
+    "pwrite": lambda at: at.handle.pwrite(at.data, at.file, False, False),
+    "sync_pwrite": lambda at: at.handle.sync_pwrite(at.data, at.file),
+    "a small write": lambda at: at.handle.write(at.data[:100], at.file),
+    "write_file": lambda at: nvmeio.write_file(at.path, at.data),
+    "aio_write": lambda at: nvmeio.aio_write(at.data, str(at.path), *HANDLE),
+}
+FSYNCS = {
+    "fsync": lambda at: at.handle.fsync(at.file),
+    "Request.wait for an fsync": lambda at: at.handle.submit_fsync(at.file).wait(),
+    "write_file and sync": lambda at: nvmeio.write_file(at.path, at.data, sync=True),
+}
+CALLS = [
+    pytest.param(held, call, id=name)
+    for held, calls in (("read", READS), ("write", WRITES), ("fsync", FSYNCS))
+    for name, call in calls.items()
+]
+
+
+@pytest.mark.parametrize(("held", "call"), CALLS)
+def test_other_threads_run_while_one_is_in(faulty, handle, held, call):
+    place = Place(faulty / "file", handle)
+    # Of another file: Linux locks one that is written or synced against changes.
+    control = faulty / "control"
+    control.touch()
+    faults = Faults(control)
+    faults.set(**{held: {"held": True}})
+    blocked = threading.Thread(target=call, args=[place])
+    blocked.start()
+    try:
+        faults.await_waiting()
+        assert blocked.is_alive()
+    finally:
+        faults.set()
+        blocked.join()
+    assert faults.fired()[f"{held}.held"] > 0
