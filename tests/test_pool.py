@@ -71,7 +71,7 @@ def test_more_than_the_system_has_is_a_memory_error():
 
 
 def test_the_signature_can_be_inspected():
-    assert str(inspect.signature(PoolMemory)) == "(nbytes, *, lock=False)"
+    assert str(inspect.signature(PoolMemory)) == "(nbytes, *, lock=False, numa_node=None)"
 
 
 def test_repr_tells_size_and_address():

@@ -9,6 +9,7 @@ from nvmeio.file import File
 from nvmeio.files import aio_read, aio_write, read_file, read_into, write_file
 from nvmeio.handle import aio_handle
 from nvmeio.info import build_info, engines
+from nvmeio.memory import empty
 from nvmeio.pool import pool_stats
 from nvmeio.request import Request
 
@@ -20,6 +21,7 @@ __all__ = [
     "aio_write",
     "build_info",
     "deepspeed_memcpy",
+    "empty",
     "engines",
     "get_include",
     "get_library_dir",

@@ -9,6 +9,7 @@ cdef extern from "nvmeio/nvmeio.h" nogil:
     unsigned QUEUE_DEPTH_MAX "NVMEIO_QUEUE_DEPTH_MAX"
     unsigned LANES_MAX "NVMEIO_LANES_MAX"
     size_t POOL_ALIGN "NVMEIO_POOL_ALIGN"
+    int POOL_NODE_MAX "NVMEIO_POOL_NODE_MAX"
 
     enum nvmeio_op:
         OP_READ "NVMEIO_OP_READ"
@@ -84,7 +85,9 @@ cdef extern from "nvmeio/nvmeio.h" nogil:
         uint64_t retries
 
     struct nvmeio_pool_stats:
+        uint64_t bytes_limit
         uint64_t bytes_mapped
+        uint64_t bytes_hugetlb
         uint64_t bytes_used
         uint64_t bytes_locked
         uint64_t allocations
@@ -134,6 +137,11 @@ cdef const char *handle_fallback(nvmeio_handle *handle) noexcept nogil
 cdef void handle_stats(nvmeio_handle *handle, nvmeio_stats *stats) noexcept nogil
 
 cdef int pool_alloc(size_t size, bint lock, void **address, int *locked) noexcept nogil
+cdef int pool_alloc_on(
+    int node, size_t size, bint lock, void **address, int *locked
+) noexcept nogil
+cdef void pool_set_limit(uint64_t bytes) noexcept nogil
+cdef void pool_set_hugetlb(bint wanted) noexcept nogil
 cdef void pool_free(void *address) noexcept nogil
 cdef int pool_set_pinned(void *address, bint pinned) noexcept nogil
 cdef bint pool_is_pinned(const void *address, size_t size) noexcept nogil

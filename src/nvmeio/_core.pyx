@@ -48,6 +48,11 @@ cdef extern from "nvmeio/nvmeio.h" nogil:
     const char *nvmeio_handle_fallback(nvmeio_handle *handle)
     void nvmeio_handle_stats(nvmeio_handle *handle, nvmeio_stats *stats)
     int nvmeio_pool_alloc(size_t size, bint lock, void **address, int *locked)
+    int nvmeio_pool_alloc_on(
+        int node, size_t size, bint lock, void **address, int *locked
+    )
+    void nvmeio_pool_set_limit(uint64_t bytes)
+    void nvmeio_pool_set_hugetlb(bint wanted)
     void nvmeio_pool_free(void *address)
     int nvmeio_pool_set_pinned(void *address, bint pinned)
     bint nvmeio_pool_is_pinned(const void *address, size_t size)
@@ -202,6 +207,20 @@ cdef void handle_stats(nvmeio_handle *handle, nvmeio_stats *stats) noexcept nogi
 
 cdef int pool_alloc(size_t size, bint lock, void **address, int *locked) noexcept nogil:
     return nvmeio_pool_alloc(size, lock, address, locked)
+
+
+cdef int pool_alloc_on(
+    int node, size_t size, bint lock, void **address, int *locked
+) noexcept nogil:
+    return nvmeio_pool_alloc_on(node, size, lock, address, locked)
+
+
+cdef void pool_set_limit(uint64_t bytes) noexcept nogil:
+    nvmeio_pool_set_limit(bytes)
+
+
+cdef void pool_set_hugetlb(bint wanted) noexcept nogil:
+    nvmeio_pool_set_hugetlb(wanted)
 
 
 cdef void pool_free(void *address) noexcept nogil:

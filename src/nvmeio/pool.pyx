@@ -4,6 +4,8 @@ What to make of the memory, an array or a tensor, is left to numpy.frombuffer() 
 torch.frombuffer(), which keep the PoolMemory alive as long as any view of it.
 """
 
+import operator
+
 cimport cython
 from cpython.buffer cimport (
     PyBUF_STRIDES,
@@ -12,15 +14,18 @@ from cpython.buffer cimport (
     PyObject_CheckBuffer,
     PyObject_GetBuffer,
 )
-from libc.errno cimport EBUSY, ENOMEM
+from libc.errno cimport EBUSY, EINVAL, ENOMEM
 from libc.stdint cimport uintptr_t
 
 from nvmeio cimport _core
+from nvmeio.settings cimport apply_settings
 
 
+# A cycle collector would empty `farewell` before __dealloc__ runs.
+@cython.no_gc
 @cython.final
 cdef class PoolMemory:
-    """PoolMemory(nbytes, *, lock=False)
+    """PoolMemory(nbytes, *, lock=False, numa_node=None)
 --
 
     Page-aligned, populated memory in huge pages where the kernel has them.
@@ -34,6 +39,8 @@ cdef class PoolMemory:
     lock : bool, default False
         Keep the memory from being swapped out where RLIMIT_MEMLOCK allows; ``locked``
         tells.
+    numa_node : int, optional
+        The node whose memory it shall be; by default where the system likes.
 
     Attributes
     ----------
@@ -43,9 +50,9 @@ cdef class PoolMemory:
     Raises
     ------
     ValueError
-        `nbytes` is negative.
+        `nbytes` is negative, or there is no such node.
     MemoryError
-        The system has not so much.
+        The pool may not hold so much (NVMEIO_POOL_BYTES), or the system has not so much.
 
     Notes
     -----
@@ -54,18 +61,22 @@ cdef class PoolMemory:
     export of it, and so every array or tensor made of it, keeps it alive.
     """
 
-    def __cinit__(self, Py_ssize_t nbytes, *, bint lock=False):
+    def __cinit__(self, Py_ssize_t nbytes, *, bint lock=False, numa_node=None):
         cdef void *memory = NULL
         cdef int locked = 0
         cdef int error
+        cdef int node = node_of(numa_node)
         self.memory = NULL
         if nbytes < 0:
             raise ValueError(f"nbytes must be 0 or more, not {nbytes}")
+        apply_settings()
         with nogil:
             # The pool has no allocations of no bytes.
-            error = _core.pool_alloc(nbytes or 1, lock, &memory, &locked)
+            error = _core.pool_alloc_on(node, nbytes or 1, lock, &memory, &locked)
         if error == -ENOMEM:
-            raise MemoryError(f"the pool cannot get {nbytes} bytes from the system")
+            raise MemoryError(words_of_want(nbytes))
+        if error == -EINVAL:
+            raise ValueError(f"numa_node is {node}, which this machine does not have")
         _core.check(error)
         self.memory = memory
         self.nbytes = nbytes
@@ -74,6 +85,8 @@ cdef class PoolMemory:
 
     def __dealloc__(self):
         cdef void *memory = self.memory
+        if self.farewell is not None:
+            self.farewell(<uintptr_t> memory)
         if memory != NULL:
             with nogil:
                 _core.pool_free(memory)
@@ -84,6 +97,16 @@ cdef class PoolMemory:
     def __repr__(self):
         locked = ", locked" if self.locked else ""
         return f"<PoolMemory of {self.nbytes} bytes at {self.address:#x}{locked}>"
+
+    def call_before_free(self, function) -> None:
+        """Have a function called with the address before the memory goes back.
+
+        Parameters
+        ----------
+        function : callable
+            For who has told others of the memory; what it raises is reported and ignored.
+        """
+        self.farewell = function
 
     @property
     def address(self) -> int:
@@ -96,13 +119,37 @@ cdef class PoolMemory:
         return self.was_locked and self.generation == _core.fork_generation()
 
 
-cpdef PoolMemory new_pinned(Py_ssize_t nbytes):
+cdef int node_of(object numa_node) except -2:
+    """Return a NUMA node, -1 for any."""
+    if numa_node is None:
+        return -1
+    node = operator.index(numa_node)
+    if not 0 <= node <= _core.POOL_NODE_MAX:
+        raise ValueError(f"numa_node is {node}; it must be 0 to {_core.POOL_NODE_MAX}")
+    return node
+
+
+cdef str words_of_want(Py_ssize_t nbytes):
+    """Say why there is no memory."""
+    stats = pool_stats()
+    limit = stats["bytes_limit"]
+    if stats["bytes_used"] + nbytes <= limit:
+        return f"the pool cannot get {nbytes} bytes from the system"
+    return (
+        f"the pool may hold {limit} bytes, of which {stats['bytes_used']} are in use, and "
+        f"{nbytes} more were asked for; NVMEIO_POOL_BYTES sets the limit"
+    )
+
+
+cpdef PoolMemory new_pinned(Py_ssize_t nbytes, object numa_node=None):
     """Get memory that is locked, if the system allows it, and marked as pinned.
 
     Parameters
     ----------
     nbytes : int
         Size in bytes, 0 or more.
+    numa_node : int, optional
+        As for ``PoolMemory``.
 
     Returns
     -------
@@ -111,16 +158,14 @@ cpdef PoolMemory new_pinned(Py_ssize_t nbytes):
 
     Raises
     ------
-    ValueError
-        `nbytes` is negative.
-    MemoryError
-        The system has not so much.
+    ValueError, MemoryError
+        As ``PoolMemory``.
 
     Notes
     -----
     Releases the GIL while the kernel provides the memory.
     """
-    cdef PoolMemory memory = PoolMemory(nbytes, lock=True)
+    cdef PoolMemory memory = PoolMemory(nbytes, lock=True, numa_node=numa_node)
     _core.check(_core.pool_set_pinned(memory.memory, True))
     return memory
 
@@ -202,8 +247,9 @@ def pool_stats() -> dict[str, int]:
     Returns
     -------
     dict of str to int
-        ``bytes_mapped`` (taken from the system, never given back), ``bytes_used`` (of
-        them handed out now, bounces included, in whole pages or huge pages),
+        ``bytes_limit`` (of what may be mapped), ``bytes_mapped`` (taken from the system),
+        ``bytes_hugetlb`` (mapped from hugetlbfs so far), ``bytes_used`` (of what is
+        mapped handed out now, bounces included, in whole pages or huge pages),
         ``bytes_locked`` (of those, locked), ``allocations`` (so far) and ``reuses`` (of
         them, from memory that was mapped before).
     """

@@ -1,4 +1,4 @@
-"""Settings of the process that the environment gives: the copy kernel, threads of a copy.
+"""Settings of the process that the environment gives: the copy kernel, the pool's bounds.
 
 The C library reads no environment.  They are made when they are first needed, and once.
 """
@@ -6,7 +6,11 @@ The C library reads no environment.  They are made when they are first needed, a
 import errno
 import os
 
+from libc.stdint cimport uint64_t
+
 from nvmeio cimport _core
+
+cdef dict _factors = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 cdef bint _applied = False
 cdef int _threads_max = 0
@@ -17,6 +21,9 @@ cdef int apply_settings() except -1:
     if not _applied:
         select_kernel(os.environ.get("NVMEIO_COPY") or "auto")
         _threads_max = threads_of(os.environ.get("OMP_NUM_THREADS", ""))
+        set_pool(
+            os.environ.get("NVMEIO_POOL_BYTES"), os.environ.get("NVMEIO_POOL_HUGETLB")
+        )
         _applied = True
     return 0
 
@@ -30,6 +37,29 @@ cdef int threads_of(str text) except -1:
     first = text.partition(",")[0].strip()
     # OpenMP ignores what it cannot read, and so do we.
     return min(int(first), 4096) if first.isdecimal() else 0
+
+
+cdef int set_pool(str limit, str hugetlb) except -1:
+    """Bound the pool, and say where its memory comes from."""
+    if limit:
+        _core.pool_set_limit(size_of("NVMEIO_POOL_BYTES", limit))
+    if hugetlb and hugetlb not in ("0", "1"):
+        raise ValueError(f"NVMEIO_POOL_HUGETLB is {hugetlb!r}; it must be 0 or 1")
+    _core.pool_set_hugetlb(hugetlb == "1")
+    return 0
+
+
+cdef uint64_t size_of(str variable, str text) except 0:
+    """Return a number of bytes, which may end in K, M, G or T."""
+    factor = _factors.get(text[-1].upper(), 1)
+    digits = text[:-1] if factor > 1 else text
+    # Less would not hold a single huge page.
+    if not digits.isdecimal() or not 2**21 <= int(digits) * factor < 2**63:
+        raise ValueError(
+            f"{variable} is {text!r}; it must be a number of bytes, at least 2M, such as "
+            "8589934592 or 8G"
+        )
+    return int(digits) * factor
 
 
 cdef int select_kernel(str name) except -1:

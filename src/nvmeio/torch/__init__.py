@@ -8,7 +8,8 @@ import torch
 
 from nvmeio._registry import register
 from nvmeio.torch import tensors
+from nvmeio.torch.memory import empty, empty_like
 
-__all__ = ["tensors"]
+__all__ = ["empty", "empty_like", "tensors"]
 
 register(torch.Tensor, tensors)

@@ -13,6 +13,7 @@ from nvmeio import pool
 from nvmeio._layout import check_sizes, may_overlap
 from nvmeio._registry import Export
 from nvmeio.torch.bits import copy_bits, opaque, plain_mode, touch
+from nvmeio.torch.memory import tensor_in
 from nvmeio.torch.staging import DeviceStaging
 
 __all__ = [
@@ -161,8 +162,7 @@ def locked_tensor(num_elem: int, example: torch.Tensor) -> torch.Tensor:
         raise TypeError(f"expected a tensor as example, not {type(example).__qualname__}")
     # A tensor of no elements has an allocation too: it can be freed once, as any other.
     nbytes = max(count, 1) * example.element_size()
-    memory = torch.frombuffer(pool.new_pinned(nbytes), dtype=torch.uint8)
-    return memory.view(example.dtype)[:count]
+    return tensor_in(pool.new_pinned(nbytes), example.dtype, True)[:count]
 
 
 def first_address(tensor: torch.Tensor) -> int:

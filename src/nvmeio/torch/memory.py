@@ -1,0 +1,120 @@
+"""Tensors in memory of the pool."""
+
+import logging
+import math
+
+import torch
+
+from nvmeio import pool
+from nvmeio.memory import extents_of, pool_memory
+
+__all__ = ["empty", "empty_like", "tensor_in"]
+
+_log = logging.getLogger("nvmeio")
+
+
+def empty(
+    *size: int | torch.Size | tuple[int, ...] | list[int],
+    dtype: torch.dtype | None = None,
+    pinned: bool = False,
+    numa_node: int | None = None,
+) -> torch.Tensor:
+    """Make a tensor in memory of the pool, without initializing it.
+
+    Parameters
+    ----------
+    *size : int, or one sequence of int
+        The extent of each axis, 0 or more, as for ``torch.empty``.
+    dtype : torch.dtype, optional
+        By default torch's default dtype.
+    pinned : bool, default False
+        Lock the memory where RLIMIT_MEMLOCK allows, and have ``is_pinned`` know it; where
+        CUDA is present, register it with the driver, so that ``non_blocking`` copies are.
+    numa_node : int, optional
+        The node whose memory it shall be; by default where the system likes.
+
+    Returns
+    -------
+    torch.Tensor
+        On the CPU, contiguous; page-aligned, populated, in huge pages where the system has
+        them.  The memory goes back to the pool when the last view of it dies.
+
+    Raises
+    ------
+    MemoryError
+        The pool may not hold so much (NVMEIO_POOL_BYTES), or the system has not so much.
+    TypeError, ValueError
+        An extent is no integer, or negative; a node that there is not.
+    """
+    one = len(size) == 1 and not isinstance(size[0], int)
+    extents = extents_of(size[0] if one else size)  # type: ignore[arg-type]
+    kind = dtype or torch.get_default_dtype()
+    # A tensor of no elements has an allocation too: its views find their place.
+    nbytes = max(math.prod(extents), 1) * kind.itemsize
+    memory = pool_memory(nbytes, pinned, numa_node)
+    return tensor_in(memory, kind, pinned)[: math.prod(extents)].view(extents)
+
+
+def empty_like(
+    tensor: torch.Tensor,
+    *,
+    dtype: torch.dtype | None = None,
+    pinned: bool = False,
+    numa_node: int | None = None,
+) -> torch.Tensor:
+    """Make a tensor of the size and dtype of another in memory of the pool.
+
+    Parameters
+    ----------
+    tensor : torch.Tensor
+        Gives the size and the dtype; on any device, of any strides.
+    dtype : torch.dtype, optional
+        In place of the tensor's.
+    pinned, numa_node
+        As for ``empty``.
+
+    Returns
+    -------
+    torch.Tensor
+        On the CPU, contiguous, not initialized.
+
+    Raises
+    ------
+    MemoryError, ValueError
+        As ``empty``.
+    """
+    kind = dtype or tensor.dtype
+    return empty(tensor.shape, dtype=kind, pinned=pinned, numa_node=numa_node)
+
+
+def tensor_in(memory: pool.PoolMemory, dtype: torch.dtype, pinned: bool) -> torch.Tensor:
+    """Make a tensor of all of some memory.
+
+    Parameters
+    ----------
+    memory : PoolMemory
+        Of a whole number of elements, at least one.
+    dtype : torch.dtype
+        Of the elements.
+    pinned : bool
+        Whether to register it with CUDA's driver, where there is one.
+
+    Returns
+    -------
+    torch.Tensor
+        One-dimensional; it and its views hold the memory.
+    """
+    if pinned and torch.cuda.is_available():
+        _register(memory)
+    return torch.frombuffer(memory, dtype=torch.uint8).view(dtype)
+
+
+def _register(memory: pool.PoolMemory) -> None:
+    """Tell CUDA's driver that the memory stays where it is, as long as it is not freed."""
+    runtime = torch.cuda.cudart()
+    code = int(runtime.cudaHostRegister(memory.address, memory.nbytes, 0))
+    if code:
+        # Copies from it are right, but synchronous.
+        _log.warning("cudaHostRegister refused %d bytes: error %d", memory.nbytes, code)
+        return
+    memory.call_before_free(runtime.cudaHostUnregister)

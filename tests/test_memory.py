@@ -1,0 +1,147 @@
+"""Arrays in memory of the pool: aligned, bounded, given back with the last reference."""
+
+import gc
+import threading
+
+import numpy as np
+import pytest
+
+import nvmeio
+from children import run_child
+from helpers import MIB, PAGE
+from nvmeio.handle import aio_handle
+
+
+def used():
+    """Return the bytes that the pool has handed out."""
+    gc.collect()
+    return nvmeio.pool_stats()["bytes_used"]
+
+
+@pytest.mark.parametrize("shape", [(), 0, 5, (3, 4), [2, 0, 3], (1 << 20,), (3, 1 << 20)])
+@pytest.mark.parametrize("dtype", ["f8", "f4", "?", "c16", "M8[ns]", "S3", ">i2", "V7"])
+def test_an_array_is_of_its_shape_and_dtype_and_aligned(shape, dtype):
+    array = nvmeio.empty(shape, dtype)
+    like = np.empty(shape, dtype)
+    assert (array.shape, array.dtype) == (like.shape, like.dtype)
+    assert array.flags.writeable
+    assert array.flags.c_contiguous
+    if array.nbytes:
+        assert array.__array_interface__["data"][0] % PAGE == 0
+        array.flat[-1] = array.flat[0]
+
+
+def test_the_default_dtype_is_numpys():
+    assert nvmeio.empty(3).dtype == np.empty(3).dtype
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+def test_the_memory_goes_back_with_the_last_reference(pinned):
+    before = used()
+    array = nvmeio.empty((4, MIB), "u1", pinned=pinned)
+    assert used() == before + 4 * MIB
+    view = array[2].view("u4")[5:].reshape(-1, 1)
+    memory = memoryview(view)
+    del array
+    assert used() == before + 4 * MIB
+    del view
+    assert used() == before + 4 * MIB
+    memory.release()
+    del memory
+    assert used() == before
+
+
+def test_memory_is_used_again():
+    first = nvmeio.empty(8 * MIB, "u1")
+    address = first.__array_interface__["data"][0]
+    del first
+    mapped = nvmeio.pool_stats()["bytes_mapped"]
+    again = nvmeio.empty(8 * MIB, "u1")
+    assert again.__array_interface__["data"][0] == address
+    assert nvmeio.pool_stats()["bytes_mapped"] == mapped
+
+
+def test_any_slice_of_a_pinned_array_is_pinned_and_no_other():
+    pinned, plain = nvmeio.empty(10_000, pinned=True), nvmeio.empty(10_000)
+    with aio_handle() as handle:
+        assert handle.is_pinned(pinned)
+        assert handle.is_pinned(pinned[5000:5001])
+        assert handle.is_pinned(memoryview(pinned[1:]))
+        assert not handle.is_pinned(plain)
+        assert handle.free_cpu_locked_tensor(pinned)
+        assert not handle.is_pinned(pinned[5:])
+
+
+def test_a_node_can_be_asked_for():
+    array = nvmeio.empty(MIB, "u1", numa_node=0)
+    array[:] = 7
+    assert (array == 7).all()
+    with pytest.raises(ValueError, match="numa_node is 63, which this machine does not"):
+        nvmeio.empty(MIB, "u1", numa_node=63)
+    for node in (-1, 64):
+        with pytest.raises(ValueError, match=f"numa_node is {node}; it must be 0 to 63"):
+            nvmeio.empty(MIB, "u1", numa_node=node)
+
+
+def test_impossible_arrays_are_refused():
+    with pytest.raises(ValueError, match="no extent may be negative"):
+        nvmeio.empty((3, -1))
+    with pytest.raises(TypeError, match="Python objects"):
+        nvmeio.empty(3, object)
+    with pytest.raises(TypeError, match="float"):
+        nvmeio.empty(2.5)
+
+
+def test_the_pool_is_bounded_by_the_environment():
+    report = run_child("fill_pool", env={"NVMEIO_POOL_BYTES": "64M"}).report
+    limit = 64 << 20
+    assert report["limit"] == limit
+    assert report["mapped"] <= limit
+    assert f"the pool may hold {limit} bytes" in report["error"]
+    assert "NVMEIO_POOL_BYTES" in report["error"]
+    # What was refused has taken nothing, and what is let go may be had again.
+    assert report["again"]
+
+
+def test_the_limit_is_half_of_the_memory_by_default():
+    with open("/proc/meminfo") as lines:
+        total = int(next(line for line in lines if line.startswith("MemTotal")).split()[1])
+    assert nvmeio.pool_stats()["bytes_limit"] <= total * 1024 // 2
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "1", "many", "2048X", "K"])
+def test_a_limit_that_makes_no_sense_is_refused(text):
+    report = run_child("fill_pool", env={"NVMEIO_POOL_BYTES": text}).report
+    assert f"NVMEIO_POOL_BYTES is {text!r}; it must be a number of bytes" in report["error"]
+
+
+def test_bounces_are_in_bounds_too(tmp_path):
+    env = {"NVMEIO_POOL_BYTES": "4M"}
+    report = run_child("bounce_in_bounds", env=env, folder=str(tmp_path)).report
+    assert report["mapped"] <= 4 << 20
+    assert report["right"]
+
+
+def test_hugetlbfs_is_a_wish(tmp_path):
+    report = run_child("fill_pool", env={"NVMEIO_POOL_HUGETLB": "1"}).report
+    assert report["again"]
+    report = run_child("fill_pool", env={"NVMEIO_POOL_HUGETLB": "yes"}).report
+    assert "NVMEIO_POOL_HUGETLB is 'yes'; it must be 0 or 1" in report["error"]
+
+
+def test_threads_have_arrays_of_their_own():
+    wrong = []
+
+    def use(number):
+        for _ in range(200):
+            array = nvmeio.empty(5000, "i8")
+            array[:] = number
+            if (array != number).any():
+                wrong.append(number)
+
+    threads = [threading.Thread(target=use, args=[number]) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
