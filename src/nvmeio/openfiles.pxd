@@ -8,11 +8,15 @@ cdef class OpenFiles:
 
     cdef Lanes lanes
     cdef nvmeio_direct direct
-    # (path, writing) -> File, for as long as a request has it.
-    cdef object shared
+    # (path, writing) -> a weak reference to the File that requests have.  Without the
+    # callback of a WeakValueDictionary: an exception of a signal's handler would be lost
+    # in it, and with it Ctrl-C.
+    cdef dict shared
+    cdef Py_ssize_t forget_at   # so many, and dead references are looked for
 
     # An open file for a path, a descriptor or a File.
     cdef File find(self, object file, bint writing)
+    cdef int keep(self, object key, File file) except -1
 
 
 cdef OpenFiles new_open_files(Lanes lanes, nvmeio_direct direct)

@@ -29,18 +29,29 @@ cdef class OpenFiles:
         if isinstance(path, int):
             return open_patiently(self, path, writing)
         key = (path, writing)
-        cdef File shared = self.shared.get(key)
+        known = self.shared.get(key)
+        cdef File shared = None if known is None else known()
         if shared is None or not is_at(shared, path):
             shared = open_patiently(self, path, writing)
-            self.shared[key] = shared
+            self.keep(key, shared)
         return shared
+
+    cdef int keep(self, object key, File file) except -1:
+        """Know a file while others hold it; forget those that nobody does."""
+        if len(self.shared) >= self.forget_at:
+            for other, known in list(self.shared.items()):
+                if known() is None:
+                    self.shared.pop(other, None)
+            self.forget_at = 2 * len(self.shared) + 64
+        self.shared[key] = weakref.ref(file)
+        return 0
 
 
 cdef OpenFiles new_open_files(Lanes lanes, nvmeio_direct direct):
     cdef OpenFiles files = OpenFiles.__new__(OpenFiles)
     files.lanes = lanes
     files.direct = direct
-    files.shared = weakref.WeakValueDictionary()
+    files.shared = {}
     return files
 
 
@@ -71,12 +82,17 @@ cdef File open_patiently(OpenFiles files, object file, bint writing):
 
 cdef bint release_some(OpenFiles files) except -1:
     """Wait until a file can be closed.  False where none ever will be."""
-    before = len(files.shared)
+    before = count_open(files)
     while True:
         busy = files.lanes.pending() > 0
         files.lanes.collect()
-        if len(files.shared) < before:
+        if count_open(files) < before:
             return True
         if not busy:
             return False
         files.lanes.breathe()
+
+
+cdef Py_ssize_t count_open(OpenFiles files) except -1:
+    """Count the files that somebody holds."""
+    return sum(known() is not None for known in list(files.shared.values()))
