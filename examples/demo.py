@@ -402,8 +402,15 @@ def main(arguments: list[str] | None = None) -> int:
         "--size", type=size_of, default=1 << 30, help="of the round trip (1G)"
     )
     options = parser.parse_args(arguments)
+    stopped: list[int] = []
+
+    def stop(number: int, _: object) -> None:
+        stopped.append(number)
+        raise KeyboardInterrupt
+
     # So that `kill` cleans up too.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, stop)
     print(f"nvmeio {nvmeio.__version__}, torch {torch.__version__}, numpy {np.__version__}")
     try:
         with tempfile.TemporaryDirectory(
@@ -412,10 +419,13 @@ def main(arguments: list[str] | None = None) -> int:
             show_machine(Path(inside))
             came_back = round_trip(Path(inside), options.size)
             same = training(Path(inside))
-    except KeyboardInterrupt:
-        print("\ninterrupted; the files are removed", file=sys.stderr)
-        return 128 + signal.SIGINT
-    except OSError as error:
+    except (KeyboardInterrupt, Exception) as error:
+        # numpy's tofile() makes a TypeError of an interruption.
+        if stopped:
+            print("\ninterrupted; the files are removed", file=sys.stderr)
+            return 128 + stopped[0]
+        if not isinstance(error, OSError):
+            raise
         print(f"\ndemo: {error}", file=sys.stderr)
         return 1
     print("\nall is well" if came_back and same else "\nSOMETHING IS WRONG; see above")

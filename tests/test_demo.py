@@ -26,12 +26,14 @@ def demo():
     spec = importlib.util.spec_from_file_location("demo", DEMO)
     module = importlib.util.module_from_spec(spec)
     sys.modules["demo"] = module
-    before = signal.getsignal(signal.SIGTERM)
+    signals = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.getsignal(number) for number in signals]
     try:
         spec.loader.exec_module(module)
         yield module
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in zip(signals, before, strict=True):
+            signal.signal(number, handler)
         del sys.modules["demo"]
 
 
