@@ -6,9 +6,14 @@
 #include <stdatomic.h>
 #include <stdint.h>
 #include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
 
 #include "copy_internal.h"
 #include "copy_kernels.h"
+
+/* Large copies look at the target this often. */
+#define PIECE_BYTES ((size_t)2 << 20)
 
 static bool always(void)
 {
@@ -65,12 +70,39 @@ static const struct nvmeio_copy_kernel *small_kernel(void)
     return kernel ? kernel : &nvmeio_copy_portable;
 }
 
+/* Whether a page was never written: the kernel will zero it in the caches when it is,
+ * and stores past them would wait for that.  Not memcpy(3) either, whose string
+ * instruction is slow where each page faults. */
+static bool is_untouched(const char *address)
+{
+    uintptr_t page_bytes = (uintptr_t)sysconf(_SC_PAGESIZE);
+    unsigned char resident;
+    void *page = (void *)((uintptr_t)address / page_bytes * page_bytes);
+
+    return mincore(page, 1, &resident) == 0 && !(resident & 1);
+}
+
+/* Piece by piece, for memory may be untouched from somewhere on. */
+static void copy_large(char *target, const char *source, size_t size)
+{
+    const struct nvmeio_copy_kernel *kernel = large_kernel();
+
+    while (size > 0) {
+        size_t piece = size < 2 * PIECE_BYTES ? size : PIECE_BYTES;
+        bool untouched = is_untouched(target + piece / 2);
+        (untouched ? kernel->cached : kernel->stream)(target, source, piece);
+        target += piece;
+        source += piece;
+        size -= piece;
+    }
+}
+
 void nvmeio_copy_part(void *target, const void *source, size_t size, size_t total)
 {
     if (total < NVMEIO_COPY_STREAM_BYTES)
         small_kernel()->cached(target, source, size);
     else
-        large_kernel()->stream(target, source, size);
+        copy_large(target, source, size);
 }
 
 void nvmeio_copy_cold(void *target, const void *source, size_t size)

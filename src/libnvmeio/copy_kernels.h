@@ -8,6 +8,9 @@
 /* The cache line of x86-64 and of nearly every arm64. */
 #define NVMEIO_LINE_BYTES 64
 
+/* Of memory, as far as copies go: a good distance even where pages are larger. */
+#define NVMEIO_COPY_PAGE_BYTES 4096
+
 typedef void nvmeio_copy_function(void *target, const void *source, size_t size);
 
 /* Any addresses and sizes that do not overlap.  Other threads see the stores like

@@ -38,6 +38,7 @@ static inline void stream_pair(char *to, pair vectors)
 #define LOAD load_pair
 #define STORE store_pair
 #define FENCE NOTHING
+#define PAGES 1
 #include "copy_steps.h"
 
 /* STNP is only a hint to the caches: its order is that of ordinary stores. */
@@ -47,6 +48,7 @@ static inline void stream_pair(char *to, pair vectors)
 #define LOAD load_pair
 #define STORE stream_pair
 #define FENCE NOTHING
+#define PAGES 4
 #include "copy_steps.h"
 
 static bool always(void)

@@ -4,6 +4,9 @@
  *   KERNEL  the name of the function      TARGET  its attribute
  *   VECTOR  the type of a register        LOAD(from), STORE(to, vector)
  *   FENCE() what makes its stores visible like ordinary ones
+ *   PAGES   from how many pages the 8 vectors of a step come, while there are so many
+ * Several pages at a time keep more of the memory at work: stores past the caches
+ * gained 10 to 25 % between 16 and 512 MiB from four (Xeon with AVX-512, 2026-11-21).
  * The target is brought to a cache line first, which stores past the caches need and
  * others like: a store over two lines costs two. */
 TARGET static void KERNEL(void *target, const void *source, size_t size)
@@ -19,6 +22,20 @@ TARGET static void KERNEL(void *target, const void *source, size_t size)
     to += head;
     from += head;
     size -= head;
+    const size_t group = PAGES * NVMEIO_COPY_PAGE_BYTES;
+    for (; PAGES > 1 && size >= group; size -= group, to += group, from += group)
+        for (size_t at = 0; at < NVMEIO_COPY_PAGE_BYTES; at += 8 / PAGES * step) {
+            VECTOR v[8];
+#pragma GCC unroll 8
+            for (size_t i = 0; i < 8; i++)
+                v[i] = LOAD(from + at + i / (8 / PAGES) * NVMEIO_COPY_PAGE_BYTES +
+                            i % (8 / PAGES) * step);
+#pragma GCC unroll 8
+            for (size_t i = 0; i < 8; i++)
+                STORE(to + at + i / (8 / PAGES) * NVMEIO_COPY_PAGE_BYTES +
+                          i % (8 / PAGES) * step,
+                      v[i]);
+        }
     for (; size >= 8 * step; size -= 8 * step, to += 8 * step, from += 8 * step) {
         VECTOR v0 = LOAD(from), v1 = LOAD(from + step);
         VECTOR v2 = LOAD(from + 2 * step), v3 = LOAD(from + 3 * step);
@@ -53,3 +70,4 @@ TARGET static void KERNEL(void *target, const void *source, size_t size)
 #undef LOAD
 #undef STORE
 #undef FENCE
+#undef PAGES

@@ -23,6 +23,7 @@
 #define LOAD(from) _mm512_loadu_si512(from)
 #define STORE(to, vector) _mm512_store_si512(to, vector)
 #define FENCE NOTHING
+#define PAGES 1
 #include "copy_steps.h"
 
 #define TARGET __attribute__((target("avx512f")))
@@ -31,6 +32,7 @@
 #define LOAD(from) _mm512_loadu_si512(from)
 #define STORE(to, vector) _mm512_stream_si512((__m512i *)(to), vector)
 #define FENCE _mm_sfence
+#define PAGES 4
 #include "copy_steps.h"
 
 #define TARGET __attribute__((target("avx2")))
@@ -39,6 +41,7 @@
 #define LOAD(from) _mm256_loadu_si256((const __m256i *)(from))
 #define STORE(to, vector) _mm256_store_si256((__m256i *)(to), vector)
 #define FENCE NOTHING
+#define PAGES 1
 #include "copy_steps.h"
 
 #define TARGET __attribute__((target("avx2")))
@@ -47,6 +50,7 @@
 #define LOAD(from) _mm256_loadu_si256((const __m256i *)(from))
 #define STORE(to, vector) _mm256_stream_si256((__m256i *)(to), vector)
 #define FENCE _mm_sfence
+#define PAGES 4
 #include "copy_steps.h"
 
 /* The processor chooses itself whether to go past the caches. */

@@ -120,7 +120,11 @@ def thread_limit() -> int | None:
     """
     if not libraries and "torch" in sys.modules:
         importlib.import_module("nvmeio.torch")
-    return min((library.thread_limit() for _, library in libraries), default=None)
+    least = None
+    for _, library in libraries:
+        limit = library.thread_limit()
+        least = limit if least is None else min(least, limit)
+    return least
 
 
 def _registered(source: object) -> TensorLibrary | None:

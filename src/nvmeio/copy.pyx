@@ -34,8 +34,9 @@ cdef Py_ssize_t PARALLEL_BYTES = 1 << 20
 cdef Py_ssize_t CHUNK_BYTES = 1 << 20
 cdef Py_ssize_t CHUNK_BYTES_MIN = 1 << 18
 
-# Below this, letting go of the GIL costs as much as the copy.
-cdef Py_ssize_t NOGIL_BYTES = 1 << 16
+# Below this a copy takes some microseconds, and letting go of the GIL and of no memory that
+# others could take away costs more than it gives.
+cdef Py_ssize_t NOGIL_BYTES = 1 << 18
 
 
 def memcpy(dest, src, *, threads=None) -> None:
@@ -62,7 +63,7 @@ def memcpy(dest, src, *, threads=None) -> None:
     Notes
     -----
     Where the memory of the two overlaps, the result is that of memmove(3).  Below 1 MiB,
-    and in a forked child, the calling thread copies alone.  Releases the GIL from 64 KiB
+    and in a forked child, the calling thread copies alone.  Releases the GIL from 256 KiB
     on.  For autograd it is a change of ``dest`` as by ``copy_``, but without a gradient.
     Tensors on a device are copied by torch.
     """
