@@ -585,7 +585,7 @@ def test_threads_share_a_handle(open_handle, folder):
     def work(number):
         path = folder / f"of thread {number}"
         for turn in range(rounds):
-            expected = pattern(size, seed=[number, turn])
+            expected = pattern(size, seed=number * rounds + turn)
             targets = [bytearray(size) for _ in range(3)]
             write = (
                 handle.write
