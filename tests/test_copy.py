@@ -15,7 +15,7 @@ from nvmeio import settings
 from nvmeio.copy import deepspeed_memcpy, memcpy
 
 # Where the GIL is let go, where threads begin to help, where caches are passed.
-EDGES = (1 << 16, 1 << 20, 8 << 20)
+EDGES = (1 << 19, 1 << 20, 4 << 20)
 SIZES = [0, 1, 63, PAGE + 1, *(edge + more for edge in EDGES for more in (-1, 0, 1))]
 
 DTYPES = [

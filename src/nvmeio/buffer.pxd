@@ -32,5 +32,8 @@ cdef Buffer lend(object source, bint writable)
 cdef bint borrow_tensor(object source, _dlpack.Tensor *tensor) except -1
 cdef Py_ssize_t count_bytes(const _dlpack.Tensor *tensor) noexcept
 
+# The library that a tensor belongs to; raises TypeError for what is none.
+cdef object library_for(object source)
+
 # The same as `lend` without any copy; None where the bytes do not lie there in C order.
 cdef Buffer lend_in_place(object source, bint writable)

@@ -18,7 +18,14 @@ from cpython.buffer cimport (
 from cython.parallel cimport prange
 
 from nvmeio cimport _core, _dlpack
-from nvmeio.buffer cimport Buffer, borrow_tensor, count_bytes, lend, lend_in_place
+from nvmeio.buffer cimport (
+    Buffer,
+    borrow_tensor,
+    count_bytes,
+    lend,
+    lend_in_place,
+    library_for,
+)
 from nvmeio.settings cimport apply_settings, threads_max
 
 from nvmeio._layout import check_sizes, may_overlap
@@ -34,9 +41,9 @@ cdef Py_ssize_t PARALLEL_BYTES = 1 << 20
 cdef Py_ssize_t CHUNK_BYTES = 1 << 20
 cdef Py_ssize_t CHUNK_BYTES_MIN = 1 << 18
 
-# Below this a copy takes some microseconds, and letting go of the GIL and of no memory that
-# others could take away costs more than it gives.
-cdef Py_ssize_t NOGIL_BYTES = 1 << 18
+# Below this a copy takes some microseconds: with the GIL nobody can take the memory away,
+# and nothing has to be held.
+cdef Py_ssize_t NOGIL_BYTES = 1 << 19
 
 
 def memcpy(dest, src, *, threads=None) -> None:
@@ -63,7 +70,7 @@ def memcpy(dest, src, *, threads=None) -> None:
     Notes
     -----
     Where the memory of the two overlaps, the result is that of memmove(3).  Below 1 MiB,
-    and in a forked child, the calling thread copies alone.  Releases the GIL from 256 KiB
+    and in a forked child, the calling thread copies alone.  Releases the GIL from 512 KiB
     on.  For autograd it is a change of ``dest`` as by ``copy_``, but without a gradient.
     Tensors on a device are copied by torch.
     """
@@ -157,7 +164,7 @@ cdef bint copy_small_tensor(object dest, object src) except -1:
         <char *> source.data + source.byte_offset,
         nbytes,
     )
-    library_of(dest).touch(dest)
+    library_for(dest).touch(dest)
     return True
 
 
@@ -241,10 +248,12 @@ cdef int team_size() except -1:
     # GNU OpenMP hangs in a forked child whose parent ran a team.
     if _core.fork_generation() > 0:
         return 1
+    limit = thread_limit()
+    if limit == 1 or threads_max() == 1:
+        return 1
     cdef int count = _core.cpu_count()
     if threads_max() > 0:
         count = min(count, threads_max())
-    limit = thread_limit()
     return count if limit is None else max(1, min(count, limit))
 
 
