@@ -40,18 +40,18 @@ DIRECTIVES |= {"embedsignature.format": "clinic", "auto_pickle": False}
 
 
 class Feature(NamedTuple):
-    """Something that the system may lack, and the file of src/libnvmeio that needs it."""
+    """Something that the system may lack, and the files of src/libnvmeio that need it."""
 
     name: str
     flag: str
-    source: str
+    sources: str
     header: str
     symbols: str
     packages: str
 
 
 FEATURES = [
-    Feature("liburing", "-luring", "engine_uring.c", "liburing.h",
+    Feature("liburing", "-luring", "engine_uring.c registered.c", "liburing.h",
             "io_uring_submit_and_wait, io_uring_wait_cqes, io_uring_prep_read",
             "liburing-dev (Debian, Ubuntu) or liburing-devel (Fedora)"),
     Feature("libaio", "-laio", "engine_libaio.c", "libaio.h", "io_setup, io_submit",
@@ -112,7 +112,7 @@ class BuildLibrary(build_clib):
         if not (version := output_of(name, "--version").partition("\n")[0]):
             raise PlatformError(f"the C compiler {name!r} does not run: install gcc")
         self.features = {f.name: look_for(f, self.compiler) for f in FEATURES}
-        engines = [f for f in FEATURES if f.source and self.features[f.name]["built"]]
+        engines = [f for f in FEATURES if f.sources and self.features[f.name]["built"]]
         flags_of = [self.features[f.name]["flags"] for f in engines]
         self.link_flags = sum(flags_of, ["-pthread"])
         config = {"version": VERSION, "debug": DEBUG, "compiler": version}
@@ -123,7 +123,7 @@ class BuildLibrary(build_clib):
         if not self.record.exists() or self.record.read_text() != text:
             self.mkpath(self.build_clib)
             self.record.write_text(text)
-        left_out = {f.source for f in FEATURES if f not in engines} | {"fault.c"}
+        left_out = {n for f in FEATURES if f not in engines for n in f.sources.split()}
         files = sorted(Path("src/libnvmeio").glob("*.c"))
         sources = [str(path) for path in files if path.name not in left_out]
         depends = [*sources, *HEADERS, str(self.record)]

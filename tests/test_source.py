@@ -68,7 +68,8 @@ TOPS = {"__init__", "deepspeed", "cli", "torch"}
 C_LAYERS = (
     {"align", "fork", "system", "file", "pool"}
     | {"copy", "copy_kernels", "copy_steps", "copy_x86", "copy_neon"},
-    {"engine", "engine_uring", "engine_libaio", "engine_threads", "engine_sync"},
+    {"engine", "registered"}
+    | {"engine_uring", "engine_libaio", "engine_threads", "engine_sync"},
     {"request", "lane", "schedule", "wait", "handle"},
 )
 

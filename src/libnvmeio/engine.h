@@ -24,6 +24,7 @@ struct nvmeio_block {
     bool plain;
     int64_t result; /* set by the engine: bytes or -errno */
     struct nvmeio_block *next;
+    int place; /* of the file among those that io_uring has registered, or -1 */
 
     struct nvmeio_request *request;
     struct nvmeio_piece piece;
@@ -41,6 +42,7 @@ struct nvmeio_engine {
     unsigned in_flight;            /* pushed and not yet in `finished` */
     struct nvmeio_block *finished; /* reap() puts blocks here, the lane takes them */
     uint64_t retries;              /* calls into the kernel that had to be repeated */
+    uint64_t registered;           /* blocks pushed in registered memory */
     int wake_fd;                   /* eventfd of wake() */
     void *state;                   /* the engine's own */
 };

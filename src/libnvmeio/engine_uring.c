@@ -12,6 +12,8 @@
 #include <poll.h>
 #include <stdlib.h>
 
+#include "registered.h"
+
 /* Flags that are younger than the oldest liburing we build with. */
 #ifndef IORING_SETUP_COOP_TASKRUN
 #define IORING_SETUP_COOP_TASKRUN (1U << 8) /* Linux 5.19 */
@@ -29,6 +31,7 @@
 struct uring {
     struct io_uring ring;
     struct nvmeio_patience patience;
+    struct nvmeio_registered registered;
     bool wake_armed;
 };
 
@@ -77,6 +80,7 @@ static int uring_open(struct nvmeio_engine *engine)
         free(uring);
         return error;
     }
+    nvmeio_registered_open(&uring->registered, &uring->ring);
     engine->state = uring;
     return 0;
 }
@@ -84,6 +88,7 @@ static int uring_open(struct nvmeio_engine *engine)
 static void uring_close(struct nvmeio_engine *engine)
 {
     struct uring *uring = engine->state;
+    nvmeio_registered_close(&uring->registered);
     io_uring_queue_exit(&uring->ring);
     free(uring);
 }
@@ -115,8 +120,33 @@ static struct io_uring_sqe *uring_entry(struct nvmeio_engine *engine)
     return entry;
 }
 
+/* Say in an entry what the block wants, in terms of what is registered where it is. */
+static void uring_prepare(struct io_uring_sqe *entry, struct nvmeio_block *block,
+                          int memory, int file)
+{
+    int fd = file >= 0 ? file : block->fd;
+    uint64_t offset = (uint64_t)block->offset;
+
+    if (block->op == NVMEIO_OP_FSYNC)
+        io_uring_prep_fsync(entry, fd, 0);
+    else if (block->op == NVMEIO_OP_READ && memory >= 0)
+        io_uring_prep_read_fixed(entry, fd, block->address, block->bytes, offset,
+                                 memory);
+    else if (block->op == NVMEIO_OP_READ)
+        io_uring_prep_read(entry, fd, block->address, block->bytes, offset);
+    else if (memory >= 0)
+        io_uring_prep_write_fixed(entry, fd, block->address, block->bytes, offset,
+                                  memory);
+    else
+        io_uring_prep_write(entry, fd, block->address, block->bytes, offset);
+    if (file >= 0)
+        entry->flags |= IOSQE_FIXED_FILE;
+    io_uring_sqe_set_data(entry, block);
+}
+
 static void uring_push(struct nvmeio_engine *engine, struct nvmeio_block *block)
 {
+    struct uring *uring = engine->state;
     struct io_uring_sqe *entry;
 
     engine->in_flight++;
@@ -125,26 +155,18 @@ static void uring_push(struct nvmeio_engine *engine, struct nvmeio_block *block)
         nvmeio_engine_finish(engine, block);
         return;
     }
+    int memory = nvmeio_registered_memory(&uring->registered, block);
+    int file = nvmeio_registered_file(&uring->registered, block);
     entry = uring_entry(engine);
     if (!entry) {
         /* It was never published, so it can be refused like any failed I/O. */
+        nvmeio_registered_done(&uring->registered, block);
         block->result = -EIO;
         nvmeio_engine_finish(engine, block);
         return;
     }
-    switch (block->op) {
-    case NVMEIO_OP_READ:
-        io_uring_prep_read(entry, block->fd, block->address, block->bytes,
-                           (uint64_t)block->offset);
-        break;
-    case NVMEIO_OP_WRITE:
-        io_uring_prep_write(entry, block->fd, block->address, block->bytes,
-                            (uint64_t)block->offset);
-        break;
-    default:
-        io_uring_prep_fsync(entry, block->fd, 0);
-    }
-    io_uring_sqe_set_data(entry, block);
+    uring_prepare(entry, block, memory, file);
+    engine->registered += memory >= 0;
 }
 
 static void uring_arm_wake(struct nvmeio_engine *engine)
@@ -188,6 +210,7 @@ static int uring_collect(struct nvmeio_engine *engine)
         } else if (entry->user_data != LIBURING_UDATA_TIMEOUT) {
             struct nvmeio_block *block = data;
             block->result = entry->res;
+            nvmeio_registered_done(&uring->registered, block);
             if (left_behind(engine, entry->res))
                 nvmeio_block_perform(block);
             nvmeio_engine_finish(engine, block);
@@ -195,6 +218,7 @@ static int uring_collect(struct nvmeio_engine *engine)
         }
     }
     io_uring_cq_advance(&uring->ring, seen);
+    nvmeio_registered_let_go(&uring->registered);
     if (seen)
         uring->patience.since_ns = 0;
     return count;

@@ -231,6 +231,8 @@ static struct nvmeio_block *lane_advance(struct nvmeio_lane *lane)
     }
     atomic_store_explicit(&lane->stats.retries, lane->repeats + engine->retries,
                           memory_order_relaxed);
+    atomic_store_explicit(&lane->stats.blocks_registered, engine->registered,
+                          memory_order_relaxed);
     return finished;
 }
 
@@ -439,6 +441,8 @@ void nvmeio_lane_count(struct nvmeio_lane *lane, struct nvmeio_stats *stats)
     struct nvmeio_lane_stats *own = &lane->stats;
 
     stats->blocks += atomic_load_explicit(&own->blocks, memory_order_relaxed);
+    stats->blocks_registered +=
+        atomic_load_explicit(&own->blocks_registered, memory_order_relaxed);
     stats->bytes_direct +=
         atomic_load_explicit(&own->bytes_direct, memory_order_relaxed);
     stats->bytes_buffered +=

@@ -15,7 +15,7 @@
 struct nvmeio_lane_stats {
     /* Written by the lane, read by anyone, relaxed: figures, no order. */
     _Atomic uint64_t blocks, bytes_direct, bytes_buffered, bytes_bounced;
-    _Atomic uint64_t short_transfers, retries;
+    _Atomic uint64_t short_transfers, retries, blocks_registered;
 };
 
 struct nvmeio_lane {

@@ -19,13 +19,12 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-#include <nvmeio/pool.h>
 #include <nvmeio/system.h>
 
 #include "fork.h"
+#include "pool_internal.h"
 
-/* The huge page of x86-64, and of arm64 with pages of 4 KiB. */
-#define HUGE_BYTES ((size_t)2 << 20)
+#define HUGE_BYTES NVMEIO_HUGE_BYTES
 
 #ifndef MAP_HUGE_2MB
 #define MAP_HUGE_2MB (21 << MAP_HUGE_SHIFT)
@@ -59,6 +58,10 @@ static struct arena large_arenas[NVMEIO_POOL_NODE_MAX + 2];
 static size_t small_granule_bytes = NVMEIO_POOL_ALIGN; /* sizes are rounded up to it */
 static struct nvmeio_pool_stats stats;
 static bool hugetlb_wanted;
+
+/* Written under the mutex, read without it: whoever uses memory that was mapped where
+ * other memory had been got it, through a lock, from who mapped it. */
+static _Atomic uint64_t unmappings;
 
 /* All chunks lie between these.  Written under the mutex, read without it by
  * out_of_bounds(); relaxed is enough, for whoever got an address of the pool got it
@@ -293,6 +296,7 @@ static void make_room(struct arena *arenas, size_t bytes)
             struct extent *next = extent->next;
             if (extent->address % HUGE_BYTES == 0 && extent->bytes % HUGE_BYTES == 0 &&
                 munmap((void *)extent->address, extent->bytes) == 0) {
+                atomic_fetch_add_explicit(&unmappings, 1, memory_order_relaxed);
                 stats.bytes_mapped -= extent->bytes;
                 unlist_free(extent);
                 tdelete(extent, &extents, compare_extents);
@@ -483,6 +487,35 @@ int nvmeio_pool_use(const void *address, int change)
     return uses;
 }
 
+bool nvmeio_pool_may_hold(const void *address)
+{
+    return !out_of_bounds(address);
+}
+
+bool nvmeio_pool_register(const void *address)
+{
+    pthread_mutex_lock(&mutex);
+    bool registered =
+        stats.bytes_registered < NVMEIO_REGISTERED_PAGES_MAX * HUGE_BYTES &&
+        find_extent((uintptr_t)address);
+    if (registered)
+        stats.bytes_registered += HUGE_BYTES;
+    pthread_mutex_unlock(&mutex);
+    return registered;
+}
+
+void nvmeio_pool_unregister(unsigned pages)
+{
+    pthread_mutex_lock(&mutex);
+    stats.bytes_registered -= pages * HUGE_BYTES;
+    pthread_mutex_unlock(&mutex);
+}
+
+uint64_t nvmeio_pool_unmappings(void)
+{
+    return atomic_load_explicit(&unmappings, memory_order_relaxed);
+}
+
 void nvmeio_pool_get_stats(struct nvmeio_pool_stats *copy)
 {
     pthread_mutex_lock(&mutex);
@@ -511,11 +544,11 @@ static void forget_parent(const void *node, VISIT visit, int depth)
     extent->uses = 0;
 }
 
-/* A child inherits no memory locks (mlock(2)), and its parent's requests never end in
- * it. */
+/* A child inherits no memory locks (mlock(2)), none of its parent's rings is used in
+ * it, and its parent's requests never end in it. */
 static void unlock_pool_in_child(void)
 {
-    stats.bytes_locked = 0;
+    stats.bytes_locked = stats.bytes_registered = 0;
     twalk(extents, forget_parent);
     pthread_mutex_unlock(&mutex);
 }

@@ -78,6 +78,7 @@ cdef extern from "nvmeio/nvmeio.h" nogil:
     struct nvmeio_stats:
         uint64_t requests
         uint64_t blocks
+        uint64_t blocks_registered
         uint64_t bytes_direct
         uint64_t bytes_buffered
         uint64_t bytes_bounced
@@ -90,6 +91,7 @@ cdef extern from "nvmeio/nvmeio.h" nogil:
         uint64_t bytes_hugetlb
         uint64_t bytes_used
         uint64_t bytes_locked
+        uint64_t bytes_registered
         uint64_t allocations
         uint64_t reuses
 

@@ -250,7 +250,8 @@ def pool_stats() -> dict[str, int]:
         ``bytes_limit`` (of what may be mapped), ``bytes_mapped`` (taken from the system),
         ``bytes_hugetlb`` (mapped from hugetlbfs so far), ``bytes_used`` (of what is
         mapped handed out now, bounces included, in whole pages or huge pages),
-        ``bytes_locked`` (of those, locked), ``allocations`` (so far) and ``reuses`` (of
+        ``bytes_locked`` (of those, locked), ``bytes_registered`` (with io_uring, for many
+        small blocks, and so pinned), ``allocations`` (so far) and ``reuses`` (of
         them, from memory that was mapped before).
     """
     cdef _core.nvmeio_pool_stats stats
