@@ -49,6 +49,10 @@ FIO_PASSES = 2
 SMALL_COUNT = 1000
 SMALL_BYTES = 64 << 10
 LATENCY_BYTES = 4096
+PAGE_BYTES = 4096
+# Memory that was never touched, and how many turns take the place of one.
+FRESH = "never touched"
+FRESH_TURNS = 8
 LATENCY_READS = 50
 
 # The configurations that the default one is compared with.
@@ -275,6 +279,67 @@ def memory_duels(ground: Ground) -> Iterator[Duel]:
         )
 
 
+def aligned(buffer: Any, nbytes: int) -> Any:
+    """Return the first bytes of an array or tensor that begin at a page."""
+    address = buffer.ctypes.data if isinstance(buffer, np.ndarray) else buffer.data_ptr()
+    start = -address % PAGE_BYTES
+    return buffer[start : start + nbytes]
+
+
+def kinds_of_memory(nbytes: int) -> Iterator[tuple[str, Callable[[], Any], bool]]:
+    """Give names of memory that users have, how to get it, and whether a device may use it.
+
+    What was touched is made once, for it is reused; what was not is made for each turn, and
+    smaller, or it would be new to the host too, which takes its time at random.
+    """
+    makers: dict[str, Callable[[int], Any]] = {
+        "numpy": lambda size: np.empty(size, np.uint8),
+        "torch": lambda size: torch.empty(size, dtype=torch.uint8),
+    }
+    for library, make in makers.items():
+        touched = make(nbytes + PAGE_BYTES)
+        touched[:] = 1
+        yield f"{library}", lambda m=touched: m[:nbytes], False
+        yield f"{library}, at a page", lambda m=touched: aligned(m, nbytes), True
+    scattered = torch.empty(nbytes + PAGE_BYTES, dtype=torch.uint8)
+    for page in np.random.default_rng(0).permutation(len(scattered) // PAGE_BYTES):
+        scattered[page * PAGE_BYTES] = 1
+    yield "torch, scattered pages", lambda: aligned(scattered, nbytes), True
+    fresh = nbytes // FRESH_TURNS
+    for library, make in makers.items():
+        yield f"{library}, {FRESH}", lambda make=make: make(fresh), False
+        yield (
+            f"{library}, {FRESH}, at a page",
+            lambda make=make: aligned(make(fresh + PAGE_BYTES), fresh),
+            True,
+        )
+
+
+def route_duels(ground: Ground) -> Iterator[Duel]:
+    """Pair the route that is chosen with each that can be."""
+    chosen = nvmeio.aio_handle()
+    others = {
+        "direct": nvmeio.aio_handle(bounce="never"),
+        "bounced": nvmeio.aio_handle(bounce="always"),
+    }
+    pool = ("pool", lambda: ground.pool, True)
+
+    def turn(handle: nvmeio.aio_handle, op: str, memory: Callable[[], Any]) -> Move:
+        return lambda: whole(handle, ground, op, memory())()
+
+    for name, memory, suits in (pool, *kinds_of_memory(ground.pool.nbytes)):
+        for op, (route, handle) in itertools.product(("read", "write"), others.items()):
+            if route == "direct" and not suits:
+                continue
+            yield Duel(
+                f"{op}, {name}",
+                ("auto", route),
+                (turn(chosen, op, memory), turn(handle, op, memory)),
+                op == "read",
+                alternations=FRESH_TURNS if FRESH in name else 1,
+            )
+
+
 def small_duels(ground: Ground) -> Iterator[Duel]:
     """Pair 1000 requests of 64 KiB with one request of as many bytes."""
     handle = nvmeio.aio_handle(overlap_events=True)
@@ -360,6 +425,8 @@ def all_duels(ground: Ground, quick: bool) -> Iterator[tuple[Duel, list[Goal]]]:
         yield duel, [Goal("speed", 0.97 if duel.reads else 0.95), Goal("CPU time", 1.3)]
     for duel in memory_duels(ground):
         yield duel, [Goal("speed", 0.8)]
+    for duel in route_duels(ground):
+        yield duel, [Goal("speed", 0.95)]
     for duel in small_duels(ground):
         yield duel, [Goal("speed", 0.85)]
     for duel in finalists(ground, quick):

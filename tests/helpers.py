@@ -44,14 +44,18 @@ def pattern(size, seed=0):
 class Guarded:
     """Memory `residue` bytes beyond a page boundary, with canaries on either side.
 
-    ASan does not see what a device writes; canaries do.
+    ASan does not see what a device writes; canaries do.  Whether ordinary memory is in
+    small pages, and so goes through bounces, is the system's choice; memory of the pool
+    goes the way that its address and size say.
     """
 
     CANARY = 0xA5
 
-    def __init__(self, content, residue=0):
+    def __init__(self, content, residue=0, *, pool=False):
         size = content if isinstance(content, int) else len(content)
-        self._all = np.full(size + residue + 3 * PAGE, self.CANARY, np.uint8)
+        allocate = nvmeio.empty if pool else np.empty
+        self._all = allocate(size + residue + 3 * PAGE, np.uint8)
+        self._all[:] = self.CANARY
         self._begin = -self._all.ctypes.data % PAGE + PAGE + residue
         self.array = self._all[self._begin : self._begin + size]
         if not isinstance(content, int):

@@ -47,6 +47,24 @@ OFFLINE = """
     sys.addaudithook(refuse)
 """
 
+# Uses a package: a file, and a copy large enough for a team of threads.
+USE = """
+    import os
+    import numpy as np
+    import nvmeio
+
+    nvmeio.write_file("file", b"123")
+    source = np.random.default_rng(1).integers(0, 255, 9 << 20, np.uint8)
+    for threads in (None, 1, 4):
+        target = np.zeros_like(source)
+        nvmeio.memcpy(target, source, threads=threads)
+        assert (target == source).all()
+    assert not nvmeio.build_info()["features"]["openmp"]["built"]
+    with open("/proc/self/maps", encoding="ascii") as maps:
+        assert "libgomp" not in maps.read()
+    print(nvmeio.__file__)
+"""
+
 
 class Built:
     """A library that was built, and what the build said of it."""
@@ -177,14 +195,19 @@ def test_a_wish_that_is_none_is_an_error(build, feature):
 
 
 @pytest.mark.slow
-def test_the_whole_package_is_built_without_torch_and_without_the_network(build, sources):
+def test_the_whole_package_is_built_without_torch_openmp_and_the_network(build, sources):
     (sources / "sitecustomize.py").write_text(textwrap.dedent(OFFLINE))
-    built = build("build", "--build-lib", "package", CFLAGS="-O0", PYTHONPATH=str(sources))
+    built = build(
+        "build",
+        *("--build-lib", "package"),
+        CFLAGS="-O0",
+        PYTHONPATH=str(sources),
+        NVMEIO_WITH_OPENMP="no",
+    )
     assert built.status == 0, built.lines
     package = sources / "package"
-    code = "import nvmeio; nvmeio.write_file('file', b'123'); print(nvmeio.__file__)"
     environment = {**os.environ, "PYTHONPATH": str(package)}
-    found = run(sys.executable, "-c", code, cwd=sources, env=environment)
+    found = run(sys.executable, "-c", textwrap.dedent(USE), cwd=sources, env=environment)
     assert Path(found.strip()).parent == package / "nvmeio"
     assert (sources / "file").read_bytes() == b"123"
     record = (package / "nvmeio" / "lib" / "build.json").read_text(encoding="utf-8")

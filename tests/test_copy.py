@@ -209,6 +209,14 @@ def test_children_copy_after_their_parent_has(method):
     assert report == {"children": 3, "right": True}
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+def test_the_workers_of_a_data_loader_copy_after_their_parent_has(method):
+    pytest.importorskip("torch")
+    report = run_child("copy_in_data_loader", method=method).report
+    assert report == {"batches": 32, "right": True}
+
+
 KERNELS = [*settings.kernels(), "auto"]
 
 

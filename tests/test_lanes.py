@@ -22,6 +22,7 @@ from helpers import (
     Guarded,
     edge_sizes,
     expected_routes,
+    kernel_release,
     pattern,
     routes,
 )
@@ -41,7 +42,7 @@ WAYS = {
 def test_what_was_written_is_read_back(handle, path, alignment, size_of, transfer):
     """Cases 6 and 7: no size is a success that moved nothing or only a part."""
     expected = pattern(size_of(alignment))
-    source, target = Guarded(expected), Guarded(len(expected))
+    source, target = Guarded(expected, pool=True), Guarded(len(expected), pool=True)
     transfer(handle, "write", source.array, path)
     assert path.read_bytes() == source.content() == expected
     transfer(handle, "read", target.array, path)
@@ -64,11 +65,11 @@ def test_every_offset_and_address_is_served(open_handle, path, alignment, offset
     expected = Counter()
     for residue in RESIDUES:
         for size in (1, 511, PAGE, 3 * PAGE + 1, BLOCK + PAGE):
-            source = Guarded(pattern(size, seed=residue), residue)
+            source = Guarded(pattern(size, seed=residue), residue, pool=True)
             content[offset : offset + size] = source.content()
             assert handle.write(source.array, path, file_offset=offset) == 0
             assert path.read_bytes() == content
-            target = Guarded(size, residue)
+            target = Guarded(size, residue, pool=True)
             assert handle.read(target.array, path, file_offset=offset) == 0
             assert target.content() == source.content()
             for op in ("write", "read"):
@@ -94,8 +95,8 @@ def test_requests_share_the_queue(
     """Case 12: a size need not be divisible by the number of lanes."""
     handle = open_handle(BLOCK, DEPTH, single_submit, overlap_events, lanes)
     sizes = [1, PAGE, BLOCK, BLOCK + PAGE, 5 * DEPTH * BLOCK + 13, 0, 100, 7 * BLOCK]
-    sources = [Guarded(pattern(size)) for size in sizes]
-    targets = [Guarded(size) for size in sizes]
+    sources = [Guarded(pattern(size), pool=True) for size in sizes]
+    targets = [Guarded(size, pool=True) for size in sizes]
     offsets = [index * 8 * DEPTH * BLOCK for index in range(len(sizes))]
     expected = sum(
         (
@@ -127,7 +128,7 @@ def test_blocks_and_queues_at_their_limits(
 ):
     handle = open_handle(block_size, queue_depth)
     assert (handle.get_block_size(), handle.get_queue_depth()) == (block_size, queue_depth)
-    source, target = Guarded(pattern(3 * MIB)), Guarded(3 * MIB)
+    source, target = Guarded(pattern(3 * MIB), pool=True), Guarded(3 * MIB, pool=True)
     handle.write(source.array, path)
     handle.read(target.array, path)
     assert target.content() == source.content()
@@ -145,6 +146,25 @@ def test_the_most_lanes_there_can_be(open_handle, tmp_path):
     handle.write(expected, tmp_path / "data")
     assert (tmp_path / "data").read_bytes() == expected
     assert routes(handle).total() == MIB + 1
+
+
+@pytest.mark.parametrize("bounce", ["auto", "never"])
+def test_memory_in_small_pages_goes_through_huge_ones(open_handle, path, alignment, bounce):
+    if kernel_release() < (6, 7):
+        pytest.skip("the kernel does not tell pages apart")
+    handle = open_handle(BLOCK, DEPTH, bounce=bounce)
+    expected = pattern(3 * MIB)
+    memory = mmap.mmap(-1, len(expected), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_NOHUGEPAGE)
+    memory[:] = expected
+    handle.write(memory, path)
+    memory[:] = bytes(len(memory))
+    handle.read(memory, path)
+    assert memory[:] == path.read_bytes() == expected
+    # tmpfs has no device that would mind.
+    bounced = bounce == "auto" and not path.is_relative_to("/dev/shm")
+    way = "buffered" if alignment == 1 else "bounced" if bounced else "direct"
+    assert routes(handle) == Counter({way: 2 * len(expected)})
 
 
 def test_without_o_direct_all_goes_through_the_page_cache(open_handle, path):
@@ -239,7 +259,7 @@ def test_three_gib_are_read(open_handle, tmp_path, three_gib):
         for begin in islands:
             os.pwrite(file.fileno(), b"an island: ", begin)
     three_gib[::PAGE] = 1
-    handle = open_handle(1 << 30)
+    handle = open_handle(1 << 30, bounce="never")
     assert handle.submit_read(three_gib, tmp_path / "sparse").wait() == 3 << 30
     for begin in islands:
         assert three_gib[begin : begin + 11].tobytes() == b"an island: "
@@ -257,7 +277,7 @@ def test_more_than_one_write_can_move_is_written(open_handle, tmp_path, three_gi
     islands = [0, 0x7FFFF000 - 3, (1 << 31) - 5, size - 11]
     for begin in islands:
         three_gib[begin : begin + 11] = np.frombuffer(b"an island: ", np.uint8)
-    handle = open_handle(1 << 30)
+    handle = open_handle(1 << 30, bounce="never")
     path = tmp_path / "long"
     try:
         assert handle.submit_write(three_gib[:size], path).wait() == size

@@ -234,7 +234,7 @@ def test_no_space_for_a_file_that_was_there_keeps_what_landed(loop_mount, kind, 
     path = folder / "old"
     path.write_bytes(b"old")
     free = free_bytes(folder)
-    source = Guarded(pattern(free + 8 * MIB))
+    source = Guarded(pattern(free + 8 * MIB), pool=True)
     with (
         nvmeio.File(path, "r+") as file,
         pytest.raises(OSError, match=str(path)) as caught,
@@ -267,10 +267,11 @@ def check_transfers(engine, path, size=4 * BLOCK):
     ):
         for number, (length, offset, residue) in enumerate(sector_cases(4096)):
             data = pattern(length, number)
-            handle.submit_write(Guarded(data, residue).array, file, offset).wait()
+            source = Guarded(data, residue, pool=True)
+            handle.submit_write(source.array, file, offset).wait()
             model[offset : offset + length] = data
             start = offset // 2
-            guarded = Guarded(length + offset - start, residue)
+            guarded = Guarded(length + offset - start, residue, pool=True)
             handle.submit_read(guarded.array, file, start).wait()
             assert guarded.content() == model[start : offset + length]
         handle.fsync(file)

@@ -788,6 +788,35 @@ def copy_in_children(method):
     report({"children": len(right), "right": all(right) and copy_once(9)})
 
 
+class Copies:
+    """A map-style dataset whose items are copies."""
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return copy_once(index)
+
+
+def copy_in_data_loader(method):
+    """Copy in the parent by a team, then in the workers of a torch DataLoader."""
+    from torch.utils.data import DataLoader
+
+    assert copy_once(7)
+    right = []
+    for persistent in (False, True):
+        loader = DataLoader(
+            Copies(),
+            num_workers=2,
+            persistent_workers=persistent,
+            multiprocessing_context=method,
+        )
+        for _ in range(2):
+            right += [bool(batch.all()) for batch in loader]
+            assert copy_once(9)
+    report({"batches": len(right), "right": all(right)})
+
+
 def count_copy_threads(threads):
     """Count the threads that a large copy has started."""
     source = np.ones(64 << 20, np.uint8)

@@ -88,7 +88,10 @@ static void describe(struct nvmeio_file *file, const struct stat *status, int fl
     uint64_t bytes;
     int access = flags & O_ACCMODE;
 
-    file->fuse = fstatfs(file->fd, &system) == 0 && system.f_type == FUSE_SUPER_MAGIC;
+    if (fstatfs(file->fd, &system) == 0) {
+        file->fuse = system.f_type == FUSE_SUPER_MAGIC;
+        file->in_memory = system.f_type == TMPFS_MAGIC;
+    }
 
     file->info.readable = access != O_WRONLY;
     file->info.writable = access != O_RDONLY;

@@ -15,10 +15,11 @@
 
 struct nvmeio_file {
     atomic_uint references;
-    int fd;        /* through the page cache */
-    int direct_fd; /* with O_DIRECT, or -1 */
-    bool demanded; /* NVMEIO_DIRECT_ALWAYS: no falling back to the page cache */
-    bool fuse;     /* on a FUSE file system: see nvmeio_block.plain */
+    int fd;         /* through the page cache */
+    int direct_fd;  /* with O_DIRECT, or -1 */
+    bool demanded;  /* NVMEIO_DIRECT_ALWAYS: no falling back to the page cache */
+    bool fuse;      /* on a FUSE file system: see nvmeio_block.plain */
+    bool in_memory; /* on tmpfs: there is no device that minds what pages it gets */
     struct nvmeio_file_info info;
     int64_t device_bytes; /* the size of a block device, -1 for a regular file */
 

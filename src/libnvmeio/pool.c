@@ -492,6 +492,16 @@ bool nvmeio_pool_may_hold(const void *address)
     return !out_of_bounds(address);
 }
 
+bool nvmeio_pool_holds(const void *address)
+{
+    if (out_of_bounds(address))
+        return false;
+    pthread_mutex_lock(&mutex);
+    bool held = find_extent((uintptr_t)address) != NULL;
+    pthread_mutex_unlock(&mutex);
+    return held;
+}
+
 bool nvmeio_pool_register(const void *address)
 {
     pthread_mutex_lock(&mutex);

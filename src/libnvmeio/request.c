@@ -10,6 +10,8 @@
 #include "copy_internal.h"
 #include "file_internal.h"
 #include "handle_internal.h"
+#include "pages.h"
+#include "pool_internal.h"
 
 /* Below this, reserving space costs more than it saves.  A new file written in blocks
  * of 128 KiB: 1.6 GB/s without, 4.0 with (docs/design.md). */
@@ -18,11 +20,32 @@
 /* How long a block may go on hearing "again" without moving a byte. */
 #define STALL_NS_MAX 10000000000
 
+/* Choose the way of a transfer's bytes.  A bounce is in huge pages; memory that is not
+ * may be slow for the device, but for the pool's, of which bounces are. */
+static void plan(struct nvmeio_request *request)
+{
+    struct nvmeio_geometry geometry = {.bounce = request->handle->config.bounce};
+    uintptr_t address = (uintptr_t)request->address;
+
+    nvmeio_file_geometry(request->file, &geometry);
+    request->offset_align = geometry.offset_align;
+    nvmeio_plan_make(&request->plan, &geometry, request->op, address, request->size,
+                     request->offset);
+    if (geometry.bounce == NVMEIO_BOUNCE_AUTO &&
+        request->plan.spans[0].route == NVMEIO_ROUTE_DIRECT &&
+        request->size >= NVMEIO_PAGES_BYTES_MIN && !request->file->in_memory &&
+        !nvmeio_pool_holds(request->address) &&
+        nvmeio_pages_are_small(request->address, request->size, request->op)) {
+        geometry.bounce = NVMEIO_BOUNCE_ALWAYS;
+        nvmeio_plan_make(&request->plan, &geometry, request->op, address, request->size,
+                         request->offset);
+    }
+}
+
 struct nvmeio_request *nvmeio_request_new(struct nvmeio_handle *handle,
                                           const struct nvmeio_transfer *transfer)
 {
     struct nvmeio_request *request = calloc(1, sizeof(*request));
-    struct nvmeio_geometry geometry = {.bounce = handle->config.bounce};
 
     if (!request)
         return NULL;
@@ -43,10 +66,7 @@ struct nvmeio_request *nvmeio_request_new(struct nvmeio_handle *handle,
     request->address = transfer->address;
     request->size = transfer->size;
     request->offset = transfer->offset;
-    nvmeio_file_geometry(request->file, &geometry);
-    nvmeio_plan_make(&request->plan, &geometry, request->op,
-                     (uintptr_t)request->address, request->size, request->offset);
-    request->offset_align = geometry.offset_align;
+    plan(request);
     request->position = request->plan.spans[0].begin;
     /* Where the size cannot be told, nothing is cut back. */
     request->size_before = INT64_MAX;

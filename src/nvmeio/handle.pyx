@@ -43,7 +43,8 @@ cdef class aio_handle(Transfers):
         the file system can, always (else OSError(EINVAL)), or never.
     bounce : {"auto", "always", "never"}, default "auto"
         Whether data passes through the pool's memory: where the device cannot reach the
-        caller's, always, or never (then the page cache serves).
+        caller's or may be slow to, for it is in small pages; always; or never (then the
+        page cache serves where the device cannot).
     errors : {"raise", "status"}, default "raise"
         Raise OSError, or log it, keep it in ``last_error`` and return -1.  ``submit_*``
         and ``fsync`` raise whatever this says.

@@ -201,15 +201,21 @@ static void stage_open(unsigned depth, bool overlap)
     stage.handle = open_handle(&stage.config);
     make_file(stage.path, BLOCKS * BLOCK, 1);
     stage.file = open_file(stage.path, O_RDWR, NVMEIO_DIRECT_AUTO);
-    stage.memory = guarded_new(BLOCKS * BLOCK, 0);
+    stage.memory = guarded_in_pool(BLOCKS * BLOCK);
     fill(stage.memory.address, BLOCKS * BLOCK, 0, 9);
+}
+
+static void stage_free(void)
+{
+    check_canaries(&stage.memory);
+    nvmeio_pool_free(stage.memory.base);
 }
 
 static void stage_close(void)
 {
     nvmeio_handle_close(stage.handle);
     nvmeio_file_release(stage.file);
-    guarded_free(&stage.memory);
+    stage_free();
 }
 
 static struct nvmeio_transfer whole(enum nvmeio_op op)
@@ -680,7 +686,7 @@ static void test_close_waits_for_what_is_in_flight_and_refuses_more(void)
     CHECK(nvmeio_submit(stage.handle, &t, &late) == -EPIPE);
     CHECK(finish(request).result == BLOCKS * BLOCK);
     nvmeio_file_release(stage.file);
-    guarded_free(&stage.memory);
+    stage_free();
 }
 
 static void test_a_write_refused_by_a_closed_handle_leaves_no_bytes(void)
@@ -699,7 +705,7 @@ static void test_a_write_refused_by_a_closed_handle_leaves_no_bytes(void)
     CHECK(finish(keep).result == BLOCKS * BLOCK);
     nvmeio_file_release(file);
     nvmeio_file_release(stage.file);
-    guarded_free(&stage.memory);
+    stage_free();
 }
 
 static void kill_engines(int error)

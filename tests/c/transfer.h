@@ -139,6 +139,18 @@ static inline struct guarded guarded_new(size_t size, size_t residue)
     return memory;
 }
 
+/* The same at a page of the pool, which is not bounced, whatever pages there are.
+ * Given back by nvmeio_pool_free(base). */
+static inline struct guarded guarded_in_pool(size_t size)
+{
+    struct guarded memory = {.size = size, .total = size + 3 * PAGE};
+
+    CHECK(nvmeio_pool_alloc(memory.total, false, (void **)&memory.base, NULL) == 0);
+    memset(memory.base, CANARY, memory.total);
+    memory.address = memory.base + PAGE;
+    return memory;
+}
+
 static inline void check_canaries(const struct guarded *memory)
 {
     const char *end = memory->address + memory->size;

@@ -1,0 +1,172 @@
+/* Memory in small pages is told from memory in huge ones, and goes through bounces. */
+#include <sys/mman.h>
+#include <sys/wait.h>
+
+#include "pages.h"
+#include "transfer.h"
+
+#define HUGE ((size_t)2 << 20)
+#define BYTES (4 * HUGE)
+
+/* Memory at a huge page, not touched. */
+static char *map(int advice)
+{
+    char *mapped = mmap(NULL, BYTES + HUGE, PROT_READ | PROT_WRITE,
+                        MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    CHECK(mapped != MAP_FAILED);
+    char *memory = mapped + -(uintptr_t)mapped % HUGE;
+    CHECK(madvise(memory, BYTES, advice) == 0);
+    return memory;
+}
+
+static bool small(const char *memory, enum nvmeio_op op)
+{
+    return nvmeio_pages_are_small(memory, BYTES, op);
+}
+
+static void test_pages_are_told_apart(void)
+{
+    char *memory = map(MADV_NOHUGEPAGE);
+
+    CHECK(!small(memory, NVMEIO_OP_READ));
+    CHECK(small(memory, NVMEIO_OP_WRITE));
+    CHECK(*memory == 0);
+    memset(memory, 1, BYTES);
+    CHECK(small(memory, NVMEIO_OP_READ) && small(memory, NVMEIO_OP_WRITE));
+    CHECK(nvmeio_pages_are_small(memory + 1, 1, NVMEIO_OP_READ));
+    munmap(memory, BYTES);
+
+    memory = map(MADV_HUGEPAGE);
+    CHECK(!small(memory, NVMEIO_OP_READ));
+    memset(memory, 1, BYTES);
+    CHECK(!small(memory, NVMEIO_OP_READ) && !small(memory, NVMEIO_OP_WRITE));
+    /* Most of it counts. */
+    CHECK(madvise(memory, HUGE, MADV_DONTNEED) == 0);
+    CHECK(madvise(memory, HUGE, MADV_NOHUGEPAGE) == 0);
+    memset(memory, 1, HUGE);
+    CHECK(!small(memory, NVMEIO_OP_READ));
+    CHECK(madvise(memory, 3 * HUGE, MADV_DONTNEED) == 0);
+    CHECK(madvise(memory, 3 * HUGE, MADV_NOHUGEPAGE) == 0);
+    memset(memory, 1, 3 * HUGE);
+    CHECK(small(memory, NVMEIO_OP_READ));
+    munmap(memory, BYTES);
+}
+
+/* What may not be read is not touched. */
+static void test_foreign_memory_is_left_alone(void)
+{
+    char *memory = map(MADV_NOHUGEPAGE);
+
+    CHECK(mprotect(memory, BYTES, PROT_NONE) == 0);
+    CHECK(!small(memory, NVMEIO_OP_READ) && !small(memory, NVMEIO_OP_WRITE));
+    munmap(memory, BYTES);
+    CHECK(!small(memory, NVMEIO_OP_READ) && !small(memory, NVMEIO_OP_WRITE));
+}
+
+/* How many bytes went direct and through bounces when memory was written and read. */
+static void move(struct nvmeio_handle *handle, const char *path, char *memory,
+                 size_t size, uint64_t *direct, uint64_t *bounced)
+{
+    struct nvmeio_file *file =
+        open_file(path, O_RDWR | O_CREAT | O_TRUNC, NVMEIO_DIRECT_AUTO);
+    struct nvmeio_stats before, after;
+    struct nvmeio_file_info info;
+
+    nvmeio_file_get_info(file, &info);
+    if (!info.direct)
+        SKIP("the file system has no O_DIRECT");
+    nvmeio_handle_stats(handle, &before);
+    fill(memory, size, 0, 3);
+    CHECK(write_at(handle, file, memory, size, 0).result == (int64_t)size);
+    CHECK(file_holds(path, memory, size, 0));
+    memset(memory, 0, size);
+    CHECK(read_at(handle, file, memory, size, 0).result == (int64_t)size);
+    CHECK(file_holds(path, memory, size, 0));
+    nvmeio_handle_stats(handle, &after);
+    *direct = after.bytes_direct - before.bytes_direct;
+    *bounced = after.bytes_bounced - before.bytes_bounced;
+    nvmeio_file_release(file);
+}
+
+static void check_routes(struct nvmeio_handle *handle, enum nvmeio_bounce bounce,
+                         const char *path)
+{
+    char *small_pages = map(MADV_NOHUGEPAGE), *huge_pages = map(MADV_HUGEPAGE);
+    bool all = bounce == NVMEIO_BOUNCE_ALWAYS;
+    bool by_pages = all || bounce == NVMEIO_BOUNCE_AUTO;
+    uint64_t direct, bounced;
+    void *pool;
+
+    move(handle, path, huge_pages, BYTES, &direct, &bounced);
+    CHECK(direct == (all ? 0 : 2 * BYTES) && bounced == (all ? 2 * BYTES : 0));
+    move(handle, path, small_pages, BYTES, &direct, &bounced);
+    CHECK(direct == (by_pages ? 0 : 2 * BYTES) &&
+          bounced == (by_pages ? 2 * BYTES : 0));
+    /* Too little to ask. */
+    move(handle, path, small_pages, NVMEIO_PAGES_BYTES_MIN - PAGE, &direct, &bounced);
+    CHECK((direct > 0) == !all && (bounced > 0) == all);
+    /* Bounces would be the same memory. */
+    CHECK(nvmeio_pool_alloc(BYTES, false, &pool, NULL) == 0);
+    CHECK(madvise(pool, BYTES, MADV_DONTNEED) == 0);
+    CHECK(madvise(pool, BYTES, MADV_NOHUGEPAGE) == 0);
+    move(handle, path, pool, BYTES, &direct, &bounced);
+    CHECK(direct == (all ? 0 : 2 * BYTES) && bounced == (all ? 2 * BYTES : 0));
+    CHECK(madvise(pool, BYTES, MADV_HUGEPAGE) == 0);
+    nvmeio_pool_free(pool);
+    munmap(small_pages, BYTES);
+    munmap(huge_pages, BYTES);
+}
+
+static void test_small_pages_are_bounced_unless_told(enum nvmeio_bounce bounce)
+{
+    const char *path = path_in(test_folder());
+    struct nvmeio_config config = config_of("sync");
+
+    config.bounce = bounce;
+    struct nvmeio_handle *handle = open_handle(&config);
+    check_routes(handle, bounce, path);
+    nvmeio_handle_close(handle);
+}
+
+/* The question is about a child's own memory, in the child. */
+static void test_children_ask_for_themselves(void)
+{
+    char *memory = map(MADV_HUGEPAGE);
+    int status;
+
+    memset(memory, 1, BYTES);
+    CHECK(!small(memory, NVMEIO_OP_READ));
+    pid_t child = fork();
+    if (child == 0) {
+        CHECK(madvise(memory, BYTES, MADV_DONTNEED) == 0);
+        CHECK(madvise(memory, BYTES, MADV_NOHUGEPAGE) == 0);
+        memset(memory, 1, BYTES);
+        CHECK(small(memory, NVMEIO_OP_READ));
+        _exit(0);
+    }
+    CHECK(waitpid(child, &status, 0) == child && status == 0);
+    CHECK(!small(memory, NVMEIO_OP_READ));
+    munmap(memory, BYTES);
+}
+
+int main(void)
+{
+    begin();
+    char *memory = map(MADV_NOHUGEPAGE);
+    memset(memory, 1, BYTES);
+    if (!small(memory, NVMEIO_OP_READ))
+        SKIP("the kernel does not tell pages apart");
+    munmap(memory, BYTES);
+    memory = map(MADV_HUGEPAGE);
+    memset(memory, 1, BYTES);
+    if (small(memory, NVMEIO_OP_READ))
+        SKIP("the kernel has no huge pages to give");
+    munmap(memory, BYTES);
+    test_children_ask_for_themselves();
+    test_pages_are_told_apart();
+    test_foreign_memory_is_left_alone();
+    test_small_pages_are_bounced_unless_told(NVMEIO_BOUNCE_AUTO);
+    test_small_pages_are_bounced_unless_told(NVMEIO_BOUNCE_ALWAYS);
+    test_small_pages_are_bounced_unless_told(NVMEIO_BOUNCE_NEVER);
+    return 0;
+}
