@@ -70,9 +70,7 @@ static const struct nvmeio_copy_kernel *small_kernel(void)
     return kernel ? kernel : &nvmeio_copy_portable;
 }
 
-/* Whether a page was never written: the kernel will zero it in the caches when it is,
- * and stores past them would wait for that.  Not memcpy(3) either, whose string
- * instruction is slow where each page faults. */
+/* Whether a page was never written. */
 static bool is_untouched(const char *address)
 {
     uintptr_t page_bytes = (uintptr_t)sysconf(_SC_PAGESIZE);
@@ -82,7 +80,9 @@ static bool is_untouched(const char *address)
     return mincore(page, 1, &resident) == 0 && !(resident & 1);
 }
 
-/* Piece by piece, for memory may be untouched from somewhere on. */
+/* Piece by piece, for memory may be untouched from somewhere on.  The kernel zeroes such
+ * pages in the caches, and stores past them would wait for that; memcpy(3) is no better
+ * there, for its string instruction is slow where each page faults. */
 static void copy_large(char *target, const char *source, size_t size)
 {
     const struct nvmeio_copy_kernel *kernel = large_kernel();

@@ -186,9 +186,10 @@ cdef class Submitter:
         dict
             ``engine``; ``requests`` submitted; ``blocks`` finished and, of those,
             ``blocks_registered`` in memory that io_uring has registered (small blocks in
-            the pool, when there are many); ``bytes_direct`` between device and caller's memory, ``bytes_bounced`` through the pool's, and
-            ``bytes_buffered`` through the page cache; ``short_transfers`` that were
-            continued; ``retries`` of what the kernel put off.
+            the pool, when there are many); ``bytes_direct`` between device and caller's
+            memory, ``bytes_bounced`` through the pool's, and ``bytes_buffered`` through
+            the page cache; ``short_transfers`` that were continued; ``retries`` of what
+            the kernel put off.
 
         Raises
         ------
