@@ -41,7 +41,7 @@ cdef Py_ssize_t PARALLEL_BYTES = 1 << 20
 cdef Py_ssize_t CHUNK_BYTES = 1 << 20
 cdef Py_ssize_t CHUNK_BYTES_MIN = 1 << 18
 
-# Below this a copy takes some microseconds: with the GIL nobody can take the memory away,
+# Below this a copy takes some microseconds: with the GIL nobody can take a tensor away,
 # and nothing has to be held.
 cdef Py_ssize_t NOGIL_BYTES = 1 << 19
 
@@ -78,7 +78,7 @@ def memcpy(dest, src, *, threads=None) -> None:
     cdef Buffer source = None
     cdef int team = 0 if threads is None else team_of(threads)
     apply_settings()
-    if copy_small(dest, src):
+    if copy_arrays(dest, src, team) or copy_small_tensors(dest, src):
         return
     check_dtypes(dest, src)
     target = lend_in_place(dest, True)
@@ -117,16 +117,15 @@ def deepspeed_memcpy(dest, src) -> int:
     return 0
 
 
-cdef bint copy_small(object dest, object src) except -1:
-    """Copy a little between two plain arrays or two ordinary tensors of one dtype.
+cdef bint copy_arrays(object dest, object src, int team) except -1:
+    """Copy between two plain arrays of one dtype.
 
-    The GIL is held throughout, so nobody can take the memory away, and nothing has to be
-    held.  Returns False for anything else: the long way knows what to do or to say.
+    Returns False for anything else: the long way knows what to do or to say.
     """
     cdef Py_buffer target, source
     cdef bint copied
     if type(dest) is not _ndarray or type(src) is not _ndarray:
-        return copy_small_tensor(dest, src)
+        return False
     if dest.dtype is not src.dtype or dest.dtype.hasobject:
         return False
     try:
@@ -138,16 +137,22 @@ cdef bint copy_small(object dest, object src) except -1:
     except (BufferError, ValueError):
         PyBuffer_Release(&target)
         return False
-    copied = target.len == source.len and target.len < NOGIL_BYTES
-    if copied:
-        _core.copy(target.buf, source.buf, target.len)
-    PyBuffer_Release(&target)
-    PyBuffer_Release(&source)
+    copied = target.len == source.len
+    try:
+        if copied:
+            copy_bytes(target.buf, source.buf, target.len, team)
+    finally:
+        PyBuffer_Release(&target)
+        PyBuffer_Release(&source)
     return copied
 
 
-cdef bint copy_small_tensor(object dest, object src) except -1:
-    """As ``copy_small``, between two tensors."""
+cdef bint copy_small_tensors(object dest, object src) except -1:
+    """Copy a little between two ordinary tensors of one dtype.
+
+    The GIL is held throughout, so nobody can take the memory away, and nothing has to be
+    held.  Returns False as ``copy_arrays``.
+    """
     cdef _dlpack.Tensor target, source
     cdef Py_ssize_t nbytes
     if type(dest) is not type(src) or not borrow_tensor(dest, &target):
