@@ -1,6 +1,6 @@
 """Child processes for the tests of faults, forks, signals and exits.
 
-What a child does is a function of ``workloads.py``; here it is started, its faults are
+What a child does is a function in ``workloads``; here it is started, its faults are
 made by strace, and it is stopped by a watchdog, so that nothing hangs but fails.
 """
 
@@ -21,7 +21,7 @@ from pathlib import Path
 
 import pytest
 
-WORKLOADS = Path(__file__).with_name("workloads.py")
+TESTS = Path(__file__).resolve().parent
 
 # A child that takes longer hangs.  Two processors and a sanitizer make all of them slow.
 WATCHDOG_S = 90
@@ -74,7 +74,7 @@ class Outcome:
 
 
 class Child:
-    """A process that runs one function of workloads.py.
+    """A process that runs one function of workloads.
 
     It prints a JSON line for each report; a line ``"ready"`` means that it waits for
     ``go()``.  With ``faults``, strace is attached before that: expressions of its
@@ -90,9 +90,10 @@ class Child:
         self.reports = []
         self.stderr = []
         self.timed_out = False
+        paths = filter(None, [str(TESTS), os.environ.get("PYTHONPATH")])
         self.process = subprocess.Popen(
-            [*prefix, sys.executable, *flags, WORKLOADS, name, json.dumps(args)],
-            env={**os.environ, **dict(env)},
+            [*prefix, sys.executable, *flags, "-m", "workloads", name, json.dumps(args)],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), **dict(env)},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -190,12 +191,12 @@ class Child:
 
 
 def run_child(name, **options):
-    """Run a function of workloads.py to its end."""
+    """Run a function of workloads to its end."""
     return Child(name, **options).finish()
 
 
 def run_with_faults(name, *faults, **options):
-    """Run a function of workloads.py that pauses once; from there on faults are made."""
+    """Run a function of workloads that pauses once; from there on faults are made."""
     if shutil.which("strace") is None:
         pytest.skip("strace is not installed")
     child = Child(name, faults=faults, **options)

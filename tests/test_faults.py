@@ -1,6 +1,6 @@
 """System calls that fail, limits that are met: right bytes or an OSError, never a hang.
 
-Faults are injected by strace into a child that does what ``workloads.py`` says; that they
+Faults are injected by strace into a child that does what ``workloads`` says; that they
 were, is asserted by ``run_with_faults``.
 """
 

@@ -11,7 +11,7 @@ import pytest
 
 import nvmeio
 from helpers import BLOCK, DEPTH, MIB
-from workloads import Faults, make_file
+from workloads.common import Faults, make_file
 
 
 class Place:

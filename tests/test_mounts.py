@@ -10,7 +10,7 @@ import pytest
 
 import nvmeio
 from helpers import BLOCK, MIB, Guarded, kernel_release, pattern, routes
-from workloads import Faults, make_file
+from workloads.common import Faults, make_file
 
 # As mkfs.xfs wants at least.
 DEVICE_BYTES = 320 * MIB

@@ -1,0 +1,25 @@
+"""Calls the workload that the command line names."""
+
+import faulthandler
+import importlib
+import json
+import sys
+
+SUBJECTS = ("faults", "signals", "forks", "exits", "memory")
+
+
+def main():
+    """Find the function in one of the modules, and call it."""
+    faulthandler.enable()
+    name, arguments = sys.argv[1:]
+    modules = [importlib.import_module(f"workloads.{subject}") for subject in SUBJECTS]
+    (function,) = [
+        module.__dict__[name]
+        for module in modules
+        if getattr(module.__dict__.get(name), "__module__", None) == module.__name__
+    ]
+    function(**json.loads(arguments))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+"""What all workloads share: reports to the parent, files, checked transfers."""
+
+import errno
+import json
+import logging
+import os
+import sys
+import time
+from pathlib import Path
+
+from helpers import Guarded, pattern
+
+
+def report(value):
+    """Tell the parent something."""
+    sys.stdout.write(json.dumps(value) + "\n")
+    sys.stdout.flush()
+
+
+def pause():
+    """Wait until the parent says go."""
+    report("ready")
+    sys.stdin.readline()
+
+
+def errors_of(function, *args):
+    """Call a function; return "ok" or the name of the errno of its OSError."""
+    try:
+        function(*args)
+    except OSError as error:
+        return errno.errorcode[error.errno]
+    return "ok"
+
+
+def make_file(path, size, seed=0):
+    """Write a file of random bytes past nvmeio, and return its bytes."""
+    data = pattern(size, seed)
+    with open(path, "wb") as file:
+        file.write(data)
+        os.fsync(file.fileno())
+    return data
+
+
+class Records(logging.Handler):
+    """Keeps what the logger of nvmeio says."""
+
+    def __init__(self):
+        super().__init__()
+        self.lines = []
+        logging.getLogger("nvmeio").addHandler(self)
+
+    def emit(self, record):
+        self.lines.append(record.getMessage())
+
+
+class Faults:
+    """The faults of the FUSE file system that has this file."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def set(self, **faults):
+        """Set the faults of read, write and fsync anew."""
+        os.setxattr(self.path, "user.faults", json.dumps(faults).encode())
+
+    def fired(self):
+        """Return how often each fault has struck."""
+        return json.loads(os.getxattr(self.path, "user.fired"))
+
+    def waiting(self):
+        """Return how many calls are held."""
+        return int(os.getxattr(self.path, "user.waiting"))
+
+    def await_waiting(self, count=1):
+        """Wait until so many calls are held, for less long than they can be."""
+        deadline = time.monotonic() + 20
+        while self.waiting() < count:
+            assert time.monotonic() < deadline, f"{count} calls should be held"
+            time.sleep(0.01)
+
+
+def read_checked(handle, path, data, offset=0, skew=0):
+    """Read with submit_read, and assert contents and guards."""
+    guarded = Guarded(len(data), skew)
+    assert handle.submit_read(guarded.array, path, offset).wait() == len(data)
+    assert guarded.content() == data
+
+
+def write_checked(handle, path, data):
+    """Write with submit_write, and assert what an ordinary read finds."""
+    assert handle.submit_write(data, path).wait() == len(data)
+    assert Path(path).read_bytes() == data
+
+
+def read_small(handle, path, data):
+    """Read synchronously, in the caller's thread."""
+    guarded = Guarded(len(data))
+    handle.read(guarded.array, path)
+    assert guarded.content() == data

@@ -1,0 +1,93 @@
+"""What children leave in flight when they end."""
+
+import gc
+import os
+import sys
+import threading
+import time
+
+import numpy as np
+
+import nvmeio
+from helpers import PAGE, Guarded
+from workloads.common import Faults, make_file, report
+
+KEPT = []
+
+
+def map_memory(path, size):
+    """Return memory between canaries that outlives the process, as a file."""
+    memory = np.memmap(path, np.uint8, "w+", shape=size + 2 * PAGE)
+    memory[:] = Guarded.CANARY
+    return memory[PAGE : PAGE + size]
+
+
+def leave(folder, control, memory, engine, way, hold):
+    """Leave the interpreter with reads in flight, each of which takes a while."""
+    path = f"{folder}/leave-{engine}"
+    faults = Faults(control)
+    data = make_file(path, 1 << 17)
+    file = nvmeio.File(path)
+    handle = nvmeio.aio_handle(65536, engine=engine)
+    faults.set(read={"delay_s": 0.15})
+    buffer = map_memory(f"{memory}/async_pread", len(data))
+    handle.async_pread(buffer, file)
+    request = handle.submit_read(map_memory(f"{memory}/submit_read", len(data)), file)
+    report({"pending": handle.pending})
+    if hold == "global":
+        KEPT.extend([handle, request])
+    elif hold == "cycle":
+        cycle = [handle, request]
+        cycle.append(cycle)
+    elif hold == "threads":
+        for call in (handle.wait, request.wait):
+            threading.Thread(target=call, daemon=True).start()
+    elif hold == "nothing":
+        del handle, request, buffer
+    if way == "exit":
+        sys.exit(3)
+    if way == "raise":
+        raise ValueError("leaving")
+    if way == "_exit":
+        os._exit(4)
+
+
+def let_go_in_flight(folder, control, engine, way):
+    """Let go of everything with reads in flight; the process goes on."""
+    path = f"{folder}/drop-{engine}"
+    faults = Faults(control)
+    data = make_file(path, 1 << 17)
+    file = nvmeio.File(path)
+    handle = nvmeio.aio_handle(65536, engine=engine)
+    faults.set(read={"delay_s": 0.1})
+    guarded = [Guarded(len(data)) for _ in range(3)]
+    requests = [handle.submit_read(part.array, file) for part in guarded]
+    pending = handle.pending
+    if way == "close":
+        handle.close()
+    elif way == "handle first":
+        del handle
+        gc.collect()
+        assert [request.wait() for request in requests] == [len(data)] * 3
+    elif way == "requests first":
+        del requests
+        gc.collect()
+        del handle
+    elif way == "cycle":
+        cycle = [handle, requests]
+        cycle.append(cycle)
+        del cycle, handle, requests
+        gc.collect()
+    elif way == "file first":
+        file.close()
+        del file, requests
+        gc.collect()
+        handle.close()
+    # Whichever way, nothing is in flight any more.
+    for part in guarded:
+        assert part.content() == data
+    faults.set()
+    time.sleep(0.1)
+    for part in guarded:
+        assert part.content() == data
+    report({"pending": pending, "fired": faults.fired()})

@@ -1,0 +1,240 @@
+"""What children do who fork."""
+
+import gc
+import multiprocessing
+import os
+import sys
+import threading
+import time
+import traceback
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+
+import nvmeio
+from helpers import Guarded, pattern
+from workloads.common import (
+    Faults,
+    errors_of,
+    make_file,
+    read_checked,
+    read_small,
+    report,
+    write_checked,
+)
+
+
+def fork(function, *args):
+    """Fork; the child calls the function and ends.  Returns its process."""
+    child = os.fork()
+    if child:
+        return child
+    status = 1
+    try:
+        function(*args)
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def join(child):
+    """Assert that a forked child ended well."""
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def use_handle(handle, folder, name, engine):
+    """Use a handle in a child, with lanes of its own."""
+    path = f"{folder}/{name}"
+    data = pattern(300_000, len(name))
+    write_checked(handle, path, data)
+    read_checked(handle, path, data)
+    read_small(handle, path, data[:5000])
+    handle.async_pread(bytearray(100), path)
+    assert handle.wait() == 1
+    assert handle.pending == 0
+    assert handle.stats()["engine"] == engine
+
+
+def fork_idle(folder, engine, count=8):
+    """Several children at once, and their children, use a handle of the parent."""
+    handle = nvmeio.aio_handle(65536, engine=engine, intra_op_parallelism=2)
+    path = f"{folder}/parent-{engine}"
+    data = make_file(path, 1 << 20)
+    read_checked(handle, path, data)
+    read_small(handle, path, data[:4096])
+
+    def child(name, depth):
+        use_handle(handle, folder, name, engine)
+        if depth:
+            join(fork(child, f"{name}-{depth}", depth - 1))
+            use_handle(handle, folder, name, engine)
+        handle.close()
+
+    children = [fork(child, f"{engine}-{n}", 2 if n == 0 else 0) for n in range(count)]
+    for _ in range(20):
+        read_checked(handle, path, data)
+    for process in children:
+        join(process)
+    read_checked(handle, path, data)
+    handle.close()
+    report({"engine": handle.stats()["engine"]})
+
+
+def fork_registered(folder, size=4 << 20):
+    """Memory that a ring has registered, and so pinned, is the parent's and the child's."""
+    path = f"{folder}/registered"
+    data = np.frombuffer(make_file(path, size), np.uint8)
+    memory = nvmeio.empty(size, np.uint8)
+
+    def read_into_memory(handle):
+        memory[:] = 0
+        handle.async_pread(memory, path)
+        assert handle.wait() == 1
+        assert np.array_equal(memory, data)
+
+    def child(handle):
+        assert nvmeio.pool_stats()["bytes_registered"] == 0
+        memory[:] = 7
+        time.sleep(0.1)  # while the parent reads
+        assert (memory == 7).all()
+        read_into_memory(handle)
+        assert nvmeio.pool_stats()["bytes_registered"] > 0
+
+    with nvmeio.aio_handle(4096, engine="io_uring") as handle:
+        read_into_memory(handle)
+        registered = nvmeio.pool_stats()["bytes_registered"]
+        process = fork(child, handle)
+        for _ in range(10):
+            read_into_memory(handle)
+        join(process)
+        read_into_memory(handle)
+    report({"registered": registered})
+
+
+def fork_in_flight(folder, control, other, engine):
+    """Fork with reads held; children use the handle or drop it, the parent goes on."""
+    path = f"{folder}/held-{engine}"
+    faults = Faults(control)
+    data = make_file(path, 1 << 18)
+    file = nvmeio.File(path)
+    handle = nvmeio.aio_handle(65536, engine=engine)
+    faults.set(read={"held": True})
+    tracked, single = Guarded(len(data)), Guarded(len(data))
+    handle.async_pread(tracked.array, file)
+    request = handle.submit_read(single.array, file)
+    faults.await_waiting()
+
+    def child():
+        assert handle.wait() == 0
+        assert handle.pending == 0
+        assert errors_of(request.wait) == "EOWNERDEAD"
+        assert errors_of(request.done) == "EOWNERDEAD"
+        use_handle(handle, other, f"child-{engine}", engine)
+
+    def drop():
+        nonlocal handle, request, tracked, single, file
+        handle = request = tracked = single = file = None
+        gc.collect()
+
+    join(fork(child))
+    join(fork(drop))
+    join(fork(handle.close))
+    pending = handle.pending
+    faults.set()
+    assert handle.wait() == 1
+    assert request.wait() == len(data)
+    assert tracked.content() == data
+    assert single.content() == data
+    handle.close()
+    report({"pending": pending, "fired": faults.fired()})
+
+
+def fork_from_crowd(folder, engine, threads=3, forks=6):
+    """Fork while other threads submit and wait."""
+    handle = nvmeio.aio_handle(16384, engine=engine)
+    path = f"{folder}/crowd-{engine}"
+    data = make_file(path, 1 << 18)
+    over = threading.Event()
+
+    def work():
+        rounds = 0
+        while not over.is_set():
+            read_checked(handle, path, data)
+            read_small(handle, path, data[:4096])
+            rounds += 1
+        return rounds
+
+    with ThreadPoolExecutor(threads) as pool:
+        workers = [pool.submit(work) for _ in range(threads)]
+        for number in range(forks):
+            join(fork(use_handle, handle, folder, f"{engine}-{number}", engine))
+        over.set()
+        rounds = [worker.result() for worker in workers]
+    handle.close()
+    report({"rounds": rounds})
+
+
+def work_in_process(handle, folder, name, engine):
+    """What a worker of multiprocessing does."""
+    use_handle(handle, folder, name, engine)
+    return os.getpid()
+
+
+def processes(folder, engine, method):
+    """Give a handle to the workers of a multiprocessing pool."""
+    handle = nvmeio.aio_handle(65536, engine=engine)
+    use_handle(handle, folder, "parent", engine)
+    context = multiprocessing.get_context(method)
+    with context.Pool(2) as pool:
+        jobs = [(handle, folder, f"{method}-{n}", engine) for n in range(4)]
+        workers = pool.starmap(work_in_process, jobs)
+        pool.close()
+        pool.join()
+    assert os.getpid() not in workers
+    use_handle(handle, folder, "parent-again", engine)
+    report({"workers": len(set(workers))})
+
+
+def data_loader(folder, method, persistent, count=32, record=5000):
+    """Read records in the workers of a torch DataLoader, with a handle of the parent."""
+    import torch
+    from torch.utils.data import DataLoader
+
+    path = f"{folder}/records"
+    data = make_file(path, count * record)
+    dataset = FileRecords(path, count, record)
+    expected = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(count, record)
+    assert torch.equal(dataset[3], expected[3])
+    loader = DataLoader(
+        dataset,
+        batch_size=4,
+        num_workers=2,
+        persistent_workers=persistent,
+        multiprocessing_context=method,
+    )
+    for _ in range(2):
+        assert torch.equal(torch.cat(list(loader)), expected)
+    report({"records": count})
+
+
+class FileRecords:
+    """A map-style dataset of the records of a file."""
+
+    def __init__(self, path, count, record):
+        self.handle = nvmeio.aio_handle()
+        self.path = path
+        self.count = count
+        self.record = record
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, index):
+        import torch
+
+        tensor = torch.zeros(self.record, dtype=torch.uint8)
+        self.handle.read(tensor, self.path, file_offset=index * self.record)
+        return tensor

@@ -1,0 +1,115 @@
+"""What children do with the copy and the pool."""
+
+import contextlib
+import multiprocessing
+import os
+
+import numpy as np
+
+import nvmeio
+from helpers import pattern
+from nvmeio import settings
+from workloads.common import (
+    report,
+)
+
+
+def copy_all_sizes():
+    """Copy at each edge of the kernels, and tell which are in use."""
+    error = handle_error = None
+    try:
+        for size in (1, 1000, 1 << 16, (1 << 20) + 1, 8 << 20, (8 << 20) + 77):
+            source = np.frombuffer(pattern(size), np.uint8)
+            target = np.zeros(size, np.uint8)
+            nvmeio.memcpy(target, source)
+            assert (target == source).all()
+    except ValueError as refused:
+        error = str(refused)
+    try:
+        nvmeio.aio_handle().close()
+    except ValueError as refused:
+        handle_error = str(refused)
+    kernels = settings.selected_kernels()
+    report({"error": error, "handle_error": handle_error, "kernels": kernels})
+
+
+def copy_once(index):
+    """Copy enough for a team of threads."""
+    source = np.full(4 << 20, index, np.uint8)
+    target = np.zeros_like(source)
+    nvmeio.memcpy(target, source)
+    return bool((target == index).all())
+
+
+def copy_in_children(method):
+    """Copy in the parent by a team, then in children."""
+    assert copy_once(7)
+    context = multiprocessing.get_context(method)
+    with context.Pool(3) as pool:
+        right = pool.map(copy_once, range(3), chunksize=1)
+    report({"children": len(right), "right": all(right) and copy_once(9)})
+
+
+class Copies:
+    """A map-style dataset whose items are copies."""
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return copy_once(index)
+
+
+def copy_in_data_loader(method):
+    """Copy in the parent by a team, then in the workers of a torch DataLoader."""
+    from torch.utils.data import DataLoader
+
+    assert copy_once(7)
+    right = []
+    for persistent in (False, True):
+        loader = DataLoader(
+            Copies(),
+            num_workers=2,
+            persistent_workers=persistent,
+            multiprocessing_context=method,
+        )
+        for _ in range(2):
+            right += [bool(batch.all()) for batch in loader]
+            assert copy_once(9)
+    report({"batches": len(right), "right": all(right)})
+
+
+def count_copy_threads(threads):
+    """Count the threads that a large copy has started."""
+    source = np.ones(64 << 20, np.uint8)
+    before = len(os.listdir("/proc/self/task"))
+    nvmeio.memcpy(np.zeros_like(source), source, threads=threads)
+    report({"threads": len(os.listdir("/proc/self/task")) - before})
+
+
+def fill_pool(most=1 << 27):
+    """Take arrays of 1 MiB until there is no more, and again when all are let go."""
+    arrays, error = [], ""
+    try:
+        while len(arrays) << 20 < most:
+            arrays.append(nvmeio.empty(1 << 20, "u1"))
+    except (MemoryError, ValueError) as refused:
+        error = str(refused)
+    stats = nvmeio.pool_stats()
+    arrays.clear()
+    again = False
+    with contextlib.suppress(ValueError):
+        again = bool(nvmeio.empty(32 << 20, "u1").nbytes)
+    limits = {"limit": stats["bytes_limit"], "mapped": stats["bytes_mapped"]}
+    report({**limits, "error": error, "again": again})
+
+
+def bounce_in_bounds(folder):
+    """Transfer ordinary memory where the pool has room for few bounces."""
+    data = pattern(16 << 20)
+    target = bytearray(len(data) + 1)
+    with nvmeio.aio_handle(bounce="always") as handle:
+        handle.write(data, f"{folder}/bounced")
+        handle.read(memoryview(target)[1:], f"{folder}/bounced")
+    right = bytes(memoryview(target)[1:]) == data
+    report({"mapped": nvmeio.pool_stats()["bytes_mapped"], "right": right})

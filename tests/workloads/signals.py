@@ -1,0 +1,107 @@
+"""What children do under signals."""
+
+import os
+import signal
+import threading
+import time
+
+import nvmeio
+from helpers import Guarded, pattern
+from workloads.common import (
+    Faults,
+    make_file,
+    read_checked,
+    read_small,
+    report,
+    write_checked,
+)
+
+
+class Storm:
+    """SIGALRM every 100 us, with a handler in Python."""
+
+    def __init__(self):
+        self.count = 0
+
+    def strike(self, *_):
+        self.count += 1
+
+    def __enter__(self):
+        signal.signal(signal.SIGALRM, self.strike)
+        signal.setitimer(signal.ITIMER_REAL, 1e-4, 1e-4)
+        return self
+
+    def __exit__(self, *_):
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def signal_storm(folder, engine, size=2 << 20, rounds=2, **options):
+    """Transfer in every way while signals rain."""
+    path = f"{folder}/storm-{engine}"
+    data = make_file(path, size)
+    handle = nvmeio.aio_handle(65536, queue_depth=4, engine=engine, **options)
+    with Storm() as storm:
+        for number in range(rounds):
+            read_checked(handle, path, data)
+            read_checked(handle, path, data[5:], 5, 1)
+            read_small(handle, path, data[: 60_000 + number])
+            parts = [Guarded(size // 4) for _ in range(4)]
+            for index, part in enumerate(parts):
+                handle.async_pread(part.array, path, index * size // 4)
+            assert handle.wait() == 4
+            for index, part in enumerate(parts):
+                assert part.content() == data[index * size // 4 : (index + 1) * size // 4]
+            changed = pattern(size, number)
+            write_checked(handle, f"{path}-{number}", changed)
+            os.unlink(f"{path}-{number}")
+        handle.fsync(path)
+        handle.close()
+    report({"signals": storm.count, **handle.stats()})
+
+
+def interrupted(call):
+    """Call, and tell whether KeyboardInterrupt came out of it."""
+    try:
+        call()
+    except KeyboardInterrupt:
+        return True
+    return False
+
+
+def press_ctrl_c(faults):
+    """Send SIGINT once a call is held, and the main thread is on its way to wait for it."""
+    faults.await_waiting()
+    time.sleep(0.1)
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def ctrl_c(folder, control, engine, way, size):
+    """Wait for a read that is held, be interrupted, and wait again."""
+    path = f"{folder}/ctrl-c-{engine}"
+    faults = Faults(control)
+    data = make_file(path, size)
+    file = nvmeio.File(path)
+    handle = nvmeio.aio_handle(engine=engine)
+    guarded = Guarded(size)
+    faults.set(read={"held": True})
+    presser = threading.Thread(target=press_ctrl_c, args=[faults])
+    presser.start()
+    if way == "request":
+        request = handle.submit_read(guarded.array, file)
+        came = interrupted(request.wait)
+    elif way == "read":
+        came = interrupted(lambda: handle.read(guarded.array, file))
+    else:
+        handle.async_pread(guarded.array, file)
+        came = interrupted(handle.wait if way == "handle" else handle.close)
+    # It came while the read was held, so within no time that the read decides.
+    pending = handle.pending
+    presser.join()
+    faults.set()
+    if way == "request":
+        assert request.wait() == size
+    elif way == "handle":
+        assert handle.wait() == 1
+    handle.close()
+    assert guarded.content() == data
+    report({"interrupted": came, "pending": pending, "fired": faults.fired()})
