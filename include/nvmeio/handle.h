@@ -22,7 +22,7 @@ struct nvmeio_config {
 struct nvmeio_stats {
     uint64_t requests;          /* submitted */
     uint64_t blocks;            /* finished */
-    uint64_t blocks_registered; /* of them, with memory that the ring has registered */
+    uint64_t blocks_registered; /* handed over in memory that the ring has registered */
     uint64_t bytes_direct;
     uint64_t bytes_buffered;
     uint64_t bytes_bounced;   /* direct too, through our memory; not in bytes_direct */

@@ -31,14 +31,18 @@ struct nvmeio_pool_stats {
 /* Hand out at least `size` bytes (1 or more), aligned to NVMEIO_POOL_ALIGN, populated.
  * `lock`: mlock them where RLIMIT_MEMLOCK allows; *locked (may be NULL) tells.
  * What they hold is undefined.  -ENOMEM where the limit is met or the system has not so
- * much, -EINVAL for no bytes.  Owned by the caller
- * until nvmeio_pool_free(). */
+ * much, -EINVAL for no bytes.  Owned by the caller until nvmeio_pool_free(). */
 NVMEIO_API int nvmeio_pool_alloc(size_t size, bool lock, void **address, int *locked);
 
 /* The same on a NUMA node; -1: wherever the system likes.  -EINVAL for a node that
- * there is not. */
+ * there is not; what else mbind(2) says where it is refused, as in containers. */
 NVMEIO_API int nvmeio_pool_alloc_on(int node, size_t size, bool lock, void **address,
                                     int *locked);
+
+/* Whether the limit leaves room to map so much: after -ENOMEM, tells whose limit it
+ * was.
+ */
+NVMEIO_API bool nvmeio_pool_has_room(size_t size);
 
 /* Map no more than this; 0: half of nvmeio_memory_bytes(), as it is from the start. */
 NVMEIO_API void nvmeio_pool_set_limit(uint64_t bytes);
@@ -56,6 +60,9 @@ NVMEIO_API void nvmeio_pool_free(void *address);
  * is in use. */
 NVMEIO_API int nvmeio_pool_set_pinned(void *address, bool pinned);
 NVMEIO_API bool nvmeio_pool_is_pinned(const void *address, size_t size);
+
+/* Whether the address is in memory of the pool, handed out or not. */
+NVMEIO_API bool nvmeio_pool_holds(const void *address);
 
 /* Count a request's use of the allocation that holds `address` (+1, -1); memory that is
  * not of the pool is ignored.  Returns the uses after the change, never less than 0. */

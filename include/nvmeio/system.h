@@ -12,6 +12,12 @@ extern "C" {
  * group comes to; at least 1.  The quota is looked up once. */
 NVMEIO_API unsigned nvmeio_cpu_count(void);
 
+/* How many threads a team of OpenMP that this thread leads may have: `wanted`, or
+ * fewer. One in a child of a fork(), where GNU OpenMP would wait for its parent's
+ * threads for ever; and no more than can be started, for it ends the process where one
+ * cannot. */
+NVMEIO_API unsigned nvmeio_team_size(unsigned wanted);
+
 /* Bytes of memory: that of the machine, or the limit of the control group where that is
  * less.  Looked up once. */
 NVMEIO_API uint64_t nvmeio_memory_bytes(void);

@@ -70,7 +70,7 @@ static const struct nvmeio_copy_kernel *small_kernel(void)
     return kernel ? kernel : &nvmeio_copy_portable;
 }
 
-/* Whether a page was never written. */
+/* Whether a page is not in memory: hardly any but those that were never written. */
 static bool is_untouched(const char *address)
 {
     uintptr_t page_bytes = (uintptr_t)sysconf(_SC_PAGESIZE);
@@ -80,9 +80,9 @@ static bool is_untouched(const char *address)
     return mincore(page, 1, &resident) == 0 && !(resident & 1);
 }
 
-/* Piece by piece, for memory may be untouched from somewhere on.  The kernel zeroes such
- * pages in the caches, and stores past them would wait for that; memcpy(3) is no better
- * there, for its string instruction is slow where each page faults. */
+/* Piece by piece, for memory may be untouched from somewhere on.  The kernel zeroes
+ * such pages in the caches, and stores past them would wait for that; memcpy(3) is no
+ * better there, for its string instruction is slow where each page faults. */
 static void copy_large(char *target, const char *source, size_t size)
 {
     const struct nvmeio_copy_kernel *kernel = large_kernel();
@@ -119,6 +119,8 @@ bool nvmeio_copy_overlaps(const void *target, const void *source, size_t size)
 
 void nvmeio_copy(void *target, const void *source, size_t size)
 {
+    if (size == 0)
+        return; /* of no memory, which no function of C may be given */
     if (nvmeio_copy_overlaps(target, source, size))
         memmove(target, source, size);
     else

@@ -4,13 +4,16 @@
  * are taken before a fork is decided in one place. */
 #include <pthread.h>
 #include <stdatomic.h>
-
+#include <stdio.h>
+#include <string.h>
 #include <nvmeio/base.h>
 
 #include "fork.h"
 
 /* Written in a new child alone, while it has one thread: relaxed is enough. */
 static _Atomic uint32_t generation;
+
+static bool forked_before; /* the library was loaded: a child that never called exec */
 
 static struct nvmeio_fork_hooks *hooks_first;
 
@@ -44,9 +47,32 @@ static void continue_child(void)
         hooks->child();
 }
 
+bool nvmeio_fork_without_exec(void)
+{
+    return forked_before || nvmeio_fork_generation() > 0;
+}
+
+/* Linux, PF_FORKNOEXEC: the ninth field of /proc/self/stat, behind a name in brackets
+ * that may hold anything. */
+static bool was_forked(void)
+{
+    char text[1024];
+    unsigned long flags = 0;
+    FILE *file = fopen("/proc/self/stat", "re");
+    size_t length = file ? fread(text, 1, sizeof(text) - 1, file) : 0;
+
+    if (file)
+        fclose(file);
+    text[length] = '\0';
+    const char *behind = strrchr(text, ')');
+    return behind && sscanf(behind, ") %*c %*d %*d %*d %*d %*d %lu", &flags) == 1 &&
+           (flags & 0x40);
+}
+
 /* This can fail for want of memory alone, while the library is being loaded and nobody
  * could be told. */
 __attribute__((constructor)) static void register_hooks(void)
 {
+    forked_before = was_forked();
     pthread_atfork(prepare, continue_parent, continue_child);
 }

@@ -2,6 +2,12 @@
 #ifndef NVMEIO_FORK_H
 #define NVMEIO_FORK_H
 
+#include <stdbool.h>
+
+/* Whether this process is a child that goes on where its parent was, though the library
+ * may have been loaded since: what the parent's libraries had is here, their threads
+ * are not. */
+bool nvmeio_fork_without_exec(void);
 /* Functions that run in the thread that forks; child() finds the new generation.  The
  * kernel's clone() and vfork() call none of them. */
 struct nvmeio_fork_hooks {

@@ -105,18 +105,17 @@ static int lane_grow_bounces(struct nvmeio_lane *lane)
     return lane->bounces_owned > 0 ? 0 : error;
 }
 
-/* A lane without a single bounce cannot carry this request any further. */
-static void fail_for_bounce(struct nvmeio_lane *lane, int error)
+/* A lane without a single bounce cannot carry this request any further, unless it can
+ * do without.  The mutex is held. */
+static void miss_bounce(struct nvmeio_lane *lane, int error)
 {
-    struct nvmeio_handle *handle = lane->handle;
-
-    pthread_mutex_lock(&handle->mutex);
     struct nvmeio_request *request = next_request(lane);
-    if (request && nvmeio_request_has_block(request) && wants_bounce(request)) {
-        nvmeio_request_fail(request, error, request->position);
-        nvmeio_schedule_progress(handle, request);
-    }
-    pthread_mutex_unlock(&handle->mutex);
+
+    if (!request || !nvmeio_request_has_block(request) || !wants_bounce(request) ||
+        nvmeio_request_waive_bounce(request))
+        return;
+    nvmeio_request_fail(request, error, request->position);
+    nvmeio_schedule_progress(lane->handle, request);
 }
 
 static void lane_take_all(struct nvmeio_lane *lane)
@@ -129,11 +128,9 @@ static void lane_take_all(struct nvmeio_lane *lane)
     if (!lane->bounces_short || lane->bounces_owned == lane->bounces_max)
         return;
     int error = lane_grow_bounces(lane);
-    if (error) {
-        fail_for_bounce(lane, error);
-        return;
-    }
     pthread_mutex_lock(&handle->mutex);
+    if (error)
+        miss_bounce(lane, error);
     lane_take(lane);
     pthread_mutex_unlock(&handle->mutex);
 }

@@ -286,6 +286,22 @@ static struct extent *adopt_chunk(struct arena *arena, char *chunk, size_t bytes
     return extent;
 }
 
+/* Whether it can be unmapped: whole huge pages, which no other extent shares. */
+static bool is_whole(const struct extent *extent)
+{
+    return extent->address % HUGE_BYTES == 0 && extent->bytes % HUGE_BYTES == 0;
+}
+
+static uint64_t free_bytes(const struct arena *arenas)
+{
+    uint64_t bytes = 0;
+
+    for (int i = 0; i <= NVMEIO_POOL_NODE_MAX + 1; i++)
+        for (const struct extent *e = arenas[i].free; e; e = e->next)
+            bytes += is_whole(e) ? e->bytes : 0;
+    return bytes;
+}
+
 /* Unmap free extents of whole huge pages, as far as it takes to map `bytes` more.  They
  * are of sizes or nodes that could not serve.  The mutex is held: this is rare. */
 static void make_room(struct arena *arenas, size_t bytes)
@@ -294,7 +310,7 @@ static void make_room(struct arena *arenas, size_t bytes)
         struct extent *extent = arenas[i].free;
         while (extent && stats.bytes_mapped + bytes > stats.bytes_limit) {
             struct extent *next = extent->next;
-            if (extent->address % HUGE_BYTES == 0 && extent->bytes % HUGE_BYTES == 0 &&
+            if (is_whole(extent) &&
                 munmap((void *)extent->address, extent->bytes) == 0) {
                 atomic_fetch_add_explicit(&unmappings, 1, memory_order_relaxed);
                 stats.bytes_mapped -= extent->bytes;
@@ -307,12 +323,22 @@ static void make_room(struct arena *arenas, size_t bytes)
     }
 }
 
-/* Reserve `bytes` below the limit.  The mutex is held. */
-static bool reserve(size_t bytes)
+/* Whether the limit leaves room for `bytes`, were all given up that can be.  The mutex
+ * is held. */
+static bool has_room(size_t bytes)
 {
     if (stats.bytes_limit == 0)
         stats.bytes_limit = nvmeio_memory_bytes() / 2;
-    if (bytes > stats.bytes_limit)
+    uint64_t kept =
+        stats.bytes_mapped - free_bytes(large_arenas) - free_bytes(small_arenas);
+    return bytes <= stats.bytes_limit && kept <= stats.bytes_limit - bytes;
+}
+
+/* Reserve `bytes` below the limit.  What is free is given up only if that is enough.
+ * The mutex is held. */
+static bool reserve(size_t bytes)
+{
+    if (!has_room(bytes))
         return false;
     make_room(large_arenas, bytes);
     make_room(small_arenas, bytes);
@@ -404,6 +430,16 @@ int nvmeio_pool_alloc_on(int node, size_t size, bool lock, void **address, int *
 int nvmeio_pool_alloc(size_t size, bool lock, void **address, int *locked)
 {
     return nvmeio_pool_alloc_on(-1, size, lock, address, locked);
+}
+
+bool nvmeio_pool_has_room(size_t size)
+{
+    if (size > SIZE_MAX / 2)
+        return false;
+    pthread_mutex_lock(&mutex);
+    bool room = has_room(round_up(size, HUGE_BYTES));
+    pthread_mutex_unlock(&mutex);
+    return room;
 }
 
 void nvmeio_pool_set_limit(uint64_t bytes)
@@ -507,7 +543,7 @@ bool nvmeio_pool_register(const void *address)
     pthread_mutex_lock(&mutex);
     bool registered =
         stats.bytes_registered < NVMEIO_REGISTERED_PAGES_MAX * HUGE_BYTES &&
-        find_extent((uintptr_t)address);
+        stats.bytes_hugetlb == 0 && find_extent((uintptr_t)address);
     if (registered)
         stats.bytes_registered += HUGE_BYTES;
     pthread_mutex_unlock(&mutex);

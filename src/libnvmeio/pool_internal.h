@@ -17,11 +17,9 @@
 /* Whether the address may be in the pool: a quick look. */
 bool nvmeio_pool_may_hold(const void *address);
 
-/* Whether it is. */
-bool nvmeio_pool_holds(const void *address);
-
 /* Count one more huge page as registered: false where the address, which is in use, is
- * not of the pool, or as many as may be are. */
+ * not of the pool, or as many as may be are, or there are pages of hugetlbfs: of pinned
+ * ones a fork() needs as many again, and fails where none are free. */
 bool nvmeio_pool_register(const void *address);
 void nvmeio_pool_unregister(unsigned pages);
 

@@ -14,11 +14,16 @@
 /* Blocks of one file in flight before it is registered. */
 #define IN_FLIGHT_MIN 32u
 
+/* Linux 6.14.  What leaves a table is let go at once from 6.13 on; before, up to a
+ * second later, and before 5.13 a ring with anything in flight takes no table. */
+#ifndef IORING_FEAT_RW_ATTR
+#define IORING_FEAT_RW_ATTR (1U << 16)
+#endif
+
 #define PAGES NVMEIO_REGISTERED_PAGES_MAX
 #define FILES NVMEIO_REGISTERED_FILES
 
-/* What liburing had not yet when Linux had no sparse tables, before 5.19, is not used.
- */
+/* Liburing before 2.2 has no sparse tables. */
 #ifdef IORING_RSRC_REGISTER_SPARSE
 static int prepare_pages(struct io_uring *ring)
 {
@@ -85,7 +90,9 @@ static bool register_page(struct nvmeio_registered *registered, unsigned place)
     registered->pages_ready = true;
     if (!hand_over(registered->ring))
         return false;
-    if (!page->held && !nvmeio_pool_register(memory.iov_base))
+    /* The quick look that came before may take foreign memory for the pool's. */
+    if (page->held ? !nvmeio_pool_holds(memory.iov_base)
+                   : !nvmeio_pool_register(memory.iov_base))
         return false;
     if (update_pages(registered->ring, place, &memory, 1) != 1) {
         /* Out of locked memory, most likely. */
@@ -100,8 +107,12 @@ static bool register_page(struct nvmeio_registered *registered, unsigned place)
 
 void nvmeio_registered_open(struct nvmeio_registered *registered, struct io_uring *ring)
 {
+    bool prompt = ring->features & IORING_FEAT_RW_ATTR;
+
     *registered = (struct nvmeio_registered){.ring = ring,
-                                             .unmappings = nvmeio_pool_unmappings()};
+                                             .unmappings = nvmeio_pool_unmappings(),
+                                             .pages_refused = !prompt,
+                                             .files_refused = !prompt};
 }
 
 void nvmeio_registered_close(struct nvmeio_registered *registered)

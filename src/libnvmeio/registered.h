@@ -1,9 +1,9 @@
 /* registered.h -- what an io_uring has registered: huge pages of the pool, and files.
  *
  * The kernel then need not look up and pin what each block uses, which takes 9 to 25 %
- * of the CPU time of small ones (docs/design.md).  Registering costs system calls of its
- * own, so that it is done for what many small blocks have used already.  Nothing here
- * fails: what cannot be registered is used as it is.
+ * of the CPU time of small ones (docs/design.md).  Registering costs system calls of
+ * its own, so that it is done for what many small blocks have used already.  Nothing
+ * here fails: what cannot be registered is used as it is, as is all before Linux 6.14.
  *
  * A file is registered only while blocks of it are in flight, for it would stay open;
  * pool memory until other memory needs its place. */

@@ -25,21 +25,29 @@
 static void plan(struct nvmeio_request *request)
 {
     struct nvmeio_geometry geometry = {.bounce = request->handle->config.bounce};
-    uintptr_t address = (uintptr_t)request->address;
 
     nvmeio_file_geometry(request->file, &geometry);
     request->offset_align = geometry.offset_align;
-    nvmeio_plan_make(&request->plan, &geometry, request->op, address, request->size,
-                     request->offset);
+    nvmeio_plan_make(&request->plan, &geometry, request->op,
+                     (uintptr_t)request->address, request->size, request->offset);
     if (geometry.bounce == NVMEIO_BOUNCE_AUTO &&
         request->plan.spans[0].route == NVMEIO_ROUTE_DIRECT &&
         request->size >= NVMEIO_PAGES_BYTES_MIN && !request->file->in_memory &&
         !nvmeio_pool_holds(request->address) &&
         nvmeio_pages_are_small(request->address, request->size, request->op)) {
-        geometry.bounce = NVMEIO_BOUNCE_ALWAYS;
-        nvmeio_plan_make(&request->plan, &geometry, request->op, address, request->size,
-                         request->offset);
+        request->plan.spans[0].route = NVMEIO_ROUTE_BOUNCE;
+        request->bounce_optional = true;
     }
+}
+
+bool nvmeio_request_waive_bounce(struct nvmeio_request *request)
+{
+    bool waived = request->bounce_optional;
+
+    if (waived)
+        request->plan.spans[0].route = NVMEIO_ROUTE_DIRECT;
+    request->bounce_optional = false;
+    return waived;
 }
 
 struct nvmeio_request *nvmeio_request_new(struct nvmeio_handle *handle,

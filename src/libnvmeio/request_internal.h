@@ -49,10 +49,10 @@ struct nvmeio_request {
     struct nvmeio_request *write_before; /* an fsync's, for which it waits */
     struct nvmeio_request *gated_next;   /* of the fsyncs that wait */
     bool queued;                         /* in the handle's queue */
-
-    unsigned in_flight; /* blocks cut and not yet booked */
-    unsigned waiters;   /* threads in nvmeio_request_wait() */
-    int error;          /* the first one, or 0 */
+    bool bounce_optional; /* spans[0] could go direct as well, and may be slower so */
+    unsigned in_flight;   /* blocks cut and not yet booked */
+    unsigned waiters;     /* threads in nvmeio_request_wait() */
+    int error;            /* the first one, or 0 */
     bool cancelled;
     bool abandoned;
     size_t got; /* once done; before, the lowest position that failed */
@@ -97,6 +97,10 @@ size_t nvmeio_request_blocks_left(const struct nvmeio_request *request,
 
 /* The route of the block that nvmeio_request_cut() would give. */
 enum nvmeio_route nvmeio_request_next_route(const struct nvmeio_request *request);
+
+/* There is no memory for bounces: have what is left go direct, if it can.  The mutex is
+ * held. */
+bool nvmeio_request_waive_bounce(struct nvmeio_request *request);
 
 /* Cut the next block, of at most block_bytes or the file's alignment if that is more;
  * has_block() was true. */

@@ -26,6 +26,7 @@ static uint64_t memory_bytes = UINT64_MAX;
 struct limit {
     const char *controller; /* of version 1; NULL: version 2, which has one tree */
     const char *file;
+    const char *file_too; /* its first line is put behind that of the other */
     void (*apply)(const char *line);
 };
 
@@ -38,52 +39,51 @@ static void limit_memory(const char *line)
         memory_bytes = bytes;
 }
 
-static void limit_cpus(int64_t quota_us, int64_t period_us)
+/* "QUOTA PERIOD" in us, as cpu.max of version 2 has them, and apply_file() joins those
+ * of version 1.  "max" or -1: no limit. */
+static void limit_cpus(const char *line)
 {
-    if (quota_us <= 0 || period_us <= 0)
+    int64_t quota_us, period_us;
+
+    if (sscanf(line, "%" SCNd64 " %" SCNd64, &quota_us, &period_us) != 2 ||
+        quota_us <= 0 || period_us <= 0)
         return;
-    int64_t cpus = (quota_us + period_us - 1) / period_us;
+    int64_t cpus = (quota_us - 1) / period_us + 1;
     if (cpus < (int64_t)quota_cpus)
         quota_cpus = (unsigned)cpus;
 }
 
-/* cpu.max holds "quota period" or "max period". */
-static void limit_cpus_v2(const char *line)
-{
-    int64_t quota_us, period_us;
-
-    if (sscanf(line, "%" SCNd64 " %" SCNd64, &quota_us, &period_us) == 2)
-        limit_cpus(quota_us, period_us);
-}
-
-/* cpu.cfs_quota_us holds -1 for no limit.  The period is in a file of its own; nobody
- * was seen to change it from 100 ms. */
-static void limit_cpus_v1(const char *line)
-{
-    int64_t quota_us;
-
-    if (sscanf(line, "%" SCNd64, &quota_us) == 1)
-        limit_cpus(quota_us, 100000);
-}
-
 static const struct limit limits[] = {
-    {NULL, "cpu.max", limit_cpus_v2},
-    {NULL, "memory.max", limit_memory},
-    {"cpu", "cpu.cfs_quota_us", limit_cpus_v1},
-    {"memory", "memory.limit_in_bytes", limit_memory},
+    {NULL, "cpu.max", NULL, limit_cpus},
+    {NULL, "memory.max", NULL, limit_memory},
+    {"cpu", "cpu.cfs_quota_us", "cpu.cfs_period_us", limit_cpus},
+    {"memory", "memory.limit_in_bytes", NULL, limit_memory},
 };
+
+/* Put the first line of a file into `line`; false where there is none. */
+static bool first_line(const char *folder, const char *name, char *line, int size)
+{
+    char path[PATH_BYTES + 64];
+
+    snprintf(path, sizeof(path), "%s/%s", folder, name);
+    FILE *file = fopen(path, "re");
+    bool found = file && fgets(line, size, file);
+    if (file)
+        fclose(file);
+    return found;
+}
 
 static void apply_file(const struct limit *limit, const char *folder)
 {
-    char path[PATH_BYTES + 64], line[128];
+    char line[256];
 
-    snprintf(path, sizeof(path), "%s/%s", folder, limit->file);
-    FILE *file = fopen(path, "re");
-    if (!file)
+    if (!first_line(folder, limit->file, line, sizeof(line) / 2))
         return;
-    if (fgets(line, sizeof(line), file))
-        limit->apply(line);
-    fclose(file);
+    size_t length = strlen(line);
+    if (limit->file_too &&
+        !first_line(folder, limit->file_too, line + length, sizeof(line) / 2))
+        return;
+    limit->apply(line);
 }
 
 /* Apply a limit of the group and of all above it, up to the root of the tree. */
@@ -148,7 +148,7 @@ static void look_up(void)
 unsigned nvmeio_cpu_count(void)
 {
     static const size_t bytes = CPU_ALLOC_SIZE(CPUS_MAX);
-    char room[CPU_ALLOC_SIZE(CPUS_MAX)];
+    _Alignas(cpu_set_t) char room[CPU_ALLOC_SIZE(CPUS_MAX)];
     cpu_set_t *cpus = (cpu_set_t *)(void *)room;
 
     pthread_once(&once, look_up);

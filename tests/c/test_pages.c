@@ -128,6 +128,31 @@ static void test_small_pages_are_bounced_unless_told(enum nvmeio_bounce bounce)
     nvmeio_handle_close(handle);
 }
 
+/* The pool has nothing left for bounces, which small pages can do without. */
+static void test_without_bounces_small_pages_go_direct(unsigned lanes)
+{
+    const char *path = path_in(test_folder());
+    struct nvmeio_config config = config_of("threads");
+    uint64_t direct, bounced;
+    void *all;
+
+    config.lanes = lanes;
+    struct nvmeio_handle *handle = open_handle(&config);
+    char *memory = map(MADV_NOHUGEPAGE);
+    struct nvmeio_pool_stats stats;
+    nvmeio_pool_get_stats(&stats);
+    nvmeio_pool_set_limit(stats.bytes_mapped + 4 * HUGE);
+    while (nvmeio_pool_alloc(4 * HUGE, false, &all, NULL) == 0)
+        ;
+    while (nvmeio_pool_alloc(1, false, &all, NULL) == 0)
+        ;
+    move(handle, path, memory, BYTES, &direct, &bounced);
+    CHECK(direct == 2 * BYTES && bounced == 0);
+    nvmeio_pool_set_limit(0);
+    munmap(memory, BYTES);
+    nvmeio_handle_close(handle);
+}
+
 /* The question is about a child's own memory, in the child. */
 static void test_children_ask_for_themselves(void)
 {
@@ -168,5 +193,7 @@ int main(void)
     test_small_pages_are_bounced_unless_told(NVMEIO_BOUNCE_AUTO);
     test_small_pages_are_bounced_unless_told(NVMEIO_BOUNCE_ALWAYS);
     test_small_pages_are_bounced_unless_told(NVMEIO_BOUNCE_NEVER);
+    test_without_bounces_small_pages_go_direct(1);
+    test_without_bounces_small_pages_go_direct(3);
     return 0;
 }

@@ -218,6 +218,7 @@ static void test_impossible_sizes_are_refused(void)
     for (size_t i = 0; i < sizeof(sizes) / sizeof(*sizes); i++) {
         void *memory = &before;
         CHECK(nvmeio_pool_alloc(sizes[i], true, &memory, NULL) == -ENOMEM);
+        CHECK(!nvmeio_pool_has_room(sizes[i]));
         CHECK(memory == &before);
     }
     void *memory;
@@ -303,6 +304,10 @@ static void test_no_more_is_mapped_than_the_limit(void)
     memset(other, 3, 22 * MIB);
     CHECK(stats_now().bytes_mapped == 64 * MIB && stats_now().allocations == 4);
     nvmeio_pool_free(large);
+    /* What is free is kept where giving it up would not be enough. */
+    CHECK(!nvmeio_pool_has_room(44 * MIB) && nvmeio_pool_has_room(40 * MIB));
+    CHECK(nvmeio_pool_alloc(44 * MIB, false, &large, NULL) == -ENOMEM);
+    CHECK(stats_now().bytes_mapped == 64 * MIB);
     nvmeio_pool_free(other);
     nvmeio_pool_free(small);
     CHECK(stats_now().bytes_used == 0);

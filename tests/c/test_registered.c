@@ -287,6 +287,54 @@ static void test_a_page_loses_its_place_to_what_comes_behind_it(const char *path
     nvmeio_handle_close(handle);
 }
 
+/* Memory of others that lies between chunks of the pool, in the place of a page that is
+ * registered already, and is given back and mapped anew behind our back. */
+static void test_foreign_memory_between_ours_is_let_alone(const char *path)
+{
+    const size_t span = 4 * NVMEIO_REGISTERED_PAGES_MAX * NVMEIO_HUGE_BYTES;
+    const int flags = MAP_PRIVATE | MAP_ANONYMOUS;
+    struct nvmeio_config config = small_blocks();
+    config.bounce = NVMEIO_BOUNCE_NEVER; /* in small pages, maybe */
+    struct nvmeio_handle *handle = open_handle(&config);
+    char *ours = pool_alloc(NVMEIO_REGISTERED_PAGES_MAX * NVMEIO_HUGE_BYTES);
+    char *foreign = mmap(NULL, span, PROT_READ | PROT_WRITE, flags, -1, 0);
+    char *beyond = pool_alloc(span);
+
+    CHECK(foreign != MAP_FAILED);
+    CHECK(nvmeio_pool_may_hold(foreign + span / 2));
+    for (unsigned i = 0; i < NVMEIO_REGISTERED_PAGES_MAX; i++)
+        read_and_check(handle, path, ours + i * NVMEIO_HUGE_BYTES, MIB, 1);
+    uint64_t registered = stats_of(handle).blocks_registered;
+    CHECK(registered > 0);
+    char *place = foreign + span / 2 - (uintptr_t)foreign % NVMEIO_HUGE_BYTES;
+    for (int i = 0; i < 8; i++) {
+        read_and_check(handle, path, place, 2 * MIB, 1);
+        CHECK(mmap(place, 2 * MIB, PROT_READ | PROT_WRITE, flags | MAP_FIXED, -1, 0) ==
+              place);
+    }
+    CHECK(stats_of(handle).blocks_registered == registered);
+    nvmeio_handle_close(handle);
+    munmap(foreign, span);
+    nvmeio_pool_free(ours);
+    nvmeio_pool_free(beyond);
+}
+
+/* A block that lies in two pages is in neither's place. */
+static void test_blocks_in_two_pages_are_right(const char *path)
+{
+    struct nvmeio_config config = small_blocks();
+    config.block_bytes = 64 * KIB;
+    struct nvmeio_handle *handle = open_handle(&config);
+    char *memory = pool_alloc(8 * MIB);
+
+    for (int i = 0; i < 6; i++)
+        read_and_check(handle, path, memory + 20 * KIB, 4 * MIB, 1);
+    struct nvmeio_stats stats = stats_of(handle);
+    CHECK(stats.blocks_registered > 0 && stats.blocks_registered < stats.blocks);
+    nvmeio_pool_free(memory);
+    nvmeio_handle_close(handle);
+}
+
 /* The pool unmaps what is registered, and maps other memory where it was. */
 static void test_memory_that_was_mapped_anew_is_the_new(const char *path)
 {
@@ -441,6 +489,8 @@ int main(void)
     test_large_blocks_and_foreign_memory_are_not(path);
     test_pages_take_turns();
     test_a_page_loses_its_place_to_what_comes_behind_it(path);
+    test_foreign_memory_between_ours_is_let_alone(path);
+    test_blocks_in_two_pages_are_right(path);
     test_memory_that_was_mapped_anew_is_the_new(path);
     test_files_are_let_go_and_never_mistaken();
     test_many_files_at_once();
