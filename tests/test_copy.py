@@ -4,6 +4,10 @@
 """
 
 import mmap
+import os
+import subprocess
+import sys
+import textwrap
 import threading
 
 import numpy as np
@@ -180,7 +184,7 @@ def test_a_number_of_threads_out_of_range_is_refused(threads):
         ValueError, match=f"threads is {threads}; it must be from 1 to 4096"
     ):
         memcpy(target, np.ones(4), threads=threads)
-    with pytest.raises(TypeError, match="float"):
+    with pytest.raises(TypeError, match=r"threads is 1\.5; it must be an integer"):
         memcpy(target, np.ones(4), threads=1.5)
     assert (target == 0).all()
 
@@ -207,6 +211,40 @@ def test_two_threads_copy_at_once():
 def test_children_copy_after_their_parent_has(method):
     report = run_child("copy_in_children", method=method).report
     assert report == {"children": 3, "right": True}
+
+
+def test_forked_children_that_ask_for_a_team_copy_alone():
+    report = run_child("copy_with_threads_in_children").report
+    assert report == {"children": 3, "right": True}
+
+
+def test_a_forked_child_that_imports_nvmeio_itself_copies_alone(tmp_path):
+    """The parent has run a team of another library."""
+    pytest.importorskip("torch")
+    script = """
+        import os, sys, torch
+        torch.set_num_threads(2)
+        torch.ones(1 << 22).add_(1).sum()
+        child = os.fork()
+        if child:
+            sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        import signal
+        signal.alarm(20)
+        import numpy as np, nvmeio
+        target = np.zeros(8 << 20, np.uint8)
+        nvmeio.memcpy(target, np.ones_like(target), threads=2)
+        os._exit(not target.all())
+    """
+    path = tmp_path / "script.py"
+    path.write_text(textwrap.dedent(script))
+    assert subprocess.run([sys.executable, path], check=False).returncode == 0
+
+
+def test_where_no_thread_can_be_started_the_caller_copies_alone():
+    """GNU OpenMP would end the process."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can become somebody without threads")
+    assert run_child("copy_without_threads").report == {"right": True}
 
 
 @pytest.mark.slow
@@ -247,3 +285,29 @@ def test_a_team_is_no_larger_than_what_the_process_may_use(monkeypatch):
     assert run_child("count_copy_threads", threads=3).report["threads"] == 2
     one = run_child("count_copy_threads", threads=None, prefix=["taskset", "-c", "0"])
     assert one.report["threads"] == 0
+    # No more than there are chunks.
+    assert run_child("count_copy_threads", threads=64, size=MIB).report["threads"] == 3
+
+
+@pytest.mark.parametrize(("quota_us", "threads"), [(100_000, 0), (150_000, 1)])
+def test_the_quota_of_a_control_group_bounds_a_team(control_group, quota_us, threads):
+    prefix = control_group(
+        "cpu",
+        {"cpu.cfs_period_us": 100_000, "cpu.cfs_quota_us": quota_us},
+        {"cpu.max": f"{quota_us} 100000"},
+    )
+    if len(os.sched_getaffinity(0)) < 2:
+        pytest.skip("there is one processor")
+    found = run_child("count_copy_threads", threads=None, size=8 * MIB, prefix=prefix)
+    assert found.report["threads"] == threads
+
+
+def test_a_team_has_all_that_the_process_may_use():
+    count = len(os.sched_getaffinity(0))
+    if count < 2:
+        pytest.skip("there is one processor")
+    pytest.importorskip("torch")
+    assert run_child("count_copy_threads", threads=None).report["threads"] == count - 1
+    for limit in (1, 2):
+        found = run_child("count_copy_threads", threads=None, torch_threads=limit)
+        assert found.report["threads"] == limit - 1

@@ -88,8 +88,18 @@ def test_impossible_arrays_are_refused():
         nvmeio.empty((3, -1))
     with pytest.raises(TypeError, match="Python objects"):
         nvmeio.empty(3, object)
-    with pytest.raises(TypeError, match="float"):
+    with pytest.raises(TypeError, match=r"an extent is 2\.5; it must be an integer"):
         nvmeio.empty(2.5)
+    for shape in (True, (3, False), "23", b"23"):
+        with pytest.raises(TypeError, match="must be an integer"):
+            nvmeio.empty(shape)
+    for shape in (2**62, (2**40, 2**40)):
+        with pytest.raises(MemoryError, match="addresses end at"):
+            nvmeio.empty(shape)
+    with pytest.raises(ValueError, match="extents end at"):
+        nvmeio.empty((10**30, 0))
+    with pytest.raises(TypeError, match="pinned is 'no'"):
+        nvmeio.empty(5, pinned="no")
 
 
 def test_the_pool_is_bounded_by_the_environment():
@@ -97,7 +107,7 @@ def test_the_pool_is_bounded_by_the_environment():
     limit = 64 << 20
     assert report["limit"] == limit
     assert report["mapped"] <= limit
-    assert f"the pool may hold {limit} bytes" in report["error"]
+    assert f"it may hold {limit} bytes and holds" in report["error"]
     assert "NVMEIO_POOL_BYTES" in report["error"]
     # What was refused has taken nothing, and what is let go may be had again.
     assert report["again"]
@@ -145,3 +155,26 @@ def test_threads_have_arrays_of_their_own():
     for thread in threads:
         thread.join()
     assert wrong == []
+
+
+def test_the_limit_of_a_control_group_bounds_the_pool(control_group):
+    limit = 1 << 30
+    prefix = control_group(
+        "memory", {"memory.limit_in_bytes": limit}, {"memory.max": limit}
+    )
+    assert run_child("tell_limit", prefix=prefix).report["bytes_limit"] == limit // 2
+
+
+def test_the_environment_counts_before_the_first_use():
+    found = run_child("tell_limit", env={"NVMEIO_POOL_BYTES": "64M"}).report
+    assert found["bytes_limit"] == 64 << 20
+
+
+def test_a_shape_may_be_an_array():
+    assert nvmeio.empty(np.array([2, 3])).shape == (2, 3)
+    assert nvmeio.empty(np.int64(7)).shape == (7,)
+
+
+def test_the_limit_is_named_where_rounding_meets_it():
+    report = run_child("fill_by_halves", env={"NVMEIO_POOL_BYTES": "4M"}).report
+    assert "NVMEIO_POOL_BYTES sets the limit" in report["error"]

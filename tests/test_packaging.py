@@ -190,3 +190,11 @@ def test_importing_loads_neither_torch_nor_cython():
         "import sys, nvmeio; print(*{'torch', 'Cython', 'setuptools'} & sys.modules.keys())"
     )
     assert run(sys.executable, "-c", code).strip() == ""
+
+
+def test_nvmeio_torch_needs_no_import_of_its_own():
+    pytest.importorskip("torch")
+    code = "import sys, nvmeio; assert 'torch' not in sys.modules; nvmeio.torch.empty(3)"
+    run(sys.executable, "-c", code)
+    with pytest.raises(AttributeError, match="no attribute 'jax'"):
+        _ = nvmeio.jax

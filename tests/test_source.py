@@ -31,12 +31,20 @@ MAY_USE = {
     "buffer": {"_core", "_dlpack", "_layout", "_registry"},
     "arguments": {"_core", "_types"},
     "settings": {"_core"},
-    "copy": {"_core", "_dlpack", "_layout", "_registry", "buffer", "settings"},
-    "pool": {"_core", "settings"},
+    "copy": {
+        "_core",
+        "_dlpack",
+        "_layout",
+        "_registry",
+        "arguments",
+        "buffer",
+        "settings",
+    },
+    "pool": {"_core", "arguments", "settings"},
     "_contract": set(),
     "_types": {"_build"},
-    "memory": {"pool"},
-    "_locked": {"_registry", "arguments", "pool"},
+    "memory": {"_registry", "arguments", "pool"},
+    "_locked": {"_registry", "arguments", "memory", "pool"},
     "info": {"_build", "_core", "_types"},
     "file": {"_core", "_types", "arguments"},
     "request": {"_core", "arguments", "buffer", "file"},
@@ -66,7 +74,7 @@ TOPS = {"__init__", "deepspeed", "cli", "torch"}
 # the layers below.  The last one is the handle: its queue, its lanes and its requests share
 # one mutex, and so one header.
 C_LAYERS = (
-    {"align", "fork", "system", "file", "pool", "pages"}
+    {"align", "fork", "system", "team", "file", "pool", "pages"}
     | {"copy", "copy_kernels", "copy_steps", "copy_x86", "copy_neon"},
     {"engine", "registered"}
     | {"engine_uring", "engine_libaio", "engine_threads", "engine_sync"},

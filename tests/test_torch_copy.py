@@ -143,6 +143,40 @@ def test_tensors_that_overlap_give_what_a_clone_gives(step, distance):
     assert torch.equal(base, expected)
 
 
+@pytest.mark.parametrize("distance", [-2, 2])
+def test_storages_that_overlap_give_what_a_clone_gives(distance):
+    """Two storages over one array, which torch does not know to be one."""
+    array = np.arange(200_000.0)
+    expected = array.copy()
+    expected[10 + distance : 190_000 + distance : 2] = array[10:190_000:2].copy()
+    source = torch.from_numpy(array[10:190_000])
+    dest = torch.from_numpy(array[10 + distance : 190_000 + distance])
+    memcpy(dest[::2], source[::2])
+    assert np.array_equal(array, expected)
+
+
+class ElsewhereTensor(torch.Tensor):
+    """A tensor that says it is on a device, and has its memory in the host."""
+
+    @property
+    def device(self):
+        return torch.device("xpu")
+
+
+def test_arrays_and_tensors_on_a_device_meet_in_the_host():
+    array = np.arange(1000, dtype="f4")
+    elsewhere = torch.zeros(1000, 2)[:, 0].as_subclass(ElsewhereTensor)
+    memcpy(elsewhere, array[::-1])
+    assert elsewhere.as_subclass(torch.Tensor).tolist() == array[::-1].tolist()
+    back = np.zeros_like(array)
+    memcpy(back, elsewhere)
+    assert np.array_equal(back, array[::-1])
+    memcpy(memoryview(back), torch.ones(1000).as_subclass(ElsewhereTensor))
+    assert (back == 1).all()
+    with pytest.raises(ValueError, match="bytes"):
+        memcpy(elsewhere, array[1:])
+
+
 REFUSED = {
     "other dtype": (lambda: torch.zeros(8), lambda: torch.zeros(4).double(), TypeError),
     "half and bfloat": (

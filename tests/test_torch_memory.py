@@ -2,6 +2,7 @@
 
 import gc
 
+import numpy as np
 import pytest
 
 import nvmeio
@@ -83,8 +84,19 @@ def test_tensors_go_to_disk_and_back_without_a_bounce(tmp_path):
 def test_impossible_tensors_are_refused():
     with pytest.raises(ValueError, match="no extent may be negative"):
         nvmeio.torch.empty(3, -1)
-    with pytest.raises(TypeError, match="float"):
+    with pytest.raises(TypeError, match=r"an extent is 2\.5; it must be an integer"):
         nvmeio.torch.empty(2.5)
+    for dtype in (np.float32, "float32", float):
+        with pytest.raises(TypeError, match="it must be one of torch's"):
+            nvmeio.torch.empty(3, dtype=dtype)
+    with pytest.raises(TypeError, match="quantized"):
+        nvmeio.torch.empty(3, dtype=torch.quint8)
+    with pytest.raises(TypeError, match="expected a tensor, not ndarray"):
+        nvmeio.torch.empty_like(np.ones(3))
+    with pytest.raises(ValueError, match="extents end at"):
+        nvmeio.torch.empty(10**30, 0)
+    with pytest.raises(MemoryError, match="addresses end at"):
+        nvmeio.torch.empty(2**62)
     with pytest.raises(ValueError, match="numa_node is 63"):
         nvmeio.torch.empty(5, numa_node=63)
 

@@ -1,7 +1,9 @@
 """Arrays and tensors to and from NVMe files, at the speed of the drive."""
 
 import logging as _logging
+from importlib import import_module as _import_module
 from importlib.metadata import version as _version
+from typing import Any as _Any
 
 from nvmeio._build import get_include, get_library_dir
 from nvmeio.copy import deepspeed_memcpy, memcpy
@@ -31,6 +33,14 @@ __all__ = [
     "read_into",
     "write_file",
 ]
+
+
+def __getattr__(name: str) -> _Any:
+    """Import nvmeio.torch when it is first asked for."""
+    if name != "torch":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return _import_module("nvmeio.torch")
+
 
 # Silent unless the program wants to hear: Python would print warnings otherwise.
 _logging.getLogger("nvmeio").addHandler(_logging.NullHandler())

@@ -146,6 +146,8 @@ cdef void pool_set_limit(uint64_t bytes) noexcept nogil
 cdef void pool_set_hugetlb(bint wanted) noexcept nogil
 cdef void pool_free(void *address) noexcept nogil
 cdef int pool_set_pinned(void *address, bint pinned) noexcept nogil
+cdef bint pool_has_room(size_t size) noexcept nogil
+cdef bint pool_holds(const void *address) noexcept nogil
 cdef bint pool_is_pinned(const void *address, size_t size) noexcept nogil
 cdef int pool_use(const void *address, int change) noexcept nogil
 cdef void pool_get_stats(nvmeio_pool_stats *stats) noexcept nogil
@@ -162,4 +164,5 @@ cdef int copy_select(const char *name) noexcept nogil
 cdef void copy_selected(const char **small, const char **large) noexcept nogil
 
 cdef unsigned cpu_count() noexcept nogil
+cdef unsigned team_size(unsigned wanted) noexcept nogil
 cdef uint64_t memory_bytes() noexcept nogil

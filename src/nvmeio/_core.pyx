@@ -55,6 +55,8 @@ cdef extern from "nvmeio/nvmeio.h" nogil:
     void nvmeio_pool_set_hugetlb(bint wanted)
     void nvmeio_pool_free(void *address)
     int nvmeio_pool_set_pinned(void *address, bint pinned)
+    bint nvmeio_pool_has_room(size_t size)
+    bint nvmeio_pool_holds(const void *address)
     bint nvmeio_pool_is_pinned(const void *address, size_t size)
     int nvmeio_pool_use(const void *address, int change)
     void nvmeio_pool_get_stats(nvmeio_pool_stats *stats)
@@ -65,6 +67,7 @@ cdef extern from "nvmeio/nvmeio.h" nogil:
     int nvmeio_copy_select(const char *name)
     void nvmeio_copy_selected(const char **small, const char **large)
     unsigned nvmeio_cpu_count()
+    unsigned nvmeio_team_size(unsigned wanted)
     uint64_t nvmeio_memory_bytes()
 
 
@@ -231,6 +234,14 @@ cdef int pool_set_pinned(void *address, bint pinned) noexcept nogil:
     return nvmeio_pool_set_pinned(address, pinned)
 
 
+cdef bint pool_has_room(size_t size) noexcept nogil:
+    return nvmeio_pool_has_room(size)
+
+
+cdef bint pool_holds(const void *address) noexcept nogil:
+    return nvmeio_pool_holds(address)
+
+
 cdef bint pool_is_pinned(const void *address, size_t size) noexcept nogil:
     return nvmeio_pool_is_pinned(address, size)
 
@@ -273,6 +284,10 @@ cdef void copy_selected(const char **small, const char **large) noexcept nogil:
 
 cdef unsigned cpu_count() noexcept nogil:
     return nvmeio_cpu_count()
+
+
+cdef unsigned team_size(unsigned wanted) noexcept nogil:
+    return nvmeio_team_size(wanted)
 
 
 cdef uint64_t memory_bytes() noexcept nogil:

@@ -7,6 +7,7 @@ import numpy as np
 from nvmeio import pool
 from nvmeio._registry import library_of
 from nvmeio.arguments import integer
+from nvmeio.memory import pool_memory
 
 __all__ = ["free_locked", "is_locked", "new_locked"]
 
@@ -27,7 +28,7 @@ def new_locked(num_elem: int, example: Any) -> Any:
     if example.dtype.hasobject:
         raise TypeError(f"an array of dtype {example.dtype} holds Python objects")
     # An array of no elements has an allocation too: it can be freed once, as any other.
-    memory = pool.new_pinned(max(count, 1) * example.dtype.itemsize)
+    memory = pool_memory(max(count, 1) * example.dtype.itemsize, True, None)
     return np.frombuffer(memoryview(memory), dtype=example.dtype)[:count]
 
 

@@ -69,6 +69,12 @@ class TensorLibrary(Protocol):
     def copy(self, dest: Any, src: Any) -> None:
         """Copy the elements of a tensor into another of the same dtype and count."""
 
+    def host_like(self, tensor: Any) -> Any:
+        """Make a tensor of the same size and dtype in memory of the host."""
+
+    def announce(self, memory: Any) -> None:
+        """Tell the drivers of devices of new pinned memory of the pool."""
+
     def thread_limit(self) -> int:
         """Return how many threads the library itself would use."""
 

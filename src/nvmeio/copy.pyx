@@ -4,8 +4,6 @@ The only prange.  What is not a run of bytes on both sides is left to numpy or t
 library of the tensors; which kernel copies what is the C library's.
 """
 
-import operator
-
 import numpy
 
 from cpython.buffer cimport (
@@ -18,6 +16,7 @@ from cpython.buffer cimport (
 from cython.parallel cimport prange
 
 from nvmeio cimport _core, _dlpack
+from nvmeio.arguments cimport integer
 from nvmeio.buffer cimport (
     Buffer,
     borrow_tensor,
@@ -55,10 +54,9 @@ def memcpy(dest, src, *, threads=None) -> None:
         Of the same dtype and number of bytes, of any shape and strides; the elements are
         taken in C order.  Objects that are plain memory, such as bytes, count as uint8.
     threads : int, optional
-        How many threads copy together, 1 or more.  By default those that this process may
-        use: by its affinity and the quota of its control group, OMP_NUM_THREADS and
-        ``torch.get_num_threads()``.
-
+        How many threads copy together at most, 1 to 4096.  By default those that this
+        process may use: by its affinity and the quota of its control group,
+        OMP_NUM_THREADS and ``torch.get_num_threads()``.
     Raises
     ------
     TypeError
@@ -70,8 +68,11 @@ def memcpy(dest, src, *, threads=None) -> None:
     Notes
     -----
     Where the memory of the two overlaps, the result is that of memmove(3).  Below 1 MiB,
-    and in a forked child, the calling thread copies alone.  Releases the GIL from 512 KiB
-    on.  For autograd it is a change of ``dest`` as by ``copy_``, but without a gradient.
+    and in a child that was forked, the calling thread copies alone.  Releases the GIL
+    from 512 KiB on.  NVMEIO_COPY (avx512, avx2, neon, portable, movsb or auto) chooses
+    the kernel; one that this processor lacks is a ValueError at the first use.  What pads
+    the fields of a structured dtype need not be copied.
+    For autograd it is a change of ``dest`` as by ``copy_``, but without a gradient.
     Tensors on a device are copied by torch.
     """
     cdef Buffer target = None
@@ -89,6 +90,9 @@ def memcpy(dest, src, *, threads=None) -> None:
         target = lend(dest, True) if target is None else target
         source = lend(src, False) if source is None else source
     check_sizes(target.nbytes, source.nbytes)
+    if target.stage is not None or source.stage is not None:
+        copy_by_host(dest, src, target.stage is not None)
+        return
     copy_bytes(target.address, source.address, target.nbytes, team)
     target.land()
     target.release()
@@ -175,7 +179,7 @@ cdef bint copy_small_tensors(object dest, object src) except -1:
 
 cdef int team_of(object threads) except -1:
     """Return a number of threads that a caller asked for."""
-    count = operator.index(threads)
+    count = integer("threads", threads)
     if not 1 <= count <= 4096:
         raise ValueError(f"threads is {count}; it must be from 1 to 4096")
     return count
@@ -231,6 +235,20 @@ cdef bint copy_strided(object dest, object src) except -1:
     return True
 
 
+cdef int copy_by_host(object dest, object src, bint to_device) except -1:
+    """Copy between a tensor on a device and memory of the host, by a tensor there."""
+    tensor = dest if to_device else src
+    library = library_of(tensor)
+    host = library.host_like(tensor)
+    if to_device:
+        memcpy(host, src)
+        library.copy(tensor, host)
+    else:
+        library.copy(host, tensor)
+        memcpy(dest, host)
+    return 0
+
+
 cdef int copy_bytes(void *target, void *source, Py_ssize_t size, int team) except -1:
     """Copy in this thread, or in as many as there are for it; 0: find out."""
     if size < NOGIL_BYTES:
@@ -238,8 +256,8 @@ cdef int copy_bytes(void *target, void *source, Py_ssize_t size, int team) excep
         return 0
     if size < PARALLEL_BYTES or _core.copy_overlaps(target, source, size):
         team = 1
-    elif team == 0:
-        team = team_size()
+    else:
+        team = _core.team_size(min(team or threads_wanted(), size // CHUNK_BYTES_MIN))
     with nogil:
         if team == 1:
             _core.copy(target, source, size)
@@ -248,11 +266,8 @@ cdef int copy_bytes(void *target, void *source, Py_ssize_t size, int team) excep
     return 0
 
 
-cdef int team_size() except -1:
+cdef int threads_wanted() except -1:
     """Return how many threads this process should use at a time."""
-    # GNU OpenMP hangs in a forked child whose parent ran a team.
-    if _core.fork_generation() > 0:
-        return 1
     limit = thread_limit()
     if limit == 1 or threads_max() == 1:
         return 1

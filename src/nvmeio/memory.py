@@ -1,7 +1,7 @@
 """Arrays in memory of the pool."""
 
 import math
-import operator
+import sys
 from collections.abc import Sequence
 from typing import Any, SupportsIndex
 
@@ -9,6 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from nvmeio import pool
+from nvmeio._registry import libraries
+from nvmeio.arguments import flag, integer
 
 __all__ = ["empty", "pool_memory"]
 
@@ -47,7 +49,15 @@ def empty(
     MemoryError
         The pool may not hold so much (NVMEIO_POOL_BYTES), or the system has not so much.
     TypeError, ValueError
-        A dtype of Python objects; a negative extent; a node that there is not.
+        A dtype of Python objects; an extent that is no integer, negative or beyond all
+        memory; a node that there is not.
+    OSError
+        The system refuses to bind memory to a node, as containers may.
+
+    Notes
+    -----
+    Releases the GIL while the kernel provides the memory.  In a forked child the memory is
+    a copy, neither locked nor known to a driver.
     """
     dtype = np.dtype(dtype)
     if dtype.hasobject:
@@ -76,14 +86,18 @@ def extents_of(shape: Shape) -> tuple[int, ...]:
 
     Raises
     ------
-    ValueError
-        An extent is negative.
+    TypeError, ValueError
+        An extent is no integer, or out of range.
     """
-    axes = shape if isinstance(shape, Sequence) else (shape,)
-    extents = tuple(operator.index(extent) for extent in axes)
+    if isinstance(shape, str | bytes):
+        raise TypeError(f"the shape is {shape!r}; it must be an integer or several")
+    axes = shape if isinstance(shape, Sequence | np.ndarray) else (shape,)
+    extents = tuple(integer("an extent", extent) for extent in axes)
     for extent in extents:
         if extent < 0:
             raise ValueError(f"the shape is {extents}; no extent may be negative")
+        if extent > sys.maxsize:
+            raise ValueError(f"the shape is {extents}; extents end at {sys.maxsize}")
     return extents
 
 
@@ -106,9 +120,14 @@ def pool_memory(nbytes: int, pinned: bool, numa_node: int | None) -> pool.PoolMe
 
     Raises
     ------
-    MemoryError, ValueError
+    MemoryError, TypeError, ValueError, OSError
         As ``empty``.
     """
-    if pinned:
-        return pool.new_pinned(nbytes, numa_node=numa_node)
-    return pool.PoolMemory(nbytes, numa_node=numa_node)
+    if nbytes > sys.maxsize:
+        raise MemoryError(f"{nbytes} bytes were asked for; addresses end at {sys.maxsize}")
+    if not flag("pinned", pinned):
+        return pool.PoolMemory(nbytes, numa_node=numa_node)
+    memory = pool.new_pinned(nbytes, numa_node=numa_node)
+    for _, library in libraries:
+        library.announce(memory)
+    return memory

@@ -4,8 +4,6 @@ What to make of the memory, an array or a tensor, is left to numpy.frombuffer() 
 torch.frombuffer(), which keep the PoolMemory alive as long as any view of it.
 """
 
-import operator
-
 cimport cython
 from cpython.buffer cimport (
     PyBUF_STRIDES,
@@ -18,6 +16,7 @@ from libc.errno cimport EBUSY, EINVAL, ENOMEM
 from libc.stdint cimport uintptr_t
 
 from nvmeio cimport _core
+from nvmeio.arguments cimport integer
 from nvmeio.settings cimport apply_settings
 
 
@@ -74,7 +73,9 @@ cdef class PoolMemory:
             # The pool has no allocations of no bytes.
             error = _core.pool_alloc_on(node, nbytes or 1, lock, &memory, &locked)
         if error == -ENOMEM:
-            raise MemoryError(words_of_want(nbytes))
+            if _core.pool_has_room(nbytes or 1):
+                raise MemoryError(f"the system has not {nbytes} bytes for the pool")
+            raise MemoryError(words_of_limit(nbytes))
         if error == -EINVAL:
             raise ValueError(f"numa_node is {node}, which this machine does not have")
         _core.check(error)
@@ -85,7 +86,8 @@ cdef class PoolMemory:
 
     def __dealloc__(self):
         cdef void *memory = self.memory
-        if self.farewell is not None:
+        # Who was told of the memory was told by the process that it is of.
+        if self.farewell is not None and self.generation == _core.fork_generation():
             self.farewell(<uintptr_t> memory)
         if memory != NULL:
             with nogil:
@@ -123,21 +125,19 @@ cdef int node_of(object numa_node) except -2:
     """Return a NUMA node, -1 for any."""
     if numa_node is None:
         return -1
-    node = operator.index(numa_node)
+    node = integer("numa_node", numa_node)
     if not 0 <= node <= _core.POOL_NODE_MAX:
         raise ValueError(f"numa_node is {node}; it must be 0 to {_core.POOL_NODE_MAX}")
     return node
 
 
-cdef str words_of_want(Py_ssize_t nbytes):
-    """Say why there is no memory."""
+cdef str words_of_limit(Py_ssize_t nbytes):
+    """Say why the pool may not have more memory."""
     stats = pool_stats()
-    limit = stats["bytes_limit"]
-    if stats["bytes_used"] + nbytes <= limit:
-        return f"the pool cannot get {nbytes} bytes from the system"
     return (
-        f"the pool may hold {limit} bytes, of which {stats['bytes_used']} are in use, and "
-        f"{nbytes} more were asked for; NVMEIO_POOL_BYTES sets the limit"
+        f"{nbytes} bytes were asked for, which the pool has not free; it may hold "
+        f"{stats['bytes_limit']} bytes and holds {stats['bytes_mapped']}, of which "
+        f"{stats['bytes_used']} are in use; NVMEIO_POOL_BYTES sets the limit"
     )
 
 
@@ -197,6 +197,22 @@ cpdef bint free_pinned(size_t address) except -1:
     return changed == 1
 
 
+cpdef bint holds(size_t address) noexcept:
+    """Tell whether memory is the pool's, handed out or not.
+
+    Parameters
+    ----------
+    address : int
+        Where the memory begins.
+
+    Returns
+    -------
+    bool
+        True for all that the pool has mapped.
+    """
+    return _core.pool_holds(<void *>address)
+
+
 cpdef bint is_pinned(size_t address, size_t nbytes) noexcept:
     """Tell whether memory lies in one piece of pinned memory.
 
@@ -253,7 +269,13 @@ def pool_stats() -> dict[str, int]:
         ``bytes_locked`` (of those, locked), ``bytes_registered`` (with io_uring, for many
         small blocks, and so pinned), ``allocations`` (so far) and ``reuses`` (of
         them, from memory that was mapped before).
+
+    Raises
+    ------
+    ValueError
+        NVMEIO_POOL_BYTES, or another setting of the environment, makes no sense.
     """
     cdef _core.nvmeio_pool_stats stats
+    apply_settings()
     _core.pool_get_stats(&stats)
     return stats

@@ -3,6 +3,7 @@
 import contextlib
 import multiprocessing
 import os
+import resource
 
 import numpy as np
 
@@ -50,6 +51,22 @@ def copy_in_children(method):
     report({"children": len(right), "right": all(right) and copy_once(9)})
 
 
+def copy_with_threads(index):
+    """Copy with a team that is asked for."""
+    source = np.full(4 << 20, index, np.uint8)
+    target = np.zeros_like(source)
+    nvmeio.memcpy(target, source, threads=2)
+    return bool((target == index).all())
+
+
+def copy_with_threads_in_children():
+    """Ask for a team in the parent, then in forked children."""
+    assert copy_with_threads(7)
+    with multiprocessing.get_context("fork").Pool(3) as pool:
+        right = pool.map(copy_with_threads, range(3), chunksize=1)
+    report({"children": len(right), "right": all(right) and copy_with_threads(9)})
+
+
 class Copies:
     """A map-style dataset whose items are copies."""
 
@@ -79,29 +96,58 @@ def copy_in_data_loader(method):
     report({"batches": len(right), "right": all(right)})
 
 
-def count_copy_threads(threads):
-    """Count the threads that a large copy has started."""
-    source = np.ones(64 << 20, np.uint8)
+def count_copy_threads(threads, size=64 << 20, torch_threads=None):
+    """Count the threads that a large copy has started and kept."""
+    if torch_threads:
+        import torch
+
+        torch.set_num_threads(torch_threads)
+    source = np.ones(size, np.uint8)
     before = len(os.listdir("/proc/self/task"))
     nvmeio.memcpy(np.zeros_like(source), source, threads=threads)
     report({"threads": len(os.listdir("/proc/self/task")) - before})
 
 
+def copy_without_threads():
+    """Copy where no thread can be started: those that live count, and root is none."""
+    source = np.random.default_rng(1).integers(0, 255, 8 << 20, np.uint8)
+    target = np.zeros_like(source)
+    os.setuid(65534)
+    resource.setrlimit(resource.RLIMIT_NPROC, (1, 1))
+    nvmeio.memcpy(target, source, threads=4)
+    report({"right": bool((target == source).all())})
+
+
+def tell_limit():
+    """Tell how much the pool may hold."""
+    report({"bytes_limit": nvmeio.pool_stats()["bytes_limit"]})
+
+
 def fill_pool(most=1 << 27):
     """Take arrays of 1 MiB until there is no more, and again when all are let go."""
-    arrays, error = [], ""
+    arrays, error, stats = [], "", {"bytes_limit": None, "bytes_mapped": None}
     try:
         while len(arrays) << 20 < most:
             arrays.append(nvmeio.empty(1 << 20, "u1"))
     except (MemoryError, ValueError) as refused:
         error = str(refused)
-    stats = nvmeio.pool_stats()
-    arrays.clear()
     again = False
     with contextlib.suppress(ValueError):
+        stats = nvmeio.pool_stats()
+        arrays.clear()
         again = bool(nvmeio.empty(32 << 20, "u1").nbytes)
     limits = {"limit": stats["bytes_limit"], "mapped": stats["bytes_mapped"]}
     report({**limits, "error": error, "again": again})
+
+
+def fill_by_halves():
+    """Ask for less than the limit has left, but more than it has whole."""
+    array, error = nvmeio.empty(1, "u1"), ""
+    try:
+        nvmeio.empty(3 << 20, "u1")
+    except MemoryError as refused:
+        error = str(refused)
+    report({"error": error, "bytes": array.nbytes})
 
 
 def bounce_in_bounds(folder):

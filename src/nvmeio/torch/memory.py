@@ -8,7 +8,7 @@ import torch
 from nvmeio import pool
 from nvmeio.memory import extents_of, pool_memory
 
-__all__ = ["empty", "empty_like", "tensor_in"]
+__all__ = ["announce", "empty", "empty_like", "tensor_in"]
 
 _log = logging.getLogger("nvmeio")
 
@@ -44,15 +44,27 @@ def empty(
     MemoryError
         The pool may not hold so much (NVMEIO_POOL_BYTES), or the system has not so much.
     TypeError, ValueError
-        An extent is no integer, or negative; a node that there is not.
+        An extent is no integer, negative or beyond all memory; a dtype that is none of
+        torch's, or quantized; a node that there is not.
+    OSError
+        The system refuses to bind memory to a node, as containers may.
     """
     one = len(size) == 1 and not isinstance(size[0], int)
     extents = extents_of(size[0] if one else size)  # type: ignore[arg-type]
-    kind = dtype or torch.get_default_dtype()
+    kind = _checked_dtype(torch.get_default_dtype() if dtype is None else dtype)
     # A tensor of no elements has an allocation too: its views find their place.
     nbytes = max(math.prod(extents), 1) * kind.itemsize
     memory = pool_memory(nbytes, pinned, numa_node)
-    return tensor_in(memory, kind, pinned)[: math.prod(extents)].view(extents)
+    return tensor_in(memory, kind)[: math.prod(extents)].view(extents)
+
+
+def _checked_dtype(dtype: object) -> torch.dtype:
+    """Refuse what is no dtype, or whose elements mean nothing without a scale."""
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"dtype is {dtype!r}; it must be one of torch's, as torch.float32")
+    if str(dtype).startswith("torch.q"):
+        raise TypeError(f"dtype is {dtype}; quantized tensors cannot be made here")
+    return dtype
 
 
 def empty_like(
@@ -80,14 +92,16 @@ def empty_like(
 
     Raises
     ------
-    MemoryError, ValueError
-        As ``empty``.
+    MemoryError, TypeError, ValueError, OSError
+        As ``empty``; or ``tensor`` is none.
     """
-    kind = dtype or tensor.dtype
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"expected a tensor, not {type(tensor).__qualname__}")
+    kind = tensor.dtype if dtype is None else dtype
     return empty(tensor.shape, dtype=kind, pinned=pinned, numa_node=numa_node)
 
 
-def tensor_in(memory: pool.PoolMemory, dtype: torch.dtype, pinned: bool) -> torch.Tensor:
+def tensor_in(memory: pool.PoolMemory, dtype: torch.dtype) -> torch.Tensor:
     """Make a tensor of all of some memory.
 
     Parameters
@@ -96,25 +110,36 @@ def tensor_in(memory: pool.PoolMemory, dtype: torch.dtype, pinned: bool) -> torc
         Of a whole number of elements, at least one.
     dtype : torch.dtype
         Of the elements.
-    pinned : bool
-        Whether to register it with CUDA's driver, where there is one.
-
     Returns
     -------
     torch.Tensor
         One-dimensional; it and its views hold the memory.
     """
-    if pinned and torch.cuda.is_available():
-        _register(memory)
     return torch.frombuffer(memory, dtype=torch.uint8).view(dtype)
 
 
-def _register(memory: pool.PoolMemory) -> None:
-    """Tell CUDA's driver that the memory stays where it is, as long as it is not freed."""
-    runtime = torch.cuda.cudart()
-    code = int(runtime.cudaHostRegister(memory.address, memory.nbytes, 0))
+def announce(memory: pool.PoolMemory) -> None:
+    """Tell CUDA's driver, where there is one, of memory that stays where it is.
+
+    Parameters
+    ----------
+    memory : PoolMemory
+        Pinned; the driver forgets it when it is given back.
+
+    Notes
+    -----
+    Where the driver refuses, or cannot be asked, as in a child of a process that used it,
+    copies are right, but synchronous; it is logged.
+    """
+    if not torch.cuda.is_available():
+        return
+    try:
+        runtime = torch.cuda.cudart()
+        code = int(runtime.cudaHostRegister(memory.address, memory.nbytes, 0))
+    except RuntimeError as error:
+        _log.warning("CUDA cannot be told of pinned memory: %s", error)
+        return
     if code:
-        # Copies from it are right, but synchronous.
         _log.warning("cudaHostRegister refused %d bytes: error %d", memory.nbytes, code)
         return
     memory.call_before_free(runtime.cudaHostUnregister)

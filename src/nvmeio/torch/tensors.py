@@ -12,14 +12,17 @@ import torch
 from nvmeio import pool
 from nvmeio._layout import check_sizes, may_overlap
 from nvmeio._registry import Export
+from nvmeio.memory import pool_memory
 from nvmeio.torch.bits import copy_bits, opaque, plain_mode, touch
-from nvmeio.torch.memory import tensor_in
+from nvmeio.torch.memory import announce, tensor_in
 from nvmeio.torch.staging import DeviceStaging
 
 __all__ = [
+    "announce",
     "copy",
     "export",
     "first_address",
+    "host_like",
     "is_pinned",
     "locked_tensor",
     "storage_address",
@@ -162,7 +165,7 @@ def locked_tensor(num_elem: int, example: torch.Tensor) -> torch.Tensor:
         raise TypeError(f"expected a tensor as example, not {type(example).__qualname__}")
     # A tensor of no elements has an allocation too: it can be freed once, as any other.
     nbytes = max(count, 1) * example.element_size()
-    return tensor_in(pool.new_pinned(nbytes), example.dtype, True)[:count]
+    return tensor_in(pool_memory(nbytes, True, None), example.dtype)[:count]
 
 
 def first_address(tensor: torch.Tensor) -> int:
@@ -222,7 +225,10 @@ def is_pinned(tensor: torch.Tensor) -> bool:
     address = storage_address(tensor)
     if address == 0:
         return False
-    return pool.is_pinned(address, 1) or bool(tensor.is_pinned())
+    # The driver knows memory of the pool until it is given back, freed or not.
+    if pool.holds(address):
+        return pool.is_pinned(address, 1)
+    return bool(tensor.is_pinned())
 
 
 def copy(dest: torch.Tensor, src: torch.Tensor) -> None:
@@ -256,9 +262,33 @@ def copy(dest: torch.Tensor, src: torch.Tensor) -> None:
 
 
 def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Tell whether two tensors are views of one storage."""
-    address = storage_address(one)
-    return address != 0 and address == storage_address(other)
+    """Tell whether the storages of two tensors have memory in common.
+
+    They may be two storages, as those that ``torch.from_numpy`` makes of one array.
+    """
+    if one.device != other.device:
+        return False
+    first, second = sorted(
+        (storage_address(tensor), tensor.untyped_storage().nbytes())
+        for tensor in (one, other)
+    )
+    return bool(first[0] + first[1] > second[0])
+
+
+def host_like(tensor: torch.Tensor) -> torch.Tensor:
+    """Make a tensor of the same size and dtype in memory of the host.
+
+    Parameters
+    ----------
+    tensor : torch.Tensor
+        On any device.
+
+    Returns
+    -------
+    torch.Tensor
+        On the CPU, contiguous, not initialized.
+    """
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
 
 
 def thread_limit() -> int:

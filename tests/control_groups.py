@@ -1,0 +1,33 @@
+"""Control groups, which bound what a process may use."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture
+def control_group():
+    """Make a control group; gives the words before a command that runs in it.
+
+    Called with the controller, and the files and values of version 1 and of version 2.
+    """
+    made = []
+
+    def make(controller, version_1, version_2):
+        top = Path("/sys/fs/cgroup")
+        old = (top / controller).is_dir()
+        folder = (top / controller if old else top) / f"nvmeio-test-{os.getpid()}"
+        try:
+            folder.mkdir()
+            made.append(folder)
+            for name, value in (version_1 if old else version_2).items():
+                (folder / name).write_text(str(value))
+        except OSError as error:
+            pytest.skip(f"control groups cannot be made here: {error.strerror}")
+        enter = f'echo $$ > {folder}/cgroup.procs && exec "$@"'
+        return ["sh", "-c", enter, "sh"]
+
+    yield make
+    for folder in made:
+        folder.rmdir()
