@@ -15,7 +15,7 @@ C_FILES := $(shell find include src/libnvmeio tests -name '*.[ch]')
 ASAN_ENVIRONMENT = ASAN_OPTIONS=detect_leaks=0 PYTHONPATH=build/asan/lib \
 	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libstdc++.so)"
 
-.PHONY: demo test build test-python test-c test-c-asan test-c-tsan test-pythons
+.PHONY: demo test build test-python test-c test-c-asan test-c-tsan test-neon test-pythons
 .PHONY: asan lint format sdist bench clean
 
 demo: build
@@ -50,6 +50,16 @@ test-c-asan: $(VENV)/.nvmeio-tools
 
 test-c-tsan: $(VENV)/.nvmeio-tools
 	scripts/test-c $(PY) tsan -fsanitize=thread
+
+# The copy kernels of arm64, by an emulator.
+ARM64_CC := aarch64-linux-gnu-gcc
+test-neon:
+	{ command -v $(ARM64_CC) && command -v qemu-aarch64; } || { apt-get update -q && \
+		apt-get install -qy gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user; }
+	mkdir -p build/c
+	$(ARM64_CC) -static -std=gnu11 -D_GNU_SOURCE= -O2 -Wall -Wextra -Werror -Iinclude \
+		-Isrc/libnvmeio tests/c/test_copy.c src/libnvmeio/copy*.c -o build/c/test_neon
+	qemu-aarch64 build/c/test_neon
 
 test-pythons: build
 	scripts/test-pythons $(PY)

@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import dataclasses
 import json
+import mmap
 import statistics
 import subprocess
 import sys
@@ -41,7 +42,8 @@ BUSY_FLOOR = 0.8
 
 Copy = Callable[[Any, Any], object]
 
-_memmove = ctypes.CDLL(None).memmove
+LIBC = ctypes.CDLL(None, use_errno=True)
+_memmove = LIBC.memmove
 _memmove.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 
 
@@ -84,6 +86,16 @@ def turn(
     return take
 
 
+def forget(memory: Any) -> None:
+    """Give the pages of memory back: an allocator may have lent them before."""
+    array = memory.numpy() if isinstance(memory, torch.Tensor) else memory
+    first = -(-array.ctypes.data // mmap.PAGESIZE) * mmap.PAGESIZE
+    end = (array.ctypes.data + array.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+    size = ctypes.c_size_t(end - first)
+    if LIBC.madvise(ctypes.c_void_p(first), size, mmap.MADV_DONTNEED):
+        raise OSError("madvise() has not given the pages back")
+
+
 def fresh_turn(copy: Copy, src: Any, nbytes: int, threads: int) -> Callable[[], Sample]:
     """Return a turn of one copy into memory that was never touched."""
 
@@ -93,6 +105,7 @@ def fresh_turn(copy: Copy, src: Any, nbytes: int, threads: int) -> Callable[[], 
             dest = torch.empty_like(src)
         else:
             dest = np.empty_like(src)
+        forget(dest)
 
         def work() -> int:
             copy(dest, src)

@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import itertools
 import json
+import mmap
 import os
 import random
 import shutil
@@ -53,6 +54,9 @@ PAGE_BYTES = 4096
 # Memory that was never touched, and how many turns take the place of one.
 FRESH = "never touched"
 FRESH_TURNS = 8
+# What a ring has places for, or less.
+REGISTERED_BYTES = 24 << 20
+HUGE_BYTES = 2 << 20
 LATENCY_READS = 50
 
 # The configurations that the default one is compared with.
@@ -340,6 +344,31 @@ def route_duels(ground: Ground) -> Iterator[Duel]:
             )
 
 
+def registered_duels(ground: Ground) -> Iterator[Duel]:
+    """Pair blocks of the pool's memory, which the ring has registered, with others'.
+
+    Both lie in huge pages, and are read again and again by blocks of one size.
+    """
+    nbytes = min(REGISTERED_BYTES, ground.pool.nbytes)
+    ours = nvmeio.torch.empty(nbytes, dtype=torch.uint8).fill_(1)
+    memory = mmap.mmap(-1, nbytes + HUGE_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    others = torch.frombuffer(memory, dtype=torch.uint8)
+    start = -others.data_ptr() % HUGE_BYTES
+    others = others[start : start + nbytes].fill_(1)
+    for block_size in (4 << 10, 16 << 10, 64 << 10):
+        handle = nvmeio.aio_handle(block_size)
+        yield Duel(
+            f"read, {block_size >> 10} KiB x 128",
+            ("pool, registered", "other huge pages"),
+            (
+                whole(handle, ground, "read", ours, 4),
+                whole(handle, ground, "read", others, 4),
+            ),
+            True,
+        )
+
+
 def small_duels(ground: Ground) -> Iterator[Duel]:
     """Pair 1000 requests of 64 KiB with one request of as many bytes."""
     handle = nvmeio.aio_handle(overlap_events=True)
@@ -427,6 +456,8 @@ def all_duels(ground: Ground, quick: bool) -> Iterator[tuple[Duel, list[Goal]]]:
         yield duel, [Goal("speed", 0.8)]
     for duel in route_duels(ground):
         yield duel, [Goal("speed", 0.95)]
+    for duel in registered_duels(ground):
+        yield duel, [Goal("CPU time", 1.0)]
     for duel in small_duels(ground):
         yield duel, [Goal("speed", 0.85)]
     for duel in finalists(ground, quick):

@@ -288,6 +288,14 @@ def includes_upward(path, text):
             yield f"includes {header}: engines do not know each other"
 
 
+def copies_by_itself(path, text):
+    """What is between bounces and callers is copied by the library's kernels."""
+    if layer_of(path.name) == len(C_LAYERS) - 1:
+        for number, line in enumerate(text.splitlines(), 1):
+            if re.search(r"\bmem(cpy|move)\(", line):
+                yield f"{number}: {line.strip()}"
+
+
 def leaves_work(path, text):
     """What is left to do is an issue, not a comment."""
     for number, line in enumerate(text.splitlines(), 1):
@@ -347,6 +355,7 @@ RULES = {
     knows_python: (*C, "include/nvmeio/*.h"),
     has_long_function: C,
     includes_upward: C,
+    copies_by_itself: C,
 }
 TREE_RULES = (leaves_work, names_a_machine, is_generated)
 
@@ -381,6 +390,7 @@ BAD = [
     (includes_upward, "src/libnvmeio/engine.c", '#include "handle_internal.h"\n'),
     (includes_upward, "src/libnvmeio/engine_sync.c", '#include "engine_uring.h"\n'),
     (includes_upward, "src/libnvmeio/newcomer.c", ""),
+    (copies_by_itself, "src/libnvmeio/request.c", "    memcpy(bounce, lent, wanted);\n"),
     (leaves_work, "src/nvmeio/files.py", "# TODO: later\n"),
     (names_a_machine, "docs/design.md", "see /root/notes/design.md\n"),
     (is_generated, "src/nvmeio/_core.c", ""),
@@ -399,6 +409,7 @@ GOOD = [
     (calls_what_prints_or_exits, "src/libnvmeio/pool.c", "snprintf(reason, 9, name);\n"),
     (calls_what_prints_or_exits, "src/libnvmeio/pool.c", "/* never abort() */\n"),
     (includes_upward, "src/libnvmeio/engine_sync.c", '#include "engine.h"\n'),
+    (copies_by_itself, "src/libnvmeio/copy.c", "    memcpy(target, source, size);\n"),
 ]
 
 

@@ -360,6 +360,8 @@ cdef object make_error(Request request, const nvmeio_outcome *outcome):
         )
     else:
         words = f"{os.strerror(-outcome.result)} ({where}, {outcome.got} bytes done)"
+        if outcome.result == -errno.ENOMEM:
+            words += "; NVMEIO_POOL_BYTES may leave the pool no memory for bounces"
     return OSError(-outcome.result, words, request.path)
 
 
