@@ -39,9 +39,7 @@ NVMEIO_API int nvmeio_pool_alloc(size_t size, bool lock, void **address, int *lo
 NVMEIO_API int nvmeio_pool_alloc_on(int node, size_t size, bool lock, void **address,
                                     int *locked);
 
-/* Whether the limit leaves room to map so much: after -ENOMEM, tells whose limit it
- * was.
- */
+/* Whether the limit leaves room to map so much: tells whose limit an -ENOMEM was. */
 NVMEIO_API bool nvmeio_pool_has_room(size_t size);
 
 /* Map no more than this; 0: half of nvmeio_memory_bytes(), as it is from the start. */

@@ -6,6 +6,7 @@
 #include <stdatomic.h>
 #include <stdio.h>
 #include <string.h>
+
 #include <nvmeio/base.h>
 
 #include "fork.h"

@@ -184,12 +184,12 @@ cdef class Submitter:
         Returns
         -------
         dict
-            ``engine``; ``requests`` submitted; ``blocks`` finished and, of those,
-            ``blocks_registered`` in memory that io_uring has registered (small blocks in
-            the pool, when there are many); ``bytes_direct`` between device and caller's
-            memory, ``bytes_bounced`` through the pool's, and ``bytes_buffered`` through
-            the page cache; ``short_transfers`` that were continued; ``retries`` of what
-            the kernel put off.
+            ``engine``; ``requests`` submitted; ``blocks`` finished; ``blocks_registered``,
+            handed over in memory that io_uring has registered (small blocks in the pool,
+            when there are many); ``bytes_direct`` between device and caller's memory,
+            ``bytes_bounced`` through the pool's, and ``bytes_buffered`` through the page
+            cache; ``short_transfers`` that were continued; ``retries`` of what the kernel
+            put off.
 
         Raises
         ------

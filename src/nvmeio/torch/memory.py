@@ -110,6 +110,7 @@ def tensor_in(memory: pool.PoolMemory, dtype: torch.dtype) -> torch.Tensor:
         Of a whole number of elements, at least one.
     dtype : torch.dtype
         Of the elements.
+
     Returns
     -------
     torch.Tensor

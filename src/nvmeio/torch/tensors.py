@@ -266,13 +266,12 @@ def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
 
     They may be two storages, as those that ``torch.from_numpy`` makes of one array.
     """
-    if one.device != other.device:
+    address, other_address = storage_address(one), storage_address(other)
+    if one.device != other.device or address == 0 or other_address == 0:
         return False
-    first, second = sorted(
-        (storage_address(tensor), tensor.untyped_storage().nbytes())
-        for tensor in (one, other)
-    )
-    return bool(first[0] + first[1] > second[0])
+    if address <= other_address:
+        return bool(other_address < address + one.untyped_storage().nbytes())
+    return bool(address < other_address + other.untyped_storage().nbytes())
 
 
 def host_like(tensor: torch.Tensor) -> torch.Tensor:
