@@ -47,10 +47,11 @@ MAY_USE = {
     "_locked": {"_registry", "arguments", "memory", "pool"},
     "info": {"_build", "_core", "_types"},
     "file": {"_core", "_types", "arguments"},
-    "request": {"_core", "arguments", "buffer", "file"},
+    "outcome": {"_core", "file"},
+    "request": {"_core", "arguments", "buffer", "file", "outcome"},
     "lanes": {"_core", "info", "request", "settings"},
     "openfiles": {"_core", "arguments", "file", "lanes", "request"},
-    "staged": {"_core", "buffer", "file", "lanes", "request"},
+    "staged": {"_core", "buffer", "file", "lanes", "outcome", "request"},
     "submitter": {
         "_core",
         "arguments",

@@ -1,7 +1,7 @@
 cimport cython
 from libc.stdint cimport int64_t, uint32_t
 
-from nvmeio._core cimport nvmeio_handle, nvmeio_op, nvmeio_request
+from nvmeio._core cimport nvmeio_handle, nvmeio_op, nvmeio_outcome, nvmeio_request
 from nvmeio.buffer cimport Buffer
 from nvmeio.file cimport File
 
@@ -21,7 +21,7 @@ cdef class Request:
     cdef cython.pymutex lock   # of what follows, while it is being finished
     cdef unsigned long finisher  # the thread that holds the lock, or 0
     cdef bint finished         # the Python work is done too; the outcome stands
-    cdef int64_t outcome       # bytes
+    cdef object outcome        # bytes, or what a subclass makes of them
     cdef object error          # the exception, or None
     cdef str words             # of an error that should not go unseen, or None
     cdef bint told             # somebody has seen the error
@@ -29,6 +29,9 @@ cdef class Request:
 
     # Hand over to the handle, which holds this object until handle_pop() gives it back.
     cdef int start(self, nvmeio_handle *handle, bint caller) except -1
+
+    # The exception that an outcome stands for, or None.
+    cdef object judge(self, const nvmeio_outcome *outcome)
 
     # Wait without the GIL, at most timeout_ns (negative: no limit), and finish.  Whether it
     # is finished.  What went wrong with the transfer is kept, not raised.
@@ -48,9 +51,6 @@ cdef class Request:
 cdef Request new_request(
     nvmeio_op op, Buffer buffer, File file, int64_t offset, bint validate
 )
-
-# What to log of an error if nobody looks at it; None where it was to be expected.
-cdef str words_of(object error)
 
 # The same for an object that was just made, of a subclass.
 cdef Request fill_request(

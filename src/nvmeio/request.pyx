@@ -7,9 +7,7 @@ validation, letting go.
 
 import errno
 import logging
-import os
 import time
-import warnings
 from concurrent.futures import CancelledError
 
 cimport cython
@@ -17,22 +15,20 @@ from cpython.exc cimport PyErr_CheckSignals
 from cpython.pythread cimport PyThread_get_thread_ident
 from cpython.ref cimport Py_DECREF, Py_INCREF
 from libc.stdint cimport int64_t
-from posix.fcntl cimport O_RDONLY
 
 from nvmeio cimport _core
-from nvmeio._core cimport DIRECT_NEVER, OP_FSYNC, OP_READ, OP_WRITE
-from nvmeio._core cimport nvmeio_file, nvmeio_handle, nvmeio_op, nvmeio_outcome
-from nvmeio._core cimport nvmeio_transfer
+from nvmeio._core cimport OP_READ, nvmeio_file, nvmeio_handle, nvmeio_op
+from nvmeio._core cimport nvmeio_outcome, nvmeio_transfer
 from nvmeio.arguments cimport deadline_ns
 from nvmeio.buffer cimport Buffer
-from nvmeio.file cimport File, open_path
+from nvmeio.file cimport File
+from nvmeio.outcome cimport check_against_file, error_of, raise_refused, verb_of
+from nvmeio.outcome cimport warn_of, words_of
 
 _log = logging.getLogger("nvmeio")
 
 # Between two slices of a wait signals are handled: Ctrl-C works within 0.1 s.
 cdef int64_t SLICE_NS = 50_000_000
-
-cdef dict _verbs = {OP_READ: "read", OP_WRITE: "write", OP_FSYNC: "fsync"}
 
 
 # A cycle collector would empty the attributes before __dealloc__ runs, and so free memory
@@ -88,8 +84,11 @@ cdef class Request:
         if result < 0:
             self.finished = True
             Py_DECREF(self)
-            raise_refused(self, result)
+            raise_refused(self.op, self.path, result)
         return 0
+
+    cdef object judge(self, const nvmeio_outcome *outcome):
+        return error_of(self.op, self.nbytes, self.offset, self.path, outcome)
 
     cdef bint poll(self, int64_t timeout_ns) except -1:
         cdef int result
@@ -252,7 +251,7 @@ cdef class Request:
         if self.finished:
             state = "done" if self.error is None else f"failed: {self.error}"
         return (
-            f"<nvmeio.Request {_verbs[self.op]} {self.nbytes} bytes at offset "
+            f"<nvmeio.Request {verb_of(self.op)} {self.nbytes} bytes at offset "
             f"{self.offset} of {self.path!r}, {state}>"
         )
 
@@ -275,17 +274,8 @@ cdef Request fill_request(
     request.offset = offset
     request.validate = validate
     request.nbytes = 0 if buffer is None else buffer.nbytes
+    request.outcome = 0
     return request
-
-
-cdef int raise_refused(Request request, int result) except -1:
-    """Raise what a refused submission means."""
-    if -result == errno.EPIPE:
-        raise ValueError("the handle is closed")
-    if -result == errno.EBADF:
-        way = "writing" if request.op == OP_WRITE else "reading"
-        raise OSError(errno.EBADF, f"the file is not open for {way}", request.path)
-    _core.check(result, request.path)
 
 
 cdef object finish(Request request):
@@ -297,7 +287,7 @@ cdef object finish(Request request):
     cdef nvmeio_outcome outcome
     interruption = None
     _core.check(_core.request_outcome(request.c, &outcome), request.path)
-    error = make_error(request, &outcome)
+    error = request.judge(&outcome)
     if outcome.abandoned:
         # The kernel may still write to the memory: it is kept for ever.
         Py_INCREF(request.buffer)
@@ -320,77 +310,17 @@ cdef object finish(Request request):
     return interruption
 
 
-cdef int warn_of(str words) except -1:
-    """Tell of an error that nobody has looked at and nobody will."""
-    warnings.warn(
-        f"the error of a request was never looked at: {words}", RuntimeWarning, stacklevel=2
-    )
-    return 0
-
-
-cdef str words_of(object error):
-    return str(error) if isinstance(error, OSError) else None
-
-
 cdef object settle(Request request, object error):
     """Validate what was transferred and bring it to where it belongs; return the error.
 
     May be called again after it was interrupted.
     """
     if error is None and request.validate:
-        error = validate(request)
+        error = check_against_file(
+            request.op, request.file, request.buffer.address, request.nbytes,
+            request.offset, request.path,
+        )
     # Of a read that failed, part may be in the caller's memory, and autograd must know.
     if request.op == OP_READ and (error is None or request.buffer.is_in_place()):
         request.buffer.land()
     return error
-
-
-cdef object make_error(Request request, const nvmeio_outcome *outcome):
-    """Return the exception that an outcome stands for, or None."""
-    if outcome.result >= 0:
-        return None
-    verb = _verbs[request.op]
-    where = f"{verb} of {request.nbytes} bytes at offset {request.offset}"
-    if outcome.result == -errno.ECANCELED:
-        return CancelledError(f"the {where} of {request.path!r} was cancelled")
-    if outcome.result == -errno.ENODATA:
-        words = (
-            f"{verb} past the end of the file: wanted {request.nbytes} bytes at offset "
-            f"{request.offset}, got {outcome.got}"
-        )
-    else:
-        words = f"{os.strerror(-outcome.result)} ({where}, {outcome.got} bytes done)"
-        if outcome.result == -errno.ENOMEM:
-            words += "; NVMEIO_POOL_BYTES may leave the pool no memory for bounces"
-    return OSError(-outcome.result, words, request.path)
-
-
-cdef object validate(Request request):
-    """Compare the memory with an ordinary read of the file; return the error, if any."""
-    cdef File file = request.file
-    cdef nvmeio_file *c
-    cdef size_t position = 0
-    cdef int result
-    if request.op == OP_WRITE:
-        # It may not be open for reading, nor still have its name.
-        try:
-            own = f"/proc/self/fd/{file.fileno()}"
-            file = open_path(own, O_RDONLY, "r", DIRECT_NEVER)
-        except OSError as error:
-            return OSError(error.errno, f"cannot validate: {error.strerror}", request.path)
-    c = file.retain()
-    with nogil:
-        result = _core.file_compare(
-            c, request.offset, request.buffer.address, request.nbytes, &position
-        )
-        _core.file_release(c)
-    if result < 0:
-        return OSError(-result, f"cannot validate: {os.strerror(-result)}", request.path)
-    if result == 1:
-        return OSError(
-            errno.EIO,
-            f"validation failed: {_verbs[request.op]} of {request.nbytes} bytes at offset "
-            f"{request.offset} differs from the file at byte {position}",
-            request.path,
-        )
-    return None

@@ -15,7 +15,8 @@ from nvmeio._core cimport OP_READ, OP_WRITE, fork_generation, nvmeio_op
 from nvmeio.buffer cimport Buffer, lend
 from nvmeio.file cimport File
 from nvmeio.lanes cimport Lanes
-from nvmeio.request cimport Request, fill_request, new_request, words_of
+from nvmeio.outcome cimport words_of
+from nvmeio.request cimport Request, fill_request, new_request
 
 
 @cython.no_gc_clear
