@@ -52,6 +52,9 @@ MAY_USE = {
     "lanes": {"_core", "info", "request", "settings"},
     "openfiles": {"_core", "arguments", "file", "lanes", "request"},
     "staged": {"_core", "buffer", "file", "lanes", "outcome", "request"},
+    "records": {"_core", "arguments", "buffer", "file", "outcome", "request"},
+    "gather": {"_core", "arguments", "buffer", "copy", "records", "request", "submitter"}
+    | {"_registry", "_types", "file"},
     "submitter": {
         "_core",
         "arguments",
@@ -61,7 +64,7 @@ MAY_USE = {
         "request",
         "staged",
     },
-    "transfers": {"_contract", "_core", "arguments", "request", "submitter"},
+    "transfers": {"_contract", "_core", "arguments", "gather", "request", "submitter"},
     "_options": {"arguments", "lanes"},
     "handle": {"_locked", "_options", "file", "transfers"},
     "files": {"_types", "arguments", "buffer", "file", "handle", "pool"},
@@ -75,7 +78,7 @@ TOPS = {"__init__", "deepspeed", "cli", "torch"}
 # the layers below.  The last one is the handle: its queue, its lanes and its requests share
 # one mutex, and so one header.
 C_LAYERS = (
-    {"align", "fork", "system", "team", "file", "pool", "pages"}
+    {"align", "fork", "system", "team", "file", "pool", "pages", "records"}
     | {"copy", "copy_kernels", "copy_steps", "copy_x86", "copy_neon"},
     {"engine", "registered"}
     | {"engine_uring", "engine_libaio", "engine_threads", "engine_sync"},

@@ -5,6 +5,7 @@
 #include <nvmeio/base.h>
 #include <nvmeio/copy.h>
 #include <nvmeio/file.h>
+#include <nvmeio/gather.h>
 #include <nvmeio/handle.h>
 #include <nvmeio/pool.h>
 #include <nvmeio/request.h>

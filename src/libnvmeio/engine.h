@@ -6,6 +6,7 @@
 #include <nvmeio/base.h>
 
 #include "align.h"
+#include "records.h"
 
 struct nvmeio_request;
 
@@ -28,9 +29,12 @@ struct nvmeio_block {
 
     struct nvmeio_request *request;
     struct nvmeio_piece piece;
-    void *bounce;       /* the lane's memory, or NULL */
-    size_t moved;       /* of piece.io_bytes */
-    int64_t stalled_ns; /* since when the kernel has been saying "again"; 0: not */
+    char *lent;            /* the piece in the caller's memory; NULL: in many places */
+    struct nvmeio_run run; /* of a gather or scatter, of which it is a piece */
+    void *bounce;          /* the lane's memory, or NULL */
+    bool bounce_small;     /* and which kind */
+    size_t moved;          /* of piece.io_bytes */
+    int64_t stalled_ns;    /* since when the kernel has been saying "again"; 0: not */
 };
 
 struct nvmeio_engine_ops;

@@ -44,6 +44,7 @@ void nvmeio_request_release(struct nvmeio_request *request)
         return;
     nvmeio_file_release(request->file);
     handle_release(request->handle);
+    free(request->records);
     free(request);
 }
 
@@ -277,17 +278,10 @@ static int check_transfer(const struct nvmeio_transfer *transfer)
     return 0;
 }
 
-int nvmeio_submit(struct nvmeio_handle *handle, const struct nvmeio_transfer *transfer,
-                  struct nvmeio_request **result)
+/* Hand over a request that was just made. */
+static int hand_in(struct nvmeio_handle *handle, struct nvmeio_request *request,
+                   bool caller, struct nvmeio_request **result)
 {
-    int error = check_transfer(transfer);
-
-    if (error)
-        return error;
-    nvmeio_handle_ensure_own(handle);
-    struct nvmeio_request *request = nvmeio_request_new(handle, transfer);
-    if (!request)
-        return -ENOMEM;
     atomic_fetch_add_explicit(&handle->references, 1, memory_order_relaxed);
     nvmeio_request_check(request);
     pthread_mutex_lock(&handle->mutex);
@@ -302,9 +296,63 @@ int nvmeio_submit(struct nvmeio_handle *handle, const struct nvmeio_transfer *tr
     atomic_fetch_add_explicit(&handle->requests, 1, memory_order_relaxed);
     /* Before it can be done: another thread may pop it at once. */
     *result = request;
-    dispatch(handle, request, transfer->caller);
+    dispatch(handle, request, caller);
     pthread_mutex_unlock(&handle->mutex);
     return 0;
+}
+
+int nvmeio_submit(struct nvmeio_handle *handle, const struct nvmeio_transfer *transfer,
+                  struct nvmeio_request **result)
+{
+    int error = check_transfer(transfer);
+
+    if (error)
+        return error;
+    nvmeio_handle_ensure_own(handle);
+    struct nvmeio_request *request = nvmeio_request_new(handle, transfer);
+    return request ? hand_in(handle, request, transfer->caller, result) : -ENOMEM;
+}
+
+static int check_gather(const struct nvmeio_gather *gather)
+{
+    const struct nvmeio_transfer whole = {
+        .op = gather->op,
+        .file = gather->file,
+        .address = gather->address,
+        .size = gather->size,
+    };
+
+    if (gather->op == NVMEIO_OP_FSYNC)
+        return -EINVAL;
+    if (gather->count > 0 && (!gather->offsets || !gather->sizes))
+        return -EINVAL;
+    return check_transfer(&whole);
+}
+
+int nvmeio_submit_gather(struct nvmeio_handle *handle,
+                         const struct nvmeio_gather *gather,
+                         struct nvmeio_request **result, size_t *offender)
+{
+    int64_t size = INT64_MAX;
+    int error = check_gather(gather);
+
+    *offender = SIZE_MAX;
+    if (error)
+        return error;
+    if (gather->op == NVMEIO_OP_READ)
+        size = nvmeio_file_size(gather->file);
+    if (size < 0)
+        return (int)size;
+    struct nvmeio_records *records = nvmeio_records_new(gather, size, &error, offender);
+    if (!records)
+        return error;
+    nvmeio_handle_ensure_own(handle);
+    struct nvmeio_request *request = nvmeio_request_new_gather(handle, gather, records);
+    if (!request) {
+        free(records);
+        return -ENOMEM;
+    }
+    return hand_in(handle, request, gather->caller, result);
 }
 
 int nvmeio_request_cancel(struct nvmeio_request *request)
@@ -318,7 +366,7 @@ int nvmeio_request_cancel(struct nvmeio_request *request)
         return -EOWNERDEAD;
     pthread_mutex_lock(&handle->mutex);
     if (!nvmeio_schedule_settling(request) && !request->error && !request->cancelled &&
-        request->span < request->plan.count) {
+        !nvmeio_request_is_cut(request)) {
         dropped = 1;
         request->cancelled = true;
         nvmeio_schedule_progress(handle, request);

@@ -18,10 +18,15 @@
 #define NVMEIO_BOUNCE_BYTES (256u << 10)
 #define NVMEIO_LANE_BOUNCE_BYTES (16u << 20)
 #define NVMEIO_CALLERS_MAX 16u
-#define NVMEIO_CALLER_BOUNCES 4u
+#define NVMEIO_CALLER_BOUNCE_BYTES (3u << 20)
 
-/* Blocks in flight in a caller lane, which serves one request. */
-#define NVMEIO_CALLER_DEPTH 16u
+/* Bounces of small records are parts of one of the others: 128 of them are 2 MiB, a
+ * huge page, where as many of 256 KiB would drive each other out of the caches. */
+#define NVMEIO_SMALL_BOUNCE_BYTES (16u << 10)
+
+/* Blocks in flight in a caller lane, at most: more make no device that we know faster.
+ */
+#define NVMEIO_CALLER_DEPTH_MAX 1024u
 
 struct nvmeio_handle {
     /* Never change after opening. */

@@ -19,12 +19,11 @@
 #define PAUSE_MAX_NS 10000000
 
 /* Bounces that a lane takes from the pool at a time, at least. */
-#define BOUNCES_GROWN_MIN 8u
+#define BOUNCES_GROWN_MIN 4u
 
-static bool wants_bounce(const struct nvmeio_request *request)
-{
-    return nvmeio_request_next_route(request) == NVMEIO_ROUTE_BOUNCE;
-}
+/* A write that is bounced in less is handed over with others: a call into the kernel
+ * costs as much as the copy. */
+#define COPIED_ALONE_BYTES (64u << 10)
 
 static size_t smaller(size_t a, size_t b)
 {
@@ -55,6 +54,62 @@ static size_t fair_share(const struct nvmeio_lane *lane)
     return left / handle->config.lanes + 1;
 }
 
+static unsigned smalls_in_one(const struct nvmeio_lane *lane)
+{
+    return (unsigned)(lane->handle->bounce_bytes / NVMEIO_SMALL_BOUNCE_BYTES);
+}
+
+/* Make small bounces of an idle one, for good; not of the last, for which a block that
+ * needs a whole one might wait for ever. */
+static void split_bounce(struct nvmeio_lane *lane)
+{
+    unsigned parts = smalls_in_one(lane);
+
+    if (lane->bounces_idle == 0 || lane->bounces_owned - lane->bounces_split < 2 ||
+        (lane->bounces_split + 1) * parts > lane->smalls_max)
+        return;
+    char *memory = lane->bounces[--lane->bounces_idle];
+    lane->bounces[lane->bounces_max - ++lane->bounces_split] = memory;
+    while (parts-- > 0)
+        lane->smalls[lane->smalls_idle++] =
+            memory + (size_t)parts * NVMEIO_SMALL_BOUNCE_BYTES;
+}
+
+/* Give a block a bounce for `bytes`; false when there is none just now. */
+static bool take_bounce(struct nvmeio_lane *lane, struct nvmeio_block *block,
+                        size_t bytes)
+{
+    bool fits_small = bytes <= NVMEIO_SMALL_BOUNCE_BYTES;
+
+    if (fits_small && lane->smalls_idle == 0)
+        split_bounce(lane);
+    block->bounce_small = fits_small && lane->smalls_idle > 0;
+    if (block->bounce_small)
+        block->bounce = lane->smalls[--lane->smalls_idle];
+    else if (lane->bounces_idle > 0)
+        block->bounce = lane->bounces[--lane->bounces_idle];
+    return block->bounce;
+}
+
+static void give_bounce(struct nvmeio_lane *lane, struct nvmeio_block *block)
+{
+    if (block->bounce && block->bounce_small)
+        lane->smalls[lane->smalls_idle++] = block->bounce;
+    else if (block->bounce)
+        lane->bounces[lane->bounces_idle++] = block->bounce;
+    block->bounce = NULL;
+}
+
+/* Whether blocks may be taken while others are in flight: a gather is one batch,
+ * however many blocks it has. */
+static bool may_overlap(const struct nvmeio_lane *lane)
+{
+    struct nvmeio_request *request = next_request(lane);
+
+    return lane->in_flight == 0 || lane->handle->config.overlap_events ||
+           (request && request->records);
+}
+
 /* Cut blocks, as many as there are, fit and are this lane's share.  The mutex is held.
  */
 static void lane_take(struct nvmeio_lane *lane)
@@ -62,22 +117,22 @@ static void lane_take(struct nvmeio_lane *lane)
     struct nvmeio_handle *handle = lane->handle;
     size_t share = fair_share(lane);
 
-    if (lane->in_flight > 0 && !handle->config.overlap_events)
+    if (!may_overlap(lane))
         return;
     lane->bounces_short = false;
     for (; lane->free && share > 0; share--) {
         struct nvmeio_request *request = next_request(lane);
         if (!request || !nvmeio_request_has_block(request))
             break;
-        bool bounced = wants_bounce(request);
-        if (bounced && lane->bounces_idle == 0) {
+        struct nvmeio_block *block = lane->free;
+        size_t bounced = nvmeio_request_next_bounce(request);
+        if (bounced && !take_bounce(lane, block, bounced)) {
             lane->bounces_short = true;
             break;
         }
-        struct nvmeio_block *block = lane->free;
         lane->free = block->next;
         block->next = NULL;
-        block->bounce = bounced ? lane->bounces[--lane->bounces_idle] : NULL;
+        lane->gathered += request->records != NULL;
         nvmeio_request_cut(request, block,
                            bounced ? smaller(handle->bounce_bytes, handle->block_bytes)
                                    : handle->block_bytes);
@@ -111,7 +166,8 @@ static void miss_bounce(struct nvmeio_lane *lane, int error)
 {
     struct nvmeio_request *request = next_request(lane);
 
-    if (!request || !nvmeio_request_has_block(request) || !wants_bounce(request) ||
+    if (!request || !nvmeio_request_has_block(request) ||
+        nvmeio_request_next_bounce(request) == 0 ||
         nvmeio_request_waive_bounce(request))
         return;
     nvmeio_request_fail(request, error, request->position);
@@ -145,7 +201,8 @@ static int lane_push(struct nvmeio_lane *lane)
         struct nvmeio_block *block = lane->taken;
         lane->taken = block->next;
         nvmeio_block_prepare(block);
-        bool copied = block->bounce && block->op == NVMEIO_OP_WRITE;
+        bool copied = block->bounce && block->op == NVMEIO_OP_WRITE &&
+                      block->bytes >= COPIED_ALONE_BYTES;
         engine->ops->push(engine, block);
         if (copied || lane->handle->config.single_submit) {
             int result = engine->ops->reap(engine, 0, 0);
@@ -160,12 +217,19 @@ static int lane_push(struct nvmeio_lane *lane)
 }
 
 /* How many completions to wait for.  A batch is waited for as a whole, unless its
- * blocks are to be copied as they come.  Some may have come back while others were
- * pushed. */
+ * blocks are to be copied as they come; of gathers as many as keep the device busy
+ * while they are looked at, for to wake up costs as much as an I/O.  Some may have come
+ * back while others were pushed. */
 static unsigned wait_count(const struct nvmeio_lane *lane)
 {
     const struct nvmeio_engine *engine = &lane->engine;
-    bool bounced = lane->bounces_idle < lane->bounces_owned;
+    bool bounced = lane->bounces_idle + lane->bounces_split < lane->bounces_owned ||
+                   lane->smalls_idle < lane->bounces_split * smalls_in_one(lane);
+
+    if (lane->gathered == lane->in_flight && !engine->finished) {
+        bool last = lane->caller && lane->free && !bounced;
+        return last ? engine->in_flight : (engine->in_flight + 3) / 4;
+    }
 
     if (!lane->handle->config.overlap_events && !bounced)
         return engine->in_flight;
@@ -239,18 +303,12 @@ static void lane_book(struct nvmeio_lane *lane, struct nvmeio_block *finished)
     while (finished) {
         struct nvmeio_block *block = finished;
         struct nvmeio_request *request = block->request;
-        size_t skip = block->piece.skip;
 
         finished = block->next;
-        request->in_flight--;
-        if (block->result < 0)
-            nvmeio_request_fail(request, (int)block->result,
-                                block->piece.position +
-                                    (block->moved > skip ? block->moved - skip : 0));
-        if (block->bounce)
-            lane->bounces[lane->bounces_idle++] = block->bounce;
+        nvmeio_request_book(request, block);
+        give_bounce(lane, block);
+        lane->gathered -= request->records != NULL;
         block->request = NULL;
-        block->bounce = NULL;
         block->next = lane->free;
         lane->free = block;
         lane->in_flight--;
@@ -274,7 +332,9 @@ static void lane_die(struct nvmeio_lane *lane, int error)
         if (!request)
             continue;
         block->request = NULL;
-        request->in_flight--;
+        block->result = error;
+        block->moved = 0;
+        nvmeio_request_book(request, block);
         request->abandoned = true;
         nvmeio_request_fail(request, error, block->piece.position);
         nvmeio_schedule_progress(handle, request);
@@ -325,11 +385,17 @@ static int lane_equip(struct nvmeio_lane *lane, unsigned depth, unsigned bounces
     if (error)
         return error;
     depth = lane->engine.depth;
+    /* One bounce at least stays whole. */
+    unsigned splits = (depth + smalls_in_one(lane) - 1) / smalls_in_one(lane);
+    splits = splits < bounces_max - 1 ? splits : bounces_max - 1;
+    lane->smalls_max = splits * smalls_in_one(lane);
     lane->blocks = calloc(depth, sizeof(*lane->blocks));
     lane->bounces = calloc(bounces_max, sizeof(*lane->bounces));
-    if (!lane->blocks || !lane->bounces) {
+    lane->smalls = calloc(lane->smalls_max + 1, sizeof(*lane->smalls));
+    if (!lane->blocks || !lane->bounces || !lane->smalls) {
         free(lane->blocks);
         free(lane->bounces);
+        free(lane->smalls);
         nvmeio_engine_stop(&lane->engine);
         return -ENOMEM;
     }
@@ -419,7 +485,12 @@ int nvmeio_lane_open(struct nvmeio_lane *lane, struct nvmeio_handle *handle)
 {
     lane->handle = handle;
     lane->caller = true;
-    return lane_equip(lane, NVMEIO_CALLER_DEPTH, NVMEIO_CALLER_BOUNCES, true);
+    unsigned depth = handle->config.queue_depth;
+    unsigned bounces_max =
+        (unsigned)(NVMEIO_CALLER_BOUNCE_BYTES / handle->bounce_bytes);
+    return lane_equip(lane,
+                      depth < NVMEIO_CALLER_DEPTH_MAX ? depth : NVMEIO_CALLER_DEPTH_MAX,
+                      bounces_max, true);
 }
 
 void nvmeio_lane_close(struct nvmeio_lane *lane)
@@ -429,7 +500,10 @@ void nvmeio_lane_close(struct nvmeio_lane *lane)
     nvmeio_engine_stop(&lane->engine);
     while (lane->bounces_idle > 0)
         nvmeio_pool_free(lane->bounces[--lane->bounces_idle]);
+    while (lane->bounces_split > 0)
+        nvmeio_pool_free(lane->bounces[lane->bounces_max - lane->bounces_split--]);
     free(lane->bounces);
+    free(lane->smalls);
     free(lane->blocks);
 }
 

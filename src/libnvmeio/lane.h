@@ -31,8 +31,11 @@ struct nvmeio_lane {
     struct nvmeio_block *taken;  /* cut, to be pushed: oldest first */
     struct nvmeio_block **taken_end;
     unsigned in_flight; /* blocks that are not free */
-    void **bounces;     /* idle ones: a stack */
-    unsigned bounces_idle, bounces_owned, bounces_max;
+    unsigned gathered;  /* of them, those of gathers and scatters */
+    void **bounces;     /* idle ones: a stack; behind its end those that are split */
+    unsigned bounces_idle, bounces_owned, bounces_max, bounces_split;
+    void **smalls; /* parts of split bounces that are idle: a stack */
+    unsigned smalls_idle, smalls_max;
     bool bounces_short; /* a block could not be cut for want of one */
     uint64_t repeats;   /* of blocks */
     int64_t pause_ns;   /* back-off while the kernel says "again" */

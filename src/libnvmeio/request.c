@@ -20,66 +20,192 @@
 /* How long a block may go on hearing "again" without moving a byte. */
 #define STALL_NS_MAX 10000000000
 
-/* Choose the way of a transfer's bytes.  A bounce is in huge pages; memory that is not
- * may be slow for the device, but for the pool's, of which bounces are. */
+/* Whether memory is such that a bounce, which is in huge pages, may be faster for the
+ * device; the pool's, of which bounces are, is not. */
+static bool has_small_pages(const struct nvmeio_request *request, const void *address,
+                            size_t size)
+{
+    return request->geometry.bounce == NVMEIO_BOUNCE_AUTO &&
+           size >= NVMEIO_PAGES_BYTES_MIN && !request->file->in_memory &&
+           !nvmeio_pool_holds(address) &&
+           nvmeio_pages_are_small(address, size, request->op);
+}
+
+static void bounce_if_possible(struct nvmeio_request *request)
+{
+    request->bounce_optional = true;
+    request->plan.spans[0].route = NVMEIO_ROUTE_BOUNCE;
+}
+
+/* Choose the way of a transfer's bytes. */
 static void plan(struct nvmeio_request *request)
 {
-    struct nvmeio_geometry geometry = {.bounce = request->handle->config.bounce};
-
-    nvmeio_file_geometry(request->file, &geometry);
-    request->offset_align = geometry.offset_align;
-    nvmeio_plan_make(&request->plan, &geometry, request->op,
+    nvmeio_plan_make(&request->plan, &request->geometry, request->op,
                      (uintptr_t)request->address, request->size, request->offset);
-    if (geometry.bounce == NVMEIO_BOUNCE_AUTO &&
-        request->plan.spans[0].route == NVMEIO_ROUTE_DIRECT &&
-        request->size >= NVMEIO_PAGES_BYTES_MIN && !request->file->in_memory &&
-        !nvmeio_pool_holds(request->address) &&
-        nvmeio_pages_are_small(request->address, request->size, request->op)) {
-        request->plan.spans[0].route = NVMEIO_ROUTE_BOUNCE;
-        request->bounce_optional = true;
-    }
+    if (request->plan.spans[0].route == NVMEIO_ROUTE_DIRECT &&
+        has_small_pages(request, request->address, request->size))
+        bounce_if_possible(request);
 }
 
-bool nvmeio_request_waive_bounce(struct nvmeio_request *request)
-{
-    bool waived = request->bounce_optional;
-
-    if (waived)
-        request->plan.spans[0].route = NVMEIO_ROUTE_DIRECT;
-    request->bounce_optional = false;
-    return waived;
-}
-
-struct nvmeio_request *nvmeio_request_new(struct nvmeio_handle *handle,
-                                          const struct nvmeio_transfer *transfer)
+static struct nvmeio_request *new_request(struct nvmeio_handle *handle,
+                                          enum nvmeio_op op, struct nvmeio_file *file,
+                                          void *user)
 {
     struct nvmeio_request *request = calloc(1, sizeof(*request));
 
     if (!request)
         return NULL;
     request->handle = handle;
-    request->file = transfer->file;
-    request->op = transfer->op;
-    request->user = transfer->user;
+    request->file = file;
+    request->op = op;
+    request->user = user;
     request->generation = nvmeio_fork_generation();
     request->got = SIZE_MAX;
+    request->geometry.bounce = handle->config.bounce;
+    /* Where the size cannot be told, nothing is cut back. */
+    request->size_before = INT64_MAX;
     atomic_init(&request->references, 1);
     atomic_init(&request->state, NVMEIO_STATE_ACTIVE);
     nvmeio_file_retain(request->file);
+    nvmeio_file_geometry(request->file, &request->geometry);
+    return request;
+}
+
+struct nvmeio_request *nvmeio_request_new(struct nvmeio_handle *handle,
+                                          const struct nvmeio_transfer *transfer)
+{
+    struct nvmeio_request *request =
+        new_request(handle, transfer->op, transfer->file, transfer->user);
+
+    if (!request)
+        return NULL;
     if (request->op == NVMEIO_OP_FSYNC) {
         /* One block behind a gate, which opens when the earlier writes are done. */
         request->plan.count = 1;
         return request;
     }
     request->address = transfer->address;
-    request->size = transfer->size;
+    request->size = request->total = transfer->size;
     request->offset = transfer->offset;
     plan(request);
     request->position = request->plan.spans[0].begin;
-    /* Where the size cannot be told, nothing is cut back. */
-    request->size_before = INT64_MAX;
     request->gate_open = request->plan.edges == 0;
     return request;
+}
+
+/* Choose the way of a run's bytes.  What is to be merged is bounced, and so are the
+ * ragged ends of a read, which are hardly in the page cache; what of a scatter goes
+ * through the page cache is left to the second round. */
+static void plan_run(struct nvmeio_request *request)
+{
+    const struct nvmeio_run *run = &request->run;
+    struct nvmeio_geometry geometry = request->geometry;
+    uint64_t ends = (uint64_t)run->offset | run->size;
+    bool ragged = request->op == NVMEIO_OP_READ && ends % geometry.offset_align &&
+                  run->size < request->merged_bytes;
+
+    request->address = run->home;
+    request->size = run->size;
+    request->offset = run->offset;
+    request->bounce_optional = false;
+    if (geometry.bounce == NVMEIO_BOUNCE_AUTO && (ragged || !run->home))
+        geometry.bounce = NVMEIO_BOUNCE_ALWAYS;
+    nvmeio_plan_make(&request->plan, &geometry, request->op, (uintptr_t)run->home,
+                     run->size, run->offset);
+    if (request->op == NVMEIO_OP_WRITE && geometry.direct &&
+        request->plan.spans[0].route == NVMEIO_ROUTE_BUFFERED)
+        request->plan.edges = 0;
+    if (request->small_pages && run->size >= NVMEIO_PAGES_BYTES_MIN &&
+        request->plan.spans[0].route == NVMEIO_ROUTE_DIRECT)
+        bounce_if_possible(request);
+}
+
+/* The spans of this round: those before the edges, or the edges. */
+static unsigned round_end(const struct nvmeio_request *request)
+{
+    const struct nvmeio_plan *plan = &request->plan;
+
+    if (!request->records || request->second_round || plan->edges > plan->count)
+        return plan->count;
+    return plan->edges;
+}
+
+/* Go to the next run that has anything to cut, in this round or the second one. */
+static void next_run(struct nvmeio_request *request)
+{
+    struct nvmeio_records *records = request->records;
+    struct nvmeio_run_limits limits = {
+        .op = request->op,
+        .align = request->geometry.direct ? request->geometry.offset_align : 1,
+        .merged_bytes = request->merged_bytes,
+    };
+
+    for (;;) {
+        while (nvmeio_records_next(records, &limits, &request->run)) {
+            plan_run(request);
+            request->span = request->second_round ? request->plan.edges : 0;
+            request->edges_left |= request->plan.edges < request->plan.count;
+            if (request->span < round_end(request)) {
+                request->position = request->plan.spans[request->span].begin;
+                return;
+            }
+        }
+        if (request->second_round || !request->edges_left)
+            break;
+        request->second_round = true;
+        records->next = 0;
+    }
+    request->span = request->plan.count;
+}
+
+struct nvmeio_request *nvmeio_request_new_gather(struct nvmeio_handle *handle,
+                                                 const struct nvmeio_gather *gather,
+                                                 struct nvmeio_records *records)
+{
+    struct nvmeio_request *request =
+        new_request(handle, gather->op, gather->file, gather->user);
+
+    if (!request)
+        return NULL;
+    request->records = records;
+    request->total = records->bytes;
+    if (request->geometry.bounce != NVMEIO_BOUNCE_NEVER)
+        request->merged_bytes = handle->bounce_bytes < handle->block_bytes
+                                    ? handle->bounce_bytes
+                                    : handle->block_bytes;
+    request->small_pages = has_small_pages(request, gather->address, gather->size);
+    next_run(request);
+    /* There are edges alone, which wait for nothing. */
+    request->gate_open = request->second_round;
+    return request;
+}
+
+/* Begin the current run again, and do without bounces from now on: nothing is merged,
+ * and the page cache serves where the device cannot. */
+static bool unmerge(struct nvmeio_request *request)
+{
+    bool begun = request->span > (request->second_round ? request->plan.edges : 0) ||
+                 request->position > request->plan.spans[request->span].begin;
+
+    if (begun || request->geometry.bounce != NVMEIO_BOUNCE_AUTO)
+        return false;
+    request->geometry.bounce = NVMEIO_BOUNCE_NEVER;
+    request->merged_bytes = 0;
+    request->small_pages = false;
+    request->records->next = request->run.first;
+    next_run(request);
+    return true;
+}
+
+bool nvmeio_request_waive_bounce(struct nvmeio_request *request)
+{
+    if (request->records)
+        return unmerge(request);
+    bool waived = request->bounce_optional;
+    if (waived)
+        request->plan.spans[0].route = NVMEIO_ROUTE_DIRECT;
+    request->bounce_optional = false;
+    return waived;
 }
 
 bool nvmeio_request_before_fork(const struct nvmeio_request *request)
@@ -99,6 +225,8 @@ static void check_read(struct nvmeio_request *request)
 
 static int64_t end_of(const struct nvmeio_request *request)
 {
+    if (request->records)
+        return request->records->end;
     return request->offset + (int64_t)request->size;
 }
 
@@ -112,6 +240,9 @@ static void check_write(struct nvmeio_request *request)
     nvmeio_file_note_end(file, end_of(request));
     if (size < 0)
         return;
+    /* The records of a scatter may be anywhere, and some may land where others fail. */
+    if (request->records)
+        return;
     request->size_before = size;
     if (request->size < PREALLOCATE_BYTES_MIN || end_of(request) <= size)
         return;
@@ -122,7 +253,7 @@ static void check_write(struct nvmeio_request *request)
 
 void nvmeio_request_check(struct nvmeio_request *request)
 {
-    if (request->op == NVMEIO_OP_READ)
+    if (request->op == NVMEIO_OP_READ && !request->records)
         check_read(request);
     else if (request->op == NVMEIO_OP_WRITE)
         check_write(request);
@@ -141,6 +272,9 @@ bool nvmeio_request_has_block(const struct nvmeio_request *request)
 
 bool nvmeio_request_is_buffered(const struct nvmeio_request *request)
 {
+    if (request->records)
+        return !request->geometry.direct ||
+               (request->op == NVMEIO_OP_WRITE && !request->records->whole);
     for (unsigned i = 0; i < request->plan.count; i++) {
         if (request->plan.spans[i].route == NVMEIO_ROUTE_BUFFERED)
             return true;
@@ -156,6 +290,8 @@ size_t nvmeio_request_blocks_left(const struct nvmeio_request *request,
 
     if (!nvmeio_request_has_block(request))
         return 0;
+    if (request->records)
+        return request->records->count - request->records->next + 1;
     if (end > request->plan.count)
         end = request->plan.count;
     for (unsigned i = request->span; i < end; i++) {
@@ -166,9 +302,23 @@ size_t nvmeio_request_blocks_left(const struct nvmeio_request *request,
     return count;
 }
 
-enum nvmeio_route nvmeio_request_next_route(const struct nvmeio_request *request)
+size_t nvmeio_request_next_bounce(const struct nvmeio_request *request)
 {
-    return request->plan.spans[request->span].route;
+    const struct nvmeio_span *span = &request->plan.spans[request->span];
+
+    if (request->op == NVMEIO_OP_FSYNC)
+        return 0;
+    if (span->route != NVMEIO_ROUTE_BOUNCE && (!request->records || request->address))
+        return 0;
+    uint64_t align = request->geometry.offset_align;
+    uint64_t begin = (uint64_t)request->offset + request->position;
+    uint64_t end = (uint64_t)request->offset + span->end;
+    return nvmeio_round_up(end, align) - nvmeio_round_down(begin, align);
+}
+
+bool nvmeio_request_is_cut(const struct nvmeio_request *request)
+{
+    return request->span == request->plan.count;
 }
 
 void nvmeio_request_cut(struct nvmeio_request *request, struct nvmeio_block *block,
@@ -179,18 +329,38 @@ void nvmeio_request_cut(struct nvmeio_request *request, struct nvmeio_block *blo
     block->request = request;
     block->op = request->op;
     block->piece = (struct nvmeio_piece){0};
+    block->run = request->run;
     if (request->op != NVMEIO_OP_FSYNC)
         /* No block is smaller than what the file can take. */
         nvmeio_plan_cut(&block->piece, span, request->position, request->offset,
-                        request->offset_align,
-                        nvmeio_round_up(block_bytes, request->offset_align));
+                        request->geometry.offset_align,
+                        nvmeio_round_up(block_bytes, request->geometry.offset_align));
+    block->lent = request->address ? request->address + block->piece.position : NULL;
     request->in_flight++;
     request->position += block->piece.wanted;
-    if (request->position >= span->end) {
-        request->span++;
-        if (request->span < request->plan.count)
-            request->position = request->plan.spans[request->span].begin;
-    }
+    if (request->position < span->end)
+        return;
+    request->span++;
+    if (request->span < round_end(request))
+        request->position = request->plan.spans[request->span].begin;
+    else if (request->records)
+        next_run(request);
+}
+
+void nvmeio_request_book(struct nvmeio_request *request,
+                         const struct nvmeio_block *block)
+{
+    const struct nvmeio_piece *piece = &block->piece;
+    size_t landed = block->moved > piece->skip ? block->moved - piece->skip : 0;
+
+    request->in_flight--;
+    if (block->result >= 0)
+        return;
+    if (request->records)
+        nvmeio_records_fail(request->records, &block->run, piece->position + landed,
+                            piece->position + piece->wanted, (int)block->result);
+    else
+        nvmeio_request_fail(request, (int)block->result, piece->position + landed);
 }
 
 void nvmeio_request_fail(struct nvmeio_request *request, int error, size_t position)
@@ -204,7 +374,7 @@ void nvmeio_request_fail(struct nvmeio_request *request, int error, size_t posit
 bool nvmeio_request_is_over(const struct nvmeio_request *request)
 {
     return request->in_flight == 0 &&
-           (stopped(request) || request->span == request->plan.count);
+           (stopped(request) || nvmeio_request_is_cut(request));
 }
 
 /* How many bytes from the start on have been transferred, without a gap. */
@@ -227,8 +397,31 @@ static bool untouched(const struct nvmeio_request *request)
     return request->span == 0 && request->position == request->plan.spans[0].begin;
 }
 
+/* A gather or scatter: what was never cut has failed with the rest. */
+static void settle_records(struct nvmeio_request *request)
+{
+    struct nvmeio_records *records = request->records;
+    int first_error;
+
+    if (stopped(request)) {
+        bool all = request->op == NVMEIO_OP_WRITE || request->second_round;
+        size_t uncut = nvmeio_request_is_cut(request) ? records->count
+                       : all                          ? 0
+                                                      : request->run.first;
+        nvmeio_records_fail_from(records, uncut,
+                                 request->error ? request->error : -ECANCELED);
+    }
+    nvmeio_records_settle(records, &request->got, &first_error);
+    if (!request->error)
+        request->error = first_error;
+}
+
 void nvmeio_request_settle(struct nvmeio_request *request)
 {
+    if (request->records) {
+        settle_records(request);
+        return;
+    }
     request->got = prefix(request);
     if (request->error == -ENODATA) {
         /* Blocks past the end may have met it first; the file knows where it is. */
@@ -255,32 +448,51 @@ void nvmeio_block_prepare(struct nvmeio_block *block)
     const struct nvmeio_request *request = block->request;
     const struct nvmeio_file *file = request->file;
     const struct nvmeio_piece *piece = &block->piece;
-    char *lent = request->address + piece->position;
     bool direct = piece->route != NVMEIO_ROUTE_BUFFERED &&
                   !atomic_load_explicit(&file->direct_refused, memory_order_relaxed);
 
     block->fd = direct ? file->direct_fd : file->fd;
-    block->address = block->bounce ? block->bounce : lent;
+    block->address = block->bounce ? block->bounce : block->lent;
     block->bytes = (uint32_t)piece->io_bytes;
     block->offset = piece->io_offset;
     block->plain = file->fuse;
     block->moved = 0;
     block->stalled_ns = 0;
-    if (block->bounce && block->op == NVMEIO_OP_WRITE)
-        nvmeio_copy_cold(block->bounce, lent, piece->wanted);
+    if (!block->bounce || block->op != NVMEIO_OP_WRITE)
+        return;
+    if (block->lent)
+        nvmeio_copy_cold(block->bounce, block->lent, piece->wanted);
+    else
+        nvmeio_records_collect(request->records, &block->run, block->bounce,
+                               piece->position, piece->position + piece->wanted);
 }
 
-/* A bounced read is copied out as far as it came, also before an error: so far the
- * outcome will say that the bytes are there. */
+/* A read has brought the first `landed` bytes of its piece: bring them to where they
+ * belong. */
+static void deliver(const struct nvmeio_block *block, size_t landed)
+{
+    const struct nvmeio_piece *piece = &block->piece;
+    const char *source = block->lent;
+
+    if (block->bounce) {
+        source = (const char *)block->bounce + piece->skip;
+        if (block->lent)
+            nvmeio_copy_cold(block->lent, source, landed);
+    }
+    if (block->request->records && block->run.copied)
+        nvmeio_records_spread(block->request->records, &block->run, source,
+                              piece->position, piece->position + landed);
+}
+
+/* A read is delivered as far as it came, also before an error: so far the outcome will
+ * say that the bytes are there. */
 static enum nvmeio_verdict finish(struct nvmeio_block *block, int64_t result)
 {
     const struct nvmeio_piece *piece = &block->piece;
     size_t landed = block->moved > piece->skip ? block->moved - piece->skip : 0;
 
-    if (landed > 0 && block->bounce && block->op == NVMEIO_OP_READ)
-        nvmeio_copy_cold(block->request->address + piece->position,
-                         (char *)block->bounce + piece->skip,
-                         landed < piece->wanted ? landed : piece->wanted);
+    if (landed > 0 && block->op == NVMEIO_OP_READ)
+        deliver(block, landed < piece->wanted ? landed : piece->wanted);
     block->result = result;
     return NVMEIO_BLOCK_FINISHED;
 }
@@ -336,7 +548,7 @@ enum nvmeio_verdict nvmeio_block_advance(struct nvmeio_block *block)
     block->address = (char *)block->address + block->result;
     block->offset += block->result;
     block->bytes = (uint32_t)(piece->io_bytes - block->moved);
-    if (block->offset % request->offset_align ||
+    if (block->offset % request->geometry.offset_align ||
         (uintptr_t)block->address % request->file->info.memory_align)
         block->fd = request->file->fd;
     return NVMEIO_BLOCK_CONTINUED;
@@ -358,6 +570,14 @@ int nvmeio_request_outcome(struct nvmeio_request *request,
     /* What cancel() answered stands, whatever came of the blocks still in flight. */
     outcome->result = request->cancelled ? -ECANCELED
                       : request->error   ? request->error
-                                         : (int64_t)request->size;
+                                         : (int64_t)request->total;
     return 0;
+}
+
+size_t nvmeio_request_failures(struct nvmeio_request *request,
+                               struct nvmeio_failure *failures, size_t count)
+{
+    if (!request->records || !nvmeio_request_done(request))
+        return 0;
+    return nvmeio_records_failures(request->records, failures, count);
 }

@@ -29,14 +29,24 @@ struct nvmeio_request {
     struct nvmeio_handle *handle; /* holds a reference */
     struct nvmeio_file *file;     /* holds a reference */
     enum nvmeio_op op;
-    char *address;
+    size_t total; /* bytes, the result if all goes well */
+    void *user;
+    uint32_t generation;             /* of the process that submitted it */
+    int64_t size_before;             /* of the file, for a write to one that is ours */
+    struct nvmeio_geometry geometry; /* its `bounce` is guarded like what follows */
+
+    /* What is being cut: all of the transfer, or one run of `records` after another. */
+    char *address; /* NULL for a run whose records are in many places */
     size_t size;
     int64_t offset;
-    void *user;
-    uint32_t generation; /* of the process that submitted it */
     struct nvmeio_plan plan;
-    int64_t size_before; /* of the file, for a write to one that is ours */
-    uint32_t offset_align;
+
+    struct nvmeio_records *records; /* of a gather or scatter, else NULL; owned */
+    struct nvmeio_run run;
+    size_t merged_bytes; /* of a run that goes through one bounce */
+    bool small_pages;    /* the memory of the records is in them */
+    bool edges_left;     /* a run has left its edges for the second round */
+    bool second_round;   /* of a scatter: the edges of all runs */
 
     atomic_uint references;
     atomic_int state; /* enum nvmeio_state */
@@ -77,6 +87,11 @@ enum nvmeio_verdict {
 struct nvmeio_request *nvmeio_request_new(struct nvmeio_handle *handle,
                                           const struct nvmeio_transfer *transfer);
 
+/* The same for a gather or scatter, whose records it takes over. */
+struct nvmeio_request *nvmeio_request_new_gather(struct nvmeio_handle *handle,
+                                                 const struct nvmeio_gather *gather,
+                                                 struct nvmeio_records *records);
+
 /* Look at the file before the first block: a read past the end and a file that cannot
  * be made as long as it has to be fail here, before a byte moves.  Not submitted yet.
  */
@@ -95,8 +110,12 @@ bool nvmeio_request_is_buffered(const struct nvmeio_request *request);
 size_t nvmeio_request_blocks_left(const struct nvmeio_request *request,
                                   size_t block_bytes);
 
-/* The route of the block that nvmeio_request_cut() would give. */
-enum nvmeio_route nvmeio_request_next_route(const struct nvmeio_request *request);
+/* How much memory the block that nvmeio_request_cut() would give needs for a bounce, if
+ * that much is allowed; 0: none. */
+size_t nvmeio_request_next_bounce(const struct nvmeio_request *request);
+
+/* Whether there is nothing left to cut.  The mutex is held. */
+bool nvmeio_request_is_cut(const struct nvmeio_request *request);
 
 /* There is no memory for bounces: have what is left go direct, if it can.  The mutex is
  * held. */
@@ -106,6 +125,11 @@ bool nvmeio_request_waive_bounce(struct nvmeio_request *request);
  * has_block() was true. */
 void nvmeio_request_cut(struct nvmeio_request *request, struct nvmeio_block *block,
                         size_t block_bytes);
+
+/* A block that was cut has come back, or never will: note what of it has failed.  The
+ * mutex is held. */
+void nvmeio_request_book(struct nvmeio_request *request,
+                         const struct nvmeio_block *block);
 
 /* Mark as failed from `position` on: what is not yet cut is dropped.  The mutex is
  * held, or the request not submitted. */

@@ -13,10 +13,12 @@ from nvmeio.handle import aio_handle
 from nvmeio.info import build_info, engines
 from nvmeio.memory import empty
 from nvmeio.pool import pool_stats
+from nvmeio.records import GatherError
 from nvmeio.request import Request
 
 __all__ = [
     "File",
+    "GatherError",
     "Request",
     "aio_handle",
     "aio_read",

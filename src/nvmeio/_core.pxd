@@ -61,6 +61,26 @@ cdef extern from "nvmeio/nvmeio.h" nogil:
         void *user
         bint caller
 
+    struct nvmeio_gather:
+        nvmeio_op op
+        nvmeio_file *file
+        void *address
+        size_t size
+        size_t count
+        const int64_t *offsets
+        const int64_t *sizes
+        bint one_size
+        const int64_t *places
+        size_t gap_max
+        void *user
+        bint caller
+
+    struct nvmeio_failure:
+        size_t index
+        int error
+        int64_t offset
+        size_t size
+
     struct nvmeio_outcome:
         int64_t result
         int64_t got
@@ -120,6 +140,13 @@ cdef int file_compare(
 
 cdef int submit(
     nvmeio_handle *handle, const nvmeio_transfer *transfer, nvmeio_request **request
+) noexcept nogil
+cdef int submit_gather(
+    nvmeio_handle *handle, const nvmeio_gather *gather, nvmeio_request **request,
+    size_t *offender
+) noexcept nogil
+cdef size_t request_failures(
+    nvmeio_request *request, nvmeio_failure *failures, size_t count
 ) noexcept nogil
 cdef int request_wait(nvmeio_request *request, int64_t timeout_ns) noexcept nogil
 cdef bint request_done(nvmeio_request *request) noexcept nogil

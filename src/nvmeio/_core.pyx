@@ -32,6 +32,13 @@ cdef extern from "nvmeio/nvmeio.h" nogil:
     int nvmeio_submit(
         nvmeio_handle *handle, const nvmeio_transfer *transfer, nvmeio_request **request
     )
+    int nvmeio_submit_gather(
+        nvmeio_handle *handle, const nvmeio_gather *gather, nvmeio_request **request,
+        size_t *offender
+    )
+    size_t nvmeio_request_failures(
+        nvmeio_request *request, nvmeio_failure *failures, size_t count
+    )
     int nvmeio_request_wait(nvmeio_request *request, int64_t timeout_ns)
     bint nvmeio_request_done(nvmeio_request *request)
     int nvmeio_request_outcome(nvmeio_request *request, nvmeio_outcome *outcome)
@@ -144,6 +151,19 @@ cdef int submit(
     nvmeio_handle *handle, const nvmeio_transfer *transfer, nvmeio_request **request
 ) noexcept nogil:
     return nvmeio_submit(handle, transfer, request)
+
+
+cdef int submit_gather(
+    nvmeio_handle *handle, const nvmeio_gather *gather, nvmeio_request **request,
+    size_t *offender
+) noexcept nogil:
+    return nvmeio_submit_gather(handle, gather, request, offender)
+
+
+cdef size_t request_failures(
+    nvmeio_request *request, nvmeio_failure *failures, size_t count
+) noexcept nogil:
+    return nvmeio_request_failures(request, failures, count)
 
 
 cdef int request_wait(nvmeio_request *request, int64_t timeout_ns) noexcept nogil:

@@ -91,7 +91,8 @@ def read_into(path: Path, buffer: Any, offset: int = 0) -> int:
     Releases the GIL while it waits.
     """
     with aio_handle(overlap_events=True) as handle:
-        return handle.submit_read(buffer, path, offset).wait()
+        count: int = handle.submit_read(buffer, path, offset).wait()
+    return count
 
 
 def write_file(path: Path, buffer: Any, sync: bool = False) -> int:

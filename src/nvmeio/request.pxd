@@ -21,7 +21,8 @@ cdef class Request:
     cdef cython.pymutex lock   # of what follows, while it is being finished
     cdef unsigned long finisher  # the thread that holds the lock, or 0
     cdef bint finished         # the Python work is done too; the outcome stands
-    cdef object outcome        # bytes, or what a subclass makes of them
+    cdef object outcome        # bytes, or `value` where there is one
+    cdef object value          # the result of a transfer that goes well, or None: bytes
     cdef object error          # the exception, or None
     cdef str words             # of an error that should not go unseen, or None
     cdef bint told             # somebody has seen the error

@@ -152,7 +152,7 @@ cdef class Request:
             if left == 0:
                 return False
 
-    def wait(self, timeout_s=None) -> int:
+    def wait(self, timeout_s=None):
         """Wait until the transfer is done.
 
         Parameters
@@ -163,7 +163,8 @@ cdef class Request:
         Returns
         -------
         int
-            The number of bytes transferred: ``nbytes``.
+            The number of bytes transferred: ``nbytes``.  Where the request was given a
+            ``result``, that.
 
         Raises
         ------
@@ -188,7 +189,7 @@ cdef class Request:
             raise self.error
         return self.outcome
 
-    def result(self, timeout_s=None) -> int:
+    def result(self, timeout_s=None):
         """Wait until the transfer is done; the name that futures have for ``wait``."""
         return self.wait(timeout_s)
 
@@ -304,7 +305,8 @@ cdef object finish(Request request):
                 error = second
         request.buffer.disuse()
     request.error = error
-    request.outcome = outcome.result
+    request.outcome = outcome.result if request.value is None else request.value
+    request.value = None
     request.words = words_of(error)
     request.finished = True
     return interruption

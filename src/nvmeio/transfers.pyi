@@ -4,10 +4,10 @@ from typing_extensions import disjoint_base
 
 from nvmeio._types import Path
 from nvmeio.file import File
-from nvmeio.submitter import Submitter
+from nvmeio.gather import Gatherer
 
 @disjoint_base
-class Transfers(Submitter):
+class Transfers(Gatherer):
     @property
     def last_error(self) -> OSError | None: ...
     def read(

@@ -1,4 +1,4 @@
-"""The transfers of DeepSpeed's op on top of submitter.pyx: names, arguments, statuses.
+"""The transfers of DeepSpeed's op on top of gather.pyx: names, arguments, statuses.
 
 Each one comes down to Submitter.begin(), and then is waited for at once or by wait().
 """
@@ -10,6 +10,7 @@ cimport cython
 
 from nvmeio._core cimport OP_READ, OP_WRITE
 from nvmeio.arguments cimport flag, integer
+from nvmeio.gather cimport Gatherer
 from nvmeio.request cimport Request
 from nvmeio.submitter cimport Submitter
 
@@ -24,8 +25,8 @@ _REQUIRED = inspect.Parameter.empty
 
 # A cycle collector would empty the attributes before __dealloc__ drains the lanes.
 @cython.no_gc_clear
-cdef class Transfers(Submitter):
-    """A Submitter with the transfers of DeepSpeed's op: their names and their statuses."""
+cdef class Transfers(Gatherer):
+    """A Gatherer with the transfers of DeepSpeed's op: their names and their statuses."""
 
     def read(
         self, buffer, filename=_REQUIRED, validate=False, file_offset=0

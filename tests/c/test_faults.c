@@ -607,7 +607,7 @@ static void test_a_deserted_request_is_finished_by_those_who_ask(void)
 
 static void test_a_caller_that_only_looks_brings_its_request_forward(void)
 {
-    stage_open(4, true);
+    stage_open(16, true);
     struct nvmeio_transfer t = whole(NVMEIO_OP_READ);
     t.caller = true;
     play(hold);

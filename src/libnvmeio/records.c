@@ -1,0 +1,350 @@
+/* records.c -- the records of a gather: checked, sorted, merged into runs, copied. */
+#include "records.h"
+
+#include <errno.h>
+#include <stdlib.h>
+
+#include "align.h"
+#include "copy_internal.h"
+
+static int64_t end_of(const struct nvmeio_record *record)
+{
+    return record->offset + (int64_t)record->size;
+}
+
+static int64_t run_end(const struct nvmeio_run *run)
+{
+    return run->offset + (int64_t)run->size;
+}
+
+/* By place in the file; of those that begin together the longest first, for it may hold
+ * the others. */
+static int compare_offsets(const void *one, const void *other)
+{
+    const struct nvmeio_record *a = one, *b = other;
+
+    if (a->offset != b->offset)
+        return a->offset < b->offset ? -1 : 1;
+    if (a->size != b->size)
+        return a->size > b->size ? -1 : 1;
+    return a->index < b->index ? -1 : 1;
+}
+
+static int compare_places(const void *one, const void *other)
+{
+    const struct nvmeio_record *a = one, *b = other;
+
+    if (a->place != b->place)
+        return a->place < b->place ? -1 : 1;
+    return a->index < b->index ? -1 : 1;
+}
+
+static int compare_indices(const void *one, const void *other)
+{
+    const struct nvmeio_record *a = one, *b = other;
+
+    return a->index < b->index ? -1 : 1;
+}
+
+/* qsort(3) of what is in order already, as rows often are, would cost as much as of
+ * what is not. */
+static void sort(struct nvmeio_records *records,
+                 int (*compare)(const void *, const void *))
+{
+    struct nvmeio_record *list = records->list;
+
+    for (size_t i = 1; i < records->count; i++) {
+        if (compare(&list[i - 1], &list[i]) > 0) {
+            qsort(list, records->count, sizeof(*list), compare);
+            return;
+        }
+    }
+}
+
+/* One record: 0, or what is wrong with it. */
+static int check_record(const struct nvmeio_gather *gather, int64_t file_size,
+                        int64_t offset, int64_t size, int64_t place)
+{
+    if (offset < 0 || size < 0 || place < 0)
+        return -EINVAL;
+    if (size > INT64_MAX - offset)
+        return -EOVERFLOW;
+    if ((uint64_t)place > gather->size ||
+        (uint64_t)size > gather->size - (uint64_t)place)
+        return -EFAULT;
+    if (size > 0 && offset + size > file_size)
+        return -ENODATA;
+    return 0;
+}
+
+/* Fill in the records that are not empty. */
+static int fill(struct nvmeio_records *records, const struct nvmeio_gather *gather,
+                int64_t file_size, size_t *offender)
+{
+    int64_t next_place = 0;
+
+    records->whole = true;
+    for (size_t i = 0; i < gather->count; i++) {
+        int64_t offset = gather->offsets[i];
+        int64_t size = gather->sizes[gather->one_size ? 0 : i];
+        int64_t place = gather->places ? gather->places[i] : next_place;
+        int error = check_record(gather, file_size, offset, size, place);
+        if (error) {
+            *offender = i;
+            return error;
+        }
+        next_place = place + size;
+        if (size == 0)
+            continue;
+        records->list[records->count++] = (struct nvmeio_record){
+            .offset = offset,
+            .size = (size_t)size,
+            .place = (char *)gather->address + place,
+            .index = i,
+        };
+        records->bytes += (size_t)size;
+        if (offset + size > records->end)
+            records->end = offset + size;
+        if ((offset | size) % NVMEIO_EDGE_BYTES)
+            records->whole = false;
+    }
+    return 0;
+}
+
+/* In order of place or of offset: the first record, by index, that shares bytes with
+ * one of a lower index; SIZE_MAX where none does. */
+static size_t find_overlap(const struct nvmeio_records *records, bool by_place)
+{
+    const struct nvmeio_record *furthest = NULL;
+    size_t found = SIZE_MAX;
+
+    for (size_t i = 0; i < records->count; i++) {
+        const struct nvmeio_record *record = &records->list[i];
+        bool shared =
+            furthest && (by_place ? record->place < furthest->place + furthest->size
+                                  : record->offset < end_of(furthest));
+        if (shared) {
+            size_t later =
+                record->index > furthest->index ? record->index : furthest->index;
+            found = later < found ? later : found;
+        }
+        bool further = !furthest || (by_place ? record->place + record->size >
+                                                    furthest->place + furthest->size
+                                              : end_of(record) > end_of(furthest));
+        if (further)
+            furthest = record;
+    }
+    return found;
+}
+
+static int check_overlap(struct nvmeio_records *records,
+                         const struct nvmeio_gather *gather, size_t *offender)
+{
+    size_t found = SIZE_MAX;
+
+    if (gather->op == NVMEIO_OP_READ && gather->places) {
+        sort(records, compare_places);
+        found = find_overlap(records, true);
+    }
+    sort(records, compare_offsets);
+    if (gather->op == NVMEIO_OP_WRITE)
+        found = find_overlap(records, false);
+    if (found == SIZE_MAX)
+        return 0;
+    *offender = found;
+    return -EEXIST;
+}
+
+struct nvmeio_records *nvmeio_records_new(const struct nvmeio_gather *gather,
+                                          int64_t file_size, int *error,
+                                          size_t *offender)
+{
+    struct nvmeio_records *records = NULL;
+
+    *error = -ENOMEM;
+    if (gather->count < (SIZE_MAX - sizeof(*records)) / sizeof(records->list[0]))
+        records = malloc(sizeof(*records) + gather->count * sizeof(records->list[0]));
+    if (!records)
+        return NULL;
+    *records = (struct nvmeio_records){.gap_max = gather->gap_max};
+    *error = fill(records, gather, file_size, offender);
+    if (*error == 0)
+        *error = check_overlap(records, gather, offender);
+    if (*error) {
+        free(records);
+        return NULL;
+    }
+    return records;
+}
+
+/* Whether a run that goes through a bounce can take in one more record. */
+static bool mergeable(const struct nvmeio_records *records,
+                      const struct nvmeio_run_limits *limits,
+                      const struct nvmeio_run *run, const struct nvmeio_record *record)
+{
+    int64_t end = run_end(run) > end_of(record) ? run_end(run) : end_of(record);
+    uint64_t cover = nvmeio_round_up((uint64_t)end, limits->align) -
+                     nvmeio_round_down((uint64_t)run->offset, limits->align);
+
+    if (cover > limits->merged_bytes)
+        return false;
+    if (run->home && run->size >= NVMEIO_RECORD_LARGE_BYTES)
+        return false;
+    if (record->size >= NVMEIO_RECORD_LARGE_BYTES)
+        return false;
+    if (limits->op == NVMEIO_OP_WRITE)
+        return record->offset == run_end(run);
+    uint64_t from = nvmeio_round_up((uint64_t)run_end(run), limits->align);
+    uint64_t to = nvmeio_round_down((uint64_t)record->offset, limits->align);
+    return to <= from || to - from <= records->gap_max;
+}
+
+/* Take one more record into a run, if it fits. */
+static bool take(const struct nvmeio_records *records,
+                 const struct nvmeio_run_limits *limits, struct nvmeio_run *run,
+                 const struct nvmeio_record *record)
+{
+    if (end_of(record) <= run_end(run)) {
+        run->copied |=
+            !run->home || record->place != run->home + (record->offset - run->offset);
+        return true;
+    }
+    if (run->home && !run->copied && record->offset == run_end(run) &&
+        record->place == run->home + run->size) {
+        run->size += record->size;
+        return true;
+    }
+    if (!mergeable(records, limits, run, record))
+        return false;
+    run->home = NULL;
+    run->copied = true;
+    run->size = (size_t)(end_of(record) - run->offset);
+    return true;
+}
+
+bool nvmeio_records_next(struct nvmeio_records *records,
+                         const struct nvmeio_run_limits *limits, struct nvmeio_run *run)
+{
+    if (records->next == records->count)
+        return false;
+    const struct nvmeio_record *record = &records->list[records->next];
+    *run = (struct nvmeio_run){
+        .first = records->next,
+        .offset = record->offset,
+        .size = record->size,
+        .home = record->place,
+    };
+    do {
+        run->count++;
+        records->next++;
+        record++;
+    } while (records->next < records->count && take(records, limits, run, record));
+    return true;
+}
+
+/* Bytes [begin, end) of a run, as far as a record has them: from `at` on, `size` bytes
+ * that belong to `place`; false for none. */
+struct share {
+    size_t at;
+    size_t size;
+    char *place;
+};
+
+static bool share_of(const struct nvmeio_record *record, const struct nvmeio_run *run,
+                     size_t begin, size_t end, struct share *share)
+{
+    size_t from = (size_t)(record->offset - run->offset);
+    size_t to = from + record->size;
+    size_t at = from > begin ? from : begin;
+
+    if (to > end)
+        to = end;
+    if (at >= to)
+        return false;
+    *share = (struct share){at, to - at, record->place + (at - from)};
+    return true;
+}
+
+void nvmeio_records_spread(const struct nvmeio_records *records,
+                           const struct nvmeio_run *run, const char *source,
+                           size_t begin, size_t end)
+{
+    struct share share;
+
+    for (size_t i = run->first; i < run->first + run->count; i++) {
+        if (!share_of(&records->list[i], run, begin, end, &share))
+            continue;
+        const char *from = source + (share.at - begin);
+        if (from != share.place)
+            nvmeio_copy_cold(share.place, from, share.size);
+    }
+}
+
+void nvmeio_records_collect(const struct nvmeio_records *records,
+                            const struct nvmeio_run *run, char *target, size_t begin,
+                            size_t end)
+{
+    struct share share;
+
+    for (size_t i = run->first; i < run->first + run->count; i++) {
+        if (share_of(&records->list[i], run, begin, end, &share))
+            nvmeio_copy_cold(target + (share.at - begin), share.place, share.size);
+    }
+}
+
+void nvmeio_records_fail(struct nvmeio_records *records, const struct nvmeio_run *run,
+                         size_t begin, size_t end, int error)
+{
+    struct share share;
+
+    for (size_t i = run->first; i < run->first + run->count; i++) {
+        struct nvmeio_record *record = &records->list[i];
+        if (record->error == 0 && share_of(record, run, begin, end, &share))
+            record->error = error;
+    }
+}
+
+void nvmeio_records_fail_from(struct nvmeio_records *records, size_t first, int error)
+{
+    for (size_t i = first; i < records->count; i++) {
+        if (records->list[i].error == 0)
+            records->list[i].error = error;
+    }
+}
+
+void nvmeio_records_settle(struct nvmeio_records *records, size_t *got, int *error)
+{
+    *got = records->bytes;
+    *error = 0;
+    for (size_t i = 0; i < records->count; i++) {
+        const struct nvmeio_record *record = &records->list[i];
+        if (record->error)
+            *got -= record->size;
+    }
+    if (*got == records->bytes)
+        return;
+    sort(records, compare_indices);
+    for (size_t i = 0; i < records->count && *error == 0; i++)
+        *error = records->list[i].error;
+}
+
+size_t nvmeio_records_failures(const struct nvmeio_records *records,
+                               struct nvmeio_failure *failures, size_t count)
+{
+    size_t found = 0;
+
+    for (size_t i = 0; i < records->count; i++) {
+        const struct nvmeio_record *record = &records->list[i];
+        if (record->error == 0)
+            continue;
+        if (found < count)
+            failures[found] = (struct nvmeio_failure){
+                .index = record->index,
+                .error = record->error,
+                .offset = record->offset,
+                .size = record->size,
+            };
+        found++;
+    }
+    return found;
+}

@@ -1,0 +1,224 @@
+"""Gathers and scatters: many records of a file in one call.
+
+What records are refused and how they fail is records.pyx's; sorting, merging and I/O are
+the library's.
+"""
+
+import functools
+
+import numpy
+
+cimport cython
+from cpython.buffer cimport PyObject_CheckBuffer
+
+from nvmeio._core cimport OP_READ, OP_WRITE, nvmeio_op
+from nvmeio.arguments cimport refuse_path
+from nvmeio.buffer cimport Buffer, lend, library_for
+from nvmeio.records cimport new_gather
+from nvmeio.request cimport Request
+from nvmeio.submitter cimport Submitter
+
+from nvmeio.copy import memcpy
+
+# As much as a device delivers in the time of one more I/O, or less (bench_gather.py).
+_MAX_GAP = 4096
+
+
+# A cycle collector would empty the attributes before __dealloc__ drains the lanes.
+@cython.no_gc_clear
+cdef class Gatherer(Submitter):
+    """A Submitter that also transfers many records of a file in one request."""
+
+    def gather(
+        self, file, offsets, sizes, out, *, out_offsets=None, max_gap=_MAX_GAP
+    ) -> int:
+        """Read many records of a file into ``out``, and wait.
+
+        Parameters
+        ----------
+        file : str, bytes, os.PathLike, int or File
+            A path, an open descriptor or a File.
+        offsets : array_like of int, shape (n,)
+            Where each record begins in the file, in bytes; in any order, with any
+            alignment.
+        sizes : int or array_like of int, shape (n,)
+            How long all of them are, or each, in bytes.
+        out : array, tensor or object with the buffer protocol
+            Where the records go, one behind another in C order.
+        out_offsets : array_like of int, shape (n,), optional
+            Where each of them goes instead, in bytes from the beginning of ``out``; the
+            rest of ``out`` stays as it is.
+        max_gap : int, default 4096
+            How many bytes between two records may be read for nothing so that one I/O
+            serves both.
+
+        Returns
+        -------
+        int
+            How many bytes the records have together.
+
+        Raises
+        ------
+        GatherError
+            Records have failed, by index; the others have landed.  An OSError with errno
+            and path.
+        OSError
+            The file cannot be opened.  Raised whatever ``errors`` of the handle says, as
+            is GatherError.
+        TypeError, ValueError
+            An array is not of integers; a record is negative, past the end of the file or
+            not within ``out``; two records share a place in ``out``: names the first
+            record at fault, before anything is read.  Or the handle or the file is closed.
+        KeyboardInterrupt
+            Ctrl-C, within 0.1 s; the request goes on.
+
+        Notes
+        -----
+        Neighbours in the file become one I/O, and records that are wanted several times
+        are read once.  As many blocks as the queue depth are in flight, whatever
+        ``overlap_events`` says, on a ring of the calling thread where the engine allows
+        it: several threads gather side by side.  Releases the GIL.
+        """
+        try:
+            return self.begin_gather(
+                OP_READ, file, offsets, sizes, out, out_offsets, max_gap, None, True
+            ).wait()
+        finally:
+            self.collect()
+
+    def submit_gather(
+        self, file, offsets, sizes, out, *, out_offsets=None, max_gap=_MAX_GAP,
+        result=None
+    ) -> Request:
+        """Start reading many records of a file into ``out``.
+
+        Parameters
+        ----------
+        file, offsets, sizes, out, out_offsets, max_gap
+            As for ``gather``; the arrays are not needed once this returns.
+        result : object, optional
+            What ``Request.result`` and ``wait`` return in place of the number of bytes.
+
+        Returns
+        -------
+        Request
+            Holds ``out`` and the file until it is done.
+
+        Raises
+        ------
+        OSError, TypeError, ValueError
+            As ``gather``, before anything is read.  GatherError is raised by
+            ``Request.wait``.
+        """
+        return self.begin_gather(
+            OP_READ, file, offsets, sizes, out, out_offsets, max_gap, result, False
+        )
+
+    def scatter(self, file, offsets, sizes, buffer, *, buffer_offsets=None) -> int:
+        """Write many records of ``buffer`` to places in a file, and wait.
+
+        Parameters
+        ----------
+        file : str, bytes, os.PathLike, int or File
+            As for ``gather``; created where it does not exist, never truncated.
+        offsets, sizes
+            As for ``gather``; no two records may share bytes of the file.
+        buffer : array, tensor or object with the buffer protocol
+            Where the records are, one behind another in C order.
+        buffer_offsets : array_like of int, shape (n,), optional
+            Where each of them is instead, in bytes from the beginning of ``buffer``.
+
+        Returns
+        -------
+        int
+            How many bytes the records have together.
+
+        Raises
+        ------
+        GatherError, OSError, TypeError, ValueError, KeyboardInterrupt
+            As ``gather``.
+
+        Notes
+        -----
+        Records that follow each other in the file become one I/O.  Releases the GIL.
+        """
+        try:
+            return self.begin_gather(
+                OP_WRITE, file, offsets, sizes, buffer, buffer_offsets, 0, None, True
+            ).wait()
+        finally:
+            self.collect()
+
+    def submit_scatter(
+        self, file, offsets, sizes, buffer, *, buffer_offsets=None
+    ) -> Request:
+        """Start writing many records of ``buffer`` to places in a file.
+
+        Parameters
+        ----------
+        file, offsets, sizes, buffer, buffer_offsets
+            As for ``scatter``; ``buffer`` must not change until the request is done.
+
+        Returns
+        -------
+        Request
+            Holds ``buffer`` and the file until it is done.
+
+        Raises
+        ------
+        OSError, TypeError, ValueError
+            As ``scatter``, before anything is written.  GatherError is raised by
+            ``Request.wait``.
+        """
+        return self.begin_gather(
+            OP_WRITE, file, offsets, sizes, buffer, buffer_offsets, 0, None, False
+        )
+
+    cdef Request begin_gather(
+        self, nvmeio_op op, object file, object offsets, object sizes, object memory,
+        object places, object max_gap, object result, bint caller
+    ):
+        cdef Buffer lent
+        cdef Request request
+        self.own()
+        self.collect()
+        if not self.open:
+            raise ValueError("the handle is closed")
+        # The memory first: a buffer that cannot be lent must not leave an empty file.
+        try:
+            lent = lend_records(memory, op == OP_READ)
+        except TypeError:
+            refuse_path(memory)
+            raise
+        opened = self.files.find(file, op == OP_WRITE)
+        request = new_gather(
+            op, lent, opened, offsets, sizes, places, max_gap, result
+        )
+        request.start(self.lanes.c, caller)
+        return request
+
+
+cdef Buffer lend_records(object memory, bint writable):
+    """Lend memory of which a request may use parts alone.
+
+    A staging copy begins with what the memory holds, so that the rest stays as it is, and
+    is brought back also where records have failed.
+    """
+    cdef Buffer buffer = lend(memory, writable)
+    if buffer.stage is None and (buffer.is_in_place() or not writable):
+        return buffer
+    buffer.release()
+    host = host_copy(memory)
+    buffer = lend(host, writable)
+    if writable:
+        buffer.landing = functools.partial(memcpy, memory)
+    return buffer
+
+
+cdef object host_copy(object memory):
+    """Return the contents of an array or tensor in C order in memory of the host."""
+    if PyObject_CheckBuffer(memory):
+        return numpy.array(memory, order="C")
+    host = library_for(memory).host_like(memory)
+    memcpy(host, memory)
+    return host

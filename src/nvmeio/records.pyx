@@ -1,0 +1,220 @@
+"""Requests of many records: their arrays, what is refused of them, and how they fail.
+
+The library sorts, merges and carries out; what users call is gather.pyx's.
+"""
+
+import errno
+import os
+from concurrent.futures import CancelledError
+
+import numpy
+
+cimport cython
+from cpython.mem cimport PyMem_Free, PyMem_Malloc
+from cpython.ref cimport Py_DECREF, Py_INCREF
+from libc.stdint cimport int64_t, uintptr_t
+
+from nvmeio cimport _core
+from nvmeio._core cimport OP_READ, nvmeio_failure, nvmeio_file, nvmeio_gather
+from nvmeio._core cimport nvmeio_handle, nvmeio_op, nvmeio_outcome
+from nvmeio.arguments cimport whole
+from nvmeio.buffer cimport Buffer
+from nvmeio.file cimport File
+from nvmeio.outcome cimport raise_refused
+from nvmeio.request cimport Request, fill_request
+
+
+class GatherError(OSError):
+    """Some records of a gather or scatter have failed; the others were transferred.
+
+    Attributes
+    ----------
+    index : int
+        Of the first record that failed, among those that were passed.
+    failures : tuple of (int, int)
+        Index and errno of every record that failed, in order of index.
+
+    Notes
+    -----
+    ``errno`` and ``filename`` are those of the first record, as for any OSError.
+    """
+
+    def __init__(self, number, strerror, filename, failures):
+        super().__init__(number, strerror, filename)
+        self.failures = failures
+        self.index = failures[0][0]
+
+    def __reduce__(self):
+        arguments = (self.errno, self.strerror, self.filename, self.failures)
+        return type(self), arguments
+
+
+@cython.no_gc_clear
+@cython.final
+cdef class GatherRequest(Request):
+    """A request of many records of one file."""
+
+    cdef int start(self, nvmeio_handle *handle, bint caller) except -1:
+        cdef nvmeio_gather gather
+        cdef int64_t size = 0
+        cdef size_t offender
+        cdef int result
+        gather.op = self.op
+        gather.address = self.buffer.address
+        gather.size = self.buffer.nbytes
+        gather.count = self.count
+        gather.offsets = data_of(self.offsets)
+        gather.one_size = isinstance(self.sizes, int)
+        if gather.one_size:
+            size = self.sizes
+        gather.sizes = &size if gather.one_size else data_of(self.sizes)
+        gather.places = NULL if self.places is None else data_of(self.places)
+        gather.gap_max = self.gap_max
+        gather.user = <void *> self
+        gather.caller = caller
+        cdef nvmeio_file *c_file = self.file.retain()
+        gather.file = c_file
+        # For `user`, until handle_pop().
+        Py_INCREF(self)
+        with nogil:
+            result = _core.submit_gather(handle, &gather, &self.c, &offender)
+            _core.file_release(c_file)
+        if result < 0:
+            self.finished = True
+            Py_DECREF(self)
+            if offender < gather.count:
+                raise_offender(self, offender, result)
+            raise_refused(self.op, self.path, result)
+        self.offsets = self.sizes = self.places = None
+        return 0
+
+    cdef object judge(self, const nvmeio_outcome *outcome):
+        cdef size_t count, i
+        cdef nvmeio_failure *failures
+        if outcome.result >= 0:
+            return None
+        name = name_of(self.op)
+        if outcome.result == -errno.ECANCELED:
+            return CancelledError(
+                f"the {name} of {self.count} records of {self.path!r} was cancelled"
+            )
+        count = _core.request_failures(self.c, NULL, 0)
+        failures = <nvmeio_failure *> PyMem_Malloc((count + 1) * sizeof(nvmeio_failure))
+        if failures == NULL:
+            raise MemoryError()
+        try:
+            _core.request_failures(self.c, failures, count)
+            first = f"{failures[0].size} bytes at offset {failures[0].offset}"
+            found = tuple((failures[i].index, -failures[i].error) for i in range(count))
+        finally:
+            PyMem_Free(failures)
+        reason = os.strerror(-outcome.result)
+        if outcome.result == -errno.ENODATA:
+            reason = "past the end of the file"
+        words = f"{reason} ({name}, record {found[0][0]}: {first}"
+        if count > 1:
+            words += f"; {count} of {self.count} records failed"
+        return GatherError(-outcome.result, f"{words})", self.path, found)
+
+    def __repr__(self):
+        state = "in flight"
+        if self.finished:
+            state = "done" if self.error is None else f"failed: {self.error}"
+        return (
+            f"<nvmeio.Request {name_of(self.op)} of {self.count} records of "
+            f"{self.path!r}, {state}>"
+        )
+
+
+cdef str name_of(nvmeio_op op):
+    return "gather" if op == OP_READ else "scatter"
+
+
+cdef const int64_t *data_of(object array):
+    return <const int64_t *> <uintptr_t> array.ctypes.data
+
+
+cdef GatherRequest new_gather(
+    nvmeio_op op, Buffer buffer, File file, object offsets, object sizes, object places,
+    object max_gap, object value
+):
+    cdef GatherRequest request = GatherRequest.__new__(GatherRequest)
+    fill_request(request, op, buffer, file, 0, False)
+    request.offsets = integers("offsets", offsets)
+    request.count = len(request.offsets)
+    request.gap_max = whole("max_gap", max_gap, 0, 2**30)
+    if numpy.ndim(sizes) == 0:
+        request.sizes = whole("sizes", sizes, 0, 2**63 - 1)
+        total = request.count * request.sizes
+    else:
+        request.sizes = integers("sizes", sizes)
+        check_count("sizes", request.sizes, request.count)
+        total = int(request.sizes.sum())
+    if places is not None:
+        name = "out_offsets" if op == OP_READ else "buffer_offsets"
+        request.places = integers(name, places)
+        check_count(name, request.places, request.count)
+    request.nbytes = min(max(total, 0), 2**63 - 1)
+    request.value = value
+    return request
+
+
+cdef object integers(str name, object values):
+    """Return an array of int64 of one dimension, or raise."""
+    array = numpy.asarray(values)
+    if array.size == 0 and not isinstance(values, numpy.ndarray):
+        array = array.astype(numpy.int64)
+    if array.dtype.kind not in "iu":
+        raise TypeError(
+            f"{name} has elements of dtype {array.dtype}; they must be integers"
+        )
+    if array.ndim != 1:
+        raise ValueError(f"{name} is of shape {array.shape}; it must be of one dimension")
+    if array.dtype.kind == "u" and array.dtype.itemsize == 8 and array.size:
+        most = int(array.argmax())
+        if array[most] > 2**63 - 1:
+            first = int(numpy.argmax(array > numpy.uint64(2**63 - 1)))
+            raise ValueError(
+                f"{name}[{first}] is {array[first]}; it must be from 0 to 2**63 - 1"
+            )
+    return numpy.ascontiguousarray(array, numpy.int64)
+
+
+cdef int check_count(str name, object array, Py_ssize_t count) except -1:
+    if len(array) != count:
+        raise ValueError(
+            f"there are {count} offsets and {len(array)} {name}; there must be as many"
+        )
+    return 0
+
+
+cdef int raise_offender(GatherRequest request, size_t index, int result) except -1:
+    """Raise what is wrong with the first record at fault."""
+    cdef bint reading = request.op == OP_READ
+    offset = int(request.offsets[index])
+    size = request.sizes if isinstance(request.sizes, int) else int(request.sizes[index])
+    memory, places = ("out", "out_offsets") if reading else ("buffer", "buffer_offsets")
+    where = f"record {index} of {size} bytes at offset {offset}"
+    if result == -errno.EINVAL:
+        values = {"offsets": offset, "sizes": size}
+        if request.places is not None:
+            values[places] = int(request.places[index])
+        name, value = next((n, v) for n, v in values.items() if v < 0)
+        raise ValueError(f"{name}[{index}] is {value}; it must not be negative")
+    if result == -errno.EOVERFLOW:
+        raise ValueError(f"{where} is beyond 2**63 - 1")
+    if result == -errno.ENODATA:
+        raise ValueError(
+            f"{where} reaches past the end of {request.path!r}, which has "
+            f"{request.file.size} bytes"
+        )
+    if result == -errno.EEXIST:
+        what = f"its place in {memory}" if reading else "its bytes of the file"
+        raise ValueError(f"{where} shares {what} with another record")
+    place = "behind those before it"
+    if request.places is not None:
+        place = f"at {places}[{index}] = {request.places[index]}"
+    raise ValueError(
+        f"{where} does not fit into {memory}, which has {request.buffer.nbytes} bytes, "
+        f"{place}"
+    )

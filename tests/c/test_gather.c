@@ -1,0 +1,325 @@
+/* Gathers and scatters: the right bytes in the right places, what is merged, what is
+ * refused before any I/O, and records that fail while others do not. */
+#include "transfer.h"
+
+#define FILE_BYTES (4 * MIB + 777)
+#define RECORDS_MAX 512
+
+static uint64_t random_state;
+
+static uint64_t next_random(uint64_t below)
+{
+    random_state = random_state * UINT64_C(6364136223846793005) + 1442695040888963407;
+    return (random_state >> 33) % below;
+}
+
+struct plan {
+    size_t count;
+    int64_t offsets[RECORDS_MAX], sizes[RECORDS_MAX], places[RECORDS_MAX];
+};
+
+static struct nvmeio_gather gather_of(enum nvmeio_op op, struct nvmeio_file *file,
+                                      const struct guarded *memory,
+                                      const struct plan *plan, bool caller)
+{
+    return (struct nvmeio_gather){
+        .op = op,
+        .file = file,
+        .address = memory->address,
+        .size = memory->size,
+        .count = plan->count,
+        .offsets = plan->offsets,
+        .sizes = plan->sizes,
+        .places = plan->places,
+        .gap_max = 4096,
+        .caller = caller,
+    };
+}
+
+static struct nvmeio_outcome gather(struct nvmeio_handle *handle,
+                                    const struct nvmeio_gather *what)
+{
+    struct nvmeio_request *request;
+    size_t offender;
+
+    CHECK(nvmeio_submit_gather(handle, what, &request, &offender) == 0);
+    CHECK(offender == SIZE_MAX);
+    return finish(request);
+}
+
+/* Records of one kind each time: tiny or large, aligned or not, in order or not, in the
+ * memory with holes between them.  Returns the memory that they need. */
+static size_t plan_records(struct plan *plan, uint64_t seed, bool apart)
+{
+    static const size_t units[] = {1, 8, 512, 4096};
+    size_t unit, end = 0, longest;
+
+    random_state = seed;
+    unit = units[next_random(4)];
+    longest = (size_t)1 << (4 + next_random(15));
+    plan->count = 1 + next_random(longest > 32 * KIB ? 24 : RECORDS_MAX - 1);
+    int64_t last = 0;
+    bool sorted = next_random(2), holes = next_random(2), near = next_random(2);
+    for (size_t i = 0; i < plan->count; i++) {
+        size_t size = (1 + next_random(longest)) / unit * unit;
+        size_t range = near ? 64 * KIB : FILE_BYTES - size;
+        int64_t offset = (int64_t)(next_random(range) / unit * unit);
+        if (sorted || apart)
+            offset = last + (int64_t)(next_random(3) * unit);
+        if (offset + (int64_t)size > (int64_t)FILE_BYTES) {
+            plan->count = i;
+            break;
+        }
+        last = offset + (int64_t)(apart || next_random(4) ? size : 0);
+        end += holes ? next_random(3) * unit : 0;
+        plan->offsets[i] = offset;
+        plan->sizes[i] = (int64_t)size;
+        plan->places[i] = (int64_t)end;
+        end += size;
+    }
+    /* The order of the memory is not that of the file. */
+    for (size_t i = 1; i < plan->count && !sorted; i++) {
+        size_t j = next_random(i + 1);
+        int64_t offset = plan->offsets[i], size = plan->sizes[i];
+        int64_t place = plan->places[i];
+        plan->offsets[i] = plan->offsets[j], plan->offsets[j] = offset;
+        plan->sizes[i] = plan->sizes[j], plan->sizes[j] = size;
+        plan->places[i] = plan->places[j], plan->places[j] = place;
+    }
+    return end;
+}
+
+/* What a gather must leave in memory that was full of canaries. */
+static void expect_gathered(char *expected, const struct plan *plan, size_t size)
+{
+    memset(expected, CANARY, size);
+    for (size_t i = 0; i < plan->count; i++)
+        fill(expected + plan->places[i], (size_t)plan->sizes[i],
+             (uint64_t)plan->offsets[i], 1);
+}
+
+static size_t total_of(const struct plan *plan)
+{
+    size_t total = 0;
+
+    for (size_t i = 0; i < plan->count; i++)
+        total += (size_t)plan->sizes[i];
+    return total;
+}
+
+static void check_gathers(struct nvmeio_handle *handle, struct nvmeio_file *file,
+                          uint64_t seed)
+{
+    static struct plan plan;
+    size_t size = plan_records(&plan, seed, false);
+    struct guarded memory = guarded_new(size, seed % 3 ? 0 : 5);
+    char *expected = malloc(size + 1);
+
+    expect_gathered(expected, &plan, size);
+    struct nvmeio_gather what =
+        gather_of(NVMEIO_OP_READ, file, &memory, &plan, seed % 2);
+    struct nvmeio_outcome outcome = gather(handle, &what);
+    CHECK(outcome.result == (int64_t)total_of(&plan));
+    CHECK(outcome.got == outcome.result);
+    CHECK(memcmp(memory.address, expected, size) == 0);
+    guarded_free(&memory);
+    free(expected);
+}
+
+static void check_scatters(struct nvmeio_handle *handle, const char *path,
+                           struct nvmeio_file *file, uint64_t seed)
+{
+    static struct plan plan;
+    size_t size = plan_records(&plan, seed, true);
+    struct guarded memory = guarded_new(size, seed % 3 ? 0 : 5);
+    char *expected = malloc(FILE_BYTES);
+
+    fill(expected, FILE_BYTES, 0, 1);
+    fill(memory.address, size, seed, 2);
+    for (size_t i = 0; i < plan.count; i++)
+        memcpy(expected + plan.offsets[i], memory.address + plan.places[i],
+               (size_t)plan.sizes[i]);
+    struct nvmeio_gather what =
+        gather_of(NVMEIO_OP_WRITE, file, &memory, &plan, seed % 2);
+    CHECK(gather(handle, &what).result == (int64_t)total_of(&plan));
+    CHECK(nvmeio_file_size(file) == (int64_t)FILE_BYTES);
+    CHECK(file_holds(path, expected, FILE_BYTES, 0));
+    guarded_free(&memory);
+    free(expected);
+}
+
+/* 1. Bytes come from where they were asked for and go where they were wanted. */
+static void test_bytes(const char *path, const struct nvmeio_config *config)
+{
+    make_file(path, FILE_BYTES, 1);
+    struct nvmeio_handle *handle = open_handle(config);
+    struct nvmeio_file *file = open_file(path, O_RDONLY, NVMEIO_DIRECT_AUTO);
+
+    for (uint64_t seed = 1; seed <= 60; seed++)
+        check_gathers(handle, file, seed);
+    nvmeio_file_release(file);
+    for (uint64_t seed = 1; seed <= 12; seed++) {
+        make_file(path, FILE_BYTES, 1);
+        file = open_file(path, O_RDWR, NVMEIO_DIRECT_AUTO);
+        check_scatters(handle, path, file, seed);
+        nvmeio_file_release(file);
+    }
+    nvmeio_handle_close(handle);
+}
+
+static void test_ways(const char *path, const char *engine)
+{
+    struct nvmeio_config config = config_of(engine);
+
+    test_bytes(path, &config);
+    config.block_bytes = 4096;
+    config.lanes = 3;
+    test_bytes(path, &config);
+    config.block_bytes = MIB;
+    config.queue_depth = 200;
+    config.overlap_events = true;
+    config.bounce = NVMEIO_BOUNCE_NEVER;
+    test_bytes(path, &config);
+    config.bounce = NVMEIO_BOUNCE_ALWAYS;
+    config.single_submit = true;
+    test_bytes(path, &config);
+}
+
+static uint64_t blocks_of(struct nvmeio_handle *handle)
+{
+    struct nvmeio_stats stats;
+
+    nvmeio_handle_stats(handle, &stats);
+    return stats.blocks;
+}
+
+/* 2. Neighbours are merged up to the gap, and what is wanted twice is read once. */
+static void test_merging(const char *path, const char *engine)
+{
+    struct nvmeio_config config = config_of(engine);
+    struct nvmeio_handle *handle = open_handle(&config);
+    struct nvmeio_file *file = open_file(path, O_RDONLY, NVMEIO_DIRECT_AUTO);
+    struct guarded memory = guarded_new(MIB, 0);
+    static const struct {
+        int64_t step, size;
+        size_t gap_max;
+        uint64_t blocks;
+    } cases[] = {
+        {16384, 64, 4096, 32}, /* too far from each other */
+        {8192, 64, 16384, 4},  /* 32 x 8 KiB by blocks of 64 */
+        {64, 64, 0, 1},        /* they touch */
+        {0, 64, 0, 1},         /* all the same */
+        {0, 256 * 1024, 0, 4}, /* the same, in four blocks, with one place only */
+    };
+
+    for (size_t i = 0; i < sizeof(cases) / sizeof(cases[0]); i++) {
+        struct plan plan = {.count = cases[i].size > 4096 ? 3 : 32};
+        for (size_t j = 0; j < plan.count; j++) {
+            plan.offsets[j] = (int64_t)j * cases[i].step;
+            plan.sizes[j] = cases[i].size;
+            /* Not in the order of the file, or there would be one home. */
+            plan.places[j] = (int64_t)(plan.count - 1 - j) * cases[i].size;
+        }
+        struct nvmeio_gather what =
+            gather_of(NVMEIO_OP_READ, file, &memory, &plan, true);
+        what.gap_max = cases[i].gap_max;
+        uint64_t before = blocks_of(handle);
+        CHECK(gather(handle, &what).result == (int64_t)total_of(&plan));
+        CHECK(blocks_of(handle) - before == cases[i].blocks);
+        for (size_t j = 0; j < plan.count; j++)
+            CHECK(file_holds(path, memory.address + plan.places[j],
+                             (size_t)plan.sizes[j], plan.offsets[j]));
+    }
+    guarded_free(&memory);
+    nvmeio_file_release(file);
+    nvmeio_handle_close(handle);
+}
+
+/* 3. What cannot be is refused before anything is read, with the first record at fault.
+ */
+static void test_refusals(const char *path, const char *engine)
+{
+    struct nvmeio_config config = config_of(engine);
+    struct nvmeio_handle *handle = open_handle(&config);
+    struct nvmeio_file *file = open_file(path, O_RDWR, NVMEIO_DIRECT_AUTO);
+    struct guarded memory = guarded_new(4096, 0);
+    static const struct {
+        enum nvmeio_op op;
+        int64_t offset, size, place;
+        int error;
+        size_t offender;
+    } cases[] = {
+        {NVMEIO_OP_READ, -1, 64, 128, -EINVAL, 2},
+        {NVMEIO_OP_READ, 0, -1, 128, -EINVAL, 2},
+        {NVMEIO_OP_READ, 0, 64, -1, -EINVAL, 2},
+        {NVMEIO_OP_WRITE, INT64_MAX, 64, 128, -EOVERFLOW, 2},
+        {NVMEIO_OP_READ, 0, 64, 4033, -EFAULT, 2},
+        {NVMEIO_OP_READ, 0, 64, INT64_MAX, -EFAULT, 2},
+        {NVMEIO_OP_READ, FILE_BYTES - 63, 64, 128, -ENODATA, 2},
+        {NVMEIO_OP_READ, 0, 64, 255, -EEXIST, 3},
+        {NVMEIO_OP_READ, 0, 64, 1, -EEXIST, 2},
+        {NVMEIO_OP_WRITE, 1, 64, 128, -EEXIST, 2},
+    };
+    struct nvmeio_request *request;
+    size_t offender;
+
+    for (size_t i = 0; i < sizeof(cases) / sizeof(cases[0]); i++) {
+        struct plan plan = {
+            .count = 5,
+            .offsets = {0, 64, cases[i].offset, 1024, 2048},
+            .sizes = {64, 64, cases[i].size, 64, 64},
+            .places = {0, 64, cases[i].place, 256, 512},
+        };
+        struct nvmeio_gather what = gather_of(cases[i].op, file, &memory, &plan, false);
+        CHECK(nvmeio_submit_gather(handle, &what, &request, &offender) ==
+              cases[i].error);
+        CHECK(offender == cases[i].offender);
+    }
+    struct plan plan = {.count = 1, .sizes = {64}};
+    struct nvmeio_gather what = gather_of(NVMEIO_OP_FSYNC, file, &memory, &plan, false);
+    CHECK(nvmeio_submit_gather(handle, &what, &request, &offender) == -EINVAL);
+    CHECK(offender == SIZE_MAX);
+    CHECK(blocks_of(handle) == 0);
+    guarded_free(&memory);
+    nvmeio_file_release(file);
+    nvmeio_handle_close(handle);
+}
+
+/* 4. Nothing to do is done at once. */
+static void test_nothing(const char *path, const char *engine)
+{
+    struct nvmeio_config config = config_of(engine);
+    struct nvmeio_handle *handle = open_handle(&config);
+    struct nvmeio_file *file = open_file(path, O_RDWR, NVMEIO_DIRECT_AUTO);
+    struct guarded memory = guarded_new(64, 0);
+    struct plan plan = {.count = 0};
+
+    for (plan.count = 0; plan.count < 3; plan.count++) {
+        for (int op = NVMEIO_OP_READ; op <= NVMEIO_OP_WRITE; op++) {
+            struct nvmeio_gather what =
+                gather_of((enum nvmeio_op)op, file, &memory, &plan, plan.count % 2);
+            CHECK(gather(handle, &what).result == 0);
+        }
+    }
+    CHECK(blocks_of(handle) == 0);
+    guarded_free(&memory);
+    nvmeio_file_release(file);
+    nvmeio_handle_close(handle);
+}
+
+int main(void)
+{
+    const char *name;
+
+    begin();
+    FOR_EACH_ENGINE(name)
+    {
+        const char *path = path_in(test_folder());
+        test_ways(path, name);
+        make_file(path, FILE_BYTES, 1);
+        test_merging(path, name);
+        test_refusals(path, name);
+        test_nothing(path, name);
+    }
+    return 0;
+}

@@ -1,0 +1,421 @@
+"""Gathers and scatters: any records, any memory, what is refused, and what fails."""
+
+import errno
+import json
+import os
+import pickle
+import threading
+from concurrent.futures import CancelledError, ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import nvmeio
+from helpers import PAGE, SLOW, Guarded, left_open, plugged
+
+SIZE = (1 << 20) + 777
+CONTENT = np.random.default_rng(4).integers(0, 256, SIZE, np.uint8)
+SETTINGS = settings(
+    max_examples=25,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+
+
+@pytest.fixture
+def data(path):
+    """A file of SIZE bytes."""
+    path.write_bytes(CONTENT.tobytes())
+    return path
+
+
+@st.composite
+def records(draw, apart=False):
+    """Offsets and sizes of records within the file; `apart`: they share no bytes."""
+    unit = draw(st.sampled_from([1, 64, 512, 4096]))
+    longest = draw(st.sampled_from([unit, 8 * unit, 40 * unit]))
+    count = draw(st.integers(0, 60))
+    seed = draw(st.integers(0, 2**32))
+    rng = np.random.default_rng(seed)
+    sizes = rng.integers(0, longest + 1, count) // unit * unit
+    if apart:
+        gaps = rng.integers(0, 3, count) * unit
+        offsets = np.cumsum(sizes + gaps) - sizes
+        keep = offsets + sizes <= SIZE
+        order = rng.permutation(np.flatnonzero(keep))
+        return offsets[order], sizes[order]
+    within = draw(st.sampled_from([longest + 1, 64 << 10, SIZE - longest]))
+    return rng.integers(0, within, count) // unit * unit, sizes
+
+
+def taken(offsets, sizes):
+    """Return what the records hold, one behind another."""
+    parts = [
+        CONTENT[offset : offset + size] for offset, size in zip(offsets, sizes, strict=True)
+    ]
+    return np.concatenate([np.empty(0, np.uint8), *parts])
+
+
+@SETTINGS
+@given(wanted=records(), residue=st.integers(0, 5), max_gap=st.sampled_from([0, 4096]))
+def test_records_land_one_behind_another(handle, data, wanted, residue, max_gap):
+    offsets, sizes = wanted
+    memory = Guarded(int(sizes.sum()), residue)
+    assert handle.gather(data, offsets, sizes, memory.array, max_gap=max_gap) == sizes.sum()
+    assert memory.content() == taken(offsets, sizes).tobytes()
+
+
+@SETTINGS
+@given(wanted=records(), seed=st.integers(0, 99))
+def test_records_land_at_their_places_and_leave_the_rest_alone(handle, data, wanted, seed):
+    offsets, sizes = wanted
+    rng = np.random.default_rng(seed)
+    order = rng.permutation(len(sizes))
+    ends = np.cumsum(sizes[order] + rng.integers(0, 100, len(sizes)))
+    places = np.empty_like(ends)
+    places[order] = ends - sizes[order]
+    expected = np.full(int(ends[-1]) if len(ends) else 0, Guarded.CANARY, np.uint8)
+    for offset, size, place in zip(offsets, sizes, places, strict=True):
+        expected[place : place + size] = CONTENT[offset : offset + size]
+    memory = Guarded(len(expected))
+    request = handle.submit_gather(data, offsets, sizes, memory.array, out_offsets=places)
+    assert request.wait() == sizes.sum()
+    assert memory.content() == expected.tobytes()
+
+
+@SETTINGS
+@given(wanted=records(apart=True))
+def test_a_scatter_writes_the_records_and_nothing_else(handle, data, wanted):
+    offsets, sizes = wanted
+    source = np.random.default_rng(9).integers(0, 256, int(sizes.sum()), np.uint8)
+    data.write_bytes(CONTENT.tobytes())
+    expected, begin = CONTENT.copy(), 0
+    for offset, size in zip(offsets, sizes, strict=True):
+        expected[offset : offset + size] = source[begin : begin + size]
+        begin += size
+    assert handle.scatter(data, offsets, sizes, source) == sizes.sum()
+    assert data.read_bytes() == expected.tobytes()
+
+
+def test_a_scatter_takes_its_records_from_anywhere_and_makes_the_file(handle, path):
+    source = np.arange(40, dtype=np.uint8)
+    request = handle.submit_scatter(path, [8, 0], 4, source, buffer_offsets=[20, 30])
+    assert request.wait() == 8
+    assert path.read_bytes() == bytes([30, 31, 32, 33, 0, 0, 0, 0, 20, 21, 22, 23])
+
+
+@pytest.mark.parametrize("kind", [np.int8, np.uint8, np.int32, np.uint64, list, range])
+def test_offsets_may_be_of_any_integers(handle, data, kind):
+    offsets = range(3, 90, 7)
+    if kind not in (list, range):
+        offsets = np.array(offsets, kind)
+    elif kind is list:
+        offsets = list(offsets)
+    out = np.empty(13 * 5, np.uint8)
+    assert handle.gather(data, offsets, 5, out) == 65
+    assert np.array_equal(out, taken(range(3, 90, 7), [5] * 13))
+
+
+def test_no_records_are_no_io(handle, data):
+    assert handle.gather(data, [], 4096, np.empty(0, np.uint8)) == 0
+    assert handle.gather(data, [5, SIZE], 0, np.empty(0, np.uint8)) == 0
+    assert handle.stats()["blocks"] == 0
+
+
+def test_neighbours_are_merged_and_what_is_wanted_twice_is_read_once(handle, data):
+    rows = np.repeat(np.arange(63, -1, -1), 2)
+    out = np.empty((128, 64), np.uint8)
+    handle.gather(data, rows * 64, 64, out)
+    assert np.array_equal(out, CONTENT[: 64 * 64].reshape(64, 64)[rows])
+    assert handle.stats()["blocks"] == 1
+
+
+@pytest.mark.parametrize(("max_gap", "blocks"), [(4096, 16), (16384, 4)])
+def test_the_gap_bounds_what_is_read_for_nothing(handle, data, max_gap, blocks):
+    out = np.empty((16, 64), np.uint8)
+    handle.gather(data, np.arange(16) * 16384, 64, out, max_gap=max_gap)
+    assert np.array_equal(out, taken(np.arange(16) * 16384, [64] * 16).reshape(16, 64))
+    assert handle.stats()["blocks"] == blocks
+
+
+def test_aligned_records_go_straight_to_aligned_memory(open_handle, data, alignment):
+    handle = open_handle()
+    rows = np.random.default_rng(1).permutation(256)[:100] * 4096
+    out = nvmeio.empty((100, 4096), np.uint8)
+    handle.gather(data, rows, 4096, out, max_gap=0)
+    assert np.array_equal(out.ravel(), taken(rows, [4096] * 100))
+    stats = handle.stats()
+    # Those that touch in the file, and not in memory, are read together and copied.
+    assert stats["bytes_direct" if alignment > 1 else "bytes_buffered"] > 0
+    assert (
+        stats["bytes_direct"] + stats["bytes_buffered"] + stats["bytes_bounced"] == 409600
+    )
+
+
+class TestMemory:
+    """Where records go: arrays of any kind."""
+
+    def test_of_strided_memory_the_rest_stays_as_it_is(self, handle, data):
+        memory = np.full((8, 64), 7, np.uint8)
+        handle.gather(data, [9, 300], 16, memory[::2, :32], out_offsets=[0, 64])
+        expected = np.full((4, 32), 7, np.uint8).ravel()
+        expected[:16], expected[64:80] = CONTENT[9:25], CONTENT[300:316]
+        assert np.array_equal(memory[::2, :32].ravel(), expected)
+        assert (memory[1::2] == 7).all()
+        assert (memory[:, 32:] == 7).all()
+
+    def test_a_strided_source_is_scattered_in_c_order(self, handle, path):
+        source = np.arange(64, dtype=np.uint8).reshape(8, 8).T
+        handle.scatter(path, np.arange(8) * 10, 8, source)
+        written = np.frombuffer(path.read_bytes() + bytes(2), np.uint8).reshape(8, 10)
+        assert np.array_equal(written[:, :8], source)
+
+    @pytest.mark.parametrize("strided", [False, True])
+    def test_tensors(self, handle, data, strided):
+        torch = pytest.importorskip("torch")
+        memory = torch.zeros(20, 64, dtype=torch.uint8)
+        out, rest = memory[:10], memory[10:]
+        if strided:
+            out, rest = memory[::2], memory[1::2]
+        version = memory._version
+        handle.gather(data, np.arange(10) * 4096 + 5, 64, out)
+        expected = taken(np.arange(10) * 4096 + 5, [64] * 10).reshape(10, 64)
+        assert np.array_equal(out.numpy(), expected)
+        assert memory._version > version
+        assert not rest.any()
+
+    @pytest.mark.parametrize("out", ["data", b"bytes", np.empty(5, object)])
+    def test_what_cannot_be_filled_is_refused(self, handle, data, out):
+        with pytest.raises((TypeError, ValueError)):
+            handle.gather(data, [0], 5, out)
+        assert handle.stats()["requests"] == 0
+
+    def test_memory_and_file_are_held_until_the_request_is_done(self, open_handle, data):
+        handle = open_handle(**SLOW)
+        with plugged(handle, data.parent):
+            out = np.zeros((50, 64), np.uint8)
+            kept = out.ctypes.data, out
+            request = handle.submit_gather(nvmeio.File(data), np.arange(50) * 9, 64, out)
+            del out
+            assert not request.done()
+        assert request.wait() == 50 * 64
+        assert np.array_equal(kept[1].ravel(), taken(np.arange(50) * 9, [64] * 50))
+        del request
+        assert left_open(data.parent) == []
+
+
+REFUSED = {
+    "a float": ({"offsets": [0.5]}, TypeError, "offsets has elements of dtype float64"),
+    "booleans": ({"offsets": [True]}, TypeError, "offsets has elements of dtype bool"),
+    "two dimensions": ({"offsets": [[1]]}, ValueError, r"offsets is of shape \(1, 1\)"),
+    "too few sizes": ({"sizes": [64]}, ValueError, "3 offsets and 1 sizes"),
+    "too many places": (
+        {"out_offsets": [1] * 4},
+        ValueError,
+        "3 offsets and 4 out_offsets",
+    ),
+    "a size beyond": ({"sizes": 2**63}, ValueError, "sizes is 9223372036854775808"),
+    "a negative size": ({"sizes": -1}, ValueError, "sizes is -1"),
+    "negative sizes": ({"sizes": [1, -2, -3]}, ValueError, r"sizes\[1\] is -2"),
+    "a negative offset": ({"offsets": [1, 2, -3]}, ValueError, r"offsets\[2\] is -3"),
+    "a huge offset": (
+        {"offsets": np.array([1, 2**63, 3], np.uint64)},
+        ValueError,
+        r"offsets\[1\] is 9223372036854775808",
+    ),
+    "an overflow": (
+        {"offsets": [1, 2**63 - 64, 3]},
+        ValueError,
+        r"record 1 of 64 bytes at offset 9223372036854775744 is beyond 2\*\*63 - 1",
+    ),
+    "past the end": (
+        {"offsets": [1, 2, SIZE - 63]},
+        ValueError,
+        rf"record 2 of 64 bytes at offset {SIZE - 63} reaches past the end .*{SIZE} bytes",
+    ),
+    "memory too small": (
+        {"out": np.empty(191, np.uint8)},
+        ValueError,
+        "record 2 of 64 bytes at offset 200 does not fit into out, which has 191 bytes",
+    ),
+    "a negative place": (
+        {"out_offsets": [0, -1, 64]},
+        ValueError,
+        r"out_offsets\[1\] is -1",
+    ),
+    "a place outside": (
+        {"out_offsets": [0, 64, 900]},
+        ValueError,
+        r"record 2 .* does not fit into out, .* at out_offsets\[2\] = 900",
+    ),
+    "places that overlap": (
+        {"out_offsets": [64, 200, 127]},
+        ValueError,
+        "record 2 of 64 bytes at offset 200 shares its place in out",
+    ),
+    "a gap of words": ({"max_gap": "4096"}, TypeError, "max_gap is '4096'"),
+    "a negative gap": ({"max_gap": -1}, ValueError, "max_gap is -1"),
+}
+
+
+@pytest.mark.parametrize(("changed", "kind", "words"), REFUSED.values(), ids=REFUSED)
+def test_what_is_wrong_is_refused_with_the_first_record_before_any_io(
+    handle, data, changed, kind, words
+):
+    out = np.full(900, 7, np.uint8)
+    arguments = {"offsets": [0, 100, 200], "sizes": 64, "out": out} | changed
+    for call in (handle.gather, handle.submit_gather):
+        with pytest.raises(kind, match=words):
+            call(data, **arguments)
+    assert (out == 7).all()
+    assert handle.stats()["requests"] == handle.stats()["blocks"] == 0
+
+
+def test_a_scatter_refuses_records_that_share_bytes_of_the_file(handle, data):
+    with pytest.raises(ValueError, match=r"record 1 .* shares its bytes of the file"):
+        handle.scatter(data, [0, 63], 64, np.zeros(128, np.uint8))
+    assert data.read_bytes() == CONTENT.tobytes()
+
+
+def test_a_closed_handle_refuses(open_handle, data):
+    handle = open_handle()
+    handle.close()
+    with pytest.raises(ValueError, match="closed"):
+        handle.gather(data, [0], 1, bytearray(1))
+
+
+def test_errors_are_raised_whatever_the_handle_says(open_handle, tmp_path):
+    handle = open_handle(errors="status")
+    with pytest.raises(FileNotFoundError):
+        handle.gather(tmp_path / "none", [0], 1, bytearray(1))
+
+
+class TestFailures:
+    """Records that fail while others do not."""
+
+    @pytest.fixture
+    def failing(self, faulty):
+        """A file of which the bytes at 100 * PAGE cannot be read."""
+        path = faulty / "data"
+        path.write_bytes(CONTENT.tobytes())
+        yield path
+        fired = json.loads(os.getxattr(path, "user.fired"))
+        assert fired.get("read.error", 0) + fired.get("write.error", 0) > 0
+        os.setxattr(path, "user.faults", b"{}")
+
+    @pytest.mark.parametrize("late", [False, True])
+    def test_a_failed_record_is_named_and_the_others_complete(
+        self, open_handle, failing, late
+    ):
+        handle = open_handle(direct=False)
+        faults = {"read": {"error": errno.EIO, "at": 100 * PAGE}}
+        os.setxattr(failing, "user.faults", json.dumps(faults).encode())
+        # The kernel reads whole pages of FUSE, and some ahead.
+        os.posix_fadvise(fd := os.open(failing, os.O_RDONLY), 0, 0, os.POSIX_FADV_RANDOM)
+        os.close(fd)
+        pages = np.array([3, 100, 200, 7, 100, 250])
+        out = np.full((6, 64), 7, np.uint8)
+        arguments = (failing, pages * PAGE, 64, out)
+        request = handle.submit_gather(*arguments, max_gap=0) if late else None
+        with pytest.raises(nvmeio.GatherError) as caught:
+            request.wait() if late else handle.gather(*arguments, max_gap=0)
+        error = caught.value
+        assert (error.errno, error.filename) == (errno.EIO, str(failing))
+        assert error.index == 1
+        assert error.failures == ((1, errno.EIO), (4, errno.EIO))
+        assert f"record 1: 64 bytes at offset {100 * PAGE}" in str(error)
+        assert "2 of 6 records failed" in str(error)
+        for i in (0, 2, 3, 5):
+            begin = pages[i] * PAGE
+            assert np.array_equal(out[i], CONTENT[begin : begin + 64])
+        assert (out[[1, 4]] == 7).all()
+        again = pickle.loads(pickle.dumps(error))
+        assert (again.failures, str(again)) == (error.failures, str(error))
+
+    def test_a_failed_record_of_a_scatter_is_named(self, open_handle, failing):
+        handle = open_handle(direct=False)
+        faults = {"write": {"error": errno.ENOSPC, "at": 100 * PAGE}}
+        os.setxattr(failing, "user.faults", json.dumps(faults).encode())
+        source = np.arange(192, dtype=np.uint8)
+        with pytest.raises(nvmeio.GatherError) as caught:
+            handle.scatter(failing, [0, 100 * PAGE, 200 * PAGE], 64, source)
+        assert caught.value.failures == ((1, errno.ENOSPC),)
+        written = failing.read_bytes()
+        assert written[:64] == source[:64].tobytes()
+        assert written[200 * PAGE : 200 * PAGE + 64] == source[128:].tobytes()
+
+
+def test_a_file_that_is_cut_meanwhile_fails_the_records_behind_its_end(open_handle, data):
+    handle = open_handle(**SLOW)
+    out = np.full((2, 64), 7, np.uint8)
+    with nvmeio.File(data, "r+") as file:
+        with plugged(handle, data.parent):
+            request = handle.submit_gather(file, [SIZE - 64, 0], 64, out)
+            file.truncate(PAGE)
+        with pytest.raises(nvmeio.GatherError, match="past the end of the file") as caught:
+            request.wait()
+    assert caught.value.failures == ((0, errno.ENODATA),)
+    assert np.array_equal(out[1], CONTENT[:64])
+
+
+def test_a_gather_can_be_cancelled(open_handle, data):
+    handle = open_handle(**SLOW)
+    with plugged(handle, data.parent):
+        request = handle.submit_gather(
+            data, np.arange(200) * PAGE, 64, np.empty((200, 64), np.uint8), max_gap=0
+        )
+        assert request.cancel()
+    with pytest.raises(CancelledError, match="gather of 200 records"):
+        request.wait()
+
+
+def test_the_result_is_what_was_asked_for(handle, data):
+    out = np.empty(64, np.uint8)
+    request = handle.submit_gather(data, [0], 64, out, result=out)
+    assert request.result() is out
+    assert request.wait() is out
+    assert np.array_equal(out, CONTENT[:64])
+    assert "gather of 1 records" in repr(request)
+
+
+def test_threads_gather_side_by_side_on_one_handle(open_handle, data):
+    handle = open_handle()
+    start = threading.Barrier(8)
+
+    def gather(seed):
+        start.wait()
+        for offsets in np.random.default_rng(seed).integers(0, SIZE - 100, (20, 200)):
+            out = np.empty((200, 100), np.uint8)
+            handle.gather(data, offsets, 100, out)
+            assert np.array_equal(out, CONTENT[offsets[:, None] + np.arange(100)])
+        return True
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(gather, range(8)))
+    assert handle.stats()["requests"] == 160
+
+
+def test_gathers_and_transfers_share_a_handle(open_handle, data):
+    handle = open_handle(4096, 4, intra_op_parallelism=2)
+    outs = [np.empty((50, 300), np.uint8) for _ in range(6)]
+    wholes = [np.empty(SIZE, np.uint8) for _ in range(3)]
+    offsets = np.random.default_rng(2).integers(0, SIZE - 300, (6, 50))
+    requests = []
+    for i, out in enumerate(outs):
+        requests.append(handle.submit_gather(data, offsets[i], 300, out))
+        if i % 2:
+            requests.append(handle.submit_read(wholes[i // 2], data))
+    for request in requests:
+        request.wait()
+    for i, out in enumerate(outs):
+        assert np.array_equal(out, CONTENT[offsets[i][:, None] + np.arange(300)])
+    assert all(np.array_equal(whole, CONTENT) for whole in wholes)
+
+
+def test_records_larger_than_a_block_and_larger_than_the_queue(handle, data):
+    offsets, sizes = [5, 1000, 0, 300_000], [900_000, 400_000, 0, 12]
+    out = np.empty(sum(sizes), np.uint8)
+    assert handle.gather(data, offsets, sizes, out) == sum(sizes)
+    assert np.array_equal(out, taken(offsets, sizes))
