@@ -35,9 +35,9 @@ from duels import (
     device_bytes,
     measured,
     spread,
-    surroundings,
     table,
 )
+from machine import huge_pages, machine, size_of
 
 import nvmeio
 
@@ -70,7 +70,6 @@ GRID = {
 SCREENINGS = 2
 FINALISTS = 3
 
-HUGE_PAGES = Path("/proc/sys/vm/nr_hugepages")
 # What the deepest queue of 1 MiB blocks needs in pages of 2 MiB, and some to spare.
 HUGE_PAGES_WANTED = max(FIO_DEPTHS) // 2 + 16
 
@@ -105,31 +104,10 @@ class Ground:
 
 
 @contextlib.contextmanager
-def huge_pages() -> Iterator[bool]:
-    """Reserve huge pages for fio while inside; gives whether that was possible."""
-
-    def change(pages: int) -> int:
-        before = int(HUGE_PAGES.read_text(encoding="ascii"))
-        HUGE_PAGES.write_text(str(max(0, before + pages)), encoding="ascii")
-        return int(HUGE_PAGES.read_text(encoding="ascii")) - before
-
-    try:
-        reserved = change(HUGE_PAGES_WANTED)
-    except OSError:
-        yield False
-        return
-    try:
-        yield reserved == HUGE_PAGES_WANTED
-    finally:
-        # Not back to what it was: another benchmark may have come or gone meanwhile.
-        change(-reserved)
-
-
-@contextlib.contextmanager
 def ground(folder: Path, size: int) -> Iterator[Ground]:
     """Make the file and the memory, and clear up."""
     with contextlib.ExitStack() as stack:
-        has_huge_pages = stack.enter_context(huge_pages())
+        has_huge_pages = stack.enter_context(huge_pages(HUGE_PAGES_WANTED))
         inside = stack.enter_context(
             tempfile.TemporaryDirectory(prefix="nvmeio-bench-", dir=folder)
         )
@@ -491,32 +469,6 @@ def verdicts(duel: Duel, goals: list[Goal]) -> Iterator[tuple[str, ...]]:
         )
 
 
-def output(*command: str) -> str:
-    """Return what a command prints."""
-    return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
-
-
-def machine(folder: Path, has_huge_pages: bool) -> dict[str, Any]:
-    """Describe where and with what it was measured."""
-    file_system, device = output("df", "--output=fstype,source", str(folder)).split()[-2:]
-    return {
-        **surroundings(),
-        "file system": f"{file_system} on {Path(device).name}",
-        "fio": output("fio", "--version").strip(),
-        "huge pages for fio": has_huge_pages,
-    }
-
-
-def size_of(text: str) -> int:
-    """Read a size such as 64M or 1G."""
-    factors = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
-    digits = text.rstrip("KMGkmg")
-    size = int(digits) * factors.get(text[len(digits) :].upper(), 1)
-    if size < 1 << 20 or size % (1 << 20):
-        raise argparse.ArgumentTypeError("must be whole MiB, at least one")
-    return size
-
-
 def arguments() -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -555,7 +507,7 @@ def main() -> None:
             "bench_transfer: fio is missing; on Debian and Ubuntu: apt-get install fio"
         )
     with ground(options.dir, options.size) as place:
-        about = machine(options.dir, place.has_huge_pages)
+        about = machine(options.dir) | {"huge pages for fio": place.has_huge_pages}
         about |= {"size": options.size, "rounds": options.rounds}
         duels = list(all_duels(place, options.quick))
         # The first round warms up.

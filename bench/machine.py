@@ -1,0 +1,62 @@
+"""What benchmarks beside fio share: its huge pages, the machine, sizes as arguments."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from duels import surroundings
+
+__all__ = ["huge_pages", "machine", "output", "size_of"]
+
+HUGE_PAGES = Path("/proc/sys/vm/nr_hugepages")
+
+
+@contextlib.contextmanager
+def huge_pages(wanted: int) -> Iterator[bool]:
+    """Reserve huge pages for fio while inside; gives whether that was possible."""
+
+    def change(pages: int) -> int:
+        before = int(HUGE_PAGES.read_text(encoding="ascii"))
+        HUGE_PAGES.write_text(str(max(0, before + pages)), encoding="ascii")
+        return int(HUGE_PAGES.read_text(encoding="ascii")) - before
+
+    try:
+        reserved = change(wanted)
+    except OSError:
+        yield False
+        return
+    try:
+        yield reserved == wanted
+    finally:
+        # Not back to what it was: another benchmark may have come or gone meanwhile.
+        change(-reserved)
+
+
+def output(*command: str) -> str:
+    """Return what a command prints."""
+    return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+
+
+def machine(folder: Path) -> dict[str, Any]:
+    """Describe where and with what it was measured."""
+    file_system, device = output("df", "--output=fstype,source", str(folder)).split()[-2:]
+    return {
+        **surroundings(),
+        "file system": f"{file_system} on {Path(device).name}",
+        "fio": output("fio", "--version").strip(),
+    }
+
+
+def size_of(text: str) -> int:
+    """Read a size such as 64M or 1G."""
+    factors = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+    digits = text.rstrip("KMGkmg")
+    size = int(digits) * factors.get(text[len(digits) :].upper(), 1)
+    if size < 1 << 20 or size % (1 << 20):
+        raise argparse.ArgumentTypeError("must be whole MiB, at least one")
+    return size
