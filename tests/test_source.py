@@ -68,7 +68,20 @@ MAY_USE = {
     "_options": {"arguments", "lanes"},
     "handle": {"_locked", "_options", "file", "transfers"},
     "files": {"_types", "arguments", "buffer", "file", "handle", "pool"},
-    "arrays": {"buffer", "file", "files", "handle", "request"},
+    "_indexing": set(),
+    "_npy": {"file", "memory"},
+    "arrays": {
+        "_indexing",
+        "_npy",
+        "_registry",
+        "_types",
+        "arguments",
+        "file",
+        "files",
+        "handle",
+        "memory",
+        "request",
+    },
     "aio": {"file", "handle", "request"},
 }
 # The tops of the house, which may use everything: the package itself and its tools.

@@ -6,6 +6,7 @@ from importlib.metadata import version as _version
 from typing import Any as _Any
 
 from nvmeio._build import get_include, get_library_dir
+from nvmeio.arrays import ArrayFile, load, save
 from nvmeio.copy import deepspeed_memcpy, memcpy
 from nvmeio.file import File
 from nvmeio.files import aio_read, aio_write, read_file, read_into, write_file
@@ -17,6 +18,7 @@ from nvmeio.records import GatherError
 from nvmeio.request import Request
 
 __all__ = [
+    "ArrayFile",
     "File",
     "GatherError",
     "Request",
@@ -29,10 +31,12 @@ __all__ = [
     "engines",
     "get_include",
     "get_library_dir",
+    "load",
     "memcpy",
     "pool_stats",
     "read_file",
     "read_into",
+    "save",
     "write_file",
 ]
 

@@ -10,11 +10,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 __all__ = [
     "Export",
     "TensorLibrary",
     "libraries",
     "library_of",
+    "library_of_dtype",
     "register",
     "thread_limit",
 ]
@@ -78,6 +82,15 @@ class TensorLibrary(Protocol):
     def thread_limit(self) -> int:
         """Return how many threads the library itself would use."""
 
+    def carrier(self, dtype: Any) -> np.dtype[Any] | None:
+        """Return numpy's dtype for elements of a dtype; None where it is not its own."""
+
+    def dress(self, array: npt.NDArray[Any], dtype: Any) -> Any:
+        """Make a tensor of an array of carriers, which share memory."""
+
+    def undress(self, values: Any, dtype: Any) -> npt.NDArray[Any]:
+        """Make an array of carriers of whatever tensors of a dtype are made of."""
+
 
 # Each library with the type of its tensors.  Only grows.
 libraries: list[tuple[type, TensorLibrary]] = []
@@ -114,6 +127,27 @@ def library_of(source: object) -> TensorLibrary | None:
         importlib.import_module("nvmeio.torch")
         found = _registered(source)
     return found
+
+
+def library_of_dtype(dtype: object) -> TensorLibrary | None:
+    """Return the library that a dtype of tensors belongs to.
+
+    Parameters
+    ----------
+    dtype : object
+        Any object.
+
+    Returns
+    -------
+    TensorLibrary or None
+        None if no tensor is of that dtype.
+    """
+    if not libraries and _is_of_torch(type(dtype)):
+        importlib.import_module("nvmeio.torch")
+    for _, library in libraries:
+        if library.carrier(dtype) is not None:
+            return library
+    return None
 
 
 def thread_limit() -> int | None:

@@ -58,7 +58,7 @@ def read_file(path: Path) -> npt.NDArray[np.uint8]:
 
 def _read_to_the_end(file: File) -> bytearray:
     """Read what a file of no known size has to give."""
-    with _naming(file.path), open(file.fileno(), "rb", closefd=False) as stream:
+    with naming(file.path), open(file.fileno(), "rb", closefd=False) as stream:
         return bytearray(stream.read())
 
 
@@ -129,7 +129,7 @@ def write_file(path: Path, buffer: Any, sync: bool = False) -> int:
     path = path_of(path)
     sync = flag("sync", sync)
     with (
-        _synced_folder(path) if sync else contextlib.nullcontext(),
+        synced_folder(path) if sync else contextlib.nullcontext(),
         aio_handle(overlap_events=True) as handle,
     ):
         return _write_exactly(handle, path, buffer, False, sync)
@@ -158,23 +158,23 @@ def _borrow(buffer: Any, *, writable: bool) -> Buffer:
 
 
 @contextlib.contextmanager
-def _synced_folder(path: str | bytes) -> Iterator[None]:
+def synced_folder(path: str | bytes) -> Iterator[None]:
     """Open the folder of a file, and make its names durable if all goes well."""
     # Of the file that a link leads to, and of "link/../file" as the kernel takes it.
     folder = os.path.dirname(os.path.realpath(path))
     words = f" (its folder {folder!r}, to be synced)"
-    with _naming(path, words):
+    with naming(path, words):
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         yield
-        with _naming(path, words):
+        with naming(path, words):
             os.fsync(descriptor)
     finally:
         os.close(descriptor)
 
 
 @contextlib.contextmanager
-def _naming(path: str | bytes, words: str = "") -> Iterator[None]:
+def naming(path: str | bytes, words: str = "") -> Iterator[None]:
     """Let every OSError name a file."""
     try:
         yield

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 import torch
 from torch.autograd.graph import increment_version
 
-__all__ = ["copy_bits", "opaque", "plain_mode", "touch"]
+__all__ = ["OPAQUE_DTYPES", "copy_bits", "opaque", "plain_mode", "touch"]
 
 # A dtype of the same width that every copy kernel knows: copy_() lacks some of the narrow
 # ones, and through integers the bits of every value pass unchanged.
-_OPAQUE_DTYPES = {
+OPAQUE_DTYPES = {
     1: torch.uint8,
     2: torch.int16,
     4: torch.int32,
@@ -32,7 +32,7 @@ def opaque(tensor: torch.Tensor) -> torch.Tensor:
     torch.Tensor
         A view of the same shape, of a dtype of the same width.
     """
-    return tensor.view(_OPAQUE_DTYPES[tensor.element_size()])
+    return tensor.view(OPAQUE_DTYPES[tensor.element_size()])
 
 
 @contextlib.contextmanager

@@ -14,12 +14,15 @@ from nvmeio._layout import check_sizes, may_overlap
 from nvmeio._registry import Export
 from nvmeio.memory import pool_memory
 from nvmeio.torch.bits import copy_bits, opaque, plain_mode, touch
+from nvmeio.torch.dtypes import carrier, dress, undress
 from nvmeio.torch.memory import announce, tensor_in
 from nvmeio.torch.staging import DeviceStaging
 
 __all__ = [
     "announce",
+    "carrier",
     "copy",
+    "dress",
     "export",
     "first_address",
     "host_like",
@@ -28,6 +31,7 @@ __all__ = [
     "storage_address",
     "thread_limit",
     "touch",
+    "undress",
 ]
 
 

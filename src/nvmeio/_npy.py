@@ -1,0 +1,181 @@
+"""What numpy's file format says of a file: read by numpy, written with room to align.
+
+The format is described in numpy.lib.format; its versions differ in the width of the
+header's length and in its encoding.
+"""
+
+import io
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.lib import format as npy
+
+from nvmeio.file import File
+from nvmeio.memory import extents_of
+
+__all__ = ["Layout", "check_size", "has_magic", "header_of", "read_layout"]
+
+# Data that begin at a multiple of the first can go straight to the device, whatever it
+# wants to be aligned to; the second is what numpy promises.
+_DATA_ALIGN = 4096
+_NUMPY_ALIGN = 64
+
+# numpy.load() refuses longer headers unless it is told otherwise.
+_HEADER_BYTES_MAX = 10_000
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How an array lies in a file.
+
+    Attributes
+    ----------
+    dtype : numpy.dtype
+        Of plain bytes.
+    shape : tuple of int
+        The extent of each axis.
+    offset : int
+        Where the array begins, in bytes.
+    fortran : bool
+        Whether the first axis is the one whose neighbours are neighbours in the file.
+    """
+
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    offset: int
+    fortran: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the array in bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def has_magic(file: File) -> bool:
+    """Tell whether a file begins as .npy files do."""
+    with open(file.fileno(), "rb", closefd=False) as stream:
+        stream.seek(0)
+        return stream.read(len(npy.MAGIC_PREFIX)) == npy.MAGIC_PREFIX
+
+
+def read_layout(file: File) -> Layout:
+    """Read the header of a .npy file.
+
+    Parameters
+    ----------
+    file : File
+        Open for reading.
+
+    Returns
+    -------
+    Layout
+        What fits into the file.
+
+    Raises
+    ------
+    OSError
+        The file cannot be read.
+    ValueError
+        It is no .npy file, its version or its header is none of numpy's, it has Python
+        objects, or it ends before the array does.
+    """
+    with open(file.fileno(), "rb", closefd=False) as stream:
+        stream.seek(0)
+        try:
+            shape, fortran, dtype = _read_header(stream)
+        except ValueError as error:
+            raise ValueError(f"{file.path!r} is no .npy file: {error}") from error
+        offset = stream.tell()
+    if dtype.hasobject:
+        raise ValueError(
+            f"{file.path!r} has Python objects (dtype {dtype}); unpickling them could run "
+            "anything, so it is left to numpy.load(allow_pickle=True)"
+        )
+    layout = Layout(dtype, extents_of(shape), offset, fortran)
+    check_size(file, layout)
+    return layout
+
+
+def _read_header(stream: io.BufferedReader) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
+    """Read what stands before the data; the stream is left at its end."""
+    version = npy.read_magic(stream)
+    if version == (1, 0):
+        return npy.read_array_header_1_0(stream)
+    if version == (2, 0):
+        return npy.read_array_header_2_0(stream)
+    if version != (3, 0):
+        raise ValueError(f"its version is {version}; 1.0, 2.0 and 3.0 are known")
+    # As 2.0, in UTF-8: numpy gives no function for it, but reads escapes in 2.0.
+    length = int.from_bytes(stream.read(4), "little")
+    text = stream.read(length).decode("utf-8").encode("latin1", "backslashreplace")
+    return npy.read_array_header_2_0(io.BytesIO(len(text).to_bytes(4, "little") + text))
+
+
+def check_size(file: File, layout: Layout) -> None:
+    """Refuse a file that ends before its array does.
+
+    Parameters
+    ----------
+    file : File
+        Open.
+    layout : Layout
+        What it should hold.
+
+    Raises
+    ------
+    ValueError
+        It is shorter.
+    """
+    needed, size = layout.offset + layout.nbytes, file.size
+    if needed > size:
+        raise ValueError(
+            f"{file.path!r} has {size} bytes; an array of shape {layout.shape} and dtype "
+            f"{layout.dtype} at offset {layout.offset} ends at {needed}"
+        )
+
+
+def header_of(shape: tuple[int, ...], dtype: np.dtype[Any]) -> bytes:
+    """Make the header of a .npy file of an array in C order.
+
+    Parameters
+    ----------
+    shape : tuple of int
+        The extent of each axis.
+    dtype : numpy.dtype
+        Of plain bytes.
+
+    Returns
+    -------
+    bytes
+        Of the oldest version that can say it, as numpy's are.  What follows is aligned to
+        4096 bytes, not just to numpy's 64, so that rows can go straight to the device;
+        but for very long headers.
+
+    Raises
+    ------
+    ValueError
+        The dtype has so many fields that numpy would not read the header.
+    """
+    description = {
+        "descr": npy.dtype_to_descr(dtype),
+        "fortran_order": False,
+        "shape": shape,
+    }
+    text = f"{description!r}\n"
+    try:
+        encoded, version, width = text.encode("latin1"), (1, 0), 2
+    except UnicodeEncodeError:
+        encoded, version, width = text.encode("utf-8"), (3, 0), 4
+    magic = npy.magic(*version)
+    for align in (_DATA_ALIGN, _NUMPY_ALIGN):
+        # The spaces are before the newline, as numpy has them.
+        length = len(encoded) + -(len(magic) + width + len(encoded)) % align
+        if length <= _HEADER_BYTES_MAX:
+            padded = encoded[:-1].ljust(length - 1) + b"\n"
+            return magic + length.to_bytes(width, "little") + padded
+    raise ValueError(
+        f"the header of an array of {len(dtype.names or ())} fields has {length} bytes; "
+        f"numpy reads {_HEADER_BYTES_MAX}"
+    )

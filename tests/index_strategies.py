@@ -1,0 +1,75 @@
+"""Indices as hypothesis invents them: what numpy takes, and what it refuses."""
+
+import hypothesis.extra.numpy as hnp
+import numpy as np
+from hypothesis import strategies as st
+
+KINDS = ("integer", "scalar", "slice", "array", "mask", "newaxis", "ellipsis", "boolean")
+
+
+def shapes(min_side=0):
+    """Shapes of small arrays, those of no axes and of no elements included."""
+    return hnp.array_shapes(min_dims=0, max_dims=4, min_side=min_side, max_side=5)
+
+
+@st.composite
+def mixtures(draw, shape):
+    """Tuples of everything that is an index, now and then out of bounds or too long."""
+    items = []
+    axis = 0
+    common = draw(hnp.array_shapes(min_dims=0, max_dims=2, min_side=0, max_side=3))
+    for kind in draw(st.lists(st.sampled_from(KINDS), max_size=6)):
+        extent = shape[axis] if axis < len(shape) else 1
+        position = st.integers(-extent - draw(st.booleans()), max(extent - 1, 0))
+        if kind == "integer":
+            items.append(draw(position))
+        elif kind == "scalar":
+            items.append(np.array(draw(position)))
+        elif kind == "slice":
+            items.append(draw(st.slices(extent)))
+        elif kind == "array":
+            dtype = draw(st.sampled_from(("int64", "int8", ">i4", "uint16")))
+            least = 0 if dtype == "uint16" else -extent
+            elements = st.integers(least, max(extent - 1, 0))
+            own = draw(st.sampled_from((common, common, (1,), (2,))))
+            items.append(draw(hnp.arrays(dtype, own, elements=elements)))
+        elif kind == "mask":
+            length = draw(st.integers(1, 2))
+            items.append(draw(hnp.arrays(bool, shape[axis : axis + length] or (2,))))
+            axis += items[-1].ndim - 1
+        elif kind == "newaxis":
+            items.append(None)
+        elif kind == "ellipsis":
+            items.append(Ellipsis)
+            axis += draw(st.integers(0, 2))
+        else:
+            items.append(draw(st.booleans()))
+        axis += kind not in ("newaxis", "ellipsis", "boolean")
+    return tuple(items)
+
+
+@st.composite
+def cases(draw, min_side=0):
+    """A shape and an index for it."""
+    shape = draw(shapes(min_side))
+    kinds = [mixtures(shape), hnp.basic_indices(shape, allow_newaxis=True)]
+    if shape and 0 not in shape:
+        kinds.append(hnp.integer_array_indices(shape))
+        kinds.append(hnp.arrays(bool, shape))
+    return shape, draw(st.one_of(kinds))
+
+
+def outcome(function, *args):
+    """Return what a function returns, or the type of what it raises."""
+    try:
+        return function(*args)
+    except (IndexError, TypeError, ValueError) as error:
+        return type(error)
+
+
+def assert_same(found, expected):
+    """Assert equality in type, shape, dtype and values."""
+    assert type(found) is type(expected), (found, expected)
+    if not isinstance(expected, type):
+        assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
+        assert found.tobytes() == expected.tobytes()

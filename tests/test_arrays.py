@@ -1,0 +1,772 @@
+"""Arrays on disk have numpy's values for numpy's indices, and keep what is assigned."""
+
+import contextlib
+import errno
+import math
+import os
+import pickle
+import resource
+import stat
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from numpy.lib import format as npy
+
+import nvmeio
+from helpers import MIB, PAGE, left_open, limit
+from index_strategies import assert_same, cases, outcome, shapes
+from nvmeio import ArrayFile
+
+RECORD = np.dtype([("key", ">i8"), ("when", "M8[s]"), ("vector", "f4", (3,))])
+DTYPES = ("?", "i1", "<u2", ">u2", "f2", "f8", "c16", "M8[D]", "m8[ns]", "S3", "U2", "V5")
+DTYPES = {name: np.dtype(name) for name in DTYPES} | {"record": RECORD}
+
+INVENTED = settings(
+    deadline=None,
+    max_examples=150,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+
+
+def numbers(shape, dtype="f4"):
+    """Return an array of which no two elements are equal."""
+    return np.arange(math.prod(shape)).reshape(shape).astype(dtype)
+
+
+def noise(shape, dtype, seed=0):
+    """Return an array of random bits; all of them are valid as elements of the dtype."""
+    dtype = np.dtype(dtype)
+    values = np.random.default_rng(seed).integers(0, 100, (*shape, dtype.itemsize), "u1")
+    if dtype.kind in "?U":
+        values = (values % 2) * (np.arange(dtype.itemsize) % 4 == 0).astype("u1")
+    return np.ascontiguousarray(values).view(dtype).reshape(shape)
+
+
+def write_npy(path, array, version=None):
+    """Write a .npy file by numpy."""
+    with open(path, "wb") as file:
+        npy.write_array(file, array, version=version, allow_pickle=True)
+    return path
+
+
+@pytest.fixture
+def saved(path):
+    """An array, and its file."""
+    array = numbers((1000, 4, 25))
+    return array, write_npy(path, array)
+
+
+class TestIndexing:
+    @INVENTED
+    @given(cases())
+    def test_an_index_gives_what_numpy_gives(self, tmp_path, case):
+        shape, index = case
+        path = write_npy(tmp_path / "array.npy", numbers(shape, "i4"))
+        expected = outcome(lambda: np.load(path)[index])
+        with ArrayFile(path) as array:
+            assert_same(outcome(lambda: array[index]), expected)
+
+    # Of these the runs are wide apart, near each other, or one.
+    INDICES = (
+        5,
+        -1,
+        np.s_[:],
+        np.s_[10:20],
+        np.s_[700:2:-3],
+        np.s_[::100, 1:3, ::2],
+        np.s_[:, 2],
+        np.s_[..., 3],
+        np.s_[3, 2, 1],
+        np.s_[5, ...],
+        [900, 3, 3, -1],
+        np.s_[[1, 999, 500], 1:, 2],
+        np.s_[[1, 999, 500], :, [2, 24, 0]],
+        np.s_[[[7]] * 50, [[1, 2]]],
+        np.s_[:0],
+        np.s_[[]],
+        np.s_[None, 3:5, None, 0],
+        [True, False] * 500,
+        np.s_[np.arange(1000) % 100 == 0, 1],
+    )
+
+    @pytest.mark.parametrize("index", INDICES, ids=repr)
+    def test_every_engine_gives_what_numpy_gives(self, handle, saved, index):
+        expected, path = saved
+        with ArrayFile(path, handle=handle) as array:
+            assert_same(array[index], expected[index])
+        assert not handle.closed
+
+    def test_a_mask_of_several_axes_is_an_index(self, saved):
+        expected, path = saved
+        with ArrayFile(path) as array:
+            for mask in (expected % 997 == 0, expected[..., 0] % 7 == 0, expected < 10):
+                assert_same(array[mask], expected[mask])
+
+    def test_neighbours_are_one_read(self, saved):
+        expected, path = saved
+        with nvmeio.aio_handle(64 * MIB) as handle, ArrayFile(path, handle=handle) as array:
+            for index in (np.s_[:], np.s_[3:900], np.s_[:, 1:3], np.s_[1::2, 0, 0]):
+                before = handle.stats()["requests"]
+                assert_same(array[index], expected[index])
+                assert handle.stats()["requests"] <= before + len(expected)
+
+    def test_a_result_is_in_memory_of_its_own(self, saved):
+        expected, path = saved
+        with ArrayFile(path) as array:
+            for index in (0, np.s_[2:5], [1, 2], np.s_[..., 0]):
+                found = array[index]
+                found[...] = -1
+                assert found.base is None or found.base.nbytes == found.nbytes
+                assert_same(array[index], expected[index])
+
+    @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+    def test_every_dtype_of_plain_bytes_is_read_and_written(self, path, dtype):
+        expected = noise((50, 3), dtype)
+        write_npy(path, expected)
+        with ArrayFile(path, mode="r+") as array:
+            assert array.dtype == dtype
+            for index in (np.s_[:], 7, (7, 2), [3, 1, 3], np.s_[::9, 1]):
+                assert_same(array[index], np.load(path)[index])
+            array[[4, 2]] = expected[[0, 1]]
+            assert_same(array[[2, 4]], expected[[1, 0]])
+        expected[[4, 2]] = expected[[0, 1]]
+        assert_same(np.load(path), expected)
+
+    def test_fields_are_read_by_name(self, path):
+        expected = noise((20,), RECORD)
+        write_npy(path, expected)
+        with ArrayFile(path, mode="r+") as array:
+            assert_same(array["vector"], expected["vector"])
+            np.testing.assert_array_equal(array[["key", "when"]], expected[["key", "when"]])
+            with pytest.raises(IndexError, match="'key'; assign whole records"):
+                array["key"] = 0
+            with pytest.raises(ValueError, match="no field of name other"):
+                array["other"]
+
+    @pytest.mark.parametrize("shape", [(0,), (0, 3), (3, 0), (2, 0, 5), ()], ids=repr)
+    def test_arrays_without_rows_or_without_elements_are_arrays(self, path, shape):
+        expected = numbers(shape)
+        write_npy(path, expected)
+        with ArrayFile(path) as array:
+            assert_same(array[...], expected)
+            assert (array.shape, array.size, array.nbytes) == (
+                shape,
+                expected.size,
+                expected.nbytes,
+            )
+            if shape:
+                assert_same(array.gather([0] * shape[0]), expected[[0] * shape[0]])
+                assert_same(array.prefetch([]).result(), expected[[]])
+            else:
+                assert_same(array[()], expected[()])
+                with pytest.raises(TypeError, match="no axes has no length"):
+                    len(array)
+                with pytest.raises(TypeError, match="no axes has no length"):
+                    array.gather([0])
+
+    def test_it_iterates_and_converts(self, path):
+        expected = numbers((4, 3))
+        write_npy(path, expected)
+        with ArrayFile(path) as array:
+            np.testing.assert_array_equal(list(array), expected)
+            assert_same(np.asarray(array), expected)
+            assert_same(np.asarray(array, "f8"), expected.astype("f8"))
+            assert len(array) == 4
+
+
+WRONG_ROWS = {
+    "row": (lambda a: a.gather([0, 1000]), IndexError, r"rows\[1\] is 1000; .* to 999"),
+    "negative": (lambda a: a.prefetch(-1001), IndexError, "rows is -1001"),
+    "window": (lambda a: a.windows([0, 991], 10), IndexError, r"starts\[1\] is 991"),
+    "wrapped": (lambda a: a.windows([-1], 1), IndexError, r"starts\[0\] is -1"),
+    "length": (lambda a: a.windows([0], 1001), ValueError, "length is 1001"),
+    "mask": (lambda a: a.gather([True]), TypeError, "rows is of dtype bool"),
+    "size": (lambda a: a.gather([0], np.empty(99, "f4")), ValueError, "out has 396 by"),
+    "dtype": (
+        lambda a: a.gather([0], np.empty(100, "i4")),
+        TypeError,
+        "out is of dtype",
+    ),
+    "bytes": (
+        lambda a: a.gather([0], bytearray(400)),
+        TypeError,
+        "out is of type bytea",
+    ),
+}
+
+
+class TestRows:
+    @pytest.mark.parametrize(
+        "rows",
+        [[], [0], 7, [999, 0, 500, 0, -1], [[1, 2], [3, 4]], np.arange(1000, dtype="u2")],
+        ids=lambda rows: str(np.shape(rows)),
+    )
+    def test_rows_are_gathered(self, handle, saved, rows):
+        expected, path = saved
+        with ArrayFile(path, handle=handle) as array:
+            wanted = np.take(expected, rows, axis=0)
+            assert_same(np.asarray(array.gather(rows)), np.asarray(wanted))
+            out = np.empty(wanted.shape, "f4")
+            assert array.gather(rows, out) is out
+            assert_same(out, np.asarray(wanted))
+            assert_same(array.prefetch(rows).result(), np.asarray(wanted))
+
+    @pytest.mark.parametrize("starts", [[], [0], 3, [990, 0, 5, 5], [[1], [2]]], ids=repr)
+    @pytest.mark.parametrize("length", [0, 1, 10])
+    def test_windows_are_gathered(self, handle, saved, starts, length):
+        expected, path = saved
+        places = np.array(starts, int)[..., None] + np.arange(length)
+        wanted = expected[places]
+        with ArrayFile(path, handle=handle) as array:
+            assert_same(array.windows(starts, length), wanted)
+            assert_same(array.prefetch_windows(starts, length).wait(), wanted)
+            out = np.empty_like(wanted)
+            assert array.windows(starts, length, out=out) is out
+            assert_same(out, wanted)
+
+    @pytest.mark.parametrize(
+        ("call", "error", "words"), WRONG_ROWS.values(), ids=WRONG_ROWS
+    )
+    def test_what_cannot_be_gathered_is_told(self, saved, call, error, words):
+        with ArrayFile(saved[1]) as array, pytest.raises(error, match=words):
+            call(array)
+
+    def test_a_file_that_was_cut_is_told(self, saved):
+        _, path = saved
+        with ArrayFile(path) as array:
+            os.truncate(path, 1000)
+            words = "record 1 of 400 bytes at offset .* reaches past the end of .*data"
+            for call in (array.gather, array.prefetch):
+                with pytest.raises(ValueError, match=words):
+                    call([0, 999])
+
+
+class TestAssigning:
+    @INVENTED
+    @given(cases(), st.booleans())
+    def test_an_assignment_leaves_what_numpy_leaves(self, tmp_path, case, whole):
+        shape, index = case
+        path = tmp_path / "array.npy"
+        expected = numbers(shape, "i4")
+        write_npy(path, expected)
+        with contextlib.suppress(IndexError):
+            taken = expected[index]
+            # Values that differ tell which one is the last.
+            value = -1 - numbers(np.shape(taken), "f8") if whole else -1
+
+        def assign(array):
+            array[index] = value
+
+        if outcome(lambda: expected[index]) is IndexError:
+            value = -1
+        with ArrayFile(path, mode="r+") as array:
+            assert outcome(assign, array) == outcome(assign, expected)
+        assert_same(np.load(path), expected)
+
+    @pytest.mark.parametrize("index", TestIndexing.INDICES, ids=repr)
+    def test_every_engine_writes_what_numpy_writes(self, handle, saved, index):
+        expected, path = saved
+        value = -numbers(np.shape(expected[index]), "f4")
+        with ArrayFile(path, mode="r+", handle=handle) as array:
+            array[index] = value
+            found = array[...]
+        expected[index] = value
+        assert_same(found, expected)
+        assert_same(np.load(path), expected)
+
+    def test_values_are_broadcast_and_converted(self, saved):
+        expected, path = saved
+        with ArrayFile(path, mode="r+") as array:
+            for target in (array, expected):
+                target[3:6] = range(25)
+                target[[1, 2], 1] = np.arange(50, dtype="i8").reshape(1, 2, 25)
+                target[:, 0, 0] = np.float64(0.1)
+        assert_same(np.load(path), expected)
+
+    def test_a_value_that_does_not_fit_changes_nothing(self, saved):
+        expected, path = saved
+        with ArrayFile(path, mode="r+") as array:
+            with pytest.raises(ValueError, match="could not broadcast"):
+                array[3:6] = np.zeros(7)
+            with pytest.raises(IndexError):
+                array[1000] = 0
+        assert_same(np.load(path), expected)
+
+    def test_a_file_is_written_to_only_if_that_was_asked_for(self, saved):
+        expected, path = saved
+        with ArrayFile(path) as array, pytest.raises(ValueError, match="reading alone"):
+            array[0] = 0
+        with pytest.raises(ValueError, match="mode is 'w'; it must be one of r, r"):
+            ArrayFile(path, mode="w")
+        assert_same(np.load(path), expected)
+
+    def test_threads_write_parts_of_the_same_rows(self, saved):
+        expected, path = saved
+        with ArrayFile(path, mode="r+") as array, ThreadPoolExecutor(4) as pool:
+
+            def write(part):
+                for row in range(0, 1000, 50):
+                    array[row : row + 50, part] = -part
+
+            list(pool.map(write, range(4)))
+        expected[...] = -np.arange(4)[:, None]
+        assert_same(np.load(path), expected)
+
+
+class TestCreating:
+    @pytest.mark.parametrize("shape", [(), 5, (0, 3), (300, 7)], ids=repr)
+    def test_a_new_file_is_of_zeros_until_it_is_filled(self, path, shape):
+        with ArrayFile.create(path, shape, "f4") as array:
+            assert_same(array[...], np.zeros(shape, "f4"))
+            expected = np.full(shape, 7, "f4")
+            array[...] = expected
+            assert_same(array[...], expected)
+            array.flush()
+        assert_same(np.load(path), expected)
+
+    def test_the_data_begin_at_a_page(self, path, alignment):
+        ArrayFile.create(path, (16, PAGE), "u1").close()
+        assert np.load(path, mmap_mode="r").offset == PAGE
+        with nvmeio.aio_handle() as handle:
+            with ArrayFile(path, mode="r+", handle=handle) as array:
+                array[3] = nvmeio.empty(PAGE, "u1")
+            way = "bytes_direct" if alignment > 1 else "bytes_buffered"
+            assert handle.stats()[way] == PAGE
+
+    @pytest.mark.parametrize(
+        ("dtype", "version"),
+        [
+            ("f4", (1, 0)),
+            (RECORD, (1, 0)),
+            ([("größe", "f4")], (1, 0)),
+            ([("大", "f4")], (3, 0)),
+        ],
+        ids=str,
+    )
+    def test_the_header_is_of_the_oldest_version_that_can_say_it(
+        self, path, dtype, version
+    ):
+        with ArrayFile.create(path, (3,), dtype) as array:
+            assert array.dtype == np.dtype(dtype)
+        with open(path, "rb") as file:
+            assert npy.read_magic(file) == version
+        assert_same(np.load(path), np.zeros(3, dtype))
+
+    @pytest.mark.parametrize(
+        ("fields", "align"), [(1, PAGE), (100, PAGE), (250, PAGE), (320, 64)]
+    )
+    def test_a_header_is_never_longer_than_numpy_reads(self, path, fields, align):
+        dtype = np.dtype([(f"field number {number:03}", "f4") for number in range(fields)])
+        ArrayFile.create(path, (3,), dtype).close()
+        assert np.load(path, mmap_mode="r").offset % align == 0
+        assert_same(np.load(path), np.zeros(3, dtype))
+
+    def test_a_dtype_that_numpy_would_not_read_is_refused(self, path):
+        dtype = np.dtype([(f"field{number}", "f4") for number in range(5000)])
+        for call in (
+            lambda: ArrayFile.create(path, (1,), dtype),
+            lambda: nvmeio.save(path, np.zeros(1, dtype)),
+        ):
+            with pytest.raises(ValueError, match=r"5000 fields has .* reads 10000"):
+                call()
+        assert not path.exists()
+
+    def test_a_file_that_exists_is_not_destroyed_unasked(self, saved):
+        expected, path = saved
+        with pytest.raises(FileExistsError) as caught:
+            ArrayFile.create(path, (3,), "f4")
+        assert caught.value.filename == str(path)
+        assert_same(np.load(path), expected)
+        ArrayFile.create(path, (3,), "f4", overwrite=True).close()
+        assert_same(np.load(path), np.zeros(3, "f4"))
+
+    def test_a_file_that_cannot_be_made_is_not_left(self, path):
+        with (
+            limit(resource.RLIMIT_FSIZE, MIB),
+            pytest.raises(OSError, match="data") as caught,
+        ):
+            ArrayFile.create(path, (MIB,), "f4")
+        assert (caught.value.errno, caught.value.filename) == (errno.EFBIG, str(path))
+        assert not path.exists()
+        with pytest.raises(ValueError, match="too many"):
+            ArrayFile.create(path, (1 << 62,), "f8")
+        with pytest.raises(TypeError, match="Python objects"):
+            ArrayFile.create(path, (1,), object)
+        assert not path.exists()
+
+    def test_a_flush_makes_file_and_name_durable(self, path, monkeypatch):
+        synced = []
+        monkeypatch.setattr(
+            os, "fsync", lambda fd: synced.append(os.readlink(f"/proc/self/fd/{fd}"))
+        )
+        handle = nvmeio.aio_handle()
+        with handle, ArrayFile.create(path, (3,), "f4", handle=handle) as array:
+            array.flush(sync=False)
+            assert (handle.stats()["requests"], synced) == (0, [])
+            array.flush()
+            array.flush(sync=True)
+            assert handle.stats()["requests"] == 2
+        assert synced == [os.path.realpath(path.parent)]
+
+    def test_an_array_larger_than_memory_is_built_in_parts(self, tmp_path):
+        """As far as a test may: the file has its size at once, and no more on the disk."""
+        path = tmp_path / "large.npy"
+        with ArrayFile.create(path, (1 << 20, 1 << 20), "f4") as array:
+            array[1 << 19, 5:8] = [1, 2, 3]
+            assert array[1 << 19, 4:9].tolist() == [0, 1, 2, 3, 0]
+            assert array[[0, -1], -1].tolist() == [0, 0]
+        assert path.stat().st_blocks * 512 < MIB
+
+
+REFUSED = {
+    "no npy": (b"x" * 200, {}, "is no .npy file; raw bytes need a dtype"),
+    "empty": (b"", {}, "is no .npy file"),
+    "version": (b"\x93NUMPY\x09\x00" + bytes(100), {}, "is no .npy file: .*9, 0"),
+    "header": (b"\x93NUMPY\x01\x00\x40\x00{'descr'", {}, "is no .npy file: .*EOF"),
+    "remainder": (bytes(10), {"dtype": "i4"}, "has 10 bytes; .* multiple of 4"),
+    "offset": (bytes(10), {"dtype": "u1", "offset": 11}, "behind the offset 11"),
+    "shape": (bytes(10), {"dtype": "u1", "shape": 11}, "has 10 bytes; .* ends at 11"),
+    "two": (bytes(10), {"dtype": "u1", "shape": (-1, -1)}, "size of a file tells one"),
+    "none": (bytes(10), {"dtype": "u1", "shape": (-1, 0)}, "size of a file tells one"),
+    "negative": (bytes(10), {"dtype": "u1", "shape": -2}, "no extent may be negative"),
+    "before": (bytes(10), {"dtype": "u1", "offset": -1}, "offset is -1"),
+    "subarray": (bytes(12), {"dtype": ("i4", 3)}, "has a shape; give it to the array"),
+    "objects": (bytes(16), {"dtype": object}, "are Python objects"),
+    "handle": (bytes(16), {"dtype": "u1", "handle": 3}, "it must be an aio_handle"),
+}
+
+
+class TestOpening:
+    @pytest.mark.parametrize("version", [(1, 0), (2, 0), (3, 0)])
+    def test_every_version_of_the_format_is_read(self, path, version):
+        dtype = [("größe", "f4")] if version != (3, 0) else [("größe\\大", "f4")]
+        expected = noise((5,), dtype)
+        write_npy(path, expected, version)
+        with ArrayFile(path) as array:
+            assert_same(array[:], expected)
+        assert_same(nvmeio.load(path), expected)
+
+    def test_raw_bytes_have_a_dtype_and_a_shape(self, path):
+        expected = numbers((6, 4), "i2")
+        path.write_bytes(b"head" + expected.tobytes())
+        for shape in (
+            24,
+            -1,
+            (6, 4),
+            (-1, 4),
+            (6, -1),
+            (2, -1, 4),
+            (6, 3),
+            np.array([6, 4]),
+        ):
+            whole = np.frombuffer(expected.tobytes(), "i2")
+            extents = tuple(np.atleast_1d(shape))
+            wanted = (
+                whole[: abs(math.prod(map(int, extents)))] if -1 not in extents else whole
+            )
+            with ArrayFile(path, dtype="i2", shape=shape, offset=4) as array:
+                assert_same(array[...], wanted.reshape(shape))
+        with ArrayFile(path, dtype=np.int16, offset=4) as array:
+            assert_same(array[...], expected.ravel())
+            assert (
+                repr(array)
+                == f"<nvmeio.ArrayFile '{path}' shape=(24,) dtype=int16 mode='r'>"
+            )
+
+    def test_it_tells_what_it_is(self, saved):
+        expected, path = saved
+        array = ArrayFile(path)
+        for name in ("shape", "dtype", "nbytes", "ndim", "size"):
+            assert getattr(array, name) == getattr(expected, name)
+        assert (array.path, array.mode, array.closed) == (str(path), "r", False)
+        array.close()
+        array.close()
+        assert array.closed
+        assert "closed" in repr(array)
+        assert array.shape == expected.shape
+        for call in (
+            lambda: array[0],
+            lambda: array[:0],
+            lambda: array.gather([]),
+            array.flush,
+        ):
+            with pytest.raises(ValueError, match="is closed"):
+                call()
+        assert left_open(path.parent) == []
+
+    @pytest.mark.parametrize(("content", "options", "words"), REFUSED.values(), ids=REFUSED)
+    def test_what_is_no_array_is_refused(self, path, content, options, words):
+        path.write_bytes(content)
+        with pytest.raises((TypeError, ValueError), match=words):
+            ArrayFile(path, **options)
+        assert left_open(path.parent) == []
+
+    def test_a_npy_file_is_not_taken_for_raw_bytes(self, saved):
+        expected, path = saved
+        with pytest.raises(
+            ValueError, match=r"is a \.npy file, whose header says its dtype"
+        ):
+            ArrayFile(path, dtype="f4")
+        for options in ({"shape": (3,)}, {"offset": 128}):
+            with pytest.raises(ValueError, match=r"the header of a \.npy file says"):
+                ArrayFile(path, **options)
+        with ArrayFile(path, dtype="f4", offset=128) as array:
+            assert_same(array[...], expected.ravel())
+
+    def test_a_file_that_is_shorter_than_its_header_says_is_refused(self, saved):
+        _, path = saved
+        size = path.stat().st_size
+        os.truncate(path, size - 1)
+        for call in (ArrayFile, nvmeio.load):
+            with pytest.raises(
+                ValueError, match=f"has {size - 1} bytes; .* ends at {size}"
+            ):
+                call(path)
+
+    def test_objects_are_never_unpickled(self, path):
+        write_npy(path, np.array([{}, None]))
+        for call in (ArrayFile, nvmeio.load):
+            with pytest.raises(ValueError, match=r"has Python objects .* left to numpy"):
+                call(path)
+
+    def test_fortran_order_is_refused_with_a_way_out(self, path):
+        expected = np.asfortranarray(numbers((5, 3)))
+        write_npy(path, expected)
+        with pytest.raises(ValueError, match=r"Fortran order.* nvmeio.load\(\)"):
+            ArrayFile(path)
+        nvmeio.save(path, nvmeio.load(path))
+        with ArrayFile(path) as array:
+            np.testing.assert_array_equal(array[...], expected)
+
+    def test_a_missing_file_is_named(self, path):
+        for call in (ArrayFile, nvmeio.load):
+            with pytest.raises(FileNotFoundError, match=str(path)):
+                call(path)
+
+
+class TestSharing:
+    @pytest.mark.parametrize("own", [True, False], ids=["own handle", "a handle"])
+    def test_threads_index_one_array(self, saved, own):
+        expected, path = saved
+        barrier = threading.Barrier(8)
+        with contextlib.ExitStack() as stack:
+            lent = None if own else stack.enter_context(nvmeio.aio_handle())
+            array = stack.enter_context(ArrayFile(path, handle=lent))
+
+            def read(seed):
+                barrier.wait()
+                generator = np.random.default_rng(seed)
+                for _ in range(20):
+                    rows = generator.integers(-1000, 1000, 50)
+                    assert_same(array.gather(rows), expected[rows])
+                    assert_same(array[rows[0]], expected[rows[0]])
+
+            with ThreadPoolExecutor(8) as pool:
+                list(pool.map(read, range(8)))
+            array.close()
+            assert lent is None or not lent.closed
+
+    def test_it_can_be_pickled(self, saved, tmp_path):
+        expected, path = saved
+        with nvmeio.aio_handle(8192) as handle:
+            with ArrayFile(path, mode="r+", handle=handle) as array:
+                copy = pickle.loads(pickle.dumps(array))
+            copy[3] = -1
+            assert_same(copy[4], expected[4])
+            assert (copy.mode, copy.shape) == ("r+", expected.shape)
+            copy.close()
+        raw = tmp_path / "raw"
+        raw.write_bytes(expected.tobytes())
+        array = ArrayFile(raw, dtype="f4", shape=(-1, 100), offset=400)
+        assert_same(pickle.loads(pickle.dumps(array))[0], expected[1].ravel())
+
+    def test_forked_children_index_it(self, saved):
+        expected, path = saved
+        with ArrayFile(path) as array:
+            assert_same(array[3], expected[3])
+            child = os.fork()
+            if child == 0:
+                status = 1
+                try:
+                    assert_same(array[[5, 9]], expected[[5, 9]])
+                    assert_same(array[:], expected)
+                    status = 0
+                finally:
+                    os._exit(status)
+            assert_same(array[[5, 9]], expected[[5, 9]])
+            assert os.waitpid(child, 0)[1] == 0
+
+    def test_a_dropped_array_closes_its_file(self, saved):
+        _, path = saved
+        array = ArrayFile(path)
+        assert array[0, 0, 0] == 0
+        del array
+        assert left_open(path.parent) == []
+
+
+class TestWholeFiles:
+    @INVENTED
+    @given(shapes(), st.sampled_from(sorted(DTYPES)), st.booleans())
+    def test_what_was_saved_is_loaded(self, tmp_path, shape, dtype, fortran):
+        expected = noise(shape, DTYPES[dtype])
+        if fortran:
+            expected = np.asfortranarray(expected)
+        nvmeio.save(tmp_path / "array", expected)
+        assert_same(np.load(tmp_path / "array"), expected)
+        assert_same(nvmeio.load(tmp_path / "array"), expected)
+        np.save(tmp_path / "other.npy", expected)
+        assert_same(nvmeio.load(tmp_path / "other.npy"), np.load(tmp_path / "other.npy"))
+
+    @pytest.mark.parametrize(
+        "array",
+        [
+            numbers((7, 6))[::2, ::-1],
+            numbers((2, 3, 4)).T,
+            noise((9,), "M8[s]")[::2],
+            [[1, 2], [3, 4]],
+            np.float32(2.5),
+            numbers((3 * MIB,), "u1"),
+        ],
+        ids=["strided", "transposed", "dates", "list", "scalar", "large"],
+    )
+    @pytest.mark.parametrize("sync", [False, True])
+    def test_any_array_is_saved_in_c_order(self, path, array, sync):
+        nvmeio.save(os.fsencode(path), array, sync=sync)
+        assert_same(
+            nvmeio.load(str(path)), np.ascontiguousarray(array).reshape(np.shape(array))
+        )
+        with ArrayFile(path) as found:
+            assert found.shape == np.shape(array)
+        assert [entry.name for entry in path.parent.iterdir()] == [path.name]
+
+    def test_a_save_that_fails_leaves_the_old_file(self, saved):
+        expected, path = saved
+        with (
+            limit(resource.RLIMIT_FSIZE, MIB),
+            pytest.raises(OSError, match="data") as caught,
+        ):
+            nvmeio.save(path, np.ones(MIB))
+        assert (caught.value.errno, caught.value.filename) == (errno.EFBIG, str(path))
+        assert_same(np.load(path), expected)
+        assert [entry.name for entry in path.parent.iterdir()] == [path.name]
+
+    def test_the_target_of_a_link_is_replaced_not_the_link(self, folder):
+        (folder / "far").mkdir()
+        (folder / "link").symlink_to(folder / "far" / "data")
+        nvmeio.save(folder / "link", np.arange(3))
+        assert (folder / "link").is_symlink()
+        assert_same(np.load(folder / "far" / "data"), np.arange(3))
+
+    def test_a_new_file_has_the_permissions_of_any(self, path):
+        nvmeio.save(path, np.arange(3))
+        mask = os.umask(0)
+        os.umask(mask)
+        assert stat.S_IMODE(path.stat().st_mode) == 0o666 & ~mask
+
+    def test_what_is_no_file_is_not_replaced(self, folder):
+        os.mkfifo(folder / "pipe")
+        for path in (folder, folder / "pipe"):
+            with pytest.raises(OSError, match="no regular file") as caught:
+                nvmeio.save(path, np.arange(3))
+            assert (caught.value.errno, caught.value.filename) == (errno.EINVAL, str(path))
+        assert (folder / "pipe").is_fifo()
+
+    def test_objects_are_not_saved(self, path):
+        for array in (np.array([None]), object(), [{}]):
+            with pytest.raises(TypeError, match="are Python objects"):
+                nvmeio.save(path, array)
+        assert not path.exists()
+
+
+class TestTensors:
+    torch = None
+
+    @pytest.fixture(autouse=True)
+    def _torch(self):
+        TestTensors.torch = pytest.importorskip("torch", reason="torch is not installed")
+
+    @pytest.mark.parametrize(
+        "name", ["bfloat16", "float32", "complex32", "float8_e5m2", "bool"]
+    )
+    def test_a_dtype_of_torch_makes_tensors_of_results(self, path, name):
+        torch, dtype = self.torch, getattr(self.torch, name)
+        bits = torch.arange(60 * dtype.itemsize, dtype=torch.uint8).view(60, -1)
+        if name == "bool":
+            bits %= 2
+        expected = bits.view(dtype).view(20, 3)
+        nvmeio.write_file(path, expected)
+
+        def same(one, other):
+            assert (one.dtype, one.shape) == (other.dtype, other.shape)
+            return torch.equal(
+                one.contiguous().view(-1).view(torch.uint8),
+                other.contiguous().view(-1).view(torch.uint8),
+            )
+
+        with ArrayFile(path, dtype=dtype, shape=(-1, 3), mode="r+") as array:
+            assert array.dtype is dtype
+            assert same(array[...], expected)
+            assert same(array[3], expected[3])
+            assert same(array[3, 2], expected[3, 2])
+            assert same(array[::-7, 1], expected[[19, 12, 5], 1])
+            rows = torch.tensor([[1], [-1]])
+            assert same(array.gather(rows), expected[rows])
+            assert same(
+                array.windows([4, 5], 2), torch.stack([expected[4:6], expected[5:7]])
+            )
+            assert same(array.prefetch([2]).result(), expected[[2]])
+            out = torch.empty(2, 3, dtype=dtype)
+            assert array.gather([7, 8], out=out) is out
+            assert same(out, expected[7:9])
+            copy = pickle.loads(pickle.dumps(array))
+            assert same(copy[0], expected[0])
+            array[[2, 4]] = expected[[0, 1]]
+            assert same(array[[4, 2]], expected[[1, 0]])
+
+    def test_values_are_converted_to_bfloat16(self, path):
+        torch = self.torch
+        path.write_bytes(bytes(24))
+        with ArrayFile(path, dtype=torch.bfloat16, shape=(4, 3), mode="r+") as array:
+            array[0] = 1.5
+            array[1] = np.array([1, 2, 3])
+            array[2:, 1] = torch.tensor([4.0, 5.0], requires_grad=True)
+            found = array[...]
+        expected = [[1.5, 1.5, 1.5], [1, 2, 3], [0, 4, 0], [0, 5, 0]]
+        assert torch.equal(found, torch.tensor(expected, dtype=torch.bfloat16))
+
+    def test_rows_of_a_npy_file_are_gathered_into_tensors(self, saved):
+        torch, (expected, path) = self.torch, saved
+        rows = torch.tensor([5, 999, 5])
+        with ArrayFile(path) as array:
+            out = torch.empty(3, 4, 25)
+            assert array.gather(rows, out) is out
+            np.testing.assert_array_equal(out, expected[rows])
+            with pytest.raises(TypeError, match=r"out is of dtype torch\.int32"):
+                array.gather(rows, out.int())
+            assert isinstance(array[rows], np.ndarray)
+
+    def test_tensors_are_saved(self, path):
+        torch = self.torch
+        for tensor in (
+            torch.arange(12).view(3, 4).T,
+            torch.tensor(2.5),
+            torch.ones(3) * 1j,
+        ):
+            nvmeio.save(path, tensor)
+            assert_same(
+                np.load(path), np.ascontiguousarray(tensor.numpy()).reshape(tensor.shape)
+            )
+        path.unlink()
+        for call in (
+            lambda: nvmeio.save(path, torch.ones(3, dtype=torch.bfloat16)),
+            lambda: ArrayFile.create(path, (3,), torch.bfloat16),
+        ):
+            with pytest.raises(TypeError, match=r"the dtype is torch\.bfloat16, which"):
+                call()
+        assert not path.exists()
+        with ArrayFile.create(path, (3,), torch.float16) as array:
+            assert array.dtype == np.float16

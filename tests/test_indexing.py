@@ -1,0 +1,120 @@
+"""What an index names is what numpy takes it to name."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from index_strategies import assert_same, cases, outcome
+from nvmeio._indexing import positions, select
+
+
+def taken(array, index):
+    """Index an array by what select() says of the index."""
+    selection = select(index, array.shape)
+    result = np.empty(selection.shape, array.dtype)
+    if result.size:
+        starts = selection.starts()
+        assert len(starts) == selection.count
+        places = starts[:, None] + np.arange(selection.run)
+        assert (places.min(), places.max() + 1) == selection.hull()
+        result[...] = array.reshape(-1)[places].reshape(selection.shape)
+    return result[()] if selection.scalar else result
+
+
+@settings(max_examples=2000, deadline=None)
+@given(cases())
+def test_every_index_names_what_numpy_takes(case):
+    shape, index = case
+    array = np.arange(math.prod(shape), dtype=np.int32).reshape(shape)
+    expected = outcome(lambda: array[index])
+    assert_same(outcome(taken, array, index), expected)
+
+
+# What is left out, and whether elements between may lie in one run, for an array (4, 5, 6).
+RUNS = {
+    "all": (np.s_[:], 1, 120),
+    "one row": (np.s_[2], 1, 30),
+    "neighbouring rows": (np.s_[1:3], 1, 60),
+    "part of a row": (np.s_[1, 2:4], 1, 12),
+    "one of each row": (np.s_[:, 2], 4, 6),
+    "neighbours of each row": (np.s_[:, 1:3], 4, 12),
+    "every second row": (np.s_[::2], 2, 30),
+    "backwards": (np.s_[::-1], 4, 30),
+    "the last axis": (np.s_[..., 3], 20, 1),
+    "rows by number": (np.s_[[3, 0, 3]], 3, 30),
+    "pairs of numbers": (np.s_[[3, 0, 3], [1, 2, 1]], 3, 6),
+    "one element": (np.s_[1, 2, 3], 1, 1),
+}
+
+
+@pytest.mark.parametrize(("index", "count", "run"), RUNS.values(), ids=RUNS)
+def test_neighbours_are_one_run(index, count, run):
+    selection = select(index, (4, 5, 6))
+    assert (selection.count, selection.run) == (count, run)
+
+
+REFUSED = {
+    "beyond the end": (5, IndexError, "index 5 is out of bounds for axis 0 of size 4"),
+    "before the begin": ((0, -6), IndexError, "index -6 is out of bounds for axis 1 of"),
+    "array": ([1, 9], IndexError, r"axis 0\[1\] is 9; it must be from -4 to 3"),
+    "float": (1.0, IndexError, "the index is of dtype float64; only integers"),
+    "text": ("x", IndexError, "the index is of dtype <U1; only integers"),
+    "too many": ((0, 0, 0, 0), IndexError, "the index has 4 axes and the array 3"),
+    "two ellipses": ((..., ...), IndexError, "only one Ellipsis"),
+    "mask": (np.ones(3, bool), IndexError, r"the mask is of shape \(3,\), .* \(4,\)"),
+    "shapes": (([0, 1], [0, 1, 2]), IndexError, "arrays of the index do not match"),
+    "huge": (1 << 70, IndexError, "out of bounds"),
+    "slice of text": (slice("a", None), TypeError, "slice indices must be integers"),
+    "step of 0": (slice(None, None, 0), ValueError, "slice step cannot be zero"),
+}
+
+
+@pytest.mark.parametrize(("index", "error", "words"), REFUSED.values(), ids=REFUSED)
+def test_a_wrong_index_is_told_as_numpy_does(index, error, words):
+    with pytest.raises(error, match=words):
+        select(index, (4, 5, 6))
+    assert outcome(lambda: np.zeros((4, 5, 6))[index]) is error
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int64", "uint64", ">i2"])
+def test_positions_are_counted_from_the_begin(dtype):
+    rows = np.array([[0, 5], [9, 3]], dtype)
+    found = positions(rows, 10, "rows")
+    assert found.dtype == np.int64
+    np.testing.assert_array_equal(found, rows)
+
+
+def test_negative_positions_are_counted_from_the_end():
+    np.testing.assert_array_equal(positions([-1, 0, -10], 10, "rows"), [9, 0, 0])
+    assert positions([], 10, "rows").dtype == np.int64
+    assert positions(-1, 10, "rows").shape == ()
+
+
+BAD_POSITIONS = {
+    "first of many": ([0, -11, 10], IndexError, r"rows\[1\] is -11; .* from -10 to 9"),
+    "in a matrix": ([[0, 1], [2, 10]], IndexError, r"rows\[1, 1\] is 10; .* -10 to 9"),
+    "alone": (10, IndexError, "rows is 10; it must be from -10 to 9"),
+    "unsigned": (
+        np.array([2**64 - 1], np.uint64),
+        IndexError,
+        r"\[0\] is 18446744073709551615",
+    ),
+    "floats": ([1.0], TypeError, "rows is of dtype float64; it must be of integers"),
+    "mask": ([True], TypeError, "rows is of dtype bool; it must be of integers"),
+    "no floats": (np.empty(0), TypeError, "rows is of dtype float64"),
+}
+
+
+@pytest.mark.parametrize(
+    ("rows", "error", "words"), BAD_POSITIONS.values(), ids=BAD_POSITIONS
+)
+def test_the_first_position_that_is_wrong_is_named(rows, error, words):
+    with pytest.raises(error, match=words):
+        positions(rows, 10, "rows")
+
+
+def test_positions_that_may_not_be_negative_are_told_so():
+    with pytest.raises(IndexError, match=r"starts\[0\] is -1; it must be from 0 to 9"):
+        positions([-1], 10, "starts", wrap=False)
