@@ -8,8 +8,16 @@ import torch
 
 from nvmeio._registry import register
 from nvmeio.torch import tensors
+from nvmeio.torch.data import ArrayDataset, BatchStream, TokenDataset
 from nvmeio.torch.memory import empty, empty_like
 
-__all__ = ["empty", "empty_like", "tensors"]
+__all__ = [
+    "ArrayDataset",
+    "BatchStream",
+    "TokenDataset",
+    "empty",
+    "empty_like",
+    "tensors",
+]
 
 register(torch.Tensor, tensors)

@@ -1,0 +1,386 @@
+"""Datasets give the rows of their files, in any process, and batches ahead of time."""
+
+import gc
+import os
+import pickle
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+
+# Imported late, for the module cannot be imported where torch is not.
+from torch.utils.data import (  # noqa: E402
+    BatchSampler,
+    DataLoader,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+    default_collate,
+)
+from torch.utils.data.distributed import DistributedSampler  # noqa: E402
+
+import nvmeio  # noqa: E402
+from children import run_child  # noqa: E402
+from helpers import descriptors_below, left_open  # noqa: E402
+from nvmeio.torch import ArrayDataset, BatchStream, TokenDataset  # noqa: E402
+
+COUNT = 103
+
+
+@pytest.fixture
+def rows():
+    """What the file has."""
+    return np.random.default_rng(0).random((COUNT, 5, 3), np.float32)
+
+
+@pytest.fixture
+def file(tmp_path, rows):
+    """A file of rows."""
+    nvmeio.save(tmp_path / "rows.npy", rows)
+    return tmp_path / "rows.npy"
+
+
+@pytest.fixture
+def labels(tmp_path):
+    """A file of one number for each row."""
+    nvmeio.save(tmp_path / "labels.npy", np.arange(COUNT))
+    return tmp_path / "labels.npy"
+
+
+@pytest.fixture
+def tokens(tmp_path):
+    """A file of tokens, raw, and what it has."""
+    values = np.random.default_rng(1).integers(0, 1 << 16, 500, np.uint16)
+    values.tofile(tmp_path / "tokens")
+    return tmp_path / "tokens", values
+
+
+def batches_of(count, size=10, seed=0):
+    """Return the indices of batches, in a random order that is the same each time."""
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.randperm(count, generator=generator).tolist()
+    return [order[begin : begin + size] for begin in range(0, count, size)]
+
+
+def assert_equal(found, expected):
+    """Assert equality of batches or samples, in structure, types and values."""
+    assert type(found) is type(expected)
+    if isinstance(expected, (tuple, list)):
+        assert len(found) == len(expected)
+        for one, other in zip(found, expected, strict=True):
+            assert_equal(one, other)
+    else:
+        assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
+        assert torch.equal(found, expected)
+
+
+class TestArrayDataset:
+    def test_a_sample_is_a_row(self, file, rows):
+        dataset = ArrayDataset(file)
+        assert len(dataset) == COUNT
+        for index in (0, 57, -1, np.int64(5), torch.tensor(7)):
+            assert_equal(dataset[index], torch.from_numpy(rows[int(index)]))
+
+    def test_several_arrays_make_tuples(self, file, labels, rows):
+        memory = np.arange(COUNT, dtype=np.uint8)
+        tensor = torch.arange(2 * COUNT).view(-1, 2)
+        with nvmeio.ArrayFile(labels) as array:
+            dataset = ArrayDataset(file, array, memory, tensor)
+            expected = (
+                torch.from_numpy(rows[9]),
+                torch.tensor(9),
+                torch.tensor(9, dtype=torch.uint8),
+                torch.tensor([18, 19]),
+            )
+            assert_equal(dataset[9], expected)
+            assert_equal(dataset.__getitems__([9, 9]), [expected, expected])
+        with pytest.raises(ValueError, match="is closed"):
+            dataset[0]
+
+    def test_a_batch_is_one_gather(self, file, rows):
+        with nvmeio.aio_handle() as handle:
+            dataset = ArrayDataset(nvmeio.ArrayFile(file, handle=handle))
+            found = dataset.__getitems__([5, 100, 5, -1])
+            assert handle.stats()["requests"] == 1
+        assert_equal(found, [torch.from_numpy(rows[row]) for row in (5, 100, 5, -1)])
+
+    def test_samples_are_views_of_one_tensor(self, file):
+        samples = ArrayDataset(file).__getitems__([3, 1, 2])
+        storages = {sample.untyped_storage().data_ptr() for sample in samples}
+        assert len(storages) == 1
+        addresses = [sample.data_ptr() for sample in samples]
+        assert np.diff(addresses).tolist() == [60, 60]
+
+    def test_bfloat16_comes_through_an_array_file(self, tmp_path):
+        expected = torch.randn(20, 4).bfloat16()
+        nvmeio.write_file(tmp_path / "raw", expected)
+        array = nvmeio.ArrayFile(tmp_path / "raw", dtype=torch.bfloat16, shape=(-1, 4))
+        dataset = ArrayDataset(array)
+        assert_equal(dataset[3], expected[3])
+        (batch,) = BatchStream(dataset, [[3, 1]])
+        assert_equal(batch, expected[[3, 1]])
+
+    def test_a_transform_makes_the_samples(self, file, labels, rows):
+        dataset = ArrayDataset(file, labels, transform=lambda sample: sample[0].sum())
+        assert_equal(dataset[4], torch.from_numpy(rows[4]).sum())
+        assert_equal(dataset.__getitems__([4]), [torch.from_numpy(rows[4]).sum()])
+
+    @pytest.mark.parametrize("index", [COUNT, -COUNT - 1])
+    def test_an_index_that_there_is_not_is_named(self, file, index):
+        dataset = ArrayDataset(file)
+        with pytest.raises(IndexError, match=f"index is {index}; it must be from -103 to"):
+            dataset[index]
+        with pytest.raises(IndexError, match=rf"index\[1\] is {index}"):
+            dataset.__getitems__([0, index])
+        with pytest.raises(TypeError, match=r"index is .*; it must be an integer"):
+            dataset[[0, 1]]
+
+    @pytest.mark.parametrize("dtype", [[("x", "f4")], "M8[s]", ">f4", "U3", "f16"], ids=str)
+    def test_what_tensors_cannot_hold_is_refused(self, tmp_path, dtype):
+        nvmeio.save(tmp_path / "array.npy", np.zeros(3, dtype))
+        with pytest.raises(
+            TypeError, match=r"array '.*array.npy' is of dtype .* tensors do"
+        ):
+            ArrayDataset(tmp_path / "array.npy")
+
+    @pytest.mark.parametrize("name", ["uint16", "uint32", "uint64", "bool", "complex64"])
+    def test_every_common_dtype_is_taken(self, tmp_path, name):
+        array = np.arange(6).reshape(3, 2).astype(name)
+        nvmeio.save(tmp_path / "array.npy", array)
+        dataset = ArrayDataset(tmp_path / "array.npy")
+        assert_equal(dataset[1], torch.from_numpy(array[1]))
+
+    def test_arrays_of_different_lengths_are_refused(self, file):
+        with pytest.raises(ValueError, match=r"the arrays have \[103, 5\] rows"):
+            ArrayDataset(file, np.zeros(5))
+        with pytest.raises(TypeError, match="at least one array"):
+            ArrayDataset()
+        with pytest.raises(TypeError, match="path is 3"):
+            ArrayDataset(3)
+        with pytest.raises(FileNotFoundError, match="missing"):
+            ArrayDataset(file.parent / "missing")
+
+
+class TestTokenDataset:
+    @pytest.mark.parametrize("dtype", [np.uint16, torch.uint16, "u2"], ids=repr)
+    def test_a_sample_is_a_window_and_what_follows(self, tokens, dtype):
+        path, values = tokens
+        dataset = TokenDataset(path, 16, dtype)
+        assert len(dataset) == 500 - 16
+        whole = torch.from_numpy(values.astype(np.int64))
+        for index in (0, 77, 483, -1):
+            start = index % 484
+            expected = (whole[start : start + 16], whole[start + 1 : start + 17])
+            assert_equal(dataset[index], expected)
+            assert_equal(dataset.__getitems__([5, index])[1], expected)
+
+    def test_the_halves_share_no_memory(self, tmp_path):
+        nvmeio.save(tmp_path / "tokens.npy", np.arange(50))
+        x, y = TokenDataset(tmp_path / "tokens.npy", 4)[3]
+        x.zero_()
+        assert y.tolist() == [4, 5, 6, 7]
+
+    @pytest.mark.parametrize("count", [0, 1, 16])
+    def test_too_few_tokens_make_no_window(self, tmp_path, count):
+        np.arange(count, dtype=np.uint8).tofile(tmp_path / "tokens")
+        dataset = TokenDataset(tmp_path / "tokens", 16, np.uint8)
+        assert len(dataset) == 0
+        with pytest.raises(IndexError, match="index is 0"):
+            dataset[0]
+
+    def test_what_are_no_tokens_is_refused(self, tmp_path, file):
+        with pytest.raises(ValueError, match=r"of shape \(103, 5, 3\); they need one axis"):
+            TokenDataset(file, 16)
+        nvmeio.save(tmp_path / "floats.npy", np.zeros(50))
+        with pytest.raises(TypeError, match="of dtype float64, not of integers"):
+            TokenDataset(tmp_path / "floats.npy", 16)
+        with pytest.raises(ValueError, match="block_size is 0"):
+            TokenDataset(tmp_path / "floats.npy", 0)
+
+
+class TestProcesses:
+    def test_a_copy_opens_its_files_when_it_needs_them(self, file, labels, rows):
+        dataset = ArrayDataset(file, labels)
+        before = descriptors_below(file.parent)
+        copy = pickle.loads(pickle.dumps(dataset))
+        assert descriptors_below(file.parent) == before
+        assert_equal(copy[3], dataset[3])
+        assert len(descriptors_below(file.parent)) == 2 * len(before)
+        del copy, dataset
+        gc.collect()
+        assert left_open(file.parent) == []
+
+    def test_threads_share_a_dataset(self, file, rows):
+        dataset = pickle.loads(pickle.dumps(ArrayDataset(file)))
+        barrier = threading.Barrier(6)
+
+        def read(seed):
+            barrier.wait()
+            for batch in batches_of(COUNT, 10, seed):
+                expected = torch.from_numpy(rows[batch])
+                assert_equal(torch.stack(dataset.__getitems__(batch)), expected)
+
+        with ThreadPoolExecutor(6) as pool:
+            list(pool.map(read, range(6)))
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+    def test_eight_workers_read_every_row_once_an_epoch(self, tmp_path, method):
+        outcome = run_child("load_with_workers", folder=str(tmp_path), method=method)
+        assert outcome.status == 0, outcome
+        (report,) = outcome.reports
+        assert report["readers"] == 8
+        assert report["open_there"] == [report["open_here"]]
+        assert report["left_open"] == []
+
+    @pytest.mark.parametrize("workers", [0, 2])
+    def test_a_loader_gives_every_window(self, tokens, workers):
+        path, values = tokens
+        loader = DataLoader(TokenDataset(path, 8, np.uint16), 50, num_workers=workers)
+        x, y = map(torch.cat, zip(*loader, strict=True))
+        windows = np.lib.stride_tricks.sliding_window_view(values.astype(np.int64), 9)
+        np.testing.assert_array_equal(x, windows[:, :-1])
+        np.testing.assert_array_equal(y, windows[:, 1:])
+
+
+DATASETS = {
+    "one array": lambda file, labels: ArrayDataset(file),
+    "numbers": lambda file, labels: ArrayDataset(labels),
+    "two arrays": lambda file, labels: ArrayDataset(file, labels),
+    "file and memory": lambda file, labels: ArrayDataset(file, np.arange(COUNT)),
+    "transformed": lambda file, labels: ArrayDataset(file, labels, transform=doubled),
+    "tokens": lambda file, labels: TokenDataset(labels, 4),
+    "subset": lambda file, labels: Subset(
+        Subset(ArrayDataset(file, labels), range(90, 0, -1)), range(50)
+    ),
+}
+
+
+def doubled(sample):
+    """Make something else of a sample."""
+    return {"twice": sample[0] * 2, "number": int(sample[1])}
+
+
+class TestBatchStream:
+    @pytest.mark.parametrize("make", DATASETS.values(), ids=DATASETS)
+    @pytest.mark.parametrize("depth", [1, 2, 50])
+    def test_it_gives_what_a_loader_gives(self, file, labels, make, depth):
+        dataset = make(file, labels)
+        batches = batches_of(len(dataset))
+        stream = BatchStream(dataset, batches, depth)
+        assert len(stream) == len(batches)
+        expected = list(DataLoader(dataset, batch_sampler=batches))
+        for _ in range(2):
+            found = list(stream)
+            assert len(found) == len(expected)
+            for one, other in zip(found, expected, strict=True):
+                if isinstance(other, dict):
+                    one, other = list(one.items()), list(other.items())
+                    assert [key for key, _ in one] == [key for key, _ in other]
+                    one, other = [value for _, value in one], [value for _, value in other]
+                assert_equal(one, other)
+
+    def test_samplers_of_torch_are_taken(self, file, rows):
+        dataset = ArrayDataset(file)
+        stream = BatchStream(dataset, BatchSampler(SequentialSampler(dataset), 25, False))
+        assert_equal(torch.cat(list(stream)), torch.from_numpy(rows))
+        shuffled = BatchStream(dataset, BatchSampler(RandomSampler(dataset), 25, True))
+        assert [len(batch) for batch in shuffled] == [25] * 4
+
+    @pytest.mark.parametrize("kind", ["stream", "loader"])
+    def test_ranks_share_the_rows(self, labels, kind):
+        dataset = ArrayDataset(labels)
+        found = []
+        for epoch in range(2):
+            ranks = []
+            for rank in range(4):
+                sampler = DistributedSampler(dataset, 4, rank, shuffle=True, seed=3)
+                sampler.set_epoch(epoch)
+                if kind == "stream":
+                    batches = BatchStream(dataset, BatchSampler(sampler, 10, False))
+                else:
+                    batches = DataLoader(dataset, 10, sampler=sampler)
+                ranks.append(torch.cat(list(batches)))
+            found.append(torch.cat(ranks))
+            # The sampler names a row twice, for all ranks to have as many.
+            assert len(found[-1]) == COUNT + 1
+            assert set(found[-1].tolist()) == set(range(COUNT))
+        assert not torch.equal(*found)
+
+    def test_the_next_batches_are_on_their_way(self, file):
+        with nvmeio.aio_handle() as handle:
+            dataset = ArrayDataset(nvmeio.ArrayFile(file, handle=handle))
+            begun = []
+            for taken, _ in enumerate(BatchStream(dataset, batches_of(COUNT), 3), 1):
+                begun.append(handle.stats()["requests"] - taken)
+        assert begun == [3] * 8 + [2, 1, 0]
+
+    def test_an_error_comes_with_its_batch(self, file, rows):
+        dataset = ArrayDataset(file)
+        stream = iter(BatchStream(dataset, [[0, 1], [2], [3, 200], [4]], 3))
+        assert_equal(next(stream), torch.from_numpy(rows[:2]))
+        assert_equal(next(stream), torch.from_numpy(rows[2:3]))
+        with pytest.raises(IndexError, match=r"index\[1\] is 200"):
+            next(stream)
+        assert list(stream) == []
+
+    def test_an_error_of_the_sampler_comes_where_its_batch_would(self, file):
+        def batches():
+            yield [0]
+            yield [1]
+            raise RuntimeError("the sampler is out of order")
+
+        stream = iter(BatchStream(ArrayDataset(file), batches(), 2))
+        assert (len(next(stream)), len(next(stream))) == (1, 1)
+        with pytest.raises(RuntimeError, match="out of order"):
+            next(stream)
+
+    def test_an_error_of_the_disk_comes_with_its_batch(self, file, labels):
+        """Of the second array, with the first one's rows on their way."""
+        dataset = ArrayDataset(file, labels)
+        os.truncate(labels, 4096 + 8 * 50)
+        stream = iter(BatchStream(dataset, [[0], [60], [1]], 2))
+        assert next(stream)[1].tolist() == [0]
+        with pytest.raises(ValueError, match=r"past the end of .*labels\.npy"):
+            next(stream)
+        del stream, dataset
+        gc.collect()
+        assert left_open(file.parent) == []
+
+    @pytest.mark.parametrize("end", ["close", "drop", "raise"])
+    def test_an_abandoned_iteration_leaves_nothing_in_flight(self, file, end):
+        with nvmeio.aio_handle() as handle:
+            dataset = ArrayDataset(nvmeio.ArrayFile(file, handle=handle))
+            stream = iter(BatchStream(dataset, batches_of(COUNT), 5))
+            next(stream)
+            if end == "close":
+                stream.close()
+            elif end == "raise":
+                with pytest.raises(KeyError):
+                    stream.throw(KeyError())
+            del stream
+            gc.collect()
+            assert handle.pending == 0
+            assert len(dataset.__getitems__([0])) == 1
+        dataset = None
+        gc.collect()
+        assert left_open(file.parent) == []
+
+    def test_what_cannot_be_streamed_is_refused(self, file):
+        dataset = ArrayDataset(file)
+        with pytest.raises(TypeError, match="of type list; a stream reads"):
+            BatchStream([1, 2], [[0]])
+        with pytest.raises(ValueError, match="depth is 0"):
+            BatchStream(dataset, [[0]], 0)
+        with pytest.raises(TypeError, match="gave 0, not the indices of a batch"):
+            next(iter(BatchStream(dataset, SequentialSampler(dataset))))
+        with pytest.raises(TypeError, match="no length"):
+            len(BatchStream(dataset, iter([[0]])))
+
+    def test_a_batch_is_collated_as_samples_are(self, file, labels):
+        dataset = ArrayDataset(file, labels)
+        (batch,) = BatchStream(dataset, [[7, 3]])
+        assert_equal(batch, default_collate(dataset.__getitems__([7, 3])))

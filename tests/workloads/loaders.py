@@ -1,0 +1,65 @@
+"""What children do who load data with workers of torch's DataLoader."""
+
+import gc
+
+import numpy as np
+
+import nvmeio
+from helpers import descriptors_below, left_open
+from workloads.common import report
+
+
+class Watched:
+    """A transform that tells, with each sample, who has read it and what is open there."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def __call__(self, sample):
+        from torch.utils.data import get_worker_info
+
+        return (*sample, get_worker_info().id, len(descriptors_below(self.folder)))
+
+
+def load_with_workers(folder, method, workers=8, count=403):
+    """Load every row twice, in workers that are started by a method and persist."""
+    import torch
+    from torch.utils.data import DataLoader
+
+    from nvmeio.torch import ArrayDataset
+
+    rows = np.random.default_rng(0).random((count, 33), np.float32)
+    nvmeio.save(f"{folder}/rows.npy", rows)
+    nvmeio.save(f"{folder}/numbers.npy", np.arange(count))
+    dataset = ArrayDataset(f"{folder}/rows.npy", f"{folder}/numbers.npy")
+    dataset[0]
+    open_here = len(descriptors_below(folder))
+    dataset.transform = Watched(folder)
+    loader = DataLoader(
+        dataset,
+        batch_size=7,
+        shuffle=True,
+        num_workers=workers,
+        multiprocessing_context=method,
+        persistent_workers=True,
+        pin_memory=True,
+    )
+    readers, open_there = set(), set()
+    for _ in range(2):
+        found = []
+        for samples, numbers, ids, descriptors in loader:
+            assert torch.equal(samples, torch.from_numpy(rows[numbers]))
+            found += numbers.tolist()
+            readers |= set(ids.tolist())
+            open_there |= set(descriptors.tolist())
+        assert sorted(found) == list(range(count))
+    del loader, dataset
+    gc.collect()
+    report(
+        {
+            "readers": len(readers),
+            "open_here": open_here,
+            "open_there": sorted(open_there),
+            "left_open": left_open(folder),
+        }
+    )
