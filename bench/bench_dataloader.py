@@ -1,0 +1,231 @@
+"""Compares samples a second through torch's DataLoader: ArrayDataset beside numpy.memmap.
+
+Random rows of 4 KiB, of a file that the page cache holds (warm) or not (cold), in the
+process of the loop and by workers.  bench/README.md says how to read the tables.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import itertools
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from duels import Duel, Goal, Sample, measured, spread, table
+from machine import machine, size_of
+from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler
+
+import nvmeio
+
+ROW_BYTES = 4096
+BATCH_ROWS = 256
+BATCHES = 16
+WORKERS = (0, 1, 2)
+
+
+class MemmapDataset(Dataset[torch.Tensor]):
+    """What people write: rows of a memory map, copied as it must not be written to."""
+
+    def __init__(self, path: Path, count: int) -> None:
+        self.path = path
+        self.count = count
+        self.rows: np.ndarray | None = None
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if self.rows is None:
+            self.rows = np.load(self.path, mmap_mode="r")
+        return torch.from_numpy(self.rows[index].copy())
+
+
+@dataclasses.dataclass(frozen=True)
+class Ground:
+    """A .npy file of random rows, and how many."""
+
+    path: Path
+    rows: int
+
+
+@contextlib.contextmanager
+def ground(folder: Path, size: int) -> Iterator[Ground]:
+    """Make the file, and clear up."""
+    with tempfile.TemporaryDirectory(prefix="nvmeio-bench-", dir=folder) as inside:
+        path = Path(inside, "rows.npy")
+        rows = size // ROW_BYTES
+        piece = np.frombuffer(np.random.default_rng(0).bytes(64 << 20), np.uint8)
+        piece = piece.reshape(-1, ROW_BYTES)
+        with nvmeio.ArrayFile.create(path, (rows, ROW_BYTES), np.uint8) as array:
+            for begin in range(0, rows, len(piece)):
+                array[begin : begin + len(piece)] = piece[: rows - begin]
+            array.flush()
+        yield Ground(path, rows)
+
+
+def set_cache(path: Path, warm: bool) -> None:
+    """Have the kernel hold all of a file, or nothing."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        if warm:
+            while os.read(descriptor, 16 << 20):
+                pass
+        else:
+            os.fsync(descriptor)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(descriptor)
+
+
+def epoch(ground: Ground, loader: Callable[[], Any], warm: bool) -> Callable[[], Sample]:
+    """Return a turn: a few batches of random rows, the start of workers included."""
+
+    def work() -> int:
+        count = sum(len(batch) for batch in loader())
+        assert count == BATCHES * BATCH_ROWS
+        return count * ROW_BYTES
+
+    def turn() -> Sample:
+        set_cache(ground.path, warm)
+        return measured(work)
+
+    return turn
+
+
+def sampler(dataset: Dataset[Any]) -> RandomSampler:
+    """Return the choice of random rows for one turn."""
+    return RandomSampler(dataset, replacement=True, num_samples=BATCHES * BATCH_ROWS)
+
+
+def loading(make: Callable[[], Dataset[Any]], workers: int) -> Callable[[], Any]:
+    """Return what makes a DataLoader for one turn.
+
+    With a dataset of its own: what a memory map holds is not dropped from the page cache.
+    """
+
+    def load() -> DataLoader[Any]:
+        dataset = make()
+        return DataLoader(
+            dataset,
+            batch_size=BATCH_ROWS,
+            sampler=sampler(dataset),
+            num_workers=workers,
+        )
+
+    return load
+
+
+def streaming(make: Callable[[], Dataset[Any]]) -> Callable[[], Any]:
+    """Return what makes a BatchStream for one turn."""
+
+    def load() -> nvmeio.torch.BatchStream:
+        dataset = make()
+        batches = BatchSampler(sampler(dataset), BATCH_ROWS, False)
+        return nvmeio.torch.BatchStream(dataset, batches)
+
+    return load
+
+
+def duels(ground: Ground) -> Iterator[tuple[Duel, Goal | None]]:
+    """Give every duel with its goal, if it has one."""
+
+    def ours() -> nvmeio.torch.ArrayDataset:
+        return nvmeio.torch.ArrayDataset(ground.path)
+
+    def theirs() -> MemmapDataset:
+        return MemmapDataset(ground.path, ground.rows)
+
+    for warm, workers in itertools.product((False, True), WORKERS):
+        state = "warm" if warm else "cold"
+        yield (
+            Duel(
+                f"{state}, {workers} workers",
+                ("ArrayDataset", "numpy.memmap"),
+                (
+                    epoch(ground, loading(ours, workers), warm),
+                    epoch(ground, loading(theirs, workers), warm),
+                ),
+                False,
+            ),
+            Goal("speed", 5.0) if not (warm or workers) else None,
+        )
+    yield (
+        Duel(
+            "cold, no DataLoader",
+            ("BatchStream", "numpy.memmap, 0 workers"),
+            (
+                epoch(ground, streaming(ours), False),
+                epoch(ground, loading(theirs, 0), False),
+            ),
+            False,
+        ),
+        None,
+    )
+
+
+def figures(duel: Duel) -> Iterator[tuple[str, ...]]:
+    """Give a row of absolute figures for each contestant."""
+    for index, name in enumerate(duel.names):
+        samples = [pair[index] for pair in duel.rounds]
+        yield (
+            duel.work,
+            name,
+            spread((s.nbytes / ROW_BYTES / s.seconds / 1e3 for s in samples), 1),
+        )
+
+
+def arguments() -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--size", type=size_of, help="of the file (4G; 256M if quick)")
+    parser.add_argument("--rounds", type=int, help="how many (8; 2 if quick)")
+    parser.add_argument("--dir", type=Path, default=Path(), help="for the file (.)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="keep raw numbers")
+    parser.add_argument("--quick", action="store_true", help="a look whether all works")
+    options = parser.parse_args()
+    options.size = options.size or (256 << 20 if options.quick else 4 << 30)
+    options.rounds = options.rounds or (2 if options.quick else 8)
+    return options
+
+
+def main() -> None:
+    """Measure and report; what was measured never changes the exit status."""
+    options = arguments()
+    with ground(options.dir, options.size) as place:
+        about = machine(options.dir) | {"size": options.size, "rounds": options.rounds}
+        found = list(duels(place))
+        # The first round warms up.
+        for _ in range(options.rounds + 1):
+            for duel, _goal in found:
+                duel.fight()
+        for duel, _goal in found:
+            del duel.rounds[0]
+    print("\n".join(f"{key}: {value}" for key, value in about.items()) + "\n")
+    head = ("work", "contestant", "1000 samples/s")
+    print(table(head, itertools.chain.from_iterable(figures(duel) for duel, _ in found)))
+    rows = [
+        (
+            duel.work,
+            " / ".join(duel.names),
+            str(goal or "speed"),
+            spread((goal or Goal("speed", 1.0)).ratios(duel), 2),
+            goal.verdict(duel) if goal else "",
+        )
+        for duel, goal in found
+    ]
+    print("\n" + table(("work", "ratio of", "goal", "measured", ""), rows))
+    if options.json:
+        raw = {"machine": about, "duels": [duel.as_dict() for duel, _ in found]}
+        options.json.write_text(json.dumps(raw) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
