@@ -56,6 +56,18 @@ NVMEIO_API int nvmeio_handle_drain(struct nvmeio_handle *handle, int64_t timeout
 NVMEIO_API unsigned nvmeio_handle_pop(struct nvmeio_handle *handle, void **users,
                                       unsigned count);
 
+/* Have an eventfd signalled once, when a request of the handle is done next.  The
+ * caller owns it, non-blocking, and asks again for each further signal; asking twice is
+ * no error.  What was done before is not told: whoever wakes up clears the eventfd,
+ * asks again, and only then looks for what is done (nvmeio_handle_pop(), or
+ * nvmeio_request_done() of each request), and so misses nothing.  After a fork the
+ * child has to ask anew.  0 or -ENOMEM. */
+NVMEIO_API int nvmeio_handle_watch(struct nvmeio_handle *handle, int fd);
+
+/* Forget an eventfd: once this has returned it may be closed.  Does nothing for one
+ * that is not watched. */
+NVMEIO_API void nvmeio_handle_unwatch(struct nvmeio_handle *handle, int fd);
+
 /* Requests in flight.  After a fork the child counts none. */
 NVMEIO_API unsigned nvmeio_handle_pending(struct nvmeio_handle *handle);
 

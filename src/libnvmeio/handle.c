@@ -33,6 +33,7 @@ static void handle_release(struct nvmeio_handle *handle)
     }
     free((char *)handle->config.engine);
     free(handle->lanes);
+    nvmeio_watch_free(handle);
     free(handle);
 }
 
@@ -198,6 +199,8 @@ static void revive(struct nvmeio_handle *handle)
     handle->done_first = handle->done_last = NULL;
     handle->gated_first = NULL;
     handle->drainers = handle->sleepers = 0;
+    handle->watches = NULL;
+    handle->watches_armed = 0;
     handle->callers = NULL;
     handle->caller_count = 0;
     handle->lanes_idle = handle->lanes_called = 0;

@@ -52,6 +52,8 @@ struct nvmeio_handle {
     struct nvmeio_request *queue_first, *queue_last; /* with blocks to cut */
     struct nvmeio_request *done_first, *done_last;   /* not popped */
     struct nvmeio_request *gated_first;              /* fsyncs behind writes */
+    struct nvmeio_watch *watches;                    /* eventfds of event loops */
+    unsigned watches_armed;                          /* of these, to be signalled */
     unsigned drainers;                               /* threads in drain() */
     unsigned sleepers;                               /* threads that wait for news */
     struct nvmeio_lane *lanes;                       /* config.lanes of them */
@@ -79,6 +81,14 @@ bool nvmeio_wait_give(struct nvmeio_handle *handle, struct nvmeio_request *reque
 
 /* Close the caller lanes, once all requests are done.  The mutex is not held. */
 void nvmeio_wait_close(struct nvmeio_handle *handle);
+
+/* watch.c. */
+
+/* A request is done: signal the eventfds that wait for it.  The mutex is held. */
+void nvmeio_watch_signal(struct nvmeio_handle *handle);
+
+/* Forget all eventfds.  Nobody else has the handle any more. */
+void nvmeio_watch_free(struct nvmeio_handle *handle);
 
 /* schedule.c.  The mutex is held. */
 

@@ -184,6 +184,7 @@ static void complete(struct nvmeio_handle *handle, struct nvmeio_request *reques
     atomic_store_explicit(&request->state, NVMEIO_STATE_DONE, memory_order_release);
     if (request->waiters > 0 || (handle->drainers > 0 && handle->active_count == 0))
         pthread_cond_broadcast(&handle->news);
+    nvmeio_watch_signal(handle);
     if (request->op == NVMEIO_OP_WRITE)
         open_gates(handle, request);
     if (request->user) {

@@ -160,6 +160,8 @@ cdef void handle_stop(nvmeio_handle *handle) noexcept nogil
 cdef void handle_close(nvmeio_handle *handle) noexcept nogil
 cdef int handle_drain(nvmeio_handle *handle, int64_t timeout_ns) noexcept nogil
 cdef unsigned handle_pop(nvmeio_handle *handle, void **users, unsigned count) noexcept nogil
+cdef int handle_watch(nvmeio_handle *handle, int fd) noexcept nogil
+cdef void handle_unwatch(nvmeio_handle *handle, int fd) noexcept nogil
 cdef unsigned handle_pending(nvmeio_handle *handle) noexcept nogil
 cdef const char *handle_engine(nvmeio_handle *handle) noexcept nogil
 cdef const char *handle_fallback(nvmeio_handle *handle) noexcept nogil

@@ -50,6 +50,8 @@ cdef extern from "nvmeio/nvmeio.h" nogil:
     void nvmeio_handle_close(nvmeio_handle *handle)
     int nvmeio_handle_drain(nvmeio_handle *handle, int64_t timeout_ns)
     unsigned nvmeio_handle_pop(nvmeio_handle *handle, void **users, unsigned count)
+    int nvmeio_handle_watch(nvmeio_handle *handle, int fd)
+    void nvmeio_handle_unwatch(nvmeio_handle *handle, int fd)
     unsigned nvmeio_handle_pending(nvmeio_handle *handle)
     const char *nvmeio_handle_engine(nvmeio_handle *handle)
     const char *nvmeio_handle_fallback(nvmeio_handle *handle)
@@ -210,6 +212,14 @@ cdef unsigned handle_pop(
     nvmeio_handle *handle, void **users, unsigned count
 ) noexcept nogil:
     return nvmeio_handle_pop(handle, users, count)
+
+
+cdef int handle_watch(nvmeio_handle *handle, int fd) noexcept nogil:
+    return nvmeio_handle_watch(handle, fd)
+
+
+cdef void handle_unwatch(nvmeio_handle *handle, int fd) noexcept nogil:
+    nvmeio_handle_unwatch(handle, fd)
 
 
 cdef unsigned handle_pending(nvmeio_handle *handle) noexcept nogil:

@@ -1,6 +1,7 @@
 /* Children of a process with handles: they carry on with their own lanes, and neither
  * touches what is the other's, on every engine. */
 #include <pthread.h>
+#include <sys/eventfd.h>
 #include <sys/wait.h>
 #include <time.h>
 
@@ -302,6 +303,42 @@ static void *ask_for_pending(void *handle)
     return NULL;
 }
 
+struct watched {
+    struct scene scene;
+    int fd;
+};
+
+/* The parent's eventfd is the child's too, but the child's lanes do not know it until
+ * they are asked to signal it. */
+static void child_watches(void *argument)
+{
+    struct watched *watched = argument;
+    eventfd_t count;
+
+    nvmeio_handle_unwatch(watched->scene.handle, watched->fd);
+    use_handle(&watched->scene);
+    CHECK(eventfd_read(watched->fd, &count) < 0 && errno == EAGAIN);
+    int own = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+    CHECK(nvmeio_handle_watch(watched->scene.handle, own) == 0);
+    use_handle(&watched->scene);
+    CHECK(eventfd_read(own, &count) == 0 && count == 1);
+    nvmeio_handle_close(watched->scene.handle);
+}
+
+static void test_a_child_signals_no_eventfd_of_its_parent(const char *engine)
+{
+    struct watched watched = {scene_open(engine),
+                              eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)};
+    eventfd_t count;
+
+    CHECK(nvmeio_handle_watch(watched.scene.handle, watched.fd) == 0);
+    await_child(start_child(child_watches, &watched));
+    use_handle(&watched.scene);
+    CHECK(eventfd_read(watched.fd, &count) == 0 && count == 1);
+    scene_close(&watched.scene);
+    close(watched.fd);
+}
+
 /* One thread of the child stops the handle while another makes its lanes anew. */
 static void child_stops_amid_first_use(void *argument)
 {
@@ -355,6 +392,7 @@ int main(void)
         test_forks_amid_submitting_threads(engine);
         test_a_fork_amid_the_first_use_in_a_child(engine);
         test_a_child_may_stop_amid_the_first_use(engine);
+        test_a_child_signals_no_eventfd_of_its_parent(engine);
     }
     return 0;
 }
