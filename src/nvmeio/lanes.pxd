@@ -4,10 +4,16 @@ from nvmeio._core cimport nvmeio_handle
 cdef class Lanes:
     """The library's handle: lanes at work, owned by one Python object."""
 
-    cdef nvmeio_handle *c  # never NULL once made
+    cdef nvmeio_handle *c     # never NULL once made
+    cdef set staged           # requests that Python moves on, piece by piece
+    cdef unsigned generation  # of the process that `staged` belongs to
 
-    # Let go of the requests that are done, observed or not, and return them.
-    cdef list collect(self)
+    # In a forked child, forget what is the parent's.
+    cdef int own(self) except -1
+
+    # Move on what Python moves on, and let go of the requests that are done, observed or
+    # not.
+    cdef int collect(self) except -1
 
     # Wait until nothing is in flight, looking at signals.
     cdef int drain(self) except -1

@@ -32,19 +32,32 @@ cdef int64_t BREATH_NS = 1_000_000
 _told = set()
 
 
+# A cycle collector would empty the attributes before the owner's __dealloc__ stops it.
+@cython.no_gc_clear
 @cython.final
 cdef class Lanes:
     """The library's handle: lanes at work, owned by one Python object."""
+
+    def __cinit__(self):
+        self.staged = set()
+        self.generation = _core.fork_generation()
 
     def __dealloc__(self):
         if self.c != NULL:
             with nogil:
                 _core.handle_close(self.c)
 
-    cdef list collect(self):
+    cdef int own(self) except -1:
+        if self.generation != _core.fork_generation():
+            self.generation = _core.fork_generation()
+            self.staged = set()
+        return 0
+
+    cdef int collect(self) except -1:
         cdef void *users[64]
         cdef unsigned count = 64, i
         cdef Request request
+        self.own()
         found = []
         while count == 64:
             count = _core.handle_pop(self.c, users, 64)
@@ -53,20 +66,19 @@ cdef class Lanes:
                 # The reference that Request.start() took.
                 Py_DECREF(request)
                 found.append(request)
-        interruption = None
-        for request in found:
-            # Nobody else may have it any more: it is finished in spite of Ctrl-C.
-            while not request.finished and not request.is_being_finished_here():
-                try:
-                    request.poll(0)
-                except BaseException as error:
-                    interruption = error
-        if interruption is not None:
-            raise interruption
-        return found
+        # Nobody else may have it any more: it is finished in spite of Ctrl-C.
+        finish_all(found)
+        # Of a copy, for other threads may add to it meanwhile.
+        for request in list(self.staged):
+            if request.poll(0):
+                self.staged.discard(request)
+        return 0
 
     cdef int drain(self) except -1:
         cdef int result = -1
+        self.own()
+        for request in list(self.staged):
+            (<Request> request).poll_for(None)
         while result < 0:
             with nogil:
                 result = _core.handle_drain(self.c, SLICE_NS)
@@ -80,9 +92,13 @@ cdef class Lanes:
         return 0
 
     cdef int stop(self) except -1:
-        with nogil:
-            _core.handle_stop(self.c)
-        self.collect()
+        self.own()
+        try:
+            finish_all(list(self.staged))
+        finally:
+            with nogil:
+                _core.handle_stop(self.c)
+            self.collect()
         return 0
 
     cdef unsigned pending(self) except *:
@@ -95,6 +111,21 @@ cdef class Lanes:
         cdef nvmeio_stats stats
         _core.handle_stats(self.c, &stats)
         return stats
+
+
+cdef int finish_all(list requests) except -1:
+    """Wait for requests in spite of Ctrl-C, which is raised in the end."""
+    cdef Request request
+    interruption = None
+    for request in requests:
+        while not request.finished and not request.is_being_finished_here():
+            try:
+                request.poll(-1)
+            except BaseException as error:
+                interruption = error
+    if interruption is not None:
+        raise interruption
+    return 0
 
 
 cdef Lanes start_lanes(dict options):

@@ -152,4 +152,5 @@ cdef Request new_staged(
             if earlier.error is not None:
                 break
         request.begin_part()
+    lanes.staged.add(request)
     return request

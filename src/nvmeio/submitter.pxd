@@ -13,8 +13,7 @@ cdef class Submitter:
     cdef bint open
     cdef Py_ssize_t block_bytes
     cdef list tracked           # requests that a subclass waits for together
-    cdef set staged             # requests that Python moves on, piece by piece
-    cdef unsigned generation    # of the process that `tracked` and `staged` belong to
+    cdef unsigned generation    # of the process that `tracked` belongs to
 
     # Called once, by __init__() of a subclass, with checked options.
     cdef int start(self, dict options, nvmeio_direct direct) except -1

@@ -35,7 +35,6 @@ cdef class Submitter:
     cdef int start(self, dict options, nvmeio_direct direct) except -1:
         self.block_bytes = options["block_size"]
         self.tracked = []
-        self.staged = set()
         self.generation = _core.fork_generation()
         self.lanes = start_lanes(options)
         self.files = new_open_files(self.lanes, direct)
@@ -44,12 +43,8 @@ cdef class Submitter:
         return 0
 
     def __dealloc__(self):
-        cdef Request request
-        if self.lanes is None:
-            return
-        for request in list(self.staged):
-            request.poll(-1)
-        self.lanes.stop()
+        if self.lanes is not None:
+            self.lanes.stop()
 
     def submit_read(self, buffer, file, file_offset=0) -> Request:
         """Start reading a file into ``buffer``.
@@ -171,7 +166,7 @@ cdef class Submitter:
         # Counted first: what is not in flight any more has landed when this returns.
         count = self.lanes.pending()
         self.collect()
-        return count + len(self.staged)
+        return count + len(self.lanes.staged)
 
     @property
     def closed(self) -> bool:
@@ -253,9 +248,7 @@ cdef class Submitter:
                 )
         opened = self.files.find(file, op == OP_WRITE)
         if lent is not None and lent.stage is not None:
-            request = new_staged(op, lent, opened, offset, validate, self.lanes)
-            self.staged.add(request)
-            return request
+            return new_staged(op, lent, opened, offset, validate, self.lanes)
         request = new_request(op, lent, opened, offset, validate)
         caller = (
             caller
@@ -273,28 +266,18 @@ cdef class Submitter:
         if self.generation != generation:
             self.generation = generation
             self.tracked = []
-            self.staged = set()
             self.files.shared.clear()
         return 0
 
     cdef int collect(self) except -1:
         """Let go of the requests that are done, observed or not."""
-        cdef Request request
-        if self.lanes is None:
-            return 0
-        self.lanes.collect()
-        if self.staged:
-            # Of a copy, for other threads may add to it meanwhile.
-            for request in list(self.staged):
-                if request.poll(0):
-                    self.staged.discard(request)
+        if self.lanes is not None:
+            self.lanes.collect()
         return 0
 
     cdef int drain(self) except -1:
         """Wait until nothing is in flight, looking at signals meanwhile."""
         self.own()
-        for request in list(self.staged):
-            (<Request> request).poll_for(None)
         self.lanes.drain()
         self.collect()
         return 0
