@@ -417,11 +417,141 @@ class TestLifetime:
         assert left_open(path.parent) == []
 
 
+class TestDoneCallbacks:
+    """Functions that are called once, by the thread that finds a request done."""
+
+    def test_each_is_called_once_with_the_request_and_in_order(self, slow_handle, path):
+        path.write_bytes(pattern(PAGE))
+        calls = []
+        with plugged(slow_handle, path.parent):
+            request = slow_handle.submit_read(bytearray(PAGE), path)
+            request.add_done_callback(lambda done: calls.append((1, done)))
+            request.add_done_callback(lambda done: calls.append((2, done, done.done())))
+            assert calls == []
+        assert request.wait() == PAGE
+        assert calls == [(1, request), (2, request, True)]
+        assert request.wait() == PAGE
+        assert request.done()
+        assert len(calls) == 2
+
+    def test_it_is_called_at_once_when_the_request_is_done(self, handle, path):
+        request = handle.submit_write(pattern(PAGE), path)
+        request.wait()
+        calls = []
+        request.add_done_callback(calls.append)
+        assert calls == [request]
+
+    def test_the_bytes_are_where_they_belong(self, handle, path):
+        path.write_bytes(pattern(2000))
+        target = np.zeros((1000, 2), np.uint16)
+        seen = []
+        request = handle.submit_read(target[:, 0], path)
+        request.add_done_callback(lambda _: seen.append(target[:, 0].tobytes()))
+        assert request.wait() == 2000
+        assert seen == [pattern(2000)]
+
+    def test_it_hears_of_failures_and_of_cancelling(self, slow_handle, path):
+        path.write_bytes(pattern(PAGE))
+        calls = []
+        with plugged(slow_handle, path.parent):
+            failing = slow_handle.submit_read(bytearray(PAGE + 1), path)
+            dropped = slow_handle.submit_read(bytearray(PAGE), path)
+            for request in (failing, dropped):
+                request.add_done_callback(calls.append)
+            assert dropped.cancel()
+            slow_handle.pending  # noqa: B018 -- a look at the handle, which collects
+            assert set(calls) == {failing, dropped}
+        assert failing.exception().errno == errno.ENODATA
+        with pytest.raises(CancelledError):
+            dropped.wait()
+
+    def test_it_runs_in_the_thread_that_finds_the_request_done(self, slow_handle, path):
+        path.write_bytes(pattern(PAGE))
+        threads = []
+        with plugged(slow_handle, path.parent):
+            request = slow_handle.submit_read(bytearray(PAGE), path)
+            request.add_done_callback(lambda _: threads.append(threading.get_ident()))
+        waiter = threading.Thread(target=request.wait)
+        waiter.start()
+        waiter.join()
+        assert threads == [waiter.ident]
+
+    def test_it_is_called_for_a_request_that_nobody_holds(self, handle, path):
+        calls = []
+        request = handle.submit_write(b"1", path)
+        request.add_done_callback(lambda done: calls.append(done.nbytes))
+        del request
+        handle.close()
+        assert calls == [1]
+
+    def test_threads_that_add_while_it_ends_are_all_heard(self, handle, path):
+        calls = []
+        path.write_bytes(pattern(PAGE))
+        with ThreadPoolExecutor(4) as threads:
+            for _ in range(50):
+                request = handle.submit_read(bytearray(PAGE), path)
+                added = [threads.submit(request.add_done_callback, calls.append)]
+                added.append(threads.submit(request.wait))
+                added.append(threads.submit(request.add_done_callback, calls.append))
+                for future in added:
+                    future.result()
+                assert calls == [request] * 2
+                calls.clear()
+
+    def test_what_it_raises_is_logged_and_the_others_are_called(self, handle, path, caplog):
+        calls = []
+        request = handle.submit_write(b"1", path)
+        request.add_done_callback(lambda _: [][0])
+        request.add_done_callback(calls.append)
+        assert request.wait() == 1
+        assert calls == [request]
+        (record,) = caplog.records
+        assert record.name == "nvmeio"
+        assert record.exc_info[0] is IndexError
+
+    def test_ctrl_c_within_one_is_raised_when_all_were_called(self, slow_handle, path):
+        def press(_):
+            raise KeyboardInterrupt
+
+        calls = []
+        with plugged(slow_handle, path.parent):
+            request = slow_handle.submit_write(b"1", path)
+            request.add_done_callback(press)
+            request.add_done_callback(calls.append)
+        with pytest.raises(KeyboardInterrupt):
+            request.wait()
+        assert calls == [request]
+        assert request.wait() == 1
+
+    def test_it_may_use_the_handle_and_the_request(self, handle, path):
+        seen = []
+
+        def go_on(request):
+            request.add_done_callback(seen.append)
+            other = handle.submit_read(bytearray(1), path)
+            seen.append(other.wait())
+            seen.append(handle.pending)
+
+        request = handle.submit_write(b"1", path)
+        request.add_done_callback(go_on)
+        assert request.wait() == 1
+        assert sorted(map(str, seen)) == sorted(map(str, [request, 1, 0]))
+
+    def test_it_is_let_go_when_it_was_called(self, handle, path):
+        array = np.zeros(1, np.uint8).view(Owner)
+        gone = weakref.ref(array)
+        request = handle.submit_write(b"1", path)
+        request.add_done_callback(lambda _, array=array: None)
+        del array
+        request.wait()
+        assert gone() is None
+
+
 def test_a_request_is_not_made_by_hand():
     with pytest.raises(TypeError, match="made by submit_read"):
         nvmeio.Request()
     request = nvmeio.Request.__new__(nvmeio.Request)
-    for ask in (request.wait, request.done):
+    for ask in (request.wait, request.done, lambda: request.add_done_callback(print)):
         with pytest.raises(ValueError, match="never submitted"):
             ask()
     assert request.cancel() is False

@@ -56,6 +56,9 @@ cdef class Request:
     RuntimeWarning when the request is dropped.
     """
 
+    def __cinit__(self):
+        self.callbacks = []
+
     def __init__(self):
         raise TypeError("a Request is made by submit_read() and submit_write()")
 
@@ -117,9 +120,28 @@ cdef class Request:
             buffer.release()
         # Letting go may run anything, and so has no lock.
         del buffer, file
+        self.tell()
         if interruption is not None:
             raise interruption
         return True
+
+    cdef int tell(self) except -1:
+        interruption = None
+        while self.callbacks:
+            try:
+                fn = self.callbacks.pop(0)
+            except IndexError:
+                # Another thread was faster.
+                break
+            try:
+                fn(self)
+            except Exception:
+                _log.exception("a callback of %r has failed", self)
+            except BaseException as error:
+                interruption = error
+        if interruption is not None:
+            raise interruption
+        return 0
 
     cdef int check_process(self) except -1:
         # Also if it was done by then: a thread that the child does not have may have held
@@ -243,6 +265,34 @@ cdef class Request:
         with nogil:
             dropped = _core.request_cancel(self.c)
         return dropped == 1
+
+    def add_done_callback(self, fn) -> None:
+        """Have a function called when the request is done.
+
+        Parameters
+        ----------
+        fn : callable
+            Is called with the request, once; at once if the request is done already.
+
+        Raises
+        ------
+        OSError
+            EOWNERDEAD: the request was submitted before a fork(), and was not done then.
+
+        Notes
+        -----
+        It is called in the thread that observes the completion: in ``wait``, ``done``, the
+        next call of the handle, or the event loop that waits for one of its requests.
+        While nobody looks at the handle nothing is called.  Several are called in the order
+        in which they were added.  What one raises is logged by the logger ``nvmeio``, and
+        not raised; an exception that is no Exception, as Ctrl-C is, is raised in that
+        thread when all were called.  As ``concurrent.futures.Future`` has it.
+        """
+        self.poll(0)
+        self.callbacks.append(fn)
+        # It may have been finished in between, by a thread that has not seen this one.
+        if self.finished:
+            self.tell()
 
     def __reduce__(self):
         raise TypeError("a Request cannot be pickled; it belongs to this process")

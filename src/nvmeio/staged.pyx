@@ -42,6 +42,8 @@ cdef class StagedRequest(Request):
                 interruption = self.go_on(timeout_ns)
             finally:
                 self.finisher = 0
+        if self.finished:
+            self.tell()
         if interruption is not None:
             raise interruption
         return self.finished
