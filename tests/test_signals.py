@@ -22,7 +22,9 @@ PLACES = [*SLOW_PLACES, ("io_uring", "fuse"), ("libaio", "fuse")]
 
 
 @pytest.mark.parametrize("size", [4096, 1 << 21])
-@pytest.mark.parametrize("way", ["request", "handle", "close", "read"])
+@pytest.mark.parametrize(
+    "way", ["request", "handle", "close", "read", "wait", "as_completed"]
+)
 @pytest.mark.parametrize(("engine", "slow"), PLACES, indirect=["slow"])
 def test_ctrl_c_ends_a_wait_and_the_transfer_goes_on(slow, engine, way, size):
     report = run_child("ctrl_c", **slow, engine=engine, way=way, size=size).report

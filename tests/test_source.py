@@ -48,13 +48,34 @@ MAY_USE = {
     "info": {"_build", "_core", "_types"},
     "file": {"_core", "_types", "arguments"},
     "outcome": {"_core", "file"},
-    "request": {"_core", "arguments", "buffer", "file", "outcome"},
+    "callbacks": set(),
+    "_listener": set(),
+    "_asyncio": {"_listener"},
+    "request": {
+        "_asyncio",
+        "_core",
+        "arguments",
+        "buffer",
+        "callbacks",
+        "file",
+        "outcome",
+    },
+    "futures": {"_asyncio", "_listener", "arguments", "request"},
     "lanes": {"_core", "info", "request", "settings"},
     "openfiles": {"_core", "arguments", "file", "lanes", "request"},
-    "staged": {"_core", "buffer", "file", "lanes", "outcome", "request"},
+    "staged": {"_core", "buffer", "callbacks", "file", "lanes", "outcome", "request"},
     "records": {"_core", "arguments", "buffer", "file", "outcome", "request"},
-    "gather": {"_core", "arguments", "buffer", "copy", "records", "request", "submitter"}
-    | {"_registry", "_types", "file"},
+    "gather": {
+        "_core",
+        "_types",
+        "arguments",
+        "buffer",
+        "copy",
+        "file",
+        "records",
+        "request",
+        "submitter",
+    },
     "submitter": {
         "_core",
         "arguments",
@@ -82,7 +103,6 @@ MAY_USE = {
         "memory",
         "request",
     },
-    "aio": {"file", "handle", "request"},
 }
 # The tops of the house, which may use everything: the package itself and its tools.
 TOPS = {"__init__", "deepspeed", "cli", "torch"}

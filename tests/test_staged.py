@@ -1,5 +1,6 @@
 """Tensors on a device pass through pieces of host memory; here the device is made up."""
 
+import asyncio
 import errno
 import gc
 import threading
@@ -182,6 +183,69 @@ def test_done_moves_it_on(handle, path):
     while not request.done():
         pass
     assert target.content() == pattern(30 * PIECE)
+
+
+def completed_by_for(requests):
+    return list(nvmeio.as_completed(requests))
+
+
+def completed_by_wait(requests):
+    return nvmeio.wait(requests).done
+
+
+def completed_by_tasks(requests):
+    async def main():
+        assert await asyncio.gather(*requests) == [request.nbytes for request in requests]
+        return [request async for request in nvmeio.as_completed(requests)]
+
+    return asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    "completed", [completed_by_for, completed_by_wait, completed_by_tasks]
+)
+def test_who_waits_for_several_moves_them_on(handle, path, library, completed):
+    size = 30 * PIECE
+    source = Device(pattern(size))
+    targets = [Device(bytes(size)) for _ in range(4)]
+    calls = []
+    assert handle.submit_write(source, path).wait() == size
+    requests = [handle.submit_read(target, path) for target in targets]
+    requests.append(handle.submit_write(source, f"{path}-copy"))
+    for request in requests:
+        request.add_done_callback(calls.append)
+    assert set(completed(requests)) == set(calls) == set(requests)
+    assert len(calls) == 5
+    assert all(target.content() == source.content() for target in targets)
+    assert library.finished == 4
+    assert library.threads == {threading.current_thread()}
+
+
+@pytest.mark.usefixtures("library")
+def test_a_cancelled_await_of_a_tensor_ends_when_nothing_moves_any_more(open_handle, path):
+    handle = open_handle(**SLOW)
+    path.write_bytes(pattern(20 * PIECE))
+    target = Device(bytes(20 * PIECE))
+
+    async def main():
+        with plugged(handle, path.parent):
+            request = handle.submit_read(target, path)
+            task = asyncio.ensure_future(request)
+            for _ in range(2):
+                await asyncio.sleep(0)
+                task.cancel()
+            await asyncio.sleep(0)
+            # Pieces are on their way still.
+            assert not task.done()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        with pytest.raises(CancelledError):
+            request.wait(0)
+        target.memory[:] = 7
+        assert handle.pending == 0
+
+    asyncio.run(main())
+    assert (target.memory == 7).all()
 
 
 @pytest.mark.usefixtures("library")

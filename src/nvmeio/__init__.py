@@ -10,6 +10,7 @@ from nvmeio.arrays import ArrayFile, load, save
 from nvmeio.copy import deepspeed_memcpy, memcpy
 from nvmeio.file import File
 from nvmeio.files import aio_read, aio_write, read_file, read_into, write_file
+from nvmeio.futures import as_completed, wait
 from nvmeio.handle import aio_handle
 from nvmeio.info import build_info, engines
 from nvmeio.memory import empty
@@ -25,6 +26,7 @@ __all__ = [
     "aio_handle",
     "aio_read",
     "aio_write",
+    "as_completed",
     "build_info",
     "deepspeed_memcpy",
     "empty",
@@ -37,6 +39,7 @@ __all__ = [
     "read_file",
     "read_into",
     "save",
+    "wait",
     "write_file",
 ]
 

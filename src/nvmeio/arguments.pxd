@@ -18,4 +18,4 @@ cdef object path_or_descriptor(object file)
 cdef int64_t file_position(str name, object value) except -1
 
 # The monotonic time at which a timeout in seconds is over; -1: never.
-cdef int64_t deadline_ns(object timeout_s) except -2
+cpdef int64_t deadline_ns(object timeout_s) except -2

@@ -181,8 +181,24 @@ cpdef object refuse_path(object buffer):
         )
 
 
-cdef int64_t deadline_ns(object timeout_s) except -2:
-    """Return the monotonic time at which ``timeout_s`` is over, -1 for never."""
+cpdef int64_t deadline_ns(object timeout_s) except -2:
+    """Return the monotonic time at which a timeout is over.
+
+    Parameters
+    ----------
+    timeout_s : float or None
+        How long from now on, in seconds.
+
+    Returns
+    -------
+    int
+        In nanoseconds; -1 for never.
+
+    Raises
+    ------
+    TypeError, ValueError
+        It is no number, or negative.
+    """
     if timeout_s is None:
         return -1
     if isinstance(timeout_s, (bool, _numpy_bool)):

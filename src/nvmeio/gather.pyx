@@ -194,6 +194,7 @@ cdef class Gatherer(Submitter):
         request = new_gather(
             op, lent, opened, offsets, sizes, places, max_gap, result
         )
+        request._lanes = self.lanes
         request.start(self.lanes.c, caller)
         return request
 

@@ -6,14 +6,15 @@ cdef class Lanes:
 
     cdef nvmeio_handle *c     # never NULL once made
     cdef set staged           # requests that Python moves on, piece by piece
-    cdef unsigned generation  # of the process that `staged` belongs to
+    cdef object event_loops   # weak references of their watchers; None once stopped
+    cdef unsigned generation  # of the process that both belong to
 
     # In a forked child, forget what is the parent's.
     cdef int own(self) except -1
 
     # Move on what Python moves on, and let go of the requests that are done, observed or
     # not.
-    cdef int collect(self) except -1
+    cpdef int collect(self) except -1
 
     # Wait until nothing is in flight, looking at signals.
     cdef int drain(self) except -1

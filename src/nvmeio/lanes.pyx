@@ -40,6 +40,7 @@ cdef class Lanes:
 
     def __cinit__(self):
         self.staged = set()
+        self.event_loops = set()
         self.generation = _core.fork_generation()
 
     def __dealloc__(self):
@@ -51,9 +52,11 @@ cdef class Lanes:
         if self.generation != _core.fork_generation():
             self.generation = _core.fork_generation()
             self.staged = set()
+            if self.event_loops is not None:
+                self.event_loops = set()
         return 0
 
-    cdef int collect(self) except -1:
+    cpdef int collect(self) except -1:
         cdef void *users[64]
         cdef unsigned count = 64, i
         cdef Request request
@@ -98,8 +101,27 @@ cdef class Lanes:
         finally:
             with nogil:
                 _core.handle_stop(self.c)
-            self.collect()
+            loops, self.event_loops = self.event_loops, None
+            try:
+                self.collect()
+            finally:
+                dismiss(loops)
         return 0
+
+    @property
+    def watchers(self):
+        self.own()
+        return self.event_loops
+
+    def watch(self, int fd):
+        cdef int result
+        with nogil:
+            result = _core.handle_watch(self.c, fd)
+        _core.check(result)
+
+    def unwatch(self, int fd):
+        with nogil:
+            _core.handle_unwatch(self.c, fd)
 
     cdef unsigned pending(self) except *:
         return _core.handle_pending(self.c)
@@ -125,6 +147,15 @@ cdef int finish_all(list requests) except -1:
                 interruption = error
     if interruption is not None:
         raise interruption
+    return 0
+
+
+cdef int dismiss(object loops) except -1:
+    """Have event loops let go of lanes that are stopped; None: they have done so."""
+    for known in list(loops or ()):
+        watcher = known()
+        if watcher is not None:
+            watcher.close()
     return 0
 
 

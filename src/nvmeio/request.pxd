@@ -27,7 +27,8 @@ cdef class Request:
     cdef str words             # of an error that should not go unseen, or None
     cdef bint told             # somebody has seen the error
     cdef uint32_t generation   # of the process that made it
-    cdef list callbacks        # not yet called; whoever calls one takes it out first
+    cdef readonly object _lanes  # that carry it out, for who waits by their eventfd
+    cdef list callbacks          # of callbacks.pyx, not yet called
 
     # Hand over to the handle, which holds this object until handle_pop() gives it back.
     cdef int start(self, nvmeio_handle *handle, bint caller) except -1
@@ -38,9 +39,6 @@ cdef class Request:
     # Wait without the GIL, at most timeout_ns (negative: no limit), and finish.  Whether it
     # is finished.  What went wrong with the transfer is kept, not raised.
     cdef bint poll(self, int64_t timeout_ns) except -1
-
-    # Call the callbacks of a request that is finished.
-    cdef int tell(self) except -1
 
     # Raise where another process made it, of which this one is a child.
     cdef int check_process(self) except -1

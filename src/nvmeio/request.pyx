@@ -21,6 +21,7 @@ from nvmeio._core cimport OP_READ, nvmeio_file, nvmeio_handle, nvmeio_op
 from nvmeio._core cimport nvmeio_outcome, nvmeio_transfer
 from nvmeio.arguments cimport deadline_ns
 from nvmeio.buffer cimport Buffer
+from nvmeio.callbacks cimport call_all, forget
 from nvmeio.file cimport File
 from nvmeio.outcome cimport check_against_file, error_of, raise_refused, verb_of
 from nvmeio.outcome cimport warn_of, words_of
@@ -120,28 +121,10 @@ cdef class Request:
             buffer.release()
         # Letting go may run anything, and so has no lock.
         del buffer, file
-        self.tell()
+        call_all(self.callbacks, self)
         if interruption is not None:
             raise interruption
         return True
-
-    cdef int tell(self) except -1:
-        interruption = None
-        while self.callbacks:
-            try:
-                fn = self.callbacks.pop(0)
-            except IndexError:
-                # Another thread was faster.
-                break
-            try:
-                fn(self)
-            except Exception:
-                _log.exception("a callback of %r has failed", self)
-            except BaseException as error:
-                interruption = error
-        if interruption is not None:
-            raise interruption
-        return 0
 
     cdef int check_process(self) except -1:
         # Also if it was done by then: a thread that the child does not have may have held
@@ -282,17 +265,52 @@ cdef class Request:
         Notes
         -----
         It is called in the thread that observes the completion: in ``wait``, ``done``, the
-        next call of the handle, or the event loop that waits for one of its requests.
-        While nobody looks at the handle nothing is called.  Several are called in the order
-        in which they were added.  What one raises is logged by the logger ``nvmeio``, and
-        not raised; an exception that is no Exception, as Ctrl-C is, is raised in that
-        thread when all were called.  As ``concurrent.futures.Future`` has it.
+        next call of the handle, or an event loop that waits for one of its requests.  While
+        nobody looks at the handle nothing is called.  Several are called in order.  What
+        one raises is logged by the logger ``nvmeio``; an exception that is no Exception,
+        as Ctrl-C is, is raised in that thread when all were called.
         """
         self.poll(0)
         self.callbacks.append(fn)
         # It may have been finished in between, by a thread that has not seen this one.
         if self.finished:
-            self.tell()
+            call_all(self.callbacks, self)
+
+    def _remove_done_callback(self, fn):
+        forget(self.callbacks, fn)
+
+    @property
+    def _failed(self):
+        return self.error is not None and not isinstance(self.error, CancelledError)
+
+    def __await__(self):
+        """Wait until the transfer is done, while an asyncio event loop goes on.
+
+        Returns
+        -------
+        int
+            As ``wait``.
+
+        Raises
+        ------
+        Exception
+            What ``wait`` raises: concurrent.futures.CancelledError where ``cancel`` has
+            dropped the request.
+        asyncio.CancelledError
+            The task was cancelled.  Then the request is cancelled too, and this is raised
+            when it is done, also if the task is cancelled again meanwhile: no memory is
+            written to any more.
+
+        Notes
+        -----
+        Any number of tasks, of any event loops, may await the same request.  A task that
+        is cancelled before it has begun to await cancels no request.  No thread is started:
+        the loop reads an eventfd (``loop.add_reader``), one for each handle and loop,
+        closed with the handle or with the loop.
+        """
+        # Not at the top: asyncio takes longer to import than nvmeio.
+        from nvmeio._asyncio import outcome_of
+        return outcome_of(self).__await__()
 
     def __reduce__(self):
         raise TypeError("a Request cannot be pickled; it belongs to this process")

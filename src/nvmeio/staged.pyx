@@ -13,6 +13,7 @@ from libc.stdint cimport int64_t
 
 from nvmeio._core cimport OP_READ, OP_WRITE, fork_generation, nvmeio_op
 from nvmeio.buffer cimport Buffer, lend
+from nvmeio.callbacks cimport call_all
 from nvmeio.file cimport File
 from nvmeio.lanes cimport Lanes
 from nvmeio.outcome cimport words_of
@@ -24,7 +25,6 @@ from nvmeio.request cimport Request, fill_request, new_request
 cdef class StagedRequest(Request):
     """A request that Python moves on, piece by piece, whenever somebody looks at it."""
 
-    cdef Lanes lanes
     cdef list parts             # a Request for each piece that was begun
     cdef Py_ssize_t done_count  # of the parts, those that are done and delivered
     cdef bint cancelled
@@ -43,7 +43,7 @@ cdef class StagedRequest(Request):
             finally:
                 self.finisher = 0
         if self.finished:
-            self.tell()
+            call_all(self.callbacks, self)
         if interruption is not None:
             raise interruption
         return self.finished
@@ -103,7 +103,7 @@ cdef class StagedRequest(Request):
             self.offset + <int64_t> stage.pieces[index][0],
             self.validate,
         )
-        part.start(self.lanes.c, False)
+        part.start((<Lanes> self._lanes).c, False)
         self.parts.append(part)
         return True
 
@@ -142,7 +142,7 @@ cdef Request new_staged(
     cdef Request earlier
     cdef Py_ssize_t index
     fill_request(request, op, buffer, file, offset, validate)
-    request.lanes = lanes
+    request._lanes = lanes
     request.parts = []
     count = len(buffer.stage.pieces)
     slots = buffer.stage.slots

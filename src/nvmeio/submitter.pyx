@@ -250,6 +250,7 @@ cdef class Submitter:
         if lent is not None and lent.stage is not None:
             return new_staged(op, lent, opened, offset, validate, self.lanes)
         request = new_request(op, lent, opened, offset, validate)
+        request._lanes = self.lanes
         caller = (
             caller
             and request.nbytes <= CALLER_BYTES_MAX

@@ -5,7 +5,7 @@ import importlib
 import json
 import sys
 
-SUBJECTS = ("faults", "signals", "forks", "exits", "memory", "loaders")
+SUBJECTS = ("faults", "signals", "forks", "exits", "memory", "loaders", "futures")
 
 
 def main():

@@ -68,6 +68,11 @@ def interrupted(call):
     return False
 
 
+def list_completed(requests):
+    """List requests as they are done."""
+    return list(nvmeio.as_completed(requests))
+
+
 def press_ctrl_c(faults):
     """Send SIGINT once a call is held, and the main thread is on its way to wait for it."""
     faults.await_waiting()
@@ -91,6 +96,10 @@ def ctrl_c(folder, control, engine, way, size):
         came = interrupted(request.wait)
     elif way == "read":
         came = interrupted(lambda: handle.read(guarded.array, file))
+    elif way in ("wait", "as_completed"):
+        request = handle.submit_read(guarded.array, file)
+        waits = {"wait": nvmeio.wait, "as_completed": list_completed}
+        came = interrupted(lambda: waits[way]([request]))
     else:
         handle.async_pread(guarded.array, file)
         came = interrupted(handle.wait if way == "handle" else handle.close)

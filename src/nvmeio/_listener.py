@@ -1,0 +1,105 @@
+"""What hears of requests that are done: common to threads and event loops that wait.
+
+Lists what it uses of lanes and requests, which are Cython's, and stand above.
+"""
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Collection
+from typing import Any, Protocol
+
+__all__ = ["Lanes", "Listener", "Request", "Watcher"]
+
+
+class Watcher(Protocol):
+    """What lanes know of an event loop that waits for their requests."""
+
+    def close(self) -> None:
+        """Hear that the lanes are stopped.  Called by any thread."""
+
+
+class Lanes(Protocol):
+    """What carries out the requests of one handle."""
+
+    @property
+    def watchers(self) -> set[weakref.ref[Any]] | None:
+        """Event loops that wait for requests; None once the lanes are stopped."""
+
+    def watch(self, fd: int) -> None:
+        """Have an eventfd signalled once, when a request is done next."""
+
+    def unwatch(self, fd: int) -> None:
+        """Forget the eventfd."""
+
+    def collect(self) -> Any:
+        """Finish what is done, in this thread."""
+
+
+class Request(Protocol):
+    """A transfer to wait for."""
+
+    @property
+    def _lanes(self) -> Any: ...
+
+    def done(self) -> bool:
+        """Tell whether it is done."""
+
+    def wait(self, timeout_s: float | None = None) -> Any:
+        """Return its outcome, or raise its error."""
+
+    def cancel(self) -> bool:
+        """Drop what can be dropped."""
+
+    def add_done_callback(self, fn: Callable[[Any], object], /) -> None:
+        """Have a function called when it is done."""
+
+    def _remove_done_callback(self, fn: Callable[[Any], object], /) -> None: ...
+
+
+class Listener:
+    """Hears of requests that are done, in the order in which they become so.
+
+    A subclass sleeps meanwhile, and is woken by ``_ring``.
+    """
+
+    def __init__(self) -> None:
+        self.done: deque[Any] = deque()
+        # A request leaves when it is done: what it holds is the caller's then.
+        self._awaited: set[Request] = set()
+
+    def listen(self, requests: Collection[Request]) -> int:
+        """Add requests, and count them.
+
+        Parameters
+        ----------
+        requests : collection of Request
+            Each of them once.  Those that are done already are heard of at once.
+
+        Returns
+        -------
+        int
+            How many they are.
+
+        Raises
+        ------
+        OSError
+            EOWNERDEAD: one was submitted before a fork().
+        """
+        for request in requests:
+            self._awaited.add(request)
+            request.add_done_callback(self)
+        return len(requests)
+
+    def __call__(self, request: Request) -> None:
+        """Hear of a request that is done, in whichever thread has found it so."""
+        self.done.append(request)
+        self._awaited.discard(request)
+        self._ring()
+
+    def close(self) -> None:
+        """Hear no more."""
+        while self._awaited:
+            self._awaited.pop()._remove_done_callback(self)
+
+    def _ring(self) -> None:
+        raise NotImplementedError

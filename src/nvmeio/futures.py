@@ -1,0 +1,280 @@
+"""Waiting for any or all of many requests, of one handle or several.
+
+A thread sleeps on one eventfd, which the lanes signal, and whoever finishes a request
+elsewhere.  How an event loop sleeps is _asyncio.py's.
+"""
+
+import math
+import os
+import select
+import threading
+import time
+from collections.abc import AsyncIterator, Collection, Iterable, Iterator
+from typing import Any, NamedTuple
+
+from nvmeio._listener import Lanes, Listener
+from nvmeio._listener import Request as Awaited
+from nvmeio.arguments import deadline_ns, word
+from nvmeio.request import Request
+
+__all__ = ["Completions", "Waited", "as_completed", "wait"]
+
+# Between two slices of a sleep the lanes are looked at, for a write whose caller gave up
+# waiting ends only then; and signals, where another thread has received them.
+SLICE_S = 0.05
+
+WAYS = ("ALL_COMPLETED", "FIRST_COMPLETED", "FIRST_EXCEPTION")
+
+
+class Waited(NamedTuple):
+    """What ``wait`` has waited for.
+
+    Attributes
+    ----------
+    done, not_done : set of Request
+        Those that are done, also those that failed or were cancelled, and the others.
+    """
+
+    done: set[Request]
+    not_done: set[Request]
+
+
+class Bell(Listener):
+    """Hears of requests that are done for one thread, which sleeps meanwhile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lanes: set[Lanes] = set()
+        # Of what follows: nobody may signal an eventfd that is closed.  A signal's handler
+        # may come back here.
+        self._lock = threading.RLock()
+        self._asleep = False
+        self._fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._poll = select.poll()
+        self._poll.register(self._fd, select.POLLIN)
+
+    def listen(self, requests: Collection[Awaited]) -> int:
+        """Add requests, and count them; see ``Listener.listen``."""
+        self._lanes.update(request._lanes for request in requests)
+        return super().listen(requests)
+
+    def sleep(self, end_ns: int) -> bool:
+        """Sleep until a request is done, or until a monotonic time; tell whether one is.
+
+        Parameters
+        ----------
+        end_ns : int
+            When to give up, in nanoseconds; -1 for never.
+
+        Returns
+        -------
+        bool
+            False when the time is over.
+        """
+        while not self.done:
+            left_s = _left_s(end_ns)
+            self._look()
+            # The lanes signal from here on, and so does who rings.
+            self._asleep = True
+            try:
+                if not self.done:
+                    if left_s <= 0:
+                        return False
+                    self._poll.poll(min(left_s, SLICE_S) * 1000)
+            finally:
+                self._asleep = False
+        return True
+
+    def _look(self) -> None:
+        """Clear, ask again, and only then look: so no completion is missed."""
+        if self._poll.poll(0):
+            os.eventfd_read(self._fd)
+        for lanes in self._lanes:
+            lanes.watch(self._fd)
+        for lanes in self._lanes:
+            lanes.collect()
+
+    def close(self) -> None:
+        """Hear no more, and close the eventfd."""
+        super().close()
+        for lanes in self._lanes:
+            lanes.unwatch(self._fd)
+        with self._lock:
+            os.close(self._fd)
+
+    def _ring(self) -> None:
+        with self._lock:
+            if self._asleep:
+                os.eventfd_write(self._fd, 1)
+
+
+class Completions:
+    """Requests in the order in which they are done, by ``for`` or ``async for``, once.
+
+    Made by ``as_completed``.
+    """
+
+    def __init__(self, requests: list[Request], timeout_s: float | None) -> None:
+        self._requests = requests
+        self._timeout_s = timeout_s
+        self._end_ns = deadline_ns(timeout_s)
+
+    def _take(self) -> list[Request]:
+        """Return the requests, which are held here no more."""
+        requests, self._requests = self._requests, []
+        return requests
+
+    def _refuse(self, left: int, count: int) -> TimeoutError:
+        return TimeoutError(
+            f"{left} of {count} requests were not done within {self._timeout_s} s; they "
+            "go on"
+        )
+
+    def __iter__(self) -> Iterator[Request]:
+        """Yield each request when it is done."""
+        bell = Bell()
+        try:
+            count = bell.listen(self._take())
+            for left in range(count, 0, -1):
+                if not bell.sleep(self._end_ns):
+                    raise self._refuse(left, count)
+                yield bell.done.popleft()
+        finally:
+            bell.close()
+
+    async def __aiter__(self) -> AsyncIterator[Request]:
+        """Yield each request when it is done; the event loop goes on meanwhile."""
+        from nvmeio._asyncio import Alarm
+
+        alarm = Alarm()
+        try:
+            count = alarm.listen(self._take())
+            for left in range(count, 0, -1):
+                while not alarm.done:
+                    left_s = _left_s(self._end_ns)
+                    if left_s <= 0:
+                        raise self._refuse(left, count)
+                    await alarm.sleep(left_s)
+                yield alarm.done.popleft()
+        finally:
+            alarm.close()
+
+
+def as_completed(
+    requests: Iterable[Request], timeout_s: float | None = None
+) -> Completions:
+    """Iterate over requests in the order in which they are done.
+
+    Parameters
+    ----------
+    requests : iterable of Request
+        Of any handles.  One that is given twice is yielded once.
+    timeout_s : float, optional
+        How long all of it may take from now on, in seconds; None waits as long as it takes.
+
+    Returns
+    -------
+    Completions
+        To be iterated once, by ``for`` or ``async for``.  Yields the requests themselves,
+        those first that were done before; ``wait()`` gives the bytes or the error of each.
+
+    Raises
+    ------
+    TypeError
+        One of them is no Request, or ``timeout_s`` no number.
+    ValueError
+        ``timeout_s`` is negative.
+    TimeoutError
+        From the iteration: the time is over.  The requests go on.
+    OSError
+        From the iteration: EOWNERDEAD, one was submitted before a fork().
+    KeyboardInterrupt
+        From ``for``: Ctrl-C, within 0.1 s.  The requests go on.
+
+    Notes
+    -----
+    Releases the GIL while it waits.  Leaving the loop early, or cancelling the task of an
+    ``async for``, cancels no request.  An ``async for`` that is left early ends when its
+    iterator is closed: at the latest with the event loop.
+    """
+    return Completions(_checked(requests), timeout_s)
+
+
+def wait(
+    requests: Iterable[Request],
+    timeout_s: float | None = None,
+    return_when: str = "ALL_COMPLETED",
+) -> Waited:
+    """Wait for some requests or for all.
+
+    Parameters
+    ----------
+    requests : iterable of Request
+        Of any handles.
+    timeout_s : float, optional
+        How long, in seconds; None waits as long as it takes.
+    return_when : str, default "ALL_COMPLETED"
+        ``"FIRST_COMPLETED"`` returns when one is done, ``"FIRST_EXCEPTION"`` when one has
+        failed (being cancelled is no failure) or all are done: the values of
+        ``concurrent.futures``.
+
+    Returns
+    -------
+    Waited
+        The sets ``done`` and ``not_done``.  When the time is over some are not done, which
+        is no error here.
+
+    Raises
+    ------
+    TypeError
+        One of them is no Request, or ``timeout_s`` no number.
+    ValueError
+        ``timeout_s`` is negative, or ``return_when`` is none of the three.
+    OSError
+        EOWNERDEAD: one was submitted before a fork().
+    KeyboardInterrupt
+        Ctrl-C, within 0.1 s; the requests go on.
+
+    Notes
+    -----
+    Releases the GIL while it waits.  Errors of requests are not raised here, but by their
+    ``wait()``.
+    """
+    word("return_when", return_when, WAYS)
+    awaited = _checked(requests)
+    end_ns = deadline_ns(timeout_s)
+    done: set[Request] = set()
+    bell = Bell()
+    try:
+        bell.listen(awaited)
+        while not _is_enough(return_when, awaited, done, bell) and bell.sleep(end_ns):
+            pass
+    finally:
+        bell.close()
+    return Waited(done, set(awaited) - done)
+
+
+def _is_enough(way: str, awaited: list[Request], done: set[Request], bell: Bell) -> bool:
+    """Add to ``done`` what the bell has heard of, and tell whether that will do."""
+    failed = False
+    while bell.done:
+        request = bell.done.popleft()
+        done.add(request)
+        failed = failed or request._failed
+    first = way == "FIRST_COMPLETED" and bool(done)
+    return first or len(done) == len(awaited) or (way == "FIRST_EXCEPTION" and failed)
+
+
+def _checked(requests: Iterable[Any]) -> list[Request]:
+    """Return each request once, or raise TypeError for what is none."""
+    found: dict[Request, None] = {}
+    for index, request in enumerate(requests):
+        if not isinstance(request, Request):
+            raise TypeError(f"requests[{index}] is {request!r}; it must be a Request")
+        found[request] = None
+    return list(found)
+
+
+def _left_s(end_ns: int) -> float:
+    """Return how long it is until a monotonic time, in seconds; infinity for -1."""
+    return (end_ns - time.monotonic_ns()) / 1e9 if end_ns >= 0 else math.inf

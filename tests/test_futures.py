@@ -1,0 +1,626 @@
+"""Requests as futures: awaited, gathered, iterated as they are done, on every engine."""
+
+import asyncio
+import contextlib
+import errno
+import gc
+import os
+import subprocess
+import sys
+import threading
+from concurrent.futures import CancelledError, ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+import nvmeio
+from children import run_child
+from helpers import ENGINES, PAGE, SLOW, Guarded, pattern, plugged
+from mounts import SLOW_PLACES
+from nvmeio._asyncio import outcome_of
+from nvmeio.futures import Bell
+
+
+@pytest.fixture(params=["asyncio", "uvloop"])
+def new_loop(request):
+    """What makes an event loop: of asyncio, of uvloop."""
+    if request.param == "asyncio":
+        return asyncio.new_event_loop
+    return pytest.importorskip("uvloop").new_event_loop
+
+
+@pytest.fixture
+def run(new_loop):
+    """Run a coroutine in an event loop, which is closed at the end."""
+
+    def run(coroutine):
+        return run_in(new_loop(), coroutine)
+
+    return run
+
+
+def run_in(loop, coroutine):
+    """Do what asyncio.run() does, in any loop."""
+    with contextlib.closing(loop):
+        try:
+            return loop.run_until_complete(coroutine)
+        finally:
+            loop.run_until_complete(loop.shutdown_asyncgens())
+
+
+@pytest.fixture
+def slow_handle(open_handle):
+    """A handle that `plugged` can keep busy."""
+    return open_handle(**SLOW)
+
+
+def eventfds():
+    """Return the descriptors of this process that are eventfds."""
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            if os.readlink(f"/proc/self/fd/{name}") == "anon_inode:[eventfd]":
+                found.add(int(name))
+    return found
+
+
+def task_count():
+    """Count the threads of this process, those of C included."""
+    return len(os.listdir("/proc/self/task"))
+
+
+@pytest.fixture
+def pages(path):
+    """A file of a few pages, its bytes, and how to read one of them."""
+    data = pattern(64 * PAGE)
+    path.write_bytes(data)
+
+    def start(handle, index):
+        guarded = Guarded(PAGE)
+        return handle.submit_read(guarded.array, path, index % 64 * PAGE), guarded
+
+    def check(guarded, index):
+        assert guarded.content() == data[index % 64 * PAGE :][:PAGE]
+
+    return start, check
+
+
+class TestAwait:
+    """await request."""
+
+    def test_it_returns_what_wait_returns(self, handle, path, run):
+        async def main():
+            write = handle.submit_write(pattern(3 * PAGE + 1), path)
+            assert await write == write.wait() == await write == 3 * PAGE + 1
+            assert await handle.submit_fsync(path) == 0
+            target = np.zeros((PAGE, 2), np.uint8)
+            assert await handle.submit_read(target[:, 1], path) == PAGE
+            assert target[:, 1].tobytes() == pattern(3 * PAGE + 1)[:PAGE]
+
+        run(main())
+
+    def test_thousands_are_gathered_without_a_thread(self, handle, pages, run):
+        start, check = pages
+
+        async def main():
+            reads = [start(handle, index) for index in range(2000)]
+            before = task_count(), threading.active_count()
+            got = await asyncio.gather(*(request for request, _ in reads))
+            assert (task_count(), threading.active_count()) == before
+            assert got == [PAGE] * 2000
+            for index, (_, guarded) in enumerate(reads):
+                check(guarded, index)
+
+        run(main())
+
+    def test_one_after_the_other(self, handle, pages, run):
+        start, check = pages
+
+        async def main():
+            for index in range(100):
+                request, guarded = start(handle, index)
+                assert await request == PAGE
+                check(guarded, index)
+
+        run(main())
+
+    def test_the_loop_goes_on_meanwhile(self, slow_handle, path, pages, run):
+        start, check = pages
+
+        async def main():
+            with plugged(slow_handle, path.parent):
+                request, guarded = start(slow_handle, 5)
+                task = asyncio.ensure_future(request)
+                for _ in range(5):
+                    await asyncio.sleep(0)
+                assert not task.done()
+                assert not request.done()
+            assert await task == PAGE
+            check(guarded, 5)
+
+        run(main())
+
+    def test_it_raises_what_wait_raises(self, slow_handle, path, run):
+        path.write_bytes(pattern(PAGE))
+
+        async def main():
+            with plugged(slow_handle, path.parent):
+                short = slow_handle.submit_read(bytearray(PAGE + 1), path)
+                dropped = slow_handle.submit_read(bytearray(PAGE), path)
+                tasks = [asyncio.ensure_future(dropped) for _ in range(3)]
+                await asyncio.sleep(0)
+                assert dropped.cancel()
+                for task in tasks:
+                    with pytest.raises(CancelledError):
+                        await task
+                assert not any(task.cancelled() for task in tasks)
+            with pytest.raises(OSError, match="past the end") as caught:
+                await short
+            assert (caught.value.errno, caught.value.filename) == (errno.ENODATA, str(path))
+
+        run(main())
+
+    def test_many_tasks_of_many_loops_await_one(self, slow_handle, path, pages, new_loop):
+        start, check = pages
+        begun = threading.Barrier(5)
+
+        async def main(request):
+            tasks = [asyncio.ensure_future(request) for _ in range(4)]
+            await asyncio.sleep(0)
+            begun.wait()
+            return await asyncio.gather(*tasks)
+
+        with ThreadPoolExecutor(4) as threads:
+            with plugged(slow_handle, path.parent):
+                request, guarded = start(slow_handle, 3)
+                loops = [
+                    threads.submit(run_in, new_loop(), main(request)) for _ in range(4)
+                ]
+                begun.wait()
+            assert [loop.result() for loop in loops] == [[PAGE] * 4] * 4
+        check(guarded, 3)
+
+    def test_loops_in_many_threads_share_a_handle(self, handle, pages, new_loop):
+        start, check = pages
+
+        async def work(first):
+            for index in range(first, first + 20):
+                request, guarded = start(handle, index)
+                assert await request == PAGE
+                check(guarded, index)
+
+        async def main(number):
+            await asyncio.gather(*(work(100 * number + n) for n in range(10)))
+
+        with ThreadPoolExecutor(4) as threads:
+            jobs = [threads.submit(run_in, new_loop(), main(number)) for number in range(4)]
+            for job in jobs:
+                job.result()
+        assert handle.pending == 0
+
+    def test_one_that_another_thread_finishes_wakes_the_task(
+        self, slow_handle, path, pages, run
+    ):
+        start, check = pages
+
+        async def main():
+            with plugged(slow_handle, path.parent):
+                reads = [start(slow_handle, index) for index in range(8)]
+                tasks = [asyncio.ensure_future(request) for request, _ in reads]
+                await asyncio.sleep(0)
+            # The loop looks at nothing while the others finish all of them.
+            with ThreadPoolExecutor(8) as threads:
+                list(threads.map(lambda read: read[0].wait(), reads))
+            assert await asyncio.gather(*tasks) == [PAGE] * 8
+            for index, (_, guarded) in enumerate(reads):
+                check(guarded, index)
+
+        run(main())
+
+    def test_it_takes_an_event_loop(self, slow_handle, path):
+        with plugged(slow_handle, path.parent):
+            request = slow_handle.submit_write(pattern(1), path)
+            with pytest.raises(RuntimeError, match="no running event loop"):
+                next(request.__await__())
+        assert request.wait() == 1
+
+    @pytest.mark.parametrize("engine", ENGINES[-1:])
+    def test_a_loop_that_closes_first_is_let_go(self, slow_handle, path, pages, new_loop):
+        start, check = pages
+        before = eventfds()
+        loop = new_loop()
+        with plugged(slow_handle, path.parent):
+            request, guarded = start(slow_handle, 1)
+            task = asyncio.ensure_future(request, loop=loop)
+            loop.run_until_complete(asyncio.sleep(0))
+            assert len(eventfds() - before) >= 1
+            # Awaited still, by a task that will never go on.
+            with contextlib.suppress(RuntimeError):
+                loop.close()
+        assert request.wait() == PAGE
+        check(guarded, 1)
+        assert not task.done()
+        task._log_destroy_pending = False
+        del task
+        gc.collect()
+        assert eventfds() - before == set()
+
+
+class TestCancelling:
+    """A cancelled await cancels, drains, then raises."""
+
+    def test_the_memory_is_the_callers_again(self, slow_handle, path, pages, run):
+        start, _ = pages
+
+        async def main():
+            with plugged(slow_handle, path.parent):
+                request, guarded = start(slow_handle, 1)
+                guarded.array[:] = 7
+                task = asyncio.ensure_future(request)
+                await asyncio.sleep(0)
+                task.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await task
+                # What is told here was true when the task ended.
+                assert "failed" in repr(request)
+                with pytest.raises(CancelledError):
+                    request.wait(0)
+            slow_handle.close()
+            assert guarded.content() == bytes([7]) * PAGE
+
+        run(main())
+
+    def test_what_is_under_way_ends_first(self, open_handle, path, run):
+        handle = open_handle(**SLOW)
+        size = 2000 * PAGE
+        path.write_bytes(pattern(size))
+
+        async def main():
+            for _ in range(5):
+                guarded = Guarded(size)
+                request = handle.submit_read(guarded.array, path)
+                task = asyncio.ensure_future(request)
+                await asyncio.sleep(0)
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await task
+                assert not repr(request).endswith("in flight>")
+                guarded.array[:] = 7
+                assert handle.pending == 0
+                assert guarded.content() == bytes([7]) * size
+
+        run(main())
+
+    def test_a_time_limit_does_the_same(self, slow_handle, path, pages, run):
+        start, check = pages
+
+        async def main():
+            with plugged(slow_handle, path.parent):
+                request, _ = start(slow_handle, 1)
+                with pytest.raises(asyncio.TimeoutError):
+                    await asyncio.wait_for(request, 0.01)
+                with pytest.raises(CancelledError):
+                    request.wait(0)
+            other, guarded = start(slow_handle, 1)
+            assert await asyncio.wait_for(other, 60) == PAGE
+            check(guarded, 1)
+
+        run(main())
+
+    @pytest.mark.parametrize(("engine", "slow"), SLOW_PLACES, indirect=["slow"])
+    @pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
+    def test_a_second_cancelling_changes_nothing(self, slow, engine, loop):
+        pytest.importorskip(loop)
+        report = run_child("cancel_awaits", **slow, engine=engine, loop=loop).report
+        assert report == {"ended_early": [False, False], "cancelled": True}
+
+
+class TestDescriptors:
+    """One eventfd for each handle and loop, and none afterwards."""
+
+    def test_there_is_one_for_each_handle_and_loop(self, open_handle, folder, pages, run):
+        start, _ = pages
+        handles = [open_handle(**SLOW) for _ in range(2)]
+        folders = [folder / name for name in ("first", "second")]
+        for one in folders:
+            one.mkdir()
+        before = eventfds()
+
+        async def listed(requests):
+            return [request async for request in nvmeio.as_completed(requests)]
+
+        async def main():
+            own = eventfds()
+            for _ in range(3):
+                with plugged(handles[0], folders[0]), plugged(handles[1], folders[1]):
+                    requests = [start(handles[n % 2], n)[0] for n in range(16)]
+                    tasks = [asyncio.ensure_future(request) for request in requests]
+                    tasks.append(asyncio.ensure_future(listed(requests)))
+                    await asyncio.sleep(0)
+                    assert len(eventfds() - own) == 2
+                await asyncio.gather(*tasks)
+            handles[0].close()
+            assert len(eventfds() - own) == 1
+            handles[1].close()
+            assert eventfds() <= own
+
+        run(main())
+        assert eventfds() <= before
+
+    def test_the_loop_may_close_first(self, handle, pages, run):
+        start, check = pages
+        before = eventfds()
+
+        async def main():
+            return await start(handle, 0)[0]
+
+        for _ in range(3):
+            assert run(main()) == PAGE
+            assert eventfds() - before == set()
+        request, guarded = start(handle, 1)
+        assert request.wait() == PAGE
+        check(guarded, 1)
+
+    @pytest.mark.parametrize("thread", ["own", "other"])
+    @pytest.mark.parametrize("way", ["close", "drop"])
+    def test_the_handle_may_go_while_it_is_awaited(self, engine, path, run, way, thread):
+        path.write_bytes(pattern(64 * PAGE))
+        handles = [nvmeio.aio_handle(engine=engine, **SLOW)]
+
+        def leave():
+            if way == "close":
+                handles[0].close()
+            handles.clear()
+
+        async def main():
+            first = eventfds()
+            buffers = [bytearray(64 * PAGE) for _ in range(8)]
+            requests = [handles[0].submit_read(buffer, path) for buffer in buffers]
+            tasks = [asyncio.ensure_future(request) for request in requests]
+            await asyncio.sleep(0)
+            if thread == "own":
+                leave()
+                assert eventfds() <= first
+            else:
+                await asyncio.get_running_loop().run_in_executor(None, leave)
+            assert await asyncio.gather(*tasks) == [64 * PAGE] * 8
+            assert all(buffer == pattern(64 * PAGE) for buffer in buffers)
+            # What another thread has asked of the loop is done by now.
+            await asyncio.sleep(0)
+            assert eventfds() <= first
+            await asyncio.get_running_loop().shutdown_default_executor()
+
+        run(main())
+
+    def test_threads_that_wait_leave_none(self, slow_handle, path, pages):
+        start, _ = pages
+        before = eventfds()
+        with plugged(slow_handle, path.parent):
+            requests = [start(slow_handle, index)[0] for index in range(3)]
+            assert nvmeio.wait(requests, 0.01).not_done == set(requests)
+            with pytest.raises(TimeoutError):
+                next(iter(nvmeio.as_completed(requests, 0.01)))
+            left_early = iter(nvmeio.as_completed(requests))
+            requests[0].cancel()
+            assert next(left_early) is requests[0]
+            del left_early
+            assert eventfds() - before == set()
+        # Nobody writes to an eventfd that was closed.
+        reused = os.eventfd(0, os.EFD_NONBLOCK)
+        assert nvmeio.wait(requests).not_done == set()
+        with pytest.raises(BlockingIOError):
+            os.eventfd_read(reused)
+        os.close(reused)
+
+
+class TestAsCompleted:
+    """Requests in the order in which they are done, by threads and by event loops."""
+
+    @pytest.fixture(params=["for", "asyncio", "uvloop"])
+    def collected(self, request):
+        """List what as_completed() yields; by `for`, or by `async for`."""
+        if request.param == "for":
+            return lambda *args, **options: list(nvmeio.as_completed(*args, **options))
+        loops = {"asyncio": asyncio}.get(request.param) or pytest.importorskip("uvloop")
+
+        def collected(*args, **options):
+            async def main():
+                completions = nvmeio.as_completed(*args, **options)
+                return [request async for request in completions]
+
+            return run_in(loops.new_event_loop(), main())
+
+        return collected
+
+    def test_each_is_yielded_once(self, open_handle, pages, collected):
+        start, check = pages
+        handles = [open_handle() for _ in range(3)]
+        reads = dict(start(handles[index % 3], index) for index in range(600))
+        found = collected(request for request in [*reads, *list(reads)[:10]])
+        assert len(found) == 600
+        assert set(found) == set(reads)
+        for index, (request, guarded) in enumerate(reads.items()):
+            assert request.wait(0) == PAGE
+            check(guarded, index)
+
+    def test_the_order_is_that_of_completion(self, slow_handle, path, pages, collected):
+        start, _ = pages
+        ended = []
+        with plugged(slow_handle, path.parent):
+            requests = [start(slow_handle, index)[0] for index in range(6)]
+            for request in requests:
+                request.add_done_callback(ended.append)
+            # One is done before, the next while it is waited for, the others behind.
+            requests[4].cancel()
+            requests[4].done()
+            canceller = threading.Timer(0.05, requests[2].cancel)
+            canceller.start()
+            lifter = threading.Timer(0.1, lambda: [r.cancel() for r in requests[:4]])
+            lifter.start()
+            found = collected(requests[:5])
+            lifter.join()
+            canceller.join()
+        assert found == [request for request in ended if request in requests[:5]]
+        assert found[:2] == [requests[4], requests[2]]
+        assert requests[5].wait() == PAGE
+
+    def test_the_time_may_be_over(self, slow_handle, path, pages, collected):
+        start, check = pages
+        with plugged(slow_handle, path.parent):
+            request, guarded = start(slow_handle, 1)
+            for timeout_s in (0, 0.02):
+                with pytest.raises(TimeoutError, match=f"1 of 1 .* {timeout_s} s; they go"):
+                    collected([request], timeout_s)
+        assert collected([request], timeout_s=60) == [request]
+        assert collected([request], 0) == [request]
+        check(guarded, 1)
+
+    def test_failures_are_yielded_and_not_raised(self, handle, path, collected):
+        path.write_bytes(pattern(10))
+        request = handle.submit_read(bytearray(11), path)
+        assert collected([request]) == [request]
+        assert request.exception().errno == errno.ENODATA
+
+    def test_none_at_all(self, engine, collected):
+        assert collected([]) == []
+
+    def test_it_is_iterated_once(self, handle, pages, run):
+        start, _ = pages
+        completions = nvmeio.as_completed([start(handle, 0)[0]])
+        assert len(list(completions)) == 1
+        assert list(completions) == []
+
+    def test_what_is_no_request_is_refused(self, handle, pages):
+        start, _ = pages
+        request, _ = start(handle, 0)
+        for function in (nvmeio.as_completed, nvmeio.wait):
+            with pytest.raises(
+                TypeError, match=r"requests\[1\] is 5; it must be a Request"
+            ):
+                function([request, 5])
+            with pytest.raises(ValueError, match="timeout_s is -1"):
+                function([request], -1)
+            with pytest.raises(TypeError, match="timeout_s is True"):
+                function([request], True)
+        assert request.wait() == PAGE
+
+
+class TestWait:
+    """nvmeio.wait()."""
+
+    def test_all_are_waited_for(self, open_handle, pages):
+        start, check = pages
+        handles = [open_handle() for _ in range(2)]
+        reads = dict(start(handles[index % 2], index) for index in range(500))
+        done, not_done = nvmeio.wait(iter(reads))
+        assert (done, not_done) == (set(reads), set())
+        for index, guarded in enumerate(reads.values()):
+            check(guarded, index)
+        assert nvmeio.wait([]) == (set(), set())
+
+    def test_the_first_one(self, slow_handle, path, pages):
+        start, _ = pages
+        with plugged(slow_handle, path.parent):
+            requests = [start(slow_handle, index)[0] for index in range(3)]
+            canceller = threading.Timer(0.02, requests[1].cancel)
+            canceller.start()
+            found = nvmeio.wait(requests, return_when="FIRST_COMPLETED")
+            canceller.join()
+            assert found.done == {requests[1]}
+            assert found.not_done == {requests[0], requests[2]}
+            assert nvmeio.wait(found.not_done, 0.01) == (set(), found.not_done)
+            assert nvmeio.wait(requests, 0, "FIRST_COMPLETED").done == {requests[1]}
+
+    def test_the_first_failure(self, slow_handle, path, pages, recwarn):
+        start, _ = pages
+        with plugged(slow_handle, path.parent):
+            requests = [start(slow_handle, index)[0] for index in range(3)]
+            requests[0].cancel()
+            found = nvmeio.wait(requests, 0.02, "FIRST_EXCEPTION")
+            assert found == ({requests[0]}, set(requests[1:]))
+            requests.append(slow_handle.submit_read(bytearray(PAGE), path, 64 * PAGE))
+            found = nvmeio.wait(requests, None, "FIRST_EXCEPTION")
+            assert found == ({requests[0], requests[3]}, set(requests[1:3]))
+        found = nvmeio.wait(requests[:3], return_when="FIRST_EXCEPTION")
+        assert found == (set(requests[:3]), set())
+        # That it failed is for its caller to see: wait() has not looked at it.
+        del requests, found
+        assert slow_handle.pending == 0
+        gc.collect()
+        assert ["never looked at" in str(warning.message) for warning in recwarn] == [True]
+
+    def test_another_word_is_refused(self, handle):
+        with pytest.raises(
+            ValueError, match="return_when is 'ANY'; it must be one of ALL_"
+        ):
+            nvmeio.wait([], return_when="ANY")
+
+    def test_one_that_another_thread_finishes_wakes_it(self, slow_handle, path, pages):
+        start, _ = pages
+        with ThreadPoolExecutor(8) as threads:
+            for _ in range(5):
+                with plugged(slow_handle, path.parent):
+                    requests = [start(slow_handle, index)[0] for index in range(8)]
+                    waiting = [
+                        threads.submit(nvmeio.wait, requests),
+                        threads.submit(list, nvmeio.as_completed(requests)),
+                        *(threads.submit(request.wait) for request in requests[:6]),
+                    ]
+                assert waiting[0].result() == (set(requests), set())
+                assert set(waiting[1].result()) == set(requests)
+                assert [one.result() for one in waiting[2:]] == [PAGE] * 6
+
+
+class Silent:
+    """A request, and the lanes of it, that end when they are looked at: nobody signals."""
+
+    def __init__(self):
+        self.watchers = set()
+        self._lanes = self
+        self.callbacks = []
+        self.looks = 0
+
+    def watch(self, fd):
+        """Signal nothing."""
+
+    unwatch = watch
+
+    def add_done_callback(self, fn):
+        self.callbacks.append(fn)
+
+    def _remove_done_callback(self, fn):
+        self.callbacks.remove(fn)
+
+    def collect(self):
+        self.looks += 1
+        if self.looks == 3:
+            while self.callbacks:
+                self.callbacks.pop()(self)
+
+    def done(self):
+        return self.looks >= 3
+
+    def wait(self, timeout_s=None):
+        assert self.done()
+        return "the end"
+
+
+def test_what_ends_only_when_somebody_looks_comes_to_an_end():
+    """A write whose caller gave up waiting, and what stands behind it."""
+    assert run_in(asyncio.new_event_loop(), outcome_of(Silent())) == "the end"
+    silent = Silent()
+    with contextlib.closing(Bell()) as bell:
+        bell.listen([silent])
+        assert bell.sleep(-1)
+        assert list(bell.done) == [silent]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_forked_child_waits_for_nothing_of_its_parent(tmp_path, engine):
+    report = run_child("fork_awaits", folder=str(tmp_path), engine=engine).report
+    assert report == {"parent": 8 * 4096}
+
+
+def test_importing_nvmeio_does_not_import_asyncio():
+    code = "import sys, nvmeio; sys.exit('asyncio' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

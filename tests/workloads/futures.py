@@ -1,0 +1,91 @@
+"""What children do who await requests."""
+
+import asyncio
+import contextlib
+import importlib
+from pathlib import Path
+
+import pytest
+
+import nvmeio
+from helpers import SLOW, Guarded, plugged
+from workloads.common import Faults, errors_of, make_file, report
+from workloads.forks import fork, join
+
+
+def cancel_awaits(folder, control, engine, loop):
+    """Cancel a task, twice, that awaits a read which is held."""
+    path = f"{folder}/cancel-{engine}-{loop}"
+    faults = Faults(control)
+    data = make_file(path, 1 << 16)
+    file = nvmeio.File(path)
+    handle = nvmeio.aio_handle(engine=engine)
+    guarded = Guarded(len(data))
+    faults.set(read={"held": True})
+    ended_early = []
+
+    async def main():
+        task = asyncio.ensure_future(handle.submit_read(guarded.array, file))
+        await asyncio.to_thread(faults.await_waiting)
+        for _ in range(2):
+            task.cancel()
+            await asyncio.sleep(0.1)
+            ended_early.append(task.done())
+        await asyncio.to_thread(faults.set)
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+        assert guarded.content() == data
+        return task.cancelled()
+
+    loop = importlib.import_module(loop).new_event_loop()
+    cancelled = loop.run_until_complete(main())
+    loop.run_until_complete(loop.shutdown_default_executor())
+    loop.close()
+    handle.close()
+    report({"ended_early": ended_early, "cancelled": cancelled})
+
+
+def fork_awaits(folder, engine):
+    """Fork while a task awaits; the child awaits too, with a loop of its own."""
+    path = f"{folder}/awaited-{engine}"
+    data = make_file(path, 8 * 4096)
+    handle = nvmeio.aio_handle(engine=engine, **SLOW)
+    guarded = Guarded(len(data))
+
+    async def child_main(old):
+        for _ in range(3):
+            target = Guarded(len(data))
+            assert await handle.submit_read(target.array, path) == len(data)
+            assert target.content() == data
+        with pytest.raises(OSError, match="only the parent has it"):
+            await old
+
+    def child(old):
+        for call in (
+            lambda: nvmeio.wait([old]),
+            lambda: list(nvmeio.as_completed([old])),
+            lambda: old.add_done_callback(report),
+        ):
+            assert errors_of(call) == "EOWNERDEAD"
+        new = handle.submit_read(bytearray(4096), path)
+        assert nvmeio.wait([new]).done == {new}
+        # The parent's loop looks as if it still ran, for this is the child of a coroutine.
+        asyncio._set_running_loop(None)
+        asyncio.run(child_main(old))
+        handle.close()
+
+    async def main():
+        with plugged(handle, Path(folder)):
+            request = handle.submit_read(guarded.array, path)
+            task = asyncio.ensure_future(request)
+            await asyncio.sleep(0)
+            children = [fork(child, request) for _ in range(3)]
+            for process in children:
+                await asyncio.to_thread(join, process)
+            assert not task.done()
+        return await task
+
+    got = asyncio.run(main())
+    assert guarded.content() == data
+    handle.close()
+    report({"parent": got})
