@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 __all__ = ["ArrayFile", "load", "save"]
 
 Array = npt.NDArray[Any]
-Mode = Literal["r", "r+"]
+
 
 # Runs that are no farther apart than this on the average are read with what lies between
 # them: about what the places of a run in the file and in the result take in memory, with
@@ -98,7 +98,7 @@ class ArrayFile:
         dtype: Any = None,
         shape: Shape | None = None,
         offset: int = 0,
-        mode: Mode = "r",
+        mode: Literal["r", "r+"] = "r",
         handle: aio_handle | None = None,
     ) -> None:
         if handle is not None and not isinstance(handle, aio_handle):
