@@ -34,7 +34,6 @@ __all__ = ["ArrayFile", "load", "save"]
 
 Array = npt.NDArray[Any]
 
-
 # Runs that are no farther apart than this on the average are read with what lies between
 # them: about what the places of a run in the file and in the result take in memory, with
 # the engine's own notes of it.
