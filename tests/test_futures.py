@@ -224,7 +224,6 @@ class TestAwait:
                 next(request.__await__())
         assert request.wait() == 1
 
-    @pytest.mark.parametrize("engine", ENGINES[-1:])
     def test_a_loop_that_closes_first_is_let_go(self, slow_handle, path, pages, new_loop):
         start, check = pages
         before = eventfds()

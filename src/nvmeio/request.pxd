@@ -27,8 +27,8 @@ cdef class Request:
     cdef str words             # of an error that should not go unseen, or None
     cdef bint told             # somebody has seen the error
     cdef uint32_t generation   # of the process that made it
-    cdef readonly object _lanes  # that carry it out, for who waits by their eventfd
-    cdef list callbacks          # of callbacks.pyx, not yet called
+    cdef readonly object _lanes  # Lanes, that carry it out: who waits listens to them
+    cdef list callbacks        # not yet called; see callbacks.pyx
 
     # Hand over to the handle, which holds this object until handle_pop() gives it back.
     cdef int start(self, nvmeio_handle *handle, bint caller) except -1
