@@ -416,6 +416,25 @@ class TestLifetime:
         assert gone() is None
         assert left_open(path.parent) == []
 
+    @pytest.mark.parametrize("synchronous", [False, True])
+    def test_an_error_that_was_raised_holds_nothing(self, engine, path, synchronous):
+        """Its traceback has the frame that has the handle, and nobody asks the handle more."""
+        path.write_bytes(b"12345678")
+
+        def fail():
+            handle = nvmeio.aio_handle(engine=engine)
+            file = nvmeio.File(path)
+            if synchronous:
+                handle.read(bytearray(9), file)
+            else:
+                handle.submit_read(bytearray(9), file).wait()
+
+        for _ in range(20):
+            with pytest.raises(OSError, match="past the end"):
+                fail()
+        gc.collect()
+        assert left_open(path.parent) == []
+
 
 class TestDoneCallbacks:
     """Functions that are called once, by the thread that finds a request done."""
