@@ -418,7 +418,7 @@ class TestLifetime:
 
     @pytest.mark.parametrize("synchronous", [False, True])
     def test_an_error_that_was_raised_holds_nothing(self, engine, path, synchronous):
-        """Its traceback has the frame that has the handle, and nobody asks the handle more."""
+        """Its traceback has the frame that has the handle, which nobody asks any more."""
         path.write_bytes(b"12345678")
 
         def fail():

@@ -115,10 +115,9 @@ class Stored(Dataset):  # type: ignore[misc]
 
     def _samples(self, columns: list[torch.Tensor]) -> list[Any]:
         """Cut the tensors of a batch into samples, which are views of them."""
-        return [
-            self._sample(parts)
-            for parts in zip(*(column.unbind(0) for column in columns), strict=True)
-        ]
+        rows = [column.unbind(0) for column in columns]
+        found: list[Any] = list(rows[0] if self._is_plain() else zip(*rows, strict=True))
+        return found if self.transform is None else [self.transform(one) for one in found]
 
     def batch(self, flight: Flight) -> Any:
         """Wait for samples, and return what torch's default collate makes of them."""
