@@ -115,7 +115,7 @@ C_LAYERS = (
     | {"copy", "copy_kernels", "copy_steps", "copy_x86", "copy_neon"},
     {"engine", "registered"}
     | {"engine_uring", "engine_libaio", "engine_threads", "engine_sync"},
-    {"request", "lane", "schedule", "wait", "watch", "handle"},
+    {"request", "runs", "block", "lane", "schedule", "wait", "watch", "handle"},
 )
 
 

@@ -1,7 +1,7 @@
 /* handle.c -- opening, submitting, cancelling, closing, and what a fork means for them.
  *
  * One mutex guards a handle; it is never held over a system call that can block.  When
- * a request may go on is schedule.c's, how it is cut and judged is request.c's, how
+ * a request may go on is schedule.c's, how it is cut is request.c's, how
  * blocks are carried out is lane.c's; threads that wait are wait.c's. */
 #include "handle_internal.h"
 
@@ -13,6 +13,7 @@
 #include <time.h>
 
 #include "file_internal.h"
+#include "runs.h"
 
 /* Added to the generation of the process that is making lists and lanes anew.  A child
  * forked meanwhile has another one, and does not wait for a thread it does not have. */

@@ -1,7 +1,7 @@
 /* lane.c -- blocks from the queue to an engine and back.
  *
  * One loop serves overlapped and sequential submission: they differ in when a lane
- * takes blocks.  What a result means is request.c's, who is told of it is handle.c's.
+ * takes blocks.  What a result means is block.c's, who is told of it is schedule.c's.
  */
 #include "lane.h"
 
@@ -11,6 +11,7 @@
 #include <stdlib.h>
 #include <time.h>
 
+#include "block.h"
 #include "file_internal.h"
 #include "handle_internal.h"
 

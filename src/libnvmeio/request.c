@@ -1,29 +1,24 @@
-/* request.c -- a request from its plan to its outcome, and the results of its blocks.
+/* request.c -- a request from its plan to its outcome.
  *
- * Here every length and errno that the kernel gives is looked at.  Lists, threads and
- * locks are handle.c's; how blocks get to the kernel is the engines'. */
+ * What came of a block is block.c's, lists, threads and locks are handle.c's; how
+ * blocks get to the kernel is the engines'. */
 #include "request_internal.h"
 
 #include <errno.h>
 #include <stdlib.h>
 
-#include "copy_internal.h"
 #include "file_internal.h"
 #include "handle_internal.h"
 #include "pages.h"
 #include "pool_internal.h"
+#include "runs.h"
 
 /* Below this, reserving space costs more than it saves.  A new file written in blocks
  * of 128 KiB: 1.6 GB/s without, 4.0 with (docs/design.md). */
 #define PREALLOCATE_BYTES_MIN (128u << 10)
 
-/* How long a block may go on hearing "again" without moving a byte. */
-#define STALL_NS_MAX 10000000000
-
-/* Whether memory is such that a bounce, which is in huge pages, may be faster for the
- * device; the pool's, of which bounces are, is not. */
-static bool has_small_pages(const struct nvmeio_request *request, const void *address,
-                            size_t size)
+bool nvmeio_request_has_small_pages(const struct nvmeio_request *request,
+                                    const void *address, size_t size)
 {
     return request->geometry.bounce == NVMEIO_BOUNCE_AUTO &&
            size >= NVMEIO_PAGES_BYTES_MIN && !request->file->in_memory &&
@@ -31,7 +26,7 @@ static bool has_small_pages(const struct nvmeio_request *request, const void *ad
            nvmeio_pages_are_small(address, size, request->op);
 }
 
-static void bounce_if_possible(struct nvmeio_request *request)
+void nvmeio_request_prefer_bounce(struct nvmeio_request *request)
 {
     request->bounce_optional = true;
     request->plan.spans[0].route = NVMEIO_ROUTE_BOUNCE;
@@ -43,13 +38,13 @@ static void plan(struct nvmeio_request *request)
     nvmeio_plan_make(&request->plan, &request->geometry, request->op,
                      (uintptr_t)request->address, request->size, request->offset);
     if (request->plan.spans[0].route == NVMEIO_ROUTE_DIRECT &&
-        has_small_pages(request, request->address, request->size))
-        bounce_if_possible(request);
+        nvmeio_request_has_small_pages(request, request->address, request->size))
+        nvmeio_request_prefer_bounce(request);
 }
 
-static struct nvmeio_request *new_request(struct nvmeio_handle *handle,
-                                          enum nvmeio_op op, struct nvmeio_file *file,
-                                          void *user)
+struct nvmeio_request *nvmeio_request_alloc(struct nvmeio_handle *handle,
+                                            enum nvmeio_op op, struct nvmeio_file *file,
+                                            void *user)
 {
     struct nvmeio_request *request = calloc(1, sizeof(*request));
 
@@ -75,7 +70,7 @@ struct nvmeio_request *nvmeio_request_new(struct nvmeio_handle *handle,
                                           const struct nvmeio_transfer *transfer)
 {
     struct nvmeio_request *request =
-        new_request(handle, transfer->op, transfer->file, transfer->user);
+        nvmeio_request_alloc(handle, transfer->op, transfer->file, transfer->user);
 
     if (!request)
         return NULL;
@@ -93,114 +88,10 @@ struct nvmeio_request *nvmeio_request_new(struct nvmeio_handle *handle,
     return request;
 }
 
-/* Choose the way of a run's bytes.  What is to be merged is bounced, and so are the
- * ragged ends of a read, which are hardly in the page cache; what of a scatter goes
- * through the page cache is left to the second round. */
-static void plan_run(struct nvmeio_request *request)
-{
-    const struct nvmeio_run *run = &request->run;
-    struct nvmeio_geometry geometry = request->geometry;
-    uint64_t ends = (uint64_t)run->offset | run->size;
-    bool ragged = request->op == NVMEIO_OP_READ && ends % geometry.offset_align &&
-                  run->size < request->merged_bytes;
-
-    request->address = run->home;
-    request->size = run->size;
-    request->offset = run->offset;
-    request->bounce_optional = false;
-    if (geometry.bounce == NVMEIO_BOUNCE_AUTO && (ragged || !run->home))
-        geometry.bounce = NVMEIO_BOUNCE_ALWAYS;
-    nvmeio_plan_make(&request->plan, &geometry, request->op, (uintptr_t)run->home,
-                     run->size, run->offset);
-    if (request->op == NVMEIO_OP_WRITE && geometry.direct &&
-        request->plan.spans[0].route == NVMEIO_ROUTE_BUFFERED)
-        request->plan.edges = 0;
-    if (request->small_pages && run->size >= NVMEIO_PAGES_BYTES_MIN &&
-        request->plan.spans[0].route == NVMEIO_ROUTE_DIRECT)
-        bounce_if_possible(request);
-}
-
-/* The spans of this round: those before the edges, or the edges. */
-static unsigned round_end(const struct nvmeio_request *request)
-{
-    const struct nvmeio_plan *plan = &request->plan;
-
-    if (!request->records || request->second_round || plan->edges > plan->count)
-        return plan->count;
-    return plan->edges;
-}
-
-/* Go to the next run that has anything to cut, in this round or the second one. */
-static void next_run(struct nvmeio_request *request)
-{
-    struct nvmeio_records *records = request->records;
-    struct nvmeio_run_limits limits = {
-        .op = request->op,
-        .align = request->geometry.direct ? request->geometry.offset_align : 1,
-        .merged_bytes = request->merged_bytes,
-    };
-
-    for (;;) {
-        while (nvmeio_records_next(records, &limits, &request->run)) {
-            plan_run(request);
-            request->span = request->second_round ? request->plan.edges : 0;
-            request->edges_left |= request->plan.edges < request->plan.count;
-            if (request->span < round_end(request)) {
-                request->position = request->plan.spans[request->span].begin;
-                return;
-            }
-        }
-        if (request->second_round || !request->edges_left)
-            break;
-        request->second_round = true;
-        records->next = 0;
-    }
-    request->span = request->plan.count;
-}
-
-struct nvmeio_request *nvmeio_request_new_gather(struct nvmeio_handle *handle,
-                                                 const struct nvmeio_gather *gather,
-                                                 struct nvmeio_records *records)
-{
-    struct nvmeio_request *request =
-        new_request(handle, gather->op, gather->file, gather->user);
-
-    if (!request)
-        return NULL;
-    request->records = records;
-    request->total = records->bytes;
-    if (request->geometry.bounce != NVMEIO_BOUNCE_NEVER)
-        request->merged_bytes = handle->bounce_bytes < handle->block_bytes
-                                    ? handle->bounce_bytes
-                                    : handle->block_bytes;
-    request->small_pages = has_small_pages(request, gather->address, gather->size);
-    next_run(request);
-    /* There are edges alone, which wait for nothing. */
-    request->gate_open = request->second_round;
-    return request;
-}
-
-/* Begin the current run again, and do without bounces from now on: nothing is merged,
- * and the page cache serves where the device cannot. */
-static bool unmerge(struct nvmeio_request *request)
-{
-    bool begun = request->span > (request->second_round ? request->plan.edges : 0) ||
-                 request->position > request->plan.spans[request->span].begin;
-
-    if (begun || request->geometry.bounce != NVMEIO_BOUNCE_AUTO)
-        return false;
-    request->geometry.bounce = NVMEIO_BOUNCE_NEVER;
-    request->merged_bytes = 0;
-    request->small_pages = false;
-    request->records->next = request->run.first;
-    next_run(request);
-    return true;
-}
-
 bool nvmeio_request_waive_bounce(struct nvmeio_request *request)
 {
     if (request->records)
-        return unmerge(request);
+        return nvmeio_runs_unmerge(request);
     bool waived = request->bounce_optional;
     if (waived)
         request->plan.spans[0].route = NVMEIO_ROUTE_DIRECT;
@@ -259,14 +150,14 @@ void nvmeio_request_check(struct nvmeio_request *request)
         check_write(request);
 }
 
-static bool stopped(const struct nvmeio_request *request)
+bool nvmeio_request_is_stopped(const struct nvmeio_request *request)
 {
     return request->error || request->cancelled;
 }
 
 bool nvmeio_request_has_block(const struct nvmeio_request *request)
 {
-    return !stopped(request) && request->span < request->plan.count &&
+    return !nvmeio_request_is_stopped(request) && request->span < request->plan.count &&
            (request->span < request->plan.edges || request->gate_open);
 }
 
@@ -341,10 +232,10 @@ void nvmeio_request_cut(struct nvmeio_request *request, struct nvmeio_block *blo
     if (request->position < span->end)
         return;
     request->span++;
-    if (request->span < round_end(request))
+    if (request->span < nvmeio_runs_round_end(request))
         request->position = request->plan.spans[request->span].begin;
     else if (request->records)
-        next_run(request);
+        nvmeio_runs_next(request);
 }
 
 void nvmeio_request_book(struct nvmeio_request *request,
@@ -374,7 +265,7 @@ void nvmeio_request_fail(struct nvmeio_request *request, int error, size_t posit
 bool nvmeio_request_is_over(const struct nvmeio_request *request)
 {
     return request->in_flight == 0 &&
-           (stopped(request) || nvmeio_request_is_cut(request));
+           (nvmeio_request_is_stopped(request) || nvmeio_request_is_cut(request));
 }
 
 /* How many bytes from the start on have been transferred, without a gap. */
@@ -397,29 +288,10 @@ static bool untouched(const struct nvmeio_request *request)
     return request->span == 0 && request->position == request->plan.spans[0].begin;
 }
 
-/* A gather or scatter: what was never cut has failed with the rest. */
-static void settle_records(struct nvmeio_request *request)
-{
-    struct nvmeio_records *records = request->records;
-    int first_error;
-
-    if (stopped(request)) {
-        bool all = request->op == NVMEIO_OP_WRITE || request->second_round;
-        size_t uncut = nvmeio_request_is_cut(request) ? records->count
-                       : all                          ? 0
-                                                      : request->run.first;
-        nvmeio_records_fail_from(records, uncut,
-                                 request->error ? request->error : -ECANCELED);
-    }
-    nvmeio_records_settle(records, &request->got, &first_error);
-    if (!request->error)
-        request->error = first_error;
-}
-
 void nvmeio_request_settle(struct nvmeio_request *request)
 {
     if (request->records) {
-        settle_records(request);
+        nvmeio_runs_settle(request);
         return;
     }
     request->got = prefix(request);
@@ -434,124 +306,13 @@ void nvmeio_request_settle(struct nvmeio_request *request)
             request->got = there;
     }
     /* Only what this request has made longer: others may have made it that long. */
-    if (stopped(request) && request->op == NVMEIO_OP_WRITE &&
+    if (nvmeio_request_is_stopped(request) && request->op == NVMEIO_OP_WRITE &&
         nvmeio_file_is_ours(request->file)) {
         int64_t kept = request->offset + (int64_t)request->got;
         if (kept < request->size_before)
             kept = request->size_before;
         nvmeio_file_cut_back(request->file, kept, end_of(request));
     }
-}
-
-void nvmeio_block_prepare(struct nvmeio_block *block)
-{
-    const struct nvmeio_request *request = block->request;
-    const struct nvmeio_file *file = request->file;
-    const struct nvmeio_piece *piece = &block->piece;
-    bool direct = piece->route != NVMEIO_ROUTE_BUFFERED &&
-                  !atomic_load_explicit(&file->direct_refused, memory_order_relaxed);
-
-    block->fd = direct ? file->direct_fd : file->fd;
-    block->address = block->bounce ? block->bounce : block->lent;
-    block->bytes = (uint32_t)piece->io_bytes;
-    block->offset = piece->io_offset;
-    block->plain = file->fuse;
-    block->moved = 0;
-    block->stalled_ns = 0;
-    if (!block->bounce || block->op != NVMEIO_OP_WRITE)
-        return;
-    if (block->lent)
-        nvmeio_copy_cold(block->bounce, block->lent, piece->wanted);
-    else
-        nvmeio_records_collect(request->records, &block->run, block->bounce,
-                               piece->position, piece->position + piece->wanted);
-}
-
-/* A read has brought the first `landed` bytes of its piece: bring them to where they
- * belong. */
-static void deliver(const struct nvmeio_block *block, size_t landed)
-{
-    const struct nvmeio_piece *piece = &block->piece;
-    const char *source = block->lent;
-
-    if (block->bounce) {
-        source = (const char *)block->bounce + piece->skip;
-        if (block->lent)
-            nvmeio_copy_cold(block->lent, source, landed);
-    }
-    if (block->request->records && block->run.copied)
-        nvmeio_records_spread(block->request->records, &block->run, source,
-                              piece->position, piece->position + landed);
-}
-
-/* A read is delivered as far as it came, also before an error: so far the outcome will
- * say that the bytes are there. */
-static enum nvmeio_verdict finish(struct nvmeio_block *block, int64_t result)
-{
-    const struct nvmeio_piece *piece = &block->piece;
-    size_t landed = block->moved > piece->skip ? block->moved - piece->skip : 0;
-
-    if (landed > 0 && block->op == NVMEIO_OP_READ)
-        deliver(block, landed < piece->wanted ? landed : piece->wanted);
-    block->result = result;
-    return NVMEIO_BLOCK_FINISHED;
-}
-
-/* The kernel took nothing, and may do so another time. */
-static enum nvmeio_verdict repeat(struct nvmeio_block *block)
-{
-    int64_t now = nvmeio_now_ns();
-
-    if (block->stalled_ns == 0)
-        block->stalled_ns = now;
-    else if (now - block->stalled_ns > STALL_NS_MAX)
-        return finish(block, block->result);
-    return NVMEIO_BLOCK_REPEATED;
-}
-
-static enum nvmeio_verdict advance_error(struct nvmeio_block *block)
-{
-    struct nvmeio_file *file = block->request->file;
-    int error = (int)-block->result;
-
-    if (error == EINTR || error == EAGAIN || error == EBUSY)
-        return repeat(block);
-    /* The alignment was right, and yet the device refused: some file systems say only
-     * now that they have no O_DIRECT. */
-    if ((error == EINVAL || error == EOPNOTSUPP) && block->fd == file->direct_fd &&
-        block->fd != file->fd && !file->demanded) {
-        atomic_store_explicit(&file->direct_refused, true, memory_order_relaxed);
-        block->fd = file->fd;
-        return NVMEIO_BLOCK_REPEATED;
-    }
-    return finish(block, block->result);
-}
-
-enum nvmeio_verdict nvmeio_block_advance(struct nvmeio_block *block)
-{
-    const struct nvmeio_request *request = block->request;
-    const struct nvmeio_piece *piece = &block->piece;
-
-    if (block->result < 0)
-        return advance_error(block);
-    if (block->op == NVMEIO_OP_FSYNC)
-        return finish(block, 0);
-    block->moved += (size_t)block->result;
-    block->stalled_ns = 0;
-    if (block->moved >= piece->skip + piece->wanted)
-        return finish(block, 0);
-    if (block->result == 0)
-        return finish(block, block->op == NVMEIO_OP_READ ? -ENODATA : -EIO);
-
-    /* Short: go on behind what has moved, through the page cache where the rest no
-     * longer suits the device. */
-    block->address = (char *)block->address + block->result;
-    block->offset += block->result;
-    block->bytes = (uint32_t)(piece->io_bytes - block->moved);
-    if (block->offset % request->geometry.offset_align ||
-        (uintptr_t)block->address % request->file->info.memory_align)
-        block->fd = request->file->fd;
-    return NVMEIO_BLOCK_CONTINUED;
 }
 
 bool nvmeio_request_done(struct nvmeio_request *request)

@@ -76,21 +76,9 @@ struct nvmeio_request {
     struct nvmeio_request *done_next;
 };
 
-/* What request.c says of a block that came back. */
-enum nvmeio_verdict {
-    NVMEIO_BLOCK_FINISHED,  /* block->result is 0 or the error */
-    NVMEIO_BLOCK_CONTINUED, /* it was short; to be pushed again */
-    NVMEIO_BLOCK_REPEATED,  /* nothing moved; to be pushed again */
-};
-
 /* A request with one reference, planned and ready to be submitted; NULL: no memory. */
 struct nvmeio_request *nvmeio_request_new(struct nvmeio_handle *handle,
                                           const struct nvmeio_transfer *transfer);
-
-/* The same for a gather or scatter, whose records it takes over. */
-struct nvmeio_request *nvmeio_request_new_gather(struct nvmeio_handle *handle,
-                                                 const struct nvmeio_gather *gather,
-                                                 struct nvmeio_records *records);
 
 /* Look at the file before the first block: a read past the end and a file that cannot
  * be made as long as it has to be fail here, before a byte moves.  Not submitted yet.
@@ -142,12 +130,22 @@ bool nvmeio_request_is_over(const struct nvmeio_request *request);
  * filled.  Without the mutex, once it is over. */
 void nvmeio_request_settle(struct nvmeio_request *request);
 
-/* Ready a block that was just cut: descriptor, addresses, and for a bounced write the
- * copy.  Without the mutex, as the next. */
-void nvmeio_block_prepare(struct nvmeio_block *block);
+/* For runs.c, which plans the runs of a gather. */
 
-/* Look at a result: what was short goes on, what passes goes again, and a bounced read
- * is copied out. */
-enum nvmeio_verdict nvmeio_block_advance(struct nvmeio_block *block);
+/* A request with one reference and nothing planned; NULL: no memory. */
+struct nvmeio_request *nvmeio_request_alloc(struct nvmeio_handle *handle,
+                                            enum nvmeio_op op, struct nvmeio_file *file,
+                                            void *user);
+
+/* Whether memory is such that a bounce, which is in huge pages, may be faster for the
+ * device; the pool's, of which bounces are, is not. */
+bool nvmeio_request_has_small_pages(const struct nvmeio_request *request,
+                                    const void *address, size_t size);
+
+/* Send the first span, which could go direct, through a bounce if the pool has one. */
+void nvmeio_request_prefer_bounce(struct nvmeio_request *request);
+
+/* Whether it has failed or was cancelled: no more blocks are cut. */
+bool nvmeio_request_is_stopped(const struct nvmeio_request *request);
 
 #endif

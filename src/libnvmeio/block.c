@@ -1,0 +1,126 @@
+/* block.c -- a block readied for the kernel, and what the kernel says of it.
+ *
+ * Here every length and errno that the kernel gives is looked at.  Which block is cut
+ * next, and what its end means to its request, is request.c's. */
+#include "block.h"
+
+#include <errno.h>
+
+#include "copy_internal.h"
+#include "file_internal.h"
+#include "records.h"
+#include "request_internal.h"
+
+/* How long a block may go on hearing "again" without moving a byte. */
+#define STALL_NS_MAX 10000000000
+
+void nvmeio_block_prepare(struct nvmeio_block *block)
+{
+    const struct nvmeio_request *request = block->request;
+    const struct nvmeio_file *file = request->file;
+    const struct nvmeio_piece *piece = &block->piece;
+    bool direct = piece->route != NVMEIO_ROUTE_BUFFERED &&
+                  !atomic_load_explicit(&file->direct_refused, memory_order_relaxed);
+
+    block->fd = direct ? file->direct_fd : file->fd;
+    block->address = block->bounce ? block->bounce : block->lent;
+    block->bytes = (uint32_t)piece->io_bytes;
+    block->offset = piece->io_offset;
+    block->plain = file->fuse;
+    block->moved = 0;
+    block->stalled_ns = 0;
+    if (!block->bounce || block->op != NVMEIO_OP_WRITE)
+        return;
+    if (block->lent)
+        nvmeio_copy_cold(block->bounce, block->lent, piece->wanted);
+    else
+        nvmeio_records_collect(request->records, &block->run, block->bounce,
+                               piece->position, piece->position + piece->wanted);
+}
+
+/* A read has brought the first `landed` bytes of its piece: bring them to where they
+ * belong. */
+static void deliver(const struct nvmeio_block *block, size_t landed)
+{
+    const struct nvmeio_piece *piece = &block->piece;
+    const char *source = block->lent;
+
+    if (block->bounce) {
+        source = (const char *)block->bounce + piece->skip;
+        if (block->lent)
+            nvmeio_copy_cold(block->lent, source, landed);
+    }
+    if (block->request->records && block->run.copied)
+        nvmeio_records_spread(block->request->records, &block->run, source,
+                              piece->position, piece->position + landed);
+}
+
+/* A read is delivered as far as it came, also before an error: so far the outcome will
+ * say that the bytes are there. */
+static enum nvmeio_verdict finish(struct nvmeio_block *block, int64_t result)
+{
+    const struct nvmeio_piece *piece = &block->piece;
+    size_t landed = block->moved > piece->skip ? block->moved - piece->skip : 0;
+
+    if (landed > 0 && block->op == NVMEIO_OP_READ)
+        deliver(block, landed < piece->wanted ? landed : piece->wanted);
+    block->result = result;
+    return NVMEIO_BLOCK_FINISHED;
+}
+
+/* The kernel took nothing, and may do so another time. */
+static enum nvmeio_verdict repeat(struct nvmeio_block *block)
+{
+    int64_t now = nvmeio_now_ns();
+
+    if (block->stalled_ns == 0)
+        block->stalled_ns = now;
+    else if (now - block->stalled_ns > STALL_NS_MAX)
+        return finish(block, block->result);
+    return NVMEIO_BLOCK_REPEATED;
+}
+
+static enum nvmeio_verdict advance_error(struct nvmeio_block *block)
+{
+    struct nvmeio_file *file = block->request->file;
+    int error = (int)-block->result;
+
+    if (error == EINTR || error == EAGAIN || error == EBUSY)
+        return repeat(block);
+    /* The alignment was right, and yet the device refused: some file systems say only
+     * now that they have no O_DIRECT. */
+    if ((error == EINVAL || error == EOPNOTSUPP) && block->fd == file->direct_fd &&
+        block->fd != file->fd && !file->demanded) {
+        atomic_store_explicit(&file->direct_refused, true, memory_order_relaxed);
+        block->fd = file->fd;
+        return NVMEIO_BLOCK_REPEATED;
+    }
+    return finish(block, block->result);
+}
+
+enum nvmeio_verdict nvmeio_block_advance(struct nvmeio_block *block)
+{
+    const struct nvmeio_request *request = block->request;
+    const struct nvmeio_piece *piece = &block->piece;
+
+    if (block->result < 0)
+        return advance_error(block);
+    if (block->op == NVMEIO_OP_FSYNC)
+        return finish(block, 0);
+    block->moved += (size_t)block->result;
+    block->stalled_ns = 0;
+    if (block->moved >= piece->skip + piece->wanted)
+        return finish(block, 0);
+    if (block->result == 0)
+        return finish(block, block->op == NVMEIO_OP_READ ? -ENODATA : -EIO);
+
+    /* Short: go on behind what has moved, through the page cache where the rest no
+     * longer suits the device. */
+    block->address = (char *)block->address + block->result;
+    block->offset += block->result;
+    block->bytes = (uint32_t)(piece->io_bytes - block->moved);
+    if (block->offset % request->geometry.offset_align ||
+        (uintptr_t)block->address % request->file->info.memory_align)
+        block->fd = request->file->fd;
+    return NVMEIO_BLOCK_CONTINUED;
+}
