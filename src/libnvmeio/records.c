@@ -3,9 +3,13 @@
 
 #include <errno.h>
 #include <stdlib.h>
+#include <string.h>
 
 #include "align.h"
 #include "copy_internal.h"
+
+/* Of a digit of the sort. */
+#define RADIX_BITS 8
 
 static int64_t end_of(const struct nvmeio_record *record)
 {
@@ -17,25 +21,12 @@ static int64_t run_end(const struct nvmeio_run *run)
     return run->offset + (int64_t)run->size;
 }
 
-/* By place in the file; of those that begin together the longest first, for it may hold
- * the others. */
-static int compare_offsets(const void *one, const void *other)
+static int compare_lengths(const void *one, const void *other)
 {
     const struct nvmeio_record *a = one, *b = other;
 
-    if (a->offset != b->offset)
-        return a->offset < b->offset ? -1 : 1;
     if (a->size != b->size)
         return a->size > b->size ? -1 : 1;
-    return a->index < b->index ? -1 : 1;
-}
-
-static int compare_places(const void *one, const void *other)
-{
-    const struct nvmeio_record *a = one, *b = other;
-
-    if (a->place != b->place)
-        return a->place < b->place ? -1 : 1;
     return a->index < b->index ? -1 : 1;
 }
 
@@ -46,18 +37,80 @@ static int compare_indices(const void *one, const void *other)
     return a->index < b->index ? -1 : 1;
 }
 
-/* qsort(3) of what is in order already, as rows often are, would cost as much as of
- * what is not. */
-static void sort(struct nvmeio_records *records,
-                 int (*compare)(const void *, const void *))
+/* What a list is sorted by: the place in the file, or that in memory. */
+static uint64_t key_of(const struct nvmeio_record *record, bool by_place)
+{
+    return by_place ? (uintptr_t)record->place : (uint64_t)record->offset;
+}
+
+static bool in_order(const struct nvmeio_records *records, bool by_place)
+{
+    const struct nvmeio_record *list = records->list;
+
+    for (size_t i = 1; i < records->count; i++) {
+        if (key_of(&list[i - 1], by_place) > key_of(&list[i], by_place))
+            return false;
+    }
+    return true;
+}
+
+/* One digit of a radix sort, from one list to another; false if all agree in it. */
+static bool sort_digit(const struct nvmeio_record *from, struct nvmeio_record *to,
+                       size_t count, bool by_place, unsigned shift)
+{
+    size_t starts[1 << RADIX_BITS] = {0};
+    size_t mask = (1 << RADIX_BITS) - 1, next = 0;
+
+    for (size_t i = 0; i < count; i++)
+        starts[key_of(&from[i], by_place) >> shift & mask]++;
+    if (starts[key_of(&from[0], by_place) >> shift & mask] == count)
+        return false;
+    for (size_t digit = 0; digit <= mask; digit++) {
+        size_t with_it = starts[digit];
+        starts[digit] = next;
+        next += with_it;
+    }
+    for (size_t i = 0; i < count; i++)
+        to[starts[key_of(&from[i], by_place) >> shift & mask]++] = from[i];
+    return true;
+}
+
+/* Records of one key stay in order.  qsort(3) takes three times as long from 1000 on.
+ */
+static int sort(struct nvmeio_records *records, bool by_place)
+{
+    struct nvmeio_record *from = records->list, *to, *spare;
+
+    if (in_order(records, by_place))
+        return 0;
+    to = spare = malloc(records->count * sizeof(*spare));
+    if (!spare)
+        return -ENOMEM;
+    for (unsigned shift = 0; shift < 64; shift += RADIX_BITS) {
+        if (sort_digit(from, to, records->count, by_place, shift)) {
+            struct nvmeio_record *sorted = to;
+            to = from;
+            from = sorted;
+        }
+    }
+    if (from == spare)
+        memcpy(records->list, spare, records->count * sizeof(*spare));
+    free(spare);
+    return 0;
+}
+
+/* Of records that begin together the longest goes first, for it may hold the others. */
+static void sort_lengths(struct nvmeio_records *records)
 {
     struct nvmeio_record *list = records->list;
 
-    for (size_t i = 1; i < records->count; i++) {
-        if (compare(&list[i - 1], &list[i]) > 0) {
-            qsort(list, records->count, sizeof(*list), compare);
-            return;
-        }
+    for (size_t first = 0, end; first < records->count; first = end) {
+        bool longer = false;
+        for (end = first + 1;
+             end < records->count && list[end].offset == list[first].offset; end++)
+            longer |= list[end].size > list[end - 1].size;
+        if (longer)
+            qsort(&list[first], end - first, sizeof(*list), compare_lengths);
     }
 }
 
@@ -137,16 +190,23 @@ static size_t find_overlap(const struct nvmeio_records *records, bool by_place)
     return found;
 }
 
+/* Sort the records by their place in the file, and see that they do not overlap. */
 static int check_overlap(struct nvmeio_records *records,
                          const struct nvmeio_gather *gather, size_t *offender)
 {
     size_t found = SIZE_MAX;
+    int error;
 
     if (gather->op == NVMEIO_OP_READ && gather->places) {
-        sort(records, compare_places);
+        error = sort(records, true);
+        if (error)
+            return error;
         found = find_overlap(records, true);
     }
-    sort(records, compare_offsets);
+    error = sort(records, false);
+    if (error)
+        return error;
+    sort_lengths(records);
     if (gather->op == NVMEIO_OP_WRITE)
         found = find_overlap(records, false);
     if (found == SIZE_MAX)
@@ -323,7 +383,7 @@ void nvmeio_records_settle(struct nvmeio_records *records, size_t *got, int *err
     }
     if (*got == records->bytes)
         return;
-    sort(records, compare_indices);
+    qsort(records->list, records->count, sizeof(records->list[0]), compare_indices);
     for (size_t i = 0; i < records->count && *error == 0; i++)
         *error = records->list[i].error;
 }
