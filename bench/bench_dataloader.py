@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import itertools
 import json
+import mmap
 import os
 import tempfile
 from collections.abc import Callable, Iterator
@@ -34,9 +35,10 @@ WORKERS = (0, 1, 2)
 class MemmapDataset(Dataset[torch.Tensor]):
     """What people write: rows of a memory map, copied as it must not be written to."""
 
-    def __init__(self, path: Path, count: int) -> None:
+    def __init__(self, path: Path, count: int, advice: int = mmap.MADV_NORMAL) -> None:
         self.path = path
         self.count = count
+        self.advice = advice
         self.rows: np.ndarray | None = None
 
     def __len__(self) -> int:
@@ -45,6 +47,7 @@ class MemmapDataset(Dataset[torch.Tensor]):
     def __getitem__(self, index: int) -> torch.Tensor:
         if self.rows is None:
             self.rows = np.load(self.path, mmap_mode="r")
+            self.rows._mmap.madvise(self.advice)
         return torch.from_numpy(self.rows[index].copy())
 
 
@@ -143,6 +146,9 @@ def duels(ground: Ground) -> Iterator[tuple[Duel, Goal | None]]:
     def theirs() -> MemmapDataset:
         return MemmapDataset(ground.path, ground.rows)
 
+    def advised() -> MemmapDataset:
+        return MemmapDataset(ground.path, ground.rows, mmap.MADV_RANDOM)
+
     for warm, workers in itertools.product((False, True), WORKERS):
         state = "warm" if warm else "cold"
         yield (
@@ -157,6 +163,18 @@ def duels(ground: Ground) -> Iterator[tuple[Duel, Goal | None]]:
             ),
             Goal("speed", 5.0) if not (warm or workers) else None,
         )
+    yield (
+        Duel(
+            "cold, 0 workers",
+            ("ArrayDataset", "numpy.memmap, MADV_RANDOM"),
+            (
+                epoch(ground, loading(ours, 0), False),
+                epoch(ground, loading(advised, 0), False),
+            ),
+            False,
+        ),
+        Goal("speed", 5.0),
+    )
     yield (
         Duel(
             "cold, no DataLoader",

@@ -12,9 +12,11 @@ import contextlib
 import dataclasses
 import itertools
 import json
+import mmap
 import os
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -206,12 +208,13 @@ def peer(
     return turn
 
 
-def memmap(ground: Ground) -> Callable[[np.ndarray], int]:
+def memmap(ground: Ground, advice: int) -> Callable[[np.ndarray], int]:
     """Rows by numpy.memmap."""
 
     def read(rows: np.ndarray) -> int:
-        whole = np.memmap(ground.path, np.uint8, "r").reshape(-1, ROW_BYTES)
-        return int(whole[rows].nbytes)
+        whole = np.memmap(ground.path, np.uint8, "r")
+        whole._mmap.madvise(advice)
+        return int(whole.reshape(-1, ROW_BYTES)[rows].nbytes)
 
     return read
 
@@ -254,15 +257,37 @@ def by_caio(ground: Ground) -> Callable[[np.ndarray], int]:
 
 @dataclasses.dataclass(frozen=True)
 class Match:
-    """A duel with its goals and what a row is."""
+    """A duel with its goals and what a row is.
+
+    Attributes
+    ----------
+    duel : Duel
+        A gather first.
+    row_bytes : int
+        The size of a row.
+    goals : tuple of Goal
+        What the ratios have to be.
+    cpu_goal : float or None
+        How many microseconds of CPU time a row of the gather may take.
+    """
 
     duel: Duel
     row_bytes: int
     goals: tuple[Goal, ...] = ()
+    cpu_goal: float | None = None
+
+    def cpu_us(self, index: int) -> list[float]:
+        """Return the CPU time that a contestant took for a row in each round."""
+        samples = [pair[index] for pair in self.duel.rounds]
+        return [s.cpu_seconds / s.nbytes * self.row_bytes * 1e6 for s in samples]
 
 
 def fio_matches(
-    ground: Ground, place: str, has_huge_pages: bool, goal: float
+    ground: Ground,
+    place: str,
+    has_huge_pages: bool,
+    goal: float,
+    cpu_goal: float | None = None,
 ) -> Iterator[Match]:
     """Pair gathers of 4 KiB with fio."""
     memory = ("--iomem=mmaphuge", "--hugepage-size=2m") if has_huge_pages else ()
@@ -275,12 +300,17 @@ def fio_matches(
             Duel(f"4 KiB x {DEPTH}, {place}", ("gather", f"fio, {name}"), turns, False),
             ROW_BYTES,
             (Goal("speed", goal),),
+            cpu_goal,
         )
 
 
 def peer_matches(ground: Ground) -> Iterator[Match]:
     """Pair gathers of 4 KiB with what reads them in Python."""
-    peers = {"numpy.memmap": memmap(ground), "os.preadv": preadv(ground)}
+    peers = {
+        "numpy.memmap": memmap(ground, mmap.MADV_NORMAL),
+        "numpy.memmap, MADV_RANDOM": memmap(ground, mmap.MADV_RANDOM),
+        "os.preadv": preadv(ground),
+    }
     if caio is not None:
         peers["caio"] = by_caio(ground)
     for name, read in peers.items():
@@ -321,9 +351,7 @@ def figures(match: Match) -> Iterator[tuple[str, ...]]:
             match.duel.work,
             name,
             spread((n / s.seconds / 1e3 for n, s in zip(rows, samples, strict=True)), 1),
-            spread(
-                (s.cpu_seconds / n * 1e6 for n, s in zip(rows, samples, strict=True)), 2
-            ),
+            spread(match.cpu_us(index), 2),
             spread((s.device_bytes / s.nbytes for s in samples), 2),
         )
 
@@ -337,6 +365,15 @@ def verdicts(match: Match) -> Iterator[tuple[str, ...]]:
             str(goal) if match.goals else "speed",
             spread(goal.ratios(match.duel), 2),
             goal.verdict(match.duel) if match.goals else "",
+        )
+    if match.cpu_goal is not None:
+        taken = match.cpu_us(0)
+        yield (
+            match.duel.work,
+            f"{match.duel.names[0]}, beside {match.duel.names[1]}",
+            f"CPU us/row <= {match.cpu_goal}",
+            spread(taken, 2),
+            "reached" if statistics.median(taken) <= match.cpu_goal else "missed",
         )
 
 
@@ -375,7 +412,7 @@ def main() -> None:
         has_huge_pages = stack.enter_context(huge_pages(HUGE_PAGES_WANTED))
         disk = stack.enter_context(ground(options.dir, options.size))
         matches = [
-            *fio_matches(disk, "disk", has_huge_pages, 0.95),
+            *fio_matches(disk, "disk", has_huge_pages, 0.95, 2.5),
             *peer_matches(disk),
             *merge_matches(disk),
         ]
