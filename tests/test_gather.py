@@ -4,8 +4,11 @@ import errno
 import json
 import os
 import pickle
+import re
 import threading
+import time
 from concurrent.futures import CancelledError, ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +17,8 @@ from hypothesis import strategies as st
 
 import nvmeio
 from helpers import PAGE, SLOW, Guarded, left_open, plugged
+from mounts import SLOW_PLACES
+from workloads.common import Faults, make_file
 
 SIZE = (1 << 20) + 777
 CONTENT = np.random.default_rng(4).integers(0, 256, SIZE, np.uint8)
@@ -130,6 +135,16 @@ def test_neighbours_are_merged_and_what_is_wanted_twice_is_read_once(handle, dat
     handle.gather(data, rows * 64, 64, out)
     assert np.array_equal(out, CONTENT[: 64 * 64].reshape(64, 64)[rows])
     assert handle.stats()["blocks"] == 1
+
+
+@pytest.mark.parametrize(("size", "blocks"), [(2048, 1), (4096, 8)])
+def test_a_gap_between_larger_records_makes_short_runs(open_handle, data, size, blocks):
+    """Of 16 KiB, for copying what is between them costs more than another I/O."""
+    handle, out = open_handle(), np.empty((16, size), np.uint8)
+    offsets = np.arange(16) * 8192
+    handle.gather(data, offsets, size, out, max_gap=8192)
+    assert np.array_equal(out, CONTENT[offsets[:, None] + np.arange(size)])
+    assert handle.stats()["blocks"] == blocks
 
 
 @pytest.mark.parametrize(("max_gap", "blocks"), [(4096, 16), (16384, 4)])
@@ -378,6 +393,73 @@ def test_the_result_is_what_was_asked_for(handle, data):
     assert request.wait() is out
     assert np.array_equal(out, CONTENT[:64])
     assert "gather of 1 records" in repr(request)
+
+
+def reads_in_flight(device, faults):
+    """Return how many reads a device has, or else how many FUSE holds."""
+    counts = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}/inflight")
+    if counts.exists():
+        return int(counts.read_text().split()[0])
+    return faults.waiting()
+
+
+@pytest.mark.parametrize(("engine", "slow"), SLOW_PLACES[:-1], indirect=["slow"])
+def test_the_queue_is_full_while_records_are_left(slow, open_handle):
+    path = Path(slow["folder"]) / "file"
+    expected = make_file(path, 20 * 16384)
+    handle, out = open_handle(4096, 6), np.empty(20 * 4096, np.uint8)
+    faults, device = Faults(slow["control"]), path.stat().st_dev
+    offsets = np.arange(20)[::-1] * 16384
+    # Opening a file on FUSE reads from it.
+    with nvmeio.File(path) as file:
+        faults.set(read={"held": True})
+        request = handle.submit_gather(file, offsets, 4096, out, max_gap=0)
+    try:
+        end = time.monotonic() + 20
+        while reads_in_flight(device, faults) < 6 and time.monotonic() < end:
+            time.sleep(0.01)
+        time.sleep(0.05)
+        assert reads_in_flight(device, faults) == 6
+    finally:
+        faults.set()
+    assert request.wait() == out.nbytes
+    assert out.tobytes() == b"".join(expected[at : at + 4096] for at in offsets)
+
+
+def test_a_gather_that_is_waited_for_runs_in_the_thread_that_waits(
+    open_handle, data, engine, alignment
+):
+    """Where the engine never makes the thread sleep: else in the lanes."""
+    others = lanes_here()
+    handle, out = open_handle(), np.empty((50, 100), np.uint8)
+    offsets = np.random.default_rng(4).integers(0, SIZE - 100, 50)
+    handle.submit_gather(data, offsets, 100, out).wait()
+    lanes = lanes_here() - others
+    assert lanes
+    before = switches_of(lanes)
+    for _ in range(20):
+        out[:] = 0
+        handle.gather(data, offsets, 100, out)
+        assert np.array_equal(out, CONTENT[offsets[:, None] + np.arange(100)])
+    alone = engine == "io_uring" or (engine == "libaio" and alignment > 1)
+    assert (switches_of(lanes) == before) == alone
+    handle.submit_gather(data, offsets, 100, out).wait()
+    assert switches_of(lanes) > before
+
+
+def lanes_here():
+    """Return the threads of this process, but for those of io_uring's own."""
+    tasks = Path("/proc/self/task").iterdir()
+    return {task for task in tasks if "iou-" not in (task / "comm").read_text()}
+
+
+def switches_of(threads):
+    """Count how often threads have gone to sleep, once all of them sleep."""
+    states = [(thread / "status").read_text() for thread in threads]
+    while any(re.search(r"^State:\s*[^S\s]", state, re.M) for state in states):
+        states = [(thread / "status").read_text() for thread in threads]
+    pattern = r"^voluntary_ctxt_switches:\s*(\d+)$"
+    return sum(int(re.search(pattern, state, re.M)[1]) for state in states)
 
 
 def test_threads_gather_side_by_side_on_one_handle(open_handle, data):

@@ -26,6 +26,11 @@ class Place:
     def submit(self):
         return self.handle.submit_read(self.data, self.file)
 
+    def array(self):
+        return nvmeio.ArrayFile(
+            self.path, dtype="u1", shape=MIB, mode="r+", handle=self.handle
+        )
+
     def start(self):
         self.handle.async_pread(self.data, self.file)
 
@@ -60,6 +65,10 @@ READS = {
     "sync_pread": lambda at: at.handle.sync_pread(at.data, at.file),
     "a small read": lambda at: at.handle.read(at.data[:100], at.file),
     "a read by path": lambda at: at.handle.submit_read(at.data, at.path).wait(),
+    "gather": lambda at: at.handle.gather(at.file, [0, 9000], 100, bytearray(200)),
+    "nvmeio.wait": lambda at: nvmeio.wait([at.submit()]),
+    "as_completed": lambda at: next(nvmeio.as_completed([at.submit()])).wait(),
+    "an index of an array": lambda at: at.array()[[0, 9000]],
     "File": lambda at: nvmeio.File(at.path).close(),
     "read_file": lambda at: nvmeio.read_file(at.path),
     "read_into": lambda at: nvmeio.read_into(at.path, at.data),
@@ -70,6 +79,8 @@ WRITES = {
     "pwrite": lambda at: at.handle.pwrite(at.data, at.file, False, False),
     "sync_pwrite": lambda at: at.handle.sync_pwrite(at.data, at.file),
     "a small write": lambda at: at.handle.write(at.data[:100], at.file),
+    "scatter": lambda at: at.handle.scatter(at.file, [0, 9000], 100, at.data[:200]),
+    "an assignment to an array": lambda at: at.array().__setitem__(slice(0, 99), 1),
     "write_file": lambda at: nvmeio.write_file(at.path, at.data),
     "aio_write": lambda at: nvmeio.aio_write(at.data, str(at.path), *HANDLE),
 }

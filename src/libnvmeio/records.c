@@ -256,7 +256,10 @@ static bool mergeable(const struct nvmeio_records *records,
         return record->offset == run_end(run);
     uint64_t from = nvmeio_round_up((uint64_t)run_end(run), limits->align);
     uint64_t to = nvmeio_round_down((uint64_t)record->offset, limits->align);
-    return to <= from || to - from <= records->gap_max;
+    if (to <= from)
+        return true;
+    return to - from <= records->gap_max &&
+           (record->size < NVMEIO_RECORD_MEDIUM_BYTES || cover <= NVMEIO_BRIDGED_BYTES);
 }
 
 /* Take one more record into a run, if it fits. */

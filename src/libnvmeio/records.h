@@ -13,6 +13,12 @@
  * takes 3 us, an I/O 2 us of CPU time; bench_gather.py). */
 #define NVMEIO_RECORD_LARGE_BYTES (32u << 10)
 
+/* Where there is a record from here on, a gap is read for nothing only in a run that is
+ * no longer than this: what else is read and copied costs more than another I/O.  Rows
+ * of 4 KiB, 60 % of a part of a file: 131 000 a second, without this 109 000. */
+#define NVMEIO_RECORD_MEDIUM_BYTES (4u << 10)
+#define NVMEIO_BRIDGED_BYTES (16u << 10)
+
 struct nvmeio_record {
     int64_t offset;
     size_t size;
