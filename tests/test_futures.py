@@ -489,6 +489,25 @@ class TestAsCompleted:
         assert len(list(completions)) == 1
         assert list(completions) == []
 
+    def test_one_after_the_other_may_be_asked_for(self, handle, pages, run):
+        start, _ = pages
+        reads = {start(handle, index)[0] for index in range(3)}
+        completions = nvmeio.as_completed(reads)
+        found = {next(completions), *completions}
+        assert found == reads
+        with pytest.raises(StopIteration):
+            next(completions)
+
+        async def main():
+            completions = nvmeio.as_completed(reads)
+            found = {await anext(completions)}
+            found |= {request async for request in completions}
+            with pytest.raises(StopAsyncIteration):
+                await anext(completions)
+            return found
+
+        assert run(main()) == reads
+
     def test_what_is_no_request_is_refused(self, handle, pages):
         start, _ = pages
         request, _ = start(handle, 0)

@@ -109,55 +109,90 @@ class Bell(Listener):
 
 
 class Completions:
-    """Requests in the order in which they are done, by ``for`` or ``async for``, once.
+    """Requests in the order in which they are done: an iterator, also an asynchronous one.
 
     Made by ``as_completed``.
     """
 
     def __init__(self, requests: list[Request], timeout_s: float | None) -> None:
+        # Neither has begun, and only the first that is asked finds the requests.
+        limit = Limit(requests, timeout_s)
+        self._here = _yield_here(limit)
+        self._there = _yield_there(limit)
+
+    def __iter__(self) -> Iterator[Request]:
+        return self
+
+    def __next__(self) -> Request:
+        """Wait for the next request, and return it."""
+        return next(self._here)
+
+    def __aiter__(self) -> AsyncIterator[Request]:
+        return self
+
+    async def __anext__(self) -> Request:
+        """Wait for the next request, while the event loop goes on, and return it."""
+        return await anext(self._there)
+
+
+class Limit:
+    """Requests, and how long they may take.
+
+    Parameters
+    ----------
+    requests : list of Request
+        That nobody waits for yet.
+    timeout_s : float or None
+        From now on, in seconds; None: as long as it takes.
+    """
+
+    def __init__(self, requests: list[Request], timeout_s: float | None) -> None:
         self._requests = requests
         self._timeout_s = timeout_s
-        self._end_ns = deadline_ns(timeout_s)
+        self.end_ns = deadline_ns(timeout_s)
 
-    def _take(self) -> list[Request]:
+    def take(self) -> list[Request]:
         """Return the requests, which are held here no more."""
         requests, self._requests = self._requests, []
         return requests
 
-    def _refuse(self, left: int, count: int) -> TimeoutError:
+    def refuse(self, left: int, count: int) -> TimeoutError:
+        """Return what is raised when the time is over."""
         return TimeoutError(
             f"{left} of {count} requests were not done within {self._timeout_s} s; they "
             "go on"
         )
 
-    def __iter__(self) -> Iterator[Request]:
-        """Yield each request when it is done."""
-        bell = Bell()
-        try:
-            count = bell.listen(self._take())
-            for left in range(count, 0, -1):
-                if not bell.sleep(self._end_ns):
-                    raise self._refuse(left, count)
-                yield bell.done.popleft()
-        finally:
-            bell.close()
 
-    async def __aiter__(self) -> AsyncIterator[Request]:
-        """Yield each request when it is done; the event loop goes on meanwhile."""
-        from nvmeio._asyncio import Alarm
+def _yield_here(limit: Limit) -> Iterator[Request]:
+    """Yield each request when it is done."""
+    bell = Bell()
+    try:
+        count = bell.listen(limit.take())
+        for left in range(count, 0, -1):
+            if not bell.sleep(limit.end_ns):
+                raise limit.refuse(left, count)
+            yield bell.done.popleft()
+    finally:
+        bell.close()
 
-        alarm = Alarm()
-        try:
-            count = alarm.listen(self._take())
-            for left in range(count, 0, -1):
-                while not alarm.done:
-                    left_s = _left_s(self._end_ns)
-                    if left_s <= 0:
-                        raise self._refuse(left, count)
-                    await alarm.sleep(left_s)
-                yield alarm.done.popleft()
-        finally:
-            alarm.close()
+
+async def _yield_there(limit: Limit) -> AsyncIterator[Request]:
+    """Yield each request when it is done; the event loop goes on meanwhile."""
+    from nvmeio._asyncio import Alarm
+
+    alarm = Alarm()
+    try:
+        count = alarm.listen(limit.take())
+        for left in range(count, 0, -1):
+            while not alarm.done:
+                left_s = _left_s(limit.end_ns)
+                if left_s <= 0:
+                    raise limit.refuse(left, count)
+                await alarm.sleep(left_s)
+            yield alarm.done.popleft()
+    finally:
+        alarm.close()
 
 
 def as_completed(
@@ -175,8 +210,9 @@ def as_completed(
     Returns
     -------
     Completions
-        To be iterated once, by ``for`` or ``async for``.  Yields the requests themselves,
-        those first that were done before; ``wait()`` gives the bytes or the error of each.
+        An iterator, for ``for``, ``async for``, ``next`` or ``anext``.  Yields the requests
+        themselves, those first that were done before; ``wait()`` gives the bytes or the
+        error of each.
 
     Raises
     ------
@@ -194,8 +230,9 @@ def as_completed(
     Notes
     -----
     Releases the GIL while it waits.  Leaving the loop early, or cancelling the task of an
-    ``async for``, cancels no request.  An ``async for`` that is left early ends when its
-    iterator is closed: at the latest with the event loop.
+    ``async for``, cancels no request.  An eventfd is open from the first request on until
+    all were yielded, or the iterator is dropped: of an ``async for`` that is left early, at
+    the latest with the event loop.
     """
     return Completions(_checked(requests), timeout_s)
 
