@@ -114,9 +114,9 @@ def train(features: nvmeio.ArrayFile, edges: nvmeio.ArrayFile, steps: int) -> bo
 def main(arguments: list[str] | None = None) -> int:
     """Build the files, train, and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--nodes", type=int, default=1 << 20, help="of the graph (1048576)")
-    parser.add_argument("--memory", type=int, default=128, help="in MiB (128)")
-    parser.add_argument("--steps", type=int, default=200, help="of training (200)")
+    parser.add_argument("--nodes", type=int, default=1 << 20, help="how many (1048576)")
+    parser.add_argument("--memory", type=int, default=128, help="MiB to add (128)")
+    parser.add_argument("--steps", type=int, default=200, help="how many (200)")
     options = parser.parse_args(arguments)
     # The stacks of threads would count too, and machines have many processors.
     torch.set_num_threads(1)

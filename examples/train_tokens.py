@@ -117,7 +117,7 @@ def train(path: Path, characters: list[str], steps: int) -> bool:
 def main(arguments: list[str] | None = None) -> int:
     """Make the file, train, and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=400, help="of training (400)")
+    parser.add_argument("--steps", type=int, default=400, help="how many (400)")
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(prefix="nvmeio-tokens-", dir=".") as folder:
         path = Path(folder) / "tokens.npy"

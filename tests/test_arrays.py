@@ -377,7 +377,7 @@ class TestCreating:
 
     def test_a_file_that_exists_is_not_destroyed_unasked(self, saved):
         expected, path = saved
-        with pytest.raises(FileExistsError) as caught:
+        with pytest.raises(FileExistsError, match="; overwrite=True makes") as caught:
             ArrayFile.create(path, (3,), "f4")
         assert caught.value.filename == str(path)
         assert_same(np.load(path), expected)

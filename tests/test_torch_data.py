@@ -142,7 +142,7 @@ class TestArrayDataset:
     def test_what_tensors_cannot_hold_is_refused(self, tmp_path, dtype):
         nvmeio.save(tmp_path / "array.npy", np.zeros(3, dtype))
         with pytest.raises(
-            TypeError, match=r"array '.*array.npy' is of dtype .* tensors do"
+            TypeError, match=r"array 0 '.*array.npy' is of dtype .* tensors do"
         ):
             ArrayDataset(tmp_path / "array.npy")
 
@@ -158,7 +158,7 @@ class TestArrayDataset:
             ArrayDataset(file, np.zeros(5))
         with pytest.raises(TypeError, match="at least one array"):
             ArrayDataset()
-        with pytest.raises(TypeError, match="path is 3"):
+        with pytest.raises(TypeError, match="array 0 is of type int; it must be a path"):
             ArrayDataset(3)
         with pytest.raises(FileNotFoundError, match="missing"):
             ArrayDataset(file.parent / "missing")
@@ -375,6 +375,8 @@ class TestBatchStream:
             BatchStream([1, 2], [[0]])
         with pytest.raises(ValueError, match="depth is 0"):
             BatchStream(dataset, [[0]], 0)
+        with pytest.raises(TypeError, match="the batch sampler is 32; it must be iterable"):
+            BatchStream(dataset, 32)
         with pytest.raises(TypeError, match="gave 0, not the indices of a batch"):
             next(iter(BatchStream(dataset, SequentialSampler(dataset))))
         with pytest.raises(TypeError, match="no length"):

@@ -140,7 +140,8 @@ def positions(rows: Any, extent: int, name: str, *, wrap: bool = True) -> Positi
     """
     found = array_of(rows)
     if found.dtype.kind not in "iu":
-        raise TypeError(f"{name} is of dtype {found.dtype}; it must be of integers")
+        hint = "; numpy.flatnonzero() makes them of a mask" if found.dtype == bool else ""
+        raise TypeError(f"{name} is of dtype {found.dtype}; it must be of integers{hint}")
     least = -extent if wrap else 0
     if found.size == 0:
         return found.astype(np.int64)
@@ -335,7 +336,7 @@ class _Walk:
         if total.size:
             for array, axis in self._arrays:
                 if axis is not None:
-                    name = f"the index of axis {axis}"
+                    name = f"on axis {axis}, index"
                     found = positions(array, self._shape[axis], name)
                     total += found * self._strides[axis]
         return Points(total)

@@ -11,7 +11,7 @@ import os
 import secrets
 from collections.abc import Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -83,7 +83,8 @@ class ArrayFile:
     ``numpy.load(path)[index]`` has, in memory of its own.  Nothing is kept between calls.
     Elements that follow each other are one large read; others are gathered, and where they
     are closer than 64 bytes on the average, read with what lies between them.  The name of
-    a field, or a list of names, reads the whole array first.
+    a field, or a list of names, reads the whole array first.  A loop over the array reads
+    row by row, which is slow; ``array[:]`` is one read.
 
     Assigning broadcasts and converts as numpy does, writes no byte that the index does not
     name, and takes the last of several values for the same element.  It returns when the
@@ -132,7 +133,10 @@ class ArrayFile:
                     "header of a .npy file says where what is"
                 )
         if not has_magic(self._file):
-            raise ValueError(f"{self.path!r} is no .npy file; raw bytes need a dtype")
+            raise ValueError(
+                f"{self.path!r} is no .npy file; raw bytes need a dtype, and an array of "
+                "an archive (.npz, .pt) a file of its own"
+            )
         layout = read_layout(self._file)
         if layout.fortran:
             raise ValueError(
@@ -214,7 +218,7 @@ class ArrayFile:
         size = Layout(element, extents, len(header)).nbytes + len(header)
         if size > 2**63 - 1:
             raise ValueError(f"an array of shape {extents} has {size} bytes, too many")
-        with naming(path), open(path, "wb" if overwrite else "xb") as stream:
+        with naming(path), _opened_anew(path, overwrite=overwrite) as stream:
             try:
                 stream.write(header)
                 stream.truncate(size)
@@ -268,7 +272,7 @@ class ArrayFile:
 
     def __len__(self) -> int:
         if not self._shape:
-            raise TypeError("an array of no axes has no length")
+            raise TypeError(f"{self.path!r}: an array of no axes has no length")
         return self._shape[0]
 
     def __getitem__(self, index: Any) -> Any:
@@ -756,10 +760,19 @@ def _raw_extents(
     if offset > size or (size - offset) % row_bytes:
         raise ValueError(
             f"{file.path!r} has {size} bytes; behind the offset {offset} they must be a "
-            f"multiple of {row_bytes}"
+            f"multiple of {row_bytes}, for the shape {tuple(axes)} and the dtype {dtype}"
         )
     axes[unknown[0]] = (size - offset) // row_bytes
     return extents_of(axes)
+
+
+def _opened_anew(path: str | bytes, *, overwrite: bool) -> BinaryIO:
+    """Open a file that is new or may be cut."""
+    try:
+        return open(path, "wb" if overwrite else "xb")
+    except FileExistsError as error:
+        words = f"{error.strerror}; overwrite=True makes it anew"
+        raise FileExistsError(error.errno, words, path) from None
 
 
 def _bytes_of(array: Array) -> Array:

@@ -44,7 +44,8 @@ cdef class Gatherer(Submitter):
         sizes : int or array_like of int, shape (n,)
             How long all of them are, or each, in bytes.
         out : array, tensor or object with the buffer protocol
-            Where the records go, one behind another in C order.
+            Where the records go, one behind another in C order; it may be larger, and
+            what is behind them stays as it is.
         out_offsets : array_like of int, shape (n,), optional
             Where each of them goes instead, in bytes from the beginning of ``out``; the
             rest of ``out`` stays as it is.

@@ -4,6 +4,7 @@ A batch is a gather: its tensors are filled as a whole, and samples are views of
 """
 
 import contextlib
+import os
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
@@ -166,9 +167,12 @@ class ArrayDataset(Stored):
     last one.  ``IndexError`` names an index that there is not.
 
     A batch of a DataLoader is one gather for each array, and its samples are views of one
-    tensor.  The files are opened once in each process that reads, by its first batch, and
-    closed when the dataset is dropped; it can be pickled and forked, so any number of
+    tensor.  The files are opened at once, and again by each process that the dataset is
+    sent to, and closed when it is dropped; it can be pickled and forked, so any number of
     workers may be started in any way.
+
+    A ``torch.utils.data.ConcatDataset`` asks for its samples one by one, and so reads them
+    one by one.
     """
 
     def __init__(
@@ -180,12 +184,18 @@ class ArrayDataset(Stored):
         if not arrays:
             raise TypeError("a dataset needs at least one array")
         kinds = (ArrayFile, np.ndarray, torch.Tensor)
+        for place, array in enumerate(arrays):
+            if not isinstance(array, (*kinds, str, bytes, os.PathLike)):
+                raise TypeError(
+                    f"array {place} is of type {type(array).__qualname__}; it must be a "
+                    "path, an ArrayFile, an array or a tensor"
+                )
         self._sources = [
             array if isinstance(array, kinds) else path_of(array) for array in arrays
         ]
         opened = self._arrays()
-        for source, array in zip(self._sources, opened, strict=True):
-            _check_elements(array.dtype, f"array {source!r:.200}")
+        for place, array in enumerate(opened):
+            _check_elements(array, f"array {place}")
         lengths = [len(array) for array in opened]
         if len(set(lengths)) > 1:
             raise ValueError(
@@ -252,8 +262,10 @@ class TokenDataset(Stored):
     -----
     Sample ``i`` is the pair of the tokens from ``i`` on and of those that follow each of
     them, ``tokens[i : i + block_size]`` and ``tokens[i + 1 : i + block_size + 1]``: int64
-    tensors.  There are as many samples as windows that have a next token; a random sampler
-    makes random windows of them.  Otherwise as ``ArrayDataset``: one gather a batch.
+    tensors.  There are as many samples as windows that have a next token, none where the
+    file is too short; a random sampler makes random windows of them, and a ``Subset`` of
+    ``range(0, len(dataset), block_size)`` those that do not overlap.  Otherwise as
+    ``ArrayDataset``: one gather a batch.
     """
 
     def __init__(self, path: Path, block_size: int, dtype: Any = None) -> None:
@@ -305,27 +317,30 @@ class BatchStream:
     dataset : ArrayDataset or TokenDataset
         Or a ``torch.utils.data.Subset`` of one.
     batch_sampler : iterable of sequences of int
-        The indices of each batch, as ``torch.utils.data.BatchSampler`` gives them.
+        The indices of each batch, as ``torch.utils.data.BatchSampler`` gives them.  A
+        generator gives them to one iteration only.
     depth : int, default 2
         How many batches are being read while the program has one, 1 or more.
 
     Raises
     ------
     TypeError
-        The dataset is of another kind; ``depth`` is no integer.
+        The dataset is of another kind; the batch sampler is not iterable; ``depth`` is no
+        integer.
     ValueError
         ``depth`` is less than 1.
 
     Notes
     -----
     Each iteration goes through the sampler once and yields, for each batch, what a
-    DataLoader with the default collate would; its tensors are those that were read into,
-    without a copy.  Transforms run in the thread that iterates.  What goes wrong with a
-    batch, or in the sampler, is raised where that batch would come, and ends the iteration.
+    DataLoader with the default collate would.  Without a transform, the tensors of an
+    ArrayDataset are those that were read into; tokens are converted once.  Transforms run
+    in the thread that iterates.  What goes wrong with a batch, or in the sampler, is raised
+    where that batch would come, and ends the iteration.
     An iteration that is abandoned or closed waits until nothing of it is in flight.
 
     For distributed training, a ``DistributedSampler`` inside of the ``BatchSampler`` gives
-    each rank its part.
+    each rank its part; its ``set_epoch`` is still the program's to call.
     """
 
     def __init__(
@@ -334,6 +349,11 @@ class BatchStream:
         batch_sampler: Iterable[Sequence[int]],
         depth: int = 2,
     ) -> None:
+        if not isinstance(batch_sampler, Iterable):
+            raise TypeError(
+                f"the batch sampler is {batch_sampler!r}; it must be iterable, such as a "
+                "torch.utils.data.BatchSampler"
+            )
         self.dataset = dataset
         self.batch_sampler = batch_sampler
         self.depth = whole("depth", depth, 1, 2**63 - 1)
@@ -398,10 +418,12 @@ def _stored_below(dataset: Any) -> Stored:
     return found
 
 
-def _check_elements(dtype: Any, name: str) -> None:
+def _check_elements(array: Array, name: str) -> None:
     """Refuse elements that tensors do not have."""
+    dtype: Any = array.dtype
     if not isinstance(dtype, torch.dtype) and not is_common(dtype):
-        raise TypeError(f"{name} is of dtype {dtype}, which tensors do not have")
+        path = f" {array.path!r}" if isinstance(array, ArrayFile) else ""
+        raise TypeError(f"{name}{path} is of dtype {dtype}, which tensors do not have")
 
 
 def _taken(array: Array, rows: Positions) -> Any:

@@ -28,8 +28,9 @@ def empty(
     dtype : torch.dtype, optional
         By default torch's default dtype.
     pinned : bool, default False
-        Lock the memory where RLIMIT_MEMLOCK allows, and have ``is_pinned`` know it; where
-        CUDA is present, register it with the driver, so that ``non_blocking`` copies are.
+        Lock the memory where RLIMIT_MEMLOCK allows, which ``aio_handle.is_pinned`` tells;
+        where CUDA is present, register it with the driver, so that ``non_blocking`` copies
+        are.
     numa_node : int, optional
         The node whose memory it shall be; by default where the system likes.
 
