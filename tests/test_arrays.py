@@ -177,6 +177,20 @@ class TestIndexing:
             assert_same(np.asarray(array, "f8"), expected.astype("f8"))
             assert len(array) == 4
 
+    @pytest.mark.parametrize(("shape", "reads"), [((3000, 500), 2), ((3, 2 << 20), 3)])
+    def test_an_iteration_reads_parts(self, handle, path, shape, reads):
+        expected = numbers(shape, "f4")
+        write_npy(path, expected)
+        with ArrayFile(path, handle=handle) as array:
+            for row, wanted in zip(array, expected, strict=True):
+                assert_same(row, wanted)
+        assert handle.stats()["requests"] == reads
+
+    def test_without_axes_there_is_nothing_to_iterate(self, path):
+        write_npy(path, np.array(5))
+        with ArrayFile(path) as array, pytest.raises(TypeError, match="no axes has no length"):
+            next(iter(array))
+
 
 WRONG_ROWS = {
     "row": (lambda a: a.gather([0, 1000]), IndexError, r"rows\[1\] is 1000; .* to 999"),

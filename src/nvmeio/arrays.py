@@ -9,7 +9,7 @@ import errno
 import math
 import os
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal
 
@@ -42,6 +42,9 @@ _SPACING_BYTES = 64
 # A single run up to this size is read in the calling thread, which costs less than a hop to
 # a lane; a larger one is shared out to the lanes in blocks.
 _CALLER_BYTES_MAX = 1 << 20
+
+# What an iteration reads at once.
+_PART_BYTES = 4 << 20
 
 
 class ArrayFile:
@@ -297,6 +300,12 @@ class ArrayFile:
         array = self._spread(value, selection.shape)
         if array.nbytes:
             self._store(selection, array)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Read the rows in parts, and yield each as a view of its part."""
+        rows = max(1, _PART_BYTES // max(1, self._row_bytes))
+        for begin in range(0, len(self), rows):
+            yield from self[begin : begin + rows]
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
         if copy is False:

@@ -123,8 +123,8 @@ cdef class Request:
         del buffer, file
         call_all(self.callbacks, self)
         if self.error is not None and self._lanes is not None:
-            # Once raised, its traceback holds frames and so perhaps the handle: a cycle that
-            # no collector sees while the library has the reference of start().
+            # Once raised, its traceback holds frames, and so perhaps the handle: a cycle
+            # that no collector sees while the library has the reference of start().
             self._lanes.collect()
         if interruption is not None:
             raise interruption
