@@ -163,9 +163,9 @@ class TestIndexing:
                 assert_same(array.prefetch([]).result(), expected[[]])
             else:
                 assert_same(array[()], expected[()])
-                with pytest.raises(TypeError, match="no axes has no length"):
+                with pytest.raises(TypeError, match="no axes has no"):
                     len(array)
-                with pytest.raises(TypeError, match="no axes has no length"):
+                with pytest.raises(TypeError, match="no axes has no"):
                     array.gather([0])
 
     def test_it_iterates_and_converts(self, path):
@@ -188,7 +188,7 @@ class TestIndexing:
 
     def test_without_axes_there_is_nothing_to_iterate(self, path):
         write_npy(path, np.array(5))
-        with ArrayFile(path) as array, pytest.raises(TypeError, match="no axes has no length"):
+        with ArrayFile(path) as array, pytest.raises(TypeError, match="no axes has no"):
             next(iter(array))
 
 
