@@ -307,11 +307,51 @@ static void test_nothing(const char *path, const char *engine)
     nvmeio_handle_close(handle);
 }
 
+/* 5. Where the pool has nothing to give, the page cache serves: what is merged
+ * otherwise goes record by record, and all of a scatter in its second round. */
+static void test_no_memory(const char *path, const char *engine)
+{
+    struct nvmeio_config config = config_of(engine);
+    struct nvmeio_handle *handle = open_handle(&config);
+    struct nvmeio_file *file = open_file(path, O_RDWR, NVMEIO_DIRECT_AUTO);
+    struct guarded memory = guarded_new(3 * PAGE, 5);
+    struct plan plan = {
+        .count = 3,
+        .offsets = {0, PAGE, 2 * PAGE},
+        .sizes = {PAGE, PAGE, PAGE},
+        .places = {PAGE, 0, 2 * PAGE},
+    };
+
+    for (int caller = 0; caller < 2; caller++) {
+        for (int op = NVMEIO_OP_READ; op <= NVMEIO_OP_WRITE; op++) {
+            fill(memory.address, memory.size, 0, (unsigned)(2 + caller));
+            struct nvmeio_gather what =
+                gather_of((enum nvmeio_op)op, file, &memory, &plan, caller);
+            CHECK(gather(handle, &what).result == (int64_t)(3 * PAGE));
+            for (size_t i = 0; i < plan.count; i++)
+                CHECK(file_holds(path, memory.address + plan.places[i], PAGE,
+                                 plan.offsets[i]));
+        }
+    }
+    guarded_free(&memory);
+    nvmeio_file_release(file);
+    nvmeio_handle_close(handle);
+}
+
 int main(void)
 {
     const char *name;
 
     begin();
+    /* First, while the pool has mapped nothing. */
+    nvmeio_pool_set_limit(1);
+    FOR_EACH_ENGINE(name)
+    {
+        const char *path = path_in(test_folder());
+        make_file(path, FILE_BYTES, 1);
+        test_no_memory(path, name);
+    }
+    nvmeio_pool_set_limit(0);
     FOR_EACH_ENGINE(name)
     {
         const char *path = path_in(test_folder());
