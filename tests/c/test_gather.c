@@ -275,7 +275,20 @@ static void test_refusals(const char *path, const char *engine)
               cases[i].error);
         CHECK(offender == cases[i].offender);
     }
-    struct plan plan = {.count = 1, .sizes = {64}};
+    /* A long one, last but one, lies over all others. */
+    struct plan plan = {
+        .count = 5,
+        .offsets = {10, 40, 15, 0, 60},
+        .sizes = {10, 10, 10, 80, 10},
+        .places = {10, 40, 15, 0, 60},
+    };
+    for (int op = NVMEIO_OP_READ; op <= NVMEIO_OP_WRITE; op++) {
+        struct nvmeio_gather what =
+            gather_of((enum nvmeio_op)op, file, &memory, &plan, false);
+        CHECK(nvmeio_submit_gather(handle, &what, &request, &offender) == -EEXIST);
+        CHECK(offender == 2);
+    }
+    plan = (struct plan){.count = 1, .sizes = {64}};
     struct nvmeio_gather what = gather_of(NVMEIO_OP_FSYNC, file, &memory, &plan, false);
     CHECK(nvmeio_submit_gather(handle, &what, &request, &offender) == -EINVAL);
     CHECK(offender == SIZE_MAX);
