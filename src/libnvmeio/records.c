@@ -295,23 +295,42 @@ static bool take(const struct nvmeio_records *records,
     return true;
 }
 
+static struct nvmeio_run run_of(const struct nvmeio_records *records, size_t index)
+{
+    const struct nvmeio_record *record = &records->list[index];
+
+    return (struct nvmeio_run){
+        .first = index,
+        .offset = record->offset,
+        .size = record->size,
+        .home = record->place,
+    };
+}
+
 bool nvmeio_records_next(struct nvmeio_records *records,
                          const struct nvmeio_run_limits *limits, struct nvmeio_run *run)
 {
     if (records->next == records->count)
         return false;
     const struct nvmeio_record *record = &records->list[records->next];
-    *run = (struct nvmeio_run){
-        .first = records->next,
-        .offset = record->offset,
-        .size = record->size,
-        .home = record->place,
-    };
+    *run = run_of(records, records->next);
     do {
         run->count++;
         records->next++;
         record++;
     } while (records->next < records->count && take(records, limits, run, record));
+    return true;
+}
+
+bool nvmeio_records_next_alone(struct nvmeio_records *records, struct nvmeio_run *run)
+{
+    while (records->next < records->count && !records->list[records->next].shared)
+        records->next++;
+    if (records->next == records->count)
+        return false;
+    records->list[records->next].error = 0;
+    *run = run_of(records, records->next++);
+    run->count = 1;
     return true;
 }
 
@@ -372,8 +391,12 @@ void nvmeio_records_fail(struct nvmeio_records *records, const struct nvmeio_run
 
     for (size_t i = run->first; i < run->first + run->count; i++) {
         struct nvmeio_record *record = &records->list[i];
-        if (record->error == 0 && share_of(record, run, begin, end, &share))
-            record->error = error;
+        if (record->error || !share_of(record, run, begin, end, &share))
+            continue;
+        record->error = error;
+        /* Past the end of the file each byte is missing for itself. */
+        record->shared |= run->count > 1 && error != -ENODATA;
+        records->shared |= record->shared;
     }
 }
 
