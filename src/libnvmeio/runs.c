@@ -138,6 +138,7 @@ void nvmeio_runs_settle(struct nvmeio_request *request)
                                  request->error ? request->error : -ECANCELED);
     }
     nvmeio_records_settle(records, &request->got, &first_error);
-    if (!request->error)
+    /* One that is stopped has its error, and others look at that under the mutex. */
+    if (!nvmeio_request_is_stopped(request))
         request->error = first_error;
 }

@@ -1,5 +1,8 @@
 /* Gathers and scatters: the right bytes in the right places, what is merged, what is
  * refused before any I/O, and records that fail while others do not. */
+#include <pthread.h>
+#include <sched.h>
+
 #include "transfer.h"
 
 #define FILE_BYTES (4 * MIB + 777)
@@ -351,6 +354,49 @@ static void test_no_memory(const char *path, const char *engine)
     nvmeio_handle_close(handle);
 }
 
+static void *drain_on(void *argument)
+{
+    struct nvmeio_handle *handle = argument;
+
+    while (nvmeio_handle_drain(handle, 0) == -ETIMEDOUT)
+        ;
+    return NULL;
+}
+
+/* 6. One thread cancels a gather whose lane another one drives. */
+static void test_cancel(const char *path, const char *engine)
+{
+    struct nvmeio_config config = config_of(engine);
+    config.queue_depth = 1;
+    struct nvmeio_handle *handle = open_handle(&config);
+    struct nvmeio_file *file = open_file(path, O_RDONLY, NVMEIO_DIRECT_AUTO);
+    struct guarded memory = guarded_new(64 * 8, 0);
+    struct plan plan = {.count = 64};
+    struct nvmeio_request *request;
+    pthread_t drainer;
+    size_t offender;
+
+    for (size_t i = 0; i < plan.count; i++) {
+        plan.offsets[i] = (int64_t)(i * 16 * KIB);
+        plan.sizes[i] = 8;
+        plan.places[i] = (int64_t)(i * 8);
+    }
+    for (int round = 0; round < 50; round++) {
+        struct nvmeio_gather what =
+            gather_of(NVMEIO_OP_READ, file, &memory, &plan, true);
+        CHECK(nvmeio_submit_gather(handle, &what, &request, &offender) == 0);
+        CHECK(pthread_create(&drainer, NULL, drain_on, handle) == 0);
+        sched_yield();
+        int dropped = nvmeio_request_cancel(request);
+        int64_t result = finish(request).result;
+        CHECK(result == (dropped ? -ECANCELED : (int64_t)total_of(&plan)));
+        CHECK(pthread_join(drainer, NULL) == 0);
+    }
+    guarded_free(&memory);
+    nvmeio_file_release(file);
+    nvmeio_handle_close(handle);
+}
+
 int main(void)
 {
     const char *name;
@@ -373,6 +419,7 @@ int main(void)
         test_merging(path, name);
         test_refusals(path, name);
         test_nothing(path, name);
+        test_cancel(path, name);
     }
     return 0;
 }
