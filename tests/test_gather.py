@@ -349,6 +349,21 @@ class TestFailures:
         again = pickle.loads(pickle.dumps(error))
         assert (again.failures, str(again)) == (error.failures, str(error))
 
+    def test_what_is_read_with_a_failed_record_completes(self, open_handle, failing):
+        handle = open_handle(direct=False)
+        faults = {"read": {"error": errno.EIO, "at": 100 * PAGE}}
+        os.setxattr(failing, "user.faults", json.dumps(faults).encode())
+        os.posix_fadvise(fd := os.open(failing, os.O_RDONLY), 0, 0, os.POSIX_FADV_RANDOM)
+        os.close(fd)
+        pages = np.array([101, 99, 100, 102])
+        out = np.full((4, 64), 7, np.uint8)
+        with pytest.raises(nvmeio.GatherError) as caught:
+            handle.gather(failing, pages * PAGE, 64, out)
+        assert caught.value.failures == ((2, errno.EIO),)
+        for i in (0, 1, 3):
+            begin = pages[i] * PAGE
+            assert np.array_equal(out[i], CONTENT[begin : begin + 64])
+
     def test_a_failed_record_of_a_scatter_is_named(self, open_handle, failing):
         handle = open_handle(direct=False)
         faults = {"write": {"error": errno.ENOSPC, "at": 100 * PAGE}}

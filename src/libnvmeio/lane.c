@@ -168,10 +168,11 @@ static void miss_bounce(struct nvmeio_lane *lane, int error)
     struct nvmeio_request *request = next_request(lane);
 
     if (!request || !nvmeio_request_has_block(request) ||
-        nvmeio_request_next_bounce(request) == 0 ||
-        nvmeio_request_waive_bounce(request))
+        nvmeio_request_next_bounce(request) == 0)
         return;
-    nvmeio_request_fail(request, error, request->position);
+    if (!nvmeio_request_waive_bounce(request))
+        nvmeio_request_fail(request, error, request->position);
+    /* What a scatter does without them may all be behind its gate. */
     nvmeio_schedule_progress(lane->handle, request);
 }
 

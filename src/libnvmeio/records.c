@@ -164,30 +164,40 @@ static int fill(struct nvmeio_records *records, const struct nvmeio_gather *gath
     return 0;
 }
 
-/* In order of place or of offset: the first record, by index, that shares bytes with
- * one of a lower index; SIZE_MAX where none does. */
-static size_t find_overlap(const struct nvmeio_records *records, bool by_place)
+/* In order of place or of offset: whether any two records share bytes, of those up to
+ * an index. */
+static bool overlap(const struct nvmeio_records *records, bool by_place, size_t last)
 {
-    const struct nvmeio_record *furthest = NULL;
-    size_t found = SIZE_MAX;
+    uint64_t end = 0;
 
     for (size_t i = 0; i < records->count; i++) {
         const struct nvmeio_record *record = &records->list[i];
-        bool shared =
-            furthest && (by_place ? record->place < furthest->place + furthest->size
-                                  : record->offset < end_of(furthest));
-        if (shared) {
-            size_t later =
-                record->index > furthest->index ? record->index : furthest->index;
-            found = later < found ? later : found;
-        }
-        bool further = !furthest || (by_place ? record->place + record->size >
-                                                    furthest->place + furthest->size
-                                              : end_of(record) > end_of(furthest));
-        if (further)
-            furthest = record;
+        if (record->index > last)
+            continue;
+        if (key_of(record, by_place) < end)
+            return true;
+        end = key_of(record, by_place) + record->size;
     }
-    return found;
+    return false;
+}
+
+/* In order of place or of offset: the first record, by index, that shares bytes with
+ * one of a lower index; SIZE_MAX where none does. */
+static size_t find_overlap(const struct nvmeio_records *records, bool by_place,
+                           size_t count)
+{
+    size_t low = 0, high = count;
+
+    if (!overlap(records, by_place, SIZE_MAX))
+        return SIZE_MAX;
+    while (low < high) {
+        size_t middle = low + (high - low) / 2;
+        if (overlap(records, by_place, middle))
+            high = middle;
+        else
+            low = middle + 1;
+    }
+    return low;
 }
 
 /* Sort the records by their place in the file, and see that they do not overlap. */
@@ -201,14 +211,14 @@ static int check_overlap(struct nvmeio_records *records,
         error = sort(records, true);
         if (error)
             return error;
-        found = find_overlap(records, true);
+        found = find_overlap(records, true, gather->count);
     }
     error = sort(records, false);
     if (error)
         return error;
     sort_lengths(records);
     if (gather->op == NVMEIO_OP_WRITE)
-        found = find_overlap(records, false);
+        found = find_overlap(records, false, gather->count);
     if (found == SIZE_MAX)
         return 0;
     *offender = found;
@@ -285,23 +295,42 @@ static bool take(const struct nvmeio_records *records,
     return true;
 }
 
+static struct nvmeio_run run_of(const struct nvmeio_records *records, size_t index)
+{
+    const struct nvmeio_record *record = &records->list[index];
+
+    return (struct nvmeio_run){
+        .first = index,
+        .offset = record->offset,
+        .size = record->size,
+        .home = record->place,
+    };
+}
+
 bool nvmeio_records_next(struct nvmeio_records *records,
                          const struct nvmeio_run_limits *limits, struct nvmeio_run *run)
 {
     if (records->next == records->count)
         return false;
     const struct nvmeio_record *record = &records->list[records->next];
-    *run = (struct nvmeio_run){
-        .first = records->next,
-        .offset = record->offset,
-        .size = record->size,
-        .home = record->place,
-    };
+    *run = run_of(records, records->next);
     do {
         run->count++;
         records->next++;
         record++;
     } while (records->next < records->count && take(records, limits, run, record));
+    return true;
+}
+
+bool nvmeio_records_next_alone(struct nvmeio_records *records, struct nvmeio_run *run)
+{
+    while (records->next < records->count && !records->list[records->next].shared)
+        records->next++;
+    if (records->next == records->count)
+        return false;
+    records->list[records->next].error = 0;
+    *run = run_of(records, records->next++);
+    run->count = 1;
     return true;
 }
 
@@ -362,8 +391,12 @@ void nvmeio_records_fail(struct nvmeio_records *records, const struct nvmeio_run
 
     for (size_t i = run->first; i < run->first + run->count; i++) {
         struct nvmeio_record *record = &records->list[i];
-        if (record->error == 0 && share_of(record, run, begin, end, &share))
-            record->error = error;
+        if (record->error || !share_of(record, run, begin, end, &share))
+            continue;
+        record->error = error;
+        /* Past the end of the file each byte is missing for itself. */
+        record->shared |= run->count > 1 && error != -ENODATA;
+        records->shared |= record->shared;
     }
 }
 

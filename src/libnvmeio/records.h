@@ -25,6 +25,7 @@ struct nvmeio_record {
     char *place;
     size_t index; /* as it was submitted */
     int error;    /* 0 or -errno */
+    bool shared;  /* that may be another's, whose bytes were read with it */
 };
 
 struct nvmeio_records {
@@ -34,6 +35,7 @@ struct nvmeio_records {
     bool whole;   /* every one begins and ends at whole pages of the file */
     size_t gap_max;
     size_t next; /* the first that is in no run yet */
+    bool shared; /* there are such errors */
     struct nvmeio_record list[];
 };
 
@@ -64,6 +66,10 @@ struct nvmeio_records *nvmeio_records_new(const struct nvmeio_gather *gather,
 bool nvmeio_records_next(struct nvmeio_records *records,
                          const struct nvmeio_run_limits *limits,
                          struct nvmeio_run *run);
+
+/* The next run of one record alone, of those whose errors may be others'; it is as if
+ * it had not failed. */
+bool nvmeio_records_next_alone(struct nvmeio_records *records, struct nvmeio_run *run);
 
 /* Bring bytes [begin, end) of a run from `source`, where the first of them lies, to the
  * places of the records that want them. */

@@ -47,6 +47,7 @@ struct nvmeio_request {
     bool small_pages;    /* the memory of the records is in them */
     bool edges_left;     /* a run has left its edges for the second round */
     bool second_round;   /* of a scatter: the edges of all runs */
+    bool alone;          /* of a gather: what has failed with others, by itself */
 
     atomic_uint references;
     atomic_int state; /* enum nvmeio_state */

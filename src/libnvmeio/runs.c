@@ -54,7 +54,8 @@ void nvmeio_runs_next(struct nvmeio_request *request)
     };
 
     for (;;) {
-        while (nvmeio_records_next(records, &limits, &request->run)) {
+        while (request->alone ? nvmeio_records_next_alone(records, &request->run)
+                              : nvmeio_records_next(records, &limits, &request->run)) {
             plan_run(request);
             request->span = request->second_round ? request->plan.edges : 0;
             request->edges_left |= request->plan.edges < request->plan.count;
@@ -109,6 +110,20 @@ bool nvmeio_runs_unmerge(struct nvmeio_request *request)
     return true;
 }
 
+bool nvmeio_runs_retry(struct nvmeio_request *request)
+{
+    struct nvmeio_records *records = request->records;
+
+    if (!records || !records->shared || request->alone ||
+        request->op != NVMEIO_OP_READ || request->in_flight > 0 ||
+        nvmeio_request_is_stopped(request) || !nvmeio_request_is_cut(request))
+        return false;
+    request->alone = true;
+    records->next = 0;
+    nvmeio_runs_next(request);
+    return true;
+}
+
 void nvmeio_runs_settle(struct nvmeio_request *request)
 {
     struct nvmeio_records *records = request->records;
@@ -123,6 +138,7 @@ void nvmeio_runs_settle(struct nvmeio_request *request)
                                  request->error ? request->error : -ECANCELED);
     }
     nvmeio_records_settle(records, &request->got, &first_error);
-    if (!request->error)
+    /* One that is stopped has its error, and others look at that under the mutex. */
+    if (!nvmeio_request_is_stopped(request))
         request->error = first_error;
 }

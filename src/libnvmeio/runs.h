@@ -26,6 +26,11 @@ void nvmeio_runs_next(struct nvmeio_request *request);
  * and the page cache serves where the device cannot.  False where that is too late. */
 bool nvmeio_runs_unmerge(struct nvmeio_request *request);
 
+/* Once all of a gather is cut and back: read each record by itself that has failed with
+ * others, whose bytes may have been at fault.  False where there are none, or they were
+ * read so already. */
+bool nvmeio_runs_retry(struct nvmeio_request *request);
+
 /* Find what has failed, once the request is over: what was never cut has, with the
  * rest.  Without the mutex. */
 void nvmeio_runs_settle(struct nvmeio_request *request);

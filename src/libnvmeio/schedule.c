@@ -7,6 +7,7 @@
 #include "handle_internal.h"
 
 #include "file_internal.h"
+#include "runs.h"
 
 static void request_retain(struct nvmeio_request *request)
 {
@@ -227,6 +228,7 @@ void nvmeio_schedule_progress(struct nvmeio_handle *handle,
                    request->span < request->plan.count;
     if (at_gate)
         request->gate_open = true;
+    nvmeio_runs_retry(request);
     bool has_block = nvmeio_request_has_block(request);
     if (request->queued && !has_block)
         queue_remove(handle, request);

@@ -79,6 +79,10 @@ cdef class Gatherer(Submitter):
         are read once.  As many blocks as the queue depth are in flight, whatever
         ``overlap_events`` says, on a ring of the calling thread where the engine allows
         it: several threads gather side by side.  Releases the GIL.
+
+        An ``out`` that is strided or on a device is filled by way of a copy of all of it,
+        taken at the start and brought back at the end: nothing else may change it
+        meanwhile, no other gather either.
         """
         try:
             return self.begin_gather(

@@ -1,5 +1,8 @@
 /* Gathers and scatters: the right bytes in the right places, what is merged, what is
  * refused before any I/O, and records that fail while others do not. */
+#include <pthread.h>
+#include <sched.h>
+
 #include "transfer.h"
 
 #define FILE_BYTES (4 * MIB + 777)
@@ -275,7 +278,20 @@ static void test_refusals(const char *path, const char *engine)
               cases[i].error);
         CHECK(offender == cases[i].offender);
     }
-    struct plan plan = {.count = 1, .sizes = {64}};
+    /* A long one, last but one, lies over all others. */
+    struct plan plan = {
+        .count = 5,
+        .offsets = {10, 40, 15, 0, 60},
+        .sizes = {10, 10, 10, 80, 10},
+        .places = {10, 40, 15, 0, 60},
+    };
+    for (int op = NVMEIO_OP_READ; op <= NVMEIO_OP_WRITE; op++) {
+        struct nvmeio_gather what =
+            gather_of((enum nvmeio_op)op, file, &memory, &plan, false);
+        CHECK(nvmeio_submit_gather(handle, &what, &request, &offender) == -EEXIST);
+        CHECK(offender == 2);
+    }
+    plan = (struct plan){.count = 1, .sizes = {64}};
     struct nvmeio_gather what = gather_of(NVMEIO_OP_FSYNC, file, &memory, &plan, false);
     CHECK(nvmeio_submit_gather(handle, &what, &request, &offender) == -EINVAL);
     CHECK(offender == SIZE_MAX);
@@ -307,11 +323,94 @@ static void test_nothing(const char *path, const char *engine)
     nvmeio_handle_close(handle);
 }
 
+/* 5. Where the pool has nothing to give, the page cache serves: what is merged
+ * otherwise goes record by record, and all of a scatter in its second round. */
+static void test_no_memory(const char *path, const char *engine)
+{
+    struct nvmeio_config config = config_of(engine);
+    struct nvmeio_handle *handle = open_handle(&config);
+    struct nvmeio_file *file = open_file(path, O_RDWR, NVMEIO_DIRECT_AUTO);
+    struct guarded memory = guarded_new(3 * PAGE, 5);
+    struct plan plan = {
+        .count = 3,
+        .offsets = {0, PAGE, 2 * PAGE},
+        .sizes = {PAGE, PAGE, PAGE},
+        .places = {PAGE, 0, 2 * PAGE},
+    };
+
+    for (int caller = 0; caller < 2; caller++) {
+        for (int op = NVMEIO_OP_READ; op <= NVMEIO_OP_WRITE; op++) {
+            fill(memory.address, memory.size, 0, (unsigned)(2 + caller));
+            struct nvmeio_gather what =
+                gather_of((enum nvmeio_op)op, file, &memory, &plan, caller);
+            CHECK(gather(handle, &what).result == (int64_t)(3 * PAGE));
+            for (size_t i = 0; i < plan.count; i++)
+                CHECK(file_holds(path, memory.address + plan.places[i], PAGE,
+                                 plan.offsets[i]));
+        }
+    }
+    guarded_free(&memory);
+    nvmeio_file_release(file);
+    nvmeio_handle_close(handle);
+}
+
+static void *drain_on(void *argument)
+{
+    struct nvmeio_handle *handle = argument;
+
+    while (nvmeio_handle_drain(handle, 0) == -ETIMEDOUT)
+        ;
+    return NULL;
+}
+
+/* 6. One thread cancels a gather whose lane another one drives. */
+static void test_cancel(const char *path, const char *engine)
+{
+    struct nvmeio_config config = config_of(engine);
+    config.queue_depth = 1;
+    struct nvmeio_handle *handle = open_handle(&config);
+    struct nvmeio_file *file = open_file(path, O_RDONLY, NVMEIO_DIRECT_AUTO);
+    struct guarded memory = guarded_new(64 * 8, 0);
+    struct plan plan = {.count = 64};
+    struct nvmeio_request *request;
+    pthread_t drainer;
+    size_t offender;
+
+    for (size_t i = 0; i < plan.count; i++) {
+        plan.offsets[i] = (int64_t)(i * 16 * KIB);
+        plan.sizes[i] = 8;
+        plan.places[i] = (int64_t)(i * 8);
+    }
+    for (int round = 0; round < 50; round++) {
+        struct nvmeio_gather what =
+            gather_of(NVMEIO_OP_READ, file, &memory, &plan, true);
+        CHECK(nvmeio_submit_gather(handle, &what, &request, &offender) == 0);
+        CHECK(pthread_create(&drainer, NULL, drain_on, handle) == 0);
+        sched_yield();
+        int dropped = nvmeio_request_cancel(request);
+        int64_t result = finish(request).result;
+        CHECK(result == (dropped ? -ECANCELED : (int64_t)total_of(&plan)));
+        CHECK(pthread_join(drainer, NULL) == 0);
+    }
+    guarded_free(&memory);
+    nvmeio_file_release(file);
+    nvmeio_handle_close(handle);
+}
+
 int main(void)
 {
     const char *name;
 
     begin();
+    /* First, while the pool has mapped nothing. */
+    nvmeio_pool_set_limit(1);
+    FOR_EACH_ENGINE(name)
+    {
+        const char *path = path_in(test_folder());
+        make_file(path, FILE_BYTES, 1);
+        test_no_memory(path, name);
+    }
+    nvmeio_pool_set_limit(0);
     FOR_EACH_ENGINE(name)
     {
         const char *path = path_in(test_folder());
@@ -320,6 +419,7 @@ int main(void)
         test_merging(path, name);
         test_refusals(path, name);
         test_nothing(path, name);
+        test_cancel(path, name);
     }
     return 0;
 }
