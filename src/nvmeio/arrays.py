@@ -17,7 +17,14 @@ import numpy as np
 import numpy.typing as npt
 
 from nvmeio._indexing import Positions, Selection, positions, select
-from nvmeio._npy import Layout, check_size, has_magic, header_of, read_layout
+from nvmeio._npy import (
+    Layout,
+    check_element,
+    check_size,
+    has_magic,
+    header_of,
+    read_layout,
+)
 from nvmeio._registry import TensorLibrary, library_of, library_of_dtype
 from nvmeio._types import Path
 from nvmeio.arguments import flag, path_of, whole, word
@@ -746,8 +753,7 @@ def _element_of(dtype: Any) -> np.dtype[Any]:
     element = np.dtype(dtype) if carrier is None else carrier
     if element.hasobject:
         raise TypeError(f"elements of dtype {element} are Python objects, not bytes")
-    if element.subdtype is not None:
-        raise TypeError(f"the dtype {element} has a shape; give it to the array")
+    check_element(element)
     return element
 
 
