@@ -410,7 +410,17 @@ class TestCreating:
             ArrayFile.create(path, (1 << 62,), "f8")
         with pytest.raises(TypeError, match="Python objects"):
             ArrayFile.create(path, (1,), object)
+        with pytest.raises(TypeError, match="text of no length"):
+            ArrayFile.create(path, (1,), "S")
+        with pytest.raises(TypeError, match="handle is of type int"):
+            ArrayFile.create(path, (1,), "f4", handle=3)
         assert not path.exists()
+
+    def test_what_is_refused_cuts_no_file(self, saved):
+        expected, path = saved
+        with pytest.raises(TypeError, match="handle is of type int"):
+            ArrayFile.create(path, (1,), "f4", overwrite=True, handle=3)
+        assert_same(np.load(path), expected)
 
     def test_a_flush_makes_file_and_name_durable(self, path, monkeypatch):
         synced = []

@@ -111,10 +111,7 @@ class ArrayFile:
         mode: Literal["r", "r+"] = "r",
         handle: aio_handle | None = None,
     ) -> None:
-        if handle is not None and not isinstance(handle, aio_handle):
-            raise TypeError(
-                f"handle is of type {type(handle).__qualname__}; it must be an aio_handle"
-            )
+        _check_handle(handle)
         self._arguments = {"dtype": dtype, "shape": shape, "offset": offset}
         self._lent = handle
         # Filled by setdefault(), which is atomic: a lock could be held during a fork().
@@ -222,6 +219,8 @@ class ArrayFile:
         to the device.  The file has its full size at once, and takes up space on the device
         as it is filled.
         """
+        # All that can be refused is refused before a file is cut.
+        _check_handle(handle)
         path, overwrite = path_of(path), flag("overwrite", overwrite)
         element, extents = _storable(dtype), extents_of(shape)
         header = header_of(extents, element)
@@ -733,6 +732,14 @@ def _source_of(array: Any) -> tuple[np.dtype[Any], tuple[int, ...], Any]:
     found = np.asarray(array)
     dtype = _storable(found.dtype)
     return dtype, found.shape, _bytes_of(np.ascontiguousarray(found))
+
+
+def _check_handle(handle: Any) -> None:
+    """Refuse what is no handle."""
+    if handle is not None and not isinstance(handle, aio_handle):
+        raise TypeError(
+            f"handle is of type {type(handle).__qualname__}; it must be an aio_handle"
+        )
 
 
 def _storable(dtype: Any) -> np.dtype[Any]:
