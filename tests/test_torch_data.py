@@ -146,6 +146,10 @@ class TestArrayDataset:
         ):
             ArrayDataset(tmp_path / "array.npy")
 
+    def test_a_mask_is_not_lost(self):
+        with pytest.raises(TypeError, match="is masked, and its mask would be lost"):
+            ArrayDataset(np.ma.masked_equal(np.arange(3), 1))
+
     @pytest.mark.parametrize("name", ["uint16", "uint32", "uint64", "bool", "complex64"])
     def test_every_common_dtype_is_taken(self, tmp_path, name):
         array = np.arange(6).reshape(3, 2).astype(name)
