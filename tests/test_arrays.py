@@ -109,10 +109,13 @@ class TestIndexing:
     def test_neighbours_are_one_read(self, saved):
         expected, path = saved
         with nvmeio.aio_handle(64 * MIB) as handle, ArrayFile(path, handle=handle) as array:
-            for index in (np.s_[:], np.s_[3:900], np.s_[:, 1:3], np.s_[1::2, 0, 0]):
-                before = handle.stats()["requests"]
+            for index in (np.s_[:], np.s_[3:900], np.s_[3], np.s_[3:5, ..., ::-3]):
+                before = handle.stats()
                 assert_same(array[index], expected[index])
-                assert handle.stats()["requests"] <= before + len(expected)
+                after = handle.stats()
+                assert after["requests"] == before["requests"] + 1
+                # The edges that O_DIRECT does not take are blocks of their own.
+                assert after["blocks"] <= before["blocks"] + 3
 
     def test_a_result_is_in_memory_of_its_own(self, saved):
         expected, path = saved
@@ -410,7 +413,17 @@ class TestCreating:
             ArrayFile.create(path, (1 << 62,), "f8")
         with pytest.raises(TypeError, match="Python objects"):
             ArrayFile.create(path, (1,), object)
+        with pytest.raises(TypeError, match="text of no length"):
+            ArrayFile.create(path, (1,), "S")
+        with pytest.raises(TypeError, match="handle is of type int"):
+            ArrayFile.create(path, (1,), "f4", handle=3)
         assert not path.exists()
+
+    def test_what_is_refused_cuts_no_file(self, saved):
+        expected, path = saved
+        with pytest.raises(TypeError, match="handle is of type int"):
+            ArrayFile.create(path, (1,), "f4", overwrite=True, handle=3)
+        assert_same(np.load(path), expected)
 
     def test_a_flush_makes_file_and_name_durable(self, path, monkeypatch):
         synced = []
@@ -454,6 +467,26 @@ REFUSED = {
 }
 
 
+def header_saying(dtype, shape):
+    """Return a header, right or wrong, as bytes."""
+    text = f"{{'descr': {dtype}, 'fortran_order': False, 'shape': {shape}}}\n"
+    return text.encode()
+
+
+MALFORMED = {
+    "brackets": (b"(" * 5000, ""),
+    "no dictionary": (b"[1]\n", "not a dictionary"),
+    "a key that is none": (b"{[]: 1}\n", "unhashable"),
+    "code": (b"__import__('os')\n", "malformed"),
+    "another encoding": (b"\xff\n", "can't decode"),
+    "too long": (header_saying("'<f4'", "()").ljust(10_001), "10001 characters"),
+    "a negative extent": (header_saying("'<f4'", "(-1,)"), "no extent may be negative"),
+    "a boolean extent": (header_saying("'<f4'", "(True,)"), "an extent is True"),
+    "a subarray": (header_saying("('<f4', (2,))", "(0,)"), "has a shape"),
+    "text of no length": (header_saying("'|S0'", "(3,)"), "text of no length"),
+}
+
+
 class TestOpening:
     @pytest.mark.parametrize("version", [(1, 0), (2, 0), (3, 0)])
     def test_every_version_of_the_format_is_read(self, path, version):
@@ -463,6 +496,29 @@ class TestOpening:
         with ArrayFile(path) as array:
             assert_same(array[:], expected)
         assert_same(nvmeio.load(path), expected)
+
+    def test_a_header_of_many_letters_is_read(self, path):
+        """Which are longer as escapes than they are in the file."""
+        dtype = [(chr(0x4E00 + number) * 16, "u1") for number in range(100)]
+        expected = noise((5,), dtype)
+        nvmeio.save(path, expected)
+        assert_same(np.load(path), expected)
+        assert_same(nvmeio.load(path), expected)
+
+    @pytest.mark.parametrize(("header", "words"), MALFORMED.values(), ids=MALFORMED)
+    def test_a_header_that_nobody_made_is_refused(self, path, header, words):
+        path.write_bytes(npy.magic(3, 0) + len(header).to_bytes(4, "little") + header)
+        for call in (ArrayFile, nvmeio.load):
+            with pytest.raises(ValueError, match=rf"data' is no \.npy file: .*{words}"):
+                call(path)
+        assert left_open(path.parent) == []
+
+    def test_a_header_that_was_cut_is_refused(self, path):
+        header = header_saying("'<f4'", "()")
+        length = len(header) + 1
+        path.write_bytes(npy.magic(3, 0) + length.to_bytes(4, "little") + header)
+        with pytest.raises(ValueError, match=f"ends within its header, of {length} bytes"):
+            ArrayFile(path)
 
     def test_raw_bytes_have_a_dtype_and_a_shape(self, path):
         expected = numbers((6, 4), "i2")

@@ -454,8 +454,8 @@ class TestAsCompleted:
             requests[4].done()
             canceller = threading.Timer(0.05, requests[2].cancel)
             canceller.start()
-            lifter = threading.Timer(0.1, lambda: [r.cancel() for r in requests[:4]])
-            lifter.start()
+            lifter = threading.Timer(0.05, lambda: [r.cancel() for r in requests[:4]])
+            requests[2].add_done_callback(lambda _: lifter.start())
             found = collected(requests[:5])
             lifter.join()
             canceller.join()
@@ -507,6 +507,56 @@ class TestAsCompleted:
             return found
 
         assert run(main()) == reads
+
+    def test_who_is_cancelled_may_ask_again(self, slow_handle, path, pages, run):
+        start, _ = pages
+
+        async def main():
+            with plugged(slow_handle, path.parent):
+                reads = {start(slow_handle, index)[0] for index in range(3)}
+                completions = nvmeio.as_completed(reads)
+                for _ in range(2):
+                    with pytest.raises(asyncio.TimeoutError):
+                        await asyncio.wait_for(anext(completions), 0.01)
+                assert not any(request.done() for request in reads)
+            return reads, [request async for request in completions]
+
+        reads, found = run(main())
+        assert (set(found), len(found)) == (reads, 3)
+
+    def test_a_thread_and_a_loop_may_take_turns(self, open_handle, pages, run):
+        start, _ = pages
+        handles = [open_handle() for _ in range(2)]
+        reads = {start(handles[index % 2], index)[0] for index in range(60)}
+        completions = nvmeio.as_completed(reads)
+        before, found = eventfds(), set()
+
+        async def main():
+            found.update([await anext(completions) for _ in range(10)])
+
+        for _ in range(3):
+            found.update(next(completions) for _ in range(10))
+            run(main())
+        assert found == reads
+        assert list(completions) == []
+        assert eventfds() <= before
+
+    def test_one_at_a_time_may_wait(self, slow_handle, path, pages, run):
+        start, _ = pages
+
+        async def main():
+            with plugged(slow_handle, path.parent):
+                reads = {start(slow_handle, index)[0] for index in range(2)}
+                completions = nvmeio.as_completed(reads)
+                first = asyncio.ensure_future(anext(completions))
+                await asyncio.sleep(0)
+                with pytest.raises(RuntimeError, match="waited for already"):
+                    await anext(completions)
+                with pytest.raises(RuntimeError, match="waited for already"):
+                    next(completions)
+            assert {await first, await anext(completions)} == reads
+
+        run(main())
 
     def test_what_is_no_request_is_refused(self, handle, pages):
         start, _ = pages

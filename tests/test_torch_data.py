@@ -24,7 +24,7 @@ from torch.utils.data.distributed import DistributedSampler  # noqa: E402
 
 import nvmeio  # noqa: E402
 from children import run_child  # noqa: E402
-from helpers import descriptors_below, left_open  # noqa: E402
+from helpers import ENGINES, descriptors_below, left_open  # noqa: E402
 from nvmeio.torch import ArrayDataset, BatchStream, TokenDataset  # noqa: E402
 
 COUNT = 103
@@ -146,6 +146,10 @@ class TestArrayDataset:
         ):
             ArrayDataset(tmp_path / "array.npy")
 
+    def test_a_mask_is_not_lost(self):
+        with pytest.raises(TypeError, match="is masked, and its mask would be lost"):
+            ArrayDataset(np.ma.masked_equal(np.arange(3), 1))
+
     @pytest.mark.parametrize("name", ["uint16", "uint32", "uint64", "bool", "complex64"])
     def test_every_common_dtype_is_taken(self, tmp_path, name):
         array = np.arange(6).reshape(3, 2).astype(name)
@@ -227,11 +231,22 @@ class TestProcesses:
             list(pool.map(read, range(6)))
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
-    def test_eight_workers_read_every_row_once_an_epoch(self, tmp_path, method):
-        outcome = run_child("load_with_workers", folder=str(tmp_path), method=method)
+    @pytest.mark.parametrize(
+        ("method", "engine"),
+        [
+            *(("fork", engine) for engine in ENGINES),
+            # Started anew, which takes long, workers have nothing of their parent's engine.
+            ("forkserver", "auto"),
+            ("spawn", "auto"),
+        ],
+    )
+    def test_eight_workers_read_every_row_once_an_epoch(self, tmp_path, method, engine):
+        outcome = run_child(
+            "load_with_workers", folder=str(tmp_path), method=method, engine=engine
+        )
         assert outcome.status == 0, outcome
         (report,) = outcome.reports
+        assert engine in (report["engine"], "auto")
         assert report["readers"] == 8
         assert report["open_there"] == [report["open_here"]]
         assert report["left_open"] == []

@@ -96,6 +96,13 @@ class Listener:
         self._awaited.discard(request)
         self._ring()
 
+    def leave(self) -> list[Any]:
+        """Hear no more, and return the requests that nobody has taken."""
+        awaited = list(self._awaited)
+        self.close()
+        # One that became done in between is in both.
+        return list(dict.fromkeys([*self.done, *awaited]))
+
     def close(self) -> None:
         """Hear no more."""
         while self._awaited:

@@ -6,6 +6,7 @@ header's length and in its encoding.
 
 import io
 import math
+import tokenize
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,14 @@ from numpy.lib import format as npy
 from nvmeio.file import File
 from nvmeio.memory import extents_of
 
-__all__ = ["Layout", "check_size", "has_magic", "header_of", "read_layout"]
+__all__ = [
+    "Layout",
+    "check_element",
+    "check_size",
+    "has_magic",
+    "header_of",
+    "read_layout",
+]
 
 # Data that begin at a multiple of the first can go straight to the device, whatever it
 # wants to be aligned to; the second is what numpy promises.
@@ -24,6 +32,16 @@ _NUMPY_ALIGN = 64
 
 # numpy.load() refuses longer headers unless it is told otherwise.
 _HEADER_BYTES_MAX = 10_000
+
+# What ast.literal_eval() raises, and numpy on the way to it, of headers that nobody made.
+_MALFORMED = (
+    ValueError,
+    TypeError,
+    SyntaxError,
+    MemoryError,
+    RecursionError,
+    tokenize.TokenError,
+)
 
 
 @dataclass(frozen=True)
@@ -85,7 +103,9 @@ def read_layout(file: File) -> Layout:
         stream.seek(0)
         try:
             shape, fortran, dtype = _read_header(stream)
-        except ValueError as error:
+            extents = extents_of(shape)
+            check_element(dtype)
+        except _MALFORMED as error:
             raise ValueError(f"{file.path!r} is no .npy file: {error}") from error
         offset = stream.tell()
     if dtype.hasobject:
@@ -93,7 +113,7 @@ def read_layout(file: File) -> Layout:
             f"{file.path!r} has Python objects (dtype {dtype}); unpickling them could run "
             "anything, so it is left to numpy.load(allow_pickle=True)"
         )
-    layout = Layout(dtype, extents_of(shape), offset, fortran)
+    layout = Layout(dtype, extents, offset, fortran)
     check_size(file, layout)
     return layout
 
@@ -109,8 +129,37 @@ def _read_header(stream: io.BufferedReader) -> tuple[tuple[int, ...], bool, np.d
         raise ValueError(f"its version is {version}; 1.0, 2.0 and 3.0 are known")
     # As 2.0, in UTF-8: numpy gives no function for it, but reads escapes in 2.0.
     length = int.from_bytes(stream.read(4), "little")
-    text = stream.read(length).decode("utf-8").encode("latin1", "backslashreplace")
-    return npy.read_array_header_2_0(io.BytesIO(len(text).to_bytes(4, "little") + text))
+    encoded = stream.read(length)
+    if len(encoded) != length:
+        raise ValueError(f"it ends within its header, of {length} bytes")
+    header = encoded.decode("utf-8")
+    # Escapes make it longer; what is limited is what stands in the file.
+    if len(header) > _HEADER_BYTES_MAX:
+        raise ValueError(f"its header has {len(header)} characters, which is no header")
+    text = header.encode("latin1", "backslashreplace")
+    return npy.read_array_header_2_0(
+        io.BytesIO(len(text).to_bytes(4, "little") + text), max_header_size=len(text)
+    )
+
+
+def check_element(dtype: np.dtype[Any]) -> None:
+    """Refuse elements that arrays in memory do not have as they are.
+
+    Parameters
+    ----------
+    dtype : numpy.dtype
+        Of a file, or as it was passed.
+
+    Raises
+    ------
+    TypeError
+        It has a shape, which numpy gives to the array; or is of text of no length, which
+        numpy makes longer.
+    """
+    if dtype.subdtype is not None:
+        raise TypeError(f"the dtype {dtype} has a shape; give it to the array")
+    if dtype.kind in "SU" and not dtype.itemsize:
+        raise TypeError(f"the dtype {dtype} is of text of no length; give it one")
 
 
 def check_size(file: File, layout: Layout) -> None:

@@ -17,7 +17,14 @@ import numpy as np
 import numpy.typing as npt
 
 from nvmeio._indexing import Positions, Selection, positions, select
-from nvmeio._npy import Layout, check_size, has_magic, header_of, read_layout
+from nvmeio._npy import (
+    Layout,
+    check_element,
+    check_size,
+    has_magic,
+    header_of,
+    read_layout,
+)
 from nvmeio._registry import TensorLibrary, library_of, library_of_dtype
 from nvmeio._types import Path
 from nvmeio.arguments import flag, path_of, whole, word
@@ -104,10 +111,7 @@ class ArrayFile:
         mode: Literal["r", "r+"] = "r",
         handle: aio_handle | None = None,
     ) -> None:
-        if handle is not None and not isinstance(handle, aio_handle):
-            raise TypeError(
-                f"handle is of type {type(handle).__qualname__}; it must be an aio_handle"
-            )
+        _check_handle(handle)
         self._arguments = {"dtype": dtype, "shape": shape, "offset": offset}
         self._lent = handle
         # Filled by setdefault(), which is atomic: a lock could be held during a fork().
@@ -215,6 +219,8 @@ class ArrayFile:
         to the device.  The file has its full size at once, and takes up space on the device
         as it is filled.
         """
+        # All that can be refused is refused before a file is cut.
+        _check_handle(handle)
         path, overwrite = path_of(path), flag("overwrite", overwrite)
         element, extents = _storable(dtype), extents_of(shape)
         header = header_of(extents, element)
@@ -728,6 +734,14 @@ def _source_of(array: Any) -> tuple[np.dtype[Any], tuple[int, ...], Any]:
     return dtype, found.shape, _bytes_of(np.ascontiguousarray(found))
 
 
+def _check_handle(handle: Any) -> None:
+    """Refuse what is no handle."""
+    if handle is not None and not isinstance(handle, aio_handle):
+        raise TypeError(
+            f"handle is of type {type(handle).__qualname__}; it must be an aio_handle"
+        )
+
+
 def _storable(dtype: Any) -> np.dtype[Any]:
     """Return numpy's dtype for elements that a .npy file can hold."""
     library, element = library_of_dtype(dtype), _element_of(dtype)
@@ -746,8 +760,7 @@ def _element_of(dtype: Any) -> np.dtype[Any]:
     element = np.dtype(dtype) if carrier is None else carrier
     if element.hasobject:
         raise TypeError(f"elements of dtype {element} are Python objects, not bytes")
-    if element.subdtype is not None:
-        raise TypeError(f"the dtype {element} has a shape; give it to the array")
+    check_element(element)
     return element
 
 

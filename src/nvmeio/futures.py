@@ -4,13 +4,14 @@ A thread sleeps on one eventfd, which the lanes signal, and whoever finishes a r
 elsewhere.  How an event loop sleeps is _asyncio.py's.
 """
 
+import contextlib
 import math
 import os
 import select
 import threading
 import time
 from collections.abc import AsyncIterator, Collection, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from nvmeio._listener import Lanes, Listener
 from nvmeio._listener import Request as Awaited
@@ -24,6 +25,9 @@ __all__ = ["Completions", "Waited", "as_completed", "wait"]
 SLICE_S = 0.05
 
 WAYS = ("ALL_COMPLETED", "FIRST_COMPLETED", "FIRST_EXCEPTION")
+
+
+Kind = TypeVar("Kind", bound=Listener)
 
 
 class Waited(NamedTuple):
@@ -111,88 +115,100 @@ class Bell(Listener):
 class Completions:
     """Requests in the order in which they are done: an iterator, also an asynchronous one.
 
-    Made by ``as_completed``.
+    Made by ``as_completed``.  It is no generator, which the first exception would end: who
+    is interrupted or cancelled while waiting may ask again, and misses no request.
     """
 
     def __init__(self, requests: list[Request], timeout_s: float | None) -> None:
-        # Neither has begun, and only the first that is asked finds the requests.
-        limit = Limit(requests, timeout_s)
-        self._here = _yield_here(limit)
-        self._there = _yield_there(limit)
+        # Nobody hears of them before the first is asked for.
+        self._unheard = requests
+        self._listener: Listener | None = None
+        self._left = self._count = len(requests)
+        self._timeout_s = timeout_s
+        self._end_ns = deadline_ns(timeout_s)
+        self._asked = threading.Lock()
 
     def __iter__(self) -> Iterator[Request]:
         return self
 
     def __next__(self) -> Request:
         """Wait for the next request, and return it."""
-        return next(self._here)
+        with self._alone():
+            if not self._left:
+                raise StopIteration
+            bell = self._listening(Bell)
+            if not bell.sleep(self._end_ns):
+                raise self._over()
+            return self._take(bell)
 
     def __aiter__(self) -> AsyncIterator[Request]:
         return self
 
     async def __anext__(self) -> Request:
         """Wait for the next request, while the event loop goes on, and return it."""
-        return await anext(self._there)
+        from nvmeio._asyncio import Alarm
 
+        with self._alone():
+            if not self._left:
+                raise StopAsyncIteration
+            alarm = self._listening(Alarm)
+            while not alarm.done:
+                left_s = _left_s(self._end_ns)
+                if left_s <= 0:
+                    raise self._over()
+                await alarm.sleep(left_s)
+            return self._take(alarm)
 
-class Limit:
-    """Requests, and how long they may take.
+    def __del__(self) -> None:
+        self._close()
 
-    Parameters
-    ----------
-    requests : list of Request
-        That nobody waits for yet.
-    timeout_s : float or None
-        From now on, in seconds; None: as long as it takes.
-    """
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Refuse a second thread or task, which would sleep where the first one does."""
+        if not self._asked.acquire(blocking=False):
+            raise RuntimeError("the next request is waited for already")
+        try:
+            yield
+        finally:
+            self._asked.release()
 
-    def __init__(self, requests: list[Request], timeout_s: float | None) -> None:
-        self._requests = requests
-        self._timeout_s = timeout_s
-        self.end_ns = deadline_ns(timeout_s)
+    def _listening(self, kind: type[Kind]) -> Kind:
+        """Return what hears of the requests that are left: for a thread, or for a loop."""
+        if isinstance(self._listener, kind):
+            return self._listener
+        made = kind()
+        unheard = self._unheard if self._listener is None else self._listener.leave()
+        self._unheard, self._listener = [], made
+        try:
+            made.listen(unheard)
+        except BaseException:
+            self._close()
+            raise
+        return made
 
-    def take(self) -> list[Request]:
-        """Return the requests, which are held here no more."""
-        requests, self._requests = self._requests, []
-        return requests
+    def _take(self, listener: Listener) -> Request:
+        """Return the first request that is done."""
+        found: Request = listener.done.popleft()
+        self._left -= 1
+        if not self._left:
+            self._close()
+        return found
 
-    def refuse(self, left: int, count: int) -> TimeoutError:
-        """Return what is raised when the time is over."""
+    def _over(self) -> TimeoutError:
+        """End the iteration, and return what is raised when the time is over."""
+        left = self._left
+        self._close()
         return TimeoutError(
-            f"{left} of {count} requests were not done within {self._timeout_s} s; they "
-            "go on"
+            f"{left} of {self._count} requests were not done within {self._timeout_s} s; "
+            "they go on"
         )
 
-
-def _yield_here(limit: Limit) -> Iterator[Request]:
-    """Yield each request when it is done."""
-    bell = Bell()
-    try:
-        count = bell.listen(limit.take())
-        for left in range(count, 0, -1):
-            if not bell.sleep(limit.end_ns):
-                raise limit.refuse(left, count)
-            yield bell.done.popleft()
-    finally:
-        bell.close()
-
-
-async def _yield_there(limit: Limit) -> AsyncIterator[Request]:
-    """Yield each request when it is done; the event loop goes on meanwhile."""
-    from nvmeio._asyncio import Alarm
-
-    alarm = Alarm()
-    try:
-        count = alarm.listen(limit.take())
-        for left in range(count, 0, -1):
-            while not alarm.done:
-                left_s = _left_s(limit.end_ns)
-                if left_s <= 0:
-                    raise limit.refuse(left, count)
-                await alarm.sleep(left_s)
-            yield alarm.done.popleft()
-    finally:
-        alarm.close()
+    def _close(self) -> None:
+        """Hear of no more requests."""
+        self._left, self._unheard = 0, []
+        listener, self._listener = self._listener, None
+        if listener is not None:
+            listener.close()
 
 
 def as_completed(
@@ -230,9 +246,10 @@ def as_completed(
     Notes
     -----
     Releases the GIL while it waits.  Leaving the loop early, or cancelling the task of an
-    ``async for``, cancels no request.  An eventfd is open from the first request on until
-    all were yielded, or the iterator is dropped: of an ``async for`` that is left early, at
-    the latest with the event loop.
+    ``async for``, cancels no request; whoever asks the iterator again, as with ``anext``
+    under a time limit, gets those that were not yielded.  One thread or task at a time may
+    wait.  An eventfd is open from the first request on until all were yielded, or the
+    iterator is dropped.
     """
     return Completions(_checked(requests), timeout_s)
 

@@ -1,6 +1,7 @@
 """What children do who load data with workers of torch's DataLoader."""
 
 import gc
+import os
 
 import numpy as np
 
@@ -21,8 +22,9 @@ class Watched:
         return (*sample, get_worker_info().id, len(descriptors_below(self.folder)))
 
 
-def load_with_workers(folder, method, workers=8, count=403):
+def load_with_workers(folder, method, engine, workers=8, count=403):
     """Load every row twice, in workers that are started by a method and persist."""
+    os.environ["NVMEIO_ENGINE"] = engine
     import torch
     from torch.utils.data import DataLoader
 
@@ -33,6 +35,7 @@ def load_with_workers(folder, method, workers=8, count=403):
     nvmeio.save(f"{folder}/numbers.npy", np.arange(count))
     dataset = ArrayDataset(f"{folder}/rows.npy", f"{folder}/numbers.npy")
     dataset[0]
+    engine = dataset._arrays()[0]._handle().stats()["engine"]
     open_here = len(descriptors_below(folder))
     dataset.transform = Watched(folder)
     loader = DataLoader(
@@ -57,6 +60,7 @@ def load_with_workers(folder, method, workers=8, count=403):
     gc.collect()
     report(
         {
+            "engine": engine,
             "readers": len(readers),
             "open_here": open_here,
             "open_there": sorted(open_there),

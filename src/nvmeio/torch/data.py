@@ -157,7 +157,7 @@ class ArrayDataset(Stored):
         A file cannot be opened; with errno and path.
     TypeError
         There is no array, or tensors have no such elements: records, dates, text, the other
-        byte order.
+        byte order, masked ones.
     ValueError
         A file is no array, see ``ArrayFile``; the lengths differ.
 
@@ -424,6 +424,11 @@ def _check_elements(array: Array, name: str) -> None:
     if not isinstance(dtype, torch.dtype) and not is_common(dtype):
         path = f" {array.path!r}" if isinstance(array, ArrayFile) else ""
         raise TypeError(f"{name}{path} is of dtype {dtype}, which tensors do not have")
+    if isinstance(array, np.ma.MaskedArray):
+        raise TypeError(
+            f"{name} is masked, and its mask would be lost; pass array.data, or "
+            "array.filled()"
+        )
 
 
 def _taken(array: Array, rows: Positions) -> Any:
