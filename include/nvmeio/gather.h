@@ -47,6 +47,12 @@ NVMEIO_API int nvmeio_submit_gather(struct nvmeio_handle *handle,
                                     const struct nvmeio_gather *gather,
                                     struct nvmeio_request **request, size_t *offender);
 
+/* Whether nvmeio_submit_gather() would refuse records, whatever the file's size: 0, or
+ * -errno and *offender as there, or -ENOMEM.  `file`, `user` and `caller` are not
+ * looked at. */
+NVMEIO_API int nvmeio_gather_check(const struct nvmeio_gather *gather,
+                                   size_t *offender);
+
 /* What has failed, the lowest indices first: how many in all, of which at most `count`
  * are stored.  0 before the request is done, and for other requests. */
 NVMEIO_API size_t nvmeio_request_failures(struct nvmeio_request *request,

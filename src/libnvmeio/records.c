@@ -247,6 +247,15 @@ struct nvmeio_records *nvmeio_records_new(const struct nvmeio_gather *gather,
     return records;
 }
 
+int nvmeio_gather_check(const struct nvmeio_gather *gather, size_t *offender)
+{
+    int error;
+
+    *offender = SIZE_MAX;
+    free(nvmeio_records_new(gather, INT64_MAX, &error, offender));
+    return error;
+}
+
 /* Whether a run that goes through a bounce can take in one more record. */
 static bool mergeable(const struct nvmeio_records *records,
                       const struct nvmeio_run_limits *limits,
@@ -408,20 +417,21 @@ void nvmeio_records_fail_from(struct nvmeio_records *records, size_t first, int 
     }
 }
 
-void nvmeio_records_settle(struct nvmeio_records *records, size_t *got, int *error)
+size_t nvmeio_records_settle(struct nvmeio_records *records)
 {
-    *got = records->bytes;
-    *error = 0;
+    size_t got = records->bytes;
+
     for (size_t i = 0; i < records->count; i++) {
         const struct nvmeio_record *record = &records->list[i];
         if (record->error)
-            *got -= record->size;
+            got -= record->size;
     }
-    if (*got == records->bytes)
-        return;
+    if (got == records->bytes)
+        return got;
     qsort(records->list, records->count, sizeof(records->list[0]), compare_indices);
-    for (size_t i = 0; i < records->count && *error == 0; i++)
-        *error = records->list[i].error;
+    for (size_t i = 0; i < records->count && records->error == 0; i++)
+        records->error = records->list[i].error;
+    return got;
 }
 
 size_t nvmeio_records_failures(const struct nvmeio_records *records,

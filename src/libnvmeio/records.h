@@ -36,6 +36,7 @@ struct nvmeio_records {
     size_t gap_max;
     size_t next; /* the first that is in no run yet */
     bool shared; /* there are such errors */
+    int error;   /* once settled: of the failed record with the lowest index, or 0 */
     struct nvmeio_record list[];
 };
 
@@ -89,10 +90,10 @@ void nvmeio_records_fail(struct nvmeio_records *records, const struct nvmeio_run
 /* Note that all from a record on have failed. */
 void nvmeio_records_fail_from(struct nvmeio_records *records, size_t first, int error);
 
-/* No run is under way any more: the bytes of the records that did not fail, and the
- * error of the failed one with the lowest index, or 0.  Puts the records in the order
- * of their indices. */
-void nvmeio_records_settle(struct nvmeio_records *records, size_t *got, int *error);
+/* No run is under way any more: returns the bytes of the records that did not fail, and
+ * notes the error.  Where there is one, the records are in the order of their indices
+ * from then on. */
+size_t nvmeio_records_settle(struct nvmeio_records *records);
 
 /* What has failed, once settled: how many records, of which at most `count` are stored.
  */

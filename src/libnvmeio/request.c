@@ -90,8 +90,8 @@ struct nvmeio_request *nvmeio_request_new(struct nvmeio_handle *handle,
 
 bool nvmeio_request_waive_bounce(struct nvmeio_request *request)
 {
-    if (request->records)
-        return nvmeio_runs_unmerge(request);
+    if (request->records && nvmeio_runs_unmerge(request))
+        return true;
     bool waived = request->bounce_optional;
     if (waived)
         request->plan.spans[0].route = NVMEIO_ROUTE_DIRECT;
@@ -328,9 +328,12 @@ int nvmeio_request_outcome(struct nvmeio_request *request,
         return nvmeio_request_before_fork(request) ? -EOWNERDEAD : -EINPROGRESS;
     outcome->got = (int64_t)request->got;
     outcome->abandoned = request->abandoned;
+    int error = request->error;
+    if (!error && request->records)
+        error = request->records->error;
     /* What cancel() answered stands, whatever came of the blocks still in flight. */
     outcome->result = request->cancelled ? -ECANCELED
-                      : request->error   ? request->error
+                      : error            ? error
                                          : (int64_t)request->total;
     return 0;
 }

@@ -127,7 +127,6 @@ bool nvmeio_runs_retry(struct nvmeio_request *request)
 void nvmeio_runs_settle(struct nvmeio_request *request)
 {
     struct nvmeio_records *records = request->records;
-    int first_error;
 
     if (nvmeio_request_is_stopped(request)) {
         bool all = request->op == NVMEIO_OP_WRITE || request->second_round;
@@ -137,8 +136,5 @@ void nvmeio_runs_settle(struct nvmeio_request *request)
         nvmeio_records_fail_from(records, uncut,
                                  request->error ? request->error : -ECANCELED);
     }
-    nvmeio_records_settle(records, &request->got, &first_error);
-    /* One that is stopped has its error, and others look at that under the mutex. */
-    if (!nvmeio_request_is_stopped(request))
-        request->error = first_error;
+    request->got = nvmeio_records_settle(records);
 }

@@ -145,6 +145,7 @@ cdef int submit_gather(
     nvmeio_handle *handle, const nvmeio_gather *gather, nvmeio_request **request,
     size_t *offender
 ) noexcept nogil
+cdef int gather_check(const nvmeio_gather *gather, size_t *offender) noexcept nogil
 cdef size_t request_failures(
     nvmeio_request *request, nvmeio_failure *failures, size_t count
 ) noexcept nogil
