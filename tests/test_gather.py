@@ -181,6 +181,24 @@ class TestMemory:
         assert (memory[1::2] == 7).all()
         assert (memory[:, 32:] == 7).all()
 
+    @pytest.mark.parametrize("kind", ["array", "tensor"])
+    def test_gathers_share_strided_memory(self, handle, data, kind):
+        """Each brings back its own records, and leaves those of the others alone."""
+        memory = np.zeros((40, 64), np.uint8)
+        out = memory[::2]
+        if kind == "tensor":
+            out = pytest.importorskip("torch").from_numpy(memory)[::2]
+        rows = np.arange(20)
+        requests = [
+            handle.submit_gather(data, [row * 99], 64, out, out_offsets=[row * 64])
+            for row in rows[1:]
+        ]
+        requests.append(handle.submit_gather(data, [0], 64, out))
+        for request in requests:
+            request.wait()
+        assert np.array_equal(memory[::2], CONTENT[rows[:, None] * 99 + np.arange(64)])
+        assert not memory[1::2].any()
+
     def test_a_strided_source_is_scattered_in_c_order(self, handle, path):
         source = np.arange(64, dtype=np.uint8).reshape(8, 8).T
         handle.scatter(path, np.arange(8) * 10, 8, source)
@@ -292,6 +310,14 @@ def test_a_scatter_refuses_records_that_share_bytes_of_the_file(handle, data):
     with pytest.raises(ValueError, match=r"record 1 .* shares its bytes of the file"):
         handle.scatter(data, [0, 63], 64, np.zeros(128, np.uint8))
     assert data.read_bytes() == CONTENT.tobytes()
+
+
+@pytest.mark.parametrize("size", [5, [5, 5]])
+@pytest.mark.parametrize("offsets", [[-1, 9], [0, 3], [9, 2**63 - 2]])
+def test_a_scatter_that_is_refused_makes_no_file(handle, path, offsets, size):
+    with pytest.raises(ValueError, match=r"record \d of 5 bytes|offsets\[0\] is -1"):
+        handle.scatter(path, offsets, size, bytes(10))
+    assert not path.exists()
 
 
 def test_a_closed_handle_refuses(open_handle, data):

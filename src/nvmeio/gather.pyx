@@ -5,16 +5,20 @@ the library's.
 """
 
 import functools
+import os
+import threading
 
 import numpy
 
 cimport cython
-from cpython.buffer cimport PyObject_CheckBuffer
+from cpython.buffer cimport PyBUF_WRITE, PyObject_CheckBuffer
+from cpython.memoryview cimport PyMemoryView_FromMemory
 
 from nvmeio._core cimport OP_READ, OP_WRITE, nvmeio_op
 from nvmeio.arguments cimport refuse_path
 from nvmeio.buffer cimport Buffer, lend, library_for
-from nvmeio.records cimport new_gather
+from nvmeio.file cimport File
+from nvmeio.records cimport GatherRequest, new_gather
 from nvmeio.request cimport Request
 from nvmeio.submitter cimport Submitter
 
@@ -22,6 +26,19 @@ from nvmeio.copy import memcpy
 
 # As much as a device delivers in the time of one more I/O, or less (bench_gather.py).
 _MAX_GAP = 4096
+
+# Between looking at memory and bringing records to it no other thread may do so; the
+# handler of a signal may.
+_bringing = threading.RLock()
+
+
+def _after_fork():
+    """Forget the threads of the parent, one of which may have been at it."""
+    global _bringing
+    _bringing = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 # A cycle collector would empty the attributes before __dealloc__ drains the lanes.
@@ -80,9 +97,7 @@ cdef class Gatherer(Submitter):
         ``overlap_events`` says, on a ring of the calling thread where the engine allows
         it: several threads gather side by side.  Releases the GIL.
 
-        An ``out`` that is strided or on a device is filled by way of a copy of all of it,
-        taken at the start and brought back at the end: nothing else may change it
-        meanwhile, no other gather either.
+        An ``out`` that is strided or on a device is filled by way of a copy of all of it.
         """
         try:
             return self.begin_gather(
@@ -184,41 +199,55 @@ cdef class Gatherer(Submitter):
         object places, object max_gap, object result, bint caller
     ):
         cdef Buffer lent
-        cdef Request request
+        cdef GatherRequest request
         self.own()
         self.collect()
         if not self.open:
             raise ValueError("the handle is closed")
-        # The memory first: a buffer that cannot be lent must not leave an empty file.
+        # What is refused must not leave an empty file.
         try:
-            lent = lend_records(memory, op == OP_READ)
+            lent = lend(memory, op == OP_READ)
         except TypeError:
             refuse_path(memory)
             raise
-        opened = self.files.find(file, op == OP_WRITE)
-        request = new_gather(
-            op, lent, opened, offsets, sizes, places, max_gap, result
-        )
+        host = None
+        if lent.stage is not None or (op == OP_READ and not lent.is_in_place()):
+            # It begins with what the memory holds: a record may be a part of an element.
+            host = host_copy(memory)
+            lent.release()
+            lent = lend(host, op == OP_READ)
+        request = new_gather(op, lent, offsets, sizes, places, max_gap, result)
+        if host is not None and op == OP_READ:
+            lent.landing = functools.partial(
+                _bring_back, memory, host, request.nbytes, request.sizes, request.places
+            )
+        if op == OP_WRITE and not isinstance(file, (int, File)):
+            request.check()
+        request.aim(self.files.find(file, op == OP_WRITE))
         request._lanes = self.lanes
         request.start(self.lanes.c, caller)
         return request
 
 
-cdef Buffer lend_records(object memory, bint writable):
-    """Lend memory of which a request may use parts alone.
+def _bring_back(memory, host, nbytes, sizes, places, source):
+    """Copy the records alone: other requests may have changed the rest meanwhile."""
+    with _bringing:
+        now = host_copy(memory)
+        target, staged = bytes_of(now), bytes_of(host)
+        if places is None:
+            target[:nbytes] = staged[:nbytes]
+        else:
+            for place, size in numpy.broadcast(places, sizes):
+                target[place : place + size] = staged[place : place + size]
+        memcpy(memory, now)
 
-    A staging copy begins with what the memory holds, so that the rest stays as it is, and
-    is brought back also where records have failed.
-    """
-    cdef Buffer buffer = lend(memory, writable)
-    if buffer.stage is None and (buffer.is_in_place() or not writable):
-        return buffer
-    buffer.release()
-    host = host_copy(memory)
-    buffer = lend(host, writable)
-    if writable:
-        buffer.landing = functools.partial(memcpy, memory)
-    return buffer
+
+cdef object bytes_of(object host):
+    """Return the bytes of memory in C order, which must be held."""
+    cdef Buffer buffer = lend(host, True)
+    if buffer.nbytes == 0:
+        return memoryview(bytearray())
+    return PyMemoryView_FromMemory(<char *> buffer.address, buffer.nbytes, PyBUF_WRITE)
 
 
 cdef object host_copy(object memory):

@@ -1,4 +1,6 @@
-from nvmeio._core cimport nvmeio_op
+from libc.stdint cimport int64_t
+
+from nvmeio._core cimport nvmeio_gather, nvmeio_op
 from nvmeio.buffer cimport Buffer
 from nvmeio.file cimport File
 from nvmeio.request cimport Request
@@ -12,10 +14,20 @@ cdef class GatherRequest(Request):
     cdef object places          # or None: one behind another
     cdef Py_ssize_t gap_max
     cdef Py_ssize_t count       # of records
+    cdef int64_t one_size       # `sizes`, where that is a number
+
+    # Tell the library of the records, which this request keeps.
+    cdef int describe(self, nvmeio_gather *gather) except -1
+
+    # Refuse records that no file could serve.
+    cdef int check(self) except -1
+
+    # Name the file.
+    cdef int aim(self, File file) except -1
 
 
-# A gather or scatter, not yet started.  `value`: what its result is in place of bytes.
+# A gather or scatter without a file as yet.  `value`: its result, in place of bytes.
 cdef GatherRequest new_gather(
-    nvmeio_op op, Buffer buffer, File file, object offsets, object sizes, object places,
+    nvmeio_op op, Buffer buffer, object offsets, object sizes, object places,
     object max_gap, object value
 )

@@ -54,11 +54,7 @@ class GatherError(OSError):
 cdef class GatherRequest(Request):
     """A request of many records of one file."""
 
-    cdef int start(self, nvmeio_handle *handle, bint caller) except -1:
-        cdef nvmeio_gather gather
-        cdef int64_t size = 0
-        cdef size_t offender
-        cdef int result
+    cdef int describe(self, nvmeio_gather *gather) except -1:
         gather.op = self.op
         gather.address = self.buffer.address
         gather.size = self.buffer.nbytes
@@ -66,14 +62,39 @@ cdef class GatherRequest(Request):
         gather.offsets = data_of(self.offsets)
         gather.one_size = isinstance(self.sizes, int)
         if gather.one_size:
-            size = self.sizes
-        gather.sizes = &size if gather.one_size else data_of(self.sizes)
+            self.one_size = self.sizes
+        gather.sizes = &self.one_size if gather.one_size else data_of(self.sizes)
         gather.places = NULL if self.places is None else data_of(self.places)
         gather.gap_max = self.gap_max
         gather.user = <void *> self
-        gather.caller = caller
+        return 0
+
+    cdef int check(self) except -1:
+        cdef nvmeio_gather gather
+        cdef size_t offender
+        cdef int result
+        self.describe(&gather)
+        with nogil:
+            result = _core.gather_check(&gather, &offender)
+        if result < 0 and offender < gather.count:
+            raise_offender(self, offender, result)
+        _core.check(result)
+        return 0
+
+    cdef int aim(self, File file) except -1:
+        nbytes = self.nbytes
+        fill_request(self, self.op, self.buffer, file, 0, False)
+        self.nbytes = nbytes
+        return 0
+
+    cdef int start(self, nvmeio_handle *handle, bint caller) except -1:
+        cdef nvmeio_gather gather
         cdef nvmeio_file *c_file = self.file.retain()
+        cdef size_t offender
+        cdef int result
+        self.describe(&gather)
         gather.file = c_file
+        gather.caller = caller
         # For `user`, until handle_pop().
         Py_INCREF(self)
         with nogil:
@@ -99,7 +120,11 @@ cdef class GatherRequest(Request):
                 f"the {name} of {self.count} records of {self.path!r} was cancelled"
             )
         count = _core.request_failures(self.c, NULL, 0)
-        failures = <nvmeio_failure *> PyMem_Malloc((count + 1) * sizeof(nvmeio_failure))
+        reason = os.strerror(-outcome.result)
+        if count == 0:
+            # There are no records, or none of them is at fault.
+            return OSError(-outcome.result, f"{reason} ({name})", self.path)
+        failures = <nvmeio_failure *> PyMem_Malloc(count * sizeof(nvmeio_failure))
         if failures == NULL:
             raise MemoryError()
         try:
@@ -108,7 +133,6 @@ cdef class GatherRequest(Request):
             found = tuple((failures[i].index, -failures[i].error) for i in range(count))
         finally:
             PyMem_Free(failures)
-        reason = os.strerror(-outcome.result)
         if outcome.result == -errno.ENODATA:
             reason = "past the end of the file"
         words = f"{reason} ({name}, record {found[0][0]}: {first}"
@@ -130,16 +154,17 @@ cdef str name_of(nvmeio_op op):
     return "gather" if op == OP_READ else "scatter"
 
 
-cdef const int64_t *data_of(object array):
-    return <const int64_t *> <uintptr_t> array.ctypes.data
+cdef int64_t *data_of(object array):
+    return <int64_t *> <uintptr_t> array.ctypes.data
 
 
 cdef GatherRequest new_gather(
-    nvmeio_op op, Buffer buffer, File file, object offsets, object sizes, object places,
+    nvmeio_op op, Buffer buffer, object offsets, object sizes, object places,
     object max_gap, object value
 ):
     cdef GatherRequest request = GatherRequest.__new__(GatherRequest)
-    fill_request(request, op, buffer, file, 0, False)
+    request.op = op
+    request.buffer = buffer
     request.offsets = integers("offsets", offsets)
     request.count = len(request.offsets)
     request.gap_max = whole("max_gap", max_gap, 0, 2**30)
@@ -177,7 +202,7 @@ cdef object integers(str name, object values):
             raise ValueError(
                 f"{name}[{first}] is {array[first]}; it must be from 0 to 2**63 - 1"
             )
-    return numpy.ascontiguousarray(array, numpy.int64)
+    return numpy.require(array, numpy.int64, ["C", "A"])
 
 
 cdef int check_count(str name, object array, Py_ssize_t count) except -1:
