@@ -316,7 +316,7 @@ class BatchStream:
     ----------
     dataset : ArrayDataset or TokenDataset
         Or a ``torch.utils.data.Subset`` of one.
-    batch_sampler : iterable of sequences of int
+    sampler : iterable of sequences of int
         The indices of each batch, as ``torch.utils.data.BatchSampler`` gives them.  A
         generator gives them to one iteration only.
     depth : int, default 2
@@ -346,26 +346,26 @@ class BatchStream:
     def __init__(
         self,
         dataset: Stored | Subset[Any],
-        batch_sampler: Iterable[Sequence[int]],
+        sampler: Iterable[Sequence[int]],
         depth: int = 2,
     ) -> None:
-        if not isinstance(batch_sampler, Iterable):
+        if not isinstance(sampler, Iterable):
             raise TypeError(
-                f"the batch sampler is {batch_sampler!r}; it must be iterable, such as a "
+                f"the batch sampler is {sampler!r}; it must be iterable, such as a "
                 "torch.utils.data.BatchSampler"
             )
         self.dataset = dataset
-        self.batch_sampler = batch_sampler
+        self.sampler = sampler
         self.depth = whole("depth", depth, 1, 2**63 - 1)
         self._stored = _stored_below(dataset)
 
     def __len__(self) -> int:
-        if not isinstance(self.batch_sampler, Sized):
+        if not isinstance(self.sampler, Sized):
             raise TypeError("the batch sampler has no length")
-        return len(self.batch_sampler)
+        return len(self.sampler)
 
     def __iter__(self) -> Iterator[Any]:
-        batches = iter(self.batch_sampler)
+        batches = iter(self.sampler)
         ahead: deque[Flight | Exception] = deque()
         more = True
         try:
