@@ -118,6 +118,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--memory", type=int, default=128, help="MiB to add (128)")
     parser.add_argument("--steps", type=int, default=200, help="how many (200)")
     options = parser.parse_args(arguments)
+    if options.steps < 1:
+        parser.error(f"--steps is {options.steps}; at least one is needed")
     # The stacks of threads would count too, and machines have many processors.
     torch.set_num_threads(1)
     limit_memory(options.memory * MIB)

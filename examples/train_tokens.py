@@ -119,6 +119,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=400, help="how many (400)")
     options = parser.parse_args(arguments)
+    if options.steps < 1:
+        parser.error(f"--steps is {options.steps}; at least one is needed")
     with tempfile.TemporaryDirectory(prefix="nvmeio-tokens-", dir=".") as folder:
         path = Path(folder) / "tokens.npy"
         characters = write_tokens(path, read_text())

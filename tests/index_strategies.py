@@ -2,9 +2,16 @@
 
 import hypothesis.extra.numpy as hnp
 import numpy as np
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 KINDS = ("integer", "scalar", "slice", "array", "mask", "newaxis", "ellipsis", "boolean")
+
+INVENTED = settings(
+    deadline=None,
+    max_examples=150,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 
 
 def shapes(min_side=0):

@@ -6,51 +6,20 @@ import math
 import os
 import pickle
 import resource
-import stat
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.lib import format as npy
 
 import nvmeio
+from array_samples import DTYPES, RECORD, noise, numbers, write_npy
 from helpers import MIB, PAGE, left_open, limit
-from index_strategies import assert_same, cases, outcome, shapes
+from index_strategies import INVENTED, assert_same, cases, outcome
 from nvmeio import ArrayFile
-
-RECORD = np.dtype([("key", ">i8"), ("when", "M8[s]"), ("vector", "f4", (3,))])
-DTYPES = ("?", "i1", "<u2", ">u2", "f2", "f8", "c16", "M8[D]", "m8[ns]", "S3", "U2", "V5")
-DTYPES = {name: np.dtype(name) for name in DTYPES} | {"record": RECORD}
-
-INVENTED = settings(
-    deadline=None,
-    max_examples=150,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
-
-
-def numbers(shape, dtype="f4"):
-    """Return an array of which no two elements are equal."""
-    return np.arange(math.prod(shape)).reshape(shape).astype(dtype)
-
-
-def noise(shape, dtype, seed=0):
-    """Return an array of random bits; all of them are valid as elements of the dtype."""
-    dtype = np.dtype(dtype)
-    values = np.random.default_rng(seed).integers(0, 100, (*shape, dtype.itemsize), "u1")
-    if dtype.kind in "?U":
-        values = (values % 2) * (np.arange(dtype.itemsize) % 4 == 0).astype("u1")
-    return np.ascontiguousarray(values).view(dtype).reshape(shape)
-
-
-def write_npy(path, array, version=None):
-    """Write a .npy file by numpy."""
-    with open(path, "wb") as file:
-        npy.write_array(file, array, version=version, allow_pickle=True)
-    return path
 
 
 @pytest.fixture
@@ -676,80 +645,6 @@ class TestSharing:
         assert array[0, 0, 0] == 0
         del array
         assert left_open(path.parent) == []
-
-
-class TestWholeFiles:
-    @INVENTED
-    @given(shapes(), st.sampled_from(sorted(DTYPES)), st.booleans())
-    def test_what_was_saved_is_loaded(self, tmp_path, shape, dtype, fortran):
-        expected = noise(shape, DTYPES[dtype])
-        if fortran:
-            expected = np.asfortranarray(expected)
-        nvmeio.save(tmp_path / "array", expected)
-        assert_same(np.load(tmp_path / "array"), expected)
-        assert_same(nvmeio.load(tmp_path / "array"), expected)
-        np.save(tmp_path / "other.npy", expected)
-        assert_same(nvmeio.load(tmp_path / "other.npy"), np.load(tmp_path / "other.npy"))
-
-    @pytest.mark.parametrize(
-        "array",
-        [
-            numbers((7, 6))[::2, ::-1],
-            numbers((2, 3, 4)).T,
-            noise((9,), "M8[s]")[::2],
-            [[1, 2], [3, 4]],
-            np.float32(2.5),
-            numbers((3 * MIB,), "u1"),
-        ],
-        ids=["strided", "transposed", "dates", "list", "scalar", "large"],
-    )
-    @pytest.mark.parametrize("sync", [False, True])
-    def test_any_array_is_saved_in_c_order(self, path, array, sync):
-        nvmeio.save(os.fsencode(path), array, sync=sync)
-        assert_same(
-            nvmeio.load(str(path)), np.ascontiguousarray(array).reshape(np.shape(array))
-        )
-        with ArrayFile(path) as found:
-            assert found.shape == np.shape(array)
-        assert [entry.name for entry in path.parent.iterdir()] == [path.name]
-
-    def test_a_save_that_fails_leaves_the_old_file(self, saved):
-        expected, path = saved
-        with (
-            limit(resource.RLIMIT_FSIZE, MIB),
-            pytest.raises(OSError, match="data") as caught,
-        ):
-            nvmeio.save(path, np.ones(MIB))
-        assert (caught.value.errno, caught.value.filename) == (errno.EFBIG, str(path))
-        assert_same(np.load(path), expected)
-        assert [entry.name for entry in path.parent.iterdir()] == [path.name]
-
-    def test_the_target_of_a_link_is_replaced_not_the_link(self, folder):
-        (folder / "far").mkdir()
-        (folder / "link").symlink_to(folder / "far" / "data")
-        nvmeio.save(folder / "link", np.arange(3))
-        assert (folder / "link").is_symlink()
-        assert_same(np.load(folder / "far" / "data"), np.arange(3))
-
-    def test_a_new_file_has_the_permissions_of_any(self, path):
-        nvmeio.save(path, np.arange(3))
-        mask = os.umask(0)
-        os.umask(mask)
-        assert stat.S_IMODE(path.stat().st_mode) == 0o666 & ~mask
-
-    def test_what_is_no_file_is_not_replaced(self, folder):
-        os.mkfifo(folder / "pipe")
-        for path in (folder, folder / "pipe"):
-            with pytest.raises(OSError, match="no regular file") as caught:
-                nvmeio.save(path, np.arange(3))
-            assert (caught.value.errno, caught.value.filename) == (errno.EINVAL, str(path))
-        assert (folder / "pipe").is_fifo()
-
-    def test_objects_are_not_saved(self, path):
-        for array in (np.array([None]), object(), [{}]):
-            with pytest.raises(TypeError, match="are Python objects"):
-                nvmeio.save(path, array)
-        assert not path.exists()
 
 
 class TestTensors:

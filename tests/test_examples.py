@@ -15,8 +15,8 @@ pytest.importorskip("torch", reason="torch is not installed")
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 
 
-def run(folder, name, **options):
-    """Run an example in a folder, and return its status, its lines and what it leaves."""
+def run(folder, name, errors=False, **options):
+    """Run an example in a folder, and return its status and the lines that it prints."""
     words = [word for key, value in options.items() for word in (f"--{key}", str(value))]
     done = subprocess.run(
         [sys.executable, EXAMPLES / name, *words],
@@ -26,8 +26,9 @@ def run(folder, name, **options):
         check=False,
     )
     assert os.listdir(folder) == []
-    assert done.stderr == ""
-    return done.returncode, [" ".join(line.split()) for line in done.stdout.splitlines()]
+    assert bool(done.stderr) == errors, done.stderr
+    printed = done.stderr if errors else done.stdout
+    return done.returncode, [" ".join(line.split()) for line in printed.splitlines()]
 
 
 @pytest.mark.slow
@@ -43,6 +44,15 @@ def test_a_model_learns_from_a_file_of_tokens(tmp_path):
         re.fullmatch(r"\d+ samples/s, \d+\.\d% of the time waiting", line) for line in lines
     )
     assert lines[-1] == "the loss has fallen"
+
+
+@pytest.mark.parametrize("name", ["train_tokens.py", "gnn_features.py"])
+def test_no_steps_at_all_are_refused(tmp_path, name):
+    status, lines = run(tmp_path, name, errors=True, steps=0)
+    assert (status, lines[-1]) == (
+        2,
+        f"{name}: error: --steps is 0; at least one is needed",
+    )
 
 
 @pytest.mark.slow

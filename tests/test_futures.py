@@ -566,6 +566,8 @@ class TestAsCompleted:
                 TypeError, match=r"requests\[1\] is 5; it must be a Request"
             ):
                 function([request, 5])
+            with pytest.raises(TypeError, match="pass a list of it"):
+                function(request)
             with pytest.raises(ValueError, match="timeout_s is -1"):
                 function([request], -1)
             with pytest.raises(TypeError, match="timeout_s is True"):

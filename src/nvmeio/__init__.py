@@ -6,7 +6,7 @@ from importlib.metadata import version as _version
 from typing import Any as _Any
 
 from nvmeio._build import get_include, get_library_dir
-from nvmeio.arrays import ArrayFile, load, save
+from nvmeio.arrays import ArrayFile
 from nvmeio.copy import deepspeed_memcpy, memcpy
 from nvmeio.file import File
 from nvmeio.files import aio_read, aio_write, read_file, read_into, write_file
@@ -14,6 +14,7 @@ from nvmeio.futures import as_completed, wait
 from nvmeio.handle import aio_handle
 from nvmeio.info import build_info, engines
 from nvmeio.memory import empty
+from nvmeio.npy_files import load, save
 from nvmeio.pool import pool_stats
 from nvmeio.records import GatherError
 from nvmeio.request import Request

@@ -5,10 +5,8 @@ become reads, writes, gathers and scatters of a handle.
 """
 
 import contextlib
-import errno
 import math
 import os
-import secrets
 from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal
@@ -16,10 +14,10 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Literal
 import numpy as np
 import numpy.typing as npt
 
+from nvmeio._elements import bytes_of, element_of, storable
 from nvmeio._indexing import Positions, Selection, positions, select
 from nvmeio._npy import (
     Layout,
-    check_element,
     check_size,
     has_magic,
     header_of,
@@ -31,13 +29,13 @@ from nvmeio.arguments import flag, path_of, whole, word
 from nvmeio.file import File
 from nvmeio.files import naming, synced_folder
 from nvmeio.handle import aio_handle
-from nvmeio.memory import Shape, empty, extents_of
+from nvmeio.memory import Shape, extents_of
 from nvmeio.request import Request
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["ArrayFile", "load", "save"]
+__all__ = ["ArrayFile"]
 
 Array = npt.NDArray[Any]
 
@@ -172,7 +170,7 @@ class ArrayFile:
         self._library = library_of_dtype(dtype)
         if self._library is not None:
             self._tensor_dtype = dtype
-        return _element_of(dtype)
+        return element_of(dtype)
 
     @classmethod
     def create(
@@ -222,7 +220,7 @@ class ArrayFile:
         # All that can be refused is refused before a file is cut.
         _check_handle(handle)
         path, overwrite = path_of(path), flag("overwrite", overwrite)
-        element, extents = _storable(dtype), extents_of(shape)
+        element, extents = storable(dtype), extents_of(shape)
         header = header_of(extents, element)
         size = Layout(element, extents, len(header)).nbytes + len(header)
         if size > 2**63 - 1:
@@ -521,13 +519,13 @@ class ArrayFile:
         else:
             offsets = self._offset + selection.starts() * item
             self._handle().gather(
-                self._file, offsets, selection.run * item, _bytes_of(array)
+                self._file, offsets, selection.run * item, bytes_of(array)
             )
 
     def _read(self, array: Array, start: int) -> None:
         """Read neighbouring elements."""
         offset = self._offset + start * self._dtype.itemsize
-        lent, handle = _bytes_of(array), self._handle()
+        lent, handle = bytes_of(array), self._handle()
         if array.nbytes <= _CALLER_BYTES_MAX:
             handle.gather(self._file, [offset], array.nbytes, lent)
         else:
@@ -549,7 +547,7 @@ class ArrayFile:
         item, handle = self._dtype.itemsize, self._handle()
         if selection.count == 1:
             offset = self._offset + selection.hull()[0] * item
-            handle.submit_write(_bytes_of(array), self._file, offset).wait()
+            handle.submit_write(bytes_of(array), self._file, offset).wait()
             return
         starts = selection.starts()
         if selection.repeats:
@@ -557,7 +555,7 @@ class ArrayFile:
             starts, last = np.unique(starts[::-1], return_index=True)
             array = array.reshape(selection.count, -1)[::-1][last]
         offsets = self._offset + starts * item
-        handle.scatter(self._file, offsets, selection.run * item, _bytes_of(array))
+        handle.scatter(self._file, offsets, selection.run * item, bytes_of(array))
 
     def _rows(self, rows: Any) -> tuple[Positions, int, tuple[int, ...]]:
         """Return what to gather for rows: first rows, rows of each, shape of the result."""
@@ -600,7 +598,7 @@ class ArrayFile:
         """Return the memory to be filled, and what is returned for it."""
         if out is None:
             array: Array = np.empty(shape, self._dtype)
-            return _bytes_of(array), self._dressed(array)
+            return bytes_of(array), self._dressed(array)
         library = library_of(out)
         if library is not None:
             same = out.dtype == self._tensor_dtype
@@ -619,7 +617,7 @@ class ArrayFile:
             raise ValueError(
                 f"out has {out.nbytes} bytes; the result, of shape {shape}, has {nbytes}"
             )
-        return out if library else _bytes_of(out), out
+        return out if library else bytes_of(out), out
 
     def _dressed(self, array: Array) -> Any:
         """Return an array as what this one's results are."""
@@ -628,140 +626,12 @@ class ArrayFile:
         return self._library.dress(array, self._tensor_dtype)
 
 
-def load(path: Path) -> Array:
-    """Read a whole .npy file.
-
-    Parameters
-    ----------
-    path : str, bytes or os.PathLike
-        A file of version 1 to 3, in C or Fortran order.
-
-    Returns
-    -------
-    numpy.ndarray
-        What ``numpy.load`` returns, in memory of the pool.
-
-    Raises
-    ------
-    OSError
-        With errno and path.
-    MemoryError
-        The array is larger than the memory that is left.
-    TypeError
-        ``path`` is no path.
-    ValueError
-        It is no .npy file, holds Python objects, or ends before the array does.
-
-    Notes
-    -----
-    Releases the GIL while it waits.
-    """
-    with File(path) as file:
-        layout = read_layout(file)
-        shape = layout.shape[::-1] if layout.fortran else layout.shape
-        array = empty(shape, layout.dtype)
-        if array.nbytes:
-            with aio_handle(overlap_events=True) as handle:
-                handle.submit_read(_bytes_of(array), file, layout.offset).wait()
-    return array.T if layout.fortran else array
-
-
-def save(path: Path, array: Any, *, sync: bool = False) -> None:
-    """Write an array or a tensor as a .npy file.
-
-    Parameters
-    ----------
-    path : str, bytes or os.PathLike
-        The file, as it is named: no suffix is added.  One that exists is replaced by a new
-        one, once that is complete; until then, and after an error, it stays as it was.
-    array : array_like or tensor
-        Of a dtype that numpy has, of any strides and device; written in C order.
-    sync : bool, default False
-        Return only when the file, and its name, are on the device.
-
-    Raises
-    ------
-    OSError
-        With errno and path.
-    TypeError
-        The elements are Python objects or, like bfloat16, of no dtype of numpy's; an
-        argument is of the wrong type.
-
-    Notes
-    -----
-    Releases the GIL while it waits.  The folder must have room for both files.  Without
-    ``sync``, a power failure may leave the name with an incomplete file.
-    """
-    path, sync = path_of(path), flag("sync", sync)
-    dtype, shape, source = _source_of(array)
-    target = os.path.realpath(os.fsdecode(path))
-    with naming(path):
-        if os.path.exists(target) and not os.path.isfile(target):
-            raise OSError(errno.EINVAL, "it is no regular file, to be replaced")
-    # Of a length of its own: a name that is long already has no room for a suffix.
-    name = f".nvmeio-{secrets.token_hex(8)}.tmp"
-    temporary = os.path.join(os.path.dirname(target), name)
-    with naming(path), synced_folder(path) if sync else contextlib.nullcontext():
-        try:
-            _write(temporary, header_of(shape, dtype), source, sync=sync)
-            os.replace(temporary, target)
-        except BaseException:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(temporary)
-            raise
-
-
-def _write(path: str, header: bytes, source: Any, *, sync: bool) -> None:
-    """Make a file of a header and what follows it."""
-    with aio_handle(overlap_events=True) as handle, File(path, "x") as file:
-        requests = [
-            handle.submit_write(header, file),
-            handle.submit_write(source, file, len(header)),
-        ]
-        for request in requests:
-            request.wait()
-        if sync:
-            handle.fsync(file)
-
-
-def _source_of(array: Any) -> tuple[np.dtype[Any], tuple[int, ...], Any]:
-    """Return dtype, shape and memory of what is to be saved."""
-    library = library_of(array)
-    if library is not None:
-        return _storable(array.dtype), tuple(array.shape), array
-    found = np.asarray(array)
-    dtype = _storable(found.dtype)
-    return dtype, found.shape, _bytes_of(np.ascontiguousarray(found))
-
-
 def _check_handle(handle: Any) -> None:
     """Refuse what is no handle."""
     if handle is not None and not isinstance(handle, aio_handle):
         raise TypeError(
             f"handle is of type {type(handle).__qualname__}; it must be an aio_handle"
         )
-
-
-def _storable(dtype: Any) -> np.dtype[Any]:
-    """Return numpy's dtype for elements that a .npy file can hold."""
-    library, element = library_of_dtype(dtype), _element_of(dtype)
-    if library is not None and element.kind == "V":
-        raise TypeError(
-            f"the dtype is {dtype}, which numpy and so .npy files do not have; write the "
-            "raw bytes, or another dtype of the same width"
-        )
-    return element
-
-
-def _element_of(dtype: Any) -> np.dtype[Any]:
-    """Return numpy's dtype for a dtype of numpy or torch, of plain bytes."""
-    library = library_of_dtype(dtype)
-    carrier = None if library is None else library.carrier(dtype)
-    element = np.dtype(dtype) if carrier is None else carrier
-    if element.hasobject:
-        raise TypeError(f"elements of dtype {element} are Python objects, not bytes")
-    check_element(element)
-    return element
 
 
 def _raw_extents(
@@ -795,13 +665,6 @@ def _opened_anew(path: str | bytes, *, overwrite: bool) -> BinaryIO:
     except FileExistsError as error:
         words = f"{error.strerror}; overwrite=True makes it anew"
         raise FileExistsError(error.errno, words, path) from None
-
-
-def _bytes_of(array: Array) -> Array:
-    """View an array as bytes that can be lent: of dates, say, numpy lends none."""
-    if array.nbytes == 0:
-        return np.empty(0, np.uint8)
-    return array.view(np.dtype((np.void, array.dtype.itemsize)))
 
 
 def _restore(kind: type[ArrayFile], path: Path, options: dict[str, Any]) -> ArrayFile:

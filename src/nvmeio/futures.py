@@ -321,6 +321,8 @@ def _is_enough(way: str, awaited: list[Request], done: set[Request], bell: Bell)
 
 def _checked(requests: Iterable[Any]) -> list[Request]:
     """Return each request once, or raise TypeError for what is none."""
+    if isinstance(requests, Request):
+        raise TypeError(f"requests is {requests!r}; pass a list of it, or use its wait()")
     found: dict[Request, None] = {}
     for index, request in enumerate(requests):
         if not isinstance(request, Request):

@@ -1,0 +1,128 @@
+"""Whole .npy files: an array or a tensor saved, an array loaded."""
+
+import contextlib
+import errno
+import os
+import secrets
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from nvmeio._elements import bytes_of, storable
+from nvmeio._npy import header_of, read_layout
+from nvmeio._registry import library_of
+from nvmeio._types import Path
+from nvmeio.arguments import flag, path_of
+from nvmeio.file import File
+from nvmeio.files import naming, synced_folder
+from nvmeio.handle import aio_handle
+from nvmeio.memory import empty
+
+__all__ = ["load", "save"]
+
+
+def load(path: Path) -> npt.NDArray[Any]:
+    """Read a whole .npy file.
+
+    Parameters
+    ----------
+    path : str, bytes or os.PathLike
+        A file of version 1 to 3, in C or Fortran order.
+
+    Returns
+    -------
+    numpy.ndarray
+        What ``numpy.load`` returns, in memory of the pool.
+
+    Raises
+    ------
+    OSError
+        With errno and path.
+    MemoryError
+        The array is larger than the memory that is left.
+    TypeError
+        ``path`` is no path.
+    ValueError
+        It is no .npy file, holds Python objects, or ends before the array does.
+
+    Notes
+    -----
+    Releases the GIL while it waits.
+    """
+    with File(path) as file:
+        layout = read_layout(file)
+        shape = layout.shape[::-1] if layout.fortran else layout.shape
+        array = empty(shape, layout.dtype)
+        if array.nbytes:
+            with aio_handle(overlap_events=True) as handle:
+                handle.submit_read(bytes_of(array), file, layout.offset).wait()
+    return array.T if layout.fortran else array
+
+
+def save(path: Path, array: Any, *, sync: bool = False) -> None:
+    """Write an array or a tensor as a .npy file.
+
+    Parameters
+    ----------
+    path : str, bytes or os.PathLike
+        The file, as it is named: no suffix is added.  One that exists is replaced by a new
+        one, once that is complete; until then, and after an error, it stays as it was.
+    array : array_like or tensor
+        Of a dtype that numpy has, of any strides and device; written in C order.
+    sync : bool, default False
+        Return only when the file, and its name, are on the device.
+
+    Raises
+    ------
+    OSError
+        With errno and path.
+    TypeError
+        The elements are Python objects or, like bfloat16, of no dtype of numpy's; an
+        argument is of the wrong type.
+
+    Notes
+    -----
+    Releases the GIL while it waits.  The folder must have room for both files.  Without
+    ``sync``, a power failure may leave the name with an incomplete file.
+    """
+    path, sync = path_of(path), flag("sync", sync)
+    dtype, shape, source = _source_of(array)
+    target = os.path.realpath(os.fsdecode(path))
+    with naming(path):
+        if os.path.exists(target) and not os.path.isfile(target):
+            raise OSError(errno.EINVAL, "it is no regular file, to be replaced")
+    # Of a length of its own: a name that is long already has no room for a suffix.
+    name = f".nvmeio-{secrets.token_hex(8)}.tmp"
+    temporary = os.path.join(os.path.dirname(target), name)
+    with naming(path), synced_folder(path) if sync else contextlib.nullcontext():
+        try:
+            _write(temporary, header_of(shape, dtype), source, sync=sync)
+            os.replace(temporary, target)
+        except BaseException:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(temporary)
+            raise
+
+
+def _write(path: str, header: bytes, source: Any, *, sync: bool) -> None:
+    """Make a file of a header and what follows it."""
+    with aio_handle(overlap_events=True) as handle, File(path, "x") as file:
+        requests = [
+            handle.submit_write(header, file),
+            handle.submit_write(source, file, len(header)),
+        ]
+        for request in requests:
+            request.wait()
+        if sync:
+            handle.fsync(file)
+
+
+def _source_of(array: Any) -> tuple[np.dtype[Any], tuple[int, ...], Any]:
+    """Return dtype, shape and memory of what is to be saved."""
+    library = library_of(array)
+    if library is not None:
+        return storable(array.dtype), tuple(array.shape), array
+    found = np.asarray(array)
+    dtype = storable(found.dtype)
+    return dtype, found.shape, bytes_of(np.ascontiguousarray(found))
