@@ -145,7 +145,7 @@ def plugged(handle, folder):
     """Keep the only lane of a handle busy: what is submitted meanwhile stays in flight.
 
     The handle must have blocks of one page and a queue of one: `SLOW`.  The lane has
-    seconds of work, which is dropped at the end.
+    seconds of work, the requests that are yielded, which is dropped at the end.
     """
     path = folder / "plug"
     with open(path, "wb") as file:
@@ -154,7 +154,7 @@ def plugged(handle, folder):
     with nvmeio.File(path) as file:
         plugs = [handle.submit_read(memory, file) for _ in range(256)]
     try:
-        yield
+        yield plugs
     finally:
         for plug in reversed(plugs):
             plug.cancel()

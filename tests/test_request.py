@@ -487,12 +487,14 @@ class TestDoneCallbacks:
     def test_it_runs_in_the_thread_that_finds_the_request_done(self, slow_handle, path):
         path.write_bytes(pattern(PAGE))
         threads = []
-        with plugged(slow_handle, path.parent):
+        with plugged(slow_handle, path.parent) as plugs:
             request = slow_handle.submit_read(bytearray(PAGE), path)
             request.add_done_callback(lambda _: threads.append(threading.get_ident()))
-        waiter = threading.Thread(target=request.wait)
-        waiter.start()
-        waiter.join()
+            for plug in reversed(plugs):
+                plug.cancel()
+            waiter = threading.Thread(target=request.wait)
+            waiter.start()
+            waiter.join()
         assert threads == [waiter.ident]
 
     def test_it_is_called_for_a_request_that_nobody_holds(self, handle, path):

@@ -56,6 +56,10 @@ NVMEIO_API int nvmeio_handle_drain(struct nvmeio_handle *handle, int64_t timeout
 NVMEIO_API unsigned nvmeio_handle_pop(struct nvmeio_handle *handle, void **users,
                                       unsigned count);
 
+/* Have nvmeio_handle_pop() not report a request that is done: true if it would have. Of
+ * one that was submitted before a fork() it does nothing. */
+NVMEIO_API bool nvmeio_request_take(struct nvmeio_request *request);
+
 /* Have an eventfd signalled once, when a request of the handle is done next.  The
  * caller owns it, non-blocking, and asks again for each further signal; asking twice is
  * no error.  What was done before is not told: whoever wakes up clears the eventfd,

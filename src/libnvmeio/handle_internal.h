@@ -104,6 +104,10 @@ struct nvmeio_request *nvmeio_schedule_next(struct nvmeio_handle *handle);
 void nvmeio_schedule_progress(struct nvmeio_handle *handle,
                               struct nvmeio_request *request);
 
+/* Take a request off the list of those that are done; its reference is the caller's. */
+void nvmeio_schedule_take_done(struct nvmeio_handle *handle,
+                               struct nvmeio_request *request);
+
 /* Hold up an fsync that was just added until the writes before it are done. */
 void nvmeio_schedule_gate(struct nvmeio_handle *handle, struct nvmeio_request *request);
 

@@ -74,7 +74,8 @@ struct nvmeio_request {
      * blocks to cut; those that are done and not yet popped. */
     struct nvmeio_request *active_next, *active_previous;
     struct nvmeio_request *queue_next;
-    struct nvmeio_request *done_next;
+    struct nvmeio_request *done_next, *done_previous;
+    bool listed; /* among those that are done */
 };
 
 /* A request with one reference, planned and ready to be submitted; NULL: no memory. */

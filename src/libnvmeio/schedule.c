@@ -71,12 +71,28 @@ static void queue_remove(struct nvmeio_handle *handle, struct nvmeio_request *re
 
 static void done_add(struct nvmeio_handle *handle, struct nvmeio_request *request)
 {
+    request->listed = true;
     request->done_next = NULL;
+    request->done_previous = handle->done_last;
     if (handle->done_first)
         handle->done_last->done_next = request;
     else
         handle->done_first = request;
     handle->done_last = request;
+}
+
+void nvmeio_schedule_take_done(struct nvmeio_handle *handle,
+                               struct nvmeio_request *request)
+{
+    if (request->done_previous)
+        request->done_previous->done_next = request->done_next;
+    else
+        handle->done_first = request->done_next;
+    if (request->done_next)
+        request->done_next->done_previous = request->done_previous;
+    else
+        handle->done_last = request->done_previous;
+    request->listed = false;
 }
 
 /* Set enough lanes to work on `blocks` new blocks: those that rest, then those that

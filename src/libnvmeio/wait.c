@@ -211,7 +211,7 @@ unsigned nvmeio_handle_pop(struct nvmeio_handle *handle, void **users, unsigned 
     visit_deserted(handle);
     while (found < count && handle->done_first) {
         struct nvmeio_request *request = handle->done_first;
-        handle->done_first = request->done_next;
+        nvmeio_schedule_take_done(handle, request);
         users[found++] = request->user;
         request->done_next = popped;
         popped = request;
@@ -223,6 +223,22 @@ unsigned nvmeio_handle_pop(struct nvmeio_handle *handle, void **users, unsigned 
         popped = next;
     }
     return found;
+}
+
+bool nvmeio_request_take(struct nvmeio_request *request)
+{
+    struct nvmeio_handle *handle = request->handle;
+
+    if (nvmeio_request_before_fork(request))
+        return false;
+    pthread_mutex_lock(&handle->mutex);
+    bool taken = request->listed;
+    if (taken)
+        nvmeio_schedule_take_done(handle, request);
+    pthread_mutex_unlock(&handle->mutex);
+    if (taken)
+        nvmeio_request_release(request);
+    return taken;
 }
 
 /* All requests are done, but the thread that ran the last one may still be on its way

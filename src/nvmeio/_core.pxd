@@ -160,6 +160,7 @@ cdef int handle_open(const nvmeio_config *config, nvmeio_handle **handle) noexce
 cdef void handle_stop(nvmeio_handle *handle) noexcept nogil
 cdef void handle_close(nvmeio_handle *handle) noexcept nogil
 cdef int handle_drain(nvmeio_handle *handle, int64_t timeout_ns) noexcept nogil
+cdef bint request_take(nvmeio_request *request) noexcept nogil
 cdef unsigned handle_pop(nvmeio_handle *handle, void **users, unsigned count) noexcept nogil
 cdef int handle_watch(nvmeio_handle *handle, int fd) noexcept nogil
 cdef void handle_unwatch(nvmeio_handle *handle, int fd) noexcept nogil

@@ -50,6 +50,7 @@ cdef extern from "nvmeio/nvmeio.h" nogil:
     void nvmeio_handle_stop(nvmeio_handle *handle)
     void nvmeio_handle_close(nvmeio_handle *handle)
     int nvmeio_handle_drain(nvmeio_handle *handle, int64_t timeout_ns)
+    bint nvmeio_request_take(nvmeio_request *request)
     unsigned nvmeio_handle_pop(nvmeio_handle *handle, void **users, unsigned count)
     int nvmeio_handle_watch(nvmeio_handle *handle, int fd)
     void nvmeio_handle_unwatch(nvmeio_handle *handle, int fd)
@@ -211,6 +212,10 @@ cdef void handle_close(nvmeio_handle *handle) noexcept nogil:
 
 cdef int handle_drain(nvmeio_handle *handle, int64_t timeout_ns) noexcept nogil:
     return nvmeio_handle_drain(handle, timeout_ns)
+
+
+cdef bint request_take(nvmeio_request *request) noexcept nogil:
+    return nvmeio_request_take(request)
 
 
 cdef unsigned handle_pop(

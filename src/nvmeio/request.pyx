@@ -122,10 +122,10 @@ cdef class Request:
         # Letting go may run anything, and so has no lock.
         del buffer, file
         call_all(self.callbacks, self)
-        if self.error is not None and self._lanes is not None:
-            # Once raised, its traceback holds frames, and so perhaps the handle: a cycle
-            # that no collector sees while the library has the reference of start().
-            self._lanes.collect()
+        # The handle must not hold it any more: an error that was raised has a traceback,
+        # whose frames may hold the handle, a cycle that no collector would see.
+        if self.c != NULL and _core.request_take(self.c):
+            Py_DECREF(self)
         if interruption is not None:
             raise interruption
         return True

@@ -149,6 +149,7 @@ static void test_each_user_is_popped_once(const char *engine)
     struct nvmeio_config config = config_of(engine);
     struct nvmeio_handle *handle = open_handle(&config);
     struct nvmeio_file *file = open_file(path, O_RDONLY, NVMEIO_DIRECT_AUTO);
+    struct nvmeio_request *requests[COUNT];
     unsigned char seen[COUNT] = {0};
     char memory[COUNT][16];
     void *users[7];
@@ -157,15 +158,27 @@ static void test_each_user_is_popped_once(const char *engine)
     for (int i = 0; i < COUNT; i++) {
         struct nvmeio_transfer t = transfer_of(NVMEIO_OP_READ, file, memory[i], 16, i);
         t.user = &seen[i];
-        nvmeio_request_release(submit(handle, &t));
+        requests[i] = submit(handle, &t);
     }
     CHECK(nvmeio_handle_drain(handle, LONG_NS) == 0);
+    /* The first, the last, and some between. */
+    for (int i = 0; i < COUNT; i += 7) {
+        CHECK(nvmeio_request_take(requests[i]));
+        CHECK(!nvmeio_request_take(requests[i]));
+        seen[i]++;
+        total++;
+    }
     while ((found = nvmeio_handle_pop(handle, users, 7)) > 0) {
         total += found;
         for (unsigned i = 0; i < found; i++)
             CHECK((*(unsigned char *)users[i])++ == 0);
     }
     CHECK(total == COUNT);
+    for (int i = 0; i < COUNT; i++) {
+        CHECK(!nvmeio_request_take(requests[i]));
+        CHECK(seen[i] == 1);
+        nvmeio_request_release(requests[i]);
+    }
     nvmeio_file_release(file);
     nvmeio_handle_close(handle);
 }
