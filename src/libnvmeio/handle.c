@@ -328,8 +328,6 @@ static int check_gather(const struct nvmeio_gather *gather)
 
     if (gather->op == NVMEIO_OP_FSYNC)
         return -EINVAL;
-    if (gather->count > 0 && (!gather->offsets || !gather->sizes))
-        return -EINVAL;
     return check_transfer(&whole);
 }
 

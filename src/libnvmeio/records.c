@@ -231,6 +231,9 @@ struct nvmeio_records *nvmeio_records_new(const struct nvmeio_gather *gather,
 {
     struct nvmeio_records *records = NULL;
 
+    *error = -EINVAL;
+    if (gather->count > 0 && (!gather->offsets || !gather->sizes))
+        return NULL;
     *error = -ENOMEM;
     if (gather->count < (SIZE_MAX - sizeof(*records)) / sizeof(records->list[0]))
         records = malloc(sizeof(*records) + gather->count * sizeof(records->list[0]));

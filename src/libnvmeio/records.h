@@ -2,7 +2,7 @@
  * runs of them that are carried out together.
  *
  * Checks, arithmetic and copies: no system call, no lock.  When a run is carried out is
- * request.c's. */
+ * runs.c's. */
 #ifndef NVMEIO_RECORDS_H
 #define NVMEIO_RECORDS_H
 

@@ -124,17 +124,24 @@ bool nvmeio_runs_retry(struct nvmeio_request *request)
     return true;
 }
 
-void nvmeio_runs_settle(struct nvmeio_request *request)
+/* It was stopped before all was cut: what is left has failed. */
+static void fail_uncut(struct nvmeio_request *request)
 {
     struct nvmeio_records *records = request->records;
+    int error = request->error ? request->error : -ECANCELED;
 
-    if (nvmeio_request_is_stopped(request)) {
-        bool all = request->op == NVMEIO_OP_WRITE || request->second_round;
-        size_t uncut = nvmeio_request_is_cut(request) ? records->count
-                       : all                          ? 0
-                                                      : request->run.first;
-        nvmeio_records_fail_from(records, uncut,
-                                 request->error ? request->error : -ECANCELED);
-    }
-    request->got = nvmeio_records_settle(records);
+    if (request->alone)
+        /* Those behind this one have landed, or still have their errors. */
+        nvmeio_records_fail(records, &request->run, 0, request->run.size, error);
+    else if (request->op == NVMEIO_OP_WRITE)
+        nvmeio_records_fail_from(records, 0, error);
+    else
+        nvmeio_records_fail_from(records, request->run.first, error);
+}
+
+void nvmeio_runs_settle(struct nvmeio_request *request)
+{
+    if (nvmeio_request_is_stopped(request) && !nvmeio_request_is_cut(request))
+        fail_uncut(request);
+    request->got = nvmeio_records_settle(request->records);
 }

@@ -4,6 +4,7 @@ Lists what it uses of lanes and requests, which are Cython's, and stand above.
 """
 
 import weakref
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Collection
 from typing import Any, Protocol
@@ -56,7 +57,7 @@ class Request(Protocol):
     def _remove_done_callback(self, fn: Callable[[Any], object], /) -> None: ...
 
 
-class Listener:
+class Listener(ABC):
     """Hears of requests that are done, in the order in which they become so.
 
     A subclass sleeps meanwhile, and is woken by ``_ring``.
@@ -108,5 +109,6 @@ class Listener:
         while self._awaited:
             self._awaited.pop()._remove_done_callback(self)
 
+    @abstractmethod
     def _ring(self) -> None:
-        raise NotImplementedError
+        """Wake who sleeps.  Called by any thread."""

@@ -92,7 +92,7 @@ class ArrayFile:
     Elements that follow each other are one large read; others are gathered, and where they
     are closer than 64 bytes on the average, read with what lies between them.  The name of
     a field, or a list of names, reads the whole array first.  A loop over the array reads
-    row by row, which is slow; ``array[:]`` is one read.
+    parts of 4 MiB.
 
     Assigning broadcasts and converts as numpy does, writes no byte that the index does not
     name, and takes the last of several values for the same element.  It returns when the

@@ -124,7 +124,7 @@ cdef class Request:
         call_all(self.callbacks, self)
         # The handle must not hold it any more: an error that was raised has a traceback,
         # whose frames may hold the handle, a cycle that no collector would see.
-        if self.c != NULL and _core.request_take(self.c):
+        if _core.request_take(self.c):
             Py_DECREF(self)
         if interruption is not None:
             raise interruption

@@ -756,6 +756,51 @@ static void test_a_dead_engine_of_a_caller_fails_its_request_alone(void)
     stage_close();
 }
 
+/* What is read of the first two pages together fails; of one of them, it is held. */
+static bool fail_together(struct nvmeio_block *block)
+{
+    if (block->offset >= (int64_t)(2 * PAGE))
+        return perform(block);
+    calls = block->bytes == PAGE;
+    block->result = -EIO;
+    return block->bytes > PAGE;
+}
+
+static void test_a_gather_cancelled_in_its_second_attempt_keeps_what_has_landed(void)
+{
+    const int64_t offsets[] = {0, PAGE, 2 * BLOCK}, places[] = {PAGE, 0, 2 * PAGE};
+    const int64_t size = PAGE;
+    struct nvmeio_request *request;
+    struct nvmeio_failure failures[3];
+    size_t offender;
+
+    stage_open(1, true);
+    struct nvmeio_gather what = {
+        .op = NVMEIO_OP_READ,
+        .file = stage.file,
+        .address = stage.memory.address,
+        .size = stage.memory.size,
+        .count = 3,
+        .offsets = offsets,
+        .sizes = &size,
+        .one_size = true,
+        .places = places,
+    };
+    play(fail_together);
+    CHECK(nvmeio_submit_gather(stage.handle, &what, &request, &offender) == 0);
+    await(&calls, 1);
+    CHECK(nvmeio_request_cancel(request) == 1);
+    play(perform);
+    CHECK(nvmeio_request_wait(request, LONG_NS) == 0);
+    CHECK(nvmeio_request_failures(request, failures, 3) == 1);
+    CHECK(failures[0].index == 1 && failures[0].error == -ECANCELED);
+    struct nvmeio_outcome outcome = finish(request);
+    CHECK(outcome.result == -ECANCELED && outcome.got == (int64_t)(2 * PAGE));
+    CHECK(file_holds(stage.path, stage.memory.address + PAGE, PAGE, 0));
+    CHECK(file_holds(stage.path, stage.memory.address + 2 * PAGE, PAGE, 2 * BLOCK));
+    stage_close();
+}
+
 /* Put something over the rings of this process that is none. */
 static unsigned break_rings(void)
 {
@@ -844,6 +889,7 @@ int main(void)
     test_a_write_refused_by_a_closed_handle_leaves_no_bytes();
     test_a_dead_engine_fails_its_requests_and_all_that_follow();
     test_a_dead_engine_of_a_caller_fails_its_request_alone();
+    test_a_gather_cancelled_in_its_second_attempt_keeps_what_has_landed();
     test_a_ring_that_can_no_longer_be_entered_is_dead_soon();
     test_patience_ends_with_failures_in_a_row_not_with_age();
     return 0;

@@ -5,7 +5,7 @@ A batch is a gather: its tensors are filled as a whole, and samples are views of
 
 import contextlib
 import os
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from concurrent.futures import CancelledError
@@ -65,7 +65,7 @@ class Flight:
                 request.exception()
 
 
-class Stored(Dataset):  # type: ignore[misc]
+class Stored(Dataset, ABC):  # type: ignore[misc]  # mypy sees no types of torch
     """What the datasets of this module have in common.
 
     Attributes
