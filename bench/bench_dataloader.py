@@ -6,7 +6,6 @@ process of the loop and by workers.  bench/README.md says how to read the tables
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import itertools
@@ -21,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 from duels import Duel, Goal, Sample, measured, spread, table
-from machine import machine, size_of
+from machine import arguments, machine
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler
 
 import nvmeio
@@ -200,23 +199,9 @@ def figures(duel: Duel) -> Iterator[tuple[str, ...]]:
         )
 
 
-def arguments() -> argparse.Namespace:
-    """Parse the command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--size", type=size_of, help="of the file (4G; 256M if quick)")
-    parser.add_argument("--rounds", type=int, help="how many (8; 2 if quick)")
-    parser.add_argument("--dir", type=Path, default=Path(), help="for the file (.)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="keep raw numbers")
-    parser.add_argument("--quick", action="store_true", help="a look whether all works")
-    options = parser.parse_args()
-    options.size = options.size or (256 << 20 if options.quick else 4 << 30)
-    options.rounds = options.rounds or (2 if options.quick else 8)
-    return options
-
-
 def main() -> None:
     """Measure and report; what was measured never changes the exit status."""
-    options = arguments()
+    options = arguments(__doc__, ("4G", "256M"), (8, 2))
     with ground(options.dir, options.size) as place:
         about = machine(options.dir) | {"size": options.size, "rounds": options.rounds}
         found = list(duels(place))

@@ -6,7 +6,6 @@ duels are gone through once a round; bench/README.md says how to read the tables
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import dataclasses
@@ -26,7 +25,7 @@ from pathlib import Path
 
 import numpy as np
 from duels import Duel, Goal, Sample, device_bytes, measured, spread, table
-from machine import huge_pages, machine, output, size_of
+from machine import arguments, huge_pages, machine, output
 
 import nvmeio
 
@@ -387,25 +386,11 @@ def report(matches: list[Match], about: dict[str, object]) -> None:
     print("\n" + table(head, itertools.chain.from_iterable(map(verdicts, matches))))
 
 
-def arguments() -> argparse.Namespace:
-    """Parse the command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--size", type=size_of, help="of the file (4G; 256M if quick)")
-    parser.add_argument("--rounds", type=int, help="how many (10; 2 if quick)")
-    parser.add_argument("--dir", type=Path, default=Path(), help="for the file (.)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="keep raw numbers")
-    parser.add_argument("--quick", action="store_true", help="a look whether all works")
-    options = parser.parse_args()
-    options.size = options.size or (256 << 20 if options.quick else 4 << 30)
-    options.rounds = options.rounds or (2 if options.quick else 10)
-    return options
-
-
 def main() -> None:
     """Measure and report; what was measured never changes the exit status."""
     # So that nothing is left behind: no file, no device, no huge pages.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    options = arguments()
+    options = arguments(__doc__, ("4G", "256M"), (10, 2))
     if shutil.which("fio") is None:
         sys.exit("bench_gather: fio is missing; on Debian and Ubuntu: apt-get install fio")
     with contextlib.ExitStack() as stack:

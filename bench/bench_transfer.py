@@ -6,7 +6,6 @@ bench/README.md says how to read the tables and what they showed.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import itertools
@@ -37,7 +36,7 @@ from duels import (
     spread,
     table,
 )
-from machine import huge_pages, machine, size_of
+from machine import arguments, huge_pages, machine
 
 import nvmeio
 
@@ -469,20 +468,6 @@ def verdicts(duel: Duel, goals: list[Goal]) -> Iterator[tuple[str, ...]]:
         )
 
 
-def arguments() -> argparse.Namespace:
-    """Parse the command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--size", type=size_of, help="of the file (1G; 64M if quick)")
-    parser.add_argument("--rounds", type=int, help="how many (12; 3 if quick)")
-    parser.add_argument("--dir", type=Path, default=Path(), help="for the file (.)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="keep raw numbers")
-    parser.add_argument("--quick", action="store_true", help="a look whether all works")
-    options = parser.parse_args()
-    options.size = options.size or (64 << 20 if options.quick else GIB)
-    options.rounds = options.rounds or (3 if options.quick else 10)
-    return options
-
-
 def report(duels: list[tuple[Duel, list[Goal]]], about: dict[str, Any]) -> None:
     """Print what was measured."""
     print("\n" + "\n".join(f"{key}: {value}" for key, value in about.items()))
@@ -501,7 +486,7 @@ def main() -> None:
     """Measure and report; what was measured never changes the exit status."""
     # So that nothing is left behind: neither the file nor the huge pages.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    options = arguments()
+    options = arguments(__doc__, ("1G", "64M"), (10, 3))
     if shutil.which("fio") is None:
         sys.exit(
             "bench_transfer: fio is missing; on Debian and Ubuntu: apt-get install fio"

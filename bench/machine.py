@@ -1,4 +1,4 @@
-"""What benchmarks beside fio share: its huge pages, the machine, sizes as arguments."""
+"""What benchmarks on a disk share: arguments, the machine, huge pages for fio."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from duels import surroundings
 
-__all__ = ["huge_pages", "machine", "output", "size_of"]
+__all__ = ["arguments", "huge_pages", "machine", "output"]
 
 HUGE_PAGES = Path("/proc/sys/vm/nr_hugepages")
 
@@ -60,3 +60,36 @@ def size_of(text: str) -> int:
     if size < 1 << 20 or size % (1 << 20):
         raise argparse.ArgumentTypeError("must be whole MiB, at least one")
     return size
+
+
+def arguments(
+    about: str | None, sizes: tuple[str, str], rounds: tuple[int, int]
+) -> argparse.Namespace:
+    """Parse the command line.
+
+    Parameters
+    ----------
+    about : str or None
+        What the benchmark is, for ``--help``.
+    sizes : tuple of str
+        Of the file, such as 4G; and if ``--quick``.
+    rounds : tuple of int
+        How many; and if ``--quick``.
+
+    Returns
+    -------
+    argparse.Namespace
+        With size in bytes, rounds, dir, json and quick.
+    """
+    parser = argparse.ArgumentParser(description=about)
+    words = f"of the file ({sizes[0]}; {sizes[1]} if quick)"
+    parser.add_argument("--size", type=size_of, help=words)
+    words = f"how many ({rounds[0]}; {rounds[1]} if quick)"
+    parser.add_argument("--rounds", type=int, help=words)
+    parser.add_argument("--dir", type=Path, default=Path(), help="for the file (.)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="keep raw numbers")
+    parser.add_argument("--quick", action="store_true", help="a look whether all works")
+    options = parser.parse_args()
+    options.size = options.size or size_of(sizes[options.quick])
+    options.rounds = options.rounds or rounds[options.quick]
+    return options
