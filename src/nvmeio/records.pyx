@@ -140,14 +140,8 @@ cdef class GatherRequest(Request):
             words += f"; {count} of {self.count} records failed"
         return GatherError(-outcome.result, f"{words})", self.path, found)
 
-    def __repr__(self):
-        state = "in flight"
-        if self.finished:
-            state = "done" if self.error is None else f"failed: {self.error}"
-        return (
-            f"<nvmeio.Request {name_of(self.op)} of {self.count} records of "
-            f"{self.path!r}, {state}>"
-        )
+    cdef str subject(self):
+        return f"{name_of(self.op)} of {self.count} records"
 
 
 cdef str name_of(nvmeio_op op):

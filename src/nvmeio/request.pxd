@@ -36,6 +36,9 @@ cdef class Request:
     # The exception that an outcome stands for, or None.
     cdef object judge(self, const nvmeio_outcome *outcome)
 
+    # What it does, for repr().
+    cdef str subject(self)
+
     # Wait without the GIL, at most timeout_ns (negative: no limit), and finish.  Whether it
     # is finished.  What went wrong with the transfer is kept, not raised.
     cdef bint poll(self, int64_t timeout_ns) except -1

@@ -323,10 +323,10 @@ cdef class Request:
         state = "in flight"
         if self.finished:
             state = "done" if self.error is None else f"failed: {self.error}"
-        return (
-            f"<nvmeio.Request {verb_of(self.op)} {self.nbytes} bytes at offset "
-            f"{self.offset} of {self.path!r}, {state}>"
-        )
+        return f"<nvmeio.Request {self.subject()} of {self.path!r}, {state}>"
+
+    cdef str subject(self):
+        return f"{verb_of(self.op)} {self.nbytes} bytes at offset {self.offset}"
 
 
 cdef Request new_request(
