@@ -3,7 +3,6 @@
 import contextlib
 import errno
 import os
-import secrets
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,7 @@ from nvmeio._registry import library_of
 from nvmeio._types import Path
 from nvmeio.arguments import flag, path_of
 from nvmeio.file import File
-from nvmeio.files import naming, synced_folder
+from nvmeio.files import naming, replacement, synced_folder
 from nvmeio.handle import aio_handle
 from nvmeio.memory import empty
 
@@ -92,17 +91,12 @@ def save(path: Path, array: Any, *, sync: bool = False) -> None:
     with naming(path):
         if os.path.exists(target) and not os.path.isfile(target):
             raise OSError(errno.EINVAL, "it is no regular file, to be replaced")
-    # Of a length of its own: a name that is long already has no room for a suffix.
-    name = f".nvmeio-{secrets.token_hex(8)}.tmp"
-    temporary = os.path.join(os.path.dirname(target), name)
-    with naming(path), synced_folder(path) if sync else contextlib.nullcontext():
-        try:
-            _write(temporary, header_of(shape, dtype), source, sync=sync)
-            os.replace(temporary, target)
-        except BaseException:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(temporary)
-            raise
+    with (
+        naming(path),
+        synced_folder(path) if sync else contextlib.nullcontext(),
+        replacement(target) as temporary,
+    ):
+        _write(temporary, header_of(shape, dtype), source, sync=sync)
 
 
 def _write(path: str, header: bytes, source: Any, *, sync: bool) -> None:
