@@ -96,10 +96,7 @@ def look_for(feature, compiler):
 
 
 class BuildLibrary(build_clib):
-    """Build libnvmeio.a from src/libnvmeio, and build.json, which tells what is in it.
-
-    Were it in setup(libraries=...), every extension would be linked to it.
-    """
+    """Build libnvmeio.a, which setup(libraries=) would link to every module, and its record."""
 
     def finalize_options(self):
         super().finalize_options()
@@ -126,8 +123,7 @@ class BuildLibrary(build_clib):
         left_out = {n for f in FEATURES if f not in engines for n in f.sources.split()}
         files = sorted(Path("src/libnvmeio").glob("*.c"))
         sources = [str(path) for path in files if path.name not in left_out]
-        depends = [*sources, *HEADERS, str(self.record)]
-        if self.force or newer_group(depends, self.archive):
+        if self.force or newer_group([*sources, *HEADERS, str(self.record)], self.archive):
             self.build_archive(sources, [f"NVMEIO_HAVE_{f.name.upper()}" for f in engines])
 
     def build_archive(self, sources, macros):
@@ -176,12 +172,16 @@ class BuildModules(build_ext):
 
 
 class BuildPython(build_py):
-    """Put include/ into the package; an editable install finds it where it is."""
+    """Put include/ into a package that is not editable, and the .pth file beside it."""
 
     def run(self):
         super().run()
-        if not self.editable_mode:
+        if self.editable_mode:  # then Python looks for .pth files where only the wheel goes
+            site_packages = self.get_finalized_command("install").install_lib
+        else:
+            site_packages = self.build_lib
             self.copy_tree("include", f"{self.build_lib}/nvmeio/include")
+        self.copy_file("src/nvmeio-deepspeed.pth", site_packages)
 
 
 def extension(path):

@@ -46,10 +46,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> _Any:
-    """Import nvmeio.torch when it is first asked for."""
-    if name != "torch":
+    """Import nvmeio.torch and nvmeio.deepspeed when they are first asked for."""
+    if name not in ("deepspeed", "torch"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return _import_module("nvmeio.torch")
+    return _import_module(f"nvmeio.{name}")
 
 
 # Silent unless the program wants to hear: Python would print warnings otherwise.

@@ -1,0 +1,273 @@
+"""nvmeio in an installed DeepSpeed: what its op builders load, and back again.
+
+Every part of DeepSpeed comes to its ops by the classes AsyncIOBuilder and PinMemoryBuilder,
+so their two methods are what is replaced.  All is looked at before anything is changed.
+"""
+
+import contextlib
+import functools
+import importlib
+import importlib.metadata
+import inspect
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator
+from types import ModuleType, TracebackType
+from typing import Any, Literal
+
+from nvmeio.arguments import word
+
+__all__ = ["Installation", "install", "install_for_environment", "uninstall"]
+
+# The release that `make test-deepspeed` runs with, whatever comes behind the second dot.
+TESTED = "0.19"
+
+# What may be imported from deepspeed.ops.aio itself.
+NAMES = ("aio_read", "aio_write", "aio_handle", "deepspeed_memcpy")
+
+# What NVMEIO_DEEPSPEED may be, where it is on.
+WORDS = {"1": "status", "true": "status", "yes": "status", "on": "status", "raise": "raise"}
+
+Method = Callable[..., Any]
+
+_log = logging.getLogger("nvmeio")
+_lock = threading.RLock()
+# Undoes what is installed; nothing, where nothing is.
+_undo = contextlib.ExitStack()
+_installed: str | None = None
+# Set in a thread that loads an op of DeepSpeed which is linked to its other ops.
+_native = threading.local()
+
+
+class Installation:
+    """What ``install()`` returns; leaving its ``with`` block uninstalls.
+
+    Notes
+    -----
+    Where nvmeio was installed before, by another ``install()`` or by the environment,
+    leaving the block leaves it installed.
+    """
+
+    def __init__(self, owns: bool) -> None:
+        self._owns = owns
+
+    def __enter__(self) -> "Installation":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._owns:
+            uninstall()
+
+
+class _ToDeepSpeed(logging.Handler):
+    """Hands nvmeio's warnings and errors to DeepSpeed's logger, which shows them."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        logger = logging.getLogger("DeepSpeed")
+        if logger.isEnabledFor(record.levelno):
+            logger.handle(record)
+
+
+def install(*, errors: Literal["status", "raise"] = "status") -> Installation:
+    """Make the installed DeepSpeed use nvmeio.
+
+    Parameters
+    ----------
+    errors : {"status", "raise"}, default "status"
+        What DeepSpeed gets for errors of the system: -1, as its contract has it, or
+        OSError.  DeepSpeed ignores some of the -1: the swapping in of optimizer states
+        goes on with what the buffer held.
+
+    Returns
+    -------
+    Installation
+        A context manager whose end uninstalls.
+
+    Raises
+    ------
+    ModuleNotFoundError
+        DeepSpeed is not installed.
+    RuntimeError
+        This DeepSpeed is not built as nvmeio knows it; says what is missing, and nothing
+        was changed.  Or nvmeio is installed already, with other ``errors``.
+    ValueError
+        ``errors`` is neither of the two.
+
+    Notes
+    -----
+    ``AsyncIOBuilder().load()`` returns the module ``nvmeio.deepspeed``, with
+    ``errors="raise"`` the module ``nvmeio``, and ``PinMemoryBuilder().load()`` one with
+    ``pin_handle``; ``is_compatible()`` is True, and nothing is compiled.  Who imported the
+    classes before sees that too, but modules that were loaded before stay what they are.
+    ``deepspeed.ops.aio`` has the op's four names, and warnings of nvmeio's logger go to
+    DeepSpeed's as well.  GDS stays DeepSpeed's.
+
+    Imports DeepSpeed.  Thread-safe; a second call changes nothing.
+    """
+    global _installed
+    word("errors", errors, ("status", "raise"))
+    with _lock:
+        if _installed is not None:
+            if _installed != errors:
+                raise RuntimeError(
+                    f"nvmeio is installed in DeepSpeed with errors={_installed!r}; call "
+                    "uninstall() before installing it with others"
+                )
+            return Installation(owns=False)
+        changes = [*_changes(errors)]
+        with contextlib.ExitStack() as undo:
+            for owner, name, value in changes:
+                _replace(undo, owner, name, value)
+            _agree(undo)
+            _forward(undo)
+            _undo.push(undo.pop_all())
+        _installed = errors
+    return Installation(owns=True)
+
+
+def uninstall() -> None:
+    """Give DeepSpeed its own ops back; without effect where nvmeio is not installed.
+
+    Notes
+    -----
+    Handles that were made meanwhile go on, and so do modules that were loaded.
+    """
+    global _installed
+    with _lock:
+        _undo.close()
+        _installed = None
+
+
+def install_for_environment() -> None:
+    """Install as ``NVMEIO_DEEPSPEED`` says; called once DeepSpeed has its builders.
+
+    Raises
+    ------
+    RuntimeError, ValueError
+        As ``install``; or the variable has another value.
+    """
+    value = os.environ.get("NVMEIO_DEEPSPEED", "")
+    errors: Any = WORDS.get(value.lower())
+    if errors is None:
+        raise ValueError(
+            f"NVMEIO_DEEPSPEED is {value!r}; it must be 1, raise (then errors raise, where "
+            "DeepSpeed's contract returns -1), or 0"
+        )
+    install(errors=errors)
+
+
+def _changes(errors: str) -> Iterator[tuple[Any, str, Any]]:
+    """Yield owner, name and new value of each attribute, once all have been looked at."""
+    builders = importlib.import_module("deepspeed.ops.op_builder")
+    aio = importlib.import_module("deepspeed.ops.aio")
+    pinned = importlib.import_module("nvmeio.deepspeed")
+    op = importlib.import_module("nvmeio") if errors == "raise" else pinned
+    # DeepSpeed before 0.19 has no PinMemoryBuilder, and some accelerators have none.
+    found = {
+        "async_io": (op, _classes(builders, "AsyncIOBuilder", "async_io")),
+        "pin_memory": (pinned, _classes(builders, "PinMemoryBuilder", "pin_memory")),
+    }
+    if not found["async_io"][1]:
+        raise _unknown(f"{builders.__name__}.AsyncIOBuilder does not build async_io")
+    if _version().split(".")[:2] != TESTED.split("."):
+        _log.warning("DeepSpeed %s was not tested with nvmeio, %s was", _version(), TESTED)
+    for name in NAMES:
+        yield aio, name, getattr(op, name)
+    for name, (module, kinds) in found.items():
+        for kind in kinds:
+            yield kind, "load", _loading(kind.load, name, module)
+            yield kind, "is_compatible", _compatible(kind.is_compatible, name)
+
+
+def _classes(builders: ModuleType, name: str, op: str) -> list[Any]:
+    """Return the builders of an op: the accelerator's, then a general one that differs."""
+    chosen = getattr(builders, name, None)
+    if getattr(chosen, "NAME", None) != op:
+        return []
+    general = getattr(getattr(builders, op, None), name, chosen)
+    found = [chosen] if general is chosen else [chosen, general]
+    for kind in found:
+        for method in ("load", "is_compatible"):
+            parameters = [*inspect.signature(getattr(kind, method)).parameters]
+            if parameters != ["self", "verbose"]:
+                place = f"{kind.__module__}.{name}.{method}"
+                raise _unknown(f"{place} takes ({', '.join(parameters)})")
+    return found
+
+
+def _unknown(what: str) -> RuntimeError:
+    return RuntimeError(
+        f"nvmeio cannot be installed in DeepSpeed {_version()}: {what}. Nothing was "
+        f"changed; nvmeio was tested with DeepSpeed {TESTED}"
+    )
+
+
+def _version() -> str:
+    """Return DeepSpeed's version; it may be halfway through its import."""
+    try:
+        return importlib.metadata.version("deepspeed")
+    except importlib.metadata.PackageNotFoundError:
+        return "of unknown version"
+
+
+def _loading(native: Method, name: str, module: ModuleType) -> Method:
+    """Return the method ``load`` of an op's builder."""
+
+    @functools.wraps(native)
+    def load(self: Any, verbose: bool = False) -> Any:
+        if name == self.NAME and not getattr(_native, "loading", False):
+            return module
+        # An op that derives from this one, as GDS does, is linked to the native ones.
+        before = getattr(_native, "loading", False)
+        _native.loading = True
+        try:
+            return native(self, verbose)
+        finally:
+            _native.loading = before
+
+    return load
+
+
+def _compatible(native: Method, name: str) -> Method:
+    """Return the method ``is_compatible`` of an op's builder."""
+
+    @functools.wraps(native)
+    def is_compatible(self: Any, verbose: bool = False) -> Any:
+        return name == self.NAME or native(self, verbose)
+
+    return is_compatible
+
+
+def _replace(undo: contextlib.ExitStack, owner: Any, name: str, value: Any) -> None:
+    """Set an attribute until ``undo`` is closed."""
+    if name in vars(owner):
+        undo.callback(setattr, owner, name, vars(owner)[name])
+    else:
+        undo.callback(delattr, owner, name)
+    setattr(owner, name, value)
+
+
+def _agree(undo: contextlib.ExitStack) -> None:
+    """Let ``deepspeed.ops.__compatible_ops__`` tell what the builders do."""
+    ops = vars(importlib.import_module("deepspeed.ops"))
+    probed = ops.get("__compatible_ops__")
+    if probed is None:
+        # DeepSpeed asks the builders when it is first looked at; then it must ask again.
+        undo.callback(ops.pop, "__compatible_ops__", None)
+        return
+    for name in {"async_io", "pin_memory"} & probed.keys():
+        undo.callback(probed.__setitem__, name, probed[name])
+        probed[name] = True
+
+
+def _forward(undo: contextlib.ExitStack) -> None:
+    """Show nvmeio's warnings and errors where DeepSpeed shows its own."""
+    handler = _ToDeepSpeed(logging.WARNING)
+    _log.addHandler(handler)
+    undo.callback(_log.removeHandler, handler)
