@@ -96,7 +96,7 @@ def look_for(feature, compiler):
 
 
 class BuildLibrary(build_clib):
-    """Build libnvmeio.a, which setup(libraries=) would link to every module, and its record."""
+    """Build libnvmeio.a and its record; setup(libraries=) would link it to every module."""
 
     def finalize_options(self):
         super().finalize_options()
