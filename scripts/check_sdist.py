@@ -1,5 +1,6 @@
 """Check what an sdist contains, install it in a clean environment, and use it there."""
 
+import os
 import subprocess
 import sys
 import tarfile
@@ -14,15 +15,20 @@ WANTED = (
     "include/nvmeio/nvmeio.h",
     "pyproject.toml",
     "setup.py",
+    "src/_nvmeio_deepspeed.py",
     "src/libnvmeio/engine.h",
     "src/libnvmeio/engine_uring.c",
+    "src/nvmeio-deepspeed.pth",
     "src/nvmeio/_core.pxd",
     "src/nvmeio/_core.pyx",
     "src/nvmeio/py.typed",
     "tests/conftest.py",
 )
 SMOKE = """
-import pathlib, sys, numpy, nvmeio
+import sys
+assert "_nvmeio_deepspeed" in sys.modules, "the .pth file is not where Python looks"
+assert "numpy" not in sys.modules
+import pathlib, numpy, nvmeio
 assert pathlib.Path(nvmeio.__file__).is_relative_to(sys.prefix), nvmeio.__file__
 path = pathlib.Path(sys.prefix, "array.bin")
 array = numpy.arange(300_000, dtype="f8")
@@ -55,7 +61,8 @@ def main(path: str) -> None:
         venv.create(folder, with_pip=True)
         python = str(Path(folder, "bin", "python"))
         subprocess.run([python, "-m", "pip", "install", "-q", path], check=True)
-        subprocess.run([python, "-c", SMOKE], check=True, cwd=folder)
+        environment = {**os.environ, "NVMEIO_DEEPSPEED": "1"}
+        subprocess.run([python, "-c", SMOKE], check=True, cwd=folder, env=environment)
     print(f"{path}: content checked, installed and used in a clean environment")
 
 

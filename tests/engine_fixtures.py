@@ -69,12 +69,18 @@ def alignment(folder):
 
 
 @pytest.fixture
-def open_handle(engine):
+def handle_class():
+    """The class of the handles that open_handle makes."""
+    return nvmeio.aio_handle
+
+
+@pytest.fixture
+def open_handle(engine, handle_class):
     """Make handles; in the end each is seen to have used the engine under test."""
     handles = []
 
     def open_handle(*args, **options):
-        handles.append(nvmeio.aio_handle(*args, engine=engine, **options))
+        handles.append(handle_class(*args, engine=engine, **options))
         return handles[-1]
 
     yield open_handle

@@ -45,9 +45,15 @@ FUNCTION = (
 )
 
 
+@pytest.fixture(params=[nvmeio.aio_handle, nvmeio.deepspeed.aio_handle], ids=["own", "op"])
+def handle_class(request):
+    """Both the handle that raises and the one that answers by statuses."""
+    return request.param
+
+
 @pytest.mark.parametrize("name", METHODS)
-def test_arguments_have_the_names_order_and_defaults_of_the_contract(name):
-    parameters = inspect.signature(getattr(nvmeio.aio_handle, name)).parameters
+def test_arguments_have_the_names_order_and_defaults_of_the_contract(handle_class, name):
+    parameters = inspect.signature(getattr(handle_class, name)).parameters
     positional = {
         parameter.name: parameter.default
         for parameter in parameters.values()
@@ -56,11 +62,22 @@ def test_arguments_have_the_names_order_and_defaults_of_the_contract(name):
     assert list(positional.items()) == list(METHODS[name].items())
 
 
-@pytest.mark.parametrize("function", [nvmeio.aio_read, nvmeio.aio_write])
-def test_the_functions_take_seven_arguments_without_defaults(function):
-    parameters = inspect.signature(function).parameters.values()
+@pytest.mark.parametrize("module", [nvmeio, nvmeio.deepspeed], ids=["own", "op"])
+@pytest.mark.parametrize("name", ["aio_read", "aio_write"])
+def test_the_functions_take_seven_arguments_without_defaults(module, name):
+    parameters = inspect.signature(getattr(module, name)).parameters.values()
     assert tuple(parameter.name for parameter in parameters) == FUNCTION
     assert all(parameter.default is REQUIRED for parameter in parameters)
+
+
+def test_the_constructor_names_the_contracts_arguments_first(handle_class):
+    parameters = inspect.signature(handle_class).parameters.values()
+    positional = {
+        parameter.name: parameter.default
+        for parameter in parameters
+        if parameter.kind is not inspect.Parameter.KEYWORD_ONLY
+    }
+    assert list(positional.items()) == list(CONSTRUCTOR.items())
 
 
 def test_the_constructor_has_the_defaults_of_the_contract(open_handle):
@@ -98,9 +115,9 @@ def test_the_constructor_takes_the_contracts_arguments_by_keyword(open_handle):
     ]
 
 
-def test_what_is_not_of_the_contract_is_keyword_only(engine):
+def test_what_is_not_of_the_contract_is_keyword_only(handle_class, engine):
     with pytest.raises(TypeError):
-        nvmeio.aio_handle(4096, 8, False, False, 1, engine)
+        handle_class(4096, 8, False, False, 1, engine)
 
 
 # What each form of a call returns, and whether wait() is to find it.

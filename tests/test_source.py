@@ -198,14 +198,19 @@ def breaks_layering(path, text):
 
 
 def imports_torch(path, text):
-    """torch is imported under torch/, and inside functions of deepspeed.py."""
-    module = module_of(path)
-    if module == "torch":
+    """torch is imported under torch/ alone."""
+    if module_of(path) == "torch":
         return
     for number, name in imported_by(text):
-        inside = text.splitlines()[number - 1].startswith(" ")
-        if name.partition(".")[0] == "torch" and not (module == "deepspeed" and inside):
+        if name.partition(".")[0] == "torch":
             yield f"{number}: only nvmeio.torch imports torch"
+
+
+def imports_deepspeed(path, text):
+    """DeepSpeed is imported by install() alone, when it is called."""
+    for number, name in imported_by(text):
+        if name.partition(".")[0] == "deepspeed":
+            yield f"{number}: DeepSpeed may not be there"
 
 
 def loads_torch_part(path, text):
@@ -393,6 +398,7 @@ C = ("src/libnvmeio/*.c", "src/libnvmeio/*.h")
 RULES = {
     breaks_layering: (*CYTHON, *PYTHON),
     imports_torch: (*CYTHON, *PYTHON),
+    imports_deepspeed: (*CYTHON, *PYTHON),
     loads_torch_part: (*CYTHON, *PYTHON),
     declares_c_functions: CYTHON,
     joins_files: (*CYTHON, *PYTHON),
@@ -418,7 +424,8 @@ BAD = [
     (breaks_layering, "src/nvmeio/_core.pxd", "from nvmeio.pool cimport x\n"),
     (breaks_layering, "src/nvmeio/newcomer.py", "from nvmeio._core import x\n"),
     (imports_torch, "src/nvmeio/buffer.pyx", "def f():\n    import torch\n"),
-    (imports_torch, "src/nvmeio/deepspeed.py", "from torch import Tensor\n"),
+    (imports_torch, "src/nvmeio/deepspeed/op.py", "from torch import Tensor\n"),
+    (imports_deepspeed, "src/nvmeio/deepspeed/builders.py", "import deepspeed.ops\n"),
     (loads_torch_part, "src/nvmeio/buffer.pyx", "    import nvmeio.torch\n"),
     (
         declares_c_functions,
@@ -450,7 +457,7 @@ BAD = [
 GOOD = [
     (breaks_layering, "src/nvmeio/staged.pyx", "from nvmeio.request cimport Request\n"),
     (imports_torch, "src/nvmeio/torch/tensors.py", "import torch\n"),
-    (imports_torch, "src/nvmeio/deepspeed.py", "def f():\n    import torch\n"),
+    (imports_deepspeed, "src/nvmeio/__init__.py", "from nvmeio import deepspeed\n"),
     (
         declares_c_functions,
         "src/nvmeio/pool.pyx",

@@ -74,15 +74,16 @@ class _ToDeepSpeed(logging.Handler):
             logger.handle(record)
 
 
-def install(*, errors: Literal["status", "raise"] = "status") -> Installation:
+def install(*, errors: Literal["status", "raise"] | None = None) -> Installation:
     """Make the installed DeepSpeed use nvmeio.
 
     Parameters
     ----------
-    errors : {"status", "raise"}, default "status"
+    errors : {"status", "raise"}, optional
         What DeepSpeed gets for errors of the system: -1, as its contract has it, or
         OSError.  DeepSpeed ignores some of the -1: the swapping in of optimizer states
-        goes on with what the buffer held.
+        goes on with what the buffer held.  By default as it is installed already, else
+        "status".
 
     Returns
     -------
@@ -111,23 +112,29 @@ def install(*, errors: Literal["status", "raise"] = "status") -> Installation:
     Imports DeepSpeed.  Thread-safe; a second call changes nothing.
     """
     global _installed
-    word("errors", errors, ("status", "raise"))
+    if errors is not None:
+        word("errors", errors, ("status", "raise"))
+    # Before the lock: another thread may be importing DeepSpeed, and come here for it.
+    builders = importlib.import_module("deepspeed.ops.op_builder")
+    aio = importlib.import_module("deepspeed.ops.aio")
     with _lock:
         if _installed is not None:
-            if _installed != errors:
+            if errors not in (None, _installed):
                 raise RuntimeError(
                     f"nvmeio is installed in DeepSpeed with errors={_installed!r}; call "
-                    "uninstall() before installing it with others"
+                    f"uninstall() before installing it with {errors!r}"
                 )
             return Installation(owns=False)
-        changes = [*_changes(errors)]
+        changes = [*_changes(builders, aio, errors or "status")]
         with contextlib.ExitStack() as undo:
             for owner, name, value in changes:
                 _replace(undo, owner, name, value)
             _agree(undo)
             _forward(undo)
             _undo.push(undo.pop_all())
-        _installed = errors
+        _installed = errors or "status"
+    if _version().split(".")[:2] != TESTED.split("."):
+        _log.warning("DeepSpeed %s was not tested with nvmeio, %s was", _version(), TESTED)
     return Installation(owns=True)
 
 
@@ -140,8 +147,8 @@ def uninstall() -> None:
     """
     global _installed
     with _lock:
-        _undo.close()
         _installed = None
+        _undo.close()
 
 
 def install_for_environment() -> None:
@@ -162,10 +169,10 @@ def install_for_environment() -> None:
     install(errors=errors)
 
 
-def _changes(errors: str) -> Iterator[tuple[Any, str, Any]]:
+def _changes(
+    builders: ModuleType, aio: ModuleType, errors: str
+) -> Iterator[tuple[Any, str, Any]]:
     """Yield owner, name and new value of each attribute, once all have been looked at."""
-    builders = importlib.import_module("deepspeed.ops.op_builder")
-    aio = importlib.import_module("deepspeed.ops.aio")
     pinned = importlib.import_module("nvmeio.deepspeed")
     op = importlib.import_module("nvmeio") if errors == "raise" else pinned
     # DeepSpeed before 0.19 has no PinMemoryBuilder, and some accelerators have none.
@@ -175,8 +182,6 @@ def _changes(errors: str) -> Iterator[tuple[Any, str, Any]]:
     }
     if not found["async_io"][1]:
         raise _unknown(f"{builders.__name__}.AsyncIOBuilder does not build async_io")
-    if _version().split(".")[:2] != TESTED.split("."):
-        _log.warning("DeepSpeed %s was not tested with nvmeio, %s was", _version(), TESTED)
     for name in NAMES:
         yield aio, name, getattr(op, name)
     for name, (module, kinds) in found.items():

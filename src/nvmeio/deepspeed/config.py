@@ -5,7 +5,7 @@ import json
 import os
 import shutil
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,8 @@ DEFAULTS: dict[str, int | bool] = {
 
 # Names that intra_op_parallelism has had; DeepSpeed's own tuner writes the second one.
 ALIASES = ("thread_count", "num_threads")
+
+KEYS = {"use_gds", *DEFAULTS, *ALIASES}
 
 WORDS = {"true": True, "false": False}
 
@@ -70,8 +72,11 @@ def aio_config(path_or_dict: str | os.PathLike[str] | Mapping[str, Any]) -> dict
     """
     given = path_or_dict
     if not isinstance(given, Mapping):
-        given = _object(Path(given), lenient=True)
-    return _arguments(_block(given))
+        given = _content(Path(given), allow_comments=True)
+    arguments, remarks = _arguments(_block(given))
+    for remark in remarks:
+        warnings.warn(f'in the "aio" block, {remark}', stacklevel=2)
+    return arguments
 
 
 def write_aio_config(
@@ -85,114 +90,113 @@ def write_aio_config(
         A file of JSON, which keeps all else that it holds; made where it does not exist.
         It is replaced at once, by a file that is complete and synced.
     config : dict or aio_handle
-        Arguments of a handle, as ``aio_config`` returns them, or a handle.
+        What ``aio_config`` takes, a path apart, or a handle.
 
     Returns
     -------
     dict
-        The block as it was written, with real booleans.
+        The block as it was written, with every key and with real booleans.
 
     Raises
     ------
     OSError
         The file cannot be read, or no file can be made beside it.
     TypeError, ValueError
-        As ``aio_config``; or the file is not plain JSON, as one with comments, which would
-        be lost.
+        As ``aio_config``; or a key is unknown, or the file is not plain JSON, as one with
+        comments, which would be lost.
     """
-    target = Path(os.path.realpath(path))
     if not isinstance(config, Mapping):
         config = {name: getattr(config, f"get_{name}")() for name in DEFAULTS}
-    arguments = _arguments(config)
-    content = dict(_object(target, lenient=False)) if target.exists() else {}
-    kept = {name: value for name, value in _block(content).items() if name not in ALIASES}
-    block = kept | arguments
-    _put(target, json.dumps(content | {"aio": block}, indent=4) + "\n")
+    given = _block(config) if "aio" in config else config
+    if unknown := given.keys() - KEYS:
+        raise ValueError(f"unknown keys: {_listed(unknown)}; there are {_listed(KEYS)}")
+    target = Path(os.path.realpath(path))
+    content = _content(target, allow_comments=False) if target.exists() else {}
+    kept = {key: value for key, value in _block(content).items() if key not in ALIASES}
+    block = kept | _arguments(given)[0]
+    text = json.dumps({**content, "aio": block}, indent=4) + "\n"
+    with synced_folder(str(target)), replacement(str(target)) as temporary:
+        write_file(temporary, text.encode(), sync=True)
+        if target.exists():
+            shutil.copymode(target, temporary)
     return block
 
 
-def _arguments(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Check a block, and fill it up with defaults."""
-    block = dict(given)
-    for alias in ALIASES & block.keys():
+def _arguments(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Check a block and fill it up; returns what is to be said of it as well."""
+    block, remarks = dict(given), []
+    for alias in [key for key in block if key in ALIASES]:
+        remarks.append(f"{alias} stands for intra_op_parallelism; DeepSpeed ignores it")
         value = block.pop(alias)
-        _warn(f"{alias} is read as intra_op_parallelism; DeepSpeed would ignore it")
         if block.setdefault("intra_op_parallelism", value) != value:
             raise ValueError(
                 f"{alias} is {value!r} and intra_op_parallelism "
                 f"{block['intra_op_parallelism']!r}; they are one argument"
             )
-    if _boolean("use_gds", block.pop("use_gds", False)):
-        _warn("use_gds is true; nvmeio takes data of a GPU through memory of the host")
+    for name in ("single_submit", "overlap_events", "use_gds"):
+        value = block.get(name)
+        if isinstance(value, str) and value.lower() in WORDS:
+            block[name] = WORDS[value.lower()]
+            remarks.append(f"{name} is {value!r}, in quotes; DeepSpeed's op refuses text")
+    if flag("use_gds", block.pop("use_gds", False)):
+        remarks.append("use_gds is true; nvmeio takes a GPU's data through host memory")
     arguments: dict[str, Any] = {}
     for name, default in DEFAULTS.items():
         value = block.pop(name, default)
         if isinstance(default, bool):
-            arguments[name] = _boolean(name, value)
+            arguments[name] = flag(name, value)
         else:
             arguments[name] = whole(name, value, 1, LIMITS[name])
     if block:
-        _warn(f"unknown keys: {', '.join(map(repr, sorted(block)))}")
-    return arguments
+        remarks.append(f"these keys are unknown: {_listed(block)}")
+    return arguments, remarks
 
 
-def _boolean(name: str, value: Any) -> bool:
-    """Return a boolean, which DeepSpeed's tuner writes in quotes."""
-    if isinstance(value, str) and value.lower() in WORDS:
-        _warn(f"{name} is {value!r}, in quotes; DeepSpeed would take any text for true")
-        return WORDS[value.lower()]
-    return flag(name, value)
-
-
-def _warn(message: str) -> None:
-    # Up to whoever called aio_config() or write_aio_config().
-    warnings.warn(f'in the "aio" block, {message}', stacklevel=5)
+def _listed(keys: Iterable[str]) -> str:
+    return ", ".join(sorted(map(str, keys)))
 
 
 def _block(content: Mapping[str, Any]) -> Mapping[str, Any]:
     """Find the block in a configuration that has one, is one, or does without."""
-    known = {"aio", "use_gds", *DEFAULTS, *ALIASES}
-    block = content.get("aio", {} if known.isdisjoint(content) else content)
+    block = content.get("aio", {} if KEYS.isdisjoint(content) else content)
     if block is None:
         return {}
     if not isinstance(block, Mapping):
-        raise TypeError(f'"aio" is {block!r}; it must be an object')
+        raise TypeError(f'"aio" is {block!r}; it must be an object of JSON')
     return block
 
 
-def _object(path: Path, *, lenient: bool) -> Mapping[str, Any]:
-    """Parse a file, a lenient one as DeepSpeed does, which allows for comments."""
+def _content(path: Path, *, allow_comments: bool) -> Mapping[str, Any]:
+    """Parse a file; DeepSpeed parses Hjson, which has comments."""
     text = path.read_text(encoding="utf-8")
     try:
-        content = json.loads(text, object_pairs_hook=_without_repetition)
-    except json.JSONDecodeError as error:
-        problem = f"{path} is not JSON: {error}"
-        if not lenient:
-            raise ValueError(f"{problem}; set the block by hand") from None
-        try:
-            # Comes with DeepSpeed.
-            hjson = importlib.import_module("hjson")
-        except ModuleNotFoundError:
-            raise ValueError(f"{problem}; with the package hjson it may be Hjson") from None
-        content = hjson.loads(text, object_pairs_hook=_without_repetition)
+        content = _parsed(text, allow_comments)
+    except ValueError as error:
+        raise ValueError(f"{path} cannot be used: {error}") from error
     if not isinstance(content, Mapping):
-        raise ValueError(f"{path} holds no JSON object")
+        raise ValueError(f"{path} holds no object of JSON")
     return content
+
+
+def _parsed(text: str, allow_comments: bool) -> Any:
+    try:
+        return json.loads(text, object_pairs_hook=_without_repetition)
+    except json.JSONDecodeError:
+        if not allow_comments:
+            raise
+    try:
+        # Comes with DeepSpeed.
+        hjson = importlib.import_module("hjson")
+    except ModuleNotFoundError:
+        return json.loads(text)
+    return hjson.loads(text, object_pairs_hook=_without_repetition)
 
 
 def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Make a dict of an object's pairs; of two values of one key one would be lost."""
     content = dict(pairs)
     if len(content) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = sorted({name for name in names if names.count(name) > 1})
-        raise ValueError(f"the JSON has keys twice: {', '.join(twice)}")
+        keys = [key for key, _ in pairs]
+        twice = {key for key in keys if keys.count(key) > 1}
+        raise ValueError(f"it has keys twice: {_listed(twice)}")
     return content
-
-
-def _put(path: Path, text: str) -> None:
-    """Replace a file by another that is complete."""
-    with synced_folder(str(path)), replacement(str(path)) as temporary:
-        write_file(temporary, text.encode(), sync=True)
-        if path.exists():
-            shutil.copymode(path, temporary)

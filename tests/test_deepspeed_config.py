@@ -1,0 +1,221 @@
+"""DeepSpeed's "aio" block: what is read of it, what is said of it, how it is written."""
+
+import json
+import os
+import stat
+import sys
+import warnings
+
+import pytest
+
+import nvmeio
+from nvmeio.deepspeed import aio_config, aio_handle, write_aio_config
+
+# As DeepSpeed reads an empty block.
+DEFAULTS = {
+    "block_size": 1048576,
+    "queue_depth": 8,
+    "single_submit": False,
+    "overlap_events": True,
+    "intra_op_parallelism": 1,
+}
+# Nothing as by default.
+BLOCK = {
+    "block_size": 262144,
+    "queue_depth": 32,
+    "single_submit": True,
+    "overlap_events": False,
+    "intra_op_parallelism": 2,
+}
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "ds_config.json"
+
+
+def quietly(source):
+    """Read a block of which there is nothing to say."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return aio_config(source)
+
+
+class TestReading:
+    @pytest.mark.parametrize(
+        "whole", [BLOCK, {"aio": BLOCK}, {"train_batch_size": 8, "aio": BLOCK}]
+    )
+    def test_a_block_and_what_holds_one(self, path, whole):
+        path.write_text(json.dumps(whole))
+        assert quietly(whole) == quietly(path) == quietly(str(path)) == BLOCK
+
+    @pytest.mark.parametrize(
+        "whole", [{}, {"aio": {}}, {"aio": None}, {"train_batch_size": 8}]
+    )
+    def test_what_is_not_there_is_deepspeeds_default(self, whole):
+        found = quietly(whole)
+        assert found == DEFAULTS
+        assert [type(value) for value in found.values()] == [int, int, bool, bool, int]
+
+    def test_a_handle_is_made_of_it(self):
+        with aio_handle(**quietly(BLOCK)) as handle:
+            found = {name: getattr(handle, f"get_{name}")() for name in BLOCK}
+        assert found == BLOCK
+        nvmeio.aio_handle(**quietly(BLOCK)).close()
+
+    @pytest.mark.parametrize("alias", ["thread_count", "num_threads"])
+    def test_other_names_of_the_parallelism_count_with_a_warning(self, alias):
+        with pytest.warns(UserWarning, match=f"{alias} stands for intra_op_parallelism"):
+            assert aio_config({alias: 4})["intra_op_parallelism"] == 4
+
+    def test_one_argument_cannot_have_two_values(self):
+        with pytest.raises(ValueError, match=r"num_threads is 4 and intra_op_par\w+ 2"):
+            aio_config({"num_threads": 4, "intra_op_parallelism": 2})
+        with pytest.warns(UserWarning, match="num_threads"):
+            assert aio_config({"num_threads": 4, "intra_op_parallelism": 4})
+
+    @pytest.mark.parametrize(
+        ("text", "value"), [("true", True), ("True", True), ("false", False)]
+    )
+    @pytest.mark.parametrize("name", ["single_submit", "overlap_events"])
+    def test_booleans_in_quotes_count_with_a_warning(self, name, text, value):
+        with pytest.warns(UserWarning, match=f"{name} is '{text}', in quotes"):
+            assert aio_config({"aio": {name: text}})[name] is value
+
+    def test_what_deepspeeds_tuner_prints(self, path):
+        printed = {"single_submit": "false", "overlap_events": "true", "num_threads": 8}
+        printed |= {"queue_depth": 64, "block_size": 8388608}
+        path.write_text(json.dumps({"aio": printed}))
+        with pytest.warns(UserWarning, match="in the") as caught:
+            found = aio_config(path)
+        assert found == {
+            "block_size": 8388608,
+            "queue_depth": 64,
+            "single_submit": False,
+            "overlap_events": True,
+            "intra_op_parallelism": 8,
+        }
+        assert len(caught) == 3
+        assert {warning.filename for warning in caught} == {__file__}
+
+    def test_keys_that_are_unknown_are_named(self):
+        with pytest.warns(UserWarning, match="these keys are unknown: queue_dept, x"):
+            assert aio_config({"aio": {"x": 1, "queue_dept": 3}}) == DEFAULTS
+
+    @pytest.mark.parametrize("value", [True, "true"])
+    def test_gds_is_not_promised(self, value):
+        with pytest.warns(UserWarning, match="in the") as caught:
+            assert aio_config({"use_gds": value}) == DEFAULTS
+        assert "use_gds is true; nvmeio takes" in str(caught[-1].message)
+        assert quietly({"use_gds": False}) == DEFAULTS
+
+    @pytest.mark.parametrize(
+        ("block", "error", "words"),
+        [
+            ({"block_size": "1M"}, TypeError, "block_size is '1M'; it must be an integer"),
+            ({"block_size": 1e6}, TypeError, "block_size is 1000000.0"),
+            ({"queue_depth": 0}, ValueError, "queue_depth is 0; it must be from 1 to"),
+            ({"queue_depth": True}, TypeError, "queue_depth is True"),
+            ({"num_threads": 1000}, ValueError, "intra_op_parallelism is 1000"),
+            ({"single_submit": "no"}, TypeError, "single_submit is 'no'"),
+            ({"overlap_events": 2}, ValueError, "overlap_events is 2"),
+            ({"use_gds": "maybe"}, TypeError, "use_gds is 'maybe'"),
+            ({"aio": [1]}, TypeError, r'"aio" is \[1\]; it must be an object'),
+        ],
+    )
+    @pytest.mark.filterwarnings("ignore:in the .aio. block")
+    def test_what_cannot_be_meant_is_refused(self, block, error, words):
+        with pytest.raises(error, match=words):
+            aio_config(block)
+
+    def test_a_file_with_comments_takes_what_deepspeed_takes_for_it(
+        self, path, monkeypatch
+    ):
+        path.write_text('{"aio": {\n  # deep\n  "queue_depth": 5\n}}')
+        monkeypatch.setitem(sys.modules, "hjson", None)
+        with pytest.raises(ValueError, match=r"ds_config.json cannot be used: .*line 2"):
+            aio_config(path)
+        monkeypatch.undo()
+        pytest.importorskip("hjson", reason="hjson is not installed")
+        assert quietly(path) == DEFAULTS | {"queue_depth": 5}
+
+    @pytest.mark.parametrize(
+        ("text", "words"),
+        [
+            ('{"aio": {"queue_depth": 1, "queue_depth": 2}}', "keys twice: queue_depth"),
+            ("[1, 2]", "holds no object"),
+        ],
+    )
+    def test_a_file_that_is_something_else_is_refused(self, path, text, words):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=words):
+            aio_config(path)
+
+    def test_a_missing_file_is_named(self, path):
+        with pytest.raises(FileNotFoundError) as caught:
+            aio_config(path)
+        assert caught.value.filename == str(path)
+
+
+class TestWriting:
+    def test_what_is_written_is_read_again(self, path):
+        assert write_aio_config(path, BLOCK) == BLOCK
+        assert json.loads(path.read_text()) == {"aio": BLOCK}
+        assert quietly(path) == BLOCK
+
+    def test_of_a_handle(self, path):
+        with nvmeio.aio_handle(**BLOCK) as handle:
+            assert write_aio_config(path, handle) == BLOCK
+        assert quietly(path) == BLOCK
+
+    def test_booleans_and_names_are_as_deepspeed_reads_them(self, path):
+        printed = {"aio": {"single_submit": "true", "num_threads": 4}}
+        assert write_aio_config(path, printed) == DEFAULTS | {
+            "single_submit": True,
+            "intra_op_parallelism": 4,
+        }
+        assert '"single_submit": true' in path.read_text()
+        assert quietly(path)["intra_op_parallelism"] == 4
+
+    def test_all_else_stays(self, path):
+        before = {"zero_optimization": {"stage": 3}, "aio": {"use_gds": False, "x": 1}}
+        before["aio"] |= {"num_threads": 9, "queue_depth": 9}
+        path.write_text(json.dumps(before))
+        path.chmod(0o640)
+        write_aio_config(path, BLOCK)
+        assert json.loads(path.read_text()) == {
+            "zero_optimization": {"stage": 3},
+            "aio": {"use_gds": False, "x": 1, **BLOCK},
+        }
+        assert stat.S_IMODE(path.stat().st_mode) == 0o640
+        assert os.listdir(path.parent) == [path.name]
+
+    def test_a_link_stays_a_link(self, path, tmp_path):
+        path.write_text("{}")
+        link = tmp_path / "link.json"
+        link.symlink_to(path)
+        write_aio_config(link, BLOCK)
+        assert link.is_symlink()
+        assert quietly(path) == BLOCK
+
+    @pytest.mark.parametrize(
+        ("config", "error", "words"),
+        [
+            ({"queue_depth": 0}, ValueError, "queue_depth is 0"),
+            ({"queue_dept": 1}, ValueError, "unknown keys: queue_dept; there are block_si"),
+            ({"aio": {"x": 1}}, ValueError, "unknown keys: x"),
+        ],
+    )
+    def test_what_is_wrong_changes_nothing(self, path, config, error, words):
+        path.write_text('{"aio": {}}')
+        with pytest.raises(error, match=words):
+            write_aio_config(path, config)
+        assert path.read_text() == '{"aio": {}}'
+        assert os.listdir(path.parent) == [path.name]
+
+    @pytest.mark.parametrize("text", ['{"aio": {} # mine\n}', "[]", '{"a": 1, "a": 2}'])
+    def test_a_file_that_would_lose_something_stays(self, path, text):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=r"ds_config.json"):
+            write_aio_config(path, BLOCK)
+        assert path.read_text() == text
