@@ -181,7 +181,10 @@ def _changes(
         "pin_memory": (pinned, _classes(builders, "PinMemoryBuilder", "pin_memory")),
     }
     if not found["async_io"][1]:
-        raise _unknown(f"{builders.__name__}.AsyncIOBuilder does not build async_io")
+        raise _unknown(
+            f"its AsyncIOBuilder is {getattr(builders, 'AsyncIOBuilder', None)!r}, which does "
+            "not build async_io: there is none for this accelerator"
+        )
     for name in NAMES:
         yield aio, name, getattr(op, name)
     for name, (module, kinds) in found.items():
