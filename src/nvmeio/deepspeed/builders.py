@@ -181,10 +181,8 @@ def _changes(
         "pin_memory": (pinned, _classes(builders, "PinMemoryBuilder", "pin_memory")),
     }
     if not found["async_io"][1]:
-        raise _unknown(
-            f"its AsyncIOBuilder is {getattr(builders, 'AsyncIOBuilder', None)!r}, which does "
-            "not build async_io: there is none for this accelerator"
-        )
+        instead = getattr(builders, "AsyncIOBuilder", None)
+        raise _unknown(f"this accelerator's AsyncIOBuilder is {instead!r}")
     for name in NAMES:
         yield aio, name, getattr(op, name)
     for name, (module, kinds) in found.items():
