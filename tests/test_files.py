@@ -171,6 +171,16 @@ def test_a_shorter_write_leaves_no_tail(path, settings):
     assert target == pattern(BLOCK + 1)
 
 
+def test_a_device_keeps_its_length(loop_device):
+    size = 1 << 20
+    device, expected = loop_device(size), pattern(5000)
+    assert nvmeio.aio_write(expected, device, BLOCK, 4, False, True, True) == 0
+    assert nvmeio.write_file(device, expected[:4096], sync=True) == 4096
+    target = bytearray(size)
+    assert nvmeio.aio_read(target, device, BLOCK, 4, False, True, True) == 0
+    assert target == expected + bytes(size - 5000)
+
+
 def test_a_file_is_cut_only_after_the_bytes_have_landed(path):
     """A write that fails leaves what stood behind it."""
     path.write_bytes(bytes(4 * BLOCK))

@@ -4,6 +4,7 @@ import contextlib
 import errno
 import os
 import secrets
+import stat
 from collections.abc import Iterator
 from typing import Any
 
@@ -143,7 +144,9 @@ def _write_exactly(
     lent = _borrow(buffer, writable=False)
     with open_for_writing(path) as file:
         handle.write(lent, file, validate)
-        file.truncate(lent.nbytes)
+        # A device has the length that it has.
+        if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            file.truncate(lent.nbytes)
         if sync:
             handle.fsync(file)
     return lent.nbytes
