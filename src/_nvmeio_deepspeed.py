@@ -8,6 +8,7 @@ import os
 import sys
 
 BUILDERS = "deepspeed.ops.op_builder"
+OFF = ("", "0", "false", "no", "off")
 
 
 class Follower:
@@ -21,7 +22,7 @@ class Follower:
         for finder in sys.meta_path:
             find = getattr(finder, "find_spec", None)
             spec = find(name, path, target) if find and finder is not cls else None
-            if spec is not None:
+            if spec is not None and spec.loader is not None:
                 follow(spec.loader)
                 return spec
         return None
@@ -34,13 +35,30 @@ def follow(loader):
     def exec_module(module):
         execute(module)
         # Some loaders serve more than one module.
-        if module.__name__ == BUILDERS:
-            from nvmeio.deepspeed.builders import install_for_environment
-
-            install_for_environment()
+        if module.__name__ == BUILDERS and wanted():
+            install()
 
     loader.exec_module = exec_module
 
 
-if os.environ.get("NVMEIO_DEEPSPEED", "").lower() not in ("", "0", "false", "no", "off"):
+def install():
+    """Install nvmeio, whose absence must not look like that of DeepSpeed."""
+    try:
+        # First and alone: who imports a part of a package holds its lock while he waits for
+        # the package, and another thread may be importing that.
+        import nvmeio  # noqa: F401
+        from nvmeio.deepspeed.builders import install_for_environment
+    except ImportError as error:
+        raise RuntimeError(
+            f"NVMEIO_DEEPSPEED is set, and nvmeio cannot be imported: {error}"
+        ) from error
+    install_for_environment()
+
+
+def wanted():
+    """Tell whether the variable is set; a program may change it while it runs."""
+    return os.environ.get("NVMEIO_DEEPSPEED", "").strip().lower() not in OFF
+
+
+if wanted():
     sys.meta_path.insert(0, Follower)

@@ -10,6 +10,7 @@ import pytest
 
 import nvmeio
 from nvmeio.deepspeed import aio_config, aio_handle, write_aio_config
+from nvmeio.deepspeed import config as config_module
 
 # As DeepSpeed reads an empty block.
 DEFAULTS = {
@@ -50,12 +51,22 @@ class TestReading:
         assert quietly(whole) == quietly(path) == quietly(str(path)) == BLOCK
 
     @pytest.mark.parametrize(
-        "whole", [{}, {"aio": {}}, {"aio": None}, {"train_batch_size": 8}]
+        "whole", [{}, {"aio": {}}, {"aio": None}, {"train_batch_size": 8, "aio": {}}]
     )
     def test_what_is_not_there_is_deepspeeds_default(self, whole):
         found = quietly(whole)
         assert found == DEFAULTS
         assert [type(value) for value in found.values()] == [int, int, bool, bool, int]
+
+    def test_the_lack_of_a_block_is_told(self):
+        with pytest.warns(UserWarning, match="it is not there, so these are DeepSpeed's"):
+            assert aio_config({"train_batch_size": 8, "queue_dept": 3}) == DEFAULTS
+
+    def test_a_number_may_be_written_as_deepspeed_takes_it(self, path):
+        path.write_text('{"aio": {"block_size": 1e6, "queue_depth": 8.0}}')
+        found = quietly(path)
+        assert (found["block_size"], found["queue_depth"]) == (1_000_000, 8)
+        assert {type(value) for value in found.values()} == {int, bool}
 
     def test_a_handle_is_made_of_it(self):
         with aio_handle(**quietly(BLOCK)) as handle:
@@ -86,7 +97,7 @@ class TestReading:
         printed = {"single_submit": "false", "overlap_events": "true", "num_threads": 8}
         printed |= {"queue_depth": 64, "block_size": 8388608}
         path.write_text(json.dumps({"aio": printed}))
-        with pytest.warns(UserWarning, match="in the") as caught:
+        with pytest.warns(UserWarning, match="of the") as caught:
             found = aio_config(path)
         assert found == {
             "block_size": 8388608,
@@ -104,7 +115,7 @@ class TestReading:
 
     @pytest.mark.parametrize("value", [True, "true"])
     def test_gds_is_not_promised(self, value):
-        with pytest.warns(UserWarning, match="in the") as caught:
+        with pytest.warns(UserWarning, match="of the") as caught:
             assert aio_config({"use_gds": value}) == DEFAULTS
         assert "use_gds is true; nvmeio takes" in str(caught[-1].message)
         assert quietly({"use_gds": False}) == DEFAULTS
@@ -113,7 +124,7 @@ class TestReading:
         ("block", "error", "words"),
         [
             ({"block_size": "1M"}, TypeError, "block_size is '1M'; it must be an integer"),
-            ({"block_size": 1e6}, TypeError, "block_size is 1000000.0"),
+            ({"block_size": 1e6 + 0.5}, TypeError, "block_size is 1000000.5"),
             ({"queue_depth": 0}, ValueError, "queue_depth is 0; it must be from 1 to"),
             ({"queue_depth": True}, TypeError, "queue_depth is True"),
             ({"num_threads": 1000}, ValueError, "intra_op_parallelism is 1000"),
@@ -123,7 +134,7 @@ class TestReading:
             ({"aio": [1]}, TypeError, r'"aio" is \[1\]; it must be an object'),
         ],
     )
-    @pytest.mark.filterwarnings("ignore:in the .aio. block")
+    @pytest.mark.filterwarnings("ignore:of the .aio. block")
     def test_what_cannot_be_meant_is_refused(self, block, error, words):
         with pytest.raises(error, match=words):
             aio_config(block)
@@ -133,7 +144,7 @@ class TestReading:
     ):
         path.write_text('{"aio": {\n  # deep\n  "queue_depth": 5\n}}')
         monkeypatch.setitem(sys.modules, "hjson", None)
-        with pytest.raises(ValueError, match=r"ds_config.json cannot be used: .*line 2"):
+        with pytest.raises(ValueError, match=r"cannot be used: .*line 2.*install hjson"):
             aio_config(path)
         monkeypatch.undo()
         pytest.importorskip("hjson", reason="hjson is not installed")
@@ -144,12 +155,17 @@ class TestReading:
         [
             ('{"aio": {"queue_depth": 1, "queue_depth": 2}}', "keys twice: queue_depth"),
             ("[1, 2]", "holds no object"),
+            (b'{"aio": {}, "name": "m\xfcller"}', "json cannot be used: 'utf-8' codec"),
         ],
     )
     def test_a_file_that_is_something_else_is_refused(self, path, text, words):
-        path.write_text(text)
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
         with pytest.raises(ValueError, match=words):
             aio_config(path)
+
+    def test_a_byte_order_mark_is_no_part_of_it(self, path):
+        path.write_text(json.dumps({"aio": BLOCK}), encoding="utf-8-sig")
+        assert quietly(path) == BLOCK
 
     def test_a_missing_file_is_named(self, path):
         with pytest.raises(FileNotFoundError) as caught:
@@ -178,17 +194,74 @@ class TestWriting:
         assert quietly(path)["intra_op_parallelism"] == 4
 
     def test_all_else_stays(self, path):
-        before = {"zero_optimization": {"stage": 3}, "aio": {"use_gds": False, "x": 1}}
+        before = {"name": "Müller", "aio": {"use_gds": "true", "x": 1}}
         before["aio"] |= {"num_threads": 9, "queue_depth": 9}
-        path.write_text(json.dumps(before))
+        path.write_text(json.dumps(before, ensure_ascii=False))
         path.chmod(0o640)
         write_aio_config(path, BLOCK)
         assert json.loads(path.read_text()) == {
-            "zero_optimization": {"stage": 3},
-            "aio": {"use_gds": False, "x": 1, **BLOCK},
+            "name": "Müller",
+            "aio": {"use_gds": True, "x": 1, **BLOCK},
         }
+        assert "Müller" in path.read_text()
         assert stat.S_IMODE(path.stat().st_mode) == 0o640
         assert os.listdir(path.parent) == [path.name]
+
+    def test_what_is_not_given_stays(self, path):
+        path.write_text(json.dumps({"aio": {**BLOCK, "use_gds": True}}))
+        block = write_aio_config(path, {"queue_depth": 64, "use_gds": False})
+        assert block == {**BLOCK, "queue_depth": 64, "use_gds": False}
+        assert json.loads(path.read_text()) == {"aio": block}
+
+    def test_what_is_not_given_stays_under_its_right_name(self, path):
+        path.write_text('{"aio": {"num_threads": 8, "overlap_events": "false"}}')
+        block = write_aio_config(path, {"queue_depth": 64})
+        assert block["intra_op_parallelism"] == 8
+        assert block["overlap_events"] is False
+        assert "num_threads" not in path.read_text()
+
+    def test_a_block_alone_is_written_in_place(self, path):
+        path.write_text('{"queue_depth": 32, "x": 1}')
+        write_aio_config(path, {"block_size": 4096})
+        found = json.loads(path.read_text())
+        assert found == {**DEFAULTS, "queue_depth": 32, "block_size": 4096, "x": 1}
+
+    def test_nobody_may_read_it_who_might_not_before(self, path, monkeypatch):
+        modes = []
+        monkeypatch.setattr(
+            config_module,
+            "write_file",
+            lambda name, *rest, **options: (
+                modes.append(stat.S_IMODE(os.stat(name).st_mode)),
+                nvmeio.write_file(name, *rest, **options),
+            ),
+        )
+        path.write_text("{}")
+        path.chmod(0o600)
+        write_aio_config(path, BLOCK)
+        assert modes == [0o600]
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+    @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+    def test_its_owner_stays(self, path):
+        path.write_text("{}")
+        os.chown(path, 12345, 54321)
+        write_aio_config(path, BLOCK)
+        assert (path.stat().st_uid, path.stat().st_gid) == (12345, 54321)
+
+    def test_a_file_that_may_not_be_written_stays(self, path, monkeypatch):
+        path.write_text("{}")
+        monkeypatch.setattr(os, "access", lambda name, mode: mode != os.W_OK)
+        with pytest.raises(PermissionError, match=path.name):
+            write_aio_config(path, BLOCK)
+        assert path.read_text() == "{}"
+        assert os.listdir(path.parent) == [path.name]
+
+    @pytest.mark.parametrize("config", [None, "x.json", 3])
+    def test_what_is_no_configuration_is_refused(self, path, config):
+        with pytest.raises(TypeError, match="it must be a dict or an aio_handle"):
+            write_aio_config(path, config)
+        assert not path.exists()
 
     def test_a_link_stays_a_link(self, path, tmp_path):
         path.write_text("{}")

@@ -104,6 +104,12 @@ class TestHandle:
         with pytest.raises(ValueError, match=words):
             open_handle(**options)
 
+    @pytest.mark.parametrize("name", ["block_size", "queue_depth"])
+    def test_none_is_no_number(self, open_handle, name):
+        """For ``nvmeio.aio_handle`` it stands for what the environment says."""
+        with pytest.raises(TypeError, match=f"{name} is None; it must be an integer"):
+            open_handle(**{name: None})
+
     def test_errors_cannot_be_asked_to_raise(self, open_handle):
         """``nvmeio.aio_handle`` is the class for that."""
         with pytest.raises(TypeError, match="errors"):
@@ -159,6 +165,11 @@ class TestFunctions:
         with pytest.raises(ValueError, match="queue_depth is 0"):
             aio_write(bytes(10), path, BLOCK, 0, False, True, False)
         assert not path.exists()
+
+    @pytest.mark.parametrize("function", [aio_read, aio_write])
+    def test_none_is_no_number(self, function, path):
+        with pytest.raises(TypeError, match="queue_depth is None"):
+            function(bytearray(5), path, BLOCK, None, False, True, False)
 
     def test_the_last_error_is_of_this_thread(self, path):
         assert aio_read(bytearray(5), path, *OPTIONS) == -1

@@ -11,6 +11,7 @@ import importlib.metadata
 import inspect
 import logging
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from types import ModuleType, TracebackType
@@ -27,15 +28,17 @@ TESTED = "0.19"
 NAMES = ("aio_read", "aio_write", "aio_handle", "deepspeed_memcpy")
 
 # What NVMEIO_DEEPSPEED may be, where it is on.
-WORDS = {"1": "status", "true": "status", "yes": "status", "on": "status", "raise": "raise"}
+WORDS = dict.fromkeys(("1", "true", "yes", "on", "status"), "status") | {"raise": "raise"}
 
 Method = Callable[..., Any]
 
 _log = logging.getLogger("nvmeio")
 _lock = threading.RLock()
-# Undoes what is installed; nothing, where nothing is.
+# What is installed, in which builder (a DeepSpeed that is imported anew has another), and
+# how to undo it.
+_current: "Installation | None" = None
+_builder: Any = None
 _undo = contextlib.ExitStack()
-_installed: str | None = None
 # Set in a thread that loads an op of DeepSpeed which is linked to its other ops.
 _native = threading.local()
 
@@ -43,14 +46,20 @@ _native = threading.local()
 class Installation:
     """What ``install()`` returns; leaving its ``with`` block uninstalls.
 
+    Attributes
+    ----------
+    errors : {"status", "raise"}
+        What DeepSpeed gets for errors of the system.
+
     Notes
     -----
     Where nvmeio was installed before, by another ``install()`` or by the environment,
-    leaving the block leaves it installed.
+    leaving the block leaves it installed.  There is one DeepSpeed in a process: of several
+    threads the one that installed it ends it for all.
     """
 
-    def __init__(self, owns: bool) -> None:
-        self._owns = owns
+    def __init__(self, errors: Literal["status", "raise"]) -> None:
+        self.errors = errors
 
     def __enter__(self) -> "Installation":
         return self
@@ -61,7 +70,7 @@ class Installation:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._owns:
+        if self is _current:
             uninstall()
 
 
@@ -95,8 +104,9 @@ def install(*, errors: Literal["status", "raise"] | None = None) -> Installation
     ModuleNotFoundError
         DeepSpeed is not installed.
     RuntimeError
-        This DeepSpeed is not built as nvmeio knows it; says what is missing, and nothing
-        was changed.  Or nvmeio is installed already, with other ``errors``.
+        This DeepSpeed is not built as nvmeio knows it; says its version and what is
+        missing, and nothing was changed.  Or nvmeio is installed already, with other
+        ``errors``.
     ValueError
         ``errors`` is neither of the two.
 
@@ -109,33 +119,44 @@ def install(*, errors: Literal["status", "raise"] | None = None) -> Installation
     ``deepspeed.ops.aio`` has the op's four names, and warnings of nvmeio's logger go to
     DeepSpeed's as well.  GDS stays DeepSpeed's.
 
-    Imports DeepSpeed.  Thread-safe; a second call changes nothing.
+    A release of DeepSpeed that was not tested is logged as a warning, and so is one that
+    has loaded its own pin_memory op before: what that has pinned is not pinned for nvmeio.
+
+    Imports DeepSpeed.  Thread-safe; a second call changes nothing, unless DeepSpeed was
+    imported anew meanwhile.
     """
-    global _installed
+    global _current, _builder
     if errors is not None:
         word("errors", errors, ("status", "raise"))
     # Before the lock: another thread may be importing DeepSpeed, and come here for it.
     builders = importlib.import_module("deepspeed.ops.op_builder")
-    aio = importlib.import_module("deepspeed.ops.aio")
+    try:
+        aio = importlib.import_module("deepspeed.ops.aio")
+    except ModuleNotFoundError as error:
+        raise _unknown(f"there is {error}") from error
+    builder = getattr(builders, "AsyncIOBuilder", None)
     with _lock:
-        if _installed is not None:
-            if errors not in (None, _installed):
+        if _current is not None and _builder is not builder:
+            errors = errors or _current.errors
+            uninstall()
+        if _current is not None:
+            if errors not in (None, _current.errors):
                 raise RuntimeError(
-                    f"nvmeio is installed in DeepSpeed with errors={_installed!r}; call "
-                    f"uninstall() before installing it with {errors!r}"
+                    f"nvmeio is installed in DeepSpeed with errors={_current.errors!r}; "
+                    f"call uninstall() before installing it with {errors!r}"
                 )
-            return Installation(owns=False)
-        changes = [*_changes(builders, aio, errors or "status")]
+            return Installation(_current.errors)
+        done = Installation(errors or "status")
+        changes = [*_changes(builders, aio, done.errors)]
         with contextlib.ExitStack() as undo:
             for owner, name, value in changes:
                 _replace(undo, owner, name, value)
             _agree(undo)
             _forward(undo)
             _undo.push(undo.pop_all())
-        _installed = errors or "status"
-    if _version().split(".")[:2] != TESTED.split("."):
-        _log.warning("DeepSpeed %s was not tested with nvmeio, %s was", _version(), TESTED)
-    return Installation(owns=True)
+        _current, _builder = done, builder
+    _remark()
+    return done
 
 
 def uninstall() -> None:
@@ -145,9 +166,9 @@ def uninstall() -> None:
     -----
     Handles that were made meanwhile go on, and so do modules that were loaded.
     """
-    global _installed
+    global _current, _builder
     with _lock:
-        _installed = None
+        _current = _builder = None
         _undo.close()
 
 
@@ -160,7 +181,7 @@ def install_for_environment() -> None:
         As ``install``; or the variable has another value.
     """
     value = os.environ.get("NVMEIO_DEEPSPEED", "")
-    errors: Any = WORDS.get(value.lower())
+    errors: Any = WORDS.get(value.strip().lower())
     if errors is None:
         raise ValueError(
             f"NVMEIO_DEEPSPEED is {value!r}; it must be 1, raise (then errors raise, where "
@@ -248,6 +269,18 @@ def _compatible(native: Method, name: str) -> Method:
         return name == self.NAME or native(self, verbose)
 
     return is_compatible
+
+
+def _remark() -> None:
+    """Warn of what may not go as expected."""
+    if _version().split(".")[:2] != TESTED.split("."):
+        _log.warning("DeepSpeed %s was not tested with nvmeio, %s was", _version(), TESTED)
+    # DeepSpeed keeps it there for the process.
+    if getattr(sys, "_deepspeed_pin_memory_op_module", None) is not None:
+        _log.warning(
+            "DeepSpeed loaded its own pin_memory op before nvmeio was installed: what that "
+            "has pinned is not pinned for nvmeio's handles; install nvmeio earlier"
+        )
 
 
 def _replace(undo: contextlib.ExitStack, owner: Any, name: str, value: Any) -> None:

@@ -1,5 +1,7 @@
 """DeepSpeed's ``"aio"`` block of JSON: read into a handle's arguments, and written."""
 
+import contextlib
+import errno
 import importlib
 import json
 import os
@@ -29,6 +31,8 @@ DEFAULTS: dict[str, int | bool] = {
 ALIASES = ("thread_count", "num_threads")
 
 KEYS = {"use_gds", *DEFAULTS, *ALIASES}
+
+BOOLEANS = ("single_submit", "overlap_events", "use_gds")
 
 WORDS = {"true": True, "false": False}
 
@@ -64,7 +68,8 @@ def aio_config(path_or_dict: str | os.PathLike[str] | Mapping[str, Any]) -> dict
     UserWarning
         For what DeepSpeed would not read as it was meant: ``thread_count`` and
         ``num_threads`` in place of ``intra_op_parallelism``, booleans in quotes, keys that
-        are unknown; and for ``use_gds``, which nvmeio does not do.
+        are unknown, a configuration without a block; and for ``use_gds``, which nvmeio
+        does not do.
 
     Examples
     --------
@@ -74,8 +79,10 @@ def aio_config(path_or_dict: str | os.PathLike[str] | Mapping[str, Any]) -> dict
     if not isinstance(given, Mapping):
         given = _content(Path(given), allow_comments=True)
     arguments, remarks = _arguments(_block(given))
+    if given and "aio" not in given and not _is_block(given):
+        remarks.append("it is not there, so these are DeepSpeed's defaults")
     for remark in remarks:
-        warnings.warn(f'in the "aio" block, {remark}', stacklevel=2)
+        warnings.warn(f'of the "aio" block: {remark}', stacklevel=2)
     return arguments
 
 
@@ -87,10 +94,12 @@ def write_aio_config(
     Parameters
     ----------
     path : str or os.PathLike
-        A file of JSON, which keeps all else that it holds; made where it does not exist.
-        It is replaced at once, by a file that is complete and synced.
+        A file of JSON, a configuration or a block alone, which keeps all else that it
+        holds; made where it does not exist.  A new file takes its place once it is complete
+        and synced, with the same owner, where this user may give it, and mode.
     config : dict or aio_handle
-        What ``aio_config`` takes, a path apart, or a handle.
+        What ``aio_config`` takes, a path apart, or a handle.  What it lacks stays as the
+        file has it.
 
     Returns
     -------
@@ -100,26 +109,53 @@ def write_aio_config(
     Raises
     ------
     OSError
-        The file cannot be read, or no file can be made beside it.
+        The file cannot be read or written, or no file can be made beside it.
     TypeError, ValueError
         As ``aio_config``; or a key is unknown, or the file is not plain JSON, as one with
         comments, which would be lost.
     """
-    if not isinstance(config, Mapping):
+    if isinstance(config, aio_handle):
         config = {name: getattr(config, f"get_{name}")() for name in DEFAULTS}
+    if not isinstance(config, Mapping):
+        raise TypeError(f"config is {config!r}; it must be a dict or an aio_handle")
     given = _block(config) if "aio" in config else config
     if unknown := given.keys() - KEYS:
         raise ValueError(f"unknown keys: {_listed(unknown)}; there are {_listed(KEYS)}")
-    target = Path(os.path.realpath(path))
-    content = _content(target, allow_comments=False) if target.exists() else {}
-    kept = {key: value for key, value in _block(content).items() if key not in ALIASES}
-    block = kept | _arguments(given)[0]
-    text = json.dumps({**content, "aio": block}, indent=4) + "\n"
-    with synced_folder(str(target)), replacement(str(target)) as temporary:
+    target = os.path.realpath(path)
+    content: Mapping[str, Any] = {}
+    if os.path.exists(target):
+        content = _content(Path(target), allow_comments=False)
+    block = _merged(_block(content), given)
+    whole_file = block if _is_block(content) else {**content, "aio": block}
+    text = json.dumps(whole_file, indent=4, ensure_ascii=False) + "\n"
+    with synced_folder(target), replacement(target) as temporary:
+        if os.path.exists(target):
+            _prepare(temporary, target)
         write_file(temporary, text.encode(), sync=True)
-        if target.exists():
-            shutil.copymode(target, temporary)
     return block
+
+
+def _merged(old: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Put what is given over an old block, in which the parallelism may go by any name."""
+    names = {"intra_op_parallelism", *ALIASES}
+    gone = set() if names.isdisjoint(given) else names
+    merged = {key: value for key, value in old.items() if key not in gone} | dict(given)
+    arguments = _arguments(merged)[0]
+    kept = {key: value for key, value in merged.items() if key not in ALIASES}
+    if "use_gds" in kept:
+        kept["use_gds"] = _unquoted(kept["use_gds"])
+    return kept | arguments
+
+
+def _prepare(temporary: str, target: str) -> None:
+    """Make a file that nobody can read who could not read the one that it will replace."""
+    if not os.access(target, os.W_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), target)
+    os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+    owner = os.stat(target)
+    with contextlib.suppress(PermissionError):
+        os.chown(temporary, owner.st_uid, owner.st_gid)
+    shutil.copymode(target, temporary)
 
 
 def _arguments(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -133,10 +169,9 @@ def _arguments(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
                 f"{alias} is {value!r} and intra_op_parallelism "
                 f"{block['intra_op_parallelism']!r}; they are one argument"
             )
-    for name in ("single_submit", "overlap_events", "use_gds"):
-        value = block.get(name)
-        if isinstance(value, str) and value.lower() in WORDS:
-            block[name] = WORDS[value.lower()]
+    for name, value in given.items():
+        if name in BOOLEANS and _unquoted(value) is not value:
+            block[name] = _unquoted(value)
             remarks.append(f"{name} is {value!r}, in quotes; DeepSpeed's op refuses text")
     if flag("use_gds", block.pop("use_gds", False)):
         remarks.append("use_gds is true; nvmeio takes a GPU's data through host memory")
@@ -145,11 +180,19 @@ def _arguments(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         value = block.pop(name, default)
         if isinstance(default, bool):
             arguments[name] = flag(name, value)
-        else:
-            arguments[name] = whole(name, value, 1, LIMITS[name])
+            continue
+        # JSON has one kind of number, and DeepSpeed takes 1e6 as well.
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
+        arguments[name] = whole(name, value, 1, LIMITS[name])
     if block:
         remarks.append(f"these keys are unknown: {_listed(block)}")
     return arguments, remarks
+
+
+def _unquoted(value: Any) -> Any:
+    """Return the boolean that a word stands for, and anything else as it is."""
+    return WORDS.get(value.lower(), value) if isinstance(value, str) else value
 
 
 def _listed(keys: Iterable[str]) -> str:
@@ -158,7 +201,7 @@ def _listed(keys: Iterable[str]) -> str:
 
 def _block(content: Mapping[str, Any]) -> Mapping[str, Any]:
     """Find the block in a configuration that has one, is one, or does without."""
-    block = content.get("aio", {} if KEYS.isdisjoint(content) else content)
+    block = content if _is_block(content) else content.get("aio")
     if block is None:
         return {}
     if not isinstance(block, Mapping):
@@ -166,11 +209,16 @@ def _block(content: Mapping[str, Any]) -> Mapping[str, Any]:
     return block
 
 
+def _is_block(content: Mapping[str, Any]) -> bool:
+    """Tell whether this is a block alone."""
+    return "aio" not in content and not KEYS.isdisjoint(content)
+
+
 def _content(path: Path, *, allow_comments: bool) -> Mapping[str, Any]:
     """Parse a file; DeepSpeed parses Hjson, which has comments."""
-    text = path.read_text(encoding="utf-8")
+    data = path.read_bytes()
     try:
-        content = _parsed(text, allow_comments)
+        content = _parsed(data.decode("utf-8-sig"), allow_comments)
     except ValueError as error:
         raise ValueError(f"{path} cannot be used: {error}") from error
     if not isinstance(content, Mapping):
@@ -181,14 +229,15 @@ def _content(path: Path, *, allow_comments: bool) -> Mapping[str, Any]:
 def _parsed(text: str, allow_comments: bool) -> Any:
     try:
         return json.loads(text, object_pairs_hook=_without_repetition)
-    except json.JSONDecodeError:
+    except json.JSONDecodeError as error:
         if not allow_comments:
-            raise
+            raise ValueError(f"{error}; comments would be lost, set it by hand") from error
+        problem = error
     try:
         # Comes with DeepSpeed.
         hjson = importlib.import_module("hjson")
     except ModuleNotFoundError:
-        return json.loads(text)
+        raise ValueError(f"{problem}; for comments, install hjson") from problem
     return hjson.loads(text, object_pairs_hook=_without_repetition)
 
 

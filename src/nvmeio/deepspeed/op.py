@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from nvmeio import files, handle
 from nvmeio._types import Path
+from nvmeio.arguments import integer
 
 __all__ = ["aio_handle", "aio_read", "aio_write", "last_error"]
 
@@ -72,6 +73,7 @@ class aio_handle(handle.aio_handle):
         direct: bool | Literal["auto"] = "auto",
         bounce: Literal["auto", "always", "never"] = "auto",
     ) -> None:
+        _require_numbers(block_size, queue_depth)
         super().__init__(
             block_size,
             queue_depth,
@@ -116,11 +118,14 @@ def aio_read(
     ------
     TypeError, ValueError
         The buffer cannot be read into, or an argument is of the wrong type or out of range.
+    KeyboardInterrupt
+        Ctrl-C while waiting.
 
     Notes
     -----
     Releases the GIL while it waits.
     """
+    _require_numbers(block_size, queue_depth)
     options = (block_size, queue_depth, single_submit, overlap_events)
     return _status(files.aio_read, buffer, filename, *options, validate)
 
@@ -150,11 +155,14 @@ def aio_write(
     ------
     TypeError, ValueError
         The buffer cannot be written, or an argument is of the wrong type or out of range.
+    KeyboardInterrupt
+        Ctrl-C while waiting.
 
     Notes
     -----
     Releases the GIL while it waits.
     """
+    _require_numbers(block_size, queue_depth)
     options = (block_size, queue_depth, single_submit, overlap_events)
     return _status(files.aio_write, buffer, filename, *options, validate)
 
@@ -169,6 +177,12 @@ def last_error() -> OSError | None:
         its own.
     """
     return getattr(_thread, "error", None)
+
+
+def _require_numbers(block_size: int, queue_depth: int) -> None:
+    """Refuse None, which elsewhere stands for what the environment says."""
+    integer("block_size", block_size)
+    integer("queue_depth", queue_depth)
 
 
 def _status(transfer: Callable[..., int], *arguments: Any) -> int:
