@@ -436,6 +436,21 @@ def test_every_view_of_a_locked_tensor_is_pinned(count):
         assert tensors.is_pinned(view)
 
 
+@pytest.mark.parametrize("count", [0, 1, 1000])
+def test_a_locked_tensor_lives_as_long_as_its_views(count):
+    tensor = tensors.locked_tensor(count, torch.zeros(1))
+    died = []
+    weakref.finalize(tensor, died.append, True)
+    view = tensor[:count].view(1, -1)
+    assert view._base is tensor
+    del tensor
+    gc.collect()
+    assert not died
+    del view
+    gc.collect()
+    assert died
+
+
 @EVERY_ENGINE
 def test_a_locked_tensor_makes_the_round_trip(handle, path):
     source = tensors.locked_tensor(5000, torch.zeros(1, dtype=torch.float16))

@@ -169,7 +169,10 @@ def locked_tensor(num_elem: int, example: torch.Tensor) -> torch.Tensor:
         raise TypeError(f"expected a tensor as example, not {type(example).__qualname__}")
     # A tensor of no elements has an allocation too: it can be freed once, as any other.
     nbytes = max(count, 1) * example.element_size()
-    return tensor_in(pool_memory(nbytes, True, None), example.dtype)[:count]
+    tensor = tensor_in(pool_memory(nbytes, True, None), example.dtype)[:count]
+    # Detached it is the base of its views: DeepSpeed frees when the tensor that it was
+    # given dies, which torch keeps from happening to a base while a view lives.
+    return tensor.detach()
 
 
 def first_address(tensor: torch.Tensor) -> int:
