@@ -1,0 +1,185 @@
+"""NVMEIO_DEEPSPEED makes DeepSpeed use nvmeio in every process that has it.
+
+Each test has processes of its own, for the hook is set where Python starts.
+"""
+
+import json
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from processes import free_port, run, run_python, run_well
+
+ON = {"NVMEIO_DEEPSPEED": "1"}
+OFF = {"NVMEIO_DEEPSPEED": "0"}
+
+
+@pytest.fixture(autouse=True)
+def unset(monkeypatch):
+    """The environment of a user who has not set the variable."""
+    monkeypatch.delenv("NVMEIO_DEEPSPEED", raising=False)
+
+
+def test_the_pth_file_is_where_this_python_looks_for_it():
+    """Without it no other test here means anything: nvmeio is not installed by pip."""
+    folders = [Path(sysconfig.get_path(name)) for name in ("purelib", "platlib")]
+    assert any((folder / "nvmeio-deepspeed.pth").is_file() for folder in folders)
+
+
+NOT_IMPORTED = """
+import sys
+loaded = [name for name in sys.modules if "nvmeio" in name]
+assert loaded == ({expected}), loaded
+"""
+
+
+@pytest.mark.parametrize("env", [{}, OFF], ids=["unset", "0"])
+def test_where_the_variable_is_off_nothing_of_nvmeio_is_imported(env):
+    """With "0" the hook is imported, which then does nothing."""
+    hook = ["_nvmeio_deepspeed"] if env else []
+    code = NOT_IMPORTED.format(expected=hook)
+    code += "import deepspeed.ops.op_builder" + code
+    code += """
+from deepspeed.ops.op_builder import AsyncIOBuilder, PinMemoryBuilder
+for builder in (AsyncIOBuilder, PinMemoryBuilder):
+    for method in (builder.load, builder.is_compatible):
+        assert "nvmeio" not in method.__module__ and not hasattr(method, "__wrapped__")
+assert all("nvmeio" not in repr(finder) for finder in sys.meta_path)
+"""
+    run_python("-c", code, env=env)
+
+
+def test_where_python_starts_only_the_hook_is_imported():
+    run_python("-c", NOT_IMPORTED.format(expected=["_nvmeio_deepspeed"]), env=ON)
+
+
+INSTALLED = """
+import nvmeio.deepspeed
+from deepspeed.ops.op_builder import AsyncIOBuilder, PinMemoryBuilder
+from deepspeed.ops.aio import aio_read, aio_write, deepspeed_memcpy, aio_handle
+assert AsyncIOBuilder().load() is nvmeio.deepspeed
+assert PinMemoryBuilder().load() is nvmeio.deepspeed
+assert AsyncIOBuilder().is_compatible() is True
+assert aio_handle is nvmeio.deepspeed.aio_handle
+import deepspeed.ops
+assert deepspeed.ops.__compatible_ops__["async_io"] is True
+"""
+
+ORDERS = [
+    "import deepspeed",
+    "from deepspeed.ops.op_builder import AsyncIOBuilder",
+    "import deepspeed.ops.aio",
+    "import nvmeio.deepspeed, deepspeed",
+]
+
+
+@pytest.mark.parametrize("first", ORDERS)
+def test_whatever_is_imported_first_nvmeio_is_installed(first):
+    run_python("-c", first + INSTALLED, env=ON)
+
+
+def test_the_variable_may_ask_for_errors_that_raise():
+    code = """
+import deepspeed, nvmeio
+from deepspeed.ops.op_builder import AsyncIOBuilder
+assert AsyncIOBuilder().load() is nvmeio
+"""
+    run_python("-c", code, env={"NVMEIO_DEEPSPEED": "raise"})
+
+
+def test_another_word_is_refused_where_deepspeed_is_imported():
+    env = {"NVMEIO_DEEPSPEED": "maybe"}
+    run_python("-c", "import torch", env=env)
+    done = run(sys.executable, "-c", "import deepspeed", env=env)
+    assert done.returncode == 1
+    assert "ValueError: NVMEIO_DEEPSPEED is 'maybe'; it must be 1, raise" in done.stderr
+
+
+def test_nvmeio_that_came_by_the_environment_can_be_uninstalled():
+    code = """
+import deepspeed, nvmeio.deepspeed
+with nvmeio.deepspeed.install():
+    pass
+from deepspeed.ops import aio
+from deepspeed.ops.op_builder import AsyncIOBuilder
+assert AsyncIOBuilder().load() is nvmeio.deepspeed
+nvmeio.deepspeed.uninstall()
+assert not hasattr(aio, "aio_handle")
+assert not hasattr(AsyncIOBuilder.load, "__wrapped__")
+with nvmeio.deepspeed.install(errors="raise"):
+    assert AsyncIOBuilder().load() is nvmeio
+assert not hasattr(aio, "aio_handle")
+"""
+    run_python("-c", code, env=ON)
+
+
+def test_the_loader_of_somebody_elses_finder_is_followed():
+    """As an editable install has one; it must come behind the hook, as those do."""
+    code = """
+import importlib.machinery, sys
+class Finder:
+    found = []
+    def find_spec(name, path=None, target=None):
+        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
+        Finder.found.append(name)
+        return spec
+sys.meta_path.insert(1, Finder)
+import deepspeed
+assert "deepspeed.ops.op_builder" in Finder.found
+"""
+    run_python("-c", code + INSTALLED, env=ON)
+
+
+CHILD = """
+import json, multiprocessing, sys
+
+def work(path):
+    import torch
+    import nvmeio.deepspeed
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+    handle = AsyncIOBuilder().load().aio_handle()
+    assert type(handle) is nvmeio.deepspeed.aio_handle
+    source, target = torch.arange(50_001), torch.zeros(50_001, dtype=torch.int64)
+    assert handle.sync_pwrite(source, path) == 1
+    assert handle.sync_pread(target, path) == 1
+    assert torch.equal(source, target)
+    return handle.stats()["requests"]
+
+if __name__ == "__main__":
+    method, imported, folder = sys.argv[1:]
+    if imported == "imported":
+        import deepspeed
+    context = multiprocessing.get_context(method)
+    with context.Pool(2) as pool:
+        print(json.dumps(pool.map(work, [f"{folder}/{name}" for name in "abc"])))
+"""
+
+
+@pytest.mark.parametrize(
+    ("method", "imported"),
+    [
+        ("spawn", "imported"),
+        ("forkserver", "not imported"),
+        ("fork", "imported"),
+        ("fork", "not imported"),
+    ],
+)
+def test_the_children_of_multiprocessing_have_nvmeio(tmp_path, method, imported):
+    script = tmp_path / "script.py"
+    script.write_text(CHILD)
+    printed = run_python(script, method, imported, tmp_path, env=ON)
+    assert json.loads(printed.splitlines()[-1]) == [2, 2, 2]
+    assert len({(tmp_path / name).read_bytes() for name in "abc"}) == 1
+
+
+def test_both_ranks_under_deepspeeds_launcher_have_nvmeio(tmp_path):
+    script = Path(__file__).with_name("launched.py")
+    launcher = Path(sys.executable).with_name("deepspeed")
+    port = f"--master_port={free_port()}"
+    run_well(
+        sys.executable, launcher, "--num_accelerators=2", port, script, tmp_path, env=ON
+    )
+    reports = [json.loads(path.read_text()) for path in tmp_path.glob("*.json")]
+    assert reports == [{"op": "nvmeio.deepspeed", "ranks": 2, "requests": 2}] * 2

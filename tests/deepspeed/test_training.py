@@ -1,0 +1,108 @@
+"""A training by ZeRO-3 whose states and parameters are on NVMe has them there by nvmeio.
+
+DeepSpeed's CPU accelerator trains the same steps on the same numbers with offloading to
+memory and to NVMe, so losses and parameters must be the same to the bit.
+"""
+
+import functools
+import json
+from pathlib import Path
+
+import pytest
+
+from processes import rank_environment, run_python
+
+STEPS = 4
+TRAIN = Path(__file__).with_name("train.py")
+
+# The bytes of the weights that are swapped, two of 512 x 1024; the biases stay in memory.
+WEIGHTS = 2 * 512 * 1024
+BYTES = {"float32": 4, "bfloat16": 2}
+
+# Torch's Adam, and DeepSpeed's, which is compiled at its first use.
+KINDS = [("float32", "Adam"), ("bfloat16", "DeepSpeedCPUAdam")]
+
+
+def train(dtype, optimizer, nvmeio, **offload):
+    """Run a training in a process of its own, and return its report."""
+    arguments = {"dtype": dtype, "optimizer": optimizer, "steps": STEPS, "offload": offload}
+    env = rank_environment() | {"NVMEIO_DEEPSPEED": nvmeio}
+    return json.loads(run_python(TRAIN, json.dumps(arguments), env=env).splitlines()[-1])
+
+
+@functools.cache
+def trained_in_memory(dtype, optimizer):
+    """Return the report of a training without nvmeio whose states are in memory."""
+    return train(dtype, optimizer, nvmeio="0", offload_optimizer={"device": "cpu"})
+
+
+def states_on(folder, pipelined):
+    """Return DeepSpeed's configuration for states that are swapped."""
+    return {
+        "device": "nvme",
+        "nvme_path": str(folder),
+        "buffer_count": 8,
+        "pipeline_read": pipelined,
+        "pipeline_write": pipelined,
+    }
+
+
+def parameters_on(folder):
+    """Return DeepSpeed's configuration for parameters that are swapped, all of them."""
+    return {
+        "device": "nvme",
+        "nvme_path": str(folder),
+        "buffer_count": 5,
+        "buffer_size": WEIGHTS,
+        "max_in_cpu": 0,
+    }
+
+
+def assert_trained_alike(report, expected):
+    """Losses fall, and are to the bit what they were in memory, as are the parameters."""
+    assert report["losses"] == expected["losses"]
+    assert report["digests"] == expected["digests"]
+    assert len(set(report["losses"])) == STEPS
+
+
+def bytes_of_states(folder):
+    """Return how many bytes a training takes to and from the files of states."""
+    files = folder / "zero_stage_3/optimizer/rank0"
+    gradients = {*files.glob("*_gradient_*")}
+    states = {*files.glob("exp_avg*")}
+    values = {*files.iterdir()} - states - gradients
+    assert (len(values), len(states)) == (2, 4)
+    # Values alone until the first step makes states: written, in and out again, in.  Then
+    # values and two states go out of each step and into the next; gradients go out and in.
+    value = sum(path.stat().st_size for path in values)
+    gradient = sum(path.stat().st_size for path in gradients)
+    return (4 + 3 + 6 * (STEPS - 1)) * value + 2 * STEPS * gradient
+
+
+@pytest.mark.parametrize(("dtype", "optimizer"), KINDS)
+@pytest.mark.parametrize("pipelined", [False, True])
+def test_optimizer_states_on_nvme_train_as_in_memory(tmp_path, dtype, optimizer, pipelined):
+    report = train(
+        dtype, optimizer, nvmeio="1", offload_optimizer=states_on(tmp_path, pipelined)
+    )
+    assert_trained_alike(report, trained_in_memory(dtype, optimizer))
+    assert sum(report["states"].values()) == bytes_of_states(tmp_path)
+    assert len(report["states"]) == 1 + pipelined
+
+
+@pytest.mark.parametrize(("dtype", "optimizer"), KINDS)
+def test_parameters_and_states_on_nvme_train_as_in_memory(tmp_path, dtype, optimizer):
+    report = train(
+        dtype,
+        optimizer,
+        nvmeio="raise",
+        offload_optimizer=states_on(tmp_path, pipelined=False),
+        offload_param=parameters_on(tmp_path),
+    )
+    assert_trained_alike(report, trained_in_memory(dtype, optimizer))
+    assert sum(report["states"].values()) == bytes_of_states(tmp_path)
+    # Written when they are made, when the optimizer is, and after every step; read at
+    # least for every forward and every backward.
+    parameters = WEIGHTS * BYTES[dtype]
+    assert report["parameters"]["aio_write_handle"] == (2 + STEPS) * parameters
+    assert report["parameters"]["aio_read_handle"] >= 2 * STEPS * parameters
