@@ -16,7 +16,7 @@ ASAN_ENVIRONMENT = ASAN_OPTIONS=detect_leaks=0 PYTHONPATH=build/asan/lib \
 	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libstdc++.so)"
 
 .PHONY: demo test build test-python test-c test-c-asan test-c-tsan test-neon test-pythons
-.PHONY: asan lint format sdist bench clean
+.PHONY: test-deepspeed asan lint format sdist bench clean
 
 demo: build
 	$(PY) examples/demo.py
@@ -63,6 +63,9 @@ test-neon:
 
 test-pythons: build
 	scripts/test-pythons $(PY)
+
+test-deepspeed: build
+	scripts/test-deepspeed $(PY)
 
 asan: build
 	CFLAGS='-fsanitize=address -fno-omit-frame-pointer' $(PY) setup.py -q build \
