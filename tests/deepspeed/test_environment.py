@@ -115,6 +115,65 @@ assert not hasattr(aio, "aio_handle")
     run_python("-c", code, env=ON)
 
 
+IMPORTED_ANEW = """
+import sys
+for name in [name for name in sys.modules if name.partition(".")[0] == "deepspeed"]:
+    del sys.modules[name]
+"""
+
+
+def test_a_deepspeed_that_is_imported_anew_has_nvmeio_too():
+    run_python("-c", INSTALLED + IMPORTED_ANEW + INSTALLED, env=ON)
+
+
+def test_nvmeio_is_installed_anew_where_deepspeed_is_imported_anew():
+    code = """
+import nvmeio.deepspeed
+nvmeio.deepspeed.install(errors="raise")
+from deepspeed.ops.op_builder import AsyncIOBuilder as before
+from deepspeed.ops import aio
+"""
+    code += IMPORTED_ANEW
+    code += """
+with nvmeio.deepspeed.install() as installation:
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+    assert AsyncIOBuilder is not before
+    assert installation.errors == "raise"
+    assert AsyncIOBuilder().load() is nvmeio
+    assert not hasattr(before.load, "__wrapped__") and not hasattr(aio, "aio_read")
+assert not hasattr(AsyncIOBuilder.load, "__wrapped__")
+"""
+    run_python("-c", code)
+
+
+@pytest.mark.parametrize(
+    "change", ["os.environ['NVMEIO_DEEPSPEED'] = '0'", "del os.environ['NVMEIO_DEEPSPEED']"]
+)
+def test_a_program_may_switch_it_off_before_it_imports_deepspeed(change):
+    code = f"""
+import os
+{change}
+from deepspeed.ops.op_builder import AsyncIOBuilder
+assert not hasattr(AsyncIOBuilder.load, "__wrapped__")
+"""
+    run_python("-c", code, env=ON)
+
+
+def test_an_nvmeio_that_is_broken_does_not_look_like_a_missing_deepspeed():
+    code = """
+import sys
+sys.modules["nvmeio.copy"] = None
+try:
+    import deepspeed
+except RuntimeError as error:
+    assert "NVMEIO_DEEPSPEED is set, and nvmeio cannot be imported" in str(error)
+    assert "nvmeio.copy" in str(error)
+else:
+    raise AssertionError("DeepSpeed was imported without nvmeio")
+"""
+    run_python("-c", code, env=ON)
+
+
 def test_the_loader_of_somebody_elses_finder_is_followed():
     """As an editable install has one; it must come behind the hook, as those do."""
     code = """

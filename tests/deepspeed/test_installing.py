@@ -167,6 +167,15 @@ def test_other_errors_are_refused_until_nvmeio_is_uninstalled():
         nvmeio.deepspeed.install(errors="ignore")
 
 
+def test_the_end_of_an_older_block_leaves_what_was_installed_since():
+    older = nvmeio.deepspeed.install()
+    nvmeio.deepspeed.uninstall()
+    with nvmeio.deepspeed.install():
+        with older:
+            pass
+        assert AsyncIOBuilder().load() is nvmeio.deepspeed
+
+
 def test_a_block_that_fails_uninstalls():
     with pytest.raises(ZeroDivisionError), nvmeio.deepspeed.install():
         raise ZeroDivisionError
@@ -347,12 +356,17 @@ def test_a_builder_with_another_signature_is_refused(monkeypatch, owner, method)
 
 def test_a_deepspeed_without_the_builder_is_refused(monkeypatch):
     monkeypatch.delattr(op_builder, "AsyncIOBuilder")
-    assert_refused("AsyncIOBuilder does not build async_io")
+    assert_refused("this accelerator's AsyncIOBuilder is None")
 
 
 def test_an_accelerator_without_the_op_is_refused(monkeypatch):
     monkeypatch.setattr(op_builder, "AsyncIOBuilder", NotImplementedBuilder)
-    assert_refused("AsyncIOBuilder does not build async_io")
+    assert_refused("this accelerator's AsyncIOBuilder is .*NotImplementedBuilder")
+
+
+def test_a_deepspeed_without_the_module_of_the_op_is_refused(monkeypatch):
+    monkeypatch.setitem(sys.modules, "deepspeed.ops.aio", None)
+    assert_refused(r"deepspeed\.ops\.aio")
 
 
 def test_a_deepspeed_without_pinned_memory_does_without(monkeypatch):
@@ -402,10 +416,18 @@ def test_a_version_that_was_not_tested_is_installed_with_a_warning(monkeypatch, 
     assert shown == ["DeepSpeed 0.23.4 was not tested with nvmeio, 0.19 was"]
 
 
-def test_the_version_that_is_tested_is_installed_without_a_word(shown):
+def test_the_version_that_is_tested_is_installed_without_a_word(monkeypatch, shown):
+    monkeypatch.delattr(sys, "_deepspeed_pin_memory_op_module", raising=False)
     with nvmeio.deepspeed.install():
         assert AsyncIOBuilder().load() is nvmeio.deepspeed
     assert not shown
+
+
+def test_a_pin_memory_op_that_was_loaded_before_is_told(monkeypatch, shown):
+    monkeypatch.setattr(sys, "_deepspeed_pin_memory_op_module", object(), raising=False)
+    with nvmeio.deepspeed.install():
+        assert len(shown) == 1
+    assert "its own pin_memory op before nvmeio was installed" in shown[0]
 
 
 def test_errors_reach_deepspeeds_logger_while_nvmeio_is_installed(tmp_path, shown):

@@ -133,7 +133,7 @@ def install(*, errors: Literal["status", "raise"] | None = None) -> Installation
     try:
         aio = importlib.import_module("deepspeed.ops.aio")
     except ModuleNotFoundError as error:
-        raise _unknown(f"there is {error}") from error
+        raise _unknown(str(error)) from error
     builder = getattr(builders, "AsyncIOBuilder", None)
     with _lock:
         if _current is not None and _builder is not builder:
