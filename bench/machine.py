@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -45,11 +46,10 @@ def output(*command: str) -> str:
 def machine(folder: Path) -> dict[str, Any]:
     """Describe where and with what it was measured."""
     file_system, device = output("df", "--output=fstype,source", str(folder)).split()[-2:]
-    return {
-        **surroundings(),
-        "file system": f"{file_system} on {Path(device).name}",
-        "fio": output("fio", "--version").strip(),
-    }
+    about = {**surroundings(), "file system": f"{file_system} on {Path(device).name}"}
+    if shutil.which("fio"):
+        about["fio"] = output("fio", "--version").strip()
+    return about
 
 
 def size_of(text: str) -> int:
