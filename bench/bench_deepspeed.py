@@ -1,0 +1,403 @@
+"""Compares DeepSpeed's own async_io op with nvmeio.deepspeed, by the same calls.
+
+Both live in one process and take turns there, on the same files and with the same
+arguments.  There are several such processes, one after the other, for how fast pinned
+memory is depends on the pages that a process happens to get.  bench/README.md says how to
+read the tables and what they showed.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import importlib.metadata
+import itertools
+import json
+import mmap
+import multiprocessing
+import os
+import resource
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+from typing import Any
+
+import torch
+from duels import GIB, Duel, Goal, Sample, measured, spread, table
+from machine import arguments, machine
+
+# nvmeio and DeepSpeed are imported where they are needed: the time that takes is measured.
+
+NAMES = ("nvmeio", "DeepSpeed")
+PROCESSES, QUICK_PROCESSES = 5, 2
+
+# block_size, queue_depth, single_submit, overlap_events, intra_op_parallelism.
+CONFIGURATIONS = {
+    "depth 32": (1 << 20, 32, False, True, 1),
+    "depth 32, 2 threads": (1 << 20, 32, False, True, 2),
+    "depth 8, DeepSpeed's default": (1 << 20, 8, False, True, 1),
+}
+
+SMALL_COUNT = 1000
+SMALL_BYTES = 64 << 10
+
+# What has to be reached: anywhere, in ordinary memory, and with small tensors.
+FLOOR, UNPINNED, SMALL = 1.0, 2.0, 3.0
+
+# Whole steps of every loop of DeepSpeed's copy, which else copies too little or too much:
+# elements of 4 bytes, one-dimensional, by 128.
+ELEMENT = torch.int32
+STEP_BYTES = 128 * 4
+
+Fights = list[tuple[Duel, Goal]]
+
+
+def op_of(name: str) -> Any:
+    """Return the module with the op's names."""
+    if name == "DeepSpeed":
+        from deepspeed.ops.op_builder import AsyncIOBuilder
+
+        return AsyncIOBuilder().load(verbose=False)
+    import nvmeio.deepspeed
+
+    return nvmeio.deepspeed
+
+
+def pinned(op: Any, nbytes: int) -> torch.Tensor:
+    """Return pinned memory of an op."""
+    example = torch.empty(0, dtype=ELEMENT)
+    return op.aio_handle().new_cpu_locked_tensor(nbytes // ELEMENT.itemsize, example)
+
+
+def ordinary(nbytes: int) -> torch.Tensor:
+    """Return memory as torch allocates it, touched."""
+    return torch.ones(nbytes // ELEMENT.itemsize, dtype=ELEMENT)
+
+
+def paths_in(folder: Path, count: int) -> list[str]:
+    """Name a file for each tensor, as DeepSpeed's swappers have it."""
+    return [str(folder / f"{index} of {count}.swp") for index in range(count)]
+
+
+@dataclasses.dataclass
+class Files:
+    """Files of one size each, and what they hold together.
+
+    Attributes
+    ----------
+    paths : list of str
+        One for each tensor.
+    content : torch.Tensor
+        What was written last.
+    """
+
+    paths: list[str]
+    content: torch.Tensor
+
+    @classmethod
+    def made(cls, folder: Path, count: int, nbytes: int) -> Files:
+        """Write files of random content, or overwrite those of the process before."""
+        import nvmeio
+
+        content = ordinary(nbytes).random_()
+        paths = paths_in(folder, count)
+        for path, part in zip(paths, content.chunk(count), strict=True):
+            nvmeio.write_file(path, part, sync=True)
+        return cls(paths, content)
+
+
+def stored(paths: list[str]) -> torch.Tensor:
+    """Return what the device has for files, read by neither contestant."""
+    sizes = [os.stat(path).st_size for path in paths]
+    pages = mmap.mmap(-1, sum(sizes))
+    # Huge pages, or the check would take longer than what it checks.
+    pages.madvise(mmap.MADV_HUGEPAGE)
+    begin = 0
+    for path, size in zip(paths, sizes, strict=True):
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
+        try:
+            end = begin + size
+            while begin < end:
+                begin += os.readv(descriptor, [memoryview(pages)[begin:end]])
+        finally:
+            os.close(descriptor)
+    return torch.frombuffer(pages, dtype=ELEMENT)
+
+
+def transfer(handle: Any, op: str, buffer: torch.Tensor, paths: list[str]) -> int:
+    """Move a tensor for each file, all of them in flight, as DeepSpeed's swappers do."""
+    submit = handle.async_pread if op == "read" else handle.async_pwrite
+    for part, path in zip(buffer.chunk(len(paths)), paths, strict=True):
+        if submit(part, path, 0) != 0:
+            raise RuntimeError(f"{op} of {path} was refused")
+    if handle.wait() != len(paths):
+        raise RuntimeError(f"not every {op} is done")
+    return buffer.nbytes
+
+
+def turn(handle: Any, op: str, buffer: torch.Tensor, files: Files) -> Callable[[], Sample]:
+    """Return a turn of a contestant, whose bytes are checked behind the clock's back."""
+
+    def take() -> Sample:
+        if op == "read":
+            buffer.zero_()
+        else:
+            buffer.copy_(files.content.bitwise_not_())
+        sample = measured(lambda: transfer(handle, op, buffer, files.paths))
+        found = buffer if op == "read" else stored(files.paths)
+        if not torch.equal(found, files.content):
+            raise RuntimeError(f"a {op} by {type(handle)} has lost or changed bytes")
+        return sample
+
+    return take
+
+
+def copying(op: Any, dest: torch.Tensor, src: torch.Tensor) -> Callable[[], Sample]:
+    """Return a turn of the op's copy, checked as well."""
+
+    def work() -> int:
+        if op.deepspeed_memcpy(dest, src) != 0:
+            raise RuntimeError("a copy was refused")
+        return dest.nbytes
+
+    def take() -> Sample:
+        dest.zero_()
+        sample = measured(work)
+        if not torch.equal(dest, src):
+            raise RuntimeError(f"a copy by {op} has lost or changed bytes")
+        return sample
+
+    return take
+
+
+def transfer_duels(ops: list[Any], folder: Path, size: int) -> Iterator[tuple[Duel, Goal]]:
+    """Pair both ops at transfers."""
+    large = Files.made(folder, 1, size)
+    small = Files.made(folder, SMALL_COUNT, SMALL_COUNT * SMALL_BYTES)
+    shared = ordinary(size)
+    own = [pinned(op, max(size, small.content.nbytes)) for op in ops]
+    memory = {
+        "large, pinned": ([m[: size // 4] for m in own], large, FLOOR),
+        "large, unpinned": ([shared] * 2, large, UNPINNED),
+        f"{SMALL_COUNT} x {SMALL_BYTES >> 10} KiB, pinned": (
+            [m[: small.content.numel()] for m in own],
+            small,
+            SMALL,
+        ),
+    }
+    for words, configuration in CONFIGURATIONS.items():
+        handles = [op.aio_handle(*configuration) for op in ops]
+        for (what, (buffers, files, limit)), way in itertools.product(
+            memory.items(), ("read", "write")
+        ):
+            ours, theirs = (
+                turn(handle, way, buffer, files)
+                for handle, buffer in zip(handles, buffers, strict=True)
+            )
+            work = f"{way}, {what}; {words}"
+            yield Duel(work, NAMES, (ours, theirs), way == "read"), Goal("speed", limit)
+
+
+def copy_duels(ops: list[Any], size: int) -> Iterator[tuple[Duel, Goal]]:
+    """Pair both ops at copies."""
+    source, target = ordinary(size).random_(), ordinary(size)
+    own = [(pinned(op, size), pinned(op, size)) for op in ops]
+    for _, src in own:
+        src.copy_(source)
+    for what, memory in (("pinned", own), ("unpinned", [(target, source)] * 2)):
+        ours, theirs = (copying(op, *pair) for op, pair in zip(ops, memory, strict=True))
+        yield Duel(f"copy, {what}", NAMES, (ours, theirs), False), Goal("speed", FLOOR)
+
+
+def fight(folder: Path, size: int, rounds: int) -> Fights:
+    """Fight all duels of one process; the first round warms up."""
+    # DeepSpeed keeps every file open until its wait().
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    ops = [op_of(name) for name in NAMES]
+    fights: Fights = []
+    for duels in (transfer_duels(ops, folder, size), copy_duels(ops, size)):
+        begun = list(duels)
+        for _ in range(rounds + 1):
+            for duel, _goal in begun:
+                duel.fight()
+        for duel, _goal in begun:
+            del duel.rounds[0]
+        fights += begun
+    return fights
+
+
+def first_read(name: str, path: str, is_pinned: bool) -> Sample:
+    """Read a file by the first call of a process, which has loaded the op."""
+    op = op_of(name)
+    nbytes = os.stat(path).st_size
+    touched = ordinary(nbytes)
+    read: list[torch.Tensor] = []
+
+    def work() -> int:
+        handle = op.aio_handle(*CONFIGURATIONS["depth 32"])
+        read.append(pinned(op, nbytes) if is_pinned else touched)
+        return transfer(handle, "read", read[0], [path])
+
+    sample = measured(work)
+    if not torch.equal(read[0], stored([path])):
+        raise RuntimeError(f"the first read by {name} has lost or changed bytes")
+    return sample
+
+
+def load(name: str) -> Sample:
+    """Have DeepSpeed's builder load an op; ours has to be imported and installed first."""
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    def work() -> int:
+        if name == "nvmeio":
+            from nvmeio.deepspeed import install
+
+            install()
+        AsyncIOBuilder().load(verbose=False)
+        return 0
+
+    return measured(work)
+
+
+def first_duels(path: str) -> Iterator[tuple[Duel, Goal]]:
+    """Pair both ops at what every process does once; each turn is a process."""
+
+    def both(function: Callable[..., Sample], *rest: Any) -> Any:
+        return tuple(lambda n=name: in_process(function, n, *rest) for name in NAMES)
+
+    for what, is_pinned, limit in (("pinned", True, FLOOR), ("unpinned", False, UNPINNED)):
+        turns = both(first_read, path, is_pinned)
+        yield Duel(f"first read, {what}", NAMES, turns, True), Goal("speed", limit)
+    yield Duel("load of the op", NAMES, both(load), False), Goal("speed", FLOOR)
+
+
+def silence() -> None:
+    """Send what DeepSpeed's op prints to nowhere: it writes to the descriptor."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+
+
+def in_process(function: Callable[..., Any], *given: Any) -> Any:
+    """Call a function in a fresh process, which DeepSpeed's op may end."""
+    spawn = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(1, spawn, silence) as pool:
+        return pool.submit(function, *given).result()
+
+
+def obstacle() -> str | None:
+    """Say what stands in the way of DeepSpeed's op; it is compiled if it never was."""
+    try:
+        op_of("DeepSpeed")
+    except (ImportError, RuntimeError, AttributeError) as error:
+        return str(error).splitlines()[0]
+    return None
+
+
+@dataclasses.dataclass
+class Contest:
+    """What several processes have found about one work.
+
+    Attributes
+    ----------
+    goal : Goal
+        Is compared with the median over the processes.
+    duels : list of Duel
+        One of each process.
+    """
+
+    goal: Goal
+    duels: list[Duel] = dataclasses.field(default_factory=list)
+
+    def ratios(self) -> list[float]:
+        """Return the ratio of each process, the median of its rounds."""
+        return [statistics.median(self.goal.ratios(duel)) for duel in self.duels]
+
+    def medians(self, figure: Callable[[Sample], float], index: int) -> list[float]:
+        """Return a contestant's median of each process."""
+        return [
+            statistics.median(figure(pair[index]) for pair in duel.rounds)
+            for duel in self.duels
+        ]
+
+    def verdict(self) -> str:
+        """Say whether the goal is reached."""
+        if any(duel.cached_rounds() for duel in self.duels):
+            return "void: a cache took part"
+        reached = statistics.median(self.ratios()) >= self.goal.limit
+        return "reached" if reached else "missed"
+
+    def row(self, work: str) -> tuple[str, ...]:
+        """Return the row of a table."""
+        if any(pair[0].nbytes for duel in self.duels for pair in duel.rounds):
+            unit = "GB/s"
+            speeds = [self.medians(lambda s: s.nbytes / s.seconds / 1e9, i) for i in (0, 1)]
+            cpus = [
+                self.medians(lambda s: s.cpu_seconds * GIB / s.nbytes, i) for i in (0, 1)
+            ]
+            cpu = " / ".join(f"{statistics.median(values):.3f}" for values in cpus)
+        else:
+            unit = "s"
+            speeds = [self.medians(lambda s: s.seconds, i) for i in (0, 1)]
+            cpu = "-"
+        return (
+            work,
+            *(f"{spread(values, 2)} {unit}" for values in speeds),
+            cpu,
+            spread(self.ratios(), 2),
+            f">= {self.goal.limit}",
+            self.verdict(),
+        )
+
+
+def contests(folder: Path, size: int, rounds: int, processes: int) -> dict[str, Contest]:
+    """Go through all duels in process after process.
+
+    One that DeepSpeed's op has ended counts for nothing, and is told of.
+    """
+    found: dict[str, Contest] = {}
+    firsts = list(first_duels(paths_in(folder, 1)[0]))
+    for number in range(processes):
+        print(f"\rprocess {number + 1} of {processes}", end="\r", file=sys.stderr)
+        try:
+            for duel, goal in in_process(fight, folder, size, rounds):
+                found.setdefault(duel.work, Contest(goal)).duels.append(duel)
+            for duel, _ in firsts:
+                duel.fight()
+        except BrokenProcessPool:
+            print(f"process {number + 1} was ended by a signal", file=sys.stderr)
+    for duel, goal in firsts:
+        alone = [dataclasses.replace(duel, rounds=[pair]) for pair in duel.rounds]
+        found[duel.work] = Contest(goal, alone)
+    return found
+
+
+def main() -> None:
+    """Measure and report; what was measured never changes the exit status."""
+    options = arguments(__doc__, ("512M", "64M"), (5, 1))
+    try:
+        version = importlib.metadata.version("deepspeed")
+    except importlib.metadata.PackageNotFoundError:
+        sys.exit("bench_deepspeed: DeepSpeed is missing; pip install deepspeed ninja")
+    print("DeepSpeed's op is compiled, unless it was before", file=sys.stderr)
+    if problem := in_process(obstacle):
+        sys.exit(f"bench_deepspeed: DeepSpeed {version} cannot load its op: {problem}")
+    processes = QUICK_PROCESSES if options.quick else PROCESSES
+    about = machine(options.dir) | {"deepspeed": version, "size": options.size}
+    about |= {"processes": processes, "rounds in each": options.rounds}
+    with tempfile.TemporaryDirectory(prefix="nvmeio-bench-", dir=options.dir) as inside:
+        found = contests(Path(inside), options.size, options.rounds, processes)
+    print("\n".join(f"{key}: {value}" for key, value in about.items()))
+    print("\nmedian [minimum-maximum] of the medians of the processes\n")
+    head = ("work", *NAMES, "CPU s/GiB", "ratio", "goal", "")
+    print(table(head, (contest.row(work) for work, contest in found.items())))
+    if options.json:
+        duels = [[duel.as_dict() for duel in contest.duels] for contest in found.values()]
+        raw = {"machine": about, "duels of each process": duels}
+        options.json.write_text(json.dumps(raw) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
