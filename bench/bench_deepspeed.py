@@ -47,10 +47,9 @@ SMALL_BYTES = 64 << 10
 # What has to be reached: anywhere, in ordinary memory, and with small tensors.
 FLOOR, UNPINNED, SMALL = 1.0, 2.0, 3.0
 
-# Whole steps of every loop of DeepSpeed's copy, which else copies too little or too much:
-# elements of 4 bytes, one-dimensional, by 128.
+# DeepSpeed's copy counts the first dimension in steps of 128 elements of 4 bytes; of other
+# tensors it copies too little or too much.
 ELEMENT = torch.int32
-STEP_BYTES = 128 * 4
 
 Fights = list[tuple[Duel, Goal]]
 
@@ -66,10 +65,10 @@ def op_of(name: str) -> Any:
     return nvmeio.deepspeed
 
 
-def pinned(op: Any, nbytes: int) -> torch.Tensor:
+def pinned(handle: Any, nbytes: int) -> torch.Tensor:
     """Return pinned memory of an op."""
     example = torch.empty(0, dtype=ELEMENT)
-    return op.aio_handle().new_cpu_locked_tensor(nbytes // ELEMENT.itemsize, example)
+    return handle.new_cpu_locked_tensor(nbytes // ELEMENT.itemsize, example)
 
 
 def ordinary(nbytes: int) -> torch.Tensor:
@@ -100,21 +99,23 @@ class Files:
     @classmethod
     def made(cls, folder: Path, count: int, nbytes: int) -> Files:
         """Write files of random content, or overwrite those of the process before."""
-        import nvmeio
+        files = cls(paths_in(folder, count), ordinary(nbytes).random_())
+        transfer(op_of("nvmeio").aio_handle(), "write", files.content, files.paths)
+        return files
 
-        content = ordinary(nbytes).random_()
-        paths = paths_in(folder, count)
-        for path, part in zip(paths, content.chunk(count), strict=True):
-            nvmeio.write_file(path, part, sync=True)
-        return cls(paths, content)
+
+def populated(nbytes: int) -> mmap.mmap:
+    """Map huge pages, every one of them touched."""
+    pages = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    pages.madvise(mmap.MADV_HUGEPAGE)
+    torch.frombuffer(pages, dtype=ELEMENT).zero_()
+    return pages
 
 
 def stored(paths: list[str]) -> torch.Tensor:
     """Return what the device has for files, read by neither contestant."""
     sizes = [os.stat(path).st_size for path in paths]
-    pages = mmap.mmap(-1, sum(sizes))
-    # Huge pages, or the check would take longer than what it checks.
-    pages.madvise(mmap.MADV_HUGEPAGE)
+    pages = populated(sum(sizes))
     begin = 0
     for path, size in zip(paths, sizes, strict=True):
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
@@ -178,7 +179,7 @@ def transfer_duels(ops: list[Any], folder: Path, size: int) -> Iterator[tuple[Du
     large = Files.made(folder, 1, size)
     small = Files.made(folder, SMALL_COUNT, SMALL_COUNT * SMALL_BYTES)
     shared = ordinary(size)
-    own = [pinned(op, max(size, small.content.nbytes)) for op in ops]
+    own = [pinned(op.aio_handle(), max(size, small.content.nbytes)) for op in ops]
     memory = {
         "large, pinned": ([m[: size // 4] for m in own], large, FLOOR),
         "large, unpinned": ([shared] * 2, large, UNPINNED),
@@ -204,7 +205,8 @@ def transfer_duels(ops: list[Any], folder: Path, size: int) -> Iterator[tuple[Du
 def copy_duels(ops: list[Any], size: int) -> Iterator[tuple[Duel, Goal]]:
     """Pair both ops at copies."""
     source, target = ordinary(size).random_(), ordinary(size)
-    own = [(pinned(op, size), pinned(op, size)) for op in ops]
+    handles = [op.aio_handle() for op in ops]
+    own = [(pinned(handle, size), pinned(handle, size)) for handle in handles]
     for _, src in own:
         src.copy_(source)
     for what, memory in (("pinned", own), ("unpinned", [(target, source)] * 2)):
@@ -231,21 +233,34 @@ def fight(folder: Path, size: int, rounds: int) -> Fights:
 
 
 def first_read(name: str, path: str, is_pinned: bool) -> Sample:
-    """Read a file by the first call of a process, which has loaded the op."""
+    """Make the first handle of a process and read a file; the op is loaded already."""
     op = op_of(name)
     nbytes = os.stat(path).st_size
-    touched = ordinary(nbytes)
-    read: list[torch.Tensor] = []
+    handles: list[Any] = []
 
-    def work() -> int:
-        handle = op.aio_handle(*CONFIGURATIONS["depth 32"])
-        read.append(pinned(op, nbytes) if is_pinned else touched)
-        return transfer(handle, "read", read[0], [path])
+    def begin() -> int:
+        handles.append(op.aio_handle(*CONFIGURATIONS["depth 32"]))
+        return 0
 
-    sample = measured(work)
-    if not torch.equal(read[0], stored([path])):
+    begun = measured(begin)
+    buffer = pinned(handles[0], nbytes) if is_pinned else ordinary(nbytes)
+    sample = begun + measured(lambda: transfer(handles[0], "read", buffer, [path]))
+    if not torch.equal(buffer, stored([path])):
         raise RuntimeError(f"the first read by {name} has lost or changed bytes")
     return sample
+
+
+def first_tensor(name: str, nbytes: int, is_backed: bool) -> Sample:
+    """Make the first pinned tensor of a process.
+
+    A virtual machine may give free memory back to its host, which takes its time to
+    provide it again: huge pages above all, for those are given back whole.  Where
+    `is_backed`, the machine has just had as much memory from its host, and freed it.
+    """
+    handle = op_of(name).aio_handle()
+    if is_backed:
+        populated(2 * nbytes).close()
+    return measured(lambda: pinned(handle, nbytes).nbytes)
 
 
 def load(name: str) -> Sample:
@@ -263,7 +278,7 @@ def load(name: str) -> Sample:
     return measured(work)
 
 
-def first_duels(path: str) -> Iterator[tuple[Duel, Goal]]:
+def first_duels(path: str, nbytes: int) -> Iterator[tuple[Duel, Goal]]:
     """Pair both ops at what every process does once; each turn is a process."""
 
     def both(function: Callable[..., Sample], *rest: Any) -> Any:
@@ -272,6 +287,9 @@ def first_duels(path: str) -> Iterator[tuple[Duel, Goal]]:
     for what, is_pinned, limit in (("pinned", True, FLOOR), ("unpinned", False, UNPINNED)):
         turns = both(first_read, path, is_pinned)
         yield Duel(f"first read, {what}", NAMES, turns, True), Goal("speed", limit)
+    for what, is_backed in (("", True), (", new to the host", False)):
+        turns = both(first_tensor, nbytes, is_backed)
+        yield Duel(f"first pinned tensor{what}", NAMES, turns, False), Goal("speed", FLOOR)
     yield Duel("load of the op", NAMES, both(load), False), Goal("speed", FLOOR)
 
 
@@ -358,7 +376,7 @@ def contests(folder: Path, size: int, rounds: int, processes: int) -> dict[str, 
     One that DeepSpeed's op has ended counts for nothing, and is told of.
     """
     found: dict[str, Contest] = {}
-    firsts = list(first_duels(paths_in(folder, 1)[0]))
+    firsts = list(first_duels(paths_in(folder, 1)[0], size))
     for number in range(processes):
         print(f"\rprocess {number + 1} of {processes}", end="\r", file=sys.stderr)
         try:
