@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import gc
 import importlib.metadata
 import itertools
 import json
@@ -229,6 +230,10 @@ def fight(folder: Path, size: int, rounds: int) -> Fights:
     fights: Fights = []
     for duels in (transfer_duels(ops, folder, size), copy_duels(ops, size)):
         begun = list(duels)
+        # With DeepSpeed imported a full collection takes as long as several turns of small
+        # tensors, and falls on the same one in each round.
+        gc.collect()
+        gc.freeze()
         for _ in range(rounds + 1):
             for duel, _goal in begun:
                 duel.fight()
