@@ -13,6 +13,7 @@ import ctypes
 import dataclasses
 import json
 import mmap
+import os
 import statistics
 import subprocess
 import sys
@@ -60,6 +61,8 @@ def copy_tensor(dest: torch.Tensor, src: torch.Tensor) -> None:
 def deepspeed_copy() -> Copy | None:
     """Return DeepSpeed's op, None where it is not installed or cannot be compiled."""
     try:
+        # Who has nvmeio in DeepSpeed's place would see it beside itself.
+        os.environ.pop("NVMEIO_DEEPSPEED", None)
         from deepspeed.ops.op_builder import AsyncIOBuilder
 
         return AsyncIOBuilder().load(verbose=False).deepspeed_memcpy
