@@ -6,6 +6,7 @@ import stat
 import sys
 import warnings
 
+import numpy as np
 import pytest
 
 import nvmeio
@@ -155,6 +156,7 @@ class TestReading:
         [
             ('{"aio": {"queue_depth": 1, "queue_depth": 2}}', "keys twice: queue_depth"),
             ("[1, 2]", "holds no object"),
+            (" \n", "json cannot be used: it is empty"),
             (b'{"aio": {}, "name": "m\xfcller"}', "json cannot be used: 'utf-8' codec"),
         ],
     )
@@ -221,10 +223,26 @@ class TestWriting:
         assert "num_threads" not in path.read_text()
 
     def test_a_block_alone_is_written_in_place(self, path):
-        path.write_text('{"queue_depth": 32, "x": 1}')
+        path.write_text('{"queue_depth": 32, "num_threads": 2}')
         write_aio_config(path, {"block_size": 4096})
-        found = json.loads(path.read_text())
-        assert found == {**DEFAULTS, "queue_depth": 32, "block_size": 4096, "x": 1}
+        assert json.loads(path.read_text()) == {
+            **DEFAULTS,
+            "queue_depth": 32,
+            "block_size": 4096,
+            "intra_op_parallelism": 2,
+        }
+
+    @pytest.mark.parametrize("value", [1, np.True_, "True", True])
+    def test_every_boolean_is_a_real_one(self, path, value):
+        write_aio_config(path, {"use_gds": value, "single_submit": value})
+        found = json.loads(path.read_text())["aio"]
+        assert found["use_gds"] is True
+        assert found["single_submit"] is True
+
+    def test_a_letter_that_utf_8_cannot_encode_stays(self, path):
+        path.write_text('{"name": "\\ud800"}')
+        write_aio_config(path, BLOCK)
+        assert json.loads(path.read_text()) == {"name": "\ud800", "aio": BLOCK}
 
     def test_nobody_may_read_it_who_might_not_before(self, path, monkeypatch):
         modes = []
@@ -286,7 +304,16 @@ class TestWriting:
         assert path.read_text() == '{"aio": {}}'
         assert os.listdir(path.parent) == [path.name]
 
-    @pytest.mark.parametrize("text", ['{"aio": {} # mine\n}', "[]", '{"a": 1, "a": 2}'])
+    @pytest.mark.parametrize(
+        "text",
+        [
+            '{"aio": {} # mine\n}',
+            "",
+            "[]",
+            '{"a": 1, "a": 2}',
+            '{"train_batch_size": 8, "queue_depth": 4}',
+        ],
+    )
     def test_a_file_that_would_lose_something_stays(self, path, text):
         path.write_text(text)
         with pytest.raises(ValueError, match=r"ds_config.json"):

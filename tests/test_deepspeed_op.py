@@ -274,7 +274,16 @@ def test_the_op_is_an_attribute_of_the_package():
 
 
 def test_without_deepspeed_installing_says_what_is_missing(monkeypatch):
-    monkeypatch.setitem(sys.modules, "deepspeed.ops.op_builder", None)
-    with pytest.raises(ModuleNotFoundError, match="deepspeed"):
+    class Hiding:
+        @staticmethod
+        def find_spec(name, path=None, target=None):
+            if name == "deepspeed":
+                raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+    for name in [name for name in sys.modules if name.partition(".")[0] == "deepspeed"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "meta_path", [Hiding, *sys.meta_path])
+    with pytest.raises(ModuleNotFoundError, match="deepspeed") as caught:
         nvmeio.deepspeed.install()
+    assert caught.value.name == "deepspeed"
     nvmeio.deepspeed.uninstall()

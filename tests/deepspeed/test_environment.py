@@ -174,6 +174,84 @@ else:
     run_python("-c", code, env=ON)
 
 
+# DeepSpeeds whose builders are elsewhere: no such folder, and no such package at all.
+STRANGE = [
+    {"deepspeed/ops/__init__.py": ""},
+    {"deepspeed/ops/op_builder/__init__.py": "", "deepspeed/ops/__init__.py": ""},
+    {},
+]
+
+
+@pytest.mark.parametrize("files", STRANGE, ids=["no builders", "no op", "no ops"])
+@pytest.mark.parametrize("env", [ON, {}], ids=["variable", "install"])
+def test_a_deepspeed_that_is_built_otherwise_is_refused(tmp_path, files, env):
+    for name, text in {"deepspeed/__init__.py": "", **files}.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    code = f"""
+import sys
+sys.path.insert(0, {str(tmp_path)!r})
+try:
+    import deepspeed, nvmeio.deepspeed
+    nvmeio.deepspeed.install()
+except RuntimeError as error:
+    assert "nvmeio cannot be installed in DeepSpeed" in str(error), error
+    assert "No module named 'deepspeed.ops" in str(error), error
+else:
+    raise AssertionError("it was taken for a DeepSpeed")
+"""
+    run_python("-c", code, env=env)
+
+
+def test_a_loader_that_serves_several_modules_installs_nvmeio_behind_two_of_them():
+    """As a zip file has one: behind the builders, and at the end of DeepSpeed's import."""
+    code = """
+import importlib.machinery, sys
+class Loader:
+    made = {}
+    def create_module(self, spec):
+        return None
+    def exec_module(self, module):
+        real = self.made[module.__name__]
+        module.__file__, module.__path__ = real.origin, real.submodule_search_locations
+        exec(compile(open(real.origin).read(), real.origin, "exec"), vars(module))
+class Finder:
+    loader = Loader()
+    def find_spec(name, path=None, target=None):
+        real = importlib.machinery.PathFinder.find_spec(name, path, target)
+        if not name.startswith("deepspeed") or not real or not real.origin.endswith(".py"):
+            return real
+        Loader.made[name] = real
+        is_package = real.submodule_search_locations is not None
+        return importlib.machinery.ModuleSpec(
+            name, Finder.loader, origin=real.origin, is_package=is_package
+        )
+sys.meta_path.insert(1, Finder)
+import nvmeio.deepspeed.builders as builders
+installed, real = [], builders.install_for_environment
+builders.install_for_environment = lambda: (installed.append(len(Loader.made)), real())
+import deepspeed
+assert len(installed) == 2, installed
+"""
+    run_python("-c", code + INSTALLED, env=ON)
+
+
+def test_a_finder_that_asks_all_others_may_stand_beside():
+    code = """
+import sys
+class Finder:
+    def find_spec(name, path=None, target=None):
+        if name != "deepspeed.ops.op_builder":
+            return None
+        for finder in sys.meta_path:
+            if finder is not Finder and (spec := finder.find_spec(name, path, target)):
+                return spec
+sys.meta_path.insert(1, Finder)
+import deepspeed
+"""
+    run_python("-c", code + INSTALLED, env=ON)
+
+
 def test_the_loader_of_somebody_elses_finder_is_followed():
     """As an editable install has one; it must come behind the hook, as those do."""
     code = """

@@ -59,7 +59,7 @@ def parameters_on(folder):
 
 
 def assert_trained_alike(report, expected):
-    """Losses fall, and are to the bit what they were in memory, as are the parameters."""
+    """Losses, another one in each step, and parameters are to the bit those in memory."""
     assert report["losses"] == expected["losses"]
     assert report["digests"] == expected["digests"]
     assert len(set(report["losses"])) == STEPS

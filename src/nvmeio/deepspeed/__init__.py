@@ -1,7 +1,7 @@
 """DeepSpeed's async_io op on nvmeio's engine, and its place in an installed DeepSpeed.
 
 The op is importable without DeepSpeed and without torch.  ``install()`` makes DeepSpeed
-load it; so does ``NVMEIO_DEEPSPEED=1`` in the environment.
+load it; so does ``NVMEIO_DEEPSPEED=1`` in the environment in which Python starts.
 """
 
 from nvmeio.copy import deepspeed_memcpy

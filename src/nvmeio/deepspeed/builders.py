@@ -113,7 +113,8 @@ def install(*, errors: Literal["status", "raise"] | None = None) -> Installation
     Notes
     -----
     ``AsyncIOBuilder().load()`` returns the module ``nvmeio.deepspeed``, with
-    ``errors="raise"`` the module ``nvmeio``, and ``PinMemoryBuilder().load()`` one with
+    ``errors="raise"`` the module ``nvmeio``, whose handles have the defaults that the
+    environment gives them, and ``PinMemoryBuilder().load()`` one with
     ``pin_handle``; ``is_compatible()`` is True, and nothing is compiled.  Who imported the
     classes before sees that too, but modules that were loaded before stay what they are.
     ``deepspeed.ops.aio`` has the op's four names, and warnings of nvmeio's logger go to
@@ -129,10 +130,12 @@ def install(*, errors: Literal["status", "raise"] | None = None) -> Installation
     if errors is not None:
         word("errors", errors, ("status", "raise"))
     # Before the lock: another thread may be importing DeepSpeed, and come here for it.
-    builders = importlib.import_module("deepspeed.ops.op_builder")
     try:
+        builders = importlib.import_module("deepspeed.ops.op_builder")
         aio = importlib.import_module("deepspeed.ops.aio")
     except ModuleNotFoundError as error:
+        if not (error.name or "").startswith("deepspeed."):
+            raise
         raise _unknown(str(error)) from error
     builder = getattr(builders, "AsyncIOBuilder", None)
     with _lock:
@@ -142,8 +145,9 @@ def install(*, errors: Literal["status", "raise"] | None = None) -> Installation
         if _current is not None:
             if errors not in (None, _current.errors):
                 raise RuntimeError(
-                    f"nvmeio is installed in DeepSpeed with errors={_current.errors!r}; "
-                    f"call uninstall() before installing it with {errors!r}"
+                    f"nvmeio is installed in DeepSpeed with errors={_current.errors!r}, "
+                    "as NVMEIO_DEEPSPEED or an earlier install() had it; call uninstall() "
+                    f"before installing it with {errors!r}"
                 )
             return Installation(_current.errors)
         done = Installation(errors or "status")
@@ -288,8 +292,14 @@ def _replace(undo: contextlib.ExitStack, owner: Any, name: str, value: Any) -> N
     if name in vars(owner):
         undo.callback(setattr, owner, name, vars(owner)[name])
     else:
-        undo.callback(delattr, owner, name)
+        undo.callback(_remove, owner, name)
     setattr(owner, name, value)
+
+
+def _remove(owner: Any, name: str) -> None:
+    """Delete an attribute, which somebody may have taken away meanwhile."""
+    with contextlib.suppress(AttributeError):
+        delattr(owner, name)
 
 
 def _agree(undo: contextlib.ExitStack) -> None:

@@ -125,14 +125,27 @@ def write_aio_config(
     content: Mapping[str, Any] = {}
     if os.path.exists(target):
         content = _content(Path(target), allow_comments=False)
+    foreign = content.keys() - KEYS
+    if _is_block(content) and foreign:
+        raise ValueError(
+            f'{target} has keys of an "aio" block beside others ({_listed(foreign)}); put '
+            "them into a block first, where DeepSpeed reads them"
+        )
     block = _merged(_block(content), given)
-    whole_file = block if _is_block(content) else {**content, "aio": block}
-    text = json.dumps(whole_file, indent=4, ensure_ascii=False) + "\n"
+    data = _encoded(block if _is_block(content) else {**content, "aio": block})
     with synced_folder(target), replacement(target) as temporary:
         if os.path.exists(target):
             _prepare(temporary, target)
-        write_file(temporary, text.encode(), sync=True)
+        write_file(temporary, data, sync=True)
     return block
+
+
+def _encoded(content: Mapping[str, Any]) -> bytes:
+    """Write JSON as people do, and in ASCII where it has what UTF-8 cannot encode."""
+    try:
+        return (json.dumps(content, indent=4, ensure_ascii=False) + "\n").encode()
+    except UnicodeEncodeError:
+        return (json.dumps(content, indent=4) + "\n").encode()
 
 
 def _merged(old: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
@@ -143,7 +156,7 @@ def _merged(old: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     arguments = _arguments(merged)[0]
     kept = {key: value for key, value in merged.items() if key not in ALIASES}
     if "use_gds" in kept:
-        kept["use_gds"] = _unquoted(kept["use_gds"])
+        kept["use_gds"] = flag("use_gds", _unquoted(kept["use_gds"]))
     return kept | arguments
 
 
@@ -227,11 +240,13 @@ def _content(path: Path, *, allow_comments: bool) -> Mapping[str, Any]:
 
 
 def _parsed(text: str, allow_comments: bool) -> Any:
+    if not text.strip():
+        raise ValueError("it is empty")
     try:
         return json.loads(text, object_pairs_hook=_without_repetition)
     except json.JSONDecodeError as error:
         if not allow_comments:
-            raise ValueError(f"{error}; comments would be lost, set it by hand") from error
+            raise ValueError(f"only plain JSON can be rewritten: {error}") from error
         problem = error
     try:
         # Comes with DeepSpeed.

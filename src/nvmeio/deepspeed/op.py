@@ -50,8 +50,9 @@ class aio_handle(handle.aio_handle):
     Notes
     -----
     The transfers from ``read`` to ``wait`` return -1 for what the system refuses: they log
-    it to ``nvmeio`` and keep it in ``last_error``.  Errors of the program still raise, and
-    so do ``submit_*`` and ``fsync``, which are not DeepSpeed's.
+    it to ``nvmeio`` and keep it in ``last_error``.  Where the methods speak of ``errors``,
+    it is "status" here.  Errors of the program still raise, and so do ``submit_*`` and
+    ``fsync``, which are not DeepSpeed's.
 
     The defaults are DeepSpeed's whatever ``NVMEIO_BLOCK_SIZE`` and ``NVMEIO_QUEUE_DEPTH``
     say; ``NVMEIO_ENGINE`` counts.
