@@ -148,7 +148,6 @@ class TestReading:
         with pytest.raises(ValueError, match=r"cannot be used: .*line 2.*install hjson"):
             aio_config(path)
         monkeypatch.undo()
-        pytest.importorskip("hjson", reason="hjson is not installed")
         assert quietly(path) == DEFAULTS | {"queue_depth": 5}
 
     @pytest.mark.parametrize(
