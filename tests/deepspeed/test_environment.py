@@ -311,12 +311,19 @@ def test_the_children_of_multiprocessing_have_nvmeio(tmp_path, method, imported)
     assert len({(tmp_path / name).read_bytes() for name in "abc"}) == 1
 
 
-def test_both_ranks_under_deepspeeds_launcher_have_nvmeio(tmp_path):
+@pytest.fixture
+def port():
+    """A port for the ranks; what DeepSpeed leaves behind in memory is named after it."""
+    number = free_port()
+    yield number
+    for path in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{number}_*"):
+        path.unlink()
+
+
+def test_both_ranks_under_deepspeeds_launcher_have_nvmeio(tmp_path, port):
     script = Path(__file__).with_name("launched.py")
     launcher = Path(sys.executable).with_name("deepspeed")
-    port = f"--master_port={free_port()}"
-    run_well(
-        sys.executable, launcher, "--num_accelerators=2", port, script, tmp_path, env=ON
-    )
+    options = ("--num_accelerators=2", f"--master_port={port}")
+    run_well(sys.executable, launcher, *options, script, tmp_path, env=ON)
     reports = [json.loads(path.read_text()) for path in tmp_path.glob("*.json")]
     assert reports == [{"op": "nvmeio.deepspeed", "ranks": 2, "requests": 2}] * 2
