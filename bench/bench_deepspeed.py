@@ -59,8 +59,6 @@ Fights = list[tuple[Duel, Goal]]
 
 def op_of(name: str) -> Any:
     """Return the module with the op's names."""
-    # Who has it in DeepSpeed's place would see nvmeio beside itself.
-    os.environ.pop("NVMEIO_DEEPSPEED", None)
     if name == "DeepSpeed":
         from deepspeed.ops.op_builder import AsyncIOBuilder
 
@@ -413,6 +411,8 @@ def main() -> None:
         version = importlib.metadata.version("deepspeed")
     except importlib.metadata.PackageNotFoundError:
         sys.exit("bench_deepspeed: DeepSpeed is missing; pip install deepspeed ninja")
+    # For the children: who has nvmeio in DeepSpeed's place would see it beside itself.
+    os.environ.pop("NVMEIO_DEEPSPEED", None)
     print("DeepSpeed's op is compiled, unless it was before", file=sys.stderr)
     if problem := in_process(obstacle):
         sys.exit(f"bench_deepspeed: DeepSpeed {version} cannot load its op: {problem}")
