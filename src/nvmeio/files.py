@@ -3,7 +3,6 @@
 import contextlib
 import errno
 import os
-import secrets
 import stat
 from collections.abc import Iterator
 from typing import Any
@@ -175,21 +174,6 @@ def synced_folder(path: str | bytes) -> Iterator[None]:
             os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-@contextlib.contextmanager
-def replacement(target: str) -> Iterator[str]:
-    """Name a file beside another, whose place it takes if all goes well."""
-    # Of a length of its own: a name that is long already has no room for a suffix.
-    name = f".nvmeio-{secrets.token_hex(8)}.tmp"
-    temporary = os.path.join(os.path.dirname(target), name)
-    try:
-        yield temporary
-        os.replace(temporary, target)
-    except BaseException:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary)
-        raise
 
 
 @contextlib.contextmanager

@@ -11,10 +11,11 @@ import numpy.typing as npt
 from nvmeio._elements import bytes_of, storable
 from nvmeio._npy import header_of, read_layout
 from nvmeio._registry import library_of
+from nvmeio._replacing import replacement
 from nvmeio._types import Path
 from nvmeio.arguments import flag, path_of
 from nvmeio.file import File
-from nvmeio.files import naming, replacement, synced_folder
+from nvmeio.files import naming, synced_folder
 from nvmeio.handle import aio_handle
 from nvmeio.memory import empty
 

@@ -11,8 +11,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from nvmeio._replacing import replacement
 from nvmeio.arguments import LIMITS, flag, whole
-from nvmeio.files import replacement, synced_folder, write_file
+from nvmeio.files import synced_folder, write_file
 from nvmeio.handle import aio_handle
 
 __all__ = ["aio_config", "write_aio_config"]
