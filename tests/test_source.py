@@ -87,6 +87,7 @@ MAY_USE = {
         "staged",
     },
     "transfers": {"_contract", "_core", "arguments", "gather", "request", "submitter"},
+    "_devices": {"_types"},
     "_options": {"arguments", "lanes"},
     "handle": {"_locked", "_options", "file", "transfers"},
     "files": {"_types", "arguments", "buffer", "file", "handle", "pool"},
