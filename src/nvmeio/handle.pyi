@@ -1,7 +1,8 @@
 from typing import Any, Literal
 
-from typing_extensions import disjoint_base
+from typing_extensions import Self, disjoint_base
 
+from nvmeio._types import Path
 from nvmeio.transfers import Transfers
 
 @disjoint_base
@@ -14,11 +15,15 @@ class aio_handle(Transfers):
         overlap_events: bool = False,
         intra_op_parallelism: int = 1,
         *,
-        engine: Literal["auto", "io_uring", "libaio", "threads", "sync"] = "auto",
+        engine: Literal["auto", "io_uring", "libaio", "threads", "sync"] | None = "auto",
         direct: bool | Literal["auto"] = "auto",
-        bounce: Literal["auto", "always", "never"] = "auto",
+        bounce: Literal["auto", "always", "never"] | None = "auto",
         errors: Literal["raise", "status"] = "raise",
     ) -> None: ...
+    @classmethod
+    def from_profile(
+        cls, path: Path, *, op: Literal["both", "read", "write"] = "both", **options: Any
+    ) -> Self: ...
     def get_block_size(self) -> int: ...
     def get_queue_depth(self) -> int: ...
     def get_single_submit(self) -> bool: ...

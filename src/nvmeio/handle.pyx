@@ -10,6 +10,7 @@ from nvmeio.transfers cimport Transfers
 
 from nvmeio._locked import free_locked, is_locked, new_locked
 from nvmeio._options import aio_handle as checked_options
+from nvmeio._options import profile_arguments
 
 
 # A cycle collector would empty the attributes before __dealloc__ drains the lanes.
@@ -26,7 +27,7 @@ cdef class aio_handle(Transfers):
     ----------
     block_size : int, default 1048576
         The largest I/O in bytes, 1 to 1 GiB; rounded up to whole pages inside.  Where it
-        is not passed, ``NVMEIO_BLOCK_SIZE`` of the environment counts.
+        is not passed, or None, ``NVMEIO_BLOCK_SIZE`` of the environment counts.
     queue_depth : int, default 128
         Blocks in flight in each lane, 1 to 32768; else ``NVMEIO_QUEUE_DEPTH``.
     single_submit : bool, default False
@@ -61,10 +62,17 @@ cdef class aio_handle(Transfers):
     ValueError
         A value is out of its limits or unknown, the environment's included.
     OSError
-        The engine that was asked for does not work here; says why.
+        The engine that was asked for does not work here; says why.  Or there is no profile
+        where ``NVMEIO_PROFILE`` says.
 
     Notes
     -----
+    Where ``NVMEIO_PROFILE`` is set, what is neither passed nor set by the environment comes
+    from a profile that ``nvmeio tune`` saved, from what was best for reading and writing
+    alike: "auto" takes the only profile there is, or of several that of the device on which
+    the current folder lies, or the defaults where it has none; an absolute path takes that
+    of the device on which it lies.  See ``from_profile`` for one handle alone.
+
     Thread-safe; every call that blocks releases the GIL.  A handle can be pickled and
     copied, which carries its configuration and what a subclass keeps in ``__dict__``, and
     used in forked children, where it starts lanes of its own.  The constructor's first five
@@ -94,6 +102,43 @@ cdef class aio_handle(Transfers):
         self.options = options
         self.status = options["errors"] == "status"
         self.start(options, direct)
+
+    @classmethod
+    def from_profile(cls, path, *, op="both", **options):
+        """Make a handle with what ``nvmeio tune`` found to be best on a device.
+
+        Parameters
+        ----------
+        path : str, bytes or os.PathLike
+            A file or a folder on the device; where it does not exist, the nearest folder
+            above counts.
+        op : {"both", "read", "write"}, default "both"
+            What the handle is for.
+        **options
+            Arguments of the constructor; what is passed counts before the profile, and so
+            do ``NVMEIO_BLOCK_SIZE``, ``NVMEIO_QUEUE_DEPTH`` and ``NVMEIO_ENGINE``.
+
+        Returns
+        -------
+        aio_handle
+            Of the class that this is called on, whose constructor gets all options by name.
+
+        Raises
+        ------
+        FileNotFoundError
+            There is no profile of the device; names it.
+        OSError
+            The path may not be looked at, or the profile not be read.
+        TypeError, ValueError
+            An argument is wrong, as for the constructor, or the profile is broken or of a
+            newer nvmeio: says which file, and what in it.
+
+        Notes
+        -----
+        An engine that does not work in this process gives way to "auto", which is logged.
+        Profiles are of this user: see ``nvmeio.profiles``.
+        """
+        return cls(**profile_arguments(path, op, options))
 
     # The contract's getters.
 

@@ -43,9 +43,10 @@ class aio_handle(handle.aio_handle):
     TypeError
         An argument is unknown or of the wrong type.
     ValueError
-        A value is out of its limits or unknown.
+        A value is out of its limits or unknown, or ``NVMEIO_PROFILE`` or its profile is.
     OSError
-        The engine that was asked for does not work here; says why.
+        The engine that was asked for does not work here; says why.  Or there is no profile
+        where ``NVMEIO_PROFILE`` says.
 
     Notes
     -----
@@ -54,8 +55,9 @@ class aio_handle(handle.aio_handle):
     it is "status" here.  Errors of the program still raise, and so do ``submit_*`` and
     ``fsync``, which are not DeepSpeed's.
 
-    The defaults are DeepSpeed's whatever ``NVMEIO_BLOCK_SIZE`` and ``NVMEIO_QUEUE_DEPTH``
-    say; ``NVMEIO_ENGINE`` counts.
+    The defaults are DeepSpeed's whatever ``NVMEIO_BLOCK_SIZE``, ``NVMEIO_QUEUE_DEPTH`` and
+    ``NVMEIO_PROFILE`` say.  The engine and bounces, of which DeepSpeed knows nothing, come
+    from ``NVMEIO_ENGINE`` and the profile where they are not passed.
 
     References
     ----------
@@ -70,9 +72,9 @@ class aio_handle(handle.aio_handle):
         overlap_events: bool = False,
         intra_op_parallelism: int = 1,
         *,
-        engine: Literal["auto", "io_uring", "libaio", "threads", "sync"] = "auto",
+        engine: Literal["auto", "io_uring", "libaio", "threads", "sync"] | None = None,
         direct: bool | Literal["auto"] = "auto",
-        bounce: Literal["auto", "always", "never"] = "auto",
+        bounce: Literal["auto", "always", "never"] | None = None,
     ) -> None:
         _require_numbers(block_size, queue_depth)
         super().__init__(

@@ -1,0 +1,494 @@
+"""Profiles: kept in files, and used by handles."""
+
+import dataclasses
+import errno
+import json
+import logging
+import os
+import pathlib
+import pickle
+import resource
+import stat
+import subprocess
+import sys
+
+import pytest
+
+import nvmeio
+from helpers import limit
+from nvmeio import _options
+from nvmeio._devices import device_of
+from nvmeio.profiles import (
+    Choice,
+    Profile,
+    load_profile,
+    new_profile,
+    profile_file,
+    profiles_folder,
+    read_profile,
+    save_profile,
+    saved_profiles,
+)
+
+OPTIONS = {
+    "block_size": 65536,
+    "queue_depth": 9,
+    "single_submit": True,
+    "overlap_events": True,
+    "intra_op_parallelism": 2,
+    "engine": "threads",
+    "bounce": "never",
+}
+BOTH, READ, WRITE = (
+    Choice({**OPTIONS, "queue_depth": depth}, {"read_gb_per_s": 1.5, "rounds": [depth]})
+    for depth in (9, 10, 11)
+)
+
+GETTERS = tuple(name for name in OPTIONS if name not in ("engine", "bounce"))
+DEFAULTS = dict(zip(GETTERS, (1 << 20, 128, False, False, 1), strict=True))
+
+VARIABLES = ("BLOCK_SIZE", "QUEUE_DEPTH", "ENGINE", "PROFILE")
+
+
+@pytest.fixture(autouse=True)
+def config(tmp_path, monkeypatch):
+    """A folder of configuration for this test alone; nothing else is set."""
+    for name in VARIABLES:
+        monkeypatch.delenv(f"NVMEIO_{name}", raising=False)
+    folder = tmp_path / "configuration"
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(folder))
+    return folder
+
+
+@pytest.fixture
+def profile(tmp_path):
+    """A profile of the device that tmp_path lies on, not saved."""
+    return new_profile(tmp_path, both=BOTH, read=READ, write=WRITE)
+
+
+@pytest.fixture
+def saved(profile):
+    """The same, saved."""
+    save_profile(profile)
+    return profile
+
+
+def gotten(handle):
+    """Return what a handle's getters say, and end it."""
+    with handle:
+        return {name: getattr(handle, f"get_{name}")() for name in GETTERS}
+
+
+def chosen(options):
+    """Return what the getters would say of options."""
+    return {name: options[name] for name in GETTERS}
+
+
+def all_options(handle):
+    """Return every option of a handle, of which some have no getter, and end it."""
+    with handle:
+        return handle.__reduce__()[1][1]
+
+
+class TestFiles:
+    def test_what_was_saved_is_loaded(self, profile, tmp_path):
+        assert load_profile(tmp_path) is None
+        assert saved_profiles() == []
+        file = save_profile(profile)
+        assert saved_profiles() == [file]
+        assert load_profile(tmp_path / "not" / "there") == read_profile(file) == profile
+
+    def test_a_profile_says_of_what_and_when_it_is(self, profile, tmp_path):
+        device = device_of(tmp_path)
+        assert (profile.device, profile.description) == (device.identity, str(device))
+        assert profile.nvmeio == nvmeio.__version__
+        assert profile.kernel == os.uname().release
+        assert profile.made.endswith("+00:00")
+
+    def test_a_file_bears_the_name_of_the_device(self, profile, config):
+        file = save_profile(profile)
+        assert file == config / "nvmeio" / "profiles" / f"{profile.device}.json"
+        assert file == profile_file(profile.device)
+        content = json.loads(file.read_text())
+        assert content == {"version": 1, **dataclasses.asdict(profile)}
+
+    def test_folders_are_made_for_the_user_alone(self, profile, config):
+        """As the XDG Base Directory Specification asks for."""
+        file = save_profile(profile)
+        for folder in (config, config / "nvmeio", file.parent):
+            assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+    def test_a_newer_profile_takes_the_place(self, saved, tmp_path):
+        newer = dataclasses.replace(saved, both=READ)
+        save_profile(newer)
+        assert load_profile(tmp_path) == newer
+        assert len(saved_profiles()) == 1
+
+    def test_of_a_full_disk_the_old_profile_remains(self, saved, tmp_path):
+        large = Choice(OPTIONS, {"note": "x" * 100_000})
+        with (
+            limit(resource.RLIMIT_FSIZE, 50_000),
+            pytest.raises(OSError, match="File too large") as caught,
+        ):
+            save_profile(dataclasses.replace(saved, both=large))
+        assert caught.value.errno == errno.EFBIG
+        assert load_profile(tmp_path) == saved
+        assert os.listdir(profiles_folder()) == [f"{saved.device}.json"]
+
+    @pytest.mark.parametrize("value", ["", "relative/folder", None])
+    def test_a_folder_that_is_not_absolute_is_ignored(self, monkeypatch, tmp_path, value):
+        monkeypatch.setenv("HOME", str(tmp_path))
+        if value is None:
+            monkeypatch.delenv("XDG_CONFIG_HOME")
+        else:
+            monkeypatch.setenv("XDG_CONFIG_HOME", value)
+        assert profiles_folder() == tmp_path / ".config" / "nvmeio" / "profiles"
+
+    def test_other_files_are_no_profiles(self, saved):
+        (profiles_folder() / ".nvmeio-1234.tmp").touch()
+        (profiles_folder() / "README").touch()
+        assert saved_profiles() == [profile_file(saved.device)]
+
+
+def broken(change):
+    """Return the text of a profile that is broken by a function."""
+
+    def text(profile):
+        content = {"version": 1, **dataclasses.asdict(profile)}
+        change(content)
+        return json.dumps(content)
+
+    return text
+
+
+BROKEN = {
+    "no JSON": (lambda _: '{"version": ', "Expecting value"),
+    "no text": (lambda _: b"\xff\xfe\xff", "decode"),
+    "empty": (lambda _: "", "Expecting value"),
+    "no object": (lambda _: "[1]", "it is no object"),
+    "version": (broken(lambda c: c.update(version=2)), "version is 2; nvmeio here knows 1"),
+    "no version": (broken(lambda c: c.pop("version")), "it lacks 'version'"),
+    "no device": (broken(lambda c: c.pop("device")), "it lacks 'device'"),
+    "other device": (broken(lambda c: c.update(device="x")), "device is 'x'; it must be "),
+    "number": (broken(lambda c: c.update(made=5)), "made is 5; it must be a text"),
+    "unknown": (broken(lambda c: c.update(more=5)), "it has 'more', which is unknown"),
+    "no choice": (broken(lambda c: c.update(read=5)), "read is no object"),
+    "figures": (broken(lambda c: c["read"].update(figures=1)), "read.figures is no object"),
+    "no option": (
+        broken(lambda c: c["write"]["options"].pop("bounce")),
+        "write.options lacks 'bounce'",
+    ),
+    "unknown option": (
+        broken(lambda c: c["write"]["options"].update(direct=True)),
+        "write.options has 'direct', which is unknown",
+    ),
+    "limit": (
+        broken(lambda c: c["both"]["options"].update(block_size=0)),
+        "both.options.block_size is 0; it must be from 1 to 1073741824",
+    ),
+    "type": (
+        broken(lambda c: c["both"]["options"].update(queue_depth="8")),
+        "both.options.queue_depth is '8'; it must be an integer",
+    ),
+    "boolean": (
+        broken(lambda c: c["both"]["options"].update(single_submit="false")),
+        "both.options.single_submit is 'false'; it must be True or False",
+    ),
+    "word": (
+        broken(lambda c: c["both"]["options"].update(engine="posix")),
+        "both.options.engine is 'posix'; it must be one of auto, io_uring",
+    ),
+}
+
+
+@pytest.mark.parametrize(("text", "words"), BROKEN.values(), ids=BROKEN)
+@pytest.mark.parametrize("variable", ["", "auto", "path"])
+def test_of_a_broken_profile_the_file_and_the_field_are_named(
+    saved, tmp_path, monkeypatch, text, words, variable
+):
+    """NVMEIO_PROFILE too: who sets it would not want the defaults in its place."""
+    file, content = profile_file(saved.device), text(saved)
+    file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    monkeypatch.setenv("NVMEIO_PROFILE", str(tmp_path) if variable == "path" else variable)
+    with pytest.raises(ValueError, match=r"the profile .* cannot be used: ") as caught:
+        nvmeio.aio_handle() if variable else nvmeio.aio_handle.from_profile(tmp_path)
+    assert repr(str(file)) in str(caught.value)
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({"both": Choice({**OPTIONS, "block_size": 0}, {})}, ValueError, "block_size is 0"),
+        ({"read": Choice({"block_size": 1}, {})}, ValueError, "read.options lacks"),
+        ({"read": Choice(OPTIONS, {"x": float("nan")})}, ValueError, "JSON"),
+        ({"read": Choice(OPTIONS, {"x": object()})}, TypeError, "object"),
+        ({"device": "../elsewhere"}, ValueError, "device is '../elsewhere'"),
+    ],
+)
+def test_what_could_not_be_loaded_is_not_saved(saved, tmp_path, change, error, words):
+    with pytest.raises(error, match=words):
+        save_profile(dataclasses.replace(saved, **change))
+    assert load_profile(tmp_path) == saved
+    assert saved_profiles() == [profile_file(saved.device)]
+
+
+class Subclass(nvmeio.aio_handle):
+    """A handle whose constructor takes more."""
+
+    def __init__(self, *, name="", **options):
+        super().__init__(**options)
+        self.name = name
+
+
+class TestFromProfile:
+    @pytest.mark.parametrize("op", ["both", "read", "write"])
+    def test_each_kind_of_work_has_its_options(self, saved, tmp_path, op):
+        handle = nvmeio.aio_handle.from_profile(tmp_path / "none" / "yet", op=op)
+        assert handle.stats()["engine"] == "threads"
+        assert all_options(handle) == {
+            **getattr(saved, op).options,
+            "direct": "auto",
+            "errors": "raise",
+        }
+
+    def test_both_is_the_default(self, saved, tmp_path):
+        handle = nvmeio.aio_handle.from_profile(tmp_path)
+        assert gotten(handle) == chosen(saved.both.options)
+
+    def test_what_is_passed_counts_first(self, saved, tmp_path, monkeypatch):
+        monkeypatch.setenv("NVMEIO_BLOCK_SIZE", "4096")
+        monkeypatch.setenv("NVMEIO_ENGINE", "sync")
+        passed = {"block_size": 8192, "overlap_events": False, "engine": "threads"}
+        passed |= {"errors": "status", "direct": False}
+        handle = nvmeio.aio_handle.from_profile(tmp_path, **passed)
+        assert handle.stats()["engine"] == "threads"
+        assert all_options(handle) == {**saved.both.options, **passed}
+
+    def test_the_environment_counts_before_the_profile(self, saved, tmp_path, monkeypatch):
+        monkeypatch.setenv("NVMEIO_BLOCK_SIZE", "4096")
+        monkeypatch.setenv("NVMEIO_ENGINE", "sync")
+        handle = nvmeio.aio_handle.from_profile(tmp_path, block_size=None, bounce=None)
+        assert handle.stats()["engine"] == "sync"
+        assert gotten(handle) == {**chosen(saved.both.options), "block_size": 4096}
+
+    def test_subclasses_are_made(self, saved, tmp_path):
+        handle = Subclass.from_profile(tmp_path, op="write", name="mine")
+        assert (type(handle), handle.name) == (Subclass, "mine")
+        assert gotten(handle) == chosen(saved.write.options)
+        handle = nvmeio.deepspeed.aio_handle.from_profile(tmp_path)
+        assert type(handle) is nvmeio.deepspeed.aio_handle
+        assert all_options(handle) == {
+            **saved.both.options,
+            "direct": "auto",
+            "errors": "status",
+        }
+
+    def test_a_device_without_a_profile_is_named(self, tmp_path):
+        device = device_of(tmp_path)
+        with pytest.raises(FileNotFoundError) as caught:
+            nvmeio.aio_handle.from_profile(tmp_path)
+        assert caught.value.errno == errno.ENOENT
+        assert caught.value.filename == str(profile_file(device.identity))
+        assert f"there is no profile of {device}, which {str(tmp_path)!r} lies on" in str(
+            caught.value
+        )
+        assert "`nvmeio tune DIR`" in str(caught.value)
+
+    @pytest.mark.parametrize(
+        ("options", "error", "words"),
+        [
+            ({"op": "copy"}, ValueError, "op is 'copy'; it must be one of both, read"),
+            (
+                {"depth": 3},
+                TypeError,
+                r"^aio_handle\(\) got an unexpected keyword argument",
+            ),
+            ({"queue_depth": 0}, ValueError, "^queue_depth is 0; it must be from 1 to"),
+            ({"single_submit": None}, TypeError, "single_submit is None"),
+        ],
+    )
+    def test_mistakes_are_named(self, saved, tmp_path, options, error, words):
+        with pytest.raises(error, match=words):
+            nvmeio.aio_handle.from_profile(tmp_path, **options)
+
+
+@pytest.fixture
+def refused(monkeypatch):
+    """A process in which the threads are refused, as io_uring is in containers."""
+    found = {"threads": {"works": False, "reason": "refused here"}}
+    monkeypatch.setattr(_options, "engines", lambda: found)
+    _options._usable_once.cache_clear()
+    yield
+    _options._usable_once.cache_clear()
+
+
+@pytest.mark.usefixtures("refused")
+class TestRefusedEngine:
+    def test_it_gives_way_and_is_told_once(self, saved, tmp_path, monkeypatch, caplog):
+        monkeypatch.setenv("NVMEIO_PROFILE", "auto")
+        for handle in (
+            nvmeio.aio_handle.from_profile(tmp_path),
+            nvmeio.aio_handle.from_profile(tmp_path, op="read"),
+            nvmeio.aio_handle(queue_depth=9),
+        ):
+            options = all_options(handle)
+            assert (options["engine"], options["bounce"]) == ("auto", "never")
+        told = [record.getMessage() for record in caplog.records]
+        assert told == ["the profile's engine threads cannot be used: refused here"]
+
+    def test_it_is_no_matter_where_another_was_asked_for(self, saved, tmp_path, caplog):
+        handle = nvmeio.aio_handle.from_profile(tmp_path, engine="sync")
+        assert handle.stats()["engine"] == all_options(handle)["engine"] == "sync"
+        assert caplog.records == []
+
+
+class TestEnvironment:
+    @pytest.fixture
+    def another(self, saved):
+        """A second profile, of a device that is not here."""
+        choice = Choice({**OPTIONS, "queue_depth": 77}, {})
+        save_profile(Profile("another", "", "", "", "", choice, choice, choice))
+
+    @pytest.fixture
+    def auto(self, monkeypatch):
+        monkeypatch.setenv("NVMEIO_PROFILE", "auto")
+
+    @pytest.mark.usefixtures("auto")
+    def test_the_only_profile_is_taken(self, saved, monkeypatch):
+        monkeypatch.chdir("/proc")
+        handle = nvmeio.aio_handle()
+        assert handle.stats()["engine"] == "threads"
+        assert all_options(handle) == {
+            **saved.both.options,
+            "direct": "auto",
+            "errors": "raise",
+        }
+
+    @pytest.mark.usefixtures("auto", "another")
+    def test_of_several_that_of_the_current_folder_is_taken(
+        self, saved, tmp_path, monkeypatch, caplog
+    ):
+        caplog.set_level(logging.INFO, "nvmeio")
+        monkeypatch.chdir(tmp_path)
+        assert gotten(nvmeio.aio_handle()) == chosen(saved.both.options)
+        assert caplog.records == []
+        monkeypatch.chdir("/proc")
+        assert gotten(nvmeio.aio_handle()) == DEFAULTS
+
+    @pytest.mark.usefixtures("auto")
+    def test_without_any_the_defaults_count_and_that_is_told_once(self, caplog):
+        caplog.set_level(logging.INFO, "nvmeio")
+        assert gotten(nvmeio.aio_handle()) == gotten(nvmeio.aio_handle()) == DEFAULTS
+        assert [record.levelno for record in caplog.records] == [logging.INFO]
+        assert "of 0 profiles" in caplog.text
+        assert str(profiles_folder()) in caplog.text
+
+    @pytest.mark.usefixtures("another")
+    def test_a_path_names_the_device(self, saved, tmp_path, monkeypatch):
+        monkeypatch.setenv("NVMEIO_PROFILE", str(tmp_path / "not" / "there"))
+        monkeypatch.chdir("/proc")
+        assert gotten(nvmeio.aio_handle()) == chosen(saved.both.options)
+
+    @pytest.mark.usefixtures("saved")
+    def test_a_path_on_a_device_without_a_profile_is_an_error(self, monkeypatch):
+        monkeypatch.setenv("NVMEIO_PROFILE", "/proc")
+        with pytest.raises(FileNotFoundError, match="which NVMEIO_PROFILE='/proc' lies on"):
+            nvmeio.aio_handle()
+
+    @pytest.mark.usefixtures("saved")
+    @pytest.mark.parametrize("value", ["1", "on", "AUTO", "some/folder", "~", "auto "])
+    def test_anything_else_is_refused(self, monkeypatch, value):
+        monkeypatch.setenv("NVMEIO_PROFILE", value)
+        words = f"NVMEIO_PROFILE is {value!r}; it must be auto, or an absolute path"
+        with pytest.raises(ValueError, match=words):
+            nvmeio.aio_handle()
+
+    @pytest.mark.usefixtures("saved")
+    def test_an_empty_value_is_none(self, monkeypatch):
+        monkeypatch.setenv("NVMEIO_PROFILE", "")
+        assert gotten(nvmeio.aio_handle()) == DEFAULTS
+
+    @pytest.mark.usefixtures("auto")
+    def test_arguments_and_other_variables_count_first(self, saved, monkeypatch):
+        monkeypatch.setenv("NVMEIO_BLOCK_SIZE", "4096")
+        monkeypatch.setenv("NVMEIO_QUEUE_DEPTH", "5")
+        monkeypatch.setenv("NVMEIO_ENGINE", "sync")
+        passed = {"queue_depth": 3, "single_submit": False, "bounce": "auto"}
+        handle = nvmeio.aio_handle(**passed)
+        assert handle.stats()["engine"] == "sync"
+        assert all_options(handle) == {
+            **saved.both.options,
+            **passed,
+            "block_size": 4096,
+            "engine": "auto",
+            "direct": "auto",
+            "errors": "raise",
+        }
+
+    @pytest.mark.usefixtures("auto")
+    def test_a_default_that_is_passed_is_passed(self, saved):
+        """Also by position, and as the same value that would be taken anyway."""
+        assert gotten(nvmeio.aio_handle(*DEFAULTS.values())) == DEFAULTS
+        found = all_options(nvmeio.aio_handle(**DEFAULTS, engine="auto", bounce="auto"))
+        assert found == {
+            **DEFAULTS,
+            **dict.fromkeys(("engine", "bounce", "direct"), "auto"),
+            "errors": "raise",
+        }
+
+    @pytest.mark.usefixtures("auto")
+    def test_a_profile_that_is_saved_later_counts(self, profile):
+        assert gotten(nvmeio.aio_handle()) == DEFAULTS
+        save_profile(profile)
+        assert gotten(nvmeio.aio_handle()) == chosen(profile.both.options)
+
+    @pytest.mark.usefixtures("saved")
+    def test_a_pickled_handle_keeps_its_options(self, monkeypatch):
+        with nvmeio.aio_handle() as handle:
+            data = pickle.dumps(handle)
+        monkeypatch.setenv("NVMEIO_PROFILE", "auto")
+        assert gotten(pickle.loads(data)) == DEFAULTS
+
+    @pytest.mark.usefixtures("auto")
+    def test_the_op_keeps_deepspeeds_defaults(self, saved):
+        """Of engines and bounces DeepSpeed knows nothing."""
+        handle = nvmeio.deepspeed.aio_handle()
+        assert handle.stats()["engine"] == "threads"
+        assert all_options(handle) == {
+            **DEFAULTS,
+            "engine": "threads",
+            "bounce": "never",
+            "direct": "auto",
+            "errors": "status",
+        }
+        handle = nvmeio.deepspeed.aio_handle(engine="sync", bounce="always")
+        assert handle.stats()["engine"] == "sync"
+        assert all_options(handle)["bounce"] == "always"
+
+
+def test_an_unreadable_profile_is_an_error(saved, tmp_path):
+    file = profile_file(saved.device)
+    file.unlink()
+    file.mkdir()
+    with pytest.raises(IsADirectoryError) as caught:
+        nvmeio.aio_handle.from_profile(tmp_path)
+    assert pathlib.Path(caught.value.filename) == file
+
+
+def test_nothing_of_it_is_loaded_before_it_is_used(tmp_path):
+    program = (
+        "import sys, nvmeio\n"
+        "nvmeio.aio_handle().close()\n"
+        "parts = {'nvmeio.profiles', 'nvmeio._lookup', 'nvmeio._devices'}\n"
+        "assert not parts & set(sys.modules), parts & set(sys.modules)\n"
+        "try:\n"
+        f"    nvmeio.aio_handle.from_profile({str(tmp_path)!r})\n"
+        "except FileNotFoundError:\n"
+        "    assert parts <= set(sys.modules)\n"
+        "    print('ready')\n"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+    assert (run.stdout, run.stderr) == ("ready\n", "")
