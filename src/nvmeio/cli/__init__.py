@@ -1,0 +1,112 @@
+"""The command ``nvmeio``: one module for each of its commands, found by ``COMMANDS``.
+
+A module of a command has ``configure(parser)``, which adds its arguments, and
+``run(options, terminal)``, which returns the exit status: 0, or 1 where the answer is no.
+Every command answers with text on standard output; progress, notes and errors go to
+standard error.  An error is one line, and the exit status 1; of a wrong command line 2.
+"""
+
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from types import FrameType
+
+from nvmeio.cli.arguments import CommandError, Parser, UsageError, hyphenated
+from nvmeio.cli.terminal import terminal
+
+__all__ = ["COMMANDS", "main"]
+
+# For each command what it does, in the words of --help.
+COMMANDS: dict[str, str] = {}
+
+ABOUT = """\
+Moves numpy arrays and torch tensors to and from files on NVMe drives.  The commands tell
+whether that works here, how fast it is, and which settings are best.
+"""
+
+EXAMPLES = """\
+examples:
+  nvmeio doctor /mnt/nvme
+  nvmeio bench /mnt/nvme --size 4G
+  nvmeio tune /mnt/nvme
+
+nvmeio COMMAND --help tells more of each.
+"""
+
+# Signals that end a program; it still has files to take away.
+ENDING = (signal.SIGTERM, signal.SIGHUP)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run ``nvmeio``.
+
+    Parameters
+    ----------
+    arguments : sequence of str, optional
+        Those of the command line, without the program's name; `sys.argv` has them if not
+        passed.
+
+    Returns
+    -------
+    int
+        The exit status: 0; 1 after an error or where the answer is no; 130 after Ctrl-C.
+
+    Raises
+    ------
+    SystemExit
+        With status 2 the command line was wrong; with 0 it asked for help; with 128 and
+        the signal's number a signal has ended the command.
+    """
+    words = sys.argv[1:] if arguments is None else arguments
+    parser = _parser()
+    options = parser.parse_args(hyphenated(words))
+    before = {number: signal.signal(number, _end) for number in ENDING}
+    try:
+        return _run(parser, options.command, options)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _run(parser: Parser, name: str, options: object) -> int:
+    """Run a command, and say in one line what went wrong."""
+    command = import_module(f"nvmeio.cli.{name}")
+    try:
+        status: int = command.run(options, terminal())
+        sys.stdout.flush()
+    except UsageError as error:
+        parser.command(name).error(str(error))
+    except BrokenPipeError:
+        # Whoever read the answer has enough of it.  Python would flush once more.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except (CommandError, OSError, MemoryError, ValueError) as error:
+        print(f"nvmeio {name}: error: {_sentence(error)}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(f"nvmeio {name}: interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
+    return status
+
+
+def _sentence(error: BaseException) -> str:
+    """Say in one line what an exception says."""
+    words = str(error) or type(error).__name__
+    if isinstance(error, OSError) and error.strerror and error.filename is not None:
+        words = f"{os.fsdecode(error.filename)}: {error.strerror}"
+    return " ".join(words.split())
+
+
+def _end(number: int, _frame: FrameType | None) -> None:
+    """Leave by an exception, so that everything is cleaned up."""
+    raise SystemExit(128 + number)
+
+
+def _parser() -> Parser:
+    parser = Parser(prog="nvmeio", description=ABOUT, epilog=EXAMPLES)
+    for name, about in COMMANDS.items():
+        command = parser.add_command(name, about)
+        import_module(f"nvmeio.cli.{name}").configure(command)
+    return parser

@@ -1,0 +1,111 @@
+"""The command ``nvmeio`` as processes: with pipes, and in a terminal of its own."""
+
+import contextlib
+import fcntl
+import os
+import pty
+import re
+import select
+import struct
+import subprocess
+import sys
+import termios
+import time
+from dataclasses import dataclass
+
+from children import WATCHDOG_S
+
+# What a terminal is told that is not text: colours, and where the cursor goes.
+CONTROL = re.compile(r"\x1b(\[[0-9;?]*[A-Za-z]|\][^\x07]*\x07)")
+
+CTRL_C = b"\x03"
+
+
+@dataclass
+class Done:
+    """A command that has ended.
+
+    In a terminal both outputs are one, in ``out``.
+    """
+
+    status: int
+    out: str
+    err: str = ""
+
+
+def command(*arguments, without=()):
+    """Return the words that run ``nvmeio`` with this Python; `without` hides packages."""
+    words = [str(argument) for argument in arguments]
+    if not without:
+        return [sys.executable, "-m", "nvmeio", *words]
+    hiding = f"""
+import sys
+class Hidden:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {tuple(without)!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+sys.meta_path.insert(0, Hidden())
+from nvmeio.cli import main
+sys.exit(main())
+"""
+    return [sys.executable, "-c", hiding, *words]
+
+
+def nvmeio(*arguments, without=(), **options):
+    """Run ``nvmeio`` with pipes."""
+    options.setdefault("timeout", WATCHDOG_S)
+    done = subprocess.run(
+        command(*arguments, without=without),
+        capture_output=True,
+        text=True,
+        check=False,
+        **options,
+    )
+    return Done(done.returncode, done.stdout, done.stderr)
+
+
+def nvmeio_in_terminal(*arguments, until=None, typed=CTRL_C, without=(), **options):
+    """Run ``nvmeio`` in a terminal; once `until`, a pattern, is seen, keys are typed."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 160, 0, 0))
+    options["env"] = {**options.get("env", os.environ), "TERM": "xterm-256color"}
+    process = subprocess.Popen(
+        command(*arguments, without=without),
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        start_new_session=True,
+        # Ctrl-C goes to whom the terminal controls.
+        preexec_fn=lambda: fcntl.ioctl(theirs, termios.TIOCSCTTY, 0),
+        **options,
+    )
+    os.close(theirs)
+    seen = b""
+    deadline = time.monotonic() + WATCHDOG_S
+    try:
+        while time.monotonic() < deadline:
+            if not select.select([ours], [], [], 1)[0]:
+                continue
+            try:
+                piece = os.read(ours, 1 << 16)
+            except OSError:  # EIO: the last of them has closed it
+                break
+            if not piece:
+                break
+            seen += piece
+            if until is not None and re.search(until, text_of(seen)):
+                os.write(ours, typed)
+                until = None
+        status = process.wait(timeout=max(1, deadline - time.monotonic()))
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        process.wait()
+        os.close(ours)
+    assert until is None, f"{until!r} was never seen in: {text_of(seen)}"
+    return Done(status, text_of(seen))
+
+
+def text_of(output):
+    """Return what a terminal was given, without what is not text."""
+    return CONTROL.sub("", output.decode(errors="replace")).replace("\r\n", "\n")
