@@ -3,6 +3,7 @@
 import argparse
 import re
 from collections.abc import Callable, Iterable
+from fractions import Fraction
 from importlib.metadata import version
 from typing import Any, NoReturn
 
@@ -16,6 +17,8 @@ __all__ = [
     "size",
 ]
 
+# More digits than anything has bytes or seconds would overflow.
+NUMBER = r"\d{1,18}(?:\.\d{1,18})?"
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 TIMES = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 
@@ -124,16 +127,18 @@ def size(text: str) -> int:
     Returns
     -------
     int
-        Bytes, at least 1.
+        Bytes, from 1 to what an offset in a file can be.
 
     Raises
     ------
     argparse.ArgumentTypeError
         It is no size.
     """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]?)(?:i?B)?", text.strip(), re.IGNORECASE)
-    nbytes = float(found[1]) * UNITS[found[2].upper()] if found else 0.0
-    if nbytes < 1 or nbytes != int(nbytes):
+    found = re.fullmatch(
+        rf"({NUMBER}) ?([KMGT]?)(?:i?B)?", text.strip(), re.ASCII | re.IGNORECASE
+    )
+    nbytes = Fraction(found[1]) * UNITS[found[2].upper()] if found else Fraction(0)
+    if not 1 <= nbytes < 1 << 63 or nbytes.denominator > 1:
         raise argparse.ArgumentTypeError(
             f"{text!r} is no size; it must be a whole number of bytes, such as 4096, 64K, "
             "1.5M or 4G"
@@ -159,7 +164,7 @@ def seconds(text: str) -> float:
     argparse.ArgumentTypeError
         It is no time.
     """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([smh]?)", text.strip())
+    found = re.fullmatch(rf"({NUMBER}) ?([smh]?)", text.strip(), re.ASCII)
     duration = float(found[1]) * TIMES[found[2]] if found else 0.0
     if duration <= 0:
         raise argparse.ArgumentTypeError(
@@ -183,7 +188,8 @@ def number(least: int, most: int) -> Callable[[str], int]:
     """
 
     def read(text: str) -> int:
-        if not re.fullmatch(r"\d+", text.strip()) or not least <= int(text) <= most:
+        found = re.fullmatch(r"\d{1,18}", text.strip(), re.ASCII)
+        if found is None or not least <= int(text) <= most:
             raise argparse.ArgumentTypeError(
                 f"{text!r} must be a whole number from {least} to {most}"
             )
