@@ -1,11 +1,13 @@
 """What was built, what works here, and which engine is taken."""
 
 import json
+import os
 
 import pytest
 
 import nvmeio
 from helpers import ENGINES
+from nvmeio.info import resources
 
 
 def test_engines_are_listed_in_order_of_preference():
@@ -37,6 +39,13 @@ def test_build_info_tells_what_there_is():
     for feature in found["features"].values():
         assert feature["built"] == (feature["reason"] == "")
     assert json.loads(json.dumps(found)) == found
+
+
+def test_no_more_may_be_used_than_there_is():
+    found = resources()
+    assert 1 <= found["processors"] <= len(os.sched_getaffinity(0))
+    page, pages = os.sysconf("SC_PAGE_SIZE"), os.sysconf("SC_PHYS_PAGES")
+    assert 1 << 20 < found["memory_bytes"] <= page * pages
 
 
 def test_without_debugging_the_build_is_optimized():

@@ -1,4 +1,4 @@
-"""What was built, what works here, and why the rest does not."""
+"""What was built, what works here and why the rest does not, and what may be used."""
 
 from nvmeio cimport _core
 from nvmeio._core cimport nvmeio_engine_info
@@ -46,3 +46,16 @@ def build_info() -> dict:
         why not, ``debug``); and ``engines`` as ``engines()`` gives them.
     """
     return {**build_record(), "engines": engines()}
+
+
+def resources() -> dict[str, int]:
+    """Tell how much of the machine this process may use.
+
+    Returns
+    -------
+    dict of str to int
+        ``processors``, which the affinity of this thread and the quota of its control
+        group leave; ``memory_bytes``, of the machine or of the control group, whichever is
+        less.
+    """
+    return {"processors": _core.cpu_count(), "memory_bytes": _core.memory_bytes()}
