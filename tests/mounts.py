@@ -151,6 +151,35 @@ def loop_mount(loop_device, tmp_path):
     return mount
 
 
+def with_mounts(script, path):
+    """Return the words that start a command with mounts that it alone sees.
+
+    They are made by a script, which has `path` as $0.
+    """
+    if os.geteuid() != 0:
+        pytest.skip("only root can mount a file system")
+    prefix = ["unshare", "--mount", "sh", "-c", f'{script} && exec "$@"', path]
+    done = subprocess.run([*prefix, "true"], capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip(f"nothing can be mounted here: {done.stderr.strip()}")
+    return prefix
+
+
+def with_file(folder, path, text):
+    """Return the words that start a command which finds another text in a file.
+
+    A sysctl is everybody's, so another file, made in `folder`, is mounted over it.
+    """
+    told = folder / os.path.basename(path)
+    told.write_text(text)
+    return with_mounts(f'mount --bind "$0" {path}', told)
+
+
+def with_read_only(folder):
+    """Return the words that start a command which may only read below a folder."""
+    return with_mounts('mount --bind "$0" "$0" && mount -o remount,bind,ro "$0"', folder)
+
+
 @pytest.fixture
 def slow_disk(loop_devices, faulty, tmp_path):
     """A file system on a loop device whose backing file is in the FUSE file system.

@@ -14,6 +14,7 @@ import pytest
 
 from children import Child, run_child, run_with_faults, skip_under_asan
 from helpers import ENGINES, kernel_release
+from mounts import with_file
 
 STEPS = ("write", "read", "unaligned", "small", "fsync", "again")
 ALL_WELL = dict.fromkeys(STEPS, "ok")
@@ -335,32 +336,12 @@ def test_a_seccomp_filter_is_worked_round(tmp_path, error, words, fallback):
     assert words in report["engines"]["io_uring"]["reason"]
 
 
-SYSCTL = "/proc/sys/kernel/io_uring_disabled"
-
-
-def with_sysctl(folder, value):
-    """Return the words that start a command which finds another value of the sysctl.
-
-    The one of the system is everybody's, so another file is mounted over it, where that
-    command alone sees it.
-    """
-    if os.geteuid() != 0:
-        pytest.skip("only root can mount a file system")
-    if not os.path.exists(SYSCTL):
-        pytest.skip("the kernel has no sysctl kernel.io_uring_disabled")
-    told = folder / "io_uring_disabled"
-    told.write_text(f"{value}\n")
-    script = f'mount --bind "$0" {SYSCTL} && exec "$@"'
-    prefix = ["unshare", "--mount", "sh", "-c", script, told]
-    done = subprocess.run([*prefix, "true"], capture_output=True, text=True)
-    if done.returncode:
-        pytest.skip(f"nothing can be mounted here: {done.stderr.strip()}")
-    return prefix
-
-
 @pytest.mark.parametrize("value", [1, 2])
 def test_a_sysctl_that_forbids_io_uring_is_named(tmp_path, value, fallback):
-    prefix = with_sysctl(tmp_path, value)
+    sysctl = "/proc/sys/kernel/io_uring_disabled"
+    if not os.path.exists(sysctl):
+        pytest.skip("the kernel has no sysctl kernel.io_uring_disabled")
+    prefix = with_file(tmp_path, sysctl, f"{value}\n")
     done = run_child("seccomp", prefix=prefix, folder=str(tmp_path), error=errno.EPERM)
     report = done.report
     words = f"sysctl kernel.io_uring_disabled is {value}; set it to 0"
