@@ -51,11 +51,11 @@ sys.exit(main())
     return [sys.executable, "-c", hiding, *words]
 
 
-def nvmeio(*arguments, without=(), **options):
-    """Run ``nvmeio`` with pipes."""
+def nvmeio(*arguments, prefix=(), without=(), **options):
+    """Run ``nvmeio`` with pipes, behind the words of `prefix`."""
     options.setdefault("timeout", WATCHDOG_S)
     done = subprocess.run(
-        command(*arguments, without=without),
+        [*prefix, *command(*arguments, without=without)],
         capture_output=True,
         text=True,
         check=False,

@@ -61,7 +61,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     words = sys.argv[1:] if arguments is None else arguments
     parser = _parser()
-    options = parser.parse_args(hyphenated(words))
+    options, unknown = parser.parse_known_args(hyphenated(words))
+    if unknown:
+        parser.command(options.command).error(f"unknown arguments: {' '.join(unknown)}")
     before = {number: signal.signal(number, _end) for number in ENDING}
     try:
         return _run(parser, options.command, options)
