@@ -18,6 +18,7 @@ from nvmeio.memory import extents_of
 
 __all__ = [
     "Layout",
+    "PickledError",
     "check_element",
     "check_size",
     "has_magic",
@@ -42,6 +43,10 @@ _MALFORMED = (
     RecursionError,
     tokenize.TokenError,
 )
+
+
+class PickledError(ValueError):
+    """A file holds Python objects, which unpickling alone would tell."""
 
 
 @dataclass(frozen=True)
@@ -96,8 +101,10 @@ def read_layout(file: File) -> Layout:
     OSError
         The file cannot be read.
     ValueError
-        It is no .npy file, its version or its header is none of numpy's, it has Python
-        objects, or it ends before the array does.
+        It is no .npy file, its version or its header is none of numpy's, or it ends before
+        the array does.
+    PickledError
+        It has Python objects.
     """
     with open(file.fileno(), "rb", closefd=False) as stream:
         stream.seek(0)
@@ -109,7 +116,7 @@ def read_layout(file: File) -> Layout:
             raise ValueError(f"{file.path!r} is no .npy file: {error}") from error
         offset = stream.tell()
     if dtype.hasobject:
-        raise ValueError(
+        raise PickledError(
             f"{file.path!r} has Python objects (dtype {dtype}); unpickling them could run "
             "anything, so it is left to numpy.load(allow_pickle=True)"
         )
