@@ -1,6 +1,7 @@
 """Files that take another's place when they are complete."""
 
 import contextlib
+import errno
 import os
 import secrets
 from collections.abc import Iterator
@@ -9,15 +10,33 @@ __all__ = ["replacement"]
 
 
 @contextlib.contextmanager
-def replacement(target: str) -> Iterator[str]:
-    """Name a file beside another, whose place it takes if all goes well."""
+def replacement(target: str, *, overwrite: bool = True) -> Iterator[str]:
+    """Name a file beside another, whose place it takes if all goes well.
+
+    With ``overwrite=False`` there must be no other, and none that has come meanwhile.
+    """
     # Of a length of its own: a name that is long already has no room for a suffix.
     name = f".nvmeio-{secrets.token_hex(8)}.tmp"
     temporary = os.path.join(os.path.dirname(target), name)
     try:
         yield temporary
-        os.replace(temporary, target)
+        (os.replace if overwrite else _rename_to_new)(temporary, target)
     except BaseException:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(temporary)
         raise
+
+
+def _rename_to_new(temporary: str, target: str) -> None:
+    """Rename a file to a name that nothing may have."""
+    try:
+        # A link never replaces, as renaming would.
+        os.link(temporary, target)
+        os.unlink(temporary)
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS):
+            raise
+        # There are no links, as on FAT: what comes in this very moment is overwritten.
+        if os.path.lexists(target):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), target) from None
+        os.replace(temporary, target)
