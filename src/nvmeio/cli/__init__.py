@@ -6,6 +6,7 @@ Every command answers with text on standard output; progress, notes and errors g
 standard error.  An error is one line, and the exit status 1; of a wrong command line 2.
 """
 
+import io
 import os
 import signal
 import sys
@@ -13,7 +14,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from types import FrameType
 
-from nvmeio.cli.arguments import CommandError, Parser, UsageError, hyphenated
+from nvmeio.cli.arguments import CommandError, Parser, UsageError, hyphenated, sentence
 from nvmeio.cli.terminal import terminal
 
 __all__ = ["COMMANDS", "main"]
@@ -64,6 +65,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options, unknown = parser.parse_known_args(hyphenated(words))
     if unknown:
         parser.command(options.command).error(f"unknown arguments: {' '.join(unknown)}")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # Names of files may be of any bytes, and go out as they came in.
+        sys.stdout.reconfigure(errors="surrogateescape")
     before = {number: signal.signal(number, _end) for number in ENDING}
     try:
         return _run(parser, options.command, options)
@@ -78,27 +82,28 @@ def _run(parser: Parser, name: str, options: object) -> int:
     try:
         status: int = command.run(options, terminal())
         sys.stdout.flush()
+        return status
     except UsageError as error:
         parser.command(name).error(str(error))
     except BrokenPipeError:
-        # Whoever read the answer has enough of it.  Python would flush once more.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+        # Whoever read the answer has enough of it.
+        status = 1
     except (CommandError, OSError, MemoryError, ValueError) as error:
-        print(f"nvmeio {name}: error: {_sentence(error)}", file=sys.stderr)
-        return 1
+        print(f"nvmeio {name}: error: {sentence(error)}", file=sys.stderr)
+        status = 1
     except KeyboardInterrupt:
         print(f"nvmeio {name}: interrupted", file=sys.stderr)
-        return 128 + signal.SIGINT
+        status = 128 + signal.SIGINT
+    _flush_or_drop()
     return status
 
 
-def _sentence(error: BaseException) -> str:
-    """Say in one line what an exception says."""
-    words = str(error) or type(error).__name__
-    if isinstance(error, OSError) and error.strerror and error.filename is not None:
-        words = f"{os.fsdecode(error.filename)}: {error.strerror}"
-    return " ".join(words.split())
+def _flush_or_drop() -> None:
+    """Write what there is of the answer; Python must not try in vain when it ends."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _end(number: int, _frame: FrameType | None) -> None:

@@ -1,6 +1,7 @@
 """What command lines are made of: sizes, times, names with hyphens, errors of one line."""
 
 import argparse
+import os
 import re
 from collections.abc import Callable, Iterable
 from fractions import Fraction
@@ -14,6 +15,7 @@ __all__ = [
     "hyphenated",
     "number",
     "seconds",
+    "sentence",
     "size",
 ]
 
@@ -29,6 +31,28 @@ class CommandError(Exception):
 
 class UsageError(Exception):
     """The arguments do not go together: one line, and exit status 2."""
+
+
+def sentence(error: BaseException) -> str:
+    """Say in one line what an exception says.
+
+    Parameters
+    ----------
+    error : exception
+        An OSError is said as the file's name and what is wrong with it.
+
+    Returns
+    -------
+    str
+        Without a newline.
+    """
+    words = str(error) or type(error).__name__
+    if isinstance(error, OSError) and error.strerror and error.filename is not None:
+        file = error.filename
+        # What was called with a descriptor has that in place of a name.
+        name = f"descriptor {file}" if isinstance(file, int) else os.fsdecode(file)
+        words = f"{name}: {error.strerror}"
+    return " ".join(words.split())
 
 
 class Parser(argparse.ArgumentParser):

@@ -22,7 +22,15 @@ Row = Sequence[str]
 
 
 class Terminal:
-    """A terminal of plain text."""
+    """A terminal of plain text.
+
+    Attributes
+    ----------
+    quiet : bool, default False
+        Whether notes and progress are left out.
+    """
+
+    quiet = False
 
     def say(self, text: str = "") -> None:
         """Write a line of the answer.
@@ -42,7 +50,8 @@ class Terminal:
         text : str
             Goes to standard error.
         """
-        print(text, file=sys.stderr)
+        if not self.quiet:
+            print(text, file=sys.stderr)
 
     def table(self, title: str, head: Row, rows: Sequence[Row]) -> None:
         """Write a table.
@@ -87,7 +96,7 @@ class Terminal:
         callable
             Is told how much more has been done.
         """
-        if not sys.stderr.isatty():
+        if self.quiet or not sys.stderr.isatty():
             yield lambda amount: None
             return
         line = _Line(label, total, unit)
@@ -170,7 +179,7 @@ class RichTerminal(Terminal):
         callable
             As there.
         """
-        if not sys.stderr.isatty():
+        if self.quiet or not sys.stderr.isatty():
             yield lambda amount: None
             return
         from rich.console import Console
@@ -184,6 +193,8 @@ class RichTerminal(Terminal):
             *columns,
             console=Console(file=sys.stderr),
             refresh_per_second=REFRESHES_PER_SECOND,
+            # It would take the answer, which may go to a file, to standard error.
+            redirect_stdout=False,
             transient=True,
         )
         with shown:
