@@ -130,7 +130,7 @@ TOPS = {"__init__", "deepspeed", "cli", "torch"}
 # the layers below.  The last one is the handle: its queue, its lanes and its requests share
 # one mutex, and so one header.
 C_LAYERS = (
-    {"align", "fork", "system", "team", "file", "pool", "pages", "records"}
+    {"align", "fork", "latency", "system", "team", "file", "pool", "pages", "records"}
     | {"copy", "copy_kernels", "copy_steps", "copy_x86", "copy_neon"},
     {"engine", "registered"}
     | {"engine_uring", "engine_libaio", "engine_threads", "engine_sync"},

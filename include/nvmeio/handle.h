@@ -30,6 +30,10 @@ struct nvmeio_stats {
     uint64_t retries;         /* EINTR, EAGAIN and the like, of blocks and of calls */
 };
 
+/* Of a histogram of latencies: 32 for each power of two of nanoseconds; the last has
+ * all above 67 s. */
+#define NVMEIO_LATENCY_BUCKETS 1024
+
 /* Values of the documented defaults: 1 MiB x 128, one lane, batches. */
 NVMEIO_API void nvmeio_config_default(struct nvmeio_config *config);
 
@@ -82,6 +86,17 @@ NVMEIO_API const char *nvmeio_handle_fallback(struct nvmeio_handle *handle);
 
 NVMEIO_API void nvmeio_handle_stats(struct nvmeio_handle *handle,
                                     struct nvmeio_stats *stats);
+
+/* How many blocks took how long, from when an engine was given one until it was seen to
+ * be finished, whatever became of it: with what was continued and repeated, without the
+ * copies from and to bounces.  Every finished block is counted, but for fsyncs, which
+ * transfer nothing. */
+NVMEIO_API void nvmeio_handle_latencies(struct nvmeio_handle *handle,
+                                        uint64_t counts[NVMEIO_LATENCY_BUCKETS]);
+
+/* The longest latency that is counted in a bucket, in nanoseconds; the shortest is one
+ * more than the longest of the bucket before.  INT64_MAX for the last, and beyond. */
+NVMEIO_API int64_t nvmeio_latency_ns(unsigned bucket);
 
 #ifdef __cplusplus
 }

@@ -35,6 +35,8 @@ struct nvmeio_block {
     bool bounce_small;     /* and which kind */
     size_t moved;          /* of piece.io_bytes */
     int64_t stalled_ns;    /* since when the kernel has been saying "again"; 0: not */
+    int64_t pushed_ns;     /* when the engine was given it first */
+    int64_t seen_ns;       /* when the lane saw it among those finished; 0: not yet */
 };
 
 struct nvmeio_engine_ops;
@@ -106,7 +108,7 @@ void nvmeio_engine_stop(struct nvmeio_engine *engine);
 /* Carry a block out by pread, pwrite or fsync; sets its result. */
 void nvmeio_block_perform(struct nvmeio_block *block);
 
-/* For engines: a block has its result. */
+/* For engines: a block has its result.  It comes first in `finished`. */
 void nvmeio_engine_finish(struct nvmeio_engine *engine, struct nvmeio_block *block);
 
 /* Back-off of a call into the kernel that keeps failing. */

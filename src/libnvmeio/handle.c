@@ -110,7 +110,7 @@ static void lanes_stop(struct nvmeio_handle *handle)
     /* Others may be asking for the figures, which must not be counted twice. */
     pthread_mutex_lock(&handle->mutex);
     for (unsigned i = 0; i < count; i++)
-        nvmeio_lane_count(&handle->lanes[i], &handle->retired);
+        nvmeio_lane_retire(&handle->lanes[i]);
     handle->lanes_started = 0;
     pthread_mutex_unlock(&handle->mutex);
 }
@@ -406,6 +406,20 @@ void nvmeio_handle_stats(struct nvmeio_handle *handle, struct nvmeio_stats *stat
         nvmeio_lane_count(&handle->lanes[i], stats);
     for (struct nvmeio_lane *lane = handle->callers; lane; lane = lane->next)
         nvmeio_lane_count(lane, stats);
+    pthread_mutex_unlock(&handle->mutex);
+}
+
+void nvmeio_handle_latencies(struct nvmeio_handle *handle,
+                             uint64_t counts[NVMEIO_LATENCY_BUCKETS])
+{
+    nvmeio_handle_ensure_own(handle);
+    pthread_mutex_lock(&handle->mutex);
+    for (unsigned i = 0; i < NVMEIO_LATENCY_BUCKETS; i++)
+        counts[i] = handle->retired_latencies[i];
+    for (unsigned i = 0; i < handle->lanes_started; i++)
+        nvmeio_latency_add(&handle->lanes[i].latencies, counts);
+    for (struct nvmeio_lane *lane = handle->callers; lane; lane = lane->next)
+        nvmeio_latency_add(&lane->latencies, counts);
     pthread_mutex_unlock(&handle->mutex);
 }
 

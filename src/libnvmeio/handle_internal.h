@@ -67,6 +67,8 @@ struct nvmeio_handle {
     bool closing;                /* no more submissions */
     bool stopping;               /* lanes go home */
     bool stopped;                /* they have gone */
+
+    uint64_t retired_latencies[NVMEIO_LATENCY_BUCKETS]; /* as `retired` */
 };
 
 /* handle.c: after this, lists and lanes are those of this process, made anew in a

@@ -193,26 +193,53 @@ static void lane_take_all(struct nvmeio_lane *lane)
     pthread_mutex_unlock(&handle->mutex);
 }
 
+static bool has_unseen(const struct nvmeio_engine *engine)
+{
+    return engine->finished && engine->finished->seen_ns == 0;
+}
+
+/* Note for what has finished that it was seen now, which is returned; what was seen
+ * before stands last. */
+static int64_t see_finished(struct nvmeio_engine *engine)
+{
+    int64_t now_ns = nvmeio_now_ns();
+
+    for (struct nvmeio_block *block = engine->finished; block && block->seen_ns == 0;
+         block = block->next)
+        block->seen_ns = now_ns;
+    return now_ns;
+}
+
 /* Hand the taken blocks over: one by one for single_submit, and where each has cost a
- * copy, so that the device works while the next is copied. */
+ * copy, so that the device works while the next is copied.  The clock is read once for
+ * blocks that are pushed in a row, and anew behind what takes time: a copy, a call into
+ * the kernel, and a block that the engine carried out at once. */
 static int lane_push(struct nvmeio_lane *lane)
 {
     struct nvmeio_engine *engine = &lane->engine;
+    int64_t now_ns = 0; /* 0: to be read */
 
     while (lane->taken) {
         struct nvmeio_block *block = lane->taken;
         lane->taken = block->next;
         nvmeio_block_prepare(block);
-        bool copied = block->bounce && block->op == NVMEIO_OP_WRITE &&
-                      block->bytes >= COPIED_ALONE_BYTES;
+        bool copied = block->bounce && block->op == NVMEIO_OP_WRITE;
+        bool alone = (copied && block->bytes >= COPIED_ALONE_BYTES) ||
+                     lane->handle->config.single_submit;
+        if (copied || now_ns == 0)
+            now_ns = nvmeio_now_ns();
+        block->pushed_ns = now_ns;
+        block->seen_ns = 0;
         engine->ops->push(engine, block);
-        if (copied || lane->handle->config.single_submit) {
+        if (alone) {
             int result = engine->ops->reap(engine, 0, 0);
             if (result < 0) {
                 lane->taken_end = &lane->taken;
                 return result;
             }
         }
+        if (alone || has_unseen(engine))
+            now_ns = see_finished(engine);
     }
     lane->taken_end = &lane->taken;
     return 0;
@@ -249,6 +276,10 @@ static void count_block(struct nvmeio_lane *lane, const struct nvmeio_block *blo
     atomic_fetch_add_explicit(&stats->blocks, 1, memory_order_relaxed);
     if (block->result == 0)
         atomic_fetch_add_explicit(bytes, block->piece.wanted, memory_order_relaxed);
+    /* An fsync transfers nothing, and lasts as long as many transfers. */
+    if (block->op != NVMEIO_OP_FSYNC)
+        nvmeio_latency_count(&lane->latencies,
+                             (uint64_t)(block->seen_ns - block->pushed_ns));
 }
 
 /* Look at what came back.  Returns the blocks that are finished; the others are pushed
@@ -260,6 +291,9 @@ static struct nvmeio_block *lane_advance(struct nvmeio_lane *lane)
     struct nvmeio_block *finished = NULL, *again = NULL;
     bool moved = false;
 
+    /* Before anything is copied out of a bounce. */
+    if (has_unseen(engine))
+        see_finished(engine);
     engine->finished = NULL;
     while (block) {
         struct nvmeio_block *next = block->next;
@@ -289,6 +323,7 @@ static struct nvmeio_block *lane_advance(struct nvmeio_lane *lane)
     }
     while (again) {
         struct nvmeio_block *next = again->next;
+        again->seen_ns = 0;
         engine->ops->push(engine, again);
         again = next;
     }
@@ -525,4 +560,10 @@ void nvmeio_lane_count(struct nvmeio_lane *lane, struct nvmeio_stats *stats)
     stats->short_transfers +=
         atomic_load_explicit(&own->short_transfers, memory_order_relaxed);
     stats->retries += atomic_load_explicit(&own->retries, memory_order_relaxed);
+}
+
+void nvmeio_lane_retire(struct nvmeio_lane *lane)
+{
+    nvmeio_lane_count(lane, &lane->handle->retired);
+    nvmeio_latency_add(&lane->latencies, lane->handle->retired_latencies);
 }

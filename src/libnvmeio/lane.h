@@ -10,6 +10,7 @@
 #include <stdatomic.h>
 
 #include "engine.h"
+#include "latency.h"
 #include "request_internal.h"
 
 struct nvmeio_lane_stats {
@@ -49,6 +50,8 @@ struct nvmeio_lane {
     bool listening; /* waits for completions, and has room for more blocks */
     bool dead;
     int error; /* of starting or dying */
+
+    struct nvmeio_latencies latencies; /* large, and so the last */
 };
 
 /* Start a lane with a thread, and wait until its engine is open. */
@@ -68,5 +71,9 @@ bool nvmeio_lane_turn(struct nvmeio_lane *lane, int64_t timeout_ns);
 
 /* Add the lane's figures to `stats`. */
 void nvmeio_lane_count(struct nvmeio_lane *lane, struct nvmeio_stats *stats);
+
+/* Add the lane's figures and latencies to what its handle keeps of closed lanes.  The
+ * mutex is held. */
+void nvmeio_lane_retire(struct nvmeio_lane *lane);
 
 #endif

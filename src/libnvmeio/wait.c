@@ -255,7 +255,7 @@ void nvmeio_wait_close(struct nvmeio_handle *handle)
             continue;
         }
         handle->callers = lane->next;
-        nvmeio_lane_count(lane, &handle->retired);
+        nvmeio_lane_retire(lane);
         nvmeio_lane_close(lane);
         if (!lane->dead)
             free(lane);

@@ -264,8 +264,69 @@ static void test_short_transfers_are_continued(void)
             CHECK(file_holds(stage.path, t.address, t.size, 0));
             nvmeio_handle_stats(stage.handle, &stats);
             CHECK(stats.short_transfers >= BLOCKS - 1);
+            CHECK(latencies_counted(stage.handle) == stats.blocks);
             stage_close();
         }
+}
+
+/* Half of the block that is asked for first, and nothing more. */
+static bool perform_half_and_hold(struct nvmeio_block *block)
+{
+    uint32_t bytes = block->bytes;
+
+    if (calls++ > 0)
+        return false;
+    block->bytes = BLOCK / 2;
+    nvmeio_block_perform(block);
+    block->bytes = bytes;
+    return true;
+}
+
+static void test_a_latency_lasts_until_the_block_is_finished(void)
+{
+    stage_open(4, true);
+    int64_t submitted = nvmeio_now_ns();
+    play(hold);
+    struct nvmeio_transfer t = whole(NVMEIO_OP_READ);
+    t.size = BLOCK;
+    struct nvmeio_request *request = submit(stage.handle, &t);
+    await(&in_flight, 1);
+    int64_t held = nvmeio_now_ns();
+    pause_ms(20);
+    play(perform_half_and_hold);
+    await(&pushes, 2);
+    pause_ms(20);
+    CHECK(latencies_counted(stage.handle) == 0);
+    int64_t released = nvmeio_now_ns();
+    play(perform);
+    CHECK(finish(request).result == BLOCK);
+    int64_t done = nvmeio_now_ns();
+    CHECK(latencies_within(stage.handle, released - held, done - submitted) == 1);
+    CHECK(latencies_counted(stage.handle) == 1);
+    stage_close();
+}
+
+static bool sleep_and_perform(struct nvmeio_block *block)
+{
+    pause_ms(20);
+    return perform(block);
+}
+
+/* Each of the two is handed over by a call that takes 20 ms, and is back behind it. */
+static void test_a_latency_is_without_what_others_took_before_and_after(void)
+{
+    stage_open(2, true);
+    nvmeio_handle_close(stage.handle);
+    stage.config.single_submit = true;
+    stage.handle = open_handle(&stage.config);
+    play(sleep_and_perform);
+    struct nvmeio_transfer t = whole(NVMEIO_OP_READ);
+    t.size = 2 * BLOCK;
+    int64_t before = nvmeio_now_ns();
+    CHECK(carry_out(stage.handle, &t).result == 2 * BLOCK);
+    int64_t whole_ns = nvmeio_now_ns() - before;
+    CHECK(latencies_within(stage.handle, 20000000, whole_ns - 20000000) == 2);
+    stage_close();
 }
 
 static bool perform_nothing(struct nvmeio_block *block)
@@ -305,6 +366,7 @@ static void test_what_passes_goes_again(void)
     CHECK(memory_holds_file(BLOCKS * BLOCK));
     nvmeio_handle_stats(stage.handle, &stats);
     CHECK(stats.retries == 6 * BLOCKS && stats.blocks == BLOCKS);
+    CHECK(latencies_counted(stage.handle) == BLOCKS);
     stage_close();
 }
 
@@ -332,6 +394,9 @@ static void test_an_error_comes_with_how_far_it_came(void)
                 finish(start(op ? NVMEIO_OP_WRITE : NVMEIO_OP_READ));
             CHECK(outcome.result == -errors[i] && !outcome.abandoned);
             CHECK(outcome.got == 3 * BLOCK && memory_holds_file(3 * BLOCK));
+            struct nvmeio_stats stats;
+            nvmeio_handle_stats(stage.handle, &stats);
+            CHECK(stats.blocks >= 4 && latencies_counted(stage.handle) == stats.blocks);
             stage_close();
         }
 }
@@ -867,6 +932,8 @@ int main(void)
     begin();
     stage.path = path_in(test_folder());
     test_short_transfers_are_continued();
+    test_a_latency_lasts_until_the_block_is_finished();
+    test_a_latency_is_without_what_others_took_before_and_after();
     test_nothing_moved_is_an_error();
     test_what_passes_goes_again();
     test_an_error_comes_with_how_far_it_came();

@@ -220,6 +220,27 @@ static inline struct nvmeio_outcome write_at(struct nvmeio_handle *handle,
     return carry_out(handle, &t);
 }
 
+/* How many latencies a handle has counted that `shortest` to `longest` nanoseconds may
+ * have been; all of them for 0 to INT64_MAX. */
+static inline uint64_t latencies_within(struct nvmeio_handle *handle, int64_t shortest,
+                                        int64_t longest)
+{
+    uint64_t counts[NVMEIO_LATENCY_BUCKETS], found = 0;
+
+    nvmeio_handle_latencies(handle, counts);
+    for (unsigned i = 0; i < NVMEIO_LATENCY_BUCKETS; i++) {
+        int64_t begin = i > 0 ? nvmeio_latency_ns(i - 1) + 1 : 0;
+        if (nvmeio_latency_ns(i) >= shortest && begin <= longest)
+            found += counts[i];
+    }
+    return found;
+}
+
+static inline uint64_t latencies_counted(struct nvmeio_handle *handle)
+{
+    return latencies_within(handle, 0, INT64_MAX);
+}
+
 /* Make `path` hold `size` bytes of fill(). */
 static inline void make_file(const char *path, size_t size, unsigned seed)
 {
