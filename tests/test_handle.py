@@ -501,6 +501,7 @@ def test_a_handle_that_was_never_opened_says_so(path):
         handle.wait,
         handle.close,
         handle.stats,
+        handle.latencies,
         lambda: handle.pending,
         lambda: repr(handle),
         lambda: handle.read(bytearray(1), path),

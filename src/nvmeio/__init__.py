@@ -13,6 +13,7 @@ from nvmeio.files import aio_read, aio_write, read_file, read_into, write_file
 from nvmeio.futures import as_completed, wait
 from nvmeio.handle import aio_handle
 from nvmeio.info import build_info, engines
+from nvmeio.latencies import Latencies
 from nvmeio.memory import empty
 from nvmeio.npy_files import load, save
 from nvmeio.pool import pool_stats
@@ -23,6 +24,7 @@ __all__ = [
     "ArrayFile",
     "File",
     "GatherError",
+    "Latencies",
     "Request",
     "aio_handle",
     "aio_read",

@@ -10,6 +10,8 @@ cdef extern from "nvmeio/nvmeio.h" nogil:
     unsigned LANES_MAX "NVMEIO_LANES_MAX"
     size_t POOL_ALIGN "NVMEIO_POOL_ALIGN"
     int POOL_NODE_MAX "NVMEIO_POOL_NODE_MAX"
+    enum:  # not a variable: it sizes arrays
+        LATENCY_BUCKETS "NVMEIO_LATENCY_BUCKETS"
 
     enum nvmeio_op:
         OP_READ "NVMEIO_OP_READ"
@@ -168,6 +170,8 @@ cdef unsigned handle_pending(nvmeio_handle *handle) noexcept nogil
 cdef const char *handle_engine(nvmeio_handle *handle) noexcept nogil
 cdef const char *handle_fallback(nvmeio_handle *handle) noexcept nogil
 cdef void handle_stats(nvmeio_handle *handle, nvmeio_stats *stats) noexcept nogil
+cdef void handle_latencies(nvmeio_handle *handle, uint64_t *counts) noexcept nogil
+cdef int64_t latency_ns(unsigned bucket) noexcept nogil
 
 cdef int pool_alloc(size_t size, bint lock, void **address, int *locked) noexcept nogil
 cdef int pool_alloc_on(

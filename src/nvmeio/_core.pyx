@@ -58,6 +58,8 @@ cdef extern from "nvmeio/nvmeio.h" nogil:
     const char *nvmeio_handle_engine(nvmeio_handle *handle)
     const char *nvmeio_handle_fallback(nvmeio_handle *handle)
     void nvmeio_handle_stats(nvmeio_handle *handle, nvmeio_stats *stats)
+    void nvmeio_handle_latencies(nvmeio_handle *handle, uint64_t *counts)
+    int64_t nvmeio_latency_ns(unsigned bucket)
     int nvmeio_pool_alloc(size_t size, bint lock, void **address, int *locked)
     int nvmeio_pool_alloc_on(
         int node, size_t size, bint lock, void **address, int *locked
@@ -246,6 +248,14 @@ cdef const char *handle_fallback(nvmeio_handle *handle) noexcept nogil:
 
 cdef void handle_stats(nvmeio_handle *handle, nvmeio_stats *stats) noexcept nogil:
     nvmeio_handle_stats(handle, stats)
+
+
+cdef void handle_latencies(nvmeio_handle *handle, uint64_t *counts) noexcept nogil:
+    nvmeio_handle_latencies(handle, counts)
+
+
+cdef int64_t latency_ns(unsigned bucket) noexcept nogil:
+    return nvmeio_latency_ns(bucket)
 
 
 cdef int pool_alloc(size_t size, bint lock, void **address, int *locked) noexcept nogil:

@@ -28,6 +28,9 @@ cdef class Lanes:
     cdef str engine(self)
     cdef dict stats(self)
 
+    # How many blocks are in each bucket of the histogram, and the longest latencies there.
+    cdef tuple latencies(self)
+
 
 # Start lanes as the options of aio_handle say.
 cdef Lanes start_lanes(dict options)

@@ -6,13 +6,15 @@ What a request is, is request.pyx's; what users call is handle.pyx's.
 import logging
 import os
 
+import numpy
+
 cimport cython
 from cpython.exc cimport PyErr_CheckSignals
 from cpython.ref cimport Py_DECREF
-from libc.stdint cimport int64_t
+from libc.stdint cimport int64_t, uint64_t
 
 from nvmeio cimport _core
-from nvmeio._core cimport BOUNCE_ALWAYS, BOUNCE_AUTO, BOUNCE_NEVER
+from nvmeio._core cimport BOUNCE_ALWAYS, BOUNCE_AUTO, BOUNCE_NEVER, LATENCY_BUCKETS
 from nvmeio._core cimport nvmeio_config, nvmeio_stats
 from nvmeio.request cimport Request
 from nvmeio.settings cimport apply_settings
@@ -133,6 +135,18 @@ cdef class Lanes:
         cdef nvmeio_stats stats
         _core.handle_stats(self.c, &stats)
         return stats
+
+    cdef tuple latencies(self):
+        cdef uint64_t counts[LATENCY_BUCKETS]
+        cdef int64_t bounds_ns[LATENCY_BUCKETS]
+        cdef int bucket
+        _core.handle_latencies(self.c, counts)
+        for bucket in range(LATENCY_BUCKETS):
+            bounds_ns[bucket] = _core.latency_ns(bucket)
+        return (
+            numpy.frombuffer((<char *> counts)[:sizeof(counts)], numpy.uint64),
+            numpy.frombuffer((<char *> bounds_ns)[:sizeof(bounds_ns)], numpy.int64),
+        )
 
 
 cdef int finish_all(list requests) except -1:

@@ -19,6 +19,8 @@ from nvmeio.openfiles cimport new_open_files
 from nvmeio.request cimport Request, new_request
 from nvmeio.staged cimport new_staged
 
+from nvmeio.latencies import Latencies
+
 # Handles to be drained before the interpreter goes away.
 _live = weakref.WeakSet()
 
@@ -197,6 +199,34 @@ cdef class Submitter:
         """
         self.own()
         return {"engine": self.lanes.engine(), **self.lanes.stats()}
+
+    def latencies(self) -> Latencies:
+        """Return how long the blocks took that the handle has finished so far.
+
+        Returns
+        -------
+        Latencies
+            Percentiles of reads and writes together, failed ones included; fsyncs are
+            left out, for they transfer nothing.  Of an interval it is the difference of
+            two.
+
+        Raises
+        ------
+        ValueError
+            The handle was never opened.
+
+        Notes
+        -----
+        A block's time begins when an engine is given it, behind a copy to a bounce, and
+        ends when a lane, or the thread that waits, sees it finished, before a copy from
+        one; what had to be continued or repeated counts as one block.  It includes what
+        the block waits in the kernel behind others of the queue; ``queue_depth=1`` shows
+        the device alone.
+
+        A closed handle still tells; a forked child begins anew.
+        """
+        self.own()
+        return Latencies(*self.lanes.latencies())
 
     def close(self) -> None:
         """Wait for everything in flight and stop the lanes; a second call does nothing.

@@ -83,6 +83,30 @@ def fork_idle(folder, engine, count=8):
     report({"engine": handle.stats()["engine"]})
 
 
+def fork_latencies(folder, engine):
+    """A child's handle counts what the child transfers, and the parent's goes on."""
+    path = f"{folder}/data"
+    data = make_file(path, 1 << 20)
+    said, heard = os.pipe()
+
+    def child(handle):
+        assert handle.latencies().count == 0
+        read_checked(handle, path, data[:65536])
+        read_small(handle, path, data[:4096])
+        blocks = handle.latencies().count
+        assert blocks == handle.stats()["blocks"]
+        os.write(heard, str(blocks).encode())
+
+    with nvmeio.aio_handle(65536, engine=engine) as handle:
+        read_checked(handle, path, data)
+        read_small(handle, path, data[:4096])
+        before = handle.latencies().count
+        assert before == handle.stats()["blocks"]
+        join(fork(child, handle))
+        assert handle.latencies().count == before
+        report({"parent": before, "child": int(os.read(said, 20))})
+
+
 def fork_registered(folder, size=4 << 20):
     """Memory that a ring has registered, and so pinned, is the parent's and the child's."""
     path = f"{folder}/registered"
