@@ -126,7 +126,7 @@ MAY_USE = {
     },
 }
 # The tops of the house, which may use everything: the package itself and its tools.
-TOPS = {"__init__", "deepspeed", "cli", "torch"}
+TOPS = {"__init__", "__main__", "cli", "deepspeed", "torch"}
 
 # Which private headers a file of the C library may include: those of its own layer and of
 # the layers below.  The last one is the handle: its queue, its lanes and its requests share
