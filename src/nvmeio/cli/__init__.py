@@ -20,7 +20,9 @@ from nvmeio.cli.terminal import terminal
 __all__ = ["COMMANDS", "main"]
 
 # For each command what it does, in the words of --help.
-COMMANDS: dict[str, str] = {}
+COMMANDS = {
+    "doctor": "tell whether nvmeio works here, and what would make it faster",
+}
 
 ABOUT = """\
 Moves numpy arrays and torch tensors to and from files on NVMe drives.  The commands tell

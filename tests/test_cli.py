@@ -1,0 +1,335 @@
+"""The frame of the command line: what all commands have in common."""
+
+import argparse
+import importlib
+import os
+import pkgutil
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+import nvmeio
+from children import WATCHDOG_S
+from commands import command
+from commands import nvmeio as run_nvmeio
+from nvmeio import cli
+from nvmeio.cli import COMMANDS, main
+from nvmeio.cli.arguments import (
+    CommandError,
+    Parser,
+    UsageError,
+    hyphenated,
+    number,
+    seconds,
+    size,
+)
+from nvmeio.cli.terminal import Terminal
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+# Arguments.
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [
+        ("1", 1),
+        ("4096", 4096),
+        ("64K", 64 << 10),
+        ("64k", 64 << 10),
+        ("64KiB", 64 << 10),
+        ("64 KB", 64 << 10),
+        ("1.5M", 3 << 19),
+        ("2G", 2 << 30),
+        (" 1T ", 1 << 40),
+        ("512B", 512),
+        ("9007199254740993", 9007199254740993),
+    ],
+)
+def test_a_size_is_read(text, nbytes):
+    assert size(text) == nbytes
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "0", "-1", "K", "1.3K", "0.5", "1e6", "1P", "1 2", "4096 bytes"),
+        # What no file can have, and what Python takes for digits and letters of sizes.
+        *("8388608T", "9" * 400, "1\u212a", "\u0664K"),
+    ],
+)
+def test_what_is_no_size_is_refused(text):
+    with pytest.raises(argparse.ArgumentTypeError, match="such as 4096, 64K"):
+        size(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "duration"),
+    [("30", 30.0), ("90s", 90.0), ("0.5s", 0.5), ("2m", 120.0), ("1.5 h", 5400.0)],
+)
+def test_a_time_is_read(text, duration):
+    assert seconds(text) == duration
+
+
+@pytest.mark.parametrize("text", ["", "0", "0s", "-1", "1d", "1M", "s", "1m30s", "inf"])
+def test_what_is_no_time_is_refused(text):
+    with pytest.raises(argparse.ArgumentTypeError, match="more than 0, such as 30, 90s"):
+        seconds(text)
+
+
+@pytest.mark.parametrize("text", ["", "0", "9", "-3", "3.0", "1" * 30, "\u0665"])
+def test_what_is_no_number_within_the_limits_is_refused(text):
+    with pytest.raises(argparse.ArgumentTypeError, match="a whole number from 1 to 8"):
+        number(1, 8)(text)
+
+
+def test_a_number_within_the_limits_is_read():
+    assert [number(1, 8)(text) for text in ("1", "8", " 5 ")] == [1, 8, 5]
+
+
+@given(st.text() | st.from_regex(r"\d+(\.\d+)? ?[kKmMgGtTsh]?(i?B)?", fullmatch=True))
+@example("0" * 30)
+def test_any_text_is_a_value_or_refused(text):
+    for read in (size, seconds, number(1, 1 << 62)):
+        try:
+            value = read(text)
+        except argparse.ArgumentTypeError:
+            continue
+        assert 0 < value < 1 << 80
+
+
+def test_flags_take_hyphens_or_underscores():
+    words = ["a_b", "--block_size", "c_d", "--queue_depth=1_0", "-x_y", "--", "--e_f"]
+    assert hyphenated(words) == [
+        *("a_b", "--block-size", "c_d", "--queue-depth=1_0", "-x_y", "--", "--e_f"),
+    ]
+
+
+# Every command.
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_command_has_help_with_examples_that_it_takes(name):
+    found = run_nvmeio(name, "--help")
+    assert (found.status, found.err) == (0, "")
+    assert max(map(len, found.out.splitlines())) <= 100
+    _, _, examples = found.out.partition("examples:\n")
+    lines = [line.strip() for line in examples.splitlines() if "nvmeio" in line]
+    assert lines
+    for line in lines:
+        # What is explained stands behind, and what reads the answer behind a pipe.
+        words = shlex.split(re.split(r" \| |  +", line)[0])
+        assert words[:2] == ["nvmeio", name]
+        assert cli._parser().parse_args(hyphenated(words[1:])).command == name
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_an_unknown_flag_is_an_error_of_one_line(name):
+    found = run_nvmeio(name, "--no_such-flag")
+    assert (found.status, found.out) == (2, "")
+    assert re.fullmatch(rf"nvmeio {name}: error: .*; see nvmeio {name} --help\n", found.err)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_command_is_a_module_with_what_the_frame_calls(name):
+    module = importlib.import_module(f"nvmeio.cli.{name}")
+    assert {"configure", "run"} <= set(module.__all__)
+
+
+def test_help_names_every_command():
+    found = run_nvmeio("--help")
+    assert (found.status, found.err) == (0, "")
+    for name, about in COMMANDS.items():
+        assert name in found.out
+        assert about in " ".join(found.out.split())
+
+
+@pytest.mark.parametrize("words", [(), ("no-such-command",), ("--no-such-flag",)])
+def test_without_a_command_the_command_line_is_wrong(words):
+    found = run_nvmeio(*words)
+    assert (found.status, found.out) == (2, "")
+    assert re.fullmatch(r"nvmeio: error: .*; see nvmeio --help\n", found.err)
+
+
+def test_the_version_is_told():
+    found = run_nvmeio("--version")
+    assert (found.status, found.out) == (0, f"nvmeio {nvmeio.__version__}\n")
+
+
+def test_the_script_nvmeio_is_the_same():
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    target = re.search(r'\[project\.scripts\]\nnvmeio = "(.+)"\n', text)[1]
+    assert pkgutil.resolve_name(target) is main
+
+
+# A command that does what a test asks for.
+
+
+@pytest.fixture
+def made_up(monkeypatch):
+    """A function that makes a command of a function, and runs it; returns the status."""
+
+    def run(function, *words):
+        module = types.ModuleType("nvmeio.cli.made_up")
+        module.configure = lambda parser: parser.add_argument("--size", type=size)
+        module.run = function
+        monkeypatch.setitem(sys.modules, "nvmeio.cli.made_up", module)
+        monkeypatch.setitem(COMMANDS, "made_up", "do what a test asks for")
+        return main(["made_up", *words])
+
+    return run
+
+
+@pytest.mark.parametrize("status", [0, 1])
+def test_the_status_of_a_command_is_that_of_the_program(made_up, status):
+    assert made_up(lambda options, terminal: status) == status
+
+
+def raising(error):
+    def run(options, terminal):
+        raise error
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (CommandError("there is\nno device"), "there is no device"),
+        (
+            FileNotFoundError(2, "No such file or directory", "a b"),
+            "a b: No such file or d",
+        ),
+        (OSError(28, "No space left on device"), "[Errno 28] No space left on device"),
+        (OSError(5, "Input/output error", b"c"), "c: Input/output error"),
+        (ValueError("NVMEIO_COPY is 'x'"), "NVMEIO_COPY is 'x'"),
+        (MemoryError(), "MemoryError"),
+    ],
+)
+def test_what_goes_wrong_is_one_line(made_up, capsys, error, said):
+    assert made_up(raising(error)) == 1
+    found = capsys.readouterr()
+    assert found.out == ""
+    assert found.err.startswith(f"nvmeio made_up: error: {said}")
+    assert found.err.count("\n") == 1
+
+
+def test_a_mistake_of_ours_has_its_traceback(made_up):
+    with pytest.raises(ZeroDivisionError):
+        made_up(raising(ZeroDivisionError()))
+
+
+def test_arguments_that_do_not_go_together_are_an_error_of_usage(made_up, capsys):
+    with pytest.raises(SystemExit) as ended:
+        made_up(raising(UsageError("--size needs --depth")))
+    assert ended.value.code == 2
+    said = "nvmeio made_up: error: --size needs --depth; see nvmeio made_up --help\n"
+    assert capsys.readouterr().err == said
+
+
+def test_an_argument_of_the_wrong_kind_is_an_error_of_usage(made_up, capsys):
+    with pytest.raises(SystemExit) as ended:
+        made_up(lambda options, terminal: 0, "--size", "much")
+    assert ended.value.code == 2
+    assert re.fullmatch(
+        r"nvmeio made_up: error: argument --size: 'much' is no size; .*\n",
+        capsys.readouterr().err,
+    )
+
+
+def test_ctrl_c_ends_a_command_without_a_traceback(made_up, capsys):
+    assert made_up(raising(KeyboardInterrupt())) == 130
+    assert capsys.readouterr().err == "nvmeio made_up: interrupted\n"
+
+
+def test_the_handlers_of_signals_are_put_back(made_up):
+    before = [signal.getsignal(number) for number in cli.ENDING]
+    assert made_up(lambda options, terminal: 0) == 0
+    assert [signal.getsignal(number) for number in cli.ENDING] == before
+
+
+# It waits for a signal, with something to take away.
+WAITING = """
+import sys, time, types
+from nvmeio.cli import COMMANDS, main
+def run(options, terminal):
+    try:
+        terminal.say("ready")
+        sys.stdout.flush()
+        time.sleep(600)
+    finally:
+        terminal.say("taken away")
+module = types.ModuleType("nvmeio.cli.waiting")
+module.configure, module.run = lambda parser: None, run
+sys.modules["nvmeio.cli.waiting"] = module
+COMMANDS["waiting"] = "wait"
+sys.exit(main(["waiting"]))
+"""
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
+def test_a_signal_ends_a_command_that_takes_its_files_away(name):
+    number = signal.Signals[name]
+    with subprocess.Popen(
+        [sys.executable, "-c", WAITING],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(number)
+        out, err = process.communicate(timeout=WATCHDOG_S)
+    assert out == "taken away\n"
+    assert process.returncode == 128 + number
+    assert err == ("nvmeio waiting: interrupted\n" if name == "SIGINT" else "")
+
+
+@pytest.mark.parametrize(("words", "status"), [(["doctor"], 1), (["--help"], 0)])
+def test_a_reader_who_has_had_enough_is_no_error(words, status):
+    ours, theirs = os.pipe()
+    os.close(ours)
+    try:
+        done = subprocess.run(
+            command(*words), stdout=theirs, stderr=subprocess.PIPE, timeout=WATCHDOG_S
+        )
+    finally:
+        os.close(theirs)
+    assert (done.returncode, done.stderr) == (status, b"")
+
+
+# Tables.
+
+
+def test_a_plain_table_has_columns_with_figures_to_the_right(capsys):
+    rows = [("read", "3.9", "[bold]"), ("write", "12.25", ""), ("copy", "-", "x")]
+    Terminal().table("speed", ("what", "GB/s", "note"), rows)
+    assert capsys.readouterr().out.splitlines() == [
+        "speed",
+        "what    GB/s  note",
+        "read     3.9  [bold]",
+        "write  12.25",
+        "copy       -  x",
+        "",
+    ]
+
+
+def test_progress_is_silent_without_a_terminal(capsys):
+    with Terminal().progress("reading", 100) as advance:
+        advance(100)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_parser_adds_commands_by_the_name_that_they_are_called_by():
+    parser = Parser(prog="nvmeio")
+    added = parser.add_command("doctor", "tell something")
+    assert parser.command("doctor") is added
+    assert added.description == "Tell something."

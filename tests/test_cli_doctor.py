@@ -1,0 +1,628 @@
+"""nvmeio doctor: the real command, on this machine and on what tests make of it."""
+
+import errno
+import importlib.util
+import json
+import os
+import platform
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import types
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+import nvmeio
+from children import TESTS, WATCHDOG_S, skip_under_asan, system_environment
+from commands import command, nvmeio_in_terminal
+from commands import nvmeio as run_nvmeio
+from mounts import with_file, with_read_only
+from nvmeio.cli.storage import storage_of
+from workloads.common import Faults
+
+FAST = ("io_uring", "libaio")
+
+# Numbers of system calls.
+IO_URING_SETUP = 425
+IO_SETUP = {"x86_64": 206, "aarch64": 0}
+
+NUMBER_OR_NONE = (int, types.NoneType)
+TEXT_OR_NONE = (str, types.NoneType)
+
+# What a reader of the JSON may rely on: for each key its type, or what is below it; of a
+# list what each of its items is; of "*" all keys that there are.
+SCHEMA = {
+    "schema": int,
+    "verdict": str,
+    "summary": str,
+    "installation": {
+        "versions": {
+            "nvmeio": str,
+            "python": str,
+            "numpy": TEXT_OR_NONE,
+            "torch": TEXT_OR_NONE,
+        },
+        "compiler": str,
+        "debug": bool,
+        "features": {"*": {"built": bool, "version": str, "flags": [str], "reason": str}},
+        "engines": {"*": {"built": bool, "works": bool, "errno": int, "reason": str}},
+        "engine": TEXT_OR_NONE,
+        "error": str,
+        "environment": {"*": str},
+    },
+    "system": {
+        "kernel": str,
+        "distribution": str,
+        "package_manager": str,
+        "container": str,
+        "seccomp": bool,
+        "uid": int,
+        "groups": [int],
+        "may_lock": bool,
+        "may_administer": bool,
+        "processor": str,
+        "processors": int,
+        "processors_total": int,
+        "features": [str],
+        "copy_kernels": {"*": bool},
+        "copy_small": str,
+        "copy_large": str,
+        "nodes": [{"number": int, "memory_bytes": int, "processors": int}],
+        "memory_bytes": int,
+        "memory_total_bytes": int,
+        "pool_bytes": NUMBER_OR_NONE,
+        "memlock_bytes": NUMBER_OR_NONE,
+        "open_files": NUMBER_OR_NONE,
+        "transparent_huge_pages": str,
+        "huge_page_bytes": int,
+        "huge_pages": int,
+        "huge_pages_free": int,
+        "io_uring_disabled": NUMBER_OR_NONE,
+        "io_uring_group": NUMBER_OR_NONE,
+        "aio_events": NUMBER_OR_NONE,
+        "aio_events_max": NUMBER_OR_NONE,
+    },
+    "paths": [
+        {
+            "path": str,
+            "error": str,
+            "mount_point": str,
+            "file_system": str,
+            "source": str,
+            "in_memory": bool,
+            "device": str,
+            "model": str,
+            "scheduler": str,
+            "rotational": (bool, types.NoneType),
+            "logical_block_bytes": int,
+            "physical_block_bytes": int,
+            "numa_node": NUMBER_OR_NONE,
+            "direct": (bool, types.NoneType),
+            "alignment_bytes": NUMBER_OR_NONE,
+            "writable": bool,
+            "read_only": bool,
+            "free_bytes": int,
+            "total_bytes": int,
+        }
+    ],
+    "remedies": [
+        {
+            "key": str,
+            "severity": str,
+            "problem": str,
+            "steps": [{"text": str, "commands": [str]}],
+            "path": str,
+        }
+    ],
+}
+
+
+def differences(value, schema, place="$"):
+    """Yield where a value is not as a schema has it."""
+    if isinstance(schema, dict):
+        keys = value.keys() if "*" in schema else schema.keys()
+        if not isinstance(value, dict) or value.keys() != keys:
+            yield f"{place}: {value!r} has other keys than {list(keys)}"
+            return
+        for key in keys:
+            yield from differences(value[key], schema.get(key, schema.get("*")), key)
+    elif isinstance(schema, list):
+        for item in value:
+            yield from differences(item, schema[0], f"{place}[]")
+    # A boolean is a number for Python.
+    elif not isinstance(value, schema) or (schema is int and isinstance(value, bool)):
+        yield f"{place}: {value!r} is no {schema}"
+
+
+def examine(*paths, status=None, **options):
+    """Run ``nvmeio doctor --json``, and return what it found."""
+    found = run_nvmeio("doctor", *paths, "--json", **options)
+    assert found.status in (0, 1), found.err
+    report = json.loads(found.out)
+    assert found.status == (1 if report["verdict"] == "none" else 0)
+    assert status in (None, found.status), report["summary"]
+    assert list(differences(report, SCHEMA)) == []
+    assert report["schema"] == 1
+    errors = [
+        f"nvmeio doctor: error: {path['path']}: {path['error']}"
+        for path in report["paths"]
+        if path["error"]
+    ]
+    assert found.err.splitlines() == errors
+    return report
+
+
+def keys_of(report, *severities):
+    """Return the keys of the remedies of some severities."""
+    return [
+        remedy["key"] for remedy in report["remedies"] if remedy["severity"] in severities
+    ]
+
+
+@pytest.fixture
+def healthy(engines, tmp_path):
+    """Nothing: the test needs a machine on which nothing is amiss to begin with."""
+    for name in FAST:
+        if not engines[name]["works"]:
+            reason = engines[name]["reason"]
+            pytest.skip(f"the engine {name} does not work here: {reason}")
+    with nvmeio.File(tmp_path / "probe", "w") as file:
+        if not file.direct:
+            pytest.skip("the file system has no O_DIRECT")
+    (tmp_path / "probe").unlink()
+
+
+def filtered(*calls, error=1):
+    """Return the words that start a command which a filter refuses system calls."""
+    script = f"""
+import os, sys
+sys.path.insert(0, {str(TESTS)!r})
+from workloads.faults import refuse_by_seccomp
+for call in {calls!r}:
+    refuse_by_seccomp(call, {error})
+os.execvp(sys.argv[1], sys.argv[1:])
+"""
+    return [sys.executable, "-c", script]
+
+
+def unprivileged():
+    """Return the words that start a command as somebody who may do no more than read."""
+    if os.geteuid() != 0:
+        return []
+    if shutil.which("setpriv") is None:
+        pytest.skip("setpriv is not installed")
+    # What is root's, Python among it, must stay readable.
+    read = "+dac_read_search"
+    prefix = ["setpriv", "--reuid", "65534", "--clear-groups"]
+    return [*prefix, "--inh-caps", read, "--ambient-caps", read]
+
+
+# What it finds.
+
+
+def test_the_disk_is_described(tmp_path, engines):
+    report = examine(tmp_path)
+    (path,) = report["paths"]
+    with nvmeio.File(tmp_path / "file", "w") as file:
+        assert (path["direct"], path["alignment_bytes"]) == (file.direct, file.alignment)
+    space = os.statvfs(tmp_path)
+    assert path["path"] == str(tmp_path)
+    assert path["total_bytes"] == space.f_blocks * space.f_frsize
+    assert 0 < path["free_bytes"] <= path["total_bytes"]
+    assert path["writable"]
+    assert not path["read_only"]
+    assert Path(path["mount_point"]) in [tmp_path, *tmp_path.parents]
+    assert report["installation"]["engines"] == engines
+    assert report["installation"]["engine"] in engines
+
+
+def test_the_machine_is_described():
+    found = examine("/")["system"]
+    assert found["kernel"] == platform.release()
+    assert found["uid"] == os.geteuid()
+    assert os.getegid() in found["groups"]
+    assert 1 <= found["processors"] <= found["processors_total"]
+    assert {found["copy_small"], found["copy_large"]} <= found["copy_kernels"].keys()
+    assert sum(node["memory_bytes"] for node in found["nodes"]) >= found["memory_bytes"] / 2
+    assert found["pool_bytes"] == nvmeio.pool_stats()["bytes_limit"]
+    soft = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    assert found["memlock_bytes"] == (None if soft == resource.RLIM_INFINITY else soft)
+
+
+def test_versions_are_told_without_importing_torch():
+    found = examine("/", without=["torch"])["installation"]["versions"]
+    installed = importlib.util.find_spec("torch") is not None
+    assert found["torch"] == (version("torch") if installed else None)
+    assert found["nvmeio"] == nvmeio.__version__
+    assert found["python"] == platform.python_version()
+
+
+def test_without_a_path_it_is_the_current_folder(tmp_path):
+    (path,) = examine(cwd=tmp_path)["paths"]
+    assert path["path"] == "."
+    assert (
+        path["total_bytes"] == os.statvfs(tmp_path).f_blocks * os.statvfs(tmp_path).f_frsize
+    )
+
+
+def test_memory_needs_no_o_direct(tmpfs, healthy):
+    (path,) = examine(tmpfs, status=0)["paths"]
+    assert (path["file_system"], path["mount_point"]) == ("tmpfs", "/dev/shm")
+    assert path["in_memory"]
+    assert path["device"] == ""
+
+
+def test_a_file_is_only_read(tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(b"content" * 1000)
+    before = path.stat()
+    (found,) = examine(path)["paths"]
+    after = path.stat()
+    assert found["direct"] is not None
+    assert path.read_bytes() == b"content" * 1000
+    assert (after.st_mtime_ns, after.st_size) == (before.st_mtime_ns, before.st_size)
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_an_empty_file_is_no_problem(tmp_path):
+    (tmp_path / "file").touch()
+    (found,) = examine(tmp_path / "file")["paths"]
+    assert found["error"] == ""
+
+
+def test_a_block_device_has_no_file_system(loop_device):
+    device = loop_device(1 << 20, 4096)
+    (found,) = examine(device)["paths"]
+    assert (found["file_system"], found["mount_point"]) == ("", "")
+    assert found["device"] == os.path.basename(device)
+    assert found["logical_block_bytes"] == found["alignment_bytes"] == 4096
+
+
+def test_sectors_of_the_device_are_told(loop_mount):
+    folder = loop_mount("ext4", 32 << 20, sector=4096)
+    report = examine(folder)
+    (found,) = report["paths"]
+    assert (found["file_system"], found["mount_point"]) == ("ext4", str(folder))
+    assert found["alignment_bytes"] == found["logical_block_bytes"] == 4096
+    # 32 MiB are soon full.
+    assert "nearly-full" in keys_of(report, "hint")
+
+
+def test_fuse_is_a_file_system_like_others(faulty, healthy):
+    """It knows no files without a name, so there is one for a moment."""
+    (found,) = examine(faulty, status=0)["paths"]
+    assert found["file_system"].startswith("fuse")
+    assert found["error"] == ""
+    assert os.listdir(faulty) == []
+
+
+def test_many_paths_are_told_in_order(tmp_path, tmpfs):
+    paths = [str(tmp_path), str(tmpfs), str(tmp_path)]
+    assert [found["path"] for found in examine(*paths)["paths"]] == paths
+
+
+def test_a_link_leads_to_what_it_names(tmp_path, tmpfs):
+    (tmp_path / "link").symlink_to(tmpfs)
+    (found,) = examine(tmp_path / "link")["paths"]
+    assert found["file_system"] == "tmpfs"
+
+
+def test_the_quota_of_a_control_group_counts(control_group):
+    prefix = control_group(
+        "cpu",
+        {"cpu.cfs_period_us": 100_000, "cpu.cfs_quota_us": 100_000},
+        {"cpu.max": "100000 100000"},
+    )
+    found = examine("/", prefix=prefix)["system"]
+    assert found["processors"] == 1
+    assert found["processors_total"] == os.cpu_count()
+
+
+# Devices that are made up.
+
+
+def device(folder, number, **attributes):
+    """Make a folder that looks like sysfs with one block device."""
+    block = folder / "devices" / "nvme9n1"
+    attributes = {
+        "queue/rotational": "0",
+        "queue/scheduler": "[none] mq-deadline bfq",
+        "queue/logical_block_size": "512",
+        "queue/physical_block_size": "4096",
+        "device/model": "Some Drive 2TB                ",
+        **{name.replace("__", "/"): text for name, text in attributes.items()},
+    }
+    for name, text in attributes.items():
+        (block / name).parent.mkdir(parents=True, exist_ok=True)
+        (block / name).write_text(f"{text}\n")
+    link = folder / "dev" / "block" / f"{os.major(number)}:{os.minor(number)}"
+    link.parent.mkdir(parents=True)
+    link.symlink_to(block)
+    return folder
+
+
+def test_a_device_is_described(tmp_path):
+    sys = device(tmp_path / "sys", os.stat(tmp_path).st_dev, device__device__numa_node="1")
+    found = storage_of(str(tmp_path), sys=sys)
+    assert (found.device, found.model, found.scheduler) == (
+        *("nvme9n1", "Some Drive 2TB", "none"),
+    )
+    assert (found.logical_block_bytes, found.physical_block_bytes) == (512, 4096)
+    assert found.rotational is False
+    assert found.numa_node == 1
+
+
+@pytest.mark.parametrize(
+    ("attributes", "field", "value"),
+    [
+        ({"queue__rotational": "1"}, "rotational", True),
+        ({"queue__scheduler": "none mq-deadline [bfq]"}, "scheduler", "bfq"),
+        ({"queue__scheduler": "none"}, "scheduler", "none"),
+        ({"device__numa_node": "2"}, "numa_node", 2),
+        ({"device__numa_node": "-1"}, "numa_node", None),
+    ],
+)
+def test_what_the_device_says_is_understood(tmp_path, attributes, field, value):
+    sys = device(tmp_path / "sys", os.stat(tmp_path).st_dev, **attributes)
+    assert getattr(storage_of(str(tmp_path), sys=sys), field) == value
+
+
+# What is amiss.
+
+
+@pytest.mark.parametrize("error", [1, 38])
+def test_a_filter_that_refuses_io_uring_is_told(tmp_path, healthy, error):
+    report = examine(tmp_path, prefix=filtered(IO_URING_SETUP, error=error), status=0)
+    assert report["verdict"] == "slower"
+    assert report["installation"]["engine"] == "libaio"
+    assert report["system"]["seccomp"]
+    assert keys_of(report, "slow")[0] == "io_uring-seccomp"
+    assert "(seccomp) refuses io_uring" in report["summary"]
+
+
+def test_nothing_is_fast_where_a_filter_refuses_all(tmp_path, healthy):
+    prefix = filtered(IO_URING_SETUP, IO_SETUP[platform.machine()])
+    report = examine(tmp_path, prefix=prefix, status=1)
+    assert report["verdict"] == "none"
+    assert report["summary"].startswith("nothing fast works here: ")
+    assert report["installation"]["engine"] == "threads"
+    assert set(keys_of(report, "broken")) >= {"io_uring-seccomp"}
+    # It works all the same.
+    assert report["paths"][0]["error"] == ""
+
+
+@pytest.mark.parametrize("value", [1, 2])
+def test_a_sysctl_that_refuses_io_uring_is_told(tmp_path, healthy, value):
+    sysctl = "/proc/sys/kernel/io_uring_disabled"
+    if not os.path.exists(sysctl):
+        pytest.skip("the kernel has no sysctl kernel.io_uring_disabled")
+    prefix = [*with_file(tmp_path, sysctl, f"{value}\n"), *unprivileged()]
+    report = examine("/", prefix=[*prefix, *filtered(IO_URING_SETUP)])
+    assert report["system"]["io_uring_disabled"] == value
+    assert keys_of(report, "slow")[0] == "io_uring-sysctl"
+    steps = report["remedies"][0]["steps"]
+    lines = [line for step in steps for line in step["commands"]]
+    assert lines[0] == "sudo sysctl -w kernel.io_uring_disabled=0"
+    assert any("io_uring_group" in line for line in lines) == (value == 1)
+
+
+def test_huge_pages_that_are_switched_off_are_told(tmp_path, healthy):
+    switch = "/sys/kernel/mm/transparent_hugepage/enabled"
+    if not os.path.exists(switch):
+        pytest.skip("the kernel has no huge pages to give")
+    prefix = with_file(tmp_path, switch, "always madvise [never]\n")
+    report = examine(tmp_path, prefix=prefix)
+    assert report["verdict"] == "slower"
+    assert keys_of(report, "slow") == ["huge-pages"]
+
+
+def test_a_low_limit_of_locked_memory_is_told(healthy):
+    skip_under_asan("makes nothing of mlock")
+    report = examine(
+        "/",
+        prefix=unprivileged(),
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, 65536)),
+    )
+    assert report["system"]["memlock_bytes"] == 65536
+    assert not report["system"]["may_lock"]
+    assert "memlock" in keys_of(report, "hint")
+
+
+@pytest.mark.parametrize(
+    ("engine", "status", "verdict"),
+    [("io_uring", 0, None), ("libaio", 0, "slower"), ("threads", 1, "none")],
+)
+def test_the_environment_may_keep_the_best_engine_away(
+    tmp_path, healthy, engine, status, verdict
+):
+    env = {**os.environ, "NVMEIO_ENGINE": engine}
+    report = examine(tmp_path, env=env, status=status)
+    assert report["installation"]["environment"]["NVMEIO_ENGINE"] == engine
+    assert report["installation"]["engine"] == engine
+    assert ("engine-chosen" in keys_of(report, "broken", "slow")) == (verdict is not None)
+    assert verdict in (None, report["verdict"])
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("NVMEIO_ENGINE", "posix"),
+        ("NVMEIO_QUEUE_DEPTH", "many"),
+        ("NVMEIO_POOL_BYTES", "1"),
+        ("NVMEIO_COPY", "fast"),
+    ],
+)
+def test_a_setting_that_makes_no_sense_is_told(tmp_path, name, value):
+    report = examine(tmp_path, env={**os.environ, name: value}, status=1)
+    assert report["installation"]["engine"] is None
+    assert name in report["summary"]
+    assert f"unset {name}" in report["remedies"][0]["steps"][0]["commands"]
+    # What can be known without a handle is.
+    assert report["paths"][0]["direct"] is not None
+
+
+def test_a_path_that_does_not_exist_is_told_beside_the_others(tmp_path):
+    missing = tmp_path / "missing"
+    report = examine(missing, tmp_path, status=1)
+    assert [bool(path["error"]) for path in report["paths"]] == [True, False]
+    assert f"{missing} cannot be used: No such file or directory" in report["summary"]
+    assert not missing.exists()
+
+
+def test_a_pipe_is_no_path(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (found,) = examine(tmp_path / "pipe", status=1)["paths"]
+    assert found["error"] == "neither a file nor a folder nor a block device"
+
+
+def test_a_file_system_without_o_direct_is_not_fast(healthy):
+    report = examine("/proc/version", status=1)
+    assert keys_of(report, "broken") == ["no-o-direct"]
+    assert report["paths"][0]["direct"] is False
+
+
+def test_a_folder_of_somebody_else_is_tried_with_a_file_in_it(tmp_path):
+    folder = tmp_path / "others"
+    folder.mkdir()
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    (folder / "file").write_bytes(bytes(8192))
+    for path in (folder, empty):
+        path.chmod(0o555)
+    try:
+        report = examine(folder, empty, prefix=unprivileged())
+    finally:
+        for path in (folder, empty):
+            path.chmod(0o755)
+    full, bare = report["paths"]
+    assert (full["writable"], bare["writable"]) == (False, False)
+    assert full["direct"] is not None
+    assert bare["direct"] is None
+    assert keys_of(report, "hint").count("read-only") == 2
+    assert os.listdir(folder) == ["file"]
+
+
+def test_a_mount_that_can_only_be_read_is_told(tmp_path):
+    (tmp_path / "file").write_bytes(bytes(8192))
+    report = examine(tmp_path, prefix=with_read_only(tmp_path))
+    (found,) = report["paths"]
+    assert (found["writable"], found["read_only"]) == (False, True)
+    assert found["mount_point"] == str(tmp_path)
+    assert found["direct"] is not None
+    (remedy,) = [found for found in report["remedies"] if found["key"] == "read-only"]
+    assert any("remount,rw" in line for line in remedy["steps"][0]["commands"])
+
+
+def test_a_full_disk_cannot_be_used(loop_mount):
+    folder = loop_mount("ext4", 16 << 20)
+    filling = subprocess.run(
+        ["dd", "if=/dev/zero", f"of={folder / 'filling'}", "bs=4096"],
+        env={**system_environment(), "LC_ALL": "C"},
+        capture_output=True,
+        check=False,
+    )
+    assert b"No space left on device" in filling.stderr
+    report = examine(folder, status=1)
+    assert report["paths"][0]["error"] == os.strerror(errno.ENOSPC)
+    assert sorted(os.listdir(folder)) == ["filling", "lost+found"]
+
+
+def test_other_bytes_than_were_written_are_told(faulty):
+    control = faulty / "control"
+    control.touch()
+    Faults(control).set(read={"flip": 70_000})
+    (found,) = examine(faulty, status=1)["paths"]
+    assert found["error"] == "what was read is not what was written"
+    assert Faults(control).fired()["read.flip"] > 0
+    assert os.listdir(faulty) == ["control"]
+
+
+def test_a_drive_that_fails_is_told(faulty):
+    control = faulty / "control"
+    control.touch()
+    Faults(control).set(write={"error": errno.EIO, "at": 70_000})
+    (found,) = examine(faulty, status=1)["paths"]
+    assert found["error"].startswith(os.strerror(errno.EIO))
+    assert os.listdir(faulty) == ["control"]
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_a_signal_leaves_nothing_behind(faulty, name):
+    control = faulty / "control"
+    control.touch()
+    Faults(control).set(read={"held": True})
+    with subprocess.Popen(command("doctor", faulty), stdout=subprocess.PIPE) as process:
+        Faults(control).await_waiting()
+        assert len(os.listdir(faulty)) == 2
+        process.send_signal(signal.Signals[name])
+        # A read that is under way must end before its memory is given back.
+        Faults(control).set()
+        assert process.wait(timeout=WATCHDOG_S) == 128 + signal.Signals[name]
+    assert os.listdir(faulty) == ["control"]
+
+
+# What a person sees.
+
+
+def test_a_report_begins_with_the_verdict_and_has_its_tables(tmp_path, engines):
+    found = run_nvmeio("doctor", tmp_path)
+    assert found.err == ""
+    lines = found.out.splitlines()
+    works = any(engines[name]["works"] for name in FAST)
+    assert found.status == (0 if works else 1)
+    assert lines[0].startswith("nvmeio works here" if works else "nothing fast works here")
+    heads = [line.split()[0] for line in lines if line.split()[:1]]
+    assert [*heads].count("engine") == heads.count("machine") == heads.count("path") == 1
+    for name in engines:
+        assert any(line.startswith(f"{name} ") for line in lines)
+    assert any(line.startswith(str(tmp_path)) for line in lines)
+
+
+def test_remedies_are_numbered(tmp_path, healthy):
+    env = {**os.environ, "NVMEIO_ENGINE": "threads"}
+    found = run_nvmeio("doctor", tmp_path / "missing", env=env)
+    assert found.status == 1
+    _, _, advice = found.out.partition("What would help, most useful first:\n")
+    lines = advice.splitlines()
+    assert lines[1] == "1. NVMEIO_ENGINE=threads keeps nvmeio from using io_uring"
+    assert lines[2:4] == ["   - leave the choice to nvmeio:", "       unset NVMEIO_ENGINE"]
+    assert lines[5].startswith(f"2. {tmp_path / 'missing'} cannot be used: ")
+    assert "environment" in found.out
+    assert found.err == (
+        f"nvmeio doctor: error: {tmp_path / 'missing'}: No such file or directory\n"
+    )
+
+
+def test_a_terminal_has_the_same_in_tables_of_rich(tmp_path, engines):
+    found = nvmeio_in_terminal("doctor", tmp_path)
+    assert found.status == run_nvmeio("doctor", tmp_path).status
+    assert "\u2500\u2500\u2500" in found.out
+    for name in engines:
+        assert name in found.out
+
+
+def test_without_rich_a_terminal_has_plain_tables(tmp_path):
+    found = nvmeio_in_terminal("doctor", tmp_path, without=["rich"])
+    plain = run_nvmeio("doctor", tmp_path)
+    assert found.status == plain.status
+    assert "\u2500" not in found.out
+    assert found.out.splitlines()[0] == plain.out.splitlines()[0]
+
+
+def test_json_is_the_same_in_a_terminal(tmp_path):
+    found = nvmeio_in_terminal("doctor", tmp_path, "--json")
+    assert list(differences(json.loads(found.out), SCHEMA)) == []
+
+
+def test_a_difference_from_the_schema_is_seen():
+    assert list(differences({"a": 1}, {"a": int})) == []
+    assert list(differences({"a": True}, {"a": int}))
+    assert list(differences({"a": "1"}, {"a": int}))
+    assert list(differences({"a": 1, "b": 1}, {"a": int}))
+    assert list(differences({}, {"a": int}))
+    assert list(differences({"a": [1, "b"]}, {"a": [int]}))
+    assert list(differences({"x": 1}, {"*": str}))
