@@ -38,16 +38,10 @@ def command(*arguments, without=()):
     words = [str(argument) for argument in arguments]
     if not without:
         return [sys.executable, "-m", "nvmeio", *words]
-    hiding = f"""
-import sys
-class Hidden:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in {tuple(without)!r}:
-            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
-sys.meta_path.insert(0, Hidden())
-from nvmeio.cli import main
-sys.exit(main())
-"""
+    hiding = (
+        f"import sys; sys.modules.update(dict.fromkeys({tuple(without)!r})); "
+        "from nvmeio.cli import main; sys.exit(main())"
+    )
     return [sys.executable, "-c", hiding, *words]
 
 

@@ -36,6 +36,7 @@ class FaultyFS(fuse.Operations):
 
     def __init__(self):
         self.files = {}
+        self.folders = {"/"}
         self.faults = {}
         self.fired = Counter()
         self.waiting = 0
@@ -93,7 +94,7 @@ class FaultyFS(fuse.Operations):
         return self.files[path]
 
     def getattr(self, path, fh=None):
-        if path == "/":
+        if path in self.folders:
             return {"st_mode": stat.S_IFDIR | 0o755, "st_nlink": 2}
         size = len(self.file(path))
         return {"st_mode": stat.S_IFREG | 0o644, "st_nlink": 1, "st_size": size}
@@ -136,8 +137,19 @@ class FaultyFS(fuse.Operations):
     def unlink(self, path):
         del self.files[path]
 
+    def mkdir(self, path, mode):
+        self.folders.add(path)
+
+    def rmdir(self, path):
+        self.folders.remove(path)
+
     def readdir(self, path, fh):
-        return [".", "..", *(name[1:] for name in self.files)]
+        inside = [
+            os.path.basename(name)
+            for name in {*self.files, *self.folders} - {"/"}
+            if os.path.dirname(name) == path
+        ]
+        return [".", "..", *inside]
 
     def setxattr(self, path, name, value, options, position=0):
         if name != "user.faults":

@@ -38,7 +38,7 @@ def sysfs(tmp_path):
 def mounted(tmp_path):
     """A function (source, folder) that mounts a tmpfs."""
     if os.geteuid() != 0:
-        pytest.skip("mounting needs root")
+        pytest.skip("only root can mount a file system")
     with contextlib.ExitStack() as undo:
 
         def mount(source, folder):
