@@ -22,6 +22,7 @@ __all__ = ["COMMANDS", "main"]
 # For each command what it does, in the words of --help.
 COMMANDS = {
     "doctor": "tell whether nvmeio works here, and what would make it faster",
+    "bench": "measure a disk and its memory, beside fio where that is installed",
 }
 
 ABOUT = """\

@@ -13,6 +13,7 @@ from nvmeio.cli.remedy import Remedy
 from nvmeio.cli.storage import Storage, storage_of
 from nvmeio.cli.system import System, system
 from nvmeio.cli.terminal import Terminal
+from nvmeio.cli.units import in_binary
 
 __all__ = ["Report", "configure", "run"]
 
@@ -244,21 +245,21 @@ def _numa(system: System) -> str:
     if len(system.nodes) == 1:
         return "one node"
     return "; ".join(
-        f"node {node.number}: {_size(node.memory_bytes)}, {node.processors} processors"
+        f"node {node.number}: {in_binary(node.memory_bytes)}, {node.processors} processors"
         for node in system.nodes
     )
 
 
 def _memory(system: System) -> str:
-    text = f"{_size(system.memory_bytes)} of {_size(system.memory_total_bytes)}"
+    text = f"{in_binary(system.memory_bytes)} of {in_binary(system.memory_total_bytes)}"
     if system.pool_bytes is None:
         return f"{text} may be used"
-    return f"{text} may be used; at most {_size(system.pool_bytes)} by nvmeio's pool"
+    return f"{text} may be used; at most {in_binary(system.pool_bytes)} by nvmeio's pool"
 
 
 def _memlock(system: System) -> str:
     limit = system.memlock_bytes
-    bound = "no limit" if limit is None else f"at most {_size(limit)} (ulimit -l)"
+    bound = "no limit" if limit is None else f"at most {in_binary(limit)} (ulimit -l)"
     return f"{bound}, which does not hold here: CAP_IPC_LOCK" if system.may_lock else bound
 
 
@@ -268,7 +269,7 @@ def _huge_pages(system: System) -> str:
     )
     if system.huge_pages == 0:
         return f"{text}none"
-    size = _size(system.huge_page_bytes)
+    size = in_binary(system.huge_page_bytes)
     return f"{text}{system.huge_pages} of {size}, {system.huge_pages_free} of them free"
 
 
@@ -288,7 +289,7 @@ def _storage_row(storage: Storage) -> tuple[str, ...]:
         f"{storage.file_system} at {storage.mount_point}" if storage.mount_point else ""
     )
     model = f" ({storage.model})" if storage.model else ""
-    free = f"{_size(storage.free_bytes)} of {_size(storage.total_bytes)}"
+    free = f"{in_binary(storage.free_bytes)} of {in_binary(storage.total_bytes)}"
     return (
         storage.path,
         mounted,
@@ -324,10 +325,3 @@ def _remarks(storage: Storage) -> list[str]:
 def _way(storage: Storage) -> str:
     """Return how the bytes get to a path, as the summary says it."""
     return "O_DIRECT" if storage.direct else "in memory" if storage.in_memory else ""
-
-
-def _size(nbytes: int) -> str:
-    for unit, power in (("TiB", 40), ("GiB", 30), ("MiB", 20), ("KiB", 10)):
-        if nbytes >= 1 << power:
-            return f"{nbytes / (1 << power):.1f} {unit}"
-    return f"{nbytes} B"

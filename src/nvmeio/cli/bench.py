@@ -1,0 +1,286 @@
+"""``nvmeio bench``: how fast a disk and its memory are, beside fio."""
+
+import argparse
+import dataclasses
+import datetime as dt
+import functools
+import itertools
+import statistics
+from collections.abc import Iterator
+from importlib.metadata import version
+from typing import Any
+
+from nvmeio.cli import plots
+from nvmeio.cli.arguments import Parser, UsageError, number, size
+from nvmeio.cli.buffers import KINDS
+from nvmeio.cli.fio import Fio, fio_version
+from nvmeio.cli.ground import folder_of_its_own
+from nvmeio.cli.report import keep
+from nvmeio.cli.samples import PERCENTILES, Contest
+from nvmeio.cli.storage import storage_of
+from nvmeio.cli.system import system
+from nvmeio.cli.terminal import Terminal
+from nvmeio.cli.units import in_binary, in_time, spread
+from nvmeio.cli.workloads import RANDOM_SECONDS, Settings, Workbench
+from nvmeio.lanes import ENGINES
+
+__all__ = ["configure", "run"]
+
+WORKS = ("write", "read", "random", "small", "copy")
+SMALL_COUNT_MAX = 1000
+COPY_BYTES_MAX = 256 << 20
+MIB = 1 << 20
+
+DETAILS = """\
+All files are made in a folder of their own inside DIR, which is taken away at the end,
+also after Ctrl-C.  The contestants take turns; figures are the median of the rounds, with
+the least and the greatest.  Reads find nothing in the page cache.  Latencies are those of
+single I/Os from submission to completion.  CPU time is that of all threads.  fio works on
+the same file with the same block size and depth, in huge pages.
+
+examples:
+  nvmeio bench /mnt/nvme
+  nvmeio bench /mnt/nvme --size 4G --block-size 512K --queue-depth 32
+  nvmeio bench . --memory torch --only read,write --json figures.json --plot figures.png
+"""
+
+
+def configure(parser: Parser) -> None:
+    """Add the arguments.
+
+    Parameters
+    ----------
+    parser : Parser
+        Of the command.
+    """
+    parser.epilog = DETAILS
+    add = parser.add_argument
+    add("dir", nargs="?", default=".", metavar="DIR", help="on the disk (.)")
+    add("--size", type=size, default=1 << 30, help="of the file (1G)")
+    add("--block-size", type=size, default=1 << 20, metavar="SIZE", help="of an I/O (1M)")
+    add(
+        "--random-block-size",
+        type=size,
+        default=4096,
+        metavar="SIZE",
+        help="of a random read (4K)",
+    )
+    add(
+        "--queue-depth",
+        type=number(1, 32768),
+        default=128,
+        metavar="N",
+        help="I/Os in flight (128)",
+    )
+    add("--lanes", type=number(1, 256), default=1, metavar="N", help="threads (1)")
+    add("--engine", choices=("auto", *ENGINES), default="auto", help="(auto)")
+    direct = parser.add_mutually_exclusive_group()
+    direct.add_argument(
+        "--direct", action="store_true", help="past the page cache, or fail"
+    )
+    direct.add_argument("--buffered", action="store_true", help="by the page cache")
+    add(
+        "--memory",
+        choices=KINDS,
+        default="pool",
+        help="nvmeio's pool (the default), as numpy or torch allocate it, or fresh: what "
+        "is read into was never touched",
+    )
+    add("--only", type=_works, default=WORKS, metavar="WORK,...", help=", ".join(WORKS))
+    add("--rounds", type=number(1, 1000), default=3, metavar="N", help="(3)")
+    add("--no-fio", action="store_true", help="do without fio")
+    add(
+        "--reserve",
+        type=size,
+        metavar="SIZE",
+        help="what must stay free on the disk (a tenth of it, at most 1G)",
+    )
+    add("--json", metavar="FILE", help="keep all figures; - for standard output")
+    add("--plot", type=plots.picture, metavar="FILE.png|.svg", help="draw a chart")
+
+
+def run(options: argparse.Namespace, terminal: Terminal) -> int:
+    """Measure, and show what came out.
+
+    Parameters
+    ----------
+    options : argparse.Namespace
+        What configure() asked for.
+    terminal : Terminal
+        Where the answer goes.
+
+    Returns
+    -------
+    int
+        0.
+    """
+    settings = _settings(options)
+    if options.plot:
+        plots.require()
+    storage = storage_of(options.dir)
+    fio = "" if options.no_fio else fio_version()
+    needed = settings.disk_bytes + settings.size * ("write" in options.only)
+    with (
+        folder_of_its_own(options.dir, needed, options.reserve) as folder,
+        Workbench(folder, settings) as bench,
+    ):
+        with terminal.progress("preparing", 2 * settings.disk_bytes) as advance:
+            bench.prepare(advance)
+        contests = list(_contests(bench, settings, options.only, bool(fio)))
+        for _, contest in itertools.product(range(options.rounds), contests):
+            contest.fight(terminal)
+        about = _about(bench, settings, storage.file_system, storage.device, fio)
+    report = {
+        "schema": 1,
+        "nvmeio": version("nvmeio"),
+        "fio": fio or None,
+        "date": dt.datetime.now().astimezone().isoformat(timespec="seconds"),
+        "settings": {**vars(settings), "engine": bench.engine, "direct": bench.direct},
+        "system": dataclasses.asdict(system()),
+        "storage": dataclasses.asdict(storage),
+        "results": [contest.as_dict() for contest in contests],
+    }
+    if options.json != "-":
+        terminal.say(about)
+        terminal.say()
+        terminal.table("", *_table(contests))
+    keep(report, options.json)
+    if options.plot:
+        plots.bars(contests, about, options.plot)
+        terminal.note(f"drawn: {options.plot}")
+    if not fio and not options.no_fio:
+        terminal.note("fio is not installed; with it, its figures would stand beside")
+    return 0
+
+
+def _works(text: str) -> tuple[str, ...]:
+    words = tuple(text.split(","))
+    unknown = [word for word in words if word not in WORKS]
+    if unknown:
+        raise argparse.ArgumentTypeError(
+            f"{unknown[0]!r} must be of {', '.join(WORKS)}, with commas between"
+        )
+    return words
+
+
+def _settings(options: argparse.Namespace) -> Settings:
+    """Fit the sizes to each other."""
+    block, most = options.block_size, options.size
+    for flag in ("block_size", "random_block_size"):
+        if 2 * getattr(options, flag) > most:
+            raise UsageError(
+                f"--size {in_binary(most)} must have room for two blocks of "
+                f"--{flag.replace('_', '-')} {in_binary(getattr(options, flag))}"
+            )
+    small = min(64 << 10, most // 16)
+    return Settings(
+        # fio leaves out what is no whole block.
+        size=most - most % block,
+        block_bytes=block,
+        random_bytes=options.random_block_size,
+        small_bytes=small,
+        small_count=min(SMALL_COUNT_MAX, most // 2 // small) if small else 0,
+        copy_bytes=min(most, COPY_BYTES_MAX),
+        queue_depth=options.queue_depth,
+        lanes=options.lanes,
+        engine=options.engine,
+        direct=True if options.direct else False if options.buffered else "auto",
+        memory=options.memory,
+    )
+
+
+def _contests(
+    bench: Workbench, settings: Settings, works: tuple[str, ...], fio: bool
+) -> Iterator[Contest]:
+    """Pair each work that is wanted with those who do it."""
+    random_bytes = settings.random_reads * settings.random_bytes
+    beside: dict[str, Any] = {"write": {}, "read": {}, "randread": {}}
+    if fio:
+        other = Fio(
+            bench.path,
+            settings.size,
+            bench.engine,
+            bench.direct,
+            settings.queue_depth * settings.lanes,
+        )
+        block, random = settings.block_bytes, settings.random_bytes
+        capped: dict[str, Any] = {
+            "io_size": random_bytes,
+            "runtime": f"{RANDOM_SECONDS:g}",
+        }
+        beside = {
+            "write": {other.name: functools.partial(other.run, "write", block)},
+            "read": {other.name: functools.partial(other.run, "read", block)},
+            "randread": {
+                other.name: functools.partial(other.run, "randread", random, **capped)
+            },
+        }
+    small_bytes = settings.small_count * settings.small_bytes
+    small = f"{settings.small_count} tensors of {in_binary(settings.small_bytes)}"
+    names = {
+        "write": [
+            ("write, new file, synced", settings.size, {"nvmeio": bench.write_new}),
+            ("write", settings.size, {"nvmeio": bench.overwrite, **beside["write"]}),
+        ],
+        "read": [("read", settings.size, {"nvmeio": bench.read, **beside["read"]})],
+        "random": [
+            (
+                f"random read, {in_binary(settings.random_bytes)}",
+                random_bytes,
+                {"nvmeio": bench.read_random, **beside["randread"]},
+            )
+        ],
+        "small": [
+            (f"write, {small}", small_bytes, {"nvmeio": bench.write_small}),
+            (f"read, {small}", small_bytes, {"nvmeio": bench.read_small}),
+        ],
+        "copy": [
+            (
+                "copy in memory",
+                settings.copy_bytes,
+                {"nvmeio": bench.copy, "numpy": bench.copy_by_numpy},
+            )
+        ],
+    }
+    for work in works:
+        for name, nbytes, turns in names[work]:
+            yield Contest(name, nbytes, turns)
+
+
+def _about(
+    bench: Workbench, settings: Settings, file_system: str, device: str, fio: str
+) -> str:
+    """Say in a line what was measured."""
+    place = f"{file_system} on {device}" if device else file_system
+    words = [
+        f"{in_binary(settings.size)} on {place}",
+        f"{bench.engine}, {'O_DIRECT' if bench.direct else 'buffered'}",
+        f"{in_binary(settings.block_bytes)} x {settings.queue_depth}",
+        f"{settings.memory} memory",
+        fio,
+    ]
+    if settings.lanes > 1:
+        words.insert(3, f"{settings.lanes} lanes")
+    return "; ".join(filter(None, words))
+
+
+def _table(contests: list[Contest]) -> tuple[list[str], list[list[str]]]:
+    """Return head and rows: one for each work and contestant."""
+    several = len(next(iter(contests[0].samples.values()))) > 1
+    head = ["work", "by", "GB/s" + (" [min-max]" if several else ""), "IOPS"]
+    head += [f"p{percentile:g}" for percentile in PERCENTILES]
+    head += ["CPU s/GiB", "nvmeio / it"]
+    rows = []
+    for contest in contests:
+        for index, name in enumerate(contest.samples):
+            iops = contest.figures(name, "iops")
+            row = ["" if index else contest.work, name]
+            row.append(spread(contest.figures(name, "gb_per_s"), 2))
+            row.append(f"{statistics.median(iops):,.0f}" if any(iops) else "-")
+            for percentile in PERCENTILES:
+                latency = contest.latency_us(name, percentile)
+                row.append("-" if latency is None else in_time(latency))
+            row.append(spread(contest.figures(name, "cpu_s_per_gib"), 3).split()[0])
+            row.append(spread(contest.ratios(name), 2).split()[0] if index else "")
+            rows.append(row)
+    return head, rows

@@ -1,0 +1,137 @@
+"""fio, the yardstick: the same work on the same file."""
+
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from nvmeio.cli.arguments import CommandError
+from nvmeio.cli.samples import PERCENTILES, Sample
+from nvmeio.cli.terminal import Advance
+
+__all__ = ["ENGINES", "Fio", "fio_version"]
+
+# What fio calls the engines of nvmeio.  One thread that makes blocking calls stands for
+# both that do without the kernel's queues.
+ENGINES = {"io_uring": "io_uring", "libaio": "libaio", "threads": "psync", "sync": "psync"}
+
+
+def fio_version() -> str:
+    """Return what fio calls itself.
+
+    Returns
+    -------
+    str
+        Such as "fio-3.33"; "" where it is not installed.
+    """
+    if shutil.which("fio") is None:
+        return ""
+    done = subprocess.run(["fio", "--version"], capture_output=True, text=True, check=False)
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+class Fio:
+    """Runs fio on a file that exists.
+
+    Parameters
+    ----------
+    path : Path
+        The file.
+    size : int
+        Of the file, in bytes.
+    engine : str
+        One of nvmeio's.
+    direct : bool
+        Whether it bypasses the page cache.
+    queue_depth : int
+        How many blocks are in flight.
+    """
+
+    def __init__(
+        self, path: Path, size: int, engine: str, direct: bool, queue_depth: int
+    ) -> None:
+        self.name = f"fio ({ENGINES[engine]})"
+        self._arguments = {
+            "name": "nvmeio",
+            "filename": str(path).replace(":", "\\:"),
+            "size": size,
+            "ioengine": ENGINES[engine],
+            "direct": int(direct),
+            "iodepth": queue_depth,
+            "allow_file_create": 0,
+            "percentile_list": ":".join(f"{percentile:g}" for percentile in PERCENTILES),
+            "output-format": "json",
+            "eta": "never",
+        }
+
+    def run(self, rw: str, block_bytes: int, advance: Advance, **more: Any) -> Sample:
+        """Let fio do one work.
+
+        Parameters
+        ----------
+        rw : {"read", "write", "randread"}
+            Which.
+        block_bytes : int
+            Of an I/O.
+        advance : callable
+            Is told of all bytes at the end.
+        **more
+            Further arguments of fio.
+
+        Returns
+        -------
+        Sample
+            By fio's own clock, which leaves out its start; its percentiles are of complete
+            I/Os from submission on (clat).
+
+        Raises
+        ------
+        CommandError
+            fio has failed; says its last line.
+        """
+        arguments = {**self._arguments, "rw": rw, "bs": block_bytes, **more}
+        job = _job([f"--{name}={value}" for name, value in arguments.items()])
+        done = job["write" if rw == "write" else "read"]
+        advance(done["io_bytes"])
+        percentiles = done["clat_ns"].get("percentile", {})
+        return Sample(
+            nbytes=done["io_bytes"],
+            operations=done["total_ios"],
+            # Whole milliseconds; less than one would be none.
+            seconds=max(done["runtime"], 1) / 1e3,
+            cpu_seconds=(job["usr_cpu"] + job["sys_cpu"]) / 100 * job["job_runtime"] / 1e3,
+            latency_us={
+                percentile: percentiles[f"{percentile:.6f}"] / 1e3
+                for percentile in PERCENTILES
+                if f"{percentile:.6f}" in percentiles
+            },
+        )
+
+
+def _job(arguments: list[str]) -> dict[str, Any]:
+    """Run fio and return what it says of its job."""
+    # glibc then asks for huge pages for what fio allocates, which takes no privilege; in
+    # small pages fio is slower or faster by the luck of where they are.
+    huge = {**os.environ, "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+    process = subprocess.Popen(
+        # In a thread, for a process of its own would be one more to end.
+        ["fio", "--thread", *arguments],
+        env=huge,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        out, errors = process.communicate()
+    except BaseException:
+        process.terminate()
+        process.wait()
+        raise
+    if process.returncode:
+        words = (errors or out).strip().splitlines() or [f"status {process.returncode}"]
+        raise CommandError(f"fio has failed: {words[-1]}")
+    # It may say something before.
+    job: dict[str, Any] = json.loads(out[out.index("{") :])["jobs"][0]
+    return job

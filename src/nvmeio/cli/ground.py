@@ -1,0 +1,71 @@
+"""Where something is measured: a folder of its own on a disk with room for it."""
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from nvmeio.cli.arguments import CommandError
+from nvmeio.cli.units import in_binary
+
+__all__ = ["RESERVE_BYTES_MAX", "folder_of_its_own", "forget_cached"]
+
+# What is left free where the user does not say: a tenth of the file system, or this much.
+RESERVE_BYTES_MAX = 1 << 30
+
+
+@contextlib.contextmanager
+def folder_of_its_own(folder: str, needed: int, reserve: int | None) -> Iterator[Path]:
+    """Make a folder for files that are only measured with, while inside.
+
+    Parameters
+    ----------
+    folder : str
+        The folder that it is made in, which must exist.
+    needed : int
+        How many bytes will be written there.
+    reserve : int or None
+        How many bytes must stay free; None for a tenth of the file system, at most 1 GiB.
+
+    Yields
+    ------
+    Path
+        The new folder; it goes away with all that is in it, also after an error, Ctrl-C or
+        SIGTERM.
+
+    Raises
+    ------
+    CommandError
+        There is not enough room.  Nothing was written.
+    OSError
+        A folder cannot be made there.
+    """
+    space = os.statvfs(folder)
+    free = space.f_bavail * space.f_frsize
+    if reserve is None:
+        reserve = min(RESERVE_BYTES_MAX, space.f_blocks * space.f_frsize // 10)
+    # FUSE may not know how large it is.
+    if space.f_blocks and free - needed < reserve:
+        raise CommandError(
+            f"{folder}: {in_binary(needed)} are needed and {in_binary(free)} are free, of "
+            f"which {in_binary(reserve)} are kept (--reserve); a smaller --size needs less"
+        )
+    with tempfile.TemporaryDirectory(prefix="nvmeio-bench-", dir=folder) as own:
+        yield Path(own)
+
+
+def forget_cached(path: Path) -> None:
+    """Have the next read of a file come from the device.
+
+    Parameters
+    ----------
+    path : Path
+        A file; what is not on the device yet is written first.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(descriptor)

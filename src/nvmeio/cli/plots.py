@@ -1,0 +1,191 @@
+"""Charts of what was measured, by matplotlib."""
+
+import argparse
+import itertools
+import math
+import statistics
+from pathlib import Path
+from typing import Any
+
+from nvmeio.cli.arguments import CommandError
+from nvmeio.cli.candidates import GRID_BLOCKS, GRID_DEPTHS, Options
+from nvmeio.cli.samples import PERCENTILES, Contest
+
+__all__ = [
+    "bars",
+    "figure_of_bars",
+    "figure_of_heat",
+    "heat_map",
+    "picture",
+    "require",
+]
+
+SUFFIXES = (".png", ".svg")
+
+
+def picture(text: str) -> Path:
+    """Read the name of a picture.
+
+    Parameters
+    ----------
+    text : str
+        Must end in .png or .svg.
+
+    Returns
+    -------
+    Path
+        The same.
+
+    Raises
+    ------
+    argparse.ArgumentTypeError
+        It ends otherwise, or its folder does not exist.
+    """
+    path = Path(text)
+    if path.suffix.lower() not in SUFFIXES:
+        raise argparse.ArgumentTypeError(f"{text!r} must end in {' or '.join(SUFFIXES)}")
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"there is no folder {str(path.parent)!r}")
+    return path
+
+
+def require() -> None:
+    """See that charts can be drawn, before anything is measured for them.
+
+    Raises
+    ------
+    CommandError
+        matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure  # noqa: F401
+    except ImportError:
+        raise CommandError(
+            "--plot takes matplotlib, which is not installed: pip install 'nvmeio[cli]'"
+        ) from None
+
+
+def figure_of_bars(contests: list[Contest], about: str) -> Any:
+    """Draw throughput and latencies of contestants side by side.
+
+    Parameters
+    ----------
+    contests : list of Contest
+        With at least one round each.
+    about : str
+        What was measured, as the title.
+
+    Returns
+    -------
+    matplotlib.figure.Figure
+        Throughput on the left, from the least to the greatest of the rounds as a whisker;
+        latencies of all works with I/O on the right.
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    rows = [(contest, name) for contest in contests for name in contest.samples]
+    names = list(dict.fromkeys(name for _, name in rows))
+    colours = {name: f"C{index}" for index, name in enumerate(names)}
+    marks = dict(zip(PERCENTILES, "osD", strict=True))
+    figure = Figure(figsize=(11, 2.2 + 0.42 * len(rows)), layout="constrained")
+    figure.suptitle(about, fontsize="medium")
+    left, right = figure.subplots(1, 2, sharey=True)
+    for place, (contest, name) in enumerate(rows):
+        speeds = contest.figures(name, "gb_per_s")
+        middle = statistics.median(speeds)
+        whisker = [[middle - min(speeds)], [max(speeds) - middle]]
+        left.barh(place, middle, color=colours[name], xerr=whisker, capsize=3)
+        for percentile, mark in marks.items():
+            latency = contest.latency_us(name, percentile)
+            if latency is not None:
+                right.plot(latency, place, mark, color=colours[name], alpha=0.8)
+    left.set_xlabel("throughput, GB/s (10⁹ bytes a second)")
+    left.set_ylabel("work")
+    left.set_yticks(range(len(rows)), [contest.work for contest, _ in rows])
+    left.invert_yaxis()
+    right.set_xscale("log")
+    right.set_xlabel("latency of an I/O, µs (median of the rounds)")
+    left.grid(axis="x", alpha=0.3)
+    right.grid(axis="x", alpha=0.3)
+    keys: list[Any] = [Patch(color=colours[name], label=name) for name in names]
+    keys += [
+        Line2D([], [], marker=mark, color="grey", linestyle="", label=f"p{percentile:g}")
+        for percentile, mark in marks.items()
+    ]
+    figure.legend(handles=keys, loc="outside lower center", ncols=len(keys))
+    return figure
+
+
+def bars(contests: list[Contest], about: str, path: Path) -> None:
+    """Save ``figure_of_bars``.
+
+    Parameters
+    ----------
+    contests, about
+        As there.
+    path : Path
+        The picture.
+    """
+    figure_of_bars(contests, about).savefig(path, dpi=120)
+
+
+def figure_of_heat(speeds: list[tuple[Options, dict[str, float]]], about: str) -> Any:
+    """Draw the speed of every block size with every depth.
+
+    Parameters
+    ----------
+    speeds : list of tuple of dict
+        Options of the grid, and their GB/s to "read" and to "write".
+    about : str
+        What was measured, as the title.
+
+    Returns
+    -------
+    matplotlib.figure.Figure
+        A map for reading on the left, for writing on the right.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 4.5), layout="constrained")
+    figure.suptitle(about, fontsize="medium")
+    for axes, op in zip(figure.subplots(1, 2), ("read", "write"), strict=True):
+        cells = [[math.nan] * len(GRID_DEPTHS) for _ in GRID_BLOCKS]
+        # The grid is overlapped; the default stands among its candidates too.
+        for options, found in (pair for pair in speeds if pair[0]["overlap_events"]):
+            row = GRID_BLOCKS.index(options["block_size"])
+            cells[row][GRID_DEPTHS.index(options["queue_depth"])] = found[op]
+        image = axes.imshow(cells, aspect="auto", origin="lower", cmap="viridis")
+        rows, columns = range(len(GRID_BLOCKS)), range(len(GRID_DEPTHS))
+        for row, column in itertools.product(rows, columns):
+            axes.text(
+                column,
+                row,
+                f"{cells[row][column]:.2f}",
+                ha="center",
+                va="center",
+                bbox={"facecolor": "white", "alpha": 0.7, "linewidth": 0},
+            )
+        axes.set_title(op)
+        axes.set_xlabel("queue depth, blocks in flight")
+        axes.set_xticks(columns, map(str, GRID_DEPTHS))
+        axes.set_ylabel("block size, KiB")
+        axes.set_yticks(rows, [str(block >> 10) for block in GRID_BLOCKS])
+        figure.colorbar(image, ax=axes, label="GB/s (10⁹ bytes a second), median")
+    return figure
+
+
+def heat_map(
+    speeds: list[tuple[Options, dict[str, float]]], about: str, path: Path
+) -> None:
+    """Save ``figure_of_heat``.
+
+    Parameters
+    ----------
+    speeds, about
+        As there.
+    path : Path
+        The picture.
+    """
+    figure_of_heat(speeds, about).savefig(path, dpi=120)

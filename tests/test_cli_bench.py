@@ -1,0 +1,333 @@
+"""``nvmeio bench``: what it measures, what it shows, and that it leaves nothing behind."""
+
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from commands import command, nvmeio, nvmeio_in_terminal
+from helpers import ENGINES
+from nvmeio import engines
+
+WORKS = {
+    "write": ["write, new file, synced", "write"],
+    "read": ["read"],
+    "random": ["random read, 4 KiB"],
+    "small": ["write, 16 tensors of 64 KiB", "read, 16 tensors of 64 KiB"],
+    "copy": ["copy in memory"],
+}
+SIZE = 2 << 20
+QUICK = ("--size", "2M", "--rounds", "2", "--block-size", "64K", "--queue-depth", "8")
+
+needs_fio = pytest.mark.skipif(shutil.which("fio") is None, reason="fio is not installed")
+
+
+@pytest.fixture(params=["disk", "tmpfs"])
+def folder(request, tmp_path):
+    """A folder with files that have the names of the benchmark's, which must stay."""
+    if request.param == "tmpfs":
+        tmp_path = request.getfixturevalue("tmpfs")
+    for name in ("file", "new", "small-0"):
+        (tmp_path / name).write_text(f"mine: {name}")
+    yield tmp_path
+    for name in ("file", "new", "small-0"):
+        assert (tmp_path / name).read_text() == f"mine: {name}"
+    assert sorted(os.listdir(tmp_path)) == ["file", "new", "small-0"]
+
+
+def bench(folder, *arguments, out, **options):
+    """Run the command on a folder, and return what it did and its report."""
+    done = nvmeio("bench", folder, *QUICK, "--json", out, *arguments, **options)
+    assert done.status == 0, done.err
+    return done, json.loads(Path(out).read_text())
+
+
+@pytest.fixture
+def out(tmp_path_factory):
+    """A name for the report."""
+    return tmp_path_factory.mktemp("out") / "report.json"
+
+
+@needs_fio
+def test_every_work_is_measured_beside_fio(folder, out):
+    done, report = bench(folder, out=out)
+    works = {result["work"]: result["contestants"] for result in report["results"]}
+    assert list(works) == [work for names in WORKS.values() for work in names]
+    fio = f"fio ({report['settings']['engine']})"
+    assert {work for work in works if fio in works[work]} == {
+        "write",
+        "read",
+        "random read, 4 KiB",
+    }
+    assert list(works["copy in memory"]) == ["nvmeio", "numpy"]
+    for work, contestants in works.items():
+        assert work in done.out
+        for samples in contestants.values():
+            assert len(samples) == 2
+            for sample in samples:
+                check_sample(sample, work)
+
+
+def check_sample(sample, work):
+    """The figures of a round agree with each other."""
+    nbytes = {"random read, 4 KiB": SIZE // 2, "copy in memory": SIZE}
+    small = 16 * (64 << 10)
+    assert sample["bytes"] == nbytes.get(work, small if "tensors" in work else SIZE)
+    assert sample["gb_per_s"] == pytest.approx(sample["bytes"] / sample["seconds"] / 1e9)
+    assert sample["iops"] == pytest.approx(sample["operations"] / sample["seconds"])
+    assert sample["cpu_s_per_gib"] == pytest.approx(
+        sample["cpu_seconds"] / (sample["bytes"] / (1 << 30))
+    )
+    latencies = sample["latency_us"]
+    if work == "copy in memory":
+        assert sample["operations"] == 0
+        assert latencies == {}
+        return
+    assert sample["operations"] == sample["bytes"] // (4096 if "random" in work else 65536)
+    assert list(latencies) == ["p50", "p99", "p99.9"]
+    assert 0 < latencies["p50"] <= latencies["p99"] <= latencies["p99.9"]
+    # No I/O takes longer than all of them.
+    assert latencies["p99.9"] <= 1.1 * sample["seconds"] * 1e6 + 1000
+
+
+@needs_fio
+def test_fio_works_on_the_same_file_in_the_same_blocks(folder, out, tmp_path_factory):
+    # A fio that keeps its arguments, and lets the real one do the work.
+    tools = tmp_path_factory.mktemp("tools")
+    script = tools / "fio"
+    script.write_text(
+        f'#!/bin/sh\necho "$GLIBC_TUNABLES $@" >> {tools}/calls\n'
+        f'exec {shutil.which("fio")} "$@"\n'
+    )
+    script.chmod(0o755)
+    path = f"{tools}{os.pathsep}{os.environ['PATH']}"
+    bench(folder, "--only", "read,random", out=out, env={**os.environ, "PATH": path})
+    version, *calls = (tools / "calls").read_text().splitlines()
+    assert version.split() == ["--version"]
+    assert len(calls) == 4
+    for call in calls:
+        words = dict(word.partition("=")[::2] for word in call.split())
+        block = {"read": 64 << 10, "randread": 4096}[words["--rw"]]
+        assert words["--bs"] == str(block)
+        assert words["--iodepth"] == "8"
+        assert words["--size"] == str(SIZE)
+        assert words["--filename"].startswith(f"{folder}/nvmeio-bench-")
+        # glibc asks for huge pages for what fio allocates.
+        assert words["glibc.malloc.hugetlb"] == "1"
+
+
+def test_without_fio_nvmeio_is_measured_alone(folder, out, tmp_path_factory):
+    empty = tmp_path_factory.mktemp("empty")
+    done, report = bench(folder, out=out, env={**os.environ, "PATH": str(empty)})
+    assert report["fio"] is None
+    names = {name for result in report["results"] for name in result["contestants"]}
+    assert names == {"nvmeio", "numpy"}
+    assert "fio is not installed" in done.err
+    done, report = bench(folder, "--no-fio", out=out)
+    assert report["fio"] is None
+    assert done.err == ""
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_each_engine_can_be_measured(tmp_path, out, engine):
+    if not engines()[engine]["works"]:
+        pytest.skip(f"{engine} does not work here")
+    _, report = bench(tmp_path, "--engine", engine, "--only", "read,random", out=out)
+    assert report["settings"]["engine"] == engine
+    names = {name for result in report["results"] for name in result["contestants"]}
+    kind = {"io_uring": "io_uring", "libaio": "libaio"}.get(engine, "psync")
+    assert names == {"nvmeio", f"fio ({kind})"} if shutil.which("fio") else {"nvmeio"}
+
+
+@pytest.mark.parametrize("memory", ["pool", "numpy", "torch", "fresh"])
+def test_each_kind_of_memory_can_be_measured(tmp_path, out, memory):
+    if memory == "torch":
+        pytest.importorskip("torch", reason="torch is not installed")
+    _, report = bench(tmp_path, "--memory", memory, "--no-fio", out=out)
+    assert report["settings"]["memory"] == memory
+    assert len(report["results"]) == 7
+
+
+def test_reads_can_go_by_the_page_cache(tmp_path, out):
+    done, report = bench(tmp_path, "--buffered", "--only", "read", out=out)
+    assert report["settings"]["direct"] is False
+    assert "buffered" in done.out
+
+
+def test_flags_take_underscores_and_units(tmp_path, out):
+    words = ["--block_size=128k", "--queue_depth", "4", "--random_block_size", "8KiB"]
+    _, report = bench(tmp_path, *words, "--only", "random", "--no_fio", out=out)
+    settings = report["settings"]
+    assert settings["block_bytes"] == 128 << 10
+    assert settings["queue_depth"] == 4
+    assert report["results"][0]["work"] == "random read, 8 KiB"
+
+
+def test_the_report_can_go_to_standard_output(tmp_path):
+    done = nvmeio("bench", tmp_path, *QUICK, "--only", "copy", "--json", "-")
+    report = json.loads(done.out)
+    assert report["schema"] == 1
+    assert report["storage"]["path"] == str(tmp_path)
+    assert report["system"]["processors"] == len(os.sched_getaffinity(0))
+
+
+def test_a_terminal_shows_progress_with_its_speed(folder):
+    done = nvmeio_in_terminal("bench", folder, *QUICK, "--only", "read,copy")
+    assert done.status == 0, done.out
+    assert "read, nvmeio" in done.out
+    assert "GB/s" in done.out
+    assert "copy in memory" in done.out
+
+
+def test_without_rich_the_same_is_plain_text(folder, out):
+    done, _ = bench(folder, "--only", "copy", "--no-fio", out=out, without=("rich",))
+    lines = done.out.splitlines()
+    assert "CPU s/GiB" in lines[2]
+    assert lines[3].startswith("copy in memory  nvmeio")
+    shown = nvmeio_in_terminal("bench", folder, *QUICK, without=("rich",))
+    assert shown.status == 0
+    assert "read, nvmeio: " in shown.out
+
+
+def test_ctrl_c_leaves_nothing_behind(folder):
+    done = nvmeio_in_terminal(
+        *("bench", folder, "--size", "64M", "--rounds", "1000"),
+        until=r"read, (nvmeio|fio)",
+    )
+    assert done.status == 130, done.out
+    assert "nvmeio bench: interrupted" in done.out
+    assert "Traceback" not in done.out
+    assert running_in(folder) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_that_ends_it_leaves_nothing_behind(folder, number):
+    process = subprocess.Popen(
+        command("bench", folder, "--size", "64M", "--rounds", "1000"),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    while not any(name.startswith("nvmeio-bench-") for name in os.listdir(folder)):
+        assert process.poll() is None
+        time.sleep(0.01)
+    # In the middle of whatever it does by then.
+    time.sleep(0.5)
+    process.send_signal(number)
+    assert "Traceback" not in process.communicate()[1]
+    assert process.returncode == 128 + number
+    assert running_in(folder) == []
+
+
+def running_in(folder):
+    """Return the command lines of processes that name a folder."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = entry.read_bytes()
+        except OSError:
+            continue
+        if str(folder).encode() in words:
+            found.append(words)
+    return found
+
+
+def test_a_disk_without_room_is_refused_before_anything_is_written(loop_mount):
+    folder = loop_mount("ext4", 64 << 20)
+    before = sorted(os.listdir(folder))
+    done = nvmeio("bench", folder, "--size", "128M")
+    assert done.status == 1
+    assert done.err.startswith(f"nvmeio bench: error: {folder}: ")
+    assert "--reserve" in done.err
+    assert done.err.count("\n") == 1
+    assert sorted(os.listdir(folder)) == before
+    # Room for the file, but not for what shall stay free.
+    done = nvmeio("bench", folder, *QUICK, "--reserve", "60M")
+    assert done.status == 1
+    assert "60 MiB are kept" in done.err
+    done = nvmeio("bench", folder, *QUICK, "--only", "read", "--reserve", "1")
+    assert done.status == 0, done.err
+    assert sorted(os.listdir(folder)) == before
+
+
+def test_a_write_that_fails_is_one_line_and_leaves_nothing(tmp_path):
+    def limit():
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+
+    done = nvmeio("bench", tmp_path, *QUICK, preexec_fn=limit)
+    assert done.status == 1
+    assert "File too large" in done.err
+    assert done.err.count("\n") == 1
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_folder_that_cannot_be_written_is_one_line(loop_mount, tmp_path):
+    folder = loop_mount("ext4", 64 << 20)
+    subprocess.run(["mount", "-o", "remount,ro", str(folder)], check=True)
+    for place, words in (
+        (folder, "Read-only file system"),
+        (tmp_path / "none", "No such file or directory"),
+        (__file__, "Not a directory"),
+    ):
+        done = nvmeio("bench", place, *QUICK)
+        assert done.status == 1
+        assert words in done.err
+        assert done.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (["--size", "0"], "is no size"),
+        (["--size", "1M", "--block-size", "1M"], "room for two blocks"),
+        (
+            ["--size=1M", "--block-size=64K", "--random-block-size=1M"],
+            "two blocks of --random-block-size 1 MiB",
+        ),
+        (["--queue-depth", "0"], "from 1 to 32768"),
+        (["--only", "read,sing"], "'sing' must be of"),
+        (["--direct", "--buffered"], "not allowed with"),
+        (["--memory", "tape"], "invalid choice"),
+        (["--plot", "chart.gif"], "must end in .png or .svg"),
+        (["--plot", "none/chart.png"], "there is no folder 'none'"),
+    ],
+)
+def test_what_cannot_be_meant_is_said_in_one_line(tmp_path, words, complaint):
+    done = nvmeio("bench", tmp_path, *words)
+    assert done.status == 2
+    assert complaint in done.err
+    assert done.err.count("\n") == 1
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("package", "words"),
+    [("matplotlib", ["--plot", "chart.png"]), ("torch", ["--memory", "torch"])],
+)
+def test_a_package_that_is_missing_is_said_before_anything_is_done(
+    tmp_path, package, words
+):
+    done = nvmeio("bench", tmp_path, *words, without=(package,), cwd=tmp_path)
+    assert done.status == 1
+    assert package in done.err
+    assert "is not installed" in done.err
+    assert done.err.count("\n") == 1
+    assert os.listdir(tmp_path) == []
+
+
+def test_bytes_that_come_back_wrong_end_it(faulty):
+    os.setxattr(faulty, "user.faults", json.dumps({"read": {"flip": 12345}}).encode())
+    done = nvmeio("bench", faulty, *QUICK, "--no-fio")
+    fired = json.loads(os.getxattr(faulty, "user.fired"))
+    os.setxattr(faulty, "user.faults", b"{}")
+    assert fired["read.flip"] > 0
+    assert done.status == 1
+    assert "other bytes were read than written" in done.err
+    assert os.listdir(faulty) == []

@@ -1,0 +1,97 @@
+"""Charts are pictures whose axes say what they show."""
+
+import math
+
+import pytest
+
+from nvmeio.cli.candidates import DEFAULT, GRID_BLOCKS, GRID_DEPTHS, grid
+from nvmeio.cli.samples import Contest, Sample
+
+pytest.importorskip("matplotlib")
+
+from nvmeio.cli import plots
+
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+def sample(speed, latency):
+    """A second of work at a speed in GB/s."""
+    latencies = {50.0: latency, 99.0: 2 * latency, 99.9: 3 * latency} if latency else {}
+    return Sample(int(speed * 1e9), 1000 if latency else 0, 1.0, 0.1, latencies)
+
+
+@pytest.fixture
+def contests():
+    read = Contest("read", 1, {})
+    read.samples = {
+        "nvmeio": [sample(2, 100), sample(3, 120), sample(1, 90)],
+        "fio (io_uring)": [sample(1.5, 110)] * 3,
+    }
+    copy = Contest("copy in memory", 1, {})
+    copy.samples = {"nvmeio": [sample(20, 0)], "numpy": [sample(10, 0)]}
+    return [read, copy]
+
+
+@pytest.fixture
+def speeds():
+    return [(DEFAULT, {"read": 99.0, "write": 99.0})] + [
+        (options, {"read": number / 10, "write": number / 5})
+        for number, options in enumerate(grid()[1:], 1)
+    ]
+
+
+def test_bars_name_their_quantities_units_and_contestants(contests):
+    figure = plots.figure_of_bars(contests, "1 GiB on a disk")
+    left, right = figure.axes
+    assert "throughput, GB/s" in left.get_xlabel()
+    assert left.get_ylabel() == "work"
+    assert "latency of an I/O, µs" in right.get_xlabel()
+    rows = ["read", "read", "copy in memory", "copy in memory"]
+    assert [label.get_text() for label in left.get_yticklabels()] == rows
+    (legend,) = figure.legends
+    words = [text.get_text() for text in legend.get_texts()]
+    assert words == ["nvmeio", "fio (io_uring)", "numpy", "p50", "p99", "p99.9"]
+    assert figure.get_suptitle() == "1 GiB on a disk"
+
+
+def test_bars_are_as_long_as_the_medians(contests):
+    left, right = plots.figure_of_bars(contests, "").axes
+    assert [bar.get_width() for bar in left.patches] == [2, 1.5, 20, 10]
+    # The copy has no I/O, so no latency.
+    assert [line.get_xdata()[0] for line in right.lines] == [100, 200, 300, 110, 220, 330]
+
+
+def test_a_heat_map_names_its_axes_and_shows_the_grid(speeds):
+    figure = plots.figure_of_heat(speeds, "a disk")
+    maps = [axes for axes in figure.axes if axes.get_title()]
+    assert [axes.get_title() for axes in maps] == ["read", "write"]
+    for axes, scale in zip(maps, (10, 5), strict=True):
+        assert axes.get_xlabel() == "queue depth, blocks in flight"
+        assert axes.get_ylabel() == "block size, KiB"
+        depths = [label.get_text() for label in axes.get_xticklabels()]
+        assert depths == [str(depth) for depth in GRID_DEPTHS]
+        blocks = [label.get_text() for label in axes.get_yticklabels()]
+        assert blocks == [str(block >> 10) for block in GRID_BLOCKS]
+        cells = axes.images[0].get_array()
+        assert cells.shape == (len(GRID_BLOCKS), len(GRID_DEPTHS))
+        for number, options in enumerate(grid()[1:], 1):
+            row = GRID_BLOCKS.index(options["block_size"])
+            column = GRID_DEPTHS.index(options["queue_depth"])
+            assert math.isclose(cells[row, column], number / scale)
+    bars = [axes for axes in figure.axes if not axes.get_title()]
+    assert all("GB/s" in axes.get_ylabel() for axes in bars)
+    assert len(bars) == 2
+
+
+@pytest.mark.parametrize("suffix", [".png", ".svg", ".SVG"])
+def test_a_picture_is_of_the_kind_that_its_name_says(contests, speeds, tmp_path, suffix):
+    first, second = tmp_path / f"bars{suffix}", tmp_path / f"heat{suffix}"
+    plots.bars(contests, "about", first)
+    plots.heat_map(speeds, "about", second)
+    for path in (first, second):
+        content = path.read_bytes()
+        assert len(content) > 5000
+        if suffix == ".png":
+            assert content.startswith(PNG)
+        else:
+            assert b"<svg" in content[:1000]

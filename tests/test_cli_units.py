@@ -1,0 +1,45 @@
+"""Numbers are written as people read them."""
+
+import pytest
+
+from nvmeio.cli.units import in_binary, in_time, spread
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [
+        (0, "0 B"),
+        (1, "1 B"),
+        (1023, "1023 B"),
+        (1024, "1 KiB"),
+        (1536, "1.5 KiB"),
+        (1 << 20, "1 MiB"),
+        ((1 << 30) - (1 << 20), "1023 MiB"),
+        (3 << 29, "1.5 GiB"),
+        (1 << 40, "1 TiB"),
+        (1500 << 40, "1500 TiB"),
+    ],
+)
+def test_sizes_have_the_largest_unit_that_fits(nbytes, text):
+    assert in_binary(nbytes) == text
+
+
+@pytest.mark.parametrize(
+    ("microseconds", "text"),
+    [
+        (0.5, "0.5 us"),
+        (85.04, "85 us"),
+        (999.4, "999 us"),
+        (1234.0, "1.23 ms"),
+        (56_000, "56 ms"),
+        (2_500_000, "2.5 s"),
+        (float("inf"), "inf s"),
+    ],
+)
+def test_latencies_have_three_digits(microseconds, text):
+    assert in_time(microseconds) == text
+
+
+def test_a_spread_is_median_least_and_greatest():
+    assert spread([3.0, 1.0, 2.25], 2) == "2.25 [1.00-3.00]"
+    assert spread([3.14159], 3) == "3.142"
