@@ -23,6 +23,7 @@ __all__ = ["COMMANDS", "main"]
 COMMANDS = {
     "doctor": "tell whether nvmeio works here, and what would make it faster",
     "bench": "measure a disk and its memory, beside fio where that is installed",
+    "tune": "find the fastest settings for a device, and keep them",
 }
 
 ABOUT = """\

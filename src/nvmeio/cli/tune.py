@@ -1,0 +1,267 @@
+"""``nvmeio tune``: the fastest settings for a device."""
+
+import argparse
+import dataclasses
+import json
+import os
+import statistics
+import time
+from typing import Any
+
+from nvmeio.cli import plots
+from nvmeio.cli.arguments import Parser, UsageError, seconds, size
+from nvmeio.cli.candidates import DEFAULT, Options, bounces, described, grid, variations
+from nvmeio.cli.ground import folder_of_its_own
+from nvmeio.cli.race import GOALS, Race
+from nvmeio.cli.report import keep
+from nvmeio.cli.terminal import Terminal
+from nvmeio.cli.trials import Trials, small_pages
+from nvmeio.cli.units import in_binary, spread
+from nvmeio.deepspeed.config import aio_config, write_aio_config
+from nvmeio.info import engines
+from nvmeio.profiles import Choice, Profile, new_profile, save_profile
+
+__all__ = ["configure", "run"]
+
+SIZE_MIN = 64 << 20
+MIB = 1 << 20
+
+# What the first two races may take of the budget; the last has what they leave.
+GRID_SHARE = 0.5
+VARIATIONS_SHARE = 0.85
+
+# What DeepSpeed's block has of a handle's options.
+AIO_KEYS = (
+    "block_size",
+    "queue_depth",
+    "single_submit",
+    "overlap_events",
+    "intra_op_parallelism",
+)
+
+DETAILS = """\
+Three races: block size and depth; then lanes, batches, single submits and engines for
+those that won; then bounces, with memory in small pages.  In every round of a race each
+candidate writes and reads the same tensor, in another order.  A candidate leaves when it
+is not faster than the winner by more than 3 %, with 99 % confidence; a race ends when all
+have left.  The default wins unless another is certainly faster; of those that then look
+alike what takes least memory.
+
+The profile is kept for the device that DIR lies on, in nvmeio/profiles in the folder
+XDG_CONFIG_HOME (~/.config) of the user who runs this.  aio_handle.from_profile(path)
+takes it, and handles with NVMEIO_PROFILE=auto in the environment.
+
+examples:
+  nvmeio tune /mnt/nvme
+  nvmeio tune /mnt/nvme --budget 5m --plot heat.png --deepspeed ds_config.json
+"""
+
+
+def configure(parser: Parser) -> None:
+    """Add the arguments.
+
+    Parameters
+    ----------
+    parser : Parser
+        Of the command.
+    """
+    parser.epilog = DETAILS
+    add = parser.add_argument
+    add("dir", metavar="DIR", help="a folder on the device")
+    add(
+        "--budget",
+        type=seconds,
+        default=60.0,
+        metavar="TIME",
+        help="how long at most, about: 60s, 5m (60s)",
+    )
+    add("--size", type=size, default=1 << 30, help="of the file to measure with (1G)")
+    add(
+        "--reserve",
+        type=size,
+        metavar="SIZE",
+        help="what must stay free on the disk (a tenth of it, at most 1G)",
+    )
+    add("--no-save", action="store_true", help="keep no profile")
+    add(
+        "--deepspeed",
+        metavar="FILE",
+        help='write the "aio" block into this configuration of DeepSpeed',
+    )
+    add("--json", metavar="FILE", help="keep all figures; - for standard output")
+    add("--plot", type=plots.picture, metavar="FILE.png|.svg", help="draw a heat map")
+
+
+def run(options: argparse.Namespace, terminal: Terminal) -> int:
+    """Measure, show and keep what is best.
+
+    Parameters
+    ----------
+    options : argparse.Namespace
+        What configure() asked for.
+    terminal : Terminal
+        Where the answer goes.
+
+    Returns
+    -------
+    int
+        0.
+    """
+    if options.size < SIZE_MIN:
+        raise UsageError(f"--size must be at least {in_binary(SIZE_MIN)}")
+    if options.plot:
+        plots.require()
+    begin = time.monotonic()
+    nbytes = options.size - options.size % MIB
+    with (
+        folder_of_its_own(options.dir, nbytes, options.reserve) as folder,
+        Trials(folder, nbytes) as trials,
+    ):
+        heats = _heats(trials, begin, options.budget, terminal)
+    profile = new_profile(options.dir, **_choices(heats))
+    block = aio_config({name: profile.both.options[name] for name in AIO_KEYS})
+    if options.json != "-":
+        took = f"{time.monotonic() - begin:.0f} s"
+        _tell(profile, heats, took, block, terminal)
+    report = {
+        "schema": 1,
+        **dataclasses.asdict(profile),
+        "direct": trials.direct,
+        "trial_bytes": trials.nbytes,
+        "aio": block,
+        "races": [heat.as_dict() for heat in heats],
+    }
+    keep(report, options.json)
+    if options.plot:
+        plots.heat_map(heats[0].speeds(), profile.description, options.plot)
+        terminal.note(f"drawn: {options.plot}")
+    if options.deepspeed:
+        write_aio_config(options.deepspeed, block)
+        terminal.note(f"written: the aio block of {options.deepspeed}")
+    if not options.no_save:
+        terminal.note(f"kept: {save_profile(profile)}")
+    return 0
+
+
+@dataclasses.dataclass
+class Heat:
+    """A race, and who runs in it."""
+
+    name: str
+    candidates: list[Options]
+    race: Race
+
+    def best(self, goal: str) -> Options:
+        """Return who has won."""
+        return self.candidates[self.race.result(goal).winner]
+
+    def speeds(self) -> list[tuple[Options, dict[str, float]]]:
+        """Return for each candidate its median for each goal, in GB/s."""
+        return [
+            (
+                candidate,
+                {
+                    goal: statistics.median(self.race.speeds(index, goal)) / 1e9
+                    for goal in GOALS
+                },
+            )
+            for index, candidate in enumerate(self.candidates)
+        ]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return all figures as JSON has them."""
+        return {
+            "race": self.name,
+            "rounds": self.race.rounds,
+            "results": {goal: dataclasses.asdict(self.race.result(goal)) for goal in GOALS},
+            "candidates": [
+                {
+                    "options": candidate,
+                    "read_bytes_per_s": self.race.speeds(index, "read"),
+                    "write_bytes_per_s": self.race.speeds(index, "write"),
+                }
+                for index, candidate in enumerate(self.candidates)
+            ],
+        }
+
+
+def _heats(trials: Trials, begin: float, budget: float, terminal: Terminal) -> list[Heat]:
+    """Hold the races, each with those who won the one before."""
+    works = [name for name, engine in engines().items() if engine["works"]]
+    processors = len(os.sched_getaffinity(0))
+
+    def hold(name: str, candidates: list[Options], share: float) -> Heat:
+        heat = Heat(name, candidates, Race(len(candidates)))
+        left = max(0.0, begin + budget * share - time.monotonic())
+        with terminal.progress(name, left, unit="s") as advance:
+
+            def measure(index: int) -> dict[str, float]:
+                started = time.monotonic()
+                speeds = trials.measure(candidates[index])
+                advance(time.monotonic() - started)
+                return speeds
+
+            heat.race.run(measure, time.monotonic() + left)
+        trials.rest()
+        return heat
+
+    first = hold("block size and depth", grid(), GRID_SHARE)
+    winners = [first.best(goal) for goal in ("both", "read", "write")]
+    second = hold(
+        "lanes, batches, engines",
+        variations(winners, works, processors),
+        VARIATIONS_SHARE,
+    )
+    trials.use(small_pages)
+    return [first, second, hold("bounces", bounces(second.best("both")), 1.0)]
+
+
+def _choices(heats: list[Heat]) -> dict[str, Choice]:
+    """Put together what has won, with the figures of pool memory."""
+    _, second, third = heats
+    choices = {}
+    for goal in GOALS:
+        options = {**second.best(goal), "bounce": third.best(goal)["bounce"]}
+        winner = second.race.result(goal).winner
+        speeds = [speed / 1e9 for speed in second.race.speeds(winner, goal)]
+        default = second.race.speeds(second.candidates.index(DEFAULT), goal)
+        ratio = statistics.median(speeds) * 1e9 / statistics.median(default)
+        figures = {
+            "gb_per_s": spread(speeds, 2),
+            "times_default": round(ratio, 3),
+            "settled": all(heat.race.result(goal).settled for heat in heats),
+        }
+        choices[goal] = Choice(options, figures)
+    return choices
+
+
+def _tell(
+    profile: Profile, heats: list[Heat], took: str, block: Options, terminal: Terminal
+) -> None:
+    """Show what is best, and how sure that is."""
+    trials = sum(heat.race.trials for heat in heats)
+    terminal.say(f"{profile.description}: {trials} trials in {took}")
+    terminal.say()
+    rows = []
+    for goal in GOALS:
+        choice: Choice = getattr(profile, goal)
+        figures = choice.figures
+        rows.append(
+            [
+                goal,
+                described(choice.options),
+                figures["gb_per_s"],
+                f"{figures['times_default']:.2f}",
+                "yes" if figures["settled"] else "no",
+            ]
+        )
+    terminal.table("", ["best for", "settings", "GB/s", "x default", "settled"], rows)
+    if not all(row[-1] == "yes" for row in rows):
+        terminal.say(
+            "Where it is not settled others may be faster still, by what the noise of this "
+            "machine hides; a longer --budget can tell."
+        )
+        terminal.say()
+    terminal.say("DeepSpeed's block, for reading and writing alike:")
+    terminal.say('"aio": ' + json.dumps(block, indent=2))
+    terminal.say()
