@@ -3,7 +3,8 @@
 The attribute ``user.faults`` of any file in it sets the faults, as JSON: for each of
 ``read``, ``write`` and ``fsync`` a dict of
 
-``held``        wait until other faults are set, or for half a minute
+``held``        wait until other faults are set, or for half a minute: where ``at`` is
+                given, what touches that byte
 ``delay_s``     wait so long
 ``error``       fail with this errno: where ``at`` is given, what touches that byte
 ``full_at``     a file cannot grow beyond so many bytes: ENOSPC
@@ -37,6 +38,7 @@ class FaultyFS(fuse.Operations):
     def __init__(self):
         self.files = {}
         self.folders = {"/"}
+        self.modes = {}
         self.faults = {}
         self.fired = Counter()
         self.waiting = 0
@@ -46,7 +48,8 @@ class FaultyFS(fuse.Operations):
         """Wait or raise as the faults say; return those that remain, for the caller."""
         with self.changed:
             fault = self.faults.get(call, {})
-            if fault.get("held"):
+            hit = offset <= fault.get("at", offset) < offset + size
+            if fault.get("held") and hit:
                 self.fired[f"{call}.held"] += 1
                 self.waiting += 1
                 self.changed.wait_for(
@@ -97,11 +100,25 @@ class FaultyFS(fuse.Operations):
         if path in self.folders:
             return {"st_mode": stat.S_IFDIR | 0o755, "st_nlink": 2}
         size = len(self.file(path))
-        return {"st_mode": stat.S_IFREG | 0o644, "st_nlink": 1, "st_size": size}
+        mode = stat.S_IFREG | self.modes[path]
+        return {"st_mode": mode, "st_nlink": 1, "st_size": size}
 
     def create(self, path, mode, fi=None):
         self.files[path] = bytearray()
+        self.modes[path] = stat.S_IMODE(mode)
         return 0
+
+    def chmod(self, path, mode):
+        self.modes[path] = stat.S_IMODE(mode)
+        return 0
+
+    def link(self, target, source):
+        # As on FAT.
+        raise fuse.FuseOSError(errno.EPERM)
+
+    def rename(self, old, new):
+        self.files[new] = self.files.pop(old)
+        self.modes[new] = self.modes.pop(old)
 
     def read(self, path, size, offset, fh):
         fault = self.strike("read", offset, size)
