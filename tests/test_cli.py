@@ -127,7 +127,7 @@ def test_a_command_has_help_with_examples_that_it_takes(name):
     assert lines
     for line in lines:
         # What is explained stands behind, and what reads the answer behind a pipe.
-        words = shlex.split(re.split(r" \| |  +", line)[0])
+        words = shlex.split(re.split(r" \| | >+ |  +", line)[0])
         assert words[:2] == ["nvmeio", name]
         assert cli._parser().parse_args(hyphenated(words[1:])).command == name
 

@@ -24,6 +24,7 @@ COMMANDS = {
     "doctor": "tell whether nvmeio works here, and what would make it faster",
     "bench": "measure a disk and its memory, beside fio where that is installed",
     "tune": "find the fastest settings for a device, and keep them",
+    "cp": "copy a file, whose name never stands for half of it",
 }
 
 ABOUT = """\
@@ -36,6 +37,7 @@ examples:
   nvmeio doctor /mnt/nvme
   nvmeio bench /mnt/nvme --size 4G
   nvmeio tune /mnt/nvme
+  nvmeio cp --verify model.safetensors /mnt/nvme/
 
 nvmeio COMMAND --help tells more of each.
 """
