@@ -25,6 +25,7 @@ COMMANDS = {
     "bench": "measure a disk and its memory, beside fio where that is installed",
     "tune": "find the fastest settings for a device, and keep them",
     "cp": "copy a file, whose name never stands for half of it",
+    "verify": "read files past the page cache and through it, compare, print checksums",
 }
 
 ABOUT = """\
@@ -38,6 +39,7 @@ examples:
   nvmeio bench /mnt/nvme --size 4G
   nvmeio tune /mnt/nvme
   nvmeio cp --verify model.safetensors /mnt/nvme/
+  nvmeio verify /mnt/nvme/*.npy > SHA256SUMS
 
 nvmeio COMMAND --help tells more of each.
 """
