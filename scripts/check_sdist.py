@@ -12,6 +12,7 @@ WANTED = (
     "CHANGELOG.md",
     "LICENSE",
     "README.md",
+    "docs/index.md",
     "include/nvmeio/nvmeio.h",
     "pyproject.toml",
     "setup.py",

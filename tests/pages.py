@@ -1,30 +1,184 @@
-"""The examples of the pages of docs/."""
+"""The pages for users: what they show, and what carries it out.
 
+A fenced block of a page is a file, if a name with a suffix follows the language
+(```` ```c gather.c ````); `python` is code; `sh`, or no word at all, shows commands, and
+`console` shows them behind ``$ `` with what they print.  All of a page happens in one
+folder, from top to bottom, its Python in one process.
+"""
+
+import json
 import os
 import re
 import subprocess
 import sys
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-__all__ = ["examples_of", "run_examples"]
+from unrun import UNRUN
 
-DOCS = Path(__file__).resolve().parents[1] / "docs"
-EXAMPLE = re.compile(r"^```python( deepspeed)?\n(.*?)^```", re.MULTILINE | re.DOTALL)
+__all__ = [
+    "PAGES",
+    "ROOT",
+    "Block",
+    "Command",
+    "blocks_of",
+    "commands_of",
+    "file_of",
+    "inline_commands_of",
+    "read_page",
+    "run_page",
+    "run_steps",
+    "steps_of",
+]
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = ["README.md", *(f"docs/{path.name}" for path in sorted(ROOT.glob("docs/*.md")))]
+
+FENCED = re.compile(r"^```(\w*) ?([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+INLINE = re.compile(r"(?<!`)`(nvmeio [^`]+)`")
+FILE_NAME = re.compile(r"[\w-]+\.\w+")
+STATUS = re.compile(r"\s+# exit status (\d+)$")
+HERE_DOCUMENT = re.compile(r"<<\s*'?(\w+)'?")
 
 
-def examples_of(page, *, deepspeed=False):
-    """Return the examples of a page, those marked to need DeepSpeed only if it is there."""
-    found = EXAMPLE.findall((DOCS / page).read_text(encoding="utf-8"))
-    return [code for marked, code in found if deepspeed or not marked]
+@dataclass(frozen=True)
+class Block:
+    """A fenced block: where it is, what stands behind the fence, what is in it."""
+
+    page: str
+    line: int
+    language: str
+    info: str
+    text: str
+
+    @property
+    def is_file(self):
+        return FILE_NAME.fullmatch(self.info) is not None
+
+    @property
+    def is_shell(self):
+        return self.language in ("", "sh", "console") and not self.is_file
+
+    @property
+    def needs_deepspeed(self):
+        return self.info == "deepspeed"
 
 
-def run_examples(examples, folder, *options):
-    """Run examples one after the other in a process of their own."""
+@dataclass(frozen=True)
+class Command:
+    """A command of a shell, its exit status, and what it prints, None where untold."""
+
+    line: int
+    text: str
+    status: int
+    output: str | None
+
+    @property
+    def words(self):
+        """The command without its line breaks, as UNRUN has it."""
+        return " ".join(self.text.replace("\\\n", " ").split())
+
+
+def read_page(page):
+    """Return the text of a page."""
+    return (ROOT / page).read_text(encoding="utf-8")
+
+
+def blocks_of(page):
+    """Return the fenced blocks of a page."""
+    text = read_page(page)
+    return [
+        Block(page, text.count("\n", 0, found.start()) + 1, *found.groups())
+        for found in FENCED.finditer(text)
+    ]
+
+
+def file_of(page, name):
+    """Return the text of a file that a page shows."""
+    (text,) = (block.text for block in blocks_of(page) if block.info == name)
+    return text
+
+
+def inline_commands_of(page):
+    """Return the commands of nvmeio that stand in the sentences of a page."""
+    return INLINE.findall(FENCED.sub("", read_page(page)))
+
+
+def commands_of(block):
+    """Return the commands of a block of a shell."""
+    prompt = "$ " if block.language == "console" else ""
+    lines = block.text.splitlines()
+    commands = []
+    at = 0
+    while at < len(lines):
+        begin, ended = at, _end_of(lines, at)
+        at = ended
+        while prompt and at < len(lines) and not lines[at].startswith(prompt):
+            at += 1
+        text = "\n".join(lines[begin:ended])
+        if not text.startswith(prompt):
+            raise ValueError(f"{block.page}:{block.line}: no command: {text!r}")
+        text = text.removeprefix(prompt)
+        if not text or text.startswith("#"):
+            continue
+        found = STATUS.search(text)
+        status = int(found[1]) if found else 0
+        output = "\n".join([*lines[ended:at], ""]) if at > ended else None
+        commands.append(
+            Command(block.line + 1 + begin, STATUS.sub("", text), status, output)
+        )
+    return commands
+
+
+def _end_of(lines, at):
+    """Return the index behind a command: continued lines and here-documents are its own."""
+    here = HERE_DOCUMENT.search(lines[at])
+    if here:
+        return lines.index(here[1], at) + 1
+    while lines[at].endswith("\\"):
+        at += 1
+    return at + 1
+
+
+def steps_of(page, *, deepspeed=False):
+    """Yield what is to be done, for run_page.py; UNRUN leaves its files in place."""
+    for block in blocks_of(page):
+        where = {"page": str(ROOT / page), "line": block.line}
+        if block.needs_deepspeed and not deepspeed:
+            continue
+        if block.is_file:
+            yield where | {"kind": "file", "name": block.info, "text": block.text}
+        elif block.is_shell:
+            for command in commands_of(block):
+                if command.words in UNRUN:
+                    for name, text in UNRUN[command.words].leaves().items():
+                        yield where | {"kind": "file", "name": name, "text": text}
+                else:
+                    yield where | {"kind": "command"} | asdict(command)
+        elif block.language == "python":
+            yield where | {"kind": "python", "text": block.text}
+
+
+def run_page(page, folder, *options, deepspeed=False):
+    """Do what a page shows, in a folder; return the finished process that has done it."""
+    return run_steps(steps_of(page, deepspeed=deepspeed), folder, *options)
+
+
+def run_steps(steps, folder, *options):
+    """Do some steps, with options of Python's own for their process."""
+    environment = {
+        **os.environ,
+        "PATH": os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]]),
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        # What nvmeio keeps for its user is not to be touched by a test.
+        "XDG_CONFIG_HOME": str(folder / ".config"),
+    }
     return subprocess.run(
-        [sys.executable, *options, "-c", "\n".join(examples)],
+        [sys.executable, *options, Path(__file__).with_name("run_page.py")],
+        input=json.dumps([*steps]),
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        env=environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=280,
     )

@@ -1,14 +1,143 @@
-"""The pages of docs/ say what is so: their examples run."""
+"""The pages for users say what is so: all that they show is carried out, or listed.
+
+What is listed stands in unrun.py, with the reason, and is checked as far as that goes.
+"""
+
+import configparser
+import re
+from pathlib import Path
 
 import pytest
+import yaml
 
-from pages import examples_of, run_examples
+from pages import (
+    FENCED,
+    PAGES,
+    ROOT,
+    blocks_of,
+    commands_of,
+    inline_commands_of,
+    read_page,
+    run_page,
+    steps_of,
+)
+from unrun import DRAWINGS, UNRUN
+
+BLOCKS = [block for page in PAGES for block in blocks_of(page)]
+COMMANDS = [
+    (block.page, command)
+    for block in BLOCKS
+    if block.is_shell
+    for command in commands_of(block)
+]
+# What compiles on the way.
+PACKAGING = {"docs/embedding.md"}
+LINKED = [*PAGES, "CONTRIBUTING.md", "bench/README.md", "src/libnvmeio/README.md"]
+
+PARSERS = {
+    "c": None,
+    "cython": None,
+    "ini": lambda text: configparser.ConfigParser().read_string(text),
+    "python": lambda text: compile(text, "page", "exec"),
+    "text": lambda text: all(len(line.split()) == 4 for line in text.splitlines()),
+    "yaml": yaml.safe_load,
+}
 
 
-@pytest.mark.parametrize("page", ["data-loading.md", "deepspeed.md"])
-def test_the_examples_of_a_page_run_one_after_the_other(page, tmp_path):
-    pytest.importorskip("torch")
-    examples = examples_of(page)
-    assert len(examples) > 3
-    done = run_examples(examples, tmp_path, "-W", "error")
+def pages_that_do_something():
+    """Return the pages that have something to be carried out, as parameters."""
+    return [
+        pytest.param(page, marks=[pytest.mark.packaging] if page in PACKAGING else [])
+        for page in PAGES
+        if any(steps_of(page))
+    ]
+
+
+@pytest.mark.parametrize("page", pages_that_do_something())
+def test_what_a_page_shows_can_be_done_from_top_to_bottom(page, tmp_path):
+    if any("import torch" in block.text for block in blocks_of(page)):
+        pytest.importorskip("torch")
+    done = run_page(page, tmp_path, "-W", "error")
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=lambda block: f"{block.page}:{block.line}")
+def test_every_block_is_carried_out_or_listed(block):
+    first_line = block.text.partition("\n")[0]
+    is_code = block.language == "python" and block.info in ("", "deepspeed")
+    kinds = [block.is_file, block.is_shell, is_code, first_line in DRAWINGS]
+    assert kinds.count(True) == 1
+
+
+@pytest.mark.parametrize(
+    "block", [block for block in BLOCKS if block.is_file], ids=lambda block: block.info
+)
+def test_a_file_on_a_page_can_be_read_and_is_used_there(block):
+    if PARSERS[block.language]:
+        assert PARSERS[block.language](block.text) is not False
+    rest = read_page(block.page).replace(block.text, "")
+    assert rest.count(block.info) > 1
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_command_in_a_sentence_is_one_that_a_block_runs_or_its_beginning(page):
+    run = [f"{command.words} " for _, command in COMMANDS if command.words not in UNRUN]
+    for command in inline_commands_of(page):
+        assert any(known.startswith(f"{command} ") for known in run), command
+
+
+@pytest.mark.parametrize("command", UNRUN)
+def test_a_command_that_is_not_run_is_right_as_far_as_can_be_told(command):
+    pages = {page for page, found in COMMANDS if found.words == command}
+    assert pages, "it is on no page"
+    assert UNRUN[command].reason
+    UNRUN[command].check(command, "".join(map(read_page, pages)))
+
+
+def test_what_is_listed_as_a_drawing_is_one():
+    shown = [block.text.partition("\n")[0] for block in BLOCKS]
+    assert [line for line in DRAWINGS if shown.count(line) != 1] == []
+
+
+def anchors_of(path):
+    """Return the anchors that headings get, as GitHub makes them."""
+    text = FENCED.sub("", path.read_text(encoding="utf-8"))
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}
+
+
+@pytest.mark.parametrize("page", LINKED)
+def test_links_lead_to_files_and_headings_that_there_are(page):
+    text = FENCED.sub("", read_page(page))
+    for target in re.findall(r"\]\((?!https?:)([^)]+)\)", text):
+        name, _, anchor = target.partition("#")
+        path = (ROOT / page).parent / name if name else ROOT / page
+        assert path.exists(), target
+        assert not anchor or anchor in anchors_of(path), target
+
+
+def test_every_page_is_linked_from_the_index_and_the_index_from_the_readme():
+    index = read_page("docs/index.md")
+    for page in PAGES[1:]:
+        name = Path(page).name
+        assert name == "index.md" or f"]({name})" in index, name
+    assert "](docs/index.md)" in read_page("README.md")
+
+
+def variables_of(text):
+    """Return the variables of the environment that a source names or asks for."""
+    named = re.findall(r"\b(NVMEIO_[A-Z_]*[A-Z])\b", text)
+    asked = re.findall(r"environ(?:\.get\(|\[)\s*\"(\w+)\"", text)
+    return {*named, *asked}
+
+
+def test_the_table_of_variables_has_what_the_sources_read_and_nothing_else():
+    patterns = ("setup.py", "src/**/*.py", "src/**/*.pyx", "src/**/*.pth")
+    sources = [path for pattern in patterns for path in ROOT.glob(pattern)]
+    headers = [*ROOT.glob("include/**/*.h"), *ROOT.glob("src/libnvmeio/*.[ch]")]
+    names_of_c = set().union(*(variables_of(path.read_text()) for path in headers))
+    # Constants of C are no variables, though Cython code names them.
+    read = set().union(*(variables_of(path.read_text()) for path in sources)) - names_of_c
+    rows = re.findall(r"^\| (`[A-Z_`, ]+`) \|", read_page("docs/tuning.md"), re.MULTILINE)
+    told = [name for row in rows for name in re.findall(r"`(\w+)`", row)]
+    assert sorted(told) == sorted(read)

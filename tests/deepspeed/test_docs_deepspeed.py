@@ -1,11 +1,12 @@
-"""docs/deepspeed.md says what is so of the real DeepSpeed: all of its examples run."""
+"""docs/deepspeed.md says what is so of the real DeepSpeed: all that it shows is done."""
 
-from pages import examples_of, run_examples
+from pages import run_page, steps_of
+
+PAGE = "docs/deepspeed.md"
 
 
-def test_the_examples_of_the_page_run_with_those_that_need_deepspeed(tmp_path):
-    examples = examples_of("deepspeed.md", deepspeed=True)
-    assert len(examples) > len(examples_of("deepspeed.md"))
-    done = run_examples(examples, tmp_path)
+def test_the_page_can_be_followed_with_what_needs_deepspeed(tmp_path):
+    assert len([*steps_of(PAGE, deepspeed=True)]) > len([*steps_of(PAGE)])
+    done = run_page(PAGE, tmp_path, deepspeed=True)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "tensor.swp").stat().st_size == 4 << 20

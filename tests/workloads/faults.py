@@ -5,7 +5,6 @@ import errno
 import gc
 import os
 import resource
-import struct
 import threading
 import time
 import weakref
@@ -15,6 +14,7 @@ import numpy as np
 
 import nvmeio
 from helpers import pattern
+from seccomp_profiles import install_program
 from workloads.common import (
     Records,
     errors_of,
@@ -221,14 +221,7 @@ def refuse_by_seccomp(number, error):
     allow, answer = 0x7FFF0000, 0x00050000 | error
     # Load the number of the call; equal: the errno, else on.
     program = [(0x20, 0, 0, 0), (0x15, 0, 1, number), (0x06, 0, 0, answer)]
-    program.append((0x06, 0, 0, allow))
-    code = b"".join(struct.pack("HBBI", *line) for line in program)
-    filters = ctypes.create_string_buffer(code)
-    header = struct.pack("HxxxxxxP", len(program), ctypes.addressof(filters))
-    libc = ctypes.CDLL(None, use_errno=True)
-    no_new_privileges, set_seccomp, mode_filter = 38, 22, 2
-    assert libc.prctl(no_new_privileges, 1, 0, 0, 0) == 0
-    assert libc.prctl(set_seccomp, mode_filter, ctypes.c_char_p(header), 0, 0) == 0
+    install_program([*program, (0x06, 0, 0, allow)])
 
 
 def seccomp(folder, error):
@@ -243,6 +236,16 @@ def seccomp(folder, error):
         read_checked(handle, path, data[3:], 3)
         engine = handle.stats()["engine"]
     report({"engine": engine, "log": records.lines, "engines": nvmeio.engines()})
+
+
+def container(folder, program):
+    """Transfer under the filter of a container's profile."""
+    install_program(program)
+    data = pattern(1 << 20)
+    with nvmeio.aio_handle() as handle:
+        write_checked(handle, f"{folder}/inside", data)
+        read_checked(handle, f"{folder}/inside", data)
+        report({"engine": handle.stats()["engine"], "engines": nvmeio.engines()})
 
 
 def file_size_limit(folder, engine, limit, exists):

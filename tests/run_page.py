@@ -1,0 +1,54 @@
+"""Do what a page shows: the steps that pages.py has found, JSON on standard input."""
+
+import doctest
+import importlib
+import json
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+OUTPUT = doctest.OutputChecker()
+RULES = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+
+
+def run_command(step):
+    """Run a command; its exit status and its output are those that the page tells."""
+    done = subprocess.run(
+        ["sh", "-c", step["text"]],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    where = f"{step['page']}:{step['line']}: {step['text']}"
+    if done.returncode != step["status"]:
+        sys.exit(f"{where}\nexit status {done.returncode}\n{done.stdout}")
+    wanted = step["output"]
+    if wanted is not None and not OUTPUT.check_output(wanted, done.stdout, RULES):
+        sys.exit(f"{where}\nprinted:\n{done.stdout}")
+
+
+def run_python(step, namespace):
+    """Run code; a traceback shows its lines in the page."""
+    importlib.invalidate_caches()
+    code = "\n" * step["line"] + step["text"]
+    exec(compile(code, step["page"], "exec"), namespace)
+
+
+def main():
+    """Carry out all steps, the Python of which is one program."""
+    program = types.ModuleType("__main__")
+    sys.modules["__main__"] = program
+    sys.path[0] = ""
+    for step in json.load(sys.stdin):
+        if step["kind"] == "file":
+            Path(step["name"]).write_text(step["text"], encoding="utf-8")
+        elif step["kind"] == "command":
+            run_command(step)
+        else:
+            run_python(step, vars(program))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""docs/troubleshooting.md says how containers come to io_uring: its profiles, applied."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+import nvmeio
+from children import run_child, skip_under_asan
+from pages import blocks_of, file_of
+from seccomp_profiles import container_report, docker_profile, program_of
+
+PAGE = "docs/troubleshooting.md"
+SAMPLES = pytest.mark.parametrize("sample", [docker_profile, container_report])
+
+
+def profile_in(sample):
+    """Return the profile that a sample has in it."""
+    found = json.loads(sample)
+    return found["info"]["runtimeSpec"]["linux"]["seccomp"] if "info" in found else found
+
+
+def allowing(sample):
+    """Return what the program of the page makes of a sample."""
+    done = subprocess.run(
+        [sys.executable, "-c", file_of(PAGE, "allow_io_uring.py")],
+        input=sample,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return json.loads(done.stdout)
+
+
+def report_under(profile, folder):
+    """Return what a process says that has to live with a profile."""
+    skip_under_asan("makes system calls of its own")
+    program = program_of(profile)
+    return run_child("container", folder=str(folder), program=program).report
+
+
+@SAMPLES
+def test_the_profile_of_containers_refuses_io_uring_as_the_page_shows(sample, tmp_path):
+    report = report_under(profile_in(sample()), tmp_path)
+    (shown,) = (block.text for block in blocks_of(PAGE) if block.language == "pycon")
+    told = repr(report["engines"]["io_uring"])
+    assert shown.partition("\n")[2].split() == told.split()
+    assert report["engine"] != "io_uring"
+    assert report["engines"]["libaio"] == nvmeio.engines()["libaio"]
+
+
+@SAMPLES
+def test_the_page_makes_a_profile_that_allows_io_uring(sample, tmp_path):
+    report = report_under(allowing(sample()), tmp_path)
+    assert report["engines"] == nvmeio.engines()
+
+
+@SAMPLES
+def test_the_page_adds_three_names_to_a_profile_and_changes_nothing_else(sample):
+    before, after = profile_in(sample()), allowing(sample())
+    added = after["syscalls"].pop()
+    names = {"io_uring_setup", "io_uring_enter", "io_uring_register"}
+    assert set(added["names"]) == names
+    assert added["action"] == "SCMP_ACT_ALLOW"
+    assert after == before

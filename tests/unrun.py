@@ -1,0 +1,148 @@
+"""What the pages show and no test can do: why, and what of it is checked all the same."""
+
+import functools
+import re
+import shutil
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import metadata
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from helpers import kernel_release
+from seccomp_profiles import container_report, docker_profile
+
+__all__ = ["DRAWINGS", "UNRUN", "Unrun"]
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@dataclass(frozen=True)
+class Unrun:
+    """A command that is not run.
+
+    ``check`` gets the command and the text of its pages, and asserts what there is to
+    assert; ``leaves`` gives the files that the command would leave, which later ones use.
+    """
+
+    reason: str
+    check: Callable[[str, str], object]
+    leaves: Callable[[], dict[str, str]] = dict
+
+
+def is_make_target(command, shown):
+    """The Makefile has such a target."""
+    (target,) = command.split()[1:]
+    assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
+
+
+def names_known_packages(command, shown):
+    """They are those that scripts/setup-machine installs for the same purpose."""
+    script = (ROOT / "scripts" / "setup-machine").read_text()
+    known = set(re.findall(r"^need ([\w.+-]+) ", script, re.MULTILINE))
+    wanted = set(command.split()[2:])
+    assert wanted
+    assert wanted <= known
+
+
+def names_known_extras(command, shown):
+    """The package has these extras."""
+    (wanted,) = re.findall(r"\[([\w,]+)\]", command)
+    assert set(wanted.split(",")) <= {*metadata("nvmeio").get_all("Provides-Extra")}
+
+
+def names_a_sysctl(command, shown):
+    """The kernel has such a switch, or is too old for it."""
+    name, value = command.split()[2].split("=")
+    path = Path("/proc/sys", *name.split("."))
+    too_old = name == "kernel.io_uring_disabled" and kernel_release() < (6, 6)
+    assert too_old or path.read_text().split()
+    assert value.isdecimal()
+
+
+def has_its_files(command, shown):
+    """What it reads was made before, and its options are those that the tool has."""
+    for name in re.findall(r"seccomp=(\S+)|(?:-f|644) (\S+)", command):
+        (name,) = filter(None, name)
+        made = re.search(rf"^```\w+ {re.escape(name)}$", shown, re.MULTILINE)
+        assert made or f"> {name}\n" in shown, name
+    tool = re.match(r"[a-z]+(?: (?:compose|run|apply|logs|inspect))*", command)[0].split()
+    if shutil.which(tool[0]):
+        told = help_of(*tool)
+        for option in re.findall(r"(?<= )--[\w-]+(?=[ =])", command.partition("$(")[0]):
+            assert option in told, option
+
+
+@functools.cache
+def help_of(*tool):
+    """Return what a tool says of its options; it asks no server for that."""
+    done = subprocess.run([*tool, "--help"], capture_output=True, text=True, timeout=60)
+    return done.stdout + done.stderr
+
+
+def fetches_what_it_names(command, shown):
+    """Its address is one, and the next command reads its file."""
+    name, address = command.split()[-2:]
+    assert urlsplit(address).scheme == "https"
+    assert f"< {name} " in shown
+
+
+def is_tried_by_the_launcher(command, shown):
+    """A test of DeepSpeed starts its launcher with the same variable."""
+    name, _, value = command.split()[0].partition("=")
+    source = (ROOT / "tests/deepspeed/test_environment.py").read_text(encoding="utf-8")
+    assert f'ON = {{"{name}": "{value}"}}' in source
+    assert "def test_both_ranks_under_deepspeeds_launcher_have_nvmeio(" in source
+
+
+NO_DOCKER = "a test has no docker, which takes a daemon of root"
+NO_CLUSTER = "a test has no cluster"
+FOR_ALL = "it changes the machine for everybody"
+
+UNRUN = {
+    "make demo": Unrun("test_demo.py runs what it runs", is_make_target),
+    "make test": Unrun("it is what runs this", is_make_target),
+    "apt-get install gcc pkg-config python3-dev python3-venv liburing-dev libaio-dev": (
+        Unrun("scripts/setup-machine has installed them", names_known_packages)
+    ),
+    "pip install '.[cli]'": Unrun(
+        "it compiles everything once more; `make sdist` installs", names_known_extras
+    ),
+    "pip install '.[torch,cli]'": Unrun("as above, and fetches torch", names_known_extras),
+    "NVMEIO_DEEPSPEED=1 deepspeed train.py --deepspeed_config ds_config.json": Unrun(
+        "the script is the reader's", is_tried_by_the_launcher
+    ),
+    "sysctl -w kernel.io_uring_disabled=0": Unrun(FOR_ALL, names_a_sysctl),
+    "sysctl -w fs.aio-max-nr=1048576": Unrun(FOR_ALL, names_a_sysctl),
+    "sysctl -w vm.nr_hugepages=512": Unrun(FOR_ALL, names_a_sysctl),
+    "curl -fsSL -o default.json "
+    "https://raw.githubusercontent.com/moby/profiles/main/seccomp/default.json": Unrun(
+        "a test goes to no network; a sample of the same structure takes its place",
+        fetches_what_it_names,
+        lambda: {"default.json": docker_profile()},
+    ),
+    "docker run --rm --security-opt seccomp=nvmeio-seccomp.json --ulimit memlock=-1 "
+    "my-image nvmeio doctor": Unrun(NO_DOCKER, has_its_files),
+    "docker compose -f compose.yaml up": Unrun(NO_DOCKER, has_its_files),
+    "docker run --rm --security-opt seccomp=nvmeio-seccomp.json --cap-add SYS_NICE "
+    "my-image nvmeio doctor": Unrun(NO_DOCKER, has_its_files),
+    "kubectl apply -f plain.yaml": Unrun(NO_CLUSTER, has_its_files),
+    "kubectl apply -f train.yaml": Unrun(NO_CLUSTER, has_its_files),
+    "kubectl logs train": Unrun(NO_CLUSTER, has_its_files),
+    "crictl inspect $(crictl ps --name plain --quiet) > container.json": Unrun(
+        NO_CLUSTER, has_its_files, lambda: {"container.json": container_report()}
+    ),
+    "install -D -m 644 nvmeio.json /var/lib/kubelet/seccomp/nvmeio.json": Unrun(
+        NO_CLUSTER, has_its_files
+    ),
+}
+
+# Blocks that are neither code nor commands, by their first line.
+DRAWINGS = {
+    "README.md CONTRIBUTING.md CHANGELOG.md LICENSE (Apache-2.0)  pyproject.toml setup.py "
+    "MANIFEST.in Makefile  .ci/run": "the tree of the sources",
+    "                    torch/   deepspeed/   arrays.py, npy_files.py -> files.py   "
+    "futures.py": "the arrows that test_source.py enforces",
+    '>>> nvmeio.engines()["io_uring"]': "test_docs_containers.py has it answered so",
+}
