@@ -75,7 +75,7 @@ asan: build
 lint: build
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
-	PATH="$(VENV)/bin:$$PATH" cython-lint src/nvmeio tests/cython
+	PATH="$(VENV)/bin:$$PATH" cython-lint src/nvmeio
 	$(VENV)/bin/clang-format --dry-run -Werror $(C_FILES)
 	$(PY) -m mypy
 	$(PY) -m mypy.stubtest --mypy-config-file pyproject.toml \

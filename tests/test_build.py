@@ -16,10 +16,8 @@ from pathlib import Path
 import pytest
 
 import nvmeio
-from test_packaging import COMPILER, run
-
-TESTS = Path(__file__).resolve().parent
-ROOT = TESTS.parent
+from pages import ROOT, file_of
+from test_packaging import COMPILER, PAGE, run
 
 pytestmark = pytest.mark.packaging
 
@@ -87,7 +85,8 @@ class Built:
     def engines(self, folder):
         """Return what a C program with this library says of the engines."""
         program = folder / "list_engines"
-        source = TESTS / "c_downstream" / "list_engines.c"
+        source = folder / "list_engines.c"
+        source.write_text(file_of(PAGE, source.name))
         libraries = [self.folder / "libnvmeio.a", *self.record["link_flags"]]
         run(COMPILER, f"-I{folder / 'include'}", source, "-o", program, *libraries)
         return {

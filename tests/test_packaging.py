@@ -1,5 +1,6 @@
 """What is installed, and what other projects can build on it."""
 
+import errno
 import importlib.util
 import inspect
 import os
@@ -8,29 +9,19 @@ import subprocess
 import sys
 import sysconfig
 import textwrap
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import nvmeio
+from helpers import pattern
+from pages import file_of
 
-FOLDER = Path(__file__).resolve().parent
 COMPILER = shutil.which(os.environ.get("CC", "cc"))
-
-# Setup for a downstream module: what its own setup.py would say.
-DOWNSTREAM_SETUP = """
-import nvmeio
-from Cython.Build import cythonize
-from setuptools import Extension, setup
-
-setup(
-    name="downstream",
-    ext_modules=cythonize(
-        [Extension("downstream", ["downstream.pyx"], include_dirs=[nvmeio.get_include()])],
-        language_level=3,
-    ),
-)
-"""
+# Its programs are what other projects do.
+PAGE = "docs/embedding.md"
 
 
 def run(*command, **options):
@@ -58,11 +49,11 @@ def downstream(tmp_path_factory):
     """A Cython module of another project, built against this nvmeio."""
     pytest.importorskip("Cython")
     folder = tmp_path_factory.mktemp("downstream")
-    shutil.copy(FOLDER / "cython" / "downstream.pyx", folder)
-    (folder / "setup.py").write_text(DOWNSTREAM_SETUP)
+    for name in ("reader.pyx", "setup.py"):
+        (folder / name).write_text(file_of(PAGE, name))
     run(sys.executable, "setup.py", "-q", "build_ext", "--inplace", cwd=folder)
-    path = folder / f"downstream{sysconfig.get_config_var('EXT_SUFFIX')}"
-    spec = importlib.util.spec_from_file_location("downstream", path)
+    path = folder / f"reader{sysconfig.get_config_var('EXT_SUFFIX')}"
+    spec = importlib.util.spec_from_file_location("reader", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -73,18 +64,30 @@ def test_a_downstream_module_shares_the_pool(downstream):
     size = 3 << 20
     before = nvmeio.pool_stats()
     block = downstream.Block(size)
-    assert block.location % 4096 == 0
+    assert np.frombuffer(block, np.uint8).ctypes.data % 4096 == 0
     assert nvmeio.pool_stats()["bytes_used"] - before["bytes_used"] >= size
-    assert downstream.bytes_used() == nvmeio.pool_stats()["bytes_used"]
     del block
     assert nvmeio.pool_stats()["bytes_used"] == before["bytes_used"]
+
+
+@pytest.mark.packaging
+def test_a_downstream_module_reads_with_several_threads(downstream, tmp_path):
+    content = pattern(5 * 100_003)
+    nvmeio.write_file(tmp_path / "file", content)
+    reader = downstream.Reader(str(tmp_path / "file"))
+    with ThreadPoolExecutor(4) as threads:
+        blocks = threads.map(lambda i: reader.read(100_003, 100_003 * i), range(5))
+        assert b"".join(map(bytes, blocks)) == content
 
 
 @pytest.mark.packaging
 def test_a_downstream_module_gets_our_errors(downstream):
     with pytest.raises(OSError, match="memory") as caught:
         downstream.Block(1 << 62)
-    assert caught.value.errno == 12
+    assert caught.value.errno == errno.ENOMEM
+    with pytest.raises(FileNotFoundError) as caught:
+        downstream.Reader("missing")
+    assert caught.value.filename == "missing"
 
 
 @pytest.mark.packaging
@@ -93,7 +96,8 @@ def test_a_c_program_without_python_moves_a_file(tmp_path, engine):
     flags = ["-Wall", "-Wextra", "-Werror", f"-I{nvmeio.get_include()}"]
     libraries = [f"-L{nvmeio.get_library_dir()}", "-lnvmeio"]
     libraries += nvmeio.build_info()["link_flags"]
-    source = FOLDER / "c_downstream" / "move_file.c"
+    source = tmp_path / "move_file.c"
+    source.write_text(file_of(PAGE, "move_file.c"))
     run(COMPILER, *flags, source, "-o", program, *libraries)
     assert "libpython" not in run("ldd", program)
     moved = run(program, tmp_path / "file", engine)
