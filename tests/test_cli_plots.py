@@ -4,12 +4,9 @@ import math
 
 import pytest
 
+from nvmeio.cli import plots
 from nvmeio.cli.candidates import DEFAULT, GRID_BLOCKS, GRID_DEPTHS, grid
 from nvmeio.cli.samples import Contest, Sample
-
-pytest.importorskip("matplotlib")
-
-from nvmeio.cli import plots
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
