@@ -70,7 +70,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     words = sys.argv[1:] if arguments is None else arguments
     parser = _parser()
-    options, unknown = parser.parse_known_args(hyphenated(words))
+    try:
+        options, unknown = parser.parse_known_args(hyphenated(words))
+    except SystemExit:
+        # Of --help, whose answer may have no reader any more.
+        _flush_or_drop()
+        raise
     if unknown:
         parser.command(options.command).error(f"unknown arguments: {' '.join(unknown)}")
     if isinstance(sys.stdout, io.TextIOWrapper):
