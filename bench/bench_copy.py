@@ -7,14 +7,9 @@ how to read the tables and what they showed.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import ctypes
-import dataclasses
-import json
 import mmap
-import os
-import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -23,7 +18,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from duels import Duel, Goal, Sample, measured, spread, surroundings, table
+from duels import Duel, Goal, Sample, fight, measured, surroundings
+from machine import argument_parser, size_of
+from peers import Peers, deepspeed_op
+from report import Outcome, finish, size_name
 
 import nvmeio
 from nvmeio import settings
@@ -58,15 +56,12 @@ def copy_tensor(dest: torch.Tensor, src: torch.Tensor) -> None:
     dest.copy_(src)
 
 
-def deepspeed_copy() -> Copy | None:
+def deepspeed_copy(peers: Peers) -> Copy | None:
     """Return DeepSpeed's op, None where it is not installed or cannot be compiled."""
     try:
-        # Who has nvmeio in DeepSpeed's place would see it beside itself.
-        os.environ.pop("NVMEIO_DEEPSPEED", None)
-        from deepspeed.ops.op_builder import AsyncIOBuilder
-
-        return AsyncIOBuilder().load(verbose=False).deepspeed_memcpy
-    except (ImportError, RuntimeError, AttributeError):
+        return deepspeed_op().deepspeed_memcpy
+    except (ImportError, RuntimeError, AttributeError) as error:
+        peers.leave_out("DeepSpeed", str(error).splitlines()[0])
         return None
 
 
@@ -119,47 +114,14 @@ def fresh_turn(copy: Copy, src: Any, nbytes: int, threads: int) -> Callable[[], 
     return take
 
 
-@dataclasses.dataclass(frozen=True)
-class Match:
-    """A duel and what it is about.
-
-    Attributes
-    ----------
-    nbytes : int
-        The size of a copy.
-    what : str
-        What is copied where, and by how many threads.
-    duel : Duel
-        memcpy and what it is compared with.
-    goal : Goal or None
-        What has to be reached.
-    """
-
-    nbytes: int
-    what: str
-    duel: Duel
-    goal: Goal | None
+def duel(nbytes: int, what: str, beside: str, turns: Any, limit: float | None) -> Duel:
+    """Return a duel of memcpy with another copy."""
+    goals = () if limit is None else (Goal("speed", limit),)
+    return Duel(f"{size_name(nbytes)}, {what}", ("memcpy", beside), turns, False, goals)
 
 
-def size_name(nbytes: int) -> str:
-    """Write a size."""
-    for unit, factor in (("GiB", 1 << 30), ("MiB", MIB), ("KiB", KIB)):
-        if nbytes >= factor:
-            return f"{nbytes // factor} {unit}"
-    return f"{nbytes} B"
-
-
-def match(nbytes: int, what: str, beside: str, turns: Any, limit: float | None) -> Match:
-    """Return a match of memcpy beside another copy."""
-    work = f"{size_name(nbytes)}, {what}"
-    goal = None if limit is None else Goal("speed", limit)
-    return Match(nbytes, what, Duel(work, ("memcpy", beside), turns, reads=False), goal)
-
-
-def matches_at(
-    nbytes: int, arrays: Any, native: Copy | None, busy: bool
-) -> Iterator[Match]:
-    """Make the matches of one size."""
+def duels_at(nbytes: int, arrays: Any, native: Copy | None, busy: bool) -> Iterator[Duel]:
+    """Make the duels of one size."""
     tensors = tuple(torch.from_numpy(array).view(torch.float32) for array in arrays)
     floor = BUSY_FLOOR if busy else FLOOR
 
@@ -168,15 +130,15 @@ def matches_at(
 
     if not busy:
         what = "arrays, 1 thread"
-        yield match(nbytes, what, "copyto", pair(np.copyto, arrays, 1), floor)
-        yield match(nbytes, what, "memmove", pair(memmove, arrays, 1), None)
+        yield duel(nbytes, what, "copyto", pair(np.copyto, arrays, 1), floor)
+        yield duel(nbytes, what, "memmove", pair(memmove, arrays, 1), None)
         large = LARGE_SPEED if nbytes >= LARGE_BYTES else floor
         what = "tensors, 1 thread"
-        yield match(nbytes, what, "copy_", pair(copy_tensor, tensors, 1), large)
-    yield match(nbytes, "tensors, 2 threads", "copy_", pair(copy_tensor, tensors, 2), floor)
+        yield duel(nbytes, what, "copy_", pair(copy_tensor, tensors, 1), large)
+    yield duel(nbytes, "tensors, 2 threads", "copy_", pair(copy_tensor, tensors, 2), floor)
     if native and not busy:
         what = "tensors, 2 threads"
-        yield match(nbytes, what, "DeepSpeed", pair(native, tensors, 2), None)
+        yield duel(nbytes, what, "DeepSpeed", pair(native, tensors, 2), None)
     if nbytes >= MIB and not busy:
         what = "never-touched destination, 1 thread"
         for beside, copy, src in (
@@ -184,18 +146,17 @@ def matches_at(
             ("copy_", copy_tensor, tensors[1]),
         ):
             turns = tuple(fresh_turn(w, src, nbytes, 1) for w in (nvmeio.memcpy, copy))
-            yield match(nbytes, what, beside, turns, floor)
+            yield duel(nbytes, what, beside, turns, floor)
 
 
-def all_matches(sizes: list[int], busy: bool) -> list[Match]:
-    """Make every match, on one pair of arrays."""
+def all_duels(sizes: list[int], native: Copy | None, busy: bool) -> list[Duel]:
+    """Make every duel, on one pair of arrays."""
     source = np.random.default_rng(1).integers(0, 255, max(sizes), np.uint8)
     target = np.ones_like(source)
-    native = deepspeed_copy()
     return [
         found
         for nbytes in sizes
-        for found in matches_at(nbytes, (target[:nbytes], source[:nbytes]), native, busy)
+        for found in duels_at(nbytes, (target[:nbytes], source[:nbytes]), native, busy)
     ]
 
 
@@ -213,92 +174,27 @@ def busy_processor(wanted: bool) -> Iterator[None]:
         loop.wait()
 
 
-def fight(matches: list[Match], rounds: int) -> None:
-    """Go through all duels once a round; the first one warms up."""
-    for number in range(rounds + 1):
-        if sys.stderr.isatty():
-            print(f"round {number} of {rounds}", end="\r", file=sys.stderr)
-        for found in matches:
-            found.duel.fight()
-    for found in matches:
-        del found.duel.rounds[0]
-
-
-def speeds(found: Match, index: int) -> list[float]:
-    """Return the speed of a contestant in each round, in GB/s."""
-    return [pair[index].nbytes / pair[index].seconds / 1e9 for pair in found.duel.rounds]
-
-
-def rows(matches: list[Match]) -> Iterator[tuple[str, ...]]:
-    """Yield the rows of the table."""
-    for found in matches:
-        ratios = Goal("speed", 0).ratios(found.duel)
-        yield (
-            size_name(found.nbytes),
-            found.what,
-            found.duel.names[1],
-            spread(speeds(found, 0), 1),
-            spread(speeds(found, 1), 1),
-            spread(ratios, 3),
-            "" if found.goal is None else f">= {found.goal.limit}",
-            "" if found.goal is None else found.goal.verdict(found.duel),
-        )
-
-
-def draw(matches: list[Match], path: Path, about: dict[str, Any]) -> None:
-    """Draw the ratios over the sizes, one line for each way and rival."""
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(9, 5))
-    lines: dict[str, list[tuple[int, float]]] = {}
-    for found in matches:
-        ratio = statistics.median(Goal("speed", 0).ratios(found.duel))
-        name = f"beside {found.duel.names[1]}: {found.what}"
-        lines.setdefault(name, []).append((found.nbytes, ratio))
-    for name, points in lines.items():
-        axes.plot(*zip(*points, strict=True), marker="o", label=name)
-    axes.axhline(1, color="grey", linewidth=0.8)
-    axes.set_xscale("log", base=2)
-    sizes = sorted({found.nbytes for found in matches})
-    axes.set_xticks(sizes, [size_name(nbytes) for nbytes in sizes], rotation=45)
-    axes.set_ylim(bottom=0)
-    axes.set_xlabel("size of a copy")
-    axes.set_ylabel("speed of nvmeio.memcpy / speed of the other")
-    axes.set_title(f"{about['cpu']}, torch {about['torch']}, {about['date']}")
-    axes.legend(fontsize="small")
-    figure.tight_layout()
-    figure.savefig(path)
-
-
-def arguments() -> argparse.Namespace:
-    """Parse the command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, help="how many (9; 3 if quick)")
-    parser.add_argument("--busy", action="store_true", help="with one processor busy")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw a PNG or SVG")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="keep raw numbers")
-    parser.add_argument("--quick", action="store_true", help="a look whether all works")
-    options = parser.parse_args()
-    options.rounds = options.rounds or (3 if options.quick else 9)
-    return options
-
-
 def main() -> None:
     """Measure and report; what was measured never changes the exit status."""
-    options = arguments()
-    matches = all_matches(QUICK_SIZES if options.quick else SIZES, options.busy)
-    with busy_processor(options.busy):
-        fight(matches, options.rounds)
-    about = {**surroundings(), "rounds": options.rounds, "one processor busy": options.busy}
+    parser = argument_parser(__doc__, (9, 3))
+    parser.add_argument("--largest", type=size_of, help="size of a copy (1G; 64M if quick)")
+    parser.add_argument("--busy", action="store_true", help="with one processor busy")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw a PNG or SVG")
+    options = parser.parse_args()
+    sizes = QUICK_SIZES if options.quick else SIZES
+    sizes = [size for size in sizes if size <= (options.largest or max(sizes))]
+    rounds = options.rounds or (3 if options.quick else 9)
+    peers = Peers()
+    found = all_duels(sizes, deepspeed_copy(peers), options.busy)
+    about = {**surroundings(), "rounds": rounds, "one processor busy": options.busy}
     about["kernels, small and large"] = ", ".join(settings.selected_kernels())
-    print("\n".join(f"{key}: {value}" for key, value in about.items()) + "\n")
-    head = ("size", "what", "beside", "memcpy GB/s", "other GB/s", "ratio", "goal", "")
-    print(table(head, rows(matches)))
+    with busy_processor(options.busy):
+        fight(found, rounds)
+    finish("copy", about, found, peers.left_out, options.json)
     if options.plot:
-        draw(matches, options.plot, about)
-    if options.json:
-        raw = {"machine": about, "duels": [found.duel.as_dict() for found in matches]}
-        options.json.write_text(json.dumps(raw) + "\n", encoding="utf-8")
+        from charts import copies, save
+
+        save(copies(Outcome(about, found, [])), options.plot)
 
 
 if __name__ == "__main__":

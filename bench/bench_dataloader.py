@@ -9,9 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-import json
 import mmap
-import os
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,8 +17,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from duels import Duel, Goal, Sample, measured, spread, table
-from machine import arguments, machine
+from duels import Duel, Goal, Sample, fight, measured
+from machine import arguments, drop_cache, machine
+from report import finish
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler
 
 import nvmeio
@@ -73,18 +72,11 @@ def ground(folder: Path, size: int) -> Iterator[Ground]:
         yield Ground(path, rows)
 
 
-def set_cache(path: Path, warm: bool) -> None:
-    """Have the kernel hold all of a file, or nothing."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        if warm:
-            while os.read(descriptor, 16 << 20):
-                pass
-        else:
-            os.fsync(descriptor)
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-    finally:
-        os.close(descriptor)
+def fill_cache(path: Path) -> None:
+    """Have the kernel hold all of a file."""
+    with open(path, "rb", buffering=0) as file:
+        while file.read(16 << 20):
+            pass
 
 
 def epoch(ground: Ground, loader: Callable[[], Any], warm: bool) -> Callable[[], Sample]:
@@ -96,7 +88,7 @@ def epoch(ground: Ground, loader: Callable[[], Any], warm: bool) -> Callable[[],
         return count * ROW_BYTES
 
     def turn() -> Sample:
-        set_cache(ground.path, warm)
+        (fill_cache if warm else drop_cache)(ground.path)
         return measured(work)
 
     return turn
@@ -136,8 +128,8 @@ def streaming(make: Callable[[], Dataset[Any]]) -> Callable[[], Any]:
     return load
 
 
-def duels(ground: Ground) -> Iterator[tuple[Duel, Goal | None]]:
-    """Give every duel with its goal, if it has one."""
+def duels(ground: Ground) -> Iterator[Duel]:
+    """Give every duel."""
 
     def ours() -> nvmeio.torch.ArrayDataset:
         return nvmeio.torch.ArrayDataset(ground.path)
@@ -148,55 +140,34 @@ def duels(ground: Ground) -> Iterator[tuple[Duel, Goal | None]]:
     def advised() -> MemmapDataset:
         return MemmapDataset(ground.path, ground.rows, mmap.MADV_RANDOM)
 
+    def turns(first: Any, second: Any, warm: bool = False) -> Any:
+        return epoch(ground, first, warm), epoch(ground, second, warm)
+
+    goals = (Goal("speed", 5.0),)
     for warm, workers in itertools.product((False, True), WORKERS):
-        state = "warm" if warm else "cold"
-        yield (
-            Duel(
-                f"{state}, {workers} workers",
-                ("ArrayDataset", "numpy.memmap"),
-                (
-                    epoch(ground, loading(ours, workers), warm),
-                    epoch(ground, loading(theirs, workers), warm),
-                ),
-                False,
-            ),
-            Goal("speed", 5.0) if not (warm or workers) else None,
-        )
-    yield (
-        Duel(
-            "cold, 0 workers",
-            ("ArrayDataset", "numpy.memmap, MADV_RANDOM"),
-            (
-                epoch(ground, loading(ours, 0), False),
-                epoch(ground, loading(advised, 0), False),
-            ),
+        yield Duel(
+            f"{'warm' if warm else 'cold'}, {workers} workers",
+            ("ArrayDataset", "numpy.memmap"),
+            turns(loading(ours, workers), loading(theirs, workers), warm),
             False,
-        ),
-        Goal("speed", 5.0),
-    )
-    yield (
-        Duel(
-            "cold, no DataLoader",
-            ("BatchStream", "numpy.memmap, 0 workers"),
-            (
-                epoch(ground, streaming(ours), False),
-                epoch(ground, loading(theirs, 0), False),
-            ),
-            False,
-        ),
-        None,
-    )
-
-
-def figures(duel: Duel) -> Iterator[tuple[str, ...]]:
-    """Give a row of absolute figures for each contestant."""
-    for index, name in enumerate(duel.names):
-        samples = [pair[index] for pair in duel.rounds]
-        yield (
-            duel.work,
-            name,
-            spread((s.nbytes / ROW_BYTES / s.seconds / 1e3 for s in samples), 1),
+            () if warm or workers else goals,
+            ROW_BYTES,
         )
+    yield Duel(
+        "cold, 0 workers",
+        ("ArrayDataset", "numpy.memmap, MADV_RANDOM"),
+        turns(loading(ours, 0), loading(advised, 0)),
+        False,
+        goals,
+        ROW_BYTES,
+    )
+    yield Duel(
+        "cold, no DataLoader",
+        ("BatchStream", "numpy.memmap, 0 workers"),
+        turns(streaming(ours), loading(theirs, 0)),
+        False,
+        record_bytes=ROW_BYTES,
+    )
 
 
 def main() -> None:
@@ -205,29 +176,8 @@ def main() -> None:
     with ground(options.dir, options.size) as place:
         about = machine(options.dir) | {"size": options.size, "rounds": options.rounds}
         found = list(duels(place))
-        # The first round warms up.
-        for _ in range(options.rounds + 1):
-            for duel, _goal in found:
-                duel.fight()
-        for duel, _goal in found:
-            del duel.rounds[0]
-    print("\n".join(f"{key}: {value}" for key, value in about.items()) + "\n")
-    head = ("work", "contestant", "1000 samples/s")
-    print(table(head, itertools.chain.from_iterable(figures(duel) for duel, _ in found)))
-    rows = [
-        (
-            duel.work,
-            " / ".join(duel.names),
-            str(goal or "speed"),
-            spread((goal or Goal("speed", 1.0)).ratios(duel), 2),
-            goal.verdict(duel) if goal else "",
-        )
-        for duel, goal in found
-    ]
-    print("\n" + table(("work", "ratio of", "goal", "measured", ""), rows))
-    if options.json:
-        raw = {"machine": about, "duels": [duel.as_dict() for duel, _ in found]}
-        options.json.write_text(json.dumps(raw) + "\n", encoding="utf-8")
+        fight(found, options.rounds)
+    finish("dataloader", about, found, [], options.json)
 
 
 if __name__ == "__main__":

@@ -11,14 +11,11 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import gc
-import importlib.metadata
 import itertools
-import json
 import mmap
 import multiprocessing
 import os
 import resource
-import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -27,13 +24,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from duels import GIB, Duel, Goal, Sample, measured, spread, table
+from duels import Duel, Goal, Sample, fight, measured, progress
 from machine import arguments, machine
+from peers import Peers, deepspeed_op
+from report import finish
 
 # nvmeio and DeepSpeed are imported where they are needed: the time that takes is measured.
 
 NAMES = ("nvmeio", "DeepSpeed")
-PROCESSES, QUICK_PROCESSES = 5, 2
 
 # block_size, queue_depth, single_submit, overlap_events, intra_op_parallelism.
 CONFIGURATIONS = {
@@ -54,15 +52,11 @@ FLOOR, UNPINNED, SMALL = 1.0, 2.0, 3.0
 # tensors it copies too little or too much.
 ELEMENT = torch.int32
 
-Fights = list[tuple[Duel, Goal]]
-
 
 def op_of(name: str) -> Any:
     """Return the module with the op's names."""
     if name == "DeepSpeed":
-        from deepspeed.ops.op_builder import AsyncIOBuilder
-
-        return AsyncIOBuilder().load(verbose=False)
+        return deepspeed_op()
     import nvmeio.deepspeed
 
     return nvmeio.deepspeed
@@ -179,7 +173,7 @@ def copying(op: Any, dest: torch.Tensor, src: torch.Tensor) -> Callable[[], Samp
     return take
 
 
-def transfer_duels(ops: list[Any], folder: Path, size: int) -> Iterator[tuple[Duel, Goal]]:
+def transfer_duels(ops: list[Any], folder: Path, size: int) -> Iterator[Duel]:
     """Pair both ops at transfers."""
     large = Files.made(folder, 1, size)
     small = Files.made(folder, SMALL_COUNT, SMALL_COUNT * SMALL_BYTES)
@@ -205,11 +199,13 @@ def transfer_duels(ops: list[Any], folder: Path, size: int) -> Iterator[tuple[Du
             )
             work = f"{way}, {what}; {words}"
             often = SMALL_TURNS if files is small else 1
-            duel = Duel(work, NAMES, (ours, theirs), way == "read", often)
-            yield duel, Goal("speed", limit)
+            goals = (Goal("speed", limit),)
+            yield Duel(
+                work, NAMES, (ours, theirs), way == "read", goals, alternations=often
+            )
 
 
-def copy_duels(ops: list[Any], size: int) -> Iterator[tuple[Duel, Goal]]:
+def copy_duels(ops: list[Any], size: int) -> Iterator[Duel]:
     """Pair both ops at copies."""
     source, target = ordinary(size).random_(), ordinary(size)
     handles = [op.aio_handle() for op in ops]
@@ -218,29 +214,26 @@ def copy_duels(ops: list[Any], size: int) -> Iterator[tuple[Duel, Goal]]:
         src.copy_(source)
     for what, memory in (("pinned", own), ("unpinned", [(target, source)] * 2)):
         ours, theirs = (copying(op, *pair) for op, pair in zip(ops, memory, strict=True))
-        yield Duel(f"copy, {what}", NAMES, (ours, theirs), False), Goal("speed", FLOOR)
+        goals = (Goal("speed", FLOOR),)
+        yield Duel(f"copy, {what}", NAMES, (ours, theirs), False, goals)
 
 
-def fight(folder: Path, size: int, rounds: int) -> Fights:
+def fight_here(folder: Path, size: int, rounds: int) -> list[Duel]:
     """Fight all duels of one process; the first round warms up."""
     # DeepSpeed keeps every file open until its wait().
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     ops = [op_of(name) for name in NAMES]
-    fights: Fights = []
+    fought: list[Duel] = []
     for duels in (transfer_duels(ops, folder, size), copy_duels(ops, size)):
         begun = list(duels)
         # With DeepSpeed imported a full collection takes as long as several turns of small
         # tensors, and falls on the same one in each round.
         gc.collect()
         gc.freeze()
-        for _ in range(rounds + 1):
-            for duel, _goal in begun:
-                duel.fight()
-        for duel, _goal in begun:
-            del duel.rounds[0]
-        fights += begun
-    return fights
+        fight(begun, rounds)
+        fought += begun
+    return fought
 
 
 def first_read(name: str, path: str, is_pinned: bool) -> Sample:
@@ -289,20 +282,20 @@ def load(name: str) -> Sample:
     return measured(work)
 
 
-def first_duels(path: str, nbytes: int) -> Iterator[tuple[Duel, Goal]]:
+def first_duels(path: str, nbytes: int) -> Iterator[Duel]:
     """Pair both ops at what every process does once; each turn is a process."""
 
-    def both(function: Callable[..., Sample], *rest: Any) -> Any:
-        return tuple(lambda n=name: in_process(function, n, *rest) for name in NAMES)
+    def duel(work: str, limit: float, function: Callable[..., Sample], *rest: Any) -> Duel:
+        turns = tuple(lambda n=name: in_process(function, n, *rest) for name in NAMES)
+        reads = function is first_read
+        return Duel(work, NAMES, turns, reads, (Goal("speed", limit),))
 
-    for what, is_pinned, limit in (("pinned", True, FLOOR), ("unpinned", False, UNPINNED)):
-        turns = both(first_read, path, is_pinned)
-        yield Duel(f"first read, {what}", NAMES, turns, True), Goal("speed", limit)
-    for what, is_backed in (("backed by the host", True), ("as memory comes", False)):
-        work = f"first pinned tensor, {what}"
-        turns = both(first_tensor, nbytes, is_backed)
-        yield Duel(work, NAMES, turns, False), Goal("speed", FLOOR)
-    yield Duel("load of the op", NAMES, both(load), False), Goal("speed", FLOOR)
+    yield duel("first read, pinned", FLOOR, first_read, path, True)
+    yield duel("first read, unpinned", UNPINNED, first_read, path, False)
+    work = "first pinned tensor"
+    yield duel(f"{work}, backed by the host", FLOOR, first_tensor, nbytes, True)
+    yield duel(f"{work}, as memory comes", FLOOR, first_tensor, nbytes, False)
+    yield duel("load of the op", FLOOR, load)
 
 
 def silence() -> None:
@@ -326,109 +319,43 @@ def obstacle() -> str | None:
     return None
 
 
-@dataclasses.dataclass
-class Contest:
-    """What several processes have found about one work.
-
-    Attributes
-    ----------
-    goal : Goal
-        Is compared with the median over the processes.
-    duels : list of Duel
-        One of each process.
-    """
-
-    goal: Goal
-    duels: list[Duel] = dataclasses.field(default_factory=list)
-
-    def ratios(self) -> list[float]:
-        """Return the ratio of each process, the median of its rounds."""
-        return [statistics.median(self.goal.ratios(duel)) for duel in self.duels]
-
-    def medians(self, figure: Callable[[Sample], float], index: int) -> list[float]:
-        """Return a contestant's median of each process."""
-        return [
-            statistics.median(figure(pair[index]) for pair in duel.rounds)
-            for duel in self.duels
-        ]
-
-    def verdict(self) -> str:
-        """Say whether the goal is reached."""
-        if any(duel.cached_rounds() for duel in self.duels):
-            return "void: a cache took part"
-        reached = statistics.median(self.ratios()) >= self.goal.limit
-        return "reached" if reached else "missed"
-
-    def row(self, work: str) -> tuple[str, ...]:
-        """Return the row of a table."""
-        if any(pair[0].nbytes for duel in self.duels for pair in duel.rounds):
-            unit = "GB/s"
-            speeds = [self.medians(lambda s: s.nbytes / s.seconds / 1e9, i) for i in (0, 1)]
-            cpus = [
-                self.medians(lambda s: s.cpu_seconds * GIB / s.nbytes, i) for i in (0, 1)
-            ]
-            cpu = " / ".join(f"{statistics.median(values):.3f}" for values in cpus)
-        else:
-            unit = "s"
-            speeds = [self.medians(lambda s: s.seconds, i) for i in (0, 1)]
-            cpu = "-"
-        return (
-            work,
-            *(f"{spread(values, 2)} {unit}" for values in speeds),
-            cpu,
-            spread(self.ratios(), 2),
-            f">= {self.goal.limit}",
-            self.verdict(),
-        )
-
-
-def contests(folder: Path, size: int, rounds: int, processes: int) -> dict[str, Contest]:
+def duels(folder: Path, size: int, rounds: int, processes: int) -> list[Duel]:
     """Go through all duels in process after process.
 
     One that DeepSpeed's op has ended counts for nothing, and is told of.
     """
-    found: dict[str, Contest] = {}
+    found: dict[str, Duel] = {}
     firsts = list(first_duels(paths_in(folder, 1)[0], size))
     for number in range(processes):
-        print(f"\rprocess {number + 1} of {processes}", end="\r", file=sys.stderr)
+        progress(f"process {number + 1} of {processes}")
         try:
-            for duel, goal in in_process(fight, folder, size, rounds):
-                found.setdefault(duel.work, Contest(goal)).duels.append(duel)
-            for duel, _ in firsts:
+            for duel in in_process(fight_here, folder, size, rounds):
+                found.setdefault(
+                    duel.work, dataclasses.replace(duel, rounds=[], rounds_each=rounds)
+                ).rounds.extend(duel.rounds)
+            for duel in firsts:
                 duel.fight()
         except BrokenProcessPool:
             print(f"process {number + 1} was ended by a signal", file=sys.stderr)
-    for duel, goal in firsts:
-        alone = [dataclasses.replace(duel, rounds=[pair]) for pair in duel.rounds]
-        found[duel.work] = Contest(goal, alone)
-    return found
+    return [*found.values(), *firsts]
 
 
 def main() -> None:
     """Measure and report; what was measured never changes the exit status."""
-    options = arguments(__doc__, ("512M", "64M"), (3, 1))
-    try:
-        version = importlib.metadata.version("deepspeed")
-    except importlib.metadata.PackageNotFoundError:
-        sys.exit("bench_deepspeed: DeepSpeed is missing; pip install deepspeed ninja")
+    options = arguments(__doc__, ("512M", "64M"), (3, 1), (5, 2))
     # For the children: who has nvmeio in DeepSpeed's place would see it beside itself.
     os.environ.pop("NVMEIO_DEEPSPEED", None)
-    print("DeepSpeed's op is compiled, unless it was before", file=sys.stderr)
+    peers = Peers()
+    print("DeepSpeed's op is compiled, unless it was before", file=sys.stderr, flush=True)
     if problem := in_process(obstacle):
-        sys.exit(f"bench_deepspeed: DeepSpeed {version} cannot load its op: {problem}")
-    processes = QUICK_PROCESSES if options.quick else PROCESSES
-    about = machine(options.dir) | {"deepspeed": version, "size": options.size}
-    about |= {"processes": processes, "rounds in each": options.rounds}
-    with tempfile.TemporaryDirectory(prefix="nvmeio-bench-", dir=options.dir) as inside:
-        found = contests(Path(inside), options.size, options.rounds, processes)
-    print("\n".join(f"{key}: {value}" for key, value in about.items()))
-    print("\nmedian [minimum-maximum] of the medians of the processes\n")
-    head = ("work", *NAMES, "CPU s/GiB", "ratio", "goal", "")
-    print(table(head, (contest.row(work) for work, contest in found.items())))
-    if options.json:
-        duels = [[duel.as_dict() for duel in contest.duels] for contest in found.values()]
-        raw = {"machine": about, "duels of each process": duels}
-        options.json.write_text(json.dumps(raw) + "\n", encoding="utf-8")
+        peers.leave_out("DeepSpeed", problem)
+    about = machine(options.dir) | {"size": options.size, "rounds": options.rounds}
+    about |= {"processes": options.processes}
+    found = []
+    if not problem:
+        with tempfile.TemporaryDirectory(prefix="nvmeio-bench-", dir=options.dir) as inside:
+            found = duels(Path(inside), options.size, options.rounds, options.processes)
+    finish("deepspeed", about, found, peers.left_out, options.json)
 
 
 if __name__ == "__main__":

@@ -10,29 +10,22 @@ import asyncio
 import contextlib
 import dataclasses
 import itertools
-import json
 import mmap
 import os
-import shutil
-import signal
-import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-from duels import Duel, Goal, Sample, device_bytes, measured, spread, table
-from machine import arguments, huge_pages, machine, output
+from duels import Duel, Goal, Sample, fight, measured
+from machine import arguments, drop_cache, machine, output
+from peers import Peers, fio, huge_pages
+from report import finish
 
 import nvmeio
-
-try:
-    import caio
-except ImportError:
-    caio = None
 
 DEPTH = 128
 ROW_BYTES = 4096
@@ -125,43 +118,18 @@ def loop_ground(size: int) -> Iterator[Ground]:
             output("losetup", "--detach", device)
 
 
-def drop_cache(path: Path) -> None:
-    """Have the kernel forget what it holds of a file."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-    finally:
-        os.close(descriptor)
-
-
-def fio(ground: Ground, rows: int, row_bytes: int, options: tuple[str, ...]) -> Sample:
-    """Let fio read as many blocks from random places.
-
-    Time and CPU time are those that fio gives for its job, without its start.
-    """
-    command = [
-        "fio",
-        "--name=bench",
-        f"--filename={ground.path}",
-        f"--size={ground.size}",
-        "--rw=randread",
+def by_fio(
+    ground: Ground, options: tuple[str, ...], has_huge_pages: bool
+) -> Callable[[], Sample]:
+    """Return a turn of as many blocks of fio's from random places."""
+    options = (
         "--norandommap",
-        f"--bs={row_bytes}",
-        f"--number_ios={rows}",
+        f"--bs={ROW_BYTES}",
+        f"--number_ios={ROWS}",
         f"--iodepth={DEPTH}",
-        "--ioengine=io_uring",
-        "--direct=1",
-        "--allow_file_create=0",
-        "--output-format=json",
         *options,
-    ]
-    device = device_bytes()
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-    job = json.loads(done.stdout)["jobs"][0]
-    seconds = job["read"]["runtime"] / 1000
-    cpu = (job["usr_cpu"] + job["sys_cpu"]) / 100 * job["job_runtime"] / 1000
-    return Sample(job["read"]["io_bytes"], seconds, cpu, device_bytes() - device)
+    )
+    return lambda: fio(ground.path, ground.size, "randread", options, has_huge_pages)
 
 
 Choose = Callable[[np.random.Generator, int, int], np.ndarray]
@@ -237,7 +205,7 @@ def preadv(ground: Ground) -> Callable[[np.ndarray], int]:
     return read
 
 
-def by_caio(ground: Ground) -> Callable[[np.ndarray], int]:
+def by_caio(ground: Ground, caio: Any) -> Callable[[np.ndarray], int]:
     """Rows by caio, one coroutine each."""
 
     async def read_all(rows: list[int]) -> int:
@@ -254,56 +222,20 @@ def by_caio(ground: Ground) -> Callable[[np.ndarray], int]:
     return lambda rows: asyncio.run(read_all(rows.tolist()))
 
 
-@dataclasses.dataclass(frozen=True)
-class Match:
-    """A duel with its goals and what a row is.
-
-    Attributes
-    ----------
-    duel : Duel
-        A gather first.
-    row_bytes : int
-        The size of a row.
-    goals : tuple of Goal
-        What the ratios have to be.
-    cpu_goal : float or None
-        How many microseconds of CPU time a row of the gather may take.
-    """
-
-    duel: Duel
-    row_bytes: int
-    goals: tuple[Goal, ...] = ()
-    cpu_goal: float | None = None
-
-    def cpu_us(self, index: int) -> list[float]:
-        """Return the CPU time that a contestant took for a row in each round."""
-        samples = [pair[index] for pair in self.duel.rounds]
-        return [s.cpu_seconds / s.nbytes * self.row_bytes * 1e6 for s in samples]
-
-
-def fio_matches(
-    ground: Ground,
-    place: str,
-    has_huge_pages: bool,
-    goal: float,
-    cpu_goal: float | None = None,
-) -> Iterator[Match]:
+def fio_duels(
+    ground: Ground, place: str, has_huge_pages: bool, *goals: Goal
+) -> Iterator[Duel]:
     """Pair gathers of 4 KiB with fio."""
-    memory = ("--iomem=mmaphuge", "--hugepage-size=2m") if has_huge_pages else ()
     for name, options in {"batch": BATCH, "batch, fixed": FIXED}.items():
         turns = (
             gather(ground, ROWS, ROW_BYTES, max_gap=0),
-            lambda options=options: fio(ground, ROWS, ROW_BYTES, (*options, *memory)),
+            by_fio(ground, options, has_huge_pages),
         )
-        yield Match(
-            Duel(f"4 KiB x {DEPTH}, {place}", ("gather", f"fio, {name}"), turns, False),
-            ROW_BYTES,
-            (Goal("speed", goal),),
-            cpu_goal,
-        )
+        work, names = f"4 KiB x {DEPTH}, {place}", ("gather", f"fio, {name}")
+        yield Duel(work, names, turns, False, goals, ROW_BYTES)
 
 
-def peer_matches(ground: Ground) -> Iterator[Match]:
+def peer_duels(ground: Ground, caio: Any) -> Iterator[Duel]:
     """Pair gathers of 4 KiB with what reads them in Python."""
     peers = {
         "numpy.memmap": memmap(ground, mmap.MADV_NORMAL),
@@ -311,18 +243,17 @@ def peer_matches(ground: Ground) -> Iterator[Match]:
         "os.preadv": preadv(ground),
     }
     if caio is not None:
-        peers["caio"] = by_caio(ground)
+        peers["caio"] = by_caio(ground, caio)
     for name, read in peers.items():
         turns = (
             gather(ground, SLOW_ROWS, ROW_BYTES),
             peer(ground, read, SLOW_ROWS, ROW_BYTES),
         )
-        yield Match(
-            Duel(f"{SLOW_ROWS} rows of 4 KiB", ("gather", name), turns, False), ROW_BYTES
-        )
+        work = f"{SLOW_ROWS} rows of 4 KiB"
+        yield Duel(work, ("gather", name), turns, False, record_bytes=ROW_BYTES)
 
 
-def merge_matches(ground: Ground) -> Iterator[Match]:
+def merge_duels(ground: Ground) -> Iterator[Duel]:
     """Pair gathers that merge with such that do not."""
     for row_bytes, order in itertools.product(ROW_SIZES, ORDERS):
         rows = min(ROWS, TURN_BYTES // row_bytes // 4)
@@ -330,93 +261,34 @@ def merge_matches(ground: Ground) -> Iterator[Match]:
             gather(ground, rows, row_bytes, order),
             gather(ground, rows, row_bytes, order, max_gap=0),
         )
-        yield Match(
-            Duel(
-                f"{order} rows of {row_bytes} B",
-                ("max_gap=4096", "max_gap=0"),
-                turns,
-                False,
-            ),
-            row_bytes,
-        )
-
-
-def figures(match: Match) -> Iterator[tuple[str, ...]]:
-    """Give a row of absolute figures for each contestant."""
-    for index, name in enumerate(match.duel.names):
-        samples = [pair[index] for pair in match.duel.rounds]
-        rows = [s.nbytes / match.row_bytes for s in samples]
-        yield (
-            match.duel.work,
-            name,
-            spread((n / s.seconds / 1e3 for n, s in zip(rows, samples, strict=True)), 1),
-            spread(match.cpu_us(index), 2),
-            spread((s.device_bytes / s.nbytes for s in samples), 2),
-        )
-
-
-def verdicts(match: Match) -> Iterator[tuple[str, ...]]:
-    """Give a row for the speed of a duel beside its goals, if it has any."""
-    for goal in match.goals or (Goal("speed", 1.0),):
-        yield (
-            match.duel.work,
-            " / ".join(match.duel.names),
-            str(goal) if match.goals else "speed",
-            spread(goal.ratios(match.duel), 2),
-            goal.verdict(match.duel) if match.goals else "",
-        )
-    if match.cpu_goal is not None:
-        taken = match.cpu_us(0)
-        yield (
-            match.duel.work,
-            f"{match.duel.names[0]}, beside {match.duel.names[1]}",
-            f"CPU us/row <= {match.cpu_goal}",
-            spread(taken, 2),
-            "reached" if statistics.median(taken) <= match.cpu_goal else "missed",
-        )
-
-
-def report(matches: list[Match], about: dict[str, object]) -> None:
-    """Print what was measured."""
-    print("\n" + "\n".join(f"{key}: {value}" for key, value in about.items()))
-    print("\nmedian [minimum-maximum] of the rounds; delivered: device bytes / row bytes\n")
-    head = ("work", "contestant", "1000 rows/s", "CPU us/row", "delivered")
-    print(table(head, itertools.chain.from_iterable(map(figures, matches))))
-    head = ("work", "ratio of", "goal", "measured", "")
-    print("\n" + table(head, itertools.chain.from_iterable(map(verdicts, matches))))
+        work, names = f"{order} rows of {row_bytes} B", ("max_gap=4096", "max_gap=0")
+        yield Duel(work, names, turns, False, record_bytes=row_bytes)
 
 
 def main() -> None:
     """Measure and report; what was measured never changes the exit status."""
-    # So that nothing is left behind: no file, no device, no huge pages.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     options = arguments(__doc__, ("4G", "256M"), (10, 2))
-    if shutil.which("fio") is None:
-        sys.exit("bench_gather: fio is missing; on Debian and Ubuntu: apt-get install fio")
+    peers = Peers()
+    has_fio = peers.has_fio()
     with contextlib.ExitStack() as stack:
         has_huge_pages = stack.enter_context(huge_pages(HUGE_PAGES_WANTED))
         disk = stack.enter_context(ground(options.dir, options.size))
-        matches = [
-            *fio_matches(disk, "disk", has_huge_pages, 0.95, 2.5),
-            *peer_matches(disk),
-            *merge_matches(disk),
+        goals = (Goal("speed", 0.95), Goal("CPU us", 2.5))
+        duels = [
+            *(fio_duels(disk, "disk", has_huge_pages, *goals) if has_fio else ()),
+            *peer_duels(disk, peers.module("caio")),
+            *merge_duels(disk),
         ]
-        if os.geteuid() == 0:
+        if os.geteuid() != 0:
+            peers.leave_out("a loop device over tmpfs", "which takes root")
+        elif has_fio:
             loop = stack.enter_context(loop_ground(min(options.size, 1 << 30)))
-            matches += fio_matches(loop, "loop over tmpfs", has_huge_pages, 0.85)
+            goal = Goal("speed", 0.85)
+            duels += fio_duels(loop, "loop over tmpfs", has_huge_pages, goal)
         about = machine(options.dir) | {"huge pages for fio": has_huge_pages}
         about |= {"size": options.size, "rounds": options.rounds}
-        # The first round warms up.
-        for number in range(options.rounds + 1):
-            print(f"\rround {number} of {options.rounds}", end="\r", file=sys.stderr)
-            for match in matches:
-                match.duel.fight()
-        for match in matches:
-            del match.duel.rounds[0]
-    report(matches, about)
-    if options.json:
-        raw = {"machine": about, "duels": [match.duel.as_dict() for match in matches]}
-        options.json.write_text(json.dumps(raw) + "\n", encoding="utf-8")
+        fight(duels, options.rounds)
+    finish("gather", about, duels, peers.left_out, options.json)
 
 
 if __name__ == "__main__":

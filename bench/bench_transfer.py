@@ -9,34 +9,22 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-import json
 import mmap
 import os
 import random
-import shutil
-import signal
 import statistics
-import subprocess
-import sys
 import tempfile
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from duels import (
-    GIB,
-    Duel,
-    Goal,
-    Sample,
-    device_bytes,
-    measured,
-    spread,
-    table,
-)
-from machine import arguments, huge_pages, machine
+from duels import SPEED, Duel, Goal, Sample, fight, measured, progress
+from machine import arguments, machine
+from peers import Peers, fio, huge_pages
+from report import finish
 
 import nvmeio
 
@@ -121,37 +109,10 @@ def ground(folder: Path, size: int) -> Iterator[Ground]:
         yield Ground(path, file, descriptor, pool, pool.clone(), has_huge_pages)
 
 
-def fio(ground: Ground, op: str, depth: int) -> Sample:
-    """Let fio read or overwrite the file in blocks of 1 MiB.
-
-    Notes
-    -----
-    Time and CPU time are those that fio gives for its job, without its start and its other
-    threads.  The kernel adds the device bytes of a child to those of the process that reaps
-    it, so ours say what fio's reads fetched.
-    """
-    command = [
-        "fio",
-        "--name=bench",
-        f"--filename={ground.path}",
-        f"--size={ground.pool.nbytes}",
-        f"--loops={FIO_PASSES}",
-        f"--rw={op}",
-        "--bs=1m",
-        f"--iodepth={depth}",
-        "--ioengine=io_uring",
-        "--direct=1",
-        "--allow_file_create=0",
-        "--output-format=json",
-    ]
-    if ground.has_huge_pages:
-        command += ["--iomem=mmaphuge", "--hugepage-size=2m"]
-    device = device_bytes()
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-    job = json.loads(done.stdout)["jobs"][0]
-    seconds = job[op]["runtime"] / 1000
-    cpu = (job["usr_cpu"] + job["sys_cpu"]) / 100 * job["job_runtime"] / 1000
-    return Sample(job[op]["io_bytes"], seconds, cpu, device_bytes() - device)
+def by_fio(ground: Ground, op: str, depth: int) -> Move:
+    """Return a turn of fio's, in blocks of 1 MiB."""
+    options = ("--bs=1m", f"--iodepth={depth}", f"--loops={FIO_PASSES}")
+    return lambda: fio(ground.path, ground.pool.nbytes, op, options, ground.has_huge_pages)
 
 
 def whole(
@@ -230,7 +191,7 @@ def fio_duels(ground: Ground) -> Iterator[Duel]:
                 ("requests of 1 MiB, memory as fio's", "fio"),
                 (
                     recycled(handle, ground, op, depth, FIO_PASSES),
-                    lambda op=op, depth=depth: fio(ground, op, depth),
+                    by_fio(ground, op, depth),
                 ),
                 op == "read",
             )
@@ -239,7 +200,7 @@ def fio_duels(ground: Ground) -> Iterator[Duel]:
             ("one request", "fio"),
             (
                 whole(handle, ground, op, ground.pool, FIO_PASSES),
-                lambda op=op, depth=depth: fio(ground, op, depth),
+                by_fio(ground, op, depth),
             ),
             op == "read",
         )
@@ -404,14 +365,8 @@ def default_duel(ground: Ground, op: str, options: dict[str, Any]) -> Duel:
     )
 
 
-def progress(words: str) -> None:
-    """Say what is going on."""
-    print(f"\r{words:60}", end="\r", file=sys.stderr, flush=True)
-
-
 def finalists(ground: Ground, quick: bool) -> Iterator[Duel]:
     """Screen the grid, and give fresh duels with the configurations that looked best."""
-    speed = Goal("speed", 0)
     for op in ("read", "write"):
         found = []
         for options in itertools.islice(grid(), 0, None, 9 if quick else 1):
@@ -419,93 +374,39 @@ def finalists(ground: Ground, quick: bool) -> Iterator[Duel]:
             duel = default_duel(ground, op, options)
             for _ in range(SCREENINGS):
                 duel.fight()
-            found.append((statistics.median(speed.ratios(duel)), options))
+            found.append((statistics.median(SPEED.values(duel)), options))
         found.sort(key=lambda ratio_and_options: ratio_and_options[0])
         for _, options in found[: 1 if quick else FINALISTS]:
             yield default_duel(ground, op, options)
 
 
-def all_duels(ground: Ground, quick: bool) -> Iterator[tuple[Duel, list[Goal]]]:
+def all_duels(ground: Ground, quick: bool, has_fio: bool) -> Iterator[Duel]:
     """Give every duel with its goals."""
-    for duel in fio_duels(ground):
-        yield duel, [Goal("speed", 0.97 if duel.reads else 0.95), Goal("CPU time", 1.3)]
-    for duel in memory_duels(ground):
-        yield duel, [Goal("speed", 0.8)]
-    for duel in route_duels(ground):
-        yield duel, [Goal("speed", 0.95)]
-    for duel in registered_duels(ground):
-        yield duel, [Goal("CPU time", 1.0)]
-    for duel in small_duels(ground):
-        yield duel, [Goal("speed", 0.85)]
-    for duel in finalists(ground, quick):
-        yield duel, [Goal("speed", 0.95)]
-    yield latency_duel(ground), [Goal("time", 1.25)]
 
+    def aiming(duels: Iterable[Duel], *goals: Goal) -> Iterator[Duel]:
+        return (dataclasses.replace(duel, goals=goals) for duel in duels)
 
-def figures(duel: Duel) -> Iterator[tuple[str, ...]]:
-    """Give a row of absolute figures for each contestant."""
-    for index, name in enumerate(duel.names):
-        samples = [pair[index] for pair in duel.rounds]
-        delivered = sum(s.device_bytes for s in samples) / sum(s.nbytes for s in samples)
-        yield (
-            duel.work,
-            name,
-            spread((s.nbytes / s.seconds / 1e9 for s in samples), 2),
-            spread((s.cpu_seconds * GIB / s.nbytes for s in samples), 4),
-            f"{delivered:.3f}" if duel.reads else "-",
-        )
-
-
-def verdicts(duel: Duel, goals: list[Goal]) -> Iterator[tuple[str, ...]]:
-    """Give a row for each goal of a duel."""
-    for goal in goals:
-        yield (
-            duel.work,
-            " / ".join(duel.names),
-            str(goal),
-            spread(goal.ratios(duel), 3),
-            goal.verdict(duel),
-        )
-
-
-def report(duels: list[tuple[Duel, list[Goal]]], about: dict[str, Any]) -> None:
-    """Print what was measured."""
-    print("\n" + "\n".join(f"{key}: {value}" for key, value in about.items()))
-    if not about["huge pages for fio"]:
-        print("fio had no huge pages (that needs root): the ratios to it mean little")
-    print(
-        "\nmedian [minimum-maximum] of the rounds; delivered: device bytes / bytes read\n"
-    )
-    head = ("work", "contestant", "GB/s", "CPU s/GiB", "delivered")
-    print(table(head, itertools.chain.from_iterable(figures(duel) for duel, _ in duels)))
-    head = ("work", "ratio of", "goal", "measured", "")
-    print("\n" + table(head, (row for duel in duels for row in verdicts(*duel))))
+    for duel in fio_duels(ground) if has_fio else ():
+        speed = Goal("speed", 0.97 if duel.reads else 0.95)
+        yield from aiming([duel], speed, Goal("CPU time", 1.3))
+    yield from aiming(memory_duels(ground), Goal("speed", 0.8))
+    yield from aiming(route_duels(ground), Goal("speed", 0.95))
+    yield from aiming(registered_duels(ground), Goal("CPU time", 1.0))
+    yield from aiming(small_duels(ground), Goal("speed", 0.85))
+    yield from aiming(finalists(ground, quick), Goal("speed", 0.95))
+    yield from aiming([latency_duel(ground)], Goal("time", 1.25))
 
 
 def main() -> None:
     """Measure and report; what was measured never changes the exit status."""
-    # So that nothing is left behind: neither the file nor the huge pages.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     options = arguments(__doc__, ("1G", "64M"), (10, 3))
-    if shutil.which("fio") is None:
-        sys.exit(
-            "bench_transfer: fio is missing; on Debian and Ubuntu: apt-get install fio"
-        )
+    peers = Peers()
     with ground(options.dir, options.size) as place:
         about = machine(options.dir) | {"huge pages for fio": place.has_huge_pages}
         about |= {"size": options.size, "rounds": options.rounds}
-        duels = list(all_duels(place, options.quick))
-        # The first round warms up.
-        for number in range(options.rounds + 1):
-            progress(f"round {number} of {options.rounds}")
-            for duel, _ in duels:
-                duel.fight()
-        for duel, _ in duels:
-            del duel.rounds[0]
-    report(duels, about)
-    if options.json:
-        raw = {"machine": about, "duels": [duel.as_dict() for duel, _ in duels]}
-        options.json.write_text(json.dumps(raw) + "\n", encoding="utf-8")
+        duels = list(all_duels(place, options.quick, peers.has_fio()))
+        fight(duels, options.rounds)
+    finish("transfer", about, duels, peers.left_out, options.json)
 
 
 if __name__ == "__main__":

@@ -7,30 +7,45 @@ turn.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime as dt
 import importlib.metadata
 import os
 import platform
 import statistics
+import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 __all__ = [
     "GIB",
+    "SPEED",
     "Duel",
     "Goal",
     "Sample",
     "device_bytes",
+    "fight",
     "measured",
-    "spread",
+    "progress",
     "surroundings",
-    "table",
 ]
 
 GIB = 1 << 30
+
+# What the figures of a script may depend on.
+PACKAGES = (
+    "nvmeio",
+    "numpy",
+    "torch",
+    "deepspeed",
+    "safetensors",
+    "fastsafetensors",
+    "aiofile",
+    "caio",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,6 +98,47 @@ def measured(work: Callable[[], int]) -> Sample:
     return Sample(nbytes, seconds, cpu, device_bytes() - device)
 
 
+@dataclasses.dataclass(frozen=True)
+class Goal:
+    """What has to be reached: of speeds at least, of all else at most the limit.
+
+    Attributes
+    ----------
+    quantity : {"speed", "time", "CPU time", "CPU us"}
+        What the ratio is taken of, the first contestant's to the second's; "CPU us" is no
+        ratio but what the first one takes for a record.
+    limit : float
+        Is compared with the median over the rounds.
+    """
+
+    quantity: str
+    limit: float
+
+    def values(self, duel: Duel) -> list[float]:
+        """Return what each figure of a duel has come to."""
+        if self.quantity == "speed":
+            return duel.medians(lambda ours, theirs: theirs.seconds / ours.seconds)
+        if self.quantity == "time":
+            return duel.medians(lambda ours, theirs: ours.seconds / theirs.seconds)
+        if self.quantity == "CPU time":
+            return duel.medians(lambda ours, theirs: ours.cpu_seconds / theirs.cpu_seconds)
+        return duel.medians(lambda ours, _: duel.cpu_us(ours))
+
+    def verdict(self, duel: Duel) -> str:
+        """Say whether the goal is reached."""
+        if duel.cached_rounds():
+            return "void: a cache took part"
+        median = statistics.median(self.values(duel))
+        reached = median >= self.limit if self.quantity == "speed" else median <= self.limit
+        return "reached" if reached else "missed"
+
+    def __str__(self) -> str:
+        return f"{self.quantity} {'>=' if self.quantity == 'speed' else '<='} {self.limit}"
+
+
+SPEED = Goal("speed", 1.0)
+
+
 @dataclasses.dataclass
 class Duel:
     """Two contestants at the same work.
@@ -97,18 +153,28 @@ class Duel:
         One turn of each.
     reads : bool
         Whether the device must deliver every byte.
+    goals : tuple of Goal
+        What has to be reached; nothing where the comparison is for information.
+    record_bytes : int
+        The size of a record, where they and not bytes are counted; else 0.
     alternations : int
         How often they take turns in a round; for turns too short for a figure.
     rounds : list of tuple of Sample
         What both did in each round.
+    rounds_each : int
+        How many rounds in a row make one figure, their median: those of one process where
+        there are several processes.
     """
 
     work: str
     names: tuple[str, str]
-    turns: tuple[Callable[[], Sample], Callable[[], Sample]]
+    turns: tuple[Callable[[], Sample], ...]
     reads: bool
+    goals: tuple[Goal, ...] = ()
+    record_bytes: int = 0
     alternations: int = 1
     rounds: list[tuple[Sample, Sample]] = dataclasses.field(default_factory=list)
+    rounds_each: int = 1
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the turns behind: to another process go the figures alone."""
@@ -123,6 +189,20 @@ class Duel:
                 sums[index] += self.turns[index]()
         self.rounds.append((sums[0], sums[1]))
 
+    def medians(self, value: Callable[[Sample, Sample], float]) -> list[float]:
+        """Return the figures: what each round has come to, or each process."""
+        values = [value(*pair) for pair in self.rounds]
+        steps = range(0, len(values), self.rounds_each)
+        return [statistics.median(values[at : at + self.rounds_each]) for at in steps]
+
+    def of(self, index: int, value: Callable[[Sample], float]) -> list[float]:
+        """Return the figures of one contestant."""
+        return self.medians(lambda *pair: value(pair[index]))
+
+    def cpu_us(self, sample: Sample) -> float:
+        """Return the CPU time that a record took."""
+        return sample.cpu_seconds / sample.nbytes * self.record_bytes * 1e6
+
     def cached_rounds(self) -> int:
         """Count the rounds in which not every byte came from the device."""
         return sum(
@@ -135,45 +215,46 @@ class Duel:
         return {
             "work": self.work,
             "names": self.names,
+            "reads": self.reads,
+            "goals": [dataclasses.asdict(goal) for goal in self.goals],
+            "record_bytes": self.record_bytes,
+            "rounds_each": self.rounds_each,
             "rounds": [
                 [dataclasses.asdict(sample) for sample in pair] for pair in self.rounds
             ],
         }
 
+    @classmethod
+    def from_dict(cls, raw: dict[str, Any]) -> Duel:
+        """Return a duel that was fought before, as `as_dict` has written it."""
+        return cls(
+            raw["work"],
+            tuple(raw["names"]),
+            (),
+            raw["reads"],
+            tuple(Goal(**goal) for goal in raw["goals"]),
+            raw["record_bytes"],
+            rounds=[(Sample(**ours), Sample(**theirs)) for ours, theirs in raw["rounds"]],
+            rounds_each=raw["rounds_each"],
+        )
 
-@dataclasses.dataclass(frozen=True)
-class Goal:
-    """What a ratio has to be: of speeds at least, of times at most the limit.
 
-    Attributes
-    ----------
-    quantity : {"speed", "time", "CPU time"}
-        What the ratio is taken of, the first contestant's to the second's.
-    limit : float
-        Is compared with the median over the rounds.
-    """
+def fight(duels: Sequence[Duel], rounds: int) -> None:
+    """Go through all duels once a round; the first one warms up, and counts for nothing."""
+    for number in range(rounds + 1):
+        progress(f"round {number} of {rounds}")
+        for duel in duels:
+            duel.fight()
+    for duel in duels:
+        del duel.rounds[0]
 
-    quantity: str
-    limit: float
 
-    def ratios(self, duel: Duel) -> list[float]:
-        """Return the ratio of each round."""
-        if self.quantity == "speed":
-            return [theirs.seconds / ours.seconds for ours, theirs in duel.rounds]
-        if self.quantity == "time":
-            return [ours.seconds / theirs.seconds for ours, theirs in duel.rounds]
-        return [ours.cpu_seconds / theirs.cpu_seconds for ours, theirs in duel.rounds]
-
-    def verdict(self, duel: Duel) -> str:
-        """Say whether the goal is reached."""
-        if duel.cached_rounds():
-            return "void: a cache took part"
-        median = statistics.median(self.ratios(duel))
-        reached = median >= self.limit if self.quantity == "speed" else median <= self.limit
-        return "reached" if reached else "missed"
-
-    def __str__(self) -> str:
-        return f"{self.quantity} {'>=' if self.quantity == 'speed' else '<='} {self.limit}"
+def progress(words: str) -> None:
+    """Say what is going on, in one line of a terminal or in a line of its own each."""
+    if sys.stderr.isatty():
+        print(f"{words[:79]:79}", end="\r", file=sys.stderr, flush=True)
+    else:
+        print(words, file=sys.stderr, flush=True)
 
 
 def surroundings() -> dict[str, Any]:
@@ -183,31 +264,20 @@ def surroundings() -> dict[str, Any]:
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
         if "\t: " in line
     )
-    packages = ("torch", "numpy", "nvmeio")
     return {
         "date": dt.date.today().isoformat(),
         "cpu": f"{os.cpu_count()} x {cpu.get('model name', platform.machine())}",
         "kernel": platform.release(),
         "load before": os.getloadavg()[0],
         "python": platform.python_version(),
-        **{name: importlib.metadata.version(name) for name in packages},
+        **versions(),
     }
 
 
-def spread(values: Iterable[float], digits: int) -> str:
-    """Write the median, minimum and maximum of some values."""
-    values = list(values)
-    low, middle, high = min(values), statistics.median(values), max(values)
-    return f"{middle:.{digits}f} [{low:.{digits}f}-{high:.{digits}f}]"
-
-
-def table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
-    """Write a table that reads well as plain text and as Markdown."""
-    rows = list(rows)
-    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-    lines = [head, tuple("-" * width for width in widths), *rows]
-    padded = (
-        [cell.ljust(width) for cell, width in zip(line, widths, strict=True)]
-        for line in lines
-    )
-    return "\n".join("| " + " | ".join(line) + " |" for line in padded)
+def versions() -> dict[str, str]:
+    """Return the versions of those packages that are installed."""
+    found = {}
+    for name in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found

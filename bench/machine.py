@@ -1,41 +1,26 @@
-"""What benchmarks on a disk share: arguments, the machine, huge pages for fio."""
+"""What benchmarks on a disk share: arguments, the machine, what the page cache holds."""
 
 from __future__ import annotations
 
 import argparse
-import contextlib
+import os
 import shutil
+import signal
 import subprocess
-from collections.abc import Iterator
+import sys
 from pathlib import Path
 from typing import Any
 
 from duels import surroundings
 
-__all__ = ["arguments", "huge_pages", "machine", "output"]
-
-HUGE_PAGES = Path("/proc/sys/vm/nr_hugepages")
-
-
-@contextlib.contextmanager
-def huge_pages(wanted: int) -> Iterator[bool]:
-    """Reserve huge pages for fio while inside; gives whether that was possible."""
-
-    def change(pages: int) -> int:
-        before = int(HUGE_PAGES.read_text(encoding="ascii"))
-        HUGE_PAGES.write_text(str(max(0, before + pages)), encoding="ascii")
-        return int(HUGE_PAGES.read_text(encoding="ascii")) - before
-
-    try:
-        reserved = change(wanted)
-    except OSError:
-        yield False
-        return
-    try:
-        yield reserved == wanted
-    finally:
-        # Not back to what it was: another benchmark may have come or gone meanwhile.
-        change(-reserved)
+__all__ = [
+    "argument_parser",
+    "arguments",
+    "drop_cache",
+    "machine",
+    "output",
+    "size_of",
+]
 
 
 def output(*command: str) -> str:
@@ -52,6 +37,16 @@ def machine(folder: Path) -> dict[str, Any]:
     return about
 
 
+def drop_cache(path: Path) -> None:
+    """Have the kernel forget what it holds of a file."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(descriptor)
+
+
 def size_of(text: str) -> int:
     """Read a size such as 64M or 1G."""
     factors = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
@@ -62,10 +57,33 @@ def size_of(text: str) -> int:
     return size
 
 
+def argument_parser(about: str | None, rounds: tuple[int, int]) -> argparse.ArgumentParser:
+    """Return what parses the command line of every script.
+
+    Parameters
+    ----------
+    about : str or None
+        What the benchmark is, for ``--help``.
+    rounds : tuple of int
+        How many; and if ``--quick``.
+    """
+    # So that nothing is left behind: no file, no device, no huge pages.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    parser = argparse.ArgumentParser(description=about)
+    words = f"how many ({rounds[0]}; {rounds[1]} if quick)"
+    parser.add_argument("--rounds", type=int, help=words)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="keep raw numbers")
+    parser.add_argument("--quick", action="store_true", help="a look whether all works")
+    return parser
+
+
 def arguments(
-    about: str | None, sizes: tuple[str, str], rounds: tuple[int, int]
+    about: str | None,
+    sizes: tuple[str, str],
+    rounds: tuple[int, int],
+    processes: tuple[int, int] | None = None,
 ) -> argparse.Namespace:
-    """Parse the command line.
+    """Parse the command line of a script that works on a disk.
 
     Parameters
     ----------
@@ -75,21 +93,25 @@ def arguments(
         Of the file, such as 4G; and if ``--quick``.
     rounds : tuple of int
         How many; and if ``--quick``.
+    processes : tuple of int, optional
+        How many, of a script that has several; and if ``--quick``.
 
     Returns
     -------
     argparse.Namespace
-        With size in bytes, rounds, dir, json and quick.
+        With size in bytes, rounds, dir, json and quick; and processes, where there are
+        several.
     """
-    parser = argparse.ArgumentParser(description=about)
+    parser = argument_parser(about, rounds)
     words = f"of the file ({sizes[0]}; {sizes[1]} if quick)"
     parser.add_argument("--size", type=size_of, help=words)
-    words = f"how many ({rounds[0]}; {rounds[1]} if quick)"
-    parser.add_argument("--rounds", type=int, help=words)
     parser.add_argument("--dir", type=Path, default=Path(), help="for the file (.)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="keep raw numbers")
-    parser.add_argument("--quick", action="store_true", help="a look whether all works")
+    if processes is not None:
+        words = f"how many ({processes[0]}; {processes[1]} if quick)"
+        parser.add_argument("--processes", type=int, help=words)
     options = parser.parse_args()
     options.size = options.size or size_of(sizes[options.quick])
     options.rounds = options.rounds or rounds[options.quick]
+    if processes is not None:
+        options.processes = options.processes or processes[options.quick]
     return options

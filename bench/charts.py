@@ -1,0 +1,199 @@
+"""Draws the charts of the documentation from the JSON of `make bench`.
+
+Each names the JSON that it was drawn from in its metadata: ``--check`` compares that, and
+needs no matplotlib.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import importlib.util
+import math
+import re
+import statistics
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from duels import SPEED, Duel
+from report import Outcome, scripts_of, size_name, speed_of, speed_unit
+from tables import latest
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["CHARTS", "bars", "copies", "main", "save"]
+
+HERE = Path(__file__).resolve().parent
+AXES = {"GB/s": "speed in GB/s", "k/s": "thousand rows a second"}
+COLOURS = ("tab:blue", "silver")
+
+
+def canvas(height: float) -> tuple[Figure, Any]:
+    """Make a figure and its axes; matplotlib is imported when something is drawn."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, height), layout="constrained")
+    return figure, figure.add_subplot()
+
+
+def origin(outcome: Outcome) -> str:
+    """Say where a chart was measured."""
+    about = outcome.machine
+    words = (about.get("cpu"), about.get("file system"), about.get("date"))
+    return ", ".join(word for word in words if word)
+
+
+def picked(outcome: Outcome, pattern: str) -> list[Duel]:
+    """Return the duels with a speed whose work and contestants a pattern matches."""
+    return [
+        duel
+        for duel in outcome.duels
+        if speed_unit(duel) in AXES
+        and re.search(pattern, f"{duel.work}: {' / '.join(duel.names)}")
+    ]
+
+
+def shared_name(duels: list[Duel], index: int) -> str | None:
+    """Return the name that the first or second contestant has in all duels, if any."""
+    names = {duel.names[index] for duel in duels}
+    return names.pop() if len(names) == 1 else None
+
+
+def labels_of(duels: list[Duel]) -> list[str]:
+    """Name each duel: its work, and those contestants whom the legend does not name."""
+    if not shared_name(duels, 0):
+        return [f"{duel.work}\n{' / '.join(duel.names)}" for duel in duels]
+    if not shared_name(duels, 1):
+        return [f"{duel.work}\nbeside {duel.names[1]}" for duel in duels]
+    return [duel.work for duel in duels]
+
+
+def bars(outcome: Outcome, title: str, pattern: str = "", log: bool = False) -> Figure:
+    """Draw both contestants of some duels as bars, with whiskers from minimum to maximum.
+
+    Parameters
+    ----------
+    outcome : Outcome
+        What a script has measured.
+    title : str
+        What the chart shows.
+    pattern : str
+        Picks duels by their work and contestants.
+    log : bool
+        Whether the speeds differ so much that the axis must be logarithmic.
+    """
+    duels = picked(outcome, pattern)
+    figure, axes = canvas(1.5 + 0.5 * len(duels))
+    axes.set_title(f"{title}\n{origin(outcome)}", fontsize="medium")
+    if not duels:
+        axes.text(0.5, 0.5, "not measured", ha="center")
+        return figure
+    unnamed = ("named first", "the other")
+    for index, colour in enumerate(COLOURS):
+        found = [duel.of(index, speed_of(duel)) for duel in duels]
+        middles = [statistics.median(values) for values in found]
+        pairs = list(zip(found, middles, strict=True))
+        whiskers = [[m - min(v) for v, m in pairs], [max(v) - m for v, m in pairs]]
+        places = [place + 0.4 * index - 0.2 for place in range(len(duels))]
+        label = shared_name(duels, index) or unnamed[index]
+        axes.barh(places, middles, 0.4, xerr=whiskers, color=colour, capsize=2, label=label)
+    axes.set_yticks(range(len(duels)), labels_of(duels), fontsize="small")
+    axes.invert_yaxis()
+    axes.margins(y=0.02)
+    if log:
+        axes.set_xscale("log")
+        lowest = min(
+            v for duel in duels for i in (0, 1) for v in duel.of(i, speed_of(duel))
+        )
+        axes.set_xlim(left=10 ** math.floor(math.log10(lowest)))
+        axes.xaxis.set_major_formatter("{x:g}")
+    axes.set_xlabel(f"{AXES[speed_unit(duels[0])]}: median, minimum and maximum")
+    axes.grid(axis="x", linewidth=0.3)
+    axes.set_axisbelow(True)
+    axes.legend(fontsize="small")
+    return figure
+
+
+def copies(outcome: Outcome) -> Figure:
+    """Draw the ratios of copies over the sizes, one line for each way and rival."""
+    figure, axes = canvas(5)
+    axes.set_title(f"Copies of arrays and tensors\n{origin(outcome)}", fontsize="medium")
+    if not outcome.duels:
+        axes.text(0.5, 0.5, "not measured", ha="center")
+        return figure
+    lines: dict[str, dict[int, float]] = {}
+    factors = {size_name(1 << shift): 1 << shift for shift in range(10, 40)}
+    for duel in outcome.duels:
+        size, _, what = duel.work.partition(", ")
+        name = f"beside {duel.names[1]}: {what}"
+        points = lines.setdefault(name, {})
+        points[factors[size]] = statistics.median(SPEED.values(duel))
+    for name, points in lines.items():
+        axes.plot(list(points), list(points.values()), marker="o", label=name)
+    axes.axhline(1, color="grey", linewidth=0.8)
+    axes.set_xscale("log", base=2)
+    sizes = sorted({nbytes for points in lines.values() for nbytes in points})
+    axes.set_xticks(sizes, [size_name(nbytes) for nbytes in sizes], rotation=45)
+    axes.set_yscale("log", base=2)
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.set_xlabel("size of a copy")
+    axes.set_ylabel("speed of nvmeio.memcpy / speed of the other")
+    axes.grid(linewidth=0.3)
+    axes.legend(fontsize="small")
+    return figure
+
+
+# By the script that each shows, which is also the name of its file.
+CHARTS: dict[str, Callable[[Outcome], Figure]] = {
+    "transfer": lambda found: bars(found, "One large tensor beside fio", "/ fio$"),
+    "checkpoint": lambda found: bars(found, "Whole files, not in the page cache"),
+    "gather": lambda found: bars(found, "Random rows of 4 KiB", "4 KiB", log=True),
+    "dataloader": lambda found: bars(found, "Random rows by data loaders", log=True),
+    "copy": copies,
+    "deepspeed": lambda found: bars(
+        found, "The calls of DeepSpeed's op", "^(?!.*(2 threads|depth 8))"
+    ),
+}
+
+
+def save(figure: Figure, path: Path, source: str = "") -> None:
+    """Write a chart; the same figures give the same file with the same matplotlib."""
+    metadata = {"Software": None, "Source": source} if path.suffix == ".png" else None
+    figure.savefig(path, dpi=80, metadata=metadata)
+
+
+def main(given: list[str] | None = None) -> int:
+    """Draw the charts, or compare; return the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="compare, and draw nothing")
+    words = "what `make bench` has written (the newest in bench/results)"
+    parser.add_argument("--json", type=Path, metavar="FILE", help=words)
+    parser.add_argument("--out", type=Path, default=HERE / "charts", help="for the charts")
+    options = parser.parse_args(given)
+    path = options.json or latest(HERE / "results")
+    source = f"{path.name} sha256:{hashlib.sha256(path.read_bytes()).hexdigest()}"
+    scripts = scripts_of(path)
+    if options.check:
+        charts = {name: options.out / f"{name}.png" for name in CHARTS}
+        old = [
+            chart.name
+            for chart in charts.values()
+            if not chart.exists() or source.encode() not in chart.read_bytes()
+        ]
+        if old:
+            print(f"charts: {', '.join(old)}: not drawn from {path.name} as it is")
+        return int(bool(old))
+    if importlib.util.find_spec("matplotlib") is None:
+        print("charts: matplotlib is missing: pip install nvmeio[bench]", file=sys.stderr)
+        return 1
+    for name, draw in CHARTS.items():
+        found = scripts.get(name, Outcome({}, [], []))
+        save(draw(found), options.out / f"{name}.png", source)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,347 @@
+"""Tables of what was measured, for the terminal and for the documentation alike.
+
+They are made of the raw numbers alone, as the JSON has them, so that a table of last year
+can be made again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import statistics
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from duels import GIB, SPEED, Duel, Goal, Sample
+
+__all__ = [
+    "SCHEMA",
+    "STYLES",
+    "Outcome",
+    "Table",
+    "finish",
+    "padded",
+    "scripts_of",
+    "size_name",
+    "speed_of",
+    "speed_unit",
+    "summary",
+]
+
+SCHEMA = 1
+
+Row = tuple[str, ...]
+# A head and rows of as many cells.
+Table = tuple[Row, list[Row]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What a script has measured, or why it has not.
+
+    Attributes
+    ----------
+    machine : dict
+        Where, with what and how it was measured; empty where it was not.
+    duels : list of Duel
+        What was fought.
+    left_out : list of str
+        What was not compared with, and why.
+    failure : str
+        The last words of a script that failed.
+    seconds : float
+        How long it took.
+    """
+
+    machine: dict[str, Any]
+    duels: list[Duel]
+    left_out: list[str]
+    failure: str = ""
+    seconds: float = 0.0
+
+    @classmethod
+    def from_dict(cls, raw: dict[str, Any]) -> Outcome:
+        """Return what the JSON has of a script."""
+        return cls(
+            raw.get("machine", {}),
+            [Duel.from_dict(duel) for duel in raw.get("duels", [])],
+            raw.get("left out", []),
+            raw.get("failed", ""),
+            raw.get("seconds", 0.0),
+        )
+
+
+def scripts_of(path: Path) -> dict[str, Outcome]:
+    """Read the JSON of one script, or of all of them.
+
+    Parameters
+    ----------
+    path : Path
+        What a script's ``--json`` or ``run.py`` has written.
+
+    Returns
+    -------
+    dict
+        From the names of the scripts.
+
+    Raises
+    ------
+    ValueError
+        It is of another schema.
+    """
+    raw = json.loads(path.read_text(encoding="utf-8"))
+    if raw.get("schema") != SCHEMA:
+        raise ValueError(f"{path.name} is of schema {raw.get('schema')}, not {SCHEMA}")
+    scripts = raw["scripts"] if "scripts" in raw else {raw["script"]: raw}
+    return {name: Outcome.from_dict(outcome) for name, outcome in scripts.items()}
+
+
+def size_name(nbytes: int) -> str:
+    """Write a size."""
+    for unit, factor in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if nbytes >= factor:
+            return f"{nbytes // factor} {unit}"
+    return f"{nbytes} B"
+
+
+def number(value: float) -> str:
+    """Write three digits of a figure, and all digits before the point."""
+    if value == 0:
+        return "0"
+    digits = 2
+    while digits < 5 and abs(value) < 10 ** (2 - digits):
+        digits += 1
+    while digits and abs(value) >= 10 ** (3 - digits):
+        digits -= 1
+    return f"{value:.{digits}f}"
+
+
+def spread(values: Iterable[float]) -> str:
+    """Write the median, minimum and maximum of some values."""
+    values = list(values)
+    low, middle, high = min(values), statistics.median(values), max(values)
+    return f"{number(middle)} [{number(low)}-{number(high)}]"
+
+
+def padded(table: Table) -> str:
+    """Write a table that reads well as plain text and as Markdown."""
+    head, rows = table
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    lines = [head, tuple("-" * width for width in widths), *rows]
+    return "\n".join(
+        "| "
+        + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True))
+        + " |"
+        for line in lines
+    )
+
+
+def moves_bytes(duel: Duel) -> bool:
+    """Return whether what a duel does has a speed; else it has a time alone."""
+    return any(pair[0].nbytes for pair in duel.rounds)
+
+
+def speed_unit(duel: Duel) -> str:
+    """Return what the speed of a duel is counted in."""
+    if not moves_bytes(duel):
+        return "s"
+    return "k/s" if duel.record_bytes else "GB/s"
+
+
+def speed_of(duel: Duel) -> Callable[[Sample], float]:
+    """Return what makes a figure in that unit."""
+    if not moves_bytes(duel):
+        return lambda sample: sample.seconds
+    if duel.record_bytes:
+        return lambda sample: sample.nbytes / duel.record_bytes / sample.seconds / 1e3
+    return lambda sample: sample.nbytes / sample.seconds / 1e9
+
+
+def cpu_times(duel: Duel) -> str:
+    """Write the median CPU time of both."""
+    if not moves_bytes(duel):
+        return ""
+
+    def of_a_gib(sample: Sample) -> float:
+        return sample.cpu_seconds * GIB / sample.nbytes
+
+    value = duel.cpu_us if duel.record_bytes else of_a_gib
+    unit = "us" if duel.record_bytes else "s/GiB"
+    medians = (statistics.median(duel.of(index, value)) for index in (0, 1))
+    return f"{' / '.join(map(number, medians))} {unit}"
+
+
+def delivered(duel: Duel) -> str:
+    """Write what the device delivered of a byte that was read, the median of both."""
+
+    def share(sample: Sample) -> float:
+        return sample.device_bytes / sample.nbytes
+
+    medians = (statistics.median(duel.of(index, share)) for index in (0, 1))
+    return " / ".join(map(number, medians))
+
+
+def rows(duel: Duel, counts_records: bool) -> Iterator[Row]:
+    """Give a row for each goal of a duel, or for its speed."""
+    figures = [
+        duel.work,
+        " / ".join(duel.names),
+        *(f"{spread(duel.of(i, speed_of(duel)))} {speed_unit(duel)}" for i in (0, 1)),
+        cpu_times(duel),
+    ]
+    if counts_records:
+        figures.append(delivered(duel))
+    for goal in duel.goals or (SPEED,):
+        judged = (str(goal), goal.verdict(duel)) if duel.goals else ("", "")
+        yield (*figures, spread(goal.values(duel)), *judged)
+        figures = [""] * len(figures)
+
+
+def full(scripts: dict[str, Outcome]) -> Table:
+    """Make a table of everything."""
+    duels = [duel for outcome in scripts.values() for duel in outcome.duels]
+    counts_records = any(duel.record_bytes for duel in duels)
+    head = ("work", "contestants", "the first", "the second", "CPU time")
+    if counts_records:
+        head = (*head, "delivered")
+    head = (*head, "ratio", "goal", "")
+    return head, [row for duel in duels for row in rows(duel, counts_records)]
+
+
+def medians(scripts: dict[str, Outcome]) -> Table:
+    """Make a short table of speeds."""
+    duels = [duel for outcome in scripts.values() for duel in outcome.duels]
+    names = {duel.names for duel in duels}
+    alike = len(names) == 1
+    head: Row = ("work", "contestants", "the first", "the second", "ratio")
+    if alike:
+        head = ("work", *names.pop(), "ratio")
+    found = []
+    for duel in duels:
+        who = () if alike else (" / ".join(duel.names),)
+        speeds = (statistics.median(duel.of(i, speed_of(duel))) for i in (0, 1))
+        cells = (f"{number(speed)} {speed_unit(duel)}" for speed in speeds)
+        ratio = number(statistics.median(SPEED.values(duel)))
+        found.append((duel.work, *who, *cells, ratio))
+    return head, found
+
+
+def verdicts(outcome: Outcome) -> list[tuple[Duel, Goal, str]]:
+    """Return what came out of each goal."""
+    return [
+        (duel, goal, goal.verdict(duel)) for duel in outcome.duels for goal in duel.goals
+    ]
+
+
+def summary(scripts: dict[str, Outcome]) -> Table:
+    """Make a table of how many goals each script has reached."""
+    found = []
+    for name, outcome in scripts.items():
+        judged = [verdict for _, _, verdict in verdicts(outcome)]
+        reached, missed = judged.count("reached"), judged.count("missed")
+        words = f"failed: {outcome.failure}" if outcome.failure else ""
+        words = words or "; ".join(f"{left} left out" for left in outcome.left_out)
+        counts = (len(outcome.duels), reached, missed, len(judged) - reached - missed)
+        took = f"{outcome.seconds:.0f} s"
+        found.append((f"`bench_{name}.py`", *map(str, counts), took, words))
+    head = ("script", "comparisons", "goals reached", "missed", "void", "took", "")
+    return head, found
+
+
+def missed(scripts: dict[str, Outcome]) -> Table:
+    """Make a table of the goals that were not reached."""
+    found = [
+        (
+            f"`bench_{name}.py`",
+            duel.work,
+            " / ".join(duel.names),
+            str(goal),
+            spread(goal.values(duel)),
+            verdict,
+        )
+        for name, outcome in scripts.items()
+        for duel, goal, verdict in verdicts(outcome)
+        if verdict != "reached"
+    ]
+    head = ("script", "work", "contestants", "goal", "measured", "")
+    return head, found
+
+
+def conditions(scripts: dict[str, Outcome]) -> Table:
+    """Make a table of where, with what and how it was measured."""
+    abouts = {name: outcome.machine for name, outcome in scripts.items() if outcome.machine}
+    keys = dict.fromkeys(key for about in abouts.values() for key in about)
+    found = []
+    for key in keys:
+        values = {
+            name: shown(key, about[key]) for name, about in abouts.items() if key in about
+        }
+        if len(values) > 1 and len(set(values.values())) == 1:
+            found.append((key, values.popitem()[1]))
+        elif len(abouts) == 1:
+            found.append((key, *values.values()))
+        else:
+            parts = (f"{value} ({name})" for name, value in values.items())
+            found.append((key, ", ".join(parts)))
+    return ("", ""), found
+
+
+def shown(key: str, value: Any) -> str:
+    """Write a value of what was measured where."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return number(value)
+    return size_name(value) if key == "size" else str(value)
+
+
+# How a table of some scripts can be made, by the name that the documentation has for it.
+STYLES: dict[str, Callable[[dict[str, Outcome]], Table]] = {
+    "all": full,
+    "medians": medians,
+    "summary": summary,
+    "missed goals": missed,
+    "conditions": conditions,
+}
+
+
+def finish(
+    script: str,
+    about: dict[str, Any],
+    duels: list[Duel],
+    left_out: list[str],
+    path: Path | None,
+) -> None:
+    """Report what a script has measured.
+
+    Parameters
+    ----------
+    script : str
+        Its name, without ``bench_`` and ``.py``.
+    about : dict
+        Where, with what and how it was measured.
+    duels : list of Duel
+        What was fought.
+    left_out : list of str
+        What was not compared with, and why.
+    path : Path or None
+        Where to keep the raw numbers.
+    """
+    scripts = {script: Outcome(about, duels, left_out)}
+    print(padded(conditions(scripts)))
+    if about.get("huge pages for fio") is False:
+        print("\nfio had no huge pages (that needs root): the ratios to it mean little")
+    print("\nmedian [minimum-maximum]; bench/README.md says how to read the table\n")
+    print(padded(full(scripts)), flush=True)
+    if path is not None:
+        raw = {
+            "schema": SCHEMA,
+            "script": script,
+            "machine": about,
+            "left out": left_out,
+            "duels": [duel.as_dict() for duel in duels],
+        }
+        path.write_text(json.dumps(raw) + "\n", encoding="utf-8")
+        print(f"\n{path.name} has the raw numbers", file=sys.stderr)
