@@ -77,6 +77,8 @@ lint: build
 	$(PY) -m ruff format --check .
 	PATH="$(VENV)/bin:$$PATH" cython-lint src/nvmeio
 	$(VENV)/bin/clang-format --dry-run -Werror $(C_FILES)
+	$(PY) bench/tables.py --check
+	$(PY) bench/charts.py --check
 	$(PY) -m mypy
 	$(PY) -m mypy.stubtest --mypy-config-file pyproject.toml \
 		--allowlist tests/stubtest_allowlist.txt --ignore-unused-allowlist nvmeio
@@ -91,8 +93,12 @@ sdist: build
 	$(PY) -m build --sdist --outdir dist
 	$(PY) scripts/check_sdist.py dist/nvmeio-*.tar.gz
 
+# BENCH is for run.py, such as BENCH='--dir /mnt/nvme'.  What has failed is in the results,
+# so they are shown all the same.
 bench: build
-	$(PY) bench/bench_transfer.py
+	scripts/setup-bench $(PY)
+	$(PY) bench/run.py $(BENCH) || status=1; $(PY) bench/charts.py || status=1; \
+		$(PY) bench/tables.py || status=1; exit $${status:-0}
 
 clean:
 	rm -rf build dist src/nvmeio/lib src/nvmeio.egg-info $(VENV)/.nvmeio-*

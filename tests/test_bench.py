@@ -1,0 +1,383 @@
+"""The benchmarks run, keep what they find, and the documentation shows what they kept."""
+
+import hashlib
+import importlib
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+BENCH = ROOT / "bench"
+RESULTS = BENCH / "results"
+
+# A script that keeps to the contract of run.py, and says how it was called.
+STUB = """
+import json, sys
+sample = {"nbytes": 4096, "seconds": 1.0, "cpu_seconds": 0.5, "device_bytes": 4096}
+duel = {"work": " ".join(sys.argv[1:-2]), "names": ["a", "b"], "reads": True, "goals": [],
+        "record_bytes": 0, "rounds_each": 1, "rounds": [[sample, sample]]}
+raw = {"schema": 1, "script": "copy", "machine": {}, "left out": ["x (y)"], "duels": [duel]}
+open(sys.argv[-1], "w").write(json.dumps(raw))
+"""
+
+
+@pytest.fixture
+def bench(monkeypatch):
+    """A function from the name of a module of bench/ to the module."""
+    monkeypatch.syspath_prepend(BENCH)
+    before = set(sys.modules)
+    yield importlib.import_module
+    for name in set(sys.modules) - before:
+        if getattr(sys.modules[name], "__file__", None) and Path(
+            sys.modules[name].__file__
+        ).is_relative_to(BENCH):
+            del sys.modules[name]
+
+
+@pytest.fixture
+def duel(bench):
+    """A function that makes a duel of which the second takes longer by some factors."""
+    duels = bench("duels")
+
+    def make(*factors, **given):
+        def sample(seconds):
+            return duels.Sample(1 << 30, seconds, seconds / 2, 1 << 30)
+
+        rounds = [(sample(0.5), sample(0.5 * factor)) for factor in factors]
+        given = {"work": "read", "names": ("nvmeio", "fio"), "reads": True, **given}
+        return duels.Duel(turns=(), rounds=rounds, **given)
+
+    return make
+
+
+@pytest.fixture
+def tree(tmp_path, bench, duel):
+    """A tree with results of two scripts, and a page that shows them."""
+    results = tmp_path / "bench" / "results"
+    results.mkdir(parents=True)
+    goals = (bench("duels").Goal("speed", 1.5),)
+    raw = {
+        "schema": 1,
+        "machine": {},
+        "scripts": {
+            "transfer": {
+                "machine": {"cpu": "2 x Z80", "file system": "ext4 on vda"},
+                "left out": ["caio (gone)"],
+                "duels": [duel(2.0, 1.0, 4.0, goals=goals).as_dict()],
+                "seconds": 7.2,
+            },
+            "gather": {"failed": "no such disk", "seconds": 1.0},
+        },
+    }
+    (results / "2026-01-31-here.json").write_text(json.dumps(raw))
+    page = tmp_path / "README.md"
+    page.write_text(
+        "Before.\n<!-- table: all of transfer from latest -->\n<!-- end -->\nBetween.\n"
+        "<!-- table: summary of all from 2026-01-31-here.json -->\n<!-- end -->\nAfter.\n"
+    )
+    return tmp_path
+
+
+def run_bench(*arguments):
+    """Run bench/run.py."""
+    return subprocess.run(
+        [sys.executable, BENCH / "run.py", *arguments], capture_output=True, text=True
+    )
+
+
+def only_json(folder):
+    """Return the one file of a folder, read."""
+    (path,) = folder.glob("*.json")
+    return path, json.loads(path.read_text())
+
+
+@pytest.mark.slow
+def test_a_quick_run_is_kept_whole(tmp_path, bench):
+    results, work = tmp_path / "results", tmp_path / "work"
+    results.mkdir()
+    work.mkdir()
+    arguments = ["--quick", "--only", "checkpoint", "--machine", "here"]
+    done = run_bench(*arguments, "--dir", work, "--results", results)
+    assert done.returncode == 0, done.stderr
+    path, raw = only_json(results)
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d-here\.json", path.name)
+    assert raw["schema"] == 1
+    assert list(raw["scripts"]) == ["checkpoint"]
+    assert {"cpu", "kernel", "load before", "nvmeio", "file system"} <= raw[
+        "machine"
+    ].keys()
+    outcome = bench("report").scripts_of(path)["checkpoint"]
+    assert outcome.failure == ""
+    assert outcome.seconds > 0
+    assert "`bench_checkpoint.py`" in done.stdout
+    assert len(outcome.duels) > 3
+    for duel in outcome.duels:
+        assert len(duel.rounds) == outcome.machine["rounds"]
+        assert min(s.nbytes * s.seconds for pair in duel.rounds for s in pair) > 0
+    assert list(work.iterdir()) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda n: n.name)
+def test_a_signal_leaves_nothing_behind(tmp_path, number):
+    work, results = tmp_path / "work", tmp_path / "results"
+    work.mkdir()
+    results.mkdir()
+    arguments = ["--only", "checkpoint", "--dir", work, "--results", results]
+    process = subprocess.Popen(
+        [sys.executable, BENCH / "run.py", *arguments], stderr=subprocess.DEVNULL
+    )
+    while not list(work.glob("*/*")):
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(number)
+    assert process.wait(60) == 128 + number
+    assert list(work.iterdir()) == []
+    assert list(results.iterdir()) == []
+
+
+WITHOUT_PEERS = """
+import runpy, sys
+sys.path.insert(0, sys.argv[1])
+sys.modules.update(dict.fromkeys(("torch", "safetensors", "aiofile", "caio")))
+sys.argv = sys.argv[2:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_peers_that_are_missing_are_left_out_and_told_of(tmp_path):
+    out = tmp_path / "found.json"
+    script = [BENCH / "bench_checkpoint.py", "--size", "1M", "--rounds", "1"]
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            WITHOUT_PEERS,
+            BENCH,
+            *script,
+            "--dir",
+            tmp_path,
+            "--json",
+            out,
+        ],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    raw = json.loads(out.read_text())
+    assert [words.split()[0] for words in raw["left out"]] == ["torch", "aiofile", "caio"]
+    assert len(re.findall("^left out: ", done.stderr, re.MULTILINE)) == 3
+    others = {duel["names"][1] for duel in raw["duels"]}
+    assert others == {"numpy.save", "numpy.load", "numpy.memmap, touched", "Python"}
+
+
+@pytest.fixture
+def stubbed(bench, tmp_path, monkeypatch):
+    """run.py with stubs in place of the scripts."""
+    run = bench("run")
+    monkeypatch.setattr(run, "HERE", tmp_path)
+    for name in ("copy", "gather"):
+        (tmp_path / f"bench_{name}.py").write_text(STUB)
+    return run
+
+
+def test_a_script_that_fails_is_recorded_and_the_others_go_on(stubbed, tmp_path, capsys):
+    (tmp_path / "bench_gather.py").write_text("import sys; sys.exit('the disk is on fire')")
+    (tmp_path / "results").mkdir()
+    options = ["--dir", str(tmp_path), "--results", str(tmp_path / "results")]
+    status = stubbed.main([*options, "--machine", "m", "--only", "gather", "copy"])
+    assert status == 1
+    _, raw = only_json(tmp_path / "results")
+    assert raw["scripts"]["gather"]["failed"] == "the disk is on fire"
+    assert raw["scripts"]["copy"]["duels"][0]["work"] == stubbed.JOBS["copy"].options
+    assert "failed: the disk is on fire" in capsys.readouterr().out
+
+
+def test_a_script_that_takes_too_long_is_ended(stubbed, tmp_path):
+    (tmp_path / "bench_copy.py").write_text("import time; time.sleep(600)")
+    assert stubbed.run("copy", [], 1)["failed"] == "it took more than 1 s"
+
+
+def test_a_script_whose_requirements_are_missing_is_left_out(
+    stubbed, monkeypatch, tmp_path
+):
+    job = stubbed.Job("", ("no_such_module",))
+    monkeypatch.setitem(stubbed.JOBS, "copy", job)
+    raw = stubbed.outcome_of("copy", tmp_path, False)
+    assert raw == {"left out": ["no_such_module (pip install nvmeio[bench])"]}
+
+
+def test_the_name_of_a_machine_is_that_of_its_hardware(bench, tmp_path):
+    name = bench("run").machine_name(tmp_path)
+    assert re.fullmatch(r"(virtual|physical)-\d+core-\w+", name)
+
+
+def test_a_machine_of_an_impossible_name_is_refused(tmp_path):
+    done = run_bench("--machine", "../up", "--results", tmp_path)
+    assert done.returncode == 2
+    assert "is no part of a file's name" in done.stderr
+
+
+def test_raw_numbers_survive_the_json(bench, duel):
+    duels = bench("duels")
+    one = duel(1.0, 2.0, goals=(duels.Goal("CPU time", 1.3),), record_bytes=4096)
+    again = duels.Duel.from_dict(json.loads(json.dumps(one.as_dict())))
+    assert again == one
+
+
+def test_a_goal_is_judged_by_the_median(bench, duel):
+    goal = bench("duels").Goal("speed", 1.5)
+    assert goal.verdict(duel(0.1, 1.5, 9.0)) == "reached"
+    assert goal.verdict(duel(0.1, 1.4, 9.0)) == "missed"
+
+
+def test_a_figure_of_several_processes_is_the_median_of_each(bench, duel):
+    speed = bench("duels").SPEED
+    assert speed.values(duel(1.0, 2.0, 9.0, 4.0, 4.0, 4.0, rounds_each=3)) == [2.0, 4.0]
+
+
+def test_a_read_from_a_cache_is_void(bench, duel):
+    duels = bench("duels")
+    one = duel(1.0)
+    ours, theirs = one.rounds[0]
+    one.rounds[0] = (ours, duels.Sample(theirs.nbytes, 1.0, 1.0, theirs.nbytes - 1))
+    assert duels.SPEED.verdict(one) == "void: a cache took part"
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0, "0"),
+        (0.0123456, "0.0123"),
+        (0.98765, "0.988"),
+        (1.2345, "1.23"),
+        (12.345, "12.3"),
+        (12345.6, "12346"),
+    ],
+)
+def test_three_digits_of_a_figure_are_written(bench, value, text):
+    assert bench("report").number(value) == text
+
+
+def test_tables_are_filled_and_then_found_to_be_the_same(tree, bench):
+    tables = bench("tables")
+    assert tables.main(["--check"], tree) == 1
+    assert tables.main([], tree) == 0
+    text = (tree / "README.md").read_text()
+    assert "| read | nvmeio / fio | 2.15 [2.15-2.15] GB/s |" in text
+    assert "| 2.00 [1.00-4.00] | speed >= 1.5 | reached |" in text
+    assert "| `bench_transfer.py` | 1 | 1 | 0 | 0 | 7 s | caio (gone) left out |" in text
+    assert "failed: no such disk" in text
+    assert text.startswith("Before.\n")
+    assert text.endswith("After.\n")
+    assert "\nBetween.\n" in text
+    assert tables.main(["--check"], tree) == 0
+
+
+def test_a_changed_figure_is_shown(tree, bench, capsys):
+    tables = bench("tables")
+    tables.main([], tree)
+    page = tree / "README.md"
+    page.write_text(page.read_text().replace("2.00 [1.00-4.00]", "3.00 [1.00-4.00]"))
+    before = page.read_text()
+    assert tables.main(["--check"], tree) == 1
+    shown = capsys.readouterr().out
+    assert re.search(r"^-.* 3\.00 \[1\.00-4\.00\]", shown, re.MULTILINE)
+    assert re.search(r"^\+.* 2\.00 \[1\.00-4\.00\]", shown, re.MULTILINE)
+    assert page.read_text() == before
+
+
+@pytest.mark.parametrize(
+    ("comment", "error"),
+    [
+        ("all of copy from latest", KeyError),
+        ("sums of transfer from latest", KeyError),
+        ("all of transfer from missing.json", OSError),
+        ("all of transfer from latest where nothing", ValueError),
+    ],
+)
+def test_a_table_that_cannot_be_made_is_an_error(tree, bench, comment, error):
+    text = f"<!-- table: {comment} -->\n<!-- end -->\n"
+    with pytest.raises(error):
+        bench("tables").filled(text, tree / "bench" / "results")
+
+
+def test_the_newest_results_are_the_latest(tree, bench):
+    results = tree / "bench" / "results"
+    for name, content in {
+        "2025-12-31-x.json": {"scripts": {}},
+        "2026-02-01-copy.json": {"duels": []},
+    }.items():
+        (results / name).write_text(json.dumps(content))
+    assert bench("tables").latest(results).name == "2026-01-31-here.json"
+
+
+def test_the_tables_of_the_documentation_are_those_of_the_committed_numbers(bench, capsys):
+    status = bench("tables").main(["--check"])
+    assert (status, capsys.readouterr().out) == (0, "")
+
+
+def test_the_charts_of_the_documentation_are_those_of_the_committed_numbers(bench, capsys):
+    status = bench("charts").main(["--check"])
+    assert (status, capsys.readouterr().out) == (0, "")
+
+
+def test_every_chart_is_shown_and_small(bench):
+    page = (BENCH / "README.md").read_text(encoding="utf-8")
+    charts = bench("charts").CHARTS
+    assert set(re.findall(r"\(charts/(\w+)\.png\)", page)) == set(charts)
+    assert max((BENCH / "charts" / f"{n}.png").stat().st_size for n in charts) < 150_000
+
+
+def test_charts_have_labels_and_units(bench):
+    scripts = bench("report").scripts_of(bench("tables").latest(RESULTS))
+    charts = bench("charts").CHARTS
+    measured = {name for name, outcome in scripts.items() if outcome.duels}
+    assert {"transfer", "checkpoint", "copy"} <= measured
+    for name in measured & charts.keys():
+        (axes,) = charts[name](scripts[name]).axes
+        assert axes.get_title()
+        assert re.search(r"GB/s|rows a second|size", axes.get_xlabel()), name
+        labels = [text.get_text() for text in axes.get_yticklabels()]
+        assert axes.get_ylabel() or all(labels), name
+        assert axes.get_legend().get_texts()
+
+
+def test_charts_are_pictures_of_the_numbers_they_name(bench, tmp_path):
+    charts = bench("charts")
+    path = bench("tables").latest(RESULTS)
+    options = ["--out", str(tmp_path)]
+    assert charts.main(["--check", *options]) == 1
+    assert charts.main(options) == 0
+    digest = hashlib.sha256(path.read_bytes()).hexdigest().encode()
+    for name in charts.CHARTS:
+        picture = (tmp_path / f"{name}.png").read_bytes()
+        assert picture.startswith(b"\x89PNG\r\n\x1a\n")
+        assert digest in picture
+    assert charts.main(["--check", *options]) == 0
+    changed = tmp_path / path.name
+    changed.write_text(path.read_text() + " ")
+    assert charts.main(["--check", "--json", str(changed), *options]) == 1
+
+
+def test_whiskers_reach_from_the_minimum_to_the_maximum(bench, duel):
+    outcome = bench("report").Outcome({}, [duel(2.0, 1.0, 4.0)], [])
+    (axes,) = bench("charts").bars(outcome, "title").axes
+    ours, theirs = axes.containers[1], axes.containers[3]
+    speed = (1 << 30) / 0.5 / 1e9
+    assert [bar.get_width() for bar in ours] == [pytest.approx(speed)]
+    assert [bar.get_width() for bar in theirs] == [pytest.approx(speed / 2)]
+    (segment,) = theirs.errorbar.lines[2][0].get_segments()
+    assert segment[:, 0] == pytest.approx([speed / 4, speed])
+
+
+def test_a_chart_of_nothing_says_so(bench):
+    outcome = bench("report").Outcome({}, [], [])
+    for draw in bench("charts").CHARTS.values():
+        (axes,) = draw(outcome).axes
+        assert [text.get_text() for text in axes.texts] == ["not measured"]
