@@ -6,6 +6,7 @@ import os
 import pty
 import re
 import select
+import shutil
 import struct
 import subprocess
 import sys
@@ -33,16 +34,24 @@ class Done:
     err: str = ""
 
 
+def python():
+    """Return the words that run this Python as a terminal would.
+
+    Tests that were started in the background ignore Ctrl-C, and would hand that down.
+    """
+    return [shutil.which("env"), "--default-signal=HUP,INT", sys.executable]
+
+
 def command(*arguments, without=()):
     """Return the words that run ``nvmeio`` with this Python; `without` hides packages."""
     words = [str(argument) for argument in arguments]
     if not without:
-        return [sys.executable, "-m", "nvmeio", *words]
+        return [*python(), "-m", "nvmeio", *words]
     hiding = (
         f"import sys; sys.modules.update(dict.fromkeys({tuple(without)!r})); "
         "from nvmeio.cli import main; sys.exit(main())"
     )
-    return [sys.executable, "-c", hiding, *words]
+    return [*python(), "-c", hiding, *words]
 
 
 def nvmeio(*arguments, prefix=(), without=(), **options):

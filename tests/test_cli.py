@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 import nvmeio
 from children import WATCHDOG_S
-from commands import command
+from commands import command, python
 from commands import nvmeio as run_nvmeio
 from nvmeio import cli
 from nvmeio.cli import COMMANDS, main
@@ -280,7 +280,7 @@ sys.exit(main(["waiting"]))
 def test_a_signal_ends_a_command_that_takes_its_files_away(name):
     number = signal.Signals[name]
     with subprocess.Popen(
-        [sys.executable, "-c", WAITING],
+        [*python(), "-c", WAITING],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -291,6 +291,24 @@ def test_a_signal_ends_a_command_that_takes_its_files_away(name):
     assert out == "taken away\n"
     assert process.returncode == 128 + number
     assert err == ("nvmeio waiting: interrupted\n" if name == "SIGINT" else "")
+
+
+def test_what_nohup_ignores_stays_ignored():
+    with subprocess.Popen(
+        ["nohup", *python()[2:], "-c", WAITING],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGHUP)
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(timeout=1)
+        process.send_signal(signal.SIGTERM)
+        out, _ = process.communicate(timeout=WATCHDOG_S)
+    assert out == "taken away\n"
+    assert process.returncode == 128 + signal.SIGTERM
 
 
 @pytest.mark.parametrize(("words", "status"), [(["doctor"], 1), (["--help"], 0)])

@@ -81,7 +81,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         # Names of files may be of any bytes, and go out as they came in.
         sys.stdout.reconfigure(errors="surrogateescape")
-    before = {number: signal.signal(number, _end) for number in ENDING}
+    # nohup has a command ignore that its terminal is closed.
+    heeded = [number for number in ENDING if signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, _end) for number in heeded}
     try:
         return _run(parser, options.command, options)
     finally:
