@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import resource
 import shutil
 import signal
@@ -96,20 +97,29 @@ def check_sample(sample, work):
     assert latencies["p99.9"] <= 1.1 * sample["seconds"] * 1e6 + 1000
 
 
-@needs_fio
-def test_fio_works_on_the_same_file_in_the_same_blocks(folder, out, tmp_path_factory):
-    # A fio that keeps its arguments, and lets the real one do the work.
+@pytest.fixture
+def fake_fio(tmp_path_factory):
+    """Put a script in place of fio: a folder for what it keeps, and the environment."""
     tools = tmp_path_factory.mktemp("tools")
-    script = tools / "fio"
-    script.write_text(
-        f'#!/bin/sh\necho "$GLIBC_TUNABLES $@" >> {tools}/calls\n'
-        f'exec {shutil.which("fio")} "$@"\n'
+
+    def put(script):
+        (tools / "fio").write_text(f"#!/bin/bash\ncd {tools}\n{script}")
+        (tools / "fio").chmod(0o755)
+        path = f"{tools}{os.pathsep}{os.environ['PATH']}"
+        return tools, {**os.environ, "PATH": path}
+
+    return put
+
+
+@needs_fio
+def test_fio_works_on_the_same_file_in_the_same_blocks(folder, out, fake_fio):
+    # It keeps its arguments, and lets the real one do the work.
+    tools, env = fake_fio(
+        f'echo "$GLIBC_TUNABLES $@" >> calls\nexec {shutil.which("fio")} "$@"\n'
     )
-    script.chmod(0o755)
-    path = f"{tools}{os.pathsep}{os.environ['PATH']}"
-    bench(folder, "--only", "read,random", out=out, env={**os.environ, "PATH": path})
+    bench(folder, "--only", "read,random", out=out, env=env)
     version, *calls = (tools / "calls").read_text().splitlines()
-    assert version.split() == ["--version"]
+    assert version.split()[-1] == "--version"
     assert len(calls) == 4
     for call in calls:
         words = dict(word.partition("=")[::2] for word in call.split())
@@ -119,7 +129,42 @@ def test_fio_works_on_the_same_file_in_the_same_blocks(folder, out, tmp_path_fac
         assert words["--size"] == str(SIZE)
         assert words["--filename"].startswith(f"{folder}/nvmeio-bench-")
         # glibc asks for huge pages for what fio allocates.
-        assert words["glibc.malloc.hugetlb"] == "1"
+        assert "glibc.malloc.hugetlb=1" in call.split()[0].split(":")
+
+
+@needs_fio
+def test_fio_has_touched_its_memory_before_it_is_measured(tmp_path, out, fake_fio):
+    tools, env = fake_fio(
+        '[ "$1" = --version ] && echo fio && exit\n'
+        f'{shutil.which("fio")} "$@" | tee -a said\n'
+    )
+    bench(tmp_path, "--only", "read", "--queue-depth", "32", out=out, env=env)
+    said = (tools / "said").read_text()
+    faults = [int(count) for count in re.findall(r'"minf" : (\d+)', said)]
+    assert len(faults) == 2
+    # All of the file in pages of 4 KiB would be 512.
+    assert max(faults) < 64
+
+
+@needs_fio
+@pytest.mark.skipif(shutil.which("fincore") is None, reason="fincore is not installed")
+def test_fio_finds_nothing_in_the_page_cache(tmp_path, out, fake_fio):
+    tools, env = fake_fio(
+        'for word; do case "$word" in --filename=*)\n'
+        'fincore --noheadings --output PAGES "${word#*=}" >> pages;; esac; done\n'
+        f'exec {shutil.which("fio")} "$@"\n'
+    )
+    bench(tmp_path, "--buffered", "--only", "write,read", out=out, env=env)
+    assert (tools / "pages").read_text().split() == ["0"] * 4
+
+
+@needs_fio
+def test_fio_is_given_no_deeper_queue_than_the_file_fills(tmp_path, out):
+    # Of 32 GiB of memory fio said "Bad address".
+    words = ["--queue-depth", "32768", "--block-size", "1M"]
+    done, report = bench(tmp_path, *words, "--only", "read", out=out)
+    assert len(report["results"][0]["contestants"]) == 2
+    assert done.err == ""
 
 
 def test_without_fio_nvmeio_is_measured_alone(folder, out, tmp_path_factory):

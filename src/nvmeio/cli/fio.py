@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from nvmeio.cli.arguments import CommandError
+from nvmeio.cli.ground import forget_cached
 from nvmeio.cli.samples import PERCENTILES, Sample
 from nvmeio.cli.terminal import Advance
 
@@ -46,20 +47,22 @@ class Fio:
     direct : bool
         Whether it bypasses the page cache.
     queue_depth : int
-        How many blocks are in flight.
+        How many blocks are in flight; one alone with psync.
     """
 
     def __init__(
         self, path: Path, size: int, engine: str, direct: bool, queue_depth: int
     ) -> None:
         self.name = f"fio ({ENGINES[engine]})"
-        self._arguments = {
+        self._path, self._queue_depth = path, queue_depth
+        self._arguments: dict[str, Any] = {
             "name": "nvmeio",
             "filename": str(path).replace(":", "\\:"),
             "size": size,
             "ioengine": ENGINES[engine],
+            # The same bytes over and over, as nvmeio's: to change them takes CPU time.
+            "scramble_buffers": 0,
             "direct": int(direct),
-            "iodepth": queue_depth,
             "allow_file_create": 0,
             "percentile_list": ":".join(f"{percentile:g}" for percentile in PERCENTILES),
             "output-format": "json",
@@ -67,7 +70,7 @@ class Fio:
         }
 
     def run(self, rw: str, block_bytes: int, advance: Advance, **more: Any) -> Sample:
-        """Let fio do one work.
+        """Let fio do one work, with nothing of the file in the page cache.
 
         Parameters
         ----------
@@ -91,7 +94,11 @@ class Fio:
         CommandError
             fio has failed; says its last line.
         """
-        arguments = {**self._arguments, "rw": rw, "bs": block_bytes, **more}
+        # fio has memory for all its depth, and fails where that is more than there is.
+        depth = min(self._queue_depth, -(-self._arguments["size"] // block_bytes))
+        arguments = {**self._arguments, "rw": rw, "bs": block_bytes, "iodepth": depth}
+        arguments |= more
+        forget_cached(self._path)
         job = _job([f"--{name}={value}" for name, value in arguments.items()])
         done = job["write" if rw == "write" else "read"]
         advance(done["io_bytes"])
@@ -113,15 +120,18 @@ class Fio:
 def _job(arguments: list[str]) -> dict[str, Any]:
     """Run fio and return what it says of its job."""
     # glibc then asks for huge pages for what fio allocates, which takes no privilege; in
-    # small pages fio is slower or faster by the luck of where they are.
-    huge = {**os.environ, "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+    # small pages fio is slower or faster by the luck of where they are.  It also touches
+    # them: else fio would meet every page for the first time while it is measured.
+    tunables = "glibc.malloc.hugetlb=1:glibc.malloc.perturb=1"
     process = subprocess.Popen(
         # In a thread, for a process of its own would be one more to end.
         ["fio", "--thread", *arguments],
-        env=huge,
+        env={**os.environ, "GLIBC_TUNABLES": tunables},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        # It repeats the name of the file, which may be of any bytes.
+        errors="surrogateescape",
     )
     try:
         out, errors = process.communicate()

@@ -194,6 +194,7 @@ class Workbench:
 
     def overwrite(self, advance: Advance) -> Sample:
         """Write the file anew from its beginning to its end."""
+        forget_cached(self.path)
         return self._measured(
             lambda: self._stream(
                 self._handle.submit_write, self._file, self._source, advance
