@@ -205,6 +205,29 @@ def test_reads_can_go_by_the_page_cache(tmp_path, out):
     assert "buffered" in done.out
 
 
+@pytest.mark.parametrize("folder_name", ["it's a:b\\:c, $x %d", os.fsdecode(b"\xff")])
+@needs_fio
+def test_names_of_any_bytes_are_told_to_fio(tmp_path, out, folder_name):
+    (tmp_path / folder_name).mkdir()
+    done, report = bench(tmp_path / folder_name, "--only", "read", out=out)
+    assert len(report["results"][0]["contestants"]) == 2
+    assert done.err == ""
+
+
+@needs_fio
+def test_fio_is_left_out_of_what_it_cannot_do(tmp_path, out):
+    words = ["--size", "1000001", "--block-size", "4097", "--random-block-size", "1000"]
+    done, report = bench(tmp_path, *words, out=out)
+    assert report["settings"]["size"] == 1000001 // 4097 * 4097
+    if report["settings"]["direct"]:
+        assert done.err.startswith("write is without fio")
+        assert done.err.count("\n") == 3
+        assert all("nvmeio" in result["contestants"] for result in report["results"])
+        assert "fio (" not in str(report["results"])
+    done, report = bench(tmp_path, *words, "--buffered", out=out)
+    assert str(report["results"]).count("fio (") == 3
+
+
 def test_flags_take_underscores_and_units(tmp_path, out):
     words = ["--block_size=128k", "--queue_depth", "4", "--random_block_size", "8KiB"]
     _, report = bench(tmp_path, *words, "--only", "random", "--no_fio", out=out)

@@ -32,11 +32,13 @@ COPY_BYTES_MAX = 256 << 20
 MIB = 1 << 20
 
 DETAILS = """\
-All files are made in a folder of their own inside DIR, which is taken away at the end,
-also after Ctrl-C.  The contestants take turns; figures are the median of the rounds, with
-the least and the greatest.  Reads find nothing in the page cache.  Latencies are those of
-single I/Os from submission to completion.  CPU time is that of all threads.  fio works on
-the same file with the same block size and depth, in huge pages.
+All files are made in a folder of their own inside DIR, nvmeio-bench-*, which is taken away
+at the end, also after Ctrl-C; what SIGKILL leaves can be deleted.  The contestants take
+turns; figures are the median of the rounds, with the least and the greatest.  Reads find
+nothing in the page cache.  Latencies are those of single I/Os from submission to
+completion.  CPU time is that of all threads.  fio works on the same file with the same
+block size and depth, in huge pages that it has touched; beside the engines threads and
+sync with psync, which has one block in flight.
 
 examples:
   nvmeio bench /mnt/nvme
@@ -172,10 +174,11 @@ def _settings(options: argparse.Namespace) -> Settings:
                 f"--size {in_binary(most)} must have room for two blocks of "
                 f"--{flag.replace('_', '-')} {in_binary(getattr(options, flag))}"
             )
+    # fio leaves out what is no whole block.
+    most -= most % block
     small = min(64 << 10, most // 16)
     return Settings(
-        # fio leaves out what is no whole block.
-        size=most - most % block,
+        size=most,
         block_bytes=block,
         random_bytes=options.random_block_size,
         small_bytes=small,

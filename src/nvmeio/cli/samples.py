@@ -5,6 +5,7 @@ import statistics
 from collections.abc import Callable
 from typing import Any
 
+from nvmeio.cli.arguments import CommandError
 from nvmeio.cli.terminal import Advance, Terminal
 
 __all__ = ["GIB", "PERCENTILES", "Contest", "Sample"]
@@ -78,6 +79,8 @@ class Contest:
     def fight(self, terminal: Terminal) -> None:
         """Add a round: a turn of each, begun by another every time.
 
+        Whoever cannot do it, as fio with blocks that are no sectors, is left out for good.
+
         Parameters
         ----------
         terminal : Terminal
@@ -86,8 +89,14 @@ class Contest:
         names = list(self.turns)
         first = len(self.samples.get(names[0], ())) % len(names)
         for name in names[first:] + names[:first]:
-            with terminal.progress(f"{self.work}, {name}", self.nbytes) as advance:
-                sample = self.turns[name](advance)
+            try:
+                with terminal.progress(f"{self.work}, {name}", self.nbytes) as advance:
+                    sample = self.turns[name](advance)
+            except CommandError as error:
+                terminal.note(f"{self.work} is without {name}: {error}")
+                del self.turns[name]
+                self.samples.pop(name, None)
+                continue
             self.samples.setdefault(name, []).append(sample)
 
     def figures(self, name: str, quantity: str) -> list[float]:
