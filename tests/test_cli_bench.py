@@ -274,6 +274,24 @@ def test_ctrl_c_leaves_nothing_behind(folder):
     assert running_in(folder) == []
 
 
+def test_ctrl_c_again_and_again_leaves_nothing_behind(folder):
+    process = subprocess.Popen(
+        command("bench", folder, "--size", "64M", "--rounds", "1000"),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    # The small files are the last that are made, and there are many to take away.
+    while not list(folder.glob("nvmeio-bench-*/small-100")):
+        assert process.poll() is None
+        time.sleep(0.01)
+    while process.poll() is None:
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.002)
+    assert process.communicate()[1] == "nvmeio bench: interrupted\n"
+    assert process.returncode == 130
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_that_ends_it_leaves_nothing_behind(folder, number):
     process = subprocess.Popen(

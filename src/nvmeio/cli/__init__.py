@@ -107,6 +107,8 @@ def _run(parser: Parser, name: str, options: object) -> int:
         print(f"nvmeio {name}: error: {sentence(error)}", file=sys.stderr)
         status = 1
     except KeyboardInterrupt:
+        # Whoever is impatient presses it twice; nothing else is begun any more.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
         print(f"nvmeio {name}: interrupted", file=sys.stderr)
         status = 128 + signal.SIGINT
     _flush_or_drop()

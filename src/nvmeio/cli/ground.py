@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,7 +33,7 @@ def folder_of_its_own(folder: str, needed: int, reserve: int | None) -> Iterator
     ------
     Path
         The new folder; it goes away with all that is in it, also after an error, Ctrl-C or
-        SIGTERM.
+        SIGTERM, which are ignored meanwhile.
 
     Raises
     ------
@@ -51,8 +52,24 @@ def folder_of_its_own(folder: str, needed: int, reserve: int | None) -> Iterator
             f"{folder}: {in_binary(needed)} are needed and {in_binary(free)} are free, of "
             f"which {in_binary(reserve)} are kept (--reserve); a smaller --size needs less"
         )
-    with tempfile.TemporaryDirectory(prefix="nvmeio-bench-", dir=folder) as own:
-        yield Path(own)
+    own = tempfile.TemporaryDirectory(prefix="nvmeio-bench-", dir=folder)
+    try:
+        yield Path(own.name)
+    finally:
+        with _undisturbed():
+            own.cleanup()
+
+
+@contextlib.contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Ignore what ends a program while inside: whoever is impatient sends it twice."""
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in signals}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def forget_cached(path: Path) -> None:
