@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import json
 import os
 import pkgutil
 import re
@@ -209,7 +210,7 @@ def raising(error):
             FileNotFoundError(2, "No such file or directory", "a b"),
             "a b: No such file or d",
         ),
-        (OSError(28, "No space left on device"), "[Errno 28] No space left on device"),
+        (OSError(28, "No space left on device"), "No space left on device"),
         (OSError(5, "Input/output error", b"c"), "c: Input/output error"),
         (ValueError("NVMEIO_COPY is 'x'"), "NVMEIO_COPY is 'x'"),
         (MemoryError(), "MemoryError"),
@@ -251,10 +252,28 @@ def test_ctrl_c_ends_a_command_without_a_traceback(made_up, capsys):
     assert capsys.readouterr().err == "nvmeio made_up: interrupted\n"
 
 
+@pytest.mark.parametrize("closing", [">&-", "2>&-", ">&- 2>&- <&-"])
+def test_outputs_that_are_closed_are_none(tmp_path, closing):
+    shell = ("sh", "-c", f'exec "$@" {closing}', "sh")
+    words = ("bench", ".", "--size=1M", "--block-size=64K", "--only=copy", "--no-fio")
+    done = run_nvmeio(*words, "--json=report.json", prefix=shell, cwd=tmp_path)
+    assert done.status == 0, done.err
+    assert (done.out == "") == (">&-" in closing.split())
+    assert done.err == ""
+    assert json.loads((tmp_path / "report.json").read_text())["schema"] == 1
+
+
 def test_the_handlers_of_signals_are_put_back(made_up):
-    before = [signal.getsignal(number) for number in cli.ENDING]
+    numbers = (*cli.ENDING, signal.SIGINT)
+    before = [signal.getsignal(number) for number in numbers]
     assert made_up(lambda options, terminal: 0) == 0
-    assert [signal.getsignal(number) for number in cli.ENDING] == before
+    assert [signal.getsignal(number) for number in numbers] == before
+
+    def interrupted(options, terminal):
+        raise KeyboardInterrupt
+
+    assert made_up(interrupted) == 130
+    assert [signal.getsignal(number) for number in numbers] == before
 
 
 # It waits for a signal, with something to take away.

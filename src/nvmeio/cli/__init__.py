@@ -69,6 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         the signal's number a signal has ended the command.
     """
     words = sys.argv[1:] if arguments is None else arguments
+    _open_closed()
     parser = _parser()
     try:
         options, unknown = parser.parse_known_args(hyphenated(words))
@@ -84,6 +85,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # nohup has a command ignore that its terminal is closed.
     heeded = [number for number in ENDING if signal.getsignal(number) != signal.SIG_IGN]
     before = {number: signal.signal(number, _end) for number in heeded}
+    if arguments is not None:
+        # Else this is the whole program, and its end need not be interrupted.
+        before[signal.SIGINT] = signal.getsignal(signal.SIGINT)
     try:
         return _run(parser, options.command, options)
     finally:
@@ -113,6 +117,13 @@ def _run(parser: Parser, name: str, options: object) -> int:
         status = 128 + signal.SIGINT
     _flush_or_drop()
     return status
+
+
+def _open_closed() -> None:
+    """Give those who were started without it (>&-) somewhere to write to."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
 
 
 def _flush_or_drop() -> None:

@@ -47,11 +47,13 @@ def sentence(error: BaseException) -> str:
         Without a newline.
     """
     words = str(error) or type(error).__name__
-    if isinstance(error, OSError) and error.strerror and error.filename is not None:
+    if isinstance(error, OSError) and error.strerror:
+        words = error.strerror
         file = error.filename
-        # What was called with a descriptor has that in place of a name.
-        name = f"descriptor {file}" if isinstance(file, int) else os.fsdecode(file)
-        words = f"{name}: {error.strerror}"
+        if file is not None:
+            # What was called with a descriptor has that in place of a name.
+            name = f"descriptor {file}" if isinstance(file, int) else os.fsdecode(file)
+            words = f"{name}: {words}"
     return " ".join(words.split())
 
 
