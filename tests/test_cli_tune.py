@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import pwd
 import subprocess
 
 import numpy as np
@@ -11,6 +12,8 @@ import pytest
 import nvmeio
 from commands import nvmeio as run_nvmeio
 from commands import nvmeio_in_terminal
+from nvmeio._devices import device_of
+from nvmeio.cli import main
 from nvmeio.cli.candidates import (
     DEFAULT,
     GRID_BLOCKS,
@@ -185,6 +188,40 @@ def test_a_race_with_time_runs_several_rounds(tmp_path, configuration):
         assert handle.get_queue_depth() == best["queue_depth"]
 
 
+def test_the_environment_has_no_say_in_what_is_measured(folder, configuration):
+    profile = configuration / "nvmeio" / "profiles" / f"{device_of(folder).identity}.json"
+    profile.parent.mkdir(parents=True)
+    profile.write_text("broken")
+    says = {"NVMEIO_PROFILE": "auto", "NVMEIO_ENGINE": "none", "NVMEIO_QUEUE_DEPTH": "0"}
+    done = run_nvmeio("tune", folder, *QUICK, env={**os.environ, **says})
+    assert done.status == 0, done.err
+    assert load_profile(folder).both.options == DEFAULT
+
+
+def test_the_profile_is_kept_though_nothing_else_can_be(tmp_path, configuration):
+    broken = tmp_path / "ds.json"
+    broken.write_text("{")
+    done = run_nvmeio("tune", tmp_path, *QUICK, "--deepspeed", broken)
+    assert done.status == 1
+    assert "only plain JSON can be rewritten" in done.err
+    assert load_profile(tmp_path).both.options == DEFAULT
+
+
+def test_a_user_without_a_home_is_told_before_anything_is_measured(
+    tmp_path, monkeypatch, capsys
+):
+    def unknown(number):
+        raise KeyError(number)
+
+    monkeypatch.delenv("HOME")
+    monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    assert main(["tune", str(tmp_path), *QUICK]) == 1
+    out, err = capsys.readouterr()
+    assert err.startswith("nvmeio tune: error: the user has no home; HOME or XDG_")
+    assert out == ""
+
+
 def test_a_terminal_shows_the_races(folder, configuration):
     done = nvmeio_in_terminal("tune", folder, "--size", "64M", "--budget", "3s")
     assert done.status == 0, done.out
@@ -227,6 +264,7 @@ def test_a_folder_that_cannot_be_written_is_one_line(loop_mount, configuration):
         ([".", "--budget", "soon"], "'soon' is no time"),
         ([".", "--size", "1M"], "--size must be at least 64 MiB"),
         ([".", "--plot", "heat"], "must end in .png or .svg"),
+        ([".", "--json", "none/report.json"], "'none/report.json' must be a file"),
     ],
 )
 def test_what_cannot_be_meant_is_said_in_one_line(words, complaint):

@@ -4,6 +4,7 @@
 Which profile a handle takes is _lookup.py's, what a device is called is _devices.py's.
 """
 
+import errno
 import json
 import os
 import pathlib
@@ -126,8 +127,8 @@ def profiles_folder() -> pathlib.Path:
 
     Raises
     ------
-    RuntimeError
-        The user has no home.
+    FileNotFoundError
+        The user has no home, as in a container that knows no name for its user.
 
     References
     ----------
@@ -135,7 +136,7 @@ def profiles_folder() -> pathlib.Path:
     """
     configured = os.environ.get("XDG_CONFIG_HOME", "")
     usable = os.path.isabs(configured)
-    folder = pathlib.Path(configured) if usable else pathlib.Path.home() / ".config"
+    folder = pathlib.Path(configured) if usable else _home() / ".config"
     return folder / "nvmeio" / "profiles"
 
 
@@ -268,6 +269,14 @@ def read_profile(file: pathlib.Path) -> Profile:
             f"the profile {str(file)!r} cannot be used: {error}; "
             "`nvmeio tune` makes another"
         ) from error
+
+
+def _home() -> pathlib.Path:
+    try:
+        return pathlib.Path.home()
+    except RuntimeError as error:
+        words = "the user has no home; HOME or XDG_CONFIG_HOME can name a folder"
+        raise FileNotFoundError(errno.ENOENT, words) from error
 
 
 def _make_folder(folder: pathlib.Path) -> None:

@@ -15,7 +15,7 @@ from nvmeio.cli.arguments import Parser, UsageError, number, size
 from nvmeio.cli.buffers import KINDS
 from nvmeio.cli.fio import Fio, fio_version
 from nvmeio.cli.ground import folder_of_its_own
-from nvmeio.cli.report import keep
+from nvmeio.cli.report import keep, target
 from nvmeio.cli.samples import PERCENTILES, Contest
 from nvmeio.cli.storage import storage_of
 from nvmeio.cli.system import system
@@ -97,7 +97,12 @@ def configure(parser: Parser) -> None:
         metavar="SIZE",
         help="what must stay free on the disk (a tenth of it, at most 1G)",
     )
-    add("--json", metavar="FILE", help="keep all figures; - for standard output")
+    add(
+        "--json",
+        type=target,
+        metavar="FILE",
+        help="keep all figures; - for standard output",
+    )
     add("--plot", type=plots.picture, metavar="FILE.png|.svg", help="draw a chart")
 
 

@@ -1,4 +1,4 @@
-"""What ``nvmeio tune`` measures: one tensor, written and read with given settings."""
+"""What ``nvmeio tune`` measures: one tensor, read and written with given settings."""
 
 import contextlib
 import mmap
@@ -74,10 +74,12 @@ class Trials:
         Where the file is made; somebody else takes it away.
     size : int
         Of the file, in bytes; whole MiB.
+    engine : str
+        What stands for "auto", whatever the environment makes of that.
     """
 
-    def __init__(self, folder: Path, size: int) -> None:
-        self._size = size
+    def __init__(self, folder: Path, size: int, engine: str) -> None:
+        self._size, self._engine = size, engine
         self._stack = contextlib.ExitStack()
         self._handles: dict[str, aio_handle] = {}
         self._path = folder / "file"
@@ -109,7 +111,7 @@ class Trials:
         self._memory = make(self.nbytes)
 
     def measure(self, options: Options) -> dict[str, float]:
-        """Write and read once.
+        """Read and write once.
 
         Parameters
         ----------
@@ -123,14 +125,15 @@ class Trials:
         """
         key = repr(options)
         if key not in self._handles:
-            self._handles[key] = aio_handle(**options)
+            self._handles[key] = self._made(options)
         handle = self._handles[key]
         nbytes = len(self._memory)
-        # All of the file in turn: what the device has just had in its hands is no measure.
+        # All of the file in turn, each piece read before it is written: what the device has
+        # just had in its hands is no measure.
         offset = self._offset if self._offset + nbytes <= self._size else 0
         self._offset = offset + nbytes
         speeds = {}
-        for op in ("write", "read"):
+        for op in ("read", "write"):
             submit = handle.submit_write if op == "write" else handle.submit_read
             if not self.direct:
                 forget_cached(self._path)
@@ -145,10 +148,17 @@ class Trials:
             handle.close()
         self._handles.clear()
 
+    def _made(self, options: Options) -> aio_handle:
+        """Make a handle of options that are complete, so that no others have a say."""
+        engine = options["engine"]
+        return aio_handle(
+            **{**options, "engine": self._engine if engine == "auto" else engine}
+        )
+
     def _fill(self) -> None:
         """Write all of the file, of bytes that no device can make smaller."""
         piece = np.frombuffer(np.random.default_rng().bytes(TRIAL_BYTES_MIN), np.uint8)
-        with aio_handle() as handle:
+        with self._made(DEFAULT) as handle:
             for offset in range(0, self._size, len(piece)):
                 part: Any = piece[: self._size - offset]
                 handle.submit_write(part, self._file, offset).wait()

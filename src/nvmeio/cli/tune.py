@@ -13,13 +13,13 @@ from nvmeio.cli.arguments import Parser, UsageError, seconds, size
 from nvmeio.cli.candidates import DEFAULT, Options, bounces, described, grid, variations
 from nvmeio.cli.ground import folder_of_its_own
 from nvmeio.cli.race import GOALS, Race
-from nvmeio.cli.report import keep
+from nvmeio.cli.report import keep, target
 from nvmeio.cli.terminal import Terminal
 from nvmeio.cli.trials import Trials, small_pages
 from nvmeio.cli.units import in_binary, spread
 from nvmeio.deepspeed.config import aio_config, write_aio_config
 from nvmeio.info import engines
-from nvmeio.profiles import Choice, Profile, new_profile, save_profile
+from nvmeio.profiles import Choice, Profile, new_profile, profiles_folder, save_profile
 
 __all__ = ["configure", "run"]
 
@@ -42,7 +42,7 @@ AIO_KEYS = (
 DETAILS = """\
 Three races: block size and depth; then lanes, batches, single submits and engines for
 those that won; then bounces, with memory in small pages.  In every round of a race each
-candidate writes and reads the same tensor, in another order.  A candidate leaves when it
+candidate reads and writes the same tensor, in another order.  A candidate leaves when it
 is not faster than the winner by more than 3 %, with 99 % confidence; a race ends when all
 have left.  The default wins unless another is certainly faster; of those that then look
 alike what takes least memory.
@@ -88,7 +88,12 @@ def configure(parser: Parser) -> None:
         metavar="FILE",
         help='write the "aio" block into this configuration of DeepSpeed',
     )
-    add("--json", metavar="FILE", help="keep all figures; - for standard output")
+    add(
+        "--json",
+        type=target,
+        metavar="FILE",
+        help="keep all figures; - for standard output",
+    )
     add("--plot", type=plots.picture, metavar="FILE.png|.svg", help="draw a heat map")
 
 
@@ -111,13 +116,17 @@ def run(options: argparse.Namespace, terminal: Terminal) -> int:
         raise UsageError(f"--size must be at least {in_binary(SIZE_MIN)}")
     if options.plot:
         plots.require()
+    if not options.no_save:
+        # There may be no place for it, which is better known now.
+        profiles_folder()
+    works = [name for name, engine in engines().items() if engine["works"]]
     begin = time.monotonic()
     nbytes = options.size - options.size % MIB
     with (
         folder_of_its_own(options.dir, nbytes, options.reserve) as folder,
-        Trials(folder, nbytes) as trials,
+        Trials(folder, nbytes, works[0]) as trials,
     ):
-        heats = _heats(trials, begin, options.budget, terminal)
+        heats = _heats(trials, works, begin, options.budget, terminal)
     profile = new_profile(options.dir, **_choices(heats))
     block = aio_config({name: profile.both.options[name] for name in AIO_KEYS})
     if options.json != "-":
@@ -131,6 +140,9 @@ def run(options: argparse.Namespace, terminal: Terminal) -> int:
         "aio": block,
         "races": [heat.as_dict() for heat in heats],
     }
+    # First, for it took longest; what is asked for beside it may fail.
+    if not options.no_save:
+        terminal.note(f"kept: {save_profile(profile)}")
     keep(report, options.json)
     if options.plot:
         plots.heat_map(heats[0].speeds(), profile.description, options.plot)
@@ -138,8 +150,6 @@ def run(options: argparse.Namespace, terminal: Terminal) -> int:
     if options.deepspeed:
         write_aio_config(options.deepspeed, block)
         terminal.note(f"written: the aio block of {options.deepspeed}")
-    if not options.no_save:
-        terminal.note(f"kept: {save_profile(profile)}")
     return 0
 
 
@@ -185,9 +195,10 @@ class Heat:
         }
 
 
-def _heats(trials: Trials, begin: float, budget: float, terminal: Terminal) -> list[Heat]:
+def _heats(
+    trials: Trials, works: list[str], begin: float, budget: float, terminal: Terminal
+) -> list[Heat]:
     """Hold the races, each with those who won the one before."""
-    works = [name for name, engine in engines().items() if engine["works"]]
     processors = len(os.sched_getaffinity(0))
 
     def hold(name: str, candidates: list[Options], share: float) -> Heat:
