@@ -342,12 +342,13 @@ def test_a_disk_without_room_is_refused_before_anything_is_written(loop_mount):
     assert sorted(os.listdir(folder)) == before
 
 
-def test_a_write_that_fails_is_one_line_and_leaves_nothing(tmp_path):
+@pytest.mark.parametrize("size", ["2M", "64M"])
+def test_a_write_that_fails_is_one_line_and_leaves_nothing(tmp_path, size):
     def limit():
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
 
-    done = nvmeio("bench", tmp_path, *QUICK, preexec_fn=limit)
+    done = nvmeio("bench", tmp_path, *QUICK, "--size", size, preexec_fn=limit)
     assert done.status == 1
     assert "File too large" in done.err
     assert done.err.count("\n") == 1

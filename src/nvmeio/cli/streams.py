@@ -6,7 +6,7 @@ import errno
 import os
 import stat
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import CancelledError
 from types import TracebackType
 from typing import NamedTuple
@@ -26,6 +26,7 @@ __all__ = [
     "Piece",
     "Stream",
     "add_options",
+    "drop",
     "extents_of_data",
     "has_changed",
     "leave_cache",
@@ -250,12 +251,7 @@ class Stream:
         After an error, with other files to go on with.  What becomes of the rest is of no
         interest any more; pieces that were yielded must not be released.
         """
-        left = [request for request, _ in (*self._reads, *self._writes)]
-        for request in left:
-            request.cancel()
-        for request in left:
-            with contextlib.suppress(CancelledError):
-                request.exception()
+        drop([request for request, _ in (*self._reads, *self._writes)])
         for buffers in (self._reads, self._writes, self._free):
             buffers.clear()
         self._buffers_made = 0
@@ -281,6 +277,21 @@ class Stream:
         request.wait()
         requests.popleft()
         return piece
+
+
+def drop(requests: Collection[Request]) -> None:
+    """Drop requests, and wait for what of them is in flight.
+
+    Parameters
+    ----------
+    requests : collection of Request
+        What becomes of them is of no interest any more.
+    """
+    for request in requests:
+        request.cancel()
+    for request in requests:
+        with contextlib.suppress(CancelledError):
+            request.exception()
 
 
 def extents_of_data(file: File) -> Iterator[Extent]:

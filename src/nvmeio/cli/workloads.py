@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from nvmeio.cli.arguments import CommandError
 from nvmeio.cli.buffers import Buffers
 from nvmeio.cli.ground import forget_cached
 from nvmeio.cli.samples import PERCENTILES, Sample
+from nvmeio.cli.streams import drop
 from nvmeio.cli.terminal import Advance
 from nvmeio.copy import memcpy
 from nvmeio.file import File
@@ -300,20 +301,22 @@ class Workbench:
         moved = 0
         at_most = max(1, len(self._window) // self.settings.request_bytes)
         requests: deque[Any] = deque()
-        for buffer, offset in self._pieces(window):
-            if len(requests) == at_most:
-                moved += _finished(requests.popleft(), advance)
-            requests.append(submit(buffer, file, offset))
-        return moved + sum(_finished(request, advance) for request in requests)
+        with _dropped(requests):
+            for buffer, offset in self._pieces(window):
+                if len(requests) == at_most:
+                    moved += _finished(requests.popleft(), advance)
+                requests.append(submit(buffer, file, offset))
+            return moved + sum(_finished(request, advance) for request in requests)
 
     def _each(self, submit: Callable[..., Any], memory: Any, advance: Advance) -> int:
         """Move every small tensor."""
         nbytes = self.settings.small_bytes
-        requests = [
-            submit(memory[index * nbytes : (index + 1) * nbytes], path)
-            for index, path in enumerate(self._small)
-        ]
-        return sum(_finished(request, advance) for request in requests)
+        requests: deque[Any] = deque()
+        with _dropped(requests):
+            for index, path in enumerate(self._small):
+                part = memory[index * nbytes : (index + 1) * nbytes]
+                requests.append(submit(part, path))
+            return sum(_finished(request, advance) for request in requests)
 
     def _copied(self, copy: Callable[[Any, Any], object], advance: Advance) -> Sample:
         nbytes = self.settings.copy_bytes
@@ -326,6 +329,16 @@ class Workbench:
         sample = self._measured(work)
         advance(nbytes)
         return sample
+
+
+@contextlib.contextmanager
+def _dropped(requests: Collection[Any]) -> Iterator[None]:
+    """Drop requests after an error, which is of one of them; the others say no more."""
+    try:
+        yield
+    except BaseException:
+        drop(requests)
+        raise
 
 
 def _finished(request: Any, advance: Advance) -> int:
