@@ -1,6 +1,7 @@
 """``nvmeio bench``: what it measures, what it shows, and that it leaves nothing behind."""
 
 import json
+import math
 import os
 import re
 import resource
@@ -15,6 +16,7 @@ import pytest
 from commands import command, nvmeio, nvmeio_in_terminal
 from helpers import ENGINES
 from nvmeio import engines
+from nvmeio.cli.samples import Contest, Sample
 
 WORKS = {
     "write": ["write, new file, synced", "write"],
@@ -243,6 +245,13 @@ def test_the_report_can_go_to_standard_output(tmp_path):
     assert report["schema"] == 1
     assert report["storage"]["path"] == str(tmp_path)
     assert report["system"]["processors"] == len(os.sched_getaffinity(0))
+
+
+def test_a_latency_without_bound_is_null_in_json():
+    sample = Sample(1 << 20, 1, 70.0, 0.1, {50.0: 12.5, 99.0: math.inf})
+    contest = Contest("read", 1 << 20, {}, {"nvmeio": [sample]})
+    latencies = contest.as_dict()["contestants"]["nvmeio"][0]["latency_us"]
+    assert latencies == {"p50": 12.5, "p99": None}
 
 
 def test_a_terminal_shows_progress_with_its_speed(folder):

@@ -1,6 +1,7 @@
 """What was measured: samples of contestants at the same work, summed up and as JSON."""
 
 import dataclasses
+import math
 import statistics
 from collections.abc import Callable
 from typing import Any
@@ -169,7 +170,11 @@ class Contest:
 
 
 def _as_dict(sample: Sample) -> dict[str, Any]:
-    latencies = {f"p{percentile:g}": us for percentile, us in sample.latency_us.items()}
+    latencies = {
+        # JSON has no word for what took longer than nvmeio can tell.
+        f"p{percentile:g}": us if math.isfinite(us) else None
+        for percentile, us in sample.latency_us.items()
+    }
     return {
         "bytes": sample.nbytes,
         "operations": sample.operations,
