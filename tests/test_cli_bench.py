@@ -262,6 +262,16 @@ def test_a_terminal_shows_progress_with_its_speed(folder):
     assert "copy in memory" in done.out
 
 
+@pytest.mark.parametrize("columns", [40, 80, 200])
+def test_figures_are_whole_in_a_terminal_of_any_width(folder, columns):
+    words = (*QUICK, "--only", "write", "--no-fio")
+    env = {**os.environ, "COLUMNS": str(columns)}
+    done = nvmeio_in_terminal("bench", folder, *words, env=env)
+    assert done.status == 0, done.out
+    assert re.search(r"\d\.\d\d \[\d+\.\d\d-\d+\.\d\d\] ", done.out)
+    assert "write, new file, synced" in done.out
+
+
 def test_without_rich_the_same_is_plain_text(folder, out):
     done, _ = bench(folder, "--only", "copy", "--no-fio", out=out, without=("rich",))
     lines = done.out.splitlines()

@@ -163,7 +163,13 @@ class RichTerminal(Terminal):
         for row in rows:
             # Text, for square brackets would be markup.
             drawn.add_row(*map(Text, row))
-        Console(file=sys.stdout).print(drawn)
+        console = Console(file=sys.stdout)
+        whole = console.measure(drawn, options=console.options.update(width=sys.maxsize))
+        # Figures that are broken into lines nobody can read; of words one can.
+        if whole.maximum > console.width and any(_numeric(rows)):
+            super().table(title, head, rows)
+        else:
+            console.print(drawn)
 
     @contextlib.contextmanager
     def progress(self, label: str, total: float, *, unit: str = "B") -> Iterator[Advance]:
