@@ -21,13 +21,14 @@ __all__ = ["Report", "configure", "run"]
 SCHEMA = 1
 
 DETAILS = """\
-Looks at the kernel, the engines, memory and processors, and for each PATH at the file
-system and the device below.  Nothing is changed.  Where a folder can be written to, a MiB
-is written to a file that is gone afterwards, read and compared.
+Looks at the kernel, the engines, memory and processors, and for each PATH at
+the file system and the device below it.  No setting is changed.  In a folder
+that can be written to, 1 MiB goes to a temporary file, is read back and
+compared.
 
 exit status:
-  0  io_uring or libaio serves nvmeio here, and every PATH can be used, with O_DIRECT or
-     because it lies in memory
+  0  io_uring or libaio works here, and every PATH can be used, with O_DIRECT
+     or because it lies in memory
   1  nothing fast works here, or not with every PATH
   2  the command line is wrong
 
@@ -120,7 +121,7 @@ def configure(parser: Parser) -> None:
         nargs="*",
         metavar="PATH",
         default=["."],
-        help="a folder, a file or a block device; the current folder if not given",
+        help="a folder, a file or a block device (default: the current folder)",
     )
     parser.add_argument(
         "--json",
@@ -289,14 +290,13 @@ def _storage_row(storage: Storage) -> tuple[str, ...]:
         f"{storage.file_system} at {storage.mount_point}" if storage.mount_point else ""
     )
     model = f" ({storage.model})" if storage.model else ""
-    free = f"{in_binary(storage.free_bytes)} of {in_binary(storage.total_bytes)}"
     return (
         storage.path,
         mounted,
         f"{storage.device}{model}" or ("memory" if storage.in_memory else storage.source),
         _direct(storage),
         storage.scheduler,
-        free if storage.mount_point else "",
+        in_binary(storage.free_bytes) if storage.mount_point else "",
         ", ".join(_remarks(storage)),
     )
 
@@ -304,7 +304,7 @@ def _storage_row(storage: Storage) -> tuple[str, ...]:
 def _direct(storage: Storage) -> str:
     if storage.direct is None:
         return "not tried"
-    return f"by {storage.alignment_bytes} bytes" if storage.direct else "no"
+    return f"{storage.alignment_bytes} bytes" if storage.direct else "no"
 
 
 def _remarks(storage: Storage) -> list[str]:
@@ -318,7 +318,7 @@ def _remarks(storage: Storage) -> list[str]:
         remarks.append(f"NUMA node {storage.numa_node}")
     if storage.physical_block_bytes:
         sizes = f"{storage.logical_block_bytes}/{storage.physical_block_bytes}"
-        remarks.append(f"sectors of {sizes} bytes")
+        remarks.append(f"sectors {sizes}")
     return remarks
 
 

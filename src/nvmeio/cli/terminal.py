@@ -156,10 +156,23 @@ class RichTerminal(Terminal):
         from rich.table import Table
         from rich.text import Text
 
-        drawn = Table(box=box.SIMPLE_HEAD, title=Text(title) if title else None)
-        drawn.title_justify = "left"
+        # Two columns of space between cells, so that as much as can be fits into 80.
+        drawn = Table(
+            box=box.SIMPLE_HEAD,
+            title=Text(title) if title else None,
+            title_justify="left",
+            collapse_padding=True,
+            pad_edge=False,
+            show_edge=False,
+        )
         for name, right in zip(head, _numeric(rows), strict=True):
-            drawn.add_column(name, justify="right" if right else "left", overflow="fold")
+            # Words go on in the next line; a figure in two lines would be another one.
+            drawn.add_column(
+                name,
+                justify="right" if right else "left",
+                overflow="ellipsis" if right else "fold",
+                no_wrap=right,
+            )
         for row in rows:
             # Text, for square brackets would be markup.
             drawn.add_row(*map(Text, row))
@@ -170,6 +183,7 @@ class RichTerminal(Terminal):
             super().table(title, head, rows)
         else:
             console.print(drawn)
+            console.print()
 
     @contextlib.contextmanager
     def progress(self, label: str, total: float, *, unit: str = "B") -> Iterator[Advance]:
