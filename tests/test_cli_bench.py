@@ -17,6 +17,7 @@ from commands import command, nvmeio, nvmeio_in_terminal
 from helpers import ENGINES
 from nvmeio import engines
 from nvmeio.cli.samples import Contest, Sample
+from nvmeio.cli.units import spread
 
 WORKS = {
     "write": ["write, new file, synced", "write"],
@@ -260,6 +261,32 @@ def test_a_terminal_shows_progress_with_its_speed(folder):
     assert "read, nvmeio" in done.out
     assert "GB/s" in done.out
     assert "copy in memory" in done.out
+    assert "latency of an I/O" in done.out
+
+
+def test_a_terminal_of_80_columns_breaks_no_figure(folder, out):
+    words = ("bench", folder, *QUICK, "--rounds", "2", "--no-fio", "--json", out)
+    done = nvmeio_in_terminal(*words, env={**os.environ, "COLUMNS": "80"})
+    assert done.status == 0, done.out
+    assert max(map(len, done.out.splitlines()[-40:])) <= 80
+    for result in json.loads(out.read_text())["results"]:
+        speeds = [sample["gb_per_s"] for sample in result["contestants"]["nvmeio"]]
+        assert spread(speeds, 2) in done.out
+
+
+def test_where_figures_go_is_looked_at_before_anything_is_measured(tmp_path):
+    for name, reason in [("none/a.json", "no folder"), (".", "is a folder")]:
+        done = nvmeio("bench", tmp_path, "--json", tmp_path / name)
+        assert done.status == 2
+        assert reason in done.err
+        assert done.out == ""
+
+
+def test_a_folder_that_takes_no_files_is_named_as_it_was_typed(tmp_path):
+    (tmp_path / "file").touch()
+    done = nvmeio("bench", tmp_path / "file", *QUICK)
+    assert done.status == 1
+    assert f"{tmp_path}/file: cannot create a folder there: Not a directory" in done.err
 
 
 @pytest.mark.parametrize("columns", [40, 80, 200])
@@ -277,6 +304,8 @@ def test_without_rich_the_same_is_plain_text(folder, out):
     lines = done.out.splitlines()
     assert "CPU s/GiB" in lines[2]
     assert lines[3].startswith("copy in memory  nvmeio")
+    # A copy has no I/O, so no second table.
+    assert "latency" not in done.out
     shown = nvmeio_in_terminal("bench", folder, *QUICK, without=("rich",))
     assert shown.status == 0
     assert "read, nvmeio: " in shown.out

@@ -97,7 +97,7 @@ def test_every_candidate_is_a_configuration_of_a_handle():
 
 
 def test_settings_are_described_by_what_is_unusual():
-    assert described(DEFAULT) == "1024 KiB x 128, in batches"
+    assert described(DEFAULT) == "1 MiB x 128, in batches"
     changes = {
         "overlap_events": True,
         "intra_op_parallelism": 4,
@@ -105,7 +105,7 @@ def test_settings_are_described_by_what_is_unusual():
         "engine": "libaio",
         "bounce": "never",
     }
-    words = "1024 KiB x 128, overlapped, 4 lanes, one by one, libaio, bounce never"
+    words = "1 MiB x 128, overlapped, 4 lanes, one by one, libaio, bounce never"
     assert described({**DEFAULT, **changes}) == words
 
 
@@ -123,7 +123,7 @@ def test_what_is_best_is_shown_and_kept(folder, configuration, tmp_path_factory)
     )
     assert done.status == 0, done.err
     profile = load_profile(folder)
-    assert f"kept: {configuration}/nvmeio/profiles/{profile.device}.json" in done.err
+    assert f"saved: {configuration}/nvmeio/profiles/{profile.device}.json" in done.err
     # Nothing can be sure by one trial, so that the default stays.
     for choice in (profile.both, profile.read, profile.write):
         assert choice.options == DEFAULT

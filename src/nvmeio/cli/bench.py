@@ -27,23 +27,34 @@ from nvmeio.lanes import ENGINES
 __all__ = ["configure", "run"]
 
 WORKS = ("write", "read", "random", "small", "copy")
+PERCENTILE_HEADS = [f"p{percentile:g}" for percentile in PERCENTILES]
 SMALL_COUNT_MAX = 1000
 COPY_BYTES_MAX = 256 << 20
 MIB = 1 << 20
 
 DETAILS = """\
-All files are made in a folder of their own inside DIR, nvmeio-bench-*, which is taken away
-at the end, also after Ctrl-C; what SIGKILL leaves can be deleted.  The contestants take
-turns; figures are the median of the rounds, with the least and the greatest.  Reads find
-nothing in the page cache.  Latencies are those of single I/Os from submission to
-completion.  CPU time is that of all threads.  fio works on the same file with the same
-block size and depth, in huge pages that it has touched; beside the engines threads and
-sync with psync, which has one block in flight.
+The work: sequential writes to a new file with fsync, sequential overwrites,
+sequential reads, random reads, many small tensors in one file, and a copy from
+memory to memory.  fio, if it is installed, reads and writes the same file with
+the same block size and queue depth, in huge pages that it has touched; beside
+the engines threads and sync it is psync, with one block in flight.
+
+Everything is written to a folder nvmeio-bench-* in DIR that is removed at the
+end, also after Ctrl-C; what SIGKILL leaves can be deleted.  The contestants take turns.  Reads find nothing in the
+page cache.
+
+GB/s       10^9 bytes a second: median of the rounds [slowest-fastest]
+IOPS       I/Os a second, as the kernel sees them
+CPU s/GiB  CPU time of all threads, user and system, for each GiB
+speedup    of nvmeio over the contestant below: the median of the rounds'
+           ratios, which is not the ratio of the medians
+p50, ...   latency of single I/Os from submission to completion: with a deep
+           queue most of it is waiting in the queue
 
 examples:
   nvmeio bench /mnt/nvme
   nvmeio bench /mnt/nvme --size 4G --block-size 512K --queue-depth 32
-  nvmeio bench . --memory torch --only read,write --json figures.json --plot figures.png
+  nvmeio bench . --memory torch --only read,write --plot figures.png
 """
 
 
@@ -57,51 +68,83 @@ def configure(parser: Parser) -> None:
     """
     parser.epilog = DETAILS
     add = parser.add_argument
-    add("dir", nargs="?", default=".", metavar="DIR", help="on the disk (.)")
-    add("--size", type=size, default=1 << 30, help="of the file (1G)")
-    add("--block-size", type=size, default=1 << 20, metavar="SIZE", help="of an I/O (1M)")
+    add(
+        "dir",
+        nargs="?",
+        default=".",
+        metavar="DIR",
+        help="a folder on the drive (default: the current folder)",
+    )
+    add("--size", type=size, default=1 << 30, help="of the file (default: 1G)")
+    add(
+        "--block-size",
+        type=size,
+        default=1 << 20,
+        metavar="SIZE",
+        help="of a sequential I/O (default: 1M)",
+    )
     add(
         "--random-block-size",
         type=size,
         default=4096,
         metavar="SIZE",
-        help="of a random read (4K)",
+        help="of a random read (default: 4K)",
     )
     add(
         "--queue-depth",
         type=number(1, 32768),
         default=128,
         metavar="N",
-        help="I/Os in flight (128)",
+        help="I/Os in flight, for each lane (default: 128)",
     )
-    add("--lanes", type=number(1, 256), default=1, metavar="N", help="threads (1)")
-    add("--engine", choices=("auto", *ENGINES), default="auto", help="(auto)")
+    add(
+        "--lanes",
+        type=number(1, 256),
+        default=1,
+        metavar="N",
+        help="threads that each have a queue (default: 1)",
+    )
+    add("--engine", choices=ENGINES, default="auto", help="default: the best that works")
     direct = parser.add_mutually_exclusive_group()
     direct.add_argument(
-        "--direct", action="store_true", help="past the page cache, or fail"
+        "--direct",
+        action="store_true",
+        help="O_DIRECT, and fail without it (default: where the file system has it)",
     )
-    direct.add_argument("--buffered", action="store_true", help="by the page cache")
+    direct.add_argument("--buffered", action="store_true", help="through the page cache")
     add(
         "--memory",
         choices=KINDS,
         default="pool",
-        help="nvmeio's pool (the default), as numpy or torch allocate it, or fresh: what "
-        "is read into was never touched",
+        help="what is read into: nvmeio's pool in huge pages (default), arrays of numpy, "
+        "tensors of torch, or arrays that were never touched (fresh)",
     )
-    add("--only", type=_works, default=WORKS, metavar="WORK,...", help=", ".join(WORKS))
-    add("--rounds", type=number(1, 1000), default=3, metavar="N", help="(3)")
-    add("--no-fio", action="store_true", help="do without fio")
+    add(
+        "--only",
+        type=_works,
+        default=WORKS,
+        metavar="WORK,...",
+        help=f"some of {', '.join(WORKS)} (default: all)",
+    )
+    add(
+        "--rounds",
+        type=number(1, 1000),
+        default=3,
+        metavar="N",
+        help="how often each contestant has its turn (default: 3)",
+    )
+    add("--no-fio", action="store_true", help="leave fio out")
     add(
         "--reserve",
         type=size,
         metavar="SIZE",
-        help="what must stay free on the disk (a tenth of it, at most 1G)",
+        help="what must stay free (default: a tenth of the file system, at most 1G)",
     )
     add(
         "--json",
         type=target,
         metavar="FILE",
-        help="keep all figures; - for standard output",
+        help="write the figures of every round; - is standard output",
     )
     add("--plot", type=plots.picture, metavar="FILE.png|.svg", help="draw a chart")
 
@@ -150,13 +193,15 @@ def run(options: argparse.Namespace, terminal: Terminal) -> int:
     if options.json != "-":
         terminal.say(about)
         terminal.say()
-        terminal.table("", *_table(contests))
+        terminal.table("", *_throughput(contests))
+        if latencies := _latencies(contests):
+            terminal.table("", ["latency of an I/O", "by", *PERCENTILE_HEADS], latencies)
     keep(report, options.json)
     if options.plot:
         plots.bars(contests, about, options.plot)
         terminal.note(f"drawn: {options.plot}")
     if not fio and not options.no_fio:
-        terminal.note("fio is not installed; with it, its figures would stand beside")
+        terminal.note("fio is not installed; if it were, its figures would be shown too")
     return 0
 
 
@@ -272,23 +317,34 @@ def _about(
     return "; ".join(filter(None, words))
 
 
-def _table(contests: list[Contest]) -> tuple[list[str], list[list[str]]]:
+def _throughput(contests: list[Contest]) -> tuple[list[str], list[list[str]]]:
     """Return head and rows: one for each work and contestant."""
     several = len(next(iter(contests[0].samples.values()))) > 1
     head = ["work", "by", "GB/s" + (" [min-max]" if several else ""), "IOPS"]
-    head += [f"p{percentile:g}" for percentile in PERCENTILES]
-    head += ["CPU s/GiB", "nvmeio / it"]
+    head += ["CPU s/GiB", "speedup"]
+    rows = []
+    for contest in contests:
+        # At most one other stands beside nvmeio, which comes first.
+        ours, *others = contest.samples
+        speedups = [spread(contest.ratios(name), 2).split()[0] for name in others]
+        for name in contest.samples:
+            iops = contest.figures(name, "iops")
+            row = [contest.work if name == ours else "", name]
+            row.append(spread(contest.figures(name, "gb_per_s"), 2))
+            row.append(f"{statistics.median(iops):,.0f}" if any(iops) else "-")
+            row.append(spread(contest.figures(name, "cpu_s_per_gib"), 3).split()[0])
+            row.append(speedups[0] if speedups and name == ours else "")
+            rows.append(row)
+    return head, rows
+
+
+def _latencies(contests: list[Contest]) -> list[list[str]]:
+    """Return rows of percentiles, for each work with I/O and each contestant."""
     rows = []
     for contest in contests:
         for index, name in enumerate(contest.samples):
-            iops = contest.figures(name, "iops")
-            row = ["" if index else contest.work, name]
-            row.append(spread(contest.figures(name, "gb_per_s"), 2))
-            row.append(f"{statistics.median(iops):,.0f}" if any(iops) else "-")
-            for percentile in PERCENTILES:
-                latency = contest.latency_us(name, percentile)
-                row.append("-" if latency is None else in_time(latency))
-            row.append(spread(contest.figures(name, "cpu_s_per_gib"), 3).split()[0])
-            row.append(spread(contest.ratios(name), 2).split()[0] if index else "")
-            rows.append(row)
-    return head, rows
+            found = [contest.latency_us(name, percentile) for percentile in PERCENTILES]
+            known = [in_time(latency) for latency in found if latency is not None]
+            if known:
+                rows.append(["" if index else contest.work, name, *known])
+    return rows

@@ -35,7 +35,7 @@ class Buffers:
 
     def __init__(self, kind: str) -> None:
         if kind == "torch" and find_spec("torch") is None:
-            raise CommandError("--memory torch takes torch, which is not installed")
+            raise CommandError("--memory torch needs torch, which is not installed")
         self.kind = kind
 
     def make(self, nbytes: int) -> Any:

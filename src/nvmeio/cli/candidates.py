@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from nvmeio._values import DEFAULTS
+from nvmeio.cli.units import in_binary
 
 __all__ = [
     "DEFAULT",
@@ -125,9 +126,9 @@ def described(options: Options) -> str:
     Returns
     -------
     str
-        Such as "1024 KiB x 32, overlapped"; what is usual is left out.
+        Such as "1 MiB x 32, overlapped"; what is usual is left out.
     """
-    words = [f"{options['block_size'] >> 10} KiB x {options['queue_depth']}"]
+    words = [f"{in_binary(options['block_size'])} x {options['queue_depth']}"]
     words.append("overlapped" if options["overlap_events"] else "in batches")
     if options["intra_op_parallelism"] > 1:
         words.append(f"{options['intra_op_parallelism']} lanes")

@@ -38,9 +38,9 @@ def folder_of_its_own(folder: str, needed: int, reserve: int | None) -> Iterator
     Raises
     ------
     CommandError
-        There is not enough room.  Nothing was written.
+        There is not enough room, or no folder can be made there.  Nothing was written.
     OSError
-        A folder cannot be made there.
+        The folder does not exist.
     """
     space = os.statvfs(folder)
     free = space.f_bavail * space.f_frsize
@@ -52,7 +52,13 @@ def folder_of_its_own(folder: str, needed: int, reserve: int | None) -> Iterator
             f"{folder}: {in_binary(needed)} are needed and {in_binary(free)} are free, of "
             f"which {in_binary(reserve)} are kept (--reserve); a smaller --size needs less"
         )
-    own = tempfile.TemporaryDirectory(prefix="nvmeio-bench-", dir=folder)
+    try:
+        own = tempfile.TemporaryDirectory(prefix="nvmeio-bench-", dir=folder)
+    except OSError as error:
+        # Its name is one that nobody has typed.
+        raise CommandError(
+            f"{folder}: cannot create a folder there: {error.strerror}"
+        ) from None
     try:
         yield Path(own.name)
     finally:

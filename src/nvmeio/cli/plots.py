@@ -61,7 +61,7 @@ def require() -> None:
         from matplotlib.figure import Figure  # noqa: F401
     except ImportError:
         raise CommandError(
-            "--plot takes matplotlib, which is not installed: pip install 'nvmeio[cli]'"
+            "--plot needs matplotlib, which is not installed: pip install 'nvmeio[cli]'"
         ) from None
 
 
@@ -96,17 +96,21 @@ def figure_of_bars(contests: list[Contest], about: str) -> Any:
         speeds = contest.figures(name, "gb_per_s")
         middle = statistics.median(speeds)
         whisker = [[middle - min(speeds)], [max(speeds) - middle]]
-        left.barh(place, middle, color=colours[name], xerr=whisker, capsize=3)
+        bar = left.barh(place, middle, color=colours[name], xerr=whisker, capsize=3)
+        # Beside copies in memory a random read is too short a bar to be read.
+        left.bar_label(bar, fmt="%.2f", padding=4, fontsize="small")
         for percentile, mark in marks.items():
             latency = contest.latency_us(name, percentile)
             if latency is not None:
-                right.plot(latency, place, mark, color=colours[name], alpha=0.8)
+                right.plot(latency / 1e3, place, mark, color=colours[name], alpha=0.8)
     left.set_xlabel("throughput, GB/s (10⁹ bytes a second)")
     left.set_ylabel("work")
+    left.margins(x=0.15)
     left.set_yticks(range(len(rows)), [contest.work for contest, _ in rows])
     left.invert_yaxis()
     right.set_xscale("log")
-    right.set_xlabel("latency of an I/O, µs (median of the rounds)")
+    right.xaxis.set_major_formatter("{x:g}")
+    right.set_xlabel("latency of an I/O, ms (median of the rounds)")
     left.grid(axis="x", alpha=0.3)
     right.grid(axis="x", alpha=0.3)
     keys: list[Any] = [Patch(color=colours[name], label=name) for name in names]

@@ -11,12 +11,12 @@ __all__ = ["keep", "target"]
 
 
 def target(text: str) -> str:
-    """Read where a report goes, so that it is not in vain that it was made.
+    """Read the name of a file for a report, before anything is measured for it.
 
     Parameters
     ----------
     text : str
-        The name of a file, or "-".
+        A name, or "-" for standard output.
 
     Returns
     -------
@@ -26,11 +26,13 @@ def target(text: str) -> str:
     Raises
     ------
     argparse.ArgumentTypeError
-        The file's folder does not exist, or it is one itself.
+        Its folder does not exist, or it is a folder itself.
     """
     path = Path(text)
-    if text != "-" and (path.is_dir() or not path.parent.is_dir()):
-        raise argparse.ArgumentTypeError(f"{text!r} must be a file, in a folder")
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"there is no folder {str(path.parent)!r}")
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r} is a folder")
     return text
 
 

@@ -40,16 +40,19 @@ AIO_KEYS = (
 )
 
 DETAILS = """\
-Three races: block size and depth; then lanes, batches, single submits and engines for
-those that won; then bounces, with memory in small pages.  In every round of a race each
-candidate reads and writes the same tensor, in another order.  A candidate leaves when it
-is not faster than the winner by more than 3 %, with 99 % confidence; a race ends when all
-have left.  The default wins unless another is certainly faster; of those that then look
-alike what takes least memory.
+Three races: block size and queue depth; then lanes, overlap_events,
+single_submit and engines for the winners; then bounce, with memory in small
+pages.  In every round of a race each candidate reads and writes the same
+tensor, in another order.  A candidate is out when it is not faster than the
+winner by more than 3 %, with 99 % confidence; a race ends when all others are
+out.  The default wins unless another is certainly faster; among those that
+then look alike, the one that takes least memory.
 
-The profile is kept for the device that DIR lies on, in nvmeio/profiles in the folder
-XDG_CONFIG_HOME (~/.config) of the user who runs this.  aio_handle.from_profile(path)
-takes it, and handles with NVMEIO_PROFILE=auto in the environment.
+The profile is saved for the device that DIR lies on, in nvmeio/profiles in
+$XDG_CONFIG_HOME (~/.config).  aio_handle.from_profile(path) uses it, and so
+does every handle with NVMEIO_PROFILE=auto in the environment.  All files are
+made in a folder nvmeio-bench-* in DIR that is removed at the end, also after
+Ctrl-C.
 
 examples:
   nvmeio tune /mnt/nvme
@@ -73,26 +76,31 @@ def configure(parser: Parser) -> None:
         type=seconds,
         default=60.0,
         metavar="TIME",
-        help="how long at most, about: 60s, 5m (60s)",
+        help="how long it may take, such as 90s or 5m (default: 60s)",
     )
-    add("--size", type=size, default=1 << 30, help="of the file to measure with (1G)")
+    add(
+        "--size",
+        type=size,
+        default=1 << 30,
+        help="of the file (default: 1G)",
+    )
     add(
         "--reserve",
         type=size,
         metavar="SIZE",
-        help="what must stay free on the disk (a tenth of it, at most 1G)",
+        help="what must stay free (default: a tenth of the file system, at most 1G)",
     )
-    add("--no-save", action="store_true", help="keep no profile")
+    add("--no-save", action="store_true", help="save no profile")
     add(
         "--deepspeed",
         metavar="FILE",
-        help='write the "aio" block into this configuration of DeepSpeed',
+        help='write the "aio" block into this DeepSpeed configuration',
     )
     add(
         "--json",
         type=target,
         metavar="FILE",
-        help="keep all figures; - for standard output",
+        help="write the figures of every trial; - is standard output",
     )
     add("--plot", type=plots.picture, metavar="FILE.png|.svg", help="draw a heat map")
 
@@ -140,9 +148,9 @@ def run(options: argparse.Namespace, terminal: Terminal) -> int:
         "aio": block,
         "races": [heat.as_dict() for heat in heats],
     }
-    # First, for it took longest; what is asked for beside it may fail.
+    # First what took so long: a file that is named may turn out not to be writable.
     if not options.no_save:
-        terminal.note(f"kept: {save_profile(profile)}")
+        terminal.note(f"saved: {save_profile(profile)}")
     keep(report, options.json)
     if options.plot:
         plots.heat_map(heats[0].speeds(), profile.description, options.plot)
@@ -269,10 +277,10 @@ def _tell(
     terminal.table("", ["best for", "settings", "GB/s", "x default", "settled"], rows)
     if not all(row[-1] == "yes" for row in rows):
         terminal.say(
-            "Where it is not settled others may be faster still, by what the noise of this "
-            "machine hides; a longer --budget can tell."
+            "Where it is not settled, other settings may be faster by as much as this\n"
+            "machine's noise hides; a longer --budget can tell."
         )
         terminal.say()
-    terminal.say("DeepSpeed's block, for reading and writing alike:")
+    terminal.say("DeepSpeed's aio block, for reading and writing alike:")
     terminal.say('"aio": ' + json.dumps(block, indent=2))
     terminal.say()
