@@ -22,15 +22,16 @@ __all__ = ["COMMANDS", "main"]
 # For each command what it does, in the words of --help.
 COMMANDS = {
     "doctor": "tell whether nvmeio works here, and what would make it faster",
-    "bench": "measure a disk and its memory, beside fio where that is installed",
-    "tune": "find the fastest settings for a device, and keep them",
-    "cp": "copy a file, whose name never stands for half of it",
-    "verify": "read files past the page cache and through it, compare, print checksums",
+    "bench": "measure a drive and memory copies, beside fio if it is installed",
+    "tune": "find the fastest settings for a drive, and save them as a profile",
+    "cp": "copy a file; its name appears when the copy is complete",
+    "verify": "read files with and without the page cache, compare, print checksums",
 }
 
 ABOUT = """\
-Moves numpy arrays and torch tensors to and from files on NVMe drives.  The commands tell
-whether that works here, how fast it is, and which settings are best.
+Moves numpy arrays and torch tensors to and from files on NVMe drives.  The
+commands tell whether that works here, how fast it is, and which settings are
+best.
 """
 
 EXAMPLES = """\
@@ -41,7 +42,7 @@ examples:
   nvmeio cp --verify model.safetensors /mnt/nvme/
   nvmeio verify /mnt/nvme/*.npy > SHA256SUMS
 
-nvmeio COMMAND --help tells more of each.
+nvmeio COMMAND --help tells more about each.
 """
 
 # Signals that end a program; it still has files to take away.

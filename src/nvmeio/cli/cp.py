@@ -25,18 +25,18 @@ from nvmeio.files import naming, synced_folder
 __all__ = ["configure", "run"]
 
 NOTES = """\
-The copy is made in a file beside DST that is named .nvmeio-*.tmp.  When it is complete and
-on the device, it takes DST's name.  An error, Ctrl-C and SIGTERM remove it and leave DST as
-it was; what SIGKILL or a power failure leaves can be deleted.
+The copy is made in a file .nvmeio-*.tmp beside DST.  When it is complete and
+on the device, it is renamed to DST.  An error, Ctrl-C and SIGTERM remove it
+and leave DST as it was; what SIGKILL or a power failure leaves can be deleted.
 
-A DST that exists is replaced by a new file of the same mode and, where that is permitted,
-owner; its other hard links keep the old content.  Where DST is a symbolic link, the file it
-leads to is replaced.  A new DST has the permission bits of SRC, less the umask.  Holes of
-SRC stay holes.
+A DST that exists is replaced by a new file of the same mode and, where that is
+permitted, owner; its other hard links keep the old content.  Where DST is a
+symbolic link, the file it leads to is replaced.  A new DST has the permission
+bits of SRC, less the umask.  Holes of SRC stay holes.
 
---verify reads the copy back before it takes its name, past the page cache where the file
-system has O_DIRECT, and compares its SHA-256 with that of the bytes that were read from
-SRC.  Of files in memory (tmpfs) it compares memory.
+--verify reads the copy back before it is renamed, past the page cache where
+the file system has O_DIRECT, and compares its SHA-256 with that of the bytes
+that were read from SRC.  Of files in memory (tmpfs) it compares memory.
 
 examples:
   nvmeio cp model.safetensors /mnt/nvme/

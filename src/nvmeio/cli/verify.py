@@ -29,22 +29,23 @@ from nvmeio.files import naming
 __all__ = ["configure", "run"]
 
 NOTES = """\
-Each file is read twice: by nvmeio, past the page cache, and by ordinary reads, as other
-programs see it.  Both must give the same bytes; the first offset where they do not is told.
-What programs have written and the kernel still has in memory alone is written to the device
-first, by an fsync.
+Each file is read twice: by nvmeio with O_DIRECT, and by ordinary reads, as
+other programs see it.  Both must give the same bytes; if not, the first offset
+where they differ is reported.  Dirty pages are written to the device first, by
+an fsync.
 
-Where the file system has no O_DIRECT, and with --buffered, the page cache is asked to let
-go of the file beforehand.  It keeps what is locked or mapped, and files in memory (tmpfs)
-have no device; the last line tells of how many files that is so.
+Where the file system has no O_DIRECT, and with --buffered, the page cache is
+asked to drop the file beforehand.  It keeps pages that are locked or mapped,
+and files in memory (tmpfs) have no device; the last line says how many files
+that concerns.
 
-A good file agrees with itself: only a list of checksums (--check) tells whether it is what
-it once was.  A .npy file must moreover hold the array that its header describes, no less
-and no more.
+That both agree does not mean that a file is what it once was: only a list of
+checksums (--check) tells that.  A .npy file must also hold exactly the array
+that its header describes.
 
-Bad files are told on standard error, and the others are gone through nevertheless; the exit
-status is 1 then.  For good files the answer is their SHA-256, in the format of sha256sum;
-with --check it is a word for each file.
+Bad files are reported on standard error, and the rest are still read; the exit
+status is then 1.  For good files the SHA-256 is printed, in the format of
+sha256sum; with --check it is OK or FAILED for each file.
 
 examples:
   nvmeio verify /mnt/nvme/*.npy
