@@ -10,12 +10,11 @@ from collections.abc import Iterator
 from importlib.metadata import version
 from typing import Any
 
-from nvmeio.cli import plots
+from nvmeio.cli import plots, report
 from nvmeio.cli.arguments import Parser, UsageError, number, size
 from nvmeio.cli.buffers import KINDS
 from nvmeio.cli.fio import Fio, fio_version
 from nvmeio.cli.ground import folder_of_its_own
-from nvmeio.cli.report import keep, target
 from nvmeio.cli.samples import PERCENTILES, Contest
 from nvmeio.cli.storage import storage_of
 from nvmeio.cli.system import system
@@ -34,14 +33,14 @@ MIB = 1 << 20
 
 DETAILS = """\
 The work: sequential writes to a new file with fsync, sequential overwrites,
-sequential reads, random reads, many small tensors in one file, and a copy from
-memory to memory.  fio, if it is installed, reads and writes the same file with
-the same block size and queue depth, in huge pages that it has touched; beside
-the engines threads and sync it is psync, with one block in flight.
+sequential reads, random reads, many small tensors in a file each, and a copy
+from memory to memory.  fio, if it is installed, reads and writes the same file
+with the same block size and queue depth, in huge pages that it has touched;
+beside the engines threads and sync it is psync, with one block in flight.
 
 Everything is written to a folder nvmeio-bench-* in DIR that is removed at the
-end, also after Ctrl-C; what SIGKILL leaves can be deleted.  The contestants take turns.  Reads find nothing in the
-page cache.
+end, also after Ctrl-C; what SIGKILL leaves can be deleted.  The contestants
+take turns.  Reads find nothing in the page cache.
 
 GB/s       10^9 bytes a second: median of the rounds [slowest-fastest]
 IOPS       I/Os a second, as the kernel sees them
@@ -140,13 +139,7 @@ def configure(parser: Parser) -> None:
         metavar="SIZE",
         help="what must stay free (default: a tenth of the file system, at most 1G)",
     )
-    add(
-        "--json",
-        type=target,
-        metavar="FILE",
-        help="write the figures of every round; - is standard output",
-    )
-    add("--plot", type=plots.picture, metavar="FILE.png|.svg", help="draw a chart")
+    report.add_options(parser, "every round", "a chart")
 
 
 def run(options: argparse.Namespace, terminal: Terminal) -> int:
@@ -180,7 +173,7 @@ def run(options: argparse.Namespace, terminal: Terminal) -> int:
         for _, contest in itertools.product(range(options.rounds), contests):
             contest.fight(terminal)
         about = _about(bench, settings, storage.file_system, storage.device, fio)
-    report = {
+    found = {
         "schema": 1,
         "nvmeio": version("nvmeio"),
         "fio": fio or None,
@@ -196,7 +189,7 @@ def run(options: argparse.Namespace, terminal: Terminal) -> int:
         terminal.table("", *_throughput(contests))
         if latencies := _latencies(contests):
             terminal.table("", ["latency of an I/O", "by", *PERCENTILE_HEADS], latencies)
-    keep(report, options.json)
+    report.keep(found, options.json)
     if options.plot:
         plots.bars(contests, about, options.plot)
         terminal.note(f"drawn: {options.plot}")

@@ -178,8 +178,8 @@ class RichTerminal(Terminal):
             drawn.add_row(*map(Text, row))
         console = Console(file=sys.stdout)
         whole = console.measure(drawn, options=console.options.update(width=sys.maxsize))
-        # Figures that are broken into lines nobody can read; of words one can.
-        if whole.maximum > console.width and any(_numeric(rows)):
+        # What is cut off nobody can read; the terminal itself breaks plain lines.
+        if whole.minimum > console.width:
             super().table(title, head, rows)
         else:
             console.print(drawn)

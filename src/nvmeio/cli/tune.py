@@ -8,12 +8,11 @@ import statistics
 import time
 from typing import Any
 
-from nvmeio.cli import plots
+from nvmeio.cli import plots, report
 from nvmeio.cli.arguments import Parser, UsageError, seconds, size
 from nvmeio.cli.candidates import DEFAULT, Options, bounces, described, grid, variations
 from nvmeio.cli.ground import folder_of_its_own
 from nvmeio.cli.race import GOALS, Race
-from nvmeio.cli.report import keep, target
 from nvmeio.cli.terminal import Terminal
 from nvmeio.cli.trials import Trials, small_pages
 from nvmeio.cli.units import in_binary, spread
@@ -96,13 +95,7 @@ def configure(parser: Parser) -> None:
         metavar="FILE",
         help='write the "aio" block into this DeepSpeed configuration',
     )
-    add(
-        "--json",
-        type=target,
-        metavar="FILE",
-        help="write the figures of every trial; - is standard output",
-    )
-    add("--plot", type=plots.picture, metavar="FILE.png|.svg", help="draw a heat map")
+    report.add_options(parser, "every trial", "a heat map")
 
 
 def run(options: argparse.Namespace, terminal: Terminal) -> int:
@@ -140,7 +133,7 @@ def run(options: argparse.Namespace, terminal: Terminal) -> int:
     if options.json != "-":
         took = f"{time.monotonic() - begin:.0f} s"
         _tell(profile, heats, took, block, terminal)
-    report = {
+    found = {
         "schema": 1,
         **dataclasses.asdict(profile),
         "direct": trials.direct,
@@ -151,7 +144,7 @@ def run(options: argparse.Namespace, terminal: Terminal) -> int:
     # First what took so long: a file that is named may turn out not to be writable.
     if not options.no_save:
         terminal.note(f"saved: {save_profile(profile)}")
-    keep(report, options.json)
+    report.keep(found, options.json)
     if options.plot:
         plots.heat_map(heats[0].speeds(), profile.description, options.plot)
         terminal.note(f"drawn: {options.plot}")
