@@ -116,3 +116,13 @@ def test_one_candidate_is_measured_once_and_wins():
     assert race.trials == 1
     assert race.result("both").winner == 0
     assert race.result("both").settled
+
+
+def test_how_much_faster_one_is_comes_from_the_rounds_that_both_have_run():
+    speeds = [1, 1.5, 0.2]
+    race = Disk(speeds, speeds, 0.02, 4).hold(600)
+    for goal in GOALS:
+        assert race.times_as_fast(1, 0, goal) == pytest.approx(1.5, rel=0.1)
+        assert race.times_as_fast(0, 1, goal) * race.times_as_fast(
+            1, 0, goal
+        ) == pytest.approx(1)

@@ -154,6 +154,23 @@ class Race:
         """
         return [math.exp(logs[goal]) for logs in self._rounds[candidate].values()]
 
+    def times_as_fast(self, one: int, other: int, goal: str) -> float:
+        """Return how many times as fast as another a candidate is.
+
+        Parameters
+        ----------
+        one, other : int
+            Their numbers.
+        goal : str
+            One of GOALS.
+
+        Returns
+        -------
+        float
+            The geometric mean over the rounds that both have run.
+        """
+        return math.exp(self._mean(one, other, goal))
+
     def _runners(self) -> list[int]:
         """Return those of whom more has to be known, with whom they are compared."""
         runners: set[int] = set()

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from nvmeio.cli.buffers import Buffers
 from nvmeio.cli.candidates import DEFAULT, Options
 from nvmeio.cli.ground import forget_cached
 from nvmeio.file import File
 from nvmeio.handle import aio_handle
-from nvmeio.memory import empty
 
-__all__ = ["Trials", "pool", "small_pages"]
+__all__ = ["Trials", "small_pages"]
 
 # Long enough that to begin and to end does not matter, short enough for many.
 TRIAL_SECONDS = 0.05
@@ -24,24 +24,6 @@ TRIAL_BYTES_MIN = 32 << 20
 PAGE_BYTES = 4096
 
 Array = npt.NDArray[np.uint8]
-
-
-def pool(nbytes: int) -> Array:
-    """Make a buffer as swapped tensors have it: in huge pages of the pool.
-
-    Parameters
-    ----------
-    nbytes : int
-        How large.
-
-    Returns
-    -------
-    numpy.ndarray
-        Of bytes, touched.
-    """
-    memory = empty(nbytes, np.uint8)
-    memory.fill(1)
-    return memory
 
 
 def small_pages(nbytes: int) -> Array:
@@ -87,11 +69,13 @@ class Trials:
         self._file = self._stack.enter_context(File(self._path, "w"))
         self.direct: bool = self._file.direct
         self._fill()
-        self._memory: Array = pool(min(size, TRIAL_BYTES_MIN))
+        # In huge pages, as swapped tensors have it.
+        make = Buffers("pool").make
+        self._memory: Array = make(min(size, TRIAL_BYTES_MIN))
         slower = min(self.measure(DEFAULT).values())
         nbytes = max(TRIAL_BYTES_MIN, int(slower * TRIAL_SECONDS))
         self.nbytes = min(size, nbytes - nbytes % (1 << 20))
-        self.use(pool)
+        self.use(make)
 
     def __enter__(self) -> "Trials":
         return self
@@ -106,7 +90,7 @@ class Trials:
         Parameters
         ----------
         make : callable
-            Makes it: pool or small_pages.
+            Makes it, of so many bytes.
         """
         self._memory = make(self.nbytes)
 

@@ -15,7 +15,7 @@ from nvmeio.cli.ground import folder_of_its_own
 from nvmeio.cli.race import GOALS, Race
 from nvmeio.cli.terminal import Terminal
 from nvmeio.cli.trials import Trials, small_pages
-from nvmeio.cli.units import in_binary, spread
+from nvmeio.cli.units import in_binary
 from nvmeio.deepspeed.config import aio_config, write_aio_config
 from nvmeio.info import engines
 from nvmeio.profiles import Choice, Profile, new_profile, profiles_folder, save_profile
@@ -236,11 +236,12 @@ def _choices(heats: list[Heat]) -> dict[str, Choice]:
         options = {**second.best(goal), "bounce": third.best(goal)["bounce"]}
         winner = second.race.result(goal).winner
         speeds = [speed / 1e9 for speed in second.race.speeds(winner, goal)]
-        default = second.race.speeds(second.candidates.index(DEFAULT), goal)
-        ratio = statistics.median(speeds) * 1e9 / statistics.median(default)
+        default = second.candidates.index(DEFAULT)
         figures = {
-            "gb_per_s": spread(speeds, 2),
-            "times_default": round(ratio, 3),
+            "median_gb_per_s": statistics.median(speeds),
+            "min_gb_per_s": min(speeds),
+            "max_gb_per_s": max(speeds),
+            "times_default": second.race.times_as_fast(winner, default, goal),
             "settled": all(heat.race.result(goal).settled for heat in heats),
         }
         choices[goal] = Choice(options, figures)
@@ -254,6 +255,7 @@ def _tell(
     trials = sum(heat.race.trials for heat in heats)
     terminal.say(f"{profile.description}: {trials} trials in {took}")
     terminal.say()
+    speed = "{median_gb_per_s:.2f} [{min_gb_per_s:.2f}-{max_gb_per_s:.2f}]"
     rows = []
     for goal in GOALS:
         choice: Choice = getattr(profile, goal)
@@ -262,7 +264,7 @@ def _tell(
             [
                 goal,
                 described(choice.options),
-                figures["gb_per_s"],
+                speed.format(**figures),
                 f"{figures['times_default']:.2f}",
                 "yes" if figures["settled"] else "no",
             ]
