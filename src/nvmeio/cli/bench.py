@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from importlib.metadata import version
 from typing import Any
 
-from nvmeio.cli import plots, report
+from nvmeio.arguments import LIMITS
+from nvmeio.cli import plots, report, transfer_options
 from nvmeio.cli.arguments import Parser, UsageError, number, size
 from nvmeio.cli.buffers import KINDS
 from nvmeio.cli.fio import Fio, fio_version
@@ -21,7 +22,6 @@ from nvmeio.cli.system import system
 from nvmeio.cli.terminal import Terminal
 from nvmeio.cli.units import in_binary, in_time, spread
 from nvmeio.cli.workloads import RANDOM_SECONDS, Settings, Workbench
-from nvmeio.lanes import ENGINES
 
 __all__ = ["configure", "run"]
 
@@ -75,13 +75,7 @@ def configure(parser: Parser) -> None:
         help="a folder on the drive (default: the current folder)",
     )
     add("--size", type=size, default=1 << 30, help="of the file (default: 1G)")
-    add(
-        "--block-size",
-        type=size,
-        default=1 << 20,
-        metavar="SIZE",
-        help="of a sequential I/O (default: 1M)",
-    )
+    transfer_options.add_options(parser, block_size=MIB, queue_depth=128)
     add(
         "--random-block-size",
         type=size,
@@ -90,27 +84,12 @@ def configure(parser: Parser) -> None:
         help="of a random read (default: 4K)",
     )
     add(
-        "--queue-depth",
-        type=number(1, 32768),
-        default=128,
-        metavar="N",
-        help="I/Os in flight, for each lane (default: 128)",
-    )
-    add(
         "--lanes",
-        type=number(1, 256),
+        type=number(1, LIMITS["intra_op_parallelism"]),
         default=1,
         metavar="N",
         help="threads that each have a queue (default: 1)",
     )
-    add("--engine", choices=ENGINES, default="auto", help="default: the best that works")
-    direct = parser.add_mutually_exclusive_group()
-    direct.add_argument(
-        "--direct",
-        action="store_true",
-        help="O_DIRECT, and fail without it (default: where the file system has it)",
-    )
-    direct.add_argument("--buffered", action="store_true", help="through the page cache")
     add(
         "--memory",
         choices=KINDS,
@@ -230,7 +209,7 @@ def _settings(options: argparse.Namespace) -> Settings:
         queue_depth=options.queue_depth,
         lanes=options.lanes,
         engine=options.engine,
-        direct=True if options.direct else False if options.buffered else "auto",
+        direct=options.direct,
         memory=options.memory,
     )
 

@@ -14,11 +14,10 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from nvmeio.arguments import LIMITS
-from nvmeio.cli.arguments import Parser, UsageError, number, size
+from nvmeio.cli import transfer_options
+from nvmeio.cli.arguments import Parser, UsageError
 from nvmeio.file import File
 from nvmeio.handle import aio_handle
-from nvmeio.lanes import ENGINES
 from nvmeio.memory import empty
 from nvmeio.request import Request
 
@@ -63,42 +62,15 @@ class Piece(NamedTuple):
 
 
 def add_options(parser: Parser) -> None:
-    """Add the options that say how files are read and written.
+    """Add what a Stream wants to know, and whether to be quiet.
 
     Parameters
     ----------
     parser : Parser
         Of a command.
     """
-    group = parser.add_argument_group("how files are read and written")
-    group.add_argument(
-        "--engine", choices=ENGINES, default="auto", help="default: the best that works"
-    )
-    group.add_argument(
-        "--block-size", type=size, metavar="SIZE", help="of one I/O; default: 1M"
-    )
-    group.add_argument(
-        "--queue-depth",
-        type=number(1, LIMITS["queue_depth"]),
-        metavar="N",
-        help="how many blocks are in flight at most; default: 128",
-    )
-    way = group.add_mutually_exclusive_group()
-    way.add_argument(
-        "--direct",
-        action="store_true",
-        dest="direct",
-        default="auto",
-        help="past the page cache, and fail where that cannot be; default: where it can",
-    )
-    way.add_argument(
-        "--buffered",
-        action="store_false",
-        dest="direct",
-        default="auto",
-        help="through the page cache",
-    )
-    group.add_argument(
+    transfer_options.add_options(parser)
+    parser.add_argument(
         "-q", "--quiet", action="store_true", help="no progress, and no notes at the end"
     )
 
