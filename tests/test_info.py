@@ -154,5 +154,10 @@ def test_an_engine_that_does_not_work_is_refused_with_the_reason():
 def test_an_unknown_engine_is_no_engine():
     with pytest.raises(ValueError, match="engine is 'aio'"):
         nvmeio.aio_handle(engine="aio")
-    with pytest.raises(ValueError, match="engine is None"):
-        nvmeio.aio_handle(engine=None)
+    with pytest.raises(ValueError, match="engine is 7"):
+        nvmeio.aio_handle(engine=7)
+
+
+def test_none_is_an_engine_that_was_not_passed():
+    with nvmeio.aio_handle(engine=None) as handle, nvmeio.aio_handle() as default:
+        assert handle.stats()["engine"] == default.stats()["engine"]
