@@ -11,11 +11,10 @@ from importlib.metadata import version
 from typing import Any
 
 from nvmeio.arguments import LIMITS
-from nvmeio.cli import plots, report, transfer_options
+from nvmeio.cli import ground, plots, report, transfer_options
 from nvmeio.cli.arguments import Parser, UsageError, number, size
 from nvmeio.cli.buffers import KINDS
 from nvmeio.cli.fio import Fio, fio_version
-from nvmeio.cli.ground import folder_of_its_own
 from nvmeio.cli.samples import PERCENTILES, Contest
 from nvmeio.cli.storage import storage_of
 from nvmeio.cli.system import system
@@ -112,12 +111,7 @@ def configure(parser: Parser) -> None:
         help="how often each contestant has its turn (default: 3)",
     )
     add("--no-fio", action="store_true", help="leave fio out")
-    add(
-        "--reserve",
-        type=size,
-        metavar="SIZE",
-        help="what must stay free (default: a tenth of the file system, at most 1G)",
-    )
+    ground.add_option(parser)
     report.add_options(parser, "every round", "a chart")
 
 
@@ -143,7 +137,7 @@ def run(options: argparse.Namespace, terminal: Terminal) -> int:
     fio = "" if options.no_fio else fio_version()
     needed = settings.disk_bytes + settings.size * ("write" in options.only)
     with (
-        folder_of_its_own(options.dir, needed, options.reserve) as folder,
+        ground.folder_of_its_own(options.dir, needed, options.reserve) as folder,
         Workbench(folder, settings) as bench,
     ):
         with terminal.progress("preparing", 2 * settings.disk_bytes) as advance:

@@ -7,13 +7,29 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from nvmeio.cli.arguments import CommandError
+from nvmeio.cli.arguments import CommandError, Parser, size
 from nvmeio.cli.units import in_binary
 
-__all__ = ["RESERVE_BYTES_MAX", "folder_of_its_own", "forget_cached"]
+__all__ = ["add_option", "folder_of_its_own", "forget_cached"]
 
 # What is left free where the user does not say: a tenth of the file system, or this much.
 RESERVE_BYTES_MAX = 1 << 30
+
+
+def add_option(parser: Parser) -> None:
+    """Add the option that says what must stay free.
+
+    Parameters
+    ----------
+    parser : Parser
+        Of a command.
+    """
+    parser.add_argument(
+        "--reserve",
+        type=size,
+        metavar="SIZE",
+        help="what must stay free (default: a tenth of the file system, at most 1G)",
+    )
 
 
 @contextlib.contextmanager

@@ -8,10 +8,9 @@ import statistics
 import time
 from typing import Any
 
-from nvmeio.cli import plots, report
+from nvmeio.cli import ground, plots, report
 from nvmeio.cli.arguments import Parser, UsageError, seconds, size
 from nvmeio.cli.candidates import DEFAULT, Options, bounces, described, grid, variations
-from nvmeio.cli.ground import folder_of_its_own
 from nvmeio.cli.race import GOALS, Race
 from nvmeio.cli.terminal import Terminal
 from nvmeio.cli.trials import Trials, small_pages
@@ -83,12 +82,7 @@ def configure(parser: Parser) -> None:
         default=1 << 30,
         help="of the file (default: 1G)",
     )
-    add(
-        "--reserve",
-        type=size,
-        metavar="SIZE",
-        help="what must stay free (default: a tenth of the file system, at most 1G)",
-    )
+    ground.add_option(parser)
     add("--no-save", action="store_true", help="save no profile")
     add(
         "--deepspeed",
@@ -124,7 +118,7 @@ def run(options: argparse.Namespace, terminal: Terminal) -> int:
     begin = time.monotonic()
     nbytes = options.size - options.size % MIB
     with (
-        folder_of_its_own(options.dir, nbytes, options.reserve) as folder,
+        ground.folder_of_its_own(options.dir, nbytes, options.reserve) as folder,
         Trials(folder, nbytes, works[0]) as trials,
     ):
         heats = _heats(trials, works, begin, options.budget, terminal)
