@@ -13,6 +13,8 @@ from typing import Any
 
 from duels import surroundings
 
+from nvmeio.cli.arguments import size
+
 __all__ = [
     "argument_parser",
     "arguments",
@@ -49,12 +51,10 @@ def drop_cache(path: Path) -> None:
 
 def size_of(text: str) -> int:
     """Read a size such as 64M or 1G."""
-    factors = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
-    digits = text.rstrip("KMGkmg")
-    size = int(digits) * factors.get(text[len(digits) :].upper(), 1)
-    if size < 1 << 20 or size % (1 << 20):
+    nbytes = size(text)
+    if nbytes % (1 << 20):
         raise argparse.ArgumentTypeError("must be whole MiB, at least one")
-    return size
+    return nbytes
 
 
 def argument_parser(about: str | None, rounds: tuple[int, int]) -> argparse.ArgumentParser:
