@@ -16,7 +16,7 @@ import pytest
 from commands import command, nvmeio, nvmeio_in_terminal
 from helpers import ENGINES
 from nvmeio import engines
-from nvmeio.cli.samples import Contest, Sample
+from nvmeio.cli.measuring.samples import Contest, Sample
 from nvmeio.cli.units import spread
 
 WORKS = {

@@ -21,7 +21,7 @@ from children import TESTS, WATCHDOG_S, skip_under_asan, system_environment
 from commands import command, nvmeio_in_terminal
 from commands import nvmeio as run_nvmeio
 from mounts import with_file, with_read_only
-from nvmeio.cli.storage import storage_of
+from nvmeio.cli.diagnosis.storage import storage_of
 from workloads.common import Faults
 
 FAST = ("io_uring", "libaio")

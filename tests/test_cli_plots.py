@@ -5,8 +5,8 @@ import math
 import pytest
 
 from nvmeio.cli import plots
-from nvmeio.cli.candidates import DEFAULT, GRID_BLOCKS, GRID_DEPTHS, grid
-from nvmeio.cli.samples import Contest, Sample
+from nvmeio.cli.measuring.samples import Contest, Sample
+from nvmeio.cli.tuning.candidates import DEFAULT, GRID_BLOCKS, GRID_DEPTHS, grid
 
 PNG = b"\x89PNG\r\n\x1a\n"
 

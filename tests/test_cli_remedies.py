@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from children import system_environment
 from helpers import ENGINES
+from nvmeio.cli.diagnosis.installation import FAST_ENGINES, Installation
+from nvmeio.cli.diagnosis.remedies import remedies
+from nvmeio.cli.diagnosis.storage import Storage
+from nvmeio.cli.diagnosis.system import Node, System
 from nvmeio.cli.doctor import Report
-from nvmeio.cli.installation import FAST_ENGINES, Installation
-from nvmeio.cli.remedies import remedies
-from nvmeio.cli.storage import Storage
-from nvmeio.cli.system import Node, System
 
 WORKING = {"built": True, "works": True, "errno": 0, "reason": ""}
 

@@ -14,7 +14,7 @@ from commands import nvmeio as run_nvmeio
 from commands import nvmeio_in_terminal
 from nvmeio._devices import device_of
 from nvmeio.cli import main
-from nvmeio.cli.candidates import (
+from nvmeio.cli.tuning.candidates import (
     DEFAULT,
     GRID_BLOCKS,
     GRID_DEPTHS,
@@ -24,7 +24,7 @@ from nvmeio.cli.candidates import (
     grid,
     variations,
 )
-from nvmeio.cli.trials import small_pages
+from nvmeio.cli.tuning.trials import small_pages
 from nvmeio.profiles import load_profile
 
 # So short that every candidate is measured once in each race, and none is sure to win.

@@ -11,16 +11,17 @@ from importlib.metadata import version
 from typing import Any
 
 from nvmeio.arguments import LIMITS
-from nvmeio.cli import ground, plots, report, transfer_options
+from nvmeio.cli import plots, report, transfer_options
 from nvmeio.cli.arguments import Parser, UsageError, number, size
-from nvmeio.cli.buffers import KINDS
-from nvmeio.cli.fio import Fio, fio_version
-from nvmeio.cli.samples import PERCENTILES, Contest
-from nvmeio.cli.storage import storage_of
-from nvmeio.cli.system import system
+from nvmeio.cli.diagnosis.storage import storage_of
+from nvmeio.cli.diagnosis.system import system
+from nvmeio.cli.measuring import ground
+from nvmeio.cli.measuring.buffers import KINDS
+from nvmeio.cli.measuring.fio import Fio, fio_version
+from nvmeio.cli.measuring.samples import PERCENTILES, Contest
+from nvmeio.cli.measuring.workloads import RANDOM_SECONDS, Settings, Workbench
 from nvmeio.cli.terminal import Terminal
 from nvmeio.cli.units import in_binary, in_time, spread
-from nvmeio.cli.workloads import RANDOM_SECONDS, Settings, Workbench
 
 __all__ = ["configure", "run"]
 

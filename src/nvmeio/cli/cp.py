@@ -9,9 +9,9 @@ from collections.abc import Iterator
 
 from nvmeio._replacing import replacement
 from nvmeio.cli.arguments import CommandError, Parser
-from nvmeio.cli.attributes import create_private, give, preserve
-from nvmeio.cli.checksums import Checksum, named
-from nvmeio.cli.streams import (
+from nvmeio.cli.files.attributes import create_private, give, preserve
+from nvmeio.cli.files.checksums import Checksum, named
+from nvmeio.cli.files.streams import (
     Stream,
     add_options,
     extents_of_data,

@@ -7,11 +7,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from nvmeio.cli.arguments import Parser
-from nvmeio.cli.installation import Installation, installation
-from nvmeio.cli.remedies import remedies
-from nvmeio.cli.remedy import Remedy
-from nvmeio.cli.storage import Storage, storage_of
-from nvmeio.cli.system import System, system
+from nvmeio.cli.diagnosis.installation import Installation, installation
+from nvmeio.cli.diagnosis.remedies import remedies
+from nvmeio.cli.diagnosis.remedy import Remedy
+from nvmeio.cli.diagnosis.storage import Storage, storage_of
+from nvmeio.cli.diagnosis.system import System, system
 from nvmeio.cli.terminal import Terminal
 from nvmeio.cli.units import in_binary
 

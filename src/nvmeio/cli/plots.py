@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from nvmeio.cli.arguments import CommandError
-from nvmeio.cli.candidates import GRID_BLOCKS, GRID_DEPTHS, Options
-from nvmeio.cli.samples import PERCENTILES, Contest
+from nvmeio.cli.measuring.samples import PERCENTILES, Contest
+from nvmeio.cli.tuning.candidates import GRID_BLOCKS, GRID_DEPTHS, Options
 
 __all__ = [
     "bars",

@@ -8,12 +8,20 @@ import statistics
 import time
 from typing import Any
 
-from nvmeio.cli import ground, plots, report
+from nvmeio.cli import plots, report
 from nvmeio.cli.arguments import Parser, UsageError, seconds, size
-from nvmeio.cli.candidates import DEFAULT, Options, bounces, described, grid, variations
-from nvmeio.cli.race import GOALS, Race
+from nvmeio.cli.measuring import ground
 from nvmeio.cli.terminal import Terminal
-from nvmeio.cli.trials import Trials, small_pages
+from nvmeio.cli.tuning.candidates import (
+    DEFAULT,
+    Options,
+    bounces,
+    described,
+    grid,
+    variations,
+)
+from nvmeio.cli.tuning.race import GOALS, Race
+from nvmeio.cli.tuning.trials import Trials, small_pages
 from nvmeio.cli.units import in_binary
 from nvmeio.deepspeed.config import aio_config, write_aio_config
 from nvmeio.info import engines

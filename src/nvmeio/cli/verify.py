@@ -13,8 +13,8 @@ from numpy.lib import format as npy
 
 from nvmeio._npy import PickledError, has_magic, read_layout
 from nvmeio.cli.arguments import CommandError, Parser, UsageError, sentence
-from nvmeio.cli.checksums import Checksum, escaped, listed, named
-from nvmeio.cli.streams import (
+from nvmeio.cli.files.checksums import Checksum, escaped, listed, named
+from nvmeio.cli.files.streams import (
     Piece,
     Stream,
     add_options,

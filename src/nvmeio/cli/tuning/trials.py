@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from nvmeio.cli.buffers import Buffers
-from nvmeio.cli.candidates import DEFAULT, Options
-from nvmeio.cli.ground import forget_cached
+from nvmeio.cli.measuring.buffers import Buffers
+from nvmeio.cli.measuring.ground import forget_cached
+from nvmeio.cli.tuning.candidates import DEFAULT, Options
 from nvmeio.file import File
 from nvmeio.handle import aio_handle
 

@@ -6,9 +6,9 @@ import re
 from collections.abc import Iterator
 
 from nvmeio._types import EngineInfo
-from nvmeio.cli.installation import FAST_ENGINES, Installation
-from nvmeio.cli.remedy import REBUILD, Remedy, Step, as_root
-from nvmeio.cli.system import System
+from nvmeio.cli.diagnosis.installation import FAST_ENGINES, Installation
+from nvmeio.cli.diagnosis.remedy import REBUILD, Remedy, Step, as_root
+from nvmeio.cli.diagnosis.system import System
 
 __all__ = ["engine_remedies", "memlock_steps"]
 

@@ -3,11 +3,11 @@
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 
-from nvmeio.cli.engine_remedies import engine_remedies, memlock_steps
-from nvmeio.cli.installation import Installation
-from nvmeio.cli.remedy import REBUILD, SEVERITIES, Remedy, Step, as_root
-from nvmeio.cli.storage import Storage
-from nvmeio.cli.system import System
+from nvmeio.cli.diagnosis.engine_remedies import engine_remedies, memlock_steps
+from nvmeio.cli.diagnosis.installation import Installation
+from nvmeio.cli.diagnosis.remedy import REBUILD, SEVERITIES, Remedy, Step, as_root
+from nvmeio.cli.diagnosis.storage import Storage
+from nvmeio.cli.diagnosis.system import System
 
 __all__ = ["remedies"]
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from nvmeio.cli.arguments import CommandError
-from nvmeio.cli.ground import forget_cached
-from nvmeio.cli.samples import PERCENTILES, Sample
+from nvmeio.cli.measuring.ground import forget_cached
+from nvmeio.cli.measuring.samples import PERCENTILES, Sample
 from nvmeio.cli.terminal import Advance
 
 __all__ = ["ENGINES", "Fio", "fio_version"]

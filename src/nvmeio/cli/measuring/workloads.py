@@ -12,10 +12,10 @@ import numpy as np
 import numpy.typing as npt
 
 from nvmeio.cli.arguments import CommandError
-from nvmeio.cli.buffers import Buffers
-from nvmeio.cli.ground import forget_cached
-from nvmeio.cli.samples import PERCENTILES, Sample
-from nvmeio.cli.streams import drop
+from nvmeio.cli.files.streams import drop
+from nvmeio.cli.measuring.buffers import Buffers
+from nvmeio.cli.measuring.ground import forget_cached
+from nvmeio.cli.measuring.samples import PERCENTILES, Sample
 from nvmeio.cli.terminal import Advance
 from nvmeio.copy import memcpy
 from nvmeio.file import File

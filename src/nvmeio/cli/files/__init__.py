@@ -1,0 +1,1 @@
+"""What cp and verify do with files from their beginning to their end."""

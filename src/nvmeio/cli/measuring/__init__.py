@@ -1,0 +1,1 @@
+"""What bench and tune measure: where, in which memory, and beside what."""
