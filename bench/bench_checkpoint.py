@@ -22,11 +22,12 @@ from typing import Any
 
 import numpy as np
 from duels import Duel, Goal, Sample, fight, measured
-from machine import arguments, drop_cache, machine
+from machine import arguments, machine
 from peers import Peers
 from report import finish
 
 import nvmeio
+from nvmeio.cli.measuring.ground import forget_cached
 
 # As many as a checkpoint has here.  From 128 MiB on the memory of each is new whenever it
 # is loaded: glibc maps 32 MiB and more anew (mallopt(3), M_MMAP_THRESHOLD).
@@ -115,7 +116,7 @@ class Material:
             save(self.content, path)
 
         def turn() -> Sample:
-            drop_cache(path)
+            forget_cached(path)
             found: list[Any] = []
 
             def work() -> int:

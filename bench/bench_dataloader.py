@@ -18,11 +18,12 @@ from typing import Any
 import numpy as np
 import torch
 from duels import Duel, Goal, Sample, fight, measured
-from machine import arguments, drop_cache, machine
+from machine import arguments, machine
 from report import finish
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler
 
 import nvmeio
+from nvmeio.cli.measuring.ground import forget_cached
 
 ROW_BYTES = 4096
 BATCH_ROWS = 256
@@ -88,7 +89,7 @@ def epoch(ground: Ground, loader: Callable[[], Any], warm: bool) -> Callable[[],
         return count * ROW_BYTES
 
     def turn() -> Sample:
-        (fill_cache if warm else drop_cache)(ground.path)
+        (fill_cache if warm else forget_cached)(ground.path)
         return measured(work)
 
     return turn

@@ -29,7 +29,12 @@ from machine import arguments, machine
 from peers import Peers, deepspeed_op
 from report import finish
 
-# nvmeio and DeepSpeed are imported where they are needed: the time that takes is measured.
+# nvmeio is imported where it is needed: the time that takes is measured.
+
+# For processes that have imported torch and DeepSpeed and nothing else yet: children of one
+# that did, for that takes longer than most of what they are for.
+FRESH = multiprocessing.get_context("forkserver")
+FRESH.set_forkserver_preload(["torch", "deepspeed.ops.op_builder"])
 
 NAMES = ("nvmeio", "DeepSpeed")
 
@@ -305,8 +310,7 @@ def silence() -> None:
 
 def in_process(function: Callable[..., Any], *given: Any) -> Any:
     """Call a function in a fresh process, which DeepSpeed's op may end."""
-    spawn = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(1, spawn, silence) as pool:
+    with concurrent.futures.ProcessPoolExecutor(1, FRESH, silence) as pool:
         return pool.submit(function, *given).result()
 
 

@@ -21,11 +21,12 @@ from typing import Any
 
 import numpy as np
 from duels import Duel, Goal, Sample, fight, measured
-from machine import arguments, drop_cache, machine, output
+from machine import arguments, machine, output
 from peers import Peers, fio, huge_pages
 from report import finish
 
 import nvmeio
+from nvmeio.cli.measuring.ground import forget_cached
 
 DEPTH = 128
 ROW_BYTES = 4096
@@ -36,11 +37,15 @@ ROWS = 20_000
 SLOW_ROWS = 1_000
 # The memory of the largest turn.
 TURN_BYTES = 256 << 20
-HUGE_PAGES_WANTED = 16
+# For fio's buffers, and some to spare.
+HUGE_PAGES_WANTED = 48
 # A turn of fio's with memory of its own for each block in flight.
-BATCH = ("--iodepth_batch_submit=32", "--iodepth_batch_complete_min=32",
-         f"--iodepth_batch_complete_max={DEPTH}")  # fmt: skip
-FIXED = (*BATCH, "--fixedbufs=1", "--registerfiles=1")
+BATCH = {
+    "iodepth_batch_submit": 32,
+    "iodepth_batch_complete_min": 32,
+    "iodepth_batch_complete_max": DEPTH,
+}
+FIXED = {**BATCH, "fixedbufs": 1, "registerfiles": 1}
 # The exponent of the skew: a few rows are wanted again and again.
 ZIPF = 1.2
 
@@ -118,18 +123,11 @@ def loop_ground(size: int) -> Iterator[Ground]:
             output("losetup", "--detach", device)
 
 
-def by_fio(
-    ground: Ground, options: tuple[str, ...], has_huge_pages: bool
-) -> Callable[[], Sample]:
+def by_fio(ground: Ground, options: dict[str, int]) -> Callable[[], Sample]:
     """Return a turn of as many blocks of fio's from random places."""
-    options = (
-        "--norandommap",
-        f"--bs={ROW_BYTES}",
-        f"--number_ios={ROWS}",
-        f"--iodepth={DEPTH}",
-        *options,
-    )
-    return lambda: fio(ground.path, ground.size, "randread", options, has_huge_pages)
+    options = {"norandommap": 1, "number_ios": ROWS, **options}
+    path, size = ground.path, ground.size
+    return lambda: fio(path, size, "randread", ROW_BYTES, DEPTH, **options)
 
 
 Choose = Callable[[np.random.Generator, int, int], np.ndarray]
@@ -153,7 +151,7 @@ def gather(
 
     def turn() -> Sample:
         offsets = ORDERS[order](rng, rows, ground.size // row_bytes) * row_bytes
-        drop_cache(ground.path)
+        forget_cached(ground.path)
         return measured(
             lambda: ground.handle.gather(ground.file, offsets, row_bytes, out, **options)
         )
@@ -169,7 +167,7 @@ def peer(
 
     def turn() -> Sample:
         chosen = rng.integers(0, ground.size // row_bytes, rows)
-        drop_cache(ground.path)
+        forget_cached(ground.path)
         return measured(lambda: read(chosen))
 
     return turn
@@ -222,14 +220,12 @@ def by_caio(ground: Ground, caio: Any) -> Callable[[np.ndarray], int]:
     return lambda rows: asyncio.run(read_all(rows.tolist()))
 
 
-def fio_duels(
-    ground: Ground, place: str, has_huge_pages: bool, *goals: Goal
-) -> Iterator[Duel]:
+def fio_duels(ground: Ground, place: str, *goals: Goal) -> Iterator[Duel]:
     """Pair gathers of 4 KiB with fio."""
     for name, options in {"batch": BATCH, "batch, fixed": FIXED}.items():
         turns = (
             gather(ground, ROWS, ROW_BYTES, max_gap=0),
-            by_fio(ground, options, has_huge_pages),
+            by_fio(ground, options),
         )
         work, names = f"4 KiB x {DEPTH}, {place}", ("gather", f"fio, {name}")
         yield Duel(work, names, turns, False, goals, ROW_BYTES)
@@ -275,7 +271,7 @@ def main() -> None:
         disk = stack.enter_context(ground(options.dir, options.size))
         goals = (Goal("speed", 0.95), Goal("CPU us", 2.5))
         duels = [
-            *(fio_duels(disk, "disk", has_huge_pages, *goals) if has_fio else ()),
+            *(fio_duels(disk, "disk", *goals) if has_fio else ()),
             *peer_duels(disk, peers.module("caio")),
             *merge_duels(disk),
         ]
@@ -284,7 +280,7 @@ def main() -> None:
         elif has_fio:
             loop = stack.enter_context(loop_ground(min(options.size, 1 << 30)))
             goal = Goal("speed", 0.85)
-            duels += fio_duels(loop, "loop over tmpfs", has_huge_pages, goal)
+            duels += fio_duels(loop, "loop over tmpfs", goal)
         about = machine(options.dir) | {"huge pages for fio": has_huge_pages}
         about |= {"size": options.size, "rounds": options.rounds}
         fight(duels, options.rounds)

@@ -58,7 +58,7 @@ SCREENINGS = 2
 FINALISTS = 3
 
 # What the deepest queue of 1 MiB blocks needs in pages of 2 MiB, and some to spare.
-HUGE_PAGES_WANTED = max(FIO_DEPTHS) // 2 + 16
+HUGE_PAGES_WANTED = max(FIO_DEPTHS) // 2 + 48
 
 Move = Callable[[], Sample]
 
@@ -79,7 +79,7 @@ class Ground:
         As many bytes as the file has, every page touched: from new_cpu_locked_tensor, and
         as torch allocates them.
     has_huge_pages : bool
-        Whether fio has huge pages too.
+        Whether fio has some that are reserved.
     """
 
     path: Path
@@ -111,8 +111,8 @@ def ground(folder: Path, size: int) -> Iterator[Ground]:
 
 def by_fio(ground: Ground, op: str, depth: int) -> Move:
     """Return a turn of fio's, in blocks of 1 MiB."""
-    options = ("--bs=1m", f"--iodepth={depth}", f"--loops={FIO_PASSES}")
-    return lambda: fio(ground.path, ground.pool.nbytes, op, options, ground.has_huge_pages)
+    size = ground.pool.nbytes
+    return lambda: fio(ground.path, size, op, 1 << 20, depth, loops=FIO_PASSES)
 
 
 def whole(

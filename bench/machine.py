@@ -1,10 +1,8 @@
-"""What benchmarks on a disk share: arguments, the machine, what the page cache holds."""
+"""What benchmarks on a disk share: arguments, and the machine."""
 
 from __future__ import annotations
 
 import argparse
-import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -14,11 +12,11 @@ from typing import Any
 from duels import surroundings
 
 from nvmeio.cli.arguments import size
+from nvmeio.cli.measuring.fio import fio_version
 
 __all__ = [
     "argument_parser",
     "arguments",
-    "drop_cache",
     "machine",
     "output",
     "size_of",
@@ -34,19 +32,9 @@ def machine(folder: Path) -> dict[str, Any]:
     """Describe where and with what it was measured."""
     file_system, device = output("df", "--output=fstype,source", str(folder)).split()[-2:]
     about = {**surroundings(), "file system": f"{file_system} on {Path(device).name}"}
-    if shutil.which("fio"):
-        about["fio"] = output("fio", "--version").strip()
+    if version := fio_version():
+        about["fio"] = version
     return about
-
-
-def drop_cache(path: Path) -> None:
-    """Have the kernel forget what it holds of a file."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-    finally:
-        os.close(descriptor)
 
 
 def size_of(text: str) -> int:

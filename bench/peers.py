@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import json
 import os
-import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from duels import Sample, device_bytes
+
+from nvmeio.cli.measuring.fio import Fio, fio_version
 
 __all__ = ["Peers", "deepspeed_op", "fio", "huge_pages"]
 
@@ -47,7 +46,7 @@ class Peers:
 
     def has_fio(self) -> bool:
         """Return whether fio is here, or tell of it."""
-        found = shutil.which("fio") is not None
+        found = fio_version() != ""
         if not found:
             self.leave_out("fio", "on Debian and Ubuntu: apt-get install fio")
         return found
@@ -94,10 +93,8 @@ def huge_pages(wanted: int) -> Iterator[bool]:
         change(-reserved)
 
 
-def fio(
-    path: Path, size: int, kind: str, options: tuple[str, ...], has_huge_pages: bool
-) -> Sample:
-    """Let fio read or overwrite a file, past the page cache.
+def fio(path: Path, size: int, rw: str, nbytes: int, depth: int, **more: Any) -> Sample:
+    """Let fio read or overwrite a file by io_uring, past the page cache.
 
     Parameters
     ----------
@@ -105,12 +102,12 @@ def fio(
         The file.
     size : int
         Its size in bytes.
-    kind : {"read", "write", "randread"}
+    rw : {"read", "write", "randread"}
         As fio has it.
-    options : tuple of str
-        Block size and depth, and what else there is to say.
-    has_huge_pages : bool
-        Whether there are some for its buffers.
+    nbytes, depth : int
+        Of a block, and how many are in flight.
+    **more
+        Further arguments of fio.
 
     Returns
     -------
@@ -119,24 +116,7 @@ def fio(
         threads.  The kernel adds the device bytes of a child to those of the process that
         reaps it, so ours say what fio's reads fetched.
     """
-    command = [
-        "fio",
-        "--name=bench",
-        f"--filename={path}",
-        f"--size={size}",
-        f"--rw={kind}",
-        "--ioengine=io_uring",
-        "--direct=1",
-        "--allow_file_create=0",
-        "--output-format=json",
-        *options,
-    ]
-    if has_huge_pages:
-        command += ["--iomem=mmaphuge", "--hugepage-size=2m"]
     device = device_bytes()
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-    job = json.loads(done.stdout)["jobs"][0]
-    moved = job[kind.removeprefix("rand")]
-    seconds = moved["runtime"] / 1000
-    cpu = (job["usr_cpu"] + job["sys_cpu"]) / 100 * job["job_runtime"] / 1000
-    return Sample(moved["io_bytes"], seconds, cpu, device_bytes() - device)
+    job = Fio(path, size, "io_uring", direct=True, queue_depth=depth)
+    done = job.run(rw, nbytes, lambda _: None, **more)
+    return Sample(done.nbytes, done.seconds, done.cpu_seconds, device_bytes() - device)

@@ -332,7 +332,7 @@ def finish(
     scripts = {script: Outcome(about, duels, left_out)}
     print(padded(conditions(scripts)))
     if about.get("huge pages for fio") is False:
-        print("\nfio had no huge pages (that needs root): the ratios to it mean little")
+        print("\nfio had transparent huge pages alone (others need root), and is slower so")
     print("\nmedian [minimum-maximum]; bench/README.md says how to read the table\n")
     print(padded(full(scripts)), flush=True)
     if path is not None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from nvmeio.cli.arguments import CommandError
+from nvmeio.cli.diagnosis.system import system
 from nvmeio.cli.measuring.ground import forget_cached
 from nvmeio.cli.measuring.samples import PERCENTILES, Sample
 from nvmeio.cli.terminal import Advance
@@ -17,6 +18,9 @@ __all__ = ["ENGINES", "Fio", "fio_version"]
 # What fio calls the engines of nvmeio.  One thread that makes blocking calls stands for
 # both that do without the kernel's queues.
 ENGINES = {"io_uring": "io_uring", "libaio": "libaio", "threads": "psync", "sync": "psync"}
+
+# What fio allocates beside its buffers, and some to spare.
+SPARE_BYTES = 64 << 20
 
 
 def fio_version() -> str:
@@ -99,7 +103,8 @@ class Fio:
         arguments = {**self._arguments, "rw": rw, "bs": block_bytes, "iodepth": depth}
         arguments |= more
         forget_cached(self._path)
-        job = _job([f"--{name}={value}" for name, value in arguments.items()])
+        words = [f"--{name}={value}" for name, value in arguments.items()]
+        job = _job(words, depth * block_bytes)
         done = job["write" if rw == "write" else "read"]
         advance(done["io_bytes"])
         percentiles = done["clat_ns"].get("percentile", {})
@@ -117,16 +122,27 @@ class Fio:
         )
 
 
-def _job(arguments: list[str]) -> dict[str, Any]:
-    """Run fio and return what it says of its job."""
-    # glibc then asks for huge pages for what fio allocates, which takes no privilege; in
-    # small pages fio is slower or faster by the luck of where they are.  It also touches
-    # them: else fio would meet every page for the first time while it is measured.
-    tunables = "glibc.malloc.hugetlb=1:glibc.malloc.perturb=1"
+def _tunables(nbytes: int) -> str:
+    """Have glibc get huge pages for fio's buffers, which are of so many bytes together.
+
+    In small pages fio is slower or faster by the luck of where they are.
+    """
+    found = system()
+    reserved = found.huge_pages_free * found.huge_page_bytes
+    # Transparent ones, which take no privilege, leave some small pages at the edges: at a
+    # depth of 16 fio is slower by a twentieth.
+    kind = 2 if reserved >= nbytes + SPARE_BYTES else 1
+    # It also touches them: else fio would meet every page for the first time while it is
+    # measured.
+    return f"glibc.malloc.hugetlb={kind}:glibc.malloc.perturb=1"
+
+
+def _job(arguments: list[str], nbytes: int) -> dict[str, Any]:
+    """Run fio, with buffers of so many bytes, and return what it says of its job."""
     process = subprocess.Popen(
         # In a thread, for a process of its own would be one more to end.
         ["fio", "--thread", *arguments],
-        env={**os.environ, "GLIBC_TUNABLES": tunables},
+        env={**os.environ, "GLIBC_TUNABLES": _tunables(nbytes)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
