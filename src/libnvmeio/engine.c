@@ -97,8 +97,10 @@ static const char *explain_uring(int error, char *scratch, size_t size)
     switch (-error) {
     case EPERM:
         if (disabled > 0) {
+            /* At 1 root and one group may still. */
             snprintf(scratch, size,
-                     "sysctl kernel.io_uring_disabled is %d; set it to 0", disabled);
+                     "sysctl kernel.io_uring_disabled is %d; set it to 0%s", disabled,
+                     disabled > 1 ? "" : " (root is refused by seccomp alone)");
             return scratch;
         }
         return "refused, as the seccomp profiles of containers do; allow "
