@@ -197,12 +197,24 @@ def test_the_environment_has_no_say_in_what_is_measured(folder, configuration):
     assert load_profile(folder).both.options == DEFAULT
 
 
-def test_the_profile_is_kept_though_nothing_else_can_be(tmp_path, configuration):
+def test_a_configuration_that_cannot_be_rewritten_is_told_of_before(
+    tmp_path, configuration
+):
     broken = tmp_path / "ds.json"
     broken.write_text("{")
-    done = run_nvmeio("tune", tmp_path, *QUICK, "--deepspeed", broken)
+    done = run_nvmeio("tune", tmp_path, "--budget", "1h", "--deepspeed", broken)
     assert done.status == 1
     assert "only plain JSON can be rewritten" in done.err
+    assert done.err.count("\n") == 1
+    assert broken.read_text() == "{"
+    assert os.listdir(configuration) == []
+
+
+def test_the_profile_is_kept_though_nothing_else_can_be(tmp_path, configuration):
+    # What no look beforehand can know.
+    done = run_nvmeio("tune", tmp_path, *QUICK, "--json", "/dev/full")
+    assert done.status == 1
+    assert "No space left on device" in done.err
     assert load_profile(tmp_path).both.options == DEFAULT
 
 

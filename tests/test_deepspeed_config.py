@@ -5,6 +5,7 @@ import os
 import stat
 import sys
 import warnings
+from functools import partial
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ import pytest
 import nvmeio
 from nvmeio.deepspeed import aio_config, aio_handle, write_aio_config
 from nvmeio.deepspeed import config as config_module
+from nvmeio.deepspeed.config import check_aio_file
 
 # As DeepSpeed reads an empty block.
 DEFAULTS = {
@@ -269,8 +271,9 @@ class TestWriting:
     def test_a_file_that_may_not_be_written_stays(self, path, monkeypatch):
         path.write_text("{}")
         monkeypatch.setattr(os, "access", lambda name, mode: mode != os.W_OK)
-        with pytest.raises(PermissionError, match=path.name):
-            write_aio_config(path, BLOCK)
+        for look in (partial(write_aio_config, config=BLOCK), check_aio_file):
+            with pytest.raises(PermissionError, match=path.name):
+                look(path)
         assert path.read_text() == "{}"
         assert os.listdir(path.parent) == [path.name]
 
@@ -315,6 +318,25 @@ class TestWriting:
     )
     def test_a_file_that_would_lose_something_stays(self, path, text):
         path.write_text(text)
-        with pytest.raises(ValueError, match=r"ds_config.json"):
-            write_aio_config(path, BLOCK)
+        for look in (partial(write_aio_config, config=BLOCK), check_aio_file):
+            with pytest.raises(ValueError, match=r"ds_config.json"):
+                look(path)
         assert path.read_text() == text
+
+    @pytest.mark.parametrize("text", [None, "{}", '{"aio": {"queue_depth": -1}, "a": 1}'])
+    def test_a_look_beforehand_changes_nothing(self, path, text):
+        if text is not None:
+            path.write_text(text)
+        check_aio_file(path)
+        assert os.listdir(path.parent) == ([] if text is None else [path.name])
+        assert text is None or path.read_text() == text
+        assert write_aio_config(path, BLOCK) == BLOCK
+
+    def test_a_look_beforehand_sees_that_there_is_no_folder(self, tmp_path):
+        with pytest.raises(FileNotFoundError, match="missing"):
+            check_aio_file(tmp_path / "missing" / "ds_config.json")
+
+    def test_a_look_beforehand_sees_a_folder_that_takes_no_file(self, path, monkeypatch):
+        monkeypatch.setattr(os, "access", lambda name, mode: mode != os.W_OK)
+        with pytest.raises(PermissionError, match=str(path.parent)):
+            check_aio_file(path)

@@ -23,7 +23,7 @@ from nvmeio.cli.tuning.candidates import (
 from nvmeio.cli.tuning.race import GOALS, Race
 from nvmeio.cli.tuning.trials import Trials, small_pages
 from nvmeio.cli.units import in_binary
-from nvmeio.deepspeed.config import aio_config, write_aio_config
+from nvmeio.deepspeed.config import aio_config, check_aio_file, write_aio_config
 from nvmeio.info import engines
 from nvmeio.profiles import Choice, Profile, new_profile, profiles_folder, save_profile
 
@@ -50,9 +50,9 @@ Three races: block size and queue depth; then lanes, overlap_events,
 single_submit and engines for the winners; then bounce, with memory in small
 pages.  In every round of a race each candidate reads and writes the same
 tensor, in another order.  A candidate is out when it is not faster than the
-winner by more than 3 %, with 99 % confidence; a race ends when all others are
-out.  The default wins unless another is certainly faster; among those that
-then look alike, the one that takes least memory.
+winner by more than 3 %, with 99 % confidence in each comparison; a race ends
+when all others are out.  The default wins unless another is certainly faster;
+among those that then look alike, the one that takes least memory.
 
 The profile is saved for the device that DIR lies on, in nvmeio/profiles in
 $XDG_CONFIG_HOME (~/.config).  aio_handle.from_profile(path) uses it, and so
@@ -122,6 +122,8 @@ def run(options: argparse.Namespace, terminal: Terminal) -> int:
     if not options.no_save:
         # There may be no place for it, which is better known now.
         profiles_folder()
+    if options.deepspeed:
+        check_aio_file(options.deepspeed)
     works = [name for name, engine in engines().items() if engine["works"]]
     begin = time.monotonic()
     nbytes = options.size - options.size % MIB

@@ -16,7 +16,7 @@ from nvmeio.arguments import LIMITS, flag, whole
 from nvmeio.files import synced_folder, write_file
 from nvmeio.handle import aio_handle
 
-__all__ = ["aio_config", "write_aio_config"]
+__all__ = ["aio_config", "check_aio_file", "write_aio_config"]
 
 # What DeepSpeed takes for a key that is not there; they are not its handle's defaults.
 # Source: deepspeed/runtime/swap_tensor/constants.py.
@@ -123,6 +123,38 @@ def write_aio_config(
     if unknown := given.keys() - KEYS:
         raise ValueError(f"unknown keys: {_listed(unknown)}; there are {_listed(KEYS)}")
     target = os.path.realpath(path)
+    block, data = _rewritten(target, given)
+    with synced_folder(target), replacement(target) as temporary:
+        if os.path.exists(target):
+            _prepare(temporary, target)
+        write_file(temporary, data, sync=True)
+    return block
+
+
+def check_aio_file(path: str | os.PathLike[str]) -> None:
+    """See that ``write_aio_config`` can write a whole block; changes nothing.
+
+    Parameters
+    ----------
+    path : str or os.PathLike
+        The file, which need not exist.
+
+    Raises
+    ------
+    OSError, TypeError, ValueError
+        As ``write_aio_config``, as far as that can be known before.
+    """
+    target = os.path.realpath(path)
+    _rewritten(target, DEFAULTS)
+    folder = os.path.dirname(target)
+    os.stat(folder)
+    if os.path.exists(target):
+        _require_writable(target)
+    _require_writable(folder)
+
+
+def _rewritten(target: str, given: Mapping[str, Any]) -> tuple[dict[str, Any], bytes]:
+    """Return the block with what is given, and what the file will hold."""
     content: Mapping[str, Any] = {}
     if os.path.exists(target):
         content = _content(Path(target), allow_comments=False)
@@ -133,12 +165,7 @@ def write_aio_config(
             "them into a block first, where DeepSpeed reads them"
         )
     block = _merged(_block(content), given)
-    data = _encoded(block if _is_block(content) else {**content, "aio": block})
-    with synced_folder(target), replacement(target) as temporary:
-        if os.path.exists(target):
-            _prepare(temporary, target)
-        write_file(temporary, data, sync=True)
-    return block
+    return block, _encoded(block if _is_block(content) else {**content, "aio": block})
 
 
 def _encoded(content: Mapping[str, Any]) -> bytes:
@@ -163,13 +190,18 @@ def _merged(old: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
 
 def _prepare(temporary: str, target: str) -> None:
     """Make a file that nobody can read who could not read the one that it will replace."""
-    if not os.access(target, os.W_OK):
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), target)
+    _require_writable(target)
     os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
     owner = os.stat(target)
     with contextlib.suppress(PermissionError):
         os.chown(temporary, owner.st_uid, owner.st_gid)
     shutil.copymode(target, temporary)
+
+
+def _require_writable(path: str) -> None:
+    """Refuse what this user must not write to."""
+    if not os.access(path, os.W_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
 
 
 def _arguments(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:

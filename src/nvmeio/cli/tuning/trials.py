@@ -62,26 +62,27 @@ class Trials:
 
     def __init__(self, folder: Path, size: int, engine: str) -> None:
         self._size, self._engine = size, engine
-        self._stack = contextlib.ExitStack()
         self._handles: dict[str, aio_handle] = {}
         self._path = folder / "file"
         self._offset = 0
-        self._file = self._stack.enter_context(File(self._path, "w"))
-        self.direct: bool = self._file.direct
-        self._fill()
-        # In huge pages, as swapped tensors have it.
-        make = Buffers("pool").make
-        self._memory: Array = make(min(size, TRIAL_BYTES_MIN))
-        slower = min(self.measure(DEFAULT).values())
-        nbytes = max(TRIAL_BYTES_MIN, int(slower * TRIAL_SECONDS))
-        self.nbytes = min(size, nbytes - nbytes % (1 << 20))
-        self.use(make)
+        with contextlib.ExitStack() as stack:
+            self._file = stack.enter_context(File(self._path, "w"))
+            stack.callback(self.rest)
+            self.direct: bool = self._file.direct
+            self._fill()
+            # In huge pages, as swapped tensors have it.
+            make = Buffers("pool").make
+            self._memory: Array = make(min(size, TRIAL_BYTES_MIN))
+            slower = min(self.measure(DEFAULT).values())
+            nbytes = max(TRIAL_BYTES_MIN, int(slower * TRIAL_SECONDS))
+            self.nbytes = min(size, nbytes - nbytes % (1 << 20))
+            self.use(make)
+            self._stack = stack.pop_all()
 
     def __enter__(self) -> "Trials":
         return self
 
     def __exit__(self, *raised: object) -> None:
-        self.rest()
         self._stack.close()
 
     def use(self, make: Callable[[int], Array]) -> None:
