@@ -592,9 +592,8 @@ def test_remedies_are_numbered(tmp_path, healthy):
     assert lines[2:4] == ["   - leave the choice to nvmeio:", "       unset NVMEIO_ENGINE"]
     assert lines[5].startswith(f"2. {tmp_path / 'missing'} cannot be used: ")
     assert "environment" in found.out
-    assert found.err == (
-        f"nvmeio doctor: error: {tmp_path / 'missing'}: No such file or directory\n"
-    )
+    # The report has said it.
+    assert found.err == ""
 
 
 def test_a_terminal_has_the_same_in_tables_of_rich(tmp_path, engines):

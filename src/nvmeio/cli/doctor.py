@@ -155,11 +155,12 @@ def run(options: argparse.Namespace, terminal: Terminal) -> int:
     report = Report(machine, installed, storages, remedies(machine, installed, storages))
     if options.json:
         terminal.say(json.dumps(report.as_json(), indent=2))
+        # For people, who read the report itself otherwise.
+        for storage in storages:
+            if storage.error:
+                terminal.note(f"nvmeio doctor: error: {storage.path}: {storage.error}")
     else:
         _tell(report, terminal)
-    for storage in storages:
-        if storage.error:
-            terminal.note(f"nvmeio doctor: error: {storage.path}: {storage.error}")
     return 1 if report.verdict == "none" else 0
 
 
