@@ -153,6 +153,18 @@ def test_fio_has_touched_its_memory_before_it_is_measured(tmp_path, out, fake_fi
 
 
 @needs_fio
+def test_the_bytes_of_fio_are_told_while_it_runs(tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(os.urandom(2 << 20))
+    told = []
+    # Half a second of it.
+    fio = Fio(path, 2 << 20, "sync", True, 1)
+    sample = fio.run("read", 64 << 10, told.append, rate="4m")
+    assert sum(told) == sample.nbytes == 2 << 20
+    assert sum(0 < nbytes < 2 << 20 for nbytes in told) >= 2
+
+
+@needs_fio
 @pytest.mark.parametrize(("free", "kind"), [(0, 1), (32, 1), (33, 2)])
 def test_fio_takes_reserved_huge_pages_where_there_are_enough(
     tmp_path, out, fake_fio, monkeypatch, free, kind
@@ -189,6 +201,13 @@ def test_fio_is_given_no_deeper_queue_than_the_file_fills(tmp_path, out):
     done, report = bench(tmp_path, *words, "--only", "read", out=out)
     assert len(report["results"][0]["contestants"]) == 2
     assert done.err == ""
+
+
+def test_it_says_how_the_file_was_opened_where_that_matters(folder, out):
+    done, report = bench(folder, "--direct", "--only", "read", out=out)
+    assert report["settings"]["direct"] is True
+    in_memory = report["storage"]["in_memory"]
+    assert ("O_DIRECT" in done.out, "in memory" in done.out) == (not in_memory, in_memory)
 
 
 def test_without_fio_nvmeio_is_measured_alone(folder, out, tmp_path_factory):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from nvmeio.cli.units import in_binary, in_time, spread
+from nvmeio.cli.units import in_binary, in_speed, in_time, spread
 
 
 @pytest.mark.parametrize(
@@ -22,6 +22,24 @@ from nvmeio.cli.units import in_binary, in_time, spread
 )
 def test_sizes_have_the_largest_unit_that_fits(nbytes, text):
     assert in_binary(nbytes) == text
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "seconds", "text"),
+    [
+        (0, 1.0, "0 kB/s"),
+        (10, 0.5, "0.02 kB/s"),
+        (999_400, 1.0, "999 kB/s"),
+        (999_600, 1.0, "1 MB/s"),
+        (25_310_000, 1.0, "25.3 MB/s"),
+        (999_600_000, 1.0, "1.00 GB/s"),
+        (3_912_345_678, 1.0, "3.91 GB/s"),
+        # A clock may not have moved.
+        (4, 0.0, "4.00 GB/s"),
+    ],
+)
+def test_speeds_have_a_unit_that_shows_them(nbytes, seconds, text):
+    assert in_speed(nbytes, seconds) == text
 
 
 @pytest.mark.parametrize(

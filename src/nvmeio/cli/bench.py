@@ -13,7 +13,7 @@ from typing import Any
 from nvmeio.arguments import LIMITS
 from nvmeio.cli import plots, report, transfer_options
 from nvmeio.cli.arguments import Parser, UsageError, number, size
-from nvmeio.cli.diagnosis.storage import storage_of
+from nvmeio.cli.diagnosis.storage import Storage, storage_of
 from nvmeio.cli.diagnosis.system import system
 from nvmeio.cli.measuring import ground
 from nvmeio.cli.measuring.buffers import KINDS
@@ -146,7 +146,7 @@ def run(options: argparse.Namespace, terminal: Terminal) -> int:
         contests = list(_contests(bench, settings, options.only, bool(fio)))
         for _, contest in itertools.product(range(options.rounds), contests):
             contest.fight(terminal)
-        about = _about(bench, settings, storage.file_system, storage.device, fio)
+        about = _about(bench, settings, storage, fio)
     found = {
         "schema": 1,
         "nvmeio": version("nvmeio"),
@@ -267,14 +267,16 @@ def _contests(
             yield Contest(name, nbytes, turns)
 
 
-def _about(
-    bench: Workbench, settings: Settings, file_system: str, device: str, fio: str
-) -> str:
+def _about(bench: Workbench, settings: Settings, storage: Storage, fio: str) -> str:
     """Say in a line what was measured."""
-    place = f"{file_system} on {device}" if device else file_system
+    on = f" on {storage.device}" if storage.device else ""
+    way = "O_DIRECT" if bench.direct else "buffered"
+    if storage.in_memory:
+        # Whatever it was opened with.
+        way = "in memory, without a device"
     words = [
-        f"{in_binary(settings.size)} on {place}",
-        f"{bench.engine}, {'O_DIRECT' if bench.direct else 'buffered'}",
+        f"{in_binary(settings.size)} on {storage.file_system}{on}",
+        f"{bench.engine}, {way}",
         f"{in_binary(settings.block_bytes)} x {settings.queue_depth}",
         f"{settings.memory} memory",
         fio,

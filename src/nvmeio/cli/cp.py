@@ -19,6 +19,7 @@ from nvmeio.cli.files.streams import (
     leave_cache,
 )
 from nvmeio.cli.terminal import Terminal
+from nvmeio.cli.units import in_speed
 from nvmeio.file import File
 from nvmeio.files import naming, synced_folder
 
@@ -288,7 +289,7 @@ class Copy:
         if holes:
             words.append(f"{holes} of them in holes")
         words.append(f"{seconds:.2f} s")
-        words.append(f"{self.data_bytes / 1e9 / max(seconds, 1e-9):.2f} GB/s by {engine}")
+        words.append(f"{in_speed(self.data_bytes, seconds)} by {engine}")
         if self.options.verify:
             words.append("read back and compared")
         self.terminal.note(", ".join(words))

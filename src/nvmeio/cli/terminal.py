@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from nvmeio.cli.units import in_speed
+
 __all__ = ["Terminal", "terminal"]
 
 # As often as the eye wants; more would take the processor from what is measured.
@@ -125,7 +127,7 @@ class _Line:
         self.shown = now
         text = f"{self.label}: {100 * min(1.0, self.done / (self.total or 1)):.0f} %"
         if self.unit == "B":
-            text += f", {self.done / 1e9 / max(now - self.begin, 1e-6):.2f} GB/s"
+            text += f", {in_speed(self.done, now - self.begin)}"
         self.clear()
         sys.stderr.write(text)
         sys.stderr.flush()
@@ -224,8 +226,8 @@ class RichTerminal(Terminal):
             def advance(amount: float) -> None:
                 nonlocal done
                 done += amount
-                speed = done / 1e9 / max(time.monotonic() - begin, 1e-6)
-                shown.update(task, advance=amount, speed=f"{speed:.2f} GB/s")
+                speed = in_speed(done, time.monotonic() - begin)
+                shown.update(task, advance=amount, speed=speed)
 
             yield advance
 

@@ -3,7 +3,7 @@
 import statistics
 from collections.abc import Sequence
 
-__all__ = ["in_binary", "in_time", "spread"]
+__all__ = ["in_binary", "in_speed", "in_time", "spread"]
 
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
@@ -26,6 +26,30 @@ def in_binary(nbytes: int) -> str:
         value /= 1024
         unit += 1
     return f"{value:.3g} {UNITS[unit]}" if value < 1000 else f"{value:.0f} {UNITS[unit]}"
+
+
+def in_speed(nbytes: float, seconds: float) -> str:
+    """Write a throughput, such as 3.91 GB/s or 25.3 MB/s.
+
+    Parameters
+    ----------
+    nbytes : float
+        How much was moved.
+    seconds : float
+        How long it took; what is no time at all counts as a nanosecond.
+
+    Returns
+    -------
+    str
+        With three digits and a unit of a power of 1000.
+    """
+    speed = nbytes / max(seconds, 1e-9)
+    # What rounds to 1000 of a unit is 1 of the next.
+    if speed >= 999.5e6:
+        return f"{speed / 1e9:.2f} GB/s"
+    if speed >= 999.5e3:
+        return f"{speed / 1e6:.3g} MB/s"
+    return f"{speed / 1e3:.3g} kB/s"
 
 
 def in_time(microseconds: float) -> str:

@@ -23,6 +23,7 @@ from nvmeio.cli.files.streams import (
     leave_cache,
 )
 from nvmeio.cli.terminal import Terminal
+from nvmeio.cli.units import in_binary, in_speed
 from nvmeio.file import File
 from nvmeio.files import naming
 
@@ -198,10 +199,9 @@ class Verifier:
         str
             One line.
         """
-        speed = self.nbytes / 1e9 / max(seconds, 1e-9)
         words = f"{count} file{'s' * (count != 1)}, {self.bad} bad; "
-        words += f"{self.nbytes / 1e9:.2f} GB read both ways, "
-        words += f"{speed:.2f} GB/s by {self.stream.engine}"
+        words += f"{in_binary(self.nbytes)} read both ways, "
+        words += f"{in_speed(self.nbytes, seconds)} by {self.stream.engine}"
         if self.cached:
             words += f"; {self.cached} through the page cache, perhaps from memory"
         return words

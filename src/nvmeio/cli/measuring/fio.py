@@ -1,9 +1,11 @@
 """fio, the yardstick: the same work on the same file."""
 
+import contextlib
 import json
 import os
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,9 @@ __all__ = ["ENGINES", "Fio", "fio_version"]
 # What fio calls the engines of nvmeio.  One thread that makes blocking calls stands for
 # both that do without the kernel's queues.
 ENGINES = {"io_uring": "io_uring", "libaio": "libaio", "threads": "psync", "sync": "psync"}
+
+# How often somebody who waits is told.
+WATCH_SECONDS = 0.1
 
 # What fio allocates beside its buffers, and some to spare.
 SPARE_BYTES = 64 << 20
@@ -83,7 +88,7 @@ class Fio:
         block_bytes : int
             Of an I/O.
         advance : callable
-            Is told of all bytes at the end.
+            Is told of the bytes that the device has had, and at the end of the rest.
         **more
             Further arguments of fio.
 
@@ -104,9 +109,17 @@ class Fio:
         arguments |= more
         forget_cached(self._path)
         words = [f"--{name}={value}" for name, value in arguments.items()]
-        job = _job(words, depth * block_bytes)
-        done = job["write" if rw == "write" else "read"]
-        advance(done["io_bytes"])
+        told = 0.0
+
+        def watch(nbytes: float) -> None:
+            nonlocal told
+            advance(nbytes - told)
+            told = nbytes
+
+        direction = "write" if rw == "write" else "read"
+        job = _job(words, depth * block_bytes, direction, watch)
+        done = job[direction]
+        watch(done["io_bytes"])
         percentiles = done["clat_ns"].get("percentile", {})
         return Sample(
             nbytes=done["io_bytes"],
@@ -137,7 +150,28 @@ def _tunables(nbytes: int) -> str:
     return f"glibc.malloc.hugetlb={kind}:glibc.malloc.perturb=1"
 
 
-def _job(arguments: list[str], nbytes: int) -> dict[str, Any]:
+def _output(
+    process: subprocess.Popen[str], meanwhile: Callable[[], None]
+) -> tuple[str, str]:
+    """Wait for the end of a process, and return what it has written."""
+    while True:
+        try:
+            return process.communicate(timeout=WATCH_SECONDS)
+        except subprocess.TimeoutExpired:
+            # Until it is waited for, a process has its /proc, if not always its figures.
+            with contextlib.suppress(OSError):
+                meanwhile()
+
+
+def _moved(pid: int, direction: str) -> int:
+    """Return how many bytes a process has read from devices, or written to files."""
+    lines = Path(f"/proc/{pid}/io").read_text(encoding="ascii").splitlines()
+    return int(dict(line.split(": ") for line in lines)[f"{direction}_bytes"])
+
+
+def _job(
+    arguments: list[str], nbytes: int, direction: str, watch: Advance
+) -> dict[str, Any]:
     """Run fio, with buffers of so many bytes, and return what it says of its job."""
     process = subprocess.Popen(
         # In a thread, for a process of its own would be one more to end.
@@ -150,7 +184,7 @@ def _job(arguments: list[str], nbytes: int) -> dict[str, Any]:
         errors="surrogateescape",
     )
     try:
-        out, errors = process.communicate()
+        out, errors = _output(process, lambda: watch(_moved(process.pid, direction)))
     except BaseException:
         process.terminate()
         process.wait()
