@@ -129,8 +129,9 @@ def test_what_is_best_is_shown_and_kept(folder, configuration, tmp_path_factory)
         assert choice.options == DEFAULT
         assert choice.figures["settled"] is False
         assert choice.figures["times_default"] == 1.0
-    assert "no" in done.out
-    assert described(DEFAULT) in done.out
+    rows = [line for line in done.out.splitlines() if described(DEFAULT) in line]
+    assert [row.split()[0] for row in rows] == ["read", "write", "both"]
+    assert [row.split()[-1] for row in rows] == ["no"] * 3
     with nvmeio.aio_handle.from_profile(folder) as handle:
         assert handle.get_queue_depth() == DEFAULT["queue_depth"]
     assert (out / "heat.png").read_bytes().startswith(b"\x89PNG")
@@ -229,8 +230,22 @@ def test_a_user_without_a_home_is_told_before_anything_is_measured(
     monkeypatch.setattr(pwd, "getpwuid", unknown)
     assert main(["tune", str(tmp_path), *QUICK]) == 1
     out, err = capsys.readouterr()
-    assert err.startswith("nvmeio tune: error: the user has no home; HOME or XDG_")
+    words = (
+        "nvmeio tune: error: no profile can be saved: the user has no home; HOME or XDG_"
+    )
+    assert err.startswith(words)
     assert out == ""
+
+
+def test_a_profile_that_cannot_be_saved_is_told_of_before(tmp_path, monkeypatch):
+    # A folder cannot be made in a file, whoever asks.
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "file"))
+    done = run_nvmeio("tune", tmp_path, "--budget", "1h")
+    assert done.status == 1
+    assert done.err.startswith("nvmeio tune: error: no profile can be saved: ")
+    assert done.err.endswith("Not a directory; --no-save leaves it out\n")
+    assert run_nvmeio("tune", tmp_path, *QUICK, "--no-save").status == 0
 
 
 def test_a_terminal_shows_the_races(folder, configuration):

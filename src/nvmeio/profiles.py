@@ -8,6 +8,7 @@ import errno
 import json
 import os
 import pathlib
+import tempfile
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from importlib.metadata import version
@@ -21,6 +22,7 @@ from nvmeio._values import DEFAULTS, checked
 __all__ = [
     "Choice",
     "Profile",
+    "check_saving",
     "load_profile",
     "new_profile",
     "profile_file",
@@ -138,6 +140,24 @@ def profiles_folder() -> pathlib.Path:
     usable = os.path.isabs(configured)
     folder = pathlib.Path(configured) if usable else _home() / ".config"
     return folder / "nvmeio" / "profiles"
+
+
+def check_saving() -> None:
+    """See that a profile can be saved; leaves nothing behind.
+
+    Raises
+    ------
+    OSError
+        There is no folder for profiles, and none can be made, or nothing in it.
+    """
+    folder = profiles_folder()
+    while not folder.exists():
+        folder = folder.parent
+    try:
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        # Not with a name that was there for a moment.
+        raise OSError(error.errno, error.strerror, str(folder)) from None
 
 
 def profile_file(device: str) -> pathlib.Path:

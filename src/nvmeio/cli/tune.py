@@ -9,7 +9,7 @@ import time
 from typing import Any
 
 from nvmeio.cli import plots, report
-from nvmeio.cli.arguments import Parser, UsageError, seconds, size
+from nvmeio.cli.arguments import CommandError, Parser, UsageError, seconds, sentence, size
 from nvmeio.cli.measuring import ground
 from nvmeio.cli.terminal import Terminal
 from nvmeio.cli.tuning.candidates import (
@@ -25,7 +25,7 @@ from nvmeio.cli.tuning.trials import Trials, small_pages
 from nvmeio.cli.units import in_binary
 from nvmeio.deepspeed.config import aio_config, check_aio_file, write_aio_config
 from nvmeio.info import engines
-from nvmeio.profiles import Choice, Profile, new_profile, profiles_folder, save_profile
+from nvmeio.profiles import Choice, Profile, check_saving, new_profile, save_profile
 
 __all__ = ["configure", "run"]
 
@@ -120,8 +120,7 @@ def run(options: argparse.Namespace, terminal: Terminal) -> int:
     if options.plot:
         plots.require()
     if not options.no_save:
-        # There may be no place for it, which is better known now.
-        profiles_folder()
+        _require_a_place_for_profiles()
     if options.deepspeed:
         check_aio_file(options.deepspeed)
     works = [name for name, engine in engines().items() if engine["works"]]
@@ -156,6 +155,16 @@ def run(options: argparse.Namespace, terminal: Terminal) -> int:
         write_aio_config(options.deepspeed, block)
         terminal.note(f"written: the aio block of {options.deepspeed}")
     return 0
+
+
+def _require_a_place_for_profiles() -> None:
+    """See that the profile can be saved, before it takes its time to be found."""
+    try:
+        check_saving()
+    except OSError as error:
+        raise CommandError(
+            f"no profile can be saved: {sentence(error)}; --no-save leaves it out"
+        ) from None
 
 
 @dataclasses.dataclass
