@@ -1,5 +1,6 @@
 """Charts are pictures whose axes say what they show."""
 
+import itertools
 import math
 
 import pytest
@@ -49,6 +50,29 @@ def test_bars_name_their_quantities_units_and_contestants(contests):
     words = [text.get_text() for text in legend.get_texts()]
     assert words == ["nvmeio", "fio (io_uring)", "numpy", "p50", "p99", "p99.9"]
     assert figure.get_suptitle() == "1 GiB on a disk"
+
+
+@pytest.mark.parametrize(
+    "milliseconds", [(1.31, 38.8), (26.2, 38.8), (30.0, 30.0), (0.01, 1.2), (0.02, 6000)]
+)
+def test_latencies_can_be_told_from_each_other(milliseconds):
+    read = Contest("read", 1, {})
+    read.samples = {
+        str(number): [Sample(1, 1, 1.0, 0.1, dict.fromkeys((50.0, 99.0, 99.9), ms * 1e3))]
+        for number, ms in enumerate(milliseconds)
+    }
+    figure = plots.figure_of_bars([read], "")
+    figure.draw_without_rendering()
+    axis = figure.axes[1].xaxis
+    low, high = figure.axes[1].get_xlim()
+    named = [
+        label
+        for label in (*axis.get_majorticklabels(), *axis.get_minorticklabels())
+        if label.get_text() and low <= label.get_position()[0] <= high
+    ]
+    assert len(named) >= 2
+    places = sorted((label.get_window_extent() for label in named), key=lambda box: box.x0)
+    assert all(a.x1 < b.x0 for a, b in itertools.pairwise(places))
 
 
 def test_bars_are_as_long_as_the_medians(contests):

@@ -109,7 +109,7 @@ def figure_of_bars(contests: list[Contest], about: str) -> Any:
     left.set_yticks(range(len(rows)), [contest.work for contest, _ in rows])
     left.invert_yaxis()
     right.set_xscale("log")
-    right.xaxis.set_major_formatter("{x:g}")
+    _name_some_ticks(right)
     right.set_xlabel("latency of an I/O, ms (median of the rounds)")
     left.grid(axis="x", alpha=0.3)
     right.grid(axis="x", alpha=0.3)
@@ -120,6 +120,22 @@ def figure_of_bars(contests: list[Contest], about: str) -> Any:
     ]
     figure.legend(handles=keys, loc="outside lower center", ncols=len(keys))
     return figure
+
+
+def _name_some_ticks(axes: Any) -> None:
+    """Name each decade of a logarithmic axis, or 1, 2 and 5 of few: two at the least."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    low, high = axes.get_xlim()
+    parts = (1, 2, 5) if high < low * 1e3 else (1,)
+    axes.xaxis.set_major_locator(LogLocator(subs=parts))
+    ends = [part * 10.0**power for power in range(-4, 8) for part in parts]
+    axes.set_xlim(
+        max((end for end in ends if end <= low), default=low),
+        min((end for end in ends if end >= high), default=high),
+    )
 
 
 def bars(contests: list[Contest], about: str, path: Path) -> None:
