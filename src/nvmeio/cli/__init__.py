@@ -42,7 +42,9 @@ examples:
   nvmeio cp --verify model.safetensors /mnt/nvme/
   nvmeio verify /mnt/nvme/*.npy > SHA256SUMS
 
-nvmeio COMMAND --help tells more about each.
+nvmeio COMMAND --help tells more about each.  The exit status is 0, or 1 after
+an error and where the answer is no, 2 where the command line is wrong, and 130
+after Ctrl-C.
 """
 
 # Signals that end a program; it still has files to take away.
