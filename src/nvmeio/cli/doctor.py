@@ -310,9 +310,11 @@ def _direct(storage: Storage) -> str:
 
 def _remarks(storage: Storage) -> list[str]:
     """Say what has no column of its own."""
-    remarks = [storage.error] if storage.error else []
-    if storage.mount_point and not storage.writable:
-        remarks.append("read-only")
+    remarks = []
+    if storage.error:
+        remarks.append(storage.error)
+    elif storage.mount_point and not storage.writable:
+        remarks.append("read-only" if storage.read_only else "not writable by this user")
     if storage.rotational and storage.model:
         remarks.append("turns")
     if storage.numa_node is not None:
