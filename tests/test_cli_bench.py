@@ -75,10 +75,14 @@ def test_every_work_is_measured_beside_fio(folder, out):
     assert list(works["copy in memory"]) == ["nvmeio", "numpy"]
     for work, contestants in works.items():
         assert work in done.out
-        for samples in contestants.values():
+        for name, samples in contestants.items():
             assert len(samples) == 2
             for sample in samples:
                 check_sample(sample, work)
+                # fio does not know what it took where the kernel's threads write memory.
+                assert (sample["cpu_seconds"] is None) == (
+                    name == "fio (io_uring)" and report["storage"]["in_memory"]
+                )
 
 
 def check_sample(sample, work):
@@ -88,9 +92,9 @@ def check_sample(sample, work):
     assert sample["bytes"] == nbytes.get(work, small if "tensors" in work else SIZE)
     assert sample["gb_per_s"] == pytest.approx(sample["bytes"] / sample["seconds"] / 1e9)
     assert sample["iops"] == pytest.approx(sample["operations"] / sample["seconds"])
-    assert sample["cpu_s_per_gib"] == pytest.approx(
-        sample["cpu_seconds"] / (sample["bytes"] / (1 << 30))
-    )
+    if sample["cpu_seconds"] is not None:
+        per_gib = sample["cpu_seconds"] / (sample["bytes"] / (1 << 30))
+        assert sample["cpu_s_per_gib"] == pytest.approx(per_gib)
     latencies = sample["latency_us"]
     if work == "copy in memory":
         assert sample["operations"] == 0
@@ -298,10 +302,34 @@ def test_a_latency_without_bound_is_null_in_json():
 def test_a_terminal_shows_progress_with_its_speed(folder):
     done = nvmeio_in_terminal("bench", folder, *QUICK, "--only", "read,copy")
     assert done.status == 0, done.out
-    assert "read, nvmeio" in done.out
-    assert "GB/s" in done.out
+    assert re.search(r"read, nvmeio .*% [\d.]+ [kMG]B/s", done.out)
     assert "copy in memory" in done.out
     assert "latency of an I/O" in done.out
+
+
+def test_a_chart_says_what_was_measured(tmp_path, out):
+    chart = out.with_name("chart.svg")
+    done, _ = bench(tmp_path, "--only", "read", "--no-fio", "--plot", chart, out=out)
+    assert f"drawn: {chart}" in done.err
+    # matplotlib draws letters as shapes, and says before each text what it reads.
+    texts = set(re.findall("<!-- (.*) -->", chart.read_text()))
+    assert {"work", "read", "nvmeio", "p50", "p99", "p99.9"} <= texts
+    assert any("throughput, GB/s" in text for text in texts)
+    assert any("latency of an I/O, ms" in text for text in texts)
+    assert any(" on " in text and "64 KiB x 8" in text for text in texts)
+
+
+@needs_fio
+@pytest.mark.parametrize(("way", "known"), [("--direct", True), ("--buffered", False)])
+def test_cpu_time_that_fio_does_not_know_is_not_told(tmp_path, out, way, known):
+    words = (way, "--engine", "io_uring", "--only", "read")
+    done, report = bench(tmp_path, *words, out=out)
+    ours, theirs = report["results"][0]["contestants"].values()
+    assert all(sample["cpu_seconds"] > 0 for sample in ours)
+    assert [sample["cpu_s_per_gib"] is not None for sample in theirs] == [known] * 2
+    # In place of the figure, and of the speedup that stands in nvmeio's row.
+    (row,) = [line for line in done.out.splitlines() if " fio " in line and "," in line]
+    assert (row.split()[-1] == "-") == (not known)
 
 
 def test_a_terminal_of_80_columns_breaks_no_figure(folder, out):

@@ -5,6 +5,7 @@ import dataclasses
 import datetime as dt
 import functools
 import itertools
+import math
 import statistics
 from collections.abc import Iterator
 from importlib.metadata import version
@@ -74,7 +75,12 @@ def configure(parser: Parser) -> None:
         metavar="DIR",
         help="a folder on the drive (default: the current folder)",
     )
-    add("--size", type=size, default=1 << 30, help="of the file (default: 1G)")
+    add(
+        "--size",
+        type=size,
+        default=1 << 30,
+        help="of the file (default: 1G); the disk needs twice as much",
+    )
     transfer_options.add_options(parser, block_size=MIB, queue_depth=128)
     add(
         "--random-block-size",
@@ -301,7 +307,8 @@ def _throughput(contests: list[Contest]) -> tuple[list[str], list[list[str]]]:
             row = [contest.work if name == ours else "", name]
             row.append(spread(contest.figures(name, "gb_per_s"), 2))
             row.append(f"{statistics.median(iops):,.0f}" if any(iops) else "-")
-            row.append(spread(contest.figures(name, "cpu_s_per_gib"), 3).split()[0])
+            cpu = statistics.median(contest.figures(name, "cpu_s_per_gib"))
+            row.append("-" if math.isnan(cpu) else f"{cpu:.3f}")
             row.append(speedups[0] if speedups and name == ours else "")
             rows.append(row)
     return head, rows

@@ -12,7 +12,7 @@ from nvmeio._devices import device_of
 from nvmeio.file import File
 from nvmeio.handle import aio_handle
 
-__all__ = ["Storage", "storage_of"]
+__all__ = ["IN_MEMORY", "Storage", "storage_of"]
 
 # What is written, read and compared.
 TRIAL_BYTES = 1 << 20

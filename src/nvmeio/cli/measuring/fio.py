@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -9,7 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from nvmeio._devices import device_of
 from nvmeio.cli.arguments import CommandError
+from nvmeio.cli.diagnosis.storage import IN_MEMORY
 from nvmeio.cli.diagnosis.system import system
 from nvmeio.cli.measuring.ground import forget_cached
 from nvmeio.cli.measuring.samples import PERCENTILES, Sample
@@ -64,6 +67,8 @@ class Fio:
     ) -> None:
         self.name = f"fio ({ENGINES[engine]})"
         self._path, self._queue_depth = path, queue_depth
+        at_device = direct and device_of(path).file_system not in IN_MEMORY
+        self._works_alone = ENGINES[engine] != "io_uring" or at_device
         self._arguments: dict[str, Any] = {
             "name": "nvmeio",
             "filename": str(path).replace(":", "\\:"),
@@ -95,8 +100,10 @@ class Fio:
         Returns
         -------
         Sample
-            By fio's own clock, which leaves out its start; its percentiles are of complete
-            I/Os from submission on (clat).
+            By fio's own clocks, which leave out its start; its percentiles are of complete
+            I/Os from submission on (clat).  Its CPU time is that of its own thread, and so
+            not known where threads of the kernel do the work of io_uring: on files that
+            are not read and written by a device.
 
         Raises
         ------
@@ -120,13 +127,14 @@ class Fio:
         job = _job(words, depth * block_bytes, direction, watch)
         done = job[direction]
         watch(done["io_bytes"])
+        cpu_seconds = (job["usr_cpu"] + job["sys_cpu"]) / 100 * job["job_runtime"] / 1e3
         percentiles = done["clat_ns"].get("percentile", {})
         return Sample(
             nbytes=done["io_bytes"],
             operations=done["total_ios"],
             # Whole milliseconds; less than one would be none.
             seconds=max(done["runtime"], 1) / 1e3,
-            cpu_seconds=(job["usr_cpu"] + job["sys_cpu"]) / 100 * job["job_runtime"] / 1e3,
+            cpu_seconds=cpu_seconds if self._works_alone else math.nan,
             latency_us={
                 percentile: percentiles[f"{percentile:.6f}"] / 1e3
                 for percentile in PERCENTILES

@@ -25,7 +25,8 @@ class Sample:
     nbytes, operations : int
         What was moved, and in how many I/Os that the kernel saw: none for a copy.
     seconds, cpu_seconds : float
-        How long it took, and the CPU time of all threads, user and system.
+        How long it took, and the CPU time of all threads, user and system; the latter is
+        not a number where that is not known.
     latency_us : dict of float to float
         For each of PERCENTILES in how many microseconds such a part of the I/Os was
         complete; empty without I/O.
@@ -169,19 +170,24 @@ class Contest:
         }
 
 
+def _known(figure: float) -> float | None:
+    """Return a figure, or None for what JSON has no word for."""
+    return figure if math.isfinite(figure) else None
+
+
 def _as_dict(sample: Sample) -> dict[str, Any]:
     latencies = {
-        # JSON has no word for what took longer than nvmeio can tell.
-        f"p{percentile:g}": us if math.isfinite(us) else None
+        # Infinite where it took longer than nvmeio can tell.
+        f"p{percentile:g}": _known(us)
         for percentile, us in sample.latency_us.items()
     }
     return {
         "bytes": sample.nbytes,
         "operations": sample.operations,
         "seconds": sample.seconds,
-        "cpu_seconds": sample.cpu_seconds,
+        "cpu_seconds": _known(sample.cpu_seconds),
         "gb_per_s": sample.gb_per_s,
         "iops": sample.iops,
-        "cpu_s_per_gib": sample.cpu_s_per_gib,
+        "cpu_s_per_gib": _known(sample.cpu_s_per_gib),
         "latency_us": latencies,
     }
