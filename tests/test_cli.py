@@ -264,16 +264,15 @@ def test_outputs_that_are_closed_are_none(tmp_path, closing):
 
 
 def test_the_handlers_of_signals_are_put_back(made_up):
-    numbers = (*cli.ENDING, signal.SIGINT)
-    before = [signal.getsignal(number) for number in numbers]
+    before = [signal.getsignal(number) for number in cli.ENDING]
     assert made_up(lambda options, terminal: 0) == 0
-    assert [signal.getsignal(number) for number in numbers] == before
+    assert [signal.getsignal(number) for number in cli.ENDING] == before
 
     def interrupted(options, terminal):
-        raise KeyboardInterrupt
+        signal.raise_signal(signal.SIGINT)
 
     assert made_up(interrupted) == 130
-    assert [signal.getsignal(number) for number in numbers] == before
+    assert [signal.getsignal(number) for number in cli.ENDING] == before
 
 
 # It waits for a signal, with something to take away.
@@ -310,6 +309,21 @@ def test_a_signal_ends_a_command_that_takes_its_files_away(name):
     assert out == "taken away\n"
     assert process.returncode == 128 + number
     assert err == ("nvmeio waiting: interrupted\n" if name == "SIGINT" else "")
+
+
+@pytest.mark.parametrize("second", cli.ENDING)
+def test_a_second_signal_does_not_interrupt_the_cleaning_up(made_up, second):
+    cleaned = []
+
+    def impatient(options, terminal):
+        try:
+            signal.raise_signal(signal.SIGINT)
+        finally:
+            signal.raise_signal(second)
+            cleaned.append("everything")
+
+    assert made_up(impatient) == 130
+    assert cleaned == ["everything"]
 
 
 def test_what_nohup_ignores_stays_ignored():

@@ -1,6 +1,7 @@
 """``nvmeio bench``: what it measures, what it shows, and that it leaves nothing behind."""
 
 import dataclasses
+import errno
 import json
 import math
 import os
@@ -17,7 +18,9 @@ import pytest
 from commands import command, nvmeio, nvmeio_in_terminal
 from helpers import ENGINES
 from nvmeio import engines
+from nvmeio.cli.arguments import CommandError
 from nvmeio.cli.diagnosis.system import system
+from nvmeio.cli.measuring import ground
 from nvmeio.cli.measuring.fio import Fio
 from nvmeio.cli.measuring.samples import Contest, Sample
 from nvmeio.cli.units import spread
@@ -425,6 +428,40 @@ def test_a_signal_that_ends_it_leaves_nothing_behind(folder, number):
     assert "Traceback" not in process.communicate()[1]
     assert process.returncode == 128 + number
     assert running_in(folder) == []
+
+
+@pytest.mark.parametrize("call", ["mkdir", "rmdir"])
+def test_a_signal_waits_while_the_folder_is_made_or_removed(folder, monkeypatch, call):
+    original = getattr(os, call)
+
+    def disturbed(*arguments, **options):
+        original(*arguments, **options)
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(os, call, disturbed)
+    names, handler = os.listdir(folder), signal.getsignal(signal.SIGINT)
+    with (
+        pytest.raises(KeyboardInterrupt),
+        ground.folder_of_its_own(str(folder), 0, 0) as own,
+    ):
+        (own / "file").touch()
+    assert os.listdir(folder) == names
+    assert signal.getsignal(signal.SIGINT) == handler
+
+
+def test_a_folder_that_cannot_be_removed_is_named(folder, monkeypatch):
+    def refused(*arguments, **options):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), "file")
+
+    words = rf"^{folder}/nvmeio-bench-\w+ cannot be removed: Read-only file system$"
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "rmdir", refused)
+        with (
+            pytest.raises(CommandError, match=words),
+            ground.folder_of_its_own(str(folder), 0, 0) as own,
+        ):
+            pass
+    own.rmdir()
 
 
 def running_in(folder):

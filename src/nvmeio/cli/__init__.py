@@ -48,7 +48,7 @@ after Ctrl-C.
 """
 
 # Signals that end a program; it still has files to take away.
-ENDING = (signal.SIGTERM, signal.SIGHUP)
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -88,9 +88,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # nohup has a command ignore that its terminal is closed.
     heeded = [number for number in ENDING if signal.getsignal(number) != signal.SIG_IGN]
     before = {number: signal.signal(number, _end) for number in heeded}
-    if arguments is not None:
-        # Else this is the whole program, and its end need not be interrupted.
-        before[signal.SIGINT] = signal.getsignal(signal.SIGINT)
+    if arguments is None:
+        # This is the whole program, and its end need not be interrupted.
+        before.pop(signal.SIGINT, None)
     try:
         return _run(parser, options.command, options)
     finally:
@@ -114,8 +114,6 @@ def _run(parser: Parser, name: str, options: object) -> int:
         print(f"nvmeio {name}: error: {sentence(error)}", file=sys.stderr)
         status = 1
     except KeyboardInterrupt:
-        # Whoever is impatient presses it twice; nothing else is begun any more.
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
         print(f"nvmeio {name}: interrupted", file=sys.stderr)
         status = 128 + signal.SIGINT
     _flush_or_drop()
@@ -139,6 +137,11 @@ def _flush_or_drop() -> None:
 
 def _end(number: int, _frame: FrameType | None) -> None:
     """Leave by an exception, so that everything is cleaned up."""
+    # Whoever is impatient sends it twice, which must not interrupt the cleaning up.
+    for ending in ENDING:
+        signal.signal(ending, signal.SIG_IGN)
+    if number == signal.SIGINT:
+        raise KeyboardInterrupt
     raise SystemExit(128 + number)
 
 

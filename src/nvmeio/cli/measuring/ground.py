@@ -49,7 +49,7 @@ def folder_of_its_own(folder: str, needed: int, reserve: int | None) -> Iterator
     ------
     Path
         The new folder; it goes away with all that is in it, also after an error, Ctrl-C or
-        SIGTERM, which are ignored meanwhile.
+        SIGTERM, which wait until it is made, and until it is gone.
 
     Raises
     ------
@@ -68,30 +68,47 @@ def folder_of_its_own(folder: str, needed: int, reserve: int | None) -> Iterator
             f"{folder}: {in_binary(needed)} are needed and {in_binary(free)} are free, of "
             f"which {in_binary(reserve)} are kept (--reserve); a smaller --size needs less"
         )
+    with contextlib.ExitStack() as stack:
+        with _undisturbed():
+            own = _made_in(folder)
+            stack.callback(_remove, own)
+        yield Path(own.name)
+
+
+def _made_in(folder: str) -> tempfile.TemporaryDirectory[str]:
     try:
-        own = tempfile.TemporaryDirectory(prefix="nvmeio-bench-", dir=folder)
+        return tempfile.TemporaryDirectory(prefix="nvmeio-bench-", dir=folder)
     except OSError as error:
         # Its name is one that nobody has typed.
         raise CommandError(
             f"{folder}: cannot create a folder there: {error.strerror}"
         ) from None
+
+
+def _remove(own: tempfile.TemporaryDirectory[str]) -> None:
     try:
-        yield Path(own.name)
-    finally:
         with _undisturbed():
             own.cleanup()
+    except OSError as error:
+        # It names what lies inside, and not where that is.
+        raise CommandError(f"{own.name} cannot be removed: {error.strerror}") from error
 
 
 @contextlib.contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Ignore what ends a program while inside: whoever is impatient sends it twice."""
-    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in signals}
+    """Have what ends a program wait while inside, so that nothing is left half done."""
+    waiting: list[int] = []
+    before = {
+        number: signal.signal(number, lambda came, _: waiting.append(came))
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    }
     try:
         yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+    for came in waiting:
+        signal.raise_signal(came)
 
 
 def forget_cached(path: Path) -> None:
