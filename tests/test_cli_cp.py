@@ -9,6 +9,7 @@ import resource
 import shutil
 import signal
 import stat
+import struct
 import subprocess
 import time
 from pathlib import Path
@@ -50,6 +51,30 @@ def error_of(done):
     assert done.err.startswith("nvmeio cp: error: ")
     assert done.err.count("\n") == 1
     return done.err.removeprefix("nvmeio cp: error: ").strip()
+
+
+ACCESS, DEFAULT = "system.posix_acl_access", "system.posix_acl_default"
+
+
+def give_list(path, kind, *, user, named, group, mask, others):
+    """Give an access control list with an entry for user 12345."""
+    # A version, and tag, permissions and number of each entry: linux/posix_acl_xattr.h.
+    entries = [(1, user), (2, named), (4, group), (16, mask), (32, others)]
+    value = struct.pack("<I", 2) + b"".join(
+        struct.pack("<HHI", tag, bits, 12345 if tag == 2 else 0xFFFFFFFF)
+        for tag, bits in entries
+    )
+    try:
+        os.setxattr(path, kind, value)
+    except OSError as error:
+        if error.errno != errno.EOPNOTSUPP:
+            raise
+        pytest.skip("the file system has no access control lists")
+
+
+def list_of(path):
+    """Return a file's access control list, b"" where it has none."""
+    return os.getxattr(path, ACCESS) if ACCESS in os.listxattr(path) else b""
 
 
 @contextlib.contextmanager
@@ -311,6 +336,48 @@ class TestAttributes:
         assert done.err.endswith("\nnot kept, for it is refused here: owner\n")
         status = os.stat(tmp_path / "copy")
         assert (status.st_uid, stat.S_IMODE(status.st_mode)) == (0, 0o755)
+
+    def test_a_copy_that_replaces_a_file_has_its_access_control_list(
+        self, source, tmp_path
+    ):
+        """Its group may nothing, which the permission bits alone would not tell."""
+        (tmp_path / "copy").touch()
+        give_list(tmp_path / "copy", ACCESS, user=6, named=6, group=0, mask=6, others=0)
+        wanted = list_of(tmp_path / "copy")
+        assert nvmeio("cp", source, tmp_path / "copy").status == 0
+        assert list_of(tmp_path / "copy") == wanted
+        assert stat.S_IMODE(os.stat(tmp_path / "copy").st_mode) == 0o660
+
+    @pytest.mark.parametrize("has_one", [True, False])
+    def test_preserve_gives_the_list_of_the_source_in_any_folder(
+        self, source, tmp_path, has_one
+    ):
+        everything = {"user": 7, "named": 7, "group": 7, "mask": 7, "others": 7}
+        give_list(tmp_path, DEFAULT, **everything)
+        source.chmod(0o640)
+        if has_one:
+            give_list(source, ACCESS, user=6, named=4, group=0, mask=4, others=0)
+        assert nvmeio("cp", "-p", source, tmp_path / "copy").status == 0
+        assert list_of(tmp_path / "copy") == list_of(source)
+        assert stat.S_IMODE(os.stat(tmp_path / "copy").st_mode) == 0o640
+
+    def test_a_list_that_cannot_be_kept_gives_the_group_nothing(self, source, faulty):
+        give_list(source, ACCESS, user=6, named=6, group=0, mask=6, others=0)
+        done = nvmeio("cp", "-p", source, faulty / "copy")
+        assert done.status == 0
+        assert done.err.endswith(f"\nnot kept, for it is refused here: {ACCESS}\n")
+        assert stat.S_IMODE(os.stat(faulty / "copy").st_mode) == 0o600
+
+    def test_the_list_of_the_folder_opens_nothing_that_is_not_finished(
+        self, slow_source, tmp_path
+    ):
+        give_list(tmp_path, DEFAULT, user=7, named=7, group=7, mask=7, others=7)
+        Faults(slow_source).set(read=HELD)
+        with running(slow_source, tmp_path / "copy"):
+            # The group's bits are the mask of the list.
+            mode = stat.S_IMODE(temporary_in(tmp_path).stat().st_mode)
+            Faults(slow_source).set()
+        assert mode == 0o600
 
     def test_nobody_else_can_open_what_is_not_finished(self, slow_source, tmp_path):
         Faults(slow_source).set(read=HELD)

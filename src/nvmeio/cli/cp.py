@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from nvmeio._replacing import replacement
 from nvmeio.cli.arguments import CommandError, Parser
-from nvmeio.cli.files.attributes import create_private, give, preserve
+from nvmeio.cli.files.attributes import create_private, give, give_access, preserve
 from nvmeio.cli.files.checksums import Checksum, named
 from nvmeio.cli.files.streams import (
     Stream,
@@ -30,10 +30,10 @@ The copy is made in a file .nvmeio-*.tmp beside DST.  When it is complete and
 on the device, it is renamed to DST.  An error, Ctrl-C and SIGTERM remove it
 and leave DST as it was; what SIGKILL or a power failure leaves can be deleted.
 
-A DST that exists is replaced by a new file of the same mode and, where that is
-permitted, owner; its other hard links keep the old content.  Where DST is a
-symbolic link, the file it leads to is replaced.  A new DST has the permission
-bits of SRC, less the umask.  Holes of SRC stay holes.
+A DST that exists is replaced by a new file of the same mode, access control
+list and, where that is permitted, owner; its other hard links keep the old
+content.  Where DST is a symbolic link, the file it leads to is replaced.  A new
+DST has the permission bits of SRC, less the umask.  Holes of SRC stay holes.
 
 --verify reads the copy back before it is renamed, past the page cache where
 the file system has O_DIRECT, and compares its SHA-256 with that of the bytes
@@ -270,7 +270,7 @@ class Copy:
         if self.options.preserve:
             return preserve(self.source.fileno(), descriptor, self.before)
         if self.replaced is not None:
-            return give(descriptor, stat.S_IMODE(self.replaced.st_mode), self.replaced)
+            return give_access(descriptor, self.target, self.replaced)
         return give(descriptor, self.before.st_mode & 0o777 & ~umask)
 
     @contextlib.contextmanager

@@ -1,5 +1,6 @@
 """What a file has besides its content: mode, owner, times, extended attributes."""
 
+import contextlib
 import errno
 import os
 import stat
@@ -8,7 +9,9 @@ from typing import Any
 
 from nvmeio.file import File
 
-__all__ = ["create_private", "give", "preserve"]
+__all__ = ["create_private", "give", "give_access", "preserve"]
+
+ACCESS_LIST = "system.posix_acl_access"
 
 # The file system has no such thing or no room for it, or it takes other rights to set it.
 REFUSALS = {
@@ -47,14 +50,24 @@ def create_private(path: str, direct: Any) -> tuple[File, int]:
     The umask belongs to the process: no other thread may make files meanwhile.
     """
     umask = os.umask(0o077)
+    os.umask(umask)
+    # The mode is asked for, as the umask says nothing in a folder with a default access
+    # control list.
+    flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
+    descriptor = os.open(path, flags, stat.S_IRUSR | stat.S_IWUSR)
     try:
-        return File(path, "x", direct=direct), umask
+        file = File(path, "r+", direct=direct)
+        # Whoever may rename in the folder could have put a link to another in its place.
+        if not os.path.samestat(os.fstat(descriptor), os.fstat(file.fileno())):
+            file.close()
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), path)
     finally:
-        os.umask(umask)
+        os.close(descriptor)
+    return file, umask
 
 
-def give(descriptor: int, mode: int, owner: os.stat_result | None = None) -> list[str]:
-    """Give a file its mode and, if wanted, an owner.
+def give(descriptor: int, mode: int) -> list[str]:
+    """Give a file its mode.
 
     Parameters
     ----------
@@ -62,8 +75,32 @@ def give(descriptor: int, mode: int, owner: os.stat_result | None = None) -> lis
         Of a file of this process's own.
     mode : int
         Permission bits.
-    owner : os.stat_result, optional
-        Of the file that has the owner and the group.
+
+    Returns
+    -------
+    list of str
+        What the system has refused.
+
+    Raises
+    ------
+    OSError
+        With errno.
+    """
+    differs = stat.S_IMODE(os.fstat(descriptor).st_mode) != mode
+    return ["mode"] if differs and not _granted(os.fchmod, descriptor, mode) else []
+
+
+def give_access(descriptor: int, other: int | str, status: os.stat_result) -> list[str]:
+    """Give a file the owner, the access control list and the mode of another.
+
+    Parameters
+    ----------
+    descriptor : int
+        Of a file of this process's own.
+    other : int or str
+        The other: a descriptor of it, or its path.
+    status : os.stat_result
+        What the other was before it was read or replaced.
 
     Returns
     -------
@@ -76,14 +113,16 @@ def give(descriptor: int, mode: int, owner: os.stat_result | None = None) -> lis
         With errno.
     """
     refused = []
-    if owner is not None and not _give_owner(descriptor, owner):
+    mode = stat.S_IMODE(status.st_mode)
+    if not _give_owner(descriptor, status):
         refused.append("owner")
         # Set-user-ID means the owner that it was set by.
         mode &= 0o777
-    differs = stat.S_IMODE(os.fstat(descriptor).st_mode) != mode
-    if differs and not _granted(os.fchmod, descriptor, mode):
-        refused.append("mode")
-    return refused
+    if not _give_list(descriptor, other):
+        refused.append(ACCESS_LIST)
+        # With a list they say what it allows at most; without, what the group may do.
+        mode &= ~stat.S_IRWXG
+    return refused + give(descriptor, mode)
 
 
 def preserve(source: int, descriptor: int, status: os.stat_result) -> list[str]:
@@ -108,12 +147,26 @@ def preserve(source: int, descriptor: int, status: os.stat_result) -> list[str]:
     OSError
         With errno.
     """
-    refused = give(descriptor, stat.S_IMODE(status.st_mode), status)
+    refused = give_access(descriptor, source, status)
     for name in _extended(source):
         if not _granted(os.setxattr, descriptor, name, os.getxattr(source, name)):
             refused.append(name)
     os.utime(descriptor, ns=(status.st_atime_ns, status.st_mtime_ns))
     return refused
+
+
+def _give_list(descriptor: int, other: int | str) -> bool:
+    """Give a file the access control list of another; False where that is refused."""
+    try:
+        wanted = os.getxattr(other, ACCESS_LIST)
+    except OSError as error:
+        if error.errno not in {*REFUSALS, errno.ENODATA, errno.ENOENT}:
+            raise
+        # The folder's default may have given it one.
+        with contextlib.suppress(OSError):
+            os.removexattr(descriptor, ACCESS_LIST)
+        return True
+    return _granted(os.setxattr, descriptor, ACCESS_LIST, wanted)
 
 
 def _give_owner(descriptor: int, owner: os.stat_result) -> bool:
@@ -128,18 +181,14 @@ def _give_owner(descriptor: int, owner: os.stat_result) -> bool:
 
 
 def _extended(descriptor: int) -> list[str]:
-    """Name the attributes that are the user's, and the access control list."""
+    """Name the attributes that are the user's."""
     names: list[str] = []
     try:
         names = os.listxattr(descriptor)
     except OSError as error:
         if error.errno not in REFUSALS:
             raise
-    return [
-        name
-        for name in names
-        if name.startswith("user.") or name == "system.posix_acl_access"
-    ]
+    return [name for name in names if name.startswith("user.")]
 
 
 def _granted(change: Callable[..., None], *arguments: Any) -> bool:
