@@ -465,6 +465,21 @@ def test_a_setting_that_makes_no_sense_is_told(tmp_path, name, value):
     assert report["paths"][0]["direct"] is not None
 
 
+@pytest.mark.parametrize("profile", ["broken", "in no folder"])
+def test_a_profile_that_cannot_be_used_is_named(tmp_path, profile):
+    home = tmp_path / "home"
+    folder = home / "nvmeio" / "profiles"
+    if profile == "broken":
+        folder.mkdir(parents=True)
+        (folder / "some.json").write_text("{}")
+    else:
+        home.touch()
+    env = {**os.environ, "NVMEIO_PROFILE": "auto", "XDG_CONFIG_HOME": str(home)}
+    report = examine(tmp_path, env=env, status=1)
+    assert str(folder) in report["summary"]
+    assert report["remedies"][0]["steps"][0]["commands"] == ["unset NVMEIO_PROFILE"]
+
+
 def test_a_path_that_does_not_exist_is_told_beside_the_others(tmp_path):
     missing = tmp_path / "missing"
     report = examine(missing, tmp_path, status=1)

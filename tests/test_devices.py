@@ -2,6 +2,8 @@
 
 import contextlib
 import os
+import subprocess
+import sys
 
 import pytest
 
@@ -129,6 +131,16 @@ def test_a_relative_path_counts_from_the_current_folder(tmp_path, tmpfs, monkeyp
     monkeypatch.chdir(tmpfs)
     for path in (".", "", "a/b", "../nvmeio-none"):
         assert device_of(path).mount_point == "/dev/shm"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount")
+def test_without_proc_the_mount_is_unknown_and_the_device_is_not(tmp_path):
+    words = "from nvmeio._devices import device_of as d; print(d('.').block, d('.'))"
+    hidden = 'mount -t tmpfs none /proc && exec "$@"'
+    command = ["unshare", "-m", "sh", "-c", hidden, "sh", sys.executable, "-c", words]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith(f"{device_of(tmp_path).block} ")
+    assert "unknown at" in done.stdout
 
 
 def test_a_link_in_a_circle_is_an_error(tmp_path):

@@ -165,6 +165,7 @@ BROKEN = {
     "no JSON": (lambda _: '{"version": ', "Expecting value"),
     "no text": (lambda _: b"\xff\xfe\xff", "decode"),
     "empty": (lambda _: "", "Expecting value"),
+    "too deep": (lambda _: "[" * 100_000, "maximum recursion depth exceeded"),
     "no object": (lambda _: "[1]", "it is no object"),
     "version": (broken(lambda c: c.update(version=2)), "version is 2; nvmeio here knows 1"),
     "no version": (broken(lambda c: c.pop("version")), "it lacks 'version'"),

@@ -119,10 +119,15 @@ def _open_nearest(path: str) -> int:
 
 def _mount_of(descriptor: int) -> tuple[str, str, str]:
     """Return where, of which type and from what the mount of an open file is."""
-    # The number of the mount is surer than the path: mounts may hide others.
-    about = pathlib.Path(f"/proc/self/fdinfo/{descriptor}").read_bytes()
+    try:
+        # The number of the mount is surer than the path: mounts may hide others.
+        about = pathlib.Path(f"/proc/self/fdinfo/{descriptor}").read_bytes()
+        mounts = pathlib.Path("/proc/self/mountinfo").read_bytes()
+    except FileNotFoundError:
+        # In a chroot without /proc.
+        return "", "unknown", ""
     number = re.search(rb"^mnt_id:\s*(\d+)$", about, re.MULTILINE)
-    for line in pathlib.Path("/proc/self/mountinfo").read_bytes().splitlines():
+    for line in mounts.splitlines():
         place, _, origin = line.partition(b" - ")
         fields = place.split(b" ")
         if number and fields[0] == number[1]:

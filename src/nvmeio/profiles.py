@@ -284,7 +284,8 @@ def read_profile(file: pathlib.Path) -> Profile:
     data = file.read_bytes()
     try:
         return _profile_of(json.loads(data), _device_in(file))
-    except (TypeError, ValueError) as error:
+    # RecursionError is what JSON in too many brackets ends in.
+    except (RecursionError, TypeError, ValueError) as error:
         raise ValueError(
             f"the profile {str(file)!r} cannot be used: {error}; "
             "`nvmeio tune` makes another"

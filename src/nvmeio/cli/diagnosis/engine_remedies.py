@@ -71,8 +71,10 @@ def _works(installed: Installation, name: str) -> bool:
 def _of_handles(installed: Installation) -> Remedy:
     """No handle can be opened: mostly because of a setting that makes no sense."""
     named = re.findall(r"\bNVMEIO_\w+", installed.error)
-    if not named and installed.environment.get("NVMEIO_ENGINE"):
-        named = ["NVMEIO_ENGINE"]
+    if not named:
+        # What is wrong with a profile names its file or its folder.
+        likely = "PROFILE" if "profile" in installed.error else "ENGINE"
+        named = [f"NVMEIO_{likely}"] * bool(installed.environment.get(f"NVMEIO_{likely}"))
     if named:
         steps = [Step("take the setting away, or correct it:", (f"unset {named[0]}",))]
     else:

@@ -7,6 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from nvmeio._build import Feature, build_record
 from nvmeio._types import EngineInfo
+from nvmeio.cli.arguments import sentence
 from nvmeio.handle import aio_handle
 from nvmeio.info import engines
 
@@ -92,8 +93,7 @@ def _engine() -> tuple[str | None, str]:
         with aio_handle() as handle:
             engine: str = handle.stats()["engine"]
     except (OSError, ValueError, MemoryError) as error:
-        said = error.strerror if isinstance(error, OSError) else ""
-        return None, said or str(error) or type(error).__name__
+        return None, sentence(error)
     return engine, ""
 
 
