@@ -133,6 +133,12 @@ class TestLists:
         done = nvmeio("verify", "--check", "-", input=line, cwd=tmp_path)
         assert (done.status, done.out) == (0, "file: OK\n")
 
+    def test_a_list_may_have_the_line_ends_of_windows(self, tmp_path):
+        (tmp_path / "file").write_bytes(b"text")
+        (tmp_path / "sums").write_bytes(f"{sha256(b'text')}  file\r\n".encode() * 2)
+        done = nvmeio("verify", "--check", "sums", cwd=tmp_path)
+        assert (done.status, done.out) == (0, "file: OK\n" * 2)
+
     def test_every_file_of_a_list_is_gone_through(self, tmp_path):
         (tmp_path / "good").write_bytes(b"good")
         (tmp_path / "changed").write_bytes(b"changed")

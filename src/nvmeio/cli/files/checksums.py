@@ -124,7 +124,8 @@ def listed(content: bytes, name: str) -> Iterator[tuple[str, str]]:
     """
     lines = content.removesuffix(b"\n").split(b"\n") if content else []
     for number, line in enumerate(lines, 1):
-        found = LINE.fullmatch(line)
+        # An editor may have given it the line ends of Windows; of a name it is escaped.
+        found = LINE.fullmatch(line.removesuffix(b"\r"))
         if found is None:
             raise CommandError(f"{name}: line {number} is none that sha256sum writes")
         file = os.fsdecode(found[3])
