@@ -206,6 +206,10 @@ static void revive(struct nvmeio_handle *handle)
     handle->caller_count = 0;
     handle->lanes_idle = handle->lanes_called = 0;
     handle->lanes_alive = handle->lanes_started = 0;
+    /* What the parent's lanes have done is told by the parent. */
+    handle->retired = (struct nvmeio_stats){0};
+    atomic_store_explicit(&handle->requests, 0, memory_order_relaxed);
+    memset(handle->retired_latencies, 0, sizeof(handle->retired_latencies));
     handle->stopping = false;
     /* Closed by the parent, or here before it was ever used: nobody is stopping it. */
     handle->stopped = handle->closing;

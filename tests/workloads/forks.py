@@ -106,6 +106,13 @@ def fork_latencies(folder, engine):
         assert handle.latencies().count == before
         report({"parent": before, "child": int(os.read(said, 20))})
 
+    def child_of_closed(closed):
+        assert closed.latencies().count == 0
+        assert closed.stats()["blocks"] == closed.stats()["requests"] == 0
+
+    join(fork(child_of_closed, handle))
+    assert handle.latencies().count == before
+
 
 def fork_registered(folder, size=4 << 20):
     """Memory that a ring has registered, and so pinned, is the parent's and the child's."""
