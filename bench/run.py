@@ -92,10 +92,12 @@ def ended(process: subprocess.Popen[bytes], limit_s: float) -> bool:
 
 
 def last_words(log: Path) -> str:
-    """Return the last line that a script has printed to its standard error."""
+    """Return the last line of a script's standard error, without paths of the machine."""
     text = log.read_text(encoding="utf-8", errors="replace")
     lines = [line.strip() for line in re.split(r"[\r\n]+", text) if line.strip()]
-    return lines[-1] if lines else "it said nothing"
+    if not lines:
+        return "it said nothing"
+    return re.sub(r"(?<![\w.])/(?:[^\s'\":/]+/)+", "", lines[-1])
 
 
 def run(name: str, options: list[str], limit_s: float) -> dict[str, Any]:
