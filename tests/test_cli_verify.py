@@ -156,9 +156,9 @@ class TestLists:
         ("content", "words"),
         [
             ("", "there is no checksum in it"),
-            ("text\n", "line 1 is none that sha256sum writes"),
-            (f"{'0' * 64}  a\n{'0' * 63}  b\n", "line 2 is none that sha256sum writes"),
-            (f"{'0' * 64}  a\n\n", "line 2 is none that sha256sum writes"),
+            ("text\n", "line 1 is no checksum with a name"),
+            (f"{'0' * 64}  a\n{'0' * 63}  b\n", "line 2 is no checksum with a name"),
+            (f"{'0' * 64}  a\n\n", "line 2 is no checksum with a name"),
         ],
     )
     def test_what_is_no_list_is_refused(self, tmp_path, content, words):

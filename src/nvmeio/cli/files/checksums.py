@@ -127,7 +127,7 @@ def listed(content: bytes, name: str) -> Iterator[tuple[str, str]]:
         # An editor may have given it the line ends of Windows; of a name it is escaped.
         found = LINE.fullmatch(line.removesuffix(b"\r"))
         if found is None:
-            raise CommandError(f"{name}: line {number} is none that sha256sum writes")
+            raise CommandError(f"{name}: line {number} is no checksum with a name")
         file = os.fsdecode(found[3])
         if found[1]:
             file = re.sub(r"\\[\\nr]", lambda escape: ESCAPED[escape[0]], file)
