@@ -7,6 +7,7 @@ import logging
 import os
 import pathlib
 import pickle
+import pwd
 import resource
 import stat
 import subprocess
@@ -384,6 +385,30 @@ class TestEnvironment:
         assert [record.levelno for record in caplog.records] == [logging.INFO]
         assert "of 0 profiles" in caplog.text
         assert str(profiles_folder()) in caplog.text
+
+    @pytest.mark.usefixtures("auto")
+    def test_a_user_who_can_have_none_has_the_defaults(self, tmp_path, monkeypatch, caplog):
+        caplog.set_level(logging.INFO, "nvmeio")
+        (tmp_path / "file").touch()
+        monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "file"))
+        assert gotten(nvmeio.aio_handle()) == DEFAULTS
+        monkeypatch.delenv("XDG_CONFIG_HOME")
+        monkeypatch.delenv("HOME")
+        monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)
+        assert gotten(nvmeio.aio_handle()) == DEFAULTS
+        first, second = [record.getMessage() for record in caplog.records]
+        assert "Not a directory" in first
+        assert "the user has no home" in second
+        monkeypatch.setenv("NVMEIO_PROFILE", str(tmp_path))
+        with pytest.raises(FileNotFoundError, match="the user has no home"):
+            nvmeio.aio_handle()
+
+    def test_a_pipe_is_no_profile(self, saved, tmp_path):
+        file = profile_file(saved.device)
+        file.unlink()
+        os.mkfifo(file)
+        with pytest.raises(ValueError, match=r"cannot be used: it is a pipe"):
+            nvmeio.aio_handle.from_profile(tmp_path)
 
     @pytest.mark.usefixtures("another")
     def test_a_path_names_the_device(self, saved, tmp_path, monkeypatch):

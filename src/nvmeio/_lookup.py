@@ -49,7 +49,8 @@ def environment_options(value: str) -> Mapping[str, Any]:
     Raises
     ------
     OSError
-        The device that it names has no profile, or a file cannot be read.
+        The device that it names has no profile, or one cannot be read.  With "auto" a user
+        who can have none, without a home or kept out of it, has none.
     ValueError
         It is neither "auto" nor an absolute path, or the profile is broken.
     """
@@ -58,12 +59,23 @@ def environment_options(value: str) -> Mapping[str, Any]:
             f"NVMEIO_PROFILE is {value!r}; it must be auto, or an absolute path on a "
             "device that has a profile"
         )
-    folder = profiles_folder()
     try:
-        changed_ns = folder.stat().st_mtime_ns
-    except FileNotFoundError:
-        changed_ns = 0
+        folder = profiles_folder()
+        changed_ns = _changed_ns(folder)
+    except OSError as error:
+        # As in a container whose user has no home: this user can have none.
+        if value != "auto":
+            raise
+        _log.info("NVMEIO_PROFILE is auto, but there is no profile: %s", error)
+        return {}
     return _remembered(value, folder, changed_ns, os.stat(os.curdir).st_dev)
+
+
+def _changed_ns(folder: pathlib.Path) -> int:
+    try:
+        return folder.stat().st_mtime_ns
+    except FileNotFoundError:
+        return 0
 
 
 def _options(

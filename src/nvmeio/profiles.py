@@ -281,6 +281,9 @@ def read_profile(file: pathlib.Path) -> Profile:
     ValueError
         It is no profile, or one of a newer nvmeio; says which file and what in it.
     """
+    if file.is_fifo():
+        # Whoever opened it would wait for somebody to write.
+        raise ValueError(f"the profile {str(file)!r} cannot be used: it is a pipe")
     data = file.read_bytes()
     try:
         return _profile_of(json.loads(data), _device_in(file))
