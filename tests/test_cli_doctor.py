@@ -467,14 +467,16 @@ def test_a_setting_that_makes_no_sense_is_told(tmp_path, name, value):
 
 @pytest.mark.parametrize("profile", ["broken", "in no folder"])
 def test_a_profile_that_cannot_be_used_is_named(tmp_path, profile):
-    home = tmp_path / "home"
+    home, value = tmp_path / "home", "auto"
     folder = home / "nvmeio" / "profiles"
     if profile == "broken":
         folder.mkdir(parents=True)
         (folder / "some.json").write_text("{}")
     else:
+        # With auto it would be the defaults.
         home.touch()
-    env = {**os.environ, "NVMEIO_PROFILE": "auto", "XDG_CONFIG_HOME": str(home)}
+        value = str(tmp_path)
+    env = {**os.environ, "NVMEIO_PROFILE": value, "XDG_CONFIG_HOME": str(home)}
     report = examine(tmp_path, env=env, status=1)
     assert str(folder) in report["summary"]
     assert report["remedies"][0]["steps"][0]["commands"] == ["unset NVMEIO_PROFILE"]

@@ -133,7 +133,7 @@ def test_a_relative_path_counts_from_the_current_folder(tmp_path, tmpfs, monkeyp
         assert device_of(path).mount_point == "/dev/shm"
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount")
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a file system")
 def test_without_proc_the_mount_is_unknown_and_the_device_is_not(tmp_path):
     words = "from nvmeio._devices import device_of as d; print(d('.').block, d('.'))"
     hidden = 'mount -t tmpfs none /proc && exec "$@"'
