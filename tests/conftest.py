@@ -1,3 +1,3 @@
 """What all tests share."""
 
-pytest_plugins = ["control_groups", "engine_fixtures", "mounts", "skip_report"]
+pytest_plugins = ["control_groups", "copies", "engine_fixtures", "mounts", "skip_report"]

@@ -1,6 +1,5 @@
 """``nvmeio cp``: the whole file under its name, or what was there before."""
 
-import contextlib
 import errno
 import hashlib
 import os
@@ -9,25 +8,16 @@ import resource
 import shutil
 import signal
 import stat
-import struct
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
 
-from children import WATCHDOG_S, run_tool
+from children import run_tool
 from commands import command, nvmeio, nvmeio_in_terminal
+from copies import HELD, LARGE, SIZE, running, temporary_in
 from helpers import ENGINES, MIB, PAGE, pattern
 from workloads.common import Faults, make_file
-
-# Two pieces and a bit; and more than all buffers hold.
-SIZE = 9 * MIB + 777
-LARGE = 37 * MIB + 777
-
-
-# A read, but not the one by which O_DIRECT is tried out.
-HELD = {"held": True, "at": 9 * MIB}
 
 
 def listing(folder):
@@ -51,76 +41,6 @@ def error_of(done):
     assert done.err.startswith("nvmeio cp: error: ")
     assert done.err.count("\n") == 1
     return done.err.removeprefix("nvmeio cp: error: ").strip()
-
-
-ACCESS, DEFAULT = "system.posix_acl_access", "system.posix_acl_default"
-
-
-def give_list(path, kind, *, user, named, group, mask, others):
-    """Give an access control list with an entry for user 12345."""
-    # A version, and tag, permissions and number of each entry: linux/posix_acl_xattr.h.
-    entries = [(1, user), (2, named), (4, group), (16, mask), (32, others)]
-    value = struct.pack("<I", 2) + b"".join(
-        struct.pack("<HHI", tag, bits, 12345 if tag == 2 else 0xFFFFFFFF)
-        for tag, bits in entries
-    )
-    try:
-        os.setxattr(path, kind, value)
-    except OSError as error:
-        if error.errno != errno.EOPNOTSUPP:
-            raise
-        pytest.skip("the file system has no access control lists")
-
-
-def list_of(path):
-    """Return a file's access control list, b"" where it has none."""
-    return os.getxattr(path, ACCESS) if ACCESS in os.listxattr(path) else b""
-
-
-@contextlib.contextmanager
-def running(*arguments, **options):
-    """A copy that is under way; at the end it must end by itself."""
-    process = subprocess.Popen(
-        command("cp", *arguments),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        **options,
-    )
-    try:
-        yield process
-        process.communicate(timeout=WATCHDOG_S)
-    finally:
-        process.kill()
-        process.wait()
-
-
-def temporary_in(folder):
-    """Wait until the file that is to become the copy is there."""
-    deadline = time.monotonic() + WATCHDOG_S
-    while time.monotonic() < deadline:
-        found = list(folder.glob(".nvmeio-*.tmp"))
-        if found:
-            return found[0]
-        time.sleep(0.005)
-    raise AssertionError("no copy has begun")
-
-
-@pytest.fixture
-def source(tmp_path):
-    """A file to be copied, in a folder of its own."""
-    folder = tmp_path / "from"
-    folder.mkdir()
-    path = folder / "source"
-    make_file(path, SIZE)
-    return path
-
-
-@pytest.fixture
-def slow_source(faulty):
-    """A file in the FUSE file system, whose reads can be held: HELD."""
-    make_file(faulty / "source", 16 * MIB)
-    return faulty / "source"
 
 
 @pytest.mark.parametrize("size", [0, 1, PAGE - 1, PAGE, PAGE + 1, 4 * MIB, LARGE])
@@ -265,127 +185,6 @@ class TestHoles:
         self.sparse(tmp_path / "source", 1 << 40, [(1 << 39, 10)])
         assert nvmeio("cp", tmp_path / "source", folder).status == 0
         assert os.stat(folder / "source").st_size == 1 << 40
-
-
-class TestAttributes:
-    @pytest.mark.parametrize(
-        ("mode", "umask", "copied"),
-        [
-            (0o644, 0o022, 0o644),
-            (0o666, 0o027, 0o640),
-            (0o4751, 0, 0o751),
-            (0o400, 0, 0o400),
-        ],
-    )
-    def test_a_new_copy_has_the_permission_bits_of_the_source(
-        self, source, tmp_path, mode, umask, copied
-    ):
-        source.chmod(mode)
-        done = nvmeio("cp", source, tmp_path / "copy", umask=umask)
-        assert done.status == 0
-        assert stat.S_IMODE(os.stat(tmp_path / "copy").st_mode) == copied
-
-    def test_a_copy_that_replaces_a_file_has_the_mode_of_that_one(self, source, tmp_path):
-        (tmp_path / "copy").touch()
-        (tmp_path / "copy").chmod(0o2751)
-        assert nvmeio("cp", source, tmp_path / "copy").status == 0
-        assert stat.S_IMODE(os.stat(tmp_path / "copy").st_mode) == 0o2751
-        assert (tmp_path / "copy").read_bytes() == source.read_bytes()
-
-    @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
-    def test_it_has_the_owner_too(self, source, tmp_path):
-        (tmp_path / "copy").touch()
-        os.chown(tmp_path / "copy", 12345, 54321)
-        (tmp_path / "copy").chmod(0o6755)
-        assert nvmeio("cp", source, tmp_path / "copy").status == 0
-        status = os.stat(tmp_path / "copy")
-        assert (status.st_uid, status.st_gid) == (12345, 54321)
-        assert stat.S_IMODE(status.st_mode) == 0o6755
-
-    @pytest.mark.parametrize("verify", [[], ["--verify"]], ids=["", "verified"])
-    def test_preserve_keeps_mode_times_and_attributes(self, source, tmp_path, verify):
-        source.chmod(0o4751)
-        os.setxattr(source, "user.colour", b"blue")
-        # Read since it was changed, or reading would move the first of these.
-        os.utime(source, ns=(1_600_000_000_123_456_789, 1_500_000_000_987_654_321))
-        done = nvmeio("cp", "-p", *verify, source, tmp_path / "copy")
-        status = os.stat(tmp_path / "copy")
-        assert (done.status, "not kept" in done.err) == (0, False)
-        assert stat.S_IMODE(status.st_mode) == 0o4751
-        assert status.st_mtime_ns == 1_500_000_000_987_654_321
-        assert status.st_atime_ns == 1_600_000_000_123_456_789
-        assert os.getxattr(tmp_path / "copy", "user.colour") == b"blue"
-
-    @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
-    def test_preserve_keeps_the_owner(self, source, tmp_path):
-        os.chown(source, 12345, 54321)
-        assert nvmeio("cp", "-p", source, tmp_path / "copy").status == 0
-        status = os.stat(tmp_path / "copy")
-        assert (status.st_uid, status.st_gid) == (12345, 54321)
-
-    @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
-    def test_what_cannot_be_kept_is_told(self, source, tmp_path):
-        """Without the right to give files away root is as anybody else."""
-        if shutil.which("setpriv") is None:
-            pytest.skip("setpriv is not installed")
-        os.chown(source, 12345, 54321)
-        source.chmod(0o4755)
-        prefix = ["setpriv", "--bounding-set", "-chown", "--inh-caps", "-chown"]
-        done = nvmeio("cp", "-p", source, tmp_path / "copy", prefix=prefix)
-        assert done.status == 0
-        assert done.err.endswith("\nnot kept, for it is refused here: owner\n")
-        status = os.stat(tmp_path / "copy")
-        assert (status.st_uid, stat.S_IMODE(status.st_mode)) == (0, 0o755)
-
-    def test_a_copy_that_replaces_a_file_has_its_access_control_list(
-        self, source, tmp_path
-    ):
-        """Its group may nothing, which the permission bits alone would not tell."""
-        (tmp_path / "copy").touch()
-        give_list(tmp_path / "copy", ACCESS, user=6, named=6, group=0, mask=6, others=0)
-        wanted = list_of(tmp_path / "copy")
-        assert nvmeio("cp", source, tmp_path / "copy").status == 0
-        assert list_of(tmp_path / "copy") == wanted
-        assert stat.S_IMODE(os.stat(tmp_path / "copy").st_mode) == 0o660
-
-    @pytest.mark.parametrize("has_one", [True, False])
-    def test_preserve_gives_the_list_of_the_source_in_any_folder(
-        self, source, tmp_path, has_one
-    ):
-        everything = {"user": 7, "named": 7, "group": 7, "mask": 7, "others": 7}
-        give_list(tmp_path, DEFAULT, **everything)
-        source.chmod(0o640)
-        if has_one:
-            give_list(source, ACCESS, user=6, named=4, group=0, mask=4, others=0)
-        assert nvmeio("cp", "-p", source, tmp_path / "copy").status == 0
-        assert list_of(tmp_path / "copy") == list_of(source)
-        assert stat.S_IMODE(os.stat(tmp_path / "copy").st_mode) == 0o640
-
-    def test_a_list_that_cannot_be_kept_gives_the_group_nothing(self, source, faulty):
-        give_list(source, ACCESS, user=6, named=6, group=0, mask=6, others=0)
-        done = nvmeio("cp", "-p", source, faulty / "copy")
-        assert done.status == 0
-        assert done.err.endswith(f"\nnot kept, for it is refused here: {ACCESS}\n")
-        assert stat.S_IMODE(os.stat(faulty / "copy").st_mode) == 0o600
-
-    def test_the_list_of_the_folder_opens_nothing_that_is_not_finished(
-        self, slow_source, tmp_path
-    ):
-        give_list(tmp_path, DEFAULT, user=7, named=7, group=7, mask=7, others=7)
-        Faults(slow_source).set(read=HELD)
-        with running(slow_source, tmp_path / "copy"):
-            # The group's bits are the mask of the list.
-            mode = stat.S_IMODE(temporary_in(tmp_path).stat().st_mode)
-            Faults(slow_source).set()
-        assert mode == 0o600
-
-    def test_nobody_else_can_open_what_is_not_finished(self, slow_source, tmp_path):
-        Faults(slow_source).set(read=HELD)
-        with running(slow_source, tmp_path / "copy", umask=0):
-            temporary = temporary_in(tmp_path)
-            assert stat.S_IMODE(temporary.stat().st_mode) == 0o600
-            Faults(slow_source).set()
-        assert stat.S_IMODE(os.stat(tmp_path / "copy").st_mode) == 0o644
 
 
 class TestTargets:
