@@ -1,6 +1,5 @@
 """What a file has besides its content: mode, owner, times, extended attributes."""
 
-import contextlib
 import errno
 import os
 import stat
@@ -162,11 +161,20 @@ def _give_list(descriptor: int, other: int | str) -> bool:
     except OSError as error:
         if error.errno not in {*REFUSALS, errno.ENODATA, errno.ENOENT}:
             raise
-        # The folder's default may have given it one.
-        with contextlib.suppress(OSError):
-            os.removexattr(descriptor, ACCESS_LIST)
-        return True
+        return _remove_list(descriptor)
     return _granted(os.setxattr, descriptor, ACCESS_LIST, wanted)
+
+
+def _remove_list(descriptor: int) -> bool:
+    """Take away the list that a folder's default may have given a file, or return False."""
+    try:
+        os.removexattr(descriptor, ACCESS_LIST)
+    except OSError as error:
+        if error.errno not in {*REFUSALS, errno.ENODATA}:
+            raise
+        # Where there are no lists, there is none.
+        return error.errno not in (errno.EACCES, errno.EPERM)
+    return True
 
 
 def _give_owner(descriptor: int, owner: os.stat_result) -> bool:
