@@ -29,12 +29,12 @@ from machine import arguments, machine
 from peers import Peers, deepspeed_op
 from report import finish
 
-# nvmeio is imported where it is needed: the time that takes is measured.
+# nvmeio and DeepSpeed are imported where they are needed: the time that takes is measured.
 
-# For processes that have imported torch and DeepSpeed and nothing else yet: children of one
-# that did, for that takes longer than most of what they are for.
+# For processes that have imported torch and nothing else yet: children of one that did, for
+# that takes longer than most of what they are for.
 FRESH = multiprocessing.get_context("forkserver")
-FRESH.set_forkserver_preload(["torch", "deepspeed.ops.op_builder"])
+FRESH.set_forkserver_preload(["torch"])
 
 NAMES = ("nvmeio", "DeepSpeed")
 
