@@ -16,7 +16,7 @@ ASAN_ENVIRONMENT = ASAN_OPTIONS=detect_leaks=0 PYTHONPATH=build/asan/lib \
 	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libstdc++.so)"
 
 .PHONY: demo test build test-python test-c test-c-asan test-c-tsan test-neon test-pythons
-.PHONY: test-deepspeed asan lint format sdist bench clean
+.PHONY: stress-short stress stress-long replay test-deepspeed asan lint format sdist bench clean
 
 demo: build
 	$(PY) examples/demo.py
@@ -60,6 +60,20 @@ test-neon:
 	$(ARM64_CC) -static -std=gnu11 -D_GNU_SOURCE= -O2 -Wall -Wextra -Werror -Iinclude \
 		-Isrc/libnvmeio tests/c/test_copy.c src/libnvmeio/copy*.c -o build/c/test_neon
 	qemu-aarch64 build/c/test_neon
+
+# STRESS is for pytest, such as STRESS='-k model' or STRESS='--seed 7'.
+stress-short: build
+	$(PY) -m pytest tests/stress --length short $(STRESS)
+
+stress: build
+	$(PY) -m pytest tests/stress --length full $(STRESS)
+
+stress-long: build
+	$(PY) -m pytest tests/stress --length long $(STRESS)
+
+# What a failed trial has said: SEED='test_name[parameter]:12345'.
+replay: build
+	$(PY) -m pytest tests/stress --replay '$(SEED)'
 
 test-pythons: build
 	scripts/test-pythons $(PY)

@@ -1,7 +1,8 @@
 """Child processes for the tests of faults, forks, signals and exits.
 
-What a child does is a function in ``workloads``; here it is started, its faults are
-made by strace, and it is stopped by a watchdog, so that nothing hangs but fails.
+What a child does is a function in ``workloads``, or in ``stress/trials``; here it is
+started, its faults are made by strace, and it is stopped by a watchdog, so that nothing
+hangs but fails.
 """
 
 import contextlib
@@ -74,14 +75,26 @@ class Outcome:
 
 
 class Child:
-    """A process that runs one function of workloads.
+    """A process that runs one function of a package, workloads if none is named.
 
     It prints a JSON line for each report; a line ``"ready"`` means that it waits for
     ``go()``.  With ``faults``, strace is attached before that: expressions of its
     ``inject=``, which count system calls from there on.
     """
 
-    def __init__(self, name, *, flags=(), prefix=(), faults=(), only=None, env=(), **args):
+    def __init__(
+        self,
+        name,
+        *,
+        package="workloads",
+        watchdog_s=WATCHDOG_S,
+        flags=(),
+        prefix=(),
+        faults=(),
+        only=None,
+        env=(),
+        **args,
+    ):
         self.name = name
         self.faults = list(faults)
         self.only = only
@@ -90,10 +103,11 @@ class Child:
         self.reports = []
         self.stderr = []
         self.timed_out = False
-        paths = filter(None, [str(TESTS), os.environ.get("PYTHONPATH")])
+        folders = [str(TESTS), str(TESTS / "stress"), os.environ.get("PYTHONPATH")]
+        python_path = os.pathsep.join(filter(None, folders))
         self.process = subprocess.Popen(
-            [*prefix, sys.executable, *flags, "-m", "workloads", name, json.dumps(args)],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), **dict(env)},
+            [*prefix, sys.executable, *flags, "-m", package, name, json.dumps(args)],
+            env={**os.environ, "PYTHONPATH": python_path, **dict(env)},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -104,7 +118,7 @@ class Child:
             target=lambda: self.stderr.extend(self.process.stderr)
         )
         self.reader.start()
-        self.watchdog = threading.Timer(WATCHDOG_S, self._expire)
+        self.watchdog = threading.Timer(watchdog_s, self._expire)
         self.watchdog.start()
 
     def _expire(self):

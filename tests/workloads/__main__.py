@@ -8,11 +8,11 @@ import sys
 SUBJECTS = ("faults", "signals", "forks", "exits", "memory", "loaders", "futures")
 
 
-def main():
-    """Find the function in one of the modules, and call it."""
+def main(package, subjects):
+    """Find the function in one of the package's modules, and call it."""
     faulthandler.enable()
     name, arguments = sys.argv[1:]
-    modules = [importlib.import_module(f"workloads.{subject}") for subject in SUBJECTS]
+    modules = [importlib.import_module(f"{package}.{subject}") for subject in subjects]
     (function,) = [
         module.__dict__[name]
         for module in modules
@@ -22,4 +22,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    main("workloads", SUBJECTS)

@@ -1,0 +1,90 @@
+"""What the stress tests share: how long they are, and the seeds by which they are repeated.
+
+``--length`` is ``short`` (in CI), ``full`` (`make stress`) or ``long`` (`make
+stress-long`); ``@pytest.mark.amount(short=10, full=500, long=20_000)`` says what that
+means to a test.  A test that draws lots takes the fixture ``seeds``, and carries out one
+trial for each: everything in it is drawn from the seed.  Where a trial fails, the report
+says how to repeat that trial alone: ``make replay SEED='test_name[parameter]:12345'``.
+"""
+
+import itertools
+import random
+import shlex
+
+import pytest
+
+# What hangs in a long run is stopped by the watchdog of its child.
+TIMEOUTS_S = {"short": 300, "full": 900, "long": 0}
+SEED_MAX = 1 << 48
+
+
+def pytest_addoption(parser):
+    group = parser.getgroup("nvmeio stress")
+    group.addoption("--length", choices=TIMEOUTS_S, default="short")
+    group.addoption("--seed", type=int, help="of the first trial of each test")
+    group.addoption("--replay", metavar="TEST:SEED", help="repeat one trial of one test")
+
+
+def pytest_configure(config):
+    if config.getoption("--seed") is None:
+        config.option.seed = random.randrange(SEED_MAX)
+
+
+def pytest_report_header(config):
+    return f"stress: --length={config.option.length} --seed={config.option.seed}"
+
+
+def pytest_collection_modifyitems(config, items):
+    """Give tests the time they need, and keep the one that is to be repeated."""
+    for item in items:
+        item.add_marker(pytest.mark.timeout(TIMEOUTS_S[config.option.length]))
+    replay = config.getoption("--replay")
+    if replay is None:
+        return
+    name = replay.rpartition(":")[0]
+    kept = [item for item in items if item.name == name]
+    if len(kept) != 1:
+        raise pytest.UsageError(f"--replay: there are {len(kept)} tests {name!r}")
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = kept
+
+
+class Seeds:
+    """The seeds of a test's trials, one after the other; `current` is the latest."""
+
+    def __init__(self, first, count):
+        self._left = itertools.islice(itertools.count(first), count)
+        self.current = None
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        self.current = next(self._left)
+        return self.current
+
+
+@pytest.fixture
+def amount(request):
+    """How much a test should do, by its mark and ``--length``."""
+    return request.node.get_closest_marker("amount").kwargs[request.config.option.length]
+
+
+@pytest.fixture
+def seeds(request):
+    """The seeds of as many trials as the test's amount says, or the one to be repeated."""
+    replay = request.config.getoption("--replay")
+    if replay is not None:
+        return Seeds(int(replay.rpartition(":")[2]), 1)
+    return Seeds(request.config.option.seed, request.getfixturevalue("amount"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item):
+    """Say how to repeat the trial that failed."""
+    report = yield
+    seeds = getattr(item, "funcargs", {}).get("seeds")
+    if report.failed and seeds is not None and seeds.current is not None:
+        seed = shlex.quote(f"{item.name}:{seeds.current}")
+        report.sections.append(("repeat it", f"make replay SEED={seed}"))
+    return report

@@ -1,0 +1,1 @@
+"""What the children of the stress tests do; ``python -m trials NAME ARGUMENTS``."""

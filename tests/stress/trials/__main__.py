@@ -1,0 +1,8 @@
+"""Calls the trial that the command line names."""
+
+from workloads.__main__ import main
+
+SUBJECTS = ()
+
+if __name__ == "__main__":
+    main("trials", SUBJECTS)
