@@ -1,7 +1,8 @@
 """Build nvmeio: the C library as a static archive, and the Cython modules around it.
 
 Options come from the environment: NVMEIO_WITH_LIBURING, NVMEIO_WITH_LIBAIO and
-NVMEIO_WITH_OPENMP (auto, yes or no), NVMEIO_DEBUG=1, and CC, CFLAGS and LDFLAGS as usual.
+NVMEIO_WITH_OPENMP (auto, yes or no), NVMEIO_DEBUG=1, NVMEIO_TEST_BUILD=1 (faults:
+docs/reliability.md), and CC, CFLAGS and LDFLAGS as usual.
 ``python setup.py build_clib --build-clib FOLDER`` makes the archive alone, without Python.
 """
 
@@ -27,7 +28,8 @@ from setuptools.modified import newer_group
 
 VERSION = re.search('NVMEIO_VERSION "(.+)"', Path("include/nvmeio/base.h").read_text())[1]
 HEADERS = sorted(str(p) for top in ("include", "src") for p in Path(top).rglob("*.h"))
-DEBUG = os.environ.get("NVMEIO_DEBUG", "0") not in ("", "0")
+SWITCHES = ("NVMEIO_DEBUG", "NVMEIO_TEST_BUILD")
+DEBUG, TEST_BUILD = (os.environ.get(name, "0") not in ("", "0") for name in SWITCHES)
 # _FORTIFY_SOURCE, which some distributions' Python asks for, warns without optimization.
 DEBUG_FLAGS = ["-O0", "-UNDEBUG", "-U_FORTIFY_SOURCE", "-Werror"] if DEBUG else []
 if os.environ.get("CFLAGS"):  # which take the place of Python's, and these optimize
@@ -59,6 +61,7 @@ FEATURES = [
     Feature("openmp", "-fopenmp", "", "omp.h", "omp_get_max_threads",
             "gcc, for clang libomp-dev (Debian, Ubuntu) or libomp-devel (Fedora)"),
 ]  # fmt: skip
+FAULTS = ("fault.c", "fault_calls.c", "fault_engine.c")
 PROBE = "#include <%s>\nvoid *used[] = {%s};\nint main(void) { return !used[0]; }\n"
 
 
@@ -112,15 +115,17 @@ class BuildLibrary(build_clib):
         engines = [f for f in FEATURES if f.sources and self.features[f.name]["built"]]
         flags_of = [self.features[f.name]["flags"] for f in engines]
         self.link_flags = sum(flags_of, ["-pthread"])
-        config = {"version": VERSION, "debug": DEBUG, "compiler": version}
-        config |= {"cython": cython_version, "flags": [*flags, *LIBRARY_FLAGS]}
+        config = {"version": VERSION, "debug": DEBUG, "test_build": TEST_BUILD}
+        config |= {"compiler": version, "flags": [*flags, *LIBRARY_FLAGS]}
         config |= {"link_flags": self.link_flags, "features": self.features}
+        config |= {"cython": cython_version}
         text = json.dumps(config, indent=4) + "\n"
         # Everything depends on the record: other flags or features, and all is built anew.
         if not self.record.exists() or self.record.read_text() != text:
             self.mkpath(self.build_clib)
             self.record.write_text(text)
         left_out = {n for f in FEATURES if f not in engines for n in f.sources.split()}
+        left_out |= set() if TEST_BUILD else set(FAULTS)
         files = sorted(Path("src/libnvmeio").glob("*.c"))
         sources = [str(path) for path in files if path.name not in left_out]
         if self.force or newer_group([*sources, *HEADERS, str(self.record)], self.archive):
@@ -129,10 +134,16 @@ class BuildLibrary(build_clib):
     def build_archive(self, sources, macros):
         """Compile `sources` side by side and pack them."""
         flags = ["-Iinclude", *LIBRARY_FLAGS, *(f"-D{name}=1" for name in macros)]
+        flags += ["-DNVMEIO_HAVE_FAULTS=1"] if TEST_BUILD else []
         options = {"output_dir": self.build_temp, "extra_postargs": flags}
-        make = self.compiler.compile
+
+        def compiled(path):
+            renamed = TEST_BUILD and Path(path).name not in FAULTS
+            first = ["-include", "src/libnvmeio/fault_calls.h"] if renamed else []
+            return self.compiler.compile([path], extra_preargs=first, **options)[0]
+
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            objects = list(pool.map(lambda path: make([path], **options)[0], sources))
+            objects = list(pool.map(compiled, sources))
         # ar would keep the objects of a feature that is gone.
         Path(self.archive).unlink(missing_ok=True)
         self.compiler.create_static_lib(objects, "nvmeio", output_dir=self.build_clib)

@@ -58,6 +58,7 @@ INSTALLED = Installation(
     versions={"nvmeio": "0.1.0", "python": "3.12.1", "numpy": "2.0.0", "torch": None},
     compiler="gcc 14",
     debug=False,
+    test_build=False,
     features={
         name: {"built": True, "version": "", "flags": [], "reason": ""}
         for name in ("liburing", "libaio", "openmp")
@@ -248,6 +249,10 @@ CASES = {
         *({}, replace(INSTALLED, debug=True), {}),
         *("debug-build", "slow", "unset NVMEIO_DEBUG"),
     ),
+    "test build": (
+        *({}, replace(INSTALLED, test_build=True), {}),
+        *("test-build", "slow", "unset NVMEIO_TEST_BUILD"),
+    ),
     "no OpenMP": (
         {},
         replace(INSTALLED, features={**INSTALLED.features, "openmp": NO_OPENMP}),
@@ -339,7 +344,7 @@ def test_every_remedy_is_seen_by_a_case():
     keys = {case[3] for case in CASES.values()}
     engines = {f"{name}-{why}" for name in FAST_ENGINES for why in ("kernel", "seccomp")}
     assert engines <= keys
-    assert len(keys) == 25
+    assert len(keys) == 26
 
 
 @pytest.mark.parametrize(

@@ -140,5 +140,7 @@ def test_the_table_of_variables_has_what_the_sources_read_and_nothing_else():
     read = set().union(*(variables_of(path.read_text()) for path in sources)) - names_of_c
     rows = re.findall(r"^\| (`[A-Z_`, ]+`) \|", read_page("docs/tuning.md"), re.MULTILINE)
     told = [name for row in rows for name in re.findall(r"`(\w+)`", row)]
+    for path in headers:
+        read |= set(re.findall(r'\bgetenv\("(\w+)"\)', path.read_text()))
     # Of these the command line asks what terminal and what container it is in.
     assert sorted(told) == sorted(read - {"TERM", "KUBERNETES_SERVICE_HOST", "container"})

@@ -96,6 +96,21 @@ def is_tried_by_the_launcher(command, shown):
     assert "def test_both_ranks_under_deepspeeds_launcher_have_nvmeio(" in source
 
 
+def is_read_by_the_build(command, shown):
+    """The variable is one of the build's."""
+    name = command.partition("=")[0]
+    assert f'"{name}"' in (ROOT / "setup.py").read_text(encoding="utf-8")
+
+
+def asks_for_known_faults(command, shown):
+    """Each word is one that fault.c reads."""
+    source = (ROOT / "src" / "libnvmeio" / "fault.c").read_text(encoding="utf-8")
+    (words,) = re.findall(r"NVMEIO_FAULTS='([^']+)'", command)
+    for word in words.split(","):
+        name = re.split("[=@]", word)[0]
+        assert f'"{name}="' in source or f'.name = "{name}"' in source, name
+
+
 NO_DOCKER = "a test has no docker, which takes a daemon of root"
 NO_CLUSTER = "a test has no cluster"
 FOR_ALL = "it changes the machine for everybody"
@@ -110,6 +125,12 @@ UNRUN = {
         "it compiles everything once more; `make sdist` installs", names_known_extras
     ),
     "pip install '.[torch,cli]'": Unrun("as above, and fetches torch", names_known_extras),
+    "NVMEIO_TEST_BUILD=1 pip install .": Unrun(
+        "tests/stress builds it without installing it", is_read_by_the_build
+    ),
+    "NVMEIO_FAULTS='seed=7,short=50,eio@3,log=faults.bin' python train.py": Unrun(
+        "the script is the reader's", asks_for_known_faults
+    ),
     "NVMEIO_DEEPSPEED=1 deepspeed train.py --deepspeed_config ds_config.json": Unrun(
         "the script is the reader's", is_tried_by_the_launcher
     ),

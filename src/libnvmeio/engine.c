@@ -12,6 +12,8 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "fault.h"
+
 struct entry {
     const char *name;
     const char *library;
@@ -59,7 +61,7 @@ const struct nvmeio_engine_ops *nvmeio_engine_at(unsigned index)
 {
     for (unsigned i = 0; i < ENTRY_COUNT; i++) {
         if (entries[i].ops && index-- == 0)
-            return entries[i].ops;
+            return nvmeio_fault_engine(entries[i].ops);
     }
     return NULL;
 }
@@ -69,7 +71,7 @@ const struct nvmeio_engine_ops *nvmeio_engine_find(const char *name, bool *known
     for (unsigned i = 0; i < ENTRY_COUNT; i++) {
         if (strcmp(entries[i].name, name) == 0) {
             *known = true;
-            return entries[i].ops;
+            return nvmeio_fault_engine(entries[i].ops);
         }
     }
     *known = false;
@@ -162,7 +164,8 @@ int nvmeio_engine_probe(unsigned index, struct nvmeio_engine_info *info)
                  entry->library);
         return 0;
     }
-    info->error = nvmeio_engine_start(&engine, entry->ops, 1, false);
+    info->error =
+        nvmeio_engine_start(&engine, nvmeio_fault_engine(entry->ops), 1, false);
     if (info->error == 0)
         nvmeio_engine_stop(&engine);
     else

@@ -51,6 +51,7 @@ struct nvmeio_engine {
     uint64_t registered;           /* blocks pushed in registered memory */
     int wake_fd;                   /* eventfd of wake() */
     void *state;                   /* the engine's own */
+    void *faults;                  /* what the test build holds back (fault_engine.c) */
 };
 
 struct nvmeio_engine_ops {

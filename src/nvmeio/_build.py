@@ -23,6 +23,7 @@ class BuildRecord(TypedDict):
 
     version: str
     debug: bool
+    test_build: bool
     compiler: str
     cython: str
     flags: list[str]

@@ -43,7 +43,8 @@ def build_info() -> dict:
     dict
         ``version``; what setup.py recorded (``compiler``, ``cython``, ``flags``,
         ``link_flags``, ``features``: for each optional library whether it was built in and
-        why not, ``debug``); and ``engines`` as ``engines()`` gives them.
+        why not, ``debug``, ``test_build``: whether faults can be
+        made in it); and ``engines`` as ``engines()`` gives them.
     """
     return {**build_record(), "engines": engines()}
 

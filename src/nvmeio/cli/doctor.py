@@ -203,6 +203,8 @@ def _installation_rows(installed: Installation) -> list[tuple[str, str]]:
     ]
     if installed.debug:
         built.append("without optimization")
+    if installed.test_build:
+        built.append("with faults on purpose")
     rows = [
         ("versions", ", ".join(versions)),
         ("built by", f"{installed.compiler}, with {', '.join(built)}"),

@@ -29,6 +29,8 @@ class Installation:
         What nvmeio was compiled with.
     debug : bool
         Whether that was without optimization.
+    test_build : bool
+        Whether faults can be made in it.
     features : dict
         For each optional library by name, what the build made of it.
     engines : dict
@@ -44,6 +46,7 @@ class Installation:
     versions: dict[str, str | None]
     compiler: str
     debug: bool
+    test_build: bool
     features: dict[str, Feature]
     engines: dict[str, EngineInfo]
     engine: str | None
@@ -75,6 +78,7 @@ def installation() -> Installation:
         },
         compiler=record["compiler"],
         debug=record["debug"],
+        test_build=record["test_build"],
         features=record["features"],
         engines=engines(),
         engine=engine,

@@ -60,6 +60,14 @@ def _of_debugging(system: System, installed: Installation) -> Iterator[Remedy]:
         yield Remedy("debug-build", "slow", problem, (step,))
 
 
+def _of_test_build(system: System, installed: Installation) -> Iterator[Remedy]:
+    if installed.test_build:
+        problem = "this is the test build, in which NVMEIO_FAULTS makes faults"
+        commands = ("unset NVMEIO_TEST_BUILD NVMEIO_FAULTS", REBUILD)
+        step = Step("build it anew, in its checkout or its unpacked sdist:", commands)
+        yield Remedy("test-build", "slow", problem, (step,))
+
+
 def _of_huge_pages(system: System, installed: Installation) -> Iterator[Remedy]:
     reserved = installed.environment.get("NVMEIO_POOL_HUGETLB") == "1"
     if reserved and system.huge_pages_free == 0:
@@ -203,7 +211,13 @@ def _of_numa(system: System, storage: Storage) -> Iterator[Remedy]:
 Check = Callable[[System, Installation], Iterator[Remedy]]
 PathCheck = Callable[[System, Storage], Iterator[Remedy]]
 
-CHECKS: tuple[Check, ...] = (_of_huge_pages, _of_debugging, _of_memlock, _of_openmp)
+CHECKS: tuple[Check, ...] = (
+    _of_huge_pages,
+    _of_debugging,
+    _of_test_build,
+    _of_memlock,
+    _of_openmp,
+)
 PATH_CHECKS: tuple[PathCheck, ...] = (
     _of_error,
     _of_page_cache,

@@ -1,0 +1,213 @@
+/* fault.c -- which faults strike: NVMEIO_FAULTS is read, occasions are counted, lots
+ * are drawn.
+ *
+ * Compiled into the test build alone.  What a fault does is fault_engine.c's and
+ * fault_calls.c's. */
+#include "fault.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#define EXACT_MAX 8
+#define RATE_MAX 1000
+
+/* In the log, one for each kind: shared with the children of forks, and read by tests
+ * as 16 bytes of name and two numbers. */
+struct tally {
+    char name[16];
+    _Atomic uint64_t occasions, fired;
+};
+
+static struct {
+    const char *name;
+    bool harmless; /* part of all= */
+    unsigned rate; /* of RATE_MAX */
+    uint64_t exact[EXACT_MAX];
+    unsigned exact_count;
+    _Atomic uint64_t occasions; /* of this process: what the lots depend on */
+} kinds[NVMEIO_FAULT_COUNT] = {
+    [NVMEIO_FAULT_SHORT] = {.name = "short", .harmless = true},
+    [NVMEIO_FAULT_AGAIN] = {.name = "again", .harmless = true},
+    [NVMEIO_FAULT_EARLY] = {.name = "early", .harmless = true},
+    [NVMEIO_FAULT_LATE] = {.name = "late", .harmless = true},
+    [NVMEIO_FAULT_REORDER] = {.name = "reorder", .harmless = true},
+    [NVMEIO_FAULT_SPURIOUS] = {.name = "spurious", .harmless = true},
+    [NVMEIO_FAULT_WAKE] = {.name = "wake", .harmless = true},
+    [NVMEIO_FAULT_EIO] = {.name = "eio"},
+    [NVMEIO_FAULT_ENOSPC] = {.name = "enospc"},
+    [NVMEIO_FAULT_NOSYNC] = {.name = "nosync"},
+    [NVMEIO_FAULT_DEAD] = {.name = "dead"},
+    [NVMEIO_FAULT_EINTR] = {.name = "eintr", .harmless = true},
+    [NVMEIO_FAULT_EAGAIN] = {.name = "eagain", .harmless = true},
+    [NVMEIO_FAULT_EBUSY] = {.name = "ebusy", .harmless = true},
+    [NVMEIO_FAULT_ENOMEM] = {.name = "enomem", .harmless = true},
+    [NVMEIO_FAULT_PARTLY] = {.name = "partly", .harmless = true},
+    [NVMEIO_FAULT_SETUP] = {.name = "setup"},
+    [NVMEIO_FAULT_REGISTER] = {.name = "register", .harmless = true},
+    [NVMEIO_FAULT_MEMORY] = {.name = "memory"},
+    [NVMEIO_FAULT_THREADS] = {.name = "threads"},
+    [NVMEIO_FAULT_DESCRIPTORS] = {.name = "descriptors"},
+    [NVMEIO_FAULT_FALLOCATE] = {.name = "fallocate"},
+    [NVMEIO_FAULT_TRUNCATE] = {.name = "truncate"},
+    [NVMEIO_FAULT_STAT] = {.name = "stat"},
+};
+
+static uint64_t seed;
+static struct tally own_tallies[NVMEIO_FAULT_COUNT];
+static struct tally *tallies = own_tallies;
+static pthread_once_t once = PTHREAD_ONCE_INIT;
+
+/* A test build that cannot do what it was told must not go on without. */
+static void refuse(const char *word, const char *why)
+{
+    fprintf(stderr, "NVMEIO_FAULTS: %s: %s\n", word, why);
+    abort();
+}
+
+static uint64_t number_of(const char *word, const char *digits, uint64_t limit)
+{
+    char *end;
+
+    errno = 0;
+    unsigned long long value = strtoull(digits, &end, 10);
+    if (*digits < '0' || *digits > '9' || *end || errno || value > limit)
+        refuse(word, "not a number in its range");
+    return value;
+}
+
+static void open_log(const char *path)
+{
+    int fd = open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0666);
+
+    if (fd < 0 || ftruncate(fd, sizeof(own_tallies)))
+        refuse(path, strerror(errno));
+    void *shared =
+        mmap(NULL, sizeof(own_tallies), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    if (shared == MAP_FAILED)
+        refuse(path, strerror(errno));
+    close(fd);
+    tallies = shared;
+}
+
+static enum nvmeio_fault kind_of(const char *word, size_t length)
+{
+    for (unsigned i = 0; i < NVMEIO_FAULT_COUNT; i++) {
+        if (strncmp(kinds[i].name, word, length) == 0 && kinds[i].name[length] == 0)
+            return (enum nvmeio_fault)i;
+    }
+    refuse(word, "no such word");
+    return NVMEIO_FAULT_COUNT;
+}
+
+static void read_word(const char *word)
+{
+    size_t length = strcspn(word, "=@");
+    const char *value = word + length + 1;
+
+    if (word[length] == 0)
+        refuse(word, "wants = or @ and a value");
+    if (strncmp(word, "seed=", 5) == 0) {
+        seed = number_of(word, value, UINT64_MAX);
+    } else if (strncmp(word, "log=", 4) == 0) {
+        open_log(value);
+    } else if (strncmp(word, "all=", 4) == 0) {
+        for (unsigned i = 0; i < NVMEIO_FAULT_COUNT; i++)
+            kinds[i].rate = kinds[i].harmless
+                                ? (unsigned)number_of(word, value, RATE_MAX)
+                                : kinds[i].rate;
+    } else if (word[length] == '=') {
+        kinds[kind_of(word, length)].rate = (unsigned)number_of(word, value, RATE_MAX);
+    } else {
+        enum nvmeio_fault kind = kind_of(word, length);
+        if (kinds[kind].exact_count == EXACT_MAX)
+            refuse(word, "too many of this kind");
+        kinds[kind].exact[kinds[kind].exact_count++] =
+            number_of(word, value, UINT64_MAX);
+    }
+}
+
+static void configure(const char *text)
+{
+    char *words = strdup(text), *left = words, *word;
+
+    if (!words)
+        refuse(text, "out of memory");
+    seed = 0;
+    tallies = own_tallies;
+    for (unsigned i = 0; i < NVMEIO_FAULT_COUNT; i++) {
+        kinds[i].rate = kinds[i].exact_count = 0;
+        atomic_store(&kinds[i].occasions, 0);
+        atomic_store(&tallies[i].occasions, 0);
+        atomic_store(&tallies[i].fired, 0);
+    }
+    while ((word = strsep(&left, ",")))
+        if (*word)
+            read_word(word);
+    for (unsigned i = 0; i < NVMEIO_FAULT_COUNT; i++)
+        snprintf(tallies[i].name, sizeof(tallies[i].name), "%s", kinds[i].name);
+    free(words);
+}
+
+static void read_environment(void)
+{
+    const char *text = getenv("NVMEIO_FAULTS");
+
+    configure(text ? text : "");
+}
+
+void nvmeio_fault_configure(const char *text)
+{
+    /* Or the first fault would take what the environment says. */
+    pthread_once(&once, read_environment);
+    configure(text);
+}
+
+/* splitmix64 by Sebastiano Vigna, which is in the public domain. */
+static uint64_t mix(uint64_t x)
+{
+    x += UINT64_C(0x9e3779b97f4a7c15);
+    x = (x ^ (x >> 30)) * UINT64_C(0xbf58476d1ce4e5b9);
+    x = (x ^ (x >> 27)) * UINT64_C(0x94d049bb133111eb);
+    return x ^ (x >> 31);
+}
+
+bool nvmeio_fault_strikes(enum nvmeio_fault kind, uint64_t *lot)
+{
+    pthread_once(&once, read_environment);
+    uint64_t occasion =
+        atomic_fetch_add_explicit(&kinds[kind].occasions, 1, memory_order_relaxed) + 1;
+    atomic_fetch_add_explicit(&tallies[kind].occasions, 1, memory_order_relaxed);
+    uint64_t drawn = mix(mix(seed ^ ((uint64_t)kind << 56)) ^ occasion);
+    bool strikes = drawn % RATE_MAX < kinds[kind].rate;
+
+    for (unsigned i = 0; i < kinds[kind].exact_count; i++)
+        strikes |= kinds[kind].exact[i] == occasion;
+    if (!strikes)
+        return false;
+    atomic_fetch_add_explicit(&tallies[kind].fired, 1, memory_order_relaxed);
+    if (lot)
+        *lot = mix(drawn);
+    return true;
+}
+
+uint64_t nvmeio_fault_occasions(enum nvmeio_fault kind)
+{
+    return atomic_load_explicit(&tallies[kind].occasions, memory_order_relaxed);
+}
+
+uint64_t nvmeio_fault_fired(enum nvmeio_fault kind)
+{
+    return atomic_load_explicit(&tallies[kind].fired, memory_order_relaxed);
+}
+
+const char *nvmeio_fault_name(enum nvmeio_fault kind)
+{
+    return kinds[kind].name;
+}

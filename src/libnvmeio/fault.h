@@ -1,0 +1,81 @@
+/* fault.h -- faults on purpose: which strike, and when.
+ *
+ * For the test build alone; the ordinary library has none of this.  The environment
+ * variable NVMEIO_FAULTS says which faults there are (docs/reliability.md): words with
+ * commas between them,
+ *
+ *   seed=7         of the lots that are drawn
+ *   KIND=50        this kind strikes 50 of 1000 occasions, drawn by lot
+ *   KIND@3         it strikes on its third occasion
+ *   all=50         every kind that leaves results right strikes so often
+ *   log=PATH       a file that says how often each kind could strike, and did
+ *
+ * The occasions of a kind are counted, and the lot of each depends on seed, kind and
+ * count alone: what strikes is the same in every run, whoever comes first. */
+#ifndef NVMEIO_FAULT_H
+#define NVMEIO_FAULT_H
+
+#include <stdbool.h>
+#include <stdint.h>
+
+enum nvmeio_fault {
+    /* Of blocks, on every engine; by fault_engine.c. */
+    NVMEIO_FAULT_SHORT,    /* a transfer moves a part */
+    NVMEIO_FAULT_AGAIN,    /* it is refused: EAGAIN, EINTR or EBUSY */
+    NVMEIO_FAULT_EARLY,    /* it is complete before it was handed over */
+    NVMEIO_FAULT_LATE,     /* its completion is seen some calls later */
+    NVMEIO_FAULT_REORDER,  /* completions come in another order */
+    NVMEIO_FAULT_SPURIOUS, /* a wait ends for nothing */
+    NVMEIO_FAULT_WAKE,     /* a wake-up is lost */
+    NVMEIO_FAULT_EIO,      /* it fails */
+    NVMEIO_FAULT_ENOSPC,   /* a write finds no room */
+    NVMEIO_FAULT_NOSYNC,   /* an fsync is said to be done, and is not */
+    NVMEIO_FAULT_DEAD,     /* the engine answers no more */
+
+    /* Of the library's calls into the system; by fault_calls.c. */
+    NVMEIO_FAULT_EINTR,    /* what carries out or waits */
+    NVMEIO_FAULT_EAGAIN,   /* the same */
+    NVMEIO_FAULT_EBUSY,    /* what io_uring enters */
+    NVMEIO_FAULT_ENOMEM,   /* what carries out or waits, of io_uring and libaio */
+    NVMEIO_FAULT_PARTLY,   /* less is taken than was given: pread, pwrite, io_submit */
+    NVMEIO_FAULT_SETUP,    /* a ring or context is refused */
+    NVMEIO_FAULT_REGISTER, /* memory and files are not registered */
+    NVMEIO_FAULT_MEMORY,   /* there is none: malloc and its kin, mmap, mlock */
+    NVMEIO_FAULT_THREADS,  /* no thread starts */
+    NVMEIO_FAULT_DESCRIPTORS, /* none is left */
+    NVMEIO_FAULT_FALLOCATE,   /* there is no room, or no fallocate */
+    NVMEIO_FAULT_TRUNCATE,    /* a file cannot be cut back */
+    NVMEIO_FAULT_STAT,        /* what a file is cannot be told */
+
+    NVMEIO_FAULT_COUNT
+};
+
+struct nvmeio_engine_ops;
+
+/* Another lot, of 64 bits, in *lot where a fault strikes: for what it leaves open. */
+bool nvmeio_fault_strikes(enum nvmeio_fault kind, uint64_t *lot);
+
+/* Set the faults anew, as NVMEIO_FAULTS would, and count from the beginning; "": none.
+ * For C tests; no other thread may be in the library. */
+void nvmeio_fault_configure(const char *text);
+
+/* How often a kind could strike since then, and did. */
+uint64_t nvmeio_fault_occasions(enum nvmeio_fault kind);
+uint64_t nvmeio_fault_fired(enum nvmeio_fault kind);
+
+/* The kind's name in NVMEIO_FAULTS. */
+const char *nvmeio_fault_name(enum nvmeio_fault kind);
+
+/* The engine with faults round it. */
+#ifdef NVMEIO_HAVE_FAULTS
+const struct nvmeio_engine_ops *
+nvmeio_fault_engine(const struct nvmeio_engine_ops *real);
+#else
+static inline const struct nvmeio_engine_ops *
+nvmeio_fault_engine(const struct nvmeio_engine_ops *real)
+{
+    return real;
+}
+#endif
+
+#endif

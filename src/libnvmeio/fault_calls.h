@@ -1,0 +1,51 @@
+/* fault_calls.h -- what the library calls in place of the system, in the test build.
+ *
+ * The compiler reads it in front of every file of the library but fault*.c, so that the
+ * calls below go through fault_calls.c, and nobody else's do.  What the system's
+ * headers declare is then declared for the names on the right. */
+#ifndef NVMEIO_FAULT_CALLS_H
+#define NVMEIO_FAULT_CALLS_H
+
+/* What carries out, and what waits. */
+#define pread nvmeio_faulty_pread
+#define pwrite nvmeio_faulty_pwrite
+#define fsync nvmeio_faulty_fsync
+#define read nvmeio_faulty_read
+#define write nvmeio_faulty_write
+#define ppoll nvmeio_faulty_ppoll
+#define io_uring_submit nvmeio_faulty_io_uring_submit
+#define io_uring_submit_and_wait nvmeio_faulty_io_uring_submit_and_wait
+#define io_uring_wait_cqes nvmeio_faulty_io_uring_wait_cqes
+#define io_submit nvmeio_faulty_io_submit
+#define io_getevents nvmeio_faulty_io_getevents
+
+/* What sets up. */
+#define io_uring_queue_init_params nvmeio_faulty_io_uring_queue_init_params
+#define io_uring_register_buffers_sparse nvmeio_faulty_io_uring_register_buffers_sparse
+#define io_uring_register_buffers_update_tag                                           \
+    nvmeio_faulty_io_uring_register_buffers_update_tag
+#define io_uring_register_files nvmeio_faulty_io_uring_register_files
+#define io_uring_register_files_update nvmeio_faulty_io_uring_register_files_update
+#define io_setup nvmeio_faulty_io_setup
+#define pthread_create nvmeio_faulty_pthread_create
+
+/* Memory. */
+#define malloc nvmeio_faulty_malloc
+#define calloc nvmeio_faulty_calloc
+#define strdup nvmeio_faulty_strdup
+#define tsearch nvmeio_faulty_tsearch
+#define posix_memalign nvmeio_faulty_posix_memalign
+#define mmap nvmeio_faulty_mmap
+#define mlock nvmeio_faulty_mlock
+
+/* Files. */
+#define open nvmeio_faulty_open
+#define fcntl nvmeio_faulty_fcntl
+#define eventfd nvmeio_faulty_eventfd
+#define fopen nvmeio_faulty_fopen
+#define fstat nvmeio_faulty_fstat
+#define statx nvmeio_faulty_statx
+#define fallocate nvmeio_faulty_fallocate
+#define ftruncate nvmeio_faulty_ftruncate
+
+#endif

@@ -1,0 +1,274 @@
+/* fault_engine.c -- an engine round an engine, which makes faults of blocks.
+ *
+ * The lane sees what a kernel and a device might do at their worst: transfers that are
+ * short, refused or failed, completions that are early, late or in another order, waits
+ * that end for nothing, wake-ups that are lost.  Compiled into the test build alone. */
+#include <errno.h>
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdlib.h>
+
+#include "engine.h"
+#include "fault.h"
+
+#define ENGINES_MAX 8
+#define SECTORS_BYTES 4096u
+
+/* How many calls of reap() a late completion may be held back. */
+#define LATE_MAX 4
+
+struct entry {
+    struct nvmeio_engine_ops ops; /* those with faults */
+    const struct nvmeio_engine_ops *real;
+};
+
+/* engine->faults */
+struct faults {
+    struct nvmeio_block *held; /* complete, but not yet told of */
+    unsigned held_count;
+    bool dead;
+    /* Of each block, by its index. */
+    struct {
+        unsigned late;      /* calls of reap() that it is still held back */
+        uint64_t short_lot; /* 0: not short */
+    } blocks[];
+};
+
+static struct entry entries[ENGINES_MAX];
+static _Atomic unsigned entry_count; /* grows under the mutex */
+static pthread_mutex_t entries_mutex = PTHREAD_MUTEX_INITIALIZER;
+
+static const struct nvmeio_engine_ops *real_of(const struct nvmeio_engine *engine)
+{
+    return ((const struct entry *)engine->ops)->real;
+}
+
+static int faulty_open(struct nvmeio_engine *engine)
+{
+    int error = real_of(engine)->open(engine);
+
+    if (error)
+        return error;
+    struct faults *faults =
+        calloc(1, sizeof(*faults) + engine->depth * sizeof(faults->blocks[0]));
+    if (!faults) {
+        real_of(engine)->close(engine);
+        return -ENOMEM;
+    }
+    engine->faults = faults;
+    return 0;
+}
+
+static void faulty_close(struct nvmeio_engine *engine)
+{
+    real_of(engine)->close(engine);
+    free(engine->faults);
+}
+
+/* What a block is refused with, or 0. */
+static int refusal(const struct nvmeio_block *block)
+{
+    static const int passing[] = {-EAGAIN, -EINTR, -EBUSY};
+    uint64_t lot;
+
+    if (nvmeio_fault_strikes(NVMEIO_FAULT_AGAIN, &lot))
+        return passing[lot % 3];
+    if (nvmeio_fault_strikes(NVMEIO_FAULT_EIO, NULL))
+        return -EIO;
+    if (block->op == NVMEIO_OP_WRITE && nvmeio_fault_strikes(NVMEIO_FAULT_ENOSPC, NULL))
+        return -ENOSPC;
+    return 0;
+}
+
+/* Half of the short transfers end between sectors: less is asked for.  The others end
+ * anywhere, which a device does not do, but a file system may: less is told. */
+static void shorten(struct faults *faults, struct nvmeio_block *block)
+{
+    uint64_t lot;
+
+    faults->blocks[block->index].short_lot = 0;
+    if (block->op == NVMEIO_OP_FSYNC || block->bytes < 2 ||
+        !nvmeio_fault_strikes(NVMEIO_FAULT_SHORT, &lot))
+        return;
+    uint32_t sectors = (block->bytes - 1) / SECTORS_BYTES;
+    if (lot & 1 && sectors > 0)
+        block->bytes = (uint32_t)(1 + (lot >> 1) % sectors) * SECTORS_BYTES;
+    else
+        faults->blocks[block->index].short_lot = lot | 1;
+}
+
+static void faulty_push(struct nvmeio_engine *engine, struct nvmeio_block *block)
+{
+    struct faults *faults = engine->faults;
+    int error = refusal(block);
+    bool done = error || (block->op == NVMEIO_OP_FSYNC &&
+                          nvmeio_fault_strikes(NVMEIO_FAULT_NOSYNC, NULL));
+    uint64_t lot;
+
+    faults->blocks[block->index].late = 0;
+    if (!error)
+        shorten(faults, block);
+    if (done) {
+        block->result = error;
+    } else if (nvmeio_fault_strikes(NVMEIO_FAULT_EARLY, NULL)) {
+        nvmeio_block_perform(block);
+        done = true;
+    }
+    if (done) {
+        engine->in_flight++;
+        nvmeio_engine_finish(engine, block);
+        return;
+    }
+    if (nvmeio_fault_strikes(NVMEIO_FAULT_LATE, &lot))
+        faults->blocks[block->index].late = (unsigned)(1 + lot % LATE_MAX);
+    real_of(engine)->push(engine, block);
+}
+
+/* Say less than has been moved. */
+static void tell_less(struct faults *faults, struct nvmeio_block *block)
+{
+    uint64_t lot = faults->blocks[block->index].short_lot;
+
+    if (lot && block->result > 1)
+        block->result = (int64_t)(1 + lot % (uint64_t)(block->result - 1));
+    faults->blocks[block->index].short_lot = 0;
+}
+
+/* Sort what has come back into what is told of now, and what is held back. */
+static unsigned deal(struct faults *faults, struct nvmeio_block *list,
+                     struct nvmeio_block **told)
+{
+    struct nvmeio_block *held = NULL;
+    unsigned count = 0;
+
+    faults->held_count = 0;
+    while (list) {
+        struct nvmeio_block *block = list;
+        list = block->next;
+        unsigned *late = &faults->blocks[block->index].late;
+        if (*late > 0) {
+            --*late;
+            block->next = held;
+            held = block;
+            faults->held_count++;
+        } else {
+            tell_less(faults, block);
+            block->next = *told;
+            *told = block;
+            count++;
+        }
+    }
+    faults->held = held;
+    return count;
+}
+
+/* Take every other block off a list, to stand behind the rest, last first. */
+static struct nvmeio_block *reordered(struct nvmeio_block *list)
+{
+    struct nvmeio_block *first = NULL, *second = NULL, **end = &first;
+    bool odd = false;
+
+    for (; list; odd = !odd) {
+        struct nvmeio_block *block = list;
+        list = block->next;
+        if (odd) {
+            block->next = second;
+            second = block;
+        } else {
+            *end = block;
+            end = &block->next;
+        }
+    }
+    *end = second;
+    return first;
+}
+
+/* Take those off `finished` that stand before `old`, and join them with what is held
+ * back. */
+static struct nvmeio_block *take_new(struct nvmeio_engine *engine,
+                                     const struct nvmeio_block *old)
+{
+    struct faults *faults = engine->faults;
+    struct nvmeio_block *list = faults->held;
+
+    while (engine->finished != old) {
+        struct nvmeio_block *block = engine->finished;
+        engine->finished = block->next;
+        engine->in_flight++;
+        block->next = list;
+        list = block;
+    }
+    return list;
+}
+
+static int faulty_reap(struct nvmeio_engine *engine, unsigned wait_min,
+                       int64_t timeout_ns)
+{
+    struct faults *faults = engine->faults;
+    struct nvmeio_block *old = engine->finished, *told = NULL;
+
+    faults->dead |= nvmeio_fault_strikes(NVMEIO_FAULT_DEAD, NULL);
+    if (faults->dead)
+        return -EIO;
+    /* Who waits while completions are held back would wait for too many. */
+    if (faults->held ||
+        (wait_min > 0 && nvmeio_fault_strikes(NVMEIO_FAULT_SPURIOUS, NULL)))
+        wait_min = 0;
+    engine->in_flight -= faults->held_count;
+    int result = real_of(engine)->reap(engine, wait_min, timeout_ns);
+    engine->in_flight += faults->held_count;
+    if (result < 0)
+        return result;
+    unsigned count = deal(faults, take_new(engine, old), &told);
+    if (count > 1 && nvmeio_fault_strikes(NVMEIO_FAULT_REORDER, NULL))
+        told = reordered(told);
+    while (told) {
+        struct nvmeio_block *next = told->next;
+        nvmeio_engine_finish(engine, told);
+        told = next;
+    }
+    return (int)count;
+}
+
+static void faulty_wake(struct nvmeio_engine *engine)
+{
+    if (!nvmeio_fault_strikes(NVMEIO_FAULT_WAKE, NULL))
+        real_of(engine)->wake(engine);
+}
+
+/* The entry of an engine, or the first free one. */
+static struct entry *entry_of(const struct nvmeio_engine_ops *real)
+{
+    struct entry *entry = entries;
+    /* Acquire: pairs with the release below. */
+    struct entry *end =
+        entries + atomic_load_explicit(&entry_count, memory_order_acquire);
+
+    while (entry < end && entry->real != real)
+        entry++;
+    return entry;
+}
+
+const struct nvmeio_engine_ops *
+nvmeio_fault_engine(const struct nvmeio_engine_ops *real)
+{
+    if (!real)
+        return NULL;
+    struct entry *entry = entry_of(real);
+    if (entry < entries + entry_count)
+        return &entry->ops;
+    pthread_mutex_lock(&entries_mutex);
+    entry = entry_of(real);
+    if (entry == entries + entry_count) {
+        entry->ops = *real;
+        entry->ops.open = faulty_open;
+        entry->ops.close = faulty_close;
+        entry->ops.push = faulty_push;
+        entry->ops.reap = faulty_reap;
+        entry->ops.wake = faulty_wake;
+        entry->real = real;
+        atomic_fetch_add_explicit(&entry_count, 1, memory_order_release);
+    }
+    pthread_mutex_unlock(&entries_mutex);
+    return &entry->ops;
+}
