@@ -360,14 +360,16 @@ static void test_an_fsync_stands_behind_writes_of_all_threads(const char *engine
     fill(memory.address, SIZE, 0, 3);
     for (int round = 0; round < 10; round++) {
         struct nvmeio_transfer t =
-            transfer_of(NVMEIO_OP_WRITE, file, memory.address, SIZE, 0);
+            transfer_of(NVMEIO_OP_WRITE, file, memory.address, SIZE / 2, 0);
         struct nvmeio_transfer sync = {.op = NVMEIO_OP_FSYNC, .file = file};
         struct nvmeio_request *a = submit(handle, &t);
+        t.address = memory.address + SIZE / 2;
+        t.offset = SIZE / 2;
         t.caller = true;
         struct nvmeio_request *b = submit(handle, &t);
         CHECK(carry_out(handle, &sync).result == 0);
         CHECK(nvmeio_request_done(a) && nvmeio_request_done(b));
-        CHECK(finish(a).result == SIZE && finish(b).result == SIZE);
+        CHECK(finish(a).result == SIZE / 2 && finish(b).result == SIZE / 2);
     }
     guarded_free(&memory);
     nvmeio_file_release(file);

@@ -2,9 +2,10 @@
 
 ``--length`` is ``short`` (in CI), ``full`` (`make stress`) or ``long`` (`make
 stress-long`); ``@pytest.mark.amount(short=10, full=500, long=20_000)`` says what that
-means to a test.  A test that draws lots takes the fixture ``seeds``, and carries out one
-trial for each: everything in it is drawn from the seed.  Where a trial fails, the report
-says how to repeat that trial alone: ``make replay SEED='test_name[parameter]:12345'``.
+means to a test, which is left out where it says 0.  A test that draws lots takes the
+fixture ``seeds``, and carries out one trial for each: everything in it is drawn from the
+seed.  Where a trial fails, the report says how to repeat that trial alone: ``make replay
+SEED='test_name[parameter]:12345'``.
 """
 
 import itertools
@@ -12,6 +13,8 @@ import random
 import shlex
 
 import pytest
+
+pytest_plugins = ["builds"]
 
 # What hangs in a long run is stopped by the watchdog of its child.
 TIMEOUTS_S = {"short": 300, "full": 900, "long": 0}
@@ -34,19 +37,31 @@ def pytest_report_header(config):
     return f"stress: --length={config.option.length} --seed={config.option.seed}"
 
 
+def amount_of(item):
+    """Return what a test's mark says for ``--length``."""
+    mark = item.get_closest_marker("amount")
+    return mark.kwargs[item.config.option.length] if mark else 1
+
+
+def keep(config, items, kept):
+    """Leave the other tests out."""
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = kept
+
+
 def pytest_collection_modifyitems(config, items):
-    """Give tests the time they need, and keep the one that is to be repeated."""
+    """Give tests the time they need, and leave those out of which nothing is to be done."""
     for item in items:
         item.add_marker(pytest.mark.timeout(TIMEOUTS_S[config.option.length]))
     replay = config.getoption("--replay")
     if replay is None:
+        keep(config, items, [item for item in items if amount_of(item) > 0])
         return
     name = replay.rpartition(":")[0]
     kept = [item for item in items if item.name == name]
     if len(kept) != 1:
         raise pytest.UsageError(f"--replay: there are {len(kept)} tests {name!r}")
-    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
-    items[:] = kept
+    keep(config, items, kept)
 
 
 class Seeds:
@@ -67,7 +82,7 @@ class Seeds:
 @pytest.fixture
 def amount(request):
     """How much a test should do, by its mark and ``--length``."""
-    return request.node.get_closest_marker("amount").kwargs[request.config.option.length]
+    return amount_of(request.node)
 
 
 @pytest.fixture

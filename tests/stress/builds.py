@@ -1,0 +1,86 @@
+"""A pytest plugin: the test build of nvmeio, in which faults can be made, and their log.
+
+It lies under build/ and is kept: what has not changed is not compiled again.
+"""
+
+import os
+import struct
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from children import system_environment
+
+ROOT = Path(__file__).resolve().parents[2]
+BUILD_S = 900
+
+SANITIZERS = {
+    "plain": [],
+    "asan": ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"],
+    "tsan": ["-fsanitize=thread"],
+}
+
+
+def build(*command, **environment):
+    """Run a command that builds; its failure is an error."""
+    done = subprocess.run(
+        list(map(str, command)),
+        cwd=ROOT,
+        env={**system_environment(), "NVMEIO_TEST_BUILD": "1", **environment},
+        capture_output=True,
+        text=True,
+        timeout=BUILD_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture(scope="session")
+def faulty_programs():
+    """A function from the name of a sanitizer, or "plain", to the folder of C tests."""
+    built = {}
+
+    def programs(name):
+        if name not in built:
+            folder = f"faults-{name}"
+            build("scripts/build-c", sys.executable, folder, *SANITIZERS[name])
+            built[name] = ROOT / "build" / "c" / folder
+        return built[name]
+
+    return programs
+
+
+@pytest.fixture(scope="session")
+def faulty_package():
+    """The folder for PYTHONPATH from which nvmeio is imported with faults."""
+    folder = ROOT / "build" / "faults"
+    command = ["setup.py", "-q", "build", "--build-base", folder]
+    build(sys.executable, *command, "--build-lib", folder / "lib")
+    return folder / "lib"
+
+
+@dataclass
+class Tally:
+    """How often faults of a kind could strike, and did."""
+
+    occasions: int
+    fired: int
+
+
+def read_tallies(path):
+    """Return the log that ``NVMEIO_FAULTS=log=PATH`` asks for: a Tally of each kind."""
+    return {
+        name.rstrip(b"\0").decode(): Tally(occasions, fired)
+        for name, occasions, fired in struct.iter_unpack("16sQQ", Path(path).read_bytes())
+    }
+
+
+def faults_in(words, log, seed=0):
+    """Return the environment that has the library make faults: ``{"short": 50, ...}``."""
+    spec = [f"seed={seed}", f"log={log}", *(f"{kind}={n}" for kind, n in words.items())]
+    assert os.fspath(log).isprintable()
+    assert "," not in os.fspath(log)
+    return {"NVMEIO_FAULTS": ",".join(spec)}
