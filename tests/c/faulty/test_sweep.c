@@ -2,7 +2,7 @@
  * occasion, its second, and so on to the last, while a fixed workload runs on every
  * engine.  What is reported to be done is done; what is not, fails with the fault's own
  * errno; and nothing is broken afterwards: the same workload goes well, with as many
- * descriptors and threads as before.
+ * descriptors and threads as before.  Then storms: all kinds at once, by lot.
  *
  * test_sweep [STRIDE [SEED]]: one of so many occasions, but one of each kind; and
  * which. */
@@ -25,10 +25,10 @@ const char *__lsan_default_suppressions(void)
            "\nleak:nvmeio_handle_open\nleak:locks_init\nleak:uring_open";
 }
 
-static char spec[64];
+static char spec[256];
 static const char *engine;
 static const char *path;
-static int allowed[4]; /* -errno that the fault may end in */
+static int allowed[12]; /* -errno that the fault may end in */
 static unsigned failures;
 static bool abandoned;
 
@@ -49,7 +49,7 @@ static bool fine(int64_t result)
 {
     if (result >= 0)
         return true;
-    for (unsigned i = 0; i < 4; i++) {
+    for (unsigned i = 0; i < sizeof(allowed) / sizeof(allowed[0]); i++) {
         if (allowed[i] && result == allowed[i]) {
             failures++;
             return false;
@@ -249,7 +249,7 @@ static void check_threads(unsigned before)
 
 static void set_allowed(enum nvmeio_fault kind)
 {
-    static const int of_kind[NVMEIO_FAULT_COUNT][5] = {
+    static const int of_kind[NVMEIO_FAULT_COUNT][12] = {
         [NVMEIO_FAULT_EIO] = {-EIO},
         [NVMEIO_FAULT_ENOSPC] = {-ENOSPC},
         [NVMEIO_FAULT_DEAD] = {-EIO},
@@ -263,28 +263,50 @@ static void set_allowed(enum nvmeio_fault kind)
     memcpy(allowed, of_kind[kind], sizeof(allowed));
 }
 
-/* Returns false when the workload has no such occasion. */
-static bool sweep_case(enum nvmeio_fault kind, uint64_t occasion)
+/* Carry the workload out with the faults of `spec`, then without. */
+static void try_faults(void (*look)(void *), void *argument)
 {
     unsigned files = entries_in("/proc/self/fd");
     unsigned threads = entries_in("/proc/self/task");
 
-    snprintf(spec, sizeof(spec), "%s@%llu", nvmeio_fault_name(kind),
-             (unsigned long long)occasion);
-    set_allowed(kind);
     alarm(CASE_S);
     nvmeio_fault_configure(spec);
     work();
-    bool fired = nvmeio_fault_fired(kind) == 1;
-    CHECK(fired == (nvmeio_fault_occasions(kind) >= occasion));
+    look(argument);
     nvmeio_fault_configure("");
     memset(allowed, 0, sizeof(allowed));
-    if (kind == NVMEIO_FAULT_DEAD && abandoned)
-        return fired; /* what it keeps is kept for ever */
+    if (abandoned)
+        return; /* what a dead engine keeps is kept for ever */
     work();
     check_threads(threads);
     CHECK(entries_in("/proc/self/fd") == files);
-    return fired;
+}
+
+struct place {
+    enum nvmeio_fault kind;
+    uint64_t occasion;
+    bool fired;
+};
+
+static void look_at_place(void *argument)
+{
+    struct place *place = argument;
+
+    place->fired = nvmeio_fault_fired(place->kind) == 1;
+    CHECK(place->fired == (nvmeio_fault_occasions(place->kind) >= place->occasion));
+    CHECK(!abandoned || place->kind == NVMEIO_FAULT_DEAD);
+}
+
+/* Returns false when the workload has no such occasion. */
+static bool sweep_case(enum nvmeio_fault kind, uint64_t occasion)
+{
+    struct place place = {.kind = kind, .occasion = occasion};
+
+    snprintf(spec, sizeof(spec), "%s@%llu", nvmeio_fault_name(kind),
+             (unsigned long long)occasion);
+    set_allowed(kind);
+    try_faults(look_at_place, &place);
+    return place.fired;
 }
 
 /* How many faults of a kind have struck. */
@@ -306,10 +328,36 @@ static unsigned sweep(enum nvmeio_fault kind, uint64_t stride, uint64_t seed)
     return fired;
 }
 
+static void look_at_storm(void *argument)
+{
+    unsigned *fired = argument;
+
+    for (int kind = 0; kind < NVMEIO_FAULT_COUNT; kind++)
+        *fired += (unsigned)nvmeio_fault_fired((enum nvmeio_fault)kind);
+    CHECK(!abandoned);
+}
+
+/* All kinds at once but for a dead engine; returns how many have struck. */
+static unsigned storm(uint64_t seed)
+{
+    static const int all_allowed[12] = {-EIO,   -ENOSPC, -EDQUOT, -ENOMEM, -ENOSYS,
+                                        -EPERM, -EMFILE, -ENFILE, -EAGAIN};
+    unsigned fired = 0;
+
+    snprintf(spec, sizeof(spec),
+             "seed=%llu,all=%u,eio=5,enospc=5,nosync=500,setup=50,memory=%u,threads=50,"
+             "descriptors=50,fallocate=200,truncate=500,stat=5",
+             (unsigned long long)seed, (unsigned)(seed % 100), (unsigned)(seed % 20));
+    memcpy(allowed, all_allowed, sizeof(allowed));
+    try_faults(look_at_storm, &fired);
+    return fired;
+}
+
 int main(int count, char **arguments)
 {
     uint64_t stride = count > 1 ? strtoull(arguments[1], NULL, 10) : 1;
     uint64_t seed = count > 2 ? strtoull(arguments[2], NULL, 10) : 0;
+    uint64_t storms = count > 3 ? strtoull(arguments[3], NULL, 10) : 20;
     unsigned fired = 0;
 
     begin();
@@ -317,8 +365,14 @@ int main(int count, char **arguments)
     path = path_in(test_folder());
     FOR_EACH_ENGINE(engine)
     {
+        unsigned stormed = 0;
         for (int kind = 0; kind < NVMEIO_FAULT_COUNT; kind++)
             fired += sweep((enum nvmeio_fault)kind, stride, seed);
+        for (uint64_t i = 0; i < storms; i++)
+            stormed += storm(seed + i);
+        printf("%s: %llu storms, %u faults\n", engine, (unsigned long long)storms,
+               stormed);
+        CHECK(stormed > storms);
     }
     printf("%u faults\n", fired);
     return 0;
