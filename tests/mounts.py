@@ -115,19 +115,43 @@ def set_up(image, *options):
         pytest.skip(f"loop devices cannot be made here: {error}")
 
 
-@pytest.fixture
-def loop_device(loop_devices, tmp_path):
-    """A function (size, sector) that makes a loop device, and returns its path."""
+@contextlib.contextmanager
+def device_maker(folder):
+    """Lend a function (size, sector) that makes a loop device, and returns its path."""
     made = []
 
     def make(size, sector=512):
-        image = make_image(tmp_path, len(made), size)
+        image = make_image(folder, len(made), size)
         made.append(set_up(image, "--direct-io=on", "--sector-size", sector))
         return made[-1]
 
-    yield make
-    for device in made:
-        take_down(device)
+    try:
+        yield make
+    finally:
+        for device in made:
+            take_down(device)
+
+
+def mount_device(device, folder, kind, sector):
+    """Make a file system on a loop device, mount it, and return its folder."""
+    options = {"ext4": ["-q", "-m", "0"], "xfs": ["-q"], "btrfs": ["-q"]}[kind]
+    if kind == "xfs":
+        options += ["-s", f"size={sector}"]
+    run_tool(f"mkfs.{kind}", *options, device)
+    folder = folder / f"mount-{kind}"
+    folder.mkdir()
+    try:
+        run_tool("mount", "-t", kind, device, folder)
+    except AssertionError as error:
+        pytest.skip(f"the kernel does not mount {kind}: {error}")
+    return folder
+
+
+@pytest.fixture
+def loop_device(loop_devices, tmp_path):
+    """A function (size, sector) that makes a loop device, and returns its path."""
+    with device_maker(tmp_path) as make:
+        yield make
 
 
 @pytest.fixture
@@ -135,18 +159,7 @@ def loop_mount(loop_device, tmp_path):
     """A function (kind, size, sector) that mounts a new file system; returns its folder."""
 
     def mount(kind, size, sector=512):
-        options = {"ext4": ["-q", "-m", "0"], "xfs": ["-q"], "btrfs": ["-q"]}[kind]
-        device = loop_device(size, sector)
-        if kind == "xfs":
-            options += ["-s", f"size={sector}"]
-        run_tool(f"mkfs.{kind}", *options, device)
-        folder = tmp_path / f"mount-{kind}"
-        folder.mkdir()
-        try:
-            run_tool("mount", "-t", kind, device, folder)
-        except AssertionError as error:
-            pytest.skip(f"the kernel does not mount {kind}: {error}")
-        return folder
+        return mount_device(loop_device(size, sector), tmp_path, kind, sector)
 
     return mount
 
@@ -222,9 +235,9 @@ def slow(request):
     return {"folder": str(folder), "control": str(control)}
 
 
-@pytest.fixture
-def tmpfs(tmp_path):
-    """A folder on tmpfs."""
+@contextlib.contextmanager
+def tmpfs_folder():
+    """Make a folder on tmpfs, and take it away with the files in it."""
     folder = Path("/dev/shm")
     kinds = [
         line.split()[1:3] for line in Path("/proc/self/mounts").read_text().splitlines()
@@ -233,8 +246,17 @@ def tmpfs(tmp_path):
         pytest.skip("/dev/shm is no tmpfs")
     path = folder / f"nvmeio-{os.getpid()}"
     path.mkdir()
-    yield path
-    with contextlib.suppress(FileNotFoundError):
-        for file in path.iterdir():
-            file.unlink()
-        path.rmdir()
+    try:
+        yield path
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            for file in path.iterdir():
+                file.unlink()
+            path.rmdir()
+
+
+@pytest.fixture
+def tmpfs():
+    """A folder on tmpfs."""
+    with tmpfs_folder() as folder:
+        yield folder
