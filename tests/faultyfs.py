@@ -13,7 +13,8 @@ The attribute ``user.faults`` of any file in it sets the faults, as JSON: for ea
 ``times``       so often at most, and then never again
 
 ``user.fired`` tells how often each one has struck, ``user.waiting`` how many calls wait.
-It ends when its standard input does.
+``NAME.plain`` is the file NAME as well, and has no faults.  It ends when its
+standard input does.
 """
 
 import errno
@@ -31,6 +32,8 @@ import fuse
 # A call that is held for ever could not even be killed.
 HELD_S_MAX = 30
 
+PLAIN = ".plain"
+
 
 class FaultyFS(fuse.Operations):
     """Files in memory."""
@@ -44,8 +47,10 @@ class FaultyFS(fuse.Operations):
         self.waiting = 0
         self.changed = threading.Condition()
 
-    def strike(self, call, offset=0, size=1):
+    def strike(self, call, path, offset=0, size=1):
         """Wait or raise as the faults say; return those that remain, for the caller."""
+        if path.endswith(PLAIN):
+            return {}
         with self.changed:
             fault = self.faults.get(call, {})
             hit = offset <= fault.get("at", offset) < offset + size
@@ -92,6 +97,7 @@ class FaultyFS(fuse.Operations):
 
     def file(self, path):
         """Return the content of a file."""
+        path = path.removesuffix(PLAIN)
         if path not in self.files:
             raise fuse.FuseOSError(errno.ENOENT)
         return self.files[path]
@@ -100,10 +106,11 @@ class FaultyFS(fuse.Operations):
         if path in self.folders:
             return {"st_mode": stat.S_IFDIR | 0o755, "st_nlink": 2}
         size = len(self.file(path))
-        mode = stat.S_IFREG | self.modes[path]
+        mode = stat.S_IFREG | self.modes[path.removesuffix(PLAIN)]
         return {"st_mode": mode, "st_nlink": 1, "st_size": size}
 
     def create(self, path, mode, fi=None):
+        path = path.removesuffix(PLAIN)
         self.files[path] = bytearray()
         self.modes[path] = stat.S_IMODE(mode)
         return 0
@@ -121,13 +128,13 @@ class FaultyFS(fuse.Operations):
         self.modes[new] = self.modes.pop(old)
 
     def read(self, path, size, offset, fh):
-        fault = self.strike("read", offset, size)
+        fault = self.strike("read", path, offset, size)
         size = self.shorten("read", fault, size)
         data = bytes(self.file(path)[offset : offset + size])
         return self.flip("read", fault, data, offset)
 
     def write(self, path, data, offset, fh):
-        fault = self.strike("write", offset, len(data))
+        fault = self.strike("write", path, offset, len(data))
         size = self.shorten("write", fault, len(data))
         room = fault.get("full_at", offset + size) - offset
         if room < size:
@@ -148,7 +155,7 @@ class FaultyFS(fuse.Operations):
             content.extend(bytes(length - len(content)))
 
     def fsync(self, path, datasync, fh):
-        self.strike("fsync")
+        self.strike("fsync", path)
         return 0
 
     def unlink(self, path):
