@@ -6,11 +6,13 @@ means to a test, which is left out where it says 0.  A test that draws lots take
 fixture ``seeds``, and carries out one trial for each: everything in it is drawn from the
 seed.  Where a trial fails, the report says how to repeat that trial alone: ``make replay
 SEED='test_name[parameter]:12345'``.
+What a test counts by ``record_property`` is added up and told in the end.
 """
 
 import itertools
 import random
 import shlex
+from collections import Counter, defaultdict
 
 import pytest
 
@@ -29,6 +31,7 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    config.pluginmanager.import_plugin("places")
     if config.getoption("--seed") is None:
         config.option.seed = random.randrange(SEED_MAX)
 
@@ -103,3 +106,16 @@ def pytest_runtest_makereport(item):
         seed = shlex.quote(f"{item.name}:{seeds.current}")
         report.sections.append(("repeat it", f"make replay SEED={seed}"))
     return report
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Tell what tests that passed have counted, all parameters of a test together."""
+    totals = defaultdict(Counter)
+    for report in terminalreporter.stats.get("passed", []):
+        counts = {key: n for key, n in report.user_properties if isinstance(n, int)}
+        totals[report.location[2].partition("[")[0]].update(counts)
+    for name, total in totals.items():
+        if total:
+            terminalreporter.section(name, sep="-")
+            for key, count in sorted(total.items()):
+                terminalreporter.line(f"{count:15,} {key}")

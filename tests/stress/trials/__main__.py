@@ -2,7 +2,7 @@
 
 from workloads.__main__ import main
 
-SUBJECTS = ()
+SUBJECTS = ("model",)
 
 if __name__ == "__main__":
     main("trials", SUBJECTS)

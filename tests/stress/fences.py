@@ -1,0 +1,96 @@
+"""Memory between two pages that nothing may touch, and canaries in what is left over."""
+
+import ctypes
+import mmap
+import os
+
+import numpy as np
+
+import nvmeio
+from helpers import PAGE, Guarded
+
+# Where the lent bytes lie: against either fence, between the two, as every other byte, or
+# in the pool, which has no fences.
+KINDS = ("front", "back", "floating", "strided", "pool")
+
+PROT_NONE = 0
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+_libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+
+
+def _check(result):
+    if result in (-1, ctypes.c_void_p(-1).value):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return result
+
+
+class Field:
+    """Whole pages with a fence on either side; an array of them holds this object.
+
+    When the last who holds it lets go, `parting` is called with the bytes as they are,
+    and the pages are given back to the system: what is written later is a fault.
+    """
+
+    def __init__(self, size):
+        self.parting = None
+        self.size = max(PAGE, -size % PAGE + size)
+        protection = mmap.PROT_READ | mmap.PROT_WRITE
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        self.begin = _check(
+            _libc.mmap(None, self.size + 2 * PAGE, protection, flags, -1, 0)
+        )
+        for fence in (self.begin, self.begin + PAGE + self.size):
+            _check(_libc.mprotect(fence, PAGE, PROT_NONE))
+
+    @property
+    def __array_interface__(self):
+        address = self.begin + PAGE
+        return {
+            "shape": (self.size,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 3,
+        }
+
+    def __del__(self):
+        if self.parting is not None:
+            pages = (ctypes.c_ubyte * self.size).from_address(self.begin + PAGE)
+            self.parting(np.frombuffer(pages, np.uint8))
+        _libc.munmap(self.begin, self.size + 2 * PAGE)
+
+
+class Memory:
+    """Bytes to be lent: `lent` is what transfers are given, `whole` all that is watched.
+
+    `expected` is what `lent` should hold in the end, canaries at first; it is for the
+    caller to change.
+    """
+
+    def __init__(self, size, kind, residue):
+        extent = 2 * size if kind == "strided" else size
+        self.field = None
+        if kind == "pool":
+            self.whole = nvmeio.empty(extent + residue + PAGE, np.uint8)
+        else:
+            self.field = Field(extent if kind in ("front", "back") else extent + residue)
+            self.whole = np.asarray(self.field)
+        begin = {"front": 0, "back": len(self.whole) - extent}.get(kind, residue)
+        self.part = slice(begin, begin + extent, 2 if kind == "strided" else 1)
+        self.whole[:] = Guarded.CANARY
+        self.lent = self.whole[self.part]
+        self.expected_whole = self.whole.copy()
+        self.expected = self.expected_whole[self.part]
+
+    def fill(self, content):
+        """Put bytes into it, which are to stay."""
+        self.lent[:] = content
+        self.expected[:] = content
+
+    def leave(self, parting):
+        """Let go of the bytes but for what they should be; `parting` sees them last."""
+        self.field.parting = parting
+        self.field = self.whole = self.lent = None

@@ -1,0 +1,311 @@
+"""A file that is transferred to and from, and a model in memory of what it should hold.
+
+Requests in flight are not ordered: a read beside a write may see the old bytes or the new
+ones.  Two writes that meet never are in flight together, for the last one is anybody's.
+"""
+
+import contextlib
+import errno
+import time
+from collections import Counter
+from concurrent.futures import CancelledError
+
+import numpy as np
+
+from fences import Memory
+from inflight import InFlight
+from plans import FIRM
+from regimes import Injected
+from workloads.common import Faults
+from workloads.forks import join
+
+IN_FLIGHT_MAX = 48
+
+
+class World:
+    """What a model, and those of its forked children, have in common."""
+
+    def __init__(self, engine, direct, noise, faults, control):
+        self.engine = engine
+        self.direct = direct
+        self.noise = noise
+        self.injected = [Injected(getattr(errno, name)) for name in faults]
+        self.control = Faults(control) if control else None
+        self.regime = None  # the faults of FUSE that are set now
+        self.figures = Counter()
+        self.fired = Counter()
+        self.warnings = []
+
+    def regimes(self):
+        """Return all faults that may strike now."""
+        return [*self.injected, *([self.regime] if self.regime else [])]
+
+    def count(self, handle):
+        """Add up which way a handle's bytes have gone."""
+        stats = handle.stats()
+        assert stats["engine"] == self.engine
+        for way in ("bytes_direct", "bytes_buffered", "bytes_bounced"):
+            self.figures[way] += stats[way]
+
+    def plain(self, path):
+        """Return a name by which a file is read without faults."""
+        return f"{path}.plain" if self.control else path
+
+
+def number_of(call):
+    """Call; return the errno of its OSError, or None.
+
+    Not the error itself, for its traceback would hold what was called.
+    """
+    try:
+        call()
+    except OSError as error:
+        return error.errno
+    return None
+
+
+def end_of(request):
+    """Wait for a request; return its error, or None."""
+    try:
+        assert request.wait() == request.nbytes
+    except (OSError, CancelledError) as error:
+        return error
+    return None
+
+
+class FileModel:
+    """Carries transfers out, and sees that they do what they should."""
+
+    def __init__(self, world, path, handle, limit):
+        self.world = world
+        self.path = path
+        self.handle = handle
+        self.files = {}  # what it is named by: path, descriptor, File
+        self.children = []  # that have been forked
+        self.content = np.zeros(limit, np.uint8)
+        self.content[:FIRM] = world.noise[:FIRM]
+        self.size = FIRM
+        self.settled = FIRM  # the size without what is in flight
+        self.in_flight = []
+        self.dropped = []  # in flight, with nobody waiting for it
+        self.uncertain = []  # writes that failed, or were cancelled
+        self.inherited = []  # of a parent
+
+    def is_in_the_way(self, transfer):
+        """Tell whether something must end before this can begin."""
+        writing = transfer.op == "write"
+        if len(self.in_flight) + len(self.dropped) >= IN_FLIGHT_MAX:
+            return True
+        if not writing and transfer.end > self.settled:
+            return True
+        race = transfer.race and transfer.way != "validate"
+        others = [other for other in [*self.in_flight, *self.dropped] if other.writes]
+        reads = [] if race or not writing else self.in_flight
+        waited = [*self.uncertain, *reads, *(others if writing or not race else [])]
+        return any(other.meets(transfer) for other in waited)
+
+    def prepare(self, transfer, named):
+        """Lend memory; note what it, and the file, should hold in the end."""
+        memory = Memory(transfer.span, *transfer.memory)
+        regimes = self.world.regimes()
+        flight = InFlight(transfer, named, memory, regimes, self.world.regime)
+        if transfer.op == "read":
+            for offset, place, size in transfer.records:
+                memory.expected[place : place + size] = self.content[offset : offset + size]
+            for other in [*self.in_flight, *self.dropped, *self.inherited]:
+                if other.writes and other.meets(transfer):
+                    flight.others += other.before
+            return flight
+        memory.fill(self.world.noise[transfer.noise : transfer.noise + transfer.span])
+        for offset, place, size in transfer.records:
+            target = self.content[offset : offset + size]
+            flight.before.append((offset, target.copy()))
+            target[:] = memory.expected[place : place + size]
+        self.size = max(self.size, transfer.end)
+        for other in [*self.in_flight, *self.dropped]:
+            if not other.writes and other.meets(transfer):
+                other.others += [
+                    (offset, memory.expected[place : place + size])
+                    for offset, place, size in transfer.records
+                ]
+        return flight
+
+    def begin(self, transfer):
+        """Carry out a transfer, or start it; return it if it is in flight."""
+        if self.is_in_the_way(transfer):
+            self.settle()
+        if transfer.op == "read" and transfer.end > self.size:
+            self.fail_past_end(transfer)
+            return None
+        flight = self.prepare(transfer, self.files[transfer.file])
+        try:
+            flight.request = self.submit(flight)
+        except OSError as error:
+            self.ended(flight, error)
+            return None
+        if flight.request is None and transfer.way != "async":
+            self.ended(flight, None)
+            return None
+        self.in_flight.append(flight)
+        return flight
+
+    def submit(self, flight):
+        """Submit a transfer in its way; return its request, if there is one."""
+        transfer, lent, named = flight.transfer, flight.memory.lent, flight.named
+        if transfer.many:
+            return self.submit_many(transfer, lent, named)
+        ((offset, _, _),) = transfer.records
+        if transfer.way == "request":
+            return getattr(self.handle, f"submit_{transfer.op}")(lent, named, offset)
+        if transfer.way == "async":
+            assert getattr(self.handle, f"async_p{transfer.op}")(lent, named, offset) == 0
+            return None
+        # Their comparison does not pass over what passes.
+        passing = self.world.regime is not None and self.world.regime.passes
+        validate = transfer.way == "validate" and not passing
+        call = getattr(self.handle, f"p{transfer.op}")
+        assert call(lent, named, validate, False, offset) == 1
+        return None
+
+    def submit_many(self, transfer, lent, named):
+        offsets, places, sizes = np.array(transfer.records, np.int64).reshape(-1, 3).T
+        reading = transfer.op == "read"
+        options = {"max_gap": transfer.max_gap} if reading else {}
+        if transfer.placed:
+            options["out_offsets" if reading else "buffer_offsets"] = places
+        name = "gather" if reading else "scatter"
+        if transfer.way == "request":
+            submit = getattr(self.handle, f"submit_{name}")
+            return submit(named, offsets, sizes, lent, **options)
+        call = getattr(self.handle, name)
+        assert call(named, offsets, sizes, lent, **options) == sizes.sum()
+        return None
+
+    def fail_past_end(self, transfer):
+        """See that nothing is moved past the end of the file."""
+        memory = Memory(transfer.span, *transfer.memory)
+        named = self.files[transfer.file]
+        flight = InFlight(transfer, named, memory, self.world.regimes())
+        if transfer.many:
+            with contextlib.suppress(ValueError):
+                self.submit_many(transfer, memory.lent, named)
+                raise AssertionError(f"{transfer} is past the end at {self.size}")
+        else:
+            ((offset, _, _),) = transfer.records
+            number = number_of(
+                lambda: self.handle.read(memory.lent, named, file_offset=offset)
+            )
+            assert number in {errno.ENODATA, *flight.errors()}, f"{number}: {transfer}"
+        assert not flight.look(memory.whole)
+        self.world.figures["past the end"] += 1
+
+    # Ends.
+
+    def ended(self, flight, error):
+        """See that what has ended did what it had to."""
+        if flight in self.in_flight:
+            self.in_flight.remove(flight)
+        world, transfer = self.world, flight.transfer
+        flight.note(world.regime)
+        if error is None:
+            assert not flight.cancelled, f"cancelled, and yet done: {flight}"
+            assert not flight.must_fail(world.regime), f"a fault was swallowed: {flight}"
+            assert all(other.request.done() for other in flight.earlier)
+        elif isinstance(error, CancelledError):
+            assert flight.cancelled, f"cancelled by nobody: {flight}"
+            flight.failed = tuple(range(len(transfer.records)))
+            world.figures["cancelled"] += 1
+        else:
+            flight.accept(error, world.regime)
+            world.figures["failed"] += 1
+        if flight.memory is not None:
+            wrong = flight.look(flight.memory.whole)
+            assert not wrong, f"{wrong}: {flight}"
+            world.figures["bytes"] += transfer.span
+        if flight.writes:
+            self.landed(flight)
+
+    def end_tracked(self, call):
+        """Wait by `call` for what was started by async_*; errors are of any of them."""
+        tracked = [flight for flight in self.in_flight if flight.request is None]
+        counts = []
+        number = number_of(lambda: counts.append(call()))
+        if number is None:
+            assert counts[0] in (None, len(tracked))
+        else:
+            possible = set().union(*(flight.errors() for flight in tracked))
+            assert number in possible, f"{errno.errorcode[number]} of {tracked}"
+        for flight in tracked:
+            # Which of them have failed is not told.
+            possible = flight.errors() if number else None
+            perhaps = OSError(min(possible), "perhaps", flight.path) if possible else None
+            self.ended(flight, perhaps)
+
+    def settle(self):
+        """Wait for everything, and take over what is left of writes that failed."""
+        self.end_tracked(self.handle.wait)
+        for flight in list(self.in_flight):
+            self.ended(flight, end_of(flight.request))
+        while self.handle.pending:
+            time.sleep(0)
+        self.end_dropped()
+        self.join_children()
+        if self.uncertain:
+            self.adopt()
+        self.settled = self.size
+
+    def join_children(self):
+        while self.children:
+            join(self.children.pop())
+
+    def end_dropped(self):
+        """See that what nobody waited for was done, and let go of."""
+        perhaps = [flight for flight in self.dropped if flight.errors()]
+        forced = [flight for flight in perhaps if flight.must_fail(self.world.regime)]
+        for flight in self.dropped:
+            assert not flight.verdict, f"{flight.verdict}: {flight}"
+            flight.note(self.world.regime)
+            if flight.writes:
+                self.landed(flight)
+        told = [each for each in self.world.warnings if each.category is RuntimeWarning]
+        self.world.warnings.clear()
+        assert len(forced) <= len(told) <= len(perhaps), [str(each) for each in told]
+        self.world.figures["warnings"] += len(told)
+        self.dropped.clear()
+
+    def landed(self, flight):
+        """Note what a write has made of the file's size, and whether of its bytes."""
+        if flight.failed:
+            self.uncertain.append(flight)
+        ends = [
+            offset + size
+            for index, (offset, _, size) in enumerate(flight.transfer.records)
+            if size and index not in flight.failed
+        ]
+        self.settled = max([self.settled, *ends])
+
+    def adopt(self):
+        """Take over what failed writes have left: each of their bytes is old or new."""
+        found = np.fromfile(self.world.plain(self.path), np.uint8)
+        assert self.settled <= len(found) <= self.size, f"{len(found)} bytes are left"
+        self.content[len(found) :] = 0
+        self.size = len(found)
+        for flight in self.uncertain:
+            for index in flight.failed:
+                offset, place, size = flight.transfer.records[index]
+                piece = found[offset : offset + size]
+                old = flight.before[index][1][: len(piece)]
+                new = flight.memory.expected[place : place + len(piece)]
+                mixed = (piece == old) | (piece == new)
+                assert mixed.all(), f"neither old nor new at {np.argmin(mixed)}: {flight}"
+                self.content[offset : offset + len(piece)] = piece
+        self.uncertain.clear()
+
+    def compare(self):
+        """See that the file is what it should be."""
+        found = np.fromfile(self.world.plain(self.path), np.uint8)
+        assert len(found) == self.size
+        wrong = np.flatnonzero(found != self.content[: self.size])
+        if len(wrong):
+            raise AssertionError(f"{len(wrong)} bytes are wrong, from {wrong[0]} on")
+        self.world.figures["bytes"] += self.size

@@ -1,0 +1,54 @@
+"""The places where stress tests keep their files, each set up once a session."""
+
+import contextlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from helpers import MIB
+from mounts import device_maker, mount_device, tmpfs_folder
+
+# On loop devices: the file system, and the size of sectors.
+MOUNTED = {
+    "ext4": ("ext4", 512),
+    "xfs": ("xfs", 512),
+    "btrfs": ("btrfs", 512),
+    "sectors of 4096": ("ext4", 4096),
+}
+PLACES = (*MOUNTED, "tmpfs", "fuse")
+
+# As mkfs.xfs wants at least.
+DEVICE_BYTES = 320 * MIB
+
+
+@dataclass(frozen=True)
+class Place:
+    """A folder; `control` is the file by which the faults of FUSE are set."""
+
+    name: str
+    folder: Path
+    control: Path | None = None
+
+
+@pytest.fixture(scope="session", params=PLACES)
+def place(request, tmp_path_factory):
+    """Each place in turn; it is taken down before the next one is set up."""
+    name = request.param
+    if name == "fuse":
+        folder = request.getfixturevalue("fuse_folder")
+        control = folder / "control"
+        control.touch()
+        yield Place(name, folder, control)
+        control.unlink()
+        return
+    with contextlib.ExitStack() as stack:
+        if name == "tmpfs":
+            folder = stack.enter_context(tmpfs_folder())
+        else:
+            request.getfixturevalue("loop_devices")
+            parent = tmp_path_factory.mktemp(name.replace(" ", "-"))
+            kind, sector = MOUNTED[name]
+            device = stack.enter_context(device_maker(parent))(DEVICE_BYTES, sector)
+            folder = mount_device(device, parent, kind, sector)
+        yield Place(name, folder)

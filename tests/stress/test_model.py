@@ -1,0 +1,74 @@
+"""Random operations leave what a model in memory foretells, in every engine and place.
+
+A trial is one place and one engine, with O_DIRECT and then through the page cache: each
+with a plan of `plans.OPERATIONS` operations, drawn from the seed.
+"""
+
+from collections import Counter
+
+import pytest
+
+import plans
+from children import Child
+from helpers import ENGINES
+from places import PLACES
+from workloads.common import Faults
+
+AMOUNTS = {"short": 1, "full": 6, "long": 100}
+CELLS = len(ENGINES) * len(PLACES) * 2
+
+
+def run_trial(seed, place, engine, **options):
+    """Carry out a trial in a child; return its figures for both cells."""
+    control = str(place.control) if place.control else None
+    try:
+        child = Child(
+            "random_operations",
+            package="trials",
+            seed=seed,
+            folder=str(place.folder),
+            place=place.name,
+            engine=engine,
+            control=control,
+            **options,
+        )
+        return child.finish().report
+    finally:
+        if control:
+            Faults(control).set()
+
+
+def check_cell(place, cell):
+    """Assert that a cell has done all that its plan has, in the way it is named for."""
+    figures = Counter(cell["figures"])
+    assert {kind: figures[kind] for kind in plans.DECK} == plans.DECK
+    assert figures["bytes"] > 0
+    if cell["direct"] is True:
+        assert figures["bytes_direct"] + figures["bytes_bounced"] > 0
+    else:
+        assert figures["bytes_direct"] == 0
+        assert figures["bytes_buffered"] > 0
+    struck = {name for name, times in cell["fired"].items() if times > 0}
+    regimes = plans.REGIMES if place.control else ()
+    names = {"error at": "error", "passing": "error"}
+    assert struck == {f"{call}.{names.get(kind, kind)}" for call, kind in regimes}
+
+
+@pytest.mark.amount(**AMOUNTS)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_random_operations_leave_what_the_model_says(place, engine, seeds, record_property):
+    total = Counter()
+    for seed in seeds:
+        for cell in run_trial(seed, place, engine).values():
+            check_cell(place, cell)
+            total.update(cell["figures"])
+            total.update({f"faults of {name}": n for name, n in cell["fired"].items()})
+            total["operations"] += sum(cell["figures"][kind] for kind in plans.DECK)
+    for name, count in total.items():
+        record_property(name, count)
+
+
+def test_all_cells_together_have_as_many_operations_as_are_promised():
+    promised = {"short": 10**4, "full": 5 * 10**4, "long": 10**6}
+    for length, count in promised.items():
+        assert CELLS * AMOUNTS[length] * plans.OPERATIONS >= count

@@ -1,0 +1,258 @@
+"""Random operations against a model in memory of the file that they are done to."""
+
+import contextlib
+import errno
+import os
+import random
+import sys
+import warnings
+import weakref
+
+import numpy as np
+
+import nvmeio
+import plans
+from filemodel import FileModel, World, end_of, number_of
+from helpers import MIB, PAGE
+from inflight import InFlight
+from plans import FIRM, Transfer
+from regimes import Regime
+from workloads.common import report
+from workloads.forks import fork, join
+
+# FUSE takes 0.2 ms for each block.
+LIMIT = {"fuse": 32 * PAGE}
+LIMIT_ELSEWHERE = MIB // 2
+
+
+def open_handle(world, options):
+    """Open a handle of the engine under test."""
+    world.figures["handles"] += 1
+    return nvmeio.aio_handle(engine=world.engine, **options)
+
+
+class Model(FileModel):
+    """A file that is worked on as the steps of a plan say, and looked at."""
+
+    def __init__(self, world, path, handle, limit, created=False):
+        super().__init__(world, path, handle, limit)
+        self.stack = contextlib.ExitStack()
+        first = None
+        if created:
+            # A file of this open: what makes it longer is preallocated.
+            first = nvmeio.File(path, "w", direct=world.direct and "auto")
+        with open(path, "r+b" if created else "wb") as file:
+            # FUSE keeps sizes by name for a while.
+            file.truncate(FIRM)
+        self.content[:FIRM].tofile(world.plain(path))
+        self.open_files(first)
+
+    def run(self, steps):
+        """Carry out steps, and count those that are operations."""
+        for number, step in enumerate(steps):
+            try:
+                getattr(self, step.kind)(step)
+            except BaseException:
+                sys.stderr.write(f"{self.path}, step {number} of {len(steps)}: {step}\n")
+                raise
+            if step.counted:
+                self.world.figures[step.counted] += 1
+
+    def finish(self):
+        """See that all is as it should be, and take the file away."""
+        self.settle()
+        self.compare()
+        self.stack.close()
+        os.unlink(self.path)
+
+    # Steps.
+
+    def transfer(self, step):
+        self.begin(step.transfer)
+
+    def chosen(self, share):
+        """Return one of the requests in flight, or None."""
+        requests = [flight for flight in self.in_flight if flight.request is not None]
+        return requests[int(share * len(requests))] if requests else None
+
+    def wait_one(self, step):
+        flight = self.chosen(step.share)
+        if flight is not None:
+            self.ended(flight, end_of(flight.request))
+
+    def poll(self, step):
+        flight = self.chosen(step.share)
+        if flight is not None and flight.request.done():
+            self.ended(flight, end_of(flight.request))
+
+    def wait(self, step):
+        self.settle()
+
+    def check(self, step):
+        self.settle()
+        self.compare()
+        assert self.handle.pending == 0
+
+    def cancel(self, step):
+        flight = self.begin(step.transfer)
+        if flight is None or step.word == "another":
+            flight = self.chosen(step.share)
+        if flight is not None:
+            flight.cancelled |= flight.request.cancel()
+
+    def drop(self, step):
+        flight = self.begin(step.transfer)
+        if flight is not None:
+            self.in_flight.remove(flight)
+            self.dropped.append(flight)
+            flight.let_go()
+
+    def fsync(self, step):
+        world = self.world
+        transfer = Transfer("fsync", (), step.word, step.file, (), race=True)
+        named = self.files[step.file]
+        flight = InFlight(transfer, named, None, world.regimes(), world.regime)
+        flight.earlier = [
+            other for other in self.in_flight if other.writes and other.request is not None
+        ]
+        if step.word == "request":
+            flight.request = self.handle.submit_fsync(named)
+            self.in_flight.append(flight)
+            return
+        try:
+            self.handle.fsync(named)
+        except OSError as error:
+            self.ended(flight, error)
+        else:
+            self.ended(flight, None)
+
+    def close(self, step):
+        """Close the handle, which drains it, and open another."""
+        self.world.count(self.handle)
+        tracked = [flight for flight in self.in_flight if flight.request is None]
+        if step.word == "dropped" and not any(flight.errors() for flight in tracked):
+            alive = weakref.ref(self.handle)
+            self.handle = None
+            assert alive() is None
+            self.end_tracked(lambda: None)
+        elif step.word == "with":
+            self.end_tracked(self.leave)
+        else:
+            self.end_tracked(self.handle.close)
+        for flight in list(self.in_flight):
+            assert flight.request.done(), f"closed before it was done: {flight}"
+            self.ended(flight, end_of(flight.request))
+        self.end_dropped()
+        self.handle = open_handle(self.world, step.options)
+
+    def leave(self):
+        with self.handle:
+            pass
+
+    def open_files(self, first=None):
+        """Open the file by other names than its path; `first` is such a File."""
+        # FUSE tells of O_DIRECT by a read, which may meet a fault.
+        demand = self.world.direct is True and self.world.regime is None
+        direct = os.O_DIRECT if demand else 0
+        fd = os.open(self.path, os.O_RDWR | direct)
+        self.stack.callback(os.close, fd)
+        mode = True if demand else self.world.direct and "auto"
+        file = first or nvmeio.File(self.path, "r+", direct=mode)
+        self.stack.enter_context(file)
+        self.files = {"path": self.path, "fd": fd, "File": file}
+
+    def reopen(self, step):
+        """Open the file anew for the steps to come; what is in flight goes on."""
+        self.stack.close()
+        self.open_files()
+
+    # Children.
+
+    def fork(self, step):
+        child = fork(self.be_child, step)
+        if step.word == "later":
+            self.children.append(child)
+        else:
+            join(child)
+
+    def be_child(self, step):
+        """Use what was inherited: the handle and the files, but not what is in flight."""
+        self.inherited, self.in_flight = [*self.in_flight, *self.dropped], []
+        self.dropped, self.children = [], []
+        self.world.warnings.clear()
+        for flight in self.inherited:
+            if flight.request is not None:
+                # One that was done, and seen to be, stays so.
+                number = number_of(flight.request.done)
+                assert number == errno.EOWNERDEAD or flight.request.done()
+        assert self.handle.pending == self.handle.wait() == 0
+        for transfer in step.reads if step.word == "at once" else ():
+            # What is in flight there never settles here.
+            if transfer.end <= self.settled and not self.is_in_the_way(transfer):
+                self.begin(transfer)
+        limit = plans.CHILD_LIMIT
+        path = f"{self.path}-{os.getpid()}"
+        own = Model(self.world, path, self.handle, limit, created=step.share < 0.5)
+        own.run(step.steps)
+        own.finish()
+        if step.share < 0.7:
+            self.handle.close()
+
+    # Faults of FUSE.
+
+    def faults(self, step):
+        self.join_children()
+        self.world.regime = Regime(step.faults)
+        for flight in [*self.in_flight, *self.dropped]:
+            flight.regimes.append(self.world.regime)
+        self.world.control.set(**step.faults)
+
+    def clear(self, step):
+        """End the faults, which must have struck if something had to meet them."""
+        self.join_children()
+        regime, self.world.regime = self.world.regime, None
+        fired = self.world.control.fired()
+        self.world.control.set()
+        name = f"{regime.call}.{regime.kind}"
+        assert fired.get(name, 0) > 0 or not regime.met, f"{name} has never struck"
+        self.world.fired[name] += fired.get(name, 0)
+
+
+def try_cell(seed, folder, place, engine, direct, faults, control):
+    """Carry out what a seed says for one cell of the matrix; return figures."""
+    rng = random.Random(f"{seed} {direct}")
+    noise = np.random.default_rng(seed).integers(0, 256, plans.NOISE_BYTES, np.uint8)
+    limit = LIMIT.get(place, LIMIT_ELSEWHERE)
+    path = os.path.join(folder, f"model-{os.getpid()}")
+    if direct:
+        with open(path, "wb"), nvmeio.File(path) as file:
+            direct = True if file.direct else "auto"
+        os.unlink(path)
+    fuse = control is not None
+    options, steps = plans.draw(rng, limit=limit, direct=direct, fuse=fuse)
+    world = World(engine, direct, noise, faults, control)
+    with warnings.catch_warnings(record=True) as world.warnings:
+        warnings.simplefilter("always")
+        handle = open_handle(world, options)
+        model = Model(world, path, handle, limit, created=rng.random() < 0.5)
+        # The model alone holds it, so that it can drop it.
+        del handle
+        model.run(steps)
+        model.finish()
+        world.count(model.handle)
+        model.handle.close()
+    return {"figures": world.figures, "fired": world.fired, "direct": direct}
+
+
+def random_operations(seed, folder, place, engine, faults=(), control=None):
+    """Carry out a trial in both cells of a place and an engine; report figures.
+
+    `faults` are names of errnos that a library built with faults may give at any time;
+    `control` is a file by which those of FUSE are set.
+    """
+    report(
+        {
+            name: try_cell(seed, folder, place, engine, direct, faults, control)
+            for name, direct in (("direct", True), ("buffered", False))
+        }
+    )
