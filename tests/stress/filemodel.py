@@ -115,6 +115,7 @@ class FileModel:
             for other in [*self.in_flight, *self.dropped, *self.inherited]:
                 if other.writes and other.meets(transfer):
                     flight.others += other.before
+            self.world.figures["raced"] += bool(flight.others)
             return flight
         memory.fill(self.world.noise[transfer.noise : transfer.noise + transfer.span])
         for offset, place, size in transfer.records:

@@ -14,7 +14,7 @@ MOUNTED = {
     "ext4": ("ext4", 512),
     "xfs": ("xfs", 512),
     "btrfs": ("btrfs", 512),
-    "sectors of 4096": ("ext4", 4096),
+    "sectors-of-4096": ("ext4", 4096),
 }
 PLACES = (*MOUNTED, "tmpfs", "fuse")
 
@@ -40,14 +40,14 @@ def place(request, tmp_path_factory):
         control = folder / "control"
         control.touch()
         yield Place(name, folder, control)
-        control.unlink()
+        control.unlink(missing_ok=True)
         return
     with contextlib.ExitStack() as stack:
         if name == "tmpfs":
             folder = stack.enter_context(tmpfs_folder())
         else:
             request.getfixturevalue("loop_devices")
-            parent = tmp_path_factory.mktemp(name.replace(" ", "-"))
+            parent = tmp_path_factory.mktemp(name)
             kind, sector = MOUNTED[name]
             device = stack.enter_context(device_maker(parent))(DEVICE_BYTES, sector)
             folder = mount_device(device, parent, kind, sector)

@@ -265,6 +265,11 @@ class Draw:
 
     def add(self, kind):
         """Add an operation, and before it perhaps a look at what is in flight."""
+        if kind in ("close", "fork"):
+            # There is something in flight to be closed over, or left to the parent.
+            self.steps.append(Step("transfer", transfer=self.any_transfer("request")))
+            self.steps.append(self.counted(kind))
+            return
         look = self.rng.random()
         looks = {
             0.25: "wait_one",
@@ -298,11 +303,16 @@ class Draw:
             faults["times"] = rng.randint(1, 3)
         self.steps.append(Step("faults", faults={call: faults}))
         way = rng.choice(["sync", "async", "request"])
+        fsync = Step("fsync", word=rng.choice(["sync", "request"]), file="File")
         if call == "fsync":
-            probe = Step("fsync", call, word=way, file="File")
+            self.steps.append(replace(fsync, counted=call))
+        elif (call, fault) == ("write", "delay_s"):
+            # Which an fsync waits for.
+            transfer = self.single(call, "request", begin, size)
+            self.steps += [Step("transfer", call, transfer=transfer), fsync]
         else:
-            probe = Step("transfer", call, transfer=self.single(call, way, begin, size))
-        self.steps.append(probe)
+            transfer = self.single(call, way, begin, size)
+            self.steps.append(Step("transfer", call, transfer=transfer))
         self.steps.append(Step("wait"))
 
     def clear(self):

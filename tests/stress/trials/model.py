@@ -129,6 +129,7 @@ class Model(FileModel):
     def close(self, step):
         """Close the handle, which drains it, and open another."""
         self.world.count(self.handle)
+        self.world.figures["closed over"] += len(self.in_flight) + len(self.dropped)
         tracked = [flight for flight in self.in_flight if flight.request is None]
         if step.word == "dropped" and not any(flight.errors() for flight in tracked):
             alive = weakref.ref(self.handle)
@@ -169,6 +170,7 @@ class Model(FileModel):
     # Children.
 
     def fork(self, step):
+        self.world.figures["forked beside"] += len(self.in_flight) + len(self.dropped)
         child = fork(self.be_child, step)
         if step.word == "later":
             self.children.append(child)
