@@ -14,7 +14,6 @@ import numpy as np
 
 from fences import Memory
 from inflight import InFlight
-from plans import FIRM
 from regimes import Injected
 from workloads.common import Faults
 from workloads.forks import join
@@ -83,9 +82,8 @@ class FileModel:
         self.files = {}  # what it is named by: path, descriptor, File
         self.children = []  # that have been forked
         self.content = np.zeros(limit, np.uint8)
-        self.content[:FIRM] = world.noise[:FIRM]
-        self.size = FIRM
-        self.settled = FIRM  # the size without what is in flight
+        self.size = 0
+        self.settled = 0  # the size without what is in flight
         self.in_flight = []
         self.dropped = []  # in flight, with nobody waiting for it
         self.uncertain = []  # writes that failed, or were cancelled

@@ -37,6 +37,9 @@ CHILD_LIMIT = 32 * PAGE
 SEAMS = (0, 512, PAGE, PAGE + 512, 2 * PAGE, 3 * PAGE, 4 * PAGE, 16 * PAGE, 17 * PAGE)
 BESIDE = (-512, -64, -1, 0, 0, 0, 0, 0, 1, 7, 512)
 
+# Before an operation, and the shares of the lot below which they are drawn.
+LOOKS = {0.25: "wait_one", 0.40: "poll", 0.46: "wait", 0.49: "check", 0.54: "reopen"}
+
 WAYS = ("sync", "validate", "async", "async", "request", "request", "request")
 
 # Faults of FUSE: each is set once in a trial.  What passes must not be noticed.
@@ -271,16 +274,13 @@ class Draw:
             self.steps.append(self.counted(kind))
             return
         look = self.rng.random()
-        looks = {
-            0.25: "wait_one",
-            0.40: "poll",
-            0.46: "wait",
-            0.49: "check",
-            0.52: "reopen",
-        }
-        for most, name in looks.items():
+        for most, name in LOOKS.items():
             if look < most:
-                self.steps.append(Step(name, share=self.rng.random()))
+                word = ""
+                if name == "reopen" and self.rng.random() < 0.5:
+                    # So that it grows again.
+                    word, self.size = "made anew", FIRM
+                self.steps.append(Step(name, share=self.rng.random(), word=word))
                 break
         self.steps.append(self.counted(kind))
 

@@ -37,14 +37,20 @@ class Model(FileModel):
     def __init__(self, world, path, handle, limit, created=False):
         super().__init__(world, path, handle, limit)
         self.stack = contextlib.ExitStack()
-        first = None
+        self.make(created)
+
+    def make(self, created):
+        """Make the file anew; one of an open that created it is preallocated."""
+        world, first = self.world, None
         if created:
-            # A file of this open: what makes it longer is preallocated.
-            first = nvmeio.File(path, "w", direct=world.direct and "auto")
-        with open(path, "r+b" if created else "wb") as file:
+            first = nvmeio.File(self.path, "w", direct=world.direct and "auto")
+        with open(self.path, "r+b" if created else "wb") as file:
             # FUSE keeps sizes by name for a while.
             file.truncate(FIRM)
-        self.content[:FIRM].tofile(world.plain(path))
+        world.noise[:FIRM].tofile(world.plain(self.path))
+        self.content[:] = 0
+        self.content[:FIRM] = world.noise[:FIRM]
+        self.size = self.settled = FIRM
         self.open_files(first)
 
     def run(self, steps):
@@ -164,8 +170,13 @@ class Model(FileModel):
 
     def reopen(self, step):
         """Open the file anew for the steps to come; what is in flight goes on."""
-        self.stack.close()
-        self.open_files()
+        if step.word == "made anew":
+            self.settle()
+            self.stack.close()
+            self.make(created=True)
+        else:
+            self.stack.close()
+            self.open_files()
 
     # Children.
 
@@ -181,13 +192,15 @@ class Model(FileModel):
         """Use what was inherited: the handle and the files, but not what is in flight."""
         self.inherited, self.in_flight = [*self.in_flight, *self.dropped], []
         self.dropped, self.children = [], []
-        self.world.warnings.clear()
         for flight in self.inherited:
             if flight.request is not None:
                 # One that was done, and seen to be, stays so.
                 number = number_of(flight.request.done)
                 assert number == errno.EOWNERDEAD or flight.request.done()
+                flight.request = None
         assert self.handle.pending == self.handle.wait() == 0
+        # Of errors at which only the parent will look.
+        self.world.warnings.clear()
         for transfer in step.reads if step.word == "at once" else ():
             # What is in flight there never settles here.
             if transfer.end <= self.settled and not self.is_in_the_way(transfer):
