@@ -268,9 +268,12 @@ class Draw:
 
     def add(self, kind):
         """Add an operation, and before it perhaps a look at what is in flight."""
-        if kind in ("close", "fork"):
-            # There is something in flight to be closed over, or left to the parent.
-            self.steps.append(Step("transfer", transfer=self.any_transfer("request")))
+        if kind in ("close", "fork", "fsync"):
+            # There is something in flight to be closed over, left to the parent, or to be
+            # waited for: of many blocks, most of them direct.
+            begin, size = self.rng.randrange(2, 4) * PAGE, self.limit // 2
+            transfer = self.single("write", "request", begin, size)
+            self.steps.append(Step("transfer", transfer=transfer))
             self.steps.append(self.counted(kind))
             return
         look = self.rng.random()
