@@ -24,11 +24,11 @@ IN_FLIGHT_MAX = 48
 class World:
     """What a model, and those of its forked children, have in common."""
 
-    def __init__(self, engine, direct, noise, faults, control):
+    def __init__(self, engine, direct, noise, errors, control):
         self.engine = engine
         self.direct = direct
         self.noise = noise
-        self.injected = [Injected(getattr(errno, name)) for name in faults]
+        self.injected = [Injected(getattr(errno, name)) for name in errors]
         self.control = Faults(control) if control else None
         self.regime = None  # the faults of FUSE that are set now
         self.figures = Counter()

@@ -233,7 +233,7 @@ class Model(FileModel):
         self.world.fired[name] += fired.get(name, 0)
 
 
-def try_cell(seed, folder, place, engine, direct, faults, control):
+def try_cell(seed, folder, place, engine, direct, errors, control):
     """Carry out what a seed says for one cell of the matrix; return figures."""
     rng = random.Random(f"{seed} {direct}")
     noise = np.random.default_rng(seed).integers(0, 256, plans.NOISE_BYTES, np.uint8)
@@ -245,7 +245,7 @@ def try_cell(seed, folder, place, engine, direct, faults, control):
         os.unlink(path)
     fuse = control is not None
     options, steps = plans.draw(rng, limit=limit, direct=direct, fuse=fuse)
-    world = World(engine, direct, noise, faults, control)
+    world = World(engine, direct, noise, errors, control)
     with warnings.catch_warnings(record=True) as world.warnings:
         warnings.simplefilter("always")
         handle = open_handle(world, options)
@@ -259,15 +259,15 @@ def try_cell(seed, folder, place, engine, direct, faults, control):
     return {"figures": world.figures, "fired": world.fired, "direct": direct}
 
 
-def random_operations(seed, folder, place, engine, faults=(), control=None):
+def random_operations(seed, folder, place, engine, errors=(), control=None):
     """Carry out a trial in both cells of a place and an engine; report figures.
 
-    `faults` are names of errnos that a library built with faults may give at any time;
+    `errors` are names of errnos that a library built with faults may give at any time;
     `control` is a file by which those of FUSE are set.
     """
     report(
         {
-            name: try_cell(seed, folder, place, engine, direct, faults, control)
+            name: try_cell(seed, folder, place, engine, direct, errors, control)
             for name, direct in (("direct", True), ("buffered", False))
         }
     )
