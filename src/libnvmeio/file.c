@@ -15,6 +15,7 @@
 #include <sys/ioctl.h>
 #include <sys/stat.h>
 #include <sys/vfs.h>
+#include <time.h>
 #include <unistd.h>
 
 #include "fork.h"
@@ -412,11 +413,26 @@ static size_t first_difference(const char *a, const char *b, size_t size)
     return i;
 }
 
+/* Sleep a little where an error passes, for a second in all; false: it is to be told.
+ */
+static bool waits_for(int error, unsigned *tries)
+{
+    static const struct timespec pause = {0, 1000000};
+
+    if (error == EINTR)
+        return true;
+    if ((error != EAGAIN && error != EBUSY) || ++*tries > 1000)
+        return false;
+    nanosleep(&pause, NULL);
+    return true;
+}
+
 int nvmeio_file_compare(struct nvmeio_file *file, int64_t offset, const void *address,
                         size_t size, size_t *position)
 {
     char *memory = malloc(COMPARE_BYTES);
     size_t done = 0;
+    unsigned tries = 0;
     int result = 0;
 
     if (!memory)
@@ -426,7 +442,7 @@ int nvmeio_file_compare(struct nvmeio_file *file, int64_t offset, const void *ad
         ssize_t got =
             pread(file->fd, memory, left < COMPARE_BYTES ? left : COMPARE_BYTES,
                   offset + (int64_t)done);
-        if (got < 0 && errno == EINTR)
+        if (got < 0 && waits_for(errno, &tries))
             continue;
         if (got <= 0) {
             result = got ? -errno : -ENODATA;

@@ -6,13 +6,9 @@ import shutil
 import subprocess
 
 import pytest
-from builds import faults_in, read_tallies
 
-# All that a caller must not see anything of.
-HARMLESS = (
-    *("short", "again", "early", "late", "reorder", "spurious", "wake"),
-    *("eintr", "eagain", "ebusy", "enomem", "partly", "register"),
-)
+from builds import HARMLESS, faults_in, read_tallies
+
 # Programs of tests/c that assert what bytes are, and what must not strike where they hold
 # back I/O of one engine until another has gone on.
 PROGRAMS = {"test_transfer": (), "test_gather": (), "test_handle": ("early", "wake")}
@@ -82,6 +78,6 @@ def test_one_fault_at_each_place(
         assert int(re.search(r"^(\d+) faults$", said, re.MULTILINE)[1]) >= 60, said
 
 
-@pytest.mark.parametrize("name", ["test_opening"])
+@pytest.mark.parametrize("name", ["test_file_faults"])
 def test_single_faults(faulty_programs, name):
     run(faulty_programs("plain") / name)
