@@ -103,11 +103,12 @@ class Child:
         self.reports = []
         self.stderr = []
         self.timed_out = False
-        folders = [str(TESTS), str(TESTS / "stress"), os.environ.get("PYTHONPATH")]
-        python_path = os.pathsep.join(filter(None, folders))
+        environment = {**os.environ, **dict(env)}
+        folders = [str(TESTS), str(TESTS / "stress"), environment.get("PYTHONPATH")]
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, folders))
         self.process = subprocess.Popen(
             [*prefix, sys.executable, *flags, "-m", package, name, json.dumps(args)],
-            env={**os.environ, "PYTHONPATH": python_path, **dict(env)},
+            env=environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -17,6 +17,12 @@ from children import system_environment
 ROOT = Path(__file__).resolve().parents[2]
 BUILD_S = 900
 
+# Faults of which a caller must not notice anything.
+HARMLESS = (
+    *("short", "again", "early", "late", "reorder", "spurious", "wake"),
+    *("eintr", "eagain", "ebusy", "enomem", "partly", "register"),
+)
+
 SANITIZERS = {
     "plain": [],
     "asan": ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"],

@@ -9,6 +9,7 @@ from collections import Counter
 import pytest
 
 import plans
+from builds import HARMLESS, faults_in, read_tallies
 from children import Child
 from helpers import ENGINES
 from places import PLACES
@@ -18,7 +19,7 @@ AMOUNTS = {"short": 1, "full": 6, "long": 100}
 CELLS = len(ENGINES) * len(PLACES) * 2
 
 
-def run_trial(seed, place, engine, **options):
+def run_trial(seed, place, engine, *, env=(), **options):
     """Carry out a trial in a child; return its figures for both cells."""
     control = str(place.control) if place.control else None
     try:
@@ -30,6 +31,7 @@ def run_trial(seed, place, engine, **options):
             place=place.name,
             engine=engine,
             control=control,
+            env=env,
             **options,
         )
         return child.finish().report
@@ -66,6 +68,25 @@ def test_random_operations_leave_what_the_model_says(place, engine, seeds, recor
             total["operations"] += sum(cell["figures"][kind] for kind in plans.DECK)
     for name, count in total.items():
         record_property(name, count)
+
+
+@pytest.mark.amount(short=0, full=1, long=50)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_random_operations_under_faults_do_so_too(
+    place, engine, seeds, tmp_path, faulty_package, record_property
+):
+    for seed in seeds:
+        kinds = {**dict.fromkeys(HARMLESS, 20), "eio": 5, "enospc": 5}
+        log = tmp_path / str(seed)
+        env = {"PYTHONPATH": str(faulty_package), **faults_in(kinds, log, seed)}
+        run_trial(seed, place, engine, errors=["EIO", "ENOSPC"], env=env)
+        tallies = read_tallies(log)
+        for kind in ("short", "again", "early", "late"):
+            assert tallies[kind].fired > 0, tallies
+        assert tallies["eio"].fired + tallies["enospc"].fired > 0, tallies
+        for kind, tally in tallies.items():
+            if tally.fired:
+                record_property(f"injected {kind}", tally.fired)
 
 
 def test_all_cells_together_have_as_many_operations_as_are_promised():
