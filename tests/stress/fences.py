@@ -1,5 +1,6 @@
 """Memory between two pages that nothing may touch, and canaries in what is left over."""
 
+import contextlib
 import ctypes
 import mmap
 import os
@@ -72,10 +73,12 @@ class Memory:
 
     def __init__(self, size, kind, residue):
         extent = 2 * size if kind == "strided" else size
-        self.field = None
+        self.field = self.whole = None
         if kind == "pool":
-            self.whole = nvmeio.empty(extent + residue + PAGE, np.uint8)
-        else:
+            # Where the pool is small, it may have nothing left.
+            with contextlib.suppress(MemoryError):
+                self.whole = nvmeio.empty(extent + residue + PAGE, np.uint8)
+        if self.whole is None:
             self.field = Field(extent if kind in ("front", "back") else extent + residue)
             self.whole = np.asarray(self.field)
         begin = {"front": 0, "back": len(self.whole) - extent}.get(kind, residue)

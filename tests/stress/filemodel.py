@@ -205,8 +205,8 @@ class FileModel:
         if flight in self.in_flight:
             self.in_flight.remove(flight)
         world, transfer = self.world, flight.transfer
-        flight.note(world.regime)
         if error is None:
+            flight.note(world.regime)
             assert not flight.cancelled, f"cancelled, and yet done: {flight}"
             assert not flight.must_fail(world.regime), f"a fault was swallowed: {flight}"
             assert all(other.request.done() for other in flight.earlier)
@@ -216,6 +216,7 @@ class FileModel:
             world.figures["cancelled"] += 1
         else:
             flight.accept(error, world.regime)
+            flight.note(world.regime, error)
             world.figures["failed"] += 1
         if flight.memory is not None:
             wrong = flight.look(flight.memory.whole)
@@ -263,7 +264,8 @@ class FileModel:
         forced = [flight for flight in perhaps if flight.must_fail(self.world.regime)]
         for flight in self.dropped:
             assert not flight.verdict, f"{flight.verdict}: {flight}"
-            flight.note(self.world.regime)
+            if not self.world.injected:
+                flight.note(self.world.regime)
             if flight.writes:
                 self.landed(flight)
         told = [each for each in self.world.warnings if each.category is RuntimeWarning]

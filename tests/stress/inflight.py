@@ -79,9 +79,11 @@ class InFlight:
         lasted = regime is not None and self.born is regime
         return lasted and any(regime.must_fail(*call) for call in calls)
 
-    def note(self, regime):
-        """Note that it has met the faults, if it had to."""
-        if regime is not None and self.born is regime and not self.cancelled:
+    def note(self, regime, error=None):
+        """Note that it has met the faults, if it had to: not if it failed before."""
+        if regime is None or self.born is not regime or self.cancelled:
+            return
+        if error is None or error.errno == regime.error:
             regime.met |= any(regime.meets(*call) for call in self.all_calls())
 
     def neighbours(self):

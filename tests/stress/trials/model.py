@@ -24,6 +24,9 @@ from workloads.forks import fork, join
 LIMIT = {"fuse": 32 * PAGE}
 LIMIT_ELSEWHERE = MIB // 2
 
+# What NVMEIO_POOL_BYTES is.  Small ones leave no memory for some bounces: ENOMEM.
+POOLS = ("", "", "", "2M", "5M")
+
 
 def open_handle(world, options):
     """Open a handle of the engine under test."""
@@ -235,7 +238,7 @@ class Model(FileModel):
 
 def try_cell(seed, folder, place, engine, direct, errors, control):
     """Carry out what a seed says for one cell of the matrix; return figures."""
-    rng = random.Random(f"{seed} {direct}")
+    rng = random.Random(f"{seed} {place} {engine} {direct}")
     noise = np.random.default_rng(seed).integers(0, 256, plans.NOISE_BYTES, np.uint8)
     limit = LIMIT.get(place, LIMIT_ELSEWHERE)
     path = os.path.join(folder, f"model-{os.getpid()}")
@@ -265,6 +268,10 @@ def random_operations(seed, folder, place, engine, errors=(), control=None):
     `errors` are names of errnos that a library built with faults may give at any time;
     `control` is a file by which those of FUSE are set.
     """
+    pool = random.Random(f"{seed} {place} {engine}").choice(POOLS)
+    if pool and not control:
+        os.environ["NVMEIO_POOL_BYTES"] = pool
+        errors = [*errors, "ENOMEM"]
     report(
         {
             name: try_cell(seed, folder, place, engine, direct, errors, control)

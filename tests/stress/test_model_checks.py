@@ -1,0 +1,107 @@
+"""What the model looks at memory with finds what is wrong with it."""
+
+import ctypes
+import errno
+import gc
+import random
+
+import numpy as np
+import pytest
+
+import plans
+from fences import KINDS, Memory
+from helpers import PAGE, Guarded
+from inflight import InFlight
+from regimes import Regime
+
+
+def flight_of(kind="floating", op="read", size=1000, **details):
+    """Return a transfer of one record, whose memory is as it should be."""
+    memory = Memory(size, kind, 7)
+    memory.fill(np.arange(size, dtype=np.uint8))
+    transfer = plans.Transfer(op, ((PAGE, 0, size),), "request", "path", (), race=False)
+    return InFlight(transfer, "file", memory, [], **details)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_byte_beside_the_memory_is_seen(kind):
+    flight = flight_of(kind)
+    whole, part = flight.memory.whole, flight.memory.part
+    assert flight.look(whole) == ""
+    beside = np.setdiff1d(np.arange(len(whole)), np.arange(len(whole))[part])
+    for position in (beside[0], beside[-1]):
+        whole[position] ^= 1
+        assert "1 bytes are wrong" in flight.look(whole)
+        whole[position] ^= 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_byte_that_is_neither_old_nor_new_is_seen(kind):
+    """Of a read that failed each may be as before; of one that raced, as it was there."""
+    other = (PAGE + 100, np.full(100, 200, np.uint8))
+    flight = flight_of(kind, failed=(0,), others=[other])
+    flight.memory.lent[150:160] = Guarded.CANARY
+    flight.memory.lent[160:170] = 200
+    assert flight.look(flight.memory.whole) == ""
+    flight.memory.lent[99] = 200
+    assert "1 bytes are wrong, " in flight.look(flight.memory.whole)
+    flight.failed = ()
+    assert "11 bytes are wrong, " in flight.look(flight.memory.whole)
+
+
+@pytest.mark.parametrize("kind", ["front", "back"])
+def test_the_system_cannot_write_past_a_fence(tmp_path, kind):
+    memory = Memory(5000, kind, 0)
+    begin = memory.lent.ctypes.data
+    address = begin - 1 if kind == "front" else begin + 5000
+    (tmp_path / "file").write_bytes(b"x")
+    libc = ctypes.CDLL(None, use_errno=True)
+    with open(tmp_path / "file", "rb") as file:
+        assert libc.pread(file.fileno(), ctypes.c_void_p(address), 1, 0) == -1
+        assert ctypes.get_errno() == errno.EFAULT
+        inside = address + 1 if kind == "front" else address - 1
+        assert libc.pread(file.fileno(), ctypes.c_void_p(inside), 1, 0) == 1
+
+
+def test_memory_that_is_let_go_is_looked_at_when_nobody_holds_it():
+    flight = flight_of()
+    held = flight.memory.lent
+    flight.let_go()
+    gc.collect()
+    assert flight.verdict == "the memory was not let go"
+    held[3] ^= 1
+    del held
+    assert "1 bytes are wrong" in flight.verdict
+
+
+@pytest.mark.parametrize(
+    ("faults", "begin", "end", "may", "must"),
+    [
+        ({"error": errno.EIO}, 5, 6, True, True),
+        ({"error": errno.EIO, "times": 1}, 5, 6, True, False),
+        ({"error": errno.EIO, "at": 5}, 5, 6, True, True),
+        ({"error": errno.EIO, "at": 5}, 6, 9, True, False),
+        ({"error": errno.EIO, "at": 5}, PAGE, 2 * PAGE, False, False),
+        ({"error": errno.EIO}, 5, 5, False, False),
+        ({"error": errno.EINTR, "times": 3}, 5, 6, False, False),
+        ({"short": 512}, 0, 3 * PAGE, False, False),
+    ],
+)
+def test_a_read_may_fail_by_a_fault_of_its_pages_and_must_by_one_of_its_bytes(
+    faults, begin, end, may, must
+):
+    regime = Regime({"read": faults})
+    assert regime.may_fail("read", begin, end) == may
+    assert regime.must_fail("read", begin, end) == must
+    assert not regime.may_fail("write", begin, end)
+
+
+@pytest.mark.parametrize("fuse", [False, True])
+def test_a_seed_gives_one_plan_with_all_operations(fuse):
+    first, second = (
+        plans.draw(random.Random(5), limit=32 * PAGE, direct=True, fuse=fuse)
+        for _ in range(2)
+    )
+    assert first == second
+    counted = [step.counted for step in first[1] if step.counted]
+    assert {kind: counted.count(kind) for kind in plans.DECK} == plans.DECK
