@@ -1,0 +1,52 @@
+"""Calls that are interrupted, by the hundred thousand: no operation is lost or repeated."""
+
+import pytest
+
+from children import run_child, run_with_faults
+from helpers import ENGINES
+
+
+@pytest.mark.amount(short=10_000, full=100_000, long=2_000_000)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_signals_that_rain_on_every_thread_lose_nothing(tmp_path, engine, amount):
+    report = run_child(
+        "storm",
+        package="trials",
+        watchdog_s=60 + amount // 500,
+        folder=str(tmp_path),
+        engine=engine,
+        amount=amount,
+    ).report
+    assert report["sent"] >= amount
+    assert report["alarms"] > 0
+    # Those who wait, who read and gather themselves, and who write: all got somewhere.
+    assert len(report["rounds"]) == 4
+    assert min(report["rounds"]) > 0
+    # An io_uring counts the waits that were interrupted; others sleep elsewhere.
+    assert (report["retries"] > 0) == (engine == "io_uring")
+
+
+# The calls in which an engine hands over, collects and sleeps.
+CALLS = {
+    "io_uring": ["io_uring_enter"],
+    "libaio": ["io_submit", "io_getevents", "ppoll", "fsync"],
+    "threads": ["pread64", "pwrite64", "fsync"],
+    "sync": ["pread64", "pwrite64", "fsync"],
+}
+
+
+@pytest.mark.amount(short=1_000, full=25_000, long=200_000)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_every_other_call_is_interrupted_and_goes_again(tmp_path, engine, amount):
+    faults = [f"{call}:error=EINTR:when=1+2" for call in CALLS[engine]]
+    done = run_with_faults(
+        "interrupted_calls",
+        *faults,
+        package="trials",
+        watchdog_s=60 + amount // 50,
+        folder=str(tmp_path),
+        engine=engine,
+        rounds=-(-amount // 200),
+    )
+    assert done.report["retries"] > 0
+    assert done.injected.total() >= amount

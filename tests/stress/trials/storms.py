@@ -1,0 +1,132 @@
+"""What children do while signals rain on the threads that transfer and wait."""
+
+import signal
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+
+import nvmeio
+from helpers import PAGE, Guarded, pattern
+from workloads.common import (
+    make_file,
+    pause,
+    read_checked,
+    read_small,
+    report,
+    write_checked,
+)
+
+SIZE = 256 << 10
+# Signals of real time are queued: each that is sent is delivered once, none are merged.
+PELT = signal.SIGRTMIN + 2
+ALARM_S = 50e-6
+
+
+def gather_checked(handle, path, data, records=64):
+    """Gather every other KiB, last first, in the calling thread."""
+    offsets = np.arange(records)[::-1].copy() * 2048
+    guarded = Guarded(records * 1024, 3)
+    assert handle.gather(path, offsets, 1024, guarded.array) == records * 1024
+    expected = b"".join(data[offset : offset + 1024] for offset in offsets)
+    assert guarded.content() == expected
+
+
+class Pelter(threading.Thread):
+    """Sends signals to other threads, one after the other, until there were enough."""
+
+    def __init__(self, amount):
+        super().__init__()
+        self.amount = amount
+        self.targets = []
+        self.sent = 0
+        self.over = threading.Event()
+
+    def run(self):
+        while self.sent < self.amount:
+            for target in self.targets:
+                try:
+                    signal.pthread_kill(target, PELT)
+                    self.sent += 1
+                except BlockingIOError:
+                    pass  # as many are queued as may be
+            time.sleep(ALARM_S)
+        self.over.set()
+
+
+def storm(folder, engine, amount):
+    """Wait, read and gather in threads, write in the main one, all under signals."""
+    path = f"{folder}/storm"
+    data = make_file(path, SIZE)
+    handles = [
+        nvmeio.aio_handle(16384, 4, engine=engine, overlap_events=overlap)
+        for overlap in (False, True)
+    ]
+    pelter = Pelter(amount)
+    alarms = 0
+
+    def count_alarm(*_):
+        nonlocal alarms
+        alarms += 1
+
+    def work(step):
+        pelter.targets.append(threading.get_ident())
+        rounds = 0
+        while not pelter.over.is_set():
+            step(handles[rounds % 2], rounds)
+            rounds += 1
+        return rounds
+
+    steps = [
+        lambda handle, number: read_checked(handle, path, data[number % 9 :], number % 9),
+        lambda handle, number: read_small(handle, path, data[: PAGE + number % 99]),
+        lambda handle, number: gather_checked(handle, path, data),
+    ]
+
+    def write(handle, number):
+        # A drain, and an fsync behind a write.
+        changed = pattern(SIZE // 2, number)
+        write_checked(handle, f"{path}-written", changed)
+        handle.fsync(f"{path}-written")
+        parts = [Guarded(SIZE // 4) for _ in range(4)]
+        for index, part in enumerate(parts):
+            handle.async_pread(part.array, path, index * SIZE // 4)
+        assert handle.wait() == 4
+        assert b"".join(part.content() for part in parts) == data
+
+    signal.signal(PELT, lambda *_: None)
+    signal.signal(signal.SIGALRM, count_alarm)
+    with ThreadPoolExecutor(len(steps)) as pool:
+        workers = [pool.submit(work, step) for step in steps]
+        pelter.start()
+        signal.setitimer(signal.ITIMER_REAL, ALARM_S, ALARM_S)
+        try:
+            rounds = [work(write)]
+        finally:
+            pelter.over.set()
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        rounds += [worker.result() for worker in workers]
+    pelter.join()
+    assert [handle.pending for handle in handles] == [0, 0]
+    retries = sum(handle.stats()["retries"] for handle in handles)
+    for handle in handles:
+        handle.close()
+    report({"sent": pelter.sent, "alarms": alarms, "rounds": rounds, "retries": retries})
+
+
+def interrupted_calls(folder, engine, rounds):
+    """Read and write by small blocks one at a time, each of which is a call or two."""
+    path = f"{folder}/calls"
+    data = make_file(path, 1 << 20)
+    with nvmeio.aio_handle(PAGE, 1, engine=engine, intra_op_parallelism=2) as handle:
+        read_small(handle, path, data[:PAGE])
+        pause()
+        for number in range(rounds):
+            read_checked(handle, path, data)
+            read_small(handle, path, data[: PAGE * (1 + number % 16)])
+            gather_checked(handle, path, data)
+            write_checked(handle, f"{path}-written", data[number % PAGE :][:SIZE])
+            handle.fsync(f"{path}-written")
+        assert handle.pending == 0
+        report({"retries": handle.stats()["retries"]})
