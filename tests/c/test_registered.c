@@ -463,25 +463,13 @@ static void test_what_the_kernel_refuses_is_done_without(const char *path,
     CHECK(bytes_registered() == 0);
 }
 
-static bool uring_works(void)
-{
-    const char *engine;
-
-    FOR_EACH_ENGINE(engine)
-    {
-        if (strcmp(engine, "io_uring") == 0)
-            return true;
-    }
-    return false;
-}
-
 int main(void)
 {
     begin();
     const char *path = path_in(test_folder());
     make_file(path, 4 * MIB, 1);
     test_too_little_memory_may_be_locked(path);
-    if (!uring_works())
+    if (!engine_works("io_uring"))
         SKIP("io_uring does not work here");
     test_many_small_blocks_in_the_pool_are_registered(test_folder());
     test_many_small_blocks_in_the_pool_are_registered("/dev/shm");

@@ -77,6 +77,18 @@ static inline const char *engine_at(unsigned index)
 #define FOR_EACH_ENGINE(name)                                                          \
     for (unsigned name##_index = 0; (name = engine_at(name##_index)); name##_index++)
 
+static inline bool engine_works(const char *wanted)
+{
+    const char *engine;
+
+    FOR_EACH_ENGINE(engine)
+    {
+        if (strcmp(engine, wanted) == 0)
+            return true;
+    }
+    return false;
+}
+
 static inline struct nvmeio_config config_of(const char *engine)
 {
     struct nvmeio_config config;
