@@ -1,0 +1,33 @@
+"""Forks in every state of a handle: eight children at once, and the parent's work."""
+
+import pytest
+
+from batches import run_trials
+from mounts import SLOW_PLACES
+
+STATES = (
+    "never_used",
+    "idle",
+    "queued_and_in_flight",
+    "done_and_not_looked_at",
+    "cancelled",
+    "waited_for",
+    "gathering",
+    "watched",
+    "closing",
+    "stopping",
+    "closed",
+)
+
+
+@pytest.mark.amount(short=1, full=10, long=300)
+@pytest.mark.parametrize(("engine", "slow"), SLOW_PLACES, indirect=["slow"])
+def test_children_of_every_state_work_and_so_does_the_parent(
+    slow, tmp_path, engine, seeds, amount
+):
+    counts = run_trials(
+        "fork_in_states", seeds, batch=25, **slow, other=str(tmp_path), engine=engine
+    )
+    assert counts["held"] > 0
+    for state in (*STATES, *(["dead"] if engine == "io_uring" else [])):
+        assert counts[state] == 8 * counts["trials"]
