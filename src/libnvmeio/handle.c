@@ -125,7 +125,10 @@ static int lanes_start(struct nvmeio_handle *handle)
             memset(handle->lanes, 0, handle->config.lanes * sizeof(*handle->lanes));
             return error;
         }
+        /* A child that had none may be asked for its figures meanwhile. */
+        pthread_mutex_lock(&handle->mutex);
         handle->lanes_started++;
+        pthread_mutex_unlock(&handle->mutex);
     }
     handle->lanes_alive = handle->lanes_started;
     return 0;
@@ -214,8 +217,11 @@ static void revive(struct nvmeio_handle *handle)
     /* Closed by the parent, or here before it was ever used: nobody is stopping it. */
     handle->stopped = handle->closing;
     handle->dead_error = locks_init(handle);
-    if (handle->dead_error == 0 && !handle->closing)
+    handle->lanes_missing = handle->lanes_starting = false;
+    if (handle->dead_error == 0 && !handle->closing) {
         handle->dead_error = lanes_start(handle);
+        handle->lanes_missing = handle->dead_error != 0;
+    }
     atomic_store_explicit(&handle->generation, nvmeio_fork_generation(),
                           memory_order_release);
 }
@@ -243,6 +249,27 @@ void nvmeio_handle_ensure_own(struct nvmeio_handle *handle)
 {
     if (claim(handle))
         revive(handle);
+}
+
+/* In a child that was short of descriptors, memory or threads when it used the handle
+ * first: what was lacking may be there by now. */
+static void start_missing_lanes(struct nvmeio_handle *handle)
+{
+    pthread_mutex_lock(&handle->mutex);
+    while (handle->lanes_starting)
+        pthread_cond_wait(&handle->news, &handle->mutex);
+    bool starting = handle->lanes_missing && !handle->closing;
+    handle->lanes_starting = starting;
+    pthread_mutex_unlock(&handle->mutex);
+    if (!starting)
+        return;
+    int error = lanes_start(handle);
+    pthread_mutex_lock(&handle->mutex);
+    handle->dead_error = error;
+    handle->lanes_missing = error != 0;
+    handle->lanes_starting = false;
+    pthread_cond_broadcast(&handle->news);
+    pthread_mutex_unlock(&handle->mutex);
 }
 
 /* Give the request to those who carry it out.  The mutex is held. */
@@ -293,6 +320,11 @@ static int hand_in(struct nvmeio_handle *handle, struct nvmeio_request *request,
     atomic_fetch_add_explicit(&handle->references, 1, memory_order_relaxed);
     nvmeio_request_check(request);
     pthread_mutex_lock(&handle->mutex);
+    if (handle->lanes_missing) {
+        pthread_mutex_unlock(&handle->mutex);
+        start_missing_lanes(handle);
+        pthread_mutex_lock(&handle->mutex);
+    }
     if (handle->closing) {
         pthread_mutex_unlock(&handle->mutex);
         /* A file that was made ready for this write is cut back. */
@@ -439,7 +471,7 @@ void nvmeio_handle_stop(struct nvmeio_handle *handle)
     pthread_mutex_lock(&handle->mutex);
     bool first = !handle->closing;
     handle->closing = true;
-    while (!first && !handle->stopped)
+    while (handle->lanes_starting || (!first && !handle->stopped))
         pthread_cond_wait(&handle->news, &handle->mutex);
     pthread_mutex_unlock(&handle->mutex);
     if (!first)

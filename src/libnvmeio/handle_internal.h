@@ -64,6 +64,8 @@ struct nvmeio_handle {
     unsigned lanes_called;       /* that were to wake up, and have not yet */
     struct nvmeio_stats retired; /* of lanes that are closed */
     int dead_error;              /* of the last lane to die, when none is alive */
+    bool lanes_missing;          /* a child could not start its own, and tries again */
+    bool lanes_starting;         /* a thread does so now */
     bool closing;                /* no more submissions */
     bool stopping;               /* lanes go home */
     bool stopped;                /* they have gone */

@@ -2,6 +2,7 @@
  * touches what is the other's, on every engine. */
 #include <pthread.h>
 #include <sys/eventfd.h>
+#include <sys/resource.h>
 #include <sys/wait.h>
 #include <time.h>
 
@@ -279,6 +280,71 @@ static void test_a_fork_amid_the_first_use_in_a_child(const char *engine)
     scene_close(&scene);
 }
 
+static void limit_descriptors(rlim_t count)
+{
+    struct rlimit limit;
+
+    CHECK(getrlimit(RLIMIT_NOFILE, &limit) == 0);
+    limit.rlim_cur = count ? count : limit.rlim_max;
+    CHECK(setrlimit(RLIMIT_NOFILE, &limit) == 0);
+}
+
+static void *use_until_it_works(void *argument)
+{
+    struct scene *scene = argument;
+    char bytes[10];
+    struct nvmeio_outcome outcome;
+
+    do {
+        outcome = read_at(scene->handle, scene->file, bytes, sizeof(bytes), 3);
+        CHECK(outcome.result == -EMFILE || outcome.result == sizeof(bytes));
+    } while (outcome.result < 0);
+    CHECK(file_holds(path, bytes, sizeof(bytes), 3));
+    return NULL;
+}
+
+/* Its lanes cannot be started, by whoever tries, until there are descriptors. */
+static void child_wants_descriptors(void *argument)
+{
+    struct scene *scene = argument;
+    struct nvmeio_stats stats;
+    pthread_t threads[3];
+    char byte;
+
+    limit_descriptors(3);
+    for (int i = 0; i < 2; i++)
+        CHECK(read_at(scene->handle, scene->file, &byte, 1, 0).result == -EMFILE);
+    for (int i = 0; i < 3; i++)
+        CHECK(pthread_create(&threads[i], NULL, use_until_it_works, scene) == 0);
+    nvmeio_handle_stats(scene->handle, &stats);
+    CHECK(nvmeio_handle_pending(scene->handle) <= 3);
+    limit_descriptors(0);
+    for (int i = 0; i < 3; i++)
+        pthread_join(threads[i], NULL);
+    use_handle(scene);
+    nvmeio_handle_close(scene->handle);
+}
+
+static void child_closes_in_want(void *argument)
+{
+    struct scene *scene = argument;
+    char byte;
+
+    limit_descriptors(3);
+    CHECK(read_at(scene->handle, scene->file, &byte, 1, 0).result == -EMFILE);
+    nvmeio_handle_close(scene->handle);
+}
+
+static void test_a_child_short_of_descriptors_works_when_there_are(const char *engine)
+{
+    struct scene scene = scene_open(engine);
+
+    await_child(start_child(child_wants_descriptors, &scene));
+    await_child(start_child(child_closes_in_want, &scene));
+    use_handle(&scene);
+    scene_close(&scene);
+}
+
 static void child_counts_descriptors(void *argument)
 {
     struct scene *scene = argument;
@@ -393,6 +459,7 @@ int main(void)
         test_a_fork_amid_the_first_use_in_a_child(engine);
         test_a_child_may_stop_amid_the_first_use(engine);
         test_a_child_signals_no_eventfd_of_its_parent(engine);
+        test_a_child_short_of_descriptors_works_when_there_are(engine);
     }
     return 0;
 }
