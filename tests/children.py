@@ -222,3 +222,22 @@ def run_with_faults(name, *faults, **options):
         call = fault.partition(":")[0]
         assert outcome.injected[call] > 0, f"{call} was never made: {outcome}"
     return outcome
+
+
+def without_capabilities(*names):
+    """Return the words that start a command without some capabilities of root."""
+    if os.geteuid() != 0:
+        return []
+    if shutil.which("setpriv") is None:
+        pytest.skip("setpriv is not installed")
+    return ["setpriv", "--bounding-set", ",".join(f"-{name}" for name in names)]
+
+
+def as_nobody():
+    """Return the words that start a command for which limits hold that do not for root."""
+    prefix = without_capabilities("ipc_lock", "sys_resource", "sys_admin")
+    if prefix:
+        # What is root's must stay readable.
+        prefix += ["--reuid", "65534", "--clear-groups"]
+        prefix += ["--inh-caps", "+dac_read_search", "--ambient-caps", "+dac_read_search"]
+    return prefix

@@ -12,7 +12,14 @@ import subprocess
 
 import pytest
 
-from children import Child, run_child, run_with_faults, skip_under_asan
+from children import (
+    Child,
+    as_nobody,
+    run_child,
+    run_with_faults,
+    skip_under_asan,
+    without_capabilities,
+)
 from helpers import ENGINES, kernel_release
 from mounts import with_file
 
@@ -290,15 +297,6 @@ def test_a_handle_without_descriptors_says_so(engine):
     assert run_child("no_descriptor", engine=engine).report == {"handle": "EMFILE"}
 
 
-def without_capabilities(*names):
-    """Return the words that start a command without some capabilities of root."""
-    if os.geteuid() != 0:
-        return []
-    if shutil.which("setpriv") is None:
-        pytest.skip("setpriv is not installed")
-    return ["setpriv", "--bounding-set", ",".join(f"-{name}" for name in names)]
-
-
 @pytest.mark.parametrize("engine", ["auto", "libaio", "threads", "sync"])
 def test_without_locked_memory_all_works_unlocked(tmp_path, engine, engines, fallback):
     skip_under_asan("makes nothing of mlock")
@@ -318,13 +316,20 @@ def test_without_locked_memory_all_works_unlocked(tmp_path, engine, engines, fal
 
 @pytest.mark.parametrize("engine", ["auto", *ENGINES])
 def test_a_handle_without_threads_says_so(engine):
-    prefix = without_capabilities("sys_resource", "sys_admin")
-    if prefix:
-        # The limit does not hold for root; what is root's must stay readable.
-        prefix = ["setpriv", "--reuid", "65534", "--clear-groups"]
-        prefix += ["--inh-caps", "+dac_read_search", "--ambient-caps", "+dac_read_search"]
-    report = run_child("no_threads", prefix=prefix, engine=engine).report
+    report = run_child("no_threads", prefix=as_nobody(), engine=engine).report
     assert report == {"fired": True, "handle": "EAGAIN"}
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_page_cache_is_written_to_where_no_thread_more_may_be_started(tmp_path, engine):
+    """io_uring gives what would block to threads of the kernel's, which count too."""
+    tmp_path.chmod(0o777)
+    report = run_child(
+        "no_more_threads", prefix=as_nobody(), folder=str(tmp_path), engine=engine
+    ).report
+    assert report["fired"]
+    assert report["steps"] == {"write": "ok", "fsync": "ok", "read": "ok"}
+    assert report["bytes_buffered"] > 0
 
 
 @pytest.mark.parametrize(("error", "words"), [(1, "seccomp"), (38, "seccomp")])

@@ -184,12 +184,14 @@ static void uring_arm_wake(struct nvmeio_engine *engine)
     uring->wake_armed = true;
 }
 
-/* When a thread ends, the kernel gives back what it had begun with one of these two
- * (seen on Linux 6.18), though nothing is wrong with the block.  Lanes keep their
- * threads; callers come and go, and whoever looks next makes up for it. */
+/* We cancel nothing, so a block that comes back so was not begun: the kernel had to
+ * give it to a thread of its own, and could start none (RLIMIT_NPROC, pids.max).  And
+ * when a thread of ours ends, it gives back what that had begun with one of these two
+ * (both seen on Linux 6.18); lanes keep their threads, callers come and go.  Nothing is
+ * wrong with the block, and whoever looks makes up for it. */
 static bool left_behind(const struct nvmeio_engine *engine, int result)
 {
-    return engine->shared && (result == -EFAULT || result == -ECANCELED);
+    return result == -ECANCELED || (engine->shared && result == -EFAULT);
 }
 
 /* Take all completions that are there; blocks go to `finished`. */

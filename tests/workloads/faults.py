@@ -205,15 +205,34 @@ def no_memlock(folder, engine):
         )
 
 
+def can_start_thread():
+    """Tell whether a thread may be started."""
+    try:
+        threading.Thread(target=int).start()
+    except RuntimeError:
+        return False
+    return True
+
+
 def no_threads(engine):
     """Open a handle where no thread may be started."""
     resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
-    try:
-        threading.Thread(target=int).start()
-        fired = False
-    except RuntimeError:
-        fired = True
-    report({"fired": fired, "handle": errors_of(lambda: nvmeio.aio_handle(engine=engine))})
+    ended = errors_of(lambda: nvmeio.aio_handle(engine=engine))
+    report({"fired": not can_start_thread(), "handle": ended})
+
+
+def no_more_threads(folder, engine):
+    """Transfer through the page cache where no thread may be started any more."""
+    data = pattern(1 << 20)
+    path = f"{folder}/threads-{engine}"
+    with nvmeio.aio_handle(65536, engine=engine, direct=False) as handle:
+        resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
+        steps = {
+            "write": errors_of(write_checked, handle, path, data),
+            "fsync": errors_of(handle.fsync, path),
+            "read": errors_of(read_checked, handle, path, data),
+        }
+        report({"fired": not can_start_thread(), "steps": steps, **handle.stats()})
 
 
 def refuse_by_seccomp(number, error):
