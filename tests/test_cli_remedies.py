@@ -353,7 +353,7 @@ def test_every_remedy_is_seen_by_a_case():
         ({}, INSTALLED, {}),
         # What would be amiss, were it not for something else.
         ({"memlock_bytes": 65536, "may_lock": True}, INSTALLED, {}),
-        ({"memlock_bytes": 64 << 20}, INSTALLED, {}),
+        ({"memlock_bytes": 128 << 20}, INSTALLED, {}),
         (SYSCTL, INSTALLED, {}),
         ({"seccomp": True, "container": "docker"}, INSTALLED, {}),
         ({"kernel": "5.10.0"}, INSTALLED, {}),

@@ -10,12 +10,14 @@
 #include <assert.h>
 #include <errno.h>
 #include <limits.h>
+#include <linux/capability.h>
 #include <linux/mempolicy.h>
 #include <pthread.h>
 #include <search.h>
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -538,12 +540,37 @@ bool nvmeio_pool_holds(const void *address)
     return held;
 }
 
+/* Whether RLIMIT_MEMLOCK does not hold for this process: capabilities(7). */
+static bool may_lock_all(void)
+{
+    struct __user_cap_header_struct header = {.version = _LINUX_CAPABILITY_VERSION_3};
+    struct __user_cap_data_struct data[_LINUX_CAPABILITY_U32S_3];
+
+    return syscall(SYS_capget, &header, data) == 0 &&
+           (data[CAP_TO_INDEX(CAP_IPC_LOCK)].effective & CAP_TO_MASK(CAP_IPC_LOCK));
+}
+
+/* New rings are charged to the same limit (Linux 6.18), of the user and not of the
+ * process, so children too must find something left; and a huge page of which a part
+ * was copied after a fork() is charged twice, for the copies and as a whole. */
+static uint64_t registered_max(void)
+{
+    uint64_t most = NVMEIO_REGISTERED_PAGES_MAX * HUGE_BYTES;
+    struct rlimit limit;
+
+    if (getrlimit(RLIMIT_MEMLOCK, &limit) == 0 && limit.rlim_cur / 4 < most &&
+        !may_lock_all())
+        most = limit.rlim_cur / 4;
+    return most;
+}
+
 bool nvmeio_pool_register(const void *address)
 {
+    const uint64_t most = registered_max();
+
     pthread_mutex_lock(&mutex);
-    bool registered =
-        stats.bytes_registered < NVMEIO_REGISTERED_PAGES_MAX * HUGE_BYTES &&
-        stats.bytes_hugetlb == 0 && find_extent((uintptr_t)address);
+    bool registered = stats.bytes_registered + HUGE_BYTES <= most &&
+                      stats.bytes_hugetlb == 0 && find_extent((uintptr_t)address);
     if (registered)
         stats.bytes_registered += HUGE_BYTES;
     pthread_mutex_unlock(&mutex);

@@ -18,8 +18,9 @@
 bool nvmeio_pool_may_hold(const void *address);
 
 /* Count one more huge page as registered: false where the address, which is in use, is
- * not of the pool, or as many as may be are, or there are pages of hugetlbfs: of pinned
- * ones a fork() needs as many again, and fails where none are free. */
+ * not of the pool, or as many as may be are (of RLIMIT_MEMLOCK a quarter, where it
+ * holds), or there are pages of hugetlbfs: of pinned ones a fork() needs as many again,
+ * and fails where none are free. */
 bool nvmeio_pool_register(const void *address);
 void nvmeio_pool_unregister(unsigned pages);
 

@@ -11,8 +11,8 @@ from nvmeio.cli.diagnosis.system import System
 
 __all__ = ["remedies"]
 
-# Rings register up to 32 MiB of the pool (docs/design.md); what programs pin is on top.
-MEMLOCK_BYTES = 64 << 20
+# Rings register up to 32 MiB of the pool, and a quarter of the limit (docs/design.md).
+MEMLOCK_BYTES = 128 << 20
 
 # An example to begin with.
 HUGE_PAGES_BYTES = 1 << 30
