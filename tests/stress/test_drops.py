@@ -6,7 +6,7 @@ from batches import run_trials
 from helpers import ENGINES
 
 
-@pytest.mark.amount(short=150, full=2_500, long=100_000)
+@pytest.mark.amount(short=100, full=2_500, long=100_000)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_memory_that_was_let_go_of_is_written_to_no_more(tmp_path, engine, seeds, amount):
     counts = run_trials("drop", seeds, batch=500, folder=str(tmp_path), engine=engine)

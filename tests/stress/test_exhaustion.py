@@ -1,0 +1,28 @@
+"""Descriptors, threads and locked memory run out amid everything, and come back."""
+
+import pytest
+
+from batches import run_trials
+from children import as_nobody
+from helpers import ENGINES
+
+
+@pytest.mark.amount(short=3, full=60, long=3_000)
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("kind", ["descriptors", "threads", "memlock"])
+def test_what_runs_out_is_told_and_comes_back(tmp_path, kind, engine, seeds, amount):
+    tmp_path.chmod(0o777)
+    counts = run_trials(
+        "run_out",
+        seeds,
+        prefix=[] if kind == "descriptors" else as_nobody(),
+        folder=str(tmp_path),
+        engine=engine,
+        kind=kind,
+    )
+    assert counts["went_well"] > 0
+    # Memory that cannot be locked is done without, unless a new ring is charged with it.
+    if kind != "memlock":
+        assert counts["refused"] > 0
+    elif engine != "io_uring":
+        assert counts["refused"] == 0

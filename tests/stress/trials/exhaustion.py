@@ -1,0 +1,315 @@
+"""What children do while descriptors, threads or locked memory run out, and come back.
+
+A trial takes steps in an order that is drawn, in a scarcity that is drawn anew again and
+again: each ends well, with the right bytes, or says what has run out.  Then there is
+plenty, and every step ends well, with the same handle.
+"""
+
+import asyncio
+import contextlib
+import ctypes
+import errno
+import os
+import random
+import resource
+import time
+
+import numpy as np
+
+import nvmeio
+from helpers import MIB, Guarded
+from trials.seeded import each_trial
+from trials.storms import gather_checked
+from workloads.common import make_file, read_checked, read_small, report, write_checked
+from workloads.faults import can_start_thread
+from workloads.forks import fork
+
+SIZE = 300_000
+
+
+def open_descriptors():
+    """Return the numbers of this process's descriptors."""
+    found = set(map(int, os.listdir("/proc/self/fd")))
+    # Without that of the listing.
+    return {number for number in found if os.path.exists(f"/proc/self/fd/{number}")}
+
+
+def thread_count():
+    """Return how many threads this process has."""
+    return len(os.listdir("/proc/self/task"))
+
+
+class Descriptors:
+    """A few descriptors are left, or none."""
+
+    refusal = errno.EMFILE
+    limit = resource.RLIMIT_NOFILE
+
+    def tighten(self, draw):
+        used = open_descriptors()
+        free = (number for number in range(1 << 16) if number not in used)
+        for _ in range(draw.randrange(7)):
+            next(free)
+        return next(free)
+
+    def is_refused(self):
+        taken = []
+        try:
+            while len(taken) < 7:
+                taken.append(os.dup(0))
+        except OSError as error:
+            return error.errno == errno.EMFILE
+        finally:
+            for number in taken:
+                os.close(number)
+
+
+class Threads:
+    """No thread and no process more."""
+
+    refusal = errno.EAGAIN
+    limit = resource.RLIMIT_NPROC
+
+    def __init__(self):
+        # Less than rings would want to register memory, so that they alone count.
+        hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)[1]
+        resource.setrlimit(resource.RLIMIT_MEMLOCK, (min(2 * MIB, hard), hard))
+
+    def tighten(self, draw):
+        return 0
+
+    def is_refused(self):
+        return not can_start_thread()
+
+
+class LockedMemory:
+    """Little memory may be locked, or none."""
+
+    refusal = errno.ENOMEM
+    limit = resource.RLIMIT_MEMLOCK
+
+    def tighten(self, draw):
+        return draw.choice((0, 4096, 1 << 16))
+
+    def is_refused(self):
+        page = np.zeros(1 << 17, np.uint8)
+        address = ctypes.c_void_p(page.ctypes.data)
+        return ctypes.CDLL(None).mlock(address, ctypes.c_size_t(len(page))) != 0
+
+
+KINDS = {"descriptors": Descriptors, "threads": Threads, "memlock": LockedMemory}
+
+
+class Scene:
+    """A handle, and everything that one does with it."""
+
+    def __init__(self, draw, folder, engine, scarcity):
+        self.draw = draw
+        self.path = f"{folder}/scarce"
+        self.engine = engine
+        self.scarcity = scarcity
+        self.options = {
+            "block_size": draw.choice((4096, 65536)),
+            "queue_depth": draw.choice((4, 32)),
+            "engine": engine,
+            "overlap_events": draw.random() < 0.5,
+            "intra_op_parallelism": draw.choice((1, 3)),
+            "bounce": draw.choice(("auto", "always")),
+        }
+        self.data = make_file(self.path, SIZE, draw.randrange(99))
+        self.handle = nvmeio.aio_handle(**self.options)
+        # An event loop has descriptors of its own.
+        self.loop = asyncio.new_event_loop()
+        self.descriptor = os.open(self.path, os.O_RDONLY)
+
+    def close(self):
+        self.handle.close()
+        self.loop.close()
+        os.close(self.descriptor)
+
+    def read(self):
+        read_checked(self.handle, self.path, self.data, 0, self.draw.choice((0, 3)))
+
+    def read_descriptor(self):
+        read_checked(self.handle, self.descriptor, self.data[7:], 7)
+
+    def read_many(self):
+        """More files at once than there are descriptors: they take turns."""
+        paths = [f"{self.path}-{number}" for number in range(12)]
+        reads = [Guarded(1000) for _ in paths]
+        for path in paths:
+            if not os.path.exists(path):
+                os.link(self.path, path)
+        for path, guarded in zip(paths, reads, strict=True):
+            self.handle.async_pread(guarded.array, path)
+        assert self.handle.wait() == len(paths)
+        assert all(guarded.content() == self.data[:1000] for guarded in reads)
+
+    def read_at_once(self):
+        read_small(self.handle, self.path, self.data[:5000])
+
+    def write(self):
+        write_checked(self.handle, f"{self.path}-written", self.data)
+        self.handle.fsync(f"{self.path}-written")
+
+    def gather(self):
+        gather_checked(self.handle, self.path, self.data)
+
+    def use_fresh(self):
+        with nvmeio.aio_handle(**self.options) as handle:
+            read_checked(handle, self.path, self.data)
+
+    def wait_for_several(self):
+        reads = [Guarded(SIZE // 2) for _ in range(2)]
+        requests = [
+            self.handle.submit_read(read.array, self.path, index * SIZE // 2)
+            for index, read in enumerate(reads)
+        ]
+        try:
+            assert nvmeio.wait(requests).done == set(requests)
+        finally:
+            # Whatever became of the waiting, the reads come.
+            assert [request.wait() for request in requests] == [SIZE // 2] * 2
+        assert b"".join(read.content() for read in reads) == self.data
+
+    def await_it(self):
+        guarded = Guarded(SIZE)
+        request = self.handle.submit_read(guarded.array, self.path)
+
+        async def awaited():
+            return await request
+
+        try:
+            assert self.loop.run_until_complete(awaited()) == SIZE
+        finally:
+            assert request.wait() == SIZE
+        assert guarded.content() == self.data
+
+    def lock(self):
+        memory = self.handle.new_cpu_locked_tensor(SIZE, np.empty(0, np.uint8))
+        self.handle.read(memory, self.path)
+        assert memory.tobytes() == self.data
+
+    def use_pool(self):
+        """Small blocks in memory of the pool, which a ring registers where it may."""
+        memory = nvmeio.empty(SIZE, np.uint8)
+        for _ in range(2):
+            self.handle.async_pread(memory, self.path)
+            assert self.handle.wait() == 1
+            assert memory.tobytes() == self.data
+
+    def copy(self):
+        target = np.zeros(8 << 20, np.uint8)
+        source = np.resize(np.frombuffer(self.data, np.uint8), 8 << 20)
+        nvmeio.memcpy(target, source, threads=2)
+        assert np.array_equal(target, source)
+
+    def fork(self):
+        """A child carries on in want, and when there is plenty again."""
+        lots = [self.draw.choice(IN_CHILDREN) for _ in range(3)]
+        child = fork(self.carry_on, lots)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+    def carry_on(self, steps):
+        for step in steps:
+            self.attempt(step)
+        lift(self.scarcity)
+        for step in steps:
+            step(self)
+
+    def attempt(self, step):
+        """Take a step; True where it ended well, False where it said what is missing."""
+        try:
+            step(self)
+        except OSError as error:
+            if error.errno != self.scarcity.refusal:
+                raise
+            return False
+        return True
+
+
+IN_CHILDREN = (
+    Scene.read,
+    Scene.read_descriptor,
+    Scene.read_at_once,
+    Scene.gather,
+    Scene.use_pool,
+)
+STEPS = (
+    *IN_CHILDREN,
+    Scene.read_many,
+    Scene.write,
+    Scene.use_fresh,
+    Scene.wait_for_several,
+    Scene.await_it,
+    Scene.lock,
+    Scene.copy,
+    Scene.fork,
+)
+
+
+def pinned_by_closed():
+    """Return how much is pinned by rings that were closed, for a moment more.
+
+    A huge page of which a part was copied after a fork counts twice.
+    """
+    with open("/proc/self/status") as file:
+        status = dict(line.split(":", 1) for line in file)
+    pinned = int(status["VmPin"].split()[0]) << 10
+    return max(0, pinned - 2 * nvmeio.pool_stats()["bytes_registered"])
+
+
+def lift(scarcity):
+    """Let there be plenty."""
+    hard = resource.getrlimit(scarcity.limit)[1]
+    resource.setrlimit(scarcity.limit, (hard, hard))
+    assert settled(pinned_by_closed, 0)
+
+
+@contextlib.contextmanager
+def in_want(scarcity, draw):
+    """Let there be little; it is seen that there is."""
+    hard = resource.getrlimit(scarcity.limit)[1]
+    resource.setrlimit(scarcity.limit, (scarcity.tighten(draw), hard))
+    try:
+        assert scarcity.is_refused()
+        yield
+    finally:
+        lift(scarcity)
+
+
+def settled(look, before):
+    """Whether a figure is again what it was, when what ends has ended."""
+    deadline = time.monotonic() + 10
+    while look() != before and time.monotonic() < deadline:
+        time.sleep(0.001)
+    return look() == before
+
+
+def run_out(seeds, folder, engine, kind):
+    """Take steps in want and in plenty; nothing is left behind."""
+    scarcity = KINDS[kind]()
+    lift(scarcity)
+    counts = {"went_well": 0, "refused": 0}
+    # What is started once, such as a team that copies, is there before any trial.
+    warm_up = Scene(random.Random(0), folder, engine, scarcity)
+    for step in STEPS:
+        step(warm_up)
+    warm_up.close()
+    for draw in each_trial(seeds):
+        descriptors, threads = open_descriptors(), thread_count()
+        scene = Scene(draw, folder, engine, scarcity)
+        for _ in range(3):
+            with in_want(scarcity, draw):
+                for step in draw.sample(STEPS, 5):
+                    well = scene.attempt(step)
+                    counts["went_well" if well else "refused"] += 1
+            # The very handle that was in want.
+            draw.choice(STEPS)(scene)
+        for step in draw.sample(STEPS, len(STEPS)):
+            step(scene)
+        assert scene.handle.pending == 0
+        scene.close()
+        assert settled(open_descriptors, descriptors)
+        assert settled(thread_count, threads)
+    report(counts)
