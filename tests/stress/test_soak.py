@@ -1,0 +1,79 @@
+"""Rounds of everything, after which a process holds what it held before."""
+
+import statistics
+
+import pytest
+
+from batches import run_batch
+from helpers import ENGINES
+from trials.soak import EXACT
+
+# Until all that is started or loaded once has been, and the heap has its size.
+WARM_UP = 20
+LOOKS = 15
+LOOKS_AT_LEAKS = 6
+# However long a soak is: it was 60 KiB in NOISE_ROUNDS rounds (x86-64, glibc 2.36).
+NOISE_KIB = 256
+
+
+def drifts(held):
+    """Return the names of what a process holds more and more of, or less and less."""
+    found = {name for name in EXACT if len({look[name] for look in held}) > 1}
+    third = len(held) // 3
+    first, last = (
+        statistics.median(look["memory"] for look in part)
+        for part in (held[:third], held[-third:])
+    )
+    return found | ({"memory"} if abs(last - first) > NOISE_KIB else set())
+
+
+def soak(seeds, amount, looks=LOOKS, **options):
+    """Return what is held after some rounds, and some more, and so on."""
+    drawn = list(seeds)
+    alone = len(drawn) == 1
+    report = run_batch(
+        "soak",
+        seeds,
+        drawn,
+        watchdog_s=300 + 5 * amount,
+        warm_up=0 if alone else WARM_UP,
+        looks=0 if alone else looks,
+        **options,
+    )
+    # What drifts, does so in all rounds together.
+    seeds.current = None
+    return report["held"]
+
+
+@pytest.mark.amount(short=60, full=500, long=20_000)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_process_holds_what_it_held_before(tmp_path, engine, seeds, amount):
+    held = soak(seeds, amount, folder=str(tmp_path), engine=engine)
+    if held:
+        assert drifts(held) == set(), held
+        # The pool keeps what it has mapped; it was never asked for more than this.
+        assert max(look["mapped"] for look in held) <= 64 << 20
+
+
+LEAKS = {
+    "descriptor": {"descriptors"},
+    "thread": {"threads"},
+    "locked_page": {"locked"},
+    "memory": {"memory"},
+    "pool_memory": {"pool"},
+}
+
+
+@pytest.mark.amount(short=50, full=50, long=200)
+@pytest.mark.parametrize("leak", LEAKS)
+def test_a_leak_that_was_planted_is_found(tmp_path, leak, seeds, amount):
+    held = soak(
+        seeds,
+        amount,
+        LOOKS_AT_LEAKS,
+        folder=str(tmp_path),
+        engine="sync",
+        steps=["transfer"],
+        leak=leak,
+    )
+    assert not held or LEAKS[leak] <= drifts(held), held

@@ -1,0 +1,231 @@
+"""What children do for hours: rounds of everything, and what they hold measured meanwhile.
+
+A round leaves nothing behind; so what a process holds after many rounds is what it held
+after the first ones.  For the judge of that to be judged, rounds may leak on purpose.
+"""
+
+import asyncio
+import contextlib
+import ctypes
+import gc
+import mmap
+import os
+import random
+import threading
+import time
+from concurrent.futures import CancelledError
+
+import numpy as np
+
+import nvmeio
+from helpers import Guarded
+from trials.seeded import each_trial
+from trials.storms import gather_checked
+from workloads.common import (
+    errors_of,
+    make_file,
+    read_checked,
+    read_small,
+    report,
+    write_checked,
+)
+from workloads.forks import fork, join, use_handle
+
+SIZE = 300_000
+# What is counted, and never changes.
+EXACT = ("descriptors", "threads", "locked", "pool", "pinned")
+LIBC = ctypes.CDLL(None)
+
+
+class Leaks:
+    """What a round leaves behind on purpose."""
+
+    def __init__(self):
+        self.held = []
+        self.over = threading.Event()
+
+    def descriptor(self):
+        self.held.append(os.dup(0))
+
+    def thread(self):
+        self.held.append(threading.Thread(target=self.over.wait, daemon=True))
+        self.held[-1].start()
+
+    def locked_page(self):
+        page = mmap.mmap(-1, mmap.PAGESIZE)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(page))
+        LIBC.mlock(ctypes.c_void_p(address), ctypes.c_size_t(mmap.PAGESIZE))
+        self.held.append(page)
+
+    def memory(self, size=32 << 10):
+        self.held.append(random.randbytes(size))
+
+    def pool_memory(self):
+        self.held.append(nvmeio.empty(1, np.uint8))
+
+
+def thread_count():
+    """Return how many threads of ours there are; those of a ring are the kernel's."""
+    count = 0
+    for task in os.listdir("/proc/self/task"):
+        with contextlib.suppress(OSError), open(f"/proc/self/task/{task}/comm") as file:
+            count += not file.read().startswith("iou-")
+    return count
+
+
+def held_now():
+    """Return what this process holds: counts, bytes of the pool, and KiB."""
+    with open("/proc/self/status") as file:
+        status = dict(line.split(":", 1) for line in file)
+    pool = nvmeio.pool_stats()
+    return {
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "threads": thread_count(),
+        "locked": int(status["VmLck"].split()[0]),
+        "pool": pool["bytes_used"],
+        "pinned": pool["bytes_locked"],
+        "mapped": pool["bytes_mapped"],
+        # Pages of files come and go as the system likes, and what the pool has mapped it
+        # keeps: what remains is what was allocated.
+        "memory": int(status["RssAnon"].split()[0]) - (pool["bytes_mapped"] >> 10),
+    }
+
+
+def held_at_rest(threads):
+    """Return what this process holds when there are so many threads again, or soon.
+
+    The last of a thread is gone a moment after it was joined.
+    """
+    gc.collect()
+    LIBC.malloc_trim(0)
+    deadline = time.monotonic() + 1
+    while thread_count() != threads and time.monotonic() < deadline:
+        time.sleep(0.001)
+    return held_now()
+
+
+class Round:
+    """One of everything, in an order that is drawn."""
+
+    def __init__(self, draw, folder, engine, data):
+        self.draw = draw
+        self.folder = folder
+        self.path = f"{folder}/soak"
+        self.engine = engine
+        self.data = data
+        self.handle = nvmeio.aio_handle(
+            draw.choice((16384, 1 << 20)),
+            draw.choice((2, 32)),
+            engine=engine,
+            overlap_events=draw.random() < 0.5,
+            bounce=draw.choice(("auto", "always", "never")),
+            intra_op_parallelism=draw.choice((1, 2)),
+        )
+
+    def transfer(self):
+        write_checked(self.handle, f"{self.path}-written", self.data)
+        self.handle.fsync(f"{self.path}-written")
+        read_checked(self.handle, self.path, self.data[3:], 3, 1)
+        read_small(self.handle, self.path, self.data[:4096])
+        os.unlink(f"{self.path}-written")
+
+    def gather(self):
+        gather_checked(self.handle, self.path, self.data)
+
+    def cancel(self):
+        reads = [Guarded(SIZE) for _ in range(4)]
+        requests = [self.handle.submit_read(read.array, self.path) for read in reads]
+        for request in self.draw.sample(requests, 4):
+            request.cancel()
+        for request, read in zip(requests, reads, strict=True):
+            try:
+                request.wait()
+            except CancelledError:
+                continue
+            assert read.content() == self.data
+
+    def fail(self):
+        buffer = bytearray(100)
+        ended = [
+            errors_of(self.handle.submit_read, buffer, f"{self.folder}/missing"),
+            errors_of(lambda: self.handle.submit_read(buffer, self.path, SIZE).wait()),
+            errors_of(self.handle.submit_write, buffer, self.folder),
+            errors_of(self.handle.read, buffer, -1),
+            errors_of(nvmeio.File, self.path, "x"),
+        ]
+        assert "ok" not in ended, ended
+
+    def fork(self):
+        join(fork(use_handle, self.handle, self.folder, f"child{os.getpid()}", self.engine))
+
+    def watch(self):
+        async def read():
+            reads = [Guarded(SIZE) for _ in range(3)]
+            await asyncio.gather(
+                *(self.handle.submit_read(part.array, self.path) for part in reads)
+            )
+            assert all(part.content() == self.data for part in reads)
+
+        asyncio.run(read())
+
+    def wait_together(self):
+        reads = [Guarded(SIZE) for _ in range(3)]
+        requests = [self.handle.submit_read(read.array, self.path) for read in reads]
+        called = []
+        requests[0].add_done_callback(called.append)
+        assert set(nvmeio.as_completed(requests)) == set(requests)
+        assert called == requests[:1]
+
+    def lock(self):
+        memory = self.handle.new_cpu_locked_tensor(SIZE, np.empty(0, np.uint8))
+        self.handle.read(memory, self.path)
+        assert memory.tobytes() == self.data
+        if self.draw.random() < 0.5:
+            self.handle.free_cpu_locked_tensor(memory)
+
+    def whole_files(self):
+        nvmeio.aio_write(self.data, f"{self.path}-whole", 65536, 8, False, True, False)
+        with nvmeio.File(f"{self.path}-whole") as file:
+            read_checked(self.handle, file, self.data)
+        nvmeio.memcpy(np.zeros(2 << 20, np.uint8), np.ones(2 << 20, np.uint8), threads=2)
+
+    def let_go(self):
+        """Leave without waiting, observing or closing."""
+        self.handle.submit_read(bytearray(SIZE), self.path)
+        self.handle.async_pread(bytearray(SIZE), self.path)
+        if self.draw.random() < 0.5:
+            self.handle.close()
+
+
+STEPS = (
+    "transfer",
+    "gather",
+    "cancel",
+    "fail",
+    "fork",
+    "watch",
+    "wait_together",
+    "lock",
+    "whole_files",
+)
+
+
+def soak(seeds, folder, engine, warm_up, looks, steps=STEPS, leak=None):
+    """Go through rounds; report what is held at so many times behind the warm-up."""
+    data = make_file(f"{folder}/soak", SIZE)
+    leaks = Leaks()
+    after = len(seeds) - warm_up
+    at = {warm_up + after * (number + 1) // looks for number in range(looks)}
+    held, threads = [], None
+    for number, draw in enumerate(each_trial(seeds), 1):
+        this = Round(draw, folder, engine, data)
+        for step in draw.sample(steps, len(steps)):
+            getattr(this, step)()
+        this.let_go()
+        this = None
+        if leak:
+            getattr(leaks, leak)()
+        if number in at:
+            held.append(held_at_rest(threads))
+            threads = held[-1]["threads"]
+    report({"held": held})
