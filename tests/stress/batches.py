@@ -6,7 +6,7 @@ from collections import Counter
 from children import Child
 
 # For all trials of one child, on a machine that others use too.
-WATCHDOG_S = 600
+WATCHDOG_S = 240
 
 
 def run_batch(name, seeds, drawn, *, watchdog_s=WATCHDOG_S, **options):
@@ -21,7 +21,7 @@ def run_batch(name, seeds, drawn, *, watchdog_s=WATCHDOG_S, **options):
     # The one that is to be repeated, should it have failed.
     seeds.current = begun[-1] if begun else drawn[0]
     assert not child.timed_out, f"{name} hangs\n{done.stderr}"
-    assert done.status == 0, done.stderr
+    assert done.status == 0, f"{name} ended with {done.status}\n{done.stderr}"
     assert begun == drawn
     return done.reports[-1]
 

@@ -1,5 +1,6 @@
 """What children do whose control group has little memory for them and their page cache."""
 
+import errno
 import os
 import threading
 import time
@@ -59,6 +60,16 @@ class Mover:
                 self.refused += 1
         return np.empty(size, np.uint8)
 
+    def insist(self, submit, *args):
+        """Transfer; where the pool has no memory for bounces it says so, and later has."""
+        while True:
+            try:
+                return submit(*args).wait()
+            except OSError as error:
+                if error.errno != errno.ENOMEM:
+                    raise
+                self.refused += 1
+
     def move(self, name, direct, chunk):
         """Write a file and read it again, by chunks in an order that is drawn."""
         path = f"{self.folder}/{name}"
@@ -68,12 +79,12 @@ class Mover:
         with nvmeio.File(path, "w", direct=direct) as file:
             for begin in self.draw.sample(begins, len(begins)):
                 memory[:] = content(chunk, seed, begin)
-                self.handle.submit_write(memory, file, begin).wait()
+                self.insist(self.handle.submit_write, memory, file, begin)
             self.handle.fsync(file)
         memory[:] = 0
         with nvmeio.File(path, direct=direct) as file:
             for begin in self.draw.sample(begins, len(begins)):
-                self.handle.submit_read(memory, file, begin).wait()
+                self.insist(self.handle.submit_read, memory, file, begin)
                 assert np.array_equal(memory, content(chunk, seed, begin))
             self.gather(file, seed)
         os.unlink(path)
@@ -84,7 +95,7 @@ class Mover:
             [self.draw.randrange(self.file_bytes // PAGE) * PAGE for _ in range(count)]
         )
         out = np.zeros((count, 512), np.uint8)
-        self.handle.gather(file, offsets, 512, out)
+        self.insist(self.handle.submit_gather, file, offsets, 512, out)
         expected = [content(512, seed, offset) for offset in offsets]
         assert np.array_equal(out, expected)
 

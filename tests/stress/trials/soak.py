@@ -40,7 +40,8 @@ LIBC = ctypes.CDLL(None)
 class Leaks:
     """What a round leaves behind on purpose."""
 
-    def __init__(self):
+    def __init__(self, size):
+        self.size = size
         self.held = []
         self.over = threading.Event()
 
@@ -57,8 +58,8 @@ class Leaks:
         LIBC.mlock(ctypes.c_void_p(address), ctypes.c_size_t(mmap.PAGESIZE))
         self.held.append(page)
 
-    def memory(self, size=32 << 10):
-        self.held.append(random.randbytes(size))
+    def memory(self):
+        self.held.append(random.randbytes(self.size))
 
     def pool_memory(self):
         self.held.append(nvmeio.empty(1, np.uint8))
@@ -210,10 +211,10 @@ STEPS = (
 )
 
 
-def soak(seeds, folder, engine, warm_up, looks, steps=STEPS, leak=None):
+def soak(seeds, folder, engine, warm_up, looks, steps=STEPS, leak=None, leak_bytes=0):
     """Go through rounds; report what is held at so many times behind the warm-up."""
     data = make_file(f"{folder}/soak", SIZE)
-    leaks = Leaks()
+    leaks = Leaks(leak_bytes)
     after = len(seeds) - warm_up
     at = {warm_up + after * (number + 1) // looks for number in range(looks)}
     held, threads = [], None
