@@ -23,16 +23,15 @@ from children import WATCHDOG_S, run_tool, system_environment
 IMAGE_NAME = re.compile(r"nvmeio-loop-(\d+)-\w+\.img")
 
 
-@pytest.fixture(scope="session")
-def fuse_folder(tmp_path_factory):
-    """A folder in which tests set faults, as faultyfs.py says."""
+@contextlib.contextmanager
+def fuse_server(script, folder, *arguments):
+    """Mount the FUSE file system that a script serves; a skip where none can be."""
     if not os.access("/dev/fuse", os.R_OK | os.W_OK):
         pytest.skip("there is no FUSE here: /dev/fuse cannot be opened")
     if importlib.util.find_spec("fuse") is None or not ctypes.util.find_library("fuse"):
         pytest.skip("there is no FUSE here: fusepy or libfuse2 is not installed")
-    folder = tmp_path_factory.mktemp("faulty")
     server = subprocess.Popen(
-        [sys.executable, Path(__file__).with_name("faultyfs.py"), folder],
+        [sys.executable, script, folder, *map(str, arguments)],
         env=system_environment(),
         stdin=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -43,10 +42,20 @@ def fuse_folder(tmp_path_factory):
     if server.poll() is not None:
         complaint = server.communicate()[1].strip().splitlines()[-1:]
         pytest.skip(f"there is no FUSE here: {complaint}")
-    yield folder
-    # Its standard input ends: it lets every call go, unmounts and ends.
-    server.communicate(timeout=WATCHDOG_S)
+    try:
+        yield
+    finally:
+        # Its standard input ends: it lets every call go, unmounts and ends.
+        server.communicate(timeout=WATCHDOG_S)
     assert not os.path.ismount(folder)
+
+
+@pytest.fixture(scope="session")
+def fuse_folder(tmp_path_factory):
+    """A folder in which tests set faults, as faultyfs.py says."""
+    folder = tmp_path_factory.mktemp("faulty")
+    with fuse_server(Path(__file__).with_name("faultyfs.py"), folder):
+        yield folder
 
 
 @pytest.fixture
@@ -101,9 +110,14 @@ def loop_devices():
     take_down_leftovers()
 
 
+def image_name(number):
+    """Return the name of a backing file, by which what is left behind can be found."""
+    return f"nvmeio-loop-{os.getpid()}-{number}.img"
+
+
 def make_image(folder, number, size):
     """Make a sparse file for a loop device."""
-    image = folder / f"nvmeio-loop-{os.getpid()}-{number}.img"
+    image = folder / image_name(number)
     with open(image, "wb") as file:
         file.truncate(size)
     return image
@@ -134,21 +148,6 @@ def device_maker(folder):
             take_down(device)
 
 
-def mount_device(device, folder, kind, sector):
-    """Make a file system on a loop device, mount it, and return its folder."""
-    options = {"ext4": ["-q", "-m", "0"], "xfs": ["-q"], "btrfs": ["-q"]}[kind]
-    if kind == "xfs":
-        options += ["-s", f"size={sector}"]
-    run_tool(f"mkfs.{kind}", *options, device)
-    folder = folder / f"mount-{kind}"
-    folder.mkdir()
-    try:
-        run_tool("mount", "-t", kind, device, folder)
-    except AssertionError as error:
-        pytest.skip(f"the kernel does not mount {kind}: {error}")
-    return folder
-
-
 @pytest.fixture
 def loop_device(loop_devices, tmp_path):
     """A function (size, sector) that makes a loop device, and returns its path."""
@@ -156,12 +155,27 @@ def loop_device(loop_devices, tmp_path):
         yield make
 
 
+def mount_new(kind, device, folder, sector=512):
+    """Make a file system on a device, and mount it; a skip where the kernel has none."""
+    options = {"ext4": ["-q", "-m", "0"], "xfs": ["-q"], "btrfs": ["-q"]}[kind]
+    if kind == "xfs":
+        options += ["-s", f"size={sector}"]
+    run_tool(f"mkfs.{kind}", *options, device)
+    folder.mkdir()
+    try:
+        run_tool("mount", "-t", kind, device, folder)
+    except AssertionError as error:
+        pytest.skip(f"the kernel does not mount {kind}: {error}")
+
+
 @pytest.fixture
 def loop_mount(loop_device, tmp_path):
     """A function (kind, size, sector) that mounts a new file system; returns its folder."""
 
     def mount(kind, size, sector=512):
-        return mount_device(loop_device(size, sector), tmp_path, kind, sector)
+        folder = tmp_path / f"mount-{kind}"
+        mount_new(kind, loop_device(size, sector), folder, sector)
+        return folder
 
     return mount
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from helpers import MIB
-from mounts import device_maker, mount_device, tmpfs_folder
+from mounts import device_maker, mount_new, tmpfs_folder
 
 # On loop devices: the file system, and the size of sectors.
 MOUNTED = {
@@ -50,5 +50,6 @@ def place(request, tmp_path_factory):
             parent = tmp_path_factory.mktemp(name)
             kind, sector = MOUNTED[name]
             device = stack.enter_context(device_maker(parent))(DEVICE_BYTES, sector)
-            folder = mount_device(device, parent, kind, sector)
+            folder = parent / "mount"
+            mount_new(kind, device, folder, sector)
         yield Place(name, folder)
