@@ -1,8 +1,10 @@
-"""A pytest plugin: the test build of nvmeio, in which faults can be made, and their log.
+"""A pytest plugin: what the stress tests compile, and the log of the faults in it.
 
-It lies under build/ and is kept: what has not changed is not compiled again.
+The test build of nvmeio, in which faults can be made, lies under build/ and is kept: what
+has not changed is not compiled again.
 """
 
+import json
 import os
 import struct
 import subprocess
@@ -15,6 +17,7 @@ import pytest
 from children import system_environment
 
 ROOT = Path(__file__).resolve().parents[2]
+COMPILER = os.environ.get("CC", "cc")
 BUILD_S = 900
 
 # Faults of which a caller must not notice anything.
@@ -66,6 +69,18 @@ def faulty_package():
     command = ["setup.py", "-q", "build", "--build-base", folder]
     build(sys.executable, *command, "--build-lib", folder / "lib")
     return folder / "lib"
+
+
+def link_program(source, folder):
+    """Link a C source with an ordinary library, made in a folder; return the program."""
+    command = ["setup.py", "-q", "build_clib", "--build-clib", folder / "lib"]
+    command += ["--build-temp", folder / "objects"]
+    build(sys.executable, *command, NVMEIO_TEST_BUILD="0")
+    record = json.loads((folder / "lib" / "build.json").read_text())
+    words = [COMPILER, "-std=gnu11", "-D_GNU_SOURCE=", "-g", "-Iinclude"]
+    words += ["-Wall", "-Wextra", "-Werror", source, folder / "lib" / "libnvmeio.a"]
+    build(*words, *record["link_flags"], "-o", folder / "program")
+    return folder / "program"
 
 
 @dataclass

@@ -1,0 +1,120 @@
+"""A drive whose power is cut, and what it may hold then.
+
+It is told things through a loop device; ``drivefs.py`` notes them.  What was written
+before the last flush is there; of what came behind it any page may be lost, whatever came
+later, for that is what the cache of a drive may do.
+"""
+
+import contextlib
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from children import run_tool
+from drivefs import HEADER
+from mounts import fuse_server, image_name, mount_new, set_up, take_down
+
+MIB = 1 << 20
+# As small as mkfs makes them.
+SIZES = {"ext4": 64 * MIB, "xfs": 320 * MIB, "btrfs": 128 * MIB}
+# What a drive writes wholly or not at all.
+PAGE = 4096
+# In which images are copied.
+CHUNK = 256 << 10
+
+
+@dataclass
+class Drive:
+    """A file system that is mounted at `folder`, and the drive below it."""
+
+    kind: str
+    folder: Path
+    image: Path
+    log: Path
+
+    def entries(self):
+        """Return how long the log is."""
+        return int(os.getxattr(self.image, "user.entries"))
+
+
+@contextlib.contextmanager
+def mounted_drive(kind, folder):
+    """Make a drive with a file system; all is taken down behind it but the log."""
+    served, log, name = folder / "drive", folder / "log", image_name("drive")
+    served.mkdir()
+    script = Path(__file__).parents[1] / "drivefs.py"
+    with fuse_server(script, served, log, name, SIZES[kind]):
+        device = set_up(served / name)
+        try:
+            mount_new(kind, device, folder / "mounted")
+            yield Drive(kind, folder / "mounted", served / name, log)
+        finally:
+            take_down(device)
+
+
+def read_log(path):
+    """Return the entries of a log: offset and bytes, or None for a flush."""
+    text, at, entries = memoryview(path.read_bytes()), 0, []
+    while at < len(text):
+        offset, size = HEADER.unpack_from(text, at)
+        at += HEADER.size + size
+        entries.append(None if offset < 0 else (offset, text[at - size : at]))
+    return entries
+
+
+class PowerCuts:
+    """Makes images of a drive as power cuts leave it, each later than the one before."""
+
+    def __init__(self, drive):
+        self.kind = drive.kind
+        self.entries = read_log(drive.log)
+        self.safe = np.zeros(SIZES[drive.kind], np.uint8)
+        self.applied = 0
+        self.chunks = set()
+
+    def flushes_after(self, start):
+        """Return where flushes are that had something to flush."""
+        moments = range(max(1, start), len(self.entries))
+        return [i for i in moments if not self.entries[i] and self.entries[i - 1]]
+
+    def cut(self, entries, kept_share, rng, image):
+        """Write the image that a cut behind so many entries leaves; count lost pages.
+
+        Of what is in the cache about `kept_share` is kept.
+        """
+        flushes = (i for i in range(entries, self.applied, -1) if not self.entries[i - 1])
+        flushed = next(flushes, self.applied)
+        for entry in filter(None, self.entries[self.applied : flushed]):
+            self._keep(*entry)
+        self.applied = flushed
+        lost = 0
+        with open(image, "wb") as file:
+            file.truncate(len(self.safe))
+            for chunk in self.chunks:
+                part = self.safe[chunk * CHUNK : (chunk + 1) * CHUNK]
+                if part.any():
+                    os.pwrite(file.fileno(), part, chunk * CHUNK)
+            for offset, data in filter(None, self.entries[flushed:entries]):
+                for at in range(0, len(data), PAGE):
+                    if rng.random() < kept_share:
+                        os.pwrite(file.fileno(), data[at : at + PAGE], offset + at)
+                    else:
+                        lost += 1
+        return lost
+
+    def _keep(self, offset, data):
+        self.safe[offset : offset + len(data)] = np.frombuffer(data, np.uint8)
+        self.chunks.update(range(offset // CHUNK, (offset + len(data) - 1) // CHUNK + 1))
+
+
+@contextlib.contextmanager
+def mounted_image(kind, image, folder):
+    """Mount an image, which the file system repairs by its journal, to be read."""
+    device = set_up(image)
+    try:
+        run_tool("mount", "-t", kind, "-o", "ro", device, folder)
+        yield
+    finally:
+        take_down(device)

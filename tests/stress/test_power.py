@@ -1,0 +1,187 @@
+"""Power cuts: what was said to be synced is there afterwards, and right.
+
+A child writes files on a drive that notes everything (``drive.py``), and is killed.  Then
+the drive is looked at as it would be after cuts of the power at many moments before.
+"""
+
+import hashlib
+import itertools
+import random
+import signal
+import tempfile
+import time
+from collections import defaultdict
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from builds import faults_in, read_tallies
+from children import Child
+from drive import PowerCuts, mounted_drive, mounted_image
+from helpers import ENGINES
+from mounts import make_image
+
+CUTS = 24
+KINDS = ("ext4", "xfs", "btrfs")
+
+
+@dataclass
+class Version:
+    """What shall stand in a file, or in a part of it."""
+
+    begun: int
+    size: int
+    digest: str
+    whole: bool
+    replaces: bool
+    synced: int | None = None
+
+    def is_in(self, content, offset):
+        """Whether a file holds this; None is no file."""
+        if content is None or (self.whole and len(content) != self.size):
+            return False
+        part = content[offset : offset + self.size]
+        return hashlib.sha256(part).hexdigest() == self.digest
+
+
+@dataclass
+class Promised:
+    """The versions of each part of each file, by what the child has reported."""
+
+    parts: dict = field(default_factory=lambda: defaultdict(list))
+
+    def hear(self, said):
+        """Take up a report."""
+        for promise in said.get("begin", ()):
+            place = promise.pop("path"), promise.pop("offset")
+            self.parts[place].append(Version(begun=said["entries"], **promise))
+        for promise in said.get("synced", ()):
+            self.parts[promise["path"], promise["offset"]][-1].synced = said["entries"]
+
+    def synced_at(self):
+        """Return when something was said to be synced, in entries of the log."""
+        moments = {v.synced for versions in self.parts.values() for v in versions}
+        return sorted(moments - {None})
+
+    def check(self, folder, at, root):
+        """Look at all files after a cut at an entry: how many parts hold, what does not.
+
+        `root` is where the child had the files that are now in `folder`.
+        """
+        held, broken, contents = 0, [], {}
+        for (path, offset), versions in self.parts.items():
+            if path not in contents:
+                found = folder / Path(path).relative_to(root)
+                contents[path] = found.read_bytes() if found.exists() else None
+            begun = [version for version in versions if version.begun < at]
+            done = [
+                i for i, v in enumerate(begun) if v.synced is not None and v.synced <= at
+            ]
+            allowed = begun[done[-1] :] if done else begun
+            replaces = versions[0].replaces
+            if not begun or (not replaces and len(allowed) > 1) or not (done or replaces):
+                continue
+            if any(version.is_in(contents[path], offset) for version in allowed):
+                held += bool(done)
+            elif done or contents[path] is not None:
+                broken.append((path, offset, at))
+        return held, broken
+
+
+@dataclass
+class Found:
+    """What a trial has found."""
+
+    held: int = 0
+    lost_pages: int = 0
+    broken: list = field(default_factory=list)
+
+
+def write_until_killed(drive, rng, reports, engine, env=(), **options):
+    """Have a child write files, and kill it at some moment behind so many reports.
+
+    Returns what it has promised, and when it had made its first files, in entries.
+    """
+    promised, delay_s = Promised(), rng.random() / 50
+    child = Child(
+        "synced_files",
+        package="trials",
+        env={"NVMEIO_ENGINE": engine, **dict(env)},
+        folder=str(drive.folder),
+        drive=str(drive.image),
+        seed=rng.getrandbits(48),
+        **options,
+    )
+    start, heard = None, 0
+    while (said := child.next_report()) is not None:
+        if said == "ready":
+            start = drive.entries()
+            continue
+        promised.hear(said)
+        heard += start is not None
+        if heard == reports:
+            time.sleep(delay_s)
+            child.process.kill()
+    outcome = child.finish()
+    assert outcome.status == -signal.SIGKILL, outcome.stderr
+    return promised, start
+
+
+def trial(kind, seed, folder, engines, reports=None, **options):
+    """Write, kill, and cut the power at many moments; what was lost."""
+    rng = random.Random(seed)
+    engine = rng.choice([name for name in ENGINES if engines[name]["works"]])
+    reports, found = reports or rng.randint(3, 120), Found()
+    with mounted_drive(kind, folder) as drive:
+        promised, start = write_until_killed(drive, rng, reports, engine, **options)
+        end = drive.entries()
+        # Without a cut all that was begun may show: whoever is killed has lost nothing.
+        _, found.broken = promised.check(drive.folder, end + 1, drive.folder)
+    cuts, image = PowerCuts(drive), make_image(folder, "cut", 0)
+    # When something was said to be synced, before a flush, at any moment.
+    moments = rng.choices(promised.synced_at(), k=CUTS // 3)
+    moments += rng.choices(cuts.flushes_after(start), k=CUTS // 3)
+    moments += rng.choices(range(start, end + 1), k=CUTS // 3)
+    # The cache keeps nothing, some of what it has, or everything.
+    shares = itertools.cycle([0, rng.random(), 1])
+    for at, kept_share in sorted(zip(moments, shares, strict=False)):
+        found.lost_pages += cuts.cut(at, kept_share, rng, image)
+        with mounted_image(kind, image, drive.folder):
+            held, broken = promised.check(drive.folder, at, drive.folder)
+        found.held += held
+        found.broken += broken
+    return found
+
+
+@pytest.mark.amount(short=2, full=25, long=3000)
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_was_said_to_be_synced_is_there_after_a_power_cut(
+    kind, seeds, tmp_path, loop_devices, engines
+):
+    for seed in seeds:
+        with tempfile.TemporaryDirectory(dir=tmp_path) as folder:
+            found = trial(kind, seed, Path(folder), engines)
+        assert found.broken == []
+        assert found.held > 0
+        assert found.lost_pages > 0
+
+
+@pytest.mark.packaging
+@pytest.mark.amount(short=1, full=2, long=50)
+@pytest.mark.parametrize("left_out", ["all", "library", "os.fsync"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_build_that_leaves_fsyncs_out_is_found_out(
+    kind, left_out, seeds, tmp_path, loop_devices, engines, faulty_package
+):
+    log = tmp_path / "faults"
+    env = {"PYTHONPATH": str(faulty_package), **faults_in({"nosync": 1000}, log)}
+    if left_out == "os.fsync":
+        env = {}
+    names = ["os.fsync"] if left_out != "library" else []
+    for seed in seeds:
+        with tempfile.TemporaryDirectory(dir=tmp_path) as folder:
+            options = {"reports": 150, "env": env, "leave_out": names}
+            found = trial(kind, seed, Path(folder), engines, **options)
+        assert found.broken
+    assert not env or read_tallies(log)["nosync"].fired > 0

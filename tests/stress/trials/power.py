@@ -1,0 +1,310 @@
+"""What is written, and said to be synced, until the power is cut.
+
+Before a file is touched the child says what shall stand in it, and then, by an API that
+promises so, that this is on the drive; each time with how many entries the log of the
+drive had (``drivefs.py``).
+"""
+
+import contextlib
+import functools
+import hashlib
+import io
+import itertools
+import os
+import random
+from pathlib import Path
+
+import numpy as np
+
+import nvmeio
+from children import run_tool
+from helpers import pattern
+from nvmeio import profiles
+from nvmeio.cli import main as nvmeio_command
+from workloads.common import report
+
+KIB = 1 << 10
+SLOT = 96 * KIB
+SLOTS = 8
+FRESH_MAX = 12
+
+
+def digest_of(content):
+    """Return what stands for some bytes in reports."""
+    return hashlib.sha256(content).hexdigest()
+
+
+class Promises:
+    """Tells the parent what shall be where, and when it is there for good."""
+
+    def __init__(self, drive):
+        self.drive = drive
+
+    def entries(self):
+        """Return how long the log of the drive is."""
+        return int(os.getxattr(self.drive, "user.entries"))
+
+    @contextlib.contextmanager
+    def made(self, path, *parts, whole=False, replaces=False, synced=True):
+        """What is promised by the code within: of a file, parts as (offset, bytes).
+
+        It `replaces` a file where never anything may be seen but an old or a new one.
+        """
+        promises = [
+            {
+                "path": str(path),
+                "offset": offset,
+                "size": len(content),
+                "digest": digest_of(content),
+                "whole": whole,
+                "replaces": replaces,
+            }
+            for offset, content in parts
+        ]
+        report({"begin": promises, "entries": self.entries()})
+        yield
+        if synced:
+            report({"synced": promises, "entries": self.entries()})
+
+
+class Writer:
+    """Writes files in all the ways that promise something, drawn from a seed."""
+
+    def __init__(self, folder, drive, seed):
+        self.folder = Path(folder)
+        self.rng = random.Random(seed)
+        self.seeds = itertools.count(1)
+        self.promises = Promises(drive)
+        self.handle = nvmeio.aio_handle(
+            16 * KIB,
+            8,
+            single_submit=self.rng.random() < 0.5,
+            overlap_events=self.rng.random() < 0.5,
+            intra_op_parallelism=self.rng.choice([1, 2]),
+            bounce=self.rng.choice(["auto", "always", "never"]),
+        )
+        self.noise = []
+        self.fresh = 0
+        # Outside of the drive.
+        self.scratch = Path(drive).parents[1]
+
+    def content(self, size_max=256 * KIB):
+        """Return some bytes, of any size."""
+        edge = self.rng.choice([1, 4096, 16 * KIB])
+        size = self.rng.randint(0, size_max // edge) * edge
+        return pattern(size, next(self.seeds))
+
+    def name(self, kind, count):
+        """Return one of a few names."""
+        return self.folder / f"{kind}-{self.rng.randrange(count)}"
+
+    def set_up(self):
+        """Make the files that others write into or replace, and sync all."""
+        with contextlib.ExitStack() as stack:
+            for number in range(2):
+                content = pattern(SLOT * SLOTS, next(self.seeds))
+                parts = [
+                    (at, content[at : at + SLOT]) for at in range(0, len(content), SLOT)
+                ]
+                path = self.folder / f"slots-{number}"
+                stack.enter_context(self.promises.made(path, *parts))
+                path.write_bytes(content)
+                content, path = self.content(), self.folder / f"checkpoint-{number}"
+                kept = self.promises.made(path, (0, content), whole=True, replaces=True)
+                stack.enter_context(kept)
+                path.write_bytes(content)
+            (self.folder / "config").mkdir()
+            run_tool("sync", "--file-system", self.folder)
+
+    def sync(self, file):
+        """Make a file durable by one of two ways."""
+        if self.rng.random() < 0.5:
+            self.handle.fsync(file)
+        else:
+            self.handle.submit_fsync(file).wait()
+
+    def sync_folder(self):
+        """Make the names in the folder durable."""
+        descriptor = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def make_noise(self):
+        """Requests for a file that nobody syncs, or waits for before there are several."""
+        if len(self.noise) == 8:
+            nvmeio.wait(self.noise)
+            self.noise.clear()
+        offset = self.rng.randrange(8) * SLOT
+        path = self.folder / "noise"
+        self.noise.append(self.handle.submit_write(self.content(SLOT), path, offset))
+
+    def write_slots(self):
+        """Requests that nobody waits for, synchronous writes, an fsync behind them."""
+        path = self.name("slots", 2)
+        parts = [
+            (slot * SLOT, self.content(SLOT))
+            for slot in self.rng.sample(range(SLOTS), self.rng.randint(1, 4))
+        ]
+        with self.promises.made(path, *parts):
+            requests = []
+            for at, data in parts:
+                if self.rng.random() < 0.8:
+                    requests.append(self.handle.submit_write(data, path, at))
+                else:
+                    self.handle.write(data, path, file_offset=at)
+            self.sync(path)
+            for request in requests:
+                request.wait()
+
+    def scatter_slots(self):
+        """Records, and an fsync behind them."""
+        path, size = self.name("slots", 2), self.rng.choice([512, 777, 4096])
+        slots = self.rng.sample(range(SLOTS), self.rng.randint(1, SLOTS))
+        data = pattern(size * len(slots), next(self.seeds))
+        offsets = [slot * SLOT for slot in slots]
+        parts = [(at, data[i * size : (i + 1) * size]) for i, at in enumerate(offsets)]
+        with self.promises.made(path, *parts), nvmeio.File(path, "r+") as file:
+            request = self.handle.submit_scatter(file, offsets, size, data)
+            self.sync(file)
+            request.wait()
+
+    def write_fresh(self):
+        """A new file by requests, an fsync of it and of its folder."""
+        if self.fresh == FRESH_MAX:
+            return
+        path, content = self.folder / f"fresh-{self.fresh}", self.content()
+        self.fresh += 1
+        middle = self.rng.randint(0, len(content))
+        with self.promises.made(path, (0, content), whole=True):
+            with nvmeio.File(path, "x") as file:
+                self.handle.submit_write(content[:middle], file)
+                self.handle.submit_write(content[middle:], file, middle)
+                self.sync(file)
+            self.sync_folder()
+
+    def write_file(self):
+        """write_file() over an older file, or as a new one."""
+        path, content = self.name("file", 4), self.content()
+        with self.promises.made(path, (0, content), whole=True):
+            nvmeio.write_file(path, content, sync=True)
+
+    def save(self):
+        """save() in the place of an older array."""
+        path = self.name("saved", 2)
+        array = np.frombuffer(self.content(), np.uint8)
+        nvmeio.save(self.scratch / "saved", array)
+        assert np.array_equal(np.load(self.scratch / "saved"), array)
+        content = (self.scratch / "saved").read_bytes()
+        with self.promises.made(path, (0, content), whole=True, replaces=True):
+            nvmeio.save(path, array, sync=True)
+
+    def copy(self):
+        """``nvmeio cp``, from outside, in the place of an older file or to a new name."""
+        content, source = self.content(), self.scratch / "source"
+        source.write_bytes(content)
+        path, options = self.name("copy", 2), self.rng.choice([(), ("--verify",)])
+        if self.rng.random() < 0.3 and self.fresh < FRESH_MAX:
+            path, options = self.folder / f"fresh-{self.fresh}", (*options, "--no-clobber")
+            self.fresh += 1
+        words = ["cp", "--quiet", *options, str(source), str(path)]
+        made = self.promises.made(path, (0, content), whole=True, replaces=True)
+        # With --verify it prints the checksum.
+        with made, contextlib.redirect_stdout(io.StringIO()):
+            assert nvmeio_command(words) == 0
+
+    def checkpoint(self):
+        """The recipe of docs/tuning.md, which keeps one of the two whole."""
+        path, content = self.name("checkpoint", 2), self.content()
+        made = self.promises.made(
+            path, (0, content), whole=True, replaces=True, synced=False
+        )
+        with made:
+            new = f"{path}.new"
+            with nvmeio.File(new, "w") as file:
+                for at in range(0, len(content), SLOT):
+                    self.handle.submit_write(content[at : at + SLOT], file, at)
+                self.sync(file)
+            os.replace(new, path)
+
+    def header_of(self, shape):
+        """Return the header of an ArrayFile of bytes."""
+        path = self.scratch / "array"
+        with nvmeio.ArrayFile.create(path, shape, np.uint8, overwrite=True):
+            return path.read_bytes()[: -np.prod(shape)]
+
+    def fill_array(self):
+        """Rows of an ArrayFile, made here if it is not there, and flush()."""
+        path, shape = self.name("array", 2), (16, 10_000)
+        rows = self.rng.sample(range(shape[0]), self.rng.randint(1, 6))
+        data = {row: pattern(shape[1], next(self.seeds)) for row in rows}
+        header = self.header_of(shape)
+        parts = [(len(header) + row * shape[1], data[row]) for row in rows]
+        new = not path.exists()
+        if new:
+            parts.append((0, header))
+        with (
+            self.promises.made(path, *parts),
+            (
+                nvmeio.ArrayFile.create(path, shape, np.uint8)
+                if new
+                else nvmeio.ArrayFile(path, mode="r+")
+            ) as array,
+        ):
+            for row in rows:
+                array[row] = np.frombuffer(data[row], np.uint8)
+            array.flush()
+
+    def save_profile(self):
+        """A profile, of which the old or the new one is found complete."""
+        options = {"block_size": 1 << 20, "queue_depth": next(self.seeds)}
+        options |= {"single_submit": False, "overlap_events": True}
+        options |= {"intra_op_parallelism": 1, "engine": "auto", "bounce": "auto"}
+        choice = profiles.Choice(options, {"note": "x" * self.rng.randrange(50_000)})
+        words = dict.fromkeys(("description", "made", "nvmeio", "kernel"), "of a test")
+        profile = profiles.Profile("drive", **words, both=choice, read=choice, write=choice)
+
+        def save(home):
+            os.environ["XDG_CONFIG_HOME"] = str(home)
+            return profiles.save_profile(profile)
+
+        content = save(self.scratch / "config").read_bytes()
+        path = profiles_below(self.folder / "config") / "drive.json"
+        made = self.promises.made(
+            path, (0, content), whole=True, replaces=True, synced=False
+        )
+        with made:
+            assert save(self.folder / "config") == path
+
+    def run(self):
+        """Write until killed."""
+        ways = (
+            (self.make_noise, 4),
+            (self.write_slots, 4),
+            (self.scatter_slots, 2),
+            (self.write_fresh, 2),
+            (self.write_file, 3),
+            (self.save, 3),
+            (self.copy, 3),
+            (self.checkpoint, 2),
+            (self.fill_array, 2),
+            (self.save_profile, 1),
+        )
+        while True:
+            self.rng.choices([way for way, _ in ways], [often for _, often in ways])[0]()
+
+
+def profiles_below(home):
+    """Return where profiles are kept."""
+    return home / "nvmeio" / "profiles"
+
+
+def synced_files(folder, drive, seed, leave_out=()):
+    """Write files until killed; fsyncs that are left out are those of Python's os."""
+    if "os.fsync" in leave_out:
+        os.fsync = functools.partial(lambda descriptor: None)
+    writer = Writer(folder, drive, seed)
+    writer.set_up()
+    report("ready")
+    writer.run()
