@@ -57,6 +57,14 @@ def run_tool(*command):
     return done.stdout
 
 
+def threads_of(pid):
+    """Yield a line for each thread of a process: where in the kernel it is."""
+    for task in sorted(Path(f"/proc/{pid}/task").iterdir()):
+        with contextlib.suppress(OSError):
+            words = [(task / name).read_text().strip() for name in ("wchan", "syscall")]
+            yield f"thread {task.name}: {' '.join(words)}"
+
+
 @dataclass
 class Outcome:
     """What a child said and how it ended."""
@@ -65,6 +73,7 @@ class Outcome:
     stderr: str
     reports: list
     injected: Counter
+    log: str = ""
 
     @property
     def report(self):
@@ -79,7 +88,8 @@ class Child:
 
     It prints a JSON line for each report; a line ``"ready"`` means that it waits for
     ``go()``.  With ``faults``, strace is attached before that: expressions of its
-    ``inject=``, which count system calls from there on.
+    ``inject=``, which count system calls from there on.  ``traced`` names system calls
+    that it logs besides.  With ``command`` another program takes Python's place.
     """
 
     def __init__(
@@ -91,23 +101,29 @@ class Child:
         flags=(),
         prefix=(),
         faults=(),
+        traced=(),
         only=None,
         env=(),
+        command=None,
         **args,
     ):
         self.name = name
         self.faults = list(faults)
+        self.traced = list(traced)
         self.only = only
         self.tracer = None
         self.log = None
         self.reports = []
         self.stderr = []
         self.timed_out = False
+        self.threads = []
         environment = {**os.environ, **dict(env)}
         folders = [str(TESTS), str(TESTS / "stress"), environment.get("PYTHONPATH")]
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, folders))
+        if command is None:
+            command = [sys.executable, *flags, "-m", package, name, json.dumps(args)]
         self.process = subprocess.Popen(
-            [*prefix, sys.executable, *flags, "-m", package, name, json.dumps(args)],
+            [*prefix, *command],
             env=environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -124,6 +140,7 @@ class Child:
 
     def _expire(self):
         self.timed_out = True
+        self.threads = list(threads_of(self.process.pid))
         # Says where its threads are, for faulthandler listens; then it has to go.
         self.process.send_signal(signal.SIGABRT)
         time.sleep(1)
@@ -140,12 +157,12 @@ class Child:
         report = self.next_report()
         if report != "ready":
             pytest.fail(f"{self.name} said {report!r}\n{self._stop()}")
-        if self.faults:
+        if self.faults or self.traced:
             self._attach()
 
     def _attach(self):
-        calls = ",".join(fault.partition(":")[0] for fault in self.faults)
-        command = ["strace", "-f", "-qqq", "-e", f"trace={calls}"]
+        calls = [*self.traced, *(fault.partition(":")[0] for fault in self.faults)]
+        command = ["strace", "-f", "-qqq", "-e", f"trace={','.join(calls)}"]
         command += [word for fault in self.faults for word in ("-e", f"inject={fault}")]
         if self.only:
             command += ["-P", str(self.only)]
@@ -184,7 +201,7 @@ class Child:
         for line in self.process.stdout:
             self.reports.append(json.loads(line))
         status = self.process.wait()
-        injected = self._read_log() if self.tracer else Counter()
+        log = self._read_log() if self.tracer else ""
         self.watchdog.cancel()
         self.reader.join()
         self.process.stdin.close()
@@ -192,17 +209,19 @@ class Child:
         self.process.stderr.close()
         stderr = "".join(self.stderr)
         if check and self.timed_out:
-            pytest.fail(f"{self.name} hangs\n{self.reports}\n{stderr}")
-        return Outcome(status, stderr, self.reports, injected)
+            words = [f"{self.name} hangs", str(self.reports), stderr, *self.threads]
+            pytest.fail("\n".join([*words, log[-5000:]]))
+        # Between the two halves of a call others may stand: `<... pread64 resumed>`.
+        pattern = r"(\w+)(?:\(| resumed>)[^\n]*\(INJECTED\)"
+        injected = Counter(re.findall(pattern, log))
+        return Outcome(status, stderr, self.reports, injected, log)
 
     def _read_log(self):
-        """Wait for the end of strace; return how often it injected each system call."""
+        """Wait for the end of strace; return what it has logged."""
         self.tracer.wait()
         self.tracer.stderr.close()
         with self.log:
-            # Between the two halves of a call others may stand: `<... pread64 resumed>`.
-            pattern = r"(\w+)(?:\(| resumed>)[^\n]*\(INJECTED\)"
-            return Counter(re.findall(pattern, self.log.read()))
+            return self.log.read()
 
 
 def run_child(name, **options):
