@@ -167,6 +167,14 @@ def test_where_statx_tells_nothing_whole_pages_are_used(tmp_path):
     assert done.report == {"direct": True, "alignment": 4096}
 
 
+@pytest.mark.parametrize("when", ["1..3", "2"])
+def test_an_interrupted_open_goes_again(tmp_path, when):
+    # The second is that of the descriptor with O_DIRECT.
+    fault = f"openat:error=EINTR:when={when}"
+    done = run_with_faults("describe_file", fault, path=str(tmp_path / "file"))
+    assert done.report["direct"]
+
+
 def test_want_of_descriptors_is_told_with_the_path_and_passes(tmp_path):
     path = tmp_path / "source"
     done = run_with_faults(

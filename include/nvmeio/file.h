@@ -27,7 +27,8 @@ struct nvmeio_file_info {
 /* Open `path` with open(2) `flags`: an access mode and O_CREAT, O_EXCL, O_TRUNC.
  * O_CLOEXEC is added, files are created 0666 & ~umask.  -EINVAL where the path is
  * no regular file or block device (-EISDIR for a directory), or where direct is
- * NVMEIO_DIRECT_ALWAYS and the file system refuses O_DIRECT. */
+ * NVMEIO_DIRECT_ALWAYS and the file system refuses O_DIRECT.  -EINTR where a signal
+ * came in between, as on a slow network file system: try again. */
 NVMEIO_API int nvmeio_file_open(const char *path, int flags, enum nvmeio_direct direct,
                                 struct nvmeio_file **file);
 

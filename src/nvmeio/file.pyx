@@ -11,6 +11,8 @@ import os
 import stat
 
 cimport cython
+from cpython.exc cimport PyErr_CheckSignals
+from libc.errno cimport EINTR
 from libc.limits cimport INT_MAX
 from libc.stdint cimport int64_t
 from posix.fcntl cimport O_CREAT, O_EXCL, O_RDONLY, O_RDWR, O_TRUNC, O_WRONLY
@@ -245,9 +247,12 @@ cdef int fill(File file, int flags, nvmeio_direct direct) except -1:
         raise ValueError(f"the path {file.path!r} has a null character")
     cdef const char *c_name = name
     cdef nvmeio_file *c = NULL
-    cdef int result
-    with nogil:
-        result = _core.file_open(c_name, flags, direct, &c)
+    cdef int result = -EINTR
+    # Signals are handled and the call goes again, as Python's own do (PEP 475).
+    while result == -EINTR:
+        PyErr_CheckSignals()
+        with nogil:
+            result = _core.file_open(c_name, flags, direct, &c)
     if result < 0:
         raise_unsuitable(-result, file.path, direct)
     file.c = c
@@ -279,14 +284,16 @@ cdef File open_path(object path, int flags, str mode, nvmeio_direct direct):
 cdef File open_descriptor(object descriptor, nvmeio_direct direct):
     cdef File file = File.__new__(File)
     cdef nvmeio_file *c = NULL
-    cdef int result, c_descriptor
+    cdef int c_descriptor, result = -EINTR
     if not 0 <= descriptor <= INT_MAX:
         _core.check(-errno.EBADF, descriptor)
     c_descriptor = descriptor
     file.path = descriptor
     file.mode = "fd"
-    with nogil:
-        result = _core.file_dup(c_descriptor, direct, &c)
+    while result == -EINTR:
+        PyErr_CheckSignals()
+        with nogil:
+            result = _core.file_dup(c_descriptor, direct, &c)
     if result < 0:
         raise_unsuitable(-result, descriptor, direct)
     file.c = c
