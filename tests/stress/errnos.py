@@ -8,6 +8,7 @@ import random
 
 ERRNOS = {
     "brk": "ENOMEM",
+    "capget": "EFAULT EINVAL EPERM ESRCH",
     "clone": "EAGAIN ENOMEM ENOSPC EPERM",
     "clone3": "EAGAIN ENOMEM ENOSPC EPERM",
     "close": "EBADF EDQUOT EINTR EIO ENOSPC",
@@ -42,6 +43,7 @@ ERRNOS = {
     "ENOTDIR ENXIO EOPNOTSUPP EOVERFLOW EPERM EROFS ETXTBSY",
     "ppoll": "EFAULT EINTR EINVAL ENOMEM",
     "pread64": "EAGAIN EBADF EFAULT EINTR EINVAL EIO EISDIR ENXIO EOVERFLOW ESPIPE",
+    "prlimit64": "EFAULT EINVAL EPERM ESRCH",
     "pwrite64": "EAGAIN EBADF EDQUOT EFAULT EFBIG EINTR EINVAL EIO ENOSPC ENXIO EOVERFLOW "
     "EPERM EPIPE ESPIPE",
     "read": "EAGAIN EBADF EFAULT EINTR EINVAL EIO EISDIR",
@@ -78,8 +80,25 @@ LEFT_OUT = {
 # another way makes up for.
 HARMLESS = {
     *("close", "munmap", "io_destroy", "rt_sigaction", "rt_sigprocmask", "set_robust_list"),
-    *("fstatfs", "ioctl", "lseek", "madvise", "read", "sched_getaffinity", "statx"),
-    *("io_getevents", "io_uring_enter", "io_uring_register", "ppoll", "sysinfo", "write"),
+    *(
+        "capget",
+        "fstatfs",
+        "ioctl",
+        "lseek",
+        "madvise",
+        "read",
+        "sched_getaffinity",
+        "statx",
+    ),
+    *(
+        "prlimit64",
+        "io_getevents",
+        "io_uring_enter",
+        "io_uring_register",
+        "ppoll",
+        "sysinfo",
+        "write",
+    ),
 }
 PASSING = {
     *(

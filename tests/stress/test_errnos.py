@@ -11,7 +11,7 @@ from collections import Counter
 
 import pytest
 
-from builds import build_library
+from builds import link_program
 from children import TESTS, Child
 from errnos import ERRNOS, INDEX_MAX, LEFT_OUT, every_case, may_report
 from helpers import ENGINES
@@ -23,9 +23,7 @@ HANGS_AFTER_S = 10
 def program(tmp_path_factory):
     """The fixed workload in C."""
     folder = tmp_path_factory.mktemp("fixed-workload")
-    source, target = TESTS / "stress" / "fixed_workload.c", folder / "workload"
-    build_library(folder).link(source, target, "-Wall", "-Wextra", "-Werror")
-    return target
+    return link_program(TESTS / "stress" / "fixed_workload.c", folder)
 
 
 class Workload:
