@@ -216,7 +216,8 @@ class FileModel:
             world.figures["cancelled"] += 1
         else:
             flight.accept(error, world.regime)
-            flight.note(world.regime, error)
+            if error.errno not in {each.error for each in world.injected}:
+                flight.note(world.regime, error)
             world.figures["failed"] += 1
         if flight.memory is not None:
             wrong = flight.look(flight.memory.whole)
