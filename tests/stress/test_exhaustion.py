@@ -23,6 +23,6 @@ def test_what_runs_out_is_told_and_comes_back(tmp_path, kind, engine, seeds, amo
     assert counts["went_well"] > 0
     # Memory that cannot be locked is done without, unless a new ring is charged with it.
     if kind != "memlock":
-        assert counts["refused"] > 0
+        assert counts["refused"] > 0 or counts["trials"] == 1
     elif engine != "io_uring":
         assert counts["refused"] == 0
