@@ -7,6 +7,7 @@ import os
 import pickle
 import resource
 import threading
+import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -422,7 +423,7 @@ REFUSED = {
     "no npy": (b"x" * 200, {}, "is no .npy file; raw bytes need a dtype"),
     "empty": (b"", {}, "is no .npy file"),
     "version": (b"\x93NUMPY\x09\x00" + bytes(100), {}, "is no .npy file: .*9, 0"),
-    "header": (b"\x93NUMPY\x01\x00\x40\x00{'descr'", {}, "is no .npy file: .*EOF"),
+    "header": (b"\x93NUMPY\x01\x00\x40\x00{'descr'", {}, "is no .npy file: .*ends within"),
     "remainder": (bytes(10), {"dtype": "i4"}, "has 10 bytes; .* multiple of 4"),
     "offset": (bytes(10), {"dtype": "u1", "offset": 11}, "behind the offset 11"),
     "shape": (bytes(10), {"dtype": "u1", "shape": 11}, "has 10 bytes; .* ends at 11"),
@@ -453,6 +454,13 @@ MALFORMED = {
     "a boolean extent": (header_saying("'<f4'", "(True,)"), "an extent is True"),
     "a subarray": (header_saying("('<f4', (2,))", "(0,)"), "has a shape"),
     "text of no length": (header_saying("'|S0'", "(3,)"), "text of no length"),
+    "half a subarray": (header_saying("('<f4',)", "(3,)"), "out of range"),
+    "many axes": (header_saying("'<f4'", (1,) * 65), "dimension"),
+    "too long beside 0": (header_saying("'<f4'", (1 << 62, 4, 0)), "too large"),
+    # numpy would divide by it, and the process be no more.
+    "a divisor of 0": (header_saying("'<M8[s/0]'", "(3,)"), "divided by 0"),
+    "as numpy keeps it": (header_saying("'M8[s/4294967296]'", "()"), "divided by 4294"),
+    "escaped": (header_saying(r"'<M8[s\x2f' '-0]'", "(3,)"), "divided by -0"),
 }
 
 
@@ -488,6 +496,22 @@ class TestOpening:
         path.write_bytes(npy.magic(3, 0) + length.to_bytes(4, "little") + header)
         with pytest.raises(ValueError, match=f"ends within its header, of {length} bytes"):
             ArrayFile(path)
+
+    @pytest.mark.parametrize("version", [(2, 0), (3, 0)])
+    def test_a_small_file_takes_little_memory_whatever_it_says(self, path, version):
+        path.write_bytes(npy.magic(*version) + b"\xff\xff\xff\xff{'descr': ")
+        tracemalloc.start()
+        with pytest.raises(ValueError, match="4294967295 bytes, which is no header"):
+            ArrayFile(path)
+        taken = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert taken < MIB
+
+    def test_units_of_time_may_be_divided(self, path):
+        header = header_saying("'<M8[s/1000]'", "(3,)")
+        length = len(header).to_bytes(4, "little")
+        path.write_bytes(npy.magic(3, 0) + length + header + bytes(24))
+        assert nvmeio.load(path).dtype == "<M8[ms]"
 
     def test_raw_bytes_have_a_dtype_and_a_shape(self, path):
         expected = numbers((6, 4), "i2")

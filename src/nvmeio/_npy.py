@@ -4,8 +4,11 @@ The format is described in numpy.lib.format; its versions differ in the width of
 header's length and in its encoding.
 """
 
+import ast
 import io
 import math
+import re
+import sys
 import tokenize
 from dataclasses import dataclass
 from typing import Any
@@ -34,10 +37,15 @@ _NUMPY_ALIGN = 64
 # numpy.load() refuses longer headers unless it is told otherwise.
 _HEADER_BYTES_MAX = 10_000
 
+# Of the versions of the format: how many bytes give the header's length, its encoding, and
+# how many bytes that may take for a character.
+_VERSIONS = {(1, 0): (2, "latin1", 1), (2, 0): (4, "latin1", 1), (3, 0): (4, "utf-8", 4)}
+
 # What ast.literal_eval() raises, and numpy on the way to it, of headers that nobody made.
 _MALFORMED = (
     ValueError,
     TypeError,
+    IndexError,
     SyntaxError,
     MemoryError,
     RecursionError,
@@ -112,6 +120,7 @@ def read_layout(file: File) -> Layout:
             shape, fortran, dtype = _read_header(stream)
             extents = extents_of(shape)
             check_element(dtype)
+            _check_extents(extents, dtype)
         except _MALFORMED as error:
             raise ValueError(f"{file.path!r} is no .npy file: {error}") from error
         offset = stream.tell()
@@ -128,25 +137,48 @@ def read_layout(file: File) -> Layout:
 def _read_header(stream: io.BufferedReader) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
     """Read what stands before the data; the stream is left at its end."""
     version = npy.read_magic(stream)
-    if version == (1, 0):
-        return npy.read_array_header_1_0(stream)
-    if version == (2, 0):
-        return npy.read_array_header_2_0(stream)
-    if version != (3, 0):
+    if version not in _VERSIONS:
         raise ValueError(f"its version is {version}; 1.0, 2.0 and 3.0 are known")
-    # As 2.0, in UTF-8: numpy gives no function for it, but reads escapes in 2.0.
-    length = int.from_bytes(stream.read(4), "little")
+    width, encoding, character_bytes_max = _VERSIONS[version]
+    length = int.from_bytes(stream.read(width), "little")
+    # A file of a few bytes shall not cost the gigabytes that it speaks of.
+    if length > _HEADER_BYTES_MAX * character_bytes_max:
+        raise ValueError(f"its header has {length} bytes, which is no header")
     encoded = stream.read(length)
     if len(encoded) != length:
         raise ValueError(f"it ends within its header, of {length} bytes")
-    header = encoded.decode("utf-8")
-    # Escapes make it longer; what is limited is what stands in the file.
+    header = encoded.decode(encoding)
     if len(header) > _HEADER_BYTES_MAX:
         raise ValueError(f"its header has {len(header)} characters, which is no header")
+    _check_units(header)
+    # numpy has no function for 3.0, but reads escapes in 2.0.  They make it longer; what
+    # is limited is what stands in the file.
     text = header.encode("latin1", "backslashreplace")
     return npy.read_array_header_2_0(
         io.BytesIO(len(text).to_bytes(4, "little") + text), max_header_size=len(text)
     )
+
+
+def _check_units(header: str) -> None:
+    """Refuse a unit of time divided by zero: numpy (2.4) divides, and the process dies."""
+    # numpy writes neither, but in names of fields: what follows is slow.
+    if "/" not in header and "\\" not in header:
+        return
+    tokens = tokenize.generate_tokens(io.StringIO(header).readline)
+    literals = [token.string for token in tokens if token.type == tokenize.STRING]
+    text = "".join(str(ast.literal_eval(literal)) for literal in literals)
+    for divisor in re.findall(r"/\s*([+-]?\d+)\s*\]", text):
+        # numpy keeps it in an int of C.
+        if int(divisor) % (1 << 32) == 0:
+            raise ValueError(f"a unit of time is divided by {divisor}")
+
+
+def _check_extents(extents: tuple[int, ...], dtype: np.dtype[Any]) -> None:
+    """Refuse an array that numpy cannot have, though it may be of no bytes."""
+    # Raises, where these are more axes than it has.
+    np.empty((1,) * len(extents), "u1")
+    if math.prod(filter(None, extents)) * dtype.itemsize > sys.maxsize:
+        raise ValueError(f"an array of shape {extents} is too large for numpy")
 
 
 def check_element(dtype: np.dtype[Any]) -> None:
