@@ -16,7 +16,7 @@ ASAN_ENVIRONMENT = ASAN_OPTIONS=detect_leaks=0 PYTHONPATH=build/asan/lib \
 	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libstdc++.so)"
 
 .PHONY: demo test build test-python test-c test-c-asan test-c-tsan test-neon test-pythons
-.PHONY: stress-short stress stress-long replay test-deepspeed asan lint format sdist bench clean
+.PHONY: stress-short stress stress-long replay fuzz test-deepspeed asan lint format sdist bench clean
 
 demo: build
 	$(PY) examples/demo.py
@@ -74,6 +74,16 @@ stress-long: build
 # What a failed trial has said: SEED='test_name[parameter]:12345'.
 replay: build
 	$(PY) -m pytest tests/stress --replay '$(SEED)'
+
+# Longer: LENGTH=long; on one target alone: STRESS='-k npy'.
+LENGTH ?= full
+fuzz: $(VENV)/.nvmeio-fuzz
+	$(PY) -m pytest tests/stress/test_fuzz.py --length $(LENGTH) $(STRESS)
+
+$(VENV)/.nvmeio-fuzz: $(BUILT)
+	command -v clang || { apt-get update -q && apt-get install -qy clang; }
+	$(PY) -m pip install -q --constraint constraints.txt atheris
+	touch $@
 
 test-pythons: build
 	scripts/test-pythons $(PY)

@@ -1,0 +1,113 @@
+"""libFuzzer on what is pure: how transfers are split, records are merged, headers read.
+
+A trial runs a target of tests/fuzz so many times: first on the inputs of its corpus,
+then on what libFuzzer makes of them.  An input that breaks something is kept in
+build/fuzz/found; once what it broke is mended it belongs into the corpus.
+"""
+
+import importlib.util
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from children import WATCHDOG_S, skip_under_asan, system_environment
+
+ROOT = Path(__file__).resolve().parents[2]
+FUZZ = ROOT / "tests" / "fuzz"
+BUILT = ROOT / "build" / "fuzz"
+FOUND = BUILT / "found"
+
+
+@dataclass(frozen=True)
+class Target:
+    """How long one trial is, and its inputs; branches: some less than the corpus meets."""
+
+    runs: int
+    input_bytes_max: int
+    branches_min: int
+    flags: tuple[str, ...] = ()
+
+
+TARGETS = {
+    "split": Target(runs=500_000, input_bytes_max=64, branches_min=90),
+    "records": Target(runs=200_000, input_bytes_max=256, branches_min=280),
+    "npy": Target(3_000, 512, 150, (f"-dict={FUZZ / 'npy.dict'}",)),
+}
+
+
+@pytest.fixture(scope="session")
+def built():
+    """The targets that are written in C."""
+    if shutil.which("clang") is None:
+        pytest.skip("clang is not installed")
+    subprocess.run([ROOT / "scripts" / "build-fuzz", sys.executable], cwd=ROOT, check=True)
+
+
+@pytest.fixture
+def command(request, target):
+    """What runs a target."""
+    if (FUZZ / f"fuzz_{target}.c").exists():
+        request.getfixturevalue("built")
+        return [BUILT / f"fuzz_{target}"]
+    if importlib.util.find_spec("atheris") is None:
+        pytest.skip("atheris is not installed")
+    skip_under_asan("and libFuzzer want the same hooks")
+    return [sys.executable, FUZZ / f"fuzz_{target}.py"]
+
+
+def fuzz(command, target, seed, folder):
+    """Run a target, which leaves new inputs in a folder; return what libFuzzer says."""
+    known = TARGETS[target]
+    options = [
+        f"-runs={known.runs}",
+        f"-max_len={known.input_bytes_max}",
+        # In 32 bits, where 0 stands for any.
+        f"-seed={seed % (2**32 - 1) + 1}",
+        f"-timeout={WATCHDOG_S}",
+        f"-artifact_prefix={FOUND}/{target}-",
+    ]
+    FOUND.mkdir(parents=True, exist_ok=True)
+    done = subprocess.run(
+        [*command, *options, *known.flags, folder, FUZZ / "corpus" / target],
+        cwd=ROOT,
+        env=system_environment() if command[0] != sys.executable else None,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        encoding="utf-8",
+        errors="backslashreplace",
+        check=False,
+    )
+    kept = re.search(r"Test unit written to (\S+)", done.stdout)
+    if kept:
+        again = shlex.join(map(str, [*command, kept[1]]))
+        done.stdout += f"\nThe input alone: {again}\n"
+    return done
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.amount(short=1, full=8, long=500)
+def test_no_input_breaks_what_is_pure(command, target, seeds, tmp_path):
+    for seed in seeds:
+        new = tmp_path / str(seed)
+        new.mkdir()
+        done = fuzz(command, target, seed, new)
+        shutil.rmtree(new)
+        assert done.returncode == 0, done.stdout[-8000:]
+        last = re.search(r"^#(\d+)\s+DONE\s+cov: (\d+)", done.stdout, re.MULTILINE)
+        assert int(last[1]) >= TARGETS[target].runs, done.stdout[-8000:]
+        # Else the target is built without what counts branches, and the fuzzer blind.
+        assert int(last[2]) >= TARGETS[target].branches_min, done.stdout[-8000:]
+
+
+def test_every_target_has_a_small_corpus():
+    assert {path.stem for path in FUZZ.glob("fuzz_*.*")} == {f"fuzz_{t}" for t in TARGETS}
+    for target in TARGETS:
+        sizes = [path.stat().st_size for path in (FUZZ / "corpus" / target).iterdir()]
+        assert 10 <= len(sizes) <= 100
+        assert sum(sizes) <= 16 << 10
