@@ -7,6 +7,8 @@ import numpy as np
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
+from array_samples import DTYPES
+
 KINDS = ("integer", "scalar", "slice", "array", "mask", "newaxis", "ellipsis", "boolean")
 
 INVENTED = settings(
@@ -66,6 +68,24 @@ def cases(draw, min_side=0):
         kinds.append(hnp.integer_array_indices(shape))
         kinds.append(hnp.arrays(bool, shape))
     return shape, draw(st.one_of(kinds))
+
+
+@st.composite
+def assignments(draw):
+    """An array's shape and dtype, an index, and how a value for it is to be broadcast.
+
+    That is a function of the shape of what the index takes.
+    """
+    shape, index = draw(cases())
+    dtype = draw(st.sampled_from(sorted(DTYPES)))
+    left_out = draw(st.integers(0, 4))
+    single = draw(st.lists(st.booleans(), min_size=8, max_size=8))
+
+    def shape_of_value(taken):
+        kept = [1 if one else extent for one, extent in zip(single, taken, strict=False)]
+        return tuple(kept[left_out:])
+
+    return shape, DTYPES[dtype], index, shape_of_value
 
 
 def outcome(function, *args):

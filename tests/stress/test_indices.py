@@ -1,0 +1,75 @@
+"""Indices by the thousand: arrays on disk have numpy's values, and keep what is assigned.
+
+What is invented is that of the ordinary tests, over every dtype, any begin of the data and
+values that numpy broadcasts; a trial is a run of hypothesis by its seed.
+"""
+
+import contextlib
+
+import hypothesis
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from array_samples import noise
+from index_strategies import assert_same, assignments, outcome
+from nvmeio import ArrayFile
+
+EXAMPLES = 150
+
+
+def for_all(strategy, seed, check):
+    """Apply a check to so many examples; the same ones for the same seed."""
+
+    @hypothesis.seed(seed)
+    @settings(
+        max_examples=EXAMPLES,
+        database=None,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(strategy)
+    def invented(example):
+        check(example)
+
+    invented()
+
+
+def check_assignment(path, case, begin):
+    """Read what an index takes, and assign to it, both as numpy does."""
+    shape, dtype, index, shape_of_value = case
+    expected = noise(shape, dtype)
+    head = bytes(range(256)) * 20
+    path.write_bytes(head[:begin] + expected.tobytes())
+    value = None
+    with contextlib.suppress(IndexError):
+        value = noise(shape_of_value(np.shape(expected[index])), dtype, seed=1)
+
+    def assign(array):
+        array[index] = value
+
+    with ArrayFile(path, dtype=dtype, shape=shape, offset=begin, mode="r+") as array:
+        taken = outcome(lambda: expected[index])
+        assert_same(outcome(lambda: array[index]), taken)
+        if value is None:
+            value = noise((), dtype)
+        assert outcome(assign, array) == outcome(assign, expected)
+    assert path.read_bytes() == head[:begin] + expected.tobytes()
+    return not isinstance(taken, type)
+
+
+@pytest.mark.amount(short=2, full=120, long=20_000)
+def test_indices_do_what_those_of_numpy_do(seeds, tmp_path):
+    path = tmp_path / "array"
+    for seed in seeds:
+        good = []
+        begins = st.one_of(st.just(0), st.integers(0, 5000))
+        for_all(
+            st.tuples(assignments(), begins),
+            seed,
+            lambda example, good=good: good.append(check_assignment(path, *example)),
+        )
+        # Both those that numpy takes and those that it refuses were among them.
+        assert any(good)
+        assert not all(good)
