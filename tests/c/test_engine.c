@@ -1,0 +1,189 @@
+/* The table of engines: what is said of one that does not work, and what stands in for
+ * it.  Its refusals are made by functions that stand in for those of the system. */
+#include <stdio.h>
+#include <sys/syscall.h>
+
+#include "engine.h"
+#include "transfer.h"
+
+struct io_uring;
+struct io_uring_params;
+int io_uring_queue_init_params(unsigned entries, struct io_uring *ring,
+                               struct io_uring_params *params);
+int io_setup(int count, unsigned long *context);
+
+/* What setting an engine up shall answer. */
+static int refusal;
+static unsigned refused;
+/* How many events the system has left. */
+static int events_left;
+
+int io_uring_queue_init_params(unsigned entries, struct io_uring *ring,
+                               struct io_uring_params *params)
+{
+    (void)entries, (void)ring, (void)params;
+    refused++;
+    return -refusal;
+}
+
+int io_setup(int count, unsigned long *context)
+{
+    if (refusal || count > events_left) {
+        refused++;
+        return refusal ? -refusal : -EAGAIN;
+    }
+    return syscall(SYS_io_setup, count, context) ? -errno : 0;
+}
+
+/* What is to be read instead of the switch of the kernel; NULL: it has none. */
+static const char *disabled;
+
+FILE *fopen(const char *path, const char *mode)
+{
+    if (strcmp(path, "/proc/sys/kernel/io_uring_disabled") == 0)
+        return disabled ? fmemopen((void *)(uintptr_t)disabled, strlen(disabled), "r")
+                        : NULL;
+    int fd = open(path, O_RDONLY | O_CLOEXEC);
+    return fd < 0 ? NULL : fdopen(fd, mode);
+}
+
+static void check_reason(const char *name, int error, const char *words)
+{
+    char reason[256];
+
+    nvmeio_engine_explain(name, -error, reason, sizeof(reason));
+    if (!strstr(reason, words))
+        fprintf(stderr, "%s\n", reason);
+    CHECK(strstr(reason, words) && strstr(reason, strerror(error)));
+}
+
+static void test_a_reason_says_what_would_help(void)
+{
+    disabled = "2\n";
+    check_reason("io_uring", EPERM, "kernel.io_uring_disabled is 2; set it to 0");
+    disabled = "1\n";
+    check_reason("io_uring", EPERM, "set it to 0 (root is refused by seccomp alone)");
+    static const char *const others[] = {"0\n", "none\n", NULL};
+    for (int i = 0; i < 3; i++) {
+        disabled = others[i];
+        check_reason("io_uring", EPERM, "allow io_uring_setup, io_uring_enter and");
+    }
+    check_reason("io_uring", ENOSYS, "older than 5.1");
+    check_reason("io_uring", ENOMEM, "locked memory ran out; ulimit -l is ");
+    check_reason("io_uring", EMFILE, "raise ulimit -n");
+    check_reason("io_uring", EIO, "io_uring_setup failed");
+    check_reason("libaio", EAGAIN, "raise sysctl fs.aio-max-nr");
+    check_reason("libaio", ENOSYS, "the kernel has no AIO");
+    check_reason("libaio", EPERM, "allow io_setup, io_submit, io_getevents");
+    check_reason("libaio", EIO, "io_setup failed");
+    check_reason("threads", EAGAIN, "could not be started");
+}
+
+static void test_engines_are_found_by_number_and_by_name(void)
+{
+    const struct nvmeio_engine_ops *ops;
+    struct nvmeio_engine_info info;
+    unsigned count = 0;
+    bool known;
+
+    CHECK(strcmp(nvmeio_version(), NVMEIO_VERSION) == 0);
+    while ((ops = nvmeio_engine_at(count))) {
+        CHECK(nvmeio_engine_find(ops->name, &known) == ops && known);
+        count++;
+    }
+    CHECK(count >= 2 && count <= nvmeio_engine_count());
+    CHECK(nvmeio_engine_find("steam", &known) == NULL && !known);
+    CHECK(nvmeio_engine_probe(nvmeio_engine_count(), &info) == -EINVAL);
+}
+
+/* An engine that is refused is passed over, and said why; the next one works. */
+static void test_auto_takes_the_first_that_works(void)
+{
+    struct nvmeio_config config = config_of("auto");
+    struct nvmeio_engine_info info;
+    struct nvmeio_handle *handle;
+    bool known;
+
+    refusal = EPERM;
+    disabled = "2\n";
+    refused = 0;
+    CHECK(nvmeio_handle_open(&config, &handle) == 0);
+    CHECK(strcmp(nvmeio_handle_engine(handle), "threads") == 0);
+    const char *fallback = nvmeio_handle_fallback(handle);
+    bool uring = nvmeio_engine_find("io_uring", &known);
+    bool libaio = nvmeio_engine_find("libaio", &known);
+    CHECK(refused >= (unsigned)uring + libaio);
+    if (uring)
+        CHECK(strstr(fallback, "io_uring: Operation not permitted"));
+    if (libaio)
+        CHECK(strstr(fallback, "libaio: Operation not permitted"));
+    if (uring && libaio)
+        CHECK(strstr(fallback, "; libaio: "));
+    nvmeio_handle_close(handle);
+    for (unsigned i = 0; i < nvmeio_engine_count(); i++) {
+        CHECK(nvmeio_engine_probe(i, &info) == 0);
+        CHECK(info.built ||
+              (info.error == -ENOSYS && strstr(info.reason, "not built")));
+        bool works = !*info.library;
+        CHECK((info.error == 0) == works && (info.reason[0] == '\0') == works);
+    }
+    refusal = 0;
+}
+
+/* By name there is no other. */
+static void test_a_named_engine_that_is_refused_is_an_error(void)
+{
+    static const char *const names[] = {"io_uring", "libaio"};
+    static const int errors[] = {EPERM, ENOMEM, EAGAIN, ENOSYS};
+    struct nvmeio_handle *handle;
+    bool known;
+
+    for (int i = 0; i < 2 * 4; i++) {
+        struct nvmeio_config config = config_of(names[i / 4]);
+        bool built = nvmeio_engine_find(config.engine, &known);
+        refusal = errors[i % 4];
+        CHECK(nvmeio_handle_open(&config, &handle) == (built ? -refusal : -ENOSYS));
+    }
+    refusal = 0;
+    struct nvmeio_config config = config_of("steam");
+    CHECK(nvmeio_handle_open(&config, &handle) == -EINVAL);
+}
+
+static void test_few_events_are_enough(void)
+{
+    struct nvmeio_config config = config_of("libaio");
+    struct nvmeio_handle *handle;
+    bool known;
+
+    if (!nvmeio_engine_find("libaio", &known))
+        return;
+    config.queue_depth = 64;
+    events_left = 4;
+    refused = 0;
+    int error = nvmeio_handle_open(&config, &handle);
+    if (error == -ENOSYS || error == -EPERM)
+        return;
+    CHECK(error == 0 && refused == 4);
+    const char *path = path_in(test_folder());
+    struct nvmeio_file *file = open_file(path, O_RDWR | O_CREAT, NVMEIO_DIRECT_AUTO);
+    struct guarded memory = guarded_new(MIB, 0);
+    fill(memory.address, MIB, 0, 1);
+    CHECK(write_at(handle, file, memory.address, MIB, 0).result == (int64_t)MIB);
+    CHECK(file_holds(path, memory.address, MIB, 0));
+    guarded_free(&memory);
+    nvmeio_file_release(file);
+    nvmeio_handle_close(handle);
+    events_left = 0;
+    CHECK(nvmeio_handle_open(&config, &handle) == -EAGAIN);
+}
+
+int main(void)
+{
+    begin();
+    test_a_reason_says_what_would_help();
+    test_engines_are_found_by_number_and_by_name();
+    test_auto_takes_the_first_that_works();
+    test_a_named_engine_that_is_refused_is_an_error();
+    test_few_events_are_enough();
+    return 0;
+}

@@ -1,0 +1,219 @@
+/* What the system may say of a file that is opened, by functions that stand in for it:
+ * odd alignments, and calls that fail where they never should. */
+#include <stdarg.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <sys/vfs.h>
+
+#include "transfer.h"
+
+/* What statx() shall say of direct I/O, once `told`; and which calls fail. */
+static struct {
+    bool told;
+    uint32_t memory_align, offset_align;
+    bool no_statfs, no_status, no_flags, no_duplicate, no_truncate;
+} answers;
+
+int statx(int fd, const char *path, int flags, unsigned mask, struct statx *status)
+{
+    if (!answers.told)
+        return (int)syscall(SYS_statx, fd, path, flags, mask, status);
+    memset(status, 0, sizeof(*status));
+    memcpy((char *)status + 0x98, &answers.memory_align, 4);
+    memcpy((char *)status + 0x9c, &answers.offset_align, 4);
+    return 0;
+}
+
+int fstatfs(int fd, struct statfs *status)
+{
+    if (!answers.no_statfs)
+        return (int)syscall(SYS_fstatfs, fd, status);
+    errno = EIO;
+    return -1;
+}
+
+int fstat(int fd, struct stat *status)
+{
+    if (!answers.no_status)
+        return fstatat(fd, "", status, AT_EMPTY_PATH);
+    errno = EIO;
+    return -1;
+}
+
+int fcntl(int fd, int command, ...)
+{
+    va_list list;
+    va_start(list, command);
+    long argument = va_arg(list, long);
+    va_end(list);
+
+    if ((command == F_SETFL && answers.no_flags) ||
+        (command == F_DUPFD_CLOEXEC && answers.no_duplicate)) {
+        errno = EIO;
+        return -1;
+    }
+    return (int)syscall(SYS_fcntl, fd, command, argument);
+}
+
+int ftruncate(int fd, off_t size)
+{
+    if (!answers.no_truncate)
+        return (int)syscall(SYS_ftruncate, fd, size);
+    errno = EIO;
+    return -1;
+}
+
+static struct nvmeio_file *file;
+
+static int open_again(const char *path, int flags, enum nvmeio_direct direct)
+{
+    return nvmeio_file_open(path, flags, direct, &file);
+}
+
+static void check_alignment(const char *path, uint32_t memory_align,
+                            uint32_t offset_align, bool direct)
+{
+    struct nvmeio_file_info info;
+
+    answers.told = true;
+    answers.memory_align = memory_align;
+    answers.offset_align = offset_align;
+    CHECK(open_again(path, O_RDWR, NVMEIO_DIRECT_AUTO) == 0);
+    nvmeio_file_get_info(file, &info);
+    CHECK(info.direct == direct);
+    CHECK(info.offset_align == (direct ? offset_align : 1));
+    CHECK(info.memory_align == (direct ? memory_align : 1));
+    nvmeio_file_release(file);
+    int error = open_again(path, O_RDWR, NVMEIO_DIRECT_ALWAYS);
+    CHECK(error == (direct ? 0 : -EINVAL));
+    if (error == 0)
+        nvmeio_file_release(file);
+    answers.told = false;
+}
+
+/* Whatever the kernel says, arithmetic is done with powers of two of a bounded size. */
+static void test_alignments_that_cannot_be_are_no_alignments(const char *path)
+{
+    struct nvmeio_file_info info;
+
+    CHECK(open_again(path, O_RDWR, NVMEIO_DIRECT_AUTO) == 0);
+    nvmeio_file_get_info(file, &info);
+    nvmeio_file_release(file);
+    if (!info.direct)
+        return;
+    check_alignment(path, 512, 4096, true);
+    check_alignment(path, 4, 512, true);
+    check_alignment(path, 3, 512, false);
+    check_alignment(path, 512, 513, false);
+    check_alignment(path, 0, 512, false);
+    check_alignment(path, 512, 0, false);
+    check_alignment(path, 1u << 31, 512, false);
+    check_alignment(path, 512, 1u << 31, false);
+    /* Nothing is known: whole pages, as one is read on trial. */
+    answers.told = true;
+    answers.memory_align = answers.offset_align = 0;
+    static const int modes[] = {O_RDWR, O_RDONLY, O_WRONLY};
+    for (int i = 0; i < 3; i++) {
+        CHECK(open_again(path, modes[i], NVMEIO_DIRECT_AUTO) == 0);
+        nvmeio_file_get_info(file, &info);
+        CHECK(info.direct && info.offset_align == PAGE && info.memory_align == PAGE);
+        nvmeio_file_release(file);
+    }
+    answers.told = false;
+}
+
+static void test_a_file_of_an_unknown_file_system_is_opened(const char *path)
+{
+    answers.no_statfs = true;
+    CHECK(open_again(path, O_RDWR, NVMEIO_DIRECT_AUTO) == 0);
+    nvmeio_file_release(file);
+    answers.no_statfs = false;
+}
+
+/* What fails leaves neither a descriptor nor a file that was not there before. */
+static void test_what_cannot_be_opened_leaves_nothing(const char *path)
+{
+    const char *fresh = path_in(test_folder());
+    int next = dup(0), fd = open(path, O_RDWR | O_CLOEXEC);
+    bool *const refusals[] = {&answers.no_status, &answers.no_flags,
+                              &answers.no_truncate};
+
+    CHECK(next >= 0 && fd > next);
+    for (int i = 0; i < 3; i++) {
+        *refusals[i] = true;
+        CHECK(open_again(fresh, O_RDWR | O_CREAT | O_TRUNC, NVMEIO_DIRECT_AUTO) ==
+              -EIO);
+        *refusals[i] = false;
+        /* Without its status nobody can tell that the name is still the file's. */
+        CHECK((access(fresh, F_OK) == 0) == (i == 0));
+        unlink(fresh);
+    }
+    answers.no_status = true;
+    CHECK(nvmeio_file_dup(fd, NVMEIO_DIRECT_AUTO, &file) == -EIO);
+    answers.no_status = false;
+    answers.no_duplicate = true;
+    CHECK(nvmeio_file_dup(fd, NVMEIO_DIRECT_AUTO, &file) == -EIO);
+    answers.no_duplicate = false;
+    CHECK(dup(0) == fd + 1);
+    close(fd + 1);
+    close(fd);
+    close(next);
+}
+
+static void test_a_size_that_cannot_be_told_is_an_error(const char *path)
+{
+    CHECK(open_again(path, O_RDWR, NVMEIO_DIRECT_AUTO) == 0);
+    CHECK(nvmeio_file_size(file) == (int64_t)(2 * PAGE));
+    answers.no_status = true;
+    CHECK(nvmeio_file_size(file) == -EIO);
+    answers.no_status = false;
+    nvmeio_file_release(file);
+}
+
+static void test_a_file_knows_whether_it_is_at_a_path(const char *path)
+{
+    CHECK(open_again(path, O_RDWR, NVMEIO_DIRECT_AUTO) == 0);
+    CHECK(nvmeio_file_is_at(file, path) == 1);
+    CHECK(nvmeio_file_is_at(file, test_folder()) == 0);
+    CHECK(nvmeio_file_is_at(file, path_in(test_folder())) == -ENOENT);
+    nvmeio_file_release(file);
+}
+
+static void test_a_comparison_ends_with_the_file(const char *path)
+{
+    static char bytes[3 * PAGE];
+    size_t position;
+
+    CHECK(open_again(path, O_RDWR, NVMEIO_DIRECT_AUTO) == 0);
+    fill(bytes, 2 * PAGE, 0, 1);
+    CHECK(nvmeio_file_compare(file, 0, bytes, 2 * PAGE, &position) == 0);
+    CHECK(position == 2 * PAGE);
+    CHECK(nvmeio_file_compare(file, 0, bytes, 3 * PAGE, &position) == -ENODATA);
+    CHECK(position == 2 * PAGE);
+    bytes[PAGE]++;
+    CHECK(nvmeio_file_compare(file, 0, bytes, 2 * PAGE, &position) == 1);
+    CHECK(position == PAGE);
+    nvmeio_file_release(file);
+    CHECK(open_again(path, O_WRONLY, NVMEIO_DIRECT_NEVER) == 0);
+    CHECK(nvmeio_file_compare(file, 0, bytes, PAGE, &position) == -EBADF);
+    nvmeio_file_release(file);
+}
+
+int main(void)
+{
+    static char bytes[2 * PAGE];
+
+    begin();
+    const char *path = path_in(test_folder());
+    fill(bytes, sizeof(bytes), 0, 1);
+    int fd = open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0666);
+    CHECK(write(fd, bytes, sizeof(bytes)) == (ssize_t)sizeof(bytes));
+    close(fd);
+    test_alignments_that_cannot_be_are_no_alignments(path);
+    test_a_file_of_an_unknown_file_system_is_opened(path);
+    test_what_cannot_be_opened_leaves_nothing(path);
+    test_a_size_that_cannot_be_told_is_an_error(path);
+    test_a_file_knows_whether_it_is_at_a_path(path);
+    test_a_comparison_ends_with_the_file(path);
+    return 0;
+}
