@@ -147,6 +147,8 @@ static void test_a_named_engine_that_is_refused_is_an_error(void)
     refusal = 0;
     struct nvmeio_config config = config_of("steam");
     CHECK(nvmeio_handle_open(&config, &handle) == -EINVAL);
+    config.engine = NULL;
+    CHECK(nvmeio_handle_open(&config, &handle) == -EINVAL);
 }
 
 static void test_few_events_are_enough(void)

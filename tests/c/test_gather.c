@@ -397,6 +397,47 @@ static void test_cancel(const char *path, const char *engine)
     nvmeio_handle_close(handle);
 }
 
+/* What is wrong with the lists themselves is no record's fault. */
+static void test_lists_that_are_none(void)
+{
+    int64_t one = 1;
+    struct nvmeio_gather what = {.op = NVMEIO_OP_READ, .count = 1, .sizes = &one};
+    size_t offender;
+
+    CHECK(nvmeio_gather_check(&what, &offender) == -EINVAL && offender == SIZE_MAX);
+    what.sizes = NULL;
+    what.offsets = &one;
+    CHECK(nvmeio_gather_check(&what, &offender) == -EINVAL && offender == SIZE_MAX);
+    what.sizes = &one;
+    what.count = SIZE_MAX / 2;
+    CHECK(nvmeio_gather_check(&what, &offender) == -ENOMEM && offender == SIZE_MAX);
+}
+
+/* A transfer has no records. */
+static void test_a_transfer_has_no_failures(const char *path, const char *name)
+{
+    struct nvmeio_config config = config_of(name);
+    struct nvmeio_handle *handle = open_handle(&config);
+    struct nvmeio_file *file = open_file(path, O_RDONLY, NVMEIO_DIRECT_AUTO);
+    struct guarded memory = guarded_new(PAGE, 0);
+    struct nvmeio_transfer what = {.op = NVMEIO_OP_READ,
+                                   .file = file,
+                                   .address = memory.address,
+                                   .size = PAGE,
+                                   .offset = FILE_BYTES};
+    struct nvmeio_failure failure;
+    struct nvmeio_request *request;
+
+    CHECK(nvmeio_submit(handle, &what, &request) == 0);
+    while (!nvmeio_request_done(request))
+        sched_yield();
+    CHECK(nvmeio_request_failures(request, &failure, 1) == 0);
+    nvmeio_request_release(request);
+    guarded_free(&memory);
+    nvmeio_file_release(file);
+    nvmeio_handle_close(handle);
+}
+
 int main(void)
 {
     const char *name;
@@ -411,6 +452,7 @@ int main(void)
         test_no_memory(path, name);
     }
     nvmeio_pool_set_limit(0);
+    test_lists_that_are_none();
     FOR_EACH_ENGINE(name)
     {
         const char *path = path_in(test_folder());
@@ -420,6 +462,7 @@ int main(void)
         test_refusals(path, name);
         test_nothing(path, name);
         test_cancel(path, name);
+        test_a_transfer_has_no_failures(path, name);
     }
     return 0;
 }
