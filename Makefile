@@ -10,13 +10,29 @@ BUILD_FILES := setup.py pyproject.toml constraints.txt \
 	$(shell find include src -name '*.[ch]' -o -name '*.pyx' -o -name '*.pxd')
 C_FILES := $(shell find include src/libnvmeio tests -name '*.[ch]')
 
+ASAN_FLAGS := -fsanitize=address,undefined -fno-sanitize-recover=undefined \
+	-fno-omit-frame-pointer -g
 # A leak that ASan sees at the exit of a Python is Python's; without libstdc++ in front, the
 # exceptions of torch end the process.
 ASAN_ENVIRONMENT = ASAN_OPTIONS=detect_leaks=0 PYTHONPATH=build/asan/lib \
 	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libstdc++.so)"
 
+# Python itself is not instrumented, but what it locks is seen.  libgomp's waiting is not,
+# so there is no OpenMP.  Reports go into files, for pytest takes what is printed.
+TSAN_REPORT := build/tsan/report
+TSAN_ENVIRONMENT = LD_PRELOAD="$$(gcc -print-file-name=libtsan.so)" \
+	TSAN_OPTIONS="exitcode=66 report_signal_unsafe=0 log_path=$(CURDIR)/$(TSAN_REPORT)" \
+	PYTHONPATH=$(CURDIR)/build/tsan/lib setarch -R
+TSAN_TESTS := tests/test_model.py tests/test_handle.py tests/test_futures.py \
+	tests/test_gather.py tests/test_lanes.py tests/test_latencies.py tests/test_pool.py
+
+COVERAGE_FLAGS := --coverage -O0 -fprofile-update=atomic
+COVERAGE_TESTS := tests/test_file.py tests/test_openfiles.py tests/test_mounts.py \
+	tests/test_gather.py tests/test_faults.py
+
 .PHONY: demo test build test-python test-c test-c-asan test-c-tsan test-neon test-pythons
-.PHONY: stress-short stress stress-long replay fuzz test-deepspeed asan lint format sdist bench clean
+.PHONY: stress-short stress stress-long replay fuzz test-deepspeed lint format sdist bench
+.PHONY: asan tsan stress-asan stress-tsan build-asan build-tsan coverage clean
 
 demo: build
 	$(PY) examples/demo.py
@@ -91,10 +107,43 @@ test-pythons: build
 test-deepspeed: build
 	scripts/test-deepspeed $(PY)
 
-asan: build
-	CFLAGS='-fsanitize=address -fno-omit-frame-pointer' $(PY) setup.py -q build \
+build-asan: build
+	CFLAGS='$(ASAN_FLAGS)' $(PY) setup.py -q build \
 		--build-base build/asan --build-lib build/asan/lib
+
+build-tsan: build
+	CFLAGS='-fsanitize=thread -g -fno-omit-frame-pointer' NVMEIO_WITH_OPENMP=no \
+		$(PY) setup.py -q build --build-base build/tsan --build-lib build/tsan/lib
+	rm -f $(TSAN_REPORT).*
+
+asan: build-asan
 	$(ASAN_ENVIRONMENT) $(PY) -m pytest -m 'not packaging'
+
+# In a child of a process with threads TSan starts none.
+tsan: build-tsan
+	$(TSAN_ENVIRONMENT) $(PY) -m pytest -k 'not fork' $(TSAN_TESTS) || \
+		{ cat $(TSAN_REPORT).*; exit 1; }
+
+stress-asan: build-asan
+	$(ASAN_ENVIRONMENT) $(PY) -m pytest tests/stress --length short $(STRESS)
+
+stress-tsan: build-tsan
+	$(TSAN_ENVIRONMENT) $(PY) -m pytest -k 'not fork' tests/stress --length short \
+		$(STRESS) || { cat $(TSAN_REPORT).*; exit 1; }
+
+# Which branches of the C library some test takes; assertions are left out.  What none
+# takes is named in tests/uncovered.md.
+coverage: build
+	rm -rf build/c/coverage build/coverage
+	CFLAGS='$(COVERAGE_FLAGS)' LDFLAGS=-lgcov NVMEIO_DEBUG=0 scripts/test-c $(PY) \
+		coverage -include $(CURDIR)/tests/c/coverage.h
+	CFLAGS='$(COVERAGE_FLAGS)' LDFLAGS=--coverage $(PY) setup.py -q build \
+		--build-base build/coverage --build-lib build/coverage/lib
+	PYTHONPATH=$(CURDIR)/build/coverage/lib $(PY) -m pytest $(COVERAGE_TESTS)
+	$(PY) -m gcovr --root . --filter src/libnvmeio/ --txt-metric branch \
+		--fail-under-branch 90 --json build/coverage/branches.json --txt - \
+		build/c/coverage build/coverage
+	$(PY) scripts/check_uncovered.py build/coverage/branches.json
 
 lint: build
 	$(PY) -m ruff check .
