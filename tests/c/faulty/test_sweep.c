@@ -255,7 +255,7 @@ static void set_allowed(enum nvmeio_fault kind)
         [NVMEIO_FAULT_DEAD] = {-EIO},
         [NVMEIO_FAULT_SETUP] = {-ENOMEM, -ENOSYS, -EPERM, -EMFILE},
         [NVMEIO_FAULT_MEMORY] = {-ENOMEM},
-        [NVMEIO_FAULT_THREADS] = {-EAGAIN},
+        [NVMEIO_FAULT_THREADS] = {-EAGAIN, -ENODATA},
         [NVMEIO_FAULT_DESCRIPTORS] = {-EMFILE, -ENFILE},
         [NVMEIO_FAULT_FALLOCATE] = {-ENOSPC, -EDQUOT},
         [NVMEIO_FAULT_STAT] = {-EIO},
@@ -337,11 +337,12 @@ static void look_at_storm(void *argument)
     CHECK(!abandoned);
 }
 
-/* All kinds at once but for a dead engine; returns how many have struck. */
+/* All kinds at once but for a dead engine; returns how many have struck.  ENODATA:
+ * where the writes have failed, there is nothing to read. */
 static unsigned storm(uint64_t seed)
 {
     static const int all_allowed[12] = {-EIO,   -ENOSPC, -EDQUOT, -ENOMEM, -ENOSYS,
-                                        -EPERM, -EMFILE, -ENFILE, -EAGAIN};
+                                        -EPERM, -EMFILE, -ENFILE, -EAGAIN, -ENODATA};
     unsigned fired = 0;
 
     snprintf(spec, sizeof(spec),
