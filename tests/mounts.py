@@ -68,7 +68,7 @@ def faulty(fuse_folder):
         os.setxattr(next(fuse_folder.iterdir()), "user.faults", b"{}")
 
 
-def unmount(folder, patience_s):
+def unmount(folder, patience_s=WATCHDOG_S):
     """Unmount when the I/O of processes that are no more has ended in the kernel."""
     deadline = time.monotonic() + patience_s
     while True:
