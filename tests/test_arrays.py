@@ -460,6 +460,10 @@ MALFORMED = {
     # numpy would divide by it, and the process be no more.
     "a divisor of 0": (header_saying("'<M8[s/0]'", "(3,)"), "divided by 0"),
     "as numpy keeps it": (header_saying("'M8[s/4294967296]'", "()"), "divided by 4294"),
+    "below what a long has": (
+        header_saying(f"'<M8[s/-{10**20}]'", "(3,)"),
+        "divided by -1000",
+    ),
     "escaped": (header_saying(r"'<M8[s\x2f' '-0]'", "(3,)"), "divided by -0"),
 }
 

@@ -160,7 +160,10 @@ def _read_header(stream: io.BufferedReader) -> tuple[tuple[int, ...], bool, np.d
 
 
 def _check_units(header: str) -> None:
-    """Refuse a unit of time divided by zero: numpy (2.4) divides, and the process dies."""
+    """Refuse a unit of time divided by zero: numpy (2.4) divides, and the process dies.
+
+    And one by a number that numpy makes zero of.
+    """
     # numpy writes neither, but in names of fields: what follows is slow.
     if "/" not in header and "\\" not in header:
         return
@@ -168,8 +171,8 @@ def _check_units(header: str) -> None:
     literals = [token.string for token in tokens if token.type == tokenize.STRING]
     text = "".join(str(ast.literal_eval(literal)) for literal in literals)
     for divisor in re.findall(r"/\s*([+-]?\d+)\s*\]", text):
-        # numpy keeps it in an int of C.
-        if int(divisor) % (1 << 32) == 0:
+        # What does not fit into an int of C may become anything, and so 0, there.
+        if not 0 < int(divisor) < 1 << 31:
             raise ValueError(f"a unit of time is divided by {divisor}")
 
 
