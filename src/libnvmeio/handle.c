@@ -83,7 +83,7 @@ static size_t bounce_bytes(const struct nvmeio_handle *handle)
     return bytes > unit ? bytes : unit;
 }
 
-static int locks_init(struct nvmeio_handle *handle)
+static void locks_init(struct nvmeio_handle *handle)
 {
     pthread_condattr_t monotonic;
 
@@ -93,8 +93,6 @@ static int locks_init(struct nvmeio_handle *handle)
     pthread_cond_init(&handle->work, &monotonic);
     pthread_cond_init(&handle->news, &monotonic);
     pthread_condattr_destroy(&monotonic);
-    handle->lanes = calloc(handle->config.lanes, sizeof(*handle->lanes));
-    return handle->lanes ? 0 : -ENOMEM;
 }
 
 /* Send the lanes home and wait for them. */
@@ -117,6 +115,10 @@ static void lanes_stop(struct nvmeio_handle *handle)
 
 static int lanes_start(struct nvmeio_handle *handle)
 {
+    if (!handle->lanes)
+        handle->lanes = calloc(handle->config.lanes, sizeof(*handle->lanes));
+    if (!handle->lanes)
+        return -ENOMEM;
     for (unsigned i = 0; i < handle->config.lanes; i++) {
         int error = nvmeio_lane_start(&handle->lanes[i], handle);
         if (error) {
@@ -179,9 +181,8 @@ int nvmeio_handle_open(const struct nvmeio_config *config,
     handle->bounce_bytes = bounce_bytes(handle);
     atomic_init(&handle->references, 1);
     atomic_init(&handle->generation, nvmeio_fork_generation());
-    int error = locks_init(handle);
-    if (error == 0 && !handle->config.engine)
-        error = -ENOMEM;
+    locks_init(handle);
+    int error = handle->config.engine ? 0 : -ENOMEM;
     if (error == 0)
         error = strcmp(config->engine, "auto") == 0 ? start_any(handle)
                                                     : start_named(handle);
@@ -216,12 +217,11 @@ static void revive(struct nvmeio_handle *handle)
     handle->stopping = false;
     /* Closed by the parent, or here before it was ever used: nobody is stopping it. */
     handle->stopped = handle->closing;
-    handle->dead_error = locks_init(handle);
-    handle->lanes_missing = handle->lanes_starting = false;
-    if (handle->dead_error == 0 && !handle->closing) {
-        handle->dead_error = lanes_start(handle);
-        handle->lanes_missing = handle->dead_error != 0;
-    }
+    locks_init(handle);
+    handle->lanes = NULL;
+    handle->dead_error = handle->closing ? 0 : lanes_start(handle);
+    handle->lanes_missing = handle->dead_error != 0;
+    handle->lanes_starting = false;
     atomic_store_explicit(&handle->generation, nvmeio_fork_generation(),
                           memory_order_release);
 }

@@ -78,6 +78,6 @@ def test_one_fault_at_each_place(
         assert int(re.search(r"^(\d+) faults$", said, re.MULTILINE)[1]) >= 60, said
 
 
-@pytest.mark.parametrize("name", ["test_file_faults"])
+@pytest.mark.parametrize("name", ["test_file_faults", "test_child_faults"])
 def test_single_faults(faulty_programs, name):
     run(faulty_programs("plain") / name)

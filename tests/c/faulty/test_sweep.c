@@ -22,7 +22,7 @@ const char *__lsan_default_suppressions(void);
 const char *__lsan_default_suppressions(void)
 {
     return "leak:lane_equip\nleak:faulty_open\nleak:caller_lane_add\nleak:guarded_new"
-           "\nleak:nvmeio_handle_open\nleak:locks_init\nleak:uring_open";
+           "\nleak:nvmeio_handle_open\nleak:lanes_start\nleak:uring_open";
 }
 
 static char spec[256];
@@ -375,7 +375,7 @@ int main(int count, char **arguments)
             stormed += storm(seed + i);
         printf("%s: %llu storms, %u faults\n", engine, (unsigned long long)storms,
                stormed);
-        CHECK(stormed > storms);
+        CHECK(stormed >= storms);
     }
     printf("%u faults\n", fired);
     return 0;
