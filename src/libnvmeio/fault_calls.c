@@ -15,6 +15,7 @@
 #include <sys/eventfd.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
+#include <sys/vfs.h>
 #include <unistd.h>
 
 #ifdef NVMEIO_HAVE_LIBURING
@@ -102,6 +103,7 @@ int nvmeio_faulty_ppoll(struct pollfd *fds, nfds_t count, const struct timespec 
                                                  : ppoll(fds, count, limit, signals);
 }
 
+#if defined(NVMEIO_HAVE_LIBURING) || defined(NVMEIO_HAVE_LIBAIO)
 /* What io_uring and libaio say of a call that could not be made now; 0: it can. */
 static int entry_error(void)
 {
@@ -110,6 +112,7 @@ static int entry_error(void)
         return -errno;
     return 0;
 }
+#endif
 
 #ifdef NVMEIO_HAVE_LIBURING
 int nvmeio_faulty_io_uring_submit(struct io_uring *ring)
@@ -256,7 +259,6 @@ int nvmeio_faulty_mlock(const void *address, size_t size)
     return lacks_memory() ? -1 : mlock(address, size);
 }
 
-/* EINTR: open(2) may wait, on NFS or FUSE. */
 static bool lacks_descriptors(void)
 {
     static const int errors[] = {EMFILE, ENFILE};
@@ -298,6 +300,11 @@ FILE *nvmeio_faulty_fopen(const char *path, const char *mode)
 int nvmeio_faulty_fstat(int fd, struct stat *status)
 {
     return fails_with(NVMEIO_FAULT_STAT, EIO) ? -1 : fstat(fd, status);
+}
+
+int nvmeio_faulty_fstatfs(int fd, struct statfs *status)
+{
+    return fails_with(NVMEIO_FAULT_STAT, ENOSYS) ? -1 : fstatfs(fd, status);
 }
 
 int nvmeio_faulty_statx(int fd, const char *path, int flags, unsigned mask,

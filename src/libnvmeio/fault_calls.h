@@ -44,6 +44,7 @@
 #define eventfd nvmeio_faulty_eventfd
 #define fopen nvmeio_faulty_fopen
 #define fstat nvmeio_faulty_fstat
+#define fstatfs nvmeio_faulty_fstatfs
 #define statx nvmeio_faulty_statx
 #define fallocate nvmeio_faulty_fallocate
 #define ftruncate nvmeio_faulty_ftruncate

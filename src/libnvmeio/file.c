@@ -89,10 +89,13 @@ static void describe(struct nvmeio_file *file, const struct stat *status, int fl
     uint64_t bytes;
     int access = flags & O_ACCMODE;
 
-    if (fstatfs(file->fd, &system) == 0) {
-        file->fuse = system.f_type == FUSE_SUPER_MAGIC;
-        file->in_memory = system.f_type == TMPFS_MAGIC;
-    }
+    int error;
+    do
+        error = fstatfs(file->fd, &system);
+    while (error && errno == EINTR);
+    /* A server of FUSE may fail to answer; no other file system does. */
+    file->fuse = error || system.f_type == FUSE_SUPER_MAGIC;
+    file->in_memory = !error && system.f_type == TMPFS_MAGIC;
 
     file->info.readable = access != O_WRONLY;
     file->info.writable = access != O_RDONLY;
@@ -122,13 +125,13 @@ static int probe_direct(const struct nvmeio_file *file)
     void *page;
     int error = posix_memalign(&page, 4096, 4096);
 
+    /* What passes says nothing of O_DIRECT, which would be lost for as long as the file
+     * is open. */
     if (error)
-        return -error;
+        return 0;
     if (file->info.readable && pread(file->direct_fd, page, 4096, 0) < 0)
         error = -errno;
     free(page);
-    /* What passes says nothing of O_DIRECT, which would be lost for as long as the file
-     * is open. */
     bool passes =
         error == -EINTR || error == -EAGAIN || error == -EBUSY || error == -ENOMEM;
     return passes ? 0 : error;
