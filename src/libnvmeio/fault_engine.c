@@ -3,6 +3,7 @@
  * The lane sees what a kernel and a device might do at their worst: transfers that are
  * short, refused or failed, completions that are early, late or in another order, waits
  * that end for nothing, wake-ups that are lost.  Compiled into the test build alone. */
+#include <assert.h>
 #include <errno.h>
 #include <pthread.h>
 #include <stdatomic.h>
@@ -238,17 +239,16 @@ static void faulty_wake(struct nvmeio_engine *engine)
         real_of(engine)->wake(engine);
 }
 
-/* The entry of an engine, or the first free one. */
+/* The entry of an engine, or NULL. */
 static struct entry *entry_of(const struct nvmeio_engine_ops *real)
 {
-    struct entry *entry = entries;
     /* Acquire: pairs with the release below. */
-    struct entry *end =
-        entries + atomic_load_explicit(&entry_count, memory_order_acquire);
+    unsigned count = atomic_load_explicit(&entry_count, memory_order_acquire);
 
-    while (entry < end && entry->real != real)
-        entry++;
-    return entry;
+    for (unsigned i = 0; i < count; i++)
+        if (entries[i].real == real)
+            return &entries[i];
+    return NULL;
 }
 
 const struct nvmeio_engine_ops *
@@ -257,11 +257,14 @@ nvmeio_fault_engine(const struct nvmeio_engine_ops *real)
     if (!real)
         return NULL;
     struct entry *entry = entry_of(real);
-    if (entry < entries + entry_count)
+    if (entry)
         return &entry->ops;
     pthread_mutex_lock(&entries_mutex);
     entry = entry_of(real);
-    if (entry == entries + entry_count) {
+    if (!entry) {
+        unsigned count = atomic_load_explicit(&entry_count, memory_order_relaxed);
+        assert(count < ENGINES_MAX);
+        entry = &entries[count];
         entry->ops = *real;
         entry->ops.open = faulty_open;
         entry->ops.close = faulty_close;
@@ -269,7 +272,7 @@ nvmeio_fault_engine(const struct nvmeio_engine_ops *real)
         entry->ops.reap = faulty_reap;
         entry->ops.wake = faulty_wake;
         entry->real = real;
-        atomic_fetch_add_explicit(&entry_count, 1, memory_order_release);
+        atomic_store_explicit(&entry_count, count + 1, memory_order_release);
     }
     pthread_mutex_unlock(&entries_mutex);
     return &entry->ops;
