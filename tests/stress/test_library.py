@@ -62,8 +62,8 @@ def test_the_c_tests_hold_under_faults(
 @pytest.mark.parametrize(
     "sanitizer",
     [
-        pytest.param("plain", marks=pytest.mark.amount(short=1, full=20, long=STRIDE)),
-        pytest.param("asan", marks=pytest.mark.amount(short=0, full=2, long=STRIDE)),
+        pytest.param("plain", marks=pytest.mark.amount(short=1, full=3, long=STRIDE)),
+        pytest.param("asan", marks=pytest.mark.amount(short=0, full=1, long=STRIDE)),
         pytest.param("tsan", marks=pytest.mark.amount(short=0, full=1, long=20)),
     ],
 )
