@@ -61,14 +61,17 @@ class Steps:
         assert self.whole.content() == self.data
 
     def unaligned(self, handle, source):
+        self.skewed.array[:] = 0
         handle.submit_read(self.skewed.array, source, 7).wait()
         assert self.skewed.content() == self.data[7:-9]
 
     def at_once(self, handle, source):
+        self.small.array[:] = 0
         handle.read(self.small.array, source, file_offset=4096)
         assert self.small.content() == self.data[4096:8192]
 
     def gather(self, handle, source):
+        self.gathered.array[:] = 0
         handle.gather(source, OFFSETS, RECORD, self.gathered.array, max_gap=4096)
         parts = [self.data[offset : offset + RECORD] for offset in OFFSETS]
         assert self.gathered.content() == b"".join(parts)
