@@ -6,6 +6,7 @@ hangs but fails.
 """
 
 import contextlib
+import functools
 import json
 import os
 import re
@@ -55,6 +56,29 @@ def run_tool(*command):
     )
     assert done.returncode == 0, f"{command}: {done.stderr}{done.stdout}"
     return done.stdout
+
+
+@functools.cache
+def strace_refusal():
+    """Return why strace cannot trace here, tried once on a child of its own, or None."""
+    if shutil.which("strace") is None:
+        return "strace is not installed"
+    done = subprocess.run(
+        ["strace", "-f", "-qqq", "-o", os.devnull, "true"],
+        env=system_environment(),
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=WATCHDOG_S,
+        check=False,
+    )
+    complaint = done.stderr.strip()
+    return f"strace cannot trace here: {complaint}" if done.returncode else None
+
+
+def need_strace():
+    """Skip where strace cannot trace; where it can, what it fails in is an error."""
+    if refusal := strace_refusal():
+        pytest.skip(refusal)
 
 
 def threads_of(pid):
@@ -182,8 +206,7 @@ class Child:
         ):
             if self.tracer.poll() is not None:
                 complaint = self.tracer.stderr.read()
-                self._stop()
-                pytest.skip(f"strace cannot trace here: {complaint.strip()}")
+                pytest.fail(f"strace has ended: {complaint}\n{self._stop()}")
             time.sleep(0.01)
 
     def go(self):
@@ -231,8 +254,7 @@ def run_child(name, **options):
 
 def run_with_faults(name, *faults, **options):
     """Run a function of workloads that pauses once; from there on faults are made."""
-    if shutil.which("strace") is None:
-        pytest.skip("strace is not installed")
+    need_strace()
     child = Child(name, faults=faults, **options)
     child.ready()
     child.go()

@@ -7,14 +7,13 @@ were, is asserted by ``run_with_faults``.
 import errno
 import os
 import re
-import shutil
-import subprocess
 
 import pytest
 
 from children import (
     Child,
     as_nobody,
+    need_strace,
     run_child,
     run_with_faults,
     skip_under_asan,
@@ -366,15 +365,11 @@ def test_a_sysctl_that_forbids_io_uring_is_named(tmp_path, value, fallback):
 
 def traced_rings(folder, **arguments):
     """Run round_trip under strace; return the flags of each ring that was asked for."""
-    if shutil.which("strace") is None:
-        pytest.skip("strace is not installed")
+    need_strace()
     skip_under_asan("does not run under strace from the start")
     # A log for each thread, so that no call is cut in two by another.
     prefix = ["strace", "-ff", "-qqq", "-X", "raw", "-e", "trace=io_uring_setup"]
     prefix += ["-o", folder / "strace"]
-    done = subprocess.run([*prefix, "true"], capture_output=True, text=True)
-    if done.returncode:
-        pytest.skip(f"strace cannot trace here: {done.stderr.strip()}")
     child = Child("round_trip", prefix=prefix, folder=str(folder), **arguments)
     child.ready()
     child.go()
