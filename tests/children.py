@@ -43,11 +43,16 @@ def system_environment():
     return {key: value for key, value in os.environ.items() if key not in PRELOADED}
 
 
+def find_tool(name):
+    """Return the path of a tool of the system, or None; PATH may lack those of root."""
+    path = os.environ["PATH"] + os.pathsep + "/usr/sbin" + os.pathsep + "/sbin"
+    return shutil.which(name, path=path)
+
+
 def run_tool(*command):
     """Run a tool of the system and return what it says; its failure is an error."""
-    path = os.environ["PATH"] + os.pathsep + "/usr/sbin" + os.pathsep + "/sbin"
     done = subprocess.run(
-        [shutil.which(str(command[0]), path=path) or command[0], *map(str, command[1:])],
+        [find_tool(str(command[0])) or command[0], *map(str, command[1:])],
         env=system_environment(),
         capture_output=True,
         text=True,

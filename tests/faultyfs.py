@@ -193,11 +193,16 @@ class FaultyFS(fuse.Operations):
         raise fuse.FuseOSError(errno.ENODATA)
 
 
+def unmount_lazily(mountpoint):
+    """Unmount a FUSE file system, whoever uses it, and whether or not anybody serves it."""
+    command = ["umount", "-l"] if os.geteuid() == 0 else ["fusermount", "-u", "-z"]
+    subprocess.run([*command, mountpoint], check=False)
+
+
 def end_with_input(mountpoint):
     """Unmount when whoever started us has gone."""
     sys.stdin.read()
-    command = ["umount", "-l"] if os.geteuid() == 0 else ["fusermount", "-u", "-z"]
-    subprocess.run([*command, mountpoint], check=False)
+    unmount_lazily(mountpoint)
     os._exit(0)
 
 

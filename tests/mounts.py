@@ -6,30 +6,65 @@ is found by its name and taken down first.
 
 import contextlib
 import ctypes.util
+import functools
 import importlib.util
 import json
 import os
 import re
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 import pytest
 
-from children import WATCHDOG_S, run_tool, system_environment
+from children import WATCHDOG_S, find_tool, run_tool, system_environment
+
+MIB = 1 << 20
+# As small as mkfs makes them; ext4 could be smaller.
+SIZES_MIN = {"ext4": 64 * MIB, "xfs": 320 * MIB, "btrfs": 128 * MIB}
 
 # Of the backing files of our loop devices; the number is the process that made them.
 IMAGE_NAME = re.compile(r"nvmeio-loop-(\d+)-\w+\.img")
 
 
+def is_mounted(folder):
+    """Whether something is mounted there, also by a server that is dead or hangs."""
+    mounts = Path("/proc/self/mounts").read_text().splitlines()
+    return str(folder) in (line.split()[1] for line in mounts)
+
+
+def await_mount(server, folder):
+    """Wait until a FUSE file system is mounted; that its server has ended is an error."""
+    deadline = time.monotonic() + WATCHDOG_S
+    while not is_mounted(folder):
+        if server.poll() is not None:
+            raise RuntimeError(f"FUSE serves nothing: {server.stderr.read()}")
+        assert time.monotonic() < deadline, f"FUSE mounts nothing at {folder}"
+        time.sleep(0.01)
+
+
+def end_server(server, folder):
+    """Have a FUSE file system unmounted, by force if need be, which is an error."""
+    try:
+        # Its standard input ends: it lets every call go, unmounts and ends.
+        server.communicate(timeout=WATCHDOG_S)
+    finally:
+        server.kill()
+        server.wait()
+        left = is_mounted(folder)
+        if left:
+            # It imports fuse, which is not everywhere.
+            from faultyfs import unmount_lazily
+
+            unmount_lazily(folder)
+    assert not left, f"the server of {folder} has not unmounted it"
+
+
 @contextlib.contextmanager
-def fuse_server(script, folder, *arguments):
-    """Mount the FUSE file system that a script serves; a skip where none can be."""
-    if not os.access("/dev/fuse", os.R_OK | os.W_OK):
-        pytest.skip("there is no FUSE here: /dev/fuse cannot be opened")
-    if importlib.util.find_spec("fuse") is None or not ctypes.util.find_library("fuse"):
-        pytest.skip("there is no FUSE here: fusepy or libfuse2 is not installed")
+def served(script, folder, *arguments):
+    """Mount the FUSE file system that a script serves; nothing is left of it."""
     server = subprocess.Popen(
         [sys.executable, script, folder, *map(str, arguments)],
         env=system_environment(),
@@ -37,24 +72,44 @@ def fuse_server(script, folder, *arguments):
         stderr=subprocess.PIPE,
         text=True,
     )
-    while not os.path.ismount(folder) and server.poll() is None:
-        time.sleep(0.01)
-    if server.poll() is not None:
-        complaint = server.communicate()[1].strip().splitlines()[-1:]
-        pytest.skip(f"there is no FUSE here: {complaint}")
-    try:
+    with contextlib.ExitStack() as stack:
+        stack.callback(end_server, server, folder)
+        await_mount(server, folder)
         yield
-    finally:
-        # Its standard input ends: it lets every call go, unmounts and ends.
-        server.communicate(timeout=WATCHDOG_S)
-    assert not os.path.ismount(folder)
+
+
+FAULTYFS = Path(__file__).with_name("faultyfs.py")
+
+
+@functools.cache
+def fuse_refusal():
+    """Return why there is no FUSE here, tried once, or None."""
+    if not os.access("/dev/fuse", os.R_OK | os.W_OK):
+        return "/dev/fuse cannot be opened"
+    if importlib.util.find_spec("fuse") is None or not ctypes.util.find_library("fuse"):
+        return "fusepy or libfuse2 is not installed"
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            with served(FAULTYFS, folder):
+                return None
+        except RuntimeError as error:
+            return str(error).strip().splitlines()[-1]
+
+
+@contextlib.contextmanager
+def fuse_server(script, folder, *arguments):
+    """Mount the FUSE file system that a script serves; a skip where FUSE is refused."""
+    if refusal := fuse_refusal():
+        pytest.skip(f"there is no FUSE here: {refusal}")
+    with served(script, folder, *arguments):
+        yield
 
 
 @pytest.fixture(scope="session")
 def fuse_folder(tmp_path_factory):
     """A folder in which tests set faults, as faultyfs.py says."""
     folder = tmp_path_factory.mktemp("faulty")
-    with fuse_server(Path(__file__).with_name("faultyfs.py"), folder):
+    with fuse_server(FAULTYFS, folder):
         yield folder
 
 
@@ -100,16 +155,6 @@ def take_down_leftovers():
                 take_down(entry["name"], patience_s=1)
 
 
-@pytest.fixture(scope="session")
-def loop_devices():
-    """Whether loop devices can be used here: a skip where not."""
-    if os.geteuid() != 0:
-        pytest.skip("loop devices need root")
-    if not os.path.exists("/dev/loop-control"):
-        pytest.skip("there are no loop devices here")
-    take_down_leftovers()
-
-
 def image_name(number):
     """Return the name of a backing file, by which what is left behind can be found."""
     return f"nvmeio-loop-{os.getpid()}-{number}.img"
@@ -125,10 +170,32 @@ def make_image(folder, number, size):
 
 def set_up(image, *options):
     """Make a loop device of a file, and return its path."""
-    try:
-        return run_tool("losetup", "--find", "--show", *options, image).strip()
-    except AssertionError as error:
-        pytest.skip(f"loop devices cannot be made here: {error}")
+    return run_tool("losetup", "--find", "--show", *options, image).strip()
+
+
+@functools.cache
+def loop_refusal():
+    """Return why loop devices cannot be used here, tried once, or None."""
+    if os.geteuid() != 0:
+        return "loop devices need root"
+    if not os.path.exists("/dev/loop-control"):
+        return "there are no loop devices here"
+    with tempfile.TemporaryDirectory() as folder:
+        image = make_image(Path(folder), "tried", MIB)
+        try:
+            device = set_up(image)
+        except AssertionError as error:
+            return f"loop devices cannot be made here: {error}"
+        take_down(device)
+    return None
+
+
+@pytest.fixture(scope="session")
+def loop_devices():
+    """Whether loop devices can be used here: a skip where not."""
+    if refusal := loop_refusal():
+        pytest.skip(refusal)
+    take_down_leftovers()
 
 
 @contextlib.contextmanager
@@ -155,17 +222,39 @@ def loop_device(loop_devices, tmp_path):
         yield make
 
 
-def mount_new(kind, device, folder, sector=512):
-    """Make a file system on a device, and mount it; a skip where the kernel has none."""
+def make_and_mount(kind, device, folder, sector=512):
+    """Make a file system on a device, and mount it."""
     options = {"ext4": ["-q", "-m", "0"], "xfs": ["-q"], "btrfs": ["-q"]}[kind]
     if kind == "xfs":
         options += ["-s", f"size={sector}"]
     run_tool(f"mkfs.{kind}", *options, device)
     folder.mkdir()
-    try:
-        run_tool("mount", "-t", kind, device, folder)
-    except AssertionError as error:
-        pytest.skip(f"the kernel does not mount {kind}: {error}")
+    run_tool("mount", "-t", kind, device, folder)
+
+
+@functools.cache
+def mount_refusal(kind):
+    """Return why such a file system cannot be mounted here, tried once, or None."""
+    if find_tool(f"mkfs.{kind}") is None:
+        return f"mkfs.{kind} is not installed"
+    with tempfile.TemporaryDirectory() as name, device_maker(Path(name)) as make:
+        try:
+            make_and_mount(kind, make(SIZES_MIN[kind]), Path(name) / "mount")
+        except AssertionError as error:
+            return f"the kernel does not mount {kind}: {error}"
+    return None
+
+
+def need_mount(kind):
+    """Skip where such a file system cannot be mounted."""
+    if refusal := mount_refusal(kind):
+        pytest.skip(refusal)
+
+
+def mount_new(kind, device, folder, sector=512):
+    """Make a file system on a device, and mount it; a skip where there are none."""
+    need_mount(kind)
+    make_and_mount(kind, device, folder, sector)
 
 
 @pytest.fixture
@@ -180,18 +269,32 @@ def loop_mount(loop_device, tmp_path):
     return mount
 
 
+def bind_prefix(script, path):
+    """Return the words that run a script with mounts of its own, and then a command."""
+    return ["unshare", "--mount", "sh", "-c", f'{script} && exec "$@"', path]
+
+
+@functools.cache
+def bind_refusal():
+    """Return why no command can have mounts of its own here, tried once, or None."""
+    if os.geteuid() != 0:
+        return "only root can mount a file system"
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            run_tool(*bind_prefix('mount --bind "$0" "$0"', folder), "true")
+        except AssertionError as error:
+            return f"nothing can be mounted here: {error}"
+    return None
+
+
 def with_mounts(script, path):
     """Return the words that start a command with mounts that it alone sees.
 
     They are made by a script, which has `path` as $0.
     """
-    if os.geteuid() != 0:
-        pytest.skip("only root can mount a file system")
-    prefix = ["unshare", "--mount", "sh", "-c", f'{script} && exec "$@"', path]
-    done = subprocess.run([*prefix, "true"], capture_output=True, text=True, check=False)
-    if done.returncode:
-        pytest.skip(f"nothing can be mounted here: {done.stderr.strip()}")
-    return prefix
+    if refusal := bind_refusal():
+        pytest.skip(refusal)
+    return bind_prefix(script, path)
 
 
 def with_file(folder, path, text):
@@ -216,7 +319,8 @@ def slow_disk(loop_devices, faulty, tmp_path):
     What FUSE holds or delays is in flight in the block layer then, where io_uring and
     libaio have handed it over; FUSE itself would hold up their submissions.
     """
-    image = make_image(faulty, "slow", 32 << 20)
+    need_mount("ext4")
+    image = make_image(faulty, "slow", 32 * MIB)
     device = set_up(image)
     folder = tmp_path / "slow"
     folder.mkdir()

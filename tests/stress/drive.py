@@ -14,11 +14,8 @@ import numpy as np
 
 from children import run_tool
 from drivefs import HEADER
-from mounts import fuse_server, image_name, mount_new, set_up, take_down
+from mounts import SIZES_MIN, fuse_server, image_name, mount_new, set_up, take_down
 
-MIB = 1 << 20
-# As small as mkfs makes them.
-SIZES = {"ext4": 64 * MIB, "xfs": 320 * MIB, "btrfs": 128 * MIB}
 # What a drive writes wholly or not at all.
 PAGE = 4096
 # In which images are copied.
@@ -45,7 +42,7 @@ def mounted_drive(kind, folder):
     served, log, name = folder / "drive", folder / "log", image_name("drive")
     served.mkdir()
     script = Path(__file__).parents[1] / "drivefs.py"
-    with fuse_server(script, served, log, name, SIZES[kind]):
+    with fuse_server(script, served, log, name, SIZES_MIN[kind]):
         device = set_up(served / name)
         try:
             mount_new(kind, device, folder / "mounted")
@@ -70,7 +67,7 @@ class PowerCuts:
     def __init__(self, drive):
         self.kind = drive.kind
         self.entries = read_log(drive.log)
-        self.safe = np.zeros(SIZES[drive.kind], np.uint8)
+        self.safe = np.zeros(SIZES_MIN[drive.kind], np.uint8)
         self.applied = 0
         self.chunks = set()
 
