@@ -1,3 +1,6 @@
 """What all tests share."""
 
-pytest_plugins = ["control_groups", "copies", "engine_fixtures", "mounts", "skip_report"]
+pytest_plugins = [
+    *("control_groups", "copies", "engine_fixtures", "fuse_mounts", "mounts"),
+    "skip_report",
+]

@@ -14,7 +14,8 @@ import numpy as np
 
 from children import run_tool
 from drivefs import HEADER
-from mounts import SIZES_MIN, fuse_server, image_name, mount_new, set_up, take_down
+from fuse_mounts import fuse_server
+from mounts import SIZES_MIN, image_name, mount_new, set_up, take_down
 
 # What a drive writes wholly or not at all.
 PAGE = 4096
