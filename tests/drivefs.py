@@ -1,24 +1,21 @@
 """A drive that notes what it is told, by FUSE: ``drivefs.py MOUNTPOINT LOG NAME SIZE``.
 
 The one file NAME holds SIZE bytes, in memory.  Each write to it and each fsync, which is
-what a loop device makes of a flush, is appended to LOG, in the order in which they come:
-an entry is a ``HEADER`` of offset and length with the bytes behind it, or ``FLUSH``.  The
-attribute ``user.entries`` tells how many there are.  It ends when its standard input does.
+what a loop device makes of a flush, is appended to LOG, in the order in which they come,
+as ``drivelog.py`` says.  The attribute ``user.entries`` tells how many there are.  It ends
+when its standard input does.
 """
 
 import errno
 import os
 import stat
-import struct
 import sys
 import threading
 
 import fuse
 
+from drivelog import FLUSH, HEADER
 from faultyfs import end_with_input
-
-HEADER = struct.Struct("<qq")
-FLUSH = HEADER.pack(-1, 0)
 
 
 class DriveFS(fuse.Operations):

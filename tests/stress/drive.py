@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from children import run_tool
-from drivefs import HEADER
+from drivelog import read_log
 from fuse_mounts import fuse_server
 from mounts import SIZES_MIN, image_name, mount_new, set_up, take_down
 
@@ -50,16 +50,6 @@ def mounted_drive(kind, folder):
             yield Drive(kind, folder / "mounted", served / name, log)
         finally:
             take_down(device)
-
-
-def read_log(path):
-    """Return the entries of a log: offset and bytes, or None for a flush."""
-    text, at, entries = memoryview(path.read_bytes()), 0, []
-    while at < len(text):
-        offset, size = HEADER.unpack_from(text, at)
-        at += HEADER.size + size
-        entries.append(None if offset < 0 else (offset, text[at - size : at]))
-    return entries
 
 
 class PowerCuts:
