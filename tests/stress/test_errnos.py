@@ -1,9 +1,10 @@
 """Each system call of a fixed workload fails once: right bytes or an error, never a hang.
 
 The workload opens a handle, writes, reads, gathers, scatters, syncs and closes, in C
-(``fixed_workload.c``) and in Python (``trials/errnos.py``).  Runs without faults tell
-which system calls it makes, and how often a thread makes each.  Then strace has one fail:
-where `index` says 3, the third of that name in each thread.
+(``fixed_workload.c``) and in Python (``trials/errnos.py``).  A seed stands for a case of
+``errnos.py``, whatever is found out here: strace has a call fail, where `index` says 3 the
+third of that name in each thread.  Runs without faults tell how often a thread makes each
+call; the cases of calls that are never made are passed over, unless one is repeated.
 """
 
 import re
@@ -12,11 +13,14 @@ from collections import Counter
 import pytest
 
 from builds import link_program
-from children import TESTS, Child
-from errnos import ERRNOS, INDEX_MAX, LEFT_OUT, every_case, may_report
+from children import TESTS, Child, need_strace
+from errnos import CASES, ERRNOS, INDEX_MAX, LEFT_OUT, may_report
 from helpers import ENGINES
 
 HANGS_AFTER_S = 10
+MEASURED_RUNS = 5
+# Some calls depend on time: how often a case is tried whose call is not made so often.
+TRIES = 5
 
 
 @pytest.fixture(scope="session")
@@ -24,6 +28,15 @@ def program(tmp_path_factory):
     """The fixed workload in C."""
     folder = tmp_path_factory.mktemp("fixed-workload")
     return link_program(TESTS / "stress" / "fixed_workload.c", folder)
+
+
+def calls_in(log):
+    """Return how often one thread made each system call, at most, in a log of strace."""
+    most = Counter()
+    calls = Counter(re.findall(r"^(\d+) +(\w+)\(", log, re.MULTILINE))
+    for (_, call), count in calls.items():
+        most[call] = max(most[call], count)
+    return most
 
 
 class Workload:
@@ -37,11 +50,6 @@ class Workload:
 
     def __init__(self, **options):
         self.options = options
-        self.done = set()
-        runs = [self.calls_made() for _ in range(3)]
-        # How often it surely makes each call: some depend on time.
-        counts = {call: min(run[call] for run in runs) for call in runs[0]}
-        self.counts = {call: count for call, count in counts.items() if count}
 
     def run(self, **options):
         """Let it run to its end, traced by strace."""
@@ -54,21 +62,19 @@ class Workload:
         """Run without faults; return how often one thread makes each system call."""
         outcome = self.run(traced=["all"])
         assert set(outcome.report.values()) == {0}
-        calls = Counter(re.findall(r"^(\d+) +(\w+)\(", outcome.log, re.MULTILINE))
-        most = Counter()
-        for (_, call), count in calls.items():
-            most[call] = max(most[call], count)
+        most = calls_in(outcome.log)
         unknown = most.keys() - ERRNOS.keys() - LEFT_OUT.keys()
         assert not unknown, f"errnos.py does not say what may become of {unknown}"
         assert max(most[call] for call in most.keys() & ERRNOS.keys()) <= INDEX_MAX
         return most
 
+    def surely_made(self):
+        """Return the cases of calls that were made so often each time."""
+        runs = [self.calls_made() for _ in range(MEASURED_RUNS)]
+        return {case for case in CASES if all(case[1] < run[case[0]] for run in runs)}
+
     def fail(self, call, index, name):
-        """Have one call fail, and look at how all has ended."""
-        index %= self.counts[call]
-        if (call, index, name) in self.done:
-            return
-        self.done.add((call, index, name))
+        """Have one call fail, and look at how all has ended; whether it was made at all."""
         outcome = self.run(
             faults=[f"{call}:error={name}:when={index + 1}"], watchdog_s=HANGS_AFTER_S
         )
@@ -79,31 +85,52 @@ class Workload:
         failed = {-result for result in outcome.report.values() if result}
         assert failed <= may_report(call, name), words
         if not outcome.injected[call]:
-            # Calls that depend on time were made less often.
-            assert index > 0, words
-            self.fail(call, index - 1, name)
+            assert calls_in(outcome.log)[call] <= index, words
+        return outcome.injected[call] > 0
 
 
-CASES = every_case()
+# As many seeds as there are cases: each errno of each call, wherever it is made.
+ALL = len(CASES)
 
 
-def fail_each(workload, seeds):
-    """Carry out the case of each seed; those of calls that are never made are passed on."""
-    made = [case for case in CASES if case[0] in workload.counts]
-    for seed in seeds:
-        workload.fail(*made[seed % len(made)])
+@pytest.fixture
+def fail_each(seeds, amount, pytestconfig, record_property):
+    """A function that carries out the case of each seed on a workload."""
+    need_strace()
+    repeated = pytestconfig.getoption("--replay") is not None
+
+    def fail_each(workload):
+        made = set(CASES) if repeated else workload.surely_made()
+        fired, missed = set(), set()
+        for seed in seeds:
+            case = CASES[seed % ALL]
+            if case in made:
+                hit = any(workload.fail(*case) for _ in range(TRIES))
+                (fired if hit else missed).add(case)
+        record_property("calls that failed", len(fired))
+        record_property("calls that were not made so often this time", len(missed))
+        for call, count in Counter(call for call, _, _ in fired).items():
+            record_property(f"of them {call}", count)
+        assert len(fired) > 3 * len(missed), f"they were not made so often: {missed}"
+        if amount == ALL and not repeated:
+            assert fired | missed == made
+            assert {(call, name) for call, _, name in fired} == {
+                (call, name) for call, _, name in made
+            }
+
+    return fail_each
 
 
 @pytest.mark.packaging
-@pytest.mark.amount(short=40, full=350, long=30_000)
+@pytest.mark.amount(short=ALL // 30, full=ALL, long=ALL)
 @pytest.mark.parametrize("engine", ENGINES)
-def test_each_errno_of_each_call_is_survived(engine, program, tmp_path, seeds):
+def test_each_errno_of_each_call_is_survived(engine, fail_each, program, tmp_path):
     env = {"NVMEIO_TEST_DIR": str(tmp_path)}
-    fail_each(Workload(command=[program, engine], env=env), seeds)
+    fail_each(Workload(command=[program, engine], env=env))
 
 
-@pytest.mark.amount(short=10, full=100, long=30_000)
+@pytest.mark.amount(short=ALL // 80, full=ALL // 25, long=ALL)
 @pytest.mark.parametrize("engine", ENGINES)
-def test_each_errno_of_each_call_is_survived_by_python(engine, tmp_path, seeds):
+def test_each_errno_of_each_call_is_survived_by_python(engine, fail_each, tmp_path):
     arguments = {"folder": str(tmp_path), "engine": engine}
-    fail_each(Workload(package="trials", **arguments), seeds)
+    fail_each(Workload(package="trials", **arguments))
