@@ -96,11 +96,9 @@ LENGTH ?= full
 fuzz: $(VENV)/.nvmeio-fuzz
 	$(PY) -m pytest tests/stress/test_fuzz.py --length $(LENGTH) $(STRESS)
 
-# What cannot be had is said by the tests that would need it.
-$(VENV)/.nvmeio-fuzz: $(BUILT)
-	command -v clang || { apt-get update -q && apt-get install -qy clang; } || true
-	$(PY) -m pip install -q --constraint constraints.txt atheris || true
-	touch $@
+# What cannot be had is tried, and told of, each time.
+$(VENV)/.nvmeio-fuzz: $(BUILT) scripts/setup-fuzz
+	if scripts/setup-fuzz $(PY); then touch $@; fi
 
 test-pythons: build
 	scripts/test-pythons $(PY)
