@@ -10,7 +10,7 @@ import random
 import signal
 import tempfile
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -93,9 +93,21 @@ class Promised:
 class Found:
     """What a trial has found."""
 
+    cuts: Counter = field(default_factory=Counter)
+    log_entries: int = 0
     held: int = 0
     lost_pages: int = 0
     broken: list = field(default_factory=list)
+
+    def figures(self):
+        """Return what was counted, by what it is."""
+        return {
+            **{f"cuts of which the cache kept {what}": n for what, n in self.cuts.items()},
+            "entries of drives' logs": self.log_entries,
+            "parts of files that were synced, and found right": self.held,
+            "pages lost from caches": self.lost_pages,
+            "parts of files that were found wrong": len(self.broken),
+        }
 
 
 def write_until_killed(drive, rng, reports, engine, env=(), **options):
@@ -139,6 +151,7 @@ def trial(kind, seed, folder, engines, reports=None, **options):
         # Without a cut all that was begun may show: whoever is killed has lost nothing.
         _, found.broken = promised.check(drive.folder, end + 1, drive.folder)
     cuts, image = PowerCuts(drive), make_image(folder, "cut", 0)
+    found.log_entries = end
     # When something was said to be synced, before a flush, at any moment.
     moments = rng.choices(promised.synced_at(), k=CUTS // 3)
     moments += rng.choices(cuts.flushes_after(start), k=CUTS // 3)
@@ -146,6 +159,7 @@ def trial(kind, seed, folder, engines, reports=None, **options):
     # The cache keeps nothing, some of what it has, or everything.
     shares = itertools.cycle([0, rng.random(), 1])
     for at, kept_share in sorted(zip(moments, shares, strict=False)):
+        found.cuts[{0: "nothing", 1: "everything"}.get(kept_share, "a part")] += 1
         found.lost_pages += cuts.cut(at, kept_share, rng, image)
         with mounted_image(kind, image, drive.folder):
             held, broken = promised.check(drive.folder, at, drive.folder)
@@ -154,14 +168,24 @@ def trial(kind, seed, folder, engines, reports=None, **options):
     return found
 
 
-@pytest.mark.amount(short=2, full=25, long=3000)
-@pytest.mark.parametrize("kind", KINDS)
-def test_what_was_said_to_be_synced_is_there_after_a_power_cut(
-    kind, seeds, tmp_path, loop_devices, engines
-):
+def carry_out(kind, seeds, tmp_path, engines, record_property, **options):
+    """Yield what each trial has found, and tell in the end what all have."""
+    total = Counter()
     for seed in seeds:
         with tempfile.TemporaryDirectory(dir=tmp_path) as folder:
-            found = trial(kind, seed, Path(folder), engines)
+            found = trial(kind, seed, Path(folder), engines, **options)
+        yield found
+        total.update({"trials": 1, **found.figures()})
+    for what, count in total.items():
+        record_property(what, count)
+
+
+@pytest.mark.amount(short=2, full=18, long=3000)
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_was_said_to_be_synced_is_there_after_a_power_cut(
+    kind, seeds, tmp_path, loop_devices, engines, record_property
+):
+    for found in carry_out(kind, seeds, tmp_path, engines, record_property):
         assert found.broken == []
         assert found.held > 0
         assert found.lost_pages > 0
@@ -172,16 +196,14 @@ def test_what_was_said_to_be_synced_is_there_after_a_power_cut(
 @pytest.mark.parametrize("left_out", ["all", "library", "os.fsync"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_build_that_leaves_fsyncs_out_is_found_out(
-    kind, left_out, seeds, tmp_path, loop_devices, engines, faulty_package
+    kind, left_out, seeds, tmp_path, loop_devices, engines, faulty_package, record_property
 ):
     log = tmp_path / "faults"
     env = {"PYTHONPATH": str(faulty_package), **faults_in({"nosync": 1000}, log)}
     if left_out == "os.fsync":
         env = {}
     names = ["os.fsync"] if left_out != "library" else []
-    for seed in seeds:
-        with tempfile.TemporaryDirectory(dir=tmp_path) as folder:
-            options = {"reports": 150, "env": env, "leave_out": names}
-            found = trial(kind, seed, Path(folder), engines, **options)
+    options = {"reports": 150, "env": env, "leave_out": names}
+    for found in carry_out(kind, seeds, tmp_path, engines, record_property, **options):
         assert found.broken
     assert not env or read_tallies(log)["nosync"].fired > 0
