@@ -51,7 +51,7 @@ def end_server(server, folder):
 
 @contextlib.contextmanager
 def served(script, folder, *arguments):
-    """Mount the FUSE file system that a script serves; nothing is left of it."""
+    """Mount the FUSE file system that a script serves, by a process that is yielded."""
     server = subprocess.Popen(
         [sys.executable, script, folder, *map(str, arguments)],
         env=system_environment(),
@@ -62,7 +62,7 @@ def served(script, folder, *arguments):
     with contextlib.ExitStack() as stack:
         stack.callback(end_server, server, folder)
         await_mount(server, folder)
-        yield
+        yield server
 
 
 FAULTYFS = Path(__file__).with_name("faultyfs.py")
