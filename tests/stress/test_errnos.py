@@ -18,7 +18,7 @@ from errnos import CASES, ERRNOS, INDEX_MAX, LEFT_OUT, may_report
 from helpers import ENGINES
 
 HANGS_AFTER_S = 10
-MEASURED_RUNS = 5
+MEASURED_RUNS = 3
 # Some calls depend on time: how often a case is tried whose call is not made so often.
 TRIES = 5
 
