@@ -428,15 +428,25 @@ def test_huge_pages_that_are_switched_off_are_told(tmp_path, healthy):
     assert keys_of(report, "slow") == ["huge-pages"]
 
 
-def test_a_low_limit_of_locked_memory_is_told(healthy):
+def root_of_a_namespace():
+    """Return the words that start a command with capabilities that count for nothing."""
+    prefix = ["unshare", "--user", "--map-root-user"]
+    if subprocess.run([*prefix, "true"], env=system_environment(), check=False).returncode:
+        pytest.skip("user namespaces cannot be made here")
+    return prefix
+
+
+@pytest.mark.parametrize("who", [unprivileged, root_of_a_namespace])
+def test_a_low_limit_of_locked_memory_is_told(healthy, who):
     skip_under_asan("makes nothing of mlock")
     report = examine(
         "/",
-        prefix=unprivileged(),
+        prefix=who(),
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, 65536)),
     )
     assert report["system"]["memlock_bytes"] == 65536
     assert not report["system"]["may_lock"]
+    assert not report["system"]["may_administer"]
     assert "memlock" in keys_of(report, "hint")
 
 

@@ -60,7 +60,8 @@ class System:
     groups : list of int
         All that this process is in.
     may_lock, may_administer : bool
-        Whether the process has CAP_IPC_LOCK, CAP_SYS_ADMIN.
+        Whether the process has CAP_IPC_LOCK, CAP_SYS_ADMIN, and not for a user namespace
+        alone.
     processor : str
         What it calls itself.
     processors, processors_total : int
@@ -143,7 +144,7 @@ def system() -> System:
     memory = _pairs("/proc/meminfo")
     cpu = _pairs("/proc/cpuinfo")
     flags = {*cpu.get("flags", "").split(), *cpu.get("Features", "").split()}
-    capabilities = int(status.get("CapEff", "0"), 16)
+    capabilities = _capabilities(status)
     available = resources()
     # The pool's bound comes first: with it the environment chooses the copy kernels.
     pool_bytes = _pool_bytes()
@@ -210,6 +211,12 @@ def _pairs(path: str | Path) -> dict[str, str]:
         key, _, value = line.partition(":")
         found.setdefault(key.strip(), value.strip())
     return found
+
+
+def _capabilities(status: dict[str, str]) -> int:
+    """Return the capabilities that lift limits: those of a user namespace lift none."""
+    initial = _line("/proc/self/uid_map").split() in ([], ["0", "0", "4294967295"])
+    return int(status.get("CapEff", "0"), 16) if initial else 0
 
 
 def _bytes(text: str) -> int:
