@@ -10,7 +10,6 @@
 #include <assert.h>
 #include <errno.h>
 #include <limits.h>
-#include <linux/capability.h>
 #include <linux/mempolicy.h>
 #include <pthread.h>
 #include <search.h>
@@ -540,14 +539,19 @@ bool nvmeio_pool_holds(const void *address)
     return held;
 }
 
-/* Whether RLIMIT_MEMLOCK does not hold for this process: capabilities(7). */
-static bool may_lock_all(void)
+/* Whether more than RLIMIT_MEMLOCK may be locked.  CAP_IPC_LOCK does not say, for in a
+ * user namespace it counts for nothing here (capabilities(7)), so the kernel is asked
+ * to lock memory that has no pages. */
+static bool may_lock_beyond(size_t limit_bytes)
 {
-    struct __user_cap_header_struct header = {.version = _LINUX_CAPABILITY_VERSION_3};
-    struct __user_cap_data_struct data[_LINUX_CAPABILITY_U32S_3];
+    size_t bytes = limit_bytes + HUGE_BYTES;
+    void *memory = mmap(NULL, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
 
-    return syscall(SYS_capget, &header, data) == 0 &&
-           (data[CAP_TO_INDEX(CAP_IPC_LOCK)].effective & CAP_TO_MASK(CAP_IPC_LOCK));
+    if (memory == MAP_FAILED)
+        return false;
+    bool may = mlock2(memory, bytes, MLOCK_ONFAULT) == 0;
+    munmap(memory, bytes);
+    return may;
 }
 
 /* New rings are charged to the same limit (Linux 6.18), of the user and not of the
@@ -559,7 +563,7 @@ static uint64_t registered_max(void)
     struct rlimit limit;
 
     if (getrlimit(RLIMIT_MEMLOCK, &limit) == 0 && limit.rlim_cur / 4 < most &&
-        !may_lock_all())
+        !may_lock_beyond(limit.rlim_cur))
         most = limit.rlim_cur / 4;
     return most;
 }
