@@ -432,6 +432,7 @@ REFUSED = {
     "negative": (bytes(10), {"dtype": "u1", "shape": -2}, "no extent may be negative"),
     "before": (bytes(10), {"dtype": "u1", "offset": -1}, "offset is -1"),
     "subarray": (bytes(12), {"dtype": ("i4", 3)}, "has a shape; give it to the array"),
+    "no unit": (bytes(16), {"dtype": "M8[0s]"}, "of times in units of no length"),
     "objects": (bytes(16), {"dtype": object}, "are Python objects"),
     "handle": (bytes(16), {"dtype": "u1", "handle": 3}, "it must be an aio_handle"),
 }
@@ -454,6 +455,11 @@ MALFORMED = {
     "a boolean extent": (header_saying("'<f4'", "(True,)"), "an extent is True"),
     "a subarray": (header_saying("('<f4', (2,))", "(0,)"), "has a shape"),
     "text of no length": (header_saying("'|S0'", "(3,)"), "text of no length"),
+    "a unit of no length": (header_saying("'<M8[0s]'", "(3,)"), "units of no length"),
+    "one in a field": (
+        header_saying("[('a', '<i4'), ('b', [('c', '<m8[0D]', (2,))])]", "(3,)"),
+        "units of no length",
+    ),
     "half a subarray": (header_saying("('<f4',)", "(3,)"), "out of range"),
     "many axes": (header_saying("'<f4'", (1,) * 65), "dimension"),
     "too long beside 0": (header_saying("'<f4'", (1 << 62, 4, 0)), "too large"),

@@ -10,6 +10,7 @@ import math
 import re
 import sys
 import tokenize
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -195,13 +196,24 @@ def check_element(dtype: np.dtype[Any]) -> None:
     Raises
     ------
     TypeError
-        It has a shape, which numpy gives to the array; or is of text of no length, which
-        numpy makes longer.
+        It has a shape, which numpy gives to the array; is of text of no length, which numpy
+        makes longer; or has times in units of no length, by which numpy (2.4) divides.
     """
     if dtype.subdtype is not None:
         raise TypeError(f"the dtype {dtype} has a shape; give it to the array")
     if dtype.kind in "SU" and not dtype.itemsize:
         raise TypeError(f"the dtype {dtype} is of text of no length; give it one")
+    if any(part.kind in "mM" and np.datetime_data(part)[1] < 1 for part in _parts(dtype)):
+        raise TypeError(f"the dtype {dtype} is of times in units of no length")
+
+
+def _parts(dtype: np.dtype[Any]) -> Iterator[np.dtype[Any]]:
+    """Yield what a dtype is made of."""
+    if dtype.names is None:
+        yield dtype.base
+    else:
+        for name in dtype.names:
+            yield from _parts(dtype[name].base)
 
 
 def check_size(file: File, layout: Layout) -> None:
