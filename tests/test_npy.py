@@ -1,0 +1,113 @@
+"""What a header of a .npy file says is read as numpy reads it, or refused."""
+
+import os
+import tracemalloc
+
+import numpy as np
+import pytest
+from numpy.lib import format as npy
+
+import nvmeio
+from array_samples import noise, numbers, write_npy
+from helpers import MIB, left_open
+from index_strategies import assert_same
+from nvmeio import ArrayFile
+
+
+def header_saying(dtype, shape):
+    """Return a header, right or wrong, as bytes."""
+    text = f"{{'descr': {dtype}, 'fortran_order': False, 'shape': {shape}}}\n"
+    return text.encode()
+
+
+MALFORMED = {
+    "brackets": (b"(" * 5000, ""),
+    "no dictionary": (b"[1]\n", "not a dictionary"),
+    "a key that is none": (b"{[]: 1}\n", "unhashable"),
+    "code": (b"__import__('os')\n", "malformed"),
+    "another encoding": (b"\xff\n", "can't decode"),
+    "too long": (header_saying("'<f4'", "()").ljust(10_001), "10001 characters"),
+    "a negative extent": (header_saying("'<f4'", "(-1,)"), "no extent may be negative"),
+    "a boolean extent": (header_saying("'<f4'", "(True,)"), "an extent is True"),
+    "a subarray": (header_saying("('<f4', (2,))", "(0,)"), "has a shape"),
+    "text of no length": (header_saying("'|S0'", "(3,)"), "text of no length"),
+    "a unit of no length": (header_saying("'<M8[0s]'", "(3,)"), "units of no length"),
+    "one in a field": (
+        header_saying("[('a', '<i4'), ('b', [('c', '<m8[0D]', (2,))])]", "(3,)"),
+        "units of no length",
+    ),
+    "half a subarray": (header_saying("('<f4',)", "(3,)"), "out of range"),
+    "many axes": (header_saying("'<f4'", (1,) * 65), "dimension"),
+    "too long beside 0": (header_saying("'<f4'", (1 << 62, 4, 0)), "too large"),
+    # numpy would divide by it, and the process be no more.
+    "a divisor of 0": (header_saying("'<M8[s/0]'", "(3,)"), "divided by 0"),
+    "as numpy keeps it": (header_saying("'M8[s/4294967296]'", "()"), "divided by 4294"),
+    "below what a long has": (
+        header_saying(f"'<M8[s/-{10**20}]'", "(3,)"),
+        "divided by -1000",
+    ),
+    "escaped": (header_saying(r"'<M8[s\x2f' '-0]'", "(3,)"), "divided by -0"),
+}
+
+
+@pytest.mark.parametrize("version", [(1, 0), (2, 0), (3, 0)])
+def test_every_version_of_the_format_is_read(path, version):
+    dtype = [("größe", "f4")] if version != (3, 0) else [("größe\\大", "f4")]
+    expected = noise((5,), dtype)
+    write_npy(path, expected, version)
+    with ArrayFile(path) as array:
+        assert_same(array[:], expected)
+    assert_same(nvmeio.load(path), expected)
+
+
+def test_a_header_of_many_letters_is_read(path):
+    """Which are longer as escapes than they are in the file."""
+    dtype = [(chr(0x4E00 + number) * 16, "u1") for number in range(100)]
+    expected = noise((5,), dtype)
+    nvmeio.save(path, expected)
+    assert_same(np.load(path), expected)
+    assert_same(nvmeio.load(path), expected)
+
+
+@pytest.mark.parametrize(("header", "words"), MALFORMED.values(), ids=MALFORMED)
+def test_a_header_that_nobody_made_is_refused(path, header, words):
+    path.write_bytes(npy.magic(3, 0) + len(header).to_bytes(4, "little") + header)
+    for call in (ArrayFile, nvmeio.load):
+        with pytest.raises(ValueError, match=rf"data' is no \.npy file: .*{words}"):
+            call(path)
+    assert left_open(path.parent) == []
+
+
+def test_a_header_that_was_cut_is_refused(path):
+    header = header_saying("'<f4'", "()")
+    length = len(header) + 1
+    path.write_bytes(npy.magic(3, 0) + length.to_bytes(4, "little") + header)
+    with pytest.raises(ValueError, match=f"ends within its header, of {length} bytes"):
+        ArrayFile(path)
+
+
+@pytest.mark.parametrize("version", [(2, 0), (3, 0)])
+def test_a_small_file_takes_little_memory_whatever_it_says(path, version):
+    path.write_bytes(npy.magic(*version) + b"\xff\xff\xff\xff{'descr': ")
+    tracemalloc.start()
+    with pytest.raises(ValueError, match="4294967295 bytes, which is no header"):
+        ArrayFile(path)
+    taken = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert taken < MIB
+
+
+def test_units_of_time_may_be_divided(path):
+    header = header_saying("'<M8[s/1000]'", "(3,)")
+    length = len(header).to_bytes(4, "little")
+    path.write_bytes(npy.magic(3, 0) + length + header + bytes(24))
+    assert nvmeio.load(path).dtype == "<M8[ms]"
+
+
+def test_a_file_that_is_shorter_than_its_header_says_is_refused(path):
+    write_npy(path, numbers((10, 4)))
+    size = path.stat().st_size
+    os.truncate(path, size - 1)
+    for call in (ArrayFile, nvmeio.load):
+        with pytest.raises(ValueError, match=f"has {size - 1} bytes; .* ends at {size}"):
+            call(path)
