@@ -38,9 +38,10 @@ struct nvmeio_stats {
 NVMEIO_API void nvmeio_config_default(struct nvmeio_config *config);
 
 /* Start a handle.  -EINVAL for a value out of its limits or an unknown engine,
- * -ENOSYS where the named engine is not built, else what the engine said.  With
- * "auto" the engines are tried in order; nvmeio_handle_fallback() tells why one was
- * passed over. */
+ * -ENOSYS where the named engine is not built, else what the engine said, or -EAGAIN,
+ * -EMFILE, -ENFILE or -ENOMEM for want of what every engine needs: threads,
+ * descriptors, memory.  With "auto" the engines are tried in order;
+ * nvmeio_handle_fallback() tells why one was passed over. */
 NVMEIO_API int nvmeio_handle_open(const struct nvmeio_config *config,
                                   struct nvmeio_handle **handle);
 

@@ -112,11 +112,12 @@ static const char *explain_uring(int error, char *scratch, size_t size)
                "io_uring_setup";
     case ENOMEM:
         getrlimit(RLIMIT_MEMLOCK, &limit);
-        snprintf(scratch, size, "locked memory ran out; ulimit -l is %llu KiB",
+        if (limit.rlim_cur == RLIM_INFINITY)
+            return "there is no memory";
+        snprintf(scratch, size,
+                 "memory ran out, or what of it may be locked; ulimit -l is %llu KiB",
                  (unsigned long long)limit.rlim_cur / 1024);
         return scratch;
-    case EMFILE:
-        return "too many open files; raise ulimit -n";
     default:
         return "io_uring_setup failed";
     }
@@ -141,10 +142,14 @@ void nvmeio_engine_explain(const char *name, int error, char *reason, size_t siz
     char scratch[128];
     const char *advice = "could not be started";
 
-    if (strcmp(name, "io_uring") == 0)
+    if (error == -EMFILE)
+        advice = "too many open files; raise ulimit -n";
+    else if (strcmp(name, "io_uring") == 0)
         advice = explain_uring(error, scratch, sizeof(scratch));
     else if (strcmp(name, "libaio") == 0)
         advice = explain_libaio(error);
+    else if (error == -EAGAIN)
+        advice = "no thread can be started; raise ulimit -u";
     snprintf(reason, size, "%s (errno %d): %s", strerror(-error), -error, advice);
 }
 

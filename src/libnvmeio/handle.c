@@ -122,6 +122,7 @@ static int lanes_start(struct nvmeio_handle *handle)
     for (unsigned i = 0; i < handle->config.lanes; i++) {
         int error = nvmeio_lane_start(&handle->lanes[i], handle);
         if (error) {
+            handle->refused = handle->lanes[i].refused;
             lanes_stop(handle);
             handle->stopping = false;
             memset(handle->lanes, 0, handle->config.lanes * sizeof(*handle->lanes));
@@ -136,7 +137,8 @@ static int lanes_start(struct nvmeio_handle *handle)
     return 0;
 }
 
-/* Try the engines from the first on, and note why one is passed over. */
+/* Try the engines from the first on, and note why one is passed over.  Where a thread,
+ * a descriptor or memory is lacking, another engine is no remedy. */
 static int start_any(struct nvmeio_handle *handle)
 {
     size_t used = 0;
@@ -145,8 +147,8 @@ static int start_any(struct nvmeio_handle *handle)
     for (unsigned i = 0; (handle->ops = nvmeio_engine_at(i)); i++) {
         char reason[256];
         error = lanes_start(handle);
-        if (error == 0)
-            return 0;
+        if (error == 0 || !handle->refused)
+            return error;
         nvmeio_engine_explain(handle->ops->name, error, reason, sizeof(reason));
         int length = snprintf(handle->fallback + used, sizeof(handle->fallback) - used,
                               "%s%s: %s", used ? "; " : "", handle->ops->name, reason);

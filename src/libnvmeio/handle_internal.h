@@ -35,6 +35,7 @@ struct nvmeio_handle {
     size_t block_bytes;  /* config.block_bytes in whole pages */
     size_t bounce_bytes; /* of one bounce */
     char fallback[512];
+    bool refused; /* no lane was started, for want of the engine alone */
 
     atomic_uint references;
     /* Of the process whose lists and lanes these are; REVIVING while a forked child

@@ -419,8 +419,10 @@ static int lane_equip(struct nvmeio_lane *lane, unsigned depth, unsigned bounces
 {
     int error = nvmeio_engine_start(&lane->engine, lane->handle->ops, depth, shared);
 
-    if (error)
+    if (error) {
+        lane->refused = lane->engine.wake_fd >= 0;
         return error;
+    }
     depth = lane->engine.depth;
     /* One bounce at least stays whole. */
     unsigned splits = (depth + smalls_in_one(lane) - 1) / smalls_in_one(lane);

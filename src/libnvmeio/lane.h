@@ -44,7 +44,8 @@ struct nvmeio_lane {
     /* Guarded by the handle's mutex. */
     struct nvmeio_request *own; /* a caller lane's request */
     struct nvmeio_lane *next;   /* of the caller lanes */
-    bool started;               /* the engine is open, or has failed to */
+    bool started;               /* it is ready for work, or `error` says why not */
+    bool refused;               /* the latter, for want of the engine alone */
     bool driven;                /* a caller lane: a thread is in nvmeio_lane_turn() */
     bool deserted;              /* a caller lane: the thread that waited gave up */
     bool listening; /* waits for completions, and has room for more blocks */

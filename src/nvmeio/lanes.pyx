@@ -3,6 +3,7 @@
 What a request is, is request.pyx's; what users call is handle.pyx's.
 """
 
+import errno
 import logging
 import os
 
@@ -29,6 +30,14 @@ ENGINES = ("auto", "io_uring", "libaio", "threads", "sync")
 # Between two slices of a wait signals are handled: Ctrl-C works within 0.1 s.
 cdef int64_t SLICE_NS = 50_000_000
 cdef int64_t BREATH_NS = 1_000_000
+
+# What lanes need, whatever their engine, by the errno that says that it is not there.
+_LACKING = {
+    errno.EAGAIN: "no thread can be started (ulimit -u, pids.max of control groups)",
+    errno.EMFILE: "no descriptor is left (ulimit -n)",
+    errno.ENFILE: "no descriptor is left to any process (sysctl fs.file-max)",
+    errno.ENOMEM: "memory ran out, or what of it may be locked (ulimit -l)",
+}
 
 # Reasons of fallbacks that were logged: once each.
 _told = set()
@@ -205,6 +214,10 @@ cdef Lanes start_lanes(dict options):
 
 
 cdef int raise_unusable(str engine, int result) except -1:
-    """Raise why an engine could not be started."""
-    reason = engines().get(engine, {}).get("reason") or os.strerror(-result)
-    raise OSError(-result, f"the engine {engine} cannot be used: {reason}")
+    """Raise why no lane could be started."""
+    reason = engines().get(engine, {}).get("reason")
+    if reason:
+        raise OSError(-result, f"the engine {engine} cannot be used: {reason}")
+    # The engine works, or any would have done.
+    lacking = _LACKING.get(-result, os.strerror(-result))
+    raise OSError(-result, f"a handle cannot be opened, for {lacking}")

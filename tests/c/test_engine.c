@@ -1,6 +1,8 @@
 /* The table of engines: what is said of one that does not work, and what stands in for
  * it.  Its refusals are made by functions that stand in for those of the system. */
 #include <stdio.h>
+#include <sys/eventfd.h>
+#include <sys/resource.h>
 #include <sys/syscall.h>
 
 #include "engine.h"
@@ -35,6 +37,18 @@ int io_setup(int count, unsigned long *context)
     return syscall(SYS_io_setup, count, context) ? -errno : 0;
 }
 
+/* The next eventfd is one too many. */
+static bool no_descriptor;
+
+int eventfd(unsigned count, int flags)
+{
+    if (!no_descriptor)
+        return (int)syscall(SYS_eventfd2, count, flags);
+    no_descriptor = false;
+    errno = EMFILE;
+    return -1;
+}
+
 /* What is to be read instead of the switch of the kernel; NULL: it has none. */
 static const char *disabled;
 
@@ -57,6 +71,17 @@ static void check_reason(const char *name, int error, const char *words)
     CHECK(strstr(reason, words) && strstr(reason, strerror(error)));
 }
 
+/* False where this process may not. */
+static bool limit_locked(rlim_t bytes)
+{
+    struct rlimit limit;
+
+    CHECK(getrlimit(RLIMIT_MEMLOCK, &limit) == 0);
+    limit.rlim_cur = bytes;
+    limit.rlim_max = bytes > limit.rlim_max ? bytes : limit.rlim_max;
+    return setrlimit(RLIMIT_MEMLOCK, &limit) == 0;
+}
+
 static void test_a_reason_says_what_would_help(void)
 {
     disabled = "2\n";
@@ -69,14 +94,19 @@ static void test_a_reason_says_what_would_help(void)
         check_reason("io_uring", EPERM, "allow io_uring_setup, io_uring_enter and");
     }
     check_reason("io_uring", ENOSYS, "older than 5.1");
-    check_reason("io_uring", ENOMEM, "locked memory ran out; ulimit -l is ");
+    if (limit_locked(64 * KIB))
+        check_reason("io_uring", ENOMEM, "may be locked; ulimit -l is 64 KiB");
+    if (limit_locked(RLIM_INFINITY))
+        check_reason("io_uring", ENOMEM, "there is no memory");
     check_reason("io_uring", EMFILE, "raise ulimit -n");
     check_reason("io_uring", EIO, "io_uring_setup failed");
     check_reason("libaio", EAGAIN, "raise sysctl fs.aio-max-nr");
     check_reason("libaio", ENOSYS, "the kernel has no AIO");
     check_reason("libaio", EPERM, "allow io_setup, io_submit, io_getevents");
     check_reason("libaio", EIO, "io_setup failed");
-    check_reason("threads", EAGAIN, "could not be started");
+    check_reason("libaio", EMFILE, "raise ulimit -n");
+    check_reason("threads", EAGAIN, "raise ulimit -u");
+    check_reason("threads", EIO, "could not be started");
 }
 
 static void test_engines_are_found_by_number_and_by_name(void)
@@ -128,6 +158,17 @@ static void test_auto_takes_the_first_that_works(void)
         CHECK((info.error == 0) == works && (info.reason[0] == '\0') == works);
     }
     refusal = 0;
+}
+
+static void test_auto_passes_over_nothing_for_want_of_what_all_need(void)
+{
+    struct nvmeio_config config = config_of("auto");
+    struct nvmeio_handle *handle;
+
+    refused = 0;
+    no_descriptor = true;
+    CHECK(nvmeio_handle_open(&config, &handle) == -EMFILE);
+    CHECK(refused == 0 && !no_descriptor);
 }
 
 /* By name there is no other. */
@@ -185,6 +226,7 @@ int main(void)
     test_a_reason_says_what_would_help();
     test_engines_are_found_by_number_and_by_name();
     test_auto_takes_the_first_that_works();
+    test_auto_passes_over_nothing_for_want_of_what_all_need();
     test_a_named_engine_that_is_refused_is_an_error();
     test_few_events_are_enough();
     return 0;
