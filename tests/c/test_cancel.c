@@ -172,6 +172,7 @@ static void test_a_gather_cancelled_in_its_second_attempt_keeps_what_has_landed(
     play(fail_together);
     CHECK(nvmeio_submit_gather(stage.handle, &what, &request, &offender) == 0);
     await(&calls, 1);
+    CHECK(nvmeio_request_failures(request, failures, 3) == 0);
     CHECK(nvmeio_request_cancel(request) == 1);
     play(perform);
     CHECK(nvmeio_request_wait(request, LONG_NS) == 0);

@@ -143,6 +143,55 @@ static void test_more_requests_than_the_queue_holds(const char *engine)
     nvmeio_handle_close(handle);
 }
 
+/* More at once than the handle has rings to lend. */
+static void test_many_threads_may_carry_out_their_own(const char *engine)
+{
+    enum { COUNT = 20 };
+    struct nvmeio_config config = config_of(engine);
+    struct nvmeio_handle *handle = open_handle(&config);
+    struct nvmeio_file *file = open_file(path, O_RDONLY, NVMEIO_DIRECT_AUTO);
+    struct nvmeio_request *requests[COUNT];
+    struct guarded memory = guarded_new(COUNT * PAGE, 0);
+
+    for (size_t i = 0; i < COUNT; i++) {
+        struct nvmeio_transfer t = transfer_of(
+            NVMEIO_OP_READ, file, memory.address + i * PAGE, PAGE, (int64_t)(i * PAGE));
+        t.caller = true;
+        requests[i] = submit(handle, &t);
+    }
+    for (int i = 0; i < COUNT; i++) {
+        CHECK(nvmeio_request_wait(requests[i], INT64_MAX) == 0);
+        CHECK(finish(requests[i]).result == (int64_t)PAGE);
+    }
+    CHECK(file_holds(path, memory.address, COUNT * PAGE, 0));
+    guarded_free(&memory);
+    nvmeio_file_release(file);
+    nvmeio_handle_close(handle);
+}
+
+/* Whose bounces are small, for all have to do with as much as one. */
+static void test_many_lanes_share_the_memory_for_bounces(const char *engine)
+{
+    struct nvmeio_config config = config_of(engine);
+    struct nvmeio_stats stats;
+
+    config.lanes = 64;
+    config.queue_depth = 1;
+    config.block_bytes = MIB;
+    config.bounce = NVMEIO_BOUNCE_ALWAYS;
+    struct nvmeio_handle *handle = open_handle(&config);
+    struct nvmeio_file *file = open_file(path, O_RDONLY, NVMEIO_DIRECT_AUTO);
+    struct guarded memory = guarded_new(SIZE, 0);
+    CHECK(read_at(handle, file, memory.address, SIZE, 0).result == (int64_t)SIZE);
+    CHECK(file_holds(path, memory.address, SIZE, 0));
+    nvmeio_handle_stats(handle, &stats);
+    CHECK(stats.bytes_bounced == 0 ||
+          stats.blocks >= SIZE / (NVMEIO_LANE_BOUNCE_BYTES / 64 / 2));
+    guarded_free(&memory);
+    nvmeio_file_release(file);
+    nvmeio_handle_close(handle);
+}
+
 static void test_each_user_is_popped_once(const char *engine)
 {
     enum { COUNT = 50 };
@@ -519,6 +568,8 @@ int main(void)
         test_threads_share_a_handle(engine);
         test_many_threads_wait_for_one_request(engine);
         test_more_requests_than_the_queue_holds(engine);
+        test_many_threads_may_carry_out_their_own(engine);
+        test_many_lanes_share_the_memory_for_bounces(engine);
         test_each_user_is_popped_once(engine);
         test_a_request_outlives_its_handle_and_its_file(engine);
         test_closing_waits_for_all_and_leaves_the_memory_alone(engine);

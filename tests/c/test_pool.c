@@ -282,7 +282,7 @@ static struct nvmeio_pool_stats stats_now(void)
 /* The first test, while nothing is mapped. */
 static void test_no_more_is_mapped_than_the_limit(void)
 {
-    void *large, *small, *other;
+    void *large, *small, *behind, *other;
 
     CHECK(stats_now().bytes_mapped == 0);
     CHECK(stats_now().bytes_limit == nvmeio_memory_bytes() / 2);
@@ -304,12 +304,15 @@ static void test_no_more_is_mapped_than_the_limit(void)
     memset(other, 3, 22 * MIB);
     CHECK(stats_now().bytes_mapped == 64 * MIB && stats_now().allocations == 4);
     nvmeio_pool_free(large);
+    /* Nothing is given up of a huge page that is not all free. */
+    CHECK(nvmeio_pool_alloc(1, false, &behind, NULL) == 0);
+    nvmeio_pool_free(small);
     /* What is free is kept where giving it up would not be enough. */
     CHECK(!nvmeio_pool_has_room(44 * MIB) && nvmeio_pool_has_room(40 * MIB));
     CHECK(nvmeio_pool_alloc(44 * MIB, false, &large, NULL) == -ENOMEM);
     CHECK(stats_now().bytes_mapped == 64 * MIB);
     nvmeio_pool_free(other);
-    nvmeio_pool_free(small);
+    nvmeio_pool_free(behind);
     CHECK(stats_now().bytes_used == 0);
     nvmeio_pool_set_limit(0);
     CHECK(stats_now().bytes_limit == nvmeio_memory_bytes() / 2);
@@ -411,6 +414,7 @@ static void test_pinned_memory_is_found_by_any_slice(void)
     CHECK(nvmeio_pool_set_pinned(&memory, true) == -EINVAL);
     CHECK(nvmeio_pool_set_pinned((void *)UINTPTR_MAX, true) == -EINVAL);
     CHECK(nvmeio_pool_set_pinned(memory, false) == 1);
+    CHECK(nvmeio_pool_set_pinned(memory, false) == 0);
     CHECK(!nvmeio_pool_is_pinned(memory, size));
 
     CHECK(nvmeio_pool_set_pinned(memory, true) == 1);
