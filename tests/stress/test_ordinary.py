@@ -1,0 +1,70 @@
+"""The ordinary tests pass under faults of which a caller must not notice anything."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from builds import HARMLESS, ROOT, faults_in, read_tallies
+from children import TESTS
+
+# pytest tells where a test hangs; a file takes no more than half of this.
+TEST_S = 120
+FILE_S = 600
+
+# Where some of a transfer was short, the rest may go another way than these tests look for;
+# a queue is not as full as this one wants it while what is to go again waits for its turn.
+LEFT_OUT = {
+    "test_lanes.py": ("short", "partly"),
+    "test_handle.py": ("short", "partly"),
+}
+DESELECTED = {"test_gather.py": "queue_is_full"}
+
+# A kind of fault that strikes at least 20 of 1000 occasions keeps still at 500 of them in
+# one run of 20,000.
+SILENT_MAX = 500
+
+amount = pytest.mark.amount
+FILES = [
+    pytest.param("test_npy_files.py", marks=amount(short=1, full=2, long=40)),
+    *(
+        pytest.param(f"test_{name}.py", marks=amount(short=0, full=1, long=20))
+        for name in ("handle", "gather", "files", "request", "openfiles")
+    ),
+    *(
+        pytest.param(f"test_{name}.py", marks=amount(short=0, full=0, long=10))
+        for name in ("lanes", "arrays", "futures", "staged", "model", "fork")
+    ),
+]
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_ordinary_tests_hold_under_faults(
+    faulty_package, tmp_path, seeds, record_property, name
+):
+    kinds = [kind for kind in HARMLESS if kind not in LEFT_OUT.get(name, ())]
+    for seed in seeds:
+        log = tmp_path / f"{seed}.faults"
+        words = dict.fromkeys(kinds, 20 + seed % 60)
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+        command += [f"--basetemp={tmp_path / 'inner'}", f"--timeout={TEST_S}"]
+        command += [f"--hypothesis-seed={seed}", str(TESTS / name)]
+        if name in DESELECTED:
+            command += ["-k", f"not {DESELECTED[name]}"]
+        done = subprocess.run(
+            command,
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": faulty_package, **faults_in(words, log, seed)},
+            capture_output=True,
+            text=True,
+            timeout=FILE_S,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        tallies = read_tallies(log)
+        for kind in kinds:
+            assert tallies[kind].fired or tallies[kind].occasions < SILENT_MAX, kind
+        fired = sum(tallies[kind].fired for kind in kinds)
+        assert fired > 0
+        record_property("faults", fired)
