@@ -28,7 +28,7 @@ struct machine {
     struct text files[FILES_MAX];
     unsigned cpus_expected;
     uint64_t memory_expected; /* 0: as much as the machine has */
-    unsigned cpus; /* that the thread may run on; 0: the kernel does not say */
+    int cpus; /* that the thread may run on; -1: the kernel does not say */
 };
 
 static const struct machine *machine;
@@ -51,12 +51,12 @@ FILE *fopen(const char *path, const char *mode)
 int sched_getaffinity(pid_t pid, size_t size, cpu_set_t *cpus)
 {
     (void)pid;
-    if (machine->cpus == 0) {
+    if (machine->cpus < 0) {
         errno = EINVAL;
         return -1;
     }
     CPU_ZERO_S(size, cpus);
-    for (unsigned i = 0; i < machine->cpus; i++)
+    for (int i = 0; i < machine->cpus; i++)
         CPU_SET_S(i, size, cpus);
     return 0;
 }
@@ -66,6 +66,7 @@ int sched_getaffinity(pid_t pid, size_t size, cpu_set_t *cpus)
 static const struct machine machines[] = {
     /* No control groups at all. */
     {.cpus_expected = CPUS, .cpus = CPUS},
+    {.cpus_expected = 1, .cpus = -1},
     {.cpus_expected = 1, .cpus = 0},
     /* Version 2: the least of the group and of those above it. */
     {{{"/proc/self/cgroup", "0::/a/b\n"},
@@ -80,6 +81,13 @@ static const struct machine machines[] = {
     {{{"/proc/self/cgroup", "0::/\n"}, {GROUPS "/cpu.max", "100000 50000\n"}},
      2,
      0,
+     CPUS},
+    /* In a container the root that is seen is all there is of its group. */
+    {{{"/proc/self/cgroup", "0::/docker/0123\n"},
+      {GROUPS "/cpu.max", "200000 100000\n"},
+      {GROUPS "/memory.max", "3145728\n"}},
+     2,
+     3145728,
      CPUS},
     /* No more than the thread may run on. */
     {{{"/proc/self/cgroup", "0::/\n"}, {GROUPS "/cpu.max", "900000 100000\n"}},
