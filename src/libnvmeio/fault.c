@@ -19,9 +19,10 @@
 #define RATE_MAX 1000
 
 /* In the log, one for each kind: shared with the children of forks, and read by tests
- * as 16 bytes of name and two numbers. */
+ * as 16 bytes of name and three numbers. */
 struct tally {
     char name[16];
+    uint64_t rate; /* of RATE_MAX */
     _Atomic uint64_t occasions, fired;
 };
 
@@ -128,8 +129,10 @@ static void read_word(const char *word)
         enum nvmeio_fault kind = kind_of(word, length);
         if (kinds[kind].exact_count == EXACT_MAX)
             refuse(word, "too many of this kind");
-        kinds[kind].exact[kinds[kind].exact_count++] =
-            number_of(word, value, UINT64_MAX);
+        uint64_t occasion = number_of(word, value, UINT64_MAX);
+        if (occasion == 0)
+            refuse(word, "the first occasion is 1");
+        kinds[kind].exact[kinds[kind].exact_count++] = occasion;
     }
 }
 
@@ -150,8 +153,10 @@ static void configure(const char *text)
     while ((word = strsep(&left, ",")))
         if (*word)
             read_word(word);
-    for (unsigned i = 0; i < NVMEIO_FAULT_COUNT; i++)
+    for (unsigned i = 0; i < NVMEIO_FAULT_COUNT; i++) {
         snprintf(tallies[i].name, sizeof(tallies[i].name), "%s", kinds[i].name);
+        tallies[i].rate = kinds[i].rate;
+    }
     free(words);
 }
 
