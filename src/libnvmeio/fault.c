@@ -43,6 +43,7 @@ static struct {
     [NVMEIO_FAULT_WAKE] = {.name = "wake", .harmless = true},
     [NVMEIO_FAULT_EIO] = {.name = "eio"},
     [NVMEIO_FAULT_ENOSPC] = {.name = "enospc"},
+    [NVMEIO_FAULT_DIRECT] = {.name = "direct"},
     [NVMEIO_FAULT_NOSYNC] = {.name = "nosync"},
     [NVMEIO_FAULT_DEAD] = {.name = "dead"},
     [NVMEIO_FAULT_EINTR] = {.name = "eintr", .harmless = true},
@@ -50,16 +51,19 @@ static struct {
     [NVMEIO_FAULT_EBUSY] = {.name = "ebusy", .harmless = true},
     [NVMEIO_FAULT_ENOMEM] = {.name = "enomem", .harmless = true},
     [NVMEIO_FAULT_PARTLY] = {.name = "partly", .harmless = true},
+    [NVMEIO_FAULT_BEHIND] = {.name = "behind", .harmless = true},
     [NVMEIO_FAULT_SETUP] = {.name = "setup"},
     [NVMEIO_FAULT_REGISTER] = {.name = "register", .harmless = true},
     [NVMEIO_FAULT_MEMORY] = {.name = "memory"},
     [NVMEIO_FAULT_THREADS] = {.name = "threads"},
     [NVMEIO_FAULT_DESCRIPTORS] = {.name = "descriptors"},
+    [NVMEIO_FAULT_SIGNAL] = {.name = "signal"},
     [NVMEIO_FAULT_FALLOCATE] = {.name = "fallocate"},
     [NVMEIO_FAULT_TRUNCATE] = {.name = "truncate"},
     [NVMEIO_FAULT_STAT] = {.name = "stat"},
 };
 
+_Thread_local bool nvmeio_fault_in_shared;
 static uint64_t seed;
 static struct tally own_tallies[NVMEIO_FAULT_COUNT];
 static struct tally *tallies = own_tallies;

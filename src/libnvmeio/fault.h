@@ -11,7 +11,8 @@
  *   log=PATH       a file that says how often each kind could strike, and did
  *
  * The occasions of a kind are counted, and the lot of each depends on seed, kind and
- * count alone: what strikes is the same in every run, whoever comes first. */
+ * count alone: which occasions are struck, and how, is the same in every run.  Which
+ * call or block an occasion is of depends on who comes first, where threads meet. */
 #ifndef NVMEIO_FAULT_H
 #define NVMEIO_FAULT_H
 
@@ -29,23 +30,26 @@ enum nvmeio_fault {
     NVMEIO_FAULT_WAKE,     /* a wake-up is lost */
     NVMEIO_FAULT_EIO,      /* it fails */
     NVMEIO_FAULT_ENOSPC,   /* a write finds no room */
+    NVMEIO_FAULT_DIRECT,   /* the device takes no O_DIRECT after all */
     NVMEIO_FAULT_NOSYNC,   /* an fsync is said to be done, and is not */
     NVMEIO_FAULT_DEAD,     /* the engine answers no more */
 
     /* Of the library's calls into the system; by fault_calls.c. */
     NVMEIO_FAULT_EINTR,    /* what carries out or waits */
-    NVMEIO_FAULT_EAGAIN,   /* the same */
-    NVMEIO_FAULT_EBUSY,    /* what io_uring enters */
-    NVMEIO_FAULT_ENOMEM,   /* what carries out or waits, of io_uring and libaio */
+    NVMEIO_FAULT_EAGAIN,   /* pread, pwrite, io_uring_enter, io_submit */
+    NVMEIO_FAULT_EBUSY,    /* io_uring_enter */
+    NVMEIO_FAULT_ENOMEM,   /* io_uring_enter */
     NVMEIO_FAULT_PARTLY,   /* less is taken than was given: pread, pwrite, io_submit */
+    NVMEIO_FAULT_BEHIND,   /* io_uring gives a block back that it has not begun */
     NVMEIO_FAULT_SETUP,    /* a ring or context is refused */
     NVMEIO_FAULT_REGISTER, /* memory and files are not registered */
-    NVMEIO_FAULT_MEMORY,   /* there is none: malloc and its kin, mmap, mlock */
+    NVMEIO_FAULT_MEMORY,   /* there is none: malloc and its kin, mmap, mlock, mbind */
     NVMEIO_FAULT_THREADS,  /* no thread starts */
     NVMEIO_FAULT_DESCRIPTORS, /* none is left */
+    NVMEIO_FAULT_SIGNAL,      /* one comes while a file is opened */
     NVMEIO_FAULT_FALLOCATE,   /* there is no room, or no fallocate */
     NVMEIO_FAULT_TRUNCATE,    /* a file cannot be cut back */
-    NVMEIO_FAULT_STAT,        /* what a file is cannot be told */
+    NVMEIO_FAULT_STAT, /* what a file, memory or this process is cannot be told */
 
     NVMEIO_FAULT_COUNT
 };
@@ -65,6 +69,9 @@ uint64_t nvmeio_fault_fired(enum nvmeio_fault kind);
 
 /* The kind's name in NVMEIO_FAULTS. */
 const char *nvmeio_fault_name(enum nvmeio_fault kind);
+
+/* Whether this thread is in an engine that several threads share. */
+extern _Thread_local bool nvmeio_fault_in_shared;
 
 /* The engine with faults round it. */
 #ifdef NVMEIO_HAVE_FAULTS

@@ -7,14 +7,18 @@
 #include <fcntl.h>
 #include <poll.h>
 #include <pthread.h>
+#include <sched.h>
 #include <search.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/eventfd.h>
+#include <sys/ioctl.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
 #include <sys/vfs.h>
 #include <unistd.h>
 
@@ -103,8 +107,33 @@ int nvmeio_faulty_ppoll(struct pollfd *fds, nfds_t count, const struct timespec 
                                                  : ppoll(fds, count, limit, signals);
 }
 
-#if defined(NVMEIO_HAVE_LIBURING) || defined(NVMEIO_HAVE_LIBAIO)
-/* What io_uring and libaio say of a call that could not be made now; 0: it can. */
+/* A wait that ends for nothing, which POSIX allows. */
+static bool wakes_for_nothing(pthread_mutex_t *mutex)
+{
+    if (!nvmeio_fault_strikes(NVMEIO_FAULT_SPURIOUS, NULL))
+        return false;
+    pthread_mutex_unlock(mutex);
+    sched_yield();
+    pthread_mutex_lock(mutex);
+    return true;
+}
+
+int nvmeio_faulty_pthread_cond_wait(pthread_cond_t *condition, pthread_mutex_t *mutex)
+{
+    return wakes_for_nothing(mutex) ? 0 : pthread_cond_wait(condition, mutex);
+}
+
+int nvmeio_faulty_pthread_cond_timedwait(pthread_cond_t *condition,
+                                         pthread_mutex_t *mutex,
+                                         const struct timespec *end)
+{
+    return wakes_for_nothing(mutex) ? 0 : pthread_cond_timedwait(condition, mutex, end);
+}
+
+#ifdef NVMEIO_HAVE_LIBURING
+/* What io_uring_enter(2) says where it can do nothing now; ENOMEM, which its page
+ * lacks, of a thread's first call (io_uring_alloc_task_context() in Linux 6.18).  0: it
+ * can. */
 static int entry_error(void)
 {
     if (stumbles() || fails_with(NVMEIO_FAULT_EBUSY, EBUSY) ||
@@ -112,9 +141,24 @@ static int entry_error(void)
         return -errno;
     return 0;
 }
-#endif
 
-#ifdef NVMEIO_HAVE_LIBURING
+/* Blocks that have come back, as those do that the kernel has not begun: ECANCELED
+ * where it could start no thread for them, EFAULT where the thread has ended that
+ * handed them over, which a lane's own does not.  To carry them out twice is right. */
+static void leave_behind(struct io_uring *ring)
+{
+    struct io_uring_cqe *entry;
+    unsigned head;
+    uint64_t lot;
+
+    io_uring_for_each_cqe(ring, head, entry)
+    {
+        if (entry->res >= 0 && entry->user_data != LIBURING_UDATA_TIMEOUT &&
+            nvmeio_fault_strikes(NVMEIO_FAULT_BEHIND, &lot))
+            entry->res = nvmeio_fault_in_shared && lot & 1 ? -EFAULT : -ECANCELED;
+    }
+}
+
 int nvmeio_faulty_io_uring_submit(struct io_uring *ring)
 {
     int error = entry_error();
@@ -124,7 +168,10 @@ int nvmeio_faulty_io_uring_submit(struct io_uring *ring)
 int nvmeio_faulty_io_uring_submit_and_wait(struct io_uring *ring, unsigned count)
 {
     int error = entry_error();
-    return error ? error : io_uring_submit_and_wait(ring, count);
+    int result = error ? error : io_uring_submit_and_wait(ring, count);
+
+    leave_behind(ring);
+    return result;
 }
 
 int nvmeio_faulty_io_uring_wait_cqes(struct io_uring *ring, struct io_uring_cqe **entry,
@@ -132,7 +179,10 @@ int nvmeio_faulty_io_uring_wait_cqes(struct io_uring *ring, struct io_uring_cqe 
                                      sigset_t *signals)
 {
     int error = entry_error();
-    return error ? error : io_uring_wait_cqes(ring, entry, count, limit, signals);
+    int result = error ? error : io_uring_wait_cqes(ring, entry, count, limit, signals);
+
+    leave_behind(ring);
+    return result;
 }
 
 /* EINVAL is what kernels say to flags that they do not know. */
@@ -160,13 +210,14 @@ int nvmeio_faulty_io_uring_register_buffers_sparse(struct io_uring *ring,
                                  : io_uring_register_buffers_sparse(ring, count);
 }
 
+/* What is let go of is always taken: the kernel needs nothing for it. */
 int nvmeio_faulty_io_uring_register_buffers_update_tag(struct io_uring *ring,
                                                        unsigned first,
                                                        const struct iovec *memory,
                                                        const __u64 *tags,
                                                        unsigned count)
 {
-    return refuses_to_register()
+    return memory[0].iov_base && refuses_to_register()
                ? -errno
                : io_uring_register_buffers_update_tag(ring, first, memory, tags, count);
 }
@@ -181,7 +232,7 @@ int nvmeio_faulty_io_uring_register_files(struct io_uring *ring, const int *file
 int nvmeio_faulty_io_uring_register_files_update(struct io_uring *ring, unsigned first,
                                                  const int *files, unsigned count)
 {
-    return refuses_to_register()
+    return files[0] >= 0 && refuses_to_register()
                ? -errno
                : io_uring_register_files_update(ring, first, files, count);
 }
@@ -196,15 +247,17 @@ int nvmeio_faulty_io_setup(int count, io_context_t *context)
 
 int nvmeio_faulty_io_submit(io_context_t context, long count, struct iocb **controls)
 {
-    int error = entry_error();
-    return error ? error : io_submit(context, (long)part_of((size_t)count), controls);
+    return fails_with(NVMEIO_FAULT_EAGAIN, EAGAIN)
+               ? -EAGAIN
+               : io_submit(context, (long)part_of((size_t)count), controls);
 }
 
 int nvmeio_faulty_io_getevents(io_context_t context, long count_min, long count_max,
                                struct io_event *events, struct timespec *limit)
 {
-    int error = entry_error();
-    return error ? error : io_getevents(context, count_min, count_max, events, limit);
+    return fails_with(NVMEIO_FAULT_EINTR, EINTR)
+               ? -EINTR
+               : io_getevents(context, count_min, count_max, events, limit);
 }
 #endif
 
@@ -254,9 +307,37 @@ void *nvmeio_faulty_mmap(void *address, size_t size, int protection, int flags, 
                           : mmap(address, size, protection, flags, fd, offset);
 }
 
+/* It may have to cut a mapping in two. */
+int nvmeio_faulty_munmap(void *address, size_t size)
+{
+    return lacks_memory() ? -1 : munmap(address, size);
+}
+
 int nvmeio_faulty_mlock(const void *address, size_t size)
 {
     return lacks_memory() ? -1 : mlock(address, size);
+}
+
+/* EINVAL: the kernel is older than the advice. */
+int nvmeio_faulty_madvise(void *address, size_t size, int advice)
+{
+    static const int errors[] = {ENOMEM, EAGAIN, EINVAL};
+    return fails(NVMEIO_FAULT_MEMORY, errors, 3) ? -1 : madvise(address, size, advice);
+}
+
+/* mbind(2), which takes six words, and capget(2), which takes two. */
+long nvmeio_faulty_syscall(long number, ...)
+{
+    long words[6] = {0};
+    va_list rest;
+
+    va_start(rest, number);
+    for (int i = 0; i < (number == SYS_mbind ? 6 : 2); i++)
+        words[i] = va_arg(rest, long);
+    va_end(rest);
+    if (number == SYS_mbind ? lacks_memory() : fails_with(NVMEIO_FAULT_STAT, EPERM))
+        return -1;
+    return syscall(number, words[0], words[1], words[2], words[3], words[4], words[5]);
 }
 
 static bool lacks_descriptors(void)
@@ -270,9 +351,12 @@ int nvmeio_faulty_open(const char *path, int flags, ...)
     va_list rest;
 
     va_start(rest, flags);
-    mode_t mode = flags & (O_CREAT | __O_TMPFILE) ? va_arg(rest, mode_t) : 0;
+    bool makes = flags & O_CREAT || (flags & O_TMPFILE) == O_TMPFILE;
+    mode_t mode = makes ? va_arg(rest, mode_t) : 0;
     va_end(rest);
-    return lacks_descriptors() ? -1 : open(path, flags, mode);
+    if (lacks_descriptors() || fails_with(NVMEIO_FAULT_SIGNAL, EINTR))
+        return -1;
+    return open(path, flags, mode);
 }
 
 int nvmeio_faulty_fcntl(int fd, int command, ...)
@@ -302,6 +386,16 @@ int nvmeio_faulty_fstat(int fd, struct stat *status)
     return fails_with(NVMEIO_FAULT_STAT, EIO) ? -1 : fstat(fd, status);
 }
 
+int nvmeio_faulty_stat(const char *path, struct stat *status)
+{
+    return fails_with(NVMEIO_FAULT_STAT, EIO) ? -1 : stat(path, status);
+}
+
+int nvmeio_faulty_lstat(const char *path, struct stat *status)
+{
+    return fails_with(NVMEIO_FAULT_STAT, EIO) ? -1 : lstat(path, status);
+}
+
 int nvmeio_faulty_fstatfs(int fd, struct statfs *status)
 {
     return fails_with(NVMEIO_FAULT_STAT, ENOSYS) ? -1 : fstatfs(fd, status);
@@ -325,4 +419,27 @@ int nvmeio_faulty_ftruncate(int fd, off_t size)
 {
     static const int errors[] = {EIO, EINTR};
     return fails(NVMEIO_FAULT_TRUNCATE, errors, 2) ? -1 : ftruncate(fd, size);
+}
+
+/* ENOTTY: this kernel, or this file, knows nothing of it. */
+int nvmeio_faulty_ioctl(int fd, unsigned long request, ...)
+{
+    va_list rest;
+
+    va_start(rest, request);
+    void *argument = va_arg(rest, void *);
+    va_end(rest);
+    return fails_with(NVMEIO_FAULT_STAT, ENOTTY) ? -1 : ioctl(fd, request, argument);
+}
+
+int nvmeio_faulty_getrlimit(int resource, struct rlimit *limit)
+{
+    return fails_with(NVMEIO_FAULT_STAT, EPERM) ? -1 : getrlimit(resource, limit);
+}
+
+/* EINVAL: there are more processors than bits. */
+int nvmeio_faulty_sched_getaffinity(pid_t pid, size_t size, cpu_set_t *cpus)
+{
+    return fails_with(NVMEIO_FAULT_STAT, EINVAL) ? -1
+                                                 : sched_getaffinity(pid, size, cpus);
 }

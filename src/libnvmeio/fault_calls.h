@@ -18,6 +18,8 @@
 #define io_uring_wait_cqes nvmeio_faulty_io_uring_wait_cqes
 #define io_submit nvmeio_faulty_io_submit
 #define io_getevents nvmeio_faulty_io_getevents
+#define pthread_cond_wait nvmeio_faulty_pthread_cond_wait
+#define pthread_cond_timedwait nvmeio_faulty_pthread_cond_timedwait
 
 /* What sets up. */
 #define io_uring_queue_init_params nvmeio_faulty_io_uring_queue_init_params
@@ -36,7 +38,10 @@
 #define tsearch nvmeio_faulty_tsearch
 #define posix_memalign nvmeio_faulty_posix_memalign
 #define mmap nvmeio_faulty_mmap
+#define munmap nvmeio_faulty_munmap
 #define mlock nvmeio_faulty_mlock
+#define madvise nvmeio_faulty_madvise
+#define syscall nvmeio_faulty_syscall
 
 /* Files. */
 #define open nvmeio_faulty_open
@@ -44,9 +49,16 @@
 #define eventfd nvmeio_faulty_eventfd
 #define fopen nvmeio_faulty_fopen
 #define fstat nvmeio_faulty_fstat
+#define stat(path, status) nvmeio_faulty_stat(path, status) /* and not the struct */
+#define lstat nvmeio_faulty_lstat
 #define fstatfs nvmeio_faulty_fstatfs
 #define statx nvmeio_faulty_statx
 #define fallocate nvmeio_faulty_fallocate
 #define ftruncate nvmeio_faulty_ftruncate
+#define ioctl nvmeio_faulty_ioctl
+
+/* This process. */
+#define getrlimit nvmeio_faulty_getrlimit
+#define sched_getaffinity nvmeio_faulty_sched_getaffinity
 
 #endif

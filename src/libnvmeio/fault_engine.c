@@ -5,6 +5,7 @@
  * that end for nothing, wake-ups that are lost.  Compiled into the test build alone. */
 #include <assert.h>
 #include <errno.h>
+#include <fcntl.h>
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stdlib.h>
@@ -66,14 +67,23 @@ static void faulty_close(struct nvmeio_engine *engine)
     free(engine->faults);
 }
 
+/* Whether it goes past the page cache. */
+static bool is_direct(const struct nvmeio_block *block)
+{
+    return block->op != NVMEIO_OP_FSYNC && fcntl(block->fd, F_GETFL) & O_DIRECT;
+}
+
 /* What a block is refused with, or 0. */
 static int refusal(const struct nvmeio_block *block)
 {
     static const int passing[] = {-EAGAIN, -EINTR, -EBUSY};
+    static const int undirect[] = {-EINVAL, -EOPNOTSUPP};
     uint64_t lot;
 
     if (nvmeio_fault_strikes(NVMEIO_FAULT_AGAIN, &lot))
         return passing[lot % 3];
+    if (is_direct(block) && nvmeio_fault_strikes(NVMEIO_FAULT_DIRECT, &lot))
+        return undirect[lot % 2];
     if (nvmeio_fault_strikes(NVMEIO_FAULT_EIO, NULL))
         return -EIO;
     if (block->op == NVMEIO_OP_WRITE && nvmeio_fault_strikes(NVMEIO_FAULT_ENOSPC, NULL))
@@ -218,6 +228,7 @@ static int faulty_reap(struct nvmeio_engine *engine, unsigned wait_min,
         (wait_min > 0 && nvmeio_fault_strikes(NVMEIO_FAULT_SPURIOUS, NULL)))
         wait_min = 0;
     engine->in_flight -= faults->held_count;
+    nvmeio_fault_in_shared = engine->shared;
     int result = real_of(engine)->reap(engine, wait_min, timeout_ns);
     engine->in_flight += faults->held_count;
     if (result < 0)

@@ -51,9 +51,72 @@ static void test_a_comparison_waits_for_what_passes(void)
     nvmeio_file_release(file);
 }
 
+/* The device refuses O_DIRECT at a transfer, though the file could be opened so. */
+static void test_what_takes_no_direct_io_goes_through_the_page_cache(void)
+{
+    const char *path = path_in(test_folder()), *engine;
+    struct guarded memory = guarded_new(PAGE, 0);
+    char *bytes = memory.address, expected[PAGE];
+
+    make_file(path, PAGE, 1);
+    fill(expected, PAGE, 0, 1);
+    if (!is_direct(path)) {
+        guarded_free(&memory);
+        return;
+    }
+    FOR_EACH_ENGINE(engine)
+    {
+        for (int demanded = 0; demanded < 2; demanded++) {
+            struct nvmeio_config config = config_of(engine);
+            struct nvmeio_handle *handle = open_handle(&config);
+            struct nvmeio_file_info info;
+            struct nvmeio_file *file = open_file(
+                path, O_RDONLY, demanded ? NVMEIO_DIRECT_ALWAYS : NVMEIO_DIRECT_AUTO);
+
+            nvmeio_fault_configure(demanded ? "direct@1,seed=1" : "direct@1");
+            int64_t result = read_at(handle, file, bytes, PAGE, 0).result;
+            CHECK(nvmeio_fault_fired(NVMEIO_FAULT_DIRECT) == 1);
+            nvmeio_fault_configure("");
+            nvmeio_file_get_info(file, &info);
+            CHECK(info.direct == demanded);
+            if (demanded)
+                CHECK(result == -EINVAL || result == -EOPNOTSUPP);
+            else
+                CHECK(result == (int64_t)PAGE && memcmp(bytes, expected, PAGE) == 0);
+            CHECK(read_at(handle, file, bytes, PAGE, 0).result == (int64_t)PAGE);
+            nvmeio_handle_close(handle);
+            nvmeio_file_release(file);
+        }
+    }
+    guarded_free(&memory);
+}
+
+/* Who calls looks at the signal, and tries again; no file is left of an open that made
+ * it. */
+static void test_a_signal_ends_an_open(void)
+{
+    const char *path = path_in(test_folder());
+    struct nvmeio_file *file;
+    unsigned refused = 0;
+
+    for (char fault[] = "signal@1"; fault[7] <= '3'; fault[7]++) {
+        nvmeio_fault_configure(fault);
+        int error = nvmeio_file_open(path, O_RDWR | O_CREAT, NVMEIO_DIRECT_AUTO, &file);
+        CHECK(error == (nvmeio_fault_fired(NVMEIO_FAULT_SIGNAL) ? -EINTR : 0));
+        CHECK(error == 0 || access(path, F_OK));
+        refused += error != 0;
+        if (error == 0)
+            nvmeio_file_release(file);
+    }
+    nvmeio_fault_configure("");
+    CHECK(refused == 2);
+}
+
 int main(void)
 {
     begin();
+    test_a_signal_ends_an_open();
+    test_what_takes_no_direct_io_goes_through_the_page_cache();
     test_a_comparison_waits_for_what_passes();
     test_a_signal_does_not_cost_direct_io();
     return 0;

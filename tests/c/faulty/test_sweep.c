@@ -257,6 +257,7 @@ static void set_allowed(enum nvmeio_fault kind)
         [NVMEIO_FAULT_MEMORY] = {-ENOMEM},
         [NVMEIO_FAULT_THREADS] = {-EAGAIN, -ENODATA},
         [NVMEIO_FAULT_DESCRIPTORS] = {-EMFILE, -ENFILE},
+        [NVMEIO_FAULT_SIGNAL] = {-EINTR},
         [NVMEIO_FAULT_FALLOCATE] = {-ENOSPC, -EDQUOT},
         [NVMEIO_FAULT_STAT] = {-EIO},
     };
