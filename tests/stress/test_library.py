@@ -46,7 +46,7 @@ def run(program, *arguments, environment=None):
 @pytest.mark.parametrize(
     "sanitizer",
     [
-        pytest.param("plain", marks=pytest.mark.amount(short=1, full=3, long=200)),
+        pytest.param("plain", marks=pytest.mark.amount(short=1, full=2, long=200)),
         pytest.param("asan", marks=pytest.mark.amount(short=0, full=1, long=20)),
         pytest.param("tsan", marks=pytest.mark.amount(short=0, full=1, long=20)),
     ],
@@ -76,7 +76,7 @@ def test_the_c_tests_hold_under_faults(
     "sanitizer",
     [
         pytest.param(
-            "plain", marks=pytest.mark.amount(short=1, full=3, long=STRIDES["plain"])
+            "plain", marks=pytest.mark.amount(short=1, full=2, long=STRIDES["plain"])
         ),
         pytest.param(
             "asan", marks=pytest.mark.amount(short=0, full=1, long=STRIDES["asan"])
