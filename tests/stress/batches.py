@@ -1,6 +1,5 @@
 """Trials in children, many in each: to start Python takes longer than most of them."""
 
-import itertools
 from collections import Counter
 
 from children import Child
@@ -9,20 +8,30 @@ from children import Child
 WATCHDOG_S = 240
 
 
-def run_batch(name, seeds, drawn, *, watchdog_s=WATCHDOG_S, **options):
-    """Run a function of ``trials`` for the seeds that were drawn, in one child.
+def run_batch(name, seeds, count, *, watchdog_s=WATCHDOG_S, **options):
+    """Run a function of ``trials`` for so many of the seeds that are left, in one child.
 
     The child says which seed it is at, by ``each_trial``, and in the end one report, which
     is returned.
     """
-    child = Child(name, package="trials", watchdog_s=watchdog_s, seeds=drawn, **options)
+    drawn = seeds.take(count)
+    child = Child(
+        name,
+        package="trials",
+        watchdog_s=watchdog_s,
+        first=drawn.start,
+        count=len(drawn),
+        **options,
+    )
     done = child.finish(check=False)
     begun = [said["seed"] for said in done.reports if "seed" in said]
     # The one that is to be repeated, should it have failed.
-    seeds.current = begun[-1] if begun else drawn[0]
+    seeds.current = begun[-1] if begun else drawn.start
     assert not child.timed_out, f"{name} hangs\n{done.stderr}"
     assert done.status == 0, f"{name} ended with {done.status}\n{done.stderr}"
-    assert begun == drawn
+    assert begun == list(drawn)
+    # What goes wrong from here on is no single trial's.
+    seeds.current = None
     return done.reports[-1]
 
 
@@ -33,7 +42,8 @@ def run_trials(name, seeds, *, batch=100, **options):
     there were.
     """
     sums = Counter()
-    while drawn := list(itertools.islice(seeds, batch)):
-        sums.update(run_batch(name, seeds, drawn, **options))
-        sums["trials"] += len(drawn)
+    while seeds.left:
+        count = min(batch, seeds.left)
+        sums.update(run_batch(name, seeds, count, **options))
+        sums["trials"] += count
     return sums

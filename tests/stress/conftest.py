@@ -9,7 +9,6 @@ SEED='test_name[parameter]:12345'``.
 What a test counts by ``record_property`` is added up and told in the end.
 """
 
-import itertools
 import random
 import shlex
 from collections import Counter, defaultdict
@@ -71,15 +70,26 @@ class Seeds:
     """The seeds of a test's trials, one after the other; `current` is the latest."""
 
     def __init__(self, first, count):
-        self._left = itertools.islice(itertools.count(first), count)
+        self._next = first
+        self.left = count
         self.current = None
 
     def __iter__(self):
         return self
 
     def __next__(self):
-        self.current = next(self._left)
+        if not self.left:
+            raise StopIteration
+        self.current = self.take(1).start
         return self.current
+
+    def take(self, count):
+        """Return the range of the next seeds, for a child that goes through them."""
+        assert count <= self.left
+        first = self._next
+        self._next += count
+        self.left -= count
+        return range(first, first + count)
 
 
 @pytest.fixture

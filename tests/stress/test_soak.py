@@ -30,19 +30,17 @@ def drifts(held):
 
 def soak(seeds, amount, looks=LOOKS, **options):
     """Return what is held after some rounds, and some more, and so on."""
-    drawn = list(seeds)
-    alone = len(drawn) == 1
+    rounds = seeds.left
+    alone = rounds == 1
     report = run_batch(
         "soak",
         seeds,
-        drawn,
+        rounds,
         watchdog_s=300 + 5 * amount,
         warm_up=0 if alone else WARM_UP,
         looks=0 if alone else looks,
         **options,
     )
-    # What drifts, does so in all rounds together.
-    seeds.current = None
     return report["held"]
 
 

@@ -219,7 +219,7 @@ class Trial:
                 assert np.array_equal(part, content)
 
 
-def drop(seeds, folder, engine):
+def drop(first, count, folder, engine):
     """Start requests, and let go of them, their memory, files and handle."""
     path = f"{folder}/drops"
     data = np.frombuffer(make_file(path, 1 << 20), np.uint8)
@@ -228,7 +228,7 @@ def drop(seeds, folder, engine):
     arena = Arena()
     # What is there now is no garbage, and need not be looked through each time.
     gc.freeze()
-    for draw in each_trial(seeds):
+    for draw in each_trial(first, count):
         with open(f"{path}-target", "wb") as file:
             file.truncate(requests * PIECE)
         trial = Trial(draw, arena, path, data, engine, counts)

@@ -286,7 +286,7 @@ def settled(look, before):
     return look() == before
 
 
-def run_out(seeds, folder, engine, kind):
+def run_out(first, count, folder, engine, kind):
     """Take steps in want and in plenty; nothing is left behind."""
     scarcity = KINDS[kind]()
     lift(scarcity)
@@ -296,7 +296,7 @@ def run_out(seeds, folder, engine, kind):
     for step in STEPS:
         step(warm_up)
     warm_up.close()
-    for draw in each_trial(seeds):
+    for draw in each_trial(first, count):
         descriptors, threads = open_descriptors(), thread_count()
         scene = Scene(draw, folder, engine, scarcity)
         for _ in range(3):

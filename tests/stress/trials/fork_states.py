@@ -321,11 +321,11 @@ def child(scene, state, other, number, seed):
         gc.collect()
 
 
-def fork_in_states(seeds, folder, control, other, engine):
+def fork_in_states(first, count, folder, control, other, engine):
     """Go through all states in an order that is drawn, with eight children in each."""
     counts = dict.fromkeys([state.__name__ for state in STATES], 0)
     held = 0
-    for draw in each_trial(seeds):
+    for draw in each_trial(first, count):
         states = [state for state in STATES if engine == "io_uring" or state is not dead]
         for state in draw.sample(states, len(states)):
             scene = Scene(draw, folder, control, engine)

@@ -115,10 +115,10 @@ def hog(most, over):
     return refused
 
 
-def press(seeds, folder, engine, file_bytes, pool_bytes):
+def press(first, count, folder, engine, file_bytes, pool_bytes):
     """Move files through the page cache and past it, while the pool is filled."""
     counts = {"met_limit": 0, "refused": 0, "bytes": 0}
-    for draw in each_trial(seeds):
+    for draw in each_trial(first, count):
         before = group_events()
         mover = Mover(draw, folder, engine, file_bytes)
         over = threading.Event()

@@ -211,14 +211,16 @@ STEPS = (
 )
 
 
-def soak(seeds, folder, engine, warm_up, looks, steps=STEPS, leak=None, leak_bytes=0):
+def soak(
+    first, count, folder, engine, warm_up, looks, steps=STEPS, leak=None, leak_bytes=0
+):
     """Go through rounds; report what is held at so many times behind the warm-up."""
     data = make_file(f"{folder}/soak", SIZE)
     leaks = Leaks(leak_bytes)
-    after = len(seeds) - warm_up
+    after = count - warm_up
     at = {warm_up + after * (number + 1) // looks for number in range(looks)}
     held, threads = [], None
-    for number, draw in enumerate(each_trial(seeds), 1):
+    for number, draw in enumerate(each_trial(first, count), 1):
         this = Round(draw, folder, engine, data)
         for step in draw.sample(steps, len(steps)):
             getattr(this, step)()
