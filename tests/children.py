@@ -1,8 +1,9 @@
-"""Child processes for the tests of faults, forks, signals and exits.
+"""A pytest plugin: child processes for the tests of faults, forks, signals and exits.
 
 What a child does is a function in ``workloads``, or in ``stress/trials``; here it is
 started, its faults are made by strace, and it is stopped by a watchdog, so that nothing
-hangs but fails.
+hangs but fails.  What a test has started and not waited for, because it failed or was
+interrupted, is killed behind it.
 """
 
 import contextlib
@@ -20,6 +21,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
@@ -121,6 +123,8 @@ class Child:
     that it logs besides.  With ``command`` another program takes Python's place.
     """
 
+    running: ClassVar[set] = set()
+
     def __init__(
         self,
         name,
@@ -160,11 +164,13 @@ class Child:
             text=True,
             start_new_session=True,
         )
+        self.running.add(self)
         self.reader = threading.Thread(
-            target=lambda: self.stderr.extend(self.process.stderr)
+            target=lambda: self.stderr.extend(self.process.stderr), daemon=True
         )
         self.reader.start()
         self.watchdog = threading.Timer(watchdog_s, self._expire)
+        self.watchdog.daemon = True
         self.watchdog.start()
 
     def _expire(self):
@@ -173,6 +179,10 @@ class Child:
         # Says where its threads are, for faulthandler listens; then it has to go.
         self.process.send_signal(signal.SIGABRT)
         time.sleep(1)
+        self._kill()
+
+    def _kill(self):
+        """Kill it, and what it has started."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
 
@@ -185,7 +195,8 @@ class Child:
         """Wait until the child waits for ``go()``."""
         report = self.next_report()
         if report != "ready":
-            pytest.fail(f"{self.name} said {report!r}\n{self._stop()}")
+            self._kill()
+            pytest.fail(f"{self.name} said {report!r}\n{self.finish(check=False)}")
         if self.faults or self.traced:
             self._attach()
 
@@ -195,7 +206,7 @@ class Child:
         command += [word for fault in self.faults for word in ("-e", f"inject={fault}")]
         if self.only:
             command += ["-P", str(self.only)]
-        # Closed when it has been read, by finish().
+        # Closed by _end().
         self.log = tempfile.NamedTemporaryFile("r", prefix="nvmeio-strace-")  # noqa: SIM115
         command += ["-o", self.log.name, "-p", str(self.process.pid)]
         self.tracer = subprocess.Popen(
@@ -211,7 +222,7 @@ class Child:
         ):
             if self.tracer.poll() is not None:
                 complaint = self.tracer.stderr.read()
-                pytest.fail(f"strace has ended: {complaint}\n{self._stop()}")
+                pytest.fail(f"strace has ended: {complaint}\n{self.stop()}")
             time.sleep(0.01)
 
     def go(self):
@@ -219,22 +230,23 @@ class Child:
         self.process.stdin.write("go\n")
         self.process.stdin.flush()
 
-    def _stop(self):
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        return self.finish(check=False)
+    def stop(self):
+        """Kill it and all that it has started, whatever it was about to say."""
+        self._kill()
+        self._end()
 
     def finish(self, *, check=True):
         """Wait for the end of the child, and return its Outcome."""
-        for line in self.process.stdout:
-            self.reports.append(json.loads(line))
-        status = self.process.wait()
-        log = self._read_log() if self.tracer else ""
-        self.watchdog.cancel()
-        self.reader.join()
-        self.process.stdin.close()
-        self.process.stdout.close()
-        self.process.stderr.close()
+        try:
+            for line in self.process.stdout:
+                self.reports.append(json.loads(line))
+            status = self.process.wait()
+            log = self._read_log() if self.tracer else ""
+        except BaseException:
+            # Ctrl-C, or the timeout of a test: what it uses may be taken down next.
+            self.stop()
+            raise
+        self._end()
         stderr = "".join(self.stderr)
         if check and self.timed_out:
             words = [f"{self.name} hangs", str(self.reports), stderr, *self.threads]
@@ -247,9 +259,36 @@ class Child:
     def _read_log(self):
         """Wait for the end of strace; return what it has logged."""
         self.tracer.wait()
-        self.tracer.stderr.close()
-        with self.log:
-            return self.log.read()
+        return self.log.read()
+
+    def _end(self):
+        """Let go of what watched it, when it has ended."""
+        self.process.wait()
+        self.watchdog.cancel()
+        self.reader.join()
+        if self.tracer:
+            self.tracer.wait()
+            self.tracer.stderr.close()
+            self.log.close()
+        # One that ended before it was told to go has not read that.
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()
+        self.process.stdout.close()
+        self.process.stderr.close()
+        self.running.discard(self)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_teardown():
+    """Stop what a test that failed has not waited for, before what it uses goes."""
+    for child in list(Child.running):
+        child.stop()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionfinish():
+    """Stop the same of a test that was interrupted."""
+    pytest_runtest_teardown()
 
 
 def run_child(name, **options):

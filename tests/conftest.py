@@ -1,6 +1,6 @@
 """What all tests share."""
 
 pytest_plugins = [
-    *("control_groups", "copies", "engine_fixtures", "fuse_mounts", "mounts"),
+    *("children", "control_groups", "copies", "engine_fixtures", "fuse_mounts", "mounts"),
     "skip_report",
 ]
