@@ -8,6 +8,7 @@ come) and filled with canaries; a device that writes to it later is found out.
 import contextlib
 import gc
 import mmap
+import random
 import threading
 import time
 import weakref
@@ -23,6 +24,7 @@ from workloads.common import make_file, report
 PIECE = 256 << 10
 PIECES = 32
 SIZES = (512, PAGE, 65536, 65536 + 1, 200_000, PIECE)
+REQUESTS = 8
 
 
 class Lent(np.ndarray):
@@ -85,9 +87,13 @@ class Trial:
     def __init__(self, draw, arena, path, data, engine, counts):
         self.draw = draw
         self.arena = arena
+        self.path = path
         self.data = data
         self.counts = counts
         self.written = []
+        # For what is submitted because all had come: whether it had is no lot, and those of
+        # everything else must not change by it.
+        self.more = random.Random(draw.getrandbits(64))
         self.handle = nvmeio.aio_handle(
             draw.choice((PAGE, 16384, 1 << 20)),
             draw.choice((1, 4, 32)),
@@ -155,35 +161,59 @@ class Trial:
 
     def let_go(self):
         """Let go of all in any order, with a few other calls in between."""
-        self.held |= {"handle": self.handle, "source": self.source, "target": self.target}
+        self.held |= {"source": self.source, "target": self.target}
+        del self.source, self.target
         if self.draw.random() < 0.3:
             # A cycle, which only the collector of garbage takes apart.
-            cycle = list(self.held.values())
+            cycle = [self.handle, *self.held.values()]
             cycle.append(cycle)
         cycle = None
-        pending = self.handle.pending
-        self.counts["in_flight"] += pending
-        self.counts["trials_in_flight"] += pending > 0
-        del self.handle, self.source, self.target
-        for name in self.draw.sample(list(self.held), len(self.held)):
+        order = ["handle", *self.held]
+        for name in self.draw.sample(order, len(order)):
+            if name == "handle":
+                held_longer = self.let_go_of_handle()
+                continue
             self.disturb(name)
             value = self.held.pop(name)
-            if name == "handle" and self.draw.random() < 0.5:
-                self.close(value)
-            elif name in ("source", "target") and self.draw.random() < 0.5:
+            if name in ("source", "target") and self.draw.random() < 0.5:
                 value.close()
             value = None
             if self.draw.random() < 0.1:
                 gc.collect()
+        del held_longer
 
-    def close(self, handle):
+    def let_go_of_handle(self):
+        """Drop or close it while something is in flight; return what is let go of later."""
+        way = self.draw.choice(("closed", "dropped"))
+        at_once = self.more.random() < 0.5
+        started = []
+        for number in range(REQUESTS, PIECES):
+            if self.handle.pending:
+                self.counts[f"{way}_in_flight"] += 1
+                break
+            # Aligned, so that it waits for the disk: what the page cache has may have come
+            # before the caller gets to look, where processors are busy.
+            begin = self.more.randrange((len(self.data) - PIECE) // PAGE) * PAGE
+            expected = self.data[begin : begin + PIECE]
+            array = self.arena.lend(PIECE, 0, self.judge_read(number, expected))
+            started.append((array, self.handle.submit_read(array, self.path, begin)))
+            array = None
+        if at_once:
+            started.clear()
+        if way == "closed":
+            self.close()
+        self.handle = None
+        # Where a cycle has it, it goes now.
+        gc.collect()
+        return started
+
+    def close(self):
         """Close in this thread, in another, or in two at once."""
-        self.counts["closed"] += 1
-        threads = [threading.Thread(target=handle.close) for _ in range(2)]
+        threads = [threading.Thread(target=self.handle.close) for _ in range(2)]
         started = threads[: self.draw.choice((0, 1, 2))]
         for thread in started:
             thread.start()
-        handle.close()
+        self.handle.close()
         for thread in started:
             thread.join()
 
@@ -223,16 +253,15 @@ def drop(first, count, folder, engine):
     """Start requests, and let go of them, their memory, files and handle."""
     path = f"{folder}/drops"
     data = np.frombuffer(make_file(path, 1 << 20), np.uint8)
-    requests = 8
-    counts = {"in_flight": 0, "trials_in_flight": 0, "closed": 0}
+    counts = {"closed_in_flight": 0, "dropped_in_flight": 0}
     arena = Arena()
     # What is there now is no garbage, and need not be looked through each time.
     gc.freeze()
     for draw in each_trial(first, count):
         with open(f"{path}-target", "wb") as file:
-            file.truncate(requests * PIECE)
+            file.truncate(REQUESTS * PIECE)
         trial = Trial(draw, arena, path, data, engine, counts)
-        for number in range(draw.randint(1, requests)):
+        for number in range(draw.randint(1, REQUESTS)):
             trial.start(number)
         trial.let_go()
         gc.collect()
