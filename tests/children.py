@@ -34,10 +34,35 @@ WATCHDOG_S = 90
 PRELOADED = ("LD_PRELOAD", "PYTHONPATH")
 
 
+def under_sanitizer(*libraries):
+    """Tell whether one of these libraries stands between the tests and the system."""
+    return any(library in os.environ.get("LD_PRELOAD", "") for library in libraries)
+
+
 def skip_under_asan(why):
     """Skip where AddressSanitizer stands between the tests and the system."""
-    if "libasan" in os.environ.get("LD_PRELOAD", ""):
+    if under_sanitizer("libasan"):
         pytest.skip(f"AddressSanitizer {why}")
+
+
+def can_fork():
+    """Tell whether the child of a process with threads may start some.
+
+    Under ThreadSanitizer it may not.
+    """
+    return not under_sanitizer("libtsan")
+
+
+def skip_without_forks():
+    """Skip where such a child is all that a test is about."""
+    if not can_fork():
+        pytest.skip("sanitizers cannot follow forks of a process with threads")
+
+
+def skip_without_mlock():
+    """Skip where memory is not really locked: both sanitizers make mlock(2) do nothing."""
+    if under_sanitizer("libasan", "libtsan"):
+        pytest.skip("sanitizers lock no memory")
 
 
 def system_environment():

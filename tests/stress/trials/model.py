@@ -62,7 +62,7 @@ class Model(FileModel):
             try:
                 getattr(self, step.kind)(step)
             except BaseException:
-                sys.stderr.write(f"{self.path}, step {number} of {len(steps)}: {step}\n")
+                sys.stderr.write(f"{self.path}, step {number}: {step}\n")
                 raise
             if step.counted:
                 self.world.figures[step.counted] += 1
@@ -236,7 +236,7 @@ class Model(FileModel):
         self.world.fired[name] += fired.get(name, 0)
 
 
-def try_cell(seed, folder, place, engine, direct, errors, control):
+def try_cell(seed, folder, place, engine, direct, errors, control, forks):
     """Carry out what a seed says for one cell of the matrix; return figures."""
     rng = random.Random(f"{seed} {place} {engine} {direct}")
     noise = np.random.default_rng(seed).integers(0, 256, plans.NOISE_BYTES, np.uint8)
@@ -255,18 +255,19 @@ def try_cell(seed, folder, place, engine, direct, errors, control):
         model = Model(world, path, handle, limit, created=rng.random() < 0.5)
         # The model alone holds it, so that it can drop it.
         del handle
-        model.run(steps)
+        model.run(step for step in steps if forks or step.kind != "fork")
         model.finish()
         world.count(model.handle)
         model.handle.close()
     return {"figures": world.figures, "fired": world.fired, "direct": direct}
 
 
-def random_operations(seed, folder, place, engine, errors=(), control=None):
+def random_operations(seed, folder, place, engine, errors=(), control=None, forks=True):
     """Carry out a trial in both cells of a place and an engine; report figures.
 
     `errors` are names of errnos that a library built with faults may give at any time;
-    `control` is a file by which those of FUSE are set.
+    `control` is a file by which those of FUSE are set; without `forks` these alone are
+    left out of what is drawn.
     """
     pool = random.Random(f"{seed} {place} {engine}").choice(POOLS)
     if pool and not control:
@@ -274,7 +275,7 @@ def random_operations(seed, folder, place, engine, errors=(), control=None):
         errors = [*errors, "ENOMEM"]
     report(
         {
-            name: try_cell(seed, folder, place, engine, direct, errors, control)
+            name: try_cell(seed, folder, place, engine, direct, errors, control, forks)
             for name, direct in (("direct", True), ("buffered", False))
         }
     )
