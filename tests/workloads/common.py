@@ -1,5 +1,6 @@
 """What all workloads share: reports to the parent, files, checked transfers."""
 
+import contextlib
 import errno
 import json
 import logging
@@ -7,6 +8,8 @@ import os
 import sys
 import time
 from pathlib import Path
+
+import numpy as np
 
 from helpers import Guarded, pattern
 
@@ -39,6 +42,15 @@ def make_file(path, size, seed=0):
         file.write(data)
         os.fsync(file.fileno())
     return data
+
+
+def thread_count():
+    """Return how many threads of ours there are; those of a ring are the kernel's."""
+    count = 0
+    for task in os.listdir("/proc/self/task"):
+        with contextlib.suppress(OSError), open(f"/proc/self/task/{task}/comm") as file:
+            count += not file.read().startswith("iou-")
+    return count
 
 
 class Records(logging.Handler):
@@ -84,6 +96,15 @@ def read_checked(handle, path, data, offset=0, skew=0):
     guarded = Guarded(len(data), skew)
     assert handle.submit_read(guarded.array, path, offset).wait() == len(data)
     assert guarded.content() == data
+
+
+def gather_checked(handle, path, data, records=64):
+    """Gather every other KiB, last first, in the calling thread."""
+    offsets = np.arange(records)[::-1].copy() * 2048
+    guarded = Guarded(records * 1024, 3)
+    assert handle.gather(path, offsets, 1024, guarded.array) == records * 1024
+    expected = b"".join(data[offset : offset + 1024] for offset in offsets)
+    assert guarded.content() == expected
 
 
 def write_checked(handle, path, data):

@@ -5,7 +5,6 @@ after the first ones.  For the judge of that to be judged, rounds may leak on pu
 """
 
 import asyncio
-import contextlib
 import ctypes
 import gc
 import mmap
@@ -20,13 +19,14 @@ import numpy as np
 import nvmeio
 from helpers import Guarded
 from trials.seeded import each_trial
-from trials.storms import gather_checked
 from workloads.common import (
     errors_of,
+    gather_checked,
     make_file,
     read_checked,
     read_small,
     report,
+    thread_count,
     write_checked,
 )
 from workloads.forks import fork, join, use_handle
@@ -63,15 +63,6 @@ class Leaks:
 
     def pool_memory(self):
         self.held.append(nvmeio.empty(1, np.uint8))
-
-
-def thread_count():
-    """Return how many threads of ours there are; those of a ring are the kernel's."""
-    count = 0
-    for task in os.listdir("/proc/self/task"):
-        with contextlib.suppress(OSError), open(f"/proc/self/task/{task}/comm") as file:
-            count += not file.read().startswith("iou-")
-    return count
 
 
 def held_now():

@@ -5,11 +5,10 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-import numpy as np
-
 import nvmeio
 from helpers import PAGE, Guarded, pattern
 from workloads.common import (
+    gather_checked,
     make_file,
     pause,
     read_checked,
@@ -22,15 +21,6 @@ SIZE = 256 << 10
 # Signals of real time are queued: each that is sent is delivered once, none are merged.
 PELT = signal.SIGRTMIN + 2
 ALARM_S = 50e-6
-
-
-def gather_checked(handle, path, data, records=64):
-    """Gather every other KiB, last first, in the calling thread."""
-    offsets = np.arange(records)[::-1].copy() * 2048
-    guarded = Guarded(records * 1024, 3)
-    assert handle.gather(path, offsets, 1024, guarded.array) == records * 1024
-    expected = b"".join(data[offset : offset + 1024] for offset in offsets)
-    assert guarded.content() == expected
 
 
 class Pelter(threading.Thread):
