@@ -19,10 +19,17 @@ import numpy as np
 import nvmeio
 from helpers import MIB, Guarded
 from trials.seeded import each_trial
-from trials.storms import gather_checked
-from workloads.common import make_file, read_checked, read_small, report, write_checked
+from workloads.common import (
+    gather_checked,
+    make_file,
+    read_checked,
+    read_small,
+    report,
+    thread_count,
+    write_checked,
+)
 from workloads.faults import can_start_thread
-from workloads.forks import fork
+from workloads.forks import fork, join
 
 SIZE = 300_000
 
@@ -34,21 +41,16 @@ def open_descriptors():
     return {number for number in found if os.path.exists(f"/proc/self/fd/{number}")}
 
 
-def thread_count():
-    """Return how many threads this process has."""
-    return len(os.listdir("/proc/self/task"))
-
-
 class Descriptors:
     """A few descriptors are left, or none."""
 
     refusal = errno.EMFILE
     limit = resource.RLIMIT_NOFILE
 
-    def tighten(self, draw):
+    def tighten(self, draw, utterly):
         used = open_descriptors()
         free = (number for number in range(1 << 16) if number not in used)
-        for _ in range(draw.randrange(7)):
+        for _ in range(0 if utterly else draw.randrange(7)):
             next(free)
         return next(free)
 
@@ -75,7 +77,7 @@ class Threads:
         hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)[1]
         resource.setrlimit(resource.RLIMIT_MEMLOCK, (min(2 * MIB, hard), hard))
 
-    def tighten(self, draw):
+    def tighten(self, draw, utterly):
         return 0
 
     def is_refused(self):
@@ -88,8 +90,8 @@ class LockedMemory:
     refusal = errno.ENOMEM
     limit = resource.RLIMIT_MEMLOCK
 
-    def tighten(self, draw):
-        return draw.choice((0, 4096, 1 << 16))
+    def tighten(self, draw, utterly):
+        return 0 if utterly else draw.choice((0, 4096, 1 << 16))
 
     def is_refused(self):
         page = np.zeros(1 << 17, np.uint8)
@@ -103,8 +105,9 @@ KINDS = {"descriptors": Descriptors, "threads": Threads, "memlock": LockedMemory
 class Scene:
     """A handle, and everything that one does with it."""
 
-    def __init__(self, draw, folder, engine, scarcity):
+    def __init__(self, draw, folder, engine, scarcity, forks):
         self.draw = draw
+        self.forks = forks
         self.path = f"{folder}/scarce"
         self.engine = engine
         self.scarcity = scarcity
@@ -207,8 +210,8 @@ class Scene:
     def fork(self):
         """A child carries on in want, and when there is plenty again."""
         lots = [self.draw.choice(IN_CHILDREN) for _ in range(3)]
-        child = fork(self.carry_on, lots)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        if self.forks:
+            join(fork(self.carry_on, lots))
 
     def carry_on(self, steps):
         for step in steps:
@@ -267,10 +270,10 @@ def lift(scarcity):
 
 
 @contextlib.contextmanager
-def in_want(scarcity, draw):
-    """Let there be little; it is seen that there is."""
+def in_want(scarcity, draw, utterly):
+    """Let there be little, or nothing; it is seen that there is."""
     hard = resource.getrlimit(scarcity.limit)[1]
-    resource.setrlimit(scarcity.limit, (scarcity.tighten(draw), hard))
+    resource.setrlimit(scarcity.limit, (scarcity.tighten(draw, utterly), hard))
     try:
         assert scarcity.is_refused()
         yield
@@ -286,22 +289,28 @@ def settled(look, before):
     return look() == before
 
 
-def run_out(first, count, folder, engine, kind):
-    """Take steps in want and in plenty; nothing is left behind."""
+def run_out(first, count, folder, engine, kind, forks):
+    """Take steps in want and in plenty; nothing is left behind.
+
+    Without `forks` what is drawn is the same, but these alone are not carried out.
+    """
     scarcity = KINDS[kind]()
     lift(scarcity)
     counts = {"went_well": 0, "refused": 0}
     # What is started once, such as a team that copies, is there before any trial.
-    warm_up = Scene(random.Random(0), folder, engine, scarcity)
+    warm_up = Scene(random.Random(0), folder, engine, scarcity, forks)
     for step in STEPS:
         step(warm_up)
     warm_up.close()
     for draw in each_trial(first, count):
         descriptors, threads = open_descriptors(), thread_count()
-        scene = Scene(draw, folder, engine, scarcity)
-        for _ in range(3):
-            with in_want(scarcity, draw):
-                for step in draw.sample(STEPS, 5):
+        scene = Scene(draw, folder, engine, scarcity, forks)
+        for number in range(3):
+            utterly = number == 0
+            with in_want(scarcity, draw, utterly):
+                # The first cannot be done with nothing.
+                must = [Scene.use_fresh] if utterly else []
+                for step in must + draw.sample(STEPS, 5):
                     well = scene.attempt(step)
                     counts["went_well" if well else "refused"] += 1
             # The very handle that was in want.
