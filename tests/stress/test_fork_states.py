@@ -3,6 +3,7 @@
 import pytest
 
 from batches import run_trials
+from children import skip_without_forks
 from mounts import SLOW_PLACES
 
 STATES = (
@@ -23,11 +24,13 @@ STATES = (
 @pytest.mark.amount(short=1, full=10, long=300)
 @pytest.mark.parametrize(("engine", "slow"), SLOW_PLACES, indirect=["slow"])
 def test_children_of_every_state_work_and_so_does_the_parent(
-    slow, tmp_path, engine, seeds, amount
+    slow, tmp_path, engine, seeds, record_property
 ):
+    skip_without_forks()
     counts = run_trials(
         "fork_in_states", seeds, batch=25, **slow, other=str(tmp_path), engine=engine
     )
     assert counts["held"] > 0
     for state in (*STATES, *(["dead"] if engine == "io_uring" else [])):
         assert counts[state] == 8 * counts["trials"]
+        record_property(f"children of {state.replace('_', ' ')}", counts[state])

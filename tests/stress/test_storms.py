@@ -8,7 +8,9 @@ from helpers import ENGINES
 
 @pytest.mark.amount(short=10_000, full=100_000, long=2_000_000)
 @pytest.mark.parametrize("engine", ENGINES)
-def test_signals_that_rain_on_every_thread_lose_nothing(tmp_path, engine, amount):
+def test_signals_that_rain_on_every_thread_lose_nothing(
+    tmp_path, engine, amount, record_property
+):
     report = run_child(
         "storm",
         package="trials",
@@ -17,6 +19,9 @@ def test_signals_that_rain_on_every_thread_lose_nothing(tmp_path, engine, amount
         engine=engine,
         amount=amount,
     ).report
+    record_property("signals sent to threads", report["sent"])
+    record_property("alarms", report["alarms"])
+    record_property("rounds of I/O under them", sum(report["rounds"]))
     assert report["sent"] >= amount
     assert report["alarms"] > 0
     # Those who wait, who read and gather themselves, and who write: all got somewhere.
@@ -37,7 +42,9 @@ CALLS = {
 
 @pytest.mark.amount(short=1_000, full=25_000, long=200_000)
 @pytest.mark.parametrize("engine", ENGINES)
-def test_every_other_call_is_interrupted_and_goes_again(tmp_path, engine, amount):
+def test_every_other_call_is_interrupted_and_goes_again(
+    tmp_path, engine, amount, record_property
+):
     faults = [f"{call}:error=EINTR:when=1+2" for call in CALLS[engine]]
     done = run_with_faults(
         "interrupted_calls",
@@ -50,3 +57,5 @@ def test_every_other_call_is_interrupted_and_goes_again(tmp_path, engine, amount
     )
     assert done.report["retries"] > 0
     assert done.injected.total() >= amount
+    for call, count in done.injected.items():
+        record_property(f"EINTR of {call}", count)
