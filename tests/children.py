@@ -65,6 +65,12 @@ def skip_without_mlock():
         pytest.skip("sanitizers lock no memory")
 
 
+def skip_beside_shadow_memory():
+    """Skip where the memory of a process is not its own alone."""
+    if under_sanitizer("libasan", "libtsan"):
+        pytest.skip("sanitizers keep memory of their own")
+
+
 def system_environment():
     """Return the environment for tools of the system."""
     return {key: value for key, value in os.environ.items() if key not in PRELOADED}

@@ -5,8 +5,14 @@ import statistics
 import pytest
 
 from batches import run_batch
+from children import (
+    can_fork,
+    skip_beside_shadow_memory,
+    skip_without_mlock,
+    under_sanitizer,
+)
 from helpers import ENGINES
-from trials.soak import EXACT
+from trials.soak import EXACT, STEPS
 
 # Until all that is started or loaded once has been, and the heap has its size.
 WARM_UP = 20
@@ -46,10 +52,17 @@ def soak(seeds, amount, looks=LOOKS, **options):
 
 @pytest.mark.amount(short=45, full=200, long=20_000)
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_process_holds_what_it_held_before(tmp_path, engine, seeds, amount):
-    held = soak(seeds, amount, folder=str(tmp_path), engine=engine)
+def test_a_process_holds_what_it_held_before(
+    tmp_path, engine, seeds, amount, record_property
+):
+    steps = [step for step in STEPS if step != "fork" or can_fork()]
+    held = soak(seeds, amount, folder=str(tmp_path), engine=engine, steps=steps)
+    record_property("rounds", amount)
     if held:
-        assert drifts(held) == set(), held
+        record_property("looks at what is held", len(held))
+        # Sanitizers keep memory of their own, which grows.
+        unknown = {"memory"} if under_sanitizer("libasan", "libtsan") else set()
+        assert drifts(held) <= unknown, held
         # The pool keeps what it has mapped; it was never asked for more than this.
         assert max(look["mapped"] for look in held) <= 64 << 20
 
@@ -66,6 +79,10 @@ LEAKS = {
 @pytest.mark.amount(short=50, full=500, long=500)
 @pytest.mark.parametrize("leak", LEAKS)
 def test_a_leak_that_was_planted_is_found(tmp_path, leak, seeds, amount):
+    if leak == "locked_page":
+        skip_without_mlock()
+    if leak == "memory":
+        skip_beside_shadow_memory()
     held = soak(
         seeds,
         amount,
