@@ -4,15 +4,18 @@ import ctypes
 import errno
 import gc
 import random
+import re
 
 import numpy as np
 import pytest
 
 import plans
+from children import Child, can_fork
 from fences import KINDS, Memory
-from helpers import PAGE, Guarded
+from helpers import ENGINES, PAGE, Guarded
 from inflight import InFlight
 from regimes import Regime
+from workloads.common import Faults
 
 
 def flight_of(kind="floating", op="read", size=1000, **details):
@@ -105,3 +108,21 @@ def test_a_seed_gives_one_plan_with_all_operations(fuse):
     assert first == second
     counted = [step.counted for step in first[1] if step.counted]
     assert {kind: counted.count(kind) for kind in plans.DECK} == plans.DECK
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("call", ["read", "write"])
+def test_a_bit_that_flips_on_its_way_is_found(faulty, engine, call):
+    """In a trial that goes well without it: of a place that the library alone writes to."""
+    (faulty / "control").touch()
+    flips = Faults(faulty / "control")
+    options = {"folder": str(faulty), "place": "fuse", "engine": engine, "seed": 5}
+    options |= {"package": "trials", "forks": can_fork()}
+    assert len(Child("random_operations", **options).finish().report) == 2
+    flips.set(**{call: {"flip": 10 * PAGE + 5}})
+    done = Child("random_operations", **options).finish(check=False)
+    assert flips.fired()[f"{call}.flip"] > 0
+    assert done.status == 1
+    # In memory or the file, behind a write that was cancelled, or by nvmeio's comparison.
+    found = "bytes are wrong|neither old nor new|validation failed"
+    assert re.search(found, done.stderr), done.stderr
