@@ -45,31 +45,24 @@ def skip_under_asan(why):
         pytest.skip(f"AddressSanitizer {why}")
 
 
+def sanitized():
+    """Tell whether AddressSanitizer or ThreadSanitizer does."""
+    return under_sanitizer("libasan", "libtsan")
+
+
+def skip_sanitized(why):
+    """Skip where one of the two does."""
+    if sanitized():
+        pytest.skip(f"sanitizers {why}")
+
+
 def can_fork():
     """Tell whether a process with busy threads may fork, and its child start some.
 
     Under ThreadSanitizer it may not; under AddressSanitizer the child may inherit a lock of
     its allocator that nobody will open, and hang (gcc 12).
     """
-    return not under_sanitizer("libasan", "libtsan")
-
-
-def skip_without_forks():
-    """Skip where such a child is all that a test is about."""
-    if not can_fork():
-        pytest.skip("sanitizers cannot follow forks of a process with threads")
-
-
-def skip_without_mlock():
-    """Skip where memory is not really locked: both sanitizers make mlock(2) do nothing."""
-    if under_sanitizer("libasan", "libtsan"):
-        pytest.skip("sanitizers lock no memory")
-
-
-def skip_beside_shadow_memory():
-    """Skip where the memory of a process is not its own alone."""
-    if under_sanitizer("libasan", "libtsan"):
-        pytest.skip("sanitizers keep memory of their own")
+    return not sanitized()
 
 
 def system_environment():

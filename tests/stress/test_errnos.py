@@ -13,7 +13,7 @@ from collections import Counter
 import pytest
 
 from builds import link_program
-from children import TESTS, Child, need_strace
+from children import TESTS, Child, need_strace, skip_sanitized
 from errnos import CASES, ERRNOS, INDEX_MAX, LEFT_OUT, may_report
 from helpers import ENGINES
 
@@ -97,6 +97,7 @@ ALL = len(CASES)
 def fail_each(seeds, amount, pytestconfig, record_property):
     """A function that carries out the case of each seed on a workload."""
     need_strace()
+    skip_sanitized("make system calls of their own")
     repeated = pytestconfig.getoption("--replay") is not None
 
     def fail_each(workload):

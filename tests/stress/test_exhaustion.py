@@ -3,7 +3,7 @@
 import pytest
 
 from batches import run_trials
-from children import as_nobody, can_fork, skip_without_mlock
+from children import as_nobody, can_fork, skip_sanitized
 from helpers import ENGINES
 
 
@@ -14,7 +14,7 @@ def test_what_runs_out_is_told_and_comes_back(
     tmp_path, kind, engine, seeds, record_property
 ):
     if kind == "memlock":
-        skip_without_mlock()
+        skip_sanitized("lock no memory")
     tmp_path.chmod(0o777)
     counts = run_trials(
         "run_out",

@@ -3,7 +3,7 @@
 import pytest
 
 from batches import run_trials
-from children import skip_without_forks
+from children import skip_sanitized
 from mounts import SLOW_PLACES
 
 STATES = (
@@ -26,7 +26,7 @@ STATES = (
 def test_children_of_every_state_work_and_so_does_the_parent(
     slow, tmp_path, engine, seeds, record_property
 ):
-    skip_without_forks()
+    skip_sanitized("cannot follow forks of a process with threads")
     counts = run_trials(
         "fork_in_states", seeds, batch=25, **slow, other=str(tmp_path), engine=engine
     )

@@ -3,7 +3,7 @@
 import pytest
 
 from batches import run_trials
-from children import skip_beside_shadow_memory
+from children import skip_sanitized
 from helpers import ENGINES, MIB
 
 LIMIT = 160 * MIB
@@ -15,7 +15,7 @@ POOL = 24 * MIB
 def test_little_memory_makes_no_wrong_bytes(
     control_group, tmp_path, engine, seeds, record_property
 ):
-    skip_beside_shadow_memory()
+    skip_sanitized("keep memory of their own")
     prefix = control_group(
         "memory", {"memory.limit_in_bytes": LIMIT}, {"memory.max": LIMIT}
     )

@@ -5,12 +5,7 @@ import statistics
 import pytest
 
 from batches import run_batch
-from children import (
-    can_fork,
-    skip_beside_shadow_memory,
-    skip_without_mlock,
-    under_sanitizer,
-)
+from children import can_fork, sanitized, skip_sanitized
 from helpers import ENGINES
 from trials.soak import EXACT, STEPS
 
@@ -61,7 +56,7 @@ def test_a_process_holds_what_it_held_before(
     if held:
         record_property("looks at what is held", len(held))
         # Sanitizers keep memory of their own, which grows.
-        unknown = {"memory"} if under_sanitizer("libasan", "libtsan") else set()
+        unknown = {"memory"} if sanitized() else set()
         assert drifts(held) <= unknown, held
         # The pool keeps what it has mapped; it was never asked for more than this.
         assert max(look["mapped"] for look in held) <= 64 << 20
@@ -80,9 +75,9 @@ LEAKS = {
 @pytest.mark.parametrize("leak", LEAKS)
 def test_a_leak_that_was_planted_is_found(tmp_path, leak, seeds, amount):
     if leak == "locked_page":
-        skip_without_mlock()
+        skip_sanitized("lock no memory")
     if leak == "memory":
-        skip_beside_shadow_memory()
+        skip_sanitized("keep memory of their own")
     held = soak(
         seeds,
         amount,
