@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from children import WATCHDOG_S, skip_under_asan, system_environment
+from children import WATCHDOG_S, skip_sanitized, system_environment
 
 ROOT = Path(__file__).resolve().parents[2]
 FUZZ = ROOT / "tests" / "fuzz"
@@ -57,7 +57,7 @@ def command(request, target):
         return [BUILT / f"fuzz_{target}"]
     if importlib.util.find_spec("atheris") is None:
         pytest.skip("atheris is not installed")
-    skip_under_asan("and libFuzzer want the same hooks")
+    skip_sanitized("and libFuzzer want the same hooks")
     return [sys.executable, FUZZ / f"fuzz_{target}.py"]
 
 
