@@ -1,6 +1,5 @@
 """The C library under faults: its own tests, and a fault at each place in turn."""
 
-import os
 import re
 import shutil
 import subprocess
@@ -8,6 +7,7 @@ import subprocess
 import pytest
 
 from builds import faults_in, read_tallies
+from children import system_environment
 
 # Programs of tests/c that assert what bytes are, and what must not strike where they hold
 # back I/O of one engine until another has gone on.  Little is registered.
@@ -31,7 +31,7 @@ def run(program, *arguments, environment=None):
     prefix = [shutil.which("setarch"), "-R"] if "tsan" in program.parent.name else []
     done = subprocess.run(
         [*prefix, program, *map(str, arguments)],
-        env={**os.environ, **(environment or {})},
+        env={**system_environment(), **(environment or {})},
         capture_output=True,
         text=True,
         timeout=PROGRAM_S,
