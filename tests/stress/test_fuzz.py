@@ -46,7 +46,8 @@ def built():
     """The targets that are written in C."""
     if shutil.which("clang") is None:
         pytest.skip("clang is not installed")
-    subprocess.run([ROOT / "scripts" / "build-fuzz", sys.executable], cwd=ROOT, check=True)
+    command = [ROOT / "scripts" / "build-fuzz", sys.executable]
+    subprocess.run(command, cwd=ROOT, env=system_environment(), check=True)
 
 
 @pytest.fixture
