@@ -123,14 +123,14 @@ def fail_each(seeds, amount, pytestconfig, record_property):
 
 
 @pytest.mark.packaging
-@pytest.mark.amount(short=ALL // 30, full=ALL, long=ALL)
+@pytest.mark.amount(short=ALL // 30, full=ALL // 4, long=ALL)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_each_errno_of_each_call_is_survived(engine, fail_each, program, tmp_path):
     env = {"NVMEIO_TEST_DIR": str(tmp_path)}
     fail_each(Workload(command=[program, engine], env=env))
 
 
-@pytest.mark.amount(short=ALL // 80, full=ALL // 25, long=ALL)
+@pytest.mark.amount(short=ALL // 80, full=ALL // 40, long=ALL)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_each_errno_of_each_call_is_survived_by_python(engine, fail_each, tmp_path):
     arguments = {"folder": str(tmp_path), "engine": engine}

@@ -15,7 +15,7 @@ from helpers import ENGINES
 from places import PLACES
 from workloads.common import Faults
 
-AMOUNTS = {"short": 1, "full": 6, "long": 100}
+AMOUNTS = {"short": 1, "full": 5, "long": 100}
 CELLS = len(ENGINES) * len(PLACES) * 2
 
 
@@ -90,7 +90,7 @@ EVERYWHERE = {"short", "again", "early", "late", "eintr", "eagain", "partly"}
 OF_URING = {"ebusy", "enomem"}
 
 
-@pytest.mark.amount(short=0, full=1, long=50)
+@pytest.mark.amount(short=0, full=1, long=20)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_random_operations_under_faults_do_so_too(
     place, engine, seeds, tmp_path, faulty_package, record_property

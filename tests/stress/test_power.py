@@ -180,7 +180,7 @@ def carry_out(kind, seeds, tmp_path, engines, record_property, **options):
         record_property(what, count)
 
 
-@pytest.mark.amount(short=2, full=18, long=3000)
+@pytest.mark.amount(short=2, full=12, long=200)
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_was_said_to_be_synced_is_there_after_a_power_cut(
     kind, seeds, tmp_path, loop_devices, engines, record_property
@@ -192,7 +192,7 @@ def test_what_was_said_to_be_synced_is_there_after_a_power_cut(
 
 
 @pytest.mark.packaging
-@pytest.mark.amount(short=1, full=2, long=50)
+@pytest.mark.amount(short=1, full=2, long=10)
 @pytest.mark.parametrize("left_out", ["all", "library", "os.fsync"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_build_that_leaves_fsyncs_out_is_found_out(

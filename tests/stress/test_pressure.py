@@ -10,7 +10,7 @@ LIMIT = 160 * MIB
 POOL = 24 * MIB
 
 
-@pytest.mark.amount(short=1, full=6, long=500)
+@pytest.mark.amount(short=1, full=4, long=60)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_little_memory_makes_no_wrong_bytes(
     control_group, tmp_path, engine, seeds, record_property

@@ -45,7 +45,7 @@ def soak(seeds, amount, looks=LOOKS, **options):
     return report["held"]
 
 
-@pytest.mark.amount(short=45, full=200, long=20_000)
+@pytest.mark.amount(short=45, full=200, long=4_000)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_process_holds_what_it_held_before(
     tmp_path, engine, seeds, amount, record_property

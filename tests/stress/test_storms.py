@@ -6,7 +6,7 @@ from children import run_child, run_with_faults
 from helpers import ENGINES
 
 
-@pytest.mark.amount(short=10_000, full=100_000, long=2_000_000)
+@pytest.mark.amount(short=10_000, full=100_000, long=1_000_000)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_signals_that_rain_on_every_thread_lose_nothing(
     tmp_path, engine, amount, record_property
@@ -40,7 +40,7 @@ CALLS = {
 }
 
 
-@pytest.mark.amount(short=1_000, full=25_000, long=200_000)
+@pytest.mark.amount(short=1_000, full=25_000, long=100_000)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_every_other_call_is_interrupted_and_goes_again(
     tmp_path, engine, amount, record_property
