@@ -8,7 +8,6 @@ import random
 
 ERRNOS = {
     "brk": "ENOMEM",
-    "capget": "EFAULT EINVAL EPERM ESRCH",
     "clone": "EAGAIN ENOMEM ENOSPC EPERM",
     "clone3": "EAGAIN ENOMEM ENOSPC EPERM",
     "close": "EBADF EDQUOT EINTR EIO ENOSPC",
@@ -31,6 +30,7 @@ ERRNOS = {
     "ioctl": "EBADF EFAULT EINVAL ENOMEM ENOTTY EPERM",
     "lseek": "EBADF EINVAL ENXIO EOVERFLOW ESPIPE",
     "madvise": "EACCES EAGAIN EBADF EINVAL EIO ENOMEM EPERM",
+    "mlock2": "EAGAIN EINVAL ENOMEM EPERM",
     "mmap": "EACCES EAGAIN EBADF EEXIST EINVAL ENFILE ENODEV ENOMEM EOVERFLOW EPERM "
     "ETXTBSY",
     "mprotect": "EACCES EINVAL ENOMEM",
@@ -81,7 +81,7 @@ LEFT_OUT = {
 HARMLESS = {
     *("close", "munmap", "io_destroy", "rt_sigaction", "rt_sigprocmask", "set_robust_list"),
     *(
-        "capget",
+        "mlock2",
         "fstatfs",
         "ioctl",
         "lseek",
