@@ -17,6 +17,7 @@ from index_strategies import assert_same, assignments, outcome
 from nvmeio import ArrayFile
 
 EXAMPLES = 150
+FEW = 20 * EXAMPLES
 
 
 def for_all(strategy, seed, check):
@@ -62,14 +63,15 @@ def check_assignment(path, case, begin):
 @pytest.mark.amount(short=2, full=40, long=600)
 def test_indices_do_what_those_of_numpy_do(seeds, tmp_path):
     path = tmp_path / "array"
+    begins = st.one_of(st.just(0), st.integers(0, 5000))
+    good = []
     for seed in seeds:
-        good = []
-        begins = st.one_of(st.just(0), st.integers(0, 5000))
         for_all(
             st.tuples(assignments(), begins),
             seed,
-            lambda example, good=good: good.append(check_assignment(path, *example)),
+            lambda example: good.append(check_assignment(path, *example)),
         )
-        # Both those that numpy takes and those that it refuses were among them.
-        assert any(good)
-        assert not all(good)
+    # Both those that numpy takes and those that it refuses were among them; one run of
+    # hypothesis in some twenty has none of the latter.
+    assert any(good)
+    assert not all(good) or len(good) < FEW
