@@ -389,6 +389,18 @@ def is_generated(path, text):
         yield "is made by the build"
 
 
+def draws_without_seed(path, text):
+    """A stress test draws all its lots from its seed."""
+    if path.name == "conftest.py":  # which draws the seeds
+        return
+    seeded = r'(?:Random|default_rng)\(["\w\[]'
+    pattern = rf"\brandom\.(?!{seeded})\w+|\b(?:urandom|uuid|secrets)\b|\bhash\("
+    for number, line in enumerate(text.splitlines(), 1):
+        found = re.search(pattern, line)
+        if found:
+            yield f"{number}: {found[0]} is drawn from no seed"
+
+
 def lacks_all(path, text):
     """A public Python module says what it gives."""
     if module_of(path).startswith("_") and path.name != "__init__.py":
@@ -425,6 +437,7 @@ RULES = {
     imports_relatively: (*CYTHON, *PYTHON),
     prints: (*CYTHON, *PYTHON),
     lacks_all: PYTHON,
+    draws_without_seed: ("tests/stress/**/*.py",),
     calls_what_prints_or_exits: C,
     knows_python: (*C, "include/nvmeio/*.h"),
     has_long_function: C,
@@ -457,6 +470,10 @@ BAD = [
     (imports_relatively, "src/nvmeio/files.py", "from .handle import aio_handle\n"),
     (prints, "src/nvmeio/files.py", "def f():\n    print('done')\n"),
     (lacks_all, "src/nvmeio/files.py", "def read_file(path):\n    pass\n"),
+    (draws_without_seed, "tests/stress/trials/drops.py", "more = random.Random()\n"),
+    (draws_without_seed, "tests/stress/trials/soak.py", "step = random.choice(STEPS)\n"),
+    (draws_without_seed, "tests/stress/plans.py", "rng = np.random.default_rng()\n"),
+    (draws_without_seed, "tests/stress/plans.py", "seed = hash(name)\n"),
     (calls_what_prints_or_exits, "src/libnvmeio/pool.c", 'fprintf(stderr, "no\\n");\n'),
     (calls_what_prints_or_exits, "src/libnvmeio/pool.c", "    abort();\n"),
     (knows_python, "src/libnvmeio/pool.c", "#include <Python.h>\n"),
@@ -473,6 +490,8 @@ BAD = [
 ]
 # Near misses, which a rule must not complain about.
 GOOD = [
+    (draws_without_seed, "tests/stress/plans.py", 'rng = random.Random(f"{seed}")\n'),
+    (draws_without_seed, "tests/stress/plans.py", "at_once = self.rng.random() < 0.5\n"),
     (breaks_layering, "src/nvmeio/staged.pyx", "from nvmeio.request cimport Request\n"),
     (imports_torch, "src/nvmeio/torch/tensors.py", "import torch\n"),
     (imports_deepspeed, "src/nvmeio/__init__.py", "from nvmeio import deepspeed\n"),

@@ -9,7 +9,6 @@ import ctypes
 import gc
 import mmap
 import os
-import random
 import threading
 import time
 from concurrent.futures import CancelledError
@@ -59,7 +58,7 @@ class Leaks:
         self.held.append(page)
 
     def memory(self):
-        self.held.append(random.randbytes(self.size))
+        self.held.append(b"\1" * self.size)
 
     def pool_memory(self):
         self.held.append(nvmeio.empty(1, np.uint8))
