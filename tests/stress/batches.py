@@ -23,10 +23,12 @@ def run_batch(name, seeds, count, *, watchdog_s=WATCHDOG_S, **options):
         count=len(drawn),
         **options,
     )
-    done = child.finish(check=False)
-    begun = [said["seed"] for said in done.reports if "seed" in said]
-    # The one that is to be repeated, should it have failed.
-    seeds.current = begun[-1] if begun else drawn.start
+    try:
+        done = child.finish(check=False)
+    finally:
+        begun = [said["seed"] for said in child.reports if "seed" in said]
+        # The one that is to be repeated, should it have failed, or hang.
+        seeds.current = begun[-1] if begun else drawn.start
     assert not child.timed_out, f"{name} hangs\n{done.stderr}"
     assert done.status == 0, f"{name} ended with {done.status}\n{done.stderr}"
     assert begun == list(drawn)

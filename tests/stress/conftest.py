@@ -5,10 +5,11 @@ stress-long`); ``@pytest.mark.amount(short=10, full=500, long=20_000)`` says wha
 means to a test, which is left out where it says 0.  A test that draws lots takes the
 fixture ``seeds``, and carries out one trial for each: everything in it is drawn from the
 seed.  Where a trial fails, the report says how to repeat that trial alone: ``make replay
-SEED='test_name[parameter]:12345'``.
+SEED='test_name[parameter]:12345'``; where all of them fail together, how to repeat them.
 What a test counts by ``record_property`` is added up and told in the end.
 """
 
+import math
 import random
 import shlex
 from collections import Counter, defaultdict
@@ -19,6 +20,7 @@ pytest_plugins = ["builds"]
 
 # What hangs in a long run is stopped by the watchdog of its child.
 TIMEOUTS_S = {"short": 300, "full": 900, "long": 0}
+TARGETS = {"short": "stress-short", "full": "stress", "long": "stress-long"}
 SEED_MAX = 1 << 48
 
 
@@ -79,6 +81,8 @@ class Seeds:
 
     def __next__(self):
         if not self.left:
+            # What goes wrong from here on is no single trial's.
+            self.current = None
             raise StopIteration
         self.current = self.take(1).start
         return self.current
@@ -99,6 +103,12 @@ def amount(request):
 
 
 @pytest.fixture
+def patience_s(pytestconfig):
+    """How long a child may take at most: its watchdog tells more than a test's timeout."""
+    return (TIMEOUTS_S[pytestconfig.option.length] or math.inf) - 30
+
+
+@pytest.fixture
 def seeds(request):
     """The seeds of as many trials as the test's amount says, or the one to be repeated."""
     replay = request.config.getoption("--replay")
@@ -107,14 +117,23 @@ def seeds(request):
     return Seeds(request.config.option.seed, request.getfixturevalue("amount"))
 
 
+def how_to_repeat(item, seeds):
+    """Return what repeats the trial that failed, or all of them where it was none alone."""
+    options = item.config.option
+    if options.replay or seeds.current is not None:
+        seed = options.replay or f"{item.name}:{seeds.current}"
+        return f"make replay SEED={shlex.quote(seed)}"
+    words = f"--seed {options.seed} -k {item.originalname}"
+    return f"make {TARGETS[options.length]} STRESS={shlex.quote(words)}"
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item):
-    """Say how to repeat the trial that failed."""
+    """Say how to repeat what failed."""
     report = yield
     seeds = getattr(item, "funcargs", {}).get("seeds")
-    if report.failed and seeds is not None and seeds.current is not None:
-        seed = shlex.quote(f"{item.name}:{seeds.current}")
-        report.sections.append(("repeat it", f"make replay SEED={seed}"))
+    if report.failed and seeds is not None:
+        report.sections.append(("repeat it", how_to_repeat(item, seeds)))
     return report
 
 

@@ -13,7 +13,7 @@ POOL = 24 * MIB
 @pytest.mark.amount(short=1, full=4, long=60)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_little_memory_makes_no_wrong_bytes(
-    control_group, tmp_path, engine, seeds, record_property
+    control_group, tmp_path, engine, seeds, patience_s, record_property
 ):
     skip_sanitized("keep memory of their own")
     prefix = control_group(
@@ -24,7 +24,7 @@ def test_little_memory_makes_no_wrong_bytes(
         seeds,
         batch=20,
         # Each moves 640 MiB, on a disk that may be slow.
-        watchdog_s=1800,
+        watchdog_s=min(1800, patience_s),
         prefix=prefix,
         env={"NVMEIO_POOL_BYTES": str(POOL)},
         folder=str(tmp_path),

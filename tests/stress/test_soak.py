@@ -29,29 +29,34 @@ def drifts(held):
     return found | ({"memory"} if abs(last - first) > NOISE_KIB else set())
 
 
-def soak(seeds, amount, looks=LOOKS, **options):
-    """Return what is held after some rounds, and some more, and so on."""
+@pytest.fixture
+def soak(seeds, amount, patience_s):
+    """A function that returns what is held after some rounds, and some more, and so on."""
     rounds = seeds.left
     alone = rounds == 1
-    report = run_batch(
-        "soak",
-        seeds,
-        rounds,
-        watchdog_s=300 + 5 * amount,
-        warm_up=0 if alone else WARM_UP,
-        looks=0 if alone else looks,
-        **options,
-    )
-    return report["held"]
+
+    def soak(looks=LOOKS, **options):
+        report = run_batch(
+            "soak",
+            seeds,
+            rounds,
+            watchdog_s=min(300 + 5 * amount, patience_s),
+            warm_up=0 if alone else WARM_UP,
+            looks=0 if alone else looks,
+            **options,
+        )
+        return report["held"]
+
+    return soak
 
 
 @pytest.mark.amount(short=45, full=200, long=4_000)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_process_holds_what_it_held_before(
-    tmp_path, engine, seeds, amount, record_property
+    soak, tmp_path, engine, amount, record_property
 ):
     steps = [step for step in STEPS if step != "fork" or can_fork()]
-    held = soak(seeds, amount, folder=str(tmp_path), engine=engine, steps=steps)
+    held = soak(folder=str(tmp_path), engine=engine, steps=steps)
     record_property("rounds", amount)
     if held:
         record_property("looks at what is held", len(held))
@@ -73,14 +78,12 @@ LEAKS = {
 
 @pytest.mark.amount(short=50, full=500, long=500)
 @pytest.mark.parametrize("leak", LEAKS)
-def test_a_leak_that_was_planted_is_found(tmp_path, leak, seeds, amount):
+def test_a_leak_that_was_planted_is_found(soak, tmp_path, leak, amount):
     if leak == "locked_page":
         skip_sanitized("lock no memory")
     if leak == "memory":
         skip_sanitized("keep memory of their own")
     held = soak(
-        seeds,
-        amount,
         LOOKS_AT_LEAKS,
         folder=str(tmp_path),
         engine="sync",

@@ -1,0 +1,91 @@
+"""A stress test that fails prints the line by which just what has failed is repeated."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+
+from children import TESTS, WATCHDOG_S, system_environment
+
+SUITE = """
+import pytest
+
+@pytest.mark.amount(short=2, full=5, long=9)
+@pytest.mark.parametrize("kind", ["good", "io_uring-a file.py"])
+def test_trials(kind, seeds):
+    drawn = []
+    for seed in seeds:
+        drawn.append(seed)
+        print("drawn:", drawn)
+        assert kind == "good" or seed < 9
+
+@pytest.mark.amount(short=3, full=3, long=0)
+def test_all_trials_together(seeds):
+    drawn = list(seeds)
+    print("drawn:", drawn)
+    assert len(drawn) < 2
+"""
+
+
+def run_and_fail(folder, *options):
+    """Run pytest on a small suite as it runs the stress tests; return what it prints."""
+    (folder / "test_small.py").write_text(SUITE)
+    (folder / "pytest.ini").touch()
+    command = [sys.executable, "-m", "pytest", "-p", "conftest", "-p", "no:cacheprovider"]
+    paths = [str(TESTS / "stress"), str(TESTS), os.environ.get("PYTHONPATH", "")]
+    done = subprocess.run(
+        [*command, *options, "."],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTEST_ADDOPTS": ""},
+        capture_output=True,
+        text=True,
+        timeout=WATCHDOG_S,
+        check=False,
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    return done.stdout
+
+
+def line_of(printed):
+    """Return the one line by which a failure is repeated."""
+    (line,) = re.findall("^make .*$", printed, re.MULTILINE)
+    return line
+
+
+def options_of(line):
+    """Return what the shell and make hand to pytest of such a line."""
+    done = subprocess.run(
+        [*shlex.split(line), "--dry-run", "--no-print-directory"],
+        cwd=TESTS.parent,
+        env=system_environment(),
+        capture_output=True,
+        text=True,
+        timeout=WATCHDOG_S,
+        check=True,
+    )
+    (command,) = re.findall("-m pytest tests/stress (.*)$", done.stdout, re.MULTILINE)
+    return shlex.split(command)
+
+
+def drawn_in(printed):
+    """Return what a test has drawn in the end."""
+    return re.findall("^drawn: (.*)$", printed, re.MULTILINE)[-1]
+
+
+def test_a_trial_that_failed_is_repeated_alone(tmp_path):
+    printed = run_and_fail(tmp_path, "--length", "full", "--seed", "7", "-k", "test_trials")
+    assert "1 failed, 1 passed" in printed
+    assert drawn_in(printed) == "[7, 8, 9]"
+    again = run_and_fail(tmp_path, *options_of(line_of(printed)))
+    assert "1 failed, 2 deselected" in again
+    assert drawn_in(again) == "[9]"
+    assert line_of(again) == line_of(printed)
+
+
+def test_trials_that_failed_together_are_repeated_from_their_first_seed(tmp_path):
+    printed = run_and_fail(tmp_path, "--length", "full", "-k", "together")
+    again = run_and_fail(tmp_path, *options_of(line_of(printed)))
+    assert "1 failed, 2 deselected" in again
+    assert drawn_in(again) == drawn_in(printed)
+    assert line_of(again) == line_of(printed)
