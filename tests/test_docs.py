@@ -144,3 +144,15 @@ def test_the_table_of_variables_has_what_the_sources_read_and_nothing_else():
         read |= set(re.findall(r'\bgetenv\("(\w+)"\)', path.read_text()))
     # Of these the command line asks what terminal and what container it is in.
     assert sorted(told) == sorted(read - {"TERM", "KUBERNETES_SERVICE_HOST", "container"})
+
+
+def test_the_tables_of_faults_have_the_kinds_that_fault_c_has():
+    source = (ROOT / "src" / "libnvmeio" / "fault.c").read_text(encoding="utf-8")
+    found = re.findall(r'\.name = "(\w+)"(, \.harmless = true)?', source)
+    page = read_page("docs/reliability.md")
+    _, unnoticed, rest = re.split("^What a caller .*:$", page, flags=re.MULTILINE)
+    seen, _, _ = rest.partition("\nThese calls ")
+    for table, harmless in ((unnoticed, True), (seen, False)):
+        cells = re.findall(r"^\| (`.*?) \|", table, re.MULTILINE)
+        told = [name for cell in cells for name in re.findall(r"`(\w+)`", cell)]
+        assert set(told) == {name for name, mark in found if bool(mark) == harmless}

@@ -120,6 +120,11 @@ def test_the_library_lies_where_get_library_dir_says():
     assert archive.read_bytes().startswith(b"!<arch>\n")
 
 
+def test_faults_are_in_the_test_build_alone():
+    archive = Path(nvmeio.get_library_dir(), "libnvmeio.a").read_bytes()
+    assert (b"nvmeio_fault_strikes" in archive) == nvmeio.build_info()["test_build"]
+
+
 def test_the_package_is_typed_and_cimportable():
     package = Path(nvmeio.__file__).parent
     assert (package / "py.typed").is_file()

@@ -325,17 +325,29 @@ int nvmeio_faulty_madvise(void *address, size_t size, int advice)
     return fails(NVMEIO_FAULT_MEMORY, errors, 3) ? -1 : madvise(address, size, advice);
 }
 
-/* mbind(2), which takes six words, and capget(2), which takes two. */
+int nvmeio_faulty_mlock2(const void *address, size_t size, unsigned flags)
+{
+    return lacks_memory() ? -1 : mlock2(address, size, flags);
+}
+
+int nvmeio_faulty_mincore(void *address, size_t size, unsigned char *resident)
+{
+    static const int errors[] = {ENOMEM, EAGAIN};
+    return fails(NVMEIO_FAULT_MEMORY, errors, 2) ? -1
+                                                 : mincore(address, size, resident);
+}
+
+/* mbind(2) alone, which takes six words. */
 long nvmeio_faulty_syscall(long number, ...)
 {
-    long words[6] = {0};
+    long words[6];
     va_list rest;
 
     va_start(rest, number);
-    for (int i = 0; i < (number == SYS_mbind ? 6 : 2); i++)
+    for (int i = 0; i < 6; i++)
         words[i] = va_arg(rest, long);
     va_end(rest);
-    if (number == SYS_mbind ? lacks_memory() : fails_with(NVMEIO_FAULT_STAT, EPERM))
+    if (lacks_memory())
         return -1;
     return syscall(number, words[0], words[1], words[2], words[3], words[4], words[5]);
 }

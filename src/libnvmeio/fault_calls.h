@@ -40,6 +40,8 @@
 #define mmap nvmeio_faulty_mmap
 #define munmap nvmeio_faulty_munmap
 #define mlock nvmeio_faulty_mlock
+#define mlock2 nvmeio_faulty_mlock2
+#define mincore nvmeio_faulty_mincore
 #define madvise nvmeio_faulty_madvise
 #define syscall nvmeio_faulty_syscall
 

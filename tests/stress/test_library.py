@@ -3,11 +3,12 @@
 import re
 import shutil
 import subprocess
+from fnmatch import fnmatch
 
 import pytest
 
-from builds import faults_in, read_tallies
-from children import system_environment
+from builds import ROOT, faults_in, read_tallies
+from children import run_tool, system_environment
 
 # Programs of tests/c that assert what bytes are, and what must not strike where they hold
 # back I/O of one engine until another has gone on.  Little is registered.
@@ -101,6 +102,29 @@ def test_one_fault_at_each_place(
         # Lanes wait for a disk; in memory, blocks may be done when they are handed over.
         woken = [int(count) for _, kind, count in struck if kind == "wake"]
         assert any(woken) or place == "memory", said
+
+
+# What asks nothing of the system.
+PURE = r"(mem|str)\w+|sn?printf|sscanf|sigfillset|qsort|tdelete|tfind|twalk|_.*"
+
+
+def test_each_call_into_the_system_can_be_made_to_fail_or_is_listed(faulty_programs):
+    said = run_tool("nm", "--undefined-only", faulty_programs("plain") / "libnvmeio.a")
+    files = re.findall(r"^(\w+)\.o:\n((?: +[Uw] \S+\n?)*)", said, re.MULTILINE)
+    words = " ".join(called for file, called in files if not file.startswith("fault"))
+    names = {re.sub("^__isoc[0-9]+_", "", word) for word in words.split()} - {"U", "w"}
+    assert "nvmeio_faulty_pread" in names
+    page = (ROOT / "docs" / "reliability.md").read_text(encoding="utf-8")
+    table = page.partition("\n| call | why no fault is made of it |")[2].partition("\n\n")[
+        0
+    ]
+    cells = re.findall(r"^\| (`.*?) \|", table, re.MULTILINE)
+    listed = [name for cell in cells for name in re.findall(r"`([\w*]+)`", cell)]
+    assert listed
+    left = {name for name in names if not re.fullmatch(f"nvmeio_.*|{PURE}", name)}
+    assert {
+        name for name in left if not any(fnmatch(name, each) for each in listed)
+    } == set()
 
 
 @pytest.mark.parametrize("name", ["test_file_faults", "test_child_faults"])
