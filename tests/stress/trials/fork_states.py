@@ -18,7 +18,7 @@ import numpy as np
 import nvmeio
 from helpers import Guarded
 from trials.seeded import each_trial
-from workloads.common import Faults, make_file, read_checked, report
+from workloads.common import Faults, descriptor_count, make_file, read_checked, report
 from workloads.forks import fork, join, use_handle
 
 SIZE = 256 << 10
@@ -301,8 +301,10 @@ def use_fresh(scene, state, other, name):
         use_handle(handle, other, name, scene.engine)
 
 
-def child(scene, state, other, number, seed):
+def child(scene, state, other, number, seed, descriptors):
     """Do all of it in an order of its own, and leave in one of several ways."""
+    inherited = descriptor_count()
+    assert inherited <= descriptors, "the fork has opened something"
     draw = random.Random(seed)
     steps = [use_inherited, use_fresh]
     draw.shuffle(steps)
@@ -315,6 +317,7 @@ def child(scene, state, other, number, seed):
     way = draw.choice(("close", "drop", "leave"))
     if way == "close":
         scene.handle.close()
+        assert descriptor_count() <= inherited
     elif way == "drop":
         scene.handle = None
         scene.old.clear()
@@ -331,8 +334,9 @@ def fork_in_states(first, count, folder, control, other, engine):
             scene = Scene(draw, folder, control, engine)
             with state(scene):
                 numbers = [(n, draw.getrandbits(32)) for n in range(CHILDREN)]
+                descriptors = descriptor_count()
                 children = [
-                    fork(child, scene, state, other, number, seed)
+                    fork(child, scene, state, other, number, seed, descriptors)
                     for number, seed in numbers
                 ]
                 for process in children:

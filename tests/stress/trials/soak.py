@@ -19,6 +19,7 @@ import nvmeio
 from helpers import Guarded
 from trials.seeded import each_trial
 from workloads.common import (
+    descriptor_count,
     errors_of,
     gather_checked,
     make_file,
@@ -70,7 +71,7 @@ def held_now():
         status = dict(line.split(":", 1) for line in file)
     pool = nvmeio.pool_stats()
     return {
-        "descriptors": len(os.listdir("/proc/self/fd")),
+        "descriptors": descriptor_count(),
         "threads": thread_count(),
         "locked": int(status["VmLck"].split()[0]),
         "pool": pool["bytes_used"],
