@@ -253,6 +253,10 @@ CASES = {
         *({}, replace(INSTALLED, test_build=True), {}),
         *("test-build", "slow", "unset NVMEIO_TEST_BUILD"),
     ),
+    "faults that nothing makes": (
+        *({}, replace(INSTALLED, environment={"NVMEIO_FAULTS": "eio@3"}), {}),
+        *("test-build", "hint", "NVMEIO_TEST_BUILD=1 pip install"),
+    ),
     "no OpenMP": (
         {},
         replace(INSTALLED, features={**INSTALLED.features, "openmp": NO_OPENMP}),

@@ -66,6 +66,11 @@ def _of_test_build(system: System, installed: Installation) -> Iterator[Remedy]:
         commands = ("unset NVMEIO_TEST_BUILD NVMEIO_FAULTS", REBUILD)
         step = Step("build it anew, in its checkout or its unpacked sdist:", commands)
         yield Remedy("test-build", "slow", problem, (step,))
+    elif "NVMEIO_FAULTS" in installed.environment:
+        problem = "NVMEIO_FAULTS is set, but makes no faults: this is not the test build"
+        commands = (f"NVMEIO_TEST_BUILD=1 {REBUILD}",)
+        step = Step("build that one, in its checkout or its unpacked sdist:", commands)
+        yield Remedy("test-build", "hint", problem, (step,))
 
 
 def _of_huge_pages(system: System, installed: Installation) -> Iterator[Remedy]:
