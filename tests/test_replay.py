@@ -6,6 +6,8 @@ import shlex
 import subprocess
 import sys
 
+import pytest
+
 from children import TESTS, WATCHDOG_S, system_environment
 
 SUITE = """
@@ -28,13 +30,13 @@ def test_all_trials_together(seeds):
 """
 
 
-def run_and_fail(folder, *options):
-    """Run pytest on a small suite as it runs the stress tests; return what it prints."""
+def run(folder, *options):
+    """Run pytest on a small suite as it runs the stress tests."""
     (folder / "test_small.py").write_text(SUITE)
     (folder / "pytest.ini").touch()
     command = [sys.executable, "-m", "pytest", "-p", "conftest", "-p", "no:cacheprovider"]
     paths = [str(TESTS / "stress"), str(TESTS), os.environ.get("PYTHONPATH", "")]
-    done = subprocess.run(
+    return subprocess.run(
         [*command, *options, "."],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTEST_ADDOPTS": ""},
@@ -43,6 +45,11 @@ def run_and_fail(folder, *options):
         timeout=WATCHDOG_S,
         check=False,
     )
+
+
+def run_and_fail(folder, *options):
+    """Run it, and return what it prints."""
+    done = run(folder, *options)
     assert done.returncode == 1, done.stdout + done.stderr
     return done.stdout
 
@@ -89,3 +96,10 @@ def test_trials_that_failed_together_are_repeated_from_their_first_seed(tmp_path
     assert "1 failed, 2 deselected" in again
     assert drawn_in(again) == drawn_in(printed)
     assert line_of(again) == line_of(printed)
+
+
+@pytest.mark.parametrize("words", ["", "test_trials", "test_trials[good]:x"])
+def test_what_is_no_trial_is_refused(tmp_path, words):
+    done = run(tmp_path, "--replay", words)
+    assert done.returncode == pytest.ExitCode.USAGE_ERROR
+    assert f"test_name[parameter]:12345, not {words!r}" in done.stderr

@@ -61,7 +61,11 @@ def pytest_collection_modifyitems(config, items):
     if replay is None:
         keep(config, items, [item for item in items if amount_of(item) > 0])
         return
-    name = replay.rpartition(":")[0]
+    name, _, seed = replay.rpartition(":")
+    if not seed.isdecimal():
+        raise pytest.UsageError(
+            f"--replay wants test_name[parameter]:12345, not {replay!r}"
+        )
     kept = [item for item in items if item.name == name]
     if len(kept) != 1:
         raise pytest.UsageError(f"--replay: there are {len(kept)} tests {name!r}")
