@@ -122,7 +122,8 @@ static int lanes_start(struct nvmeio_handle *handle)
     for (unsigned i = 0; i < handle->config.lanes; i++) {
         int error = nvmeio_lane_start(&handle->lanes[i], handle);
         if (error) {
-            handle->refused = handle->lanes[i].refused;
+            /* Lanes before it may have what it lacks, of which others want less. */
+            handle->refused = handle->lanes[i].refused || i > 0;
             lanes_stop(handle);
             handle->stopping = false;
             memset(handle->lanes, 0, handle->config.lanes * sizeof(*handle->lanes));

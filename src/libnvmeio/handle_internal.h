@@ -35,7 +35,7 @@ struct nvmeio_handle {
     size_t block_bytes;  /* config.block_bytes in whole pages */
     size_t bounce_bytes; /* of one bounce */
     char fallback[512];
-    bool refused; /* no lane was started, for want of the engine alone */
+    bool refused; /* the lanes could not be started; with another engine they may */
 
     atomic_uint references;
     /* Of the process whose lists and lanes these are; REVIVING while a forked child

@@ -1,4 +1,5 @@
 /* What system calls refuse, shown by functions that stand in for them at link time. */
+#include <sys/resource.h>
 #include <sys/syscall.h>
 
 #include "transfer.h"
@@ -99,12 +100,53 @@ static void test_what_passes_is_asked_again(void)
     nvmeio_handle_close(handle);
 }
 
+/* Leave so many descriptors of what there is. */
+static void leave_descriptors(unsigned count, struct rlimit limit)
+{
+    int fd = 0;
+
+    for (; fcntl(fd, F_GETFD) >= 0 || count-- > 0; fd++)
+        ;
+    limit.rlim_cur = (rlim_t)fd;
+    CHECK(setrlimit(RLIMIT_NOFILE, &limit) == 0);
+}
+
+/* A ring is one more than a lane needs: with few, there is an engine without. */
+static void test_as_many_descriptors_as_lanes_are_enough(void)
+{
+    enum { LANES = 3 };
+    const char *path = path_in(test_folder());
+    struct nvmeio_config config = config_of("auto");
+    struct nvmeio_handle *handle;
+    struct rlimit limit;
+    char memory[100];
+
+    make_file(path, sizeof(memory), 1);
+    struct nvmeio_file *file = open_file(path, O_RDONLY, NVMEIO_DIRECT_AUTO);
+    config.lanes = LANES;
+    CHECK(getrlimit(RLIMIT_NOFILE, &limit) == 0);
+    for (unsigned count = 0; count <= 2 * LANES; count++) {
+        leave_descriptors(count, limit);
+        int error = nvmeio_handle_open(&config, &handle);
+        CHECK(error == (count < LANES ? -EMFILE : 0));
+        if (error == 0) {
+            CHECK(read_at(handle, file, memory, sizeof(memory), 0).result ==
+                  (int64_t)sizeof(memory));
+            nvmeio_handle_close(handle);
+        }
+        CHECK(setrlimit(RLIMIT_NOFILE, &limit) == 0);
+    }
+    CHECK(file_holds(path, memory, sizeof(memory), 0));
+    nvmeio_file_release(file);
+}
+
 int main(void)
 {
     struct nvmeio_config config = config_of("libaio");
     struct nvmeio_handle *handle;
 
     begin();
+    test_as_many_descriptors_as_lanes_are_enough();
     test_a_signal_ends_the_reserving_of_space_not_the_write();
     if (nvmeio_handle_open(&config, &handle))
         SKIP("libaio does not work here");
