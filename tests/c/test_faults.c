@@ -175,6 +175,28 @@ static void test_an_error_comes_with_how_far_it_came(void)
         }
 }
 
+static bool fail(struct nvmeio_block *block)
+{
+    block->result = -planned_error;
+    return true;
+}
+
+static void test_an_fsync_that_fails_says_so(void)
+{
+    static const int errors[] = {EIO, ENOSPC, EDQUOT, EINVAL};
+
+    stage_open(4, true);
+    struct nvmeio_transfer sync = {.op = NVMEIO_OP_FSYNC, .file = stage.file};
+    for (int i = 0; i < 4; i++) {
+        planned_error = errors[i];
+        play(fail);
+        CHECK(carry_out(stage.handle, &sync).result == -errors[i]);
+    }
+    play(perform);
+    CHECK(carry_out(stage.handle, &sync).result == 0);
+    stage_close();
+}
+
 /* 20480 bytes of the fourth block, then an error. */
 static bool fail_within_the_fourth(struct nvmeio_block *block)
 {
@@ -358,6 +380,7 @@ int main(void)
     test_nothing_moved_is_an_error();
     test_what_passes_goes_again();
     test_an_error_comes_with_how_far_it_came();
+    test_an_fsync_that_fails_says_so();
     test_what_came_before_an_error_is_in_the_memory();
     test_a_device_that_refuses_is_left_for_the_page_cache();
     test_a_dead_engine_fails_its_requests_and_all_that_follow();
