@@ -55,6 +55,38 @@ static void test_overlapped_lanes_take_new_requests_while_they_wait(void)
     stage_close();
 }
 
+static atomic_bool handing_over, queued_meanwhile;
+
+/* The lane comes here with its first block, before it waits. */
+static bool hold_until_queued(struct nvmeio_block *block)
+{
+    atomic_store(&handing_over, true);
+    while (!atomic_load(&queued_meanwhile))
+        sched_yield();
+    return hold(block);
+}
+
+/* Nobody wakes a lane that does not listen yet, so it has to look once more. */
+static void test_what_is_queued_just_before_a_lane_waits_is_not_left_behind(void)
+{
+    stage_open(4, true);
+    nvmeio_handle_close(stage.handle);
+    stage.config.single_submit = true;
+    stage.handle = open_handle(&stage.config);
+    struct nvmeio_transfer t = whole(NVMEIO_OP_READ);
+    t.size = BLOCK;
+    play(hold_until_queued);
+    struct nvmeio_request *first = submit(stage.handle, &t);
+    while (!atomic_load(&handing_over))
+        sched_yield();
+    struct nvmeio_request *second = submit(stage.handle, &t);
+    atomic_store(&queued_meanwhile, true);
+    await(&in_flight, 2);
+    play(perform);
+    CHECK(finish(first).result == BLOCK && finish(second).result == BLOCK);
+    stage_close();
+}
+
 static void test_single_submit_hands_over_one_block_a_call(void)
 {
     for (int single = 0; single < 2; single++) {
@@ -179,6 +211,7 @@ int main(void)
     test_no_more_blocks_are_in_flight_than_the_queue_holds();
     test_overlapped_lanes_refill_at_once_and_others_when_all_is_back();
     test_overlapped_lanes_take_new_requests_while_they_wait();
+    test_what_is_queued_just_before_a_lane_waits_is_not_left_behind();
     test_single_submit_hands_over_one_block_a_call();
     test_edges_of_a_write_wait_for_its_middle();
     test_an_fsync_waits_for_the_writes_before_it();
