@@ -146,6 +146,12 @@ static void test_what_passes_goes_again(void)
 
 static int planned_error;
 
+static bool fail(struct nvmeio_block *block)
+{
+    block->result = -planned_error;
+    return true;
+}
+
 static bool fail_the_fourth(struct nvmeio_block *block)
 {
     if (block->offset >= (int64_t)(3 * BLOCK) && block->offset < (int64_t)(4 * BLOCK))
@@ -153,6 +159,11 @@ static bool fail_the_fourth(struct nvmeio_block *block)
     else
         nvmeio_block_perform(block);
     return true;
+}
+
+static bool fail_the_fifth(struct nvmeio_block *block)
+{
+    return block->offset == (int64_t)(4 * BLOCK) ? fail(block) : perform(block);
 }
 
 static void test_an_error_comes_with_how_far_it_came(void)
@@ -175,12 +186,6 @@ static void test_an_error_comes_with_how_far_it_came(void)
         }
 }
 
-static bool fail(struct nvmeio_block *block)
-{
-    block->result = -planned_error;
-    return true;
-}
-
 static void test_an_fsync_that_fails_says_so(void)
 {
     static const int errors[] = {EIO, ENOSPC, EDQUOT, EINVAL};
@@ -194,6 +199,37 @@ static void test_an_fsync_that_fails_says_so(void)
     }
     play(perform);
     CHECK(carry_out(stage.handle, &sync).result == 0);
+    stage_close();
+}
+
+/* Every other block is a record, of which the third fails; it was asked for second. */
+static void test_a_record_that_fails_is_named(enum nvmeio_op op)
+{
+    const int64_t offsets[] = {0, 4 * BLOCK, 2 * BLOCK, 6 * BLOCK}, size = BLOCK;
+    struct nvmeio_failure failures[4];
+    struct nvmeio_request *request;
+    size_t offender;
+
+    stage_open(4, true);
+    struct nvmeio_gather what = {.op = op,
+                                 .file = stage.file,
+                                 .address = stage.memory.address,
+                                 .size = stage.memory.size,
+                                 .count = 4,
+                                 .offsets = offsets,
+                                 .sizes = &size,
+                                 .one_size = true};
+    planned_error = EIO;
+    play(fail_the_fifth);
+    CHECK(nvmeio_submit_gather(stage.handle, &what, &request, &offender) == 0);
+    CHECK(nvmeio_request_wait(request, LONG_NS) == 0);
+    CHECK(nvmeio_request_failures(request, failures, 4) == 1);
+    CHECK(failures[0].index == 1 && failures[0].error == -EIO);
+    struct nvmeio_outcome outcome = finish(request);
+    CHECK(outcome.result == -EIO && outcome.got == 3 * BLOCK);
+    for (size_t i = 0; i < 4; i++)
+        CHECK(i == 1 || file_holds(stage.path, (char *)what.address + i * BLOCK, BLOCK,
+                                   offsets[i]));
     stage_close();
 }
 
@@ -381,6 +417,8 @@ int main(void)
     test_what_passes_goes_again();
     test_an_error_comes_with_how_far_it_came();
     test_an_fsync_that_fails_says_so();
+    test_a_record_that_fails_is_named(NVMEIO_OP_READ);
+    test_a_record_that_fails_is_named(NVMEIO_OP_WRITE);
     test_what_came_before_an_error_is_in_the_memory();
     test_a_device_that_refuses_is_left_for_the_page_cache();
     test_a_dead_engine_fails_its_requests_and_all_that_follow();
