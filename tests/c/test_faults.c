@@ -400,6 +400,15 @@ static void test_patience_ends_with_failures_in_a_row_not_with_age(void)
     /* It has been failing for a minute, without a rest. */
     patience.since_ns -= 60 * SECOND_NS;
     CHECK(nvmeio_patience_try(&patience, -EINTR) == -EINTR);
+    static const int passing[] = {-EINTR, -EAGAIN, -EBUSY, -ENOMEM};
+    for (int i = 0; i < 4; i++) {
+        patience = (struct nvmeio_patience){0};
+        CHECK(nvmeio_patience_try(&patience, passing[i]) == 0);
+        patience.since_ns -= 8 * SECOND_NS;
+        CHECK(nvmeio_patience_try(&patience, passing[i]) == 0);
+        patience.since_ns -= 3 * SECOND_NS;
+        CHECK(nvmeio_patience_try(&patience, passing[i]) == passing[i]);
+    }
     patience = (struct nvmeio_patience){0};
     CHECK(nvmeio_patience_try(&patience, -EIO) == 0);
     patience.since_ns -= 2 * SECOND_NS;
