@@ -274,6 +274,18 @@ static void use_small_blocks(struct nvmeio_file *file)
     nvmeio_handle_close(handle);
 }
 
+/* A descriptor of the caller's, which has to be opened anew. */
+static void use_descriptor(void)
+{
+    int fd = open(path, O_RDONLY | O_NONBLOCK | O_CLOEXEC);
+    struct nvmeio_file *file;
+
+    CHECK(fd >= 0);
+    if (fine(nvmeio_file_dup(fd, NVMEIO_DIRECT_AUTO, &file)))
+        nvmeio_file_release(file);
+    close(fd);
+}
+
 static void work(void)
 {
     struct nvmeio_config config = config_of(engine);
@@ -297,6 +309,7 @@ static void work(void)
         nvmeio_file_get_info(file, &info);
         direct = info.direct;
         fine(nvmeio_file_is_at(file, path));
+        use_descriptor();
         if (fine(nvmeio_handle_open(&config, &handle))) {
             write_and_read(handle, file, 0, 0, false);
             write_and_read(handle, file, 1000, 1000, true);
