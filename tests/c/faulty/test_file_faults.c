@@ -1,4 +1,4 @@
-/* What fails while a file is opened or compared, and what then is made of it. */
+/* What fails while a file is opened, compared or cut, and what then is made of it. */
 #include "fault.h"
 #include "transfer.h"
 
@@ -112,12 +112,33 @@ static void test_a_signal_ends_an_open(void)
     CHECK(refused == 2);
 }
 
+/* Of eight lots some are EINTR, and the others EIO. */
+static void test_a_signal_does_not_keep_a_file_from_being_cut(void)
+{
+    const char *path = path_in(test_folder());
+    unsigned cut = 0;
+
+    make_file(path, PAGE, 1);
+    struct nvmeio_file *file = open_file(path, O_RDWR, NVMEIO_DIRECT_NEVER);
+    for (char fault[] = "truncate@1,seed=0"; fault[16] < '8'; fault[16]++) {
+        nvmeio_fault_configure(fault);
+        int error = nvmeio_file_truncate(file, fault[16]);
+        CHECK(nvmeio_fault_fired(NVMEIO_FAULT_TRUNCATE) == 1);
+        nvmeio_fault_configure("");
+        CHECK(error == -EIO || (error == 0 && nvmeio_file_size(file) == fault[16]));
+        cut += error == 0;
+    }
+    CHECK(cut > 0 && cut < 8);
+    nvmeio_file_release(file);
+}
+
 int main(void)
 {
     begin();
     test_a_signal_ends_an_open();
     test_what_takes_no_direct_io_goes_through_the_page_cache();
     test_a_comparison_waits_for_what_passes();
+    test_a_signal_does_not_keep_a_file_from_being_cut();
     test_a_signal_does_not_cost_direct_io();
     return 0;
 }
