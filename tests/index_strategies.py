@@ -12,7 +12,6 @@ from array_samples import DTYPES
 KINDS = ("integer", "scalar", "slice", "array", "mask", "newaxis", "ellipsis", "boolean")
 
 INVENTED = settings(
-    deadline=None,
     max_examples=150,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )

@@ -7,7 +7,7 @@ import subprocess
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from children import system_environment
@@ -421,7 +421,6 @@ ENGINE_STATES = st.sampled_from(
 )
 
 
-@settings(deadline=None)
 @given(
     states=st.tuples(ENGINE_STATES, ENGINE_STATES),
     chosen=st.sampled_from([*ENGINES, None, "auto"]),

@@ -24,7 +24,6 @@ SIZE = (1 << 20) + 777
 CONTENT = np.random.default_rng(4).integers(0, 256, SIZE, np.uint8)
 SETTINGS = settings(
     max_examples=25,
-    deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 

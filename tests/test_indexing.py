@@ -23,7 +23,7 @@ def taken(array, index):
     return result[()] if selection.scalar else result
 
 
-@settings(max_examples=2000, deadline=None)
+@settings(max_examples=2000)
 @given(cases())
 def test_every_index_names_what_numpy_takes(case):
     shape, index = case

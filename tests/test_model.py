@@ -210,7 +210,6 @@ CONFIGURATIONS = st.fixed_dictionaries(
 
 @settings(
     max_examples=60,
-    deadline=None,
     # The folder is shared by the examples, the file is not.
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )

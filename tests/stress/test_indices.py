@@ -27,7 +27,6 @@ def for_all(strategy, seed, check):
     @settings(
         max_examples=EXAMPLES,
         database=None,
-        deadline=None,
         suppress_health_check=list(HealthCheck),
     )
     @given(strategy)
