@@ -14,7 +14,7 @@ ASAN_FLAGS := -fsanitize=address,undefined -fno-sanitize-recover=undefined \
 	-fno-omit-frame-pointer -g
 # A leak that ASan sees at the exit of a Python is Python's; without libstdc++ in front, the
 # exceptions of torch end the process.
-ASAN_ENVIRONMENT = ASAN_OPTIONS=detect_leaks=0 PYTHONPATH=build/asan/lib \
+ASAN_ENVIRONMENT = ASAN_OPTIONS=detect_leaks=0 PYTHONPATH=$(CURDIR)/build/asan/lib \
 	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libstdc++.so)"
 
 # Python itself is not instrumented, but what it locks is seen.  libgomp's waiting is not,
