@@ -472,8 +472,8 @@ BAD = [
     (lacks_all, "src/nvmeio/files.py", "def read_file(path):\n    pass\n"),
     (draws_without_seed, "tests/stress/trials/drops.py", "more = random.Random()\n"),
     (draws_without_seed, "tests/stress/trials/soak.py", "step = random.choice(STEPS)\n"),
-    (draws_without_seed, "tests/stress/plans.py", "rng = np.random.default_rng()\n"),
-    (draws_without_seed, "tests/stress/plans.py", "seed = hash(name)\n"),
+    (draws_without_seed, "tests/stress/places.py", "rng = np.random.default_rng()\n"),
+    (draws_without_seed, "tests/stress/places.py", "seed = hash(name)\n"),
     (calls_what_prints_or_exits, "src/libnvmeio/pool.c", 'fprintf(stderr, "no\\n");\n'),
     (calls_what_prints_or_exits, "src/libnvmeio/pool.c", "    abort();\n"),
     (knows_python, "src/libnvmeio/pool.c", "#include <Python.h>\n"),
@@ -490,8 +490,8 @@ BAD = [
 ]
 # Near misses, which a rule must not complain about.
 GOOD = [
-    (draws_without_seed, "tests/stress/plans.py", 'rng = random.Random(f"{seed}")\n'),
-    (draws_without_seed, "tests/stress/plans.py", "at_once = self.rng.random() < 0.5\n"),
+    (draws_without_seed, "tests/stress/places.py", 'rng = random.Random(f"{seed}")\n'),
+    (draws_without_seed, "tests/stress/places.py", "at_once = self.rng.random() < 0.5\n"),
     (breaks_layering, "src/nvmeio/staged.pyx", "from nvmeio.request cimport Request\n"),
     (imports_torch, "src/nvmeio/torch/tensors.py", "import torch\n"),
     (imports_deepspeed, "src/nvmeio/__init__.py", "from nvmeio import deepspeed\n"),

@@ -8,9 +8,9 @@ from collections import Counter
 
 import pytest
 
-import plans
 from builds import faults_in, read_tallies
 from children import Child, can_fork
+from filemodel import plans
 from helpers import ENGINES
 from places import PLACES
 from workloads.common import Faults

@@ -9,12 +9,12 @@ import re
 import numpy as np
 import pytest
 
-import plans
 from children import Child, can_fork
-from fences import KINDS, Memory
+from filemodel import plans
+from filemodel.fences import KINDS, Memory
+from filemodel.inflight import InFlight
+from filemodel.regimes import Regime
 from helpers import ENGINES, PAGE, Guarded
-from inflight import InFlight
-from regimes import Regime
 from workloads.common import Faults
 
 

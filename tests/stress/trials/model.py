@@ -11,12 +11,12 @@ import weakref
 import numpy as np
 
 import nvmeio
-import plans
-from filemodel import FileModel, World, end_of, number_of
+from filemodel import plans
+from filemodel.inflight import InFlight
+from filemodel.model import FileModel, World, end_of, number_of
+from filemodel.plans import FIRM, Transfer
+from filemodel.regimes import Regime
 from helpers import MIB, PAGE
-from inflight import InFlight
-from plans import FIRM, Transfer
-from regimes import Regime
 from workloads.common import report
 from workloads.forks import fork, join
 

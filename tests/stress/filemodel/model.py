@@ -12,9 +12,9 @@ from concurrent.futures import CancelledError
 
 import numpy as np
 
-from fences import Memory
-from inflight import InFlight
-from regimes import Injected
+from filemodel.fences import Memory
+from filemodel.inflight import InFlight
+from filemodel.regimes import Injected
 from workloads.common import Faults
 from workloads.forks import join
 

@@ -8,7 +8,7 @@ import errno
 from collections import Counter
 from dataclasses import dataclass, field, replace
 
-from fences import KINDS
+from filemodel.fences import KINDS
 from helpers import MIB, PAGE
 
 # How often each kind of operation is carried out in a trial of one cell of the matrix.

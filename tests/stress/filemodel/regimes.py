@@ -2,8 +2,8 @@
 
 import errno
 
+from filemodel.plans import PASSING
 from helpers import PAGE
-from plans import PASSING
 
 
 class Regime:

@@ -4,9 +4,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from fences import Memory
+from filemodel.fences import Memory
+from filemodel.plans import Transfer
 from helpers import Guarded
-from plans import Transfer
 
 
 def overlap(begin, end, other_begin, other_end):
