@@ -52,25 +52,27 @@ def remedies(
     return sorted(found, key=lambda remedy: SEVERITIES.index(remedy.severity))
 
 
+def _rebuilding(name: str, severity: str, problem: str, *commands: str) -> Remedy:
+    """Return a remedy of another build."""
+    step = Step("build it anew, in its checkout or its unpacked sdist:", commands)
+    return Remedy(name, severity, problem, (step,))
+
+
 def _of_debugging(system: System, installed: Installation) -> Iterator[Remedy]:
     if installed.debug:
         problem = "nvmeio was built with NVMEIO_DEBUG=1: without optimization"
-        commands = ("unset NVMEIO_DEBUG", REBUILD)
-        step = Step("build it anew, in its checkout or its unpacked sdist:", commands)
-        yield Remedy("debug-build", "slow", problem, (step,))
+        yield _rebuilding("debug-build", "slow", problem, "unset NVMEIO_DEBUG", REBUILD)
 
 
 def _of_test_build(system: System, installed: Installation) -> Iterator[Remedy]:
     if installed.test_build:
         problem = "this is the test build, in which NVMEIO_FAULTS makes faults"
-        commands = ("unset NVMEIO_TEST_BUILD NVMEIO_FAULTS", REBUILD)
-        step = Step("build it anew, in its checkout or its unpacked sdist:", commands)
-        yield Remedy("test-build", "slow", problem, (step,))
+        unset = "unset NVMEIO_TEST_BUILD NVMEIO_FAULTS"
+        yield _rebuilding("test-build", "slow", problem, unset, REBUILD)
     elif "NVMEIO_FAULTS" in installed.environment:
         problem = "NVMEIO_FAULTS is set, but makes no faults: this is not the test build"
-        commands = (f"NVMEIO_TEST_BUILD=1 {REBUILD}",)
-        step = Step("build that one, in its checkout or its unpacked sdist:", commands)
-        yield Remedy("test-build", "hint", problem, (step,))
+        command = f"NVMEIO_TEST_BUILD=1 {REBUILD}"
+        yield _rebuilding("test-build", "hint", problem, command)
 
 
 def _of_huge_pages(system: System, installed: Installation) -> Iterator[Remedy]:
