@@ -30,11 +30,11 @@ FILES = [
     pytest.param("test_npy_files.py", marks=amount(short=1, full=2, long=5)),
     *(
         pytest.param(f"test_{name}.py", marks=amount(short=0, full=1, long=5))
-        for name in ("handle", "gather", "files", "request", "openfiles")
+        for name in ("handle", "gather", "files", "openfiles")
     ),
     *(
         pytest.param(f"test_{name}.py", marks=amount(short=0, full=0, long=3))
-        for name in ("lanes", "arrays", "futures", "staged", "model", "fork")
+        for name in ("request", "lanes", "arrays", "futures", "staged", "model", "fork")
     ),
 ]
 
