@@ -247,7 +247,8 @@ class Child:
         ):
             if self.tracer.poll() is not None:
                 complaint = self.tracer.stderr.read()
-                pytest.fail(f"strace has ended: {complaint}\n{self.stop()}")
+                self._kill()
+                pytest.fail(f"strace has ended: {complaint}\n{self.finish(check=False)}")
             time.sleep(0.01)
 
     def go(self):
