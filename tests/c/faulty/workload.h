@@ -1,0 +1,293 @@
+/* workload.h -- a fixed workload on one engine: files, transfers, records, requests
+ * that are let go of, and memory of the pool.
+ *
+ * What is reported to be done is done; what fails ends in an errno of allowed[]. */
+#ifndef NVMEIO_TESTS_WORKLOAD_H
+#define NVMEIO_TESTS_WORKLOAD_H
+
+#include "transfer.h"
+
+#define MEMORY (256 * KIB)
+#define BLOCK (16 * KIB)
+#define RECORDS 24
+#define ALLOWED_MAX 12
+
+static char spec[256]; /* what NVMEIO_FAULTS says */
+static const char *engine;
+static const char *path;
+static int allowed[ALLOWED_MAX]; /* -errno that the fault may end in */
+static unsigned failures;        /* that ended so */
+static bool abandoned;           /* a dead engine has memory, and may write */
+static bool direct;              /* the file system has O_DIRECT */
+static bool registers;           /* io_uring has memory registered */
+static bool many_nodes;          /* memory of a NUMA node can be asked for */
+
+/* True where all went well; an error must be the fault's. */
+static bool fine(int64_t result)
+{
+    if (result >= 0)
+        return true;
+    for (unsigned i = 0; i < ALLOWED_MAX; i++) {
+        if (allowed[i] && result == allowed[i]) {
+            failures++;
+            return false;
+        }
+    }
+    fprintf(stderr, "%s %s: %s\n", engine, spec, strerror((int)-result));
+    exit(1);
+}
+
+static bool done(struct nvmeio_request *request, struct nvmeio_outcome *outcome)
+{
+    CHECK(nvmeio_request_wait(request, LONG_NS) == 0);
+    CHECK(nvmeio_request_outcome(request, outcome) == 0);
+    abandoned |= outcome->abandoned;
+    nvmeio_request_release(request);
+    return fine(outcome->result);
+}
+
+static bool transfer(struct nvmeio_handle *handle, const struct nvmeio_transfer *t)
+{
+    struct nvmeio_outcome outcome;
+    struct nvmeio_request *request;
+
+    if (!fine(nvmeio_submit(handle, t, &request)) || !done(request, &outcome))
+        return false;
+    CHECK(outcome.result == (int64_t)t->size);
+    return true;
+}
+
+/* Bytes are right, but where a dead engine may still write to the file: what fails then
+ * may land when something else has been written there. */
+static void check_bytes(bool equal)
+{
+    CHECK(equal || abandoned);
+}
+
+/* Memory that a dead engine may still write to stays. */
+static void give_back(struct guarded *memory)
+{
+    if (abandoned)
+        check_canaries(memory);
+    else
+        guarded_free(memory);
+}
+
+/* A write, seen by an ordinary read, and read back: aligned, ragged and bounced. */
+static void write_and_read(struct nvmeio_handle *handle, struct nvmeio_file *file,
+                           size_t residue, int64_t offset, bool caller)
+{
+    struct guarded out = guarded_new(MEMORY, residue);
+    struct guarded in = guarded_new(MEMORY, residue);
+    struct nvmeio_transfer t =
+        transfer_of(NVMEIO_OP_WRITE, file, out.address, out.size, offset);
+
+    t.caller = caller;
+    fill(out.address, out.size, (uint64_t)offset, (unsigned)residue);
+    bool written = transfer(handle, &t);
+    if (written)
+        check_bytes(file_holds(path, out.address, out.size, offset));
+    t.op = NVMEIO_OP_READ;
+    t.address = in.address;
+    if (written && transfer(handle, &t))
+        check_bytes(memcmp(in.address, out.address, in.size) == 0);
+    give_back(&in);
+    give_back(&out);
+}
+
+static void plan_records(struct nvmeio_gather *gather, int64_t *offsets, int64_t *sizes)
+{
+    for (int i = 0; i < RECORDS; i++) {
+        int j = (i * 7) % RECORDS;
+        offsets[i] = j * (int64_t)(j % 3 ? 5000 : 8192);
+        sizes[i] = 100 + 171 * (j % 3) * 7;
+    }
+    gather->count = RECORDS;
+    gather->offsets = offsets;
+    gather->sizes = sizes;
+    gather->gap_max = 4096;
+}
+
+/* Records that are scattered and gathered again. */
+static void scatter_and_gather(struct nvmeio_handle *handle, struct nvmeio_file *file,
+                               bool caller)
+{
+    int64_t offsets[RECORDS], sizes[RECORDS];
+    struct guarded out = guarded_new(MEMORY, 3);
+    struct guarded in = guarded_new(MEMORY, 0);
+    struct nvmeio_request *request;
+    struct nvmeio_outcome outcome;
+    size_t offender, total = 0;
+    struct nvmeio_gather gather = {
+        .op = NVMEIO_OP_WRITE, .file = file, .address = out.address, .size = out.size};
+
+    gather.caller = caller;
+    plan_records(&gather, offsets, sizes);
+    fill(out.address, out.size, 0, 77);
+    bool written = fine(nvmeio_submit_gather(handle, &gather, &request, &offender)) &&
+                   done(request, &outcome);
+    for (int i = 0; i < RECORDS && written; total += (size_t)sizes[i++])
+        check_bytes(
+            file_holds(path, out.address + total, (size_t)sizes[i], offsets[i]));
+    gather.op = NVMEIO_OP_READ;
+    gather.address = in.address;
+    if (written && fine(nvmeio_submit_gather(handle, &gather, &request, &offender)) &&
+        done(request, &outcome))
+        check_bytes(memcmp(in.address, out.address, total) == 0);
+    give_back(&in);
+    give_back(&out);
+}
+
+/* Requests of which some are cancelled, an fsync behind them, and a close on top. */
+static void leave_in_flight(struct nvmeio_handle *handle, struct nvmeio_file *file,
+                            struct guarded *memory)
+{
+    struct nvmeio_transfer sync = {.op = NVMEIO_OP_FSYNC, .file = file};
+    struct nvmeio_request *requests[5] = {0};
+    size_t part = MEMORY / 4;
+
+    for (int i = 0; i < 4; i++) {
+        struct nvmeio_transfer t =
+            transfer_of(i & 1 ? NVMEIO_OP_WRITE : NVMEIO_OP_READ, file,
+                        memory->address + (size_t)i * part, part, i * (int64_t)part);
+        if (!fine(nvmeio_submit(handle, &t, &requests[i])))
+            requests[i] = NULL;
+    }
+    if (!fine(nvmeio_submit(handle, &sync, &requests[4])))
+        requests[4] = NULL;
+    if (requests[2])
+        nvmeio_request_cancel(requests[2]);
+    nvmeio_handle_close(handle);
+    for (int i = 0; i < 5; i++) {
+        struct nvmeio_outcome outcome;
+        if (!requests[i])
+            continue;
+        CHECK(nvmeio_request_outcome(requests[i], &outcome) == 0);
+        abandoned |= outcome.abandoned;
+        if (outcome.result != -ECANCELED || i != 2)
+            fine(outcome.result);
+        nvmeio_request_release(requests[i]);
+    }
+}
+
+static bool take_from_pool(int node, size_t size, char **memory)
+{
+    int locked;
+    return fine(nvmeio_pool_alloc_on(node, size, true, (void **)memory, &locked));
+}
+
+static void use_pool(size_t size)
+{
+    char *memory;
+
+    if (!take_from_pool(-1, size, &memory))
+        return;
+    memory[0] = memory[size - 1] = 1;
+    nvmeio_pool_free(memory);
+}
+
+/* Memory of the pool goes to the file and comes back, by so many small blocks that it
+ * is registered, and the file too; and by so many requests that some meet a lane at
+ * work. */
+static void move_pages(struct nvmeio_handle *handle, struct nvmeio_file *file)
+{
+    enum { COUNT = 96 };
+    struct nvmeio_request *requests[COUNT];
+    struct nvmeio_outcome outcome;
+    const size_t half = COUNT * PAGE, part = PAGE;
+    char *memory;
+
+    /* Huge pages of its own, or the pool could not unmap them. */
+    if (!take_from_pool(-1, 2 * MIB, &memory))
+        return;
+    fill(memory, half, 0, 5);
+    struct nvmeio_transfer t = transfer_of(NVMEIO_OP_WRITE, file, memory, half, 0);
+    bool whole = transfer(handle, &t);
+    t.op = NVMEIO_OP_READ;
+    t.size = part;
+    for (size_t i = 0; i < COUNT && whole; i++) {
+        t.offset = (int64_t)(i * part);
+        t.address = memory + half + i * part;
+        if (!fine(nvmeio_submit(handle, &t, &requests[i])))
+            requests[i] = NULL;
+    }
+    for (size_t i = 0; i < COUNT && whole; i++) {
+        const char *at = memory + i * part;
+        if (requests[i] && done(requests[i], &outcome))
+            check_bytes(memcmp(at + half, at, part) == 0);
+    }
+    if (!abandoned)
+        nvmeio_pool_free(memory);
+}
+
+/* The same memory is asked for once more when the pool has unmapped it meanwhile. */
+static void use_small_blocks(struct nvmeio_file *file)
+{
+    struct nvmeio_config config = config_of(engine);
+    struct nvmeio_handle *handle;
+    struct nvmeio_stats stats;
+
+    config.block_bytes = PAGE;
+    config.queue_depth = 64;
+    config.overlap_events = true;
+    if (!fine(nvmeio_handle_open(&config, &handle)))
+        return;
+    move_pages(handle, file);
+    use_pool(5 * MIB);
+    move_pages(handle, file);
+    nvmeio_handle_stats(handle, &stats);
+    registers = stats.blocks_registered > 0;
+    nvmeio_handle_close(handle);
+}
+
+/* A descriptor of the caller's, which has to be opened anew. */
+static void use_descriptor(void)
+{
+    int fd = open(path, O_RDONLY | O_NONBLOCK | O_CLOEXEC);
+    struct nvmeio_file *file;
+
+    CHECK(fd >= 0);
+    if (fine(nvmeio_file_dup(fd, NVMEIO_DIRECT_AUTO, &file)))
+        nvmeio_file_release(file);
+    close(fd);
+}
+
+static void work(void)
+{
+    struct nvmeio_config config = config_of(engine);
+    struct nvmeio_file_info info;
+    struct nvmeio_handle *handle;
+    struct nvmeio_file *file;
+    struct guarded memory = guarded_new(MEMORY, 0);
+    char *bytes;
+
+    config.block_bytes = BLOCK;
+    config.queue_depth = 8;
+    config.overlap_events = true;
+    unlink(path);
+    abandoned = false;
+    if (many_nodes && take_from_pool(0, MIB, &bytes))
+        nvmeio_pool_free(bytes);
+    use_pool(7 * MIB);
+    CHECK(nvmeio_team_size(3) <= 3 && nvmeio_cpu_count() >= 1);
+    if (fine(nvmeio_file_open(path, O_RDWR | O_CREAT | O_TRUNC, NVMEIO_DIRECT_AUTO,
+                              &file))) {
+        nvmeio_file_get_info(file, &info);
+        direct = info.direct;
+        fine(nvmeio_file_is_at(file, path));
+        use_descriptor();
+        if (fine(nvmeio_handle_open(&config, &handle))) {
+            write_and_read(handle, file, 0, 0, false);
+            write_and_read(handle, file, 1000, 1000, true);
+            write_and_read(handle, file, 1, 0, false);
+            scatter_and_gather(handle, file, true);
+            scatter_and_gather(handle, file, false);
+            leave_in_flight(handle, file, &memory);
+        }
+        use_small_blocks(file);
+        nvmeio_file_release(file);
+    }
+    give_back(&memory);
+}
+
+#endif
