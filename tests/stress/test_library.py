@@ -145,7 +145,9 @@ def test_each_call_into_the_system_can_be_made_to_fail_or_is_listed(faulty_progr
     } == set()
 
 
-@pytest.mark.parametrize("name", ["test_file_faults", "test_child_faults"])
+@pytest.mark.parametrize(
+    "name", sorted(path.stem for path in ROOT.glob("tests/c/faulty/test_*_faults.c"))
+)
 def test_single_faults(faulty_programs, name):
     run(faulty_programs("plain") / name)
 

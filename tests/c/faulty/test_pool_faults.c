@@ -1,0 +1,62 @@
+/* Memory of the pool that cannot be had, or not be kept account of: nothing stays
+ * mapped. */
+#include <sys/wait.h>
+
+#include "fault.h"
+#include "transfer.h"
+
+/* More than the heap may grow by meanwhile. */
+#define SIZE (64 * MIB)
+
+static size_t bytes_mapped(void)
+{
+    size_t pages = 0;
+    FILE *file = fopen("/proc/self/statm", "re");
+
+    CHECK(file && fscanf(file, "%zu", &pages) == 1);
+    fclose(file);
+    return pages * PAGE;
+}
+
+/* How a child ends; CHECK() ends it with 1. */
+enum { REFUSED = 2, SERVED, SPARED, ENDS };
+
+/* Runs in a child, whose pool is empty: what the pool says when this place fails. */
+static int take(unsigned place)
+{
+    char fault[32];
+    void *memory;
+    int locked;
+    size_t before = bytes_mapped();
+
+    snprintf(fault, sizeof(fault), "memory@%u", place);
+    nvmeio_fault_configure(fault);
+    int result = nvmeio_pool_alloc(SIZE, false, &memory, &locked);
+    if (nvmeio_fault_fired(NVMEIO_FAULT_MEMORY) == 0)
+        return SPARED;
+    if (result == 0)
+        return SERVED;
+    CHECK(result == -ENOMEM);
+    CHECK(bytes_mapped() < before + SIZE);
+    return REFUSED;
+}
+
+int main(void)
+{
+    unsigned found[ENDS] = {0};
+
+    begin();
+    for (unsigned place = 1; found[SPARED] == 0; place++) {
+        int status;
+        pid_t child = fork();
+        CHECK(child >= 0);
+        if (child == 0)
+            _exit(take(place));
+        CHECK(waitpid(child, &status, 0) == child && WIFEXITED(status));
+        CHECK(WEXITSTATUS(status) >= REFUSED);
+        found[WEXITSTATUS(status)]++;
+    }
+    /* That of the mapping, and that of what keeps account of it. */
+    CHECK(found[REFUSED] >= 2);
+    return 0;
+}
