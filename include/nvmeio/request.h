@@ -27,7 +27,8 @@ struct nvmeio_transfer {
 };
 
 struct nvmeio_outcome {
-    int64_t result; /* bytes, or -errno: -ECANCELED, -ENODATA past the end, ... */
+    int64_t result; /* bytes, or -errno: -ECANCELED, -ENODATA past the end, ...; where
+                     * several blocks have failed, that of the lowest */
     int64_t got;    /* after a failure: bytes transferred from the start on; where a
                      * read was refused with -ENODATA, those that the file has there */
     bool abandoned; /* the kernel may still use the memory: never free it */

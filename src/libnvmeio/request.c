@@ -256,10 +256,10 @@ void nvmeio_request_book(struct nvmeio_request *request,
 
 void nvmeio_request_fail(struct nvmeio_request *request, int error, size_t position)
 {
-    if (!request->error)
-        request->error = error;
-    if (position < request->got)
-        request->got = position;
+    if (position >= request->got)
+        return;
+    request->error = error;
+    request->got = position;
 }
 
 bool nvmeio_request_is_over(const struct nvmeio_request *request)
@@ -301,7 +301,8 @@ void nvmeio_request_settle(struct nvmeio_request *request)
         size_t there = left < 0                       ? 0
                        : (size_t)left < request->size ? (size_t)left
                                                       : request->size;
-        /* Refused before a block was cut, or another error came lower. */
+        /* Unless refused before a block was cut, what lies below may have been left
+         * uncut. */
         if (untouched(request) || there < request->got)
             request->got = there;
     }

@@ -121,8 +121,9 @@ void nvmeio_request_cut(struct nvmeio_request *request, struct nvmeio_block *blo
 void nvmeio_request_book(struct nvmeio_request *request,
                          const struct nvmeio_block *block);
 
-/* Mark as failed from `position` on: what is not yet cut is dropped.  The mutex is
- * held, or the request not submitted. */
+/* Mark as failed from `position` on: what is not yet cut is dropped.  Of several errors
+ * that at the lowest position counts, which is where the outcome says that it ended, or
+ * the first of those there.  The mutex is held, or the request not submitted. */
 void nvmeio_request_fail(struct nvmeio_request *request, int error, size_t position);
 
 /* Whether nothing is left to do, and none will come.  The mutex is held. */

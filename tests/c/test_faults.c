@@ -186,6 +186,29 @@ static void test_an_error_comes_with_how_far_it_came(void)
         }
 }
 
+/* The fifth at once, the second only then. */
+static bool fail_two(struct nvmeio_block *block)
+{
+    if (block->offset == (int64_t)(4 * BLOCK))
+        block->result = -EIO;
+    else if (block->offset != (int64_t)BLOCK)
+        nvmeio_block_perform(block);
+    else if (calls++ == 0)
+        return false;
+    else
+        block->result = -EREMOTEIO;
+    return true;
+}
+
+static void test_of_two_errors_that_of_the_lower_block_counts(void)
+{
+    stage_open(BLOCKS, true);
+    play(fail_two);
+    struct nvmeio_outcome outcome = finish(start(NVMEIO_OP_READ));
+    CHECK(outcome.result == -EREMOTEIO && outcome.got == BLOCK);
+    stage_close();
+}
+
 static void test_an_fsync_that_fails_says_so(void)
 {
     static const int errors[] = {EIO, ENOSPC, EDQUOT, EINVAL};
@@ -425,6 +448,7 @@ int main(void)
     test_nothing_moved_is_an_error();
     test_what_passes_goes_again();
     test_an_error_comes_with_how_far_it_came();
+    test_of_two_errors_that_of_the_lower_block_counts();
     test_an_fsync_that_fails_says_so();
     test_a_record_that_fails_is_named(NVMEIO_OP_READ);
     test_a_record_that_fails_is_named(NVMEIO_OP_WRITE);
