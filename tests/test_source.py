@@ -133,7 +133,8 @@ TOPS = {"__init__", "__main__", "cli", "deepspeed", "torch"}
 # one mutex, and so one header.
 C_LAYERS = (
     {"fault", "fault_calls"}
-    | {"align", "fork", "latency", "system", "team", "file", "pool", "pages", "records"}
+    | {"align", "fork", "latency", "system", "team", "pool", "pages", "records"}
+    | {"file", "ends"}
     | {"copy", "copy_kernels", "copy_steps", "copy_x86", "copy_neon"},
     {"engine", "registered", "fault_engine"}
     | {"engine_uring", "engine_libaio", "engine_threads", "engine_sync"},

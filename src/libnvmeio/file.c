@@ -83,7 +83,7 @@ static int check_kind(const struct stat *status)
     return 0;
 }
 
-static void describe(struct nvmeio_file *file, const struct stat *status, int flags)
+static int describe(struct nvmeio_file *file, const struct stat *status, int flags)
 {
     struct statfs system;
     uint64_t bytes;
@@ -109,7 +109,12 @@ static void describe(struct nvmeio_file *file, const struct stat *status, int fl
         file->info.device = status->st_rdev;
         file->info.inode = 0;
         file->device_bytes = ioctl(file->fd, BLKGETSIZE64, &bytes) ? 0 : (int64_t)bytes;
+    } else if (file->info.writable) {
+        file->ends = nvmeio_ends_join(file->info.device, file->info.inode);
+        if (!file->ends)
+            return -ENOMEM;
     }
+    return 0;
 }
 
 static bool power_of_two(uint32_t value)
@@ -193,7 +198,6 @@ static struct nvmeio_file *file_new(int fd)
     if (!file)
         return NULL;
     atomic_init(&file->references, 1);
-    pthread_mutex_init(&file->ends, NULL);
     file->generation = nvmeio_fork_generation();
     file->fd = fd;
     file->direct_fd = -1;
@@ -206,9 +210,8 @@ static void file_free(struct nvmeio_file *file)
         close(file->direct_fd);
     if (file->fd >= 0)
         close(file->fd);
-    /* In a child it may look as if it were held. */
-    if (file->generation == nvmeio_fork_generation())
-        pthread_mutex_destroy(&file->ends);
+    if (file->ends)
+        nvmeio_ends_leave(file->ends);
     free(file);
 }
 
@@ -236,9 +239,10 @@ int nvmeio_file_open(const char *path, int flags, enum nvmeio_direct direct,
     }
     if (error)
         goto fail;
-    describe(file, &status, flags);
+    error = describe(file, &status, flags);
     file->info.created = made || (flags & O_TRUNC);
-    error = find_direct(file, direct, flags);
+    if (error == 0)
+        error = find_direct(file, direct, flags);
     if (error == 0 && (flags & O_TRUNC) && file->device_bytes < 0)
         error = nvmeio_file_truncate(file, 0);
     if (error)
@@ -294,8 +298,9 @@ int nvmeio_file_dup(int fd, enum nvmeio_direct direct, struct nvmeio_file **resu
         close(copy);
         return -ENOMEM;
     }
-    describe(file, &status, flags);
-    error = adopt(file, direct, flags);
+    error = describe(file, &status, flags);
+    if (error == 0)
+        error = adopt(file, direct, flags);
     if (error == 0)
         error = find_direct(file, direct, flags);
     if (error) {
@@ -387,26 +392,22 @@ bool nvmeio_file_is_ours(const struct nvmeio_file *file)
 
 void nvmeio_file_note_end(struct nvmeio_file *file, int64_t end)
 {
-    pthread_mutex_lock(&file->ends);
-    int64_t lower = end;
-    if (end > file->end_max) {
-        lower = file->end_max;
-        file->end_max = end;
-    }
-    if (lower > file->end_second)
-        file->end_second = lower;
-    pthread_mutex_unlock(&file->ends);
+    /* In a child the parent's may look as if they were held. */
+    if (file->ends && file->generation == nvmeio_fork_generation())
+        nvmeio_ends_note(file->ends, end);
 }
 
 void nvmeio_file_cut_back(struct nvmeio_file *file, int64_t kept, int64_t end)
 {
-    pthread_mutex_lock(&file->ends);
-    int64_t wanted = kept > file->end_second ? kept : file->end_second;
+    if (!file->ends)
+        return;
+    int64_t others = nvmeio_ends_hold(file->ends, end);
+    int64_t wanted = kept > others ? kept : others;
     int64_t size = nvmeio_file_size(file);
-    if (file->end_max == end && size > wanted && size <= end)
+    if (size > wanted && size <= end)
         /* If this fails too, the error of the write is still the one to tell. */
         (void)nvmeio_file_truncate(file, wanted);
-    pthread_mutex_unlock(&file->ends);
+    nvmeio_ends_release(file->ends);
 }
 
 static size_t first_difference(const char *a, const char *b, size_t size)

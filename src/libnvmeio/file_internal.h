@@ -3,10 +3,10 @@
 #define NVMEIO_FILE_INTERNAL_H
 
 #include <nvmeio/file.h>
-#include <pthread.h>
 #include <stdatomic.h>
 
 #include "align.h"
+#include "ends.h"
 
 /* Larger alignments than these are left to the page cache: bounces are aligned to the
  * first and are multiples of the second. */
@@ -28,12 +28,8 @@ struct nvmeio_file {
      * later. */
     atomic_bool direct_refused;
 
-    /* How far the writes of this open reach: the furthest one, and the furthest of all
-     * others.  They only grow.  The lock is held over noting them and cutting back, and
-     * taken by the process that opened the file alone: no child can inherit it held. */
-    pthread_mutex_t ends;
-    int64_t end_max;
-    int64_t end_second;
+    /* NULL where nothing is cut back: of a block device, and what is read alone. */
+    struct nvmeio_ends *ends;
     uint32_t generation; /* of the process that opened it */
 };
 
@@ -49,12 +45,14 @@ int nvmeio_file_preallocate(struct nvmeio_file *file, int64_t offset, int64_t si
  * a forked child, who does not know what its parent writes. */
 bool nvmeio_file_is_ours(const struct nvmeio_file *file);
 
-/* Note that a write reaches to `end`, before it does.  Of files that are ours. */
+/* Note that a write reaches to `end`, before it does. */
 void nvmeio_file_note_end(struct nvmeio_file *file, int64_t end);
 
 /* A write to a file that is ours reached from `kept` to `end` and has failed: cut back
- * what it alone has made longer.  Nothing is lost that others have written: not by this
- * open, for `end_second` is kept, nor by others, for they make the file longer. */
+ * what it alone has made longer.  Nothing is lost that others have written.  Of this
+ * process none is cut that was noted, whichever open it comes through; others, and who
+ * writes past nvmeio, have made the file longer than `end`, but for those who do so in
+ * the very moment of the cut. */
 void nvmeio_file_cut_back(struct nvmeio_file *file, int64_t kept, int64_t end);
 
 #endif

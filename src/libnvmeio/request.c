@@ -125,9 +125,8 @@ static void check_write(struct nvmeio_request *request)
 {
     struct nvmeio_file *file = request->file;
 
-    if (!nvmeio_file_is_ours(file))
-        return;
-    int64_t size = nvmeio_file_size(file);
+    /* Noted by all: another open may have made the file, and cut it back. */
+    int64_t size = nvmeio_file_is_ours(file) ? nvmeio_file_size(file) : -1;
     nvmeio_file_note_end(file, end_of(request));
     if (size < 0)
         return;

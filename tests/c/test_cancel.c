@@ -149,6 +149,47 @@ static bool fail_together(struct nvmeio_block *block)
     return block->bytes > PAGE;
 }
 
+static bool perform_within_the_file(struct nvmeio_block *block)
+{
+    return block->offset < (int64_t)(BLOCKS * BLOCK) && perform(block);
+}
+
+/* What a cancelled write has made longer is cut back, but not while a write by another
+ * open of the file is about to land behind it. */
+static void test_a_cancelled_write_spares_another_in_flight(bool another)
+{
+    const char *path = path_in(test_folder());
+    struct nvmeio_request *behind = NULL;
+
+    stage_open(2, true);
+    struct nvmeio_file *file = open_file(path, O_RDWR | O_CREAT, NVMEIO_DIRECT_AUTO);
+    struct nvmeio_file *second = open_file(path, O_RDWR, NVMEIO_DIRECT_AUTO);
+    struct nvmeio_transfer t = whole(NVMEIO_OP_WRITE), end = t;
+    t.file = file;
+    end.file = second;
+    end.size = BLOCK;
+    end.offset = BLOCKS * BLOCK;
+    play(hold);
+    if (another)
+        behind = submit(stage.handle, &end);
+    struct nvmeio_request *request = submit(stage.handle, &t);
+    await(&in_flight, 2);
+    CHECK(nvmeio_request_cancel(request) == 1);
+    play(perform_within_the_file);
+    CHECK(finish(request).result == -ECANCELED);
+    if (another) {
+        CHECK(nvmeio_file_size(file) == BLOCKS * BLOCK);
+        play(perform);
+        CHECK(finish(behind).result == BLOCK);
+        CHECK(file_holds(path, end.address, BLOCK, end.offset));
+    } else {
+        CHECK(nvmeio_file_size(file) == 2 * BLOCK);
+    }
+    nvmeio_file_release(file);
+    nvmeio_file_release(second);
+    stage_close();
+}
+
 static void test_a_gather_cancelled_in_its_second_attempt_keeps_what_has_landed(void)
 {
     const int64_t offsets[] = {0, PAGE, 2 * BLOCK}, places[] = {PAGE, 0, 2 * PAGE};
@@ -195,6 +236,8 @@ int main(void)
     test_drain_carries_out_what_is_submitted_meanwhile();
     test_close_waits_for_what_is_in_flight_and_refuses_more();
     test_a_write_refused_by_a_closed_handle_leaves_no_bytes();
+    test_a_cancelled_write_spares_another_in_flight(false);
+    test_a_cancelled_write_spares_another_in_flight(true);
     test_a_gather_cancelled_in_its_second_attempt_keeps_what_has_landed();
     return 0;
 }

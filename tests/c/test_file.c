@@ -297,21 +297,78 @@ int ftruncate(int fd, off_t size)
     return (int)syscall(SYS_ftruncate, fd, size);
 }
 
-static void test_cutting_back_spares_a_write_that_begins_meanwhile(void)
+/* By the same open, or another one of the same file. */
+static void test_cutting_back_spares_a_write_that_begins_meanwhile(bool another)
 {
-    struct nvmeio_file *file =
-        open_file(path_in(test_folder()), O_RDWR | O_CREAT, NVMEIO_DIRECT_AUTO);
+    const char *path = path_in(test_folder());
+    struct nvmeio_file *file = open_file(path, O_RDWR | O_CREAT, NVMEIO_DIRECT_AUTO);
+    struct nvmeio_file *second = open_file(path, O_RDWR, NVMEIO_DIRECT_NEVER);
     const int64_t end = 3 * (int64_t)PAGE;
     pthread_t thread;
 
     nvmeio_file_note_end(file, end);
     CHECK(nvmeio_file_truncate(file, end) == 0);
-    rivals_file = file;
+    rivals_file = another ? second : file;
     CHECK(pthread_create(&thread, NULL, write_page, NULL) == 0);
     nvmeio_file_cut_back(file, 0, end);
     pthread_join(thread, NULL);
     rivals_file = NULL;
     CHECK(nvmeio_file_size(file) == (int64_t)PAGE);
+    nvmeio_file_release(second);
+    nvmeio_file_release(file);
+}
+
+static void test_cutting_back_spares_what_others_are_about_to_write(void)
+{
+    const char *path = path_in(test_folder());
+    struct nvmeio_file *other = open_file(path, O_RDWR | O_CREAT, NVMEIO_DIRECT_AUTO);
+    struct nvmeio_file *file = open_file(path, O_RDWR, NVMEIO_DIRECT_AUTO);
+    struct nvmeio_file *elsewhere =
+        open_file(path_in(test_folder()), O_RDWR | O_CREAT, NVMEIO_DIRECT_AUTO);
+
+    CHECK(nvmeio_file_truncate(file, 1000) == 0);
+    nvmeio_file_note_end(file, 1000);
+    nvmeio_file_note_end(other, 600);
+    nvmeio_file_note_end(elsewhere, 900);
+    nvmeio_file_cut_back(file, 100, 1000);
+    CHECK(nvmeio_file_size(file) == 600);
+    /* No longer in flight, but that is not known. */
+    nvmeio_file_release(other);
+    CHECK(nvmeio_file_truncate(file, 1000) == 0);
+    nvmeio_file_cut_back(file, 100, 1000);
+    CHECK(nvmeio_file_size(file) == 600);
+    /* Nobody has it open, so nobody writes. */
+    nvmeio_file_release(file);
+    file = open_file(path, O_RDWR, NVMEIO_DIRECT_AUTO);
+    nvmeio_file_note_end(file, 600);
+    nvmeio_file_cut_back(file, 100, 600);
+    CHECK(nvmeio_file_size(file) == 100);
+    nvmeio_file_release(file);
+    nvmeio_file_release(elsewhere);
+}
+
+/* Nobody knows what a child writes to what it has inherited. */
+static void test_what_a_child_has_inherited_is_not_cut(void)
+{
+    const char *path = path_in(test_folder());
+    struct nvmeio_file *file = open_file(path, O_RDWR | O_CREAT, NVMEIO_DIRECT_AUTO);
+
+    CHECK(nvmeio_file_truncate(file, 1000) == 0);
+    nvmeio_file_note_end(file, 1000);
+    pid_t child = fork();
+    if (child == 0) {
+        nvmeio_file_release(file);
+        file = open_file(path, O_RDWR, NVMEIO_DIRECT_AUTO);
+        nvmeio_file_note_end(file, 1000);
+        nvmeio_file_cut_back(file, 900, 1000);
+        CHECK(nvmeio_file_size(file) == 900);
+        nvmeio_file_release(file);
+        _exit(0);
+    }
+    int status;
+    CHECK(waitpid(child, &status, 0) == child && status == 0);
+    nvmeio_file_cut_back(file, 100, 1000);
+    CHECK(nvmeio_file_size(file) == 900);
     nvmeio_file_release(file);
 }
 
@@ -462,7 +519,10 @@ int main(void)
         test_a_failed_write_leaves_no_bytes_that_nobody_wrote(engine);
     }
     test_what_others_wrote_survives_a_failed_write();
-    test_cutting_back_spares_a_write_that_begins_meanwhile();
+    test_cutting_back_spares_a_write_that_begins_meanwhile(false);
+    test_cutting_back_spares_a_write_that_begins_meanwhile(true);
+    test_cutting_back_spares_what_others_are_about_to_write();
+    test_what_a_child_has_inherited_is_not_cut();
     test_a_child_does_not_set_the_length_of_its_parents_file();
     test_what_a_write_has_not_made_longer_is_not_cut();
     test_an_open_that_fails_leaves_the_files_as_they_were();

@@ -24,7 +24,7 @@
 #define LONG_NS (60 * SECOND_NS)
 #define WATCHDOG_S 240
 
-#define TEST_FILES_MAX 16
+#define TEST_FILES_MAX 64
 static char test_paths[TEST_FILES_MAX][256];
 static unsigned test_path_count;
 static pid_t test_pid;

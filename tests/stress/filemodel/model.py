@@ -289,7 +289,10 @@ class FileModel:
     def adopt(self):
         """Take over what failed writes have left: each of their bytes is old or new."""
         found = np.fromfile(self.world.plain(self.path), np.uint8)
-        assert self.settled <= len(found) <= self.size, f"{len(found)} bytes are left"
+        assert self.settled <= len(found) <= self.size, (
+            f"{len(found)} bytes are left, of {self.settled} to {self.size}, after "
+            f"{self.uncertain}"
+        )
         self.content[len(found) :] = 0
         self.size = len(found)
         for flight in self.uncertain:
