@@ -5,6 +5,7 @@ import pytest
 from batches import run_trials
 from children import skip_sanitized
 from helpers import ENGINES, MIB
+from trials.pressure import group_events
 
 LIMIT = 160 * MIB
 POOL = 24 * MIB
@@ -38,3 +39,18 @@ def test_little_memory_makes_no_wrong_bytes(
     assert counts["met_limit"] > 0
     assert counts["refused"] > 0
     assert counts["bytes"] == counts["trials"] * 4 * LIMIT
+
+
+@pytest.mark.parametrize(
+    ("own", "name", "text"),
+    [
+        ("9:name=systemd:/\n3:memory:/a/b\n", "memory/a/b/memory.failcnt", "7\n"),
+        ("0::/a/b\n", "a/b/memory.events", "low 0\nhigh 3\nmax 7\noom 0\n"),
+    ],
+    ids=["version-1", "version-2"],
+)
+def test_a_limit_that_was_met_is_read_of_either_version(tmp_path, own, name, text):
+    (tmp_path / "own").write_text(own)
+    (tmp_path / name).parent.mkdir(parents=True)
+    (tmp_path / name).write_text(text)
+    assert group_events(tmp_path, tmp_path / "own") == 7

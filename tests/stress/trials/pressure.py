@@ -15,17 +15,15 @@ from trials.seeded import each_trial
 from workloads.common import report
 
 
-def group_events():
+def group_events(top="/sys/fs/cgroup", own="/proc/self/cgroup"):
     """Return how often this process's group has met its limit, by either version."""
     groups = dict(
-        line.strip().split(":", 2)[1:]
-        for line in Path("/proc/self/cgroup").read_text().splitlines()
+        line.strip().split(":", 2)[1:] for line in Path(own).read_text().splitlines()
     )
-    top = Path("/sys/fs/cgroup")
     if "memory" in groups:
-        return int((top / f"memory{groups['memory']}/memory.failcnt").read_text())
-    events = (top / groups[""].lstrip("/") / "memory.events").read_text()
-    return dict(map(str.split, events.splitlines()))["max"]
+        return int(Path(f"{top}/memory{groups['memory']}/memory.failcnt").read_text())
+    events = Path(f"{top}{groups['']}/memory.events").read_text()
+    return int(dict(map(str.split, events.splitlines()))["max"])
 
 
 def content(size, seed, begin):
