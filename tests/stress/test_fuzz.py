@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from children import WATCHDOG_S, skip_sanitized, system_environment
+from children import WATCHDOG_S, run_tool, skip_sanitized, system_environment
 
 ROOT = Path(__file__).resolve().parents[2]
 FUZZ = ROOT / "tests" / "fuzz"
@@ -46,6 +46,9 @@ def built():
     """The targets that are written in C."""
     if shutil.which("clang") is None:
         pytest.skip("clang is not installed")
+    runtime = run_tool("clang", "--rtlib=compiler-rt", "-print-libgcc-file-name")
+    if not Path(runtime.strip()).exists():
+        pytest.skip("clang is installed without libFuzzer")
     command = [ROOT / "scripts" / "build-fuzz", sys.executable]
     subprocess.run(command, cwd=ROOT, env=system_environment(), check=True)
 
