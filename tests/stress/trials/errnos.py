@@ -93,8 +93,10 @@ class Steps:
             results["fsync"] = ended(handle.fsync, target)[1]
         if handle and source:
             results["again"] = ended(self.read, handle, source)[1]
-        for opened in filter(None, (handle, source, target)):
-            results.setdefault("close", ended(opened.close)[1])
+        everything = {"handle": handle, "source": source, "target": target}
+        for name, opened in everything.items():
+            if opened:
+                results[f"close_{name}"] = ended(opened.close)[1]
         return results
 
 
