@@ -124,7 +124,6 @@ def fail_each(seeds, amount, pytestconfig, record_property):
     return fail_each
 
 
-@pytest.mark.packaging
 @pytest.mark.amount(short=ALL // 30, full=ALL // 4, long=ALL)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_each_errno_of_each_call_is_survived(engine, fail_each, program, tmp_path):
