@@ -2,9 +2,9 @@
 
 ``python tests/fuzz/fuzz_npy.py CORPUS -runs=N -seed=N`` or ``... FILE``, as any target of
 libFuzzer.  An input is a file as it is or, where it does not begin as these do, a byte that
-chooses the version, and the text of a header: all of it, or in three lines what it says.
- A finding is an error that is not documented, memory that has
-nothing to do with the size of the file, a hang, and another answer than numpy's.
+chooses the version, and the text of a header: all of it, or in three lines what it says.  A
+finding is an error that is not documented, memory that has nothing to do with the size of
+the file, a hang, and another answer than numpy's.
 """
 
 import os
