@@ -124,10 +124,10 @@ asan: build-asan
 tsan: build-tsan
 	$(TSAN_ENVIRONMENT) $(PY) -m pytest -k 'not fork' $(TSAN_TESTS); $(TSAN_JUDGE)
 
-stress-asan: build-asan
+stress-asan: build-asan $(VENV)/.nvmeio-fuzz
 	$(ASAN_ENVIRONMENT) $(PY) -m pytest tests/stress --length short $(STRESS)
 
-stress-tsan: build-tsan
+stress-tsan: build-tsan $(VENV)/.nvmeio-fuzz
 	$(TSAN_ENVIRONMENT) $(PY) -m pytest tests/stress --length short $(STRESS); \
 		$(TSAN_JUDGE)
 
