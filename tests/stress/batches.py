@@ -29,7 +29,8 @@ def run_batch(name, seeds, count, *, watchdog_s=WATCHDOG_S, **options):
         begun = [said["seed"] for said in child.reports if "seed" in said]
         # The one that is to be repeated, should it have failed, or hang.
         seeds.current = begun[-1] if begun else drawn.start
-    assert not child.timed_out, f"{name} hangs\n{done.stderr}"
+    where = "\n".join([done.stderr, *child.threads])
+    assert not child.timed_out, f"{name} hangs\n{where}"
     assert done.status == 0, f"{name} ended with {done.status}\n{done.stderr}"
     assert begun == list(drawn)
     # What goes wrong from here on is no single trial's.
