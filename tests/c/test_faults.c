@@ -186,6 +186,23 @@ static void test_an_error_comes_with_how_far_it_came(void)
         }
 }
 
+/* What the kernel says of a bad medium, and of what it has cancelled itself. */
+static void test_an_error_of_the_disk_is_neither_an_end_of_file_nor_a_cancel(void)
+{
+    static const int errors[] = {ENODATA, ECANCELED};
+
+    for (int i = 0; i < 2; i++)
+        for (int op = 0; op < 2; op++) {
+            stage_open(4, true);
+            planned_error = errors[i];
+            play(fail_the_fourth);
+            struct nvmeio_outcome outcome =
+                finish(start(op ? NVMEIO_OP_WRITE : NVMEIO_OP_READ));
+            CHECK(outcome.result == -EIO && outcome.got == 3 * BLOCK);
+            stage_close();
+        }
+}
+
 /* The fifth at once, the second only then. */
 static bool fail_two(struct nvmeio_block *block)
 {
@@ -448,6 +465,7 @@ int main(void)
     test_nothing_moved_is_an_error();
     test_what_passes_goes_again();
     test_an_error_comes_with_how_far_it_came();
+    test_an_error_of_the_disk_is_neither_an_end_of_file_nor_a_cancel();
     test_of_two_errors_that_of_the_lower_block_counts();
     test_an_fsync_that_fails_says_so();
     test_a_record_that_fails_is_named(NVMEIO_OP_READ);
