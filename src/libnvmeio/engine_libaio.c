@@ -141,7 +141,7 @@ static int aio_collect(struct nvmeio_engine *engine)
         block->result = (int64_t)aio->events[i].res;
         nvmeio_engine_finish(engine, block);
     }
-    if (count > 0)
+    if (count >= 0)
         aio->patience.since_ns = 0;
     return count;
 }

@@ -2,17 +2,51 @@
 #include <sys/resource.h>
 #include <sys/syscall.h>
 
+#include "engine.h"
 #include "transfer.h"
 
 /* How often io_submit() is still to be refused, and with what. */
 static atomic_uint refusals;
 static atomic_int refusal;
 
+/* Blocks are taken and never come back, and every other look for them is disturbed by a
+ * signal. */
+static bool disturbed;
+static unsigned disturbances;
+
 struct iocb;
+struct io_event;
 int io_submit(unsigned long context, long count, struct iocb **blocks);
+int io_getevents(unsigned long context, long count_min, long count_max,
+                 struct io_event *events, struct timespec *limit);
+
+int io_getevents(unsigned long context, long count_min, long count_max,
+                 struct io_event *events, struct timespec *limit)
+{
+    if (disturbed)
+        return disturbances++ % 2 ? 0 : -EINTR;
+    long result =
+        syscall(SYS_io_getevents, context, count_min, count_max, events, limit);
+    return result < 0 ? -errno : (int)result;
+}
+
+/* How much later it is than the system says, in half seconds. */
+static int later;
+
+int clock_gettime(clockid_t clock, struct timespec *now)
+{
+    long result = syscall(SYS_clock_gettime, clock, now);
+    now->tv_sec += later / 2;
+    now->tv_nsec += later % 2 * 500000000;
+    now->tv_sec += now->tv_nsec / 1000000000;
+    now->tv_nsec %= 1000000000;
+    return (int)result;
+}
 
 int io_submit(unsigned long context, long count, struct iocb **blocks)
 {
+    if (disturbed)
+        return (int)count;
     if (atomic_load(&refusals) > 0) {
         atomic_fetch_sub(&refusals, 1);
         return -atomic_load(&refusal);
@@ -100,6 +134,28 @@ static void test_what_passes_is_asked_again(void)
     nvmeio_handle_close(handle);
 }
 
+/* A drive that takes its time is not one that answers no more, whatever signals come
+ * meanwhile: the kernel is asked, and says that nothing has finished. */
+static void test_patience_begins_anew_with_each_call_that_works(void)
+{
+    char memory[100];
+    struct nvmeio_block block = {
+        .op = NVMEIO_OP_READ, .address = memory, .bytes = sizeof(memory)};
+    struct nvmeio_engine engine;
+    bool known;
+
+    CHECK(nvmeio_engine_start(&engine, nvmeio_engine_find("libaio", &known), 1, true) ==
+          0);
+    disturbed = true;
+    engine.ops->push(&engine, &block);
+    for (; later < 60; later++)
+        CHECK(engine.ops->reap(&engine, 1, 0) == 0);
+    CHECK(disturbances >= 60 && engine.in_flight == 1);
+    disturbed = false;
+    later = 0;
+    nvmeio_engine_stop(&engine);
+}
+
 /* Leave so many descriptors of what there is. */
 static void leave_descriptors(unsigned count, struct rlimit limit)
 {
@@ -154,5 +210,6 @@ int main(void)
     test_a_refused_block_fails_its_request_alone(false);
     test_a_refused_block_fails_its_request_alone(true);
     test_what_passes_is_asked_again();
+    test_patience_begins_anew_with_each_call_that_works();
     return 0;
 }
