@@ -385,6 +385,27 @@ static void test_a_dead_engine_of_a_caller_fails_its_request_alone(void)
     stage_close();
 }
 
+static void test_what_a_caller_carries_out_outlives_the_last_lane(void)
+{
+    stage_open(4, true);
+    play(hold);
+    struct nvmeio_transfer t = whole(NVMEIO_OP_READ);
+    t.caller = true;
+    struct nvmeio_request *request = submit(stage.handle, &t);
+    CHECK(nvmeio_request_wait(request, 1000000) == -ETIMEDOUT);
+    struct nvmeio_request *running = start(NVMEIO_OP_READ);
+    await(&in_flight, 8);
+    kill_engines(-EREMOTEIO);
+    CHECK(finish(running).result == -EREMOTEIO);
+    /* Behind it, for the lane has been buried then. */
+    CHECK(finish(start(NVMEIO_OP_READ)).result == -EREMOTEIO);
+    kill_engines(0);
+    play(perform);
+    struct nvmeio_outcome outcome = finish(request);
+    CHECK(outcome.result == BLOCKS * BLOCK && !outcome.abandoned);
+    stage_close();
+}
+
 /* Put something over the rings of this process that is none. */
 static unsigned break_rings(void)
 {
@@ -474,6 +495,7 @@ int main(void)
     test_a_device_that_refuses_is_left_for_the_page_cache();
     test_a_dead_engine_fails_its_requests_and_all_that_follow();
     test_a_dead_engine_of_a_caller_fails_its_request_alone();
+    test_what_a_caller_carries_out_outlives_the_last_lane();
     test_a_ring_that_can_no_longer_be_entered_is_dead_soon();
     test_patience_ends_with_failures_in_a_row_not_with_age();
     return 0;
