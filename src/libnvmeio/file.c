@@ -184,9 +184,9 @@ static int find_direct(struct nvmeio_file *file, enum nvmeio_direct direct, int 
         error = find_alignment(file);
     file->info.direct = error == 0;
     file->demanded = direct == NVMEIO_DIRECT_ALWAYS;
-    /* Out of descriptors is the caller's to solve, and so is a signal: neither is a
+    /* Out of descriptors or memory is the caller's to solve, and so is a signal: no
      * reason to be slow. */
-    if (error == -EMFILE || error == -ENFILE || error == -EINTR)
+    if (error == -EMFILE || error == -ENFILE || error == -ENOMEM || error == -EINTR)
         return error;
     return error && file->demanded ? -EINVAL : 0;
 }

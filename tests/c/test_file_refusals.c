@@ -12,7 +12,8 @@
 static struct {
     bool told;
     uint32_t memory_align, offset_align;
-    bool no_statfs, no_status, no_flags, no_duplicate, no_truncate, no_second;
+    bool no_statfs, no_status, no_flags, no_duplicate, no_truncate;
+    int no_second; /* an errno, or 0 */
 } answers;
 
 int statx(int fd, const char *path, int flags, unsigned mask, struct statx *status)
@@ -65,7 +66,7 @@ int open(const char *path, int flags, ...)
 
     if (!answers.no_second || strncmp(path, "/proc/self/fd/", 14) != 0)
         return (int)syscall(SYS_openat, AT_FDCWD, path, flags, mode);
-    errno = EIO;
+    errno = answers.no_second;
     return -1;
 }
 
@@ -192,11 +193,33 @@ static void test_what_cannot_be_opened_leaves_nothing(const char *path)
     CHECK(nvmeio_file_dup(fd, NVMEIO_DIRECT_AUTO, &file) == -EIO);
     answers.no_duplicate = false;
     /* Its flag would disturb, and it cannot be opened without. */
-    answers.no_second = true;
+    answers.no_second = EIO;
     CHECK(nvmeio_file_dup(fd, NVMEIO_DIRECT_AUTO, &file) == -EIO);
-    answers.no_second = false;
+    answers.no_second = 0;
     CHECK(next_descriptor() == next);
     CHECK(close(fd) == 0);
+}
+
+/* It is told, and comes back; what is not there at all leads through the page cache. */
+static void test_what_is_lacking_for_a_moment_costs_no_direct_io(const char *path)
+{
+    static const int errors[] = {EMFILE, ENFILE, ENOMEM, EINTR};
+    struct nvmeio_file_info info;
+    int next = next_descriptor();
+
+    for (int i = 0; i < 4; i++) {
+        answers.no_second = errors[i];
+        CHECK(open_again(path, O_RDWR, NVMEIO_DIRECT_AUTO) == -errors[i]);
+        CHECK(open_again(path, O_RDWR, NVMEIO_DIRECT_ALWAYS) == -errors[i]);
+    }
+    answers.no_second = ENOENT; /* no /proc */
+    CHECK(open_again(path, O_RDWR, NVMEIO_DIRECT_ALWAYS) == -EINVAL);
+    CHECK(next_descriptor() == next);
+    CHECK(open_again(path, O_RDWR, NVMEIO_DIRECT_AUTO) == 0);
+    nvmeio_file_get_info(file, &info);
+    CHECK(!info.direct);
+    nvmeio_file_release(file);
+    answers.no_second = 0;
 }
 
 static void test_a_size_that_cannot_be_told_is_an_error(const char *path)
@@ -250,6 +273,7 @@ int main(void)
     close(fd);
     test_a_file_of_an_unknown_file_system_is_opened(path);
     test_what_cannot_be_opened_leaves_nothing(path);
+    test_what_is_lacking_for_a_moment_costs_no_direct_io(path);
     test_a_size_that_cannot_be_told_is_an_error(path);
     test_a_file_knows_whether_it_is_at_a_path(path);
     test_a_comparison_ends_with_the_file(path);
