@@ -40,6 +40,24 @@ def test_an_unreadable_byte_fails_what_needs_it_alone(faulty, handle, position):
     assert guarded.content() == data[begin : begin + 2 * BLOCK]
 
 
+@pytest.mark.parametrize(
+    "number", [errno.ENODATA, errno.ECANCELED, errno.ETIMEDOUT], ids=errno.errorcode.get
+)
+def test_what_a_drive_says_means_nothing_else_to_us(faulty, handle, number):
+    """No end of the file, no cancel(), and no wait whose time is over."""
+    path, _, faults = faulty_file(faulty)
+    with nvmeio.File(path, "r+") as file:
+        faults.set(**{call: {"error": number} for call in ("read", "write")})
+        for submit in (handle.submit_read, handle.submit_write):
+            request = submit(bytearray(BLOCK), file)
+            with pytest.raises(OSError, match=str(path)) as caught:
+                request.wait()
+            assert request.done()
+            assert caught.value.errno == errno.EIO
+            assert not isinstance(caught.value, TimeoutError)
+    assert min(faults.fired()[f"{call}.error"] for call in ("read", "write")) > 0
+
+
 def test_the_first_of_many_failures_is_told_after_all_have_ended(faulty, handle):
     path, data, faults = faulty_file(faulty)
     file = nvmeio.File(path)

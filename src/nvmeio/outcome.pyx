@@ -44,6 +44,10 @@ cdef object error_of(
 
 cdef object error_in_words(int error, str words, object path):
     words = f"{os.strerror(error)} {words}"
+    if error == errno.ETIMEDOUT:
+        # A drive's or a server's own; Python would make a TimeoutError of it, which says
+        # that the request goes on.
+        error = errno.EIO
     if error == errno.ENOMEM:
         words += "; NVMEIO_POOL_BYTES may leave the pool no memory for bounces"
     return OSError(error, words, path)
