@@ -226,6 +226,31 @@ static void test_of_two_errors_that_of_the_lower_block_counts(void)
     stage_close();
 }
 
+/* The write has made the file as long as its own end, and may take that back alone. */
+static void test_a_write_that_fails_leaves_what_others_wrote_behind_it(void)
+{
+    const char *path = path_in(test_folder());
+
+    stage_open(4, true);
+    struct nvmeio_file *file = open_file(path, O_RDWR | O_CREAT, NVMEIO_DIRECT_AUTO);
+    struct nvmeio_file *other = open_file(path, O_RDWR, NVMEIO_DIRECT_NEVER);
+    struct nvmeio_transfer t = whole(NVMEIO_OP_WRITE);
+    t.file = file;
+    planned_error = ENOSPC;
+    play(hold);
+    struct nvmeio_request *request = submit(stage.handle, &t);
+    await(&in_flight, 4);
+    CHECK(pwrite(nvmeio_file_fd(other), "other", 5, BLOCKS * BLOCK) == 5);
+    play(fail);
+    struct nvmeio_outcome outcome = finish(request);
+    CHECK(outcome.result == -ENOSPC && outcome.got == 0);
+    CHECK(nvmeio_file_size(other) == BLOCKS * BLOCK + 5);
+    CHECK(file_holds(path, "other", 5, BLOCKS * BLOCK));
+    nvmeio_file_release(other);
+    nvmeio_file_release(file);
+    stage_close();
+}
+
 static void test_an_fsync_that_fails_says_so(void)
 {
     static const int errors[] = {EIO, ENOSPC, EDQUOT, EINVAL};
@@ -367,6 +392,29 @@ static void test_a_dead_engine_fails_its_requests_and_all_that_follow(void)
     stage_close();
 }
 
+/* A dead lane that still took wake-ups would keep them from the others. */
+static void test_other_lanes_go_on_where_one_dies(void)
+{
+    stage_open(4, true);
+    nvmeio_handle_close(stage.handle);
+    stage.config.lanes = 2;
+    stage.handle = open_handle(&stage.config);
+    play(hold);
+    struct nvmeio_transfer t = whole(NVMEIO_OP_READ);
+    t.size = PAGE; /* so little that one lane alone is called */
+    struct nvmeio_request *request = submit(stage.handle, &t);
+    await(&in_flight, 1);
+    kill_engines(-EREMOTEIO);
+    CHECK(finish(request).result == -EREMOTEIO);
+    kill_engines(0);
+    play(perform);
+    for (int i = 0; i < 4; i++) {
+        pause_ms(5); /* until the lane rests, and would have to be called */
+        CHECK(carry_out(stage.handle, &t).result == (int64_t)PAGE);
+    }
+    stage_close();
+}
+
 static void test_a_dead_engine_of_a_caller_fails_its_request_alone(void)
 {
     stage_open(4, true);
@@ -488,12 +536,14 @@ int main(void)
     test_an_error_comes_with_how_far_it_came();
     test_an_error_of_the_disk_is_neither_an_end_of_file_nor_a_cancel();
     test_of_two_errors_that_of_the_lower_block_counts();
+    test_a_write_that_fails_leaves_what_others_wrote_behind_it();
     test_an_fsync_that_fails_says_so();
     test_a_record_that_fails_is_named(NVMEIO_OP_READ);
     test_a_record_that_fails_is_named(NVMEIO_OP_WRITE);
     test_what_came_before_an_error_is_in_the_memory();
     test_a_device_that_refuses_is_left_for_the_page_cache();
     test_a_dead_engine_fails_its_requests_and_all_that_follow();
+    test_other_lanes_go_on_where_one_dies();
     test_a_dead_engine_of_a_caller_fails_its_request_alone();
     test_what_a_caller_carries_out_outlives_the_last_lane();
     test_a_ring_that_can_no_longer_be_entered_is_dead_soon();
