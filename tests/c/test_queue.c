@@ -1,6 +1,19 @@
 /* In which order blocks are handed over, how many at a time, and who carries them out.
  */
+#include <sys/syscall.h>
+
 #include "scripted.h"
+
+/* A lane needs an eventfd, for which it has to wait as long as it is held up. */
+static atomic_bool held_up, waits;
+
+int eventfd(unsigned count, int flags)
+{
+    atomic_store(&waits, true);
+    while (atomic_load(&held_up))
+        sched_yield();
+    return (int)syscall(SYS_eventfd2, count, flags);
+}
 
 static void test_no_more_blocks_are_in_flight_than_the_queue_holds(void)
 {
@@ -163,6 +176,43 @@ static void test_an_fsync_carries_out_a_write_that_nobody_waits_for(void)
     stage_close();
 }
 
+static void *submit_main(void *argument)
+{
+    struct nvmeio_transfer t = whole(NVMEIO_OP_WRITE);
+    t.caller = true;
+    *(struct nvmeio_request **)argument = submit(stage.handle, &t);
+    return NULL;
+}
+
+static void *finish_main(void *argument)
+{
+    CHECK(finish(argument).result == 0);
+    return NULL;
+}
+
+/* Who waits for the fsync has found no lane to drive, and sleeps. */
+static void test_an_fsync_carries_out_a_write_whose_lane_comes_late(void)
+{
+    struct nvmeio_request *write;
+    pthread_t submitter, waiter;
+
+    stage_open(4, true);
+    struct nvmeio_transfer sync = {.op = NVMEIO_OP_FSYNC, .file = stage.file};
+    atomic_store(&waits, false);
+    atomic_store(&held_up, true);
+    pthread_create(&submitter, NULL, submit_main, &write);
+    while (!atomic_load(&waits))
+        sched_yield();
+    struct nvmeio_request *request = submit(stage.handle, &sync);
+    pthread_create(&waiter, NULL, finish_main, request);
+    pause_ms(20);
+    atomic_store(&held_up, false);
+    pthread_join(submitter, NULL);
+    pthread_join(waiter, NULL);
+    CHECK(nvmeio_request_done(write) && finish(write).result == BLOCKS * BLOCK);
+    stage_close();
+}
+
 static void test_a_deserted_request_is_finished_by_those_who_ask(void)
 {
     char user;
@@ -216,6 +266,7 @@ int main(void)
     test_edges_of_a_write_wait_for_its_middle();
     test_an_fsync_waits_for_the_writes_before_it();
     test_an_fsync_carries_out_a_write_that_nobody_waits_for();
+    test_an_fsync_carries_out_a_write_whose_lane_comes_late();
     test_a_deserted_request_is_finished_by_those_who_ask();
     test_a_caller_that_only_looks_brings_its_request_forward();
     return 0;
