@@ -397,6 +397,45 @@ static void test_cancel(const char *path, const char *engine)
     nvmeio_handle_close(handle);
 }
 
+/* The pool has a single bounce to give: what needs a part of it has it whole, or there
+ * would be none for what needs all of it. */
+static void test_the_only_bounce_stays_whole(const char *path, const char *name)
+{
+    const int64_t offsets[] = {100, 5000}, size = 64;
+    const size_t part = 256 * KIB;
+    struct nvmeio_config config = config_of(name);
+    struct nvmeio_file *file = open_file(path, O_RDONLY, NVMEIO_DIRECT_AUTO);
+    struct guarded memory = guarded_new(part, 1);
+    struct nvmeio_request *request;
+    size_t offender;
+    void *others[7];
+
+    config.block_bytes = part;
+    nvmeio_pool_set_limit(2 * MIB);
+    for (int i = 0; i < 7; i++)
+        CHECK(nvmeio_pool_alloc(part, false, &others[i], NULL) == 0);
+    struct nvmeio_handle *handle = open_handle(&config);
+    const struct nvmeio_gather what = {.op = NVMEIO_OP_READ,
+                                       .file = file,
+                                       .address = memory.address,
+                                       .size = memory.size,
+                                       .count = 2,
+                                       .offsets = offsets,
+                                       .sizes = &size,
+                                       .one_size = true,
+                                       .gap_max = 8192};
+    CHECK(nvmeio_submit_gather(handle, &what, &request, &offender) == 0);
+    CHECK(finish(request).result == 2 * size);
+    CHECK(file_holds(path, memory.address + size, (size_t)size, offsets[1]));
+    CHECK(read_at(handle, file, memory.address, part, 0).result == (int64_t)part);
+    CHECK(file_holds(path, memory.address, part, 0));
+    nvmeio_handle_close(handle);
+    for (int i = 0; i < 7; i++)
+        nvmeio_pool_free(others[i]);
+    guarded_free(&memory);
+    nvmeio_file_release(file);
+}
+
 /* What is wrong with the lists themselves is no record's fault. */
 static void test_lists_that_are_none(void)
 {
@@ -450,6 +489,12 @@ int main(void)
         const char *path = path_in(test_folder());
         make_file(path, FILE_BYTES, 1);
         test_no_memory(path, name);
+    }
+    FOR_EACH_ENGINE(name)
+    {
+        const char *path = path_in(test_folder());
+        make_file(path, FILE_BYTES, 1);
+        test_the_only_bounce_stays_whole(path, name);
     }
     nvmeio_pool_set_limit(0);
     test_lists_that_are_none();

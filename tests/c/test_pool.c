@@ -441,8 +441,12 @@ static void test_uses_are_counted_and_keep_the_pin(void)
     CHECK(nvmeio_pool_set_pinned(memory, false) == 1);
     CHECK(nvmeio_pool_use(&memory, 1) == 0);
     CHECK(nvmeio_pool_use(NULL, 1) == 0);
+    CHECK(nvmeio_pool_use(memory, 1) == 1);
     nvmeio_pool_free(memory);
     CHECK(nvmeio_pool_use(memory, 1) == 0);
+    /* Who has it next has used it for nothing. */
+    CHECK(alloc(MIB) == memory && nvmeio_pool_use(memory, 1) == 1);
+    nvmeio_pool_free(memory);
 }
 
 static void test_a_child_counts_the_fork_and_forgets_locks_and_uses(void)
