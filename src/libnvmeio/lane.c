@@ -376,11 +376,6 @@ static void lane_die(struct nvmeio_lane *lane, int error)
         nvmeio_request_fail(request, error, block->piece.position);
         nvmeio_schedule_progress(handle, request);
     }
-    if (lane->own && !nvmeio_schedule_settling(lane->own)) {
-        struct nvmeio_request *request = lane->own;
-        nvmeio_request_fail(request, error, request->position);
-        nvmeio_schedule_progress(handle, request);
-    }
     pthread_mutex_unlock(&handle->mutex);
 }
 
