@@ -130,16 +130,14 @@ static int probe_direct(const struct nvmeio_file *file)
     void *page;
     int error = posix_memalign(&page, 4096, 4096);
 
-    /* What passes says nothing of O_DIRECT, which would be lost for as long as the file
-     * is open. */
     if (error)
         return 0;
     if (file->info.readable && pread(file->direct_fd, page, 4096, 0) < 0)
         error = -errno;
     free(page);
-    bool passes =
-        error == -EINTR || error == -EAGAIN || error == -EBUSY || error == -ENOMEM;
-    return passes ? 0 : error;
+    /* Nothing else says anything of O_DIRECT, which would be lost for as long as the
+     * file is open: not what passes, nor a bad sector. */
+    return error == -EINVAL || error == -EOPNOTSUPP ? error : 0;
 }
 
 static int find_alignment(struct nvmeio_file *file)

@@ -13,7 +13,7 @@ static struct {
     bool told;
     uint32_t memory_align, offset_align;
     bool no_statfs, no_status, no_flags, no_duplicate, no_truncate;
-    int no_second; /* an errno, or 0 */
+    int no_second, no_read; /* an errno, or 0 */
 } answers;
 
 int statx(int fd, const char *path, int flags, unsigned mask, struct statx *status)
@@ -67,6 +67,14 @@ int open(const char *path, int flags, ...)
     if (!answers.no_second || strncmp(path, "/proc/self/fd/", 14) != 0)
         return (int)syscall(SYS_openat, AT_FDCWD, path, flags, mode);
     errno = answers.no_second;
+    return -1;
+}
+
+ssize_t pread(int fd, void *address, size_t size, off_t offset)
+{
+    if (!answers.no_read)
+        return syscall(SYS_pread64, fd, address, size, offset);
+    errno = answers.no_read;
     return -1;
 }
 
@@ -149,6 +157,19 @@ static void test_alignments_that_cannot_be_are_no_alignments(const char *path)
         CHECK(info.direct && info.offset_align == PAGE && info.memory_align == PAGE);
         nvmeio_file_release(file);
     }
+    /* The read says that there is no O_DIRECT, or nothing of it. */
+    static const int errors[] = {EINVAL, EOPNOTSUPP, EIO, ENODATA, EINTR, ENOMEM};
+    for (int i = 0; i < 6; i++) {
+        answers.no_read = errors[i];
+        CHECK(open_again(path, O_RDWR, NVMEIO_DIRECT_AUTO) == 0);
+        nvmeio_file_get_info(file, &info);
+        CHECK(info.direct == (i >= 2));
+        nvmeio_file_release(file);
+        CHECK(open_again(path, O_RDWR, NVMEIO_DIRECT_ALWAYS) == (i < 2 ? -EINVAL : 0));
+        if (i >= 2)
+            nvmeio_file_release(file);
+    }
+    answers.no_read = 0;
     answers.told = false;
 }
 
