@@ -42,7 +42,8 @@ struct nvmeio_failure {
  * for one to be read past the end of the file, -EEXIST for one that shares bytes with
  * another (of the memory in a gather, of the file in a scatter).
  * The outcome's result is all bytes, or the error of the failed record with the lowest
- * index; `got` then counts the bytes of the records that did not fail. */
+ * index, or of an engine that has died; `got` then counts the bytes of the records that
+ * did not fail. */
 NVMEIO_API int nvmeio_submit_gather(struct nvmeio_handle *handle,
                                     const struct nvmeio_gather *gather,
                                     struct nvmeio_request **request, size_t *offender);

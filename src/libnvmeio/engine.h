@@ -82,7 +82,8 @@ struct nvmeio_engine_ops {
      * answers, and what is in flight may still be written to. */
     int (*reap)(struct nvmeio_engine *engine, unsigned wait_min, int64_t timeout_ns);
 
-    /* End a reap() that waits, or the next one.  Any thread. */
+    /* End a reap() that waits for one block, or the next; one that waits for more may
+     * take it for one of them.  Any thread. */
     void (*wake)(struct nvmeio_engine *engine);
 };
 

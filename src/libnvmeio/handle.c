@@ -1,8 +1,9 @@
 /* handle.c -- opening, submitting, cancelling, closing, and what a fork means for them.
  *
- * One mutex guards a handle; it is never held over a system call that can block.  When
- * a request may go on is schedule.c's, how it is cut is request.c's, how
- * blocks are carried out is lane.c's; threads that wait are wait.c's. */
+ * One mutex guards a handle; it is held over no system call that can block, but where
+ * a closed handle takes down the lanes of its callers.  When a request may go on is
+ * schedule.c's, how it is cut is request.c's, how blocks are carried out is lane.c's;
+ * threads that wait are wait.c's. */
 #include "handle_internal.h"
 
 #include <errno.h>
