@@ -325,11 +325,14 @@ static void test_cutting_back_spares_what_others_are_about_to_write(void)
     struct nvmeio_file *file = open_file(path, O_RDWR, NVMEIO_DIRECT_AUTO);
     struct nvmeio_file *elsewhere =
         open_file(path_in(test_folder()), O_RDWR | O_CREAT, NVMEIO_DIRECT_AUTO);
+    struct nvmeio_file *on_another_device =
+        open_file(path_in("/dev/shm"), O_RDWR | O_CREAT, NVMEIO_DIRECT_AUTO);
 
     CHECK(nvmeio_file_truncate(file, 1000) == 0);
     nvmeio_file_note_end(file, 1000);
     nvmeio_file_note_end(other, 600);
     nvmeio_file_note_end(elsewhere, 900);
+    nvmeio_file_note_end(on_another_device, 900);
     nvmeio_file_cut_back(file, 100, 1000);
     CHECK(nvmeio_file_size(file) == 600);
     /* No longer in flight, but that is not known. */
@@ -345,6 +348,7 @@ static void test_cutting_back_spares_what_others_are_about_to_write(void)
     CHECK(nvmeio_file_size(file) == 100);
     nvmeio_file_release(file);
     nvmeio_file_release(elsewhere);
+    nvmeio_file_release(on_another_device);
 }
 
 /* Nobody knows what a child writes to what it has inherited. */
