@@ -83,7 +83,7 @@ static int check_kind(const struct stat *status)
     return 0;
 }
 
-static int describe(struct nvmeio_file *file, const struct stat *status, int flags)
+static void describe(struct nvmeio_file *file, const struct stat *status, int flags)
 {
     struct statfs system;
     uint64_t bytes;
@@ -109,12 +109,16 @@ static int describe(struct nvmeio_file *file, const struct stat *status, int fla
         file->info.device = status->st_rdev;
         file->info.inode = 0;
         file->device_bytes = ioctl(file->fd, BLKGETSIZE64, &bytes) ? 0 : (int64_t)bytes;
-    } else if (file->info.writable) {
-        file->ends = nvmeio_ends_join(file->info.device, file->info.inode);
-        if (!file->ends)
-            return -ENOMEM;
     }
-    return 0;
+}
+
+/* Share what is noted of writes with the other opens of a file that was described. */
+static int join_ends(struct nvmeio_file *file)
+{
+    if (file->device_bytes >= 0 || !file->info.writable)
+        return 0;
+    file->ends = nvmeio_ends_join(file->info.device, file->info.inode);
+    return file->ends ? 0 : -ENOMEM;
 }
 
 static bool power_of_two(uint32_t value)
@@ -237,8 +241,9 @@ int nvmeio_file_open(const char *path, int flags, enum nvmeio_direct direct,
     }
     if (error)
         goto fail;
-    error = describe(file, &status, flags);
+    describe(file, &status, flags);
     file->info.created = made || (flags & O_TRUNC);
+    error = join_ends(file);
     if (error == 0)
         error = find_direct(file, direct, flags);
     if (error == 0 && (flags & O_TRUNC) && file->device_bytes < 0)
@@ -296,7 +301,8 @@ int nvmeio_file_dup(int fd, enum nvmeio_direct direct, struct nvmeio_file **resu
         close(copy);
         return -ENOMEM;
     }
-    error = describe(file, &status, flags);
+    describe(file, &status, flags);
+    error = join_ends(file);
     if (error == 0)
         error = adopt(file, direct, flags);
     if (error == 0)
