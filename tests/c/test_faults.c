@@ -415,14 +415,21 @@ static void test_other_lanes_go_on_where_one_dies(void)
     stage_close();
 }
 
+/* A transfer that the caller has begun, and that the engine holds. */
+static struct nvmeio_request *hold_in_caller(struct nvmeio_transfer *t)
+{
+    play(hold);
+    t->caller = true;
+    struct nvmeio_request *request = submit(stage.handle, t);
+    CHECK(nvmeio_request_wait(request, 1000000) == -ETIMEDOUT);
+    return request;
+}
+
 static void test_a_dead_engine_of_a_caller_fails_its_request_alone(void)
 {
     stage_open(4, true);
-    play(hold);
     struct nvmeio_transfer t = whole(NVMEIO_OP_READ);
-    t.caller = true;
-    struct nvmeio_request *request = submit(stage.handle, &t);
-    CHECK(nvmeio_request_wait(request, 1000000) == -ETIMEDOUT);
+    struct nvmeio_request *request = hold_in_caller(&t);
     kill_engines(-EREMOTEIO);
     struct nvmeio_outcome outcome = finish(request);
     CHECK(outcome.result == -EREMOTEIO && outcome.abandoned);
@@ -436,11 +443,8 @@ static void test_a_dead_engine_of_a_caller_fails_its_request_alone(void)
 static void test_what_a_caller_carries_out_outlives_the_last_lane(void)
 {
     stage_open(4, true);
-    play(hold);
     struct nvmeio_transfer t = whole(NVMEIO_OP_READ);
-    t.caller = true;
-    struct nvmeio_request *request = submit(stage.handle, &t);
-    CHECK(nvmeio_request_wait(request, 1000000) == -ETIMEDOUT);
+    struct nvmeio_request *request = hold_in_caller(&t);
     struct nvmeio_request *running = start(NVMEIO_OP_READ);
     await(&in_flight, 8);
     kill_engines(-EREMOTEIO);
