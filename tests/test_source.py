@@ -366,6 +366,16 @@ def copies_by_itself(path, text):
                 yield f"{number}: {line.strip()}"
 
 
+def wakes_one_by_condition(path, text):
+    """One thread of several is woken by a semaphore.
+
+    pthread_cond_signal(3) of glibc 2.25 to 2.40 may wake none (bug 25847).
+    """
+    for number, line in enumerate(without_comments(text).splitlines(), 1):
+        if "pthread_cond_signal" in line:
+            yield f"{number}: {line.strip()}"
+
+
 def leaves_work(path, text):
     """What is left to do is an issue, not a comment."""
     for number, line in enumerate(text.splitlines(), 1):
@@ -444,6 +454,7 @@ RULES = {
     has_long_function: C,
     includes_upward: C,
     copies_by_itself: C,
+    wakes_one_by_condition: C,
 }
 TREE_RULES = (leaves_work, names_a_machine, is_generated)
 
@@ -484,6 +495,7 @@ BAD = [
     (includes_upward, "src/libnvmeio/engine_sync.c", '#include "engine_uring.h"\n'),
     (includes_upward, "src/libnvmeio/newcomer.c", ""),
     (copies_by_itself, "src/libnvmeio/request.c", "    memcpy(bounce, lent, wanted);\n"),
+    (wakes_one_by_condition, "src/libnvmeio/lane.c", "    pthread_cond_signal(&work);\n"),
     (leaves_work, "src/nvmeio/files.py", "# TODO: later\n"),
     (names_a_machine, "docs/design.md", "see /root/notes/design.md\n"),
     (is_generated, "src/nvmeio/_core.c", ""),
@@ -505,6 +517,7 @@ GOOD = [
     (calls_what_prints_or_exits, "src/libnvmeio/pool.c", "/* never abort() */\n"),
     (includes_upward, "src/libnvmeio/engine_sync.c", '#include "engine.h"\n'),
     (copies_by_itself, "src/libnvmeio/copy.c", "    memcpy(target, source, size);\n"),
+    (wakes_one_by_condition, "src/libnvmeio/wait.c", "    pthread_cond_broadcast(&n);\n"),
 ]
 
 

@@ -253,6 +253,12 @@ int64_t nvmeio_now_ns(void)
     return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
 }
 
+void nvmeio_semaphore_wait(sem_t *semaphore)
+{
+    while (sem_wait(semaphore))
+        continue;
+}
+
 void nvmeio_eventfd_clear(int fd)
 {
     uint64_t value;

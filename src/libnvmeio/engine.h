@@ -4,6 +4,7 @@
 #define NVMEIO_ENGINE_H
 
 #include <nvmeio/base.h>
+#include <semaphore.h>
 
 #include "align.h"
 #include "records.h"
@@ -128,6 +129,11 @@ int nvmeio_patience_try(struct nvmeio_patience *patience, int error);
 
 /* Nanoseconds of CLOCK_MONOTONIC. */
 int64_t nvmeio_now_ns(void);
+
+/* Wait until it is posted to, whatever signals come.  One thread of several is woken by
+ * a semaphore, all by a condition: pthread_cond_signal(3) of glibc 2.25 to 2.40 may
+ * wake none (bug 25847). */
+void nvmeio_semaphore_wait(sem_t *semaphore);
 
 /* Empty an eventfd that has been read or polled as ready. */
 void nvmeio_eventfd_clear(int fd);

@@ -6,6 +6,7 @@
 
 #include <errno.h>
 #include <pthread.h>
+#include <semaphore.h>
 #include <signal.h>
 #include <stdlib.h>
 #include <time.h>
@@ -17,8 +18,8 @@
 
 /* Everything below the mutex is guarded by it. */
 struct crew {
+    sem_t work; /* for the workers: one for each block, and one for each to go home */
     pthread_mutex_t mutex;
-    pthread_cond_t work;               /* for the workers: `first`, or stopping */
     pthread_cond_t news;               /* for reap(): done_count or woken */
     struct nvmeio_block *first, *last; /* pushed */
     struct nvmeio_block *done;         /* carried out */
@@ -28,7 +29,6 @@ struct crew {
     unsigned count;  /* of the workers */
     unsigned limit;
     bool woken;
-    bool stopping;
     pthread_t workers[WORKERS_MAX];
 };
 
@@ -38,11 +38,11 @@ static void *worker_main(void *argument)
 
     pthread_mutex_lock(&crew->mutex);
     for (;;) {
-        while (!crew->first && !crew->stopping) {
-            crew->idle++;
-            pthread_cond_wait(&crew->work, &crew->mutex);
-            crew->idle--;
-        }
+        crew->idle++;
+        pthread_mutex_unlock(&crew->mutex);
+        nvmeio_semaphore_wait(&crew->work);
+        pthread_mutex_lock(&crew->mutex);
+        crew->idle--;
         struct nvmeio_block *block = crew->first;
         if (!block)
             break;
@@ -54,7 +54,7 @@ static void *worker_main(void *argument)
         block->next = crew->done;
         crew->done = block;
         crew->done_count++;
-        pthread_cond_signal(&crew->news);
+        pthread_cond_broadcast(&crew->news);
     }
     pthread_mutex_unlock(&crew->mutex);
     return NULL;
@@ -87,10 +87,10 @@ static int threads_open(struct nvmeio_engine *engine)
     if (!crew)
         return -ENOMEM;
     crew->limit = engine->depth < WORKERS_MAX ? engine->depth : WORKERS_MAX;
+    sem_init(&crew->work, 0, 0);
     pthread_mutex_init(&crew->mutex, NULL);
     pthread_condattr_init(&monotonic);
     pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
-    pthread_cond_init(&crew->work, NULL);
     pthread_cond_init(&crew->news, &monotonic);
     pthread_condattr_destroy(&monotonic);
     int error = crew_hire(crew);
@@ -106,13 +106,11 @@ static void threads_close(struct nvmeio_engine *engine)
 {
     struct crew *crew = engine->state;
 
-    pthread_mutex_lock(&crew->mutex);
-    crew->stopping = true;
-    pthread_cond_broadcast(&crew->work);
-    pthread_mutex_unlock(&crew->mutex);
+    for (unsigned i = 0; i < crew->count; i++)
+        sem_post(&crew->work);
     for (unsigned i = 0; i < crew->count; i++)
         pthread_join(crew->workers[i], NULL);
-    pthread_cond_destroy(&crew->work);
+    sem_destroy(&crew->work);
     pthread_cond_destroy(&crew->news);
     pthread_mutex_destroy(&crew->mutex);
     free(crew);
@@ -134,8 +132,8 @@ static void threads_push(struct nvmeio_engine *engine, struct nvmeio_block *bloc
     /* A thread that cannot be had is no misfortune: there is at least one. */
     if (crew->queued > crew->idle && crew->count < crew->limit)
         crew_hire(crew);
-    pthread_cond_signal(&crew->work);
     pthread_mutex_unlock(&crew->mutex);
+    sem_post(&crew->work);
 }
 
 /* Sleep until `done_count` reaches wait_min, a wake-up, or the end of the time. */
@@ -180,7 +178,7 @@ static void threads_wake(struct nvmeio_engine *engine)
 
     pthread_mutex_lock(&crew->mutex);
     crew->woken = true;
-    pthread_cond_signal(&crew->news);
+    pthread_cond_broadcast(&crew->news);
     pthread_mutex_unlock(&crew->mutex);
 }
 

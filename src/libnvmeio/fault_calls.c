@@ -9,6 +9,7 @@
 #include <pthread.h>
 #include <sched.h>
 #include <search.h>
+#include <semaphore.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -105,6 +106,11 @@ int nvmeio_faulty_ppoll(struct pollfd *fds, nfds_t count, const struct timespec 
 {
     return fails_with(NVMEIO_FAULT_EINTR, EINTR) ? -1
                                                  : ppoll(fds, count, limit, signals);
+}
+
+int nvmeio_faulty_sem_wait(sem_t *semaphore)
+{
+    return fails_with(NVMEIO_FAULT_EINTR, EINTR) ? -1 : sem_wait(semaphore);
 }
 
 /* A wait that ends for nothing, which POSIX allows. */

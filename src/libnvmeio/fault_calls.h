@@ -13,6 +13,7 @@
 #define read nvmeio_faulty_read
 #define write nvmeio_faulty_write
 #define ppoll nvmeio_faulty_ppoll
+#define sem_wait nvmeio_faulty_sem_wait
 #define io_uring_submit nvmeio_faulty_io_uring_submit
 #define io_uring_submit_and_wait nvmeio_faulty_io_uring_submit_and_wait
 #define io_uring_wait_cqes nvmeio_faulty_io_uring_wait_cqes

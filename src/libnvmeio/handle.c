@@ -30,7 +30,7 @@ static void handle_release(struct nvmeio_handle *handle)
     if (atomic_load_explicit(&handle->generation, memory_order_relaxed) ==
         nvmeio_fork_generation()) {
         pthread_mutex_destroy(&handle->mutex);
-        pthread_cond_destroy(&handle->work);
+        sem_destroy(&handle->work);
         pthread_cond_destroy(&handle->news);
     }
     free((char *)handle->config.engine);
@@ -88,10 +88,10 @@ static void locks_init(struct nvmeio_handle *handle)
 {
     pthread_condattr_t monotonic;
 
+    sem_init(&handle->work, 0, 0);
     pthread_mutex_init(&handle->mutex, NULL);
     pthread_condattr_init(&monotonic);
     pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
-    pthread_cond_init(&handle->work, &monotonic);
     pthread_cond_init(&handle->news, &monotonic);
     pthread_condattr_destroy(&monotonic);
 }
@@ -102,7 +102,8 @@ static void lanes_stop(struct nvmeio_handle *handle)
     pthread_mutex_lock(&handle->mutex);
     const unsigned count = handle->lanes_started;
     handle->stopping = true;
-    pthread_cond_broadcast(&handle->work);
+    for (; handle->lanes_idle > 0; handle->lanes_idle--)
+        sem_post(&handle->work);
     pthread_mutex_unlock(&handle->mutex);
     for (unsigned i = 0; i < count; i++)
         pthread_join(handle->lanes[i].thread, NULL);
@@ -212,7 +213,7 @@ static void revive(struct nvmeio_handle *handle)
     handle->watches_armed = 0;
     handle->callers = NULL;
     handle->caller_count = 0;
-    handle->lanes_idle = handle->lanes_called = 0;
+    handle->lanes_idle = 0;
     handle->lanes_alive = handle->lanes_started = 0;
     /* What the parent's lanes have done is told by the parent. */
     handle->retired = (struct nvmeio_stats){0};

@@ -4,6 +4,7 @@
 
 #include <nvmeio/handle.h>
 #include <pthread.h>
+#include <semaphore.h>
 #include <stdatomic.h>
 
 #include "engine.h"
@@ -43,8 +44,10 @@ struct nvmeio_handle {
     _Atomic uint32_t generation;
     _Atomic uint64_t requests; /* statistics, relaxed */
 
+    /* For lanes: one for each that is called, to the queue or to go home. */
+    sem_t work;
+
     pthread_mutex_t mutex;
-    pthread_cond_t work; /* for lanes: the queue is not empty, or stopping */
     pthread_cond_t news; /* for callers: a request is done, a lane has started */
 
     /* Guarded by the mutex. */
@@ -61,8 +64,7 @@ struct nvmeio_handle {
     struct nvmeio_lane *callers;                     /* a list */
     unsigned caller_count;
     unsigned lanes_started, lanes_alive;
-    unsigned lanes_idle;         /* asleep, and not called */
-    unsigned lanes_called;       /* that were to wake up, and have not yet */
+    unsigned lanes_idle;         /* in wait for `work`, and not yet called */
     struct nvmeio_stats retired; /* of lanes that are closed */
     int dead_error;              /* of the last lane to die, when none is alive */
     bool lanes_missing;          /* a child could not start its own, and tries again */

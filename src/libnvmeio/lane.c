@@ -443,19 +443,17 @@ static int lane_equip(struct nvmeio_lane *lane, unsigned depth, unsigned bounces
     return 0;
 }
 
-/* Wait for work.  False when it is time to go.  The mutex is held. */
+/* Wait for work.  False when it is time to go.  The mutex is held, and dropped
+ * meanwhile. */
 static bool lane_rest(struct nvmeio_lane *lane)
 {
     struct nvmeio_handle *handle = lane->handle;
 
     while (!handle->queue_first && !handle->stopping) {
         handle->lanes_idle++;
-        pthread_cond_wait(&handle->work, &handle->mutex);
-        /* Whoever called a lane has counted it out. */
-        if (handle->lanes_called > 0)
-            handle->lanes_called--;
-        else
-            handle->lanes_idle--;
+        pthread_mutex_unlock(&handle->mutex);
+        nvmeio_semaphore_wait(&handle->work);
+        pthread_mutex_lock(&handle->mutex);
     }
     return handle->queue_first != NULL;
 }

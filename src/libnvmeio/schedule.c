@@ -103,8 +103,7 @@ static void wake_lanes(struct nvmeio_handle *handle, size_t blocks)
     for (; handle->lanes_idle > 0 && missing > 0; missing--) {
         /* No longer idle, also before it has woken up: the next block is not its. */
         handle->lanes_idle--;
-        handle->lanes_called++;
-        pthread_cond_signal(&handle->work);
+        sem_post(&handle->work);
     }
     for (unsigned i = 0; i < handle->lanes_started && missing > 0; i++) {
         struct nvmeio_lane *lane = &handle->lanes[i];
