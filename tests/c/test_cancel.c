@@ -50,7 +50,7 @@ static void test_nothing_can_be_cancelled_that_is_wholly_in_flight_or_done(void)
     await(&in_flight, BLOCKS);
     CHECK(nvmeio_request_cancel(request) == 0);
     play(perform);
-    CHECK(nvmeio_request_wait(request, LONG_NS) == 0);
+    wait_for(request);
     CHECK(nvmeio_request_cancel(request) == 0);
     CHECK(finish(request).result == BLOCKS * BLOCK);
     stage_close();
@@ -216,7 +216,7 @@ static void test_a_gather_cancelled_in_its_second_attempt_keeps_what_has_landed(
     CHECK(nvmeio_request_failures(request, failures, 3) == 0);
     CHECK(nvmeio_request_cancel(request) == 1);
     play(perform);
-    CHECK(nvmeio_request_wait(request, LONG_NS) == 0);
+    wait_for(request);
     CHECK(nvmeio_request_failures(request, failures, 3) == 1);
     CHECK(failures[0].index == 1 && failures[0].error == -ECANCELED);
     struct nvmeio_outcome outcome = finish(request);

@@ -287,7 +287,7 @@ static void test_a_record_that_fails_is_named(enum nvmeio_op op)
     planned_error = EIO;
     play(fail_the_fifth);
     CHECK(nvmeio_submit_gather(stage.handle, &what, &request, &offender) == 0);
-    CHECK(nvmeio_request_wait(request, LONG_NS) == 0);
+    wait_for(request);
     CHECK(nvmeio_request_failures(request, failures, 4) == 1);
     CHECK(failures[0].index == 1 && failures[0].error == -EIO);
     struct nvmeio_outcome outcome = finish(request);

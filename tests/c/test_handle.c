@@ -89,7 +89,7 @@ static void *wait_main(void *request)
 {
     struct nvmeio_outcome outcome;
 
-    CHECK(nvmeio_request_wait(request, LONG_NS) == 0);
+    wait_for(request);
     CHECK(nvmeio_request_outcome(request, &outcome) == 0);
     CHECK(outcome.result == SIZE);
     return NULL;

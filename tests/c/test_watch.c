@@ -148,7 +148,7 @@ static void *submit_reads(void *argument)
         t.user = &submitter->memory[i];
         struct nvmeio_request *request = submit(submitter->scene->handle, &t);
         if (i & 1)
-            CHECK(nvmeio_request_wait(request, LONG_NS) == 0);
+            wait_for(request);
         nvmeio_request_release(request);
     }
     return NULL;

@@ -16,6 +16,7 @@
 #include <nvmeio/nvmeio.h>
 
 #include "check.h"
+#include "stuck.h"
 
 #define KIB ((size_t)1 << 10)
 #define MIB ((size_t)1 << 20)
@@ -188,12 +189,21 @@ static inline struct nvmeio_request *submit(struct nvmeio_handle *handle,
     return request;
 }
 
+static inline void wait_for(struct nvmeio_request *request)
+{
+    int error = nvmeio_request_wait(request, LONG_NS);
+
+    if (error)
+        tell_stuck(request);
+    CHECK(error == 0);
+}
+
 /* Wait, take the outcome and release. */
 static inline struct nvmeio_outcome finish(struct nvmeio_request *request)
 {
     struct nvmeio_outcome outcome;
 
-    CHECK(nvmeio_request_wait(request, LONG_NS) == 0);
+    wait_for(request);
     CHECK(nvmeio_request_done(request));
     CHECK(nvmeio_request_outcome(request, &outcome) == 0);
     nvmeio_request_release(request);

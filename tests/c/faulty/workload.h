@@ -39,7 +39,7 @@ static bool fine(int64_t result)
 
 static bool done(struct nvmeio_request *request, struct nvmeio_outcome *outcome)
 {
-    CHECK(nvmeio_request_wait(request, LONG_NS) == 0);
+    wait_for(request);
     CHECK(nvmeio_request_outcome(request, outcome) == 0);
     abandoned |= outcome->abandoned;
     nvmeio_request_release(request);

@@ -1,0 +1,86 @@
+/* stuck.h -- what a test tells of a request that does not end: how far it is, what its
+ * handle and lanes do, and where each thread of the process is in the kernel.
+ *
+ * A wait that lasts a minute once in a thousand runs is not to be had again for the
+ * asking. */
+#ifndef NVMEIO_TESTS_STUCK_H
+#define NVMEIO_TESTS_STUCK_H
+
+#include <dirent.h>
+#include <stdio.h>
+
+#include "handle_internal.h"
+#include "request_internal.h"
+
+static inline void tell_lane(const char *kind, const struct nvmeio_lane *lane)
+{
+    fprintf(stderr,
+            "%s: %u blocks in flight, %u of them in the engine, %s finished, %s free; "
+            "listening %d, driven %d, dead %d, bounces short %d\n",
+            kind, lane->in_flight, lane->engine.in_flight,
+            lane->engine.finished ? "some" : "none", lane->free ? "some" : "none",
+            lane->listening, lane->driven, lane->dead, lane->bounces_short);
+}
+
+/* Without the mutex, for which it might wait for ever: all of it stands still. */
+static inline void tell_request(const struct nvmeio_request *request)
+{
+    const struct nvmeio_handle *handle = request->handle;
+
+    fprintf(
+        stderr,
+        "request: operation %d, state %d, error %d, cancelled %d, queued %d, gate open "
+        "%d, span %u of %u, position %zu of %zu, %u blocks in flight\n",
+        (int)request->op, atomic_load(&request->state), request->error,
+        request->cancelled, request->queued, request->gate_open, request->span,
+        request->plan.count, request->position, request->size, request->in_flight);
+    fprintf(stderr,
+            "handle: engine %s, %u requests, queue %s, %u lanes, %u of them idle\n",
+            handle->ops->name, handle->active_count,
+            handle->queue_first ? "filled" : "empty", handle->lanes_started,
+            handle->lanes_idle);
+    for (unsigned i = 0; i < handle->lanes_started; i++)
+        tell_lane("lane", &handle->lanes[i]);
+    for (const struct nvmeio_lane *lane = handle->callers; lane; lane = lane->next)
+        tell_lane(lane == request->caller_lane ? "its lane" : "a caller's lane", lane);
+}
+
+static inline void tell_file(const char *path)
+{
+    FILE *file = fopen(path, "r");
+    int c;
+
+    while (file && (c = fgetc(file)) != EOF)
+        fputc(c, stderr);
+    if (file)
+        fclose(file);
+    fputc('\n', stderr);
+}
+
+static inline void tell_threads(void)
+{
+    DIR *threads = opendir("/proc/self/task");
+    const struct dirent *entry;
+    char path[320];
+
+    while (threads && (entry = readdir(threads))) {
+        if (entry->d_name[0] == '.')
+            continue;
+        fprintf(stderr, "thread %s: ", entry->d_name);
+        snprintf(path, sizeof(path), "/proc/self/task/%s/wchan", entry->d_name);
+        tell_file(path);
+        /* For root alone. */
+        snprintf(path, sizeof(path), "/proc/self/task/%s/stack", entry->d_name);
+        tell_file(path);
+    }
+    if (threads)
+        closedir(threads);
+}
+
+static inline void tell_stuck(const struct nvmeio_request *request)
+{
+    tell_request(request);
+    tell_threads();
+}
+
+#endif
