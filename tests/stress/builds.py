@@ -72,7 +72,7 @@ def link_program(source, folder):
     command += ["--build-temp", folder / "objects"]
     build(sys.executable, *command, NVMEIO_TEST_BUILD="0")
     record = json.loads((folder / "lib" / "build.json").read_text())
-    words = [COMPILER, "-std=gnu11", "-D_GNU_SOURCE=", "-g", "-Iinclude"]
+    words = [COMPILER, "-std=gnu11", "-D_GNU_SOURCE=", "-g", "-Iinclude", "-Isrc/libnvmeio"]
     words += ["-Wall", "-Wextra", "-Werror", source, folder / "lib" / "libnvmeio.a"]
     build(*words, *record["link_flags"], "-o", folder / "program")
     return folder / "program"
