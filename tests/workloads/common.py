@@ -13,6 +13,9 @@ import numpy as np
 
 from helpers import Guarded, pattern
 
+# Of a thread that has begun to end (include/linux/sched.h of Linux, proc(5)).
+PF_EXITING = 0x4
+
 
 def report(value):
     """Tell the parent something."""
@@ -45,11 +48,16 @@ def make_file(path, size, seed=0):
 
 
 def thread_count():
-    """Return how many threads of ours there are; those of a ring are the kernel's."""
+    """Return how many threads of ours there are; those of a ring are the kernel's.
+
+    One that has been joined may still be listed for a moment, as one that exits.
+    """
     count = 0
     for task in os.listdir("/proc/self/task"):
-        with contextlib.suppress(OSError), open(f"/proc/self/task/{task}/comm") as file:
-            count += not file.read().startswith("iou-")
+        with contextlib.suppress(OSError), open(f"/proc/self/task/{task}/stat") as file:
+            name, _, rest = file.read().partition("(")[2].rpartition(")")
+            flags = int(rest.split()[6])
+            count += not (name.startswith("iou-") or flags & PF_EXITING)
     return count
 
 
