@@ -117,12 +117,19 @@ static void turn(struct nvmeio_handle *handle, struct nvmeio_lane *lane,
         pthread_cond_broadcast(&handle->news);
 }
 
-/* Run a caller lane for one turn, unless another thread does; then wait for it.  The
- * mutex is held, and dropped meanwhile. */
+/* Whether who runs the lane brings its request forward: not while another thread runs
+ * it, or tidies up what the request has left. */
+static bool helps(const struct nvmeio_lane *lane)
+{
+    return lane->own && !lane->driven && !nvmeio_schedule_settling(lane->own);
+}
+
+/* Run a caller lane for one turn where that helps; else wait for who does what there is
+ * to do.  The mutex is held, and dropped meanwhile. */
 static int drive(struct nvmeio_handle *handle, struct nvmeio_lane *lane,
                  const struct deadline *deadline)
 {
-    if (!lane || lane->driven)
+    if (!lane || !helps(lane))
         return wait_news(handle, deadline);
     /* Also when no time is left: who looks again and again must come to an end. */
     int64_t left = deadline_left(deadline);
@@ -130,11 +137,11 @@ static int drive(struct nvmeio_handle *handle, struct nvmeio_lane *lane,
     return left == 0 ? -ETIMEDOUT : 0;
 }
 
-/* A caller lane with a request that no thread drives just now, or NULL. */
+/* A caller lane with a request that nobody brings forward just now, or NULL. */
 static struct nvmeio_lane *undriven(struct nvmeio_handle *handle)
 {
     struct nvmeio_lane *lane = handle->callers;
-    while (lane && (!lane->own || lane->driven))
+    while (lane && !helps(lane))
         lane = lane->next;
     return lane;
 }

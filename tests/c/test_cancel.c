@@ -1,4 +1,7 @@
 /* What becomes of requests that are cancelled, and of those that a close finds. */
+#include <sys/syscall.h>
+
+#include "handle_internal.h"
 #include "scripted.h"
 
 static void test_a_cancelled_request_ends_when_its_blocks_are_back(void)
@@ -190,6 +193,65 @@ static void test_a_cancelled_write_spares_another_in_flight(bool another)
     stage_close();
 }
 
+/* The library's ftruncate() is this one, which takes as long as a test likes. */
+static atomic_bool truncates_slowly, truncates;
+
+int ftruncate(int fd, off_t size)
+{
+    atomic_store(&truncates, true);
+    while (atomic_load(&truncates_slowly))
+        pause_ms(1);
+    return (int)syscall(SYS_ftruncate, fd, size);
+}
+
+static void *cancel_main(void *request)
+{
+    CHECK(nvmeio_request_cancel(request) == 1);
+    return NULL;
+}
+
+static void *wait_main(void *request)
+{
+    wait_for(request);
+    return NULL;
+}
+
+/* What a cancelled write has left is tidied up by one thread, and another waits. */
+static void test_who_waits_for_another_that_tidies_up_sleeps(bool drains)
+{
+    pthread_t tidies, waits;
+    unsigned sleepers = 0;
+
+    stage_open(2, true);
+    struct nvmeio_file *file =
+        open_file(path_in(test_folder()), O_RDWR | O_CREAT, NVMEIO_DIRECT_AUTO);
+    struct nvmeio_transfer t = whole(NVMEIO_OP_WRITE);
+    t.file = file;
+    t.caller = true;
+    atomic_store(&truncates_slowly, true);
+    atomic_store(&truncates, false);
+    struct nvmeio_request *request = submit(stage.handle, &t);
+    CHECK(pthread_create(&tidies, NULL, cancel_main, request) == 0);
+    while (!atomic_load(&truncates))
+        pause_ms(1);
+    CHECK(pthread_create(&waits, NULL, drains ? drain_main : wait_main,
+                         drains ? (void *)stage.handle : request) == 0);
+    while (sleepers == 0) {
+        pause_ms(1);
+        pthread_mutex_lock(&stage.handle->mutex);
+        sleepers = stage.handle->sleepers;
+        pthread_mutex_unlock(&stage.handle->mutex);
+    }
+    CHECK(!nvmeio_request_done(request));
+    atomic_store(&truncates_slowly, false);
+    pthread_join(tidies, NULL);
+    pthread_join(waits, NULL);
+    CHECK(finish(request).result == -ECANCELED);
+    CHECK(nvmeio_file_size(file) == 0);
+    nvmeio_file_release(file);
+    stage_close();
+}
+
 static void test_a_gather_cancelled_in_its_second_attempt_keeps_what_has_landed(void)
 {
     const int64_t offsets[] = {0, PAGE, 2 * BLOCK}, places[] = {PAGE, 0, 2 * PAGE};
@@ -238,6 +300,8 @@ int main(void)
     test_a_write_refused_by_a_closed_handle_leaves_no_bytes();
     test_a_cancelled_write_spares_another_in_flight(false);
     test_a_cancelled_write_spares_another_in_flight(true);
+    test_who_waits_for_another_that_tidies_up_sleeps(false);
+    test_who_waits_for_another_that_tidies_up_sleeps(true);
     test_a_gather_cancelled_in_its_second_attempt_keeps_what_has_landed();
     return 0;
 }
