@@ -124,7 +124,7 @@ def fail_each(seeds, amount, pytestconfig, record_property):
     return fail_each
 
 
-@pytest.mark.amount(short=ALL // 30, full=ALL // 4, long=ALL)
+@pytest.mark.amount(short=ALL // 30, full=ALL // 8, long=ALL)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_each_errno_of_each_call_is_survived(engine, fail_each, program, tmp_path):
     env = {"NVMEIO_TEST_DIR": str(tmp_path)}

@@ -21,7 +21,7 @@ STATES = (
 )
 
 
-@pytest.mark.amount(short=1, full=6, long=60)
+@pytest.mark.amount(short=1, full=4, long=60)
 @pytest.mark.parametrize(("engine", "slow"), SLOW_PLACES, indirect=["slow"])
 def test_children_of_every_state_work_and_so_does_the_parent(
     slow, tmp_path, engine, seeds, record_property

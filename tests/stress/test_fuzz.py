@@ -95,7 +95,7 @@ def fuzz(command, target, seed, folder):
 
 
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.amount(short=1, full=2, long=30)
+@pytest.mark.amount(short=1, full=1, long=30)
 def test_no_input_breaks_what_is_pure(command, target, seeds, tmp_path):
     for seed in seeds:
         new = tmp_path / str(seed)

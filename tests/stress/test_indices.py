@@ -59,7 +59,7 @@ def check_assignment(path, case, begin):
     return not isinstance(taken, type)
 
 
-@pytest.mark.amount(short=2, full=25, long=600)
+@pytest.mark.amount(short=2, full=15, long=600)
 def test_indices_do_what_those_of_numpy_do(seeds, tmp_path):
     path = tmp_path / "array"
     begins = st.one_of(st.just(0), st.integers(0, 5000))

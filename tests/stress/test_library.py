@@ -81,9 +81,9 @@ def sweep(sanitizer, stride, engines, places=("disk", "memory"), **amounts):
 # for what depends on threads, not on places.
 QUICK = [engine for engine in ENGINES if engine != "libaio"]
 SWEEPS = [
-    *sweep("plain", 120, QUICK, short=1, full=2),
+    *sweep("plain", 120, QUICK, short=1, full=1),
     *sweep("plain", 12, QUICK, long=12),
-    *sweep("plain", 480, ["libaio"], places=["disk"], short=1, full=1),
+    *sweep("plain", 480, ["libaio"], places=["disk"], short=1),
     *sweep("plain", 12, ["libaio"], long=2),
     *sweep("asan", 120, QUICK, full=1, long=8),
     *sweep("asan", 480, ["libaio"], places=["memory"], full=1, long=2),

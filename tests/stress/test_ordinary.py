@@ -27,7 +27,7 @@ SILENT_MAX = 500
 
 amount = pytest.mark.amount
 FILES = [
-    pytest.param("test_npy_files.py", marks=amount(short=1, full=2, long=5)),
+    pytest.param("test_npy_files.py", marks=amount(short=1, full=1, long=5)),
     *(
         pytest.param(f"test_{name}.py", marks=amount(short=0, full=1, long=5))
         for name in ("handle", "gather", "files", "openfiles")
