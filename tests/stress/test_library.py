@@ -87,7 +87,8 @@ SWEEPS = [
     *sweep("plain", 12, ["libaio"], long=2),
     *sweep("asan", 120, QUICK, full=1, long=8),
     *sweep("asan", 480, ["libaio"], places=["memory"], full=1, long=2),
-    *sweep("tsan", 600, ENGINES, places=["memory"], full=1, long=2),
+    *sweep("tsan", 600, QUICK, places=["memory"], full=1, long=2),
+    *sweep("tsan", 600, ["libaio"], places=["memory"], long=2),
 ]
 # It tries so many at least, of which each kind has one.
 STRUCK_MIN = {12: 600, 120: 90, 480: 35, 600: 20}

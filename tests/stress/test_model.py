@@ -15,7 +15,7 @@ from helpers import ENGINES
 from places import MOUNTED, PLACES
 from workloads.common import Faults
 
-AMOUNTS = {"short": 1, "full": 3, "long": 100}
+AMOUNTS = {"short": 1, "full": 5, "long": 100}
 CELLS = len(ENGINES) * len(PLACES) * 2
 
 

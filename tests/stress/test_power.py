@@ -191,7 +191,7 @@ def test_what_was_said_to_be_synced_is_there_after_a_power_cut(
         assert found.lost_pages > 0
 
 
-@pytest.mark.amount(short=1, full=2, long=10)
+@pytest.mark.amount(short=1, full=1, long=10)
 @pytest.mark.parametrize("left_out", ["all", "library", "os.fsync"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_build_that_leaves_fsyncs_out_is_found_out(
