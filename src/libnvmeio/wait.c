@@ -124,12 +124,12 @@ static bool helps(const struct nvmeio_lane *lane)
     return lane->own && !lane->driven && !nvmeio_schedule_settling(lane->own);
 }
 
-/* Run a caller lane for one turn where that helps; else wait for who does what there is
- * to do.  The mutex is held, and dropped meanwhile. */
+/* Run a caller lane for one turn; where there is none to run, wait for those who do
+ * what there is to do.  The mutex is held, and dropped meanwhile. */
 static int drive(struct nvmeio_handle *handle, struct nvmeio_lane *lane,
                  const struct deadline *deadline)
 {
-    if (!lane || !helps(lane))
+    if (!lane)
         return wait_news(handle, deadline);
     /* Also when no time is left: who looks again and again must come to an end. */
     int64_t left = deadline_left(deadline);
@@ -146,13 +146,14 @@ static struct nvmeio_lane *undriven(struct nvmeio_handle *handle)
     return lane;
 }
 
-/* The caller lane that brings this request forward: its own, or for an fsync those of
- * the writes before it, for which nobody else may be waiting.  The mutex is held. */
+/* The caller lane to run for this request: its own, or for an fsync one of the writes
+ * before it, for which nobody else may be waiting.  NULL: none.  The mutex is held. */
 static struct nvmeio_lane *lane_towards(const struct nvmeio_request *request)
 {
     if (request->op == NVMEIO_OP_FSYNC && !request->gate_open)
         return undriven(request->handle);
-    return request->caller_lane;
+    struct nvmeio_lane *lane = request->caller_lane;
+    return lane && helps(lane) ? lane : NULL;
 }
 
 static void set_deserted(struct nvmeio_request *request, bool deserted)
