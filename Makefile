@@ -4,10 +4,16 @@
 PYTHON ?= python3
 VENV ?= .venv
 PY := $(VENV)/bin/python
-BUILT := $(VENV)/.nvmeio-built
+INSTALLED := $(VENV)/.nvmeio-installed
+# The processes that share the Python tests.
+JOBS ?= 2
 
-BUILD_FILES := setup.py pyproject.toml constraints.txt \
-	$(shell find include src -name '*.[ch]' -o -name '*.pyx' -o -name '*.pxd')
+# ccache, where it is installed, stands before the compilers.
+CCACHE := $(wildcard /usr/lib/ccache /usr/lib64/ccache)
+ifneq ($(CCACHE),)
+export PATH := $(firstword $(CCACHE)):$(PATH)
+endif
+
 C_FILES := $(shell find include src/libnvmeio tests -name '*.[ch]')
 
 ASAN_FLAGS := -fsanitize=address,undefined -fno-sanitize-recover=undefined \
@@ -33,15 +39,14 @@ COVERAGE_TESTS := tests/test_file.py tests/test_openfiles.py tests/test_mounts.p
 	tests/test_gather.py tests/test_faults.py
 
 .PHONY: demo test build test-python test-c test-c-asan test-c-tsan test-neon test-pythons
+.PHONY: check-all mutants
 .PHONY: stress-short stress stress-long replay fuzz test-deepspeed lint format sdist bench
 .PHONY: asan tsan stress-asan stress-tsan build-asan build-tsan coverage clean
 
 demo: build
 	$(PY) examples/demo.py
 
-test: test-c test-c-asan test-c-tsan test-python
-
-build: $(BUILT)
+test: test-c test-python
 
 # torch goes first and pinned: its wheel is the largest by far, and no other requirement
 # may then replace it.
@@ -52,22 +57,38 @@ $(VENV)/.nvmeio-tools: constraints.txt scripts/setup-machine
 	$(PY) -m pip install -q --upgrade setuptools Cython
 	touch $@
 
-$(BUILT): $(VENV)/.nvmeio-tools $(BUILD_FILES)
+# The version is the headers'; all else that is installed is a link to the tree.
+$(INSTALLED): $(VENV)/.nvmeio-tools pyproject.toml setup.py include/nvmeio/base.h
 	$(PY) -m pip install -q --constraint constraints.txt --no-build-isolation \
 		--editable '.[torch,test,dev]'
 	touch $@
 
-test-python: build
-	$(PY) -m pytest
+# What has changed is compiled, and what is made of it.
+build: $(INSTALLED)
+	$(PY) setup.py -q build_ext --inplace
 
+# TESTS is for pytest, such as TESTS='tests/test_file.py -k short'.
+test-python: build
+	$(PY) -m pytest -n $(JOBS) $(TESTS)
+
+# C_TESTS are some of them, such as C_TESTS=test_file.
 test-c: $(VENV)/.nvmeio-tools
-	scripts/test-c $(PY) plain
+	scripts/test-c $(PY) plain $(C_TESTS)
 
 test-c-asan: $(VENV)/.nvmeio-tools
-	scripts/test-c $(PY) asan -fsanitize=address,undefined -fno-sanitize-recover=undefined
+	scripts/test-c $(PY) asan $(C_TESTS)
 
 test-c-tsan: $(VENV)/.nvmeio-tools
-	scripts/test-c $(PY) tsan -fsanitize=thread
+	scripts/test-c $(PY) tsan $(C_TESTS)
+
+# All there is.
+check-all: test test-c-asan test-c-tsan test-deepspeed test-neon lint sdist asan tsan \
+	stress stress-asan stress-tsan test-pythons coverage fuzz mutants
+
+# Whether the tests notice what is wrong with each patch of tests/mutants.  MUTANTS is for
+# the script, such as MUTANTS='file-*'.
+mutants: build $(VENV)/.nvmeio-fuzz
+	$(PY) scripts/mutants.py $(MUTANTS)
 
 # The copy kernels of arm64, by an emulator.
 ARM64_CC := aarch64-linux-gnu-gcc
@@ -99,7 +120,7 @@ fuzz: $(VENV)/.nvmeio-fuzz
 	$(PY) -m pytest tests/stress/test_fuzz.py --length $(LENGTH) $(STRESS)
 
 # What cannot be had is tried, and told of, each time.
-$(VENV)/.nvmeio-fuzz: $(BUILT) scripts/setup-fuzz
+$(VENV)/.nvmeio-fuzz: scripts/setup-fuzz | build
 	if scripts/setup-fuzz $(PY); then touch $@; fi
 
 test-pythons: build
@@ -135,8 +156,8 @@ stress-tsan: build-tsan $(VENV)/.nvmeio-fuzz
 # takes is named in tests/uncovered.md.
 coverage: build
 	rm -rf build/c/coverage build/coverage
-	CFLAGS='$(COVERAGE_FLAGS)' LDFLAGS=-lgcov NVMEIO_DEBUG=0 NVMEIO_TEST_BUILD=1 \
-		scripts/test-c $(PY) coverage -include $(CURDIR)/tests/c/coverage.h
+	CFLAGS='$(COVERAGE_FLAGS)' LDFLAGS=-lgcov \
+		scripts/test-c $(PY) coverage
 	NVMEIO_TEST_DIR=/dev/shm build/c/coverage/test_sweep 20
 	build/c/coverage/test_file_faults
 	CFLAGS='$(COVERAGE_FLAGS)' LDFLAGS=--coverage $(PY) setup.py -q build \

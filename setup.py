@@ -12,6 +12,7 @@ import re
 import shlex
 import subprocess
 import sys
+import sysconfig
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -27,7 +28,6 @@ from setuptools.errors import OptionError, PlatformError
 from setuptools.modified import newer_group
 
 VERSION = re.search('NVMEIO_VERSION "(.+)"', Path("include/nvmeio/base.h").read_text())[1]
-HEADERS = sorted(str(p) for top in ("include", "src") for p in Path(top).rglob("*.h"))
 SWITCHES = ("NVMEIO_DEBUG", "NVMEIO_TEST_BUILD")
 DEBUG, TEST_BUILD = (os.environ.get(name, "0") not in ("", "0") for name in SWITCHES)
 # _FORTIFY_SOURCE, which some distributions' Python asks for, warns without optimization.
@@ -64,6 +64,8 @@ FEATURES = [
             "gcc, for clang libomp-dev (Debian, Ubuntu) or libomp-devel (Fedora)"),
 ]  # fmt: skip
 FAULTS = ("fault.c", "fault_calls.c", "fault_engine.c")
+# What builds in place keep: pip names a temporary folder for an editable install.
+KEPT = f"build/objects-{sysconfig.get_config_var('SOABI')}"
 PROBE = "#include <%s>\nvoid *used[] = {%s};\nint main(void) { return !used[0]; }\n"
 
 
@@ -100,6 +102,32 @@ def look_for(feature, compiler):
     return {"built": False, "version": "", "flags": [], "reason": reason}
 
 
+def ingredients(target):
+    """Return the files that an object was made of, as its compiler listed them."""
+    try:
+        rule = Path(f"{target}.d").read_text()
+    except FileNotFoundError:
+        return []
+    words = re.split(r"(?<!\\)\s+", rule.partition(": ")[2].replace("\\\n", " ").strip())
+    return [word.replace("\\ ", " ") for word in words]
+
+
+def compile_changed(compiler, record, force):
+    """Make a compiler leave out objects that are newer than the record and their files."""
+    compile_all = compiler.compile
+
+    def compile_some(sources, output_dir=None, extra_postargs=(), **options):
+        targets = compiler.object_filenames(sources, output_dir=output_dir)
+        for source, target in zip(sources, targets, strict=True):
+            made_of = ingredients(target)
+            if force or not made_of or newer_group([*made_of, record], target, "newer"):
+                flags = [*extra_postargs, "-MMD", "-MF", f"{target}.d"]
+                compile_all([source], output_dir, extra_postargs=flags, **options)
+        return targets
+
+    compiler.compile = compile_some
+
+
 class BuildLibrary(build_clib):
     """Build libnvmeio.a and its record; setup(libraries=) would link it to every module."""
 
@@ -129,11 +157,11 @@ class BuildLibrary(build_clib):
         left_out |= set() if TEST_BUILD else set(FAULTS)
         files = sorted(Path("src/libnvmeio").glob("*.c"))
         sources = [str(path) for path in files if path.name not in left_out]
-        if self.force or newer_group([*sources, *HEADERS, str(self.record)], self.archive):
-            self.build_archive(sources, [f"NVMEIO_HAVE_{f.name.upper()}" for f in engines])
+        self.build_archive(sources, [f"NVMEIO_HAVE_{f.name.upper()}" for f in engines])
 
     def build_archive(self, sources, macros):
-        """Compile `sources` side by side and pack them."""
+        """Compile those of `sources` that have changed side by side, and pack all."""
+        compile_changed(self.compiler, str(self.record), self.force)
         flags = ["-Iinclude", *LIBRARY_FLAGS, *(f"-D{name}=1" for name in macros)]
         options = {"output_dir": self.build_temp, "extra_postargs": flags}
 
@@ -144,6 +172,10 @@ class BuildLibrary(build_clib):
 
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             objects = list(pool.map(compiled, sources))
+        # The record changes with the features, the folder where a source came or went.
+        made_of = [*objects, str(self.record), "src/libnvmeio"]
+        if not (self.force or newer_group(made_of, self.archive)):
+            return
         # ar would keep the objects of a feature that is gone.
         Path(self.archive).unlink(missing_ok=True)
         self.compiler.create_static_lib(objects, "nvmeio", output_dir=self.build_clib)
@@ -151,6 +183,11 @@ class BuildLibrary(build_clib):
 
 class BuildModules(build_ext):
     """Build the extensions; _core alone gets the archive, which is installed as well."""
+
+    def finalize_options(self):
+        if self.inplace or self.editable_mode:
+            self.build_lib = self.get_finalized_command("build").build_temp = KEPT
+        super().finalize_options()
 
     def run(self):
         self.parallel = self.parallel or os.cpu_count()
@@ -168,9 +205,13 @@ class BuildModules(build_ext):
         options = {"build_dir": "build/cython", "include_path": ["src"], "quiet": True}
         options |= {"compiler_directives": DIRECTIVES, "force": self.force}
         generated = {e.name: e.sources for e in cythonize(self.extensions, **options)}
+        compile_changed(self.compiler, str(library.record), self.force)
         for extension in self.extensions:
             extension.sources = generated[extension.name]
-            extension.depends.append(str(library.record))
+            objects = self.compiler.object_filenames(
+                extension.sources, False, self.build_temp
+            )
+            extension.depends = [str(library.record), *ingredients(*objects)]
             if extension.name == "nvmeio._core":
                 extension.extra_objects.append(library.archive)
                 extension.depends.append(library.archive)
@@ -198,8 +239,7 @@ class BuildPython(build_py):
 def extension(path):
     """Return the extension of one .pyx file, named by its place under src."""
     name = ".".join(path.relative_to("src").with_suffix("").parts)
-    options = {"depends": HEADERS, "extra_compile_args": ["-Iinclude", *DEBUG_FLAGS]}
-    return Extension(name, [str(path)], **options)
+    return Extension(name, [str(path)], extra_compile_args=["-Iinclude", *DEBUG_FLAGS])
 
 
 COMMANDS = {"build_clib": BuildLibrary, "build_ext": BuildModules, "build_py": BuildPython}

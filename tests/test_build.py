@@ -5,6 +5,7 @@ libraries.
 """
 
 import errno
+import functools
 import json
 import os
 import shutil
@@ -94,38 +95,45 @@ class Built:
         }
 
 
-@pytest.fixture
-def sources(tmp_path):
-    """A copy of what the build reads, without what an earlier one has made."""
+def copy_sources(folder):
+    """Copy what the build reads, without what an earlier one has made."""
     for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, tmp_path)
+        shutil.copy(ROOT / name, folder)
     made = shutil.ignore_patterns("*.so", "lib", "__pycache__", "*.egg-info")
     for name in ("include", "src"):
-        shutil.copytree(ROOT / name, tmp_path / name, ignore=made)
-    return tmp_path
+        shutil.copytree(ROOT / name, folder / name, ignore=made)
+    return folder
+
+
+def run_setup(folder, *command, **environment):
+    """Run a command of setup.py in a copy, with additions to the environment."""
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("CFLAGS", "LDFLAGS") and not name.startswith("NVMEIO_")
+    }
+    done = subprocess.run(
+        [sys.executable, "setup.py", *command],
+        cwd=folder,
+        env=kept | environment,
+        capture_output=True,
+        text=True,
+    )
+    return Built(folder, done)
+
+
+@pytest.fixture
+def sources(tmp_path):
+    """A copy of what the build reads."""
+    return copy_sources(tmp_path)
 
 
 @pytest.fixture
 def build(sources):
-    """A function that runs a command of setup.py, with additions to the environment."""
-
-    def build(*command, **environment):
-        kept = {
-            name: value
-            for name, value in os.environ.items()
-            if name not in ("CFLAGS", "LDFLAGS") and not name.startswith("NVMEIO_")
-        }
-        command = command or ("build_clib", "--build-clib", "built")
-        done = subprocess.run(
-            [sys.executable, "setup.py", "-q", *command],
-            cwd=sources,
-            env=kept | environment,
-            capture_output=True,
-            text=True,
-        )
-        return Built(sources, done)
-
-    return build
+    """A function that builds the archive in the copy, with additions to the environment."""
+    return functools.partial(
+        run_setup, sources, "-q", "build_clib", "--build-clib", "built"
+    )
 
 
 @pytest.fixture
@@ -193,25 +201,69 @@ def test_a_wish_that_is_none_is_an_error(build, feature):
     assert "must be auto, yes or no, not 'maybe'" in built.lines[-1]
 
 
-@pytest.mark.slow
-def test_the_whole_package_is_built_without_torch_openmp_and_the_network(build, sources):
-    (sources / "sitecustomize.py").write_text(textwrap.dedent(OFFLINE))
-    built = build(
-        "build",
-        *("--build-lib", "package"),
-        CFLAGS="-O0",
-        PYTHONPATH=str(sources),
-        NVMEIO_WITH_OPENMP="no",
-    )
+# Without the compiler's optimization, which takes its time.
+WHOLE = ("build", "--build-lib", "package")
+WHOLE_ENVIRONMENT = {"CFLAGS": "-O0", "NVMEIO_WITH_OPENMP": "no"}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A copy in which the whole package was built, without a network."""
+    folder = copy_sources(tmp_path_factory.mktemp("whole"))
+    (folder / "sitecustomize.py").write_text(textwrap.dedent(OFFLINE))
+    environment = {**WHOLE_ENVIRONMENT, "PYTHONPATH": str(folder)}
+    built = run_setup(folder, "-q", *WHOLE, **environment)
     assert built.status == 0, built.lines
-    package = sources / "package"
+    return folder
+
+
+@pytest.mark.slow
+def test_the_whole_package_is_built_without_torch_openmp_and_the_network(whole):
+    package = whole / "package"
     environment = {**os.environ, "PYTHONPATH": str(package)}
-    found = run(sys.executable, "-c", textwrap.dedent(USE), cwd=sources, env=environment)
+    found = run(sys.executable, "-c", textwrap.dedent(USE), cwd=whole, env=environment)
     assert Path(found.strip()).parent == package / "nvmeio"
-    assert (sources / "file").read_bytes() == b"123"
+    assert (whole / "file").read_bytes() == b"123"
     record = (package / "nvmeio" / "lib" / "build.json").read_text(encoding="utf-8")
     assert "torch" not in record
     assert "cuda" not in record
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("changed", "compiled", "linked"),
+    [
+        pytest.param(None, set(), set(), id="nothing"),
+        pytest.param("src/nvmeio/files.py", set(), set(), id="Python"),
+        pytest.param("src/nvmeio/outcome.pyx", {"outcome"}, {"outcome"}, id="Cython"),
+        pytest.param("src/libnvmeio/ends.c", {"ends"}, {"_core"}, id="C"),
+        pytest.param(
+            *("src/libnvmeio/copy_kernels.h", {"copy", "copy_neon", "copy_x86"}, {"_core"}),
+            id="a header",
+        ),
+    ],
+)
+def test_what_has_changed_is_compiled_and_what_is_made_of_it(
+    whole, changed, compiled, linked
+):
+    if changed:
+        (whole / changed).touch()
+    built = run_setup(whole, *WHOLE, **WHOLE_ENVIRONMENT)
+    assert built.status == 0, built.lines
+    commands = [line.split() for line in built.lines if " -o " in line]
+    outputs = [Path(words[words.index("-o") + 1]).name for words in commands]
+    assert {name[:-2] for name in outputs if name.endswith(".o")} == compiled
+    assert {name.split(".")[0] for name in outputs if name.endswith(".so")} == linked
+    assert len(outputs) == len(compiled) + len(linked)
+
+
+def test_other_flags_compile_everything_anew(build):
+    first, second = build(CFLAGS="-O0 -g0"), build(CFLAGS="-O0 -g0 -DOTHER=1")
+    assert first.status == second.status == 0
+    objects = list(second.folder.parent.rglob("*.o"))
+    assert len(objects) == len(second.members) > 1
+    written = (second.folder / "build.json").stat().st_mtime
+    assert all(path.stat().st_mtime >= written for path in objects)
 
 
 def test_a_build_is_optimized_and_tells_nothing_but_what_is_missing(build):

@@ -18,7 +18,6 @@ LIBRARY = ROOT / "src" / "libnvmeio"
 
 PYX_LINES_MAX = 400
 C_FUNCTION_LINES_MAX = 60
-SETUP_LINES_MAX = 210
 
 # What a module of the package may import or cimport of the package; the arrows of
 # docs/design.md, from the bottom up.
@@ -582,12 +581,6 @@ def test_every_cython_module_has_a_stub():
     assert [
         path for path in modules if not (ROOT / path).with_suffix(".pyi").exists()
     ] == []
-
-
-def test_setup_py_is_under_two_hundred_lines():
-    assert (
-        len((ROOT / "setup.py").read_text(encoding="utf-8").splitlines()) <= SETUP_LINES_MAX
-    )
 
 
 def test_the_readme_has_exactly_the_two_commands():

@@ -20,13 +20,6 @@ ROOT = Path(__file__).resolve().parents[2]
 COMPILER = os.environ.get("CC", "cc")
 BUILD_S = 900
 
-SANITIZERS = {
-    "plain": [],
-    "asan": ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"],
-    "tsan": ["-fsanitize=thread"],
-}
-
-
 def build(*command, **environment):
     """Run a command that builds; its failure is an error."""
     done = subprocess.run(
@@ -49,7 +42,7 @@ def faulty_programs():
     def programs(name):
         if name not in built:
             folder = f"faults-{name}"
-            build("scripts/build-c", sys.executable, folder, *SANITIZERS[name])
+            build("scripts/build-c", sys.executable, folder)
             built[name] = ROOT / "build" / "c" / folder
         return built[name]
 
