@@ -3,6 +3,7 @@
 import signal
 
 import hypothesis
+import pytest
 
 pytest_plugins = [
     *("children", "control_groups", "copies", "engine_fixtures", "fuse_mounts", "mounts"),
@@ -17,3 +18,14 @@ hypothesis.settings.load_profile("untimed")
 # tests send that signal.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Fixtures that mount, or bound what processes may use: tests with one of them run one after
+# the other.  So do those that a mark says it of: they count what the whole machine has.
+ONE_AT_A_TIME = {"control_group", "fuse_folder", "loop_devices", "slow", "tmpfs"}
+
+
+def pytest_collection_modifyitems(items):
+    """Keep the tests together that would disturb each other in two processes."""
+    for item in items:
+        if ONE_AT_A_TIME.intersection(item.fixturenames):
+            item.add_marker(pytest.mark.xdist_group("machine"))

@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 COMPILER = os.environ.get("CC", "cc")
 BUILD_S = 900
 
+
 def build(*command, **environment):
     """Run a command that builds; its failure is an error."""
     done = subprocess.run(
