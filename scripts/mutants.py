@@ -30,16 +30,12 @@ LOGS = WORK / "logs"
 # Without the ceiling, git would take the patches for those of the tree around this one.
 # MAKEFLAGS are those of the make that has called this.
 ENVIRONMENT = {
-    **{name: value for name, value in os.environ.items() if name != "MAKEFLAGS"},
+    **{name: value for name, value in os.environ.items() if not name.startswith("MAKE")},
     "PYTHONPATH": str(TREE / "src"),
     "GIT_CEILING_DIRECTORIES": str(WORK),
 }
-MAKE = ("make", "-s", f"PY={sys.executable}")
 PYTEST = (sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider")
-BUILDS = {
-    "c": (*MAKE, "build-c"),
-    "python": (sys.executable, "setup.py", "-q", "build_ext", "--inplace"),
-}
+BUILD_PACKAGE = (sys.executable, "setup.py", "-q", "build_ext", "--inplace")
 BUILD_S = 1800
 BASELINE_S = 7200
 STAGES = ("c", "python", "stress", "all")
@@ -55,10 +51,10 @@ class Mutant:
 
 @dataclass(frozen=True)
 class Check:
-    """A command that succeeds if the tree is right, and which build it needs."""
+    """A command that succeeds if the tree is right, and the one that builds for it."""
 
     name: str
-    build: str
+    build: tuple[str, ...]
     command: tuple[str, ...]
 
 
@@ -140,7 +136,8 @@ def planted(mutant: Mutant) -> Iterator[None]:
 
 def c_check(path: str) -> Check:
     """Return the check that runs one C test."""
-    return Check(path, "c", (*MAKE, "test-c", f"C_TESTS={Path(path).stem}"))
+    words = (sys.executable, "plain", Path(path).stem)
+    return Check(path, ("scripts/build-c", *words), ("scripts/test-c", *words))
 
 
 def checks_of(stage: str, mutant: Mutant) -> list[Check]:
@@ -149,13 +146,13 @@ def checks_of(stage: str, mutant: Mutant) -> list[Check]:
         return [c_check(test) for test in mutant.tests if test.endswith(".c")]
     if stage == "python":
         tests = [test for test in mutant.tests if test.endswith(".py")]
-        return [Check(test, "python", (*PYTEST, test)) for test in tests]
+        return [Check(test, BUILD_PACKAGE, (*PYTEST, test)) for test in tests]
     if stage == "stress":
         command = (*PYTEST, "tests/stress", "--length", "short")
-        return [Check("tests/stress", "python", command)]
+        return [Check("tests/stress", BUILD_PACKAGE, command)]
     found = sorted((ROOT / "tests" / "c").glob("test_*.c"))
     tests = [str(path.relative_to(ROOT)) for path in found]
-    return [*map(c_check, tests), Check("tests", "python", PYTEST)]
+    return [*map(c_check, tests), Check("tests", BUILD_PACKAGE, PYTEST)]
 
 
 class Baseline:
@@ -173,8 +170,8 @@ class Baseline:
     def take(self, checks: Iterable[Check]) -> None:
         """Run the checks that are not known yet, on the tree without a fault."""
         new = [check for check in dict.fromkeys(checks) if check not in self.seconds]
-        for build in sorted({check.build for check in new}):
-            require(BUILDS[build], "the tree does not build", LOGS / f"{build}.build")
+        for build in dict.fromkeys(check.build for check in new):
+            require(build, "the tree does not build", LOGS / "baseline.build")
         for check in new:
             begin = time.monotonic()
             status = run(check.command, BASELINE_S, log_of("baseline", check))
@@ -204,12 +201,12 @@ def try_mutant(stage: str, mutant: Mutant, baseline: Baseline, result: Result) -
     checks = checks_of(stage, mutant)
     if broken := [check for check in checks if baseline.seconds[check] is None]:
         raise BrokenTreeError(f"{broken[0].name} fails on the tree without a fault")
-    built: set[str] = set()
+    built: set[tuple[str, ...]] = set()
     with planted(mutant):
         for check in checks:
             if check.build not in built:
-                log = LOGS / f"{mutant.name}.{check.build}.build"
-                require(BUILDS[check.build], "the mutant does not build", log)
+                log = LOGS / f"{mutant.name}.build"
+                require(check.build, "the mutant does not build", log)
                 built.add(check.build)
             log = log_of(mutant.name, check)
             status = run(check.command, baseline.limit_s(check), log)
