@@ -1,6 +1,7 @@
 """What all tests share."""
 
 import gc
+import os
 import signal
 
 import hypothesis
@@ -14,6 +15,10 @@ pytest_plugins = [
 # Nothing is timed in a test: an example may take as long as a busy machine makes it take.
 hypothesis.settings.register_profile("untimed", deadline=None)
 hypothesis.settings.load_profile("untimed")
+
+# The tests run in several processes: a thread that waits for the others of its OpenMP team
+# must not keep a processor from them.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 # A shell has what it starts in the background ignore Ctrl-C, and children inherit it: the
 # tests send that signal.
@@ -35,7 +40,7 @@ def pytest_collection_modifyitems(items):
 def pytest_collection_finish():
     """Keep the garbage collector off what pytest holds of ten thousand tests.
 
-    Tests call it to see what it collects, and each call would go through all of that: 0.2 s.
+    Tests call it to see what it collects, and each call would go through that: 0.2 s.
     """
     gc.collect()
     gc.freeze()

@@ -19,6 +19,7 @@ from unrun import UNRUN
 __all__ = [
     "PAGES",
     "ROOT",
+    "RUN_ONCE",
     "Block",
     "Command",
     "blocks_of",
@@ -38,6 +39,11 @@ FENCED = re.compile(r"^```(\w*) ?([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL
 INLINE = re.compile(r"(?<!`)`(nvmeio [^`]+)`")
 FILE_NAME = re.compile(r"[\w-]+\.\w+")
 STATUS = re.compile(r"\s+# exit status (\d+)$")
+# Commands that take long, and of the pages that show them the one on which they are run.
+RUN_ONCE = {
+    "nvmeio bench . --size 256M": "docs/quickstart.md",
+    "nvmeio tune . --budget 20s": "docs/tuning.md",
+}
 HERE_DOCUMENT = re.compile(r"<<\s*'?(\w+)'?")
 
 
@@ -150,6 +156,8 @@ def steps_of(page, *, deepspeed=False):
             yield where | {"kind": "file", "name": block.info, "text": block.text}
         elif block.is_shell:
             for command in commands_of(block):
+                if RUN_ONCE.get(command.words, page) != page:
+                    continue
                 if command.words in UNRUN:
                     for name, text in UNRUN[command.words].leaves().items():
                         yield where | {"kind": "file", "name": name, "text": text}

@@ -14,6 +14,7 @@ from pages import (
     FENCED,
     PAGES,
     ROOT,
+    RUN_ONCE,
     blocks_of,
     commands_of,
     inline_commands_of,
@@ -59,6 +60,16 @@ def test_what_a_page_shows_can_be_done_from_top_to_bottom(page, tmp_path):
         pytest.importorskip("torch")
     done = run_page(page, tmp_path, "-W", "error")
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_what_is_run_on_one_page_alone_is_run_there():
+    for words, page in RUN_ONCE.items():
+        assert words in [
+            command.words
+            for b in blocks_of(page)
+            if b.is_shell
+            for command in commands_of(b)
+        ]
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=lambda block: f"{block.page}:{block.line}")
