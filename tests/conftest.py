@@ -9,7 +9,7 @@ import pytest
 
 pytest_plugins = [
     *("children", "control_groups", "copies", "engine_fixtures", "fuse_mounts", "mounts"),
-    "skip_report",
+    *("pairwise", "skip_report"),
 ]
 
 # Nothing is timed in a test: an example may take as long as a busy machine makes it take.

@@ -233,7 +233,9 @@ class TestClosing:
 
 
 class TestPaths:
-    @pytest.mark.parametrize("kind", [str, os.fsencode, lambda path: path], ids=str)
+    @pytest.mark.parametrize(
+        "kind", [str, os.fsencode, lambda path: path], ids=["text", "bytes", "object"]
+    )
     def test_a_path_is_text_bytes_or_a_path_object(self, handle, path, kind):
         handle.write(b"1234", kind(path))
         target = bytearray(4)

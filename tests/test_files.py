@@ -260,7 +260,9 @@ class TestSync:
         monkeypatch.setattr(os, "fsync", record)
         return found
 
-    @pytest.mark.parametrize("kind", [str, os.fsencode, lambda path: path], ids=str)
+    @pytest.mark.parametrize(
+        "kind", [str, os.fsencode, lambda path: path], ids=["text", "bytes", "object"]
+    )
     def test_the_folder_of_the_file_is_synced(self, path, synced, kind):
         assert nvmeio.write_file(kind(path), b"1234", sync=True) == 4
         assert synced == [os.path.realpath(path.parent)]

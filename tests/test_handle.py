@@ -409,7 +409,9 @@ class TestLockedTensors:
         assert handle.free_cpu_locked_tensor(tensor) is True
 
 
-@pytest.mark.parametrize("thing", [None, 5, "x", [1], object(), b"bytes"], ids=repr)
+@pytest.mark.parametrize(
+    "thing", [None, 5, "x", [1], object(), b"bytes"], ids=lambda thing: type(thing).__name__
+)
 def test_what_is_not_ours_is_neither_pinned_nor_freed(handle, thing):
     assert handle.is_pinned(thing) is False
     assert handle.free_cpu_locked_tensor(thing) is False

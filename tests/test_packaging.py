@@ -145,7 +145,9 @@ def test_only_core_has_the_library_in_it():
         assert has_library == path.name.startswith("_core."), path.name
 
 
-@pytest.mark.parametrize(("name", "thing"), [*public_callables()], ids=str)
+@pytest.mark.parametrize(
+    ("name", "thing"), [pytest.param(*found, id=found[0]) for found in public_callables()]
+)
 def test_every_public_callable_has_a_signature(name, thing):
     signature = inspect.signature(thing)
     if inspect.isclass(thing):

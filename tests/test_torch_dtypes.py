@@ -10,11 +10,14 @@ from nvmeio._registry import library_of_dtype  # noqa: E402
 from nvmeio.torch import tensors  # noqa: E402
 from nvmeio.torch.dtypes import carrier, dress, undress  # noqa: E402
 
-DTYPES = [
-    dtype
-    for dtype in {value for value in vars(torch).values() if type(value) is torch.dtype}
-    if not str(dtype).startswith("torch.q")
-]
+DTYPES = sorted(
+    (
+        dtype
+        for dtype in {value for value in vars(torch).values() if type(value) is torch.dtype}
+        if not str(dtype).startswith("torch.q")
+    ),
+    key=str,
+)
 
 
 def bits(tensor):

@@ -1,0 +1,83 @@
+"""A pytest plugin: of a test with three parameters and more, only some combinations run.
+
+Of any two parameters, every value still meets every value of the other: so each engine
+meets each behaviour.  ``--all-combinations`` runs the others too (`make check-all`), and so
+does ``@pytest.mark.all_combinations`` for a test in which three values make the case.
+The tests of tests/stress say themselves how much they do.
+"""
+
+import itertools
+
+import pytest
+
+
+def pytest_addoption(parser):
+    parser.getgroup("nvmeio").addoption(
+        "--all-combinations",
+        action="store_true",
+        help="run every combination of parameters, not just every pair",
+    )
+
+
+def pairwise(rows):
+    """Return those of the rows that are needed for every two values to meet somewhere.
+
+    The next one is always that in which the most pairs meet that have not met yet; of
+    several the first, so that all processes choose the same.
+    """
+    pairs = {row: {*itertools.combinations(enumerate(row), 2)} for row in rows}
+    missing = set().union(*pairs.values())
+    if all(len(row) < 3 for row in pairs):
+        return {*pairs}
+    chosen = set()
+    while missing:
+        best = max(pairs, key=lambda row: len(pairs[row] & missing))
+        missing -= pairs[best]
+        chosen.add(best)
+    return chosen
+
+
+def axes_of(item):
+    """Return the names that get their values together, of each parametrization."""
+    given = [mark.args[0] for mark in item.iter_markers("parametrize")]
+    together = [
+        tuple(name.strip() for name in names.split(","))
+        if isinstance(names, str)
+        else tuple(names)
+        for names in given
+    ]
+    named = {name for names in together for name in names}
+    return [*together, *((name,) for name in item.callspec.params if name not in named)]
+
+
+def row_of(item):
+    """Return a number of each axis, which is another one for each of its values."""
+    params = item.callspec.params
+    return tuple(tuple(id(params[name]) for name in names) for names in axes_of(item))
+
+
+def is_thinned(item):
+    """Whether some combinations of a test's parameters are enough."""
+    return (
+        hasattr(item, "callspec")
+        and "stress" not in item.path.parts
+        and item.get_closest_marker("all_combinations") is None
+    )
+
+
+# After -k and -m have chosen: what they choose is whole in itself.
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config, items):
+    """Leave out the combinations of which every pair is met by another one."""
+    if config.getoption("--all-combinations"):
+        return
+    rows = {}
+    for item in filter(is_thinned, items):
+        function = (item.parent.nodeid, item.originalname)
+        rows.setdefault(function, {}).setdefault(row_of(item), []).append(item)
+    left_out = set()
+    for combinations in rows.values():
+        chosen = pairwise(combinations)
+        left_out.update(*(combinations[row] for row in combinations.keys() - chosen))
+    config.hook.pytest_deselected(items=[*left_out])
+    items[:] = [item for item in items if item not in left_out]
