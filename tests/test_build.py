@@ -218,6 +218,7 @@ def whole(tmp_path_factory):
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("whole")
 def test_the_whole_package_is_built_without_torch_openmp_and_the_network(whole):
     package = whole / "package"
     environment = {**os.environ, "PYTHONPATH": str(package)}
@@ -230,6 +231,7 @@ def test_the_whole_package_is_built_without_torch_openmp_and_the_network(whole):
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("whole")
 @pytest.mark.parametrize(
     ("changed", "compiled", "linked"),
     [

@@ -210,15 +210,22 @@ def pool_bytes(which="bytes_used"):
     return nvmeio.pool_stats()[which]
 
 
+@pytest.fixture(scope="module")
+def more_than_all_bounces():
+    """Bytes, and memory for them that none suits: both take long to get."""
+    return Guarded(pattern(96 * MIB)), Guarded(96 * MIB, residue=1)
+
+
 @pytest.mark.parametrize(
     ("block_size", "depth", "lanes"),
     [(MIB, 128, 1), (BLOCK, 512, 4), (1 << 30, 2, 2), (PAGE, 64, 256)],
 )
 def test_bounces_are_taken_late_few_and_again_and_again(
-    engine, tmp_path, block_size, depth, lanes
+    engine, tmp_path, more_than_all_bounces, block_size, depth, lanes
 ):
     """At most 64 MiB a handle, whatever its lanes, its queue and its callers."""
-    path, content = tmp_path / "data", Guarded(pattern(96 * MIB))
+    path, (content, target) = tmp_path / "data", more_than_all_bounces
+    target.array[:] = 0
     options = {"engine": engine, "intra_op_parallelism": lanes, "overlap_events": True}
     before = pool_bytes()
     with nvmeio.aio_handle(block_size, depth, **options) as handle:
@@ -226,7 +233,6 @@ def test_bounces_are_taken_late_few_and_again_and_again(
         if routes(handle)["direct"] == 0:
             pytest.skip("the file system has no O_DIRECT")
         assert pool_bytes() == before
-        target = Guarded(96 * MIB, residue=1)
         handle.submit_read(target.array, path).wait()
         mapped = pool_bytes("bytes_mapped")
         assert 0 < pool_bytes() - before <= BOUNCES_MAX
@@ -251,6 +257,7 @@ def three_gib():
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("three GiB")
 def test_three_gib_are_read(open_handle, tmp_path, three_gib):
     """More than one I/O of the kernel can move, and than 32 bits can count."""
     islands = [0, (1 << 31) - 5, 0x7FFFF000 - 3, (3 << 30) - 11]
@@ -271,6 +278,7 @@ def test_three_gib_are_read(open_handle, tmp_path, three_gib):
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("three GiB")
 def test_more_than_one_write_can_move_is_written(open_handle, tmp_path, three_gib):
     """No block is longer than 1 GiB, and so than the kernel's 0x7ffff000 bytes."""
     size = (1 << 31) + 77

@@ -61,13 +61,11 @@ def faulty_package():
 
 
 def link_program(source, folder):
-    """Link a C source with an ordinary library, made in a folder; return the program."""
-    command = ["setup.py", "-q", "build_clib", "--build-clib", folder / "lib"]
-    command += ["--build-temp", folder / "objects"]
-    build(sys.executable, *command, NVMEIO_TEST_BUILD="0")
-    record = json.loads((folder / "lib" / "build.json").read_text())
+    """Link a C source with the library of `make build`; return the program."""
+    library = ROOT / "src" / "nvmeio" / "lib"
+    record = json.loads((library / "build.json").read_text())
     words = [COMPILER, "-std=gnu11", "-D_GNU_SOURCE=", "-g", "-Iinclude", "-Isrc/libnvmeio"]
-    words += ["-Wall", "-Wextra", "-Werror", source, folder / "lib" / "libnvmeio.a"]
+    words += ["-Wall", "-Wextra", "-Werror", source, library / "libnvmeio.a"]
     build(*words, *record["link_flags"], "-o", folder / "program")
     return folder / "program"
 
