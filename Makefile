@@ -102,10 +102,10 @@ test-neon:
 
 # STRESS is for pytest, such as STRESS='-k model' or STRESS='--seed 7'.
 stress-short: $(VENV)/.nvmeio-fuzz
-	$(PY) -m pytest tests/stress --length short $(STRESS)
+	$(PY) -m pytest -n $(JOBS) tests/stress --length short $(STRESS)
 
 stress: $(VENV)/.nvmeio-fuzz
-	$(PY) -m pytest tests/stress --length full $(STRESS)
+	$(PY) -m pytest -n $(JOBS) tests/stress --length full $(STRESS)
 
 stress-long: $(VENV)/.nvmeio-fuzz
 	$(PY) -m pytest tests/stress --length long $(STRESS)

@@ -4,6 +4,7 @@ The test build of nvmeio, in which faults can be made, lies under build/ and is 
 has not changed is not compiled again.
 """
 
+import fcntl
 import json
 import os
 import struct
@@ -21,17 +22,21 @@ COMPILER = os.environ.get("CC", "cc")
 BUILD_S = 900
 
 
-def build(*command, **environment):
-    """Run a command that builds; its failure is an error."""
-    done = subprocess.run(
-        list(map(str, command)),
-        cwd=ROOT,
-        env={**system_environment(), "NVMEIO_TEST_BUILD": "1", **environment},
-        capture_output=True,
-        text=True,
-        timeout=BUILD_S,
-        check=False,
-    )
+def build(*command):
+    """Run a command that builds, one process at a time; its failure is an error."""
+    folder = ROOT / "build"
+    folder.mkdir(exist_ok=True)
+    with open(folder / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        done = subprocess.run(
+            list(map(str, command)),
+            cwd=ROOT,
+            env={**system_environment(), "NVMEIO_TEST_BUILD": "1"},
+            capture_output=True,
+            text=True,
+            timeout=BUILD_S,
+            check=False,
+        )
     assert done.returncode == 0, done.stderr
 
 

@@ -22,6 +22,14 @@ PLACES = (*MOUNTED, "tmpfs", "fuse")
 DEVICE_BYTES = 320 * MIB
 
 
+def pytest_collection_modifyitems(items):
+    """Let one process have all tests of a place."""
+    for item in items:
+        name = item.callspec.params.get("place") if hasattr(item, "callspec") else None
+        if name in PLACES:
+            item.add_marker(pytest.mark.xdist_group(name))
+
+
 @dataclass(frozen=True)
 class Place:
     """A folder; `control` is the file by which the faults of FUSE are set."""

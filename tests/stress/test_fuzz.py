@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from builds import build
 from children import WATCHDOG_S, run_tool, skip_sanitized, system_environment
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -49,8 +50,7 @@ def built():
     runtime = run_tool("clang", "--rtlib=compiler-rt", "-print-libgcc-file-name")
     if not Path(runtime.strip()).exists():
         pytest.skip("clang is installed without libFuzzer")
-    command = [ROOT / "scripts" / "build-fuzz", sys.executable]
-    subprocess.run(command, cwd=ROOT, env=system_environment(), check=True)
+    build(ROOT / "scripts" / "build-fuzz", sys.executable)
 
 
 @pytest.fixture
@@ -95,6 +95,7 @@ def fuzz(command, target, seed, folder):
 
 
 @pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.xdist_group("fuzz")
 @pytest.mark.amount(short=1, full=1, long=30)
 def test_no_input_breaks_what_is_pure(command, target, seeds, tmp_path):
     for seed in seeds:
