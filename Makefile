@@ -82,8 +82,9 @@ test-c-tsan: $(VENV)/.nvmeio-tools
 	scripts/test-c $(PY) tsan $(C_TESTS)
 
 # All there is.
+check-all: TESTS := --all-combinations
 check-all: test test-c-asan test-c-tsan test-deepspeed test-neon lint sdist asan tsan \
-	stress stress-asan stress-tsan test-pythons coverage fuzz mutants
+	stress stress-asan stress-tsan test-pythons coverage mutants
 
 # Whether the tests notice what is wrong with each patch of tests/mutants.  MUTANTS is for
 # the script, such as MUTANTS='file-*'.
@@ -139,17 +140,17 @@ build-tsan: build
 	rm -f $(TSAN_REPORT).*
 
 asan: build-asan
-	$(ASAN_ENVIRONMENT) $(PY) -m pytest -m 'not packaging'
+	$(ASAN_ENVIRONMENT) $(PY) -m pytest -n $(JOBS) -m 'not packaging'
 
 # In a child of a process with threads TSan starts none.
 tsan: build-tsan
-	$(TSAN_ENVIRONMENT) $(PY) -m pytest -k 'not fork' $(TSAN_TESTS); $(TSAN_JUDGE)
+	$(TSAN_ENVIRONMENT) $(PY) -m pytest -n $(JOBS) -k 'not fork' $(TSAN_TESTS); $(TSAN_JUDGE)
 
 stress-asan: build-asan $(VENV)/.nvmeio-fuzz
-	$(ASAN_ENVIRONMENT) $(PY) -m pytest tests/stress --length short $(STRESS)
+	$(ASAN_ENVIRONMENT) $(PY) -m pytest -n $(JOBS) tests/stress --length short $(STRESS)
 
 stress-tsan: build-tsan $(VENV)/.nvmeio-fuzz
-	$(TSAN_ENVIRONMENT) $(PY) -m pytest tests/stress --length short $(STRESS); \
+	$(TSAN_ENVIRONMENT) $(PY) -m pytest -n $(JOBS) tests/stress --length short $(STRESS); \
 		$(TSAN_JUDGE)
 
 # Which branches of the C library some test takes; assertions are left out.  What none
