@@ -67,9 +67,9 @@ $(INSTALLED): $(VENV)/.nvmeio-tools pyproject.toml setup.py include/nvmeio/base.
 build: $(INSTALLED)
 	$(PY) setup.py -q build_ext --inplace
 
-# TESTS is for pytest, such as TESTS='tests/test_file.py -k short'.
+# TESTS are some of them, which run in one process: TESTS='tests/test_file.py -k short'.
 test-python: build
-	$(PY) -m pytest -n $(JOBS) $(TESTS)
+	$(PY) -m pytest $(or $(TESTS),-n $(JOBS)) $(COMBINATIONS)
 
 # C_TESTS are some of them, such as C_TESTS=test_file.
 test-c: $(VENV)/.nvmeio-tools
@@ -82,7 +82,7 @@ test-c-tsan: $(VENV)/.nvmeio-tools
 	scripts/test-c $(PY) tsan $(C_TESTS)
 
 # All there is.
-check-all: TESTS := --all-combinations
+check-all: COMBINATIONS := --all-combinations
 check-all: test test-c-asan test-c-tsan test-deepspeed test-neon lint sdist asan tsan \
 	stress stress-asan stress-tsan test-pythons coverage mutants
 

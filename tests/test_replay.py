@@ -71,7 +71,9 @@ def options_of(line):
         timeout=WATCHDOG_S,
         check=True,
     )
-    (command,) = re.findall("-m pytest tests/stress (.*)$", done.stdout, re.MULTILINE)
+    (command,) = re.findall(
+        r"-m pytest (?:-n \d+ )?tests/stress (.*)$", done.stdout, re.MULTILINE
+    )
     return shlex.split(command)
 
 

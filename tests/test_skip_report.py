@@ -54,7 +54,8 @@ def test_skips_are_printed_with_their_reason(run_pytest):
 
 
 @pytest.mark.parametrize(
-    ("options", "environment"), [(["--strict-skips"], {}), ([], {"CI": "true"})]
+    ("options", "environment"),
+    [(["--strict-skips"], {}), ([], {"CI": "true"}), (["-n", "2"], {"CI": "true"})],
 )
 def test_a_skip_that_is_not_listed_fails_the_run(run_pytest, options, environment):
     status, output = run_pytest(*options, **environment)
@@ -62,8 +63,10 @@ def test_a_skip_that_is_not_listed_fails_the_run(run_pytest, options, environmen
     assert "NOT LISTED in allowed_skips.txt: no such device" in output
 
 
-def test_a_module_that_skips_itself_counts(run_pytest):
-    status, output = run_pytest("--strict-skips", suite=MODULE + SUITE)
+@pytest.mark.parametrize("processes", ["0", "2"])
+def test_a_module_that_skips_itself_counts(run_pytest, processes):
+    options = ("--strict-skips", "-n", processes)
+    status, output = run_pytest(*options, suite=MODULE + SUITE)
     assert status == 1
     assert "a_module_that_is_missing" in output
 
