@@ -377,6 +377,27 @@ static void test_what_a_child_has_inherited_is_not_cut(void)
     nvmeio_file_release(file);
 }
 
+/* Though the parent has the same file open, and the child has inherited that open. */
+static void test_a_child_cuts_back_what_it_has_opened_itself(void)
+{
+    const char *path = path_in(test_folder());
+    struct nvmeio_file *inherited =
+        open_file(path, O_RDWR | O_CREAT, NVMEIO_DIRECT_AUTO);
+
+    pid_t child = fork();
+    if (child == 0) {
+        struct nvmeio_file *own = open_file(path, O_RDWR, NVMEIO_DIRECT_AUTO);
+        CHECK(nvmeio_file_truncate(own, 1000) == 0);
+        nvmeio_file_note_end(own, 1000);
+        nvmeio_file_cut_back(own, 100, 1000);
+        CHECK(nvmeio_file_size(own) == 100);
+        _exit(0);
+    }
+    int status;
+    CHECK(waitpid(child, &status, 0) == child && status == 0);
+    nvmeio_file_release(inherited);
+}
+
 /* A child does not know what its parent writes: it makes nothing longer or shorter
  * but by writing. */
 static void test_a_child_does_not_set_the_length_of_its_parents_file(void)
@@ -542,6 +563,7 @@ int main(void)
     test_cutting_back_spares_a_write_that_begins_meanwhile(true);
     test_cutting_back_spares_what_others_are_about_to_write();
     test_what_a_child_has_inherited_is_not_cut();
+    test_a_child_cuts_back_what_it_has_opened_itself();
     test_a_child_does_not_set_the_length_of_its_parents_file();
     test_what_a_write_has_not_made_longer_is_not_cut();
     test_an_open_that_fails_leaves_the_files_as_they_were();
