@@ -55,6 +55,25 @@ def test_neighbours_are_one_run(index, count, run):
     assert (selection.count, selection.run) == (count, run)
 
 
+# For an array (2, 3, 4, 5): lists of three name one axis of extent 3 together, in front
+# where a slice, None or Ellipsis parts them from each other or from an integer.
+PLACED = {
+    "arrays parted by a slice": (np.s_[:, [0, 2, 1], :, [4, 0, 1]], (3, 2, 4)),
+    "arrays parted by None": (np.s_[:, [0, 2, 1], None, [3, 0, 1]], (3, 2, 1, 5)),
+    "array and integer parted": (np.s_[:, 1, ..., [4, 0, 1]], (3, 2, 4)),
+    "arrays side by side": (np.s_[:, [0, 2, 1], [3, 0, 1]], (2, 3, 5)),
+    "array beside an integer": (np.s_[:, :, 1, [4, 0, 1]], (2, 3, 3)),
+}
+
+
+@pytest.mark.parametrize(("index", "shape"), PLACED.values(), ids=PLACED)
+def test_axes_of_arrays_stand_in_front_where_something_parts_them(index, shape):
+    array = np.arange(120).reshape(2, 3, 4, 5)
+    found = taken(array, index)
+    assert found.shape == shape
+    assert_same(found, array[index])
+
+
 REFUSED = {
     "beyond the end": (5, IndexError, "index 5 is out of bounds for axis 0 of size 4"),
     "before the begin": ((0, -6), IndexError, "index -6 is out of bounds for axis 1 of"),

@@ -1,5 +1,6 @@
 /* What is opened and what is refused, what is left of a file when a write fails, and
  * that nothing of the caller's is changed. */
+#include <dirent.h>
 #include <pthread.h>
 #include <signal.h>
 #include <sys/resource.h>
@@ -376,6 +377,27 @@ static void test_what_a_child_has_inherited_is_not_cut(void)
     nvmeio_file_release(file);
 }
 
+/* Though the parent has the same file open, and the child has inherited that open. */
+static void test_a_child_cuts_back_what_it_has_opened_itself(void)
+{
+    const char *path = path_in(test_folder());
+    struct nvmeio_file *inherited =
+        open_file(path, O_RDWR | O_CREAT, NVMEIO_DIRECT_AUTO);
+
+    pid_t child = fork();
+    if (child == 0) {
+        struct nvmeio_file *own = open_file(path, O_RDWR, NVMEIO_DIRECT_AUTO);
+        CHECK(nvmeio_file_truncate(own, 1000) == 0);
+        nvmeio_file_note_end(own, 1000);
+        nvmeio_file_cut_back(own, 100, 1000);
+        CHECK(nvmeio_file_size(own) == 100);
+        _exit(0);
+    }
+    int status;
+    CHECK(waitpid(child, &status, 0) == child && status == 0);
+    nvmeio_file_release(inherited);
+}
+
 /* A child does not know what its parent writes: it makes nothing longer or shorter
  * but by writing. */
 static void test_a_child_does_not_set_the_length_of_its_parents_file(void)
@@ -483,26 +505,40 @@ static void test_a_file_that_was_there_is_never_cut(void)
     nvmeio_handle_close(handle);
 }
 
+static unsigned descriptors_open(void)
+{
+    DIR *folder = opendir("/proc/self/fd");
+    unsigned count = 0;
+
+    CHECK(folder);
+    while (readdir(folder))
+        count++;
+    closedir(folder);
+    return count;
+}
+
 static void test_descriptors_are_all_given_back(void)
 {
+    static const int kinds[] = {0, O_DIRECT, O_NONBLOCK, O_DIRECT | O_NONBLOCK};
     const char *path = path_in(test_folder());
-    int before = open("/dev/null", O_RDONLY | O_CLOEXEC);
+    unsigned before = descriptors_open();
     struct nvmeio_file *file;
 
-    close(before);
     make_file(path, 10, 1);
     for (int direct = 0; direct < 3; direct++) {
         nvmeio_file_release(open_file(path, O_RDWR, (enum nvmeio_direct)direct));
-        int fd = open(path, O_RDWR | O_CLOEXEC | O_DIRECT);
-        int error = nvmeio_file_dup(fd < 0 ? 0 : fd, (enum nvmeio_direct)direct, &file);
-        if (error == 0)
+        for (int i = 0; i < 4; i++) {
+            int fd = open(path, O_RDWR | O_CLOEXEC | kinds[i]);
+            CHECK(fd >= 0);
+            CHECK(nvmeio_file_dup(fd, (enum nvmeio_direct)direct, &file) == 0);
             nvmeio_file_release(file);
-        close(fd);
+            close(fd);
+            CHECK(descriptors_open() == before);
+        }
     }
-    (void)nvmeio_file_open("/proc/version", O_RDONLY, NVMEIO_DIRECT_ALWAYS, &file);
-    int after = open("/dev/null", O_RDONLY | O_CLOEXEC);
-    CHECK(after == before);
-    close(after);
+    CHECK(nvmeio_file_open("/proc/version", O_RDONLY, NVMEIO_DIRECT_ALWAYS, &file) ==
+          -EINVAL);
+    CHECK(descriptors_open() == before);
 }
 
 int main(void)
@@ -527,6 +563,7 @@ int main(void)
     test_cutting_back_spares_a_write_that_begins_meanwhile(true);
     test_cutting_back_spares_what_others_are_about_to_write();
     test_what_a_child_has_inherited_is_not_cut();
+    test_a_child_cuts_back_what_it_has_opened_itself();
     test_a_child_does_not_set_the_length_of_its_parents_file();
     test_what_a_write_has_not_made_longer_is_not_cut();
     test_an_open_that_fails_leaves_the_files_as_they_were();

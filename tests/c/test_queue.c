@@ -164,6 +164,37 @@ static void test_an_fsync_waits_for_the_writes_before_it(void)
     stage_close();
 }
 
+static bool perform_the_second_write(struct nvmeio_block *block)
+{
+    return block->op == NVMEIO_OP_WRITE && block->offset == BLOCK && perform(block);
+}
+
+static void test_an_fsync_waits_for_more_than_the_last_write(void)
+{
+    stage_open(16, true);
+    struct nvmeio_transfer sync = {.op = NVMEIO_OP_FSYNC, .file = stage.file};
+    struct nvmeio_transfer t = whole(NVMEIO_OP_WRITE);
+    t.size = BLOCK;
+    play(perform_the_second_write);
+    struct nvmeio_request *first = submit(stage.handle, &t);
+    t.offset = BLOCK;
+    struct nvmeio_request *second = submit(stage.handle, &t);
+    struct nvmeio_request *behind = submit(stage.handle, &sync);
+    CHECK(finish(second).result == BLOCK);
+    /* The only lane takes requests in the order of the queue.  If the second write had
+     * put the fsync there, it would be in flight before this read. */
+    t.op = NVMEIO_OP_READ;
+    struct nvmeio_request *read = submit(stage.handle, &t);
+    await(&in_flight_of[NVMEIO_OP_READ], 1);
+    CHECK(look(&in_flight_of[NVMEIO_OP_WRITE]) == 1);
+    CHECK(look(&in_flight_of[NVMEIO_OP_FSYNC]) == 0);
+    play(perform);
+    CHECK(finish(behind).result == 0);
+    CHECK(nvmeio_request_done(first) && finish(first).result == BLOCK);
+    CHECK(finish(read).result == BLOCK);
+    stage_close();
+}
+
 static void test_an_fsync_carries_out_a_write_that_nobody_waits_for(void)
 {
     stage_open(4, true);
@@ -265,6 +296,7 @@ int main(void)
     test_single_submit_hands_over_one_block_a_call();
     test_edges_of_a_write_wait_for_its_middle();
     test_an_fsync_waits_for_the_writes_before_it();
+    test_an_fsync_waits_for_more_than_the_last_write();
     test_an_fsync_carries_out_a_write_that_nobody_waits_for();
     test_an_fsync_carries_out_a_write_whose_lane_comes_late();
     test_a_deserted_request_is_finished_by_those_who_ask();
