@@ -19,7 +19,7 @@ hypothesis.settings.load_profile("untimed")
 # The tests run in several processes: a thread that waits for the others of its OpenMP team
 # must not keep a processor from them.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-# numpy would start threads for linear algebra in each of a thousand children, 0.1 s each time.
+# numpy would start threads for linear algebra in each of a thousand children: 0.1 s a time.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 # A shell has what it starts in the background ignore Ctrl-C, and children inherit it: the
