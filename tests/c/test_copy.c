@@ -23,6 +23,7 @@
 #endif
 
 static unsigned char *source_area, *target_area, *expected_area;
+static unsigned char canaries[GUARD_BYTES];
 
 /* Bytes of which no two neighbouring lines are alike: a shifted copy shows. */
 static void fill(unsigned char *area, uint32_t state)
@@ -35,11 +36,7 @@ static void fill(unsigned char *area, uint32_t state)
 
 static bool untouched(const unsigned char *guard)
 {
-    for (unsigned i = 0; i < GUARD_BYTES; i++) {
-        if (guard[i] != CANARY)
-            return false;
-    }
-    return true;
+    return memcmp(guard, canaries, GUARD_BYTES) == 0;
 }
 
 /* Copy between these residues modulo the cache line, as a part of `total` bytes. */
@@ -145,6 +142,7 @@ int main(void)
     expected_area = aligned_alloc(4096, (AREA_BYTES + 4095) / 4096 * 4096);
     CHECK(source_area && target_area && expected_area);
     fill(source_area, 1);
+    memset(canaries, CANARY, GUARD_BYTES);
     test_what_cannot_be_used_is_refused_and_changes_nothing();
     for (unsigned i = 0; (name = nvmeio_copy_kernel_at(i, &works)); i++) {
         if (works)
