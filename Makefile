@@ -57,8 +57,9 @@ $(VENV)/.nvmeio-tools: constraints.txt scripts/setup-machine
 	$(PY) -m pip install -q --upgrade setuptools Cython
 	touch $@
 
-# The version is the headers'; all else that is installed is a link to the tree.
-$(INSTALLED): $(VENV)/.nvmeio-tools pyproject.toml setup.py include/nvmeio/base.h
+# Beside the .pth file and the version, which is in base.h, a link to the tree is installed.
+$(INSTALLED): $(VENV)/.nvmeio-tools pyproject.toml setup.py include/nvmeio/base.h \
+		src/nvmeio-deepspeed.pth
 	$(PY) -m pip install -q --constraint constraints.txt --no-build-isolation \
 		--editable '.[torch,test,dev]'
 	touch $@
@@ -81,7 +82,7 @@ test-c-asan: $(VENV)/.nvmeio-tools
 test-c-tsan: $(VENV)/.nvmeio-tools
 	scripts/test-c $(PY) tsan $(C_TESTS)
 
-# All there is.
+# All of the above and below, each as long as it takes, but for hours of stress and fuzz.
 check-all: COMBINATIONS := --all-combinations
 check-all: test test-c-asan test-c-tsan test-deepspeed test-neon lint sdist asan tsan \
 	stress stress-asan stress-tsan test-pythons coverage mutants
@@ -125,10 +126,10 @@ $(VENV)/.nvmeio-fuzz: scripts/setup-fuzz | build
 	if scripts/setup-fuzz $(PY); then touch $@; fi
 
 test-pythons: build
-	scripts/test-pythons $(PY)
+	scripts/test-pythons $(PY) $(COMBINATIONS)
 
 test-deepspeed: build
-	scripts/test-deepspeed $(PY)
+	scripts/test-deepspeed $(PY) $(COMBINATIONS)
 
 build-asan: build
 	CFLAGS='$(ASAN_FLAGS)' $(PY) setup.py -q build \
@@ -139,18 +140,20 @@ build-tsan: build
 		$(PY) setup.py -q build --build-base build/tsan --build-lib build/tsan/lib
 	rm -f $(TSAN_REPORT).*
 
+# In one process each, whose exit status tells what a sanitizer finds at its end.
 asan: build-asan
-	$(ASAN_ENVIRONMENT) $(PY) -m pytest -n $(JOBS) -m 'not packaging'
+	$(ASAN_ENVIRONMENT) $(PY) -m pytest -m 'not packaging' $(COMBINATIONS)
 
 # In a child of a process with threads TSan starts none.
 tsan: build-tsan
-	$(TSAN_ENVIRONMENT) $(PY) -m pytest -n $(JOBS) -k 'not fork' $(TSAN_TESTS); $(TSAN_JUDGE)
+	$(TSAN_ENVIRONMENT) $(PY) -m pytest -k 'not fork' $(COMBINATIONS) $(TSAN_TESTS); \
+		$(TSAN_JUDGE)
 
 stress-asan: build-asan $(VENV)/.nvmeio-fuzz
-	$(ASAN_ENVIRONMENT) $(PY) -m pytest -n $(JOBS) tests/stress --length short $(STRESS)
+	$(ASAN_ENVIRONMENT) $(PY) -m pytest tests/stress --length short $(STRESS)
 
 stress-tsan: build-tsan $(VENV)/.nvmeio-fuzz
-	$(TSAN_ENVIRONMENT) $(PY) -m pytest -n $(JOBS) tests/stress --length short $(STRESS); \
+	$(TSAN_ENVIRONMENT) $(PY) -m pytest tests/stress --length short $(STRESS); \
 		$(TSAN_JUDGE)
 
 # Which branches of the C library some test takes; assertions are left out.  What none

@@ -6,10 +6,12 @@ docs/reliability.md), and CC, CFLAGS and LDFLAGS as usual.
 ``python setup.py build_clib --build-clib FOLDER`` makes the archive alone, without Python.
 """
 
+import filecmp
 import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -25,7 +27,7 @@ from setuptools.command.build_clib import build_clib
 from setuptools.command.build_ext import build_ext
 from setuptools.command.build_py import build_py
 from setuptools.errors import OptionError, PlatformError
-from setuptools.modified import newer_group
+from setuptools.modified import newer, newer_group
 
 VERSION = re.search('NVMEIO_VERSION "(.+)"', Path("include/nvmeio/base.h").read_text())[1]
 SWITCHES = ("NVMEIO_DEBUG", "NVMEIO_TEST_BUILD")
@@ -113,14 +115,15 @@ def ingredients(target):
 
 
 def compile_changed(compiler, record, force):
-    """Make a compiler leave out objects that are newer than the record and their files."""
+    """Make a compiler leave out objects that are newer than all that decides on them."""
     compile_all = compiler.compile
 
     def compile_some(sources, output_dir=None, extra_postargs=(), **options):
         targets = compiler.object_filenames(sources, output_dir=output_dir)
         for source, target in zip(sources, targets, strict=True):
             made_of = ingredients(target)
-            if force or not made_of or newer_group([*made_of, record], target, "newer"):
+            decisive = [*made_of, record, "setup.py"]
+            if force or not made_of or newer_group(decisive, target, "newer"):
                 flags = [*extra_postargs, "-MMD", "-MF", f"{target}.d"]
                 compile_all([source], output_dir, extra_postargs=flags, **options)
         return targets
@@ -148,6 +151,7 @@ class BuildLibrary(build_clib):
         config = {"version": VERSION, "debug": DEBUG, "test_build": TEST_BUILD}
         config |= {"compiler": version, "cython": cython_version, "features": self.features}
         config |= {"flags": [*flags, *LIBRARY_FLAGS], "link_flags": self.link_flags}
+        config |= {"ldflags": shlex.split(os.environ.get("LDFLAGS", ""))}
         text = json.dumps(config, indent=4) + "\n"
         # Everything depends on the record: other flags or features, and all is built anew.
         if not self.record.exists() or self.record.read_text() != text:
@@ -196,14 +200,21 @@ class BuildModules(build_ext):
         library = self.get_finalized_command("build_clib")
         for top in [self.build_lib, "src"] if self.inplace else [self.build_lib]:
             self.mkpath(f"{top}/nvmeio/lib")
-            for path in (library.archive, str(library.record)):
-                self.copy_file(path, f"{top}/nvmeio/lib")
+            for path in (library.archive, library.record):
+                copy = Path(top, "nvmeio", "lib", Path(path).name)
+                # That of another Python may be newer.
+                if not copy.exists() or not filecmp.cmp(path, copy, shallow=False):
+                    shutil.copy(path, copy)
 
     def build_extensions(self):
         library = self.get_finalized_command("build_clib")
         openmp_flags = library.features["openmp"]["flags"]
         options = {"build_dir": "build/cython", "include_path": ["src"], "quiet": True}
-        options |= {"compiler_directives": DIRECTIVES, "force": self.force}
+        written = [
+            Path("build/cython", *e.sources).with_suffix(".c") for e in self.extensions
+        ]
+        outdated = any(newer("setup.py", path) for path in written if path.exists())
+        options |= {"compiler_directives": DIRECTIVES, "force": self.force or outdated}
         generated = {e.name: e.sources for e in cythonize(self.extensions, **options)}
         compile_changed(self.compiler, str(library.record), self.force)
         for extension in self.extensions:
@@ -211,7 +222,8 @@ class BuildModules(build_ext):
             objects = self.compiler.object_filenames(
                 extension.sources, False, self.build_temp
             )
-            extension.depends = [str(library.record), *ingredients(*objects)]
+            extension.depends = [f"{objects[0]}.d", *ingredients(*objects)]
+            extension.depends += [str(library.record), "setup.py"]
             if extension.name == "nvmeio._core":
                 extension.extra_objects.append(library.archive)
                 extension.depends.append(library.archive)

@@ -152,7 +152,9 @@ def checks_of(stage: str, mutant: Mutant) -> list[Check]:
         return [Check("tests/stress", BUILD_PACKAGE, command)]
     found = sorted((ROOT / "tests" / "c").glob("test_*.c"))
     tests = [str(path.relative_to(ROOT)) for path in found]
-    return [*map(c_check, tests), Check("tests", BUILD_PACKAGE, PYTEST)]
+    # It looks at the patches, of which one is applied.
+    command = (*PYTEST, "--deselect", "tests/test_mutants.py::test_every_fault_can_be_planted")
+    return [*map(c_check, tests), Check("tests", BUILD_PACKAGE, command)]
 
 
 class Baseline:

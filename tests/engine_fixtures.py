@@ -16,13 +16,20 @@ def engines_here():
     return nvmeio.engines()
 
 
+def engine_refusal(item):
+    """Return why the engine that is a test's parameter does not work here, or None."""
+    name = item.callspec.params.get("engine") if hasattr(item, "callspec") else None
+    found = engines_here().get(name, {"works": True})
+    if found["works"]:
+        return None
+    return f"the engine {name} does not work here: {found['reason']}"
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item):
     """Skip each test that has a parameter `engine` where that engine does not work."""
-    name = item.callspec.params.get("engine") if hasattr(item, "callspec") else None
-    found = engines_here().get(name, {"works": True})
-    if not found["works"]:
-        pytest.skip(f"the engine {name} does not work here: {found['reason']}")
+    if refusal := engine_refusal(item):
+        pytest.skip(refusal)
 
 
 @pytest.fixture(scope="session")

@@ -1,14 +1,20 @@
 """A pytest plugin: of a test with three parameters and more, only some combinations run.
 
-Of any two parameters, every value still meets every value of the other: so each engine
-meets each behaviour.  ``--all-combinations`` runs the others too (`make check-all`), and so
-does ``@pytest.mark.all_combinations`` for a test in which three values make the case.
-The tests of tests/stress say themselves how much they do.
+Of any two parameters, every value still meets every value of the other.  The engine and the
+folder, on a disk or in memory, count as one, so each behaviour is met by each engine in
+each folder.  ``--all-combinations`` runs the others too (`make check-all`), and so does
+``@pytest.mark.all_combinations`` for a test in which three values make the case.  The tests
+of tests/stress say themselves how much they do.
 """
 
+import importlib.util
 import itertools
 
 import pytest
+
+from engine_fixtures import engine_refusal
+
+TOGETHER = ("engine", "folder")
 
 
 def pytest_addoption(parser):
@@ -26,9 +32,9 @@ def pairwise(rows):
     several the first, so that all processes choose the same.
     """
     pairs = {row: {*itertools.combinations(enumerate(row), 2)} for row in rows}
-    missing = set().union(*pairs.values())
     if all(len(row) < 3 for row in pairs):
         return {*pairs}
+    missing = set().union(*pairs.values())
     chosen = set()
     while missing:
         best = max(pairs, key=lambda row: len(pairs[row] & missing))
@@ -39,15 +45,21 @@ def pairwise(rows):
 
 def axes_of(item):
     """Return the names that get their values together, of each parametrization."""
-    given = [mark.args[0] for mark in item.iter_markers("parametrize")]
-    together = [
-        tuple(name.strip() for name in names.split(","))
-        if isinstance(names, str)
-        else tuple(names)
-        for names in given
-    ]
-    named = {name for names in together for name in names}
-    return [*together, *((name,) for name in item.callspec.params if name not in named)]
+    axes = [{name for name in TOGETHER if name in item.callspec.params}]
+    for mark in item.iter_markers("parametrize"):
+        names = mark.args[0]
+        names = (
+            {name.strip() for name in names.split(",")}
+            if isinstance(names, str)
+            else {*names}
+        )
+        if names.intersection(TOGETHER):
+            axes[0] |= names
+        else:
+            axes.append(names)
+    named = set().union(*axes)
+    axes += [{name} for name in item.callspec.params if name not in named]
+    return [sorted(names) for names in axes if names]
 
 
 def row_of(item):
@@ -56,12 +68,21 @@ def row_of(item):
     return tuple(tuple(id(params[name]) for name in names) for names in axes_of(item))
 
 
+def is_skipped_here(item):
+    """Whether a test is skipped because the system lacks the value of a parameter."""
+    values = item.callspec.params.values()
+    wants_uvloop = any(isinstance(value, str) and value == "uvloop" for value in values)
+    lacks_uvloop = wants_uvloop and importlib.util.find_spec("uvloop") is None
+    return lacks_uvloop or engine_refusal(item) is not None
+
+
 def is_thinned(item):
     """Whether some combinations of a test's parameters are enough."""
     return (
         hasattr(item, "callspec")
         and "stress" not in item.path.parts
         and item.get_closest_marker("all_combinations") is None
+        and not is_skipped_here(item)
     )
 
 
@@ -71,13 +92,12 @@ def pytest_collection_modifyitems(config, items):
     """Leave out the combinations of which every pair is met by another one."""
     if config.getoption("--all-combinations"):
         return
-    rows = {}
+    functions = {}
     for item in filter(is_thinned, items):
-        function = (item.parent.nodeid, item.originalname)
-        rows.setdefault(function, {}).setdefault(row_of(item), []).append(item)
+        rows = functions.setdefault((item.parent.nodeid, item.originalname), {})
+        rows.setdefault(row_of(item), []).append(item)
     left_out = set()
-    for combinations in rows.values():
-        chosen = pairwise(combinations)
-        left_out.update(*(combinations[row] for row in combinations.keys() - chosen))
+    for rows in functions.values():
+        left_out.update(*(rows[row] for row in rows.keys() - pairwise(rows)))
     config.hook.pytest_deselected(items=[*left_out])
     items[:] = [item for item in items if item not in left_out]

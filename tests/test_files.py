@@ -148,6 +148,7 @@ def test_a_missing_file_is_named(path, call):
         call(path)
 
 
+@pytest.mark.all_combinations
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("size", SIZES)
 def test_the_functions_of_the_contract_move_whole_files(path, used_engines, size, settings):

@@ -360,6 +360,7 @@ class TestDescriptors:
         assert request.wait() == PAGE
         check(guarded, 1)
 
+    @pytest.mark.all_combinations
     @pytest.mark.parametrize("thread", ["own", "other"])
     @pytest.mark.parametrize("way", ["close", "drop"])
     def test_the_handle_may_go_while_it_is_awaited(self, engine, path, run, way, thread):

@@ -37,6 +37,7 @@ WAYS = {
 }
 
 
+@pytest.mark.all_combinations
 @pytest.mark.parametrize("transfer", WAYS.values(), ids=WAYS)
 @pytest.mark.parametrize("size_of", EDGES.values(), ids=EDGES)
 def test_what_was_written_is_read_back(handle, path, alignment, size_of, transfer):
@@ -55,6 +56,7 @@ def test_what_was_written_is_read_back(handle, path, alignment, size_of, transfe
 RESIDUES = [0, 1, 3, 511, 513, PAGE - 1, PAGE + 1]
 
 
+@pytest.mark.all_combinations
 @pytest.mark.parametrize("bounce", ["auto", "always", "never"])
 @pytest.mark.parametrize("offset", [0, 1, 7, 511, 512, 513, 1000, PAGE - 1, PAGE, PAGE + 1])
 def test_every_offset_and_address_is_served(open_handle, path, alignment, offset, bounce):
@@ -86,6 +88,7 @@ def test_an_address_that_may_suit_the_device_is_served(handle, path, residue):
     assert routes(handle).total() == 2 * (BLOCK + 9)
 
 
+@pytest.mark.all_combinations
 @pytest.mark.parametrize("lanes", [1, 3])
 @pytest.mark.parametrize("overlap_events", [False, True])
 @pytest.mark.parametrize("single_submit", [False, True])
@@ -121,6 +124,7 @@ def test_requests_share_the_queue(
     assert routes(handle) == expected
 
 
+@pytest.mark.all_combinations
 @pytest.mark.parametrize("block_size", [1, PAGE + 1, 1 << 30])
 @pytest.mark.parametrize("queue_depth", [1, 32768])
 def test_blocks_and_queues_at_their_limits(
@@ -148,6 +152,7 @@ def test_the_most_lanes_there_can_be(open_handle, tmp_path):
     assert routes(handle).total() == MIB + 1
 
 
+@pytest.mark.all_combinations
 @pytest.mark.parametrize("bounce", ["auto", "never"])
 def test_memory_in_small_pages_goes_through_huge_ones(open_handle, path, alignment, bounce):
     if kernel_release() < (6, 7):

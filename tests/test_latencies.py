@@ -130,6 +130,7 @@ WAYS = {
 }
 
 
+@pytest.mark.all_combinations
 @pytest.mark.parametrize("bounce", ["auto", "always", "never"])
 @pytest.mark.parametrize("transfer", WAYS.values(), ids=WAYS)
 @pytest.mark.parametrize("size", [1, PAGE, BLOCK, 3 * DEPTH * BLOCK + 777])

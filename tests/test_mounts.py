@@ -92,6 +92,7 @@ def test_every_lane_takes_part_in_a_request(faulty, open_handle, lanes):
     assert faults.fired()["read.held"] >= lanes
 
 
+@pytest.mark.all_combinations
 @pytest.mark.parametrize("skew", [0, 3])
 @pytest.mark.parametrize("short", [4096, 30_000])
 def test_short_reads_are_continued(faulty, handle, short, skew):

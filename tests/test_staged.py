@@ -111,6 +111,7 @@ def library():
 SIZES = [0, 1, PIECE - 1, PIECE, PIECE + 1, 3 * PIECE, 3 * PIECE + 1, 20 * PIECE + 777]
 
 
+@pytest.mark.all_combinations
 @pytest.mark.usefixtures("library")
 @pytest.mark.parametrize("offset", [0, 1, PAGE])
 @pytest.mark.parametrize("size", SIZES)

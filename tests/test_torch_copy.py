@@ -52,6 +52,7 @@ def test_every_dtype_is_copied_bit_by_bit(dtype, count):
     assert bits_of(target) == bits_of(source)
 
 
+@pytest.mark.all_combinations
 @pytest.mark.parametrize("to", LAYOUTS)
 @pytest.mark.parametrize("of", LAYOUTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -375,6 +375,7 @@ VANISH = {
 }
 
 
+@pytest.mark.all_combinations
 @pytest.mark.usefixtures("route")
 @pytest.mark.parametrize("vanish", VANISH.values(), ids=VANISH)
 @pytest.mark.parametrize("strided", [False, True], ids=["contiguous", "strided"])

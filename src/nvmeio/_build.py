@@ -28,6 +28,7 @@ class BuildRecord(TypedDict):
     cython: str
     flags: list[str]
     link_flags: list[str]
+    ldflags: list[str]
     features: dict[str, Feature]
 
 

@@ -9,8 +9,11 @@ vpath %.c tests/c tests/c/faulty
 $(FOLDER)/%.o: %.c $(FOLDER)/build.json
 	$(CC) $(CFLAGS_OF_TESTS) -MMD -MP -c $< -o $@
 
-$(FOLDER)/%: $(FOLDER)/%.o $(FOLDER)/libnvmeio.a
-	$(CC) $(FLAGS) $^ $(LIBRARIES) $(LDFLAGS) -o $@
+$(FOLDER)/%: $(FOLDER)/%.o $(FOLDER)/libnvmeio.a $(FOLDER)/build.json
+	$(CC) $(FLAGS) $(filter-out %.json,$^) $(LIBRARIES) $(LDFLAGS) -o $@
+
+# One that has moved is found by vpath, though an old list names its place.
+tests/c/%.c: ;
 
 .PRECIOUS: $(FOLDER)/%.o
 -include $(wildcard $(FOLDER)/*.d)

@@ -22,7 +22,7 @@ COMPILER = os.environ.get("CC", "cc")
 BUILD_S = 900
 
 
-def build(*command):
+def build(*command, **environment):
     """Run a command that builds, one process at a time; its failure is an error."""
     folder = ROOT / "build"
     folder.mkdir(exist_ok=True)
@@ -31,7 +31,7 @@ def build(*command):
         done = subprocess.run(
             list(map(str, command)),
             cwd=ROOT,
-            env={**system_environment(), "NVMEIO_TEST_BUILD": "1"},
+            env=system_environment() | environment,
             capture_output=True,
             text=True,
             timeout=BUILD_S,
@@ -61,7 +61,8 @@ def faulty_package():
     skip_sanitized("are not compiled into the test build")
     folder = ROOT / "build" / "faults"
     command = ["setup.py", "-q", "build", "--build-base", folder]
-    build(sys.executable, *command, "--build-lib", folder / "lib")
+    command += ["--build-lib", folder / "lib"]
+    build(sys.executable, *command, NVMEIO_TEST_BUILD="1")
     return folder / "lib"
 
 

@@ -33,8 +33,16 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     config.pluginmanager.import_plugin("places")
-    if config.getoption("--seed") is None:
+    if hasattr(config, "workerinput"):
+        config.option.seed = config.workerinput["seed"]
+    elif config.getoption("--seed") is None:
         config.option.seed = random.randrange(SEED_MAX)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node):
+    """Have the processes of pytest-xdist draw from the seed that is printed."""
+    node.workerinput["seed"] = node.config.option.seed
 
 
 def pytest_report_header(config):

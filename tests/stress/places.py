@@ -22,6 +22,8 @@ PLACES = (*MOUNTED, "tmpfs", "fuse")
 DEVICE_BYTES = 320 * MIB
 
 
+# Before tests/conftest.py puts those that mount into one group.
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     """Let one process have all tests of a place."""
     for item in items:

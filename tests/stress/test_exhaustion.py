@@ -7,7 +7,7 @@ from children import as_nobody, can_fork, skip_sanitized
 from helpers import ENGINES
 
 
-@pytest.mark.amount(short=3, full=12, long=200)
+@pytest.mark.amount(short=2, full=12, long=200)
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("kind", ["descriptors", "threads", "memlock"])
 def test_what_runs_out_is_told_and_comes_back(

@@ -36,9 +36,9 @@ class Target:
 
 
 TARGETS = {
-    "split": Target(runs=500_000, input_bytes_max=64, branches_min=90),
-    "records": Target(runs=200_000, input_bytes_max=256, branches_min=280),
-    "npy": Target(3_000, 512, 150, (f"-dict={FUZZ / 'npy.dict'}",)),
+    "split": Target(runs=170_000, input_bytes_max=64, branches_min=90),
+    "records": Target(runs=70_000, input_bytes_max=256, branches_min=280),
+    "npy": Target(1_000, 512, 150, (f"-dict={FUZZ / 'npy.dict'}",)),
 }
 
 
@@ -96,7 +96,7 @@ def fuzz(command, target, seed, folder):
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.xdist_group("fuzz")
-@pytest.mark.amount(short=1, full=1, long=30)
+@pytest.mark.amount(short=1, full=3, long=90)
 def test_no_input_breaks_what_is_pure(command, target, seeds, tmp_path):
     for seed in seeds:
         new = tmp_path / str(seed)

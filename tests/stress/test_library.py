@@ -81,7 +81,8 @@ def sweep(sanitizer, stride, engines, places=("disk", "memory"), **amounts):
 # for what depends on threads, not on places.
 QUICK = [engine for engine in ENGINES if engine != "libaio"]
 SWEEPS = [
-    *sweep("plain", 120, QUICK, short=1, full=1),
+    *sweep("plain", 240, QUICK, short=1),
+    *sweep("plain", 120, QUICK, full=1),
     *sweep("plain", 12, QUICK, long=12),
     *sweep("plain", 480, ["libaio"], places=["disk"], short=1),
     *sweep("plain", 12, ["libaio"], long=2),
@@ -91,7 +92,7 @@ SWEEPS = [
     *sweep("tsan", 600, ["libaio"], places=["memory"], long=2),
 ]
 # It tries so many at least, of which each kind has one.
-STRUCK_MIN = {12: 600, 120: 90, 480: 35, 600: 20}
+STRUCK_MIN = {12: 600, 120: 90, 240: 45, 480: 35, 600: 20}
 
 
 @pytest.mark.parametrize(("place", "engine", "sanitizer", "stride"), SWEEPS)

@@ -180,7 +180,7 @@ def carry_out(kind, seeds, tmp_path, engines, record_property, **options):
         record_property(what, count)
 
 
-@pytest.mark.amount(short=2, full=7, long=200)
+@pytest.mark.amount(short=1, full=7, long=200)
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_was_said_to_be_synced_is_there_after_a_power_cut(
     kind, seeds, tmp_path, loop_devices, engines, record_property

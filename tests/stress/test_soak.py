@@ -50,7 +50,7 @@ def soak(seeds, amount, patience_s):
     return soak
 
 
-@pytest.mark.amount(short=45, full=150, long=4_000)
+@pytest.mark.amount(short=30, full=150, long=4_000)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_process_holds_what_it_held_before(
     soak, tmp_path, engine, amount, record_property
