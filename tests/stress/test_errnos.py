@@ -131,7 +131,7 @@ def test_each_errno_of_each_call_is_survived(engine, fail_each, program, tmp_pat
     fail_each(Workload(command=[program, engine], env=env))
 
 
-@pytest.mark.amount(short=ALL // 160, full=ALL // 60, long=ALL)
+@pytest.mark.amount(short=ALL // 240, full=ALL // 60, long=ALL)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_each_errno_of_each_call_is_survived_by_python(engine, fail_each, tmp_path):
     arguments = {"folder": str(tmp_path), "engine": engine}

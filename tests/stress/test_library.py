@@ -81,7 +81,7 @@ def sweep(sanitizer, stride, engines, places=("disk", "memory"), **amounts):
 # for what depends on threads, not on places.
 QUICK = [engine for engine in ENGINES if engine != "libaio"]
 SWEEPS = [
-    *sweep("plain", 240, QUICK, short=1),
+    *sweep("plain", 360, QUICK, short=1),
     *sweep("plain", 120, QUICK, full=1),
     *sweep("plain", 12, QUICK, long=12),
     *sweep("plain", 480, ["libaio"], places=["disk"], short=1),
@@ -92,7 +92,7 @@ SWEEPS = [
     *sweep("tsan", 600, ["libaio"], places=["memory"], long=2),
 ]
 # It tries so many at least, of which each kind has one.
-STRUCK_MIN = {12: 600, 120: 90, 240: 45, 480: 35, 600: 20}
+STRUCK_MIN = {12: 600, 120: 90, 360: 30, 480: 35, 600: 20}
 
 
 @pytest.mark.parametrize(("place", "engine", "sanitizer", "stride"), SWEEPS)
