@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from children import TESTS, WATCHDOG_S, system_environment
+from children import TESTS, WATCHDOG_S
 
 GROUPED = """
 import os
@@ -55,7 +55,7 @@ def printed(tmp_path):
         done = subprocess.run(
             [*command, "-n", "2", "--dist", "loadgroup", "-rP", "."],
             cwd=tmp_path,
-            env={**system_environment(), "PYTHONPATH": os.pathsep.join(map(str, paths))},
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))},
             capture_output=True,
             text=True,
             timeout=WATCHDOG_S,
