@@ -42,9 +42,9 @@ def build_info() -> dict:
     -------
     dict
         ``version``; what setup.py recorded (``compiler``, ``cython``, ``flags``,
-        ``link_flags``, ``ldflags``, ``features``: for each optional library whether it was built in and
-        why not, ``debug``, ``test_build``: whether faults can be
-        made in it); and ``engines`` as ``engines()`` gives them.
+        ``link_flags``, ``ldflags``, ``features``: for each optional library whether it was
+        built in and why not, ``debug``, ``test_build``: whether faults can be made in it);
+        and ``engines`` as ``engines()`` gives them.
     """
     return {**build_record(), "engines": engines()}
 
