@@ -232,21 +232,22 @@ class TestProcesses:
 
     @pytest.mark.slow
     @pytest.mark.parametrize(
-        ("method", "engine", "workers"),
+        ("method", "engine"),
         [
-            *(("fork", engine, 8) for engine in ENGINES),
-            # Started anew, which takes seconds, they have nothing of their parent's engine.
-            ("forkserver", "auto", 2),
-            ("spawn", "auto", 2),
+            *(("fork", engine) for engine in ENGINES),
+            # Started anew, which takes long, workers have nothing of their parent's engine.
+            ("forkserver", "auto"),
+            ("spawn", "auto"),
         ],
     )
-    def test_workers_read_every_row_once_an_epoch(self, tmp_path, method, engine, workers):
-        options = {"method": method, "engine": engine, "workers": workers}
-        outcome = run_child("load_with_workers", folder=str(tmp_path), **options)
+    def test_eight_workers_read_every_row_once_an_epoch(self, tmp_path, method, engine):
+        outcome = run_child(
+            "load_with_workers", folder=str(tmp_path), method=method, engine=engine
+        )
         assert outcome.status == 0, outcome
         (report,) = outcome.reports
         assert engine in (report["engine"], "auto")
-        assert report["readers"] == workers
+        assert report["readers"] == 8
         assert report["open_there"] == [report["open_here"]]
         assert report["left_open"] == []
 

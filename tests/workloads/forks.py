@@ -242,8 +242,7 @@ def data_loader(folder, method, persistent, count=32, record=5000):
     loader = DataLoader(
         dataset,
         batch_size=4,
-        # Those that are not forked take seconds to import torch.
-        num_workers=2 if method == "fork" else 1,
+        num_workers=2,
         persistent_workers=persistent,
         multiprocessing_context=method,
     )

@@ -22,7 +22,7 @@ class Watched:
         return (*sample, get_worker_info().id, len(descriptors_below(self.folder)))
 
 
-def load_with_workers(folder, method, engine, workers, count=403):
+def load_with_workers(folder, method, engine, workers=8, count=403):
     """Load every row twice, in workers that are started by a method and persist."""
     os.environ["NVMEIO_ENGINE"] = engine
     import torch

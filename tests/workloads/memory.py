@@ -82,13 +82,11 @@ def copy_in_data_loader(method):
     from torch.utils.data import DataLoader
 
     assert copy_once(7)
-    # Those that are not forked take seconds to import torch.
-    workers = 2 if method == "fork" else 1
     right = []
     for persistent in (False, True):
         loader = DataLoader(
             Copies(),
-            num_workers=workers,
+            num_workers=2,
             persistent_workers=persistent,
             multiprocessing_context=method,
         )
