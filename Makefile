@@ -8,11 +8,8 @@ INSTALLED := $(VENV)/.nvmeio-installed
 # The processes that share the Python tests.
 JOBS ?= 2
 
-# ccache, where it is installed, stands before the compilers.
-CCACHE := $(wildcard /usr/lib/ccache /usr/lib64/ccache)
-ifneq ($(CCACHE),)
-export PATH := $(firstword $(CCACHE)):$(PATH)
-endif
+# ccache stands before the compilers, where it is installed or about to be.
+export PATH := /usr/lib/ccache:/usr/lib64/ccache:$(PATH)
 
 C_FILES := $(shell find include src/libnvmeio tests -name '*.[ch]')
 
