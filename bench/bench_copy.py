@@ -36,6 +36,9 @@ TURN_BYTES = 32 * MIB
 FLOOR = 0.95
 LARGE_BYTES = 64 * MIB
 LARGE_SPEED = 1.3
+# Of tensors up to here, where the way to the copy takes longer than the copy.
+SMALL_BYTES = 4 * KIB
+SMALL_SPEED = 1.0
 # With another process on one of the processors.
 BUSY_FLOOR = 0.8
 
@@ -79,6 +82,10 @@ def turn(
     def take() -> Sample:
         # Of torch, and so of nvmeio, which takes no more threads than torch would.
         torch.set_num_threads(threads)
+        # Waking the other thread takes longer than many a copy, and whoever begins would
+        # pay for both.
+        for _ in range(repeats // 10):
+            copy(dest, src)
         return measured(work)
 
     return take
@@ -132,9 +139,14 @@ def duels_at(nbytes: int, arrays: Any, native: Copy | None, busy: bool) -> Itera
         what = "arrays, 1 thread"
         yield duel(nbytes, what, "copyto", pair(np.copyto, arrays, 1), floor)
         yield duel(nbytes, what, "memmove", pair(memmove, arrays, 1), None)
-        large = LARGE_SPEED if nbytes >= LARGE_BYTES else floor
+        limit = LARGE_SPEED if nbytes >= LARGE_BYTES else floor
+        limit = SMALL_SPEED if nbytes <= SMALL_BYTES else limit
         what = "tensors, 1 thread"
-        yield duel(nbytes, what, "copy_", pair(copy_tensor, tensors, 1), large)
+        yield duel(nbytes, what, "copy_", pair(copy_tensor, tensors, 1), limit)
+    if nbytes <= SMALL_BYTES and not busy:
+        what = "a tensor into a Parameter, 1 thread"
+        mixed = (torch.nn.Parameter(tensors[0], requires_grad=False), tensors[1])
+        yield duel(nbytes, what, "copy_", pair(copy_tensor, mixed, 1), SMALL_SPEED)
     yield duel(nbytes, "tensors, 2 threads", "copy_", pair(copy_tensor, tensors, 2), floor)
     if native and not busy:
         what = "tensors, 2 threads"

@@ -114,6 +114,30 @@ def test_a_copy_counts_as_one_change_that_has_no_gradient(count, strided):
     assert torch.equal(target, torch.ones_like(target))
 
 
+@pytest.mark.parametrize("count", [10, 1 << 19])
+@pytest.mark.parametrize("kinds", [(0, 1), (1, 0), (1, 1)], ids=str)
+def test_parameters_and_tensors_mix(kinds, count):
+    """As a model loads its weights."""
+    of = (torch.Tensor, lambda tensor: torch.nn.Parameter(tensor, requires_grad=True))
+    target, source = of[kinds[0]](torch.zeros(count)), of[kinds[1]](torch.ones(count))
+    before = target._version
+    memcpy(target, source)
+    assert target._version > before
+    assert torch.equal(target, torch.ones(count))
+    with pytest.raises(TypeError, match=r"float64 into.*float32"):
+        memcpy(target, source.double()[: count // 2])
+    with pytest.raises(ValueError, match="they must be equal"):
+        memcpy(target, source[1:])
+
+
+@pytest.mark.parametrize("count", [10, 1 << 19])
+def test_memory_of_the_pool_is_used_for_the_copy_alone(count):
+    with nvmeio.aio_handle() as handle:
+        pinned = [handle.new_cpu_locked_tensor(count, torch.zeros(1)) for _ in range(2)]
+        memcpy(*pinned)
+        assert all(handle.free_cpu_locked_tensor(tensor) for tensor in pinned)
+
+
 def test_backward_notices_that_a_saved_tensor_was_overwritten():
     saved = torch.ones(10, requires_grad=True)
     result = (saved * saved).sum()

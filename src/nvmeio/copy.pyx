@@ -13,6 +13,7 @@ from cpython.buffer cimport (
     PyObject_CheckBuffer,
     PyObject_GetBuffer,
 )
+from cpython.type cimport PyType_IsSubtype
 from cython.parallel cimport prange
 
 from nvmeio cimport _core, _dlpack
@@ -32,13 +33,26 @@ from nvmeio._registry import library_of, thread_limit
 
 _ndarray = numpy.ndarray
 
+cdef extern from "<stdatomic.h>" nogil:
+    ctypedef struct atomic_size_t:
+        pass
+    void atomic_init(atomic_size_t *, size_t)
+    size_t atomic_load(atomic_size_t *)
+    size_t atomic_fetch_add(atomic_size_t *, size_t)
+
+cdef enum:
+    TEAM_MAX = 4096
+
 # Below this the calling thread copies alone: it is done before others have woken up.
 cdef Py_ssize_t PARALLEL_BYTES = 1 << 20
 
-# Chunks are handed out one by one, so that a processor that is busy with something else
+# Threads take chunks one by one, so that a processor that is busy with something else
 # holds up no more than one.
 cdef Py_ssize_t CHUNK_BYTES = 1 << 20
-cdef Py_ssize_t CHUNK_BYTES_MIN = 1 << 18
+cdef Py_ssize_t CHUNK_BYTES_MIN = 1 << 17
+
+# With less than this for each, another thread is not worth waking.
+cdef Py_ssize_t SHARE_BYTES_MIN = 1 << 18
 
 # Below this a copy takes some microseconds: with the GIL nobody can take a tensor away,
 # and nothing has to be held.
@@ -79,7 +93,7 @@ def memcpy(dest, src, *, threads=None) -> None:
     cdef Buffer source = None
     cdef int team = 0 if threads is None else team_of(threads)
     apply_settings()
-    if copy_arrays(dest, src, team) or copy_small_tensors(dest, src):
+    if copy_arrays(dest, src, team) or copy_tensors(dest, src, team):
         return
     check_dtypes(dest, src)
     target = lend_in_place(dest, True)
@@ -151,28 +165,40 @@ cdef bint copy_arrays(object dest, object src, int team) except -1:
     return copied
 
 
-cdef bint copy_small_tensors(object dest, object src) except -1:
-    """Copy a little between two ordinary tensors of one dtype.
-
-    The GIL is held throughout, so nobody can take the memory away, and nothing has to be
-    held.  Returns False as ``copy_arrays``.
-    """
+cdef bint copy_tensors(object dest, object src, int team) except -1:
+    """Copy between two ordinary tensors of one dtype; returns False as ``copy_arrays``."""
     cdef _dlpack.Tensor target, source
+    cdef char *to
+    cdef char *of
     cdef Py_ssize_t nbytes
-    if type(dest) is not type(src) or not borrow_tensor(dest, &target):
+    # Both are of one library if one is of the other's type, as a Parameter is a Tensor.
+    if not PyType_IsSubtype(type(src), type(dest)):
+        if not PyType_IsSubtype(type(dest), type(src)):
+            return False
+    if not borrow_tensor(dest, &target):
         return False
     nbytes = count_bytes(&target)
-    if nbytes >= NOGIL_BYTES or not borrow_tensor(src, &source):
+    if not borrow_tensor(src, &source):
         return False
     if count_bytes(&source) != nbytes or target.dtype.code != source.dtype.code:
         return False
     if target.dtype.bits != source.dtype.bits or target.dtype.lanes != source.dtype.lanes:
         return False
-    _core.copy(
-        <char *> target.data + target.byte_offset,
-        <char *> source.data + source.byte_offset,
-        nbytes,
-    )
+    to = <char *> target.data + target.byte_offset
+    of = <char *> source.data + source.byte_offset
+    if nbytes < NOGIL_BYTES:
+        _core.copy(to, of, nbytes)
+    else:
+        # The storages, and not the tensors: set_() gives a tensor another one.
+        held = (dest.untyped_storage(), src.untyped_storage())
+        _core.pool_use(to, 1)
+        _core.pool_use(of, 1)
+        try:
+            copy_bytes(to, of, nbytes, team)
+        finally:
+            _core.pool_use(to, -1)
+            _core.pool_use(of, -1)
+            del held
     library_for(dest).touch(dest)
     return True
 
@@ -180,8 +206,8 @@ cdef bint copy_small_tensors(object dest, object src) except -1:
 cdef int team_of(object threads) except -1:
     """Return a number of threads that a caller asked for."""
     count = integer("threads", threads)
-    if not 1 <= count <= 4096:
-        raise ValueError(f"threads is {count}; it must be from 1 to 4096")
+    if not 1 <= count <= TEAM_MAX:
+        raise ValueError(f"threads is {count}; it must be from 1 to {TEAM_MAX}")
     return count
 
 
@@ -257,7 +283,8 @@ cdef int copy_bytes(void *target, void *source, Py_ssize_t size, int team) excep
     if size < PARALLEL_BYTES or _core.copy_overlaps(target, source, size):
         team = 1
     else:
-        team = _core.team_size(min(team or threads_wanted(), size // CHUNK_BYTES_MIN))
+        team = min(team or threads_wanted(), size // SHARE_BYTES_MIN, TEAM_MAX)
+        team = _core.team_size(team)
     with nogil:
         if team == 1:
             _core.copy(target, source, size)
@@ -280,13 +307,44 @@ cdef int threads_wanted() except -1:
 cdef void copy_parallel(
     char *target, const char *source, Py_ssize_t size, int team
 ) noexcept nogil:
-    """Copy chunk by chunk, whichever thread is free for the next."""
+    """Copy chunk by chunk: each thread its own share, then what others have not begun.
+
+    A thread that copies the same share again finds it in its processor's cache.
+    """
     cdef Py_ssize_t chunk = min(CHUNK_BYTES, max(CHUNK_BYTES_MIN, size // (4 * team)))
-    cdef Py_ssize_t count, i
+    cdef atomic_size_t following[TEAM_MAX]
+    cdef int member
     # Chunks end between pages, and so between cache lines, of aligned memory.
     chunk -= chunk % 4096
-    count = (size + chunk - 1) // chunk
-    for i in prange(count, schedule="dynamic", num_threads=team):
-        _core.copy_part(
-            target + i * chunk, source + i * chunk, min(chunk, size - i * chunk), size
-        )
+    for member in range(team):
+        atomic_init(&following[member], share_start(size, chunk, member, team))
+    # Nothing but this call: if anything here could raise, each thread would take the GIL.
+    for member in prange(team, schedule="static", num_threads=team):
+        copy_shares(target, source, size, chunk, following, member, team)
+
+
+cdef size_t share_start(size_t size, size_t chunk, int share, int team) noexcept nogil:
+    """Return the number of a share's first chunk."""
+    return (size + chunk - 1) // chunk * share // team
+
+
+cdef void copy_shares(
+    char *target,
+    const char *source,
+    size_t size,
+    size_t chunk,
+    atomic_size_t *following,
+    int member,
+    int team,
+) noexcept nogil:
+    """Copy the chunks that no thread has begun, share by share from the member's own on."""
+    cdef size_t at, end
+    cdef int step, share
+    for step in range(team):
+        share = (member + step) % team
+        end = share_start(size, chunk, share + 1, team)
+        # Looking first leaves the counters of finished shares in every processor's cache.
+        while atomic_load(&following[share]) < end:
+            at = atomic_fetch_add(&following[share], 1) * chunk
+            if at < end * chunk:
+                _core.copy_part(target + at, source + at, min(chunk, size - at), size)
