@@ -11,7 +11,7 @@ JOBS ?= 2
 # ccache stands before the compilers, where it is installed or about to be.
 export PATH := /usr/lib/ccache:/usr/lib64/ccache:$(PATH)
 
-C_FILES := $(shell find include src/libnvmeio tests -name '*.[ch]')
+C_FILES := $(shell find include src/libnvmeio tests bench -name '*.[ch]')
 
 ASAN_FLAGS := -fsanitize=address,undefined -fno-sanitize-recover=undefined \
 	-fno-omit-frame-pointer -g
@@ -29,7 +29,7 @@ TSAN_ENVIRONMENT = LD_PRELOAD="$$(gcc -print-file-name=libtsan.so)" \
 	PYTHONPATH=$(CURDIR)/build/tsan/lib setarch -R
 TSAN_JUDGE = status=$$?; ! cat $(TSAN_REPORT).* 2>/dev/null && exit $$status
 TSAN_TESTS := tests/test_model.py tests/test_handle.py tests/test_futures.py \
-	tests/test_gather.py tests/test_lanes.py tests/test_latencies.py tests/test_pool.py
+	tests/test_gather.py tests/test_workers.py tests/test_latencies.py tests/test_pool.py
 
 COVERAGE_FLAGS := --coverage -O0 -fprofile-update=atomic
 COVERAGE_TESTS := tests/test_file.py tests/test_openfiles.py tests/test_mounts.py \

@@ -57,7 +57,7 @@ class Feature(NamedTuple):
 
 
 FEATURES = [
-    Feature("liburing", "-luring", "engine_uring.c registered.c", "liburing.h",
+    Feature("liburing", "-luring", "engine_uring.c", "liburing.h",
             "io_uring_submit_and_wait, io_uring_wait_cqes, io_uring_prep_read",
             "liburing-dev (Debian, Ubuntu) or liburing-devel (Fedora)"),
     Feature("libaio", "-laio", "engine_libaio.c", "libaio.h", "io_setup, io_submit",

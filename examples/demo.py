@@ -302,7 +302,7 @@ class SwappedState:
         self.nbytes += self.memory.nbytes
 
     def close(self) -> None:
-        """Give the memory and the lanes back."""
+        """Give the memory and the workers back."""
         self.handle.free_cpu_locked_tensor(self.memory)
         self.handle.close()
 

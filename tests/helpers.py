@@ -115,7 +115,7 @@ def descriptors_below(folder):
 def left_open(folder):
     """Return what is still open below a folder, when nothing in flight needs it.
 
-    A lane tells that a request is done, and lets go of the file a moment later.
+    A worker tells that a request is done, and lets go of the file a moment later.
     """
     end = time.monotonic() + 10
     while (found := descriptors_below(folder)) and time.monotonic() < end:
@@ -141,9 +141,9 @@ def limit(kind, value):
 
 @contextlib.contextmanager
 def plugged(handle, folder):
-    """Keep the only lane of a handle busy: what is submitted meanwhile stays in flight.
+    """Keep the only worker of a handle busy: what is submitted meanwhile stays in flight.
 
-    The handle must have blocks of one page and a queue of one: `SLOW`.  The lane has
+    The handle must have blocks of one page and a queue of one: `SLOW`.  The worker has
     seconds of work, the requests that are yielded, which is dropped at the end.
     """
     path = folder / "plug"

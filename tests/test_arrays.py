@@ -21,7 +21,7 @@ from helpers import MIB, PAGE, left_open, limit
 from index_strategies import INVENTED, assert_same, cases, outcome
 from nvmeio import ArrayFile
 
-# A bounce of a lane: NVMEIO_BOUNCE_BYTES.
+# A bounce of a worker: NVMEIO_BOUNCE_BYTES.
 BOUNCE_BYTES = 256 << 10
 
 

@@ -1,5 +1,6 @@
 """The benchmarks run, keep what they find, and the documentation shows what they kept."""
 
+import dataclasses
 import hashlib
 import importlib
 import json
@@ -237,6 +238,92 @@ def test_a_goal_is_judged_by_the_median(bench, duel):
     goal = bench("duels").Goal("speed", 1.5)
     assert goal.verdict(duel(0.1, 1.5, 9.0)) == "reached"
     assert goal.verdict(duel(0.1, 1.4, 9.0)) == "missed"
+
+
+def test_context_switches_are_judged_for_each_record(bench, duel):
+    duels = bench("duels")
+    one = duel(1.0, record_bytes=1 << 20)
+    ours, theirs = one.rounds[0]
+    one.rounds[0] = (dataclasses.replace(ours, switches=2048), theirs)
+    assert duels.Goal("switches", 2.0).verdict(one) == "reached"
+    assert duels.Goal("switches", 1.9).verdict(one) == "missed"
+
+
+def test_rows_that_do_not_exist_are_refused():
+    done = subprocess.run(
+        [sys.executable, BENCH / "bench_gather.py", "--only", "loop,lop"],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2
+    assert done.stderr.endswith("argument --only: no such rows: lop\n")
+
+
+@pytest.fixture
+def child(bench):
+    """The child process that has the plain loop, compiled here."""
+    peers = bench("peers").Peers()
+    with bench("loop_child").loop_child(peers) as found:
+        if found is None:
+            pytest.skip(peers.left_out[0])
+        yield found
+
+
+@pytest.mark.packaging
+def test_the_loop_does_what_it_is_told(child, tmp_path):
+    path, size = tmp_path / "file", 1 << 20
+    path.write_bytes(bytes(size))
+    every_block = (path, 1 << 16, 8, size)
+    assert child.run("plain blocks", "write", *every_block, "small").nbytes == size
+    assert path.read_bytes() == b"\1" * size
+    assert child.run("engine blocks", "write", *every_block).nbytes == size
+    for words in (
+        ("plain blocks", "read", *every_block, "huge"),
+        ("engine blocks", "read", *every_block),
+        ("plain gather", path, 4096, 8, 256, "huge"),
+        ("plain threads", path, 4, 64),
+        ("engine threads", path, 4, 64, -1),
+    ):
+        sample = child.run(*words)
+        assert sample.nbytes == size
+        assert sample.seconds > 0
+        assert sample.cpu_seconds > 0
+    assert child.run("plain opens", path, 5).nbytes == 5
+    assert child.run("engine opens", path, 5).nbytes == 5
+
+
+@pytest.mark.packaging
+def test_the_loop_makes_new_files(child, tmp_path):
+    prefix, size = tmp_path / "new", 1 << 20
+    assert child.run("plain fresh", prefix, 4, 1 << 16, 8, size, "small").nbytes == size
+    found = {path.name: path.stat().st_size for path in tmp_path.iterdir()}
+    assert found == {f"new.{index}": size // 4 for index in range(4)}
+    with pytest.raises(RuntimeError, match="File exists"):
+        child.run("plain fresh", prefix, 4, 1 << 16, 8, size, "small")
+
+
+@pytest.mark.packaging
+def test_the_loop_tells_what_failed(child, tmp_path):
+    (tmp_path / "short").write_bytes(bytes(4096))
+    for words, why in (
+        (
+            ("plain blocks", "read", tmp_path / "none", 4096, 8, 4096, "huge"),
+            "No such file",
+        ),
+        (("plain blocks", "read", tmp_path / "short", 4096, 8, 8192, "huge"), "No data"),
+        (("engine blocks", "read", tmp_path / "short", 4096, 8, 8192), "No data"),
+        (("plain sail", tmp_path), "Invalid argument"),
+    ):
+        with pytest.raises(RuntimeError, match=why):
+            child.run(*words)
+
+
+def test_a_loop_that_cannot_be_compiled_is_left_out(bench, monkeypatch):
+    monkeypatch.setenv("CC", "false")
+    peers = bench("peers").Peers()
+    with bench("loop_child").loop_child(peers) as found:
+        assert found is None
+    assert peers.left_out == ["the plain loop (cc failed)"]
 
 
 def test_a_figure_of_several_processes_is_the_median_of_each(bench, duel):

@@ -75,14 +75,14 @@ def test_variations_change_what_the_grid_did_not():
     ]
 
 
-def test_no_more_lanes_are_tried_than_there_are_processors():
-    lanes = {
+def test_no_more_workers_are_tried_than_there_are_processors():
+    workers = {
         processors: {
             one["intra_op_parallelism"] for one in variations([DEFAULT], [], processors)
         }
         for processors in (1, 2, 4, 64)
     }
-    assert lanes == {1: {1}, 2: {1, 2}, 4: {1, 2, 4}, 64: {1, 2, 4}}
+    assert workers == {1: {1}, 2: {1, 2}, 4: {1, 2, 4}, 64: {1, 2, 4}}
 
 
 def test_every_candidate_is_a_configuration_of_a_handle():
@@ -105,7 +105,7 @@ def test_settings_are_described_by_what_is_unusual():
         "engine": "libaio",
         "bounce": "never",
     }
-    words = "1 MiB x 128, overlapped, 4 lanes, one by one, libaio, bounce never"
+    words = "1 MiB x 128, overlapped, 4 workers, one by one, libaio, bounce never"
     assert described({**DEFAULT, **changes}) == words
 
 
@@ -138,7 +138,7 @@ def test_what_is_best_is_shown_and_kept(folder, configuration, tmp_path_factory)
     report = json.loads((out / "report.json").read_text())
     assert [race["race"] for race in report["races"]] == [
         "block size and depth",
-        "lanes, batches, engines",
+        "workers, batches, engines",
         "bounces",
     ]
     for race in report["races"]:
@@ -251,7 +251,7 @@ def test_a_profile_that_cannot_be_saved_is_told_of_before(tmp_path, monkeypatch)
 def test_a_terminal_shows_the_races(folder, configuration):
     done = nvmeio_in_terminal("tune", folder, "--size", "64M", "--budget", "3s")
     assert done.status == 0, done.out
-    for name in ("block size and depth", "lanes, batches, engines", "bounces"):
+    for name in ("block size and depth", "workers, batches, engines", "bounces"):
         assert name in done.out
 
 

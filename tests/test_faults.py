@@ -125,24 +125,6 @@ def test_a_device_that_refuses_direct_io_is_read_through_the_page_cache(tmp_path
     assert report["bytes_buffered"] > 0
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_no_space_to_preallocate_is_no_space(tmp_path, engine):
-    report = round_trip(tmp_path, "fallocate:error=ENOSPC", engine=engine)
-    assert report["steps"] == {**ALL_WELL, "write": "ENOSPC"}
-    assert report["size_left"] == 0
-
-
-@pytest.mark.parametrize("name", ["EOPNOTSUPP", "ENOSYS"])
-def test_a_file_system_without_fallocate_is_written_to(tmp_path, name):
-    report = round_trip(tmp_path, f"fallocate:error={name}", engine="auto")
-    assert report["steps"] == ALL_WELL
-
-
-def test_an_interrupted_fallocate_goes_again(tmp_path):
-    report = round_trip(tmp_path, "fallocate:error=EINTR:when=1..3", engine="auto")
-    assert report["steps"] == ALL_WELL
-
-
 @pytest.mark.parametrize("engine", ["libaio", "threads", "sync"])
 def test_a_failed_fsync_is_told(tmp_path, engine):
     report = round_trip(tmp_path, "fsync:error=EIO", engine=engine)
@@ -256,12 +238,6 @@ def test_one_worker_does_where_more_cannot_be_had(tmp_path):
     fault = "clone3:error=EAGAIN:when=2+"
     report = round_trip(tmp_path, fault, engine="threads", early=False)
     assert report["engine"] == "threads"
-    assert report["steps"] == ALL_WELL
-
-
-@pytest.mark.parametrize("engine", ["io_uring", "libaio"])
-def test_where_callers_find_no_descriptor_lanes_serve(tmp_path, engine):
-    report = round_trip(tmp_path, "eventfd2:error=EMFILE", engine=engine)
     assert report["steps"] == ALL_WELL
 
 
@@ -386,14 +362,12 @@ def traced_rings(folder, **arguments):
 
 
 @pytest.mark.parametrize("engine", ["io_uring"])
-def test_lanes_have_rings_of_one_issuer_that_runs_its_completions(tmp_path, engine):
+def test_workers_have_rings_of_one_issuer_that_runs_its_completions(tmp_path, engine):
     """Linux 6.1 has both flags; an older one refuses them, and gets fewer."""
     wanted = 1 << 12 | 1 << 13  # IORING_SETUP_SINGLE_ISSUER, IORING_SETUP_DEFER_TASKRUN
     rings = traced_rings(tmp_path, engine=engine, intra_op_parallelism=3)
-    # Rings of callers' threads do without.
     asked = [made for flags, made in rings if flags & wanted == wanted]
     assert asked == [kernel_release() >= (6, 1)] * 3
-    assert sum(made for _, made in rings) >= 3
 
 
 @pytest.mark.parametrize("engine", ENGINES)

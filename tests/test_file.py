@@ -220,6 +220,8 @@ class TestClosing:
 
     def test_dropping_it_closes_it(self, path):
         file = nvmeio.File(path, "w")
+        assert descriptors_below(path.parent) == [str(path)]
+        file.fileno()
         assert descriptors_below(path.parent) == [str(path)] * (2 if file.direct else 1)
         del file
         assert left_open(path.parent) == []

@@ -13,11 +13,6 @@ def test_children_and_their_children_use_a_handle_of_the_parent(tmp_path, engine
     assert report == {"engine": engine}
 
 
-@pytest.mark.parametrize("engine", ["io_uring"])
-def test_registered_memory_is_each_processs_own(tmp_path, engine):
-    assert run_child("fork_registered", folder=str(tmp_path)).report["registered"] > 0
-
-
 @pytest.mark.parametrize(("engine", "slow"), SLOW_PLACES, indirect=["slow"])
 def test_work_in_flight_stays_the_parents(slow, tmp_path, engine):
     report = run_child("fork_in_flight", **slow, other=str(tmp_path), engine=engine).report

@@ -17,8 +17,6 @@ import nvmeio
 from children import run_child
 from helpers import ENGINES, PAGE, SLOW, Guarded, pattern, plugged
 from mounts import SLOW_PLACES
-from nvmeio._asyncio import outcome_of
-from nvmeio.futures import Bell
 
 
 @pytest.fixture(params=["asyncio", "uvloop"])
@@ -640,50 +638,6 @@ class TestWait:
                 assert waiting[0].result() == (set(requests), set())
                 assert set(waiting[1].result()) == set(requests)
                 assert [one.result() for one in waiting[2:]] == [PAGE] * 6
-
-
-class Silent:
-    """A request, and the lanes of it, that end when they are looked at: nobody signals."""
-
-    def __init__(self):
-        self.watchers = set()
-        self._lanes = self
-        self.callbacks = []
-        self.looks = 0
-
-    def watch(self, fd):
-        """Signal nothing."""
-
-    unwatch = watch
-
-    def add_done_callback(self, fn):
-        self.callbacks.append(fn)
-
-    def _remove_done_callback(self, fn):
-        self.callbacks.remove(fn)
-
-    def collect(self):
-        self.looks += 1
-        if self.looks == 3:
-            while self.callbacks:
-                self.callbacks.pop()(self)
-
-    def done(self):
-        return self.looks >= 3
-
-    def wait(self, timeout_s=None):
-        assert self.done()
-        return "the end"
-
-
-def test_what_ends_only_when_somebody_looks_comes_to_an_end():
-    """A write whose caller gave up waiting, and what stands behind it."""
-    assert run_in(asyncio.new_event_loop(), outcome_of(Silent())) == "the end"
-    silent = Silent()
-    with contextlib.closing(Bell()) as bell:
-        bell.listen([silent])
-        assert bell.sleep(-1)
-        assert list(bell.done) == [silent]
 
 
 @pytest.mark.parametrize("engine", ENGINES)

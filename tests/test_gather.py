@@ -4,7 +4,6 @@ import errno
 import json
 import os
 import pickle
-import re
 import threading
 import time
 from concurrent.futures import CancelledError, ThreadPoolExecutor
@@ -464,42 +463,6 @@ def test_the_queue_is_full_while_records_are_left(slow, open_handle):
         faults.set()
     assert request.wait() == out.nbytes
     assert out.tobytes() == b"".join(expected[at : at + 4096] for at in offsets)
-
-
-def test_a_gather_that_is_waited_for_runs_in_the_thread_that_waits(
-    open_handle, data, engine, alignment
-):
-    """Where the engine never makes the thread sleep: else in the lanes."""
-    others = lanes_here()
-    handle, out = open_handle(), np.empty((50, 100), np.uint8)
-    offsets = np.random.default_rng(4).integers(0, SIZE - 100, 50)
-    handle.submit_gather(data, offsets, 100, out).wait()
-    lanes = lanes_here() - others
-    assert lanes
-    before = switches_of(lanes)
-    for _ in range(20):
-        out[:] = 0
-        handle.gather(data, offsets, 100, out)
-        assert np.array_equal(out, CONTENT[offsets[:, None] + np.arange(100)])
-    alone = engine == "io_uring" or (engine == "libaio" and alignment > 1)
-    assert (switches_of(lanes) == before) == alone
-    handle.submit_gather(data, offsets, 100, out).wait()
-    assert switches_of(lanes) > before
-
-
-def lanes_here():
-    """Return the threads of this process, but for those of io_uring's own."""
-    tasks = Path("/proc/self/task").iterdir()
-    return {task for task in tasks if "iou-" not in (task / "comm").read_text()}
-
-
-def switches_of(threads):
-    """Count how often threads have gone to sleep, once all of them sleep."""
-    states = [(thread / "status").read_text() for thread in threads]
-    while any(re.search(r"^State:\s*[^S\s]", state, re.M) for state in states):
-        states = [(thread / "status").read_text() for thread in threads]
-    pattern = r"^voluntary_ctxt_switches:\s*(\d+)$"
-    return sum(int(re.search(pattern, state, re.M)[1]) for state in states)
 
 
 def test_threads_gather_side_by_side_on_one_handle(open_handle, data):

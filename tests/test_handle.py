@@ -47,7 +47,7 @@ from helpers import (
     ],
 )
 def test_values_beyond_the_limits_are_refused_at_construction(name, value, most):
-    """Cases 10 and 11: a huge queue, no queue, no lanes."""
+    """Cases 10 and 11: a huge queue, no queue, no workers."""
     words = f"{name} is {value}; it must be from 1 to {most}$"
     with pytest.raises(ValueError, match=words):
         nvmeio.aio_handle(**{name: value})

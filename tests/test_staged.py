@@ -323,7 +323,7 @@ def test_what_a_signal_raises_takes_nothing_away(handle, path, library, interrup
 
 @pytest.mark.usefixtures("library")
 class TestInFlight:
-    """The lane is busy with something else."""
+    """The worker is busy with something else."""
 
     @pytest.fixture
     def handle(self, open_handle):

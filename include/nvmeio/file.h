@@ -17,7 +17,6 @@ struct nvmeio_file_info {
     bool direct; /* blocks may go to the device without the page cache */
     bool readable;
     bool writable;
-    bool created;          /* this open made or truncated the file */
     uint32_t memory_align; /* of addresses, for O_DIRECT; 1 where direct is false */
     uint32_t offset_align; /* of offsets and lengths; 1 where direct is false */
     uint64_t device;       /* st_dev and st_ino: the identity of the file; of a block */
@@ -33,7 +32,10 @@ NVMEIO_API int nvmeio_file_open(const char *path, int flags, enum nvmeio_direct 
                                 struct nvmeio_file **file);
 
 /* The same for an open descriptor, which is duplicated and never changed; O_APPEND is
- * refused with -EINVAL. */
+ * refused with -EINVAL.  The file is opened anew where it has O_DIRECT, and for
+ * O_DIRECT where it has not: an errno of open(2), such as -EACCES, where that is not
+ * allowed. With NVMEIO_DIRECT_AUTO a file that cannot get O_DIRECT uses the page cache.
+ */
 NVMEIO_API int nvmeio_file_dup(int fd, enum nvmeio_direct direct,
                                struct nvmeio_file **file);
 
@@ -43,8 +45,9 @@ NVMEIO_API void nvmeio_file_release(struct nvmeio_file *file);
 NVMEIO_API void nvmeio_file_get_info(const struct nvmeio_file *file,
                                      struct nvmeio_file_info *info);
 
-/* The descriptor without O_DIRECT.  Lent: closed with the file. */
-NVMEIO_API int nvmeio_file_fd(const struct nvmeio_file *file);
+/* The descriptor without O_DIRECT, which is opened when it is first needed: -errno
+ * where that fails.  Lent: closed with the file. */
+NVMEIO_API int nvmeio_file_fd(struct nvmeio_file *file);
 
 /* Whether `path` leads to this very file now: 1, 0, or -errno of stat(2). */
 NVMEIO_API int nvmeio_file_is_at(const struct nvmeio_file *file, const char *path);

@@ -25,7 +25,6 @@ struct nvmeio_gather {
     const int64_t *places; /* in the memory; NULL: one behind another */
     size_t gap_max;        /* read for nothing between two records, at most */
     void *user;            /* as for nvmeio_transfer */
-    bool caller;
 };
 
 struct nvmeio_failure {
@@ -49,8 +48,7 @@ NVMEIO_API int nvmeio_submit_gather(struct nvmeio_handle *handle,
                                     struct nvmeio_request **request, size_t *offender);
 
 /* Whether nvmeio_submit_gather() would refuse records, whatever the file's size: 0, or
- * -errno and *offender as there, or -ENOMEM.  `file`, `user` and `caller` are not
- * looked at. */
+ * -errno and *offender as there, or -ENOMEM.  `file` and `user` are not looked at. */
 NVMEIO_API int nvmeio_gather_check(const struct nvmeio_gather *gather,
                                    size_t *offender);
 

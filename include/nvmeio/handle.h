@@ -1,4 +1,4 @@
-/* handle.h -- configuration, lanes and queue: what transfers are submitted to. */
+/* handle.h -- configuration, workers and queue: what transfers are submitted to. */
 #ifndef NVMEIO_HANDLE_H
 #define NVMEIO_HANDLE_H
 
@@ -11,18 +11,16 @@ extern "C" {
 
 struct nvmeio_config {
     size_t block_bytes;   /* 1 to NVMEIO_BLOCK_BYTES_MAX; rounded up to whole pages */
-    unsigned queue_depth; /* blocks in flight a lane, 1 to NVMEIO_QUEUE_DEPTH_MAX */
-    unsigned lanes;       /* 1 to NVMEIO_LANES_MAX */
+    unsigned queue_depth; /* blocks in flight a worker, 1 to NVMEIO_QUEUE_DEPTH_MAX */
+    unsigned workers;     /* threads with an engine each, 1 to NVMEIO_WORKERS_MAX */
     bool single_submit;   /* one block a submission call */
-    bool overlap_events;  /* refill after every completion, not after every batch */
     enum nvmeio_bounce bounce;
     const char *engine; /* "auto" or a name; copied */
 };
 
 struct nvmeio_stats {
-    uint64_t requests;          /* submitted */
-    uint64_t blocks;            /* finished */
-    uint64_t blocks_registered; /* handed over in memory that the ring has registered */
+    uint64_t requests; /* submitted */
+    uint64_t blocks;   /* finished */
     uint64_t bytes_direct;
     uint64_t bytes_buffered;
     uint64_t bytes_bounced;   /* direct too, through our memory; not in bytes_direct */
@@ -34,7 +32,7 @@ struct nvmeio_stats {
  * all above 67 s. */
 #define NVMEIO_LATENCY_BUCKETS 1024
 
-/* Values of the documented defaults: 1 MiB x 128, one lane, batches. */
+/* Values of the documented defaults: 1 MiB x 128, one worker. */
 NVMEIO_API void nvmeio_config_default(struct nvmeio_config *config);
 
 /* Start a handle.  -EINVAL for a value out of its limits or an unknown engine,
@@ -45,8 +43,9 @@ NVMEIO_API void nvmeio_config_default(struct nvmeio_config *config);
 NVMEIO_API int nvmeio_handle_open(const struct nvmeio_config *config,
                                   struct nvmeio_handle **handle);
 
-/* Wait for all that is in flight and stop the lanes; from the start on, submissions get
- * -EPIPE.  May be called again, and by several threads: all return when it is done. */
+/* Wait for all that is in flight and stop the workers; from the start on, submissions
+ * get -EPIPE.  May be called again, and by several threads: all return when it is done.
+ */
 NVMEIO_API void nvmeio_handle_stop(struct nvmeio_handle *handle);
 
 /* Stop, and release the caller's reference.  Requests stay readable until they are
@@ -57,13 +56,10 @@ NVMEIO_API void nvmeio_handle_close(struct nvmeio_handle *handle);
  * limit). */
 NVMEIO_API int nvmeio_handle_drain(struct nvmeio_handle *handle, int64_t timeout_ns);
 
-/* Up to `count` finished requests' `user` pointers, each exactly once. */
+/* Up to `count` finished requests' `user` pointers.  Each completion is reported once:
+ * here, or to a thread by nvmeio_request_wait(). */
 NVMEIO_API unsigned nvmeio_handle_pop(struct nvmeio_handle *handle, void **users,
                                       unsigned count);
-
-/* Have nvmeio_handle_pop() not report a request that is done: true if it would have. Of
- * one that was submitted before a fork() it does nothing. */
-NVMEIO_API bool nvmeio_request_take(struct nvmeio_request *request);
 
 /* Have an eventfd signalled once, when a request of the handle is done next.  The
  * caller owns it, non-blocking, and asks again for each further signal; asking twice is

@@ -18,14 +18,13 @@ extern "C" {
 #define NVMEIO_POOL_NODE_MAX 63
 
 struct nvmeio_pool_stats {
-    uint64_t bytes_limit;      /* of bytes_mapped */
-    uint64_t bytes_mapped;     /* taken from the system */
-    uint64_t bytes_hugetlb;    /* mapped from hugetlbfs so far */
-    uint64_t bytes_used;       /* handed out now, in whole pages or huge pages */
-    uint64_t bytes_locked;     /* of them, mlock'ed */
-    uint64_t bytes_registered; /* with rings of io_uring, and so pinned */
-    uint64_t allocations;      /* handed out so far */
-    uint64_t reuses;           /* of them, from memory that was mapped before */
+    uint64_t bytes_limit;   /* of bytes_mapped */
+    uint64_t bytes_mapped;  /* taken from the system */
+    uint64_t bytes_hugetlb; /* mapped from hugetlbfs so far */
+    uint64_t bytes_used;    /* handed out now, in whole pages or huge pages */
+    uint64_t bytes_locked;  /* of them, mlock'ed */
+    uint64_t allocations;   /* handed out so far */
+    uint64_t reuses;        /* of them, from memory that was mapped before */
 };
 
 /* Hand out at least `size` bytes (1 or more), aligned to NVMEIO_POOL_ALIGN, populated.

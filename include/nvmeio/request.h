@@ -21,9 +21,9 @@ struct nvmeio_transfer {
     void *address;            /* lent until the request is done; ignored by fsync */
     size_t size;
     int64_t offset;
-    void *user;  /* given back by nvmeio_handle_pop(); NULL: not reported there */
-    bool caller; /* run in the threads that wait for it, not in the lanes: for one
-                  * small transfer that is waited for at once */
+    bool data_only; /* an fsync: the data and what it takes to read them, but no times,
+                     * modes and owners, as fdatasync(2) */
+    void *user;     /* given back by nvmeio_handle_pop(); NULL: not reported there */
 };
 
 struct nvmeio_outcome {
@@ -44,8 +44,18 @@ NVMEIO_API int nvmeio_submit(struct nvmeio_handle *handle,
                              const struct nvmeio_transfer *transfer,
                              struct nvmeio_request **request);
 
-/* Wait until done: 0, -ETIMEDOUT after timeout_ns (negative: no limit), or -EOWNERDEAD
- * if it was submitted before a fork(). */
+/* Carry out a transfer in this thread, by pread(2) or pwrite(2), if it is one block, of
+ * 1 MiB at most, that goes straight between memory and a file on a local file system:
+ * 1, with its outcome. 0 where it is not, and has to be submitted.  -errno where
+ * nvmeio_submit() would fail. No signal interrupts it and it has no timeout, but what
+ * it waits for is a local device; it counts as a request of the handle in all else. */
+NVMEIO_API int nvmeio_perform(struct nvmeio_handle *handle,
+                              const struct nvmeio_transfer *transfer,
+                              struct nvmeio_outcome *outcome);
+
+/* Wait until done: 0, or 1 where the completion is reported to this thread and will not
+ * be by nvmeio_handle_pop() (never without `user`).  -ETIMEDOUT after timeout_ns
+ * (negative: no limit), or -EOWNERDEAD if it was submitted before a fork(). */
 NVMEIO_API int nvmeio_request_wait(struct nvmeio_request *request, int64_t timeout_ns);
 
 NVMEIO_API bool nvmeio_request_done(struct nvmeio_request *request);

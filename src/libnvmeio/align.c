@@ -24,19 +24,12 @@ static void plan_add(struct nvmeio_plan *plan, enum nvmeio_route route, uint64_t
     plan->spans[plan->count++] = (struct nvmeio_span){route, begin, end};
 }
 
-/* One span for everything. */
-static void plan_whole(struct nvmeio_plan *plan, enum nvmeio_route route, size_t size)
-{
-    plan_add(plan, route, 0, size);
-    plan->edges = plan->count;
-}
-
 void nvmeio_plan_make(struct nvmeio_plan *plan, const struct nvmeio_geometry *geometry,
                       enum nvmeio_op op, uintptr_t address, size_t size, int64_t offset)
 {
     *plan = (struct nvmeio_plan){0};
     if (!geometry->direct) {
-        plan_whole(plan, NVMEIO_ROUTE_BUFFERED, size);
+        plan_add(plan, NVMEIO_ROUTE_BUFFERED, 0, size);
         return;
     }
 
@@ -59,18 +52,27 @@ void nvmeio_plan_make(struct nvmeio_plan *plan, const struct nvmeio_geometry *ge
     /* A read may fetch more than was asked for into our memory; a write may not put
      * back what it did not get, so its ends always go through the page cache. */
     if (!reachable && (!bounce_allowed || (!has_middle && op == NVMEIO_OP_WRITE))) {
-        plan_whole(plan, NVMEIO_ROUTE_BUFFERED, size);
+        plan_add(plan, NVMEIO_ROUTE_BUFFERED, 0, size);
         return;
     }
     if (!reachable && op == NVMEIO_OP_READ) {
-        plan_whole(plan, NVMEIO_ROUTE_BOUNCE, size);
+        plan_add(plan, NVMEIO_ROUTE_BOUNCE, 0, size);
         return;
     }
     plan_add(plan, reachable ? NVMEIO_ROUTE_DIRECT : NVMEIO_ROUTE_BOUNCE,
              middle - start, tail - start);
-    plan->edges = op == NVMEIO_OP_WRITE ? plan->count : 3;
     plan_add(plan, NVMEIO_ROUTE_BUFFERED, 0, middle - start);
     plan_add(plan, NVMEIO_ROUTE_BUFFERED, tail - start, size);
+}
+
+void nvmeio_plan_sort(struct nvmeio_plan *plan)
+{
+    /* A head stands behind the middle, if there is one, and a tail is last already. */
+    if (plan->count > 1 && plan->spans[1].begin < plan->spans[0].begin) {
+        struct nvmeio_span middle = plan->spans[0];
+        plan->spans[0] = plan->spans[1];
+        plan->spans[1] = middle;
+    }
 }
 
 void nvmeio_plan_cut(struct nvmeio_piece *piece, const struct nvmeio_span *span,

@@ -29,12 +29,11 @@ struct nvmeio_span {
     size_t end;
 };
 
-/* The spans in the order in which they are carried out.  Those of a write from
- * `edges` on may start only when all before them have completed. */
+/* The spans in the order in which they are carried out: those of a write only when all
+ * before them have landed. */
 struct nvmeio_plan {
     struct nvmeio_span spans[3];
     unsigned count;
-    unsigned edges;
 };
 
 /* One I/O: `wanted` bytes of the transfer from `position` on are found `skip` bytes
@@ -56,6 +55,9 @@ uint64_t nvmeio_round_up(uint64_t value, uint64_t align);
 void nvmeio_plan_make(struct nvmeio_plan *plan, const struct nvmeio_geometry *geometry,
                       enum nvmeio_op op, uintptr_t address, size_t size,
                       int64_t offset);
+
+/* Put the spans into the order of the file. */
+void nvmeio_plan_sort(struct nvmeio_plan *plan);
 
 /* The piece of `span` that begins at `position`, of at most block_bytes (a multiple of
  * NVMEIO_EDGE_BYTES and of the file's alignments). */

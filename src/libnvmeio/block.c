@@ -6,9 +6,7 @@
 
 #include <errno.h>
 
-#include "copy_internal.h"
 #include "file_internal.h"
-#include "records.h"
 #include "request_internal.h"
 
 /* How long a block may go on hearing "again" without moving a byte. */
@@ -17,42 +15,25 @@
 void nvmeio_block_prepare(struct nvmeio_block *block)
 {
     const struct nvmeio_request *request = block->request;
-    const struct nvmeio_file *file = request->file;
+    struct nvmeio_file *file = request->file;
     const struct nvmeio_piece *piece = &block->piece;
     bool direct = piece->route != NVMEIO_ROUTE_BUFFERED &&
                   !atomic_load_explicit(&file->direct_refused, memory_order_relaxed);
 
-    block->fd = direct ? file->direct_fd : file->fd;
+    /* Mostly the descriptor of the page cache was opened when the request was planned.
+     */
+    block->fd = direct                         ? file->direct_fd
+                : block->op == NVMEIO_OP_FSYNC ? nvmeio_file_any_fd(file)
+                                               : nvmeio_file_fd(file);
+    block->result = block->fd;
     block->address = block->bounce ? block->bounce : block->lent;
     block->bytes = (uint32_t)piece->io_bytes;
     block->offset = piece->io_offset;
     block->plain = file->fuse;
     block->moved = 0;
     block->stalled_ns = 0;
-    if (!block->bounce || block->op != NVMEIO_OP_WRITE)
-        return;
-    if (block->lent)
-        nvmeio_copy_cold(block->bounce, block->lent, piece->wanted);
-    else
-        nvmeio_records_collect(request->records, &block->run, block->bounce,
-                               piece->position, piece->position + piece->wanted);
-}
-
-/* A read has brought the first `landed` bytes of its piece: bring them to where they
- * belong. */
-static void deliver(const struct nvmeio_block *block, size_t landed)
-{
-    const struct nvmeio_piece *piece = &block->piece;
-    const char *source = block->lent;
-
-    if (block->bounce) {
-        source = (const char *)block->bounce + piece->skip;
-        if (block->lent)
-            nvmeio_copy_cold(block->lent, source, landed);
-    }
-    if (block->request->records && block->run.copied)
-        nvmeio_records_spread(block->request->records, &block->run, source,
-                              piece->position, piece->position + landed);
+    if (block->bounce && block->op == NVMEIO_OP_WRITE)
+        request->ops->load(block);
 }
 
 /* A read is delivered as far as it came, also before an error: so far the outcome will
@@ -63,7 +44,8 @@ static enum nvmeio_verdict finish(struct nvmeio_block *block, int64_t result)
     size_t landed = block->moved > piece->skip ? block->moved - piece->skip : 0;
 
     if (landed > 0 && block->op == NVMEIO_OP_READ)
-        deliver(block, landed < piece->wanted ? landed : piece->wanted);
+        block->request->ops->deliver(block,
+                                     landed < piece->wanted ? landed : piece->wanted);
     block->result = result;
     return NVMEIO_BLOCK_FINISHED;
 }
@@ -85,14 +67,19 @@ static enum nvmeio_verdict advance_error(struct nvmeio_block *block)
     struct nvmeio_file *file = block->request->file;
     int error = (int)-block->result;
 
+    if (block->fd < 0)
+        return finish(block, block->result);
     if (error == EINTR || error == EAGAIN || error == EBUSY)
         return repeat(block);
     /* The alignment was right, and yet the device refused: some file systems say only
      * now that they have no O_DIRECT. */
     if ((error == EINVAL || error == EOPNOTSUPP) && block->fd == file->direct_fd &&
-        block->fd != file->fd && !file->demanded) {
+        block->op != NVMEIO_OP_FSYNC && !file->demanded) {
+        int fd = nvmeio_file_fd(file);
+        if (fd < 0)
+            return finish(block, fd);
         atomic_store_explicit(&file->direct_refused, true, memory_order_relaxed);
-        block->fd = file->fd;
+        block->fd = fd;
         return NVMEIO_BLOCK_REPEATED;
     }
     /* With O_DIRECT the kernel says ENODATA of a medium that cannot be read or written
@@ -126,7 +113,27 @@ enum nvmeio_verdict nvmeio_block_advance(struct nvmeio_block *block)
     block->offset += block->result;
     block->bytes = (uint32_t)(piece->io_bytes - block->moved);
     if (block->offset % request->geometry.offset_align ||
-        (uintptr_t)block->address % request->file->info.memory_align)
-        block->fd = request->file->fd;
+        (uintptr_t)block->address % request->file->info.memory_align) {
+        block->fd = nvmeio_file_fd(request->file);
+        if (block->fd < 0)
+            return finish(block, block->fd);
+    }
     return NVMEIO_BLOCK_CONTINUED;
+}
+
+void nvmeio_block_count(const struct nvmeio_block *block, struct nvmeio_stats *stats,
+                        uint64_t latencies[NVMEIO_LATENCY_BUCKETS])
+{
+    bool direct = block->fd == block->request->file->direct_fd;
+    uint64_t *bytes = !direct         ? &stats->bytes_buffered
+                      : block->bounce ? &stats->bytes_bounced
+                                      : &stats->bytes_direct;
+
+    stats->blocks++;
+    if (block->result == 0)
+        *bytes += block->piece.wanted;
+    /* An fsync transfers nothing, and lasts as long as many transfers. */
+    if (block->op != NVMEIO_OP_FSYNC)
+        latencies[nvmeio_latency_bucket(
+            (uint64_t)(block->seen_ns - block->pushed_ns))]++;
 }

@@ -169,8 +169,7 @@ int nvmeio_engine_probe(unsigned index, struct nvmeio_engine_info *info)
                  entry->library);
         return 0;
     }
-    info->error =
-        nvmeio_engine_start(&engine, nvmeio_fault_engine(entry->ops), 1, false);
+    info->error = nvmeio_engine_start(&engine, nvmeio_fault_engine(entry->ops), 1);
     if (info->error == 0)
         nvmeio_engine_stop(&engine);
     else
@@ -180,10 +179,9 @@ int nvmeio_engine_probe(unsigned index, struct nvmeio_engine_info *info)
 }
 
 int nvmeio_engine_start(struct nvmeio_engine *engine,
-                        const struct nvmeio_engine_ops *ops, unsigned depth,
-                        bool shared)
+                        const struct nvmeio_engine_ops *ops, unsigned depth)
 {
-    *engine = (struct nvmeio_engine){.ops = ops, .depth = depth, .shared = shared};
+    *engine = (struct nvmeio_engine){.ops = ops, .depth = depth};
     engine->wake_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     if (engine->wake_fd < 0)
         return -errno;
@@ -211,7 +209,7 @@ void nvmeio_block_perform(struct nvmeio_block *block)
         result = pwrite(block->fd, block->address, block->bytes, block->offset);
         break;
     default:
-        result = fsync(block->fd);
+        result = block->data_only ? fdatasync(block->fd) : fsync(block->fd);
     }
     block->result = result < 0 ? -errno : result;
 }
@@ -244,13 +242,6 @@ int nvmeio_patience_try(struct nvmeio_patience *patience, int error)
     if (patience->pause_ns < PAUSE_MAX_NS)
         patience->pause_ns *= 2;
     return 0;
-}
-
-int64_t nvmeio_now_ns(void)
-{
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
 }
 
 void nvmeio_semaphore_wait(sem_t *semaphore)

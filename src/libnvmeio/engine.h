@@ -8,8 +8,16 @@
 
 #include "align.h"
 #include "records.h"
+#include "waiter.h"
 
 struct nvmeio_request;
+
+/* Where a bounce comes from (worker.c). */
+enum nvmeio_bounce_kind {
+    NVMEIO_BOUNCE_ORDINARY,
+    NVMEIO_BOUNCE_SMALL,
+    NVMEIO_BOUNCE_LARGE,
+};
 
 /* One I/O that the kernel sees.  The first part is for the engine, the second belongs
  * to request.c and is none of its business. */
@@ -17,7 +25,8 @@ struct nvmeio_block {
     enum nvmeio_op op;
     int fd;
     uint32_t bytes;
-    uint32_t index; /* of this block in its lane, below the engine's depth */
+    uint32_t index; /* of this block in its worker, below the engine's depth */
+    bool data_only; /* an fsync: fdatasync(2) */
     void *address;
     int64_t offset;
     /* The file is on FUSE.  When FUSE answers short, io_uring (Linux 6.18, 2026-11-21)
@@ -26,30 +35,27 @@ struct nvmeio_block {
     bool plain;
     int64_t result; /* set by the engine: bytes or -errno */
     struct nvmeio_block *next;
-    int place; /* of the file among those that io_uring has registered, or -1 */
 
     struct nvmeio_request *request;
     struct nvmeio_piece piece;
-    char *lent;            /* the piece in the caller's memory; NULL: in many places */
-    struct nvmeio_run run; /* of a gather or scatter, of which it is a piece */
-    void *bounce;          /* the lane's memory, or NULL */
-    bool bounce_small;     /* and which kind */
-    size_t moved;          /* of piece.io_bytes */
-    int64_t stalled_ns;    /* since when the kernel has been saying "again"; 0: not */
-    int64_t pushed_ns;     /* when the engine was given it first */
-    int64_t seen_ns;       /* when the lane saw it among those finished; 0: not yet */
+    char *lent; /* the piece in the caller's memory; NULL: in many places */
+    struct nvmeio_extent extent; /* of a gather or scatter, of which it is a piece */
+    void *bounce;                /* the worker's memory, or NULL */
+    enum nvmeio_bounce_kind bounce_kind;
+    size_t moved;       /* of piece.io_bytes */
+    int64_t stalled_ns; /* since when the kernel has been saying "again"; 0: not */
+    int64_t pushed_ns;  /* when the engine was given it first */
+    int64_t seen_ns;    /* when the worker saw it among those finished; 0: not yet */
 };
 
 struct nvmeio_engine_ops;
 
 struct nvmeio_engine {
     const struct nvmeio_engine_ops *ops;
-    unsigned depth; /* wished for; open() lowers it to what there is */
-    bool shared;    /* used by different threads, one at a time; else by the opener */
+    unsigned depth;                /* wished for; open() lowers it to what there is */
     unsigned in_flight;            /* pushed and not yet in `finished` */
-    struct nvmeio_block *finished; /* reap() puts blocks here, the lane takes them */
+    struct nvmeio_block *finished; /* reap() puts blocks here, the worker takes them */
     uint64_t retries;              /* calls into the kernel that had to be repeated */
-    uint64_t registered;           /* blocks pushed in registered memory */
     int wake_fd;                   /* eventfd of wake() */
     void *state;                   /* the engine's own */
     void *faults;                  /* what the test build holds back (fault_engine.c) */
@@ -59,14 +65,8 @@ struct nvmeio_engine_ops {
     const char *name;
     const char *library; /* that it needs, or "" */
 
-    /* Whether reap() waits no longer than it is told, whatever the disk does, for I/O
-     * with O_DIRECT and for other I/O.  Then it may be run by the threads of callers,
-     * for whom Ctrl-C must work. */
-    bool punctual_direct;
-    bool punctual_buffered;
-
-    /* Set up for at most engine->depth blocks.  Called by the thread that will use the
-     * engine, or by any where engine->shared is set. */
+    /* Set up for at most engine->depth blocks, by the thread that will use the engine.
+     */
     int (*open)(struct nvmeio_engine *engine);
 
     /* Free everything.  No block is in flight. */
@@ -77,14 +77,12 @@ struct nvmeio_engine_ops {
     void (*push)(struct nvmeio_engine *engine, struct nvmeio_block *block);
 
     /* Hand over what was pushed and collect what has finished, waiting until at least
-     * wait_min blocks have (0: do not wait), wake() is called, a signal arrives, or
-     * timeout_ns have passed (negative: no limit).  Returns how many blocks it
-     * appended to `finished`, or -errno when the engine is dead: the kernel no longer
-     * answers, and what is in flight may still be written to. */
-    int (*reap)(struct nvmeio_engine *engine, unsigned wait_min, int64_t timeout_ns);
+     * wait_min blocks have (0: do not wait) or wake() is called.  Returns how many
+     * blocks it appended to `finished`, or -errno when the engine is dead: the kernel
+     * no longer answers, and what is in flight may still be written to. */
+    int (*reap)(struct nvmeio_engine *engine, unsigned wait_min);
 
-    /* End a reap() that waits for one block, or the next; one that waits for more may
-     * take it for one of them.  Any thread. */
+    /* End a reap() that waits, or the next that would.  Any thread. */
     void (*wake)(struct nvmeio_engine *engine);
 };
 
@@ -104,8 +102,7 @@ void nvmeio_engine_explain(const char *name, int error, char *reason, size_t siz
 
 /* open() and close() with what all engines share. */
 int nvmeio_engine_start(struct nvmeio_engine *engine,
-                        const struct nvmeio_engine_ops *ops, unsigned depth,
-                        bool shared);
+                        const struct nvmeio_engine_ops *ops, unsigned depth);
 void nvmeio_engine_stop(struct nvmeio_engine *engine);
 
 /* Carry a block out by pread, pwrite or fsync; sets its result. */
@@ -126,9 +123,6 @@ struct nvmeio_patience {
  * EAGAIN, EBUSY, ENOMEM), 1 s for anything else.  A call that slept for long before it
  * failed is the first of a new row. */
 int nvmeio_patience_try(struct nvmeio_patience *patience, int error);
-
-/* Nanoseconds of CLOCK_MONOTONIC. */
-int64_t nvmeio_now_ns(void);
 
 /* Wait until it is posted to, whatever signals come.  One thread of several is woken by
  * a semaphore, all by a condition: pthread_cond_signal(3) of glibc 2.25 to 2.40 may

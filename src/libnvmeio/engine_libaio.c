@@ -9,7 +9,6 @@
 #include <libaio.h>
 #include <poll.h>
 #include <stdlib.h>
-#include <time.h>
 
 struct aio {
     io_context_t context;
@@ -146,13 +145,12 @@ static int aio_collect(struct nvmeio_engine *engine)
     return count;
 }
 
-/* Sleep until the eventfd says something, or a signal, or the time is over. */
-static void aio_sleep(struct nvmeio_engine *engine, int64_t timeout_ns)
+/* Sleep until there is a completion, a wake-up or a signal. */
+static void aio_sleep(struct nvmeio_engine *engine)
 {
     struct pollfd events = {.fd = engine->wake_fd, .events = POLLIN};
-    struct timespec limit = {timeout_ns / 1000000000, timeout_ns % 1000000000};
 
-    if (ppoll(&events, 1, timeout_ns < 0 ? NULL : &limit, NULL) > 0)
+    if (ppoll(&events, 1, NULL, NULL) > 0)
         nvmeio_eventfd_clear(engine->wake_fd);
 }
 
@@ -165,7 +163,7 @@ static unsigned finished_count(const struct nvmeio_engine *engine)
     return count;
 }
 
-static int aio_reap(struct nvmeio_engine *engine, unsigned wait_min, int64_t timeout_ns)
+static int aio_reap(struct nvmeio_engine *engine, unsigned wait_min)
 {
     struct aio *aio = engine->state;
     bool slept = false;
@@ -183,11 +181,12 @@ static int aio_reap(struct nvmeio_engine *engine, unsigned wait_min, int64_t tim
             continue;
         }
         unsigned count = finished_count(engine);
-        /* One sleep: its end may be a wake-up or a signal, and the lane will ask again.
+        /* One sleep: its end may be a wake-up or a signal, and the worker will ask
+         * again.
          */
         if (count >= wait_min || slept || engine->in_flight == 0)
             return (int)count;
-        aio_sleep(engine, timeout_ns);
+        aio_sleep(engine);
         slept = true;
     }
 }
@@ -200,7 +199,6 @@ static void aio_wake(struct nvmeio_engine *engine)
 const struct nvmeio_engine_ops nvmeio_engine_libaio = {
     .name = "libaio",
     .library = "libaio",
-    .punctual_direct = true,
     .open = aio_open,
     .close = aio_close,
     .push = aio_push,

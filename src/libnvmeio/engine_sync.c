@@ -37,14 +37,12 @@ static struct nvmeio_block *oldest_first(struct nvmeio_block *newest)
     return oldest;
 }
 
-static int sync_reap(struct nvmeio_engine *engine, unsigned wait_min,
-                     int64_t timeout_ns)
+static int sync_reap(struct nvmeio_engine *engine, unsigned wait_min)
 {
     struct nvmeio_block *block = oldest_first(engine->state);
     int count = 0;
 
     (void)wait_min;
-    (void)timeout_ns;
     engine->state = NULL;
     while (block) {
         struct nvmeio_block *next = block->next;

@@ -7,20 +7,19 @@
 #include <errno.h>
 #include <pthread.h>
 #include <semaphore.h>
-#include <signal.h>
 #include <stdlib.h>
-#include <time.h>
+
+#include "thread.h"
 
 /* 16 threads of 1 MiB blocks read as fast as io_uring; docs/design.md has the figures.
  */
 #define WORKERS_MAX 16u
-#define STACK_BYTES (256u << 10)
 
 /* Everything below the mutex is guarded by it. */
 struct crew {
     sem_t work; /* for the workers: one for each block, and one for each to go home */
     pthread_mutex_t mutex;
-    pthread_cond_t news;               /* for reap(): done_count or woken */
+    pthread_cond_t change;             /* for reap(): done_count or woken */
     struct nvmeio_block *first, *last; /* pushed */
     struct nvmeio_block *done;         /* carried out */
     unsigned done_count;
@@ -54,45 +53,32 @@ static void *worker_main(void *argument)
         block->next = crew->done;
         crew->done = block;
         crew->done_count++;
-        pthread_cond_broadcast(&crew->news);
+        pthread_cond_broadcast(&crew->change);
     }
     pthread_mutex_unlock(&crew->mutex);
     return NULL;
 }
 
-/* One worker more; it takes no signals, which belong to the program's own threads. */
+/* One thread more. */
 static int crew_hire(struct crew *crew)
 {
-    pthread_attr_t attributes;
-    sigset_t all, before;
+    int error = nvmeio_thread_start(&crew->workers[crew->count], worker_main, crew);
 
-    pthread_attr_init(&attributes);
-    pthread_attr_setstacksize(&attributes, STACK_BYTES);
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
-    int error =
-        pthread_create(&crew->workers[crew->count], &attributes, worker_main, crew);
-    pthread_sigmask(SIG_SETMASK, &before, NULL);
-    pthread_attr_destroy(&attributes);
     if (error == 0)
         crew->count++;
-    return -error;
+    return error;
 }
 
 static int threads_open(struct nvmeio_engine *engine)
 {
     struct crew *crew = calloc(1, sizeof(*crew));
-    pthread_condattr_t monotonic;
 
     if (!crew)
         return -ENOMEM;
     crew->limit = engine->depth < WORKERS_MAX ? engine->depth : WORKERS_MAX;
     sem_init(&crew->work, 0, 0);
     pthread_mutex_init(&crew->mutex, NULL);
-    pthread_condattr_init(&monotonic);
-    pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
-    pthread_cond_init(&crew->news, &monotonic);
-    pthread_condattr_destroy(&monotonic);
+    pthread_cond_init(&crew->change, NULL);
     int error = crew_hire(crew);
     if (error) {
         free(crew);
@@ -111,7 +97,7 @@ static void threads_close(struct nvmeio_engine *engine)
     for (unsigned i = 0; i < crew->count; i++)
         pthread_join(crew->workers[i], NULL);
     sem_destroy(&crew->work);
-    pthread_cond_destroy(&crew->news);
+    pthread_cond_destroy(&crew->change);
     pthread_mutex_destroy(&crew->mutex);
     free(crew);
 }
@@ -136,29 +122,15 @@ static void threads_push(struct nvmeio_engine *engine, struct nvmeio_block *bloc
     sem_post(&crew->work);
 }
 
-/* Sleep until `done_count` reaches wait_min, a wake-up, or the end of the time. */
-static void crew_wait(struct crew *crew, unsigned wait_min, int64_t timeout_ns)
-{
-    int64_t end = nvmeio_now_ns() + timeout_ns;
-    struct timespec limit = {end / 1000000000, end % 1000000000};
-    int error = 0;
-
-    while (crew->done_count < wait_min && !crew->woken && error == 0) {
-        if (timeout_ns < 0)
-            error = pthread_cond_wait(&crew->news, &crew->mutex);
-        else
-            error = pthread_cond_timedwait(&crew->news, &crew->mutex, &limit);
-    }
-}
-
-static int threads_reap(struct nvmeio_engine *engine, unsigned wait_min,
-                        int64_t timeout_ns)
+static int threads_reap(struct nvmeio_engine *engine, unsigned wait_min)
 {
     struct crew *crew = engine->state;
 
     pthread_mutex_lock(&crew->mutex);
-    crew_wait(crew, wait_min, timeout_ns);
-    crew->woken = false;
+    while (crew->done_count < wait_min && !crew->woken)
+        pthread_cond_wait(&crew->change, &crew->mutex);
+    /* Who does not wait leaves a wake-up to the next who does. */
+    crew->woken &= wait_min == 0;
     struct nvmeio_block *done = crew->done;
     int count = (int)crew->done_count;
     crew->done = NULL;
@@ -178,7 +150,7 @@ static void threads_wake(struct nvmeio_engine *engine)
 
     pthread_mutex_lock(&crew->mutex);
     crew->woken = true;
-    pthread_cond_broadcast(&crew->news);
+    pthread_cond_broadcast(&crew->change);
     pthread_mutex_unlock(&crew->mutex);
 }
 

@@ -1,18 +1,15 @@
 /* engine_uring.c -- blocks by io_uring(7), through liburing.
  *
- * A lane owns its ring alone (SINGLE_ISSUER, DEFER_TASKRUN where the kernel has them);
- * a shared one, for callers' threads, does without.  An entry that was published is
- * in flight whatever io_uring_enter returned, so a call that fails is repeated until
- * it works or the ring counts as dead.  No SQPOLL: 30 times the CPU for the same speed
- * (docs/design.md). */
+ * A worker owns its ring alone (SINGLE_ISSUER, DEFER_TASKRUN where the kernel has
+ * them). An entry that was published is in flight whatever io_uring_enter returned, so
+ * a call that fails is repeated until it works or the ring counts as dead.  No SQPOLL:
+ * 30 times the CPU for the same speed (docs/design.md). */
 #include "engine.h"
 
 #include <errno.h>
 #include <liburing.h>
 #include <poll.h>
 #include <stdlib.h>
-
-#include "registered.h"
 
 /* Flags that are younger than the oldest liburing we build with. */
 #ifndef IORING_SETUP_COOP_TASKRUN
@@ -31,16 +28,14 @@
 struct uring {
     struct io_uring ring;
     struct nvmeio_patience patience;
-    struct nvmeio_registered registered;
-    bool wake_armed;
+    unsigned wakes_armed;
 };
 
 /* User data of the poll on the wake-up eventfd; blocks are never there. */
 static char wake_mark;
 
 /* Set a ring up with as many of the helpful flags as the kernel knows. */
-static int uring_setup(struct io_uring *ring, unsigned entries, unsigned completions,
-                       bool shared)
+static int uring_setup(struct io_uring *ring, unsigned entries, unsigned completions)
 {
     static const unsigned own_flags[] = {
         IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_DEFER_TASKRUN,
@@ -49,7 +44,7 @@ static int uring_setup(struct io_uring *ring, unsigned entries, unsigned complet
     };
     int error = -EINVAL;
 
-    for (unsigned i = shared ? 1 : 0; i < 3 && error == -EINVAL; i++) {
+    for (unsigned i = 0; i < 3 && error == -EINVAL; i++) {
         struct io_uring_params params = {
             .flags = own_flags[i] | IORING_SETUP_CQSIZE | IORING_SETUP_CLAMP,
             .cq_entries = completions,
@@ -71,7 +66,7 @@ static int uring_open(struct nvmeio_engine *engine)
         /* One entry more, for the poll of the wake-up. */
         unsigned wanted = engine->depth + 1;
         unsigned entries = wanted < SQ_ENTRIES_MAX ? wanted : SQ_ENTRIES_MAX;
-        error = uring_setup(&uring->ring, entries, 2 * wanted, engine->shared);
+        error = uring_setup(&uring->ring, entries, 2 * wanted);
         if (error != -ENOMEM || engine->depth == 1)
             break;
         engine->depth /= 2;
@@ -80,7 +75,6 @@ static int uring_open(struct nvmeio_engine *engine)
         free(uring);
         return error;
     }
-    nvmeio_registered_open(&uring->registered, &uring->ring);
     engine->state = uring;
     return 0;
 }
@@ -88,7 +82,6 @@ static int uring_open(struct nvmeio_engine *engine)
 static void uring_close(struct nvmeio_engine *engine)
 {
     struct uring *uring = engine->state;
-    nvmeio_registered_close(&uring->registered);
     io_uring_queue_exit(&uring->ring);
     free(uring);
 }
@@ -120,34 +113,9 @@ static struct io_uring_sqe *uring_entry(struct nvmeio_engine *engine)
     return entry;
 }
 
-/* Say in an entry what the block wants, in terms of what is registered where it is. */
-static void uring_prepare(struct io_uring_sqe *entry, struct nvmeio_block *block,
-                          int memory, int file)
-{
-    int fd = file >= 0 ? file : block->fd;
-    uint64_t offset = (uint64_t)block->offset;
-
-    if (block->op == NVMEIO_OP_FSYNC)
-        io_uring_prep_fsync(entry, fd, 0);
-    else if (block->op == NVMEIO_OP_READ && memory >= 0)
-        io_uring_prep_read_fixed(entry, fd, block->address, block->bytes, offset,
-                                 memory);
-    else if (block->op == NVMEIO_OP_READ)
-        io_uring_prep_read(entry, fd, block->address, block->bytes, offset);
-    else if (memory >= 0)
-        io_uring_prep_write_fixed(entry, fd, block->address, block->bytes, offset,
-                                  memory);
-    else
-        io_uring_prep_write(entry, fd, block->address, block->bytes, offset);
-    if (file >= 0)
-        entry->flags |= IOSQE_FIXED_FILE;
-    io_uring_sqe_set_data(entry, block);
-}
-
 static void uring_push(struct nvmeio_engine *engine, struct nvmeio_block *block)
 {
-    struct uring *uring = engine->state;
-    struct io_uring_sqe *entry;
+    uint64_t offset = (uint64_t)block->offset;
 
     engine->in_flight++;
     if (block->plain) {
@@ -155,47 +123,42 @@ static void uring_push(struct nvmeio_engine *engine, struct nvmeio_block *block)
         nvmeio_engine_finish(engine, block);
         return;
     }
-    int memory = nvmeio_registered_memory(&uring->registered, block);
-    int file = nvmeio_registered_file(&uring->registered, block);
-    entry = uring_entry(engine);
+    struct io_uring_sqe *entry = uring_entry(engine);
     if (!entry) {
         /* It was never published, so it can be refused like any failed I/O. */
-        nvmeio_registered_done(&uring->registered, block);
         block->result = -EIO;
         nvmeio_engine_finish(engine, block);
         return;
     }
-    uring_prepare(entry, block, memory, file);
-    engine->registered += memory >= 0;
+    if (block->op == NVMEIO_OP_FSYNC)
+        io_uring_prep_fsync(entry, block->fd,
+                            block->data_only ? IORING_FSYNC_DATASYNC : 0);
+    else if (block->op == NVMEIO_OP_READ)
+        io_uring_prep_read(entry, block->fd, block->address, block->bytes, offset);
+    else
+        io_uring_prep_write(entry, block->fd, block->address, block->bytes, offset);
+    io_uring_sqe_set_data(entry, block);
 }
 
-static void uring_arm_wake(struct nvmeio_engine *engine)
+/* As many polls as completions are waited for: a wake-up completes them all, and so
+ * ends the wait. */
+static void uring_arm_wakes(struct nvmeio_engine *engine, unsigned wait_min)
 {
     struct uring *uring = engine->state;
-    struct io_uring_sqe *entry;
 
-    if (uring->wake_armed || engine->shared)
-        return;
-    entry = uring_entry(engine);
-    if (!entry)
-        return; /* the reap that follows finds out that the ring is dead */
-    io_uring_prep_poll_add(entry, engine->wake_fd, POLLIN);
-    io_uring_sqe_set_data(entry, &wake_mark);
-    uring->wake_armed = true;
+    while (uring->wakes_armed < wait_min) {
+        struct io_uring_sqe *entry = uring_entry(engine);
+        if (!entry)
+            return; /* the reap that follows finds out that the ring is dead */
+        io_uring_prep_poll_add(entry, engine->wake_fd, POLLIN);
+        io_uring_sqe_set_data(entry, &wake_mark);
+        uring->wakes_armed++;
+    }
 }
 
-/* We cancel nothing, so a block that comes back so was not begun: the kernel had to
- * give it to a thread of its own, and could start none (RLIMIT_NPROC, pids.max).  And
- * when a thread of ours ends, it gives back what that had begun with one of these two
- * (both seen on Linux 6.18); lanes keep their threads, callers come and go.  Nothing is
- * wrong with the block, and whoever looks makes up for it. */
-static bool left_behind(const struct nvmeio_engine *engine, int result)
-{
-    return result == -ECANCELED || (engine->shared && result == -EFAULT);
-}
-
-/* Take all completions that are there; blocks go to `finished`. */
-static int uring_collect(struct nvmeio_engine *engine)
+/* Take all completions that are there; blocks go to `finished`.  Who does not wait
+ * leaves a wake-up to the next who does. */
+static int uring_collect(struct nvmeio_engine *engine, bool waits)
 {
     struct uring *uring = engine->state;
     struct io_uring_cqe *entry;
@@ -207,61 +170,41 @@ static int uring_collect(struct nvmeio_engine *engine)
         void *data = io_uring_cqe_get_data(entry);
         seen++;
         if (data == &wake_mark) {
-            nvmeio_eventfd_clear(engine->wake_fd);
-            uring->wake_armed = false;
-        } else if (entry->user_data != LIBURING_UDATA_TIMEOUT) {
+            if (waits)
+                nvmeio_eventfd_clear(engine->wake_fd);
+            uring->wakes_armed--;
+        } else {
             struct nvmeio_block *block = data;
             block->result = entry->res;
-            nvmeio_registered_done(&uring->registered, block);
-            if (left_behind(engine, entry->res))
+            /* We cancel nothing, so a block that comes back so was not begun: the
+             * kernel had to give it to a thread of its own, and could start none
+             * (RLIMIT_NPROC, pids.max). */
+            if (entry->res == -ECANCELED)
                 nvmeio_block_perform(block);
             nvmeio_engine_finish(engine, block);
             count++;
         }
     }
     io_uring_cq_advance(&uring->ring, seen);
-    nvmeio_registered_let_go(&uring->registered);
     if (seen)
         uring->patience.since_ns = 0;
     return count;
 }
 
-/* One call into the kernel that hands over and waits. */
-static int uring_enter(struct nvmeio_engine *engine, unsigned wait_min,
-                       int64_t timeout_ns)
-{
-    struct uring *uring = engine->state;
-    struct io_uring_cqe *entry;
-
-    if (timeout_ns < 0 || wait_min == 0)
-        return io_uring_submit_and_wait(&uring->ring, wait_min);
-    struct __kernel_timespec limit = {timeout_ns / 1000000000, timeout_ns % 1000000000};
-    int error = uring_hand_over(engine);
-    if (error)
-        return error;
-    error = io_uring_wait_cqes(&uring->ring, &entry, wait_min, &limit, NULL);
-    return error == -ETIME ? 0 : error;
-}
-
-static int uring_reap(struct nvmeio_engine *engine, unsigned wait_min,
-                      int64_t timeout_ns)
+static int uring_reap(struct nvmeio_engine *engine, unsigned wait_min)
 {
     struct uring *uring = engine->state;
 
-    if (wait_min > 0)
-        uring_arm_wake(engine);
+    uring_arm_wakes(engine, wait_min);
     for (;;) {
-        int result = uring_enter(engine, wait_min, timeout_ns);
-        int count = uring_collect(engine);
+        int result = io_uring_submit_and_wait(&uring->ring, wait_min);
+        int count = uring_collect(engine, wait_min > 0);
         if (result >= 0) {
             uring->patience.since_ns = 0;
             return count;
         }
         engine->retries++;
-        /* A signal while waiting is news for the caller's thread, which looks at it and
-         * comes back; lanes block all signals. */
-        bool waiting = io_uring_sq_ready(&uring->ring) == 0;
-        if (count > 0 || (result == -EINTR && engine->shared && waiting))
+        if (count > 0)
             return count;
         int error = nvmeio_patience_try(&uring->patience, result);
         if (error)
@@ -277,8 +220,6 @@ static void uring_wake(struct nvmeio_engine *engine)
 const struct nvmeio_engine_ops nvmeio_engine_uring = {
     .name = "io_uring",
     .library = "liburing",
-    .punctual_direct = true,
-    .punctual_buffered = true,
     .open = uring_open,
     .close = uring_close,
     .push = uring_push,

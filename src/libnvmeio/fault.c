@@ -13,10 +13,18 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <time.h>
 #include <unistd.h>
 
 #define EXACT_MAX 8
 #define RATE_MAX 1000
+#define RATE_FINE 1000 /* what rates are kept in: parts of a 1000th */
+
+/* With all= pauses strike so many times less often than other kinds: each lock is two
+ * occasions, so tests would do little else but sleep. */
+#define PAUSE_RARER 500
+#define PAUSE_LOT_MS 20
+#define PAUSE_MAX_MS 60000
 
 /* In the log, one for each kind: shared with the children of forks, and read by tests
  * as 16 bytes of name and three numbers. */
@@ -29,7 +37,7 @@ struct tally {
 static struct {
     const char *name;
     bool harmless; /* part of all= */
-    unsigned rate; /* of RATE_MAX */
+    unsigned rate; /* of RATE_MAX * RATE_FINE */
     uint64_t exact[EXACT_MAX];
     unsigned exact_count;
     _Atomic uint64_t occasions; /* of this process: what the lots depend on */
@@ -52,19 +60,21 @@ static struct {
     [NVMEIO_FAULT_ENOMEM] = {.name = "enomem", .harmless = true},
     [NVMEIO_FAULT_PARTLY] = {.name = "partly", .harmless = true},
     [NVMEIO_FAULT_BEHIND] = {.name = "behind", .harmless = true},
+    [NVMEIO_FAULT_PAUSE] = {.name = "pause", .harmless = true},
     [NVMEIO_FAULT_SETUP] = {.name = "setup"},
-    [NVMEIO_FAULT_REGISTER] = {.name = "register", .harmless = true},
     [NVMEIO_FAULT_MEMORY] = {.name = "memory"},
     [NVMEIO_FAULT_THREADS] = {.name = "threads"},
     [NVMEIO_FAULT_DESCRIPTORS] = {.name = "descriptors"},
     [NVMEIO_FAULT_SIGNAL] = {.name = "signal"},
-    [NVMEIO_FAULT_FALLOCATE] = {.name = "fallocate"},
     [NVMEIO_FAULT_TRUNCATE] = {.name = "truncate"},
     [NVMEIO_FAULT_STAT] = {.name = "stat"},
 };
 
-_Thread_local bool nvmeio_fault_in_shared;
 static uint64_t seed;
+static char pause_at[32]; /* "": at every call */
+static uint64_t pause_ms; /* 0: by lot */
+static _Atomic(const char *) paused_at;
+static atomic_bool paused_after;
 static struct tally own_tallies[NVMEIO_FAULT_COUNT];
 static struct tally *tallies = own_tallies;
 static pthread_once_t once = PTHREAD_ONCE_INIT;
@@ -111,6 +121,11 @@ static enum nvmeio_fault kind_of(const char *word, size_t length)
     return NVMEIO_FAULT_COUNT;
 }
 
+static unsigned rate_of(const char *word, const char *value)
+{
+    return (unsigned)number_of(word, value, RATE_MAX) * RATE_FINE;
+}
+
 static void read_word(const char *word)
 {
     size_t length = strcspn(word, "=@");
@@ -124,11 +139,15 @@ static void read_word(const char *word)
         open_log(value);
     } else if (strncmp(word, "all=", 4) == 0) {
         for (unsigned i = 0; i < NVMEIO_FAULT_COUNT; i++)
-            kinds[i].rate = kinds[i].harmless
-                                ? (unsigned)number_of(word, value, RATE_MAX)
-                                : kinds[i].rate;
+            if (kinds[i].harmless)
+                kinds[i].rate =
+                    rate_of(word, value) / (i == NVMEIO_FAULT_PAUSE ? PAUSE_RARER : 1);
+    } else if (strncmp(word, "pause_ms=", 9) == 0) {
+        pause_ms = number_of(word, value, PAUSE_MAX_MS);
+    } else if (strncmp(word, "pause_at=", 9) == 0) {
+        snprintf(pause_at, sizeof(pause_at), "%s", value);
     } else if (word[length] == '=') {
-        kinds[kind_of(word, length)].rate = (unsigned)number_of(word, value, RATE_MAX);
+        kinds[kind_of(word, length)].rate = rate_of(word, value);
     } else {
         enum nvmeio_fault kind = kind_of(word, length);
         if (kinds[kind].exact_count == EXACT_MAX)
@@ -146,7 +165,9 @@ static void configure(const char *text)
 
     if (!words)
         refuse(text, "out of memory");
-    seed = 0;
+    seed = pause_ms = 0;
+    pause_at[0] = 0;
+    atomic_store(&paused_at, NULL);
     tallies = own_tallies;
     for (unsigned i = 0; i < NVMEIO_FAULT_COUNT; i++) {
         kinds[i].rate = kinds[i].exact_count = 0;
@@ -159,7 +180,7 @@ static void configure(const char *text)
             read_word(word);
     for (unsigned i = 0; i < NVMEIO_FAULT_COUNT; i++) {
         snprintf(tallies[i].name, sizeof(tallies[i].name), "%s", kinds[i].name);
-        tallies[i].rate = kinds[i].rate;
+        tallies[i].rate = kinds[i].rate / RATE_FINE;
     }
     free(words);
 }
@@ -194,7 +215,7 @@ bool nvmeio_fault_strikes(enum nvmeio_fault kind, uint64_t *lot)
         atomic_fetch_add_explicit(&kinds[kind].occasions, 1, memory_order_relaxed) + 1;
     atomic_fetch_add_explicit(&tallies[kind].occasions, 1, memory_order_relaxed);
     uint64_t drawn = mix(mix(seed ^ ((uint64_t)kind << 56)) ^ occasion);
-    bool strikes = drawn % RATE_MAX < kinds[kind].rate;
+    bool strikes = drawn % (RATE_MAX * RATE_FINE) < kinds[kind].rate;
 
     for (unsigned i = 0; i < kinds[kind].exact_count; i++)
         strikes |= kinds[kind].exact[i] == occasion;
@@ -204,6 +225,31 @@ bool nvmeio_fault_strikes(enum nvmeio_fault kind, uint64_t *lot)
     if (lot)
         *lot = mix(drawn);
     return true;
+}
+
+void nvmeio_fault_pause(const char *call, bool after)
+{
+    int error = errno;
+    uint64_t lot;
+
+    pthread_once(&once, read_environment);
+    if ((!*pause_at || strcmp(pause_at, call) == 0) &&
+        nvmeio_fault_strikes(NVMEIO_FAULT_PAUSE, &lot)) {
+        uint64_t ms = pause_ms ? pause_ms : 1 + lot % PAUSE_LOT_MS;
+        struct timespec left = {(time_t)(ms / 1000), (long)(ms % 1000) * 1000000};
+        atomic_store(&paused_after, after);
+        atomic_store(&paused_at, call);
+        /* No signal makes it shorter. */
+        while (clock_nanosleep(CLOCK_MONOTONIC, 0, &left, &left) == EINTR)
+            ;
+    }
+    errno = error;
+}
+
+const char *nvmeio_fault_paused(bool *after)
+{
+    *after = atomic_load(&paused_after);
+    return atomic_load(&paused_at);
 }
 
 uint64_t nvmeio_fault_occasions(enum nvmeio_fault kind)

@@ -7,7 +7,10 @@
  *   seed=7         of the lots that are drawn
  *   KIND=50        this kind strikes 50 of 1000 occasions, drawn by lot
  *   KIND@3         it strikes on its third occasion
- *   all=50         every kind that leaves results right strikes so often
+ *   all=50         every kind that leaves results right strikes so often; pauses 500
+ *                  times less often, because every lock is an occasion
+ *   pause_ms=50    a pause lasts so long; 1 to 20 ms, by lot, if it is not said
+ *   pause_at=CALL  only before and after this call (munmap) are occasions of a pause
  *   log=PATH       a file that says how often each kind could strike, and did
  *
  * The occasions of a kind are counted, and the lot of each depends on seed, kind and
@@ -35,19 +38,18 @@ enum nvmeio_fault {
     NVMEIO_FAULT_DEAD,     /* the engine answers no more */
 
     /* Of the library's calls into the system; by fault_calls.c. */
-    NVMEIO_FAULT_EINTR,    /* what carries out or waits */
-    NVMEIO_FAULT_EAGAIN,   /* pread, pwrite, io_uring_enter, io_submit */
-    NVMEIO_FAULT_EBUSY,    /* io_uring_enter */
-    NVMEIO_FAULT_ENOMEM,   /* io_uring_enter */
-    NVMEIO_FAULT_PARTLY,   /* less is taken than was given: pread, pwrite, io_submit */
-    NVMEIO_FAULT_BEHIND,   /* io_uring gives a block back that it has not begun */
-    NVMEIO_FAULT_SETUP,    /* a ring or context is refused */
-    NVMEIO_FAULT_REGISTER, /* memory and files are not registered */
-    NVMEIO_FAULT_MEMORY,   /* there is none: malloc and its kin, mmap, mlock, mbind */
-    NVMEIO_FAULT_THREADS,  /* no thread starts */
+    NVMEIO_FAULT_EINTR,   /* what carries out or waits */
+    NVMEIO_FAULT_EAGAIN,  /* pread, pwrite, io_uring_enter, io_submit */
+    NVMEIO_FAULT_EBUSY,   /* io_uring_enter */
+    NVMEIO_FAULT_ENOMEM,  /* io_uring_enter */
+    NVMEIO_FAULT_PARTLY,  /* less is taken than was given: pread, pwrite, io_submit */
+    NVMEIO_FAULT_BEHIND,  /* io_uring gives a block back that it has not begun */
+    NVMEIO_FAULT_PAUSE,   /* a thread sleeps, before or after any call or lock */
+    NVMEIO_FAULT_SETUP,   /* a ring or context is refused */
+    NVMEIO_FAULT_MEMORY,  /* there is none: malloc and its kin, mmap, mlock, mbind */
+    NVMEIO_FAULT_THREADS, /* no thread starts */
     NVMEIO_FAULT_DESCRIPTORS, /* none is left */
     NVMEIO_FAULT_SIGNAL,      /* one comes while a file is opened */
-    NVMEIO_FAULT_FALLOCATE,   /* there is no room, or no fallocate */
     NVMEIO_FAULT_TRUNCATE,    /* a file cannot be cut back */
     NVMEIO_FAULT_STAT, /* what a file, memory or this process is cannot be told */
 
@@ -59,6 +61,12 @@ struct nvmeio_engine_ops;
 /* Another lot, of 64 bits, in *lot where a fault strikes: for what it leaves open. */
 bool nvmeio_fault_strikes(enum nvmeio_fault kind, uint64_t *lot);
 
+/* Sleep if a pause strikes, before or after the call of this name.  Keeps errno. */
+void nvmeio_fault_pause(const char *call, bool after);
+
+/* The call at which a thread has last paused; NULL if none has. */
+const char *nvmeio_fault_paused(bool *after);
+
 /* Set the faults anew, as NVMEIO_FAULTS would, and count from the beginning; "": none.
  * For C tests; no other thread may be in the library. */
 void nvmeio_fault_configure(const char *text);
@@ -69,9 +77,6 @@ uint64_t nvmeio_fault_fired(enum nvmeio_fault kind);
 
 /* The kind's name in NVMEIO_FAULTS. */
 const char *nvmeio_fault_name(enum nvmeio_fault kind);
-
-/* Whether this thread is in an engine that several threads share. */
-extern _Thread_local bool nvmeio_fault_in_shared;
 
 /* The engine with faults round it. */
 #ifdef NVMEIO_HAVE_FAULTS

@@ -2,9 +2,11 @@
  *
  * Each stands for the call that fault_calls.h names on the left.  A call that fails
  * here was not made; which errno it fails with is what its manual page, or the kernel,
- * may say.  Compiled into the test build alone. */
+ * may say.  Before and after each the thread may pause, because races sit on both
+ * sides.  Compiled into the test build alone. */
 #include <errno.h>
 #include <fcntl.h>
+#include <linux/futex.h>
 #include <poll.h>
 #include <pthread.h>
 #include <sched.h>
@@ -35,6 +37,37 @@
 /* Nobody includes fault_calls.h, so each name is declared by its definition. */
 #pragma GCC diagnostic ignored "-Wmissing-prototypes"
 
+static const char *pause_before(const char *function)
+{
+    const char *call = function + strlen("nvmeio_faulty_");
+
+    nvmeio_fault_pause(call, false);
+    return call;
+}
+
+static void pause_after(const char *const *call)
+{
+    nvmeio_fault_pause(*call, true);
+}
+
+/* The first line of each function that stands for a call: the thread may pause here,
+ * and when the function returns. */
+#define PAUSES                                                                         \
+    const char *const call __attribute__((cleanup(pause_after))) =                     \
+        pause_before(__func__)
+
+/* A call that may fail; where it does, `failure` is what it returns. */
+#define CALL(type, name, parameters, arguments, fails, failure)                        \
+    type nvmeio_faulty_##name parameters                                               \
+    {                                                                                  \
+        PAUSES;                                                                        \
+        return (fails) ? (failure) : name arguments;                                   \
+    }
+
+/* A call that only pauses. */
+#define PAUSED_CALL(name, parameters, arguments)                                       \
+    CALL(int, name, parameters, arguments, false, 0)
+
 /* Whether a call fails, and then sets errno to the lot's choice. */
 static bool fails(enum nvmeio_fault kind, const int *errors, unsigned count)
 {
@@ -51,11 +84,15 @@ static bool fails_with(enum nvmeio_fault kind, int error)
     return fails(kind, &error, 1);
 }
 
+static bool is_interrupted(void)
+{
+    return fails_with(NVMEIO_FAULT_EINTR, EINTR);
+}
+
 /* Whether a transfer by a system call fails in passing. */
 static bool stumbles(void)
 {
-    return fails_with(NVMEIO_FAULT_EINTR, EINTR) ||
-           fails_with(NVMEIO_FAULT_EAGAIN, EAGAIN);
+    return is_interrupted() || fails_with(NVMEIO_FAULT_EAGAIN, EAGAIN);
 }
 
 /* How much of `size` is taken. */
@@ -71,47 +108,35 @@ static size_t part_of(size_t size)
 /* The same for what may be read or written past the page cache: whole sectors. */
 static size_t sectors_of(size_t size)
 {
-    return size > 4096 ? part_of((size + 4095) / 4096) * 4096 : size;
+    size_t part = size > 4096 ? part_of((size + 4095) / 4096) * 4096 : size;
+    return part < size ? part : size;
 }
 
-ssize_t nvmeio_faulty_pread(int fd, void *address, size_t size, off_t offset)
-{
-    size_t part = sectors_of(size);
-    return stumbles() ? -1 : pread(fd, address, part < size ? part : size, offset);
-}
+CALL(ssize_t, pread, (int fd, void *address, size_t size, off_t offset),
+     (fd, address, sectors_of(size), offset), stumbles(), -1)
+CALL(ssize_t, pwrite, (int fd, const void *address, size_t size, off_t offset),
+     (fd, address, sectors_of(size), offset), stumbles(), -1)
+CALL(int, fsync, (int fd), (fd), is_interrupted(), -1)
+CALL(int, fdatasync, (int fd), (fd), is_interrupted(), -1)
+CALL(ssize_t, read, (int fd, void *address, size_t size), (fd, address, size),
+     is_interrupted(), -1)
+CALL(ssize_t, write, (int fd, const void *address, size_t size), (fd, address, size),
+     is_interrupted(), -1)
+CALL(int, ppoll,
+     (struct pollfd * fds, nfds_t count, const struct timespec *limit,
+      const sigset_t *signals),
+     (fds, count, limit, signals), is_interrupted(), -1)
+CALL(int, sem_wait, (sem_t * semaphore), (semaphore), is_interrupted(), -1)
 
-ssize_t nvmeio_faulty_pwrite(int fd, const void *address, size_t size, off_t offset)
-{
-    size_t part = sectors_of(size);
-    return stumbles() ? -1 : pwrite(fd, address, part < size ? part : size, offset);
-}
-
-int nvmeio_faulty_fsync(int fd)
-{
-    return fails_with(NVMEIO_FAULT_EINTR, EINTR) ? -1 : fsync(fd);
-}
-
-ssize_t nvmeio_faulty_read(int fd, void *address, size_t size)
-{
-    return fails_with(NVMEIO_FAULT_EINTR, EINTR) ? -1 : read(fd, address, size);
-}
-
-ssize_t nvmeio_faulty_write(int fd, const void *address, size_t size)
-{
-    return fails_with(NVMEIO_FAULT_EINTR, EINTR) ? -1 : write(fd, address, size);
-}
-
-int nvmeio_faulty_ppoll(struct pollfd *fds, nfds_t count, const struct timespec *limit,
-                        const sigset_t *signals)
-{
-    return fails_with(NVMEIO_FAULT_EINTR, EINTR) ? -1
-                                                 : ppoll(fds, count, limit, signals);
-}
-
-int nvmeio_faulty_sem_wait(sem_t *semaphore)
-{
-    return fails_with(NVMEIO_FAULT_EINTR, EINTR) ? -1 : sem_wait(semaphore);
-}
+PAUSED_CALL(pthread_mutex_lock, (pthread_mutex_t * mutex), (mutex))
+PAUSED_CALL(pthread_mutex_unlock, (pthread_mutex_t * mutex), (mutex))
+PAUSED_CALL(pthread_cond_broadcast, (pthread_cond_t * condition), (condition))
+PAUSED_CALL(pthread_join, (pthread_t thread, void **result), (thread, result))
+PAUSED_CALL(sem_post, (sem_t * semaphore), (semaphore))
+PAUSED_CALL(eventfd_write, (int fd, eventfd_t value), (fd, value))
+PAUSED_CALL(close, (int fd), (fd))
+PAUSED_CALL(unlink, (const char *path), (path))
+PAUSED_CALL(munlock, (const void *address, size_t size), (address, size))
 
 /* A wait that ends for nothing, which POSIX allows. */
 static bool wakes_for_nothing(pthread_mutex_t *mutex)
@@ -124,17 +149,11 @@ static bool wakes_for_nothing(pthread_mutex_t *mutex)
     return true;
 }
 
-int nvmeio_faulty_pthread_cond_wait(pthread_cond_t *condition, pthread_mutex_t *mutex)
-{
-    return wakes_for_nothing(mutex) ? 0 : pthread_cond_wait(condition, mutex);
-}
-
-int nvmeio_faulty_pthread_cond_timedwait(pthread_cond_t *condition,
-                                         pthread_mutex_t *mutex,
-                                         const struct timespec *end)
-{
-    return wakes_for_nothing(mutex) ? 0 : pthread_cond_timedwait(condition, mutex, end);
-}
+CALL(int, pthread_cond_wait, (pthread_cond_t * condition, pthread_mutex_t *mutex),
+     (condition, mutex), wakes_for_nothing(mutex), 0)
+CALL(int, pthread_cond_timedwait,
+     (pthread_cond_t * condition, pthread_mutex_t *mutex, const struct timespec *end),
+     (condition, mutex, end), wakes_for_nothing(mutex), 0)
 
 #ifdef NVMEIO_HAVE_LIBURING
 /* What io_uring_enter(2) says where it can do nothing now; ENOMEM, which its page
@@ -148,31 +167,26 @@ static int entry_error(void)
     return 0;
 }
 
-/* Blocks that have come back, as those do that the kernel has not begun: ECANCELED
- * where it could start no thread for them, EFAULT where the thread has ended that
- * handed them over, which a lane's own does not.  To carry them out twice is right. */
+/* Blocks that have come back, as those do that the kernel has not begun: it could start
+ * no thread for them.  To carry them out twice is right. */
 static void leave_behind(struct io_uring *ring)
 {
     struct io_uring_cqe *entry;
     unsigned head;
-    uint64_t lot;
 
     io_uring_for_each_cqe(ring, head, entry)
     {
         if (entry->res >= 0 && entry->user_data != LIBURING_UDATA_TIMEOUT &&
-            nvmeio_fault_strikes(NVMEIO_FAULT_BEHIND, &lot))
-            entry->res = nvmeio_fault_in_shared && lot & 1 ? -EFAULT : -ECANCELED;
+            nvmeio_fault_strikes(NVMEIO_FAULT_BEHIND, NULL))
+            entry->res = -ECANCELED;
     }
 }
 
-int nvmeio_faulty_io_uring_submit(struct io_uring *ring)
-{
-    int error = entry_error();
-    return error ? error : io_uring_submit(ring);
-}
+CALL(int, io_uring_submit, (struct io_uring * ring), (ring), entry_error(), -errno)
 
 int nvmeio_faulty_io_uring_submit_and_wait(struct io_uring *ring, unsigned count)
 {
+    PAUSES;
     int error = entry_error();
     int result = error ? error : io_uring_submit_and_wait(ring, count);
 
@@ -184,6 +198,7 @@ int nvmeio_faulty_io_uring_wait_cqes(struct io_uring *ring, struct io_uring_cqe 
                                      unsigned count, struct __kernel_timespec *limit,
                                      sigset_t *signals)
 {
+    PAUSES;
     int error = entry_error();
     int result = error ? error : io_uring_wait_cqes(ring, entry, count, limit, signals);
 
@@ -192,160 +207,102 @@ int nvmeio_faulty_io_uring_wait_cqes(struct io_uring *ring, struct io_uring_cqe 
 }
 
 /* EINVAL is what kernels say to flags that they do not know. */
-int nvmeio_faulty_io_uring_queue_init_params(unsigned entries, struct io_uring *ring,
-                                             struct io_uring_params *params)
+static bool refuses_to_set_up(void)
 {
     static const int errors[] = {ENOMEM, EINVAL, EPERM, ENOSYS, EMFILE};
-
-    if (fails(NVMEIO_FAULT_SETUP, errors, 5))
-        return -errno;
-    return io_uring_queue_init_params(entries, ring, params);
+    return fails(NVMEIO_FAULT_SETUP, errors, 5);
 }
 
-static bool refuses_to_register(void)
-{
-    static const int errors[] = {ENOMEM, EBUSY, EINVAL};
-    return fails(NVMEIO_FAULT_REGISTER, errors, 3);
-}
+CALL(int, io_uring_queue_init_params,
+     (unsigned entries, struct io_uring *ring, struct io_uring_params *params),
+     (entries, ring, params), refuses_to_set_up(), -errno)
 
-#ifdef IORING_RSRC_REGISTER_SPARSE
-int nvmeio_faulty_io_uring_register_buffers_sparse(struct io_uring *ring,
-                                                   unsigned count)
+void nvmeio_faulty_io_uring_queue_exit(struct io_uring *ring)
 {
-    return refuses_to_register() ? -errno
-                                 : io_uring_register_buffers_sparse(ring, count);
-}
-
-/* What is let go of is always taken: the kernel needs nothing for it. */
-int nvmeio_faulty_io_uring_register_buffers_update_tag(struct io_uring *ring,
-                                                       unsigned first,
-                                                       const struct iovec *memory,
-                                                       const __u64 *tags,
-                                                       unsigned count)
-{
-    return memory[0].iov_base && refuses_to_register()
-               ? -errno
-               : io_uring_register_buffers_update_tag(ring, first, memory, tags, count);
-}
-#endif
-
-int nvmeio_faulty_io_uring_register_files(struct io_uring *ring, const int *files,
-                                          unsigned count)
-{
-    return refuses_to_register() ? -errno : io_uring_register_files(ring, files, count);
-}
-
-int nvmeio_faulty_io_uring_register_files_update(struct io_uring *ring, unsigned first,
-                                                 const int *files, unsigned count)
-{
-    return files[0] >= 0 && refuses_to_register()
-               ? -errno
-               : io_uring_register_files_update(ring, first, files, count);
+    PAUSES;
+    io_uring_queue_exit(ring);
 }
 #endif
 
 #ifdef NVMEIO_HAVE_LIBAIO
-int nvmeio_faulty_io_setup(int count, io_context_t *context)
+static bool refuses_a_context(void)
 {
     static const int errors[] = {EAGAIN, ENOMEM, ENOSYS, EPERM};
-    return fails(NVMEIO_FAULT_SETUP, errors, 4) ? -errno : io_setup(count, context);
+    return fails(NVMEIO_FAULT_SETUP, errors, 4);
 }
 
-int nvmeio_faulty_io_submit(io_context_t context, long count, struct iocb **controls)
-{
-    return fails_with(NVMEIO_FAULT_EAGAIN, EAGAIN)
-               ? -EAGAIN
-               : io_submit(context, (long)part_of((size_t)count), controls);
-}
-
-int nvmeio_faulty_io_getevents(io_context_t context, long count_min, long count_max,
-                               struct io_event *events, struct timespec *limit)
-{
-    return fails_with(NVMEIO_FAULT_EINTR, EINTR)
-               ? -EINTR
-               : io_getevents(context, count_min, count_max, events, limit);
-}
+CALL(int, io_setup, (int count, io_context_t *context), (count, context),
+     refuses_a_context(), -errno)
+PAUSED_CALL(io_destroy, (io_context_t context), (context))
+CALL(int, io_submit, (io_context_t context, long count, struct iocb **controls),
+     (context, (long)part_of((size_t)count), controls),
+     fails_with(NVMEIO_FAULT_EAGAIN, EAGAIN), -EAGAIN)
+CALL(int, io_getevents,
+     (io_context_t context, long count_min, long count_max, struct io_event *events,
+      struct timespec *limit),
+     (context, count_min, count_max, events, limit), is_interrupted(), -EINTR)
 #endif
 
-int nvmeio_faulty_pthread_create(pthread_t *thread, const pthread_attr_t *attributes,
-                                 void *(*function)(void *), void *argument)
-{
-    if (fails_with(NVMEIO_FAULT_THREADS, EAGAIN))
-        return EAGAIN;
-    return pthread_create(thread, attributes, function, argument);
-}
+CALL(int, pthread_create,
+     (pthread_t * thread, const pthread_attr_t *attributes, void *(*function)(void *),
+      void *argument),
+     (thread, attributes, function, argument), fails_with(NVMEIO_FAULT_THREADS, EAGAIN),
+     EAGAIN)
 
 static bool lacks_memory(void)
 {
     return fails_with(NVMEIO_FAULT_MEMORY, ENOMEM);
 }
 
-void *nvmeio_faulty_malloc(size_t size)
-{
-    return lacks_memory() ? NULL : malloc(size);
-}
-
-void *nvmeio_faulty_calloc(size_t count, size_t size)
-{
-    return lacks_memory() ? NULL : calloc(count, size);
-}
-
-char *nvmeio_faulty_strdup(const char *text)
-{
-    return lacks_memory() ? NULL : strdup(text);
-}
-
-void *nvmeio_faulty_tsearch(const void *key, void **root,
-                            int (*compare)(const void *, const void *))
-{
-    return lacks_memory() ? NULL : tsearch(key, root, compare);
-}
-
-int nvmeio_faulty_posix_memalign(void **memory, size_t alignment, size_t size)
-{
-    return lacks_memory() ? ENOMEM : posix_memalign(memory, alignment, size);
-}
-
-void *nvmeio_faulty_mmap(void *address, size_t size, int protection, int flags, int fd,
-                         off_t offset)
-{
-    return lacks_memory() ? MAP_FAILED
-                          : mmap(address, size, protection, flags, fd, offset);
-}
-
-/* It may have to cut a mapping in two. */
-int nvmeio_faulty_munmap(void *address, size_t size)
-{
-    return lacks_memory() ? -1 : munmap(address, size);
-}
-
-int nvmeio_faulty_mlock(const void *address, size_t size)
-{
-    return lacks_memory() ? -1 : mlock(address, size);
-}
-
 /* EINVAL: the kernel is older than the advice. */
-int nvmeio_faulty_madvise(void *address, size_t size, int advice)
+static bool takes_no_advice(void)
 {
     static const int errors[] = {ENOMEM, EAGAIN, EINVAL};
-    return fails(NVMEIO_FAULT_MEMORY, errors, 3) ? -1 : madvise(address, size, advice);
+    return fails(NVMEIO_FAULT_MEMORY, errors, 3);
 }
 
-int nvmeio_faulty_mlock2(const void *address, size_t size, unsigned flags)
-{
-    return lacks_memory() ? -1 : mlock2(address, size, flags);
-}
-
-int nvmeio_faulty_mincore(void *address, size_t size, unsigned char *resident)
+static bool tells_no_residence(void)
 {
     static const int errors[] = {ENOMEM, EAGAIN};
-    return fails(NVMEIO_FAULT_MEMORY, errors, 2) ? -1
-                                                 : mincore(address, size, resident);
+    return fails(NVMEIO_FAULT_MEMORY, errors, 2);
 }
 
-/* mbind(2) alone, which takes six words. */
+CALL(void *, malloc, (size_t size), (size), lacks_memory(), NULL)
+CALL(void *, calloc, (size_t count, size_t size), (count, size), lacks_memory(), NULL)
+CALL(char *, strdup, (const char *text), (text), lacks_memory(), NULL)
+CALL(void *, tsearch,
+     (const void *key, void **root, int (*compare)(const void *, const void *)),
+     (key, root, compare), lacks_memory(), NULL)
+CALL(int, posix_memalign, (void **memory, size_t alignment, size_t size),
+     (memory, alignment, size), lacks_memory(), ENOMEM)
+CALL(void *, mmap,
+     (void *address, size_t size, int protection, int flags, int fd, off_t offset),
+     (address, size, protection, flags, fd, offset), lacks_memory(), MAP_FAILED)
+/* It may have to cut a mapping in two. */
+CALL(int, munmap, (void *address, size_t size), (address, size), lacks_memory(), -1)
+CALL(int, mlock, (const void *address, size_t size), (address, size), lacks_memory(),
+     -1)
+CALL(int, mlock2, (const void *address, size_t size, unsigned flags),
+     (address, size, flags), lacks_memory(), -1)
+CALL(int, madvise, (void *address, size_t size, int advice), (address, size, advice),
+     takes_no_advice(), -1)
+CALL(int, mincore, (void *address, size_t size, unsigned char *resident),
+     (address, size, resident), tells_no_residence(), -1)
+
+/* What a wait on a futex may end with before it is woken; a wake-up is never kept. */
+static bool ends_wait(int command)
+{
+    if ((command & FUTEX_CMD_MASK) != FUTEX_WAIT_BITSET)
+        return false;
+    errno = 0;
+    return nvmeio_fault_strikes(NVMEIO_FAULT_SPURIOUS, NULL) ||
+           fails_with(NVMEIO_FAULT_EINTR, EINTR);
+}
+
+/* mbind(2) and futex(2), which take six words. */
 long nvmeio_faulty_syscall(long number, ...)
 {
+    PAUSES;
     long words[6];
     va_list rest;
 
@@ -353,7 +310,9 @@ long nvmeio_faulty_syscall(long number, ...)
     for (int i = 0; i < 6; i++)
         words[i] = va_arg(rest, long);
     va_end(rest);
-    if (lacks_memory())
+    if (number == SYS_futex && ends_wait((int)words[1]))
+        return errno ? -1 : 0;
+    if (number != SYS_futex && lacks_memory())
         return -1;
     return syscall(number, words[0], words[1], words[2], words[3], words[4], words[5]);
 }
@@ -366,6 +325,7 @@ static bool lacks_descriptors(void)
 
 int nvmeio_faulty_open(const char *path, int flags, ...)
 {
+    PAUSES;
     va_list rest;
 
     va_start(rest, flags);
@@ -379,6 +339,7 @@ int nvmeio_faulty_open(const char *path, int flags, ...)
 
 int nvmeio_faulty_fcntl(int fd, int command, ...)
 {
+    PAUSES;
     va_list rest;
 
     va_start(rest, command);
@@ -389,75 +350,48 @@ int nvmeio_faulty_fcntl(int fd, int command, ...)
     return fcntl(fd, command, value);
 }
 
-int nvmeio_faulty_eventfd(unsigned value, int flags)
+CALL(int, eventfd, (unsigned value, int flags), (value, flags), lacks_descriptors(), -1)
+CALL(FILE *, fopen, (const char *path, const char *mode), (path, mode),
+     lacks_descriptors(), NULL)
+
+static bool cannot_tell(int error)
 {
-    return lacks_descriptors() ? -1 : eventfd(value, flags);
+    return fails_with(NVMEIO_FAULT_STAT, error);
 }
 
-FILE *nvmeio_faulty_fopen(const char *path, const char *mode)
-{
-    return lacks_descriptors() ? NULL : fopen(path, mode);
-}
-
-int nvmeio_faulty_fstat(int fd, struct stat *status)
-{
-    return fails_with(NVMEIO_FAULT_STAT, EIO) ? -1 : fstat(fd, status);
-}
-
-int nvmeio_faulty_stat(const char *path, struct stat *status)
-{
-    return fails_with(NVMEIO_FAULT_STAT, EIO) ? -1 : stat(path, status);
-}
-
-int nvmeio_faulty_lstat(const char *path, struct stat *status)
-{
-    return fails_with(NVMEIO_FAULT_STAT, EIO) ? -1 : lstat(path, status);
-}
-
-int nvmeio_faulty_fstatfs(int fd, struct statfs *status)
-{
-    return fails_with(NVMEIO_FAULT_STAT, ENOSYS) ? -1 : fstatfs(fd, status);
-}
-
-int nvmeio_faulty_statx(int fd, const char *path, int flags, unsigned mask,
-                        struct statx *status)
-{
-    return fails_with(NVMEIO_FAULT_STAT, ENOSYS) ? -1
-                                                 : statx(fd, path, flags, mask, status);
-}
-
-int nvmeio_faulty_fallocate(int fd, int mode, off_t offset, off_t size)
-{
-    static const int errors[] = {ENOSPC, EOPNOTSUPP, EDQUOT, EINTR};
-    return fails(NVMEIO_FAULT_FALLOCATE, errors, 4) ? -1
-                                                    : fallocate(fd, mode, offset, size);
-}
-
-int nvmeio_faulty_ftruncate(int fd, off_t size)
-{
-    static const int errors[] = {EIO, EINTR};
-    return fails(NVMEIO_FAULT_TRUNCATE, errors, 2) ? -1 : ftruncate(fd, size);
-}
+CALL(int, fstat, (int fd, struct stat *status), (fd, status), cannot_tell(EIO), -1)
+CALL(int, fchmod, (int fd, mode_t mode), (fd, mode), cannot_tell(EPERM), -1)
+CALL(int, stat, (const char *path, struct stat *status), (path, status),
+     cannot_tell(EIO), -1)
+CALL(int, lstat, (const char *path, struct stat *status), (path, status),
+     cannot_tell(EIO), -1)
+CALL(int, fstatfs, (int fd, struct statfs *status), (fd, status), cannot_tell(ENOSYS),
+     -1)
+CALL(int, statx,
+     (int fd, const char *path, int flags, unsigned mask, struct statx *status),
+     (fd, path, flags, mask, status), cannot_tell(ENOSYS), -1)
+CALL(int, getrlimit, (int resource, struct rlimit *limit), (resource, limit),
+     cannot_tell(EPERM), -1)
+/* EINVAL: there are more processors than bits. */
+CALL(int, sched_getaffinity, (pid_t pid, size_t size, cpu_set_t *cpus),
+     (pid, size, cpus), cannot_tell(EINVAL), -1)
 
 /* ENOTTY: this kernel, or this file, knows nothing of it. */
 int nvmeio_faulty_ioctl(int fd, unsigned long request, ...)
 {
+    PAUSES;
     va_list rest;
 
     va_start(rest, request);
     void *argument = va_arg(rest, void *);
     va_end(rest);
-    return fails_with(NVMEIO_FAULT_STAT, ENOTTY) ? -1 : ioctl(fd, request, argument);
+    return cannot_tell(ENOTTY) ? -1 : ioctl(fd, request, argument);
 }
 
-int nvmeio_faulty_getrlimit(int resource, struct rlimit *limit)
+static bool cannot_truncate(void)
 {
-    return fails_with(NVMEIO_FAULT_STAT, EPERM) ? -1 : getrlimit(resource, limit);
+    static const int errors[] = {EIO, EINTR};
+    return fails(NVMEIO_FAULT_TRUNCATE, errors, 2);
 }
 
-/* EINVAL: there are more processors than bits. */
-int nvmeio_faulty_sched_getaffinity(pid_t pid, size_t size, cpu_set_t *cpus)
-{
-    return fails_with(NVMEIO_FAULT_STAT, EINVAL) ? -1
-                                                 : sched_getaffinity(pid, size, cpus);
-}
+CALL(int, ftruncate, (int fd, off_t size), (fd, size), cannot_truncate(), -1)

@@ -10,6 +10,7 @@
 #define pread nvmeio_faulty_pread
 #define pwrite nvmeio_faulty_pwrite
 #define fsync nvmeio_faulty_fsync
+#define fdatasync nvmeio_faulty_fdatasync
 #define read nvmeio_faulty_read
 #define write nvmeio_faulty_write
 #define ppoll nvmeio_faulty_ppoll
@@ -22,13 +23,23 @@
 #define pthread_cond_wait nvmeio_faulty_pthread_cond_wait
 #define pthread_cond_timedwait nvmeio_faulty_pthread_cond_timedwait
 
+/* What lets other threads go on.  These only pause. */
+#define pthread_mutex_lock nvmeio_faulty_pthread_mutex_lock
+#define pthread_mutex_unlock nvmeio_faulty_pthread_mutex_unlock
+#define pthread_cond_broadcast nvmeio_faulty_pthread_cond_broadcast
+#define pthread_join nvmeio_faulty_pthread_join
+#define sem_post nvmeio_faulty_sem_post
+#define eventfd_write nvmeio_faulty_eventfd_write
+
+/* What gives back.  These only pause. */
+#define close nvmeio_faulty_close
+#define unlink nvmeio_faulty_unlink
+#define munlock nvmeio_faulty_munlock
+#define io_destroy nvmeio_faulty_io_destroy
+#define io_uring_queue_exit nvmeio_faulty_io_uring_queue_exit
+
 /* What sets up. */
 #define io_uring_queue_init_params nvmeio_faulty_io_uring_queue_init_params
-#define io_uring_register_buffers_sparse nvmeio_faulty_io_uring_register_buffers_sparse
-#define io_uring_register_buffers_update_tag                                           \
-    nvmeio_faulty_io_uring_register_buffers_update_tag
-#define io_uring_register_files nvmeio_faulty_io_uring_register_files
-#define io_uring_register_files_update nvmeio_faulty_io_uring_register_files_update
 #define io_setup nvmeio_faulty_io_setup
 #define pthread_create nvmeio_faulty_pthread_create
 
@@ -52,11 +63,11 @@
 #define eventfd nvmeio_faulty_eventfd
 #define fopen nvmeio_faulty_fopen
 #define fstat nvmeio_faulty_fstat
+#define fchmod nvmeio_faulty_fchmod
 #define stat(path, status) nvmeio_faulty_stat(path, status) /* and not the struct */
 #define lstat nvmeio_faulty_lstat
 #define fstatfs nvmeio_faulty_fstatfs
 #define statx nvmeio_faulty_statx
-#define fallocate nvmeio_faulty_fallocate
 #define ftruncate nvmeio_faulty_ftruncate
 #define ioctl nvmeio_faulty_ioctl
 

@@ -1,8 +1,9 @@
 /* fault_engine.c -- an engine round an engine, which makes faults of blocks.
  *
- * The lane sees what a kernel and a device might do at their worst: transfers that are
- * short, refused or failed, completions that are early, late or in another order, waits
- * that end for nothing, wake-ups that are lost.  Compiled into the test build alone. */
+ * The worker sees what a kernel and a device might do at their worst: transfers that
+ * are short, refused or failed, completions that are early, late or in another order,
+ * waits that end for nothing, wake-ups that are lost.  Compiled into the test build
+ * alone. */
 #include <assert.h>
 #include <errno.h>
 #include <fcntl.h>
@@ -212,8 +213,7 @@ static struct nvmeio_block *take_new(struct nvmeio_engine *engine,
     return list;
 }
 
-static int faulty_reap(struct nvmeio_engine *engine, unsigned wait_min,
-                       int64_t timeout_ns)
+static int faulty_reap(struct nvmeio_engine *engine, unsigned wait_min)
 {
     struct faults *faults = engine->faults;
     struct nvmeio_block *old = engine->finished, *told = NULL;
@@ -228,8 +228,7 @@ static int faulty_reap(struct nvmeio_engine *engine, unsigned wait_min,
         (wait_min > 0 && nvmeio_fault_strikes(NVMEIO_FAULT_SPURIOUS, NULL)))
         wait_min = 0;
     engine->in_flight -= faults->held_count;
-    nvmeio_fault_in_shared = engine->shared;
-    int result = real_of(engine)->reap(engine, wait_min, timeout_ns);
+    int result = real_of(engine)->reap(engine, wait_min);
     engine->in_flight += faults->held_count;
     if (result < 0)
         return result;

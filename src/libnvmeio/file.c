@@ -1,24 +1,24 @@
 /* file.c -- opening, alignment and size of files.
  *
- * A file has two descriptors: one through the page cache, and one with O_DIRECT where
- * the file system has that, opened anew so that no flag of anyone's is changed.  What
- * is transferred, and by which of them, is decided elsewhere. */
+ * A file has one descriptor, with O_DIRECT where the file system has that, and a second
+ * one through the page cache as soon as that is needed, opened anew so that no flag of
+ * anyone's is changed.  What is transferred, and by which of them, is decided
+ * elsewhere.
+ */
 #include "file_internal.h"
 
 #include <errno.h>
 #include <fcntl.h>
 #include <linux/fs.h>
-#include <linux/magic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/ioctl.h>
 #include <sys/stat.h>
+#include <sys/sysmacros.h>
 #include <sys/vfs.h>
 #include <time.h>
 #include <unistd.h>
-
-#include "fork.h"
 
 /* Linux 6.1, statx(2).  Older headers lack the two fields, so they are read by their
  * place in the structure, which is the kernel's ABI. */
@@ -28,38 +28,46 @@
 #define STATX_DIO_MEM_ALIGN_AT 0x98
 #define STATX_DIO_OFFSET_ALIGN_AT 0x9c
 
-/* linux/magic.h has it from Linux 5.11 on. */
-#ifndef FUSE_SUPER_MAGIC
-#define FUSE_SUPER_MAGIC 0x65735546
-#endif
-
 #define COMPARE_BYTES (256u << 10)
 
 /* What a descriptor opened anew has in common with the one it stands for.  O_SYNC
  * includes O_DSYNC: who asked for either relies on it. */
 #define KEPT_FLAGS (O_ACCMODE | O_SYNC)
 
-/* Open the file behind `fd` anew, with other flags: a description of our own. */
-static int reopen(int fd, int flags)
+/* Open the file behind `fd` anew, with another flag: a description of our own. */
+static int reopen(int fd, int flag)
 {
     char path[32];
+    int flags = fcntl(fd, F_GETFL);
+
+    if (flags < 0)
+        return -errno;
     snprintf(path, sizeof(path), "/proc/self/fd/%d", fd);
-    int result = open(path, flags | O_CLOEXEC);
+    int result = open(path, (flags & KEPT_FLAGS) | flag | O_CLOEXEC);
     return result < 0 ? -errno : result;
 }
 
-/* Tell whether it was us who made the file, also without O_EXCL.  O_EXCL alone makes
- * none. */
-static int open_or_create(const char *path, int flags, bool *made)
+/* Open what is there, with O_DIRECT unless the file system refuses that: then the flag
+ * is taken away. */
+static int open_existing(const char *path, int *flags)
 {
-    *made = false;
-    if (flags & O_CREAT) {
-        int fd = open(path, flags | O_EXCL, 0666);
-        *made = fd >= 0;
-        if (fd >= 0 || errno != EEXIST || (flags & O_EXCL))
-            return fd < 0 ? -errno : fd;
+    int fd = open(path, *flags);
+
+    if (fd < 0 && errno == EINVAL && *flags & O_DIRECT) {
+        *flags &= ~O_DIRECT;
+        fd = open(path, *flags);
     }
-    int fd = open(path, flags, 0666);
+    return fd < 0 ? -errno : fd;
+}
+
+/* Tell whether it was us who made the file, also without O_EXCL. */
+static int create(const char *path, int flags, bool *made)
+{
+    int fd = open(path, flags | O_EXCL, 0666);
+
+    *made = fd >= 0;
+    if (fd < 0 && errno == EEXIST && !(flags & O_EXCL))
+        fd = open(path, flags, 0666);
     return fd < 0 ? -errno : fd;
 }
 
@@ -73,52 +81,82 @@ static void unmake(const char *path, int fd)
         unlink(path);
 }
 
-/* Refuse what cannot be read and written at offsets. */
-static int check_kind(const struct stat *status)
+/* statx(2), or where that is refused fstat(2), which says nothing of O_DIRECT. */
+static int look_at(int fd, struct statx *status)
 {
-    if (S_ISDIR(status->st_mode))
-        return -EISDIR;
-    if (!S_ISREG(status->st_mode) && !S_ISBLK(status->st_mode))
-        return -EINVAL;
+    struct stat plain;
+
+    if (statx(fd, "", AT_EMPTY_PATH,
+              STATX_TYPE | STATX_MODE | STATX_UID | STATX_INO | STATX_DIOALIGN,
+              status) == 0)
+        return 0;
+    if (fstat(fd, &plain))
+        return -errno;
+    *status = (struct statx){
+        .stx_mode = (uint16_t)plain.st_mode,
+        .stx_uid = plain.st_uid,
+        .stx_ino = plain.st_ino,
+        .stx_dev_major = major(plain.st_dev),
+        .stx_dev_minor = minor(plain.st_dev),
+        .stx_rdev_major = major(plain.st_rdev),
+        .stx_rdev_minor = minor(plain.st_rdev),
+    };
     return 0;
 }
 
-static void describe(struct nvmeio_file *file, const struct stat *status, int flags)
+/* Which file system it is, by the numbers of statfs(2): linux/magic.h lacks some. */
+static void describe_system(struct nvmeio_file *file)
 {
     struct statfs system;
-    uint64_t bytes;
-    int access = flags & O_ACCMODE;
-
     int error;
+
     do
-        error = fstatfs(file->fd, &system);
+        error = fstatfs(nvmeio_file_any_fd(file), &system);
     while (error && errno == EINTR);
     /* A server of FUSE may fail to answer; no other file system does. */
-    file->fuse = error || system.f_type == FUSE_SUPER_MAGIC;
-    file->in_memory = !error && system.f_type == TMPFS_MAGIC;
+    file->fuse = error || system.f_type == 0x65735546;
+    if (error)
+        return;
+    switch ((uint32_t)system.f_type) {
+    case 0x01021994: /* tmpfs */
+        file->in_memory = true;
+        __attribute__((fallthrough));
+    case 0x858458f6: /* ramfs */
+    case 0x0000ef53: /* ext2, ext3, ext4 */
+    case 0x58465342: /* xfs */
+    case 0x9123683e: /* btrfs */
+    case 0xf2f52010: /* f2fs */
+    case 0x2fc12fc1: /* zfs */
+    case 0xca451a4e: /* bcachefs */
+        file->local = true;
+    }
+}
+
+/* Refuse what cannot be read and written at offsets, and note what the rest is. */
+static int describe(struct nvmeio_file *file, const struct statx *status, int flags)
+{
+    int access = flags & O_ACCMODE;
+    uint64_t bytes;
 
     file->info.readable = access != O_WRONLY;
     file->info.writable = access != O_RDONLY;
     file->info.memory_align = 1;
     file->info.offset_align = 1;
-    file->info.device = status->st_dev;
-    file->info.inode = status->st_ino;
     file->device_bytes = -1;
-    if (S_ISBLK(status->st_mode)) {
+    if (S_ISBLK(status->stx_mode)) {
         /* Whichever node leads to it. */
-        file->info.device = status->st_rdev;
-        file->info.inode = 0;
-        file->device_bytes = ioctl(file->fd, BLKGETSIZE64, &bytes) ? 0 : (int64_t)bytes;
-    }
-}
-
-/* Share what is noted of writes with the other opens of a file that was described. */
-static int join_ends(struct nvmeio_file *file)
-{
-    if (file->device_bytes >= 0 || !file->info.writable)
+        file->info.device = makedev(status->stx_rdev_major, status->stx_rdev_minor);
+        int error = ioctl(nvmeio_file_any_fd(file), BLKGETSIZE64, &bytes);
+        file->device_bytes = error ? 0 : (int64_t)bytes;
+        file->local = true;
         return 0;
-    file->ends = nvmeio_ends_join(file->info.device, file->info.inode);
-    return file->ends ? 0 : -ENOMEM;
+    }
+    if (!S_ISREG(status->stx_mode))
+        return S_ISDIR(status->stx_mode) ? -EISDIR : -EINVAL;
+    file->info.device = makedev(status->stx_dev_major, status->stx_dev_minor);
+    file->info.inode = status->stx_ino;
+    describe_system(file);
+    return 0;
 }
 
 static bool power_of_two(uint32_t value)
@@ -141,18 +179,15 @@ static int probe_direct(const struct nvmeio_file *file)
     free(page);
     /* Nothing else says anything of O_DIRECT, which would be lost for as long as the
      * file is open: not what passes, nor a bad sector. */
-    return error == -EINVAL || error == -EOPNOTSUPP ? error : 0;
+    return error == -EINVAL || error == -EOPNOTSUPP ? -EINVAL : 0;
 }
 
-static int find_alignment(struct nvmeio_file *file)
+static int find_alignment(struct nvmeio_file *file, const struct statx *status)
 {
-    struct statx status = {0};
     uint32_t memory, offset;
 
-    /* Where it fails all stays 0. */
-    (void)statx(file->direct_fd, "", AT_EMPTY_PATH, STATX_DIOALIGN, &status);
-    memcpy(&memory, (char *)&status + STATX_DIO_MEM_ALIGN_AT, sizeof(memory));
-    memcpy(&offset, (char *)&status + STATX_DIO_OFFSET_ALIGN_AT, sizeof(offset));
+    memcpy(&memory, (const char *)status + STATX_DIO_MEM_ALIGN_AT, sizeof(memory));
+    memcpy(&offset, (const char *)status + STATX_DIO_OFFSET_ALIGN_AT, sizeof(offset));
     if (memory == 0 && offset == 0) {
         memory = offset = 4096;
         int error = probe_direct(file);
@@ -167,121 +202,181 @@ static int find_alignment(struct nvmeio_file *file)
     return 0;
 }
 
-/* Find a descriptor with O_DIRECT, if it is wanted and to be had.  `flags` are those of
- * file->fd. */
-static int find_direct(struct nvmeio_file *file, enum nvmeio_direct direct, int flags)
+/* Whether the page cache serves where what O_DIRECT takes cannot be had.  Out of
+ * descriptors or memory is the caller's to solve, and so is a signal: no reason to be
+ * slow. */
+static bool does_without(const struct nvmeio_file *file, int error)
 {
-    int error = 0;
-
-    if (direct == NVMEIO_DIRECT_NEVER)
-        return 0;
-    if (file->direct_fd < 0) {
-        int fd = reopen(file->fd, (flags & KEPT_FLAGS) | O_DIRECT);
-        if (fd < 0)
-            error = fd;
-        else
-            file->direct_fd = fd;
-    }
-    if (error == 0)
-        error = find_alignment(file);
-    file->info.direct = error == 0;
-    file->demanded = direct == NVMEIO_DIRECT_ALWAYS;
-    /* Out of descriptors or memory is the caller's to solve, and so is a signal: no
-     * reason to be slow. */
-    if (error == -EMFILE || error == -ENFILE || error == -ENOMEM || error == -EINTR)
-        return error;
-    return error && file->demanded ? -EINVAL : 0;
+    return !file->demanded && error != -EMFILE && error != -ENFILE &&
+           error != -ENOMEM && error != -EINTR;
 }
 
-static struct nvmeio_file *file_new(int fd)
+/* Use a descriptor with O_DIRECT, or the errno that says why there is none. */
+static int use_direct(struct nvmeio_file *file, const struct statx *status, int fd)
+{
+    int error = fd;
+
+    if (fd >= 0) {
+        file->direct_fd = fd;
+        error = find_alignment(file, status);
+    }
+    file->info.direct = error == 0;
+    if (error == 0 || !does_without(file, error))
+        return error;
+    if (fd < 0)
+        return 0;
+    if (atomic_load(&file->fd) >= 0)
+        close(fd);
+    else if (fcntl(fd, F_SETFL, 0))
+        return -errno;
+    else
+        atomic_store(&file->fd, fd);
+    file->direct_fd = -1;
+    return 0;
+}
+
+/* By its umask a program can make a file with fewer rights than it opens it with.  The
+ * page cache is then opened at once: we made the file a moment ago, and may give its
+ * owner, and nobody else, the missing rights for another moment. */
+static int open_without_rights(struct nvmeio_file *file, mode_t mode)
+{
+    mode_t needed =
+        (file->info.readable ? S_IRUSR : 0) | (file->info.writable ? S_IWUSR : 0);
+
+    if ((mode & needed) == needed)
+        return 0;
+    int fd = reopen(file->direct_fd, 0);
+    if (fd == -EACCES && fchmod(file->direct_fd, mode | needed) == 0) {
+        fd = reopen(file->direct_fd, 0);
+        (void)fchmod(file->direct_fd, mode);
+    }
+    if (fd < 0)
+        return does_without(file, fd) ? 0 : fd;
+    atomic_store(&file->fd, fd);
+    return 0;
+}
+
+static struct nvmeio_file *file_new(enum nvmeio_direct direct)
 {
     struct nvmeio_file *file = calloc(1, sizeof(*file));
 
     if (!file)
         return NULL;
     atomic_init(&file->references, 1);
-    file->generation = nvmeio_fork_generation();
-    file->fd = fd;
+    atomic_init(&file->fd, -1);
     file->direct_fd = -1;
+    file->demanded = direct == NVMEIO_DIRECT_ALWAYS;
     return file;
 }
 
 static void file_free(struct nvmeio_file *file)
 {
-    if (file->direct_fd >= 0 && file->direct_fd != file->fd)
+    if (file->direct_fd >= 0)
         close(file->direct_fd);
-    if (file->fd >= 0)
-        close(file->fd);
-    if (file->ends)
-        nvmeio_ends_leave(file->ends);
+    if (atomic_load(&file->fd) >= 0)
+        close(atomic_load(&file->fd));
     free(file);
 }
 
-int nvmeio_file_open(const char *path, int flags, enum nvmeio_direct direct,
-                     struct nvmeio_file **result)
+/* Give a file its one descriptor, and take O_NONBLOCK off. */
+static int open_path(struct nvmeio_file *file, const char *path, int flags,
+                     enum nvmeio_direct direct, bool *made)
 {
     /* O_NONBLOCK: opening a FIFO must not hang.  It is taken off again, or io_uring
      * would answer EAGAIN instead of waiting for the disk.  O_NOCTTY: a terminal that
      * is opened by mistake must not become ours.  O_TRUNC comes last: an open that
      * fails must not have emptied the file. */
-    int first_flags = (flags & ~O_TRUNC) | O_CLOEXEC | O_NONBLOCK | O_NOCTTY;
-    struct nvmeio_file *file = NULL;
-    struct stat status;
-    bool made;
+    int base = (flags & ~(O_TRUNC | O_DIRECT)) | O_CLOEXEC | O_NONBLOCK | O_NOCTTY;
+    int existing = (base & ~O_CREAT) | (direct == NVMEIO_DIRECT_NEVER ? 0 : O_DIRECT);
+    bool must_make = (flags & O_CREAT) && (flags & O_EXCL);
+    struct statx status;
 
-    int fd = open_or_create(path, first_flags, &made);
-    if (fd < 0)
-        return fd == -ENXIO ? -EINVAL : fd;
-    int error = fstat(fd, &status) ? -errno : check_kind(&status);
-    if (error == 0 && fcntl(fd, F_SETFL, 0))
-        error = -errno;
-    if (error == 0) {
-        file = file_new(fd);
-        error = file ? 0 : -ENOMEM;
+    int fd = must_make ? -ENOENT : open_existing(path, &existing);
+    int error = fd < 0 ? fd : look_at(fd, &status);
+    /* What is another's is opened as was asked: in a folder like /tmp the kernel may
+     * refuse O_CREAT, and no other flag (fs.protected_regular). */
+    if ((flags & O_CREAT) &&
+        (error == -ENOENT || (error == 0 && status.stx_uid != geteuid()))) {
+        if (fd >= 0)
+            close(fd);
+        /* Where there is no O_DIRECT the kernel would make the file and then fail. */
+        fd = create(path, base, made);
+        error = fd < 0 ? fd : look_at(fd, &status);
     }
+    atomic_store(&file->fd, fd);
     if (error)
-        goto fail;
-    describe(file, &status, flags);
-    file->info.created = made || (flags & O_TRUNC);
-    error = join_ends(file);
-    if (error == 0)
-        error = find_direct(file, direct, flags);
+        return error == -ENXIO ? -EINVAL : error;
+    error = describe(file, &status, flags);
+    if (error)
+        return error;
+    bool has_direct = existing & O_DIRECT && fcntl(fd, F_SETFL, O_DIRECT) == 0;
+    if (!has_direct && fcntl(fd, F_SETFL, 0))
+        return -errno;
+    if (direct == NVMEIO_DIRECT_NEVER)
+        return 0;
+    if (has_direct)
+        atomic_store(&file->fd, -1);
+    error = use_direct(file, &status, has_direct ? fd : -EINVAL);
+    if (error == 0 && *made && file->direct_fd >= 0)
+        error = open_without_rights(file, status.stx_mode);
+    return error;
+}
+
+int nvmeio_file_open(const char *path, int flags, enum nvmeio_direct direct,
+                     struct nvmeio_file **result)
+{
+    struct nvmeio_file *file = file_new(direct);
+    bool made = false;
+
+    if (!file)
+        return -ENOMEM;
+    int error = open_path(file, path, flags, direct, &made);
     if (error == 0 && (flags & O_TRUNC) && file->device_bytes < 0)
         error = nvmeio_file_truncate(file, 0);
-    if (error)
-        goto fail;
+    if (error) {
+        if (made)
+            unmake(path, nvmeio_file_any_fd(file));
+        file_free(file);
+        return error;
+    }
     *result = file;
     return 0;
-fail:
-    if (made)
-        unmake(path, fd);
-    if (file)
-        file_free(file);
-    else
-        close(fd);
-    return error;
 }
 
 /* Sort a duplicate of a caller's descriptor into fd and direct_fd.  Its description is
  * shared with the caller, so a flag that disturbs is avoided by opening anew. */
-static int adopt(struct nvmeio_file *file, enum nvmeio_direct direct, int flags)
+static int duplicate(struct nvmeio_file *file, int fd, int flags,
+                     enum nvmeio_direct direct)
 {
-    if (!(flags & (O_DIRECT | O_NONBLOCK)))
+    struct statx status;
+    int copy = fcntl(fd, F_DUPFD_CLOEXEC, 0);
+
+    if (copy < 0)
+        return -errno;
+    atomic_store(&file->fd, copy);
+    int error = look_at(copy, &status);
+    if (error == 0)
+        error = describe(file, &status, flags);
+    if (error)
+        return error;
+    int own = copy;
+    bool shared =
+        direct != NVMEIO_DIRECT_NEVER && (flags & (O_DIRECT | O_NONBLOCK)) == O_DIRECT;
+    if (flags & (O_DIRECT | O_NONBLOCK)) {
+        own = reopen(copy, 0);
+        if (own < 0)
+            return own;
+        atomic_store(&file->fd, own);
+        if (!shared)
+            close(copy);
+    }
+    if (direct == NVMEIO_DIRECT_NEVER)
         return 0;
-    int fd = reopen(file->fd, flags & KEPT_FLAGS);
-    if (fd < 0)
-        return fd;
-    if ((flags & O_DIRECT) && !(flags & O_NONBLOCK) && direct != NVMEIO_DIRECT_NEVER)
-        file->direct_fd = file->fd;
-    else
-        close(file->fd);
-    file->fd = fd;
-    return 0;
+    return use_direct(file, &status, shared ? copy : reopen(own, O_DIRECT));
 }
 
 int nvmeio_file_dup(int fd, enum nvmeio_direct direct, struct nvmeio_file **result)
 {
-    struct stat status;
     int flags = fcntl(fd, F_GETFL);
 
     if (flags < 0)
@@ -290,23 +385,10 @@ int nvmeio_file_dup(int fd, enum nvmeio_direct direct, struct nvmeio_file **resu
         return -EBADF;
     if (flags & O_APPEND)
         return -EINVAL;
-    int error = fstat(fd, &status) ? -errno : check_kind(&status);
-    if (error)
-        return error;
-    int copy = fcntl(fd, F_DUPFD_CLOEXEC, 0);
-    if (copy < 0)
-        return -errno;
-    struct nvmeio_file *file = file_new(copy);
-    if (!file) {
-        close(copy);
+    struct nvmeio_file *file = file_new(direct);
+    if (!file)
         return -ENOMEM;
-    }
-    describe(file, &status, flags);
-    error = join_ends(file);
-    if (error == 0)
-        error = adopt(file, direct, flags);
-    if (error == 0)
-        error = find_direct(file, direct, flags);
+    int error = duplicate(file, fd, flags, direct);
     if (error) {
         file_free(file);
         return error;
@@ -328,6 +410,18 @@ void nvmeio_file_release(struct nvmeio_file *file)
         file_free(file);
 }
 
+bool nvmeio_file_release_shared(struct nvmeio_file *file)
+{
+    unsigned count = atomic_load_explicit(&file->references, memory_order_relaxed);
+
+    while (count > 1)
+        if (atomic_compare_exchange_weak_explicit(&file->references, &count, count - 1,
+                                                  memory_order_release,
+                                                  memory_order_relaxed))
+            return true;
+    return false;
+}
+
 void nvmeio_file_get_info(const struct nvmeio_file *file, struct nvmeio_file_info *info)
 {
     *info = file->info;
@@ -335,9 +429,39 @@ void nvmeio_file_get_info(const struct nvmeio_file *file, struct nvmeio_file_inf
         info->direct = false;
 }
 
-int nvmeio_file_fd(const struct nvmeio_file *file)
+/* The rights to open the file anew were taken away, or there is no /proc: the page
+ * cache serves by the one description that there is. */
+static int turn_to_page_cache(struct nvmeio_file *file)
 {
-    return file->fd;
+    int fd = fcntl(file->direct_fd, F_DUPFD_CLOEXEC, 0);
+
+    if (fd < 0)
+        return -errno;
+    if (fcntl(file->direct_fd, F_SETFL, 0)) {
+        close(fd);
+        return -EACCES;
+    }
+    atomic_store_explicit(&file->direct_refused, true, memory_order_relaxed);
+    return fd;
+}
+
+int nvmeio_file_fd(struct nvmeio_file *file)
+{
+    int fd = atomic_load_explicit(&file->fd, memory_order_acquire), none = -1;
+
+    if (fd >= 0)
+        return fd;
+    do
+        fd = reopen(file->direct_fd, 0);
+    while (fd == -EINTR);
+    if (fd < 0 && does_without(file, fd))
+        fd = turn_to_page_cache(file);
+    /* Another thread may have been faster. */
+    if (fd >= 0 && !atomic_compare_exchange_strong(&file->fd, &none, fd)) {
+        close(fd);
+        fd = none;
+    }
+    return fd;
 }
 
 int nvmeio_file_is_at(const struct nvmeio_file *file, const char *path)
@@ -357,7 +481,7 @@ int64_t nvmeio_file_size(const struct nvmeio_file *file)
 
     if (file->device_bytes >= 0)
         return file->device_bytes;
-    if (fstat(file->fd, &status))
+    if (fstat(nvmeio_file_any_fd(file), &status))
         return -errno;
     return status.st_size;
 }
@@ -366,7 +490,7 @@ int nvmeio_file_truncate(struct nvmeio_file *file, int64_t size)
 {
     int result;
     do
-        result = ftruncate(file->fd, size);
+        result = ftruncate(nvmeio_file_any_fd(file), size);
     while (result && errno == EINTR);
     return result ? -errno : 0;
 }
@@ -378,40 +502,6 @@ void nvmeio_file_geometry(const struct nvmeio_file *file,
                                                                   memory_order_relaxed);
     geometry->memory_align = file->info.memory_align;
     geometry->offset_align = file->info.offset_align;
-}
-
-int nvmeio_file_preallocate(struct nvmeio_file *file, int64_t offset, int64_t size)
-{
-    /* fallocate(2), for posix_fallocate(3) may write zeros instead. */
-    if (fallocate(file->fd, 0, offset, size) == 0)
-        return 0;
-    /* A signal ends it: tmpfs begins anew each time, and might never be done. */
-    return errno == EOPNOTSUPP || errno == ENOSYS || errno == EINTR ? 0 : -errno;
-}
-
-bool nvmeio_file_is_ours(const struct nvmeio_file *file)
-{
-    return file->info.created && file->generation == nvmeio_fork_generation();
-}
-
-void nvmeio_file_note_end(struct nvmeio_file *file, int64_t end)
-{
-    /* In a child the parent's may look as if they were held. */
-    if (file->ends && file->generation == nvmeio_fork_generation())
-        nvmeio_ends_note(file->ends, end);
-}
-
-void nvmeio_file_cut_back(struct nvmeio_file *file, int64_t kept, int64_t end)
-{
-    if (!file->ends)
-        return;
-    int64_t others = nvmeio_ends_hold(file->ends, end);
-    int64_t wanted = kept > others ? kept : others;
-    int64_t size = nvmeio_file_size(file);
-    if (size > wanted && size <= end)
-        /* If this fails too, the error of the write is still the one to tell. */
-        (void)nvmeio_file_truncate(file, wanted);
-    nvmeio_ends_release(file->ends);
 }
 
 static size_t first_difference(const char *a, const char *b, size_t size)
@@ -439,18 +529,20 @@ static bool waits_for(int error, unsigned *tries)
 int nvmeio_file_compare(struct nvmeio_file *file, int64_t offset, const void *address,
                         size_t size, size_t *position)
 {
-    char *memory = malloc(COMPARE_BYTES);
+    int fd = nvmeio_file_fd(file);
     size_t done = 0;
     unsigned tries = 0;
     int result = 0;
 
+    if (fd < 0)
+        return fd;
+    char *memory = malloc(COMPARE_BYTES);
     if (!memory)
         return -ENOMEM;
     while (done < size && result == 0) {
         size_t left = size - done;
-        ssize_t got =
-            pread(file->fd, memory, left < COMPARE_BYTES ? left : COMPARE_BYTES,
-                  offset + (int64_t)done);
+        ssize_t got = pread(fd, memory, left < COMPARE_BYTES ? left : COMPARE_BYTES,
+                            offset + (int64_t)done);
         if (got < 0 && waits_for(errno, &tries))
             continue;
         if (got <= 0) {

@@ -6,7 +6,6 @@
 #include <stdatomic.h>
 
 #include "align.h"
-#include "ends.h"
 
 /* Larger alignments than these are left to the page cache: bounces are aligned to the
  * first and are multiples of the second. */
@@ -15,11 +14,16 @@
 
 struct nvmeio_file {
     atomic_uint references;
-    int fd;         /* through the page cache */
-    int direct_fd;  /* with O_DIRECT, or -1 */
+
+    /* There is always one of them, and what they lead to is the same. */
+    atomic_int fd; /* through the page cache, or -1: nvmeio_file_fd() opens it */
+    int direct_fd; /* with O_DIRECT, or -1 */
+
     bool demanded;  /* NVMEIO_DIRECT_ALWAYS: no falling back to the page cache */
     bool fuse;      /* on a FUSE file system: see nvmeio_block.plain */
     bool in_memory; /* on tmpfs: there is no device that minds what pages it gets */
+    bool local;     /* a block device, or on a file system that is known to be of here:
+                     * not on FUSE, NFS and the like, nor on overlayfs */
     struct nvmeio_file_info info;
     int64_t device_bytes; /* the size of a block device, -1 for a regular file */
 
@@ -27,32 +31,27 @@ struct nvmeio_file {
      * then on the file goes through the page cache.  Relaxed: a hint, seen sooner or
      * later. */
     atomic_bool direct_refused;
-
-    /* NULL where nothing is cut back: of a block device, and what is read alone. */
-    struct nvmeio_ends *ends;
-    uint32_t generation; /* of the process that opened it */
 };
+
+/* For what is the same by either descriptor. */
+static inline int nvmeio_file_any_fd(const struct nvmeio_file *file)
+{
+    int fd = atomic_load_explicit(&file->fd, memory_order_acquire);
+    return fd >= 0 ? fd : file->direct_fd;
+}
+
+/* Open the page-cache descriptor, where it is not open yet: 0 or -errno. */
+static inline int nvmeio_file_need_buffered(struct nvmeio_file *file)
+{
+    int fd = nvmeio_file_fd(file);
+    return fd < 0 ? fd : 0;
+}
 
 /* What plans for this file are made from, but for the handle's bounce policy. */
 void nvmeio_file_geometry(const struct nvmeio_file *file,
                           struct nvmeio_geometry *geometry);
 
-/* Reserve `size` bytes from `offset` on, and make the file that long.  0 also where the
- * file system cannot, or a signal came. */
-int nvmeio_file_preallocate(struct nvmeio_file *file, int64_t offset, int64_t size);
-
-/* Whether the length is ours to set: this open, in this process, made the file.  Not in
- * a forked child, who does not know what its parent writes. */
-bool nvmeio_file_is_ours(const struct nvmeio_file *file);
-
-/* Note that a write reaches to `end`, before it does. */
-void nvmeio_file_note_end(struct nvmeio_file *file, int64_t end);
-
-/* A write to a file that is ours reached from `kept` to `end` and has failed: cut back
- * what it alone has made longer.  Nothing is lost that others have written.  Of this
- * process none is cut that was noted, whichever open it comes through; others, and who
- * writes past nvmeio, have made the file longer than `end`, but for those who do so in
- * the very moment of the cut. */
-void nvmeio_file_cut_back(struct nvmeio_file *file, int64_t kept, int64_t end);
+/* Drop a reference, unless it is the last: then nothing is done, and false returned. */
+bool nvmeio_file_release_shared(struct nvmeio_file *file);
 
 #endif

@@ -1,54 +1,52 @@
 /* handle.c -- opening, submitting, cancelling, closing, and what a fork means for them.
  *
- * One mutex guards a handle; it is held over no system call that can block, but where
- * a closed handle takes down the lanes of its callers.  When a request may go on is
- * schedule.c's, how it is cut is request.c's, how blocks are carried out is lane.c's;
- * threads that wait are wait.c's. */
+ * When a request may go on is queue.c's, how it is cut is request.c's, how blocks are
+ * carried out is worker.c's; threads that wait are wait.c's. */
 #include "handle_internal.h"
 
 #include <errno.h>
 #include <sched.h>
+#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
 
+#include "block.h"
 #include "file_internal.h"
-#include "runs.h"
+#include "records.h"
 
-/* Added to the generation of the process that is making lists and lanes anew.  A child
- * forked meanwhile has another one, and does not wait for a thread it does not have. */
-#define REVIVING (UINT32_C(1) << 31)
+/* Added to the generation of the process that is making queue and workers anew.  A
+ * child forked meanwhile has another one, and does not wait for a thread it does not
+ * have. */
+#define REOPENING (UINT32_C(1) << 31)
+
+static struct nvmeio_handle *retain(struct nvmeio_handle *handle)
+{
+    atomic_fetch_add_explicit(&handle->references, 1, memory_order_relaxed);
+    return handle;
+}
+
+/* What makes a file longer lands block by block, each as large as that: so one at a
+ * time is as fast as many (docs/design.md has the figures). */
+#define ORDERED_BYTES (8u << 20)
+
+/* The most that nvmeio_perform() carries out: more is for the workers, for whom a
+ * thread waits that Ctrl-C can interrupt. */
+#define PERFORM_BYTES_MAX (1u << 20)
 
 static void handle_release(struct nvmeio_handle *handle)
 {
     /* Acquire and release: the last holder sees all that the others did. */
     if (atomic_fetch_sub_explicit(&handle->references, 1, memory_order_acq_rel) != 1)
         return;
-    /* In a child that never used it, the parent's threads look as if they still waited,
-     * and pthread_cond_destroy() would wait for them. */
+    /* In a child that never used it the queue is the parent's. */
     if (atomic_load_explicit(&handle->generation, memory_order_relaxed) ==
-        nvmeio_fork_generation()) {
-        pthread_mutex_destroy(&handle->mutex);
-        sem_destroy(&handle->work);
-        pthread_cond_destroy(&handle->news);
-    }
+        nvmeio_fork_generation())
+        nvmeio_queue_destroy(&handle->queue);
     free((char *)handle->config.engine);
-    free(handle->lanes);
-    nvmeio_watch_free(handle);
+    free(handle->workers.list);
     free(handle);
-}
-
-void nvmeio_request_release(struct nvmeio_request *request)
-{
-    /* Acquire and release, as above. */
-    if (!request ||
-        atomic_fetch_sub_explicit(&request->references, 1, memory_order_acq_rel) != 1)
-        return;
-    nvmeio_file_release(request->file);
-    handle_release(request->handle);
-    free(request->records);
-    free(request);
 }
 
 void nvmeio_config_default(struct nvmeio_config *config)
@@ -56,7 +54,7 @@ void nvmeio_config_default(struct nvmeio_config *config)
     *config = (struct nvmeio_config){
         .block_bytes = 1u << 20,
         .queue_depth = 128,
-        .lanes = 1,
+        .workers = 1,
         .bounce = NVMEIO_BOUNCE_AUTO,
         .engine = "auto",
     };
@@ -66,78 +64,35 @@ static bool valid(const struct nvmeio_config *config)
 {
     return config->block_bytes >= 1 && config->block_bytes <= NVMEIO_BLOCK_BYTES_MAX &&
            config->queue_depth >= 1 && config->queue_depth <= NVMEIO_QUEUE_DEPTH_MAX &&
-           config->lanes >= 1 && config->lanes <= NVMEIO_LANES_MAX && config->engine;
+           config->workers >= 1 && config->workers <= NVMEIO_WORKERS_MAX &&
+           config->engine;
 }
 
-/* Whole alignments, for any file; at least two bounces a lane, where so much is
- * allowed. */
-static size_t bounce_bytes(const struct nvmeio_handle *handle)
+/* In whole alignments, for any file. */
+static void set_owner(struct nvmeio_handle *handle)
 {
     uint64_t unit = NVMEIO_OFFSET_ALIGN_MAX;
-    uint64_t share = NVMEIO_LANE_BOUNCE_BYTES / handle->config.lanes / 2;
-    uint64_t bytes = nvmeio_round_up(handle->block_bytes, unit);
+    uint64_t quota = NVMEIO_WORKER_BOUNCE_BYTES / handle->config.workers;
+    uint64_t block = nvmeio_round_up(handle->config.block_bytes, NVMEIO_EDGE_BYTES);
+    uint64_t ordered = block * handle->config.queue_depth;
+    uint64_t bounce = nvmeio_round_up(block, unit);
 
-    if (bytes > NVMEIO_BOUNCE_BYTES)
-        bytes = NVMEIO_BOUNCE_BYTES;
-    if (bytes > share)
-        bytes = nvmeio_round_down(share, unit);
-    return bytes > unit ? bytes : unit;
-}
-
-static void locks_init(struct nvmeio_handle *handle)
-{
-    pthread_condattr_t monotonic;
-
-    sem_init(&handle->work, 0, 0);
-    pthread_mutex_init(&handle->mutex, NULL);
-    pthread_condattr_init(&monotonic);
-    pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
-    pthread_cond_init(&handle->news, &monotonic);
-    pthread_condattr_destroy(&monotonic);
-}
-
-/* Send the lanes home and wait for them. */
-static void lanes_stop(struct nvmeio_handle *handle)
-{
-    pthread_mutex_lock(&handle->mutex);
-    const unsigned count = handle->lanes_started;
-    handle->stopping = true;
-    for (; handle->lanes_idle > 0; handle->lanes_idle--)
-        sem_post(&handle->work);
-    pthread_mutex_unlock(&handle->mutex);
-    for (unsigned i = 0; i < count; i++)
-        pthread_join(handle->lanes[i].thread, NULL);
-    /* Others may be asking for the figures, which must not be counted twice. */
-    pthread_mutex_lock(&handle->mutex);
-    for (unsigned i = 0; i < count; i++)
-        nvmeio_lane_retire(&handle->lanes[i]);
-    handle->lanes_started = 0;
-    pthread_mutex_unlock(&handle->mutex);
-}
-
-static int lanes_start(struct nvmeio_handle *handle)
-{
-    if (!handle->lanes)
-        handle->lanes = calloc(handle->config.lanes, sizeof(*handle->lanes));
-    if (!handle->lanes)
-        return -ENOMEM;
-    for (unsigned i = 0; i < handle->config.lanes; i++) {
-        int error = nvmeio_lane_start(&handle->lanes[i], handle);
-        if (error) {
-            /* Lanes before it may have what it lacks, of which others want less. */
-            handle->refused = handle->lanes[i].refused || i > 0;
-            lanes_stop(handle);
-            handle->stopping = false;
-            memset(handle->lanes, 0, handle->config.lanes * sizeof(*handle->lanes));
-            return error;
-        }
-        /* A child that had none may be asked for its figures meanwhile. */
-        pthread_mutex_lock(&handle->mutex);
-        handle->lanes_started++;
-        pthread_mutex_unlock(&handle->mutex);
-    }
-    handle->lanes_alive = handle->lanes_started;
-    return 0;
+    if (ordered > ORDERED_BYTES)
+        ordered = block > ORDERED_BYTES ? block : ORDERED_BYTES;
+    /* At least two for a worker, where so much is allowed. */
+    if (bounce > NVMEIO_BOUNCE_BYTES)
+        bounce = NVMEIO_BOUNCE_BYTES;
+    if (bounce > quota / 2)
+        bounce = nvmeio_round_down(quota / 2, unit);
+    handle->owner = (struct nvmeio_owner){
+        .release = handle_release,
+        .bounce = handle->config.bounce,
+        .block_bytes = block,
+        .ordered_bytes = ordered,
+        .bounce_bytes = bounce > unit ? bounce : unit,
+        .large_bounce_bytes =
+            nvmeio_round_down(ordered < quota ? ordered : quota, unit),
+    };
 }
 
 /* Try the engines from the first on, and note why one is passed over.  Where a thread,
@@ -147,14 +102,15 @@ static int start_any(struct nvmeio_handle *handle)
     size_t used = 0;
     int error = -ENOSYS;
 
-    for (unsigned i = 0; (handle->ops = nvmeio_engine_at(i)); i++) {
+    for (unsigned i = 0; (handle->workers.ops = nvmeio_engine_at(i)); i++) {
         char reason[256];
-        error = lanes_start(handle);
-        if (error == 0 || !handle->refused)
+        error = nvmeio_workers_start(&handle->workers);
+        if (error == 0 || !handle->workers.refused)
             return error;
-        nvmeio_engine_explain(handle->ops->name, error, reason, sizeof(reason));
-        int length = snprintf(handle->fallback + used, sizeof(handle->fallback) - used,
-                              "%s%s: %s", used ? "; " : "", handle->ops->name, reason);
+        nvmeio_engine_explain(handle->workers.ops->name, error, reason, sizeof(reason));
+        int length =
+            snprintf(handle->fallback + used, sizeof(handle->fallback) - used,
+                     "%s%s: %s", used ? "; " : "", handle->workers.ops->name, reason);
         used += (size_t)length;
         if (used >= sizeof(handle->fallback))
             used = sizeof(handle->fallback) - 1;
@@ -166,10 +122,10 @@ static int start_named(struct nvmeio_handle *handle)
 {
     bool known;
 
-    handle->ops = nvmeio_engine_find(handle->config.engine, &known);
-    if (!handle->ops)
+    handle->workers.ops = nvmeio_engine_find(handle->config.engine, &known);
+    if (!handle->workers.ops)
         return known ? -ENOSYS : -EINVAL;
-    return lanes_start(handle);
+    return nvmeio_workers_start(&handle->workers);
 }
 
 int nvmeio_handle_open(const struct nvmeio_config *config,
@@ -182,11 +138,17 @@ int nvmeio_handle_open(const struct nvmeio_config *config,
         return -ENOMEM;
     handle->config = *config;
     handle->config.engine = strdup(config->engine);
-    handle->block_bytes = nvmeio_round_up(config->block_bytes, NVMEIO_EDGE_BYTES);
-    handle->bounce_bytes = bounce_bytes(handle);
+    set_owner(handle);
     atomic_init(&handle->references, 1);
     atomic_init(&handle->generation, nvmeio_fork_generation());
-    locks_init(handle);
+    nvmeio_queue_init(&handle->queue);
+    handle->workers = (struct nvmeio_workers){
+        .queue = &handle->queue,
+        .owner = &handle->owner,
+        .count = config->workers,
+        .queue_depth = config->queue_depth,
+        .single_submit = config->single_submit,
+    };
     int error = handle->config.engine ? 0 : -ENOMEM;
     if (error == 0)
         error = strcmp(config->engine, "auto") == 0 ? start_any(handle)
@@ -199,50 +161,37 @@ int nvmeio_handle_open(const struct nvmeio_config *config,
     return 0;
 }
 
-/* In a child: forget the parent's lists, lanes and locks (they are abandoned, not
- * freed: a ring of the parent must not be touched) and start lanes of our own. */
-static void revive(struct nvmeio_handle *handle)
+/* In a child: forget the parent's queue and workers (they are abandoned, not freed: a
+ * ring of the parent must not be touched) and start workers of our own. */
+static void reopen(struct nvmeio_handle *handle)
 {
-    handle->active_first = handle->active_last = NULL;
-    handle->active_count = 0;
-    handle->queue_first = handle->queue_last = NULL;
-    handle->done_first = handle->done_last = NULL;
-    handle->gated_first = NULL;
-    handle->drainers = handle->sleepers = 0;
-    handle->watches = NULL;
-    handle->watches_armed = 0;
-    handle->callers = NULL;
-    handle->caller_count = 0;
-    handle->lanes_idle = 0;
-    handle->lanes_alive = handle->lanes_started = 0;
-    /* What the parent's lanes have done is told by the parent. */
-    handle->retired = (struct nvmeio_stats){0};
-    atomic_store_explicit(&handle->requests, 0, memory_order_relaxed);
-    memset(handle->retired_latencies, 0, sizeof(handle->retired_latencies));
-    handle->stopping = false;
+    nvmeio_queue_init(&handle->queue);
+    handle->restarters = handle->stoppers = NULL;
+    handle->workers.list = NULL;
+    handle->workers.alive = handle->workers.started = 0;
+    handle->starting = false;
     /* Closed by the parent, or here before it was ever used: nobody is stopping it. */
     handle->stopped = handle->closing;
-    locks_init(handle);
-    handle->lanes = NULL;
-    handle->dead_error = handle->closing ? 0 : lanes_start(handle);
-    handle->lanes_missing = handle->dead_error != 0;
-    handle->lanes_starting = false;
+    handle->workers.dead_error =
+        handle->closing ? 0 : nvmeio_workers_start(&handle->workers);
+    handle->missing = handle->workers.dead_error != 0;
     atomic_store_explicit(&handle->generation, nvmeio_fork_generation(),
                           memory_order_release);
 }
 
 /* In a child where nobody has used the handle yet: true, and it is ours alone until
- * revive().  False: lists and lanes are this process's. */
+ * reopen().  False: queue and workers are this process's. */
 static bool claim(struct nvmeio_handle *handle)
 {
     uint32_t now = nvmeio_fork_generation();
-    /* Acquire: pairs with the release in revive(). */
+    /* Acquire: pairs with the release in reopen(). */
     uint32_t then = atomic_load_explicit(&handle->generation, memory_order_acquire);
 
     while (then != now) {
-        if (then != (now | REVIVING) && atomic_compare_exchange_strong_explicit(
-                                            &handle->generation, &then, now | REVIVING,
-                                            memory_order_acquire, memory_order_acquire))
+        if (then != (now | REOPENING) &&
+            atomic_compare_exchange_strong_explicit(
+                &handle->generation, &then, now | REOPENING, memory_order_acquire,
+                memory_order_acquire))
             return true;
         sched_yield();
         then = atomic_load_explicit(&handle->generation, memory_order_acquire);
@@ -253,112 +202,80 @@ static bool claim(struct nvmeio_handle *handle)
 void nvmeio_handle_ensure_own(struct nvmeio_handle *handle)
 {
     if (claim(handle))
-        revive(handle);
+        reopen(handle);
+}
+
+/* Sleep until another thread wakes the list.  The mutex is held, and dropped meanwhile.
+ */
+static void sleep_in(struct nvmeio_handle *handle, struct nvmeio_waiter **list)
+{
+    struct nvmeio_waiter waiter = {.next = *list};
+
+    *list = &waiter;
+    nvmeio_queue_unlock(&handle->queue);
+    nvmeio_waiter_sleep(&waiter, -1);
+    nvmeio_queue_lock(&handle->queue);
 }
 
 /* In a child that was short of descriptors, memory or threads when it used the handle
- * first: what was lacking may be there by now. */
-static void start_missing_lanes(struct nvmeio_handle *handle)
+ * first: what was lacking may be there by now.  The mutex is held, and dropped
+ * meanwhile. */
+static void start_missing_workers(struct nvmeio_handle *handle)
 {
-    pthread_mutex_lock(&handle->mutex);
-    while (handle->lanes_starting)
-        pthread_cond_wait(&handle->news, &handle->mutex);
-    bool starting = handle->lanes_missing && !handle->closing;
-    handle->lanes_starting = starting;
-    pthread_mutex_unlock(&handle->mutex);
-    if (!starting)
+    while (handle->starting)
+        sleep_in(handle, &handle->restarters);
+    if (!handle->missing || handle->closing)
         return;
-    int error = lanes_start(handle);
-    pthread_mutex_lock(&handle->mutex);
-    handle->dead_error = error;
-    handle->lanes_missing = error != 0;
-    handle->lanes_starting = false;
-    pthread_cond_broadcast(&handle->news);
-    pthread_mutex_unlock(&handle->mutex);
-}
-
-/* Give the request to those who carry it out.  The mutex is held. */
-static void dispatch(struct nvmeio_handle *handle, struct nvmeio_request *request,
-                     bool caller)
-{
-    nvmeio_schedule_add(handle, request);
-    if (request->op == NVMEIO_OP_FSYNC)
-        nvmeio_schedule_gate(handle, request);
-    else if (caller && nvmeio_wait_give(handle, request))
-        return;
-    /* The last lane may have died, and buried this one, while the mutex was dropped. */
-    if (handle->dead_error && !nvmeio_schedule_settling(request))
-        nvmeio_request_fail(request, handle->dead_error, 0);
-    nvmeio_schedule_progress(handle, request);
-}
-
-static int check_transfer(const struct nvmeio_transfer *transfer)
-{
-    if (!transfer->file)
-        return -EINVAL;
-    const struct nvmeio_file_info *info = &transfer->file->info;
-    switch (transfer->op) {
-    case NVMEIO_OP_FSYNC:
-        return 0;
-    case NVMEIO_OP_READ:
-        if (!info->readable)
-            return -EBADF;
-        break;
-    case NVMEIO_OP_WRITE:
-        if (!info->writable)
-            return -EBADF;
-        break;
-    default:
-        return -EINVAL;
-    }
-    if (transfer->offset < 0 || (transfer->size > 0 && !transfer->address))
-        return -EINVAL;
-    if (transfer->size > (uint64_t)(INT64_MAX - transfer->offset))
-        return -EOVERFLOW;
-    return 0;
+    handle->starting = true;
+    nvmeio_queue_unlock(&handle->queue);
+    int error = nvmeio_workers_start(&handle->workers);
+    nvmeio_queue_lock(&handle->queue);
+    handle->workers.dead_error = error;
+    handle->missing = error != 0;
+    handle->starting = false;
+    nvmeio_queue_wake(&handle->queue, &handle->restarters);
 }
 
 /* Hand over a request that was just made. */
 static int hand_in(struct nvmeio_handle *handle, struct nvmeio_request *request,
-                   bool caller, struct nvmeio_request **result)
+                   struct nvmeio_request **result)
 {
-    atomic_fetch_add_explicit(&handle->references, 1, memory_order_relaxed);
-    nvmeio_request_check(request);
-    pthread_mutex_lock(&handle->mutex);
-    if (handle->lanes_missing) {
-        pthread_mutex_unlock(&handle->mutex);
-        start_missing_lanes(handle);
-        pthread_mutex_lock(&handle->mutex);
-    }
+    nvmeio_queue_lock(&handle->queue);
+    if (handle->missing)
+        start_missing_workers(handle);
     if (handle->closing) {
-        pthread_mutex_unlock(&handle->mutex);
-        /* A file that was made ready for this write is cut back. */
-        request->cancelled = true;
-        nvmeio_request_settle(request);
+        nvmeio_queue_unlock(&handle->queue);
         nvmeio_request_release(request);
         return -EPIPE;
     }
-    atomic_fetch_add_explicit(&handle->requests, 1, memory_order_relaxed);
     /* Before it can be done: another thread may pop it at once. */
     *result = request;
-    dispatch(handle, request, caller);
-    pthread_mutex_unlock(&handle->mutex);
+    nvmeio_queue_add(&handle->queue, request);
+    if (handle->workers.dead_error)
+        nvmeio_request_fail(request, handle->workers.dead_error, 0);
+    nvmeio_queue_progress(&handle->queue, request);
+    nvmeio_queue_unlock(&handle->queue);
     return 0;
 }
 
 int nvmeio_submit(struct nvmeio_handle *handle, const struct nvmeio_transfer *transfer,
                   struct nvmeio_request **result)
 {
-    int error = check_transfer(transfer);
+    int error = nvmeio_transfer_check(transfer);
 
     if (error)
         return error;
     nvmeio_handle_ensure_own(handle);
-    struct nvmeio_request *request = nvmeio_request_new(handle, transfer);
-    return request ? hand_in(handle, request, transfer->caller, result) : -ENOMEM;
+    struct nvmeio_request *request = malloc(sizeof(*request));
+    if (!request)
+        return -ENOMEM;
+    nvmeio_transfer_init(request, retain(handle), &handle->owner, transfer);
+    return hand_in(handle, request, result);
 }
 
-static int check_gather(const struct nvmeio_gather *gather)
+int nvmeio_submit_gather(struct nvmeio_handle *handle,
+                         const struct nvmeio_gather *gather,
+                         struct nvmeio_request **result, size_t *offender)
 {
     const struct nvmeio_transfer whole = {
         .op = gather->op,
@@ -366,18 +283,8 @@ static int check_gather(const struct nvmeio_gather *gather)
         .address = gather->address,
         .size = gather->size,
     };
-
-    if (gather->op == NVMEIO_OP_FSYNC)
-        return -EINVAL;
-    return check_transfer(&whole);
-}
-
-int nvmeio_submit_gather(struct nvmeio_handle *handle,
-                         const struct nvmeio_gather *gather,
-                         struct nvmeio_request **result, size_t *offender)
-{
     int64_t size = INT64_MAX;
-    int error = check_gather(gather);
+    int error = gather->op == NVMEIO_OP_FSYNC ? -EINVAL : nvmeio_transfer_check(&whole);
 
     *offender = SIZE_MAX;
     if (error)
@@ -390,46 +297,140 @@ int nvmeio_submit_gather(struct nvmeio_handle *handle,
     if (!records)
         return error;
     nvmeio_handle_ensure_own(handle);
-    struct nvmeio_request *request = nvmeio_request_new_gather(handle, gather, records);
+    struct nvmeio_request *request =
+        nvmeio_gather_new(retain(handle), &handle->owner, gather, records);
     if (!request) {
+        handle_release(handle);
         free(records);
         return -ENOMEM;
     }
-    return hand_in(handle, request, gather->caller, result);
+    return hand_in(handle, request, result);
+}
+
+/* Carry out the one block of a request.  What the kernel sends with EFBIG
+ * (RLIMIT_FSIZE) would end the process: workers never get it either. */
+static void perform(struct nvmeio_block *block, struct nvmeio_stats *stats)
+{
+    static const struct timespec at_once = {0, 0};
+    struct timespec pause = {0, 1000};
+    enum nvmeio_verdict verdict;
+    sigset_t file_size, before;
+
+    sigemptyset(&file_size);
+    if (block->op == NVMEIO_OP_WRITE)
+        sigaddset(&file_size, SIGXFSZ);
+    pthread_sigmask(SIG_BLOCK, &file_size, &before);
+    nvmeio_block_prepare(block);
+    block->pushed_ns = nvmeio_now_ns();
+    for (;;) {
+        if (block->fd >= 0)
+            nvmeio_block_perform(block);
+        block->seen_ns = nvmeio_now_ns();
+        verdict = nvmeio_block_advance(block);
+        if (verdict == NVMEIO_BLOCK_FINISHED)
+            break;
+        if (verdict == NVMEIO_BLOCK_CONTINUED) {
+            stats->short_transfers++;
+            continue;
+        }
+        stats->retries++;
+        nanosleep(&pause, NULL);
+        if (pause.tv_nsec < 10000000)
+            pause.tv_nsec *= 2;
+    }
+    if (block->result == -EFBIG && !sigismember(&before, SIGXFSZ))
+        sigtimedwait(&file_size, NULL, &at_once);
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+}
+
+int nvmeio_perform(struct nvmeio_handle *handle, const struct nvmeio_transfer *transfer,
+                   struct nvmeio_outcome *outcome)
+{
+    struct nvmeio_request request;
+    struct nvmeio_stats extra = {0};
+    struct nvmeio_block block = {0};
+    int error = nvmeio_transfer_check(transfer), cancelling;
+
+    if (error || transfer->op == NVMEIO_OP_FSYNC || !transfer->file->local ||
+        transfer->size > handle->owner.block_bytes ||
+        transfer->size > PERFORM_BYTES_MAX)
+        return error;
+    /* A thread that ended here would leave its stack in the queue. */
+    pthread_setcancelstate(PTHREAD_CANCEL_DISABLE, &cancelling);
+    nvmeio_handle_ensure_own(handle);
+    nvmeio_transfer_init(&request, retain(handle), &handle->owner, transfer);
+    request.user = NULL;
+    if (request.plan.count > 1 || nvmeio_request_next_bounce(&request) > 0)
+        goto unsuited;
+    /* Nobody else has it, so that the queue's reference is never the last. */
+    nvmeio_queue_lock(&handle->queue);
+    if (handle->closing) {
+        error = -EPIPE;
+        nvmeio_queue_unlock(&handle->queue);
+        goto unsuited;
+    }
+    nvmeio_queue_add(&handle->queue, &request);
+    bool has_block = nvmeio_request_has_block(&request);
+    if (has_block)
+        /* Whole, also where it is not aligned. */
+        nvmeio_request_cut(&request, &block,
+                           handle->owner.block_bytes + NVMEIO_OFFSET_ALIGN_MAX);
+    else
+        nvmeio_queue_progress(&handle->queue, &request);
+    nvmeio_queue_unlock(&handle->queue);
+    if (has_block) {
+        perform(&block, &extra);
+        nvmeio_queue_lock(&handle->queue);
+        handle->queue.stats.short_transfers += extra.short_transfers;
+        handle->queue.stats.retries += extra.retries;
+        nvmeio_block_count(&block, &handle->queue.stats, handle->queue.latencies);
+        nvmeio_request_book(&request, &block);
+        nvmeio_queue_progress(&handle->queue, &request);
+        nvmeio_queue_unlock(&handle->queue);
+    }
+    nvmeio_request_outcome(&request, outcome);
+    error = 1;
+    goto out;
+unsuited:
+    nvmeio_file_release(request.file);
+out:
+    handle_release(handle);
+    pthread_setcancelstate(cancelling, NULL);
+    return error;
 }
 
 int nvmeio_request_cancel(struct nvmeio_request *request)
 {
-    struct nvmeio_handle *handle = request->handle;
+    struct nvmeio_queue *queue = &request->handle->queue;
     int dropped = 0;
 
     if (nvmeio_request_done(request))
         return 0;
     if (nvmeio_request_before_fork(request))
         return -EOWNERDEAD;
-    pthread_mutex_lock(&handle->mutex);
-    if (!nvmeio_schedule_settling(request) && !request->error && !request->cancelled &&
+    nvmeio_queue_lock(queue);
+    if (!nvmeio_queue_is_settling(request) && !nvmeio_request_is_stopped(request) &&
         !nvmeio_request_is_cut(request)) {
         dropped = 1;
         request->cancelled = true;
-        nvmeio_schedule_progress(handle, request);
+        nvmeio_queue_progress(queue, request);
     }
-    pthread_mutex_unlock(&handle->mutex);
+    nvmeio_queue_unlock(queue);
     return dropped;
 }
 
 unsigned nvmeio_handle_pending(struct nvmeio_handle *handle)
 {
     nvmeio_handle_ensure_own(handle);
-    pthread_mutex_lock(&handle->mutex);
-    unsigned count = handle->active_count;
-    pthread_mutex_unlock(&handle->mutex);
+    nvmeio_queue_lock(&handle->queue);
+    unsigned count = handle->queue.active_count;
+    nvmeio_queue_unlock(&handle->queue);
     return count;
 }
 
 const char *nvmeio_handle_engine(struct nvmeio_handle *handle)
 {
-    return handle->ops->name;
+    return handle->workers.ops->name;
 }
 
 const char *nvmeio_handle_fallback(struct nvmeio_handle *handle)
@@ -440,28 +441,19 @@ const char *nvmeio_handle_fallback(struct nvmeio_handle *handle)
 void nvmeio_handle_stats(struct nvmeio_handle *handle, struct nvmeio_stats *stats)
 {
     nvmeio_handle_ensure_own(handle);
-    pthread_mutex_lock(&handle->mutex);
-    *stats = handle->retired;
-    stats->requests = atomic_load_explicit(&handle->requests, memory_order_relaxed);
-    for (unsigned i = 0; i < handle->lanes_started; i++)
-        nvmeio_lane_count(&handle->lanes[i], stats);
-    for (struct nvmeio_lane *lane = handle->callers; lane; lane = lane->next)
-        nvmeio_lane_count(lane, stats);
-    pthread_mutex_unlock(&handle->mutex);
+    nvmeio_queue_lock(&handle->queue);
+    *stats = handle->queue.stats;
+    nvmeio_queue_unlock(&handle->queue);
 }
 
 void nvmeio_handle_latencies(struct nvmeio_handle *handle,
                              uint64_t counts[NVMEIO_LATENCY_BUCKETS])
 {
     nvmeio_handle_ensure_own(handle);
-    pthread_mutex_lock(&handle->mutex);
+    nvmeio_queue_lock(&handle->queue);
     for (unsigned i = 0; i < NVMEIO_LATENCY_BUCKETS; i++)
-        counts[i] = handle->retired_latencies[i];
-    for (unsigned i = 0; i < handle->lanes_started; i++)
-        nvmeio_latency_add(&handle->lanes[i].latencies, counts);
-    for (struct nvmeio_lane *lane = handle->callers; lane; lane = lane->next)
-        nvmeio_latency_add(&lane->latencies, counts);
-    pthread_mutex_unlock(&handle->mutex);
+        counts[i] = handle->queue.latencies[i];
+    nvmeio_queue_unlock(&handle->queue);
 }
 
 void nvmeio_handle_stop(struct nvmeio_handle *handle)
@@ -470,24 +462,25 @@ void nvmeio_handle_stop(struct nvmeio_handle *handle)
         /* A child that never used it has nothing to stop: what there is, is the
          * parent's. */
         handle->closing = true;
-        revive(handle);
+        reopen(handle);
         return;
     }
-    pthread_mutex_lock(&handle->mutex);
+    nvmeio_queue_lock(&handle->queue);
     bool first = !handle->closing;
     handle->closing = true;
-    while (handle->lanes_starting || (!first && !handle->stopped))
-        pthread_cond_wait(&handle->news, &handle->mutex);
-    pthread_mutex_unlock(&handle->mutex);
+    while (handle->starting)
+        sleep_in(handle, &handle->restarters);
+    while (!first && !handle->stopped)
+        sleep_in(handle, &handle->stoppers);
+    nvmeio_queue_unlock(&handle->queue);
     if (!first)
         return;
     nvmeio_handle_drain(handle, -1);
-    lanes_stop(handle);
-    nvmeio_wait_close(handle);
-    pthread_mutex_lock(&handle->mutex);
+    nvmeio_workers_stop(&handle->workers);
+    nvmeio_queue_lock(&handle->queue);
     handle->stopped = true;
-    pthread_cond_broadcast(&handle->news);
-    pthread_mutex_unlock(&handle->mutex);
+    nvmeio_queue_wake(&handle->queue, &handle->stoppers);
+    nvmeio_queue_unlock(&handle->queue);
 }
 
 void nvmeio_handle_close(struct nvmeio_handle *handle)

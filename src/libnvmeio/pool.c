@@ -16,16 +16,16 @@
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <sys/mman.h>
-#include <sys/resource.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <nvmeio/pool.h>
 #include <nvmeio/system.h>
 
 #include "fork.h"
-#include "pool_internal.h"
 
-#define HUGE_BYTES NVMEIO_HUGE_BYTES
+/* The huge page of x86-64, and of arm64 with pages of 4 KiB. */
+#define HUGE_BYTES ((size_t)2 << 20)
 
 #ifndef MAP_HUGE_2MB
 #define MAP_HUGE_2MB (21 << MAP_HUGE_SHIFT)
@@ -59,10 +59,6 @@ static struct arena large_arenas[NVMEIO_POOL_NODE_MAX + 2];
 static size_t small_granule_bytes = NVMEIO_POOL_ALIGN; /* sizes are rounded up to it */
 static struct nvmeio_pool_stats stats;
 static bool hugetlb_wanted;
-
-/* Written under the mutex, read without it: whoever uses memory that was mapped where
- * other memory had been got it, through a lock, from who mapped it. */
-static _Atomic uint64_t unmappings;
 
 /* All chunks lie between these.  Written under the mutex, read without it by
  * out_of_bounds(); relaxed is enough, for whoever got an address of the pool got it
@@ -313,7 +309,6 @@ static void make_room(struct arena *arenas, size_t bytes)
             struct extent *next = extent->next;
             if (is_whole(extent) &&
                 munmap((void *)extent->address, extent->bytes) == 0) {
-                atomic_fetch_add_explicit(&unmappings, 1, memory_order_relaxed);
                 stats.bytes_mapped -= extent->bytes;
                 unlist_free(extent);
                 tdelete(extent, &extents, compare_extents);
@@ -524,11 +519,6 @@ int nvmeio_pool_use(const void *address, int change)
     return uses;
 }
 
-bool nvmeio_pool_may_hold(const void *address)
-{
-    return !out_of_bounds(address);
-}
-
 bool nvmeio_pool_holds(const void *address)
 {
     if (out_of_bounds(address))
@@ -537,60 +527,6 @@ bool nvmeio_pool_holds(const void *address)
     bool held = find_extent((uintptr_t)address) != NULL;
     pthread_mutex_unlock(&mutex);
     return held;
-}
-
-/* Whether more than RLIMIT_MEMLOCK may be locked.  CAP_IPC_LOCK does not say, for in a
- * user namespace it counts for nothing here (capabilities(7)), so the kernel is asked
- * to lock memory that has no pages. */
-static bool may_lock_beyond(size_t limit_bytes)
-{
-    size_t bytes = limit_bytes + HUGE_BYTES;
-    void *memory = mmap(NULL, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-
-    if (memory == MAP_FAILED)
-        return false;
-    bool may = mlock2(memory, bytes, MLOCK_ONFAULT) == 0;
-    munmap(memory, bytes);
-    return may;
-}
-
-/* New rings are charged to the same limit (Linux 6.18), of the user and not of the
- * process, so children too must find something left; and a huge page of which a part
- * was copied after a fork() is charged twice, for the copies and as a whole. */
-static uint64_t registered_max(void)
-{
-    uint64_t most = NVMEIO_REGISTERED_PAGES_MAX * HUGE_BYTES;
-    struct rlimit limit;
-
-    if (getrlimit(RLIMIT_MEMLOCK, &limit) == 0 && limit.rlim_cur / 4 < most &&
-        !may_lock_beyond(limit.rlim_cur))
-        most = limit.rlim_cur / 4;
-    return most;
-}
-
-bool nvmeio_pool_register(const void *address)
-{
-    const uint64_t most = registered_max();
-
-    pthread_mutex_lock(&mutex);
-    bool registered = stats.bytes_registered + HUGE_BYTES <= most &&
-                      stats.bytes_hugetlb == 0 && find_extent((uintptr_t)address);
-    if (registered)
-        stats.bytes_registered += HUGE_BYTES;
-    pthread_mutex_unlock(&mutex);
-    return registered;
-}
-
-void nvmeio_pool_unregister(unsigned pages)
-{
-    pthread_mutex_lock(&mutex);
-    stats.bytes_registered -= pages * HUGE_BYTES;
-    pthread_mutex_unlock(&mutex);
-}
-
-uint64_t nvmeio_pool_unmappings(void)
-{
-    return atomic_load_explicit(&unmappings, memory_order_relaxed);
 }
 
 void nvmeio_pool_get_stats(struct nvmeio_pool_stats *copy)
@@ -621,11 +557,11 @@ static void forget_parent(const void *node, VISIT visit, int depth)
     extent->uses = 0;
 }
 
-/* A child inherits no memory locks (mlock(2)), none of its parent's rings is used in
- * it, and its parent's requests never end in it. */
+/* A child inherits no memory locks (mlock(2)), and its parent's requests never end in
+ * it. */
 static void unlock_pool_in_child(void)
 {
-    stats.bytes_locked = stats.bytes_registered = 0;
+    stats.bytes_locked = 0;
     twalk(extents, forget_parent);
     pthread_mutex_unlock(&mutex);
 }

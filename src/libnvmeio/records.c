@@ -1,4 +1,5 @@
-/* records.c -- the records of a gather: checked, sorted, merged into runs, copied. */
+/* records.c -- the records of a gather: checked, sorted, merged into extents, copied.
+ */
 #include "records.h"
 
 #include <errno.h>
@@ -16,9 +17,9 @@ static int64_t end_of(const struct nvmeio_record *record)
     return record->offset + (int64_t)record->size;
 }
 
-static int64_t run_end(const struct nvmeio_run *run)
+static int64_t extent_end(const struct nvmeio_extent *extent)
 {
-    return run->offset + (int64_t)run->size;
+    return extent->offset + (int64_t)extent->size;
 }
 
 static int compare_lengths(const void *one, const void *other)
@@ -156,8 +157,6 @@ static int fill(struct nvmeio_records *records, const struct nvmeio_gather *gath
             .index = i,
         };
         records->bytes += (size_t)size;
-        if (offset + size > records->end)
-            records->end = offset + size;
         if ((offset | size) % NVMEIO_EDGE_BYTES)
             records->whole = false;
     }
@@ -259,24 +258,26 @@ int nvmeio_gather_check(const struct nvmeio_gather *gather, size_t *offender)
     return error;
 }
 
-/* Whether a run that goes through a bounce can take in one more record. */
+/* Whether an extent that goes through a bounce can take in one more record. */
 static bool mergeable(const struct nvmeio_records *records,
-                      const struct nvmeio_run_limits *limits,
-                      const struct nvmeio_run *run, const struct nvmeio_record *record)
+                      const struct nvmeio_extent_limits *limits,
+                      const struct nvmeio_extent *extent,
+                      const struct nvmeio_record *record)
 {
-    int64_t end = run_end(run) > end_of(record) ? run_end(run) : end_of(record);
+    int64_t end =
+        extent_end(extent) > end_of(record) ? extent_end(extent) : end_of(record);
     uint64_t cover = nvmeio_round_up((uint64_t)end, limits->align) -
-                     nvmeio_round_down((uint64_t)run->offset, limits->align);
+                     nvmeio_round_down((uint64_t)extent->offset, limits->align);
 
     if (cover > limits->merged_bytes)
         return false;
-    if (run->home && run->size >= NVMEIO_RECORD_LARGE_BYTES)
+    if (extent->home && extent->size >= NVMEIO_RECORD_LARGE_BYTES)
         return false;
     if (record->size >= NVMEIO_RECORD_LARGE_BYTES)
         return false;
     if (limits->op == NVMEIO_OP_WRITE)
-        return record->offset == run_end(run);
-    uint64_t from = nvmeio_round_up((uint64_t)run_end(run), limits->align);
+        return record->offset == extent_end(extent);
+    uint64_t from = nvmeio_round_up((uint64_t)extent_end(extent), limits->align);
     uint64_t to = nvmeio_round_down((uint64_t)record->offset, limits->align);
     if (to <= from)
         return true;
@@ -284,34 +285,36 @@ static bool mergeable(const struct nvmeio_records *records,
            (record->size < NVMEIO_RECORD_MEDIUM_BYTES || cover <= NVMEIO_BRIDGED_BYTES);
 }
 
-/* Take one more record into a run, if it fits. */
+/* Take one more record into an extent, if it fits. */
 static bool take(const struct nvmeio_records *records,
-                 const struct nvmeio_run_limits *limits, struct nvmeio_run *run,
-                 const struct nvmeio_record *record)
+                 const struct nvmeio_extent_limits *limits,
+                 struct nvmeio_extent *extent, const struct nvmeio_record *record)
 {
-    if (end_of(record) <= run_end(run)) {
-        run->copied |=
-            !run->home || record->place != run->home + (record->offset - run->offset);
+    if (end_of(record) <= extent_end(extent)) {
+        extent->copied |=
+            !extent->home ||
+            record->place != extent->home + (record->offset - extent->offset);
         return true;
     }
-    if (run->home && !run->copied && record->offset == run_end(run) &&
-        record->place == run->home + run->size) {
-        run->size += record->size;
+    if (extent->home && !extent->copied && record->offset == extent_end(extent) &&
+        record->place == extent->home + extent->size) {
+        extent->size += record->size;
         return true;
     }
-    if (!mergeable(records, limits, run, record))
+    if (!mergeable(records, limits, extent, record))
         return false;
-    run->home = NULL;
-    run->copied = true;
-    run->size = (size_t)(end_of(record) - run->offset);
+    extent->home = NULL;
+    extent->copied = true;
+    extent->size = (size_t)(end_of(record) - extent->offset);
     return true;
 }
 
-static struct nvmeio_run run_of(const struct nvmeio_records *records, size_t index)
+static struct nvmeio_extent extent_of(const struct nvmeio_records *records,
+                                      size_t index)
 {
     const struct nvmeio_record *record = &records->list[index];
 
-    return (struct nvmeio_run){
+    return (struct nvmeio_extent){
         .first = index,
         .offset = record->offset,
         .size = record->size,
@@ -320,44 +323,47 @@ static struct nvmeio_run run_of(const struct nvmeio_records *records, size_t ind
 }
 
 bool nvmeio_records_next(struct nvmeio_records *records,
-                         const struct nvmeio_run_limits *limits, struct nvmeio_run *run)
+                         const struct nvmeio_extent_limits *limits,
+                         struct nvmeio_extent *extent)
 {
     if (records->next == records->count)
         return false;
     const struct nvmeio_record *record = &records->list[records->next];
-    *run = run_of(records, records->next);
+    *extent = extent_of(records, records->next);
     do {
-        run->count++;
+        extent->count++;
         records->next++;
         record++;
-    } while (records->next < records->count && take(records, limits, run, record));
+    } while (records->next < records->count && take(records, limits, extent, record));
     return true;
 }
 
-bool nvmeio_records_next_alone(struct nvmeio_records *records, struct nvmeio_run *run)
+bool nvmeio_records_next_alone(struct nvmeio_records *records,
+                               struct nvmeio_extent *extent)
 {
     while (records->next < records->count && !records->list[records->next].shared)
         records->next++;
     if (records->next == records->count)
         return false;
     records->list[records->next].error = 0;
-    *run = run_of(records, records->next++);
-    run->count = 1;
+    *extent = extent_of(records, records->next++);
+    extent->count = 1;
     return true;
 }
 
-/* Bytes [begin, end) of a run, as far as a record has them: from `at` on, `size` bytes
- * that belong to `place`; false for none. */
+/* Bytes [begin, end) of an extent, as far as a record has them: from `at` on, `size`
+ * bytes that belong to `place`; false for none. */
 struct share {
     size_t at;
     size_t size;
     char *place;
 };
 
-static bool share_of(const struct nvmeio_record *record, const struct nvmeio_run *run,
-                     size_t begin, size_t end, struct share *share)
+static bool share_of(const struct nvmeio_record *record,
+                     const struct nvmeio_extent *extent, size_t begin, size_t end,
+                     struct share *share)
 {
-    size_t from = (size_t)(record->offset - run->offset);
+    size_t from = (size_t)(record->offset - extent->offset);
     size_t to = from + record->size;
     size_t at = from > begin ? from : begin;
 
@@ -370,13 +376,13 @@ static bool share_of(const struct nvmeio_record *record, const struct nvmeio_run
 }
 
 void nvmeio_records_spread(const struct nvmeio_records *records,
-                           const struct nvmeio_run *run, const char *source,
+                           const struct nvmeio_extent *extent, const char *source,
                            size_t begin, size_t end)
 {
     struct share share;
 
-    for (size_t i = run->first; i < run->first + run->count; i++) {
-        if (!share_of(&records->list[i], run, begin, end, &share))
+    for (size_t i = extent->first; i < extent->first + extent->count; i++) {
+        if (!share_of(&records->list[i], extent, begin, end, &share))
             continue;
         const char *from = source + (share.at - begin);
         if (from != share.place)
@@ -385,29 +391,30 @@ void nvmeio_records_spread(const struct nvmeio_records *records,
 }
 
 void nvmeio_records_collect(const struct nvmeio_records *records,
-                            const struct nvmeio_run *run, char *target, size_t begin,
-                            size_t end)
+                            const struct nvmeio_extent *extent, char *target,
+                            size_t begin, size_t end)
 {
     struct share share;
 
-    for (size_t i = run->first; i < run->first + run->count; i++) {
-        if (share_of(&records->list[i], run, begin, end, &share))
+    for (size_t i = extent->first; i < extent->first + extent->count; i++) {
+        if (share_of(&records->list[i], extent, begin, end, &share))
             nvmeio_copy_cold(target + (share.at - begin), share.place, share.size);
     }
 }
 
-void nvmeio_records_fail(struct nvmeio_records *records, const struct nvmeio_run *run,
-                         size_t begin, size_t end, int error)
+void nvmeio_records_fail(struct nvmeio_records *records,
+                         const struct nvmeio_extent *extent, size_t begin, size_t end,
+                         int error)
 {
     struct share share;
 
-    for (size_t i = run->first; i < run->first + run->count; i++) {
+    for (size_t i = extent->first; i < extent->first + extent->count; i++) {
         struct nvmeio_record *record = &records->list[i];
-        if (record->error || !share_of(record, run, begin, end, &share))
+        if (record->error || !share_of(record, extent, begin, end, &share))
             continue;
         record->error = error;
         /* Past the end of the file each byte is missing for itself. */
-        record->shared |= run->count > 1 && error != -ENODATA;
+        record->shared |= extent->count > 1 && error != -ENODATA;
         records->shared |= record->shared;
     }
 }

@@ -1,144 +1,165 @@
-/* request_internal.h -- a request from within: its states, and who may change what.
+/* request_internal.h -- a request from within: what is cut next, and what came of it.
  *
- * Fields are guarded by the handle's mutex, but for those that never change after
+ * Fields are guarded by the queue's mutex, but for those that never change after
  * submission and `state`, which is read without it. */
 #ifndef NVMEIO_REQUEST_INTERNAL_H
 #define NVMEIO_REQUEST_INTERNAL_H
 
+#include <nvmeio/gather.h>
 #include <nvmeio/request.h>
 #include <stdatomic.h>
 
 #include "align.h"
 #include "engine.h"
-
-struct nvmeio_lane;
+#include "waiter.h"
 
 enum nvmeio_state {
-    /* Submitted: blocks are being cut, are in flight, or wait for others (the edges of
-     * a write for its middle, an fsync for earlier writes). */
-    NVMEIO_STATE_ACTIVE,
-    /* No block is in flight and none will be: what a failed write left is tidied up. */
-    NVMEIO_STATE_SETTLING,
+    NVMEIO_STATE_ACTIVE, /* blocks are to be cut or in flight, or it waits for others */
+    NVMEIO_STATE_SETTLING, /* over, with something left to find out or to close */
     /* The outcome stands.  Stored with release, loaded with acquire: whoever sees it
      * sees the bytes. */
     NVMEIO_STATE_DONE,
 };
 
+/* In which transfers, gathers and fsyncs differ.  The mutex is held once the request is
+ * submitted, but for settle(), load() and deliver(). */
+struct nvmeio_request_ops {
+    /* The current span is cut: go to the next, or to the end of the plan. */
+    void (*next)(struct nvmeio_request *request);
+
+    /* Everything that was cut has landed, and nothing has stopped the request: whether
+     * there is another round of blocks to cut.  May be NULL. */
+    bool (*next_round)(struct nvmeio_request *request);
+
+    /* How many blocks could be cut, for sharing them out among workers. */
+    size_t (*blocks_left)(const struct nvmeio_request *request);
+
+    /* There is no memory for bounces: go on without.  False where that cannot be. */
+    bool (*do_without_bounce)(struct nvmeio_request *request);
+
+    /* A block has failed from this position in the plan on. */
+    void (*fail)(struct nvmeio_request *request, const struct nvmeio_block *block,
+                 size_t position);
+
+    /* It failed or was cancelled: find how far it came. */
+    void (*settle)(struct nvmeio_request *request);
+
+    /* Fill the bounce of a write; bring the first `landed` bytes of a read to where
+     * they belong, which may be where they are. */
+    void (*load)(const struct nvmeio_block *block);
+    void (*deliver)(const struct nvmeio_block *block, size_t landed);
+};
+
+/* What requests know of their handle. */
+struct nvmeio_owner {
+    void (*release)(struct nvmeio_handle *handle); /* drop a reference */
+    enum nvmeio_bounce bounce;
+    size_t block_bytes;        /* of a block, in whole pages */
+    size_t ordered_bytes;      /* of one that makes a file longer */
+    size_t bounce_bytes;       /* of one bounce */
+    size_t large_bounce_bytes; /* of the one for blocks that make a file longer */
+};
+
 struct nvmeio_request {
     /* Never change after submission. */
+    const struct nvmeio_request_ops *ops;
     struct nvmeio_handle *handle; /* holds a reference */
-    struct nvmeio_file *file;     /* holds a reference */
+    const struct nvmeio_owner *owner;
     enum nvmeio_op op;
-    size_t total; /* bytes, the result if all goes well */
+    bool data_only; /* an fsync: fdatasync(2) */
+    size_t total;   /* bytes, the result if all goes well */
     void *user;
-    uint32_t generation;             /* of the process that submitted it */
-    int64_t size_before;             /* of the file, for a write to one that is ours */
+    uint32_t generation; /* of the process that submitted it */
+    /* A write makes the file longer from here on: blocks beyond land one by one, in the
+     * order of the file.  INT64_MAX where the file is long enough. */
+    int64_t ordered_from;
     struct nvmeio_geometry geometry; /* its `bounce` is guarded like what follows */
 
-    /* What is being cut: all of the transfer, or one run of `records` after another. */
-    char *address; /* NULL for a run whose records are in many places */
+    atomic_uint references;
+    atomic_int state;         /* enum nvmeio_state */
+    struct nvmeio_file *file; /* holds a reference until it is done */
+
+    /* What is being cut: all of a transfer, or one extent of a gather after another;
+     * and where the next block begins: in plan.spans[span], `position` bytes from the
+     * start. */
+    char *address; /* NULL: in many places, and brought there by load() or deliver() */
     size_t size;
     int64_t offset;
     struct nvmeio_plan plan;
-
-    struct nvmeio_records *records; /* of a gather or scatter, else NULL; owned */
-    struct nvmeio_run run;
-    size_t merged_bytes; /* of a run that goes through one bounce */
-    bool small_pages;    /* the memory of the records is in them */
-    bool edges_left;     /* a run has left its edges for the second round */
-    bool second_round;   /* of a scatter: the edges of all runs */
-    bool alone;          /* of a gather: what has failed with others, by itself */
-
-    atomic_uint references;
-    atomic_int state; /* enum nvmeio_state */
-
-    /* Where the next block is cut: in plan.spans[span], `position` bytes from the start
-     * of the transfer. */
     unsigned span;
     size_t position;
-    bool gate_open;                      /* spans from plan.edges on may start */
-    struct nvmeio_request *write_before; /* an fsync's, for which it waits */
-    struct nvmeio_request *gated_next;   /* of the fsyncs that wait */
-    bool queued;                         /* in the handle's queue */
+    bool barrier;         /* the next block waits until nothing is in flight */
     bool bounce_optional; /* spans[0] could go direct as well, and may be slower so */
-    unsigned in_flight;   /* blocks cut and not yet booked */
-    unsigned waiters;     /* threads in nvmeio_request_wait() */
-    int error;            /* the first one, or 0 */
+
+    struct nvmeio_gathering *gathering;  /* of a gather or scatter; freed with it */
+    struct nvmeio_extent extent;         /* which of it is being cut */
+    struct nvmeio_request *write_before; /* an fsync's, for which it waits */
+
+    unsigned in_flight; /* blocks cut and not yet booked */
+    int error;          /* that at the lowest position, or 0 */
     bool cancelled;
+    bool failed; /* some of it did; a gather goes on with the rest */
     bool abandoned;
     size_t got; /* once done; before, the lowest position that failed */
 
-    struct nvmeio_lane *caller_lane; /* that runs it in the threads that wait */
-
-    /* Lists of the handle: all that are active, in order of submission; those with
-     * blocks to cut; those that are done and not yet popped. */
+    /* Lists of the queue: all that are active, in order of submission; those with
+     * blocks to cut; fsyncs that wait for writes; those that are done, and not yet
+     * reported. */
     struct nvmeio_request *active_next, *active_previous;
     struct nvmeio_request *queue_next;
+    struct nvmeio_request *gated_next;
     struct nvmeio_request *done_next, *done_previous;
-    bool listed; /* among those that are done */
+    bool queued;                   /* it has blocks to cut, and is in the queue */
+    bool listed;                   /* done, and to be reported by nvmeio_handle_pop() */
+    struct nvmeio_waiter *waiters; /* threads in nvmeio_request_wait() */
 };
 
-/* A request with one reference, planned and ready to be submitted; NULL: no memory. */
-struct nvmeio_request *nvmeio_request_new(struct nvmeio_handle *handle,
-                                          const struct nvmeio_transfer *transfer);
+/* Make a request with one reference and nothing planned, of a handle that has counted
+ * it. */
+void nvmeio_request_init(struct nvmeio_request *request,
+                         const struct nvmeio_request_ops *ops,
+                         struct nvmeio_handle *handle, const struct nvmeio_owner *owner,
+                         enum nvmeio_op op, struct nvmeio_file *file, void *user);
 
-/* Look at the file before the first block: a read past the end and a file that cannot
- * be made as long as it has to be fail here, before a byte moves.  Not submitted yet.
- */
-void nvmeio_request_check(struct nvmeio_request *request);
+/* The file is as long as this: note whether a write to `end` makes it longer. */
+void nvmeio_request_note_end(struct nvmeio_request *request, int64_t file_size,
+                             int64_t end);
 
 /* Whether another process submitted it, of which this one is a child. */
 bool nvmeio_request_before_fork(const struct nvmeio_request *request);
 
-/* Whether a block may be cut now.  The mutex is held, as in the next three. */
+/* Whether a block may be cut now. */
 bool nvmeio_request_has_block(const struct nvmeio_request *request);
 
-/* Whether any of it goes through the page cache.  Needs no mutex. */
-bool nvmeio_request_is_buffered(const struct nvmeio_request *request);
-
-/* How many blocks could be cut now, for sharing them out. */
-size_t nvmeio_request_blocks_left(const struct nvmeio_request *request,
-                                  size_t block_bytes);
-
-/* How much memory the block that nvmeio_request_cut() would give needs for a bounce, if
- * that much is allowed; 0: none. */
-size_t nvmeio_request_next_bounce(const struct nvmeio_request *request);
-
-/* Whether there is nothing left to cut.  The mutex is held. */
+/* Whether everything was cut, of this round. */
 bool nvmeio_request_is_cut(const struct nvmeio_request *request);
 
-/* There is no memory for bounces: have what is left go direct, if it can.  The mutex is
- * held. */
-bool nvmeio_request_waive_bounce(struct nvmeio_request *request);
+/* Whether it has failed or was cancelled: no more blocks are cut. */
+bool nvmeio_request_is_stopped(const struct nvmeio_request *request);
+
+/* Whether the next block lands alone, in the order of the file. */
+bool nvmeio_request_is_ordered(const struct nvmeio_request *request);
+
+/* How much memory the next block needs for a bounce, if that much is allowed; 0: none.
+ */
+size_t nvmeio_request_next_bounce(const struct nvmeio_request *request);
 
 /* Cut the next block, of at most block_bytes or the file's alignment if that is more;
  * has_block() was true. */
 void nvmeio_request_cut(struct nvmeio_request *request, struct nvmeio_block *block,
                         size_t block_bytes);
 
-/* A block that was cut has come back, or never will: note what of it has failed.  The
- * mutex is held. */
+/* A block that was cut has come back, or never will: note what of it has failed. */
 void nvmeio_request_book(struct nvmeio_request *request,
                          const struct nvmeio_block *block);
 
 /* Mark as failed from `position` on: what is not yet cut is dropped.  Of several errors
  * that at the lowest position counts, which is where the outcome says that it ended, or
- * the first of those there.  The mutex is held, or the request not submitted. */
+ * the first of those there. */
 void nvmeio_request_fail(struct nvmeio_request *request, int error, size_t position);
 
-/* Whether nothing is left to do, and none will come.  The mutex is held. */
+/* Nothing is in flight, and none will be. */
 bool nvmeio_request_is_over(const struct nvmeio_request *request);
-
-/* Find how far it came, and cut back a file that a failed write has made and not
- * filled.  Without the mutex, once it is over. */
-void nvmeio_request_settle(struct nvmeio_request *request);
-
-/* For runs.c, which plans the runs of a gather. */
-
-/* A request with one reference and nothing planned; NULL: no memory. */
-struct nvmeio_request *nvmeio_request_alloc(struct nvmeio_handle *handle,
-                                            enum nvmeio_op op, struct nvmeio_file *file,
-                                            void *user);
 
 /* Whether memory is such that a bounce, which is in huge pages, may be faster for the
  * device; the pool's, of which bounces are, is not. */
@@ -148,7 +169,26 @@ bool nvmeio_request_has_small_pages(const struct nvmeio_request *request,
 /* Send the first span, which could go direct, through a bounce if the pool has one. */
 void nvmeio_request_prefer_bounce(struct nvmeio_request *request);
 
-/* Whether it has failed or was cancelled: no more blocks are cut. */
-bool nvmeio_request_is_stopped(const struct nvmeio_request *request);
+/* transfer.c: one run of bytes, or an fsync. */
+
+/* What nvmeio_submit() refuses. */
+int nvmeio_transfer_check(const struct nvmeio_transfer *transfer);
+
+/* Plan a transfer, and look at the file: a read past the end fails here. */
+void nvmeio_transfer_init(struct nvmeio_request *request, struct nvmeio_handle *handle,
+                          const struct nvmeio_owner *owner,
+                          const struct nvmeio_transfer *transfer);
+
+/* gather.c: many records. */
+
+struct nvmeio_records;
+
+/* The same for a gather or scatter; takes over the records.  NULL: no memory. */
+struct nvmeio_request *nvmeio_gather_new(struct nvmeio_handle *handle,
+                                         const struct nvmeio_owner *owner,
+                                         const struct nvmeio_gather *gather,
+                                         struct nvmeio_records *records);
+
+void nvmeio_gathering_free(struct nvmeio_gathering *gathering);
 
 #endif

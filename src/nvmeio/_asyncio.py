@@ -11,32 +11,26 @@ import weakref
 from collections.abc import Collection
 from typing import Any
 
-from nvmeio._listener import Lanes, Listener, Request
+from nvmeio._listener import Listener, Request, Workers
 
 __all__ = ["Alarm", "outcome_of"]
-
-# How often a loop that waits looks by itself.  An fsync may stand behind a write whose
-# caller gave up waiting, and such a write comes to its end only when somebody looks.
-LOOK_S = 0.05
 
 
 class Watcher:
     """Wakes one event loop when requests of one handle are done.
 
     The loop's registration of the eventfd holds it, and nothing else for long: it goes with
-    the loop, or when the lanes are stopped.
+    the loop, or when the workers are stopped.
     """
 
-    def __init__(self, lanes: Lanes, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, workers: Workers, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
-        self._lanes = lanes
+        self._workers = workers
         self._waiting = 0
         self._armed = False
-        # Whether a timer runs.  It is not kept: it would keep the watcher, in a cycle.
-        self._timed = False
         self._fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._release = weakref.finalize(self, _release, lanes, self._fd)
-        # The end of the process closes it too, when no lane can signal it any more.
+        self._release = weakref.finalize(self, _release, workers, self._fd)
+        # The end of the process closes it too, when no worker can signal it any more.
         self._release.atexit = False
         loop.add_reader(self._fd, self._look)
 
@@ -44,12 +38,9 @@ class Watcher:
         """One more coroutine waits."""
         self._waiting += 1
         self._arm()
-        if not self._timed:
-            self._timed = True
-            self.loop.call_later(LOOK_S, self._look_by_itself)
 
     def end(self) -> None:
-        """One coroutine less waits.  With the last the lanes are asked for no more."""
+        """One coroutine less waits.  With the last the workers are asked for no more."""
         self._waiting -= 1
 
     def close(self) -> None:
@@ -67,7 +58,7 @@ class Watcher:
     def _arm(self) -> None:
         if not self._armed:
             self._armed = True
-            self._lanes.watch(self._fd)
+            self._workers.watch(self._fd)
 
     def _look(self) -> None:
         """Clear, ask again, and only then look: so no completion is missed."""
@@ -76,17 +67,11 @@ class Watcher:
         self._armed = False
         if self._waiting:
             self._arm()
-        self._lanes.collect()
-
-    def _look_by_itself(self) -> None:
-        self._timed = self._waiting > 0 and self._release.alive
-        if self._timed:
-            self.loop.call_later(LOOK_S, self._look_by_itself)
-            self._lanes.collect()
+        self._workers.collect()
 
 
-def _release(lanes: Lanes, fd: int) -> None:
-    lanes.unwatch(fd)
+def _release(workers: Workers, fd: int) -> None:
+    workers.unwatch(fd)
     os.close(fd)
 
 
@@ -96,12 +81,12 @@ def _call_soon(loop: asyncio.AbstractEventLoop, function: Any) -> None:
         loop.call_soon_threadsafe(function)
 
 
-def watcher_of(lanes: Lanes, loop: asyncio.AbstractEventLoop) -> Watcher | None:
-    """Find or make the watcher of a handle's lanes and the running loop.
+def watcher_of(workers: Workers, loop: asyncio.AbstractEventLoop) -> Watcher | None:
+    """Find or make the watcher of a handle's workers and the running loop.
 
     Parameters
     ----------
-    lanes : Lanes
+    workers : Workers
         Of the handle.
     loop : asyncio.AbstractEventLoop
         The loop that runs in this thread.
@@ -109,18 +94,18 @@ def watcher_of(lanes: Lanes, loop: asyncio.AbstractEventLoop) -> Watcher | None:
     Returns
     -------
     Watcher or None
-        None where the lanes are stopped: who stopped them finishes what there is.
+        None where the workers are stopped: who stopped them finishes what there is.
     """
-    known = lanes.watchers
+    known = workers.watchers
     if known is None:
         return None
     for reference in list(known):
         found: Watcher | None = reference()
         if found is not None and found.loop is loop:
             return found
-    watcher = Watcher(lanes, loop)
+    watcher = Watcher(workers, loop)
     known.add(weakref.ref(watcher, known.discard))
-    if lanes.watchers is not known:
+    if workers.watchers is not known:
         # They were stopped in between, by a thread that may not have seen this one.
         watcher.close()
         return None
@@ -138,9 +123,9 @@ class Alarm(Listener):
 
     def listen(self, requests: Collection[Request]) -> int:
         """Add requests, and count them; see ``Listener.listen``."""
-        # The lanes first: what is done before is found by add_done_callback().
-        for lanes in {request._lanes for request in requests}:
-            watcher = watcher_of(lanes, self._loop)
+        # The workers first: what is done before is found by add_done_callback().
+        for workers in {request._workers for request in requests}:
+            watcher = watcher_of(workers, self._loop)
             if watcher is not None:
                 watcher.begin()
                 self._watchers.append(watcher)

@@ -7,7 +7,7 @@ cdef extern from "nvmeio/nvmeio.h" nogil:
     int IO_BYTES_MAX "NVMEIO_IO_BYTES_MAX"
     size_t BLOCK_BYTES_MAX "NVMEIO_BLOCK_BYTES_MAX"
     unsigned QUEUE_DEPTH_MAX "NVMEIO_QUEUE_DEPTH_MAX"
-    unsigned LANES_MAX "NVMEIO_LANES_MAX"
+    unsigned WORKERS_MAX "NVMEIO_WORKERS_MAX"
     size_t POOL_ALIGN "NVMEIO_POOL_ALIGN"
     int POOL_NODE_MAX "NVMEIO_POOL_NODE_MAX"
     enum:  # not a variable: it sizes arrays
@@ -42,7 +42,6 @@ cdef extern from "nvmeio/nvmeio.h" nogil:
         bint direct
         bint readable
         bint writable
-        bint created
         uint32_t memory_align
         uint32_t offset_align
         uint64_t device
@@ -60,8 +59,8 @@ cdef extern from "nvmeio/nvmeio.h" nogil:
         void *address
         size_t size
         int64_t offset
+        bint data_only
         void *user
-        bint caller
 
     struct nvmeio_gather:
         nvmeio_op op
@@ -75,7 +74,6 @@ cdef extern from "nvmeio/nvmeio.h" nogil:
         const int64_t *places
         size_t gap_max
         void *user
-        bint caller
 
     struct nvmeio_failure:
         size_t index
@@ -91,16 +89,14 @@ cdef extern from "nvmeio/nvmeio.h" nogil:
     struct nvmeio_config:
         size_t block_bytes
         unsigned queue_depth
-        unsigned lanes
+        unsigned workers
         bint single_submit
-        bint overlap_events
         nvmeio_bounce bounce
         const char *engine
 
     struct nvmeio_stats:
         uint64_t requests
         uint64_t blocks
-        uint64_t blocks_registered
         uint64_t bytes_direct
         uint64_t bytes_buffered
         uint64_t bytes_bounced
@@ -113,7 +109,6 @@ cdef extern from "nvmeio/nvmeio.h" nogil:
         uint64_t bytes_hugetlb
         uint64_t bytes_used
         uint64_t bytes_locked
-        uint64_t bytes_registered
         uint64_t allocations
         uint64_t reuses
 
@@ -132,7 +127,7 @@ cdef int file_dup(int fd, nvmeio_direct direct, nvmeio_file **file) noexcept nog
 cdef void file_retain(nvmeio_file *file) noexcept nogil
 cdef void file_release(nvmeio_file *file) noexcept nogil
 cdef void file_get_info(const nvmeio_file *file, nvmeio_file_info *info) noexcept nogil
-cdef int file_fd(const nvmeio_file *file) noexcept nogil
+cdef int file_fd(nvmeio_file *file) noexcept nogil
 cdef int file_is_at(const nvmeio_file *file, const char *path) noexcept nogil
 cdef int64_t file_size(const nvmeio_file *file) noexcept nogil
 cdef int file_truncate(nvmeio_file *file, int64_t size) noexcept nogil
@@ -151,6 +146,9 @@ cdef int gather_check(const nvmeio_gather *gather, size_t *offender) noexcept no
 cdef size_t request_failures(
     nvmeio_request *request, nvmeio_failure *failures, size_t count
 ) noexcept nogil
+cdef int perform(
+    nvmeio_handle *handle, const nvmeio_transfer *transfer, nvmeio_outcome *outcome
+) noexcept nogil
 cdef int request_wait(nvmeio_request *request, int64_t timeout_ns) noexcept nogil
 cdef bint request_done(nvmeio_request *request) noexcept nogil
 cdef int request_outcome(nvmeio_request *request, nvmeio_outcome *outcome) noexcept nogil
@@ -162,7 +160,6 @@ cdef int handle_open(const nvmeio_config *config, nvmeio_handle **handle) noexce
 cdef void handle_stop(nvmeio_handle *handle) noexcept nogil
 cdef void handle_close(nvmeio_handle *handle) noexcept nogil
 cdef int handle_drain(nvmeio_handle *handle, int64_t timeout_ns) noexcept nogil
-cdef bint request_take(nvmeio_request *request) noexcept nogil
 cdef unsigned handle_pop(nvmeio_handle *handle, void **users, unsigned count) noexcept nogil
 cdef int handle_watch(nvmeio_handle *handle, int fd) noexcept nogil
 cdef void handle_unwatch(nvmeio_handle *handle, int fd) noexcept nogil

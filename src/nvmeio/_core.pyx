@@ -21,7 +21,7 @@ cdef extern from "nvmeio/nvmeio.h" nogil:
     void nvmeio_file_retain(nvmeio_file *file)
     void nvmeio_file_release(nvmeio_file *file)
     void nvmeio_file_get_info(const nvmeio_file *file, nvmeio_file_info *info)
-    int nvmeio_file_fd(const nvmeio_file *file)
+    int nvmeio_file_fd(nvmeio_file *file)
     int nvmeio_file_is_at(const nvmeio_file *file, const char *path)
     int64_t nvmeio_file_size(const nvmeio_file *file)
     int nvmeio_file_truncate(nvmeio_file *file, int64_t size)
@@ -50,7 +50,9 @@ cdef extern from "nvmeio/nvmeio.h" nogil:
     void nvmeio_handle_stop(nvmeio_handle *handle)
     void nvmeio_handle_close(nvmeio_handle *handle)
     int nvmeio_handle_drain(nvmeio_handle *handle, int64_t timeout_ns)
-    bint nvmeio_request_take(nvmeio_request *request)
+    int nvmeio_perform(
+        nvmeio_handle *handle, const nvmeio_transfer *transfer, nvmeio_outcome *outcome
+    )
     unsigned nvmeio_handle_pop(nvmeio_handle *handle, void **users, unsigned count)
     int nvmeio_handle_watch(nvmeio_handle *handle, int fd)
     void nvmeio_handle_unwatch(nvmeio_handle *handle, int fd)
@@ -131,7 +133,7 @@ cdef void file_get_info(const nvmeio_file *file, nvmeio_file_info *info) noexcep
     nvmeio_file_get_info(file, info)
 
 
-cdef int file_fd(const nvmeio_file *file) noexcept nogil:
+cdef int file_fd(nvmeio_file *file) noexcept nogil:
     return nvmeio_file_fd(file)
 
 
@@ -216,8 +218,10 @@ cdef int handle_drain(nvmeio_handle *handle, int64_t timeout_ns) noexcept nogil:
     return nvmeio_handle_drain(handle, timeout_ns)
 
 
-cdef bint request_take(nvmeio_request *request) noexcept nogil:
-    return nvmeio_request_take(request)
+cdef int perform(
+    nvmeio_handle *handle, const nvmeio_transfer *transfer, nvmeio_outcome *outcome
+) noexcept nogil:
+    return nvmeio_perform(handle, transfer, outcome)
 
 
 cdef unsigned handle_pop(

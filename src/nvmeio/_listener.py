@@ -1,6 +1,6 @@
 """What hears of requests that are done: common to threads and event loops that wait.
 
-Lists what it uses of lanes and requests, which are Cython's, and stand above.
+Lists what it uses of workers and requests, which are Cython's, and stand above.
 """
 
 import weakref
@@ -9,22 +9,22 @@ from collections import deque
 from collections.abc import Callable, Collection
 from typing import Any, Protocol
 
-__all__ = ["Lanes", "Listener", "Request", "Watcher"]
+__all__ = ["Listener", "Request", "Watcher", "Workers"]
 
 
 class Watcher(Protocol):
-    """What lanes know of an event loop that waits for their requests."""
+    """What workers know of an event loop that waits for their requests."""
 
     def close(self) -> None:
-        """Hear that the lanes are stopped.  Called by any thread."""
+        """Hear that the workers are stopped.  Called by any thread."""
 
 
-class Lanes(Protocol):
+class Workers(Protocol):
     """What carries out the requests of one handle."""
 
     @property
     def watchers(self) -> set[weakref.ref[Any]] | None:
-        """Event loops that wait for requests; None once the lanes are stopped."""
+        """Event loops that wait for requests; None once the workers are stopped."""
 
     def watch(self, fd: int) -> None:
         """Have an eventfd signalled once, when a request is done next."""
@@ -40,7 +40,7 @@ class Request(Protocol):
     """A transfer to wait for."""
 
     @property
-    def _lanes(self) -> Any: ...
+    def _workers(self) -> Any: ...
 
     def done(self) -> bool:
         """Tell whether it is done."""

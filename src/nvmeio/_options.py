@@ -128,7 +128,7 @@ def _setting(name: str, tuned: Mapping[str, Any]) -> Any:
         value = tuned.get(name, DEFAULTS[name])
         return _usable_once(value) if name == "engine" else value
     if name == "engine":
-        # lanes.pyx reads it, for "auto" that was passed means the same.
+        # workers.pyx reads it, for "auto" that was passed means the same.
         return "auto"
     try:
         number = int(text)

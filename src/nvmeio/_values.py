@@ -6,7 +6,7 @@ Those that a device can be tuned by; direct is file.pyx's.
 from typing import Any
 
 from nvmeio.arguments import LIMITS, flag, whole, word
-from nvmeio.lanes import BOUNCES, ENGINES
+from nvmeio.workers import BOUNCES, ENGINES
 
 __all__ = ["DEFAULTS", "checked"]
 

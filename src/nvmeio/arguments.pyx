@@ -12,7 +12,7 @@ import numpy
 
 from libc.stdint cimport INT64_MAX, int64_t
 
-from nvmeio._core cimport BLOCK_BYTES_MAX, LANES_MAX, QUEUE_DEPTH_MAX
+from nvmeio._core cimport BLOCK_BYTES_MAX, WORKERS_MAX, QUEUE_DEPTH_MAX
 
 _numpy_bool = numpy.bool_
 # Of these a message shows the value, of others, which may be large, the type.
@@ -22,7 +22,7 @@ _shown_types = (bool, int, float, str, bytes, numpy.bool_, numpy.number)
 LIMITS = {
     "block_size": BLOCK_BYTES_MAX,
     "queue_depth": QUEUE_DEPTH_MAX,
-    "intra_op_parallelism": LANES_MAX,
+    "intra_op_parallelism": WORKERS_MAX,
 }
 
 

@@ -45,7 +45,7 @@ Array = npt.NDArray[Any]
 _SPACING_BYTES = 64
 
 # A single run up to this size is read in the calling thread, which costs less than a hop to
-# a lane; a larger one is shared out to the lanes in blocks.
+# a worker; a larger one is shared out to the workers in blocks.
 _CALLER_BYTES_MAX = 1 << 20
 
 # What an iteration reads at once.

@@ -8,10 +8,14 @@ cdef class File:
     cdef object __weakref__
     cdef readonly object path  # as it was given: str, bytes or the number of a descriptor
     cdef readonly str mode
+    cdef bint page_cache_open  # known to have the descriptor of the page cache
 
     # A reference of the caller's own, to be released; raises ValueError once closed.
     cdef nvmeio_file *retain(self) except NULL
 
+
+# The descriptor of the page cache, which may only now be opened.
+cdef int open_page_cache(File file) except -1
 
 cdef nvmeio_direct direct_option(object direct) except *
 

@@ -179,13 +179,14 @@ cdef class File:
 
         Raises
         ------
+        OSError
+            Nothing has needed the descriptor before, and it cannot be opened now: EMFILE
+            where there are too many, EACCES where ``direct=True`` and the rights to the
+            file are gone.
         ValueError
             The file is closed.
         """
-        cdef nvmeio_file *c = self.retain()
-        descriptor = _core.file_fd(c)
-        _core.file_release(c)
-        return descriptor
+        return open_page_cache(self)
 
     def close(self) -> None:
         """Close the file; a second call does nothing.
@@ -227,6 +228,18 @@ cdef nvmeio_file_info describe(File file) except *:
     _core.file_get_info(c, &info)
     _core.file_release(c)
     return info
+
+
+cdef int open_page_cache(File file) except -1:
+    """Return the descriptor of the page cache, which may only now be opened."""
+    cdef nvmeio_file *c = file.retain()
+    cdef int descriptor
+    with nogil:
+        descriptor = _core.file_fd(c)
+        _core.file_release(c)
+    _core.check(descriptor, file.path)
+    file.page_cache_open = True
+    return descriptor
 
 
 cdef nvmeio_direct direct_option(object direct) except *:

@@ -1,6 +1,6 @@
 """Waiting for any or all of many requests, of one handle or several.
 
-A thread sleeps on one eventfd, which the lanes signal, and whoever finishes a request
+A thread sleeps on one eventfd, which the workers signal, and whoever finishes a request
 elsewhere.  How an event loop sleeps is _asyncio.py's.
 """
 
@@ -13,15 +13,14 @@ import time
 from collections.abc import AsyncIterator, Collection, Iterable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
-from nvmeio._listener import Lanes, Listener
+from nvmeio._listener import Listener, Workers
 from nvmeio._listener import Request as Awaited
 from nvmeio.arguments import deadline_ns, word
 from nvmeio.request import Request
 
 __all__ = ["Completions", "Waited", "as_completed", "wait"]
 
-# Between two slices of a sleep the lanes are looked at, for a write whose caller gave up
-# waiting ends only then; and signals, where another thread has received them.
+# Between two slices of a sleep signals are looked at: another thread may have had them.
 SLICE_S = 0.05
 
 WAYS = ("ALL_COMPLETED", "FIRST_COMPLETED", "FIRST_EXCEPTION")
@@ -48,7 +47,7 @@ class Bell(Listener):
 
     def __init__(self) -> None:
         super().__init__()
-        self._lanes: set[Lanes] = set()
+        self._workers: set[Workers] = set()
         # Of what follows: nobody may signal an eventfd that is closed.  A signal's handler
         # may come back here.
         self._lock = threading.RLock()
@@ -59,7 +58,7 @@ class Bell(Listener):
 
     def listen(self, requests: Collection[Awaited]) -> int:
         """Add requests, and count them; see ``Listener.listen``."""
-        self._lanes.update(request._lanes for request in requests)
+        self._workers.update(request._workers for request in requests)
         return super().listen(requests)
 
     def sleep(self, end_ns: int) -> bool:
@@ -78,7 +77,7 @@ class Bell(Listener):
         while not self.done:
             left_s = _left_s(end_ns)
             self._look()
-            # The lanes signal from here on, and so does who rings.
+            # The workers signal from here on, and so does who rings.
             self._asleep = True
             try:
                 if not self.done:
@@ -93,16 +92,16 @@ class Bell(Listener):
         """Clear, ask again, and only then look: so no completion is missed."""
         if self._poll.poll(0):
             os.eventfd_read(self._fd)
-        for lanes in self._lanes:
-            lanes.watch(self._fd)
-        for lanes in self._lanes:
-            lanes.collect()
+        for workers in self._workers:
+            workers.watch(self._fd)
+        for workers in self._workers:
+            workers.collect()
 
     def close(self) -> None:
         """Hear no more, and close the eventfd."""
         super().close()
-        for lanes in self._lanes:
-            lanes.unwatch(self._fd)
+        for workers in self._workers:
+            workers.unwatch(self._fd)
         with self._lock:
             os.close(self._fd)
 

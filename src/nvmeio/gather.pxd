@@ -6,8 +6,8 @@ from nvmeio.submitter cimport Submitter
 cdef class Gatherer(Submitter):
     """A Submitter that also transfers many records of a file in one request."""
 
-    # Start one; `caller`: it is waited for at once.
+    # Start one.
     cdef Request begin_gather(
         self, nvmeio_op op, object file, object offsets, object sizes, object memory,
-        object places, object max_gap, object result, bint caller
+        object places, object max_gap, object result
     )

@@ -41,7 +41,7 @@ def _after_fork():
 os.register_at_fork(after_in_child=_after_fork)
 
 
-# A cycle collector would empty the attributes before __dealloc__ drains the lanes.
+# A cycle collector would empty the attributes before __dealloc__ drains the workers.
 @cython.no_gc_clear
 cdef class Gatherer(Submitter):
     """A Submitter that also transfers many records of a file in one request."""
@@ -93,15 +93,13 @@ cdef class Gatherer(Submitter):
         Notes
         -----
         Neighbours in the file become one I/O, and records that are wanted several times
-        are read once.  As many blocks as the queue depth are in flight, whatever
-        ``overlap_events`` says, on a ring of the calling thread where the engine allows
-        it: several threads gather side by side.  Releases the GIL.
+        are read once.  As many blocks as the queue depth are in flight.  Releases the GIL.
 
         An ``out`` that is strided or on a device is filled by way of a copy of all of it.
         """
         try:
             return self.begin_gather(
-                OP_READ, file, offsets, sizes, out, out_offsets, max_gap, None, True
+                OP_READ, file, offsets, sizes, out, out_offsets, max_gap, None
             ).wait()
         finally:
             self.collect()
@@ -131,7 +129,7 @@ cdef class Gatherer(Submitter):
             ``Request.wait``.
         """
         return self.begin_gather(
-            OP_READ, file, offsets, sizes, out, out_offsets, max_gap, result, False
+            OP_READ, file, offsets, sizes, out, out_offsets, max_gap, result
         )
 
     def scatter(self, file, offsets, sizes, buffer, *, buffer_offsets=None) -> int:
@@ -164,7 +162,7 @@ cdef class Gatherer(Submitter):
         """
         try:
             return self.begin_gather(
-                OP_WRITE, file, offsets, sizes, buffer, buffer_offsets, 0, None, True
+                OP_WRITE, file, offsets, sizes, buffer, buffer_offsets, 0, None
             ).wait()
         finally:
             self.collect()
@@ -191,12 +189,12 @@ cdef class Gatherer(Submitter):
             ``Request.wait``.
         """
         return self.begin_gather(
-            OP_WRITE, file, offsets, sizes, buffer, buffer_offsets, 0, None, False
+            OP_WRITE, file, offsets, sizes, buffer, buffer_offsets, 0, None
         )
 
     cdef Request begin_gather(
         self, nvmeio_op op, object file, object offsets, object sizes, object memory,
-        object places, object max_gap, object result, bint caller
+        object places, object max_gap, object result
     ):
         cdef Buffer lent
         cdef GatherRequest request
@@ -223,9 +221,9 @@ cdef class Gatherer(Submitter):
             )
         if op == OP_WRITE and not isinstance(file, (int, File)):
             request.check()
-        request.aim(self.files.find(file, op == OP_WRITE))
-        request._lanes = self.lanes
-        request.start(self.lanes.c, caller)
+        request.aim(self.files.find(file, op == OP_WRITE, True))
+        request._workers = self.workers
+        request.start(self.workers.c)
         return request
 
 

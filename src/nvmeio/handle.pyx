@@ -13,7 +13,7 @@ from nvmeio._options import aio_handle as checked_options
 from nvmeio._options import profile_arguments
 
 
-# A cycle collector would empty the attributes before __dealloc__ drains the lanes.
+# A cycle collector would empty the attributes before __dealloc__ drains the workers.
 @cython.no_gc_clear
 cdef class aio_handle(Transfers):
     """aio_handle(block_size=1048576, queue_depth=128, single_submit=False,
@@ -26,16 +26,18 @@ cdef class aio_handle(Transfers):
     Parameters
     ----------
     block_size : int, default 1048576
-        The largest I/O in bytes, 1 to 1 GiB; rounded up to whole pages inside.  Where it
+        The largest I/O in bytes, 1 to 1 GiB; rounded up to whole pages inside.  What makes
+        a file longer is written one block after another, and these are larger.  Where it
         is not passed, or None, ``NVMEIO_BLOCK_SIZE`` of the environment counts.
     queue_depth : int, default 128
-        Blocks in flight in each lane, 1 to 32768; else ``NVMEIO_QUEUE_DEPTH``.
+        Blocks in flight in each worker, 1 to 32768; else ``NVMEIO_QUEUE_DEPTH``.
     single_submit : bool, default False
         Hand blocks to the kernel one by one, not in batches.
     overlap_events : bool, default False
-        Refill the queue after every completion, not when the batch in flight is done.
+        Accepted and reported, because DeepSpeed has it; it changes nothing.  The queue is
+        refilled after every completion.
     intra_op_parallelism : int, default 1
-        Lanes, threads with an engine each, that share every request; 1 to 256.
+        Workers, threads with an engine each, that share every request; 1 to 256.
     engine : {"auto", "io_uring", "libaio", "threads", "sync"}, default "auto"
         How blocks are carried out.  "auto" takes ``NVMEIO_ENGINE`` from the environment,
         or else the first that works here.
@@ -75,9 +77,9 @@ cdef class aio_handle(Transfers):
 
     Thread-safe; every call that blocks releases the GIL.  A handle can be pickled and
     copied, which carries its configuration and what a subclass keeps in ``__dict__``, and
-    used in forked children, where it starts lanes of its own.  The constructor's first five
-    arguments, the getters, the transfers from ``read`` to ``wait`` and the locked tensors
-    are those of DeepSpeed's op.
+    used in forked children, where it starts workers of its own.  The first five
+    arguments of the constructor, the getters, the transfers from ``read`` to ``wait`` and
+    the locked tensors are those of DeepSpeed's op.
 
     ``file`` and ``filename`` are everywhere a path, an open descriptor or a ``File``.
     Writes create the file where it does not exist and never truncate it.
@@ -95,7 +97,7 @@ cdef class aio_handle(Transfers):
     """
 
     def __init__(self, *args, **kwargs):
-        if self.lanes is not None:
+        if self.workers is not None:
             raise ValueError("the handle is open already; make another")
         options = checked_options(*args, **kwargs)
         direct = direct_option(options["direct"])
@@ -153,7 +155,7 @@ cdef class aio_handle(Transfers):
         return self.options["block_size"]
 
     def get_queue_depth(self) -> int:
-        """Return how many blocks each lane keeps in flight.
+        """Return how many blocks each worker keeps in flight.
 
         Returns
         -------
@@ -183,7 +185,7 @@ cdef class aio_handle(Transfers):
         return self.options["overlap_events"]
 
     def get_intra_op_parallelism(self) -> int:
-        """Return how many lanes share every request.
+        """Return how many workers share every request.
 
         Returns
         -------
@@ -193,7 +195,7 @@ cdef class aio_handle(Transfers):
         return self.options["intra_op_parallelism"]
 
     def get_alignment(self) -> int:
-        """Return 512 times the number of lanes, as DeepSpeed's op does.
+        """Return 512 times the number of workers, as DeepSpeed's op does.
 
         Returns
         -------
@@ -295,7 +297,7 @@ cdef class aio_handle(Transfers):
         self.own()
         options = self.options
         return (
-            f"<nvmeio.aio_handle engine={self.lanes.engine()} "
+            f"<nvmeio.aio_handle engine={self.workers.engine()} "
             f"block_size={options['block_size']} queue_depth={options['queue_depth']} "
             f"intra_op_parallelism={options['intra_op_parallelism']} "
             + ("closed>" if self.closed else f"pending={self.pending}>")

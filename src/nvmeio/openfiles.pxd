@@ -1,12 +1,12 @@
 from nvmeio._core cimport nvmeio_direct
 from nvmeio.file cimport File
-from nvmeio.lanes cimport Lanes
+from nvmeio.workers cimport Workers
 
 
 cdef class OpenFiles:
     """The files that a handle has opened for requests which name a path."""
 
-    cdef Lanes lanes
+    cdef Workers workers
     cdef nvmeio_direct direct
     # (path, writing) -> a weak reference to the File that requests have.  Without the
     # callback of a WeakValueDictionary: an exception of a signal's handler would be lost
@@ -14,9 +14,11 @@ cdef class OpenFiles:
     cdef dict shared
     cdef Py_ssize_t forget_at   # so many, and dead references are looked for
 
-    # An open file for a path, a descriptor or a File.
-    cdef File find(self, object file, bint writing)
+    # An open file for a path, a descriptor or a File.  Ragged transfers go through the page
+    # cache in part, which takes a second descriptor.
+    cdef File find(self, object file, bint writing, bint ragged)
+    cdef File find_open(self, object file, bint writing)
     cdef int keep(self, object key, File file) except -1
 
 
-cdef OpenFiles new_open_files(Lanes lanes, nvmeio_direct direct)
+cdef OpenFiles new_open_files(Workers workers, nvmeio_direct direct)

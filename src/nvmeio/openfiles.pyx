@@ -14,15 +14,26 @@ from posix.fcntl cimport O_CREAT, O_RDONLY, O_WRONLY
 from nvmeio cimport _core
 from nvmeio._core cimport nvmeio_direct, nvmeio_file
 from nvmeio.arguments cimport path_or_descriptor
-from nvmeio.file cimport File, open_descriptor, open_path
-from nvmeio.lanes cimport Lanes
+from nvmeio.file cimport File, open_descriptor, open_page_cache, open_path
+from nvmeio.workers cimport Workers
 
 
 @cython.final
 cdef class OpenFiles:
     """The files that a handle has opened for requests which name a path."""
 
-    cdef File find(self, object file, bint writing):
+    cdef File find(self, object file, bint writing, bint ragged):
+        cdef File found = self.find_open(file, writing)
+        while ragged and not found.page_cache_open:
+            try:
+                open_page_cache(found)
+            except OSError as error:
+                # Otherwise the library says whether the request needs it.
+                if not await_descriptors(self, error):
+                    break
+        return found
+
+    cdef File find_open(self, object file, bint writing):
         if isinstance(file, File):
             return file
         path = path_or_descriptor(file)
@@ -47,9 +58,9 @@ cdef class OpenFiles:
         return 0
 
 
-cdef OpenFiles new_open_files(Lanes lanes, nvmeio_direct direct):
+cdef OpenFiles new_open_files(Workers workers, nvmeio_direct direct):
     cdef OpenFiles files = OpenFiles.__new__(OpenFiles)
-    files.lanes = lanes
+    files.workers = workers
     files.direct = direct
     files.shared = {}
     return files
@@ -76,21 +87,26 @@ cdef File open_patiently(OpenFiles files, object file, bint writing):
             flags = O_WRONLY | O_CREAT if writing else O_RDONLY
             return open_path(file, flags, "w" if writing else "r", files.direct)
         except OSError as error:
-            if error.errno not in (errno.EMFILE, errno.ENFILE) or not release_some(files):
+            if not await_descriptors(files, error):
                 raise
+
+
+cdef bint await_descriptors(OpenFiles files, object error) except -1:
+    """When descriptors have run out, wait until one may be free; False for other errors."""
+    return error.errno in (errno.EMFILE, errno.ENFILE) and release_some(files)
 
 
 cdef bint release_some(OpenFiles files) except -1:
     """Wait until a file can be closed.  False where none ever will be."""
     before = count_open(files)
     while True:
-        busy = files.lanes.pending() > 0
-        files.lanes.collect()
+        busy = files.workers.pending() > 0
+        files.workers.collect()
         if count_open(files) < before:
             return True
         if not busy:
             return False
-        files.lanes.breathe()
+        files.workers.breathe()
 
 
 cdef Py_ssize_t count_open(OpenFiles files) except -1:

@@ -6,7 +6,7 @@ cdef class PoolMemory:
 
     cdef void *memory
     cdef readonly Py_ssize_t nbytes
-    cdef object farewell      # called with the address before it goes back, or None
+    cdef object on_free      # called with the address before it goes back, or None
     cdef bint was_locked      # in the process that allocated it
     cdef uint32_t generation  # of that process; its forks inherit no locks
 

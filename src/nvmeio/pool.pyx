@@ -20,7 +20,7 @@ from nvmeio.arguments cimport integer
 from nvmeio.settings cimport apply_settings
 
 
-# A cycle collector would empty `farewell` before __dealloc__ runs.
+# A cycle collector would empty `on_free` before __dealloc__ runs.
 @cython.no_gc
 @cython.final
 cdef class PoolMemory:
@@ -87,8 +87,8 @@ cdef class PoolMemory:
     def __dealloc__(self):
         cdef void *memory = self.memory
         # Who was told of the memory was told by the process that it is of.
-        if self.farewell is not None and self.generation == _core.fork_generation():
-            self.farewell(<uintptr_t> memory)
+        if self.on_free is not None and self.generation == _core.fork_generation():
+            self.on_free(<uintptr_t> memory)
         if memory != NULL:
             with nogil:
                 _core.pool_free(memory)
@@ -108,7 +108,7 @@ cdef class PoolMemory:
         function : callable
             For who has told others of the memory; what it raises is reported and ignored.
         """
-        self.farewell = function
+        self.on_free = function
 
     @property
     def address(self) -> int:
@@ -266,8 +266,7 @@ def pool_stats() -> dict[str, int]:
         ``bytes_limit`` (of what may be mapped), ``bytes_mapped`` (taken from the system),
         ``bytes_hugetlb`` (mapped from hugetlbfs so far), ``bytes_used`` (of what is
         mapped handed out now, bounces included, in whole pages or huge pages),
-        ``bytes_locked`` (of those, locked), ``bytes_registered`` (with io_uring, for many
-        small blocks, and so pinned), ``allocations`` (so far) and ``reuses`` (of
+        ``bytes_locked`` (of those, locked), ``allocations`` (so far) and ``reuses`` (of
         them, from memory that was mapped before).
 
     Raises

@@ -87,15 +87,14 @@ cdef class GatherRequest(Request):
         self.nbytes = nbytes
         return 0
 
-    cdef int start(self, nvmeio_handle *handle, bint caller) except -1:
+    cdef int start(self, nvmeio_handle *handle) except -1:
         cdef nvmeio_gather gather
         cdef nvmeio_file *c_file = self.file.retain()
         cdef size_t offender
         cdef int result
         self.describe(&gather)
         gather.file = c_file
-        gather.caller = caller
-        # For `user`, until handle_pop().
+        # For `user`, until handle_pop() or request_wait() reports it.
         Py_INCREF(self)
         with nogil:
             result = _core.submit_gather(handle, &gather, &self.c, &offender)

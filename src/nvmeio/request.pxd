@@ -10,12 +10,15 @@ cdef class Request:
     """One transfer: what it needs until it is done, and what became of it."""
 
     cdef nvmeio_request *c     # NULL before start()
+    cdef bint performed        # by perform(), with this outcome
+    cdef nvmeio_outcome c_outcome
     cdef nvmeio_op op
     cdef Buffer buffer         # the memory; None for an fsync
     cdef File file             # kept open for validation; None once finished
     cdef readonly object path  # of the file, or the number of its descriptor
     cdef int64_t offset
     cdef bint validate
+    cdef bint data_only        # an fsync: of the data alone
     cdef readonly Py_ssize_t nbytes
 
     cdef cython.pymutex lock   # of what follows, while it is being finished
@@ -27,11 +30,17 @@ cdef class Request:
     cdef str words             # of an error that should not go unseen, or None
     cdef bint told             # somebody has seen the error
     cdef uint32_t generation   # of the process that made it
-    cdef readonly object _lanes  # Lanes, that carry it out: who waits listens to them
+    cdef readonly object _workers  # Workers, that carry it out: who waits listens to them
     cdef list callbacks        # not yet called; see callbacks.pyx
 
     # Hand over to the handle, which holds this object until handle_pop() gives it back.
-    cdef int start(self, nvmeio_handle *handle, bint caller) except -1
+    cdef int start(self, nvmeio_handle *handle) except -1
+
+    # Whether it moves on by itself, from the start.
+    cdef bint is_begun(self) noexcept
+
+    # Carry it out in this thread, where the library can; False: it is to be started.
+    cdef bint perform(self, nvmeio_handle *handle) except -1
 
     # The exception that an outcome stands for, or None.
     cdef object judge(self, const nvmeio_outcome *outcome)

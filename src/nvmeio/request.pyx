@@ -17,7 +17,7 @@ from cpython.ref cimport Py_DECREF, Py_INCREF
 from libc.stdint cimport int64_t
 
 from nvmeio cimport _core
-from nvmeio._core cimport OP_READ, nvmeio_file, nvmeio_handle, nvmeio_op
+from nvmeio._core cimport OP_READ, nvmeio_handle, nvmeio_op
 from nvmeio._core cimport nvmeio_outcome, nvmeio_transfer
 from nvmeio.arguments cimport deadline_ns
 from nvmeio.buffer cimport Buffer
@@ -69,65 +69,65 @@ cdef class Request:
             warn_of(self.words)
         _core.request_release(self.c)
 
-    cdef int start(self, nvmeio_handle *handle, bint caller) except -1:
-        cdef nvmeio_file *c_file = self.file.retain()
+    cdef int start(self, nvmeio_handle *handle) except -1:
         cdef nvmeio_transfer transfer
         cdef int result
-        transfer.op = self.op
-        transfer.file = c_file
-        transfer.address = NULL if self.buffer is None else self.buffer.address
-        transfer.size = self.nbytes
-        transfer.offset = self.offset
-        transfer.user = <void *> self
-        transfer.caller = caller
-        # For `user`, until handle_pop().
+        fill_transfer(self, &transfer)
+        # For `user`, until handle_pop() or request_wait() reports it.
         Py_INCREF(self)
         with nogil:
             result = _core.submit(handle, &transfer, &self.c)
-            _core.file_release(c_file)
+            _core.file_release(transfer.file)
         if result < 0:
             self.finished = True
             Py_DECREF(self)
             raise_refused(self.op, self.path, result)
         return 0
 
+    cdef bint is_begun(self) noexcept:
+        return False
+
+    cdef bint perform(self, nvmeio_handle *handle) except -1:
+        cdef nvmeio_transfer transfer
+        cdef int result
+        fill_transfer(self, &transfer)
+        with nogil:
+            result = _core.perform(handle, &transfer, &self.c_outcome)
+            _core.file_release(transfer.file)
+        if result < 0:
+            self.finished = True
+            raise_refused(self.op, self.path, result)
+        self.performed = result == 1
+        return self.performed
+
     cdef object judge(self, const nvmeio_outcome *outcome):
         return error_of(self.op, self.nbytes, self.offset, self.path, outcome)
 
     cdef bint poll(self, int64_t timeout_ns) except -1:
-        cdef int result
-        cdef Buffer buffer = None
-        file = interruption = None
+        cdef int result = 0
         if self.finished:
             return True
         self.check_process()
         if self.is_being_finished_here():
             return False
-        if self.c == NULL:
+        if self.c != NULL:
+            with nogil:
+                result = _core.request_wait(self.c, timeout_ns)
+        elif not self.performed:
             raise ValueError("the request was never submitted")
-        with nogil:
-            result = _core.request_wait(self.c, timeout_ns)
         if result < 0:
             return False
-        with self.lock:
-            self.finisher = PyThread_get_thread_ident()
-            try:
-                if not self.finished:
-                    interruption = finish(self)
-                    buffer, file, self.file = self.buffer, self.file, None
-            finally:
-                self.finisher = 0
-        if buffer is not None:
-            buffer.release()
-        # Letting go may run anything, and so has no lock.
-        del buffer, file
-        call_all(self.callbacks, self)
-        # The handle must not hold it any more: an error that was raised has a traceback,
-        # whose frames may hold the handle, a cycle that no collector would see.
-        if _core.request_take(self.c):
-            Py_DECREF(self)
-        if interruption is not None:
-            raise interruption
+        try:
+            see_to_it(self)
+        except BaseException:
+            # Its completion was reported, so that the library will not do so again.
+            if not self.finished:
+                self._workers.keep(self)
+            raise
+        finally:
+            # The reference that start() took.
+            if result == 1:
+                Py_DECREF(self)
         return True
 
     cdef int check_process(self) except -1:
@@ -351,15 +351,50 @@ cdef Request fill_request(
     return request
 
 
+cdef int fill_transfer(Request request, nvmeio_transfer *transfer) except -1:
+    """Fill in what the library is asked for, with a reference of the file."""
+    transfer.op = request.op
+    transfer.file = request.file.retain()
+    transfer.address = NULL if request.buffer is None else request.buffer.address
+    transfer.size = request.nbytes
+    transfer.offset = request.offset
+    transfer.data_only = request.data_only
+    transfer.user = <void *> request
+    return 0
+
+
+cdef int see_to_it(Request request) except -1:
+    """Finish a request that the library is done with, unless another thread has."""
+    cdef Buffer buffer = None
+    file = interruption = None
+    with request.lock:
+        request.finisher = PyThread_get_thread_ident()
+        try:
+            if not request.finished:
+                interruption = finish(request)
+                buffer, file, request.file = request.buffer, request.file, None
+        finally:
+            request.finisher = 0
+    if buffer is not None:
+        buffer.release()
+    # Letting go may run anything, and so has no lock.
+    del buffer, file
+    call_all(request.callbacks, request)
+    if interruption is not None:
+        raise interruption
+    return 0
+
+
 cdef object finish(Request request):
     """Do the Python work of a request that the library is done with.  The lock is held.
 
     Returns what the handler of a signal has raised meanwhile, or None.  Where that is no
     Exception (Ctrl-C), it is raised here, and the work is done by who asks next.
     """
-    cdef nvmeio_outcome outcome
+    cdef nvmeio_outcome outcome = request.c_outcome
     interruption = None
-    _core.check(_core.request_outcome(request.c, &outcome), request.path)
+    if not request.performed:
+        _core.check(_core.request_outcome(request.c, &outcome), request.path)
     error = request.judge(&outcome)
     if outcome.abandoned:
         # The kernel may still write to the memory: it is kept for ever.

@@ -15,7 +15,7 @@ from nvmeio._core cimport OP_READ, OP_WRITE, fork_generation, nvmeio_op
 from nvmeio.buffer cimport Buffer, lend
 from nvmeio.callbacks cimport call_all
 from nvmeio.file cimport File
-from nvmeio.lanes cimport Lanes
+from nvmeio.workers cimport Workers
 from nvmeio.outcome cimport words_of
 from nvmeio.request cimport Request, fill_request, new_request
 
@@ -28,6 +28,9 @@ cdef class StagedRequest(Request):
     cdef list parts             # a Request for each piece that was begun
     cdef Py_ssize_t done_count  # of the parts, those that are done and delivered
     cdef bint cancelled
+
+    cdef bint is_begun(self) noexcept:
+        return True
 
     cdef bint poll(self, int64_t timeout_ns) except -1:
         interruption = None
@@ -103,7 +106,8 @@ cdef class StagedRequest(Request):
             self.offset + <int64_t> stage.pieces[index][0],
             self.validate,
         )
-        part.start((<Lanes> self._lanes).c, False)
+        part._workers = self._workers
+        part.start((<Workers> self._workers).c)
         self.parts.append(part)
         return True
 
@@ -136,13 +140,13 @@ cdef class StagedRequest(Request):
 
 
 cdef Request new_staged(
-    nvmeio_op op, Buffer buffer, File file, int64_t offset, bint validate, Lanes lanes
+    nvmeio_op op, Buffer buffer, File file, int64_t offset, bint validate, Workers workers
 ):
     cdef StagedRequest request = StagedRequest.__new__(StagedRequest)
     cdef Request earlier
     cdef Py_ssize_t index
     fill_request(request, op, buffer, file, offset, validate)
-    request._lanes = lanes
+    request._workers = workers
     request.parts = []
     count = len(buffer.stage.pieces)
     slots = buffer.stage.slots
@@ -154,5 +158,5 @@ cdef Request new_staged(
             if earlier.error is not None:
                 break
         request.begin_part()
-    lanes.staged.add(request)
+    workers.staged.add(request)
     return request

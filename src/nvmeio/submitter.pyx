@@ -1,7 +1,7 @@
 """What every handle can do: submit requests, count them, drain them, close.
 
 Arguments are checked here; a transfer's own life is request.pyx's, its memory buffer.pyx's,
-its file openfiles.pyx's, the lanes that carry it out lanes.pyx's.
+its file openfiles.pyx's, the workers that carry it out workers.pyx's.
 """
 
 import atexit
@@ -12,9 +12,9 @@ from libc.stdint cimport INT64_MAX, int64_t
 
 from nvmeio cimport _core
 from nvmeio._core cimport OP_FSYNC, OP_READ, OP_WRITE, nvmeio_direct, nvmeio_op
-from nvmeio.arguments cimport file_position, refuse_path
+from nvmeio.arguments cimport flag, file_position, refuse_path
 from nvmeio.buffer cimport Buffer, lend
-from nvmeio.lanes cimport start_lanes
+from nvmeio.workers cimport start_workers
 from nvmeio.openfiles cimport new_open_files
 from nvmeio.request cimport Request, new_request
 from nvmeio.staged cimport new_staged
@@ -24,29 +24,27 @@ from nvmeio.latencies import Latencies
 # Handles to be drained before the interpreter goes away.
 _live = weakref.WeakSet()
 
-# A transfer of one block up to this size runs in the thread that waits for it: a hop to a
-# lane costs more than the I/O.
-cdef Py_ssize_t CALLER_BYTES_MAX = 1 << 20
+# Of what is not whole pages the ends may go through the page cache.
+cdef int64_t PAGE_MASK = 4095
 
 
-# A cycle collector would empty the attributes before __dealloc__ drains the lanes.
+# A cycle collector would empty the attributes before __dealloc__ drains the workers.
 @cython.no_gc_clear
 cdef class Submitter:
-    """Lanes, the files and requests that are in flight, and what starts and ends them."""
+    """Workers, the files and requests that are in flight, and what starts and ends them."""
 
     cdef int start(self, dict options, nvmeio_direct direct) except -1:
-        self.block_bytes = options["block_size"]
         self.tracked = []
         self.generation = _core.fork_generation()
-        self.lanes = start_lanes(options)
-        self.files = new_open_files(self.lanes, direct)
+        self.workers = start_workers(options)
+        self.files = new_open_files(self.workers, direct)
         self.open = True
         _live.add(self)
         return 0
 
     def __dealloc__(self):
-        if self.lanes is not None:
-            self.lanes.stop()
+        if self.workers is not None:
+            self.workers.stop()
 
     def submit_read(self, buffer, file, file_offset=0) -> Request:
         """Start reading a file into ``buffer``.
@@ -112,13 +110,16 @@ cdef class Submitter:
         """
         return self.begin(OP_WRITE, buffer, file, file_offset, False, False)
 
-    def submit_fsync(self, file) -> Request:
+    def submit_fsync(self, file, *, data_only=False) -> Request:
         """Start making a file durable.
 
         Parameters
         ----------
         file : str, bytes, os.PathLike, int or File
             As for ``submit_read``.
+        data_only : bool, default False
+            Sync the data and the size, but not the times, mode and owner of the file, as
+            fdatasync(2) does: one write of the device less where nothing else has changed.
 
         Returns
         -------
@@ -132,17 +133,24 @@ cdef class Submitter:
             The file cannot be opened, whatever ``errors`` of the handle says.  What fails
             later is raised by ``Request.wait``.
         TypeError, ValueError
-            ``file`` is nothing that names a file, or it or the handle is closed.
+            ``file`` is nothing that names a file, ``data_only`` is no boolean, or the file
+            or the handle is closed.
         """
-        return self.begin(OP_FSYNC, None, file, 0, False, False)
+        cdef bint data = flag("data_only", data_only)
+        cdef Request request = self.prepare(OP_FSYNC, None, file, 0, False)
+        request.data_only = data
+        request.start(self.workers.c)
+        return request
 
-    def fsync(self, file) -> None:
+    def fsync(self, file, *, data_only=False) -> None:
         """Make a file durable, and wait: ``submit_fsync(file).wait()``.
 
         Parameters
         ----------
         file : str, bytes, os.PathLike, int or File
             As for ``submit_read``.
+        data_only : bool, default False
+            As for ``submit_fsync``.
 
         Raises
         ------
@@ -159,16 +167,16 @@ cdef class Submitter:
         Releases the GIL while it waits.  A new file's name is durable only when its folder
         was synced too; ``write_file(..., sync=True)`` does both.
         """
-        self.submit_fsync(file).wait()
+        self.submit_fsync(file, data_only=data_only).wait()
 
     @property
     def pending(self) -> int:
         """How many requests are in flight, the pieces of device tensors included."""
         self.own()
         # Counted first: what is not in flight any more has landed when this returns.
-        count = self.lanes.pending()
+        count = self.workers.pending()
         self.collect()
-        return count + len(self.lanes.staged)
+        return count + len(self.workers.staged)
 
     @property
     def closed(self) -> bool:
@@ -181,12 +189,10 @@ cdef class Submitter:
         Returns
         -------
         dict
-            ``engine``; ``requests`` submitted; ``blocks`` finished; ``blocks_registered``,
-            handed over in memory that io_uring has registered (small blocks in the pool,
-            when there are many); ``bytes_direct`` between device and caller's memory,
-            ``bytes_bounced`` through the pool's, and ``bytes_buffered`` through the page
-            cache; ``short_transfers`` that were continued; ``retries`` of what the kernel
-            put off.
+            ``engine``; ``requests`` submitted; ``blocks`` finished; ``bytes_direct``
+            between device and caller's memory, ``bytes_bounced`` through the pool's, and
+            ``bytes_buffered`` through the page cache; ``short_transfers`` that were
+            continued; ``retries`` of what the kernel put off.
 
         Raises
         ------
@@ -198,7 +204,7 @@ cdef class Submitter:
         A closed handle still tells.
         """
         self.own()
-        return {"engine": self.lanes.engine(), **self.lanes.stats()}
+        return {"engine": self.workers.engine(), **self.workers.stats()}
 
     def latencies(self) -> Latencies:
         """Return how long the blocks took that the handle has finished so far.
@@ -218,7 +224,7 @@ cdef class Submitter:
         Notes
         -----
         A block's time begins when an engine is given it, behind a copy to a bounce, and
-        ends when a lane, or the thread that waits, sees it finished, before a copy from
+        ends when a worker, or the thread that waits, sees it finished, before a copy from
         one; what had to be continued or repeated counts as one block.  It includes what
         the block waits in the kernel behind others of the queue; ``queue_depth=1`` shows
         the device alone.
@@ -226,10 +232,10 @@ cdef class Submitter:
         A closed handle still tells; a forked child begins anew.
         """
         self.own()
-        return Latencies(*self.lanes.latencies())
+        return Latencies(*self.workers.latencies())
 
     def close(self) -> None:
-        """Wait for everything in flight and stop the lanes; a second call does nothing.
+        """Wait for everything in flight and stop the workers; a second call does nothing.
 
         Raises
         ------
@@ -245,7 +251,7 @@ cdef class Submitter:
         self.drain()
         self.open = False
         _live.discard(self)
-        self.lanes.stop()
+        self.workers.stop()
 
     def __enter__(self):
         return self
@@ -255,7 +261,18 @@ cdef class Submitter:
 
     cdef Request begin(
         self, nvmeio_op op, object buffer, object file, object file_offset, bint validate,
-        bint caller
+        bint waited_for
+    ):
+        cdef Request request = self.prepare(op, buffer, file, file_offset, validate)
+        # One of a device tensor has begun already.
+        if not request.is_begun() and not (
+            waited_for and request.perform(self.workers.c)
+        ):
+            request.start(self.workers.c)
+        return request
+
+    cdef Request prepare(
+        self, nvmeio_op op, object buffer, object file, object file_offset, bint validate
     ):
         cdef int64_t offset = file_position("file_offset", file_offset)
         cdef Buffer lent = None
@@ -276,22 +293,17 @@ cdef class Submitter:
                     f"file_offset is {offset} for {lent.nbytes} bytes; together they must "
                     "not be beyond 2**63 - 1"
                 )
-        opened = self.files.find(file, op == OP_WRITE)
+        ragged = lent is not None and (offset | lent.nbytes) & PAGE_MASK != 0
+        opened = self.files.find(file, op == OP_WRITE, ragged)
         if lent is not None and lent.stage is not None:
-            return new_staged(op, lent, opened, offset, validate, self.lanes)
+            return new_staged(op, lent, opened, offset, validate, self.workers)
         request = new_request(op, lent, opened, offset, validate)
-        request._lanes = self.lanes
-        caller = (
-            caller
-            and request.nbytes <= CALLER_BYTES_MAX
-            and request.nbytes <= self.block_bytes
-        )
-        request.start(self.lanes.c, caller)
+        request._workers = self.workers
         return request
 
     cdef int own(self) except -1:
         """In a forked child, forget the requests of the parent."""
-        if self.lanes is None:
+        if self.workers is None:
             raise ValueError("the handle was never opened")
         generation = _core.fork_generation()
         if self.generation != generation:
@@ -302,14 +314,14 @@ cdef class Submitter:
 
     cdef int collect(self) except -1:
         """Let go of the requests that are done, observed or not."""
-        if self.lanes is not None:
-            self.lanes.collect()
+        if self.workers is not None:
+            self.workers.collect()
         return 0
 
     cdef int drain(self) except -1:
         """Wait until nothing is in flight, looking at signals meanwhile."""
         self.own()
-        self.lanes.drain()
+        self.workers.drain()
         self.collect()
         return 0
 

@@ -23,7 +23,7 @@ _log = logging.getLogger("nvmeio")
 _REQUIRED = inspect.Parameter.empty
 
 
-# A cycle collector would empty the attributes before __dealloc__ drains the lanes.
+# A cycle collector would empty the attributes before __dealloc__ drains the workers.
 @cython.no_gc_clear
 cdef class Transfers(Gatherer):
     """A Gatherer with the transfers of DeepSpeed's op: their names and their statuses."""
@@ -59,7 +59,9 @@ cdef class Transfers(Gatherer):
             The buffer cannot be read into, an argument is of the wrong type or out of
             range, or the handle or the file is closed; whatever ``errors`` says.
         KeyboardInterrupt
-            Ctrl-C, within 0.1 s; the request goes on, and holds the buffer.
+            Ctrl-C, within 0.1 s; the request goes on, and holds the buffer.  Up to 1 MiB of
+            a local file may be transferred in this thread: then when the device has
+            answered.
 
         Notes
         -----
@@ -291,7 +293,7 @@ cdef class Transfers(Gatherer):
         return self._ended(tracked)
 
     def close(self) -> None:
-        """Wait for everything in flight and stop the lanes; a second call does nothing.
+        """Wait for everything in flight and stop the workers; a second call does nothing.
 
         Raises
         ------

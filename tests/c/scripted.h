@@ -22,6 +22,9 @@ static int death;                                  /* what reap() returns, if no
 static unsigned reaps, pushes, pushed_max, in_flight, in_flight_max, calls;
 static unsigned in_flight_of[3]; /* by operation */
 
+/* Called by the worker with each block that it hands over; NULL: nothing is. */
+static void (*_Atomic on_push)(void);
+
 struct fake {
     struct nvmeio_block *pushed;
     unsigned since_reap;
@@ -46,6 +49,9 @@ static inline void fake_push(struct nvmeio_engine *engine, struct nvmeio_block *
     struct nvmeio_block **end = &fake->pushed;
 
     CHECK(engine->in_flight < engine->depth);
+    void (*call)(void) = atomic_load(&on_push);
+    if (call)
+        call();
     pthread_mutex_lock(&mutex);
     while (*end)
         end = &(*end)->next;
@@ -83,11 +89,9 @@ static inline int fake_collect(struct nvmeio_engine *engine)
     return count;
 }
 
-static inline int fake_reap(struct nvmeio_engine *engine, unsigned wait_min,
-                            int64_t timeout_ns)
+static inline int fake_reap(struct nvmeio_engine *engine, unsigned wait_min)
 {
     struct fake *fake = engine->state;
-    int64_t end = nvmeio_now_ns() + timeout_ns;
     int count = 0;
 
     pthread_mutex_lock(&mutex);
@@ -99,8 +103,7 @@ static inline int fake_reap(struct nvmeio_engine *engine, unsigned wait_min,
             break;
         }
         count += fake_collect(engine);
-        if (count >= (int)wait_min || fake->woken ||
-            (timeout_ns >= 0 && nvmeio_now_ns() >= end))
+        if (count >= (int)wait_min || fake->woken)
             break;
         struct timespec soon;
         clock_gettime(CLOCK_REALTIME, &soon);
@@ -108,7 +111,8 @@ static inline int fake_reap(struct nvmeio_engine *engine, unsigned wait_min,
         soon.tv_sec += soon.tv_nsec < 1000000;
         pthread_cond_timedwait(&change, &mutex, &soon);
     }
-    fake->woken = false;
+    if (wait_min > 0)
+        fake->woken = false;
     pthread_mutex_unlock(&mutex);
     return count;
 }
@@ -124,8 +128,6 @@ static inline void fake_wake(struct nvmeio_engine *engine)
 const struct nvmeio_engine_ops nvmeio_engine_sync = {
     .name = "sync",
     .library = "",
-    .punctual_direct = true,
-    .punctual_buffered = true,
     .open = fake_open,
     .close = fake_close,
     .push = fake_push,
@@ -184,7 +186,7 @@ static struct stage {
     const char *path;
 } stage;
 
-static inline void stage_open(unsigned depth, bool overlap)
+static inline void stage_open(unsigned depth)
 {
     play(perform);
     death = 0;
@@ -192,12 +194,18 @@ static inline void stage_open(unsigned depth, bool overlap)
     memset(in_flight_of, 0, sizeof(in_flight_of));
     stage.config = config_of("sync");
     stage.config.queue_depth = depth;
-    stage.config.overlap_events = overlap;
     stage.handle = open_handle(&stage.config);
     make_file(stage.path, BLOCKS * BLOCK, 1);
     stage.file = open_file(stage.path, O_RDWR, NVMEIO_DIRECT_AUTO);
     stage.memory = guarded_in_pool(BLOCKS * BLOCK);
     fill(stage.memory.address, BLOCKS * BLOCK, 0, 9);
+}
+
+/* The handle anew, after a change of the configuration. */
+static inline void stage_reopen(void)
+{
+    nvmeio_handle_close(stage.handle);
+    stage.handle = open_handle(&stage.config);
 }
 
 static inline void stage_free(void)

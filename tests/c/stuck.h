@@ -1,5 +1,5 @@
 /* stuck.h -- what a test tells of a request that does not end: how far it is, what its
- * handle and lanes do, and where each thread of the process is in the kernel.
+ * handle and workers do, and where each thread of the process is in the kernel.
  *
  * A wait that lasts a minute once in a thousand runs is not to be had again for the
  * asking. */
@@ -12,14 +12,12 @@
 #include "handle_internal.h"
 #include "request_internal.h"
 
-static inline void tell_lane(const char *kind, const struct nvmeio_lane *lane)
+static inline void tell_worker(const struct nvmeio_consumer *worker)
 {
     fprintf(stderr,
-            "%s: %u blocks in flight, %u of them in the engine, %s finished, %s free; "
-            "listening %d, driven %d, dead %d, bounces short %d\n",
-            kind, lane->in_flight, lane->engine.in_flight,
-            lane->engine.finished ? "some" : "none", lane->free ? "some" : "none",
-            lane->listening, lane->driven, lane->dead, lane->bounces_short);
+            "worker: %u blocks in the engine, %s finished, state %d, woken %u\n",
+            worker->engine->in_flight, worker->engine->finished ? "some" : "none",
+            (int)worker->state, atomic_load(&worker->waiter.woken));
 }
 
 /* Without the mutex, for which it might wait for ever: all of it stands still. */
@@ -29,20 +27,20 @@ static inline void tell_request(const struct nvmeio_request *request)
 
     fprintf(
         stderr,
-        "request: operation %d, state %d, error %d, cancelled %d, queued %d, gate open "
-        "%d, span %u of %u, position %zu of %zu, %u blocks in flight\n",
+        "request: operation %d, state %d, error %d, cancelled %d, queued %d, behind a "
+        "write %d, barrier %d, ordered from %lld, span %u of %u, position %zu of %zu, "
+        "%u "
+        "blocks in flight\n",
         (int)request->op, atomic_load(&request->state), request->error,
-        request->cancelled, request->queued, request->gate_open, request->span,
+        request->cancelled, request->queued, request->write_before != NULL,
+        request->barrier, (long long)request->ordered_from, request->span,
         request->plan.count, request->position, request->size, request->in_flight);
-    fprintf(stderr,
-            "handle: engine %s, %u requests, queue %s, %u lanes, %u of them idle\n",
-            handle->ops->name, handle->active_count,
-            handle->queue_first ? "filled" : "empty", handle->lanes_started,
-            handle->lanes_idle);
-    for (unsigned i = 0; i < handle->lanes_started; i++)
-        tell_lane("lane", &handle->lanes[i]);
-    for (const struct nvmeio_lane *lane = handle->callers; lane; lane = lane->next)
-        tell_lane(lane == request->caller_lane ? "its lane" : "a caller's lane", lane);
+    fprintf(stderr, "handle: engine %s, %u requests, queue %s, %u workers, %u alive\n",
+            handle->workers.ops->name, handle->queue.active_count,
+            handle->queue.first ? "filled" : "empty", handle->workers.started,
+            handle->workers.alive);
+    for (const struct nvmeio_consumer *c = handle->queue.consumers; c; c = c->next)
+        tell_worker(c);
 }
 
 static inline void tell_file(const char *path)

@@ -1,14 +1,13 @@
 /* What becomes of requests that are cancelled, and of those that a close finds. */
 #include <sys/syscall.h>
 
-#include "handle_internal.h"
 #include "scripted.h"
 
 static void test_a_cancelled_request_ends_when_its_blocks_are_back(void)
 {
     struct nvmeio_outcome outcome;
 
-    stage_open(2, true);
+    stage_open(2);
     play(hold);
     struct nvmeio_request *running = start(NVMEIO_OP_READ);
     struct nvmeio_request *queued = start(NVMEIO_OP_WRITE);
@@ -35,7 +34,7 @@ static bool fail(struct nvmeio_block *block)
 
 static void test_cancelled_is_what_cancel_said_whatever_comes_after(void)
 {
-    stage_open(2, true);
+    stage_open(2);
     play(hold);
     struct nvmeio_request *request = start(NVMEIO_OP_READ);
     await(&in_flight, 2);
@@ -47,7 +46,7 @@ static void test_cancelled_is_what_cancel_said_whatever_comes_after(void)
 
 static void test_nothing_can_be_cancelled_that_is_wholly_in_flight_or_done(void)
 {
-    stage_open(16, true);
+    stage_open(16);
     play(hold);
     struct nvmeio_request *request = start(NVMEIO_OP_READ);
     await(&in_flight, BLOCKS);
@@ -65,18 +64,17 @@ static void *drain_main(void *argument)
     return NULL;
 }
 
-static void test_drain_carries_out_what_is_submitted_meanwhile(void)
+static void test_drain_waits_for_what_is_submitted_meanwhile(void)
 {
     pthread_t thread;
 
-    stage_open(16, true);
+    stage_open(16);
     play(hold);
     struct nvmeio_request *first = start(NVMEIO_OP_READ);
     await(&in_flight, BLOCKS);
     pthread_create(&thread, NULL, drain_main, stage.handle);
     pause_ms(20);
     struct nvmeio_transfer t = whole(NVMEIO_OP_READ);
-    t.caller = true;
     struct nvmeio_request *second = submit(stage.handle, &t);
     play(perform);
     pthread_join(thread, NULL);
@@ -100,7 +98,7 @@ static void test_close_waits_for_what_is_in_flight_and_refuses_more(void)
     pthread_t thread;
     struct nvmeio_request *late;
 
-    stage_open(16, true);
+    stage_open(16);
     struct nvmeio_transfer t = whole(NVMEIO_OP_READ);
     play(hold);
     atomic_store(&closed, false);
@@ -127,7 +125,7 @@ static void test_a_write_refused_by_a_closed_handle_leaves_no_bytes(void)
 {
     struct nvmeio_request *late;
 
-    stage_open(4, true);
+    stage_open(4);
     struct nvmeio_request *keep = start(NVMEIO_OP_READ);
     struct nvmeio_file *file =
         open_file(path_in(test_folder()), O_RDWR | O_CREAT, NVMEIO_DIRECT_AUTO);
@@ -152,56 +150,15 @@ static bool fail_together(struct nvmeio_block *block)
     return block->bytes > PAGE;
 }
 
-static bool perform_within_the_file(struct nvmeio_block *block)
+/* The library's close() is this one, which takes as long as a test likes. */
+static atomic_bool closes_slowly, closes;
+
+int close(int fd)
 {
-    return block->offset < (int64_t)(BLOCKS * BLOCK) && perform(block);
-}
-
-/* What a cancelled write has made longer is cut back, but not while a write by another
- * open of the file is about to land behind it. */
-static void test_a_cancelled_write_spares_another_in_flight(bool another)
-{
-    const char *path = path_in(test_folder());
-    struct nvmeio_request *behind = NULL;
-
-    stage_open(2, true);
-    struct nvmeio_file *file = open_file(path, O_RDWR | O_CREAT, NVMEIO_DIRECT_AUTO);
-    struct nvmeio_file *second = open_file(path, O_RDWR, NVMEIO_DIRECT_AUTO);
-    struct nvmeio_transfer t = whole(NVMEIO_OP_WRITE), end = t;
-    t.file = file;
-    end.file = second;
-    end.size = BLOCK;
-    end.offset = BLOCKS * BLOCK;
-    play(hold);
-    if (another)
-        behind = submit(stage.handle, &end);
-    struct nvmeio_request *request = submit(stage.handle, &t);
-    await(&in_flight, 2);
-    CHECK(nvmeio_request_cancel(request) == 1);
-    play(perform_within_the_file);
-    CHECK(finish(request).result == -ECANCELED);
-    if (another) {
-        CHECK(nvmeio_file_size(file) == BLOCKS * BLOCK);
-        play(perform);
-        CHECK(finish(behind).result == BLOCK);
-        CHECK(file_holds(path, end.address, BLOCK, end.offset));
-    } else {
-        CHECK(nvmeio_file_size(file) == 2 * BLOCK);
-    }
-    nvmeio_file_release(file);
-    nvmeio_file_release(second);
-    stage_close();
-}
-
-/* The library's ftruncate() is this one, which takes as long as a test likes. */
-static atomic_bool truncates_slowly, truncates;
-
-int ftruncate(int fd, off_t size)
-{
-    atomic_store(&truncates, true);
-    while (atomic_load(&truncates_slowly))
+    atomic_store(&closes, true);
+    while (atomic_load(&closes_slowly))
         pause_ms(1);
-    return (int)syscall(SYS_ftruncate, fd, size);
+    return (int)syscall(SYS_close, fd);
 }
 
 static void *cancel_main(void *request)
@@ -216,39 +173,45 @@ static void *wait_main(void *request)
     return NULL;
 }
 
-/* What a cancelled write has left is tidied up by one thread, and another waits. */
-static void test_who_waits_for_another_that_tidies_up_sleeps(bool drains)
+/* Who waits for a request, or for all of them, that another thread brings to its end.
+ */
+static bool sleeps(struct nvmeio_request *request, bool drains)
 {
-    pthread_t tidies, waits;
-    unsigned sleepers = 0;
+    return drains ? is_drained(stage.handle) : is_awaited(request);
+}
 
-    stage_open(2, true);
-    struct nvmeio_file *file =
-        open_file(path_in(test_folder()), O_RDWR | O_CREAT, NVMEIO_DIRECT_AUTO);
-    struct nvmeio_transfer t = whole(NVMEIO_OP_WRITE);
+/* The thread that cancels closes the file of the request, whose last reference it is.
+ * It holds nobody up meanwhile but those who wait for this. */
+static void test_what_takes_long_at_the_end_of_a_request_holds_nobody_up(bool drains)
+{
+    pthread_t ends, waits;
+
+    stage_open(2);
+    play(hold);
+    struct nvmeio_request *running = start(NVMEIO_OP_READ);
+    await(&in_flight, 2);
+    struct nvmeio_file *file = open_file(stage.path, O_RDONLY, NVMEIO_DIRECT_AUTO);
+    struct nvmeio_transfer t = whole(NVMEIO_OP_READ);
     t.file = file;
-    t.caller = true;
-    atomic_store(&truncates_slowly, true);
-    atomic_store(&truncates, false);
     struct nvmeio_request *request = submit(stage.handle, &t);
-    CHECK(pthread_create(&tidies, NULL, cancel_main, request) == 0);
-    while (!atomic_load(&truncates))
+    nvmeio_file_release(file);
+    atomic_store(&closes_slowly, true);
+    atomic_store(&closes, false);
+    CHECK(pthread_create(&ends, NULL, cancel_main, request) == 0);
+    while (!atomic_load(&closes))
         pause_ms(1);
     CHECK(pthread_create(&waits, NULL, drains ? drain_main : wait_main,
                          drains ? (void *)stage.handle : request) == 0);
-    while (sleepers == 0) {
+    while (!sleeps(request, drains))
         pause_ms(1);
-        pthread_mutex_lock(&stage.handle->mutex);
-        sleepers = stage.handle->sleepers;
-        pthread_mutex_unlock(&stage.handle->mutex);
-    }
-    CHECK(!nvmeio_request_done(request));
-    atomic_store(&truncates_slowly, false);
-    pthread_join(tidies, NULL);
+    play(perform);
+    CHECK(finish(running).result == BLOCKS * BLOCK);
+    CHECK(!nvmeio_request_done(request) && sleeps(request, drains));
+    CHECK(nvmeio_handle_pending(stage.handle) == 1);
+    atomic_store(&closes_slowly, false);
+    pthread_join(ends, NULL);
     pthread_join(waits, NULL);
     CHECK(finish(request).result == -ECANCELED);
-    CHECK(nvmeio_file_size(file) == 0);
-    nvmeio_file_release(file);
     stage_close();
 }
 
@@ -260,7 +223,7 @@ static void test_a_gather_cancelled_in_its_second_attempt_keeps_what_has_landed(
     struct nvmeio_failure failures[3];
     size_t offender;
 
-    stage_open(1, true);
+    stage_open(1);
     struct nvmeio_gather what = {
         .op = NVMEIO_OP_READ,
         .file = stage.file,
@@ -295,13 +258,11 @@ int main(void)
     test_a_cancelled_request_ends_when_its_blocks_are_back();
     test_cancelled_is_what_cancel_said_whatever_comes_after();
     test_nothing_can_be_cancelled_that_is_wholly_in_flight_or_done();
-    test_drain_carries_out_what_is_submitted_meanwhile();
+    test_drain_waits_for_what_is_submitted_meanwhile();
     test_close_waits_for_what_is_in_flight_and_refuses_more();
     test_a_write_refused_by_a_closed_handle_leaves_no_bytes();
-    test_a_cancelled_write_spares_another_in_flight(false);
-    test_a_cancelled_write_spares_another_in_flight(true);
-    test_who_waits_for_another_that_tidies_up_sleeps(false);
-    test_who_waits_for_another_that_tidies_up_sleeps(true);
+    test_what_takes_long_at_the_end_of_a_request_holds_nobody_up(false);
+    test_what_takes_long_at_the_end_of_a_request_holds_nobody_up(true);
     test_a_gather_cancelled_in_its_second_attempt_keeps_what_has_landed();
     return 0;
 }

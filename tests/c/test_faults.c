@@ -1,11 +1,13 @@
 /* What becomes of a request when its blocks come back short, late, wrong or never. */
+#include <sys/syscall.h>
+
 #include "scripted.h"
 
-/* Dead lanes keep for ever what the kernel may still write to. */
+/* Dead workers keep for ever what the kernel may still write to. */
 const char *__lsan_default_suppressions(void);
 const char *__lsan_default_suppressions(void)
 {
-    return "leak:uring_open\nleak:fake_open\nleak:lane_equip\nleak:caller_lane_add";
+    return "leak:uring_open\nleak:fake_open\nleak:equip";
 }
 
 /* A thousand bytes at most, whoever asks. */
@@ -29,7 +31,7 @@ static void test_short_transfers_are_continued(void)
     for (int bounced = 0; bounced < 2; bounced++)
         for (int op = 0; op < 2; op++) {
             struct nvmeio_stats stats;
-            stage_open(4, true);
+            stage_open(4);
             play(perform_short);
             struct nvmeio_transfer t = whole(op ? NVMEIO_OP_WRITE : NVMEIO_OP_READ);
             t.size -= bounced ? 1 : 0;
@@ -58,7 +60,7 @@ static bool perform_half_and_hold(struct nvmeio_block *block)
 
 static void test_a_latency_lasts_until_the_block_is_finished(void)
 {
-    stage_open(4, true);
+    stage_open(4);
     int64_t submitted = nvmeio_now_ns();
     play(hold);
     struct nvmeio_transfer t = whole(NVMEIO_OP_READ);
@@ -89,10 +91,9 @@ static bool sleep_and_perform(struct nvmeio_block *block)
 /* Each of the two is handed over by a call that takes 20 ms, and is back behind it. */
 static void test_a_latency_is_without_what_others_took_before_and_after(void)
 {
-    stage_open(2, true);
-    nvmeio_handle_close(stage.handle);
+    stage_open(2);
     stage.config.single_submit = true;
-    stage.handle = open_handle(&stage.config);
+    stage_reopen();
     play(sleep_and_perform);
     struct nvmeio_transfer t = whole(NVMEIO_OP_READ);
     t.size = 2 * BLOCK;
@@ -111,7 +112,7 @@ static bool perform_nothing(struct nvmeio_block *block)
 
 static void test_nothing_moved_is_an_error(void)
 {
-    stage_open(4, true);
+    stage_open(4);
     play(perform_nothing);
     CHECK(finish(start(NVMEIO_OP_WRITE)).result == -EIO);
     CHECK(finish(start(NVMEIO_OP_READ)).result == -ENODATA);
@@ -134,7 +135,7 @@ static void test_what_passes_goes_again(void)
 {
     struct nvmeio_stats stats;
 
-    stage_open(4, false);
+    stage_open(4);
     play(perform_at_the_seventh);
     CHECK(finish(start(NVMEIO_OP_WRITE)).result == BLOCKS * BLOCK);
     CHECK(memory_holds_file(BLOCKS * BLOCK));
@@ -166,13 +167,18 @@ static bool fail_the_fifth(struct nvmeio_block *block)
     return block->offset == (int64_t)(4 * BLOCK) ? fail(block) : perform(block);
 }
 
+static bool fail_the_third_time(struct nvmeio_block *block)
+{
+    return ++calls == 3 ? fail(block) : perform(block);
+}
+
 static void test_an_error_comes_with_how_far_it_came(void)
 {
     static const int errors[] = {EIO, ENOSPC, EFBIG, EFAULT, ENOMEM, EREMOTEIO};
 
     for (int i = 0; i < 6; i++)
         for (int op = 0; op < 2; op++) {
-            stage_open(i % 2 ? 2 : 16, i % 3);
+            stage_open(i % 2 ? 2 : 16);
             planned_error = errors[i];
             play(fail_the_fourth);
             struct nvmeio_outcome outcome =
@@ -186,6 +192,25 @@ static void test_an_error_comes_with_how_far_it_came(void)
         }
 }
 
+/* Its head is written last, and so never. */
+static void test_a_write_that_fails_in_its_middle_has_written_no_head(void)
+{
+    struct nvmeio_file_info info;
+
+    stage_open(1);
+    nvmeio_file_get_info(stage.file, &info);
+    if (info.direct && info.offset_align > 1) {
+        struct nvmeio_transfer t = transfer_of(
+            NVMEIO_OP_WRITE, stage.file, stage.memory.address + 1000, 4 * BLOCK, 1000);
+        planned_error = EIO;
+        play(fail_the_third_time);
+        struct nvmeio_outcome outcome = carry_out(stage.handle, &t);
+        CHECK(outcome.result == -EIO && outcome.got == 0);
+        CHECK(!file_holds(stage.path, t.address, PAGE - 1000, 1000));
+    }
+    stage_close();
+}
+
 /* What the kernel says of a bad medium, and of what it has cancelled itself. */
 static void test_an_error_of_the_disk_is_neither_an_end_of_file_nor_a_cancel(void)
 {
@@ -193,7 +218,7 @@ static void test_an_error_of_the_disk_is_neither_an_end_of_file_nor_a_cancel(voi
 
     for (int i = 0; i < 2; i++)
         for (int op = 0; op < 2; op++) {
-            stage_open(4, true);
+            stage_open(4);
             planned_error = errors[i];
             play(fail_the_fourth);
             struct nvmeio_outcome outcome =
@@ -219,19 +244,18 @@ static bool fail_two(struct nvmeio_block *block)
 
 static void test_of_two_errors_that_of_the_lower_block_counts(void)
 {
-    stage_open(BLOCKS, true);
+    stage_open(BLOCKS);
     play(fail_two);
     struct nvmeio_outcome outcome = finish(start(NVMEIO_OP_READ));
     CHECK(outcome.result == -EREMOTEIO && outcome.got == BLOCK);
     stage_close();
 }
 
-/* The write has made the file as long as its own end, and may take that back alone. */
 static void test_a_write_that_fails_leaves_what_others_wrote_behind_it(void)
 {
     const char *path = path_in(test_folder());
 
-    stage_open(4, true);
+    stage_open(4);
     struct nvmeio_file *file = open_file(path, O_RDWR | O_CREAT, NVMEIO_DIRECT_AUTO);
     struct nvmeio_file *other = open_file(path, O_RDWR, NVMEIO_DIRECT_NEVER);
     struct nvmeio_transfer t = whole(NVMEIO_OP_WRITE);
@@ -239,7 +263,7 @@ static void test_a_write_that_fails_leaves_what_others_wrote_behind_it(void)
     planned_error = ENOSPC;
     play(hold);
     struct nvmeio_request *request = submit(stage.handle, &t);
-    await(&in_flight, 4);
+    await(&in_flight, 1);
     CHECK(pwrite(nvmeio_file_fd(other), "other", 5, BLOCKS * BLOCK) == 5);
     play(fail);
     struct nvmeio_outcome outcome = finish(request);
@@ -255,7 +279,7 @@ static void test_an_fsync_that_fails_says_so(void)
 {
     static const int errors[] = {EIO, ENOSPC, EDQUOT, EINVAL};
 
-    stage_open(4, true);
+    stage_open(4);
     struct nvmeio_transfer sync = {.op = NVMEIO_OP_FSYNC, .file = stage.file};
     for (int i = 0; i < 4; i++) {
         planned_error = errors[i];
@@ -275,7 +299,7 @@ static void test_a_record_that_fails_is_named(enum nvmeio_op op)
     struct nvmeio_request *request;
     size_t offender;
 
-    stage_open(4, true);
+    stage_open(4);
     struct nvmeio_gather what = {.op = op,
                                  .file = stage.file,
                                  .address = stage.memory.address,
@@ -316,7 +340,7 @@ static bool fail_within_the_fourth(struct nvmeio_block *block)
 static void test_what_came_before_an_error_is_in_the_memory(void)
 {
     for (int bounced = 0; bounced < 2; bounced++) {
-        stage_open(4, true);
+        stage_open(4);
         play(fail_within_the_fourth);
         struct nvmeio_transfer t = whole(NVMEIO_OP_READ);
         t.address = (char *)t.address + bounced;
@@ -342,7 +366,7 @@ static void test_a_device_that_refuses_is_left_for_the_page_cache(void)
     struct nvmeio_file_info info;
     struct nvmeio_stats stats;
 
-    stage_open(4, true);
+    stage_open(4);
     nvmeio_file_get_info(stage.file, &info);
     bool direct = info.direct;
     play(refuse_direct);
@@ -372,7 +396,7 @@ static void kill_engines(int error)
 
 static void test_a_dead_engine_fails_its_requests_and_all_that_follow(void)
 {
-    stage_open(2, true);
+    stage_open(2);
     struct nvmeio_transfer sync = {.op = NVMEIO_OP_FSYNC, .file = stage.file};
     play(hold);
     struct nvmeio_request *running = start(NVMEIO_OP_WRITE);
@@ -392,16 +416,15 @@ static void test_a_dead_engine_fails_its_requests_and_all_that_follow(void)
     stage_close();
 }
 
-/* A dead lane that still took wake-ups would keep them from the others. */
-static void test_other_lanes_go_on_where_one_dies(void)
+/* A dead worker that still took wake-ups would keep them from the others. */
+static void test_other_workers_go_on_where_one_dies(void)
 {
-    stage_open(4, true);
-    nvmeio_handle_close(stage.handle);
-    stage.config.lanes = 2;
-    stage.handle = open_handle(&stage.config);
+    stage_open(4);
+    stage.config.workers = 2;
+    stage_reopen();
     play(hold);
     struct nvmeio_transfer t = whole(NVMEIO_OP_READ);
-    t.size = PAGE; /* so little that one lane alone is called */
+    t.size = PAGE; /* so little that one worker alone is called */
     struct nvmeio_request *request = submit(stage.handle, &t);
     await(&in_flight, 1);
     kill_engines(-EREMOTEIO);
@@ -409,52 +432,59 @@ static void test_other_lanes_go_on_where_one_dies(void)
     kill_engines(0);
     play(perform);
     for (int i = 0; i < 4; i++) {
-        pause_ms(5); /* until the lane rests, and would have to be called */
+        pause_ms(5); /* until the worker rests, and would have to be called */
         CHECK(carry_out(stage.handle, &t).result == (int64_t)PAGE);
     }
     stage_close();
 }
 
-/* A transfer that the caller has begun, and that the engine holds. */
-static struct nvmeio_request *hold_in_caller(struct nvmeio_transfer *t)
+/* The library's pread() is this one, which a thread may have take its time. */
+static _Thread_local bool held_here;
+static atomic_bool reads_held, reads;
+
+ssize_t pread(int fd, void *address, size_t size, off_t offset)
 {
+    atomic_store(&reads, true);
+    while (held_here && atomic_load(&reads_held))
+        pause_ms(1);
+    return syscall(SYS_pread64, fd, address, size, offset);
+}
+
+static void *perform_main(void *t)
+{
+    struct nvmeio_outcome outcome;
+
+    held_here = true;
+    CHECK(nvmeio_perform(stage.handle, t, &outcome) == 1);
+    CHECK(outcome.result == BLOCK && !outcome.abandoned);
+    return NULL;
+}
+
+static void test_what_a_thread_carries_out_itself_outlives_the_last_worker(void)
+{
+    pthread_t thread;
+
+    stage_open(4);
+    struct nvmeio_transfer t = whole(NVMEIO_OP_READ);
+    t.size = BLOCK;
+    if (!stage.file->local)
+        return stage_close();
     play(hold);
-    t->caller = true;
-    struct nvmeio_request *request = submit(stage.handle, t);
-    CHECK(nvmeio_request_wait(request, 1000000) == -ETIMEDOUT);
-    return request;
-}
-
-static void test_a_dead_engine_of_a_caller_fails_its_request_alone(void)
-{
-    stage_open(4, true);
-    struct nvmeio_transfer t = whole(NVMEIO_OP_READ);
-    struct nvmeio_request *request = hold_in_caller(&t);
-    kill_engines(-EREMOTEIO);
-    struct nvmeio_outcome outcome = finish(request);
-    CHECK(outcome.result == -EREMOTEIO && outcome.abandoned);
-    kill_engines(0);
-    play(perform);
-    CHECK(finish(start(NVMEIO_OP_READ)).result == BLOCKS * BLOCK);
-    CHECK(carry_out(stage.handle, &t).result == BLOCKS * BLOCK);
-    stage_close();
-}
-
-static void test_what_a_caller_carries_out_outlives_the_last_lane(void)
-{
-    stage_open(4, true);
-    struct nvmeio_transfer t = whole(NVMEIO_OP_READ);
-    struct nvmeio_request *request = hold_in_caller(&t);
     struct nvmeio_request *running = start(NVMEIO_OP_READ);
-    await(&in_flight, 8);
+    await(&in_flight, 4);
+    atomic_store(&reads_held, true);
+    atomic_store(&reads, false);
+    CHECK(pthread_create(&thread, NULL, perform_main, &t) == 0);
+    while (!atomic_load(&reads))
+        pause_ms(1);
     kill_engines(-EREMOTEIO);
     CHECK(finish(running).result == -EREMOTEIO);
-    /* Behind it, for the lane has been buried then. */
+    /* Behind it, for the worker has been buried then. */
     CHECK(finish(start(NVMEIO_OP_READ)).result == -EREMOTEIO);
-    kill_engines(0);
-    play(perform);
-    struct nvmeio_outcome outcome = finish(request);
-    CHECK(outcome.result == BLOCKS * BLOCK && !outcome.abandoned);
+    CHECK(nvmeio_handle_pending(stage.handle) == 1);
+    atomic_store(&reads_held, false);
+    pthread_join(thread, NULL);
+    CHECK(file_holds(stage.path, t.address, BLOCK, 0));
     stage_close();
 }
 
@@ -485,7 +515,7 @@ static void test_a_ring_that_can_no_longer_be_entered_is_dead_soon(void)
 
     if (!best || strcmp(best, "io_uring") != 0)
         return;
-    stage_open(4, true);
+    stage_open(4);
     struct nvmeio_handle *handle = open_handle(&config);
     CHECK(break_rings() == 1);
     struct nvmeio_transfer t = whole(NVMEIO_OP_READ);
@@ -538,6 +568,7 @@ int main(void)
     test_nothing_moved_is_an_error();
     test_what_passes_goes_again();
     test_an_error_comes_with_how_far_it_came();
+    test_a_write_that_fails_in_its_middle_has_written_no_head();
     test_an_error_of_the_disk_is_neither_an_end_of_file_nor_a_cancel();
     test_of_two_errors_that_of_the_lower_block_counts();
     test_a_write_that_fails_leaves_what_others_wrote_behind_it();
@@ -547,9 +578,8 @@ int main(void)
     test_what_came_before_an_error_is_in_the_memory();
     test_a_device_that_refuses_is_left_for_the_page_cache();
     test_a_dead_engine_fails_its_requests_and_all_that_follow();
-    test_other_lanes_go_on_where_one_dies();
-    test_a_dead_engine_of_a_caller_fails_its_request_alone();
-    test_what_a_caller_carries_out_outlives_the_last_lane();
+    test_other_workers_go_on_where_one_dies();
+    test_what_a_thread_carries_out_itself_outlives_the_last_worker();
     test_a_ring_that_can_no_longer_be_entered_is_dead_soon();
     test_patience_ends_with_failures_in_a_row_not_with_age();
     return 0;

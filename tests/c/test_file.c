@@ -71,6 +71,20 @@ static void test_a_file_system_without_direct_io_is_read_buffered(void)
     nvmeio_file_release(file);
 }
 
+/* Not where somebody far away may keep a call waiting. */
+static void test_what_is_of_here_is_known(void)
+{
+    struct nvmeio_file *in_memory =
+        open_file(path_in("/dev/shm"), O_RDWR | O_CREAT, NVMEIO_DIRECT_AUTO);
+    struct nvmeio_file *other =
+        open_file("/proc/version", O_RDONLY, NVMEIO_DIRECT_AUTO);
+
+    CHECK(in_memory->local && in_memory->in_memory && !in_memory->fuse);
+    CHECK(!other->local && !other->in_memory && !other->fuse);
+    nvmeio_file_release(in_memory);
+    nvmeio_file_release(other);
+}
+
 static void test_flags_of_the_caller_stay_as_they_are(void)
 {
     static const int kinds[] = {0, O_DIRECT, O_NONBLOCK, O_DIRECT | O_NONBLOCK,
@@ -121,32 +135,20 @@ static void test_synchronous_descriptors_stay_synchronous(void)
     }
 }
 
-static void test_created_is_only_what_was_made_or_emptied(void)
+/* O_NONBLOCK is for the opening alone, O_DIRECT for good. */
+static void test_an_open_file_is_direct_and_blocks(void)
 {
-    static const struct {
-        int flags;
-        bool there, created;
-    } cases[] = {
-        {O_CREAT, false, true},
-        {O_CREAT, true, false},
-        {O_CREAT | O_EXCL, false, true},
-        {O_CREAT | O_TRUNC, true, true},
-        {O_TRUNC, true, true},
-        {O_EXCL, true, false},
-        {0, true, false},
-    };
     const char *path = path_in(test_folder());
 
-    for (int i = 0; i < 7; i++) {
-        struct nvmeio_file_info info;
-        unlink(path);
-        if (cases[i].there)
-            make_file(path, 10, 1);
+    make_file(path, PAGE, 1);
+    for (int direct = 0; direct < 2; direct++) {
         struct nvmeio_file *file =
-            open_file(path, O_RDWR | cases[i].flags, NVMEIO_DIRECT_AUTO);
-        nvmeio_file_get_info(file, &info);
-        CHECK(info.created == cases[i].created);
-        CHECK(info.readable && info.writable);
+            open_file(path, O_RDWR, direct ? NVMEIO_DIRECT_AUTO : NVMEIO_DIRECT_NEVER);
+        int fd = nvmeio_file_fd(file);
+        CHECK(!(fcntl(fd, F_GETFL) & (O_DIRECT | O_NONBLOCK)));
+        CHECK((file->direct_fd >= 0) == file->info.direct);
+        CHECK(!file->info.direct ||
+              (fcntl(file->direct_fd, F_GETFL) & (O_DIRECT | O_NONBLOCK)) == O_DIRECT);
         nvmeio_file_release(file);
     }
 }
@@ -271,217 +273,247 @@ static void test_what_others_wrote_survives_a_failed_write(void)
     nvmeio_handle_close(handle);
 }
 
-/* A write that begins while a file is being cut back: the library's ftruncate() is this
- * one, which gives the other write time to come through, if nothing holds it up. */
-static struct nvmeio_file *rivals_file;
-static atomic_bool rival_may_go, rival_is_done;
-
-static void *write_page(void *argument)
-{
-    static const char page[PAGE];
-
-    while (!atomic_load(&rival_may_go))
-        usleep(100);
-    nvmeio_file_note_end(rivals_file, PAGE);
-    CHECK(pwrite(nvmeio_file_fd(rivals_file), page, PAGE, 0) == (ssize_t)PAGE);
-    atomic_store(&rival_is_done, true);
-    return argument;
-}
-
-int ftruncate(int fd, off_t size)
-{
-    if (rivals_file) {
-        atomic_store(&rival_may_go, true);
-        for (int i = 0; i < 1000 && !atomic_load(&rival_is_done); i++)
-            usleep(100);
-    }
-    return (int)syscall(SYS_ftruncate, fd, size);
-}
-
-/* By the same open, or another one of the same file. */
-static void test_cutting_back_spares_a_write_that_begins_meanwhile(bool another)
-{
-    const char *path = path_in(test_folder());
-    struct nvmeio_file *file = open_file(path, O_RDWR | O_CREAT, NVMEIO_DIRECT_AUTO);
-    struct nvmeio_file *second = open_file(path, O_RDWR, NVMEIO_DIRECT_NEVER);
-    const int64_t end = 3 * (int64_t)PAGE;
-    pthread_t thread;
-
-    nvmeio_file_note_end(file, end);
-    CHECK(nvmeio_file_truncate(file, end) == 0);
-    rivals_file = another ? second : file;
-    CHECK(pthread_create(&thread, NULL, write_page, NULL) == 0);
-    nvmeio_file_cut_back(file, 0, end);
-    pthread_join(thread, NULL);
-    rivals_file = NULL;
-    CHECK(nvmeio_file_size(file) == (int64_t)PAGE);
-    nvmeio_file_release(second);
-    nvmeio_file_release(file);
-}
-
-static void test_cutting_back_spares_what_others_are_about_to_write(void)
-{
-    const char *path = path_in(test_folder());
-    struct nvmeio_file *other = open_file(path, O_RDWR | O_CREAT, NVMEIO_DIRECT_AUTO);
-    struct nvmeio_file *file = open_file(path, O_RDWR, NVMEIO_DIRECT_AUTO);
-    struct nvmeio_file *elsewhere =
-        open_file(path_in(test_folder()), O_RDWR | O_CREAT, NVMEIO_DIRECT_AUTO);
-    struct nvmeio_file *on_another_device =
-        open_file(path_in("/dev/shm"), O_RDWR | O_CREAT, NVMEIO_DIRECT_AUTO);
-
-    CHECK(nvmeio_file_truncate(file, 1000) == 0);
-    nvmeio_file_note_end(file, 1000);
-    nvmeio_file_note_end(other, 600);
-    nvmeio_file_note_end(elsewhere, 900);
-    nvmeio_file_note_end(on_another_device, 900);
-    nvmeio_file_cut_back(file, 100, 1000);
-    CHECK(nvmeio_file_size(file) == 600);
-    /* No longer in flight, but that is not known. */
-    nvmeio_file_release(other);
-    CHECK(nvmeio_file_truncate(file, 1000) == 0);
-    nvmeio_file_cut_back(file, 100, 1000);
-    CHECK(nvmeio_file_size(file) == 600);
-    /* Nobody has it open, so nobody writes. */
-    nvmeio_file_release(file);
-    file = open_file(path, O_RDWR, NVMEIO_DIRECT_AUTO);
-    nvmeio_file_note_end(file, 600);
-    nvmeio_file_cut_back(file, 100, 600);
-    CHECK(nvmeio_file_size(file) == 100);
-    nvmeio_file_release(file);
-    nvmeio_file_release(elsewhere);
-    nvmeio_file_release(on_another_device);
-}
-
-/* Nobody knows what a child writes to what it has inherited. */
-static void test_what_a_child_has_inherited_is_not_cut(void)
-{
-    const char *path = path_in(test_folder());
-    struct nvmeio_file *file = open_file(path, O_RDWR | O_CREAT, NVMEIO_DIRECT_AUTO);
-
-    CHECK(nvmeio_file_truncate(file, 1000) == 0);
-    nvmeio_file_note_end(file, 1000);
-    pid_t child = fork();
-    if (child == 0) {
-        nvmeio_file_release(file);
-        file = open_file(path, O_RDWR, NVMEIO_DIRECT_AUTO);
-        nvmeio_file_note_end(file, 1000);
-        nvmeio_file_cut_back(file, 900, 1000);
-        CHECK(nvmeio_file_size(file) == 900);
-        nvmeio_file_release(file);
-        _exit(0);
-    }
-    int status;
-    CHECK(waitpid(child, &status, 0) == child && status == 0);
-    nvmeio_file_cut_back(file, 100, 1000);
-    CHECK(nvmeio_file_size(file) == 900);
-    nvmeio_file_release(file);
-}
-
-/* Though the parent has the same file open, and the child has inherited that open. */
-static void test_a_child_cuts_back_what_it_has_opened_itself(void)
-{
-    const char *path = path_in(test_folder());
-    struct nvmeio_file *inherited =
-        open_file(path, O_RDWR | O_CREAT, NVMEIO_DIRECT_AUTO);
-
-    pid_t child = fork();
-    if (child == 0) {
-        struct nvmeio_file *own = open_file(path, O_RDWR, NVMEIO_DIRECT_AUTO);
-        CHECK(nvmeio_file_truncate(own, 1000) == 0);
-        nvmeio_file_note_end(own, 1000);
-        nvmeio_file_cut_back(own, 100, 1000);
-        CHECK(nvmeio_file_size(own) == 100);
-        _exit(0);
-    }
-    int status;
-    CHECK(waitpid(child, &status, 0) == child && status == 0);
-    nvmeio_file_release(inherited);
-}
-
-/* A child does not know what its parent writes: it makes nothing longer or shorter
- * but by writing. */
-static void test_a_child_does_not_set_the_length_of_its_parents_file(void)
+/* What a write of a child makes longer is the child's own to answer for. */
+static void test_a_failed_write_of_a_child_leaves_the_bytes_before_it(void)
 {
     const char *path = path_in(test_folder());
     struct nvmeio_config config = config_of(engine_at(0));
-    struct nvmeio_file *file = open_file(path, O_RDWR | O_CREAT, NVMEIO_DIRECT_AUTO);
     struct guarded memory = guarded_new(MIB, 0);
 
-    CHECK(nvmeio_file_is_ours(file));
     make_file(path, 200 * KIB, 1);
+    struct nvmeio_file *file = open_file(path, O_RDWR, NVMEIO_DIRECT_AUTO);
     pid_t child = fork();
     if (child == 0) {
         struct nvmeio_handle *handle = open_handle(&config);
-        CHECK(!nvmeio_file_is_ours(file));
         limit_files(300 * KIB);
-        CHECK(write_at(handle, file, memory.address, MIB, 200 * KIB).result == -EFBIG);
+        struct nvmeio_outcome outcome =
+            write_at(handle, file, memory.address, MIB, 200 * KIB);
+        CHECK(outcome.result == -EFBIG);
+        CHECK(nvmeio_file_size(file) <= (int64_t)(200 * KIB) + outcome.got);
         nvmeio_handle_close(handle);
         nvmeio_file_release(file);
         _exit(0);
     }
     int status;
     CHECK(waitpid(child, &status, 0) == child && status == 0);
-    CHECK(nvmeio_file_size(file) >= (int64_t)(200 * KIB));
-    CHECK(nvmeio_file_size(file) <= (int64_t)(300 * KIB));
+    fill(memory.address, 200 * KIB, 0, 1);
+    CHECK(file_holds(path, memory.address, 200 * KIB, 0));
     guarded_free(&memory);
     nvmeio_file_release(file);
 }
 
-static void test_what_a_write_has_not_made_longer_is_not_cut(void)
+static unsigned descriptors_open(void)
 {
-    enum { SIZE = 256 * 1024 };
+    DIR *folder = opendir("/proc/self/fd");
+    unsigned count = 0;
+
+    CHECK(folder);
+    while (readdir(folder))
+        count++;
+    closedir(folder);
+    return count;
+}
+
+static void limit_descriptors(rlim_t limit)
+{
+    struct rlimit now;
+
+    CHECK(getrlimit(RLIMIT_NOFILE, &now) == 0);
+    now.rlim_cur = limit;
+    CHECK(setrlimit(RLIMIT_NOFILE, &now) == 0);
+}
+
+static bool is_direct(const struct nvmeio_file *file)
+{
+    struct nvmeio_file_info info;
+
+    nvmeio_file_get_info(file, &info);
+    return info.direct;
+}
+
+/* A file has one, and a second one when bytes go through the page cache. */
+static void test_a_descriptor_that_is_lacking_fails_what_needs_it(void)
+{
     const char *path = path_in(test_folder());
     struct nvmeio_config config = config_of(engine_at(0));
     struct nvmeio_handle *handle = open_handle(&config);
-    struct nvmeio_file *first = open_file(path, O_RDWR | O_CREAT, NVMEIO_DIRECT_AUTO);
-    struct nvmeio_file *second = open_file(path, O_RDWR, NVMEIO_DIRECT_AUTO);
-    struct guarded memory = guarded_new(SIZE, 0);
-    struct nvmeio_request *request;
+    struct guarded memory = guarded_new(2 * PAGE, 0);
+    char *bytes = memory.address;
+    struct rlimit before;
+    struct nvmeio_file *file, *second;
 
-    fill(memory.address, SIZE, 0, 8);
-    CHECK(write_at(handle, second, memory.address, SIZE, 0).result == SIZE);
-    struct nvmeio_transfer t =
-        transfer_of(NVMEIO_OP_WRITE, first, memory.address, SIZE, 0);
-    nvmeio_handle_stop(handle);
-    CHECK(nvmeio_submit(handle, &t, &request) == -EPIPE);
-    CHECK(nvmeio_file_size(first) == SIZE);
-    CHECK(file_holds(path, memory.address, SIZE, 0));
-    nvmeio_file_release(first);
-    nvmeio_file_release(second);
+    fill(bytes, memory.size, 0, 9);
+    CHECK(getrlimit(RLIMIT_NOFILE, &before) == 0);
+    int next = open("/dev/null", O_RDONLY | O_CLOEXEC);
+    close(next);
+    limit_descriptors((rlim_t)next + 1);
+    file = open_file(path, O_RDWR | O_CREAT, NVMEIO_DIRECT_AUTO);
+    CHECK(nvmeio_file_open(path, O_RDWR, NVMEIO_DIRECT_AUTO, &second) == -EMFILE);
+    if (is_direct(file)) {
+        CHECK(write_at(handle, file, bytes, 2 * PAGE, 0).result == 2 * PAGE);
+        memset(bytes, 0, PAGE);
+        struct nvmeio_outcome outcome = write_at(handle, file, bytes, PAGE + 1, 0);
+        CHECK(outcome.result == -EMFILE && outcome.got == 0);
+        limit_descriptors(before.rlim_cur);
+        fill(bytes, memory.size, 0, 9);
+        CHECK(file_holds(path, bytes, 2 * PAGE, 0));
+    }
+    limit_descriptors(before.rlim_cur);
+    CHECK(write_at(handle, file, bytes, PAGE + 1, 1).result == PAGE + 1);
+    CHECK(file_holds(path, bytes, PAGE + 1, 1));
+    nvmeio_file_release(file);
     nvmeio_handle_close(handle);
     guarded_free(&memory);
 }
 
-/* There is one descriptor left, and two are needed. */
-static void test_an_open_that_fails_leaves_the_files_as_they_were(void)
+/* In a folder where anybody may write, as somebody whose umask takes his own rights. */
+static void as_anybody(void (*test)(bool has_direct))
 {
-    const char *old = path_in(test_folder()), *new = path_in(test_folder());
-    struct nvmeio_file *file;
-    struct rlimit before, now;
-    struct nvmeio_file_info info;
+    const char *folder = path_in(test_folder());
 
-    make_file(old, 1000, 1);
-    file = open_file(old, O_RDWR, NVMEIO_DIRECT_AUTO);
-    nvmeio_file_get_info(file, &info);
+    make_file(folder, PAGE, 1);
+    struct nvmeio_file *file = open_file(folder, O_RDONLY, NVMEIO_DIRECT_AUTO);
+    bool has_direct = is_direct(file);
     nvmeio_file_release(file);
-    if (info.direct) {
-        int next = open("/dev/null", O_RDONLY | O_CLOEXEC);
-        close(next);
-        CHECK(getrlimit(RLIMIT_NOFILE, &before) == 0);
-        now = before;
-        now.rlim_cur = (rlim_t)next + 1;
-        CHECK(setrlimit(RLIMIT_NOFILE, &now) == 0);
-        int truncated = nvmeio_file_open(old, O_RDWR | O_CREAT | O_TRUNC,
-                                         NVMEIO_DIRECT_AUTO, &file);
-        int created =
-            nvmeio_file_open(new, O_RDWR | O_CREAT, NVMEIO_DIRECT_AUTO, &file);
-        CHECK(setrlimit(RLIMIT_NOFILE, &before) == 0);
-        CHECK(truncated == -EMFILE && created == -EMFILE);
-        CHECK(access(new, F_OK) != 0);
+    unlink(folder);
+    CHECK(mkdir(folder, 0700) == 0 && chmod(folder, 0777) == 0);
+    pid_t child = fork();
+    CHECK(child >= 0);
+    if (child == 0) {
+        CHECK(chdir(folder) == 0);
+        CHECK(geteuid() != 0 || setuid(65534) == 0);
+        test(has_direct);
+        _exit(0);
     }
-    file = open_file(old, O_RDONLY, NVMEIO_DIRECT_AUTO);
-    CHECK(nvmeio_file_size(file) == 1000);
-    nvmeio_file_release(file);
+    int status, fd = open(folder, O_PATH | O_CLOEXEC);
+    CHECK(waitpid(child, &status, 0) == child);
+    CHECK(unlinkat(fd, "data", 0) == 0 && close(fd) == 0 && rmdir(folder) == 0);
+    CHECK(status == 0);
+}
+
+static mode_t mode_of(const char *path)
+{
+    struct stat status;
+
+    CHECK(stat(path, &status) == 0);
+    return status.st_mode & 07777;
+}
+
+static void make_without_rights(bool has_direct)
+{
+    static const mode_t masks[] = {0222, 0666, 0};
+    struct nvmeio_config config = config_of(engine_at(0));
+    struct nvmeio_handle *handle = open_handle(&config);
+    struct guarded memory = guarded_new(3 * PAGE, 0);
+    char *bytes = memory.address;
+
+    fill(bytes, memory.size, 0, 10);
+    for (int i = 0; i < 3; i++)
+        for (int demanded = 0; demanded <= has_direct; demanded++) {
+            unlink("data");
+            umask(masks[i]);
+            struct nvmeio_file *file =
+                open_file("data", O_RDWR | O_CREAT,
+                          demanded ? NVMEIO_DIRECT_ALWAYS : NVMEIO_DIRECT_AUTO);
+            CHECK(mode_of("data") == (0666 & ~masks[i]));
+            CHECK(is_direct(file) == has_direct);
+            CHECK(write_at(handle, file, bytes, 3 * PAGE, 0).result == 3 * PAGE);
+            CHECK(write_at(handle, file, bytes, 2 * PAGE + 9, 5).result ==
+                  2 * PAGE + 9);
+            memset(bytes, 0, memory.size);
+            CHECK(read_at(handle, file, bytes, 2 * PAGE + 9, 5).result == 2 * PAGE + 9);
+            CHECK(is_direct(file) == has_direct);
+            nvmeio_file_release(file);
+            CHECK(chmod("data", 0600) == 0);
+            CHECK(file_holds("data", bytes, 2 * PAGE + 9, 5));
+            fill(bytes, memory.size, 0, 10);
+            CHECK(file_holds("data", bytes, 2 * PAGE + 9, 5));
+        }
+    nvmeio_handle_close(handle);
+    guarded_free(&memory);
+}
+
+/* The rights are gone, but what is open stays open. */
+static void take_rights_away(bool has_direct)
+{
+    struct nvmeio_config config = config_of(engine_at(0));
+    struct nvmeio_handle *handle = open_handle(&config);
+    struct guarded memory = guarded_new(2 * PAGE, 0);
+    char *bytes = memory.address;
+    struct nvmeio_outcome outcome;
+
+    fill(bytes, memory.size, 0, 11);
+    for (int demanded = 0; demanded <= has_direct; demanded++) {
+        make_file("data", 0, 1);
+        struct nvmeio_file *file = open_file(
+            "data", O_RDWR, demanded ? NVMEIO_DIRECT_ALWAYS : NVMEIO_DIRECT_AUTO);
+        CHECK(chmod("data", 0) == 0);
+        CHECK(write_at(handle, file, bytes, 2 * PAGE, 0).result == 2 * PAGE);
+        CHECK(is_direct(file) == has_direct);
+        outcome = write_at(handle, file, bytes, PAGE + 1, 1);
+        if (demanded)
+            CHECK(outcome.result == -EACCES && outcome.got == 0 && is_direct(file));
+        else
+            CHECK(outcome.result == PAGE + 1 && !is_direct(file));
+        CHECK(read_at(handle, file, bytes, 2 * PAGE, 0).result == 2 * PAGE);
+        CHECK(chmod("data", 0600) == 0);
+        CHECK(file_holds("data", bytes, 2 * PAGE, 0));
+        fill(bytes, memory.size, 0, 11);
+        CHECK(file_holds("data", bytes, demanded ? 2 * PAGE : PAGE + 1, !demanded));
+        nvmeio_file_release(file);
+    }
+    nvmeio_handle_close(handle);
+    guarded_free(&memory);
+}
+
+/* A descriptor of the caller's is never changed, so the other one must be opened. */
+static void duplicate_without_rights(bool has_direct)
+{
+    struct nvmeio_file *file;
+
+    for (int direct = 0; direct <= has_direct; direct++) {
+        unlink("data");
+        int fd = open("data", O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0444);
+        CHECK(fd >= 0 && fcntl(fd, F_SETFL, direct ? O_DIRECT : 0) == 0);
+        int error = nvmeio_file_dup(fd, NVMEIO_DIRECT_ALWAYS, &file);
+        CHECK(error == -EACCES);
+        error = nvmeio_file_dup(fd, NVMEIO_DIRECT_AUTO, &file);
+        CHECK(error == (direct ? -EACCES : 0));
+        if (error == 0) {
+            CHECK(!is_direct(file));
+            nvmeio_file_release(file);
+        }
+        CHECK(mode_of("data") == 0444);
+        close(fd);
+    }
+}
+
+static void *open_page_cache(void *argument)
+{
+    return (void *)(intptr_t)nvmeio_file_fd(argument);
+}
+
+static void test_threads_get_the_same_descriptor(void)
+{
+    const char *path = path_in(test_folder());
+
+    make_file(path, 10, 1);
+    unsigned before = descriptors_open();
+    for (int i = 0; i < 100; i++) {
+        struct nvmeio_file *file = open_file(path, O_RDONLY, NVMEIO_DIRECT_AUTO);
+        pthread_t threads[4];
+        CHECK(descriptors_open() == before + 1);
+        for (int j = 0; j < 4; j++)
+            CHECK(pthread_create(&threads[j], NULL, open_page_cache, file) == 0);
+        for (int j = 0; j < 4; j++) {
+            void *fd;
+            CHECK(pthread_join(threads[j], &fd) == 0);
+            CHECK((intptr_t)fd == nvmeio_file_fd(file));
+        }
+        CHECK(descriptors_open() == before + (is_direct(file) ? 2 : 1));
+        nvmeio_file_release(file);
+    }
+    CHECK(descriptors_open() == before);
 }
 
 static void test_a_file_that_was_there_is_never_cut(void)
@@ -503,18 +535,6 @@ static void test_a_file_that_was_there_is_never_cut(void)
     nvmeio_file_release(file);
     guarded_free(&memory);
     nvmeio_handle_close(handle);
-}
-
-static unsigned descriptors_open(void)
-{
-    DIR *folder = opendir("/proc/self/fd");
-    unsigned count = 0;
-
-    CHECK(folder);
-    while (readdir(folder))
-        count++;
-    closedir(folder);
-    return count;
 }
 
 static void test_descriptors_are_all_given_back(void)
@@ -549,9 +569,10 @@ int main(void)
     test_what_has_no_offsets_is_refused_at_once();
     test_descriptors_that_cannot_serve_are_refused();
     test_a_file_system_without_direct_io_is_read_buffered();
+    test_what_is_of_here_is_known();
     test_flags_of_the_caller_stay_as_they_are();
     test_synchronous_descriptors_stay_synchronous();
-    test_created_is_only_what_was_made_or_emptied();
+    test_an_open_file_is_direct_and_blocks();
     test_compare_finds_the_first_difference();
     test_a_write_far_out_in_a_new_file_takes_no_more_than_its_bytes();
     FOR_EACH_ENGINE(engine)
@@ -559,14 +580,12 @@ int main(void)
         test_a_failed_write_leaves_no_bytes_that_nobody_wrote(engine);
     }
     test_what_others_wrote_survives_a_failed_write();
-    test_cutting_back_spares_a_write_that_begins_meanwhile(false);
-    test_cutting_back_spares_a_write_that_begins_meanwhile(true);
-    test_cutting_back_spares_what_others_are_about_to_write();
-    test_what_a_child_has_inherited_is_not_cut();
-    test_a_child_cuts_back_what_it_has_opened_itself();
-    test_a_child_does_not_set_the_length_of_its_parents_file();
-    test_what_a_write_has_not_made_longer_is_not_cut();
-    test_an_open_that_fails_leaves_the_files_as_they_were();
+    test_a_failed_write_of_a_child_leaves_the_bytes_before_it();
+    test_a_descriptor_that_is_lacking_fails_what_needs_it();
+    test_threads_get_the_same_descriptor();
+    as_anybody(make_without_rights);
+    as_anybody(take_rights_away);
+    as_anybody(duplicate_without_rights);
     test_a_file_that_was_there_is_never_cut();
     test_descriptors_are_all_given_back();
     return 0;

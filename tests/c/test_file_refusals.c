@@ -12,15 +12,19 @@
 static struct {
     bool told;
     uint32_t memory_align, offset_align;
-    bool no_statfs, no_status, no_flags, no_duplicate, no_truncate;
+    bool no_statfs, no_statx, no_status, no_flags, no_direct, no_duplicate, no_truncate;
+    bool stranger, protected;
     int no_second, no_read; /* an errno, or 0 */
 } answers;
 
 int statx(int fd, const char *path, int flags, unsigned mask, struct statx *status)
 {
+    errno = EPERM;
+    if (answers.no_status || answers.no_statx ||
+        syscall(SYS_statx, fd, path, flags, mask, status) != 0)
+        return -1;
     if (!answers.told)
-        return (int)syscall(SYS_statx, fd, path, flags, mask, status);
-    memset(status, 0, sizeof(*status));
+        return 0;
     memcpy((char *)status + 0x98, &answers.memory_align, 4);
     memcpy((char *)status + 0x9c, &answers.offset_align, 4);
     return 0;
@@ -49,6 +53,10 @@ int fcntl(int fd, int command, ...)
     long argument = va_arg(list, long);
     va_end(list);
 
+    if (command == F_SETFL && argument & O_DIRECT && answers.no_direct) {
+        errno = EINVAL;
+        return -1;
+    }
     if ((command == F_SETFL && answers.no_flags) ||
         (command == F_DUPFD_CLOEXEC && answers.no_duplicate)) {
         errno = EIO;
@@ -64,10 +72,28 @@ int open(const char *path, int flags, ...)
     int mode = flags & O_CREAT ? va_arg(list, int) : 0;
     va_end(list);
 
-    if (!answers.no_second || strncmp(path, "/proc/self/fd/", 14) != 0)
-        return (int)syscall(SYS_openat, AT_FDCWD, path, flags, mode);
-    errno = answers.no_second;
-    return -1;
+    bool second = strncmp(path, "/proc/self/fd/", 14) == 0;
+    if (second && answers.no_second) {
+        errno = answers.no_second;
+        /* A signal comes once. */
+        if (errno == EINTR)
+            answers.no_second = 0;
+        return -1;
+    }
+    if (flags & O_DIRECT && answers.no_direct) {
+        errno = EINVAL;
+        return -1;
+    }
+    if (flags & O_CREAT && answers.protected) {
+        errno = flags & O_EXCL ? EEXIST : EACCES;
+        return -1;
+    }
+    return (int)syscall(SYS_openat, AT_FDCWD, path, flags, mode);
+}
+
+uid_t geteuid(void)
+{
+    return (uid_t)syscall(SYS_geteuid) + answers.stranger;
 }
 
 ssize_t pread(int fd, void *address, size_t size, off_t offset)
@@ -116,6 +142,7 @@ static void check_alignment(const char *path, uint32_t memory_align,
     CHECK(info.direct == direct);
     CHECK(info.offset_align == (direct ? offset_align : 1));
     CHECK(info.memory_align == (direct ? memory_align : 1));
+    CHECK((fcntl(nvmeio_file_fd(file), F_GETFL, 0) & O_DIRECT) == 0);
     nvmeio_file_release(file);
     int error = open_again(path, O_RDWR, NVMEIO_DIRECT_ALWAYS);
     CHECK(error == (direct ? 0 : -EINVAL));
@@ -184,7 +211,7 @@ static void test_a_file_of_an_unknown_file_system_is_opened(const char *path)
     answers.no_statfs = true;
     CHECK(open_again(path, O_RDWR, NVMEIO_DIRECT_AUTO) == 0);
     nvmeio_file_get_info(file, &unknown);
-    CHECK(file->fuse && unknown.direct == known.direct);
+    CHECK(file->fuse && !file->local && unknown.direct == known.direct);
     nvmeio_file_release(file);
     answers.no_statfs = false;
 }
@@ -200,6 +227,7 @@ static void test_what_cannot_be_opened_leaves_nothing(const char *path)
     CHECK(fd >= 0);
     for (int i = 0; i < 3; i++) {
         *refusals[i] = true;
+        CHECK(open_again(path, O_RDWR | O_TRUNC, NVMEIO_DIRECT_AUTO) == -EIO);
         CHECK(open_again(fresh, O_RDWR | O_CREAT | O_TRUNC, NVMEIO_DIRECT_AUTO) ==
               -EIO);
         *refusals[i] = false;
@@ -207,6 +235,8 @@ static void test_what_cannot_be_opened_leaves_nothing(const char *path)
         CHECK((access(fresh, F_OK) == 0) == (i == 0));
         unlink(fresh);
     }
+    struct stat status;
+    CHECK(stat(path, &status) == 0 && status.st_size == 2 * PAGE);
     answers.no_status = true;
     CHECK(nvmeio_file_dup(fd, NVMEIO_DIRECT_AUTO, &file) == -EIO);
     answers.no_status = false;
@@ -221,26 +251,146 @@ static void test_what_cannot_be_opened_leaves_nothing(const char *path)
     CHECK(close(fd) == 0);
 }
 
-/* It is told, and comes back; what is not there at all leads through the page cache. */
+static bool is_direct(void)
+{
+    struct nvmeio_file_info info;
+
+    nvmeio_file_get_info(file, &info);
+    return info.direct;
+}
+
+/* It is told, and comes back: of the page cache when that is first needed, of O_DIRECT
+ * when a descriptor is duplicated. */
 static void test_what_is_lacking_for_a_moment_costs_no_direct_io(const char *path)
 {
-    static const int errors[] = {EMFILE, ENFILE, ENOMEM, EINTR};
-    struct nvmeio_file_info info;
-    int next = next_descriptor();
+    static const int errors[] = {EMFILE, ENFILE, ENOMEM};
+    int fd = open(path, O_RDWR | O_CLOEXEC), next = next_descriptor();
 
-    for (int i = 0; i < 4; i++) {
+    for (int i = 0; i < 3; i++) {
         answers.no_second = errors[i];
-        CHECK(open_again(path, O_RDWR, NVMEIO_DIRECT_AUTO) == -errors[i]);
-        CHECK(open_again(path, O_RDWR, NVMEIO_DIRECT_ALWAYS) == -errors[i]);
+        CHECK(nvmeio_file_dup(fd, NVMEIO_DIRECT_AUTO, &file) == -errors[i]);
+        CHECK(nvmeio_file_dup(fd, NVMEIO_DIRECT_ALWAYS, &file) == -errors[i]);
+        CHECK(open_again(path, O_RDWR, NVMEIO_DIRECT_AUTO) == 0);
+        CHECK(!is_direct() || nvmeio_file_fd(file) == -errors[i]);
+        answers.no_second = 0;
+        CHECK(nvmeio_file_fd(file) >= 0);
+        nvmeio_file_release(file);
     }
-    answers.no_second = ENOENT; /* no /proc */
-    CHECK(open_again(path, O_RDWR, NVMEIO_DIRECT_ALWAYS) == -EINVAL);
-    CHECK(next_descriptor() == next);
+    answers.no_second = EINTR;
+    CHECK(nvmeio_file_dup(fd, NVMEIO_DIRECT_AUTO, &file) == -EINTR);
     CHECK(open_again(path, O_RDWR, NVMEIO_DIRECT_AUTO) == 0);
-    nvmeio_file_get_info(file, &info);
-    CHECK(!info.direct);
+    answers.no_second = EINTR;
+    bool direct = is_direct();
+    CHECK(nvmeio_file_fd(file) >= 0 && is_direct() == direct);
+    answers.no_second = 0;
+    nvmeio_file_release(file);
+    CHECK(next_descriptor() == next);
+    CHECK(close(fd) == 0);
+}
+
+/* There is no /proc: nothing can be opened anew.  What needs both descriptors has the
+ * one of the page cache, unless O_DIRECT was demanded. */
+static void
+test_what_cannot_be_opened_anew_leads_through_the_page_cache(const char *path)
+{
+    static char bytes[2 * PAGE];
+    int fd = open(path, O_RDWR | O_CLOEXEC), next = next_descriptor();
+    size_t position;
+
+    fill(bytes, sizeof(bytes), 0, 1);
+    answers.no_second = ENOENT;
+    CHECK(open_again(path, O_RDWR, NVMEIO_DIRECT_AUTO) == 0);
+    bool direct = is_direct();
+    CHECK(nvmeio_file_compare(file, 0, bytes, sizeof(bytes), &position) == 0);
+    CHECK(nvmeio_file_compare(file, 0, bytes, sizeof(bytes), &position) == 0);
+    CHECK(!is_direct() && nvmeio_file_size(file) == sizeof(bytes));
+    CHECK((fcntl(nvmeio_file_fd(file), F_GETFL, 0) & O_DIRECT) == 0);
+    nvmeio_file_release(file);
+    /* Neither can it be turned to the page cache. */
+    CHECK(open_again(path, O_RDWR, NVMEIO_DIRECT_AUTO) == 0);
+    answers.no_duplicate = true;
+    CHECK(!direct || nvmeio_file_fd(file) == -EIO);
+    answers.no_duplicate = false;
+    answers.no_flags = true;
+    CHECK(!direct || nvmeio_file_fd(file) == -EACCES);
+    answers.no_flags = false;
+    CHECK(is_direct() == direct && next_descriptor() == next + 1);
+    nvmeio_file_release(file);
+    if (direct) {
+        CHECK(open_again(path, O_RDWR, NVMEIO_DIRECT_ALWAYS) == 0);
+        CHECK(nvmeio_file_fd(file) == -ENOENT && is_direct());
+        CHECK(nvmeio_file_compare(file, 0, bytes, PAGE, &position) == -ENOENT);
+        nvmeio_file_release(file);
+    }
+    CHECK(nvmeio_file_dup(fd, NVMEIO_DIRECT_ALWAYS, &file) == -ENOENT);
+    CHECK(nvmeio_file_dup(fd, NVMEIO_DIRECT_AUTO, &file) == 0);
+    CHECK(!is_direct());
     nvmeio_file_release(file);
     answers.no_second = 0;
+    CHECK(next_descriptor() == next);
+    CHECK(close(fd) == 0);
+}
+
+/* As tmpfs before Linux 6.6.  The kernel may have made a file that it refuses. */
+static void test_a_file_system_without_direct_io_is_used_as_it_is(const char *path)
+{
+    const char *fresh = path_in(test_folder());
+    int next = next_descriptor();
+
+    answers.no_direct = true;
+    for (int made = 0; made < 2; made++) {
+        const char *name = made ? fresh : path;
+        int flags = O_RDWR | (made ? O_CREAT | O_EXCL : 0);
+        CHECK(open_again(name, flags | O_TRUNC, NVMEIO_DIRECT_ALWAYS) == -EINVAL);
+        CHECK((access(name, F_OK) != 0) == made);
+        CHECK(open_again(name, flags, NVMEIO_DIRECT_AUTO) == 0);
+        CHECK(!is_direct() && nvmeio_file_fd(file) == next);
+        CHECK((fcntl(next, F_GETFL, 0) & (O_DIRECT | O_NONBLOCK)) == 0);
+        CHECK(nvmeio_file_size(file) == (made ? 0 : (int64_t)(2 * PAGE)));
+        nvmeio_file_release(file);
+    }
+    answers.no_direct = false;
+    CHECK(next_descriptor() == next);
+}
+
+/* As a filter of system calls does that is older than statx(2). */
+static void test_a_file_is_known_without_statx(const char *path)
+{
+    struct nvmeio_file_info info, plain;
+
+    CHECK(open_again(path, O_RDWR, NVMEIO_DIRECT_AUTO) == 0);
+    nvmeio_file_get_info(file, &info);
+    nvmeio_file_release(file);
+    answers.no_statx = true;
+    CHECK(open_again(path, O_RDWR | O_CREAT, NVMEIO_DIRECT_AUTO) == 0);
+    nvmeio_file_get_info(file, &plain);
+    CHECK(plain.device == info.device && plain.inode == info.inode);
+    CHECK(plain.direct == info.direct);
+    CHECK(plain.memory_align == (info.direct ? PAGE : 1));
+    CHECK(nvmeio_file_is_at(file, path) == 1);
+    nvmeio_file_release(file);
+    CHECK(open_again(test_folder(), O_RDONLY, NVMEIO_DIRECT_AUTO) == -EISDIR);
+    answers.no_statx = false;
+}
+
+/* In a folder like /tmp the kernel can refuse O_CREAT, and nothing else, for what is
+ * another's (fs.protected_regular): who asked for it is refused. */
+static void test_what_is_anothers_is_opened_as_was_asked(const char *path)
+{
+    int next = next_descriptor();
+
+    for (int kind = 0; kind < 4; kind++) {
+        answers.stranger = kind & 1;
+        answers.protected = kind & 2;
+        CHECK(open_again(path, O_RDWR, NVMEIO_DIRECT_AUTO) == 0);
+        nvmeio_file_release(file);
+        int error = open_again(path, O_RDWR | O_CREAT, NVMEIO_DIRECT_AUTO);
+        CHECK(error == (kind == 3 ? -EACCES : 0));
+        if (error == 0)
+            nvmeio_file_release(file);
+    }
+    answers.stranger = answers.protected = false;
+    CHECK(next_descriptor() == next);
 }
 
 static void test_a_size_that_cannot_be_told_is_an_error(const char *path)
@@ -295,6 +445,10 @@ int main(void)
     test_a_file_of_an_unknown_file_system_is_opened(path);
     test_what_cannot_be_opened_leaves_nothing(path);
     test_what_is_lacking_for_a_moment_costs_no_direct_io(path);
+    test_what_cannot_be_opened_anew_leads_through_the_page_cache(path);
+    test_a_file_system_without_direct_io_is_used_as_it_is(path);
+    test_a_file_is_known_without_statx(path);
+    test_what_is_anothers_is_opened_as_was_asked(path);
     test_a_size_that_cannot_be_told_is_an_error(path);
     test_a_file_knows_whether_it_is_at_a_path(path);
     test_a_comparison_ends_with_the_file(path);

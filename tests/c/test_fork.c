@@ -1,4 +1,4 @@
-/* Children of a process with handles: they carry on with their own lanes, and neither
+/* Children of a process with handles: they carry on with their own workers, and neither
  * touches what is the other's, on every engine. */
 #include <pthread.h>
 #include <sys/eventfd.h>
@@ -58,7 +58,7 @@ static struct scene scene_open(const char *engine)
     struct nvmeio_config config = config_of(engine);
     struct scene scene = {.memory = guarded_new(8 * SIZE, 0)};
 
-    config.lanes = 2;
+    config.workers = 2;
     config.queue_depth = 4;
     scene.handle = open_handle(&config);
     scene.file = open_file(path, O_RDWR, NVMEIO_DIRECT_AUTO);
@@ -78,7 +78,6 @@ static void start_reads(struct scene *scene)
         struct nvmeio_transfer t =
             transfer_of(NVMEIO_OP_READ, scene->file, scene->memory.address + i * SIZE,
                         SIZE, (int64_t)i);
-        t.caller = i == 7;
         scene->running[i] = submit(scene->handle, &t);
     }
 }
@@ -95,13 +94,13 @@ static void use_handle(struct scene *scene)
 {
     struct guarded memory = guarded_new(SIZE, 7);
 
-    for (int caller = 0; caller < 2; caller++) {
-        struct nvmeio_transfer t =
-            transfer_of(NVMEIO_OP_READ, scene->file, memory.address, SIZE, 3);
-        t.caller = caller;
-        CHECK(carry_out(scene->handle, &t).result == SIZE);
-        CHECK(file_holds(path, memory.address, SIZE, 3));
-    }
+    struct nvmeio_transfer t =
+        transfer_of(NVMEIO_OP_READ, scene->file, memory.address, SIZE, 3);
+    CHECK(carry_out(scene->handle, &t).result == SIZE);
+    CHECK(file_holds(path, memory.address, SIZE, 3));
+    t = transfer_of(NVMEIO_OP_READ, scene->file, memory.address, PAGE, PAGE);
+    CHECK(perform_or_submit(scene->handle, &t).result == (int64_t)PAGE);
+    CHECK(file_holds(path, memory.address, PAGE, PAGE));
     guarded_free(&memory);
 }
 
@@ -194,7 +193,7 @@ static void child_with_child(void *argument)
     use_handle(scene);
 }
 
-static void test_children_of_children_have_lanes_of_their_own(const char *engine)
+static void test_children_of_children_have_workers_of_their_own(const char *engine)
 {
     struct scene scene = scene_open(engine);
 
@@ -220,7 +219,8 @@ static void *storm_main(void *argument)
     for (unsigned round = 0; !atomic_load(&storm->over); round++) {
         struct nvmeio_transfer t =
             transfer_of(NVMEIO_OP_READ, storm->scene.file, memory.address, 64 * KIB, 0);
-        t.caller = round & 1;
+        if (round & 1)
+            CHECK(perform_or_submit(storm->scene.handle, &t).result == (int64_t)t.size);
         struct nvmeio_request *request = submit(storm->scene.handle, &t);
         if (round % 3 == 0)
             nvmeio_request_cancel(request);
@@ -260,7 +260,7 @@ static void *first_use(void *argument)
     return NULL;
 }
 
-/* Fork while another thread of the child starts the lanes. */
+/* Fork while another thread of the child starts the workers. */
 static void child_forks_while_it_starts(void *argument)
 {
     pthread_t thread;
@@ -303,7 +303,7 @@ static void *use_until_it_works(void *argument)
     return NULL;
 }
 
-/* Its lanes cannot be started, by whoever tries, until there are descriptors. */
+/* Its workers cannot be started, by whoever tries, until there are descriptors. */
 static void child_wants_descriptors(void *argument)
 {
     struct scene *scene = argument;
@@ -350,7 +350,7 @@ static void child_counts_descriptors(void *argument)
     struct scene *scene = argument;
     char link[32], target[256];
 
-    /* The file of the parent is still the file, whatever the child's lanes opened. */
+    /* The file of the parent is still the file, whatever the child's workers opened. */
     use_handle(scene);
     snprintf(link, sizeof(link), "/proc/self/fd/%d", nvmeio_file_fd(scene->file));
     ssize_t length = readlink(link, target, sizeof(target) - 1);
@@ -374,7 +374,7 @@ struct watched {
     int fd;
 };
 
-/* The parent's eventfd is the child's too, but the child's lanes do not know it until
+/* The parent's eventfd is the child's too, but the child's workers do not know it until
  * they are asked to signal it. */
 static void child_watches(void *argument)
 {
@@ -405,7 +405,7 @@ static void test_a_child_signals_no_eventfd_of_its_parent(const char *engine)
     close(watched.fd);
 }
 
-/* One thread of the child stops the handle while another makes its lanes anew. */
+/* One thread of the child stops the handle while another makes its workers anew. */
 static void child_stops_amid_first_use(void *argument)
 {
     const struct scene *scene = argument;
@@ -453,7 +453,7 @@ int main(void)
     {
         test_a_child_uses_the_handle_while_its_parent_goes_on(engine);
         test_a_child_may_close_what_it_never_used(engine);
-        test_children_of_children_have_lanes_of_their_own(engine);
+        test_children_of_children_have_workers_of_their_own(engine);
         test_descriptors_stay_what_they_are_and_close_at_exec(engine);
         test_forks_amid_submitting_threads(engine);
         test_a_fork_amid_the_first_use_in_a_child(engine);

@@ -23,7 +23,7 @@ struct plan {
 
 static struct nvmeio_gather gather_of(enum nvmeio_op op, struct nvmeio_file *file,
                                       const struct guarded *memory,
-                                      const struct plan *plan, bool caller)
+                                      const struct plan *plan)
 {
     return (struct nvmeio_gather){
         .op = op,
@@ -35,7 +35,6 @@ static struct nvmeio_gather gather_of(enum nvmeio_op op, struct nvmeio_file *fil
         .sizes = plan->sizes,
         .places = plan->places,
         .gap_max = 4096,
-        .caller = caller,
     };
 }
 
@@ -119,8 +118,7 @@ static void check_gathers(struct nvmeio_handle *handle, struct nvmeio_file *file
     char *expected = malloc(size + 1);
 
     expect_gathered(expected, &plan, size);
-    struct nvmeio_gather what =
-        gather_of(NVMEIO_OP_READ, file, &memory, &plan, seed % 2);
+    struct nvmeio_gather what = gather_of(NVMEIO_OP_READ, file, &memory, &plan);
     struct nvmeio_outcome outcome = gather(handle, &what);
     CHECK(outcome.result == (int64_t)total_of(&plan));
     CHECK(outcome.got == outcome.result);
@@ -142,8 +140,7 @@ static void check_scatters(struct nvmeio_handle *handle, const char *path,
     for (size_t i = 0; i < plan.count; i++)
         memcpy(expected + plan.offsets[i], memory.address + plan.places[i],
                (size_t)plan.sizes[i]);
-    struct nvmeio_gather what =
-        gather_of(NVMEIO_OP_WRITE, file, &memory, &plan, seed % 2);
+    struct nvmeio_gather what = gather_of(NVMEIO_OP_WRITE, file, &memory, &plan);
     CHECK(gather(handle, &what).result == (int64_t)total_of(&plan));
     CHECK(nvmeio_file_size(file) == (int64_t)FILE_BYTES);
     CHECK(file_holds(path, expected, FILE_BYTES, 0));
@@ -176,11 +173,10 @@ static void test_ways(const char *path, const char *engine)
 
     test_bytes(path, &config);
     config.block_bytes = 4096;
-    config.lanes = 3;
+    config.workers = 3;
     test_bytes(path, &config);
     config.block_bytes = MIB;
     config.queue_depth = 200;
-    config.overlap_events = true;
     config.bounce = NVMEIO_BOUNCE_NEVER;
     test_bytes(path, &config);
     config.bounce = NVMEIO_BOUNCE_ALWAYS;
@@ -223,8 +219,7 @@ static void test_merging(const char *path, const char *engine)
             /* Not in the order of the file, or there would be one home. */
             plan.places[j] = (int64_t)(plan.count - 1 - j) * cases[i].size;
         }
-        struct nvmeio_gather what =
-            gather_of(NVMEIO_OP_READ, file, &memory, &plan, true);
+        struct nvmeio_gather what = gather_of(NVMEIO_OP_READ, file, &memory, &plan);
         what.gap_max = cases[i].gap_max;
         uint64_t before = blocks_of(handle);
         CHECK(gather(handle, &what).result == (int64_t)total_of(&plan));
@@ -273,7 +268,7 @@ static void test_refusals(const char *path, const char *engine)
             .sizes = {64, 64, cases[i].size, 64, 64},
             .places = {0, 64, cases[i].place, 256, 512},
         };
-        struct nvmeio_gather what = gather_of(cases[i].op, file, &memory, &plan, false);
+        struct nvmeio_gather what = gather_of(cases[i].op, file, &memory, &plan);
         CHECK(nvmeio_submit_gather(handle, &what, &request, &offender) ==
               cases[i].error);
         CHECK(offender == cases[i].offender);
@@ -286,13 +281,12 @@ static void test_refusals(const char *path, const char *engine)
         .places = {10, 40, 15, 0, 60},
     };
     for (int op = NVMEIO_OP_READ; op <= NVMEIO_OP_WRITE; op++) {
-        struct nvmeio_gather what =
-            gather_of((enum nvmeio_op)op, file, &memory, &plan, false);
+        struct nvmeio_gather what = gather_of((enum nvmeio_op)op, file, &memory, &plan);
         CHECK(nvmeio_submit_gather(handle, &what, &request, &offender) == -EEXIST);
         CHECK(offender == 2);
     }
     plan = (struct plan){.count = 1, .sizes = {64}};
-    struct nvmeio_gather what = gather_of(NVMEIO_OP_FSYNC, file, &memory, &plan, false);
+    struct nvmeio_gather what = gather_of(NVMEIO_OP_FSYNC, file, &memory, &plan);
     CHECK(nvmeio_submit_gather(handle, &what, &request, &offender) == -EINVAL);
     CHECK(offender == SIZE_MAX);
     CHECK(blocks_of(handle) == 0);
@@ -313,7 +307,7 @@ static void test_nothing(const char *path, const char *engine)
     for (plan.count = 0; plan.count < 3; plan.count++) {
         for (int op = NVMEIO_OP_READ; op <= NVMEIO_OP_WRITE; op++) {
             struct nvmeio_gather what =
-                gather_of((enum nvmeio_op)op, file, &memory, &plan, plan.count % 2);
+                gather_of((enum nvmeio_op)op, file, &memory, &plan);
             CHECK(gather(handle, &what).result == 0);
         }
     }
@@ -338,16 +332,13 @@ static void test_no_memory(const char *path, const char *engine)
         .places = {PAGE, 0, 2 * PAGE},
     };
 
-    for (int caller = 0; caller < 2; caller++) {
-        for (int op = NVMEIO_OP_READ; op <= NVMEIO_OP_WRITE; op++) {
-            fill(memory.address, memory.size, 0, (unsigned)(2 + caller));
-            struct nvmeio_gather what =
-                gather_of((enum nvmeio_op)op, file, &memory, &plan, caller);
-            CHECK(gather(handle, &what).result == (int64_t)(3 * PAGE));
-            for (size_t i = 0; i < plan.count; i++)
-                CHECK(file_holds(path, memory.address + plan.places[i], PAGE,
-                                 plan.offsets[i]));
-        }
+    for (int op = NVMEIO_OP_READ; op <= NVMEIO_OP_WRITE; op++) {
+        fill(memory.address, memory.size, 0, 2);
+        struct nvmeio_gather what = gather_of((enum nvmeio_op)op, file, &memory, &plan);
+        CHECK(gather(handle, &what).result == (int64_t)(3 * PAGE));
+        for (size_t i = 0; i < plan.count; i++)
+            CHECK(file_holds(path, memory.address + plan.places[i], PAGE,
+                             plan.offsets[i]));
     }
     guarded_free(&memory);
     nvmeio_file_release(file);
@@ -363,7 +354,7 @@ static void *drain_on(void *argument)
     return NULL;
 }
 
-/* 6. One thread cancels a gather whose lane another one drives. */
+/* 6. One thread cancels a gather while another waits for its end. */
 static void test_cancel(const char *path, const char *engine)
 {
     struct nvmeio_config config = config_of(engine);
@@ -382,8 +373,7 @@ static void test_cancel(const char *path, const char *engine)
         plan.places[i] = (int64_t)(i * 8);
     }
     for (int round = 0; round < 50; round++) {
-        struct nvmeio_gather what =
-            gather_of(NVMEIO_OP_READ, file, &memory, &plan, true);
+        struct nvmeio_gather what = gather_of(NVMEIO_OP_READ, file, &memory, &plan);
         CHECK(nvmeio_submit_gather(handle, &what, &request, &offender) == 0);
         CHECK(pthread_create(&drainer, NULL, drain_on, handle) == 0);
         sched_yield();

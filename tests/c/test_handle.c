@@ -5,6 +5,7 @@
 #include <time.h>
 
 #include <sys/syscall.h>
+#include <sys/wait.h>
 
 #include "handle_internal.h"
 #include "transfer.h"
@@ -21,40 +22,38 @@ static void pause_ms(long ms)
 }
 
 static struct nvmeio_request *submit_read(struct nvmeio_handle *handle,
-                                          struct nvmeio_file *file, void *address,
-                                          bool caller)
+                                          struct nvmeio_file *file, void *address)
 {
     struct nvmeio_transfer t = transfer_of(NVMEIO_OP_READ, file, address, SIZE, 0);
 
-    t.caller = caller;
     return submit(handle, &t);
 }
 
 /* Each thread has a region of the file to itself, which it writes and reads. */
-struct worker {
+struct user {
     pthread_t thread;
     struct nvmeio_handle *handle;
     struct nvmeio_file *file;
     unsigned index;
-    bool caller;
+    bool perform;
 };
 
 static void *work(void *argument)
 {
-    struct worker *worker = argument;
+    struct user *user = argument;
     struct nvmeio_transfer t;
-    struct guarded out = guarded_new(SIZE / 8, worker->index);
+    struct guarded out = guarded_new(SIZE / 8, user->index);
     struct guarded in = guarded_new(SIZE / 8, 0);
-    int64_t offset = (int64_t)(worker->index * (SIZE / 8)) + worker->index;
+    int64_t offset = (int64_t)(user->index * (SIZE / 8)) + user->index;
 
     for (unsigned round = 0; round < 20; round++) {
-        fill(out.address, out.size, 0, worker->index * 100 + round);
-        t = transfer_of(NVMEIO_OP_WRITE, worker->file, out.address, out.size, offset);
-        t.caller = worker->caller;
-        CHECK(carry_out(worker->handle, &t).result == (int64_t)out.size);
-        t = transfer_of(NVMEIO_OP_READ, worker->file, in.address, in.size, offset);
-        t.caller = worker->caller != (round & 1);
-        CHECK(carry_out(worker->handle, &t).result == (int64_t)in.size);
+        fill(out.address, out.size, 0, user->index * 100 + round);
+        t = transfer_of(NVMEIO_OP_WRITE, user->file, out.address, out.size, offset);
+        CHECK(carry_out_by(user->perform, user->handle, &t).result ==
+              (int64_t)out.size);
+        t = transfer_of(NVMEIO_OP_READ, user->file, in.address, in.size, offset);
+        CHECK(carry_out_by(user->perform != (round & 1), user->handle, &t).result ==
+              (int64_t)in.size);
         CHECK(memcmp(out.address, in.address, in.size) == 0);
     }
     guarded_free(&out);
@@ -64,22 +63,21 @@ static void *work(void *argument)
 
 static void test_threads_share_a_handle(const char *engine)
 {
-    for (int caller = 0; caller < 2; caller++) {
-        struct worker workers[THREADS];
+    for (int perform = 0; perform < 2; perform++) {
+        struct user users[THREADS];
         struct nvmeio_config config = config_of(engine);
         config.block_bytes = 8 * KIB;
         config.queue_depth = 4;
-        config.lanes = 1 + 2 * (unsigned)caller;
-        config.overlap_events = caller;
+        config.workers = 1 + 2 * (unsigned)perform;
         struct nvmeio_handle *handle = open_handle(&config);
         struct nvmeio_file *file = open_file(path, O_RDWR, NVMEIO_DIRECT_AUTO);
         for (unsigned i = 0; i < THREADS; i++) {
-            workers[i] = (struct worker){
-                .handle = handle, .file = file, .index = i, .caller = caller};
-            CHECK(pthread_create(&workers[i].thread, NULL, work, &workers[i]) == 0);
+            users[i] = (struct user){
+                .handle = handle, .file = file, .index = i, .perform = perform};
+            CHECK(pthread_create(&users[i].thread, NULL, work, &users[i]) == 0);
         }
         for (unsigned i = 0; i < THREADS; i++)
-            pthread_join(workers[i].thread, NULL);
+            pthread_join(users[i].thread, NULL);
         nvmeio_file_release(file);
         nvmeio_handle_close(handle);
     }
@@ -104,8 +102,7 @@ static void test_many_threads_wait_for_one_request(const char *engine)
     pthread_t threads[THREADS];
 
     for (int round = 0; round < 20; round++) {
-        struct nvmeio_request *request =
-            submit_read(handle, file, memory.address, round & 1);
+        struct nvmeio_request *request = submit_read(handle, file, memory.address);
         for (int i = 0; i < THREADS; i++)
             CHECK(pthread_create(&threads[i], NULL, wait_main, request) == 0);
         for (int i = 0; i < THREADS; i++)
@@ -143,39 +140,13 @@ static void test_more_requests_than_the_queue_holds(const char *engine)
     nvmeio_handle_close(handle);
 }
 
-/* More at once than the handle has rings to lend. */
-static void test_many_threads_may_carry_out_their_own(const char *engine)
-{
-    enum { COUNT = 20 };
-    struct nvmeio_config config = config_of(engine);
-    struct nvmeio_handle *handle = open_handle(&config);
-    struct nvmeio_file *file = open_file(path, O_RDONLY, NVMEIO_DIRECT_AUTO);
-    struct nvmeio_request *requests[COUNT];
-    struct guarded memory = guarded_new(COUNT * PAGE, 0);
-
-    for (size_t i = 0; i < COUNT; i++) {
-        struct nvmeio_transfer t = transfer_of(
-            NVMEIO_OP_READ, file, memory.address + i * PAGE, PAGE, (int64_t)(i * PAGE));
-        t.caller = true;
-        requests[i] = submit(handle, &t);
-    }
-    for (int i = 0; i < COUNT; i++) {
-        CHECK(nvmeio_request_wait(requests[i], INT64_MAX) == 0);
-        CHECK(finish(requests[i]).result == (int64_t)PAGE);
-    }
-    CHECK(file_holds(path, memory.address, COUNT * PAGE, 0));
-    guarded_free(&memory);
-    nvmeio_file_release(file);
-    nvmeio_handle_close(handle);
-}
-
 /* Whose bounces are small, for all have to do with as much as one. */
-static void test_many_lanes_share_the_memory_for_bounces(const char *engine)
+static void test_many_workers_share_the_memory_for_bounces(const char *engine)
 {
     struct nvmeio_config config = config_of(engine);
     struct nvmeio_stats stats;
 
-    config.lanes = 64;
+    config.workers = 64;
     config.queue_depth = 1;
     config.block_bytes = MIB;
     config.bounce = NVMEIO_BOUNCE_ALWAYS;
@@ -186,13 +157,13 @@ static void test_many_lanes_share_the_memory_for_bounces(const char *engine)
     CHECK(file_holds(path, memory.address, SIZE, 0));
     nvmeio_handle_stats(handle, &stats);
     CHECK(stats.bytes_bounced == 0 ||
-          stats.blocks >= SIZE / (NVMEIO_LANE_BOUNCE_BYTES / 64 / 2));
+          stats.blocks >= SIZE / (NVMEIO_WORKER_BOUNCE_BYTES / 64 / 2));
     guarded_free(&memory);
     nvmeio_file_release(file);
     nvmeio_handle_close(handle);
 }
 
-static void test_each_user_is_popped_once(const char *engine)
+static void test_each_completion_is_reported_once(const char *engine)
 {
     enum { COUNT = 50 };
     struct nvmeio_config config = config_of(engine);
@@ -212,8 +183,8 @@ static void test_each_user_is_popped_once(const char *engine)
     CHECK(nvmeio_handle_drain(handle, LONG_NS) == 0);
     /* The first, the last, and some between. */
     for (int i = 0; i < COUNT; i += 7) {
-        CHECK(nvmeio_request_take(requests[i]));
-        CHECK(!nvmeio_request_take(requests[i]));
+        CHECK(nvmeio_request_wait(requests[i], 0) == 1);
+        CHECK(nvmeio_request_wait(requests[i], 0) == 0);
         seen[i]++;
         total++;
     }
@@ -224,7 +195,7 @@ static void test_each_user_is_popped_once(const char *engine)
     }
     CHECK(total == COUNT);
     for (int i = 0; i < COUNT; i++) {
-        CHECK(!nvmeio_request_take(requests[i]));
+        CHECK(nvmeio_request_wait(requests[i], 0) == 0);
         CHECK(seen[i] == 1);
         nvmeio_request_release(requests[i]);
     }
@@ -238,9 +209,8 @@ static void test_a_request_outlives_its_handle_and_its_file(const char *engine)
     struct nvmeio_handle *handle = open_handle(&config);
     struct nvmeio_file *file = open_file(path, O_RDONLY, NVMEIO_DIRECT_AUTO);
     struct guarded memory = guarded_new(2 * SIZE, 5);
-    struct nvmeio_request *request = submit_read(handle, file, memory.address, false);
-    struct nvmeio_request *unread =
-        submit_read(handle, file, memory.address + SIZE, true);
+    struct nvmeio_request *request = submit_read(handle, file, memory.address);
+    struct nvmeio_request *unread = submit_read(handle, file, memory.address + SIZE);
 
     nvmeio_file_release(file);
     nvmeio_handle_close(handle);
@@ -257,13 +227,13 @@ static void test_closing_waits_for_all_and_leaves_the_memory_alone(const char *e
 {
     for (int round = 0; round < 10; round++) {
         struct nvmeio_config config = config_of(engine);
-        config.lanes = 2;
+        config.workers = 2;
         struct nvmeio_handle *handle = open_handle(&config);
         struct nvmeio_file *file = open_file(path, O_RDONLY, NVMEIO_DIRECT_AUTO);
         struct guarded memory = guarded_new(8 * SIZE, 0);
         for (unsigned i = 0; i < 8; i++)
             nvmeio_request_release(
-                submit_read(handle, file, memory.address + i * SIZE, i & 1));
+                submit_read(handle, file, memory.address + i * SIZE));
         nvmeio_handle_close(handle);
         for (unsigned i = 0; i < 8; i++)
             CHECK(file_holds(path, memory.address + i * SIZE, SIZE, 0));
@@ -276,7 +246,7 @@ static void test_closing_waits_for_all_and_leaves_the_memory_alone(const char *e
     }
 }
 
-/* The thread that carried the last request out may still be on its way back. */
+/* Which may still be on its way back when the handle has gone. */
 static void test_closing_beside_a_thread_that_waits(const char *engine)
 {
     for (int round = 0; round < 80; round++) {
@@ -284,8 +254,7 @@ static void test_closing_beside_a_thread_that_waits(const char *engine)
         struct nvmeio_handle *handle = open_handle(&config);
         struct nvmeio_file *file = open_file(path, O_RDONLY, NVMEIO_DIRECT_AUTO);
         struct guarded memory = guarded_new(SIZE, 0);
-        struct nvmeio_request *request =
-            submit_read(handle, file, memory.address, true);
+        struct nvmeio_request *request = submit_read(handle, file, memory.address);
         pthread_t thread;
         CHECK(pthread_create(&thread, NULL, wait_main, request) == 0);
         nvmeio_handle_close(handle);
@@ -324,8 +293,9 @@ static void test_a_storm_of_signals_loses_nothing(const char *engine)
         struct nvmeio_transfer t =
             transfer_of(round & 2 ? NVMEIO_OP_WRITE : NVMEIO_OP_READ, file,
                         memory.address, SIZE - (round & 4 ? 100 : 0), 0);
-        t.caller = round & 1;
-        CHECK(carry_out(handle, &t).result == (int64_t)t.size);
+        if (round & 8)
+            t.size = PAGE;
+        CHECK(carry_out_by(round & 1, handle, &t).result == (int64_t)t.size);
     }
     timer_delete(timer);
     signal(SIGUSR1, SIG_IGN);
@@ -335,36 +305,30 @@ static void test_a_storm_of_signals_loses_nothing(const char *engine)
     nvmeio_handle_close(handle);
 }
 
-/* Begin a request that another thread is to finish. */
-static void *begin_main(void *request)
-{
-    nvmeio_request_wait(request, 50000);
-    return NULL;
-}
-
-static void test_a_request_survives_the_thread_that_began_it(const char *engine)
+/* They would run the program's handlers, or end sigwait(3) there. */
+static void test_signals_of_the_program_are_not_for_workers(const char *engine)
 {
     struct nvmeio_config config = config_of(engine);
-
-    config.block_bytes = 16 * KIB;
     struct nvmeio_handle *handle = open_handle(&config);
-    for (int round = 0; round < 60; round++) {
-        enum nvmeio_direct direct =
-            round & 1 ? NVMEIO_DIRECT_NEVER : NVMEIO_DIRECT_AUTO;
-        struct nvmeio_file *file = open_file(path, O_RDONLY, direct);
-        struct guarded memory = guarded_new(SIZE, 0);
-        pthread_t thread;
-        posix_fadvise(nvmeio_file_fd(file), 0, 0, POSIX_FADV_DONTNEED);
-        struct nvmeio_request *request =
-            submit_read(handle, file, memory.address, true);
-        CHECK(pthread_create(&thread, NULL, begin_main, request) == 0);
-        pthread_join(thread, NULL);
-        struct nvmeio_outcome outcome = finish(request);
-        CHECK(outcome.result == SIZE);
-        CHECK(file_holds(path, memory.address, SIZE, 0));
-        guarded_free(&memory);
-        nvmeio_file_release(file);
-    }
+    struct nvmeio_file *file = open_file(path, O_RDONLY, NVMEIO_DIRECT_AUTO);
+    struct sigaction action = {.sa_handler = on_signal};
+    char memory[16];
+    sigset_t ours, pending;
+    int number;
+
+    atomic_store(&signals, 0);
+    sigemptyset(&ours);
+    sigaddset(&ours, SIGUSR1);
+    sigaction(SIGUSR1, &action, NULL);
+    pthread_sigmask(SIG_BLOCK, &ours, NULL);
+    CHECK(kill(getpid(), SIGUSR1) == 0);
+    CHECK(read_at(handle, file, memory, 16, 0).result == 16);
+    CHECK(sigpending(&pending) == 0 && sigismember(&pending, SIGUSR1) == 1);
+    CHECK(sigwait(&ours, &number) == 0 && number == SIGUSR1);
+    CHECK(atomic_load(&signals) == 0);
+    pthread_sigmask(SIG_UNBLOCK, &ours, NULL);
+    signal(SIGUSR1, SIG_IGN);
+    nvmeio_file_release(file);
     nvmeio_handle_close(handle);
 }
 
@@ -375,15 +339,15 @@ static void test_cancelling_at_any_moment_ends_in_one_of_two_ways(const char *en
 
     config.block_bytes = 4 * KIB;
     config.queue_depth = 4;
-    config.lanes = 2;
+    config.workers = 2;
     struct nvmeio_handle *handle = open_handle(&config);
     struct nvmeio_file *file = open_file(path, O_RDONLY, NVMEIO_DIRECT_AUTO);
     struct guarded memory = guarded_new(SIZE, 0);
     for (int round = 0; round < 200; round++) {
-        struct nvmeio_request *request =
-            submit_read(handle, file, memory.address, round & 1);
+        struct nvmeio_request *request = submit_read(handle, file, memory.address);
         struct timespec pause = {0, round * 5000};
-        nanosleep(&pause, NULL);
+        if (round & 3)
+            nanosleep(&pause, NULL);
         int dropped = nvmeio_request_cancel(request);
         struct nvmeio_outcome outcome = finish(request);
         CHECK(outcome.result == (dropped ? -ECANCELED : (int64_t)SIZE));
@@ -401,8 +365,7 @@ static void test_an_fsync_stands_behind_writes_of_all_threads(const char *engine
 {
     struct nvmeio_config config = config_of(engine);
 
-    config.lanes = 2;
-    config.overlap_events = true;
+    config.workers = 2;
     struct nvmeio_handle *handle = open_handle(&config);
     struct nvmeio_file *file = open_file(path, O_RDWR, NVMEIO_DIRECT_AUTO);
     struct guarded memory = guarded_new(SIZE, 0);
@@ -414,7 +377,6 @@ static void test_an_fsync_stands_behind_writes_of_all_threads(const char *engine
         struct nvmeio_request *a = submit(handle, &t);
         t.address = memory.address + SIZE / 2;
         t.offset = SIZE / 2;
-        t.caller = true;
         struct nvmeio_request *b = submit(handle, &t);
         CHECK(carry_out(handle, &sync).result == 0);
         CHECK(nvmeio_request_done(a) && nvmeio_request_done(b));
@@ -423,6 +385,100 @@ static void test_an_fsync_stands_behind_writes_of_all_threads(const char *engine
     guarded_free(&memory);
     nvmeio_file_release(file);
     nvmeio_handle_close(handle);
+}
+
+/* The library's fsync() and fdatasync() are these. */
+static atomic_uint fsyncs, fdatasyncs;
+
+int fsync(int fd)
+{
+    atomic_fetch_add(&fsyncs, 1);
+    return (int)syscall(SYS_fsync, fd);
+}
+
+int fdatasync(int fd)
+{
+    atomic_fetch_add(&fdatasyncs, 1);
+    return (int)syscall(SYS_fdatasync, fd);
+}
+
+static void test_an_fsync_of_the_data_alone_is_fdatasync(const char *engine)
+{
+    struct nvmeio_config config = config_of(engine);
+    struct nvmeio_handle *handle = open_handle(&config);
+    struct nvmeio_file *file = open_file(path, O_RDWR, NVMEIO_DIRECT_AUTO);
+    bool by_function = strcmp(engine, "io_uring") != 0;
+
+    for (int data_only = 0; data_only < 2; data_only++) {
+        struct nvmeio_transfer sync = {
+            .op = NVMEIO_OP_FSYNC, .file = file, .data_only = data_only};
+        unsigned fsyncs_before = atomic_load(&fsyncs);
+        unsigned fdatasyncs_before = atomic_load(&fdatasyncs);
+        CHECK(carry_out(handle, &sync).result == 0);
+        bool full = atomic_load(&fsyncs) > fsyncs_before;
+        bool data = atomic_load(&fdatasyncs) > fdatasyncs_before;
+        /* An io_uring worker calls one only where the kernel has cancelled its entry. */
+        CHECK(data_only ? !full : !data);
+        CHECK(!by_function || full != data);
+    }
+    nvmeio_file_release(file);
+    nvmeio_handle_close(handle);
+}
+
+/* A thread that sits in vfork(2) until its child has read from a pipe. */
+struct sitter {
+    pthread_t thread;
+    struct nvmeio_handle *handle;
+    struct nvmeio_file *file;
+    struct guarded memory;
+    int sits[2], go_on[2];
+};
+
+static void *submit_and_sit(void *argument)
+{
+    struct sitter *sitter = argument;
+    char byte = 0;
+    int status;
+
+    for (unsigned i = 0; i < 8; i++)
+        nvmeio_request_release(submit_read(sitter->handle, sitter->file,
+                                           sitter->memory.address + i * SIZE));
+    pid_t child = vfork();
+    if (child == 0) {
+        /* Or it would wait for itself, should the test fail. */
+        close(sitter->go_on[1]);
+        syscall(SYS_exit_group, write(sitter->sits[1], &byte, 1) != 1 ||
+                                    read(sitter->go_on[0], &byte, 1) != 1);
+    }
+    CHECK(child > 0 && waitpid(child, &status, 0) == child && status == 0);
+    return NULL;
+}
+
+static void test_draining_asks_nothing_of_the_thread_that_submitted(const char *engine)
+{
+    struct nvmeio_config config = config_of(engine);
+    struct sitter sitter = {
+        .handle = open_handle(&config),
+        .file = open_file(path, O_RDONLY, NVMEIO_DIRECT_AUTO),
+        .memory = guarded_new(8 * SIZE, 0),
+    };
+    char byte = 0;
+
+    CHECK(pipe2(sitter.sits, O_CLOEXEC) == 0 && pipe2(sitter.go_on, O_CLOEXEC) == 0);
+    CHECK(pthread_create(&sitter.thread, NULL, submit_and_sit, &sitter) == 0);
+    CHECK(read(sitter.sits[0], &byte, 1) == 1);
+    CHECK(nvmeio_handle_drain(sitter.handle, LONG_NS) == 0);
+    for (unsigned i = 0; i < 8; i++)
+        CHECK(file_holds(path, sitter.memory.address + i * SIZE, SIZE, 0));
+    CHECK(write(sitter.go_on[1], &byte, 1) == 1);
+    pthread_join(sitter.thread, NULL);
+    for (int i = 0; i < 2; i++) {
+        close(sitter.sits[i]);
+        close(sitter.go_on[i]);
+    }
+    guarded_free(&sitter.memory);
+    nvmeio_file_release(sitter.file);
+    nvmeio_handle_close(sitter.handle);
 }
 
 static void test_a_handle_can_be_stopped_by_many_and_closed_after(const char *engine)
@@ -451,14 +507,15 @@ static void *stop_main(void *handle)
     return NULL;
 }
 
-static void test_figures_neither_shrink_nor_double_while_lanes_stop(const char *engine)
+static void
+test_figures_neither_shrink_nor_double_while_workers_stop(const char *engine)
 {
     for (int round = 0; round < 10; round++) {
         struct nvmeio_config config = config_of(engine);
         struct nvmeio_stats stats;
         char memory[16];
         pthread_t thread;
-        config.lanes = 8;
+        config.workers = 8;
         struct nvmeio_handle *handle = open_handle(&config);
         struct nvmeio_file *file = open_file(path, O_RDONLY, NVMEIO_DIRECT_NEVER);
         for (int i = 0; i < 20; i++)
@@ -474,45 +531,6 @@ static void test_figures_neither_shrink_nor_double_while_lanes_stop(const char *
     }
 }
 
-/* A thread has let go of the mutex on its way into its caller lane when its request is
- * cancelled: the lane has nothing to do then, least of all the requests of others. */
-static void test_a_cancelled_caller_leaves_the_queue_alone(const char *engine)
-{
-    struct nvmeio_config config = config_of(engine);
-    config.queue_depth = 1;
-    config.block_bytes = 4 * KIB;
-    struct nvmeio_handle *handle = open_handle(&config);
-    struct nvmeio_file *file = open_file(path, O_RDONLY, NVMEIO_DIRECT_AUTO);
-    struct guarded memory = guarded_new(SIZE, 0), small = guarded_new(SIZE, 0);
-
-    struct nvmeio_request *mine = submit_read(handle, file, small.address, true);
-    struct nvmeio_lane *lane = mine->caller_lane;
-    if (lane) {
-        /* What nvmeio_request_wait() does, up to its first look at the queue. */
-        pthread_mutex_lock(&handle->mutex);
-        lane->driven = true;
-        pthread_mutex_unlock(&handle->mutex);
-        CHECK(nvmeio_request_cancel(mine) == 1);
-        struct nvmeio_request *other = submit_read(handle, file, memory.address, false);
-        while (!nvmeio_request_done(other)) {
-            CHECK(!nvmeio_lane_turn(lane, 0));
-            CHECK(lane->in_flight == 0);
-        }
-        pthread_mutex_lock(&handle->mutex);
-        lane->driven = false;
-        pthread_mutex_unlock(&handle->mutex);
-        CHECK(finish(other).result == SIZE);
-        CHECK(file_holds(path, memory.address, SIZE, 0));
-        CHECK(finish(mine).result == -ECANCELED);
-    } else {
-        CHECK(finish(mine).result == SIZE);
-    }
-    nvmeio_file_release(file);
-    nvmeio_handle_close(handle);
-    guarded_free(&memory);
-    guarded_free(&small);
-}
-
 /* The library's pread() is this one, which holds up reads of the second half. */
 static atomic_bool second_half_is_slow;
 
@@ -523,13 +541,12 @@ ssize_t pread(int fd, void *buffer, size_t size, off_t offset)
     return syscall(SYS_pread64, fd, buffer, size, offset);
 }
 
-/* Slow reads take three of the four places that two lanes have. */
+/* Slow reads take three of the four places that two workers have. */
 static void test_a_read_goes_where_there_is_a_place_free(void)
 {
     struct nvmeio_config config = config_of("threads");
-    config.lanes = 2;
+    config.workers = 2;
     config.queue_depth = 2;
-    config.overlap_events = true;
     struct nvmeio_file *file = open_file(path, O_RDONLY, NVMEIO_DIRECT_NEVER);
     struct guarded memory = guarded_new(4 * PAGE, 0);
 
@@ -568,19 +585,19 @@ int main(void)
         test_threads_share_a_handle(engine);
         test_many_threads_wait_for_one_request(engine);
         test_more_requests_than_the_queue_holds(engine);
-        test_many_threads_may_carry_out_their_own(engine);
-        test_many_lanes_share_the_memory_for_bounces(engine);
-        test_each_user_is_popped_once(engine);
+        test_many_workers_share_the_memory_for_bounces(engine);
+        test_each_completion_is_reported_once(engine);
         test_a_request_outlives_its_handle_and_its_file(engine);
         test_closing_waits_for_all_and_leaves_the_memory_alone(engine);
         test_closing_beside_a_thread_that_waits(engine);
         test_a_storm_of_signals_loses_nothing(engine);
-        test_a_request_survives_the_thread_that_began_it(engine);
+        test_signals_of_the_program_are_not_for_workers(engine);
         test_cancelling_at_any_moment_ends_in_one_of_two_ways(engine);
         test_an_fsync_stands_behind_writes_of_all_threads(engine);
+        test_an_fsync_of_the_data_alone_is_fdatasync(engine);
+        test_draining_asks_nothing_of_the_thread_that_submitted(engine);
         test_a_handle_can_be_stopped_by_many_and_closed_after(engine);
-        test_figures_neither_shrink_nor_double_while_lanes_stop(engine);
-        test_a_cancelled_caller_leaves_the_queue_alone(engine);
+        test_figures_neither_shrink_nor_double_while_workers_stop(engine);
     }
     test_a_read_goes_where_there_is_a_place_free();
     return 0;

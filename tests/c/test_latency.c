@@ -1,7 +1,7 @@
 /* Which bucket a latency falls into, and that every block which transfers is counted
  * once, on every engine. */
 #include "engine.h"
-#include "latency.h"
+#include "block.h"
 #include "transfer.h"
 
 #define LAST (NVMEIO_LATENCY_BUCKETS - 1)
@@ -54,25 +54,8 @@ static void test_the_last_bucket_has_all_that_takes_longer(void)
     CHECK(nvmeio_latency_bucket(UINT64_MAX) == LAST);
 }
 
-static void test_counts_add_up(void)
-{
-    static struct nvmeio_latencies latencies;
-    uint64_t counts[NVMEIO_LATENCY_BUCKETS] = {[LAST] = 5};
-
-    for (uint64_t ns = 0; ns < 100; ns++)
-        nvmeio_latency_count(&latencies, ns);
-    nvmeio_latency_count(&latencies, UINT64_MAX);
-    nvmeio_latency_add(&latencies, counts);
-    for (unsigned i = 0; i < 64; i++)
-        CHECK(counts[i] == 1);
-    for (unsigned i = 64; i < 82; i++)
-        CHECK(counts[i] == 2);
-    CHECK(counts[82] == 0 && counts[LAST] == 6);
-}
-
 static struct nvmeio_request *submit_records(struct nvmeio_handle *handle,
-                                             struct nvmeio_file *file, char *memory,
-                                             bool caller)
+                                             struct nvmeio_file *file, char *memory)
 {
     const int64_t size = PAGE;
     int64_t offsets[RECORDS], places[RECORDS];
@@ -93,7 +76,6 @@ static struct nvmeio_request *submit_records(struct nvmeio_handle *handle,
         .sizes = &size,
         .one_size = true,
         .places = places,
-        .caller = caller,
     };
     CHECK(nvmeio_submit_gather(handle, &gather, &request, &offender) == 0);
     return request;
@@ -101,19 +83,18 @@ static struct nvmeio_request *submit_records(struct nvmeio_handle *handle,
 
 /* One request of each kind, and of the fsyncs, which are not counted, two. */
 static void carry_out_all(struct nvmeio_handle *handle, struct nvmeio_file *file,
-                          char *memory, bool caller)
+                          char *memory, bool perform)
 {
     struct nvmeio_transfer sync = {.op = NVMEIO_OP_FSYNC, .file = file};
 
     for (size_t size = 1; size <= SIZE; size *= 8) {
         struct nvmeio_transfer t =
             transfer_of(NVMEIO_OP_WRITE, file, memory, size, (int64_t)size / 3);
-        t.caller = caller;
-        CHECK(carry_out(handle, &t).result == (int64_t)size);
+        CHECK(carry_out_by(perform, handle, &t).result == (int64_t)size);
         t.op = NVMEIO_OP_READ;
-        CHECK(carry_out(handle, &t).result == (int64_t)size);
+        CHECK(carry_out_by(perform, handle, &t).result == (int64_t)size);
     }
-    CHECK(finish(submit_records(handle, file, memory, caller)).result ==
+    CHECK(finish(submit_records(handle, file, memory)).result ==
           (int64_t)(RECORDS * PAGE));
     CHECK(carry_out(handle, &sync).result == 0);
     CHECK(carry_out(handle, &sync).result == 0);
@@ -121,18 +102,17 @@ static void carry_out_all(struct nvmeio_handle *handle, struct nvmeio_file *file
 
 static void test_every_block_but_fsyncs_is_counted(const char *engine, const char *path)
 {
-    for (int caller = 0; caller < 2; caller++) {
+    for (int perform = 0; perform < 2; perform++) {
         struct nvmeio_config config = config_of(engine);
         struct nvmeio_stats stats;
-        config.lanes = 2;
-        config.overlap_events = caller;
-        config.single_submit = caller;
+        config.workers = 2;
+        config.single_submit = perform;
         struct nvmeio_handle *handle = open_handle(&config);
         struct nvmeio_file *file = open_file(path, O_RDWR, NVMEIO_DIRECT_AUTO);
-        struct guarded memory = guarded_new(SIZE, (size_t)caller);
+        struct guarded memory = guarded_new(SIZE, (size_t)perform);
         CHECK(latencies_counted(handle) == 0);
         int64_t before = nvmeio_now_ns();
-        carry_out_all(handle, file, memory.address, caller);
+        carry_out_all(handle, file, memory.address, perform);
         int64_t whole_ns = nvmeio_now_ns() - before;
         nvmeio_handle_stats(handle, &stats);
         CHECK(stats.blocks > 2 + SIZE / config.block_bytes);
@@ -155,7 +135,6 @@ int main(void)
     test_buckets_follow_each_other_without_a_gap();
     test_a_bucket_is_not_wider_than_a_thirty_second_of_what_it_holds();
     test_the_last_bucket_has_all_that_takes_longer();
-    test_counts_add_up();
     const char *path = path_in(test_folder());
     make_file(path, SIZE, 1);
     FOR_EACH_ENGINE(engine)

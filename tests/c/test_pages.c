@@ -129,14 +129,14 @@ static void test_small_pages_are_bounced_unless_told(enum nvmeio_bounce bounce)
 }
 
 /* The pool has nothing left for bounces, which small pages can do without. */
-static void test_without_bounces_small_pages_go_direct(unsigned lanes)
+static void test_without_bounces_small_pages_go_direct(unsigned workers)
 {
     const char *path = path_in(test_folder());
     struct nvmeio_config config = config_of("threads");
     uint64_t direct, bounced;
     void *all;
 
-    config.lanes = lanes;
+    config.workers = workers;
     struct nvmeio_handle *handle = open_handle(&config);
     char *memory = map(MADV_NOHUGEPAGE);
     struct nvmeio_pool_stats stats;

@@ -1,24 +1,11 @@
-/* In which order blocks are handed over, how many at a time, and who carries them out.
+/* In which order blocks are handed over, how many at a time, and who is told of what.
  */
-#include <sys/syscall.h>
-
 #include "scripted.h"
-
-/* A lane needs an eventfd, for which it has to wait as long as it is held up. */
-static atomic_bool held_up, waits;
-
-int eventfd(unsigned count, int flags)
-{
-    atomic_store(&waits, true);
-    while (atomic_load(&held_up))
-        sched_yield();
-    return (int)syscall(SYS_eventfd2, count, flags);
-}
 
 static void test_no_more_blocks_are_in_flight_than_the_queue_holds(void)
 {
     for (unsigned depth = 1; depth < 4; depth++) {
-        stage_open(depth, depth & 1);
+        stage_open(depth);
         struct nvmeio_request *requests[100];
         struct nvmeio_transfer t = whole(NVMEIO_OP_READ);
         play(hold);
@@ -38,26 +25,23 @@ static bool perform_one(struct nvmeio_block *block)
     return calls++ == 0 && perform(block);
 }
 
-static void test_overlapped_lanes_refill_at_once_and_others_when_all_is_back(void)
+static void test_a_block_takes_the_place_of_one_that_is_back(void)
 {
-    for (int overlap = 0; overlap < 2; overlap++) {
-        stage_open(4, overlap);
-        play(hold);
-        struct nvmeio_request *request = start(NVMEIO_OP_READ);
-        await(&in_flight, 4);
-        play(perform_one);
-        await(&pushes, overlap ? 5 : 4);
-        pause_ms(20);
-        CHECK(look(&in_flight) == (overlap ? 4 : 3));
-        play(perform);
-        CHECK(finish(request).result == BLOCKS * BLOCK);
-        stage_close();
-    }
+    stage_open(4);
+    play(hold);
+    struct nvmeio_request *request = start(NVMEIO_OP_READ);
+    await(&in_flight, 4);
+    play(perform_one);
+    await(&pushes, 5);
+    CHECK(look(&in_flight) == 4);
+    play(perform);
+    CHECK(finish(request).result == BLOCKS * BLOCK);
+    stage_close();
 }
 
-static void test_overlapped_lanes_take_new_requests_while_they_wait(void)
+static void test_a_worker_takes_new_requests_while_it_waits(void)
 {
-    stage_open(16, true);
+    stage_open(16);
     play(hold);
     struct nvmeio_request *first = start(NVMEIO_OP_READ);
     await(&in_flight, BLOCKS);
@@ -68,30 +52,63 @@ static void test_overlapped_lanes_take_new_requests_while_they_wait(void)
     stage_close();
 }
 
+static bool perform_reads(struct nvmeio_block *block)
+{
+    return block->op == NVMEIO_OP_READ && perform(block);
+}
+
+/* Of the large bounce there is one, which is no ordinary one when it has come back. */
+static void test_a_large_bounce_serves_one_block_at_a_time(void)
+{
+    struct nvmeio_file_info info;
+    const char *path = path_in(test_folder());
+
+    stage_open(16);
+    struct nvmeio_file *file = open_file(path, O_RDWR | O_CREAT, NVMEIO_DIRECT_AUTO);
+    nvmeio_file_get_info(file, &info);
+    if (info.direct && info.memory_align > 1) {
+        char *source = stage.memory.address + 1;
+        CHECK(write_at(stage.handle, file, source, 4 * BLOCK, 0).result == 4 * BLOCK);
+        CHECK(look(&pushes) == 1);
+        play(perform_reads);
+        struct nvmeio_transfer t =
+            transfer_of(NVMEIO_OP_WRITE, file, source, 4 * BLOCK, 4 * BLOCK);
+        struct nvmeio_request *write = submit(stage.handle, &t);
+        await(&in_flight, 1);
+        t = transfer_of(NVMEIO_OP_READ, stage.file, source + 5 * BLOCK, BLOCK, 0);
+        CHECK(carry_out(stage.handle, &t).result == BLOCK);
+        play(perform);
+        CHECK(finish(write).result == 4 * BLOCK);
+        CHECK(file_holds(path, source, 4 * BLOCK, 4 * BLOCK));
+    }
+    nvmeio_file_release(file);
+    stage_close();
+}
+
 static atomic_bool handing_over, queued_meanwhile;
 
-/* The lane comes here with its first block, before it waits. */
-static bool hold_until_queued(struct nvmeio_block *block)
+/* The worker comes here when it hands its first block over, before it waits. */
+static void hold_up_the_worker(void)
 {
     atomic_store(&handing_over, true);
     while (!atomic_load(&queued_meanwhile))
         sched_yield();
-    return hold(block);
 }
 
-/* Nobody wakes a lane that does not listen yet, so it has to look once more. */
-static void test_what_is_queued_just_before_a_lane_waits_is_not_left_behind(void)
+/* The wake-up comes before the wait, and finds a call in between that does not wait. */
+static void test_what_is_queued_just_before_a_worker_waits_is_not_left_behind(void)
 {
-    stage_open(4, true);
-    nvmeio_handle_close(stage.handle);
+    stage_open(4);
     stage.config.single_submit = true;
-    stage.handle = open_handle(&stage.config);
+    stage_reopen();
     struct nvmeio_transfer t = whole(NVMEIO_OP_READ);
     t.size = BLOCK;
-    play(hold_until_queued);
+    play(hold);
+    atomic_store(&on_push, hold_up_the_worker);
     struct nvmeio_request *first = submit(stage.handle, &t);
     while (!atomic_load(&handing_over))
         sched_yield();
+    atomic_store(&on_push, NULL);
     struct nvmeio_request *second = submit(stage.handle, &t);
     atomic_store(&queued_meanwhile, true);
     await(&in_flight, 2);
@@ -103,10 +120,9 @@ static void test_what_is_queued_just_before_a_lane_waits_is_not_left_behind(void
 static void test_single_submit_hands_over_one_block_a_call(void)
 {
     for (int single = 0; single < 2; single++) {
-        stage_open(4, false);
-        nvmeio_handle_close(stage.handle);
+        stage_open(4);
         stage.config.single_submit = single;
-        stage.handle = open_handle(&stage.config);
+        stage_reopen();
         CHECK(finish(start(NVMEIO_OP_READ)).result == BLOCKS * BLOCK);
         CHECK(look(&pushed_max) == (single ? 1 : 4));
         stage_close();
@@ -117,7 +133,7 @@ static void test_edges_of_a_write_wait_for_its_middle(void)
 {
     struct nvmeio_file_info info;
 
-    stage_open(16, true);
+    stage_open(16);
     nvmeio_file_get_info(stage.file, &info);
     if (info.direct && info.offset_align > 1) {
         struct nvmeio_transfer t = transfer_of(
@@ -134,9 +150,44 @@ static void test_edges_of_a_write_wait_for_its_middle(void)
     stage_close();
 }
 
+/* Each record of a scatter is such a write, and waits for the middles of all. */
+static void test_edges_of_a_scatter_wait_for_its_middles(void)
+{
+    const int64_t offsets[] = {1000, 4 * BLOCK + 1000}, places[] = {1000, 4 * BLOCK};
+    const int64_t size = 2 * BLOCK;
+    struct nvmeio_file_info info;
+    struct nvmeio_request *request;
+    size_t offender;
+
+    stage_open(16);
+    nvmeio_file_get_info(stage.file, &info);
+    if (info.direct && info.offset_align > 1) {
+        struct nvmeio_gather what = {.op = NVMEIO_OP_WRITE,
+                                     .file = stage.file,
+                                     .address = stage.memory.address,
+                                     .size = stage.memory.size,
+                                     .count = 2,
+                                     .offsets = offsets,
+                                     .sizes = &size,
+                                     .one_size = true,
+                                     .places = places};
+        play(hold);
+        CHECK(nvmeio_submit_gather(stage.handle, &what, &request, &offender) == 0);
+        await(&in_flight, 4);
+        pause_ms(20);
+        CHECK(look(&pushes) == 4);
+        play(perform);
+        CHECK(finish(request).result == 2 * size && look(&pushes) == 8);
+        for (int i = 0; i < 2; i++)
+            CHECK(file_holds(stage.path, stage.memory.address + places[i], (size_t)size,
+                             offsets[i]));
+    }
+    stage_close();
+}
+
 static void test_an_fsync_waits_for_the_writes_before_it(void)
 {
-    stage_open(16, true);
+    stage_open(16);
     struct nvmeio_transfer sync = {.op = NVMEIO_OP_FSYNC, .file = stage.file};
     struct nvmeio_file *again = open_file(stage.path, O_RDONLY, NVMEIO_DIRECT_NEVER);
     struct nvmeio_file *other =
@@ -171,7 +222,7 @@ static bool perform_the_second_write(struct nvmeio_block *block)
 
 static void test_an_fsync_waits_for_more_than_the_last_write(void)
 {
-    stage_open(16, true);
+    stage_open(16);
     struct nvmeio_transfer sync = {.op = NVMEIO_OP_FSYNC, .file = stage.file};
     struct nvmeio_transfer t = whole(NVMEIO_OP_WRITE);
     t.size = BLOCK;
@@ -181,8 +232,8 @@ static void test_an_fsync_waits_for_more_than_the_last_write(void)
     struct nvmeio_request *second = submit(stage.handle, &t);
     struct nvmeio_request *behind = submit(stage.handle, &sync);
     CHECK(finish(second).result == BLOCK);
-    /* The only lane takes requests in the order of the queue.  If the second write had
-     * put the fsync there, it would be in flight before this read. */
+    /* The only worker takes requests in the order of the queue.  If the second write
+     * had put the fsync there, it would be in flight before this read. */
     t.op = NVMEIO_OP_READ;
     struct nvmeio_request *read = submit(stage.handle, &t);
     await(&in_flight_of[NVMEIO_OP_READ], 1);
@@ -195,93 +246,40 @@ static void test_an_fsync_waits_for_more_than_the_last_write(void)
     stage_close();
 }
 
-static void test_an_fsync_carries_out_a_write_that_nobody_waits_for(void)
+/* What is of one page; the rest is held. */
+static bool perform_a_page(struct nvmeio_block *block)
 {
-    stage_open(4, true);
-    struct nvmeio_transfer sync = {.op = NVMEIO_OP_FSYNC, .file = stage.file};
-    struct nvmeio_transfer t = whole(NVMEIO_OP_WRITE);
-    t.caller = true;
-    struct nvmeio_request *write = submit(stage.handle, &t);
-    CHECK(carry_out(stage.handle, &sync).result == 0);
-    CHECK(nvmeio_request_done(write) && finish(write).result == BLOCKS * BLOCK);
-    stage_close();
+    return block->op == NVMEIO_OP_READ && block->bytes == PAGE && perform(block);
 }
 
-static void *submit_main(void *argument)
+/* Beside an fsync, or all blocks of a large read, for several of which at once the
+ * worker waits. */
+static void test_a_small_read_of_another_file_waits_for_nothing_else(enum nvmeio_op op)
 {
-    struct nvmeio_transfer t = whole(NVMEIO_OP_WRITE);
-    t.caller = true;
-    *(struct nvmeio_request **)argument = submit(stage.handle, &t);
-    return NULL;
-}
+    const char *path = path_in(test_folder());
+    struct guarded memory = guarded_in_pool(PAGE);
 
-static void *finish_main(void *argument)
-{
-    CHECK(finish(argument).result == 0);
-    return NULL;
-}
-
-/* Who waits for the fsync has found no lane to drive, and sleeps. */
-static void test_an_fsync_carries_out_a_write_whose_lane_comes_late(void)
-{
-    struct nvmeio_request *write;
-    pthread_t submitter, waiter;
-
-    stage_open(4, true);
-    struct nvmeio_transfer sync = {.op = NVMEIO_OP_FSYNC, .file = stage.file};
-    atomic_store(&waits, false);
-    atomic_store(&held_up, true);
-    pthread_create(&submitter, NULL, submit_main, &write);
-    while (!atomic_load(&waits))
-        sched_yield();
-    struct nvmeio_request *request = submit(stage.handle, &sync);
-    pthread_create(&waiter, NULL, finish_main, request);
-    pause_ms(20);
-    atomic_store(&held_up, false);
-    pthread_join(submitter, NULL);
-    pthread_join(waiter, NULL);
-    CHECK(nvmeio_request_done(write) && finish(write).result == BLOCKS * BLOCK);
-    stage_close();
-}
-
-static void test_a_deserted_request_is_finished_by_those_who_ask(void)
-{
-    char user;
-    void *found = NULL;
-
-    stage_open(4, true);
-    struct nvmeio_transfer t = whole(NVMEIO_OP_READ);
-    t.caller = true;
-    t.user = &user;
-    play(hold);
-    struct nvmeio_request *request = submit(stage.handle, &t);
-    CHECK(nvmeio_request_wait(request, 1000000) == -ETIMEDOUT);
-    CHECK(nvmeio_handle_pop(stage.handle, &found, 1) == 0);
-    CHECK(nvmeio_handle_pop(stage.handle, &found, 1) == 0);
+    stage_open(4);
+    nvmeio_config_default(&stage.config);
+    stage.config.engine = "sync";
+    if (op == NVMEIO_OP_READ)
+        stage.config.block_bytes = BLOCK;
+    stage_reopen();
+    make_file(path, PAGE, 3);
+    struct nvmeio_file *other = open_file(path, O_RDONLY, NVMEIO_DIRECT_AUTO);
+    play(perform_a_page);
+    struct nvmeio_request *held = start(op);
+    await(&in_flight, op == NVMEIO_OP_READ ? BLOCKS : 1);
+    CHECK(read_at(stage.handle, other, memory.address, PAGE, 0).result ==
+          (int64_t)PAGE);
+    CHECK(file_holds(path, memory.address, PAGE, 0));
+    CHECK(!nvmeio_request_done(held));
     play(perform);
-    while (nvmeio_handle_pop(stage.handle, &found, 1) == 0)
-        pause_ms(1);
-    CHECK(found == &user && finish(request).result == BLOCKS * BLOCK);
-    stage_close();
-}
-
-static void test_a_caller_that_only_looks_brings_its_request_forward(void)
-{
-    stage_open(16, true);
-    struct nvmeio_transfer t = whole(NVMEIO_OP_READ);
-    t.caller = true;
-    play(hold);
-    struct nvmeio_request *request = submit(stage.handle, &t);
-    CHECK(nvmeio_request_wait(request, 0) == -ETIMEDOUT);
-    CHECK(look(&in_flight) == BLOCKS);
-    play(perform);
-    while (nvmeio_request_wait(request, 0) == -ETIMEDOUT)
-        ;
-    CHECK(finish(request).result == BLOCKS * BLOCK);
-    request = submit(stage.handle, &t);
-    while (nvmeio_handle_drain(stage.handle, 0) == -ETIMEDOUT)
-        ;
-    CHECK(nvmeio_request_done(request) && finish(request).result == BLOCKS * BLOCK);
+    CHECK(finish(held).result ==
+          (op == NVMEIO_OP_READ ? (int64_t)(BLOCKS * BLOCK) : 0));
+    nvmeio_file_release(other);
+    check_canaries(&memory);
+    nvmeio_pool_free(memory.base);
     stage_close();
 }
 
@@ -290,16 +288,16 @@ int main(void)
     begin();
     stage.path = path_in(test_folder());
     test_no_more_blocks_are_in_flight_than_the_queue_holds();
-    test_overlapped_lanes_refill_at_once_and_others_when_all_is_back();
-    test_overlapped_lanes_take_new_requests_while_they_wait();
-    test_what_is_queued_just_before_a_lane_waits_is_not_left_behind();
+    test_a_block_takes_the_place_of_one_that_is_back();
+    test_a_worker_takes_new_requests_while_it_waits();
+    test_a_large_bounce_serves_one_block_at_a_time();
+    test_what_is_queued_just_before_a_worker_waits_is_not_left_behind();
     test_single_submit_hands_over_one_block_a_call();
     test_edges_of_a_write_wait_for_its_middle();
+    test_edges_of_a_scatter_wait_for_its_middles();
     test_an_fsync_waits_for_the_writes_before_it();
     test_an_fsync_waits_for_more_than_the_last_write();
-    test_an_fsync_carries_out_a_write_that_nobody_waits_for();
-    test_an_fsync_carries_out_a_write_whose_lane_comes_late();
-    test_a_deserted_request_is_finished_by_those_who_ask();
-    test_a_caller_that_only_looks_brings_its_request_forward();
+    test_a_small_read_of_another_file_waits_for_nothing_else(NVMEIO_OP_FSYNC);
+    test_a_small_read_of_another_file_waits_for_nothing_else(NVMEIO_OP_READ);
     return 0;
 }

@@ -21,7 +21,8 @@ static struct model model_new(const char *folder)
 }
 
 static void round_trip(struct nvmeio_handle *handle, struct nvmeio_file *file,
-                       struct model *model, struct nvmeio_transfer *t, size_t residue)
+                       struct model *model, struct nvmeio_transfer *t, size_t residue,
+                       bool perform)
 {
     static unsigned seed;
     struct guarded out = guarded_new(t->size, residue);
@@ -31,16 +32,15 @@ static void round_trip(struct nvmeio_handle *handle, struct nvmeio_file *file,
     int64_t size = (int64_t)t->size;
 
     fill(out.address, t->size, (uint64_t)t->offset, ++seed);
-    *t = (struct nvmeio_transfer){NVMEIO_OP_WRITE, file, out.address, t->size,
-                                  t->offset,       NULL, t->caller};
-    CHECK(carry_out(handle, t).result == size);
+    *t = transfer_of(NVMEIO_OP_WRITE, file, out.address, t->size, t->offset);
+    CHECK(carry_out_by(perform, handle, t).result == size);
     memcpy(model->bytes + t->offset, out.address, t->size);
     if (window > FILE_BYTES - from)
         window = FILE_BYTES - from;
     CHECK(file_holds(model->path, model->bytes + from, window, (int64_t)from));
     t->op = NVMEIO_OP_READ;
     t->address = in.address;
-    CHECK(carry_out(handle, t).result == size);
+    CHECK(carry_out_by(perform, handle, t).result == size);
     CHECK(memcmp(in.address, out.address, t->size) == 0);
     guarded_free(&out);
     guarded_free(&in);
@@ -62,14 +62,13 @@ static void all_sizes(const struct nvmeio_config *config, struct model *model)
 
     for (unsigned i = 0; i < 10; i++)
         for (unsigned j = 0; j < 8; j++)
-            for (int caller = 0; caller < 2; caller++) {
+            for (int perform = 0; perform < 2; perform++) {
                 size_t limit = FILE_BYTES - (size_t)places[j].offset;
                 struct nvmeio_transfer t = {
                     .size = sizes[i] < limit ? sizes[i] : limit,
                     .offset = places[j].offset,
-                    .caller = caller,
                 };
-                round_trip(handle, file, model, &t, places[j].residue);
+                round_trip(handle, file, model, &t, places[j].residue, perform);
             }
     nvmeio_file_release(file);
     nvmeio_handle_close(handle);
@@ -81,7 +80,7 @@ static void test_every_size_at_every_place_in_every_shape(const char *folder,
 {
     static const struct {
         size_t block_bytes;
-        unsigned depth, lanes;
+        unsigned depth, workers;
     } shapes[] = {{1, 1, 1}, {4096, 3, 3}, {64 * KIB, 4, 1}};
     struct model model = model_new(folder);
     const char *engine;
@@ -89,13 +88,12 @@ static void test_every_size_at_every_place_in_every_shape(const char *folder,
     FOR_EACH_ENGINE(engine)
     {
         for (int i = 3 - shape_count; i < 3; i++)
-            for (int mode = shape_count == 3 ? 0 : 3; mode < 4; mode++) {
+            for (int single = shape_count == 3 ? 0 : 1; single < 2; single++) {
                 struct nvmeio_config config = config_of(engine);
                 config.block_bytes = shapes[i].block_bytes;
                 config.queue_depth = shapes[i].depth;
-                config.lanes = shapes[i].lanes;
-                config.single_submit = mode & 1;
-                config.overlap_events = mode & 2;
+                config.workers = shapes[i].workers;
+                config.single_submit = single;
                 all_sizes(&config, &model);
             }
     }
@@ -116,7 +114,7 @@ static void test_every_residue_of_offset_and_address(void)
         for (int64_t offset = 4096; offset < 4096 + 512; offset += 73)
             for (size_t residue = 0; residue < 512; residue += 73) {
                 struct nvmeio_transfer t = {.size = 9000, .offset = offset};
-                round_trip(handle, file, &model, &t, residue);
+                round_trip(handle, file, &model, &t, residue, false);
             }
         nvmeio_file_release(file);
         nvmeio_handle_close(handle);
@@ -172,13 +170,12 @@ static void check_route(const struct route_case *c, const char *engine,
     struct nvmeio_handle *handle = open_handle(&config);
     struct nvmeio_file *file = open_file(path, O_RDWR, c->direct);
     struct guarded memory = guarded_new(c->size, c->residue);
-    for (int caller = 0; caller < 2; caller++)
+    for (int perform = 0; perform < 2; perform++)
         for (int op = 0; op < 2; op++) {
             struct nvmeio_transfer t =
                 transfer_of(op ? NVMEIO_OP_WRITE : NVMEIO_OP_READ, file, memory.address,
                             c->size, c->offset);
-            t.caller = caller;
-            CHECK(carry_out(handle, &t).result == (int64_t)c->size);
+            CHECK(carry_out_by(perform, handle, &t).result == (int64_t)c->size);
             change = difference(handle, &before);
             CHECK(change.requests == 1);
             CHECK(change.bytes_direct == c->direct_bytes);
@@ -277,11 +274,11 @@ static void test_values_out_of_their_limits_make_no_handle(void)
     for (int i = 0; i < 7; i++) {
         struct nvmeio_config bad = good;
         size_t *blocks[] = {&bad.block_bytes, &bad.block_bytes};
-        unsigned *counts[] = {&bad.queue_depth, &bad.queue_depth, &bad.lanes,
-                              &bad.lanes};
+        unsigned *counts[] = {&bad.queue_depth, &bad.queue_depth, &bad.workers,
+                              &bad.workers};
         const size_t block_values[] = {0, NVMEIO_BLOCK_BYTES_MAX + 1};
         const unsigned values[] = {0, NVMEIO_QUEUE_DEPTH_MAX + 1, 0,
-                                   NVMEIO_LANES_MAX + 1};
+                                   NVMEIO_WORKERS_MAX + 1};
         if (i < 2)
             *blocks[i] = block_values[i];
         else if (i < 6)
@@ -302,8 +299,7 @@ static void test_neighbours_in_one_page_do_not_undo_each_other(void)
     FOR_EACH_ENGINE(engine)
     {
         struct nvmeio_config config = config_of(engine);
-        config.lanes = 4;
-        config.overlap_events = true;
+        config.workers = 4;
         struct nvmeio_handle *handle = open_handle(&config);
         struct nvmeio_file *file =
             open_file(path, O_RDWR | O_CREAT, NVMEIO_DIRECT_AUTO);

@@ -1,30 +1,67 @@
-/* wake() ends a reap() that waits for a block which takes its time, again and again, on
- * the engines that wait for the kernel or for threads. */
+/* wake() ends a reap() that waits for blocks which take their time, for one of them or
+ * for all, again and again, on the engines that wait for the kernel or for threads. */
 #include <pthread.h>
 #include <sys/syscall.h>
 
 #include "engine.h"
 #include "transfer.h"
 
+#if __has_include(<liburing.h>)
+#include "liburing_calls.h"
+#endif
+
+/* Rings are as before Linux 6.1, where completions turn up at any time. */
+static bool old_rings;
+
+#if __has_include(<liburing.h>)
+int io_uring_queue_init_params(unsigned entries, struct io_uring *ring,
+                               struct io_uring_params *params)
+{
+    int (*set_up)(unsigned, struct io_uring *, struct io_uring_params *) =
+        real("io_uring_queue_init_params");
+
+    /* IORING_SETUP_DEFER_TASKRUN, which older headers lack. */
+    if (old_rings && params->flags & (1U << 13))
+        return -EINVAL;
+    return set_up(entries, ring, params);
+}
+
+void io_uring_queue_exit(struct io_uring *ring)
+{
+    ((void (*)(struct io_uring *))real("io_uring_queue_exit"))(ring);
+}
+
+int io_uring_submit(struct io_uring *ring)
+{
+    return ((int (*)(struct io_uring *))real("io_uring_submit"))(ring);
+}
+
+int io_uring_submit_and_wait(struct io_uring *ring, unsigned count)
+{
+    int (*enter)(struct io_uring *, unsigned) = real("io_uring_submit_and_wait");
+    return enter(ring, count);
+}
+#endif
+
 struct iocb;
 int io_submit(unsigned long context, long count, struct iocb **blocks);
 
-/* What libaio and the threads have of the block until it is let go. */
+#define BLOCKS 4
+
+/* What libaio and the threads have of the blocks until they are let go. */
 static atomic_bool held;
 static unsigned long context_held;
-static struct iocb *block_held;
-
-static long submit_one(unsigned long context, struct iocb *block)
-{
-    return syscall(SYS_io_submit, context, 1, &block);
-}
+static struct iocb *blocks_held[BLOCKS];
+static unsigned count_held;
 
 int io_submit(unsigned long context, long count, struct iocb **blocks)
 {
-    CHECK(count == 1 && !block_held);
     context_held = context;
-    block_held = blocks[0];
-    return 1;
+    for (long i = 0; i < count; i++) {
+        CHECK(count_held < BLOCKS);
+        blocks_held[count_held++] = blocks[i];
+    }
+    return (int)count;
 }
 
 ssize_t pread(int fd, void *address, size_t size, off_t offset)
@@ -44,45 +81,64 @@ static void *wake_later(void *engine)
 }
 
 /* Before the reap, and amid it. */
-static void wake_and_reap(struct nvmeio_engine *engine)
+static void wake_and_reap(struct nvmeio_engine *engine, unsigned wait_min)
 {
     pthread_t thread;
 
     for (int i = 0; i < 3; i++) {
+        /* What does not wait leaves the wake-up to what does. */
         engine->ops->wake(engine);
-        CHECK(engine->ops->reap(engine, 1, -1) == 0);
+        CHECK(engine->ops->reap(engine, 0) == 0);
+        CHECK(engine->ops->reap(engine, wait_min) == 0);
+        engine->ops->wake(engine);
+        CHECK(engine->ops->reap(engine, wait_min) == 0);
         CHECK(pthread_create(&thread, NULL, wake_later, engine) == 0);
-        CHECK(engine->ops->reap(engine, 1, -1) == 0);
+        CHECK(engine->ops->reap(engine, wait_min) == 0);
         pthread_join(thread, NULL);
     }
-    CHECK(engine->in_flight == 1 && !engine->finished);
+    CHECK(engine->in_flight == BLOCKS && !engine->finished);
+}
+
+static void take_and_wake(struct nvmeio_engine *engine, const int pipes[2], int fd)
+{
+    struct nvmeio_block blocks[BLOCKS];
+    char bytes[BLOCKS];
+
+    atomic_store(&held, true);
+    for (uint32_t i = 0; i < BLOCKS; i++) {
+        blocks[i] = (struct nvmeio_block){.op = NVMEIO_OP_READ,
+                                          .fd = fd,
+                                          .address = &bytes[i],
+                                          .index = i,
+                                          .bytes = 1};
+        engine->ops->push(engine, &blocks[i]);
+    }
+    wake_and_reap(engine, 1);
+    wake_and_reap(engine, BLOCKS);
+    wake_and_reap(engine, 2);
+    atomic_store(&held, false);
+    CHECK(write(pipes[1], "xxxx", BLOCKS) == BLOCKS);
+    CHECK(count_held == 0 || syscall(SYS_io_submit, context_held, (long)count_held,
+                                     blocks_held) == (long)count_held);
+    count_held = 0;
+    while (engine->in_flight > 0)
+        CHECK(engine->ops->reap(engine, 1) >= 0);
+    for (int i = 0; i < BLOCKS; i++)
+        CHECK(blocks[i].result == 1);
+    engine->finished = NULL;
 }
 
 static void try_engine(const struct nvmeio_engine_ops *ops, const char *path)
 {
     bool uring = strcmp(ops->name, "io_uring") == 0;
+    int pipes[2], file = open(path, O_RDONLY | O_CLOEXEC);
     struct nvmeio_engine engine;
-    int pipes[2];
-    char byte = 0;
 
-    CHECK(nvmeio_engine_start(&engine, ops, 1, false) == 0);
+    CHECK(nvmeio_engine_start(&engine, ops, BLOCKS) == 0);
     CHECK(pipe2(pipes, O_CLOEXEC) == 0);
-    int file = open(path, O_RDONLY | O_CLOEXEC);
-    struct nvmeio_block block = {.op = NVMEIO_OP_READ,
-                                 .fd = uring ? pipes[0] : file,
-                                 .address = &byte,
-                                 .bytes = 1};
-    atomic_store(&held, true);
-    engine.ops->push(&engine, &block);
-    wake_and_reap(&engine);
-    atomic_store(&held, false);
-    CHECK(write(pipes[1], "x", 1) == 1);
-    if (block_held)
-        CHECK(submit_one(context_held, block_held) == 1);
-    block_held = NULL;
-    while (!engine.finished)
-        CHECK(engine.ops->reap(&engine, 1, -1) >= 0);
-    CHECK(engine.finished == &block && block.result == 1 && engine.in_flight == 0);
+    /* The second time after a wait that was ended by a block. */
+    for (int i = 0; i < 2; i++)
+        take_and_wake(&engine, pipes, uring ? pipes[0] : file);
     nvmeio_engine_stop(&engine);
     close(pipes[0]);
     close(pipes[1]);
@@ -99,8 +155,11 @@ int main(void)
     make_file(path, 1, 1);
     FOR_EACH_ENGINE(engine)
     {
-        if (strcmp(engine, "sync") != 0) /* which never waits */
-            try_engine(nvmeio_engine_find(engine, &known), path);
+        for (int old = 0; old < 2; old++) {
+            old_rings = old;
+            if (strcmp(engine, "sync") != 0) /* which never waits */
+                try_engine(nvmeio_engine_find(engine, &known), path);
+        }
     }
     return 0;
 }

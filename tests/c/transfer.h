@@ -189,13 +189,34 @@ static inline struct nvmeio_request *submit(struct nvmeio_handle *handle,
     return request;
 }
 
-static inline void wait_for(struct nvmeio_request *request)
+/* Whether its completion was reported to this thread. */
+static inline bool wait_for(struct nvmeio_request *request)
 {
-    int error = nvmeio_request_wait(request, LONG_NS);
+    int result = nvmeio_request_wait(request, LONG_NS);
 
-    if (error)
+    if (result < 0)
         tell_stuck(request);
-    CHECK(error == 0);
+    CHECK(result == 0 || (result == 1 && request->user));
+    return result;
+}
+
+/* Whether a thread sleeps until a request is done, or until a handle has none. */
+static inline bool is_awaited(struct nvmeio_request *request)
+{
+    struct nvmeio_queue *queue = &request->handle->queue;
+
+    pthread_mutex_lock(&queue->mutex);
+    bool found = request->waiters;
+    pthread_mutex_unlock(&queue->mutex);
+    return found;
+}
+
+static inline bool is_drained(struct nvmeio_handle *handle)
+{
+    pthread_mutex_lock(&handle->queue.mutex);
+    bool found = handle->queue.drainers;
+    pthread_mutex_unlock(&handle->queue.mutex);
+    return found;
 }
 
 /* Wait, take the outcome and release. */
@@ -214,6 +235,25 @@ static inline struct nvmeio_outcome carry_out(struct nvmeio_handle *handle,
                                               const struct nvmeio_transfer *transfer)
 {
     return finish(submit(handle, transfer));
+}
+
+/* In this thread if it can be. */
+static inline struct nvmeio_outcome
+perform_or_submit(struct nvmeio_handle *handle, const struct nvmeio_transfer *transfer)
+{
+    struct nvmeio_outcome outcome;
+    int done = nvmeio_perform(handle, transfer, &outcome);
+
+    CHECK(done >= 0);
+    return done ? outcome : carry_out(handle, transfer);
+}
+
+/* One way or the other. */
+static inline struct nvmeio_outcome carry_out_by(bool perform,
+                                                 struct nvmeio_handle *handle,
+                                                 const struct nvmeio_transfer *transfer)
+{
+    return perform ? perform_or_submit(handle, transfer) : carry_out(handle, transfer);
 }
 
 static inline struct nvmeio_transfer transfer_of(enum nvmeio_op op,

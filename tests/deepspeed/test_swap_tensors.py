@@ -32,7 +32,7 @@ from helpers import MIB, routes
 
 pytestmark = pytest.mark.usefixtures("distributed")
 
-# Small blocks, so that every tensor is many; two lanes, so that DeepSpeed aligns to 2 KiB.
+# Small blocks, so that every tensor is many; two workers, so DeepSpeed aligns to 2 KiB.
 AIO = {"block_size": 64 << 10, "queue_depth": 4, "intra_op_parallelism": 2}
 ALIGNED_BYTES = 2 * 1024
 ALIGNED_NUMEL = ALIGNED_BYTES // 4

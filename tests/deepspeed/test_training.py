@@ -9,6 +9,7 @@ import json
 from pathlib import Path
 
 import pytest
+from deepspeed.accelerator import get_accelerator
 
 from processes import rank_environment, run_python
 
@@ -92,6 +93,9 @@ def test_optimizer_states_on_nvme_train_as_in_memory(tmp_path, dtype, optimizer,
 
 @pytest.mark.parametrize(("dtype", "optimizer"), KINDS)
 def test_parameters_and_states_on_nvme_train_as_in_memory(tmp_path, dtype, optimizer):
+    # DeepSpeed 0.19.8, zero/partition_parameters.py: `dtype or float16 if ... else ...`.
+    if dtype == "float32" and not get_accelerator().is_fp16_supported():
+        pytest.skip("DeepSpeed offloads bfloat16 alone where the CPU has no float16")
     report = train(
         dtype,
         optimizer,

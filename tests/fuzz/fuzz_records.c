@@ -12,7 +12,7 @@
 
 struct situation {
     struct nvmeio_gather gather;
-    struct nvmeio_run_limits limits;
+    struct nvmeio_extent_limits limits;
     int64_t file_size;
     int64_t offsets[RECORDS_MAX], sizes[RECORDS_MAX], places[RECORDS_MAX];
     /* Bytes [fail_from, fail_to) of the file cannot be read or written. */
@@ -137,77 +137,81 @@ static uint64_t up(uint64_t number, uint64_t align)
     return (number / align + (number % align != 0)) * align;
 }
 
-/* What a run may hold: records in the order of the file, which it just covers, with no
- * more between them than may be read for nothing. */
-static void check_run(const struct situation *s, const struct nvmeio_records *records,
-                      const struct nvmeio_run *run)
+/* What an extent may hold: records in the order of the file, which it just covers, with
+ * no more between them than may be read for nothing. */
+static void check_extent(const struct situation *s,
+                         const struct nvmeio_records *records,
+                         const struct nvmeio_extent *extent)
 {
     uint64_t align = s->limits.align;
-    uint64_t from = (uint64_t)run->offset, end = from;
-    uint64_t cover = up(from + run->size, align) - from / align * align;
+    uint64_t from = (uint64_t)extent->offset, end = from;
+    uint64_t cover = up(from + extent->size, align) - from / align * align;
     char *memory = s->gather.address;
 
-    CHECK(run->count > 0 && run->first + run->count <= records->count);
-    for (size_t i = run->first; i < run->first + run->count; i++) {
+    CHECK(extent->count > 0 && extent->first + extent->count <= records->count);
+    for (size_t i = extent->first; i < extent->first + extent->count; i++) {
         const struct nvmeio_record *record = &records->list[i];
         uint64_t begin = (uint64_t)record->offset;
-        CHECK(begin >= from && (i > run->first || begin == from));
+        CHECK(begin >= from && (i > extent->first || begin == from));
         if (begin > end) {
-            CHECK(s->gather.op == NVMEIO_OP_READ && !run->home);
+            CHECK(s->gather.op == NVMEIO_OP_READ && !extent->home);
             uint64_t gap_from = up(end, align), gap_to = begin / align * align;
             CHECK(gap_to <= gap_from || gap_to - gap_from <= s->gather.gap_max);
         }
         if (begin + record->size > end)
             end = begin + record->size;
-        if (!run->copied)
-            CHECK(record->place == run->home + (begin - from));
+        if (!extent->copied)
+            CHECK(record->place == extent->home + (begin - from));
     }
-    CHECK(end - from == run->size);
-    CHECK(run->home || (run->copied && cover <= s->limits.merged_bytes));
-    if (run->home)
-        CHECK(run->home >= memory && run->home + run->size <= memory + s->gather.size);
+    CHECK(end - from == extent->size);
+    CHECK(extent->home || (extent->copied && cover <= s->limits.merged_bytes));
+    if (extent->home)
+        CHECK(extent->home >= memory &&
+              extent->home + extent->size <= memory + s->gather.size);
 }
 
-/* Carry a part of a run out, as block.c does; in memory of just its size. */
+/* Carry a part of an extent out, as block.c does; in memory of just its size. */
 static void carry_out(const struct situation *s, struct nvmeio_records *records,
-                      const struct nvmeio_run *run, size_t begin, size_t end)
+                      const struct nvmeio_extent *extent, size_t begin, size_t end)
 {
-    char *in_file = file_image + run->offset + begin;
-    char *own = run->home ? NULL : malloc(end - begin);
-    char *source = own ? own : run->home + begin;
-    uint64_t from = (uint64_t)run->offset + begin, to = (uint64_t)run->offset + end;
+    char *in_file = file_image + extent->offset + begin;
+    char *own = extent->home ? NULL : malloc(end - begin);
+    char *source = own ? own : extent->home + begin;
+    uint64_t from = (uint64_t)extent->offset + begin,
+             to = (uint64_t)extent->offset + end;
 
     if (from < s->fail_to && s->fail_from < to) {
-        nvmeio_records_fail(records, run, begin, end, -EIO);
+        nvmeio_records_fail(records, extent, begin, end, -EIO);
     } else if (s->gather.op == NVMEIO_OP_READ) {
         memcpy(source, in_file, end - begin);
-        if (run->copied)
-            nvmeio_records_spread(records, run, source, begin, end);
+        if (extent->copied)
+            nvmeio_records_spread(records, extent, source, begin, end);
     } else {
         if (own)
-            nvmeio_records_collect(records, run, own, begin, end);
+            nvmeio_records_collect(records, extent, own, begin, end);
         memcpy(in_file, source, end - begin);
     }
     free(own);
 }
 
-/* All runs, or those of one record that are read once more. */
-static void run_all(const struct situation *s, struct nvmeio_records *records,
-                    bool alone)
+/* All extents, or those of one record that are read once more. */
+static void carry_out_all(const struct situation *s, struct nvmeio_records *records,
+                          bool alone)
 {
-    struct nvmeio_run run;
+    struct nvmeio_extent extent;
     size_t next = 0;
 
     records->next = 0;
-    while (alone ? nvmeio_records_next_alone(records, &run)
-                 : nvmeio_records_next(records, &s->limits, &run)) {
-        CHECK(alone ? run.count == 1 : run.first == next);
-        next = run.first + run.count;
-        check_run(s, records, &run);
-        for (size_t at = 0; at < run.size && run.offset + run.size <= BYTES_MAX;) {
+    while (alone ? nvmeio_records_next_alone(records, &extent)
+                 : nvmeio_records_next(records, &s->limits, &extent)) {
+        CHECK(alone ? extent.count == 1 : extent.first == next);
+        next = extent.first + extent.count;
+        check_extent(s, records, &extent);
+        for (size_t at = 0;
+             at < extent.size && extent.offset + extent.size <= BYTES_MAX;) {
             size_t end =
-                at + s->chunk_bytes < run.size ? at + s->chunk_bytes : run.size;
-            carry_out(s, records, &run, at, end);
+                at + s->chunk_bytes < extent.size ? at + s->chunk_bytes : extent.size;
+            carry_out(s, records, &extent, at, end);
             at = end;
         }
     }
@@ -274,6 +278,17 @@ static void fill(struct situation *s)
     memcpy(s->gather.address, memory_expected, s->gather.size);
 }
 
+static int64_t end_of(const struct nvmeio_records *records)
+{
+    int64_t last = 0;
+
+    for (size_t i = 0; i < records->count; i++) {
+        int64_t end = records->list[i].offset + (int64_t)records->list[i].size;
+        last = end > last ? end : last;
+    }
+    return last;
+}
+
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
 {
     struct input input = {data, size};
@@ -289,12 +304,12 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
     CHECK(error == model.error && (records != NULL) == (error == 0));
     if (error)
         CHECK(offender == model.offender);
-    if (records && records->end <= BYTES_MAX) {
+    if (records && end_of(records) <= BYTES_MAX) {
         CHECK(records->bytes == model.bytes);
         fill(&s);
-        run_all(&s, records, false);
+        carry_out_all(&s, records, false);
         if (s.gather.op == NVMEIO_OP_READ && records->shared)
-            run_all(&s, records, true);
+            carry_out_all(&s, records, true);
         check_outcome(&s, records);
         check_bytes(&s);
     }

@@ -16,7 +16,7 @@ FILE_S = 600
 # Where some of a transfer was short, the rest may go another way than these tests look for;
 # a queue is not as full as this one wants it while what is to go again waits for its turn.
 LEFT_OUT = {
-    "test_lanes.py": ("short", "partly"),
+    "test_workers.py": ("short", "partly"),
     "test_handle.py": ("short", "partly"),
 }
 DESELECTED = {"test_gather.py": "queue_is_full"}
@@ -34,7 +34,7 @@ FILES = [
     ),
     *(
         pytest.param(f"test_{name}.py", marks=amount(short=0, full=0, long=3))
-        for name in ("request", "lanes", "arrays", "futures", "staged", "model", "fork")
+        for name in ("request", "workers", "arrays", "futures", "staged", "model", "fork")
     ),
 ]
 

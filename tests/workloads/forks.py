@@ -5,11 +5,8 @@ import multiprocessing
 import os
 import sys
 import threading
-import time
 import traceback
 from concurrent.futures import ThreadPoolExecutor
-
-import numpy as np
 
 import nvmeio
 from helpers import Guarded, pattern
@@ -46,7 +43,7 @@ def join(child):
 
 
 def use_handle(handle, folder, name, engine):
-    """Use a handle in a child, with lanes of its own."""
+    """Use a handle in a child, with workers of its own."""
     path = f"{folder}/{name}"
     data = pattern(300_000, len(name))
     write_checked(handle, path, data)
@@ -112,37 +109,6 @@ def fork_latencies(folder, engine):
 
     join(fork(child_of_closed, handle))
     assert handle.latencies().count == before
-
-
-def fork_registered(folder, size=4 << 20):
-    """Memory that a ring has registered, and so pinned, is the parent's and the child's."""
-    path = f"{folder}/registered"
-    data = np.frombuffer(make_file(path, size), np.uint8)
-    memory = nvmeio.empty(size, np.uint8)
-
-    def read_into_memory(handle):
-        memory[:] = 0
-        handle.async_pread(memory, path)
-        assert handle.wait() == 1
-        assert np.array_equal(memory, data)
-
-    def child(handle):
-        assert nvmeio.pool_stats()["bytes_registered"] == 0
-        memory[:] = 7
-        time.sleep(0.1)  # while the parent reads
-        assert (memory == 7).all()
-        read_into_memory(handle)
-        assert nvmeio.pool_stats()["bytes_registered"] > 0
-
-    with nvmeio.aio_handle(4096, engine="io_uring") as handle:
-        read_into_memory(handle)
-        registered = nvmeio.pool_stats()["bytes_registered"]
-        process = fork(child, handle)
-        for _ in range(10):
-            read_into_memory(handle)
-        join(process)
-        read_into_memory(handle)
-    report({"registered": registered})
 
 
 def fork_in_flight(folder, control, other, engine):

@@ -90,7 +90,7 @@ def configure(parser: Parser) -> None:
         help="of a random read (default: 4K)",
     )
     add(
-        "--lanes",
+        "--workers",
         type=number(1, LIMITS["intra_op_parallelism"]),
         default=1,
         metavar="N",
@@ -208,7 +208,7 @@ def _settings(options: argparse.Namespace) -> Settings:
         small_count=min(SMALL_COUNT_MAX, most // 2 // small) if small else 0,
         copy_bytes=min(most, COPY_BYTES_MAX),
         queue_depth=options.queue_depth,
-        lanes=options.lanes,
+        workers=options.workers,
         engine=options.engine,
         direct=options.direct,
         memory=options.memory,
@@ -227,7 +227,7 @@ def _contests(
             settings.size,
             bench.engine,
             bench.direct,
-            settings.queue_depth * settings.lanes,
+            settings.queue_depth * settings.workers,
         )
         block, random = settings.block_bytes, settings.random_bytes
         capped: dict[str, Any] = {
@@ -287,8 +287,8 @@ def _about(bench: Workbench, settings: Settings, storage: Storage, fio: str) -> 
         f"{settings.memory} memory",
         fio,
     ]
-    if settings.lanes > 1:
-        words.insert(3, f"{settings.lanes} lanes")
+    if settings.workers > 1:
+        words.insert(3, f"{settings.workers} workers")
     return "; ".join(filter(None, words))
 
 

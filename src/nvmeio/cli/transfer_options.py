@@ -2,7 +2,7 @@
 
 from nvmeio.arguments import LIMITS
 from nvmeio.cli.arguments import Parser, number, size
-from nvmeio.lanes import ENGINES
+from nvmeio.workers import ENGINES
 
 __all__ = ["add_options"]
 

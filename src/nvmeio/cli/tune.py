@@ -46,7 +46,7 @@ AIO_KEYS = (
 )
 
 DETAILS = """\
-Three races: block size and queue depth; then lanes, overlap_events,
+Three races: block size and queue depth; then workers, overlap_events,
 single_submit and engines for the winners; then bounce, with memory in small
 pages.  In every round of a race each candidate reads and writes the same
 tensor, in another order.  A candidate is out when it is not faster than the
@@ -233,7 +233,7 @@ def _heats(
     first = hold("block size and depth", grid(), GRID_SHARE)
     winners = [first.best(goal) for goal in ("both", "read", "write")]
     second = hold(
-        "lanes, batches, engines",
+        "workers, batches, engines",
         variations(winners, works, processors),
         VARIATIONS_SHARE,
     )

@@ -23,13 +23,13 @@ class aio_handle(handle.aio_handle):
     block_size : int, default 1048576
         The largest I/O in bytes, 1 to 1 GiB.
     queue_depth : int, default 128
-        Blocks in flight in each lane, 1 to 32768.
+        Blocks in flight in each worker, 1 to 32768.
     single_submit : bool, default False
         Hand blocks to the kernel one by one, not in batches.
     overlap_events : bool, default False
         Refill the queue after every completion, not when the batch in flight is done.
     intra_op_parallelism : int, default 1
-        Lanes, threads with an engine each, that share every request; 1 to 256.
+        Workers, threads with an engine each, that share every request; 1 to 256.
     engine, direct, bounce
         As for ``nvmeio.aio_handle``.
 

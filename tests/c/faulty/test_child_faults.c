@@ -7,8 +7,8 @@
 
 #define SIZE ((size_t)10000)
 
-/* Runs in the child: both tries to start lanes fail, that of its first call and that of
- * the submission. */
+/* Runs in the child: both tries to start workers fail, that of its first call and that
+ * of the submission. */
 static void use(struct nvmeio_handle *handle, struct nvmeio_file *file,
                 const char *fault, int error)
 {
@@ -44,7 +44,7 @@ int main(void)
     FOR_EACH_ENGINE(engine)
     {
         struct nvmeio_config config = config_of(engine);
-        config.lanes = 3;
+        config.workers = 3;
         struct nvmeio_file *file = open_file(path, O_RDONLY, NVMEIO_DIRECT_AUTO);
         struct nvmeio_handle *handle = open_handle(&config);
         for (unsigned i = 0; i < sizeof(cases) / sizeof(cases[0]); i++) {

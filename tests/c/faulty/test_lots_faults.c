@@ -53,6 +53,9 @@ static void test_a_later_word_changes_an_earlier_one(void)
     CHECK(draw("short=1000,all=0", NVMEIO_FAULT_SHORT, first) == 0);
     CHECK(draw("short=0,all=50", NVMEIO_FAULT_SHORT, first) > 0);
     CHECK(draw("all=1000", NVMEIO_FAULT_EIO, first) == 0);
+    /* Pauses by all= are 500 times rarer: 40, and the deviation is 6. */
+    unsigned pauses = draw("all=1000", NVMEIO_FAULT_PAUSE, first);
+    CHECK(pauses > 0 && pauses < 100);
 }
 
 /* As docs/reliability.md has it: 16 bytes of name and three numbers for each kind. */

@@ -89,14 +89,13 @@ static void set_allowed(enum nvmeio_fault kind)
     static const int of_kind[NVMEIO_FAULT_COUNT][ALLOWED_MAX] = {
         [NVMEIO_FAULT_EIO] = {-EIO},
         [NVMEIO_FAULT_ENOSPC] = {-ENOSPC},
-        [NVMEIO_FAULT_DEAD] = {-EIO},
+        [NVMEIO_FAULT_DEAD] = {-EIO, -ENODATA}, /* of what was not written */
         [NVMEIO_FAULT_SETUP] = {-ENOSYS, -EPERM, -EMFILE},
         [NVMEIO_FAULT_MEMORY] = {-ENOMEM},
         [NVMEIO_FAULT_THREADS] = {-EAGAIN},
         [NVMEIO_FAULT_DESCRIPTORS] = {-EMFILE, -ENFILE},
         [NVMEIO_FAULT_SIGNAL] = {-EINTR},
-        [NVMEIO_FAULT_FALLOCATE] = {-ENOSPC, -EDQUOT},
-        [NVMEIO_FAULT_TRUNCATE] = {-EIO, -ENOSPC},
+        [NVMEIO_FAULT_TRUNCATE] = {-EIO},
         [NVMEIO_FAULT_STAT] = {-EIO},
     };
     memcpy(allowed, of_kind[kind], sizeof(allowed));
@@ -118,19 +117,11 @@ static bool occurs(enum nvmeio_fault kind)
     case NVMEIO_FAULT_ENOMEM:
     case NVMEIO_FAULT_BEHIND:
         return uring;
-    case NVMEIO_FAULT_REGISTER:
-        return uring && registers;
     case NVMEIO_FAULT_PARTLY:
-        return !uring;
+        return !uring || performs;
     default:
         return true;
     }
-}
-
-/* What makes occasions of a kind: a file is cut back where a write has failed. */
-static const char *companion_of(enum nvmeio_fault kind)
-{
-    return kind == NVMEIO_FAULT_TRUNCATE ? "enospc@1," : "";
 }
 
 /* Carry the workload out with the faults of `spec`, then without.  What a dead engine
@@ -173,8 +164,8 @@ static void look_at_place(void *argument)
 }
 
 /* Strike one occasion, and tell whether it came.  Where the workload has fewer of them
- * this time, for threads have met in another way, strike another.  A lane that is woken
- * has to wait for the device just then: of memory it may never do so. */
+ * this time, for threads have met in another way, strike another.  A worker that is
+ * woken has to wait for the device just then: of memory it may never do so. */
 static bool strike(enum nvmeio_fault kind, uint64_t occasion, uint64_t seed)
 {
     struct place place = {.kind = kind, .occasion = occasion};
@@ -184,9 +175,8 @@ static bool strike(enum nvmeio_fault kind, uint64_t occasion, uint64_t seed)
             CHECK(kind == NVMEIO_FAULT_WAKE);
             return false;
         }
-        snprintf(spec, sizeof(spec), "seed=%llu,%s%s@%llu", (unsigned long long)seed,
-                 companion_of(kind), nvmeio_fault_name(kind),
-                 (unsigned long long)place.occasion);
+        snprintf(spec, sizeof(spec), "seed=%llu,%s@%llu", (unsigned long long)seed,
+                 nvmeio_fault_name(kind), (unsigned long long)place.occasion);
         set_allowed(kind);
         try_faults(look_at_place, &place);
         if (!place.fired && place.occasions > 0)
@@ -199,11 +189,11 @@ static bool strike(enum nvmeio_fault kind, uint64_t occasion, uint64_t seed)
 static uint64_t places_of(enum nvmeio_fault kind)
 {
     alarm(CASE_S);
-    set_allowed(*companion_of(kind) ? NVMEIO_FAULT_ENOSPC : kind);
-    nvmeio_fault_configure(companion_of(kind));
+    set_allowed(kind);
+    nvmeio_fault_configure("");
     work();
     uint64_t count = nvmeio_fault_occasions(kind);
-    /* Who submits has to meet a lane at work. */
+    /* Who submits has to meet a worker at work. */
     if (kind == NVMEIO_FAULT_WAKE && count == 0)
         count = 1;
     if (occurs(kind) != (count > 0)) {
@@ -255,7 +245,7 @@ static unsigned storm(uint64_t seed)
 
     snprintf(spec, sizeof(spec),
              "seed=%llu,all=%u,eio=5,enospc=5,direct=2,nosync=500,setup=50,memory=%u,"
-             "threads=50,descriptors=50,signal=20,fallocate=200,truncate=500,stat=5",
+             "threads=50,descriptors=50,signal=20,truncate=500,stat=5",
              (unsigned long long)seed, (unsigned)(seed % 100), (unsigned)(seed % 20));
     memcpy(allowed, all_allowed, sizeof(allowed));
     try_faults(look_at_storm, &fired);
@@ -271,13 +261,14 @@ static void try_nodes(void)
         nvmeio_pool_free(memory);
 }
 
-/* Every kind but for a dead engine; how many faults have struck. */
+/* Every kind but for a dead engine, and for pauses, which test_pauses.c sweeps; how
+ * many faults have struck. */
 static unsigned sweep_engine(uint64_t stride, uint64_t seed, uint64_t storms)
 {
     unsigned fired = 0, stormed = 0;
 
     for (int kind = 0; kind < NVMEIO_FAULT_COUNT; kind++)
-        if (kind != NVMEIO_FAULT_DEAD)
+        if (kind != NVMEIO_FAULT_DEAD && kind != NVMEIO_FAULT_PAUSE)
             fired += sweep((enum nvmeio_fault)kind, stride, seed);
     for (uint64_t i = 0; i < storms; i++)
         stormed += storm(seed + i);

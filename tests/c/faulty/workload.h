@@ -19,7 +19,7 @@ static int allowed[ALLOWED_MAX]; /* -errno that the fault may end in */
 static unsigned failures;        /* that ended so */
 static bool abandoned;           /* a dead engine has memory, and may write */
 static bool direct;              /* the file system has O_DIRECT */
-static bool registers;           /* io_uring has memory registered */
+static bool performs;            /* a transfer was carried out in this thread */
 static bool many_nodes;          /* memory of a NUMA node can be asked for */
 
 /* True where all went well; an error must be the fault's. */
@@ -46,12 +46,20 @@ static bool done(struct nvmeio_request *request, struct nvmeio_outcome *outcome)
     return fine(outcome->result);
 }
 
+/* What suits is carried out in this thread. */
 static bool transfer(struct nvmeio_handle *handle, const struct nvmeio_transfer *t)
 {
     struct nvmeio_outcome outcome;
     struct nvmeio_request *request;
+    int performed = nvmeio_perform(handle, t, &outcome);
 
-    if (!fine(nvmeio_submit(handle, t, &request)) || !done(request, &outcome))
+    performs |= performed == 1;
+    if (!fine(performed))
+        return false;
+    if (performed == 0 &&
+        (!fine(nvmeio_submit(handle, t, &request)) || !done(request, &outcome)))
+        return false;
+    if (!fine(outcome.result))
         return false;
     CHECK(outcome.result == (int64_t)t->size);
     return true;
@@ -75,14 +83,13 @@ static void give_back(struct guarded *memory)
 
 /* A write, seen by an ordinary read, and read back: aligned, ragged and bounced. */
 static void write_and_read(struct nvmeio_handle *handle, struct nvmeio_file *file,
-                           size_t residue, int64_t offset, bool caller)
+                           size_t size, size_t residue, int64_t offset)
 {
-    struct guarded out = guarded_new(MEMORY, residue);
-    struct guarded in = guarded_new(MEMORY, residue);
+    struct guarded out = guarded_new(size, residue);
+    struct guarded in = guarded_new(size, residue);
     struct nvmeio_transfer t =
         transfer_of(NVMEIO_OP_WRITE, file, out.address, out.size, offset);
 
-    t.caller = caller;
     fill(out.address, out.size, (uint64_t)offset, (unsigned)residue);
     bool written = transfer(handle, &t);
     if (written)
@@ -109,8 +116,7 @@ static void plan_records(struct nvmeio_gather *gather, int64_t *offsets, int64_t
 }
 
 /* Records that are scattered and gathered again. */
-static void scatter_and_gather(struct nvmeio_handle *handle, struct nvmeio_file *file,
-                               bool caller)
+static void scatter_and_gather(struct nvmeio_handle *handle, struct nvmeio_file *file)
 {
     int64_t offsets[RECORDS], sizes[RECORDS];
     struct guarded out = guarded_new(MEMORY, 3);
@@ -121,7 +127,6 @@ static void scatter_and_gather(struct nvmeio_handle *handle, struct nvmeio_file 
     struct nvmeio_gather gather = {
         .op = NVMEIO_OP_WRITE, .file = file, .address = out.address, .size = out.size};
 
-    gather.caller = caller;
     plan_records(&gather, offsets, sizes);
     fill(out.address, out.size, 0, 77);
     bool written = fine(nvmeio_submit_gather(handle, &gather, &request, &offender)) &&
@@ -186,9 +191,8 @@ static void use_pool(size_t size)
     nvmeio_pool_free(memory);
 }
 
-/* Memory of the pool goes to the file and comes back, by so many small blocks that it
- * is registered, and the file too; and by so many requests that some meet a lane at
- * work. */
+/* Memory of the pool goes to the file and comes back, by so many requests that some
+ * meet a worker at work. */
 static void move_pages(struct nvmeio_handle *handle, struct nvmeio_file *file)
 {
     enum { COUNT = 96 };
@@ -225,18 +229,14 @@ static void use_small_blocks(struct nvmeio_file *file)
 {
     struct nvmeio_config config = config_of(engine);
     struct nvmeio_handle *handle;
-    struct nvmeio_stats stats;
 
     config.block_bytes = PAGE;
     config.queue_depth = 64;
-    config.overlap_events = true;
     if (!fine(nvmeio_handle_open(&config, &handle)))
         return;
     move_pages(handle, file);
     use_pool(5 * MIB);
     move_pages(handle, file);
-    nvmeio_handle_stats(handle, &stats);
-    registers = stats.blocks_registered > 0;
     nvmeio_handle_close(handle);
 }
 
@@ -263,7 +263,6 @@ static void work(void)
 
     config.block_bytes = BLOCK;
     config.queue_depth = 8;
-    config.overlap_events = true;
     unlink(path);
     abandoned = false;
     if (many_nodes && take_from_pool(0, MIB, &bytes))
@@ -277,11 +276,12 @@ static void work(void)
         fine(nvmeio_file_is_at(file, path));
         use_descriptor();
         if (fine(nvmeio_handle_open(&config, &handle))) {
-            write_and_read(handle, file, 0, 0, false);
-            write_and_read(handle, file, 1000, 1000, true);
-            write_and_read(handle, file, 1, 0, false);
-            scatter_and_gather(handle, file, true);
-            scatter_and_gather(handle, file, false);
+            write_and_read(handle, file, MEMORY, 0, 0);
+            write_and_read(handle, file, MEMORY, 1000, 1000);
+            write_and_read(handle, file, MEMORY, 1, 0);
+            write_and_read(handle, file, BLOCK, 0, 0);
+            scatter_and_gather(handle, file);
+            scatter_and_gather(handle, file);
             leave_in_flight(handle, file, &memory);
         }
         use_small_blocks(file);

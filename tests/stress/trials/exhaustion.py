@@ -73,7 +73,7 @@ class Threads:
     limit = resource.RLIMIT_NPROC
 
     def __init__(self):
-        # Less than rings would want to register memory, so that they alone count.
+        # So little that rings meet the limit.
         hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)[1]
         resource.setrlimit(resource.RLIMIT_MEMLOCK, (min(2 * MIB, hard), hard))
 
@@ -194,7 +194,7 @@ class Scene:
         assert memory.tobytes() == self.data
 
     def use_pool(self):
-        """Small blocks in memory of the pool, which a ring registers where it may."""
+        """Small blocks in memory of the pool."""
         memory = nvmeio.empty(SIZE, np.uint8)
         for _ in range(2):
             self.handle.async_pread(memory, self.path)
@@ -252,14 +252,10 @@ STEPS = (
 
 
 def pinned_by_closed():
-    """Return how much is pinned by rings that were closed, for a moment more.
-
-    A huge page of which a part was copied after a fork counts twice.
-    """
+    """Return how much is pinned by rings that were closed, for a moment more."""
     with open("/proc/self/status") as file:
         status = dict(line.split(":", 1) for line in file)
-    pinned = int(status["VmPin"].split()[0]) << 10
-    return max(0, pinned - 2 * nvmeio.pool_stats()["bytes_registered"])
+    return int(status["VmPin"].split()[0]) << 10
 
 
 def lift(scarcity):

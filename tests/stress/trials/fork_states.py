@@ -198,7 +198,7 @@ def closing(scene):
 
 @contextlib.contextmanager
 def stopping(scene):
-    """Its lanes go home, and some rings and contexts take their time."""
+    """Its workers go home, and some rings and contexts take their time."""
     with ThreadPoolExecutor(1) as pool:
         with scene.held():
             read = scene.read()

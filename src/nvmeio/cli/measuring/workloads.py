@@ -48,7 +48,7 @@ class Settings:
         Of one of the small tensors, and how many.
     copy_bytes : int
         What is copied in memory.
-    queue_depth, lanes : int
+    queue_depth, workers : int
         As for ``aio_handle``.
     engine : str
         As for ``aio_handle``.
@@ -65,7 +65,7 @@ class Settings:
     small_count: int
     copy_bytes: int
     queue_depth: int
-    lanes: int
+    workers: int
     engine: Any
     direct: Any
     memory: str
@@ -83,7 +83,7 @@ class Settings:
     @property
     def window_bytes(self) -> int:
         """How much memory a transfer goes through before it begins anew."""
-        queue = 2 * self.queue_depth * self.lanes * self.block_bytes
+        queue = 2 * self.queue_depth * self.workers * self.block_bytes
         return min(self.size, max(WINDOW_BYTES, queue))
 
     @property
@@ -133,7 +133,7 @@ class Workbench:
                 settings.block_bytes,
                 settings.queue_depth,
                 overlap_events=True,
-                intra_op_parallelism=settings.lanes,
+                intra_op_parallelism=settings.workers,
                 engine=settings.engine,
                 direct=settings.direct,
             )

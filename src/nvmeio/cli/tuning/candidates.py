@@ -27,7 +27,7 @@ DEFAULT: Options = dict(DEFAULTS)
 GRID_BLOCKS = (128 << 10, 512 << 10, 1 << 20, 4 << 20)
 GRID_DEPTHS = (8, 32, 128)
 
-LANES = (2, 4)
+WORKERS = (2, 4)
 
 
 def grid() -> list[Options]:
@@ -50,7 +50,7 @@ def grid() -> list[Options]:
 def variations(
     winners: Iterable[Options], engines: Sequence[str], processors: int
 ) -> list[Options]:
-    """Return winners and what differs from one in a single option, or in lanes and batches.
+    """Return winners and what differs from one in one option, or in workers and batches.
 
     Parameters
     ----------
@@ -59,7 +59,7 @@ def variations(
     engines : sequence of str
         Those that work here, the one that "auto" takes first.
     processors : int
-        How many there are: more lanes than that are not tried.
+        How many there are: more workers than that are not tried.
 
     Returns
     -------
@@ -71,9 +71,9 @@ def variations(
     for winner in winners:
         overlap = not winner["overlap_events"]
         changes: list[Options] = [{"overlap_events": overlap}, {"single_submit": True}]
-        for lanes in (lanes for lanes in LANES if lanes <= processors):
-            changes.append({"intra_op_parallelism": lanes})
-            changes.append({"intra_op_parallelism": lanes, "overlap_events": overlap})
+        for workers in (workers for workers in WORKERS if workers <= processors):
+            changes.append({"intra_op_parallelism": workers})
+            changes.append({"intra_op_parallelism": workers, "overlap_events": overlap})
         changes += [{"engine": engine} for engine in engines[1:]]
         found += [{**winner, **change} for change in changes]
     return distinct(found)
@@ -131,7 +131,7 @@ def described(options: Options) -> str:
     words = [f"{in_binary(options['block_size'])} x {options['queue_depth']}"]
     words.append("overlapped" if options["overlap_events"] else "in batches")
     if options["intra_op_parallelism"] > 1:
-        words.append(f"{options['intra_op_parallelism']} lanes")
+        words.append(f"{options['intra_op_parallelism']} workers")
     if options["single_submit"]:
         words.append("one by one")
     words += [options[name] for name in ("engine",) if options[name] != "auto"]

@@ -1,0 +1,277 @@
+/* gather.c -- a gather or scatter as a request: cut extent by extent.
+ *
+ * Which records make an extent is records.c's; how it is cut into blocks, request.c's.
+ */
+#include <errno.h>
+#include <stdlib.h>
+
+#include "copy_internal.h"
+#include "file_internal.h"
+#include "pages.h"
+#include "records.h"
+#include "request_internal.h"
+
+struct nvmeio_gathering {
+    struct nvmeio_records *records; /* owned */
+    size_t merged_bytes;            /* of an extent that goes through one bounce */
+    bool small_pages;               /* the memory of the records is in them */
+    bool late_left;                 /* an extent has spans for the second round */
+    bool second_round;
+    bool alone; /* what has failed with others is read again, each record by itself */
+};
+
+void nvmeio_gathering_free(struct nvmeio_gathering *gathering)
+{
+    if (gathering)
+        free(gathering->records);
+    free(gathering);
+}
+
+/* What of a scatter goes through the page cache waits for all that goes past it, for a
+ * large folio may span the neighbours' pages. */
+static bool is_late(const struct nvmeio_request *request, unsigned span)
+{
+    return request->op == NVMEIO_OP_WRITE && request->geometry.direct &&
+           request->plan.spans[span].route == NVMEIO_ROUTE_BUFFERED;
+}
+
+/* Choose the way of an extent's bytes.  What is merged is bounced, and so are the
+ * ragged ends of a read, which are hardly in the page cache. */
+static void plan_extent(struct nvmeio_request *request)
+{
+    const struct nvmeio_gathering *gathering = request->gathering;
+    const struct nvmeio_extent *extent = &request->extent;
+    struct nvmeio_geometry geometry = request->geometry;
+    uint64_t ends = (uint64_t)extent->offset | extent->size;
+    bool ragged = request->op == NVMEIO_OP_READ && ends % geometry.offset_align &&
+                  extent->size < gathering->merged_bytes;
+
+    request->address = extent->home;
+    request->size = extent->size;
+    request->offset = extent->offset;
+    request->span = 0;
+    request->bounce_optional = false;
+    if (geometry.bounce == NVMEIO_BOUNCE_AUTO && (ragged || !extent->home))
+        geometry.bounce = NVMEIO_BOUNCE_ALWAYS;
+    nvmeio_plan_make(&request->plan, &geometry, request->op, (uintptr_t)extent->home,
+                     extent->size, extent->offset);
+    if (gathering->small_pages && extent->size >= NVMEIO_PAGES_BYTES_MIN &&
+        request->plan.spans[0].route == NVMEIO_ROUTE_DIRECT)
+        nvmeio_request_prefer_bounce(request);
+}
+
+/* From the current span on, go to the first that belongs to this round. */
+static bool find_span(struct nvmeio_request *request)
+{
+    struct nvmeio_gathering *gathering = request->gathering;
+
+    for (; request->span < request->plan.count; request->span++) {
+        bool late = is_late(request, request->span);
+        gathering->late_left |= late;
+        if (late == gathering->second_round) {
+            request->position = request->plan.spans[request->span].begin;
+            return true;
+        }
+    }
+    return false;
+}
+
+static bool next_extent(struct nvmeio_request *request)
+{
+    const struct nvmeio_gathering *gathering = request->gathering;
+    const struct nvmeio_extent_limits limits = {
+        .op = request->op,
+        .align = request->geometry.direct ? request->geometry.offset_align : 1,
+        .merged_bytes = gathering->merged_bytes,
+    };
+
+    if (gathering->alone)
+        return nvmeio_records_next_alone(gathering->records, &request->extent);
+    return nvmeio_records_next(gathering->records, &limits, &request->extent);
+}
+
+/* Go to the next extent that has a span to cut, in this round or the second one. */
+static void find_extent(struct nvmeio_request *request)
+{
+    struct nvmeio_gathering *gathering = request->gathering;
+
+    for (;;) {
+        while (next_extent(request)) {
+            plan_extent(request);
+            if (find_span(request))
+                return;
+        }
+        request->span = request->plan.count;
+        if (gathering->second_round || !gathering->late_left)
+            return;
+        gathering->second_round = request->barrier = true;
+        gathering->records->next = 0;
+    }
+}
+
+static void gather_next(struct nvmeio_request *request)
+{
+    request->span++;
+    if (!find_span(request))
+        find_extent(request);
+}
+
+/* Once all of a gather is back, read each record by itself that has failed with others,
+ * whose bytes may have been at fault. */
+static bool gather_next_round(struct nvmeio_request *request)
+{
+    struct nvmeio_gathering *gathering = request->gathering;
+
+    if (!gathering->records->shared || gathering->alone ||
+        request->op != NVMEIO_OP_READ)
+        return false;
+    gathering->alone = true;
+    gathering->records->next = 0;
+    find_extent(request);
+    return true;
+}
+
+static size_t gather_blocks_left(const struct nvmeio_request *request)
+{
+    const struct nvmeio_records *records = request->gathering->records;
+    return records->count - records->next + 1;
+}
+
+/* Begin the current extent again: nothing is merged from now on, and the page cache
+ * serves where the device cannot. */
+static bool gather_do_without_bounce(struct nvmeio_request *request)
+{
+    struct nvmeio_gathering *gathering = request->gathering;
+    bool begun = request->position > request->plan.spans[request->span].begin;
+
+    for (unsigned i = 0; i < request->span; i++)
+        begun |= is_late(request, i) == gathering->second_round;
+    if (!begun && request->geometry.bounce == NVMEIO_BOUNCE_AUTO &&
+        nvmeio_file_need_buffered(request->file) == 0) {
+        request->geometry.bounce = NVMEIO_BOUNCE_NEVER;
+        gathering->merged_bytes = 0;
+        gathering->small_pages = false;
+        gathering->records->next = request->extent.first;
+        find_extent(request);
+        return true;
+    }
+    bool optional = request->bounce_optional;
+    if (optional)
+        request->plan.spans[request->span].route = NVMEIO_ROUTE_DIRECT;
+    request->bounce_optional = false;
+    return optional;
+}
+
+static void gather_fail(struct nvmeio_request *request,
+                        const struct nvmeio_block *block, size_t position)
+{
+    const struct nvmeio_piece *piece = &block->piece;
+
+    request->failed = true;
+    nvmeio_records_fail(request->gathering->records, &block->extent, position,
+                        piece->position + piece->wanted, (int)block->result);
+}
+
+/* What was never cut has failed too. */
+static void fail_uncut(struct nvmeio_request *request)
+{
+    struct nvmeio_records *records = request->gathering->records;
+    int error = request->error ? request->error : -ECANCELED;
+
+    if (request->gathering->alone)
+        /* Those behind this one have landed, or still have their errors. */
+        nvmeio_records_fail(records, &request->extent, 0, request->extent.size, error);
+    else if (request->op == NVMEIO_OP_WRITE)
+        nvmeio_records_fail_from(records, 0, error);
+    else
+        nvmeio_records_fail_from(records, request->extent.first, error);
+}
+
+static void gather_settle(struct nvmeio_request *request)
+{
+    struct nvmeio_records *records = request->gathering->records;
+
+    if (nvmeio_request_is_stopped(request) && !nvmeio_request_is_cut(request))
+        fail_uncut(request);
+    request->got = nvmeio_records_settle(records);
+    if (!request->error)
+        request->error = records->error;
+}
+
+static void gather_load(const struct nvmeio_block *block)
+{
+    const struct nvmeio_piece *piece = &block->piece;
+
+    if (block->lent)
+        nvmeio_copy_cold(block->bounce, block->lent, piece->wanted);
+    else
+        nvmeio_records_collect(block->request->gathering->records, &block->extent,
+                               block->bounce, piece->position,
+                               piece->position + piece->wanted);
+}
+
+static void gather_deliver(const struct nvmeio_block *block, size_t landed)
+{
+    const struct nvmeio_piece *piece = &block->piece;
+    const char *source =
+        block->bounce ? (char *)block->bounce + piece->skip : block->lent;
+
+    if (block->bounce && block->lent)
+        nvmeio_copy_cold(block->lent, source, landed);
+    if (block->extent.copied)
+        nvmeio_records_spread(block->request->gathering->records, &block->extent,
+                              source, piece->position, piece->position + landed);
+}
+
+static const struct nvmeio_request_ops gather_ops = {
+    .next = gather_next,
+    .next_round = gather_next_round,
+    .blocks_left = gather_blocks_left,
+    .do_without_bounce = gather_do_without_bounce,
+    .fail = gather_fail,
+    .settle = gather_settle,
+    .load = gather_load,
+    .deliver = gather_deliver,
+};
+
+struct nvmeio_request *nvmeio_gather_new(struct nvmeio_handle *handle,
+                                         const struct nvmeio_owner *owner,
+                                         const struct nvmeio_gather *gather,
+                                         struct nvmeio_records *records)
+{
+    struct nvmeio_request *request = malloc(sizeof(*request));
+    struct nvmeio_gathering *gathering = calloc(1, sizeof(*gathering));
+
+    if (!request || !gathering) {
+        free(request);
+        free(gathering);
+        return NULL;
+    }
+    nvmeio_request_init(request, &gather_ops, handle, owner, gather->op, gather->file,
+                        gather->user);
+    request->gathering = gathering;
+    request->total = records->bytes;
+    gathering->records = records;
+    if (request->geometry.bounce != NVMEIO_BOUNCE_NEVER)
+        gathering->merged_bytes = owner->bounce_bytes < owner->block_bytes
+                                      ? owner->bounce_bytes
+                                      : owner->block_bytes;
+    gathering->small_pages =
+        nvmeio_request_has_small_pages(request, gather->address, gather->size);
+    bool buffered = !request->geometry.direct ||
+                    request->geometry.bounce == NVMEIO_BOUNCE_NEVER ||
+                    (request->op == NVMEIO_OP_WRITE && !records->whole);
+    int error = buffered ? nvmeio_file_need_buffered(gather->file) : 0;
+    if (error)
+        nvmeio_request_fail(request, error, 0);
+    find_extent(request);
+    return request;
+}
+
+size_t nvmeio_request_failures(struct nvmeio_request *request,
+                               struct nvmeio_failure *failures, size_t count)
+{
+    if (!request->gathering || !nvmeio_request_done(request))
+        return 0;
+    return nvmeio_records_failures(request->gathering->records, failures, count);
+}

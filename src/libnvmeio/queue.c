@@ -1,0 +1,334 @@
+/* queue.c -- when a request may go on, and who is told that it is done.
+ *
+ * How a request is cut is request.c's, who cuts it worker.c's. */
+#include "queue.h"
+
+#include <string.h>
+
+#include "file_internal.h"
+
+void nvmeio_queue_init(struct nvmeio_queue *queue)
+{
+    memset(queue, 0, sizeof(*queue));
+    pthread_mutex_init(&queue->mutex, NULL);
+}
+
+void nvmeio_queue_destroy(struct nvmeio_queue *queue)
+{
+    pthread_mutex_destroy(&queue->mutex);
+    nvmeio_eventfds_clear(&queue->eventfds);
+}
+
+void nvmeio_queue_lock(struct nvmeio_queue *queue)
+{
+    pthread_mutex_lock(&queue->mutex);
+}
+
+void nvmeio_queue_wake(struct nvmeio_queue *queue, struct nvmeio_waiter **waiters)
+{
+    while (*waiters) {
+        struct nvmeio_waiter *waiter = *waiters;
+        *waiters = waiter->next;
+        waiter->next = queue->wake;
+        queue->wake = waiter;
+    }
+}
+
+bool nvmeio_queue_call(struct nvmeio_queue *queue, struct nvmeio_consumer *consumer)
+{
+    if (consumer->state != NVMEIO_CONSUMER_IDLE)
+        return false;
+    /* No longer idle, also before it has woken up: the next block is not its. */
+    consumer->state = NVMEIO_CONSUMER_BUSY;
+    consumer->waiter.next = queue->wake;
+    queue->wake = &consumer->waiter;
+    return true;
+}
+
+/* Set consumers to work on the blocks that were added: those that are idle, then those
+ * that wait for completions and have room.  An engine is woken under the mutex, for its
+ * consumer might close it otherwise. */
+static void call_consumers(struct nvmeio_queue *queue)
+{
+    size_t missing = nvmeio_queue_next(queue) ? queue->added : 0;
+
+    for (struct nvmeio_consumer *c = queue->consumers; c && missing > 0; c = c->next)
+        missing -= nvmeio_queue_call(queue, c);
+    for (struct nvmeio_consumer *c = queue->consumers; c && missing > 0; c = c->next) {
+        if (c->state != NVMEIO_CONSUMER_LISTENING)
+            continue;
+        c->state = NVMEIO_CONSUMER_BUSY;
+        c->engine->ops->wake(c->engine);
+        missing--;
+    }
+    queue->added = 0;
+}
+
+static void active_remove(struct nvmeio_queue *queue, struct nvmeio_request *request)
+{
+    struct nvmeio_request *next = request->active_next;
+    struct nvmeio_request *previous = request->active_previous;
+
+    if (next)
+        next->active_previous = previous;
+    else
+        queue->active_last = previous;
+    if (previous)
+        previous->active_next = next;
+    else
+        queue->active_first = next;
+    queue->active_count--;
+}
+
+static void enqueue(struct nvmeio_queue *queue, struct nvmeio_request *request)
+{
+    request->queued = true;
+    request->queue_next = NULL;
+    if (queue->first)
+        queue->last->queue_next = request;
+    else
+        queue->first = request;
+    queue->last = request;
+    queue->added += request->ops->blocks_left(request);
+}
+
+static void dequeue(struct nvmeio_queue *queue, struct nvmeio_request *request)
+{
+    struct nvmeio_request *previous = NULL;
+    struct nvmeio_request *r = queue->first;
+
+    for (; r != request; r = r->queue_next)
+        previous = r;
+    if (previous)
+        previous->queue_next = request->queue_next;
+    else
+        queue->first = request->queue_next;
+    if (queue->last == request)
+        queue->last = previous;
+    request->queued = false;
+}
+
+static void done_add(struct nvmeio_queue *queue, struct nvmeio_request *request)
+{
+    request->listed = true;
+    request->done_next = NULL;
+    request->done_previous = queue->done_last;
+    if (queue->done_first)
+        queue->done_last->done_next = request;
+    else
+        queue->done_first = request;
+    queue->done_last = request;
+}
+
+void nvmeio_queue_take_done(struct nvmeio_queue *queue, struct nvmeio_request *request)
+{
+    if (request->done_previous)
+        request->done_previous->done_next = request->done_next;
+    else
+        queue->done_first = request->done_next;
+    if (request->done_next)
+        request->done_next->done_previous = request->done_previous;
+    else
+        queue->done_last = request->done_previous;
+    request->listed = false;
+}
+
+static bool same_file(const struct nvmeio_request *a, const struct nvmeio_request *b)
+{
+    return a->file->info.device == b->file->info.device &&
+           a->file->info.inode == b->file->info.inode;
+}
+
+/* The last write to the same file before this fsync, or NULL; one that is being settled
+ * has all its blocks behind it. */
+static struct nvmeio_request *write_before(const struct nvmeio_request *request)
+{
+    struct nvmeio_request *r = request->active_previous;
+
+    while (r && (r->op != NVMEIO_OP_WRITE || nvmeio_queue_is_settling(r) ||
+                 !same_file(r, request)))
+        r = r->active_previous;
+    return r;
+}
+
+void nvmeio_queue_add(struct nvmeio_queue *queue, struct nvmeio_request *request)
+{
+    atomic_fetch_add_explicit(&request->references, 1, memory_order_relaxed);
+    request->active_previous = queue->active_last;
+    if (queue->active_last)
+        queue->active_last->active_next = request;
+    else
+        queue->active_first = request;
+    queue->active_last = request;
+    queue->active_count++;
+    queue->stats.requests++;
+    if (request->op != NVMEIO_OP_FSYNC)
+        return;
+    request->write_before = write_before(request);
+    if (request->write_before) {
+        request->gated_next = queue->gated;
+        queue->gated = request;
+    }
+}
+
+/* A write is over: each fsync that waited for it waits for the one before, or goes. */
+static void open_gates(struct nvmeio_queue *queue, const struct nvmeio_request *write)
+{
+    struct nvmeio_request **place = &queue->gated;
+
+    while (*place) {
+        struct nvmeio_request *r = *place;
+        if (r->write_before == write)
+            r->write_before = write_before(r);
+        if (r->write_before) {
+            place = &r->gated_next;
+            continue;
+        }
+        *place = r->gated_next;
+        if (nvmeio_request_has_block(r))
+            enqueue(queue, r);
+    }
+}
+
+/* An fsync ends without having been let go. */
+static void leave_gate(struct nvmeio_queue *queue, struct nvmeio_request *request)
+{
+    struct nvmeio_request **place = &queue->gated;
+
+    while (*place != request)
+        place = &(*place)->gated_next;
+    *place = request->gated_next;
+    request->write_before = NULL;
+}
+
+/* The outcome stands: report it once, to a thread that waits for it, or else by
+ * nvmeio_handle_pop(). */
+static void complete(struct nvmeio_queue *queue, struct nvmeio_request *request)
+{
+    active_remove(queue, request);
+    /* Pairs with the acquire in nvmeio_request_done(). */
+    atomic_store_explicit(&request->state, NVMEIO_STATE_DONE, memory_order_release);
+    if (request->user && !request->waiters) {
+        done_add(queue, request);
+    } else {
+        if (request->user)
+            request->waiters->reported = true;
+        request->done_next = queue->drop;
+        queue->drop = request;
+    }
+    nvmeio_queue_wake(queue, &request->waiters);
+    if (queue->active_count == 0)
+        nvmeio_queue_wake(queue, &queue->drainers);
+    nvmeio_eventfds_signal(&queue->eventfds);
+    if (request->op == NVMEIO_OP_WRITE)
+        open_gates(queue, request);
+}
+
+/* Nothing is in flight any more, and none will be.  Who sees that a request is done may
+ * count on its descriptor to be closed. */
+static void finish(struct nvmeio_queue *queue, struct nvmeio_request *request)
+{
+    bool troubled = request->failed || request->cancelled;
+
+    if (request->write_before)
+        leave_gate(queue, request);
+    if (!troubled)
+        request->got = request->total;
+    if (!troubled && nvmeio_file_release_shared(request->file)) {
+        request->file = NULL;
+        complete(queue, request);
+        return;
+    }
+    atomic_store_explicit(&request->state, NVMEIO_STATE_SETTLING, memory_order_relaxed);
+    request->queue_next = queue->settle;
+    queue->settle = request;
+}
+
+bool nvmeio_queue_is_settling(const struct nvmeio_request *request)
+{
+    return atomic_load_explicit(&request->state, memory_order_relaxed) !=
+           NVMEIO_STATE_ACTIVE;
+}
+
+void nvmeio_queue_progress(struct nvmeio_queue *queue, struct nvmeio_request *request)
+{
+    if (nvmeio_queue_is_settling(request))
+        return;
+    if (nvmeio_request_is_over(request) && !nvmeio_request_is_stopped(request) &&
+        request->ops->next_round)
+        request->ops->next_round(request);
+    bool has_block = nvmeio_request_has_block(request);
+    if (request->queued && !has_block)
+        dequeue(queue, request);
+    if (nvmeio_request_is_over(request))
+        finish(queue, request);
+    else if (has_block && !request->queued)
+        enqueue(queue, request);
+}
+
+struct nvmeio_request *nvmeio_queue_next(struct nvmeio_queue *queue)
+{
+    /* A request that has been cut to its end, or has to wait, leaves the queue here. */
+    while (queue->first && !nvmeio_request_has_block(queue->first))
+        dequeue(queue, queue->first);
+    return queue->first;
+}
+
+void nvmeio_queue_fail_all(struct nvmeio_queue *queue, int error)
+{
+    struct nvmeio_request *next;
+
+    for (struct nvmeio_request *r = queue->active_first; r; r = next) {
+        /* What is in flight elsewhere, in a thread that carries it out itself, is over
+         * when that comes back. */
+        next = r->active_next;
+        if (r->error || nvmeio_queue_is_settling(r) || r->in_flight > 0)
+            continue;
+        nvmeio_request_fail(r, error, r->position);
+        nvmeio_queue_progress(queue, r);
+    }
+}
+
+/* Without the mutex: what takes a system call, or long. */
+static void settle(struct nvmeio_request *request)
+{
+    struct nvmeio_file *file = request->file;
+
+    if (request->failed || request->cancelled)
+        request->ops->settle(request);
+    request->file = NULL;
+    nvmeio_file_release(file);
+}
+
+void nvmeio_queue_unlock(struct nvmeio_queue *queue)
+{
+    struct nvmeio_request *dropped = NULL, *settled = NULL, *next;
+
+    do {
+        for (; settled; settled = next) {
+            next = settled->queue_next;
+            complete(queue, settled);
+        }
+        if (queue->added > 0)
+            call_consumers(queue);
+        struct nvmeio_waiter *wake = queue->wake;
+        queue->wake = NULL;
+        settled = queue->settle;
+        queue->settle = NULL;
+        for (; queue->drop; queue->drop = next) {
+            next = queue->drop->done_next;
+            queue->drop->done_next = dropped;
+            dropped = queue->drop;
+        }
+        pthread_mutex_unlock(&queue->mutex);
+        nvmeio_waiter_wake_all(wake);
+        for (struct nvmeio_request *r = settled; r; r = r->queue_next)
+            settle(r);
+        if (settled)
+            pthread_mutex_lock(&queue->mutex);
+    } while (settled);
+    for (; dropped; dropped = next) {
+        next = dropped->done_next;
+        nvmeio_request_release(dropped);
+    }
+}

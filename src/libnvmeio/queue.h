@@ -1,0 +1,85 @@
+/* queue.h -- the requests of a handle: active, waiting for a worker, done.
+ *
+ * One mutex guards it all, the requests included.  What a change entails (threads to
+ * wake, files to close, requests to free) is noted under the mutex and done by
+ * nvmeio_queue_unlock(), so that no woken thread runs into the mutex and no system call
+ * that can block is made under it. */
+#ifndef NVMEIO_QUEUE_H
+#define NVMEIO_QUEUE_H
+
+#include <nvmeio/handle.h>
+#include <pthread.h>
+
+#include "eventfds.h"
+#include "request_internal.h"
+#include "waiter.h"
+
+/* Who cuts blocks: a worker, as the queue knows it. */
+struct nvmeio_consumer {
+    struct nvmeio_consumer *next;
+    struct nvmeio_engine *engine;
+    struct nvmeio_waiter waiter; /* to be woken by, while idle */
+    enum {
+        NVMEIO_CONSUMER_BUSY,
+        NVMEIO_CONSUMER_LISTENING, /* in reap(), with room for more blocks */
+        NVMEIO_CONSUMER_IDLE,
+    } state;
+};
+
+struct nvmeio_queue {
+    pthread_mutex_t mutex;
+    struct nvmeio_request *active_first, *active_last;
+    unsigned active_count;
+    struct nvmeio_request *first, *last;           /* with blocks to cut */
+    struct nvmeio_request *done_first, *done_last; /* not reported */
+    struct nvmeio_request *gated;                  /* fsyncs behind writes */
+    struct nvmeio_waiter *drainers; /* threads that wait until nothing is active */
+    struct nvmeio_consumer *consumers;
+    struct nvmeio_eventfds eventfds;
+    struct nvmeio_stats stats;
+    uint64_t latencies[NVMEIO_LATENCY_BUCKETS];
+
+    /* For nvmeio_queue_unlock(). */
+    size_t added;               /* blocks that may need more consumers */
+    struct nvmeio_waiter *wake; /* threads */
+    struct nvmeio_request
+        *settle;                 /* requests that are over, with something left to do */
+    struct nvmeio_request *drop; /* requests of which a reference is dropped */
+};
+
+void nvmeio_queue_init(struct nvmeio_queue *queue);
+void nvmeio_queue_destroy(struct nvmeio_queue *queue);
+
+void nvmeio_queue_lock(struct nvmeio_queue *queue);
+
+/* Unlock, and do what the changes entail.  A request, and the handle, may be gone
+ * afterwards but for references of the caller's own. */
+void nvmeio_queue_unlock(struct nvmeio_queue *queue);
+
+/* The mutex is held in all that follow. */
+
+/* Add a new request, of which the queue takes a reference. */
+void nvmeio_queue_add(struct nvmeio_queue *queue, struct nvmeio_request *request);
+
+/* The next request to cut blocks from, or NULL. */
+struct nvmeio_request *nvmeio_queue_next(struct nvmeio_queue *queue);
+
+/* The state of a request has changed: queue it or not, or see it to its end. */
+void nvmeio_queue_progress(struct nvmeio_queue *queue, struct nvmeio_request *request);
+
+/* Take a request off the list of those that are done. */
+void nvmeio_queue_take_done(struct nvmeio_queue *queue, struct nvmeio_request *request);
+
+/* Fail all that waits for workers, for there are none any more. */
+void nvmeio_queue_fail_all(struct nvmeio_queue *queue, int error);
+
+/* Have a list of waiters woken. */
+void nvmeio_queue_wake(struct nvmeio_queue *queue, struct nvmeio_waiter **waiters);
+
+/* Wake a consumer, if it is idle; tell whether it was. */
+bool nvmeio_queue_call(struct nvmeio_queue *queue, struct nvmeio_consumer *consumer);
+
+/* Whether a request is beyond change: being settled, or done. */
+bool nvmeio_queue_is_settling(const struct nvmeio_request *request);
+
+#endif

@@ -1,0 +1,182 @@
+/* transfer.c -- one run of bytes between memory and file, or an fsync. */
+#include <errno.h>
+
+#include "copy_internal.h"
+#include "file_internal.h"
+#include "request_internal.h"
+
+int nvmeio_transfer_check(const struct nvmeio_transfer *transfer)
+{
+    if (!transfer->file)
+        return -EINVAL;
+    const struct nvmeio_file_info *info = &transfer->file->info;
+    switch (transfer->op) {
+    case NVMEIO_OP_FSYNC:
+        return 0;
+    case NVMEIO_OP_READ:
+        if (!info->readable)
+            return -EBADF;
+        break;
+    case NVMEIO_OP_WRITE:
+        if (!info->writable)
+            return -EBADF;
+        break;
+    default:
+        return -EINVAL;
+    }
+    if (transfer->offset < 0 || (transfer->size > 0 && !transfer->address))
+        return -EINVAL;
+    if (transfer->size > (uint64_t)(INT64_MAX - transfer->offset))
+        return -EOVERFLOW;
+    return 0;
+}
+
+/* The edges of a write wait for its middle: a large folio of the page cache can span
+ * both. */
+static void transfer_next(struct nvmeio_request *request)
+{
+    request->span++;
+    if (nvmeio_request_is_cut(request))
+        return;
+    request->position = request->plan.spans[request->span].begin;
+    request->barrier = request->op == NVMEIO_OP_WRITE;
+}
+
+static size_t transfer_blocks_left(const struct nvmeio_request *request)
+{
+    size_t count = 0;
+
+    if (nvmeio_request_is_ordered(request))
+        return 1;
+    for (unsigned i = request->span; i < request->plan.count; i++) {
+        const struct nvmeio_span *span = &request->plan.spans[i];
+        size_t begin = i == request->span ? request->position : span->begin;
+        count += (span->end - begin) / request->owner->block_bytes + 1;
+    }
+    return count;
+}
+
+static bool transfer_do_without_bounce(struct nvmeio_request *request)
+{
+    bool optional = request->bounce_optional;
+
+    if (optional)
+        request->plan.spans[request->span].route = NVMEIO_ROUTE_DIRECT;
+    request->bounce_optional = false;
+    return optional;
+}
+
+static void transfer_fail(struct nvmeio_request *request,
+                          const struct nvmeio_block *block, size_t position)
+{
+    nvmeio_request_fail(request, (int)block->result, position);
+}
+
+/* How many bytes from the start on have been transferred, without a gap. */
+static size_t prefix(const struct nvmeio_request *request)
+{
+    size_t lowest = request->got < request->size ? request->got : request->size;
+
+    for (unsigned i = request->span; i < request->plan.count; i++) {
+        size_t uncut =
+            i == request->span ? request->position : request->plan.spans[i].begin;
+        if (uncut < lowest)
+            lowest = uncut;
+    }
+    return lowest;
+}
+
+/* Whether no block was ever cut. */
+static bool untouched(const struct nvmeio_request *request)
+{
+    return request->span == 0 && request->position == request->plan.spans[0].begin;
+}
+
+static void transfer_settle(struct nvmeio_request *request)
+{
+    request->got = prefix(request);
+    if (request->error != -ENODATA)
+        return;
+    /* Blocks past the end may have met it first; the file knows where it is. */
+    int64_t left = nvmeio_file_size(request->file) - request->offset;
+    size_t there = left < 0                       ? 0
+                   : (size_t)left < request->size ? (size_t)left
+                                                  : request->size;
+    /* Unless refused before a block was cut, what lies below may have been left
+     * uncut. */
+    if (untouched(request) || there < request->got)
+        request->got = there;
+}
+
+static void transfer_load(const struct nvmeio_block *block)
+{
+    nvmeio_copy_cold(block->bounce, block->lent, block->piece.wanted);
+}
+
+static void transfer_deliver(const struct nvmeio_block *block, size_t landed)
+{
+    if (block->bounce)
+        nvmeio_copy_cold(block->lent, (char *)block->bounce + block->piece.skip,
+                         landed);
+}
+
+static const struct nvmeio_request_ops transfer_ops = {
+    .next = transfer_next,
+    .blocks_left = transfer_blocks_left,
+    .do_without_bounce = transfer_do_without_bounce,
+    .fail = transfer_fail,
+    .settle = transfer_settle,
+    .load = transfer_load,
+    .deliver = transfer_deliver,
+};
+
+static void look_at_file(struct nvmeio_request *request)
+{
+    int64_t end = request->offset + (int64_t)request->size;
+    int64_t size = nvmeio_file_size(request->file);
+
+    if (request->op == NVMEIO_OP_WRITE)
+        nvmeio_request_note_end(request, size, end);
+    else if (size < 0)
+        nvmeio_request_fail(request, (int)size, 0);
+    else if (request->size > 0 && end > size)
+        nvmeio_request_fail(request, -ENODATA, 0);
+}
+
+static void fail_without_page_cache(struct nvmeio_request *request)
+{
+    int error = nvmeio_file_need_buffered(request->file);
+
+    if (error)
+        nvmeio_request_fail(request, error, 0);
+}
+
+void nvmeio_transfer_init(struct nvmeio_request *request, struct nvmeio_handle *handle,
+                          const struct nvmeio_owner *owner,
+                          const struct nvmeio_transfer *transfer)
+{
+    nvmeio_request_init(request, &transfer_ops, handle, owner, transfer->op,
+                        transfer->file, transfer->user);
+    if (request->op == NVMEIO_OP_FSYNC) {
+        request->data_only = transfer->data_only;
+        request->plan.count = 1;
+        return;
+    }
+    request->address = transfer->address;
+    request->size = request->total = transfer->size;
+    request->offset = transfer->offset;
+    look_at_file(request);
+    nvmeio_plan_make(&request->plan, &request->geometry, request->op,
+                     (uintptr_t)request->address, request->size, request->offset);
+    if (request->plan.spans[0].route == NVMEIO_ROUTE_DIRECT && !request->failed &&
+        nvmeio_request_has_small_pages(request, request->address, request->size))
+        nvmeio_request_prefer_bounce(request);
+    /* Before a byte moves: the file may not be opened once more. */
+    for (unsigned i = 0; i < request->plan.count; i++)
+        if (request->plan.spans[i].route == NVMEIO_ROUTE_BUFFERED && !request->failed)
+            fail_without_page_cache(request);
+    /* What makes the file longer lands in the order of the file. */
+    if (request->ordered_from < INT64_MAX)
+        nvmeio_plan_sort(&request->plan);
+    request->position = request->plan.spans[0].begin;
+}

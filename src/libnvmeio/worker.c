@@ -1,0 +1,609 @@
+/* worker.c -- blocks from the queue to an engine and back.
+ *
+ * What a result means is block.c's, who is told of it is queue.c's. */
+#include "worker.h"
+
+#include <errno.h>
+#include <nvmeio/pool.h>
+#include <stdlib.h>
+#include <time.h>
+
+#include "block.h"
+#include "file_internal.h"
+#include "thread.h"
+
+struct nvmeio_worker {
+    struct nvmeio_workers *workers;
+    struct nvmeio_engine engine;
+    pthread_t thread;
+
+    /* The thread's own. */
+    struct nvmeio_block *blocks; /* engine.depth of them */
+    struct nvmeio_block *free;   /* of blocks, those that are idle */
+    struct nvmeio_block *taken;  /* cut, to be pushed: oldest first */
+    struct nvmeio_block **taken_end;
+    unsigned in_flight; /* blocks that are not free */
+    void **bounces;     /* idle ones: a stack */
+    unsigned bounces_idle, bounces_owned, bounces_max;
+    char *small_bounces; /* one for each of the first blocks; NULL: not yet */
+    unsigned small_bounces_count;
+    void *large_bounce; /* for what lands in order; NULL: not yet */
+    bool large_taken;   /* it is in use */
+    bool bounces_short; /* a block could not be cut for want of one, of this kind: */
+    enum nvmeio_bounce_kind wanted;
+    bool refused_bounces[3]; /* kinds of which the pool has none */
+    bool more;               /* there are more blocks to take at once */
+    int64_t pause_ns;        /* back-off while the kernel says "again" */
+    /* Whose blocks are in flight; NULL: of more than one request. */
+    const struct nvmeio_request *only;
+
+    /* Guarded by the queue's mutex. */
+    struct nvmeio_consumer consumer;
+    struct nvmeio_waiter *starter; /* the thread that starts it */
+    bool dead;
+    int error;    /* of starting or dying */
+    bool refused; /* of starting, for want of the engine alone */
+};
+
+#define PAUSE_MIN_NS 1000
+#define PAUSE_MAX_NS 10000000
+
+/* Bounces that a worker takes from the pool at a time, at least. */
+#define BOUNCES_GROWN_MIN 4u
+
+/* A write that is bounced in less is handed over with others: a call into the kernel
+ * costs as much as the copy. */
+#define COPIED_ALONE_BYTES (64u << 10)
+
+/* Small bounces lie side by side, so that 128 of them are one huge page: as many of the
+ * others would drive each other out of the caches. */
+#define SMALL_BOUNCE_BYTES ((size_t)16 << 10)
+
+static size_t smaller(size_t a, size_t b)
+{
+    return a < b ? a : b;
+}
+
+/* How many blocks to take at once: with several workers, a fair share of what there is,
+ * or the first to come would take all. */
+static size_t fair_share(const struct nvmeio_worker *worker)
+{
+    const struct nvmeio_workers *workers = worker->workers;
+    size_t left = 0;
+
+    if (workers->count == 1)
+        return SIZE_MAX;
+    for (const struct nvmeio_request *r = workers->queue->first; r; r = r->queue_next) {
+        if (nvmeio_request_has_block(r))
+            left += r->ops->blocks_left(r);
+        if (left / workers->count >= worker->engine.depth)
+            break;
+    }
+    return left / workers->count + 1;
+}
+
+/* The kind of bounce for so many bytes of a block.  What the pool has refused is not
+ * asked for again. */
+static enum nvmeio_bounce_kind bounce_kind(const struct nvmeio_worker *worker,
+                                           const struct nvmeio_block *block,
+                                           size_t bytes, bool ordered)
+{
+    if (bytes <= SMALL_BOUNCE_BYTES && block->index < worker->small_bounces_count &&
+        !worker->refused_bounces[NVMEIO_BOUNCE_SMALL])
+        return NVMEIO_BOUNCE_SMALL;
+    if (ordered && bytes > worker->workers->owner->bounce_bytes &&
+        !worker->large_taken && !worker->refused_bounces[NVMEIO_BOUNCE_LARGE])
+        return NVMEIO_BOUNCE_LARGE;
+    return NVMEIO_BOUNCE_ORDINARY;
+}
+
+/* Give a block a bounce of a kind, and return its size; 0 when there is none just now.
+ */
+static size_t take_bounce(struct nvmeio_worker *worker, struct nvmeio_block *block,
+                          enum nvmeio_bounce_kind kind)
+{
+    block->bounce_kind = kind;
+    switch (kind) {
+    case NVMEIO_BOUNCE_SMALL:
+        if (worker->small_bounces)
+            block->bounce = worker->small_bounces + block->index * SMALL_BOUNCE_BYTES;
+        return block->bounce ? SMALL_BOUNCE_BYTES : 0;
+    case NVMEIO_BOUNCE_LARGE:
+        block->bounce = worker->large_bounce;
+        worker->large_taken = block->bounce;
+        return block->bounce ? worker->workers->owner->large_bounce_bytes : 0;
+    default:
+        if (worker->bounces_idle > 0)
+            block->bounce = worker->bounces[--worker->bounces_idle];
+        return block->bounce ? worker->workers->owner->bounce_bytes : 0;
+    }
+}
+
+static void give_bounce(struct nvmeio_worker *worker, struct nvmeio_block *block)
+{
+    if (!block->bounce)
+        return;
+    if (block->bounce_kind == NVMEIO_BOUNCE_LARGE)
+        worker->large_taken = false;
+    else if (block->bounce_kind == NVMEIO_BOUNCE_ORDINARY)
+        worker->bounces[worker->bounces_idle++] = block->bounce;
+    block->bounce = NULL;
+}
+
+/* Cut the next block of a request; false where it needs a bounce and none is there. */
+static bool take_block(struct nvmeio_worker *worker, struct nvmeio_request *request)
+{
+    const struct nvmeio_workers *workers = worker->workers;
+    struct nvmeio_block *block = worker->free;
+    bool ordered = nvmeio_request_is_ordered(request);
+    size_t bytes =
+        ordered ? workers->owner->ordered_bytes : workers->owner->block_bytes;
+    size_t bounced = nvmeio_request_next_bounce(request);
+
+    if (bounced) {
+        enum nvmeio_bounce_kind kind = bounce_kind(worker, block, bounced, ordered);
+        size_t room = take_bounce(worker, block, kind);
+        worker->wanted = kind;
+        worker->bounces_short = room == 0;
+        if (room == 0)
+            return false;
+        bytes = smaller(bytes, room);
+    }
+    worker->free = block->next;
+    block->next = NULL;
+    *worker->taken_end = block;
+    worker->taken_end = &block->next;
+    nvmeio_request_cut(request, block, bytes);
+    if (worker->in_flight++ == 0)
+        worker->only = request;
+    else if (worker->only != request)
+        worker->only = NULL;
+    return true;
+}
+
+/* Cut blocks, as many as there are, fit and are this worker's share.  The mutex is
+ * held.
+ */
+static void take(struct nvmeio_worker *worker)
+{
+    struct nvmeio_queue *queue = worker->workers->queue;
+    size_t share = fair_share(worker);
+    struct nvmeio_request *request;
+
+    worker->bounces_short = false;
+    while (worker->free && share-- > 0 && (request = nvmeio_queue_next(queue)))
+        if (!take_block(worker, request))
+            break;
+    bool room = worker->free && !worker->bounces_short;
+    worker->more = room && nvmeio_queue_next(queue);
+    /* From now on whoever adds a request wakes this worker. */
+    worker->consumer.state = room && !worker->more && worker->in_flight > 0
+                                 ? NVMEIO_CONSUMER_LISTENING
+                                 : NVMEIO_CONSUMER_BUSY;
+}
+
+static int add_bounce(struct nvmeio_worker *worker)
+{
+    void *memory;
+    int error =
+        nvmeio_pool_alloc(worker->workers->owner->bounce_bytes, false, &memory, NULL);
+
+    if (error)
+        return error;
+    worker->bounces[worker->bounces_idle++] = memory;
+    worker->bounces_owned++;
+    return 0;
+}
+
+/* Memory for the bounces of another kind than the ordinary one.  Never the last that
+ * there is: with an ordinary one any block can be carried out. */
+static void grow_others(struct nvmeio_worker *worker)
+{
+    bool small = worker->wanted == NVMEIO_BOUNCE_SMALL;
+    size_t bytes = small ? worker->small_bounces_count * SMALL_BOUNCE_BYTES
+                         : worker->workers->owner->large_bounce_bytes;
+    void *memory = NULL;
+    int error = worker->bounces_owned == 0 ? add_bounce(worker) : 0;
+
+    if (error == 0)
+        error = nvmeio_pool_alloc(bytes, false, &memory, NULL);
+    worker->refused_bounces[worker->wanted] = error != 0;
+    if (small)
+        worker->small_bounces = memory;
+    else
+        worker->large_bounce = memory;
+}
+
+/* Take more bounces from the pool: of the ordinary ones twice as many as there are. */
+static int grow_bounces(struct nvmeio_worker *worker)
+{
+    unsigned more = worker->bounces_owned > BOUNCES_GROWN_MIN ? worker->bounces_owned
+                                                              : BOUNCES_GROWN_MIN;
+    int error = 0;
+
+    if (worker->wanted != NVMEIO_BOUNCE_ORDINARY) {
+        grow_others(worker);
+        return 0;
+    }
+    while (more-- > 0 && worker->bounces_owned < worker->bounces_max && error == 0)
+        error = add_bounce(worker);
+    return worker->bounces_owned > 0 ? 0 : error;
+}
+
+/* A worker without a single bounce cannot carry this request any further, unless it can
+ * do without.  The mutex is held. */
+static void miss_bounce(struct nvmeio_worker *worker, int error)
+{
+    struct nvmeio_queue *queue = worker->workers->queue;
+    struct nvmeio_request *request = nvmeio_queue_next(queue);
+
+    if (!request || nvmeio_request_next_bounce(request) == 0)
+        return;
+    if (!request->ops->do_without_bounce(request))
+        nvmeio_request_fail(request, error, request->position);
+    /* What a scatter does without them may all wait for what is in flight. */
+    nvmeio_queue_progress(queue, request);
+}
+
+/* The same with the bounces that it takes.  The mutex is held, and dropped meanwhile.
+ */
+static void take_with_bounces(struct nvmeio_worker *worker)
+{
+    struct nvmeio_queue *queue = worker->workers->queue;
+
+    take(worker);
+    while (worker->bounces_short && (worker->wanted != NVMEIO_BOUNCE_ORDINARY ||
+                                     worker->bounces_owned < worker->bounces_max)) {
+        nvmeio_queue_unlock(queue);
+        int error = grow_bounces(worker);
+        nvmeio_queue_lock(queue);
+        if (error)
+            miss_bounce(worker, error);
+        take(worker);
+        if (worker->bounces_short && worker->in_flight > 0)
+            break;
+    }
+}
+
+static bool has_unseen(const struct nvmeio_engine *engine)
+{
+    return engine->finished && engine->finished->seen_ns == 0;
+}
+
+/* Note for what has finished that it was seen now, which is returned; what was seen
+ * before stands last. */
+static int64_t see_finished(struct nvmeio_engine *engine)
+{
+    int64_t now_ns = nvmeio_now_ns();
+
+    for (struct nvmeio_block *block = engine->finished; block && block->seen_ns == 0;
+         block = block->next)
+        block->seen_ns = now_ns;
+    return now_ns;
+}
+
+/* Hand the taken blocks over: one by one for single_submit, and where each has cost a
+ * copy, so that the device works while the next is copied.  The clock is read once for
+ * blocks that are pushed in a row, and anew behind what takes time: a copy, a call into
+ * the kernel, and a block that the engine carried out at once. */
+static int push_taken(struct nvmeio_worker *worker)
+{
+    struct nvmeio_engine *engine = &worker->engine;
+    int64_t now_ns = 0; /* 0: to be read */
+
+    while (worker->taken) {
+        struct nvmeio_block *block = worker->taken;
+        worker->taken = block->next;
+        nvmeio_block_prepare(block);
+        bool copied = block->bounce && block->op == NVMEIO_OP_WRITE;
+        bool alone = (copied && block->bytes >= COPIED_ALONE_BYTES) ||
+                     worker->workers->single_submit;
+        if (copied || now_ns == 0)
+            now_ns = nvmeio_now_ns();
+        block->pushed_ns = now_ns;
+        block->seen_ns = 0;
+        if (block->fd < 0) {
+            engine->in_flight++;
+            nvmeio_engine_finish(engine, block);
+        } else {
+            engine->ops->push(engine, block);
+        }
+        if (alone) {
+            int result = engine->ops->reap(engine, 0);
+            if (result < 0) {
+                worker->taken_end = &worker->taken;
+                return result;
+            }
+        }
+        if (alone || has_unseen(engine))
+            now_ns = see_finished(engine);
+    }
+    worker->taken_end = &worker->taken;
+    return 0;
+}
+
+/* Wait for completions: for one, so that no request waits for another's, but where all
+ * blocks in flight are one request's, for as many as keep the device busy while they
+ * are looked at: to wake up costs as much as an I/O of 4 KiB.  Whoever adds a request
+ * ends the wait. */
+static int reap(struct nvmeio_worker *worker)
+{
+    struct nvmeio_engine *engine = &worker->engine;
+    unsigned batch = worker->only ? (engine->in_flight + 3) / 4 : 1;
+
+    if (worker->more || engine->finished)
+        batch = 0;
+    return engine->ops->reap(engine, batch);
+}
+
+/* Look at what came back.  Returns the blocks that are finished; the others are pushed
+ * again, slower and slower while nothing moves. */
+static struct nvmeio_block *advance(struct nvmeio_worker *worker, unsigned *continued)
+{
+    struct nvmeio_engine *engine = &worker->engine;
+    struct nvmeio_block *block = engine->finished;
+    struct nvmeio_block *finished = NULL, *again = NULL;
+    bool moved = false;
+
+    /* Before anything is copied out of a bounce. */
+    if (has_unseen(engine))
+        see_finished(engine);
+    engine->finished = NULL;
+    while (block) {
+        struct nvmeio_block *next = block->next;
+        enum nvmeio_verdict verdict = nvmeio_block_advance(block);
+        struct nvmeio_block **list =
+            verdict == NVMEIO_BLOCK_FINISHED ? &finished : &again;
+        *continued += verdict == NVMEIO_BLOCK_CONTINUED;
+        engine->retries += verdict == NVMEIO_BLOCK_REPEATED;
+        moved |= verdict != NVMEIO_BLOCK_REPEATED;
+        block->next = *list;
+        *list = block;
+        block = next;
+    }
+    if (moved || !again) {
+        worker->pause_ns = 0;
+    } else {
+        struct timespec pause = {0, worker->pause_ns};
+        nanosleep(&pause, NULL);
+        worker->pause_ns = worker->pause_ns == 0             ? PAUSE_MIN_NS
+                           : worker->pause_ns < PAUSE_MAX_NS ? 2 * worker->pause_ns
+                                                             : PAUSE_MAX_NS;
+    }
+    while (again) {
+        struct nvmeio_block *next = again->next;
+        again->seen_ns = 0;
+        engine->ops->push(engine, again);
+        again = next;
+    }
+    return finished;
+}
+
+/* Tell the requests, and free the blocks.  The mutex is held. */
+static void book(struct nvmeio_worker *worker, struct nvmeio_block *finished)
+{
+    struct nvmeio_workers *workers = worker->workers;
+
+    worker->consumer.state = NVMEIO_CONSUMER_BUSY;
+    workers->queue->stats.retries += worker->engine.retries;
+    worker->engine.retries = 0;
+    while (finished) {
+        struct nvmeio_block *block = finished;
+        struct nvmeio_request *request = block->request;
+
+        finished = block->next;
+        nvmeio_block_count(block, &workers->queue->stats, workers->queue->latencies);
+        nvmeio_request_book(request, block);
+        give_bounce(worker, block);
+        block->request = NULL;
+        block->next = worker->free;
+        worker->free = block;
+        worker->in_flight--;
+        nvmeio_queue_progress(workers->queue, request);
+    }
+}
+
+/* The engine no longer answers.  Its blocks' requests fail and are marked: the kernel
+ * may still write to their memory, which therefore is never freed, nor is what the
+ * worker has of its own.  The mutex is held. */
+static void die(struct nvmeio_worker *worker, int error)
+{
+    struct nvmeio_workers *workers = worker->workers;
+
+    worker->dead = true;
+    worker->consumer.state = NVMEIO_CONSUMER_BUSY;
+    worker->error = error;
+    for (unsigned i = 0; i < worker->engine.depth; i++) {
+        struct nvmeio_block *block = &worker->blocks[i];
+        struct nvmeio_request *request = block->request;
+        if (!request)
+            continue;
+        block->request = NULL;
+        block->result = error;
+        block->moved = 0;
+        nvmeio_request_book(request, block);
+        request->abandoned = true;
+        nvmeio_request_fail(request, error, block->piece.position);
+        nvmeio_queue_progress(workers->queue, request);
+    }
+    if (--workers->alive > 0) {
+        /* Others do what it was called for. */
+        workers->queue->added += workers->count;
+        return;
+    }
+    workers->dead_error = error;
+    nvmeio_queue_fail_all(workers->queue, error);
+}
+
+/* Hand over, wait and book.  The mutex is held, and dropped meanwhile. */
+static void turn(struct nvmeio_worker *worker)
+{
+    struct nvmeio_queue *queue = worker->workers->queue;
+    struct nvmeio_block *finished = NULL;
+    unsigned continued = 0;
+
+    nvmeio_queue_unlock(queue);
+    int result = push_taken(worker);
+    if (result >= 0)
+        result = reap(worker);
+    if (result >= 0)
+        finished = advance(worker, &continued);
+    nvmeio_queue_lock(queue);
+    worker->workers->queue->stats.short_transfers += continued;
+    if (result < 0)
+        die(worker, result);
+    else
+        book(worker, finished);
+}
+
+/* Wait for work.  False when it is time to go.  The mutex is held, and dropped
+ * meanwhile. */
+static bool rest(struct nvmeio_worker *worker)
+{
+    struct nvmeio_workers *workers = worker->workers;
+    struct nvmeio_queue *queue = workers->queue;
+
+    while (!nvmeio_queue_next(queue) && !workers->stopping) {
+        atomic_store_explicit(&worker->consumer.waiter.woken, 0, memory_order_relaxed);
+        worker->consumer.state = NVMEIO_CONSUMER_IDLE;
+        nvmeio_queue_unlock(queue);
+        nvmeio_waiter_sleep(&worker->consumer.waiter, -1);
+        nvmeio_queue_lock(queue);
+    }
+    return nvmeio_queue_next(queue);
+}
+
+/* Engine, blocks and the stack of bounces. */
+static int equip(struct nvmeio_worker *worker)
+{
+    const struct nvmeio_workers *workers = worker->workers;
+    size_t quota = NVMEIO_WORKER_BOUNCE_BYTES / workers->count;
+    int error =
+        nvmeio_engine_start(&worker->engine, workers->ops, workers->queue_depth);
+
+    if (error) {
+        /* Descriptors are what every engine wants. */
+        worker->refused = error != -EMFILE && error != -ENFILE;
+        return error;
+    }
+    unsigned depth = worker->engine.depth;
+    worker->bounces_max = (unsigned)(quota / workers->owner->bounce_bytes);
+    worker->small_bounces_count = (unsigned)smaller(depth, quota / SMALL_BOUNCE_BYTES);
+    worker->blocks = calloc(depth, sizeof(*worker->blocks));
+    worker->bounces = calloc(worker->bounces_max, sizeof(*worker->bounces));
+    if (!worker->blocks || !worker->bounces) {
+        free(worker->blocks);
+        free(worker->bounces);
+        nvmeio_engine_stop(&worker->engine);
+        return -ENOMEM;
+    }
+    worker->refused_bounces[NVMEIO_BOUNCE_LARGE] =
+        workers->owner->large_bounce_bytes <= workers->owner->bounce_bytes;
+    worker->taken_end = &worker->taken;
+    for (unsigned i = depth; i-- > 0;) {
+        worker->blocks[i].index = i;
+        worker->blocks[i].next = worker->free;
+        worker->free = &worker->blocks[i];
+    }
+    worker->consumer.engine = &worker->engine;
+    return 0;
+}
+
+/* Give back everything.  A dead worker keeps what the kernel may still write to. */
+static void strip(struct nvmeio_worker *worker)
+{
+    nvmeio_engine_stop(&worker->engine);
+    while (worker->bounces_idle > 0)
+        nvmeio_pool_free(worker->bounces[--worker->bounces_idle]);
+    nvmeio_pool_free(worker->small_bounces);
+    nvmeio_pool_free(worker->large_bounce);
+    free(worker->bounces);
+    free(worker->blocks);
+}
+
+static void *worker_main(void *argument)
+{
+    struct nvmeio_worker *worker = argument;
+    struct nvmeio_queue *queue = worker->workers->queue;
+    int error = equip(worker);
+    bool going = error == 0;
+
+    nvmeio_queue_lock(queue);
+    worker->error = error;
+    if (error == 0) {
+        worker->consumer.next = queue->consumers;
+        queue->consumers = &worker->consumer;
+    }
+    nvmeio_queue_wake(queue, &worker->starter);
+    while (going && !worker->dead) {
+        take_with_bounces(worker);
+        if (worker->in_flight > 0)
+            turn(worker);
+        else
+            going = rest(worker);
+    }
+    nvmeio_queue_unlock(queue);
+    /* Each its own, for all at once: io_destroy(2) takes 30 ms. */
+    if (error == 0 && !worker->dead)
+        strip(worker);
+    return NULL;
+}
+
+static int start(struct nvmeio_worker *worker, struct nvmeio_workers *workers)
+{
+    struct nvmeio_waiter starter = {0};
+
+    *worker = (struct nvmeio_worker){.workers = workers, .starter = &starter};
+    int error = nvmeio_thread_start(&worker->thread, worker_main, worker);
+    if (error)
+        return error;
+    nvmeio_waiter_sleep(&starter, -1);
+    if (worker->error)
+        pthread_join(worker->thread, NULL);
+    return worker->error;
+}
+
+void nvmeio_workers_stop(struct nvmeio_workers *workers)
+{
+    struct nvmeio_queue *queue = workers->queue;
+
+    nvmeio_queue_lock(queue);
+    workers->stopping = true;
+    for (struct nvmeio_consumer *c = queue->consumers; c; c = c->next)
+        nvmeio_queue_call(queue, c);
+    nvmeio_queue_unlock(queue);
+    for (unsigned i = 0; i < workers->started; i++)
+        pthread_join(workers->list[i].thread, NULL);
+    nvmeio_queue_lock(queue);
+    queue->consumers = NULL;
+    free(workers->list);
+    workers->list = NULL;
+    workers->started = 0;
+    nvmeio_queue_unlock(queue);
+}
+
+int nvmeio_workers_start(struct nvmeio_workers *workers)
+{
+    int error = 0;
+
+    workers->stopping = false;
+    workers->list = calloc(workers->count, sizeof(*workers->list));
+    if (!workers->list)
+        return -ENOMEM;
+    while (workers->started < workers->count && error == 0) {
+        struct nvmeio_worker *worker = &workers->list[workers->started];
+        error = start(worker, workers);
+        /* Those before it may have what it lacks, of which others want less; but for
+         * descriptors, which there may be again at any time. */
+        if (error)
+            workers->refused =
+                worker->refused ||
+                (workers->started > 0 && error != -EMFILE && error != -ENFILE);
+        else
+            workers->started++;
+    }
+    workers->alive = workers->started;
+    if (error)
+        nvmeio_workers_stop(workers);
+    return error;
+}

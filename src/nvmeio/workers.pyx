@@ -1,0 +1,225 @@
+"""The library's handle and its life: starting, collecting what is done, stopping.
+
+What a request is, is request.pyx's; what users call is handle.pyx's.
+"""
+
+import errno
+import logging
+import os
+
+import numpy
+
+cimport cython
+from cpython.exc cimport PyErr_CheckSignals
+from cpython.ref cimport Py_DECREF
+from libc.stdint cimport int64_t, uint64_t
+
+from nvmeio cimport _core
+from nvmeio._core cimport BOUNCE_ALWAYS, BOUNCE_AUTO, BOUNCE_NEVER, LATENCY_BUCKETS
+from nvmeio._core cimport nvmeio_config, nvmeio_stats
+from nvmeio.request cimport Request
+from nvmeio.settings cimport apply_settings
+
+from nvmeio.info import engines
+
+_log = logging.getLogger("nvmeio")
+
+BOUNCES = {"auto": BOUNCE_AUTO, "always": BOUNCE_ALWAYS, "never": BOUNCE_NEVER}
+ENGINES = ("auto", "io_uring", "libaio", "threads", "sync")
+
+# Between two slices of a wait signals are handled: Ctrl-C works within 0.1 s.
+cdef int64_t SLICE_NS = 50_000_000
+cdef int64_t BREATH_NS = 1_000_000
+
+# What workers need, whatever their engine, by the errno that says that it is not there.
+_LACKING = {
+    errno.EAGAIN: "no thread can be started (ulimit -u, pids.max of control groups)",
+    errno.EMFILE: "no descriptor is left (ulimit -n)",
+    errno.ENFILE: "no descriptor is left to any process (sysctl fs.file-max)",
+    errno.ENOMEM: "memory ran out, or what of it may be locked (ulimit -l)",
+}
+
+# Reasons of fallbacks that were logged: once each.
+_told = set()
+
+
+# A cycle collector would empty the attributes before the owner's __dealloc__ stops it.
+@cython.no_gc_clear
+@cython.final
+cdef class Workers:
+    """The library's handle: workers at work, owned by one Python object."""
+
+    def __cinit__(self):
+        self.staged = set()
+        self.event_loops = set()
+        self.generation = _core.fork_generation()
+
+    def __dealloc__(self):
+        if self.c != NULL:
+            with nogil:
+                _core.handle_close(self.c)
+
+    cdef int own(self) except -1:
+        if self.generation != _core.fork_generation():
+            self.generation = _core.fork_generation()
+            self.staged = set()
+            if self.event_loops is not None:
+                self.event_loops = set()
+        return 0
+
+    cpdef int collect(self) except -1:
+        cdef void *users[64]
+        cdef unsigned count = 64, i
+        cdef Request request
+        self.own()
+        found = []
+        while count == 64:
+            count = _core.handle_pop(self.c, users, 64)
+            for i in range(count):
+                request = <Request> users[i]
+                # The reference that Request.start() took.
+                Py_DECREF(request)
+                found.append(request)
+        # Nobody else may have it any more: it is finished in spite of Ctrl-C.
+        finish_all(found)
+        # Of a copy, for other threads may add to it meanwhile.
+        for request in list(self.staged):
+            if request.poll(0):
+                self.staged.discard(request)
+        return 0
+
+    def keep(self, request):
+        self.staged.add(request)
+
+    cdef int drain(self) except -1:
+        cdef int result = -1
+        self.own()
+        for request in list(self.staged):
+            (<Request> request).poll_for(None)
+        while result < 0:
+            with nogil:
+                result = _core.handle_drain(self.c, SLICE_NS)
+            PyErr_CheckSignals()
+        return 0
+
+    cdef int breathe(self) except -1:
+        with nogil:
+            _core.handle_drain(self.c, BREATH_NS)
+        PyErr_CheckSignals()
+        return 0
+
+    cdef int stop(self) except -1:
+        self.own()
+        try:
+            finish_all(list(self.staged))
+        finally:
+            with nogil:
+                _core.handle_stop(self.c)
+            loops, self.event_loops = self.event_loops, None
+            try:
+                self.collect()
+            finally:
+                dismiss(loops)
+        return 0
+
+    @property
+    def watchers(self):
+        self.own()
+        return self.event_loops
+
+    def watch(self, int fd):
+        cdef int result
+        with nogil:
+            result = _core.handle_watch(self.c, fd)
+        _core.check(result)
+
+    def unwatch(self, int fd):
+        with nogil:
+            _core.handle_unwatch(self.c, fd)
+
+    cdef unsigned pending(self) except *:
+        return _core.handle_pending(self.c)
+
+    cdef str engine(self):
+        return _core.handle_engine(self.c).decode()
+
+    cdef dict stats(self):
+        cdef nvmeio_stats stats
+        _core.handle_stats(self.c, &stats)
+        return stats
+
+    cdef tuple latencies(self):
+        cdef uint64_t counts[LATENCY_BUCKETS]
+        cdef int64_t bounds_ns[LATENCY_BUCKETS]
+        cdef int bucket
+        _core.handle_latencies(self.c, counts)
+        for bucket in range(LATENCY_BUCKETS):
+            bounds_ns[bucket] = _core.latency_ns(bucket)
+        return (
+            numpy.frombuffer((<char *> counts)[:sizeof(counts)], numpy.uint64),
+            numpy.frombuffer((<char *> bounds_ns)[:sizeof(bounds_ns)], numpy.int64),
+        )
+
+
+cdef int finish_all(list requests) except -1:
+    """Wait for requests in spite of Ctrl-C, which is raised in the end."""
+    cdef Request request
+    interruption = None
+    for request in requests:
+        while not request.finished and not request.is_being_finished_here():
+            try:
+                request.poll(-1)
+            except BaseException as error:
+                interruption = error
+    if interruption is not None:
+        raise interruption
+    return 0
+
+
+cdef int dismiss(object loops) except -1:
+    """Have event loops let go of workers that are stopped; None: they have done so."""
+    for known in list(loops or ()):
+        watcher = known()
+        if watcher is not None:
+            watcher.close()
+    return 0
+
+
+cdef Workers start_workers(dict options):
+    cdef Workers workers = Workers.__new__(Workers)
+    cdef nvmeio_config config
+    cdef int result
+    engine = options["engine"]
+    if engine == "auto":
+        engine = os.environ.get("NVMEIO_ENGINE") or "auto"
+        if engine not in ENGINES:
+            raise ValueError(
+                f"NVMEIO_ENGINE is {engine!r}; it must be one of {', '.join(ENGINES)}"
+            )
+    apply_settings()
+    name = engine.encode()
+    config.block_bytes = options["block_size"]
+    config.queue_depth = options["queue_depth"]
+    config.workers = options["intra_op_parallelism"]
+    config.single_submit = options["single_submit"]
+    config.bounce = BOUNCES[options["bounce"]]
+    config.engine = name
+    with nogil:
+        result = _core.handle_open(&config, &workers.c)
+    if result < 0:
+        raise_unusable(engine, result)
+    fallback = _core.handle_fallback(workers.c).decode()
+    if fallback and fallback not in _told:
+        _told.add(fallback)
+        _log.warning("using the engine %s, for %s", workers.engine(), fallback)
+    return workers
+
+
+cdef int raise_unusable(str engine, int result) except -1:
+    """Raise why no worker could be started."""
+    reason = engines().get(engine, {}).get("reason")
+    if reason:
+        raise OSError(-result, f"the engine {engine} cannot be used: {reason}")
+    # The engine works, or any would have done.
+    lacking = _LACKING.get(-result, os.strerror(-result))
+    raise OSError(-result, f"a handle cannot be opened, for {lacking}")

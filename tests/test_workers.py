@@ -1,0 +1,316 @@
+"""Workers carry out transfers on every engine: any size, offset, address, any queue.
+
+"Case n" is a numbered line of what DeepSpeed's op is known to do wrong.
+"""
+
+import errno
+import gc
+import mmap
+import os
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+import nvmeio
+from helpers import (
+    BLOCK,
+    DEPTH,
+    MIB,
+    PAGE,
+    Guarded,
+    edge_sizes,
+    expected_routes,
+    kernel_release,
+    pattern,
+    routes,
+)
+
+EDGES = edge_sizes()
+
+
+# Synchronous calls run small transfers in the caller's thread, requests run in the workers.
+WAYS = {
+    "sync": lambda handle, verb, *args: getattr(handle, verb)(*args),
+    "request": lambda handle, verb, *args: getattr(handle, f"submit_{verb}")(*args).wait(),
+}
+
+
+@pytest.mark.all_combinations
+@pytest.mark.parametrize("transfer", WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize("size_of", EDGES.values(), ids=EDGES)
+def test_what_was_written_is_read_back(handle, path, alignment, size_of, transfer):
+    """Cases 6 and 7: no size is a success that moved nothing or only a part."""
+    expected = pattern(size_of(alignment))
+    source, target = Guarded(expected, pool=True), Guarded(len(expected), pool=True)
+    transfer(handle, "write", source.array, path)
+    assert path.read_bytes() == source.content() == expected
+    transfer(handle, "read", target.array, path)
+    assert target.content() == expected
+    assert routes(handle) == expected_routes(
+        "write", len(expected), alignment
+    ) + expected_routes("read", len(expected), alignment)
+
+
+RESIDUES = [0, 1, 3, 511, 513, PAGE - 1, PAGE + 1]
+
+
+@pytest.mark.all_combinations
+@pytest.mark.parametrize("bounce", ["auto", "always", "never"])
+@pytest.mark.parametrize("offset", [0, 1, 7, 511, 512, 513, 1000, PAGE - 1, PAGE, PAGE + 1])
+def test_every_offset_and_address_is_served(open_handle, path, alignment, offset, bounce):
+    """Case 7: offsets and addresses of any residue, with nothing touched around them."""
+    handle = open_handle(BLOCK, DEPTH, bounce=bounce)
+    content = bytearray(pattern(offset + BLOCK + 3 * PAGE))
+    path.write_bytes(content)
+    expected = Counter()
+    for residue in RESIDUES:
+        for size in (1, 511, PAGE, 3 * PAGE + 1, BLOCK + PAGE):
+            source = Guarded(pattern(size, seed=residue), residue, pool=True)
+            content[offset : offset + size] = source.content()
+            assert handle.write(source.array, path, file_offset=offset) == 0
+            assert path.read_bytes() == content
+            target = Guarded(size, residue, pool=True)
+            assert handle.read(target.array, path, file_offset=offset) == 0
+            assert target.content() == source.content()
+            for op in ("write", "read"):
+                expected += expected_routes(op, size, alignment, offset, residue, bounce)
+    assert routes(handle) == expected
+
+
+@pytest.mark.parametrize("residue", [2, 4, 8, 16, 64, 512, 1024])
+def test_an_address_that_may_suit_the_device_is_served(handle, path, residue):
+    source, target = Guarded(pattern(BLOCK + 9), residue), Guarded(BLOCK + 9, residue)
+    handle.write(source.array, path)
+    handle.read(target.array, path)
+    assert target.content() == source.content() == path.read_bytes()
+    assert routes(handle).total() == 2 * (BLOCK + 9)
+
+
+@pytest.mark.all_combinations
+@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize("overlap_events", [False, True])
+@pytest.mark.parametrize("single_submit", [False, True])
+def test_requests_share_the_queue(
+    open_handle, path, alignment, single_submit, overlap_events, workers
+):
+    """Case 12: a size need not be divisible by the number of workers."""
+    handle = open_handle(BLOCK, DEPTH, single_submit, overlap_events, workers)
+    sizes = [1, PAGE, BLOCK, BLOCK + PAGE, 5 * DEPTH * BLOCK + 13, 0, 100, 7 * BLOCK]
+    sources = [Guarded(pattern(size), pool=True) for size in sizes]
+    targets = [Guarded(size, pool=True) for size in sizes]
+    offsets = [index * 8 * DEPTH * BLOCK for index in range(len(sizes))]
+    expected = sum(
+        (
+            expected_routes(op, size, alignment)
+            for size in sizes
+            for op in ("write", "read")
+        ),
+        Counter(),
+    )
+    writes = [
+        handle.submit_write(source.array, path, offset)
+        for source, offset in zip(sources, offsets, strict=True)
+    ]
+    assert [write.wait() for write in writes] == sizes
+    reads = [
+        handle.submit_read(target.array, path, offset)
+        for target, offset in zip(targets, offsets, strict=True)
+    ]
+    assert [read.wait() for read in reads] == sizes
+    for source, target in zip(sources, targets, strict=True):
+        assert target.content() == source.content()
+    assert routes(handle) == expected
+
+
+@pytest.mark.all_combinations
+@pytest.mark.parametrize("block_size", [1, PAGE + 1, 1 << 30])
+@pytest.mark.parametrize("queue_depth", [1, 32768])
+def test_blocks_and_queues_at_their_limits(
+    open_handle, path, alignment, block_size, queue_depth
+):
+    handle = open_handle(block_size, queue_depth)
+    assert (handle.get_block_size(), handle.get_queue_depth()) == (block_size, queue_depth)
+    source, target = Guarded(pattern(3 * MIB), pool=True), Guarded(3 * MIB, pool=True)
+    # What makes a file longer is written in other blocks.
+    path.write_bytes(bytes(3 * MIB))
+    handle.write(source.array, path)
+    handle.read(target.array, path)
+    assert target.content() == source.content()
+    assert routes(handle) == (
+        expected_routes("write", 3 * MIB, alignment)
+        + expected_routes("read", 3 * MIB, alignment)
+    )
+    block = -(-block_size // PAGE) * PAGE
+    assert handle.stats()["blocks"] == 2 * -(-3 * MIB // block)
+
+
+def test_the_most_workers_there_can_be(open_handle, tmp_path):
+    handle = open_handle(PAGE, 1, intra_op_parallelism=256)
+    expected = pattern(MIB + 1)
+    handle.write(expected, tmp_path / "data")
+    assert (tmp_path / "data").read_bytes() == expected
+    assert routes(handle).total() == MIB + 1
+
+
+@pytest.mark.all_combinations
+@pytest.mark.parametrize("bounce", ["auto", "never"])
+def test_memory_in_small_pages_goes_through_huge_ones(open_handle, path, alignment, bounce):
+    if kernel_release() < (6, 7):
+        pytest.skip("the kernel does not tell pages apart")
+    handle = open_handle(BLOCK, DEPTH, bounce=bounce)
+    expected = pattern(3 * MIB)
+    memory = mmap.mmap(-1, len(expected), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_NOHUGEPAGE)
+    memory[:] = expected
+    handle.write(memory, path)
+    memory[:] = bytes(len(memory))
+    handle.read(memory, path)
+    assert memory[:] == path.read_bytes() == expected
+    # tmpfs has no device that would mind.
+    bounced = bounce == "auto" and not path.is_relative_to("/dev/shm")
+    way = "buffered" if alignment == 1 else "bounced" if bounced else "direct"
+    assert routes(handle) == Counter({way: 2 * len(expected)})
+
+
+def test_without_o_direct_all_goes_through_the_page_cache(open_handle, path):
+    handle = open_handle(BLOCK, DEPTH, direct=False)
+    source, target = Guarded(pattern(3 * MIB)), Guarded(3 * MIB)
+    handle.write(source.array, path)
+    handle.read(target.array, path)
+    assert target.content() == source.content()
+    assert routes(handle) == Counter(buffered=6 * MIB)
+
+
+def test_with_o_direct_demanded_edges_and_odd_addresses_are_still_routed(
+    open_handle, path, alignment
+):
+    if alignment == 1:
+        pytest.skip("the file system has no O_DIRECT")
+    handle = open_handle(BLOCK, DEPTH, direct=True)
+    source = Guarded(pattern(3 * BLOCK + 10), residue=5)
+    target = Guarded(3 * BLOCK + 10, residue=PAGE - 99)
+    handle.write(source.array, path, file_offset=99)
+    handle.read(target.array, path, file_offset=99)
+    assert target.content() == source.content()
+    size = len(source.array)
+    assert routes(handle) == (
+        expected_routes("write", size, alignment, 99, 5)
+        + expected_routes("read", size, alignment, 99, PAGE - 99)
+    )
+
+
+def test_demanding_o_direct_of_a_file_system_without_it_fails_with_the_path(open_handle):
+    handle = open_handle(direct=True)
+    with pytest.raises(OSError, match="/proc/version") as caught:
+        handle.read(bytearray(1), "/proc/version")
+    assert (caught.value.errno, caught.value.filename) == (errno.EINVAL, "/proc/version")
+
+
+BOUNCES_MAX = 64 * MIB
+
+
+def pool_bytes(which="bytes_used"):
+    """Return a figure of the pool, when what nobody holds has gone back to it."""
+    gc.collect()
+    return nvmeio.pool_stats()[which]
+
+
+@pytest.fixture(scope="module")
+def more_than_all_bounces():
+    """Bytes, and memory for them that none suits: both take long to get."""
+    return Guarded(pattern(96 * MIB)), Guarded(96 * MIB, residue=1)
+
+
+@pytest.mark.parametrize(
+    ("block_size", "depth", "workers"),
+    [(MIB, 128, 1), (BLOCK, 512, 4), (1 << 30, 2, 2), (PAGE, 64, 256)],
+)
+def test_bounces_are_taken_late_few_and_again_and_again(
+    engine, tmp_path, more_than_all_bounces, block_size, depth, workers
+):
+    """At most 64 MiB a handle, whatever its workers, its queue and its callers."""
+    path, (content, target) = tmp_path / "data", more_than_all_bounces
+    target.array[:] = 0
+    options = {"engine": engine, "intra_op_parallelism": workers, "overlap_events": True}
+    before = pool_bytes()
+    with nvmeio.aio_handle(block_size, depth, **options) as handle:
+        handle.write(content.array, path)
+        if routes(handle)["direct"] == 0:
+            pytest.skip("the file system has no O_DIRECT")
+        assert pool_bytes() == before
+        handle.submit_read(target.array, path).wait()
+        mapped = pool_bytes("bytes_mapped")
+        assert 0 < pool_bytes() - before <= BOUNCES_MAX
+        with ThreadPoolExecutor(24) as callers:
+            parts = [target.array[at * 3 * MIB :][: 2 * MIB] for at in range(24)]
+            list(callers.map(handle.read, parts, [path] * 24))
+        assert 0 < pool_bytes() - before <= BOUNCES_MAX
+        handle.submit_read(target.array, path).wait()
+        assert target.content() == content.content()
+        assert routes(handle)["bounced"] == 2 * 96 * MIB + 24 * 2 * MIB
+        assert handle.stats()["engine"] == engine
+    assert pool_bytes() == before
+    assert pool_bytes("bytes_mapped") <= mapped + BOUNCES_MAX
+
+
+@pytest.fixture(scope="module")
+def three_gib():
+    """3 GiB of memory, used by one test after the other: it takes long to get."""
+    memory = mmap.mmap(-1, 3 << 30)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(memory, np.uint8)
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("three GiB")
+def test_three_gib_are_read(open_handle, tmp_path, three_gib):
+    """More than one I/O of the kernel can move, and than 32 bits can count."""
+    islands = [0, (1 << 31) - 5, 0x7FFFF000 - 3, (3 << 30) - 11]
+    with open(tmp_path / "sparse", "wb") as file:
+        file.truncate(3 << 30)
+        for begin in islands:
+            os.pwrite(file.fileno(), b"an island: ", begin)
+    three_gib[::PAGE] = 1
+    handle = open_handle(1 << 30, bounce="never")
+    assert handle.submit_read(three_gib, tmp_path / "sparse").wait() == 3 << 30
+    for begin in islands:
+        assert three_gib[begin : begin + 11].tobytes() == b"an island: "
+        three_gib[begin : begin + 11] = 0
+    assert not three_gib[::PAGE].any()
+    assert not three_gib[PAGE - 1 :: PAGE].any()
+    assert routes(handle).total() == 3 << 30
+    assert handle.stats()["blocks"] == 3
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("three GiB")
+def test_more_than_one_write_can_move_is_written(open_handle, tmp_path, three_gib):
+    """No block is longer than 1 GiB, and so than the kernel's 0x7ffff000 bytes."""
+    size = (1 << 31) + 77
+    islands = [0, 0x7FFFF000 - 3, (1 << 31) - 5, size - 11]
+    for begin in islands:
+        three_gib[begin : begin + 11] = np.frombuffer(b"an island: ", np.uint8)
+    handle = open_handle(1 << 30, bounce="never")
+    path = tmp_path / "long"
+    try:
+        assert handle.submit_write(three_gib[:size], path).wait() == size
+        assert path.stat().st_size == size
+        with open(path, "rb") as file:
+            for begin in islands:
+                assert os.pread(file.fileno(), 11, begin) == b"an island: "
+    finally:
+        path.unlink(missing_ok=True)
+    assert routes(handle).total() == size
+    assert handle.stats()["blocks"] == 3
+
+
+@pytest.mark.parametrize("offset", [(1 << 31) - 7, (1 << 32) + 4096, (1 << 40) + 3])
+def test_offsets_beyond_32_bits(handle, tmp_path, offset):
+    expected = pattern(3 * BLOCK)
+    target = Guarded(len(expected))
+    handle.write(expected, tmp_path / "sparse", file_offset=offset)
+    handle.read(target.array, tmp_path / "sparse", file_offset=offset)
+    assert target.content() == expected
+    assert routes(handle).total() == 6 * BLOCK
