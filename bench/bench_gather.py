@@ -1,4 +1,4 @@
-"""Compares gathers with fio, and with what people use for small records instead.
+"""Compares gathers with a plain loop, with fio, and with what people use instead.
 
 Records of one size are read from random places of one large file that no cache holds.  All
 duels are gone through once a round; bench/README.md says how to read the tables.
@@ -12,16 +12,16 @@ import dataclasses
 import itertools
 import mmap
 import os
-import subprocess
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from duels import Duel, Goal, Sample, fight, measured
-from machine import arguments, machine, output
+from loop_child import LoopChild, Turn, loop_child
+from loop_mount import try_loop_mount
+from machine import arguments, machine
 from peers import Peers, fio, huge_pages
 from report import finish
 
@@ -46,6 +46,8 @@ BATCH = {
     "iodepth_batch_complete_max": DEPTH,
 }
 FIXED = {**BATCH, "fixedbufs": 1, "registerfiles": 1}
+# The names of --only.
+GROUPS = ("loop", "fio", "peers", "merge")
 # The exponent of the skew: a few rows are wanted again and again.
 ZIPF = 1.2
 
@@ -93,36 +95,6 @@ def ground(folder: Path, size: int) -> Iterator[Ground]:
         yield Ground(path, size, handle, file, memory)
 
 
-def unmount(folder: Path) -> None:
-    """Unmount once the kernel has let go of the rings that were closed."""
-    for _ in range(500):
-        if subprocess.run(["umount", folder], stderr=subprocess.DEVNULL).returncode == 0:
-            return
-        time.sleep(0.01)
-    output("umount", str(folder))
-
-
-@contextlib.contextmanager
-def loop_ground(size: int) -> Iterator[Ground]:
-    """Make the same on a file system on a loop device over tmpfs."""
-    with tempfile.TemporaryDirectory(prefix="nvmeio-bench-", dir="/dev/shm") as inside:
-        image, mount = Path(inside, "image"), Path(inside, "mount")
-        mount.mkdir()
-        with open(image, "wb") as file:
-            file.truncate(size + (256 << 20))
-        device = output("losetup", "--find", "--show", "--direct-io=on", image).strip()
-        try:
-            output("mkfs.ext4", "-q", "-m", "0", device)
-            output("mount", device, mount)
-            try:
-                with ground(mount, size) as place:
-                    yield place
-            finally:
-                unmount(mount)
-        finally:
-            output("losetup", "--detach", device)
-
-
 def by_fio(ground: Ground, options: dict[str, int]) -> Callable[[], Sample]:
     """Return a turn of as many blocks of fio's from random places."""
     options = {"norandommap": 1, "number_ios": ROWS, **options}
@@ -142,15 +114,24 @@ ORDERS: dict[str, Choose] = {
 }
 
 
+def distinct(rng: np.random.Generator, count: int, rows: int) -> np.ndarray:
+    """Choose no row twice: a gather would read it once, and the plain loop twice."""
+    return rng.choice(rows, count, replace=False)
+
+
 def gather(
-    ground: Ground, rows: int, row_bytes: int, order: str = "random", **options: int
+    ground: Ground,
+    rows: int,
+    row_bytes: int,
+    choose: Choose = ORDERS["random"],
+    **options: int,
 ) -> Callable[[], Sample]:
     """Return a turn of one gather."""
     rng = np.random.default_rng()
     out = ground.memory[: rows * row_bytes]
 
     def turn() -> Sample:
-        offsets = ORDERS[order](rng, rows, ground.size // row_bytes) * row_bytes
+        offsets = choose(rng, rows, ground.size // row_bytes) * row_bytes
         forget_cached(ground.path)
         return measured(
             lambda: ground.handle.gather(ground.file, offsets, row_bytes, out, **options)
@@ -220,7 +201,7 @@ def by_caio(ground: Ground, caio: Any) -> Callable[[np.ndarray], int]:
     return lambda rows: asyncio.run(read_all(rows.tolist()))
 
 
-def fio_duels(ground: Ground, place: str, *goals: Goal) -> Iterator[Duel]:
+def fio_duels(ground: Ground, place: str) -> Iterator[Duel]:
     """Pair gathers of 4 KiB with fio."""
     for name, options in {"batch": BATCH, "batch, fixed": FIXED}.items():
         turns = (
@@ -228,7 +209,7 @@ def fio_duels(ground: Ground, place: str, *goals: Goal) -> Iterator[Duel]:
             by_fio(ground, options),
         )
         work, names = f"4 KiB x {DEPTH}, {place}", ("gather", f"fio, {name}")
-        yield Duel(work, names, turns, False, goals, ROW_BYTES)
+        yield Duel(work, names, turns, False, record_bytes=ROW_BYTES)
 
 
 def peer_duels(ground: Ground, caio: Any) -> Iterator[Duel]:
@@ -254,37 +235,86 @@ def merge_duels(ground: Ground) -> Iterator[Duel]:
     for row_bytes, order in itertools.product(ROW_SIZES, ORDERS):
         rows = min(ROWS, TURN_BYTES // row_bytes // 4)
         turns = (
-            gather(ground, rows, row_bytes, order),
-            gather(ground, rows, row_bytes, order, max_gap=0),
+            gather(ground, rows, row_bytes, ORDERS[order]),
+            gather(ground, rows, row_bytes, ORDERS[order], max_gap=0),
         )
         work, names = f"{order} rows of {row_bytes} B", ("max_gap=4096", "max_gap=0")
         yield Duel(work, names, turns, False, record_bytes=row_bytes)
 
 
+def on_one_processor(turn: Turn, *pids: int) -> Turn:
+    """Return the same turn with all threads of some processes on one processor."""
+
+    def allow(processors: set[int]) -> None:
+        for pid in pids:
+            for task in Path(f"/proc/{pid}/task").iterdir():
+                with contextlib.suppress(ProcessLookupError):
+                    os.sched_setaffinity(int(task.name), processors)
+
+    def take() -> Sample:
+        allowed = os.sched_getaffinity(0)
+        try:
+            allow({max(allowed)})
+            return turn()
+        finally:
+            # Also threads that have started meanwhile.
+            allow(allowed)
+
+    return take
+
+
+def loop_duels(ground: Ground, place: str, child: LoopChild) -> Iterator[Duel]:
+    """Pair gathers of 4 KiB with the plain loop."""
+    turns = (
+        gather(ground, ROWS, ROW_BYTES, distinct, max_gap=0),
+        child.turn("plain gather", ground.path, ROW_BYTES, DEPTH, ROWS, "huge"),
+    )
+    work, names = f"4 KiB x {DEPTH}, {place}", ("gather", "plain loop")
+    goals = (Goal("speed", 0.95), *((Goal("CPU us", 2.5),) if place == "disk" else ()))
+    yield Duel(work, names, turns, False, goals, ROW_BYTES)
+    turns = tuple(on_one_processor(turn, os.getpid(), child.pid) for turn in turns)
+    work, goals = f"{work}, on one processor", (Goal("CPU time", 1.15),)
+    yield Duel(work, names, turns, False, goals, ROW_BYTES)
+
+
+def all_duels(
+    places: dict[str, Ground], names: Sequence[str], child: LoopChild | None, peers: Peers
+) -> tuple[list[Duel], list[Duel]]:
+    """Return the duels beside the loop and the others, of those groups that are wanted."""
+    loop: list[Duel] = []
+    others: list[Duel] = []
+    has_fio = "fio" in names and peers.has_fio()
+    for place, ground in places.items():
+        if "loop" in names and child is not None:
+            loop += loop_duels(ground, place, child)
+        if has_fio:
+            others += fio_duels(ground, place)
+    if "peers" in names:
+        others += peer_duels(places["disk"], peers.module("caio"))
+    if "merge" in names:
+        others += merge_duels(places["disk"])
+    return loop, others
+
+
 def main() -> None:
     """Measure and report; what was measured never changes the exit status."""
-    options = arguments(__doc__, ("4G", "256M"), (10, 2))
+    options = arguments(__doc__, ("4G", "256M"), (10, 2), groups=GROUPS, loop_rounds=True)
     peers = Peers()
-    has_fio = peers.has_fio()
     with contextlib.ExitStack() as stack:
         has_huge_pages = stack.enter_context(huge_pages(HUGE_PAGES_WANTED))
-        disk = stack.enter_context(ground(options.dir, options.size))
-        goals = (Goal("speed", 0.95), Goal("CPU us", 2.5))
-        duels = [
-            *(fio_duels(disk, "disk", *goals) if has_fio else ()),
-            *peer_duels(disk, peers.module("caio")),
-            *merge_duels(disk),
-        ]
-        if os.geteuid() != 0:
-            peers.leave_out("a loop device over tmpfs", "which takes root")
-        elif has_fio:
-            loop = stack.enter_context(loop_ground(min(options.size, 1 << 30)))
-            goal = Goal("speed", 0.85)
-            duels += fio_duels(loop, "loop over tmpfs", goal)
+        places = {"disk": stack.enter_context(ground(options.dir, options.size))}
+        if {"loop", "fio"}.intersection(options.only):
+            size = min(options.size, 1 << 30)
+            if mount := try_loop_mount(stack, size + (256 << 20), peers):
+                places["loop over tmpfs"] = stack.enter_context(ground(mount, size))
+        child = stack.enter_context(loop_child(peers))
+        loop, others = all_duels(places, options.only, child, peers)
         about = machine(options.dir) | {"huge pages for fio": has_huge_pages}
         about |= {"size": options.size, "rounds": options.rounds}
-        fight(duels, options.rounds)
-    finish("gather", about, duels, peers.left_out, options.json)
+        about["rounds beside the loop"] = options.loop_rounds
+        fight(loop, options.loop_rounds)
+        fight(others, options.rounds)
+    finish("gather", about, loop + others, peers.left_out, options.json)
 
 
 if __name__ == "__main__":

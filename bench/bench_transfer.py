@@ -9,22 +9,22 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-import mmap
-import os
-import random
 import statistics
-import tempfile
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+import beside_loop
 import numpy as np
 import torch
-from duels import SPEED, Duel, Goal, Sample, fight, measured, progress
+from duels import SPEED, Duel, Goal, fight, measured, progress
+from loop_child import loop_child
+from loop_mount import try_loop_mount
 from machine import arguments, machine
 from peers import Peers, fio, huge_pages
 from report import finish
+from scratch import Ground, Move, pieces, whole
+from scratch import ground as make_ground
 
 import nvmeio
 
@@ -36,15 +36,12 @@ FIO_DEPTHS = (16, 128, 512)
 FIO_PASSES = 2
 SMALL_COUNT = 1000
 SMALL_BYTES = 64 << 10
-LATENCY_BYTES = 4096
 PAGE_BYTES = 4096
 # Memory that was never touched, and how many turns take the place of one.
 FRESH = "never touched"
 FRESH_TURNS = 8
 # What a ring has places for, or less.
-REGISTERED_BYTES = 24 << 20
 HUGE_BYTES = 2 << 20
-LATENCY_READS = 50
 
 # The configurations that the default one is compared with.
 GRID = {
@@ -60,73 +57,11 @@ FINALISTS = 3
 # What the deepest queue of 1 MiB blocks needs in pages of 2 MiB, and some to spare.
 HUGE_PAGES_WANTED = max(FIO_DEPTHS) // 2 + 48
 
-Move = Callable[[], Sample]
-
-
-@dataclasses.dataclass
-class Ground:
-    """The file and the memory that all duels are fought on.
-
-    Attributes
-    ----------
-    path : Path
-        The file, written once and synced.
-    file : nvmeio.File
-        The same, open for reading and writing, past the page cache.
-    descriptor : int
-        The same, open with O_DIRECT.
-    pool, ordinary : torch.Tensor
-        As many bytes as the file has, every page touched: from new_cpu_locked_tensor, and
-        as torch allocates them.
-    has_huge_pages : bool
-        Whether fio has some that are reserved.
-    """
-
-    path: Path
-    file: nvmeio.File
-    descriptor: int
-    pool: torch.Tensor
-    ordinary: torch.Tensor
-    has_huge_pages: bool
-
-
-@contextlib.contextmanager
-def ground(folder: Path, size: int) -> Iterator[Ground]:
-    """Make the file and the memory, and clear up."""
-    with contextlib.ExitStack() as stack:
-        has_huge_pages = stack.enter_context(huge_pages(HUGE_PAGES_WANTED))
-        inside = stack.enter_context(
-            tempfile.TemporaryDirectory(prefix="nvmeio-bench-", dir=folder)
-        )
-        path = Path(inside, "file")
-        handle = stack.enter_context(nvmeio.aio_handle())
-        pool = handle.new_cpu_locked_tensor(size, torch.empty(0, dtype=torch.uint8))
-        pool.random_(0, 256)
-        nvmeio.write_file(path, pool, sync=True)
-        file = stack.enter_context(nvmeio.File(path, "r+", direct=True))
-        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
-        stack.callback(os.close, descriptor)
-        yield Ground(path, file, descriptor, pool, pool.clone(), has_huge_pages)
-
 
 def by_fio(ground: Ground, op: str, depth: int) -> Move:
     """Return a turn of fio's, in blocks of 1 MiB."""
     size = ground.pool.nbytes
     return lambda: fio(ground.path, size, op, 1 << 20, depth, loops=FIO_PASSES)
-
-
-def whole(
-    handle: nvmeio.aio_handle,
-    ground: Ground,
-    op: str,
-    buffer: torch.Tensor,
-    passes: int = 1,
-) -> Move:
-    """Return a turn that moves a buffer in one request, some times over."""
-    submit = handle.submit_read if op == "read" else handle.submit_write
-    return lambda: measured(
-        lambda: sum(submit(buffer, ground.file).wait() for _ in range(passes))
-    )
 
 
 def recycled(
@@ -147,38 +82,6 @@ def recycled(
         return moved + sum(request.wait() for request in requests)
 
     return lambda: measured(work)
-
-
-def pieces(
-    handle: nvmeio.aio_handle, ground: Ground, op: str, buffer: torch.Tensor
-) -> Move:
-    """Return a turn that moves a buffer in a request for each 64 KiB."""
-    submit = handle.submit_read if op == "read" else handle.submit_write
-    views = list(enumerate(buffer.split(SMALL_BYTES)))
-
-    def work() -> int:
-        requests = [submit(view, ground.file, index * SMALL_BYTES) for index, view in views]
-        return sum(request.wait() for request in requests)
-
-    return lambda: measured(work)
-
-
-def scattered(read: Callable[[int], Any], ground: Ground) -> Move:
-    """Return a turn of synchronous reads at random places; `read` takes the offset."""
-    generator = random.Random()
-    last = ground.pool.nbytes // LATENCY_BYTES - 1
-
-    def turn() -> Sample:
-        offsets = [LATENCY_BYTES * generator.randint(0, last) for _ in range(LATENCY_READS)]
-
-        def work() -> int:
-            for offset in offsets:
-                read(offset)
-            return LATENCY_READS * LATENCY_BYTES
-
-        return measured(work)
-
-    return turn
 
 
 def fio_duels(ground: Ground) -> Iterator[Duel]:
@@ -282,31 +185,6 @@ def route_duels(ground: Ground) -> Iterator[Duel]:
             )
 
 
-def registered_duels(ground: Ground) -> Iterator[Duel]:
-    """Pair blocks of the pool's memory, which the ring has registered, with others'.
-
-    Both lie in huge pages, and are read again and again by blocks of one size.
-    """
-    nbytes = min(REGISTERED_BYTES, ground.pool.nbytes)
-    ours = nvmeio.torch.empty(nbytes, dtype=torch.uint8).fill_(1)
-    memory = mmap.mmap(-1, nbytes + HUGE_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory.madvise(mmap.MADV_HUGEPAGE)
-    others = torch.frombuffer(memory, dtype=torch.uint8)
-    start = -others.data_ptr() % HUGE_BYTES
-    others = others[start : start + nbytes].fill_(1)
-    for block_size in (4 << 10, 16 << 10, 64 << 10):
-        handle = nvmeio.aio_handle(block_size)
-        yield Duel(
-            f"read, {block_size >> 10} KiB x 128",
-            ("pool, registered", "other huge pages"),
-            (
-                whole(handle, ground, "read", ours, 4),
-                whole(handle, ground, "read", others, 4),
-            ),
-            True,
-        )
-
-
 def small_duels(ground: Ground) -> Iterator[Duel]:
     """Pair 1000 requests of 64 KiB with one request of as many bytes."""
     handle = nvmeio.aio_handle(overlap_events=True)
@@ -315,26 +193,13 @@ def small_duels(ground: Ground) -> Iterator[Duel]:
         yield Duel(
             f"{op}, overlap_events=True",
             (f"{buffer.nbytes // SMALL_BYTES} x 64 KiB", "one request"),
-            (pieces(handle, ground, op, buffer), whole(handle, ground, op, buffer)),
+            (
+                pieces(handle, ground, op, buffer, SMALL_BYTES),
+                whole(handle, ground, op, buffer),
+            ),
             op == "read",
             alternations=4,
         )
-
-
-def latency_duel(ground: Ground) -> Duel:
-    """Pair synchronous reads of 4 KiB with os.preadv into the same memory."""
-    handle = nvmeio.aio_handle()
-    buffer: np.ndarray = ground.pool[:LATENCY_BYTES].numpy()
-    return Duel(
-        "read, 4 KiB synchronous",
-        ("handle.read", "os.preadv"),
-        (
-            scattered(lambda at: handle.read(buffer, ground.file, False, at), ground),
-            scattered(lambda at: os.preadv(ground.descriptor, [buffer], at), ground),
-        ),
-        True,
-        alternations=20,
-    )
 
 
 def grid() -> Iterator[dict[str, Any]]:
@@ -348,7 +213,7 @@ def described(options: dict[str, Any]) -> str:
     overlap = "overlapped" if options["overlap_events"] else "batched"
     return (
         f"{options['block_size'] >> 10} KiB x {options['queue_depth']}, {overlap}, "
-        f"{options['intra_op_parallelism']} lanes"
+        f"{options['intra_op_parallelism']} workers"
     )
 
 
@@ -380,33 +245,62 @@ def finalists(ground: Ground, quick: bool) -> Iterator[Duel]:
             yield default_duel(ground, op, options)
 
 
-def all_duels(ground: Ground, quick: bool, has_fio: bool) -> Iterator[Duel]:
-    """Give every duel with its goals."""
+def aiming(duels: Iterable[Duel], *goals: Goal) -> Iterator[Duel]:
+    """Give duels with the same goals."""
+    return (dataclasses.replace(duel, goals=goals) for duel in duels)
 
-    def aiming(duels: Iterable[Duel], *goals: Goal) -> Iterator[Duel]:
-        return (dataclasses.replace(duel, goals=goals) for duel in duels)
 
-    for duel in fio_duels(ground) if has_fio else ():
-        speed = Goal("speed", 0.97 if duel.reads else 0.95)
-        yield from aiming([duel], speed, Goal("CPU time", 1.3))
-    yield from aiming(memory_duels(ground), Goal("speed", 0.8))
-    yield from aiming(route_duels(ground), Goal("speed", 0.95))
-    yield from aiming(registered_duels(ground), Goal("CPU time", 1.0))
-    yield from aiming(small_duels(ground), Goal("speed", 0.85))
-    yield from aiming(finalists(ground, quick), Goal("speed", 0.95))
-    yield from aiming([latency_duel(ground)], Goal("time", 1.25))
+def groups(ground: Ground, quick: bool) -> dict[str, Callable[[], Iterator[Duel]]]:
+    """Return what makes the duels among ourselves and with fio, by the names of --only."""
+    return {
+        "fio": lambda: fio_duels(ground),
+        "memory": lambda: aiming(memory_duels(ground), Goal("speed", 0.8)),
+        "routes": lambda: aiming(route_duels(ground), Goal("speed", 0.95)),
+        "small": lambda: aiming(small_duels(ground), Goal("speed", 0.85)),
+        "default": lambda: aiming(finalists(ground, quick), Goal("speed", 0.95)),
+    }
+
+
+GROUPS = (*beside_loop.GROUPS, "fio", "memory", "routes", "small", "default")
+
+
+def loop_grounds(
+    stack: contextlib.ExitStack, disk: Ground, wanted: Sequence[str], peers: Peers
+) -> dict[str, Ground]:
+    """Return the disk and, as root, a loop device, if a row wants it, by their names."""
+    places = {"disk": disk}
+    if beside_loop.ON_LOOP_DEVICE.intersection(wanted):
+        size = beside_loop.LOOP_DEVICE_BYTES
+        if mount := try_loop_mount(stack, size + (256 << 20), peers):
+            places["loop over tmpfs"] = stack.enter_context(make_ground(mount, size))
+    return places
 
 
 def main() -> None:
     """Measure and report; what was measured never changes the exit status."""
-    options = arguments(__doc__, ("1G", "64M"), (10, 3))
+    options = arguments(__doc__, ("1G", "64M"), (10, 3), groups=GROUPS, loop_rounds=True)
     peers = Peers()
-    with ground(options.dir, options.size) as place:
-        about = machine(options.dir) | {"huge pages for fio": place.has_huge_pages}
+    with contextlib.ExitStack() as stack:
+        disk = stack.enter_context(make_ground(options.dir, options.size))
+        about = machine(options.dir)
         about |= {"size": options.size, "rounds": options.rounds}
-        duels = list(all_duels(place, options.quick, peers.has_fio()))
-        fight(duels, options.rounds)
-    finish("transfer", about, duels, peers.left_out, options.json)
+        found: list[Duel] = []
+        child = stack.enter_context(loop_child(peers))
+        if set(beside_loop.GROUPS).intersection(options.only):
+            about["rounds beside the loop"] = options.loop_rounds
+            places = loop_grounds(stack, disk, options.only, peers)
+            found += beside_loop.duels(options.only, places, child)
+            fight(found, options.loop_rounds)
+        others = groups(disk, options.quick)
+        if "fio" in options.only:
+            if peers.has_fio():
+                reserved = stack.enter_context(huge_pages(HUGE_PAGES_WANTED))
+                about["huge pages for fio"] = reserved
+            else:
+                del others["fio"]
+        rest = [duel for name in options.only if name in others for duel in others[name]()]
+        fight(rest, options.rounds)
+    finish("transfer", about, found + rest, peers.left_out, options.json)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import datetime as dt
 import importlib.metadata
 import os
 import platform
+import resource
 import statistics
 import sys
 import time
@@ -62,12 +63,15 @@ class Sample:
         CPU time of all its threads, user and system.
     device_bytes : int
         Bytes that the kernel had the device deliver meanwhile.
+    switches : int
+        Context switches of all its threads.
     """
 
     nbytes: int
     seconds: float
     cpu_seconds: float
     device_bytes: int
+    switches: int = 0
 
     def __add__(self, other: Sample) -> Sample:
         return Sample(
@@ -75,6 +79,7 @@ class Sample:
             self.seconds + other.seconds,
             self.cpu_seconds + other.cpu_seconds,
             self.device_bytes + other.device_bytes,
+            self.switches + other.switches,
         )
 
 
@@ -84,18 +89,26 @@ def device_bytes() -> int:
     return int(dict(line.split(": ") for line in lines)["read_bytes"])
 
 
+def context_switches() -> int:
+    """Return how often threads of this process were switched away from so far."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_nvcsw + usage.ru_nivcsw
+
+
 def measured(work: Callable[[], int]) -> Sample:
     """Run `work`, which returns how many bytes it has moved.
 
-    The CPU time is that of all threads of this process, so of nvmeio's lanes too.
+    The CPU time is that of all threads of this process, so of nvmeio's workers too.
     """
     device = device_bytes()
+    switches = context_switches()
     cpu = time.process_time()
     begin = time.perf_counter()
     nbytes = work()
     seconds = time.perf_counter() - begin
     cpu = time.process_time() - cpu
-    return Sample(nbytes, seconds, cpu, device_bytes() - device)
+    switches = context_switches() - switches
+    return Sample(nbytes, seconds, cpu, device_bytes() - device, switches)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,9 +117,10 @@ class Goal:
 
     Attributes
     ----------
-    quantity : {"speed", "time", "CPU time", "CPU us"}
-        What the ratio is taken of, the first contestant's to the second's; "CPU us" is no
-        ratio but what the first one takes for a record.
+    quantity : {"speed", "time", "CPU time", "CPU us", "switches"}
+        What the ratio is taken of, the first contestant's to the second's.  The last two
+        are no ratios but figures of the first one for a record: CPU time and context
+        switches.
     limit : float
         Is compared with the median over the rounds.
     """
@@ -122,6 +136,8 @@ class Goal:
             return duel.medians(lambda ours, theirs: ours.seconds / theirs.seconds)
         if self.quantity == "CPU time":
             return duel.medians(lambda ours, theirs: ours.cpu_seconds / theirs.cpu_seconds)
+        if self.quantity == "switches":
+            return duel.medians(lambda ours, _: duel.per_record(ours.switches, ours))
         return duel.medians(lambda ours, _: duel.cpu_us(ours))
 
     def verdict(self, duel: Duel) -> str:
@@ -201,7 +217,11 @@ class Duel:
 
     def cpu_us(self, sample: Sample) -> float:
         """Return the CPU time that a record took."""
-        return sample.cpu_seconds / sample.nbytes * self.record_bytes * 1e6
+        return self.per_record(sample.cpu_seconds, sample) * 1e6
+
+    def per_record(self, value: float, sample: Sample) -> float:
+        """Return the share of a record in what a sample has of something."""
+        return value / sample.nbytes * self.record_bytes
 
     def cached_rounds(self) -> int:
         """Count the rounds in which not every byte came from the device."""

@@ -6,6 +6,7 @@ import argparse
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,18 @@ def size_of(text: str) -> int:
     return nbytes
 
 
+def chooser(groups: tuple[str, ...]) -> Callable[[str], tuple[str, ...]]:
+    """Return what reads names of groups with commas between them."""
+
+    def choose(text: str) -> tuple[str, ...]:
+        names = tuple(text.split(","))
+        if unknown := [name for name in names if name not in groups]:
+            raise argparse.ArgumentTypeError(f"no such rows: {', '.join(unknown)}")
+        return names
+
+    return choose
+
+
 def argument_parser(about: str | None, rounds: tuple[int, int]) -> argparse.ArgumentParser:
     """Return what parses the command line of every script.
 
@@ -70,6 +83,9 @@ def arguments(
     sizes: tuple[str, str],
     rounds: tuple[int, int],
     processes: tuple[int, int] | None = None,
+    *,
+    groups: tuple[str, ...] = (),
+    loop_rounds: bool = False,
 ) -> argparse.Namespace:
     """Parse the command line of a script that works on a disk.
 
@@ -83,12 +99,16 @@ def arguments(
         How many; and if ``--quick``.
     processes : tuple of int, optional
         How many, of a script that has several; and if ``--quick``.
+    groups : tuple of str
+        Names of groups of rows, of which ``--only`` picks some.
+    loop_rounds : bool
+        Whether rows beside the plain loop may have more rounds than the others.
 
     Returns
     -------
     argparse.Namespace
-        With size in bytes, rounds, dir, json and quick; and processes, where there are
-        several.
+        With size in bytes, rounds, dir, json and quick; and processes, only and
+        loop_rounds, where there are such.
     """
     parser = argument_parser(about, rounds)
     words = f"of the file ({sizes[0]}; {sizes[1]} if quick)"
@@ -97,9 +117,17 @@ def arguments(
     if processes is not None:
         words = f"how many ({processes[0]}; {processes[1]} if quick)"
         parser.add_argument("--processes", type=int, help=words)
+    if groups:
+        words = f"these rows alone, with commas between: {', '.join(groups)}"
+        parser.add_argument("--only", type=chooser(groups), default=groups, help=words)
+    if loop_rounds:
+        words = "how many beside the plain loop (as --rounds)"
+        parser.add_argument("--loop-rounds", type=int, metavar="ROUNDS", help=words)
     options = parser.parse_args()
     options.size = options.size or size_of(sizes[options.quick])
     options.rounds = options.rounds or rounds[options.quick]
     if processes is not None:
         options.processes = options.processes or processes[options.quick]
+    if loop_rounds:
+        options.loop_rounds = options.loop_rounds or options.rounds
     return options

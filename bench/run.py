@@ -52,9 +52,9 @@ class Job:
 
 
 JOBS = {
-    "transfer": Job("--size 256M --rounds 3", ("torch",)),
+    "transfer": Job("--size 256M --rounds 3 --loop-rounds 7", ("torch",)),
     "checkpoint": Job("--size 128M --rounds 4"),
-    "gather": Job("--size 2G --rounds 3"),
+    "gather": Job("--size 2G --rounds 3 --loop-rounds 7"),
     "dataloader": Job("--size 1G --rounds 3", ("torch",)),
     # Compiles the op, which the copies are then beside.
     "deepspeed": Job("--size 256M --rounds 1 --processes 2", ("torch", "deepspeed")),

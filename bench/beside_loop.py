@@ -1,0 +1,278 @@
+"""Rows beside the plain loop: a program on liburing that fills as much memory.
+
+fio uses a few MiB of memory over and over, which stay in the caches of the host.  The
+loop fills as much memory of the same kind as its rival, every page touched before, and has
+as many blocks of the same size in flight.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from duels import Duel, Goal, Sample, measured
+from loop_child import LoopChild
+from scratch import Ground, Move, pieces, scattered, whole
+
+import nvmeio
+
+__all__ = ["GROUPS", "LOOP_DEVICE_BYTES", "ON_LOOP_DEVICE", "duels"]
+
+LOOP = "plain loop"
+OPS = ("read", "write")
+BLOCK = 1 << 20
+# Of a default handle.
+DEPTH = 128
+SHALLOW_DEPTH = 16
+
+FILES = 1000
+FILE_BYTES = 64 << 10
+PAGE_BYTES = 4096
+READS = 50
+OPENS = 20_000
+THREADS = 64
+READS_EACH = 100
+# Three times what it was when each completion woke up all threads that wait.
+THREAD_SPEED = 0.5
+# Python's waits look for signals so often.
+PATIENCE_NS = 100_000_000
+NEW_FILES = 16
+
+# Files of a loop device, and what the rows there need.
+LOOP_DEVICE_BYTES = 128 << 20
+
+# Goals of speed where there is none of its own: beside the loop, as beside fio.
+READ_SPEED, WRITE_SPEED = 0.97, 0.95
+
+
+def speed(op: str) -> Goal:
+    """Return the goal of a large transfer."""
+    return Goal("speed", READ_SPEED if op == "read" else WRITE_SPEED)
+
+
+def blocks(
+    child: LoopChild, ground: Ground, op: str, depth: int, kind: str, block: int = BLOCK
+) -> Move:
+    """Return a turn of the loop through the whole file."""
+    size = ground.pool.nbytes
+    return child.turn("plain blocks", op, ground.path, block, depth, size, kind)
+
+
+def whole_duels(ground: Ground, child: LoopChild) -> Iterator[Duel]:
+    """Pair one request for the whole file with the loop."""
+    handles = {
+        SHALLOW_DEPTH: ("1 MiB x 16", nvmeio.aio_handle(queue_depth=SHALLOW_DEPTH)),
+        DEPTH: ("default handle", nvmeio.aio_handle()),
+    }
+    for (depth, (name, handle)), op in itertools.product(handles.items(), OPS):
+        turns = (
+            whole(handle, ground, op, ground.pool),
+            blocks(child, ground, op, depth, "huge"),
+        )
+        work = f"{op}, one request, {name}"
+        yield Duel(work, ("nvmeio", LOOP), turns, op == "read", (speed(op),))
+
+
+def request_duels(ground: Ground, child: LoopChild) -> Iterator[Duel]:
+    """Pair a request for each MiB with the loop."""
+    handle = nvmeio.aio_handle()
+    for op in OPS:
+        turns = (
+            pieces(handle, ground, op, ground.pool, BLOCK),
+            blocks(child, ground, op, DEPTH, "huge"),
+        )
+        work = f"{op}, requests of 1 MiB"
+        yield Duel(work, ("nvmeio", LOOP), turns, op == "read", (speed(op),))
+
+
+def ordinary_duels(ground: Ground, child: LoopChild) -> Iterator[Duel]:
+    """Pair ordinary tensors with the loop in pages of 4 KiB."""
+    handle = nvmeio.aio_handle()
+    for op in OPS:
+        turns = (
+            whole(handle, ground, op, ground.ordinary),
+            blocks(child, ground, op, DEPTH, "small"),
+        )
+        work = f"{op}, ordinary tensor in 4 KiB pages"
+        yield Duel(work, ("nvmeio", LOOP), turns, op == "read", (Goal("speed", 0.95),))
+
+
+def cpu_duels(ground: Ground, child: LoopChild) -> Iterator[Duel]:
+    """Pair requests of 1 MiB from C with the loop."""
+    size = ground.pool.nbytes
+    for op in OPS:
+        turns = (
+            child.turn("engine blocks", op, ground.path, BLOCK, DEPTH, size),
+            blocks(child, ground, op, DEPTH, "huge"),
+        )
+        work = f"{op}, requests of 1 MiB from C"
+        goals = (Goal("CPU time", 1.35),)
+        yield Duel(work, ("nvmeio", LOOP), turns, op == "read", goals, BLOCK)
+
+
+def file_duels(ground: Ground, place: str, child: LoopChild) -> Iterator[Duel]:
+    """Pair small files, each opened by its path, with the loop on one file."""
+    folder = ground.path.parent / "small"
+    count = min(FILES, ground.pool.nbytes // FILE_BYTES)
+    views = ground.pool[: count * FILE_BYTES].split(FILE_BYTES)
+    files = [(view, str(folder / str(index))) for index, view in enumerate(views)]
+    folder.mkdir()
+    for view, path in files:
+        nvmeio.write_file(path, view)
+    os.sync()
+    handle = nvmeio.aio_handle()
+    goals = {"disk": {"read": 0.95, "write": 0.88}}.get(place, dict.fromkeys(OPS, 0.75))
+
+    def work(op: str) -> int:
+        submit = handle.submit_read if op == "read" else handle.submit_write
+        requests = [submit(view, path) for view, path in files]
+        return sum(request.wait() for request in requests)
+
+    for op in OPS:
+        plain = ("plain blocks", op, ground.path, FILE_BYTES, DEPTH, count * FILE_BYTES)
+        yield Duel(
+            f"{op}, {count} files of 64 KiB, {place}",
+            ("by path", f"{LOOP} on one file"),
+            (lambda op=op: measured(lambda: work(op)), child.turn(*plain, "huge")),
+            op == "read",
+            (Goal("speed", goals[op]),),
+            FILE_BYTES,
+            alternations=4,
+        )
+
+
+def open_duels(ground: Ground, child: LoopChild) -> Iterator[Duel]:
+    """Pair opening and closing a file from C with open(2) and close(2)."""
+    turns = (
+        child.turn("engine opens", ground.path, OPENS),
+        child.turn("plain opens", ground.path, OPENS),
+    )
+    names = ("nvmeio_file_open, _release", "open, close")
+    # Nothing waits, so the CPU time is the time, and a busy machine does not change it.
+    goals = (Goal("CPU us", 3.5),)
+    yield Duel("open and close", names, turns, False, goals, record_bytes=1)
+
+
+def thread_duels(ground: Ground, child: LoopChild) -> Iterator[Duel]:
+    """Pair threads that each wait for their own request with threads that read."""
+    for patience_ns, words in ((-1, "as long as it takes"), (PATIENCE_NS, "0.1 s a time")):
+        counts = (ground.path, THREADS, READS_EACH)
+        turns = (
+            child.turn("engine threads", *counts, patience_ns),
+            child.turn("plain threads", *counts),
+        )
+        work = f"read, 4 KiB, {THREADS} threads that wait {words}"
+        goals = (Goal("switches", 3.0), Goal("speed", THREAD_SPEED))
+        yield Duel(work, ("nvmeio", "pread"), turns, True, goals, PAGE_BYTES)
+
+
+def latency_duels(ground: Ground, place: str) -> Iterator[Duel]:
+    """Pair synchronous reads of 4 KiB with os.preadv into the same memory."""
+    handle = nvmeio.aio_handle()
+    buffer: np.ndarray = ground.pool[:PAGE_BYTES].numpy()
+    yield Duel(
+        f"read, 4 KiB synchronous, {place}",
+        ("handle.read", "os.preadv"),
+        tuple(
+            scattered(read, ground, READS, PAGE_BYTES)
+            for read in (
+                lambda at: handle.read(buffer, ground.file, False, at),
+                lambda at: os.preadv(ground.descriptor, [buffer], at),
+            )
+        ),
+        True,
+        (Goal("time", 1.25),),
+        PAGE_BYTES,
+        alternations=20,
+    )
+
+
+def new_files(turn: Callable[[], Sample], paths: Sequence[Path]) -> Move:
+    """Return a turn that makes files, which are removed after it."""
+
+    def take() -> Sample:
+        try:
+            return turn()
+        finally:
+            for path in paths:
+                path.unlink(missing_ok=True)
+            # So that the next one does not wait for their space to be freed.
+            folder = os.open(paths[0].parent, os.O_RDONLY)
+            os.fsync(folder)
+            os.close(folder)
+
+    return take
+
+
+def written(handle: nvmeio.aio_handle, parts: Sequence[tuple[torch.Tensor, str]]) -> Move:
+    """Return a turn that writes each part to the file of its path."""
+
+    def work() -> int:
+        requests = [handle.submit_write(part, path) for part, path in parts]
+        return sum(request.wait() for request in requests)
+
+    return lambda: measured(work)
+
+
+def new_duels(ground: Ground, child: LoopChild) -> Iterator[Duel]:
+    """Pair files that did not exist with the loop after fallocate(2)."""
+    handle = nvmeio.aio_handle()
+    size = ground.pool.nbytes
+    kinds = {
+        "pool memory": (ground.pool, "huge", 1),
+        "ordinary tensor": (ground.ordinary, "small", 1),
+        f"pool memory, {NEW_FILES} files": (ground.pool, "huge", NEW_FILES),
+    }
+    for name, (buffer, kind, count) in kinds.items():
+        prefix = ground.path.with_name("new")
+        paths = [Path(f"{prefix}.{index}") for index in range(count)]
+        parts = list(zip(buffer.split(size // count), map(str, paths), strict=True))
+
+        ours = written(handle, parts)
+        loop = child.turn("plain fresh", prefix, count, BLOCK, DEPTH, size, kind)
+        turns = (new_files(ours, paths), new_files(loop, paths))
+        names = ("nvmeio", f"{LOOP} after fallocate")
+        yield Duel(f"write, new, {name}", names, turns, False)
+
+
+Make = Callable[[Ground, LoopChild], Iterator[Duel]]
+ON_DISK: dict[str, Make] = {
+    "whole": whole_duels,
+    "requests": request_duels,
+    "ordinary": ordinary_duels,
+    "cpu": cpu_duels,
+    "opens": open_duels,
+    "threads": thread_duels,
+    "new": new_duels,
+}
+ON_LOOP_DEVICE = {"files", "latency"}
+# The names of --only.
+GROUPS = (*ON_DISK, *sorted(ON_LOOP_DEVICE))
+
+
+def duels(
+    names: Sequence[str], places: dict[str, Ground], child: LoopChild | None
+) -> Iterator[Duel]:
+    """Give the rows of some groups.
+
+    Parameters
+    ----------
+    names : sequence of str
+        The groups; others are ignored.
+    places : dict
+        "disk" and, where there is one, a loop device.
+    child : LoopChild or None
+        Without it only what needs no loop is given.
+    """
+    for name in names:
+        if name in ON_DISK and child is not None:
+            yield from ON_DISK[name](places["disk"], child)
+        for place, ground in places.items():
+            if name == "files" and child is not None:
+                yield from file_duels(ground, place, child)
+            if name == "latency":
+                yield from latency_duels(ground, place)

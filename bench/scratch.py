@@ -1,0 +1,124 @@
+"""What the contestants of bench_transfer.py share: a file, and memory."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+import mmap
+import os
+import random
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from duels import Sample, measured
+
+import nvmeio
+
+__all__ = ["Ground", "Move", "ground", "pieces", "scattered", "small_pages", "whole"]
+
+Move = Callable[[], Sample]
+
+
+@dataclasses.dataclass
+class Ground:
+    """The file and the memory that contestants share.
+
+    Attributes
+    ----------
+    path : Path
+        The file, written once and synced.
+    file : nvmeio.File
+        The same, open for reading and writing, past the page cache.
+    descriptor : int
+        The same, open with O_DIRECT.
+    pool, ordinary : torch.Tensor
+        As many bytes as the file has, every page touched: from new_cpu_locked_tensor, and
+        as torch allocates them, in pages of 4 KiB.
+    """
+
+    path: Path
+    file: nvmeio.File
+    descriptor: int
+    pool: torch.Tensor
+    ordinary: torch.Tensor
+
+
+def whole(
+    handle: nvmeio.aio_handle,
+    ground: Ground,
+    op: str,
+    buffer: torch.Tensor,
+    passes: int = 1,
+) -> Move:
+    """Return a turn that moves a buffer in one request, some times over."""
+    submit = handle.submit_read if op == "read" else handle.submit_write
+    return lambda: measured(
+        lambda: sum(submit(buffer, ground.file).wait() for _ in range(passes))
+    )
+
+
+def pieces(
+    handle: nvmeio.aio_handle, ground: Ground, op: str, buffer: torch.Tensor, size: int
+) -> Move:
+    """Return a turn that submits a request for each piece of a buffer, and then waits."""
+    submit = handle.submit_read if op == "read" else handle.submit_write
+    views = list(enumerate(buffer.split(size)))
+
+    def work() -> int:
+        requests = [submit(view, ground.file, index * size) for index, view in views]
+        return sum(request.wait() for request in requests)
+
+    return lambda: measured(work)
+
+
+def scattered(read: Callable[[int], Any], ground: Ground, count: int, size: int) -> Move:
+    """Return a turn of synchronous reads at random places; `read` takes the offset."""
+    generator = random.Random()
+    last = ground.pool.nbytes // size - 1
+
+    def turn() -> Sample:
+        offsets = [size * generator.randint(0, last) for _ in range(count)]
+
+        def work() -> int:
+            for offset in offsets:
+                read(offset)
+            return count * size
+
+        return measured(work)
+
+    return turn
+
+
+def small_pages(nbytes: int) -> torch.Tensor:
+    """Return an ordinary tensor in pages of 4 KiB, every one touched."""
+    tensor = torch.empty(nbytes, dtype=torch.uint8)
+    first = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    last = (tensor.data_ptr() + nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+    if last > first:
+        # torch does not ask for huge pages, but a system may give them to all.
+        libc = ctypes.CDLL(None)
+        size = ctypes.c_size_t(last - first)
+        libc.madvise(ctypes.c_void_p(first), size, mmap.MADV_NOHUGEPAGE)
+    return tensor.fill_(1)
+
+
+@contextlib.contextmanager
+def ground(folder: Path, size: int) -> Iterator[Ground]:
+    """Make the file and the memory, and clear up."""
+    with contextlib.ExitStack() as stack:
+        inside = stack.enter_context(
+            tempfile.TemporaryDirectory(prefix="nvmeio-bench-", dir=folder)
+        )
+        path = Path(inside, "file")
+        handle = stack.enter_context(nvmeio.aio_handle())
+        pool = handle.new_cpu_locked_tensor(size, torch.empty(0, dtype=torch.uint8))
+        pool.random_(0, 256)
+        nvmeio.write_file(path, pool, sync=True)
+        file = stack.enter_context(nvmeio.File(path, "r+", direct=True))
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
+        stack.callback(os.close, descriptor)
+        yield Ground(path, file, descriptor, pool, small_pages(size).copy_(pool))
