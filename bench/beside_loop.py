@@ -133,16 +133,21 @@ def file_duels(ground: Ground, place: str, child: LoopChild) -> Iterator[Duel]:
         return sum(request.wait() for request in requests)
 
     for op in OPS:
-        plain = ("plain blocks", op, ground.path, FILE_BYTES, DEPTH, count * FILE_BYTES)
-        yield Duel(
-            f"{op}, {count} files of 64 KiB, {place}",
-            ("by path", f"{LOOP} on one file"),
-            (lambda op=op: measured(lambda: work(op)), child.turn(*plain, "huge")),
-            op == "read",
-            (Goal("speed", goals[op]),),
-            FILE_BYTES,
-            alternations=4,
-        )
+        one = ("plain blocks", op, ground.path, FILE_BYTES, DEPTH, count * FILE_BYTES)
+        all_ = ("plain files", op, folder, count, FILE_BYTES, DEPTH)
+        for plain, what, aims in (
+            (one, "on one file", (Goal("speed", goals[op]),)),
+            (all_, "that opens them", ()),
+        ):
+            yield Duel(
+                f"{op}, {count} files of 64 KiB, {place}",
+                ("by path", f"{LOOP} {what}"),
+                (lambda op=op: measured(lambda: work(op)), child.turn(*plain, "huge")),
+                op == "read",
+                aims,
+                FILE_BYTES,
+                alternations=4,
+            )
 
 
 def open_duels(ground: Ground, child: LoopChild) -> Iterator[Duel]:

@@ -139,10 +139,11 @@ static const struct {
     int words;
     command *run;
 } commands[] = {
-    {"plain blocks", 6, plain_blocks},   {"plain fresh", 6, plain_fresh},
-    {"plain gather", 5, plain_gather},   {"plain opens", 2, plain_opens},
-    {"plain threads", 3, plain_threads}, {"engine blocks", 5, engine_blocks},
-    {"engine opens", 2, engine_opens},   {"engine threads", 4, engine_threads},
+    {"plain blocks", 6, plain_blocks},     {"plain files", 6, plain_files},
+    {"plain fresh", 6, plain_fresh},       {"plain gather", 5, plain_gather},
+    {"plain opens", 2, plain_opens},       {"plain threads", 3, plain_threads},
+    {"engine blocks", 5, engine_blocks},   {"engine opens", 2, engine_opens},
+    {"engine threads", 4, engine_threads},
 };
 
 static int carry_out(char *line, struct turn *turn)

@@ -18,7 +18,8 @@ enum { BATCHES = 8, FILES_MAX = 64, PAGE = 4096 };
 /* Block i is in file i / blocks_each, and in memory at i blocks from the start. */
 struct moves {
     bool reads;
-    const int *files;
+    int *files;
+    const char *folder; /* of files 0, 1 and so on, open while in flight; NULL: open */
     size_t blocks_each;
     size_t count;
     unsigned block;
@@ -45,9 +46,18 @@ static struct io_uring *ring_of(unsigned depth, int *error)
     return &ring;
 }
 
+static int open_in(const char *folder, size_t i, bool reads)
+{
+    char name[4200];
+    snprintf(name, sizeof(name), "%s/%zu", folder, i);
+    return open(name, (reads ? O_RDONLY : O_WRONLY) | O_DIRECT | O_CLOEXEC);
+}
+
 static void prepare(struct io_uring *ring, const struct moves *moves, size_t i)
 {
     struct io_uring_sqe *sqe = io_uring_get_sqe(ring);
+    if (moves->folder)
+        moves->files[i] = open_in(moves->folder, i, moves->reads);
     int file = moves->files[i / moves->blocks_each];
     unsigned char *address = moves->memory + i * moves->block;
     uint64_t offset = moves->offsets ? (uint64_t)moves->offsets[i]
@@ -56,6 +66,7 @@ static void prepare(struct io_uring *ring, const struct moves *moves, size_t i)
         io_uring_prep_read(sqe, file, address, moves->block, offset);
     else
         io_uring_prep_write(sqe, file, address, moves->block, offset);
+    io_uring_sqe_set_data64(sqe, i);
 }
 
 static int move(struct io_uring *ring, const struct moves *moves)
@@ -78,6 +89,8 @@ static int move(struct io_uring *ring, const struct moves *moves)
             seen++;
             if (cqe->res != (int)moves->block && !error)
                 error = cqe->res < 0 ? cqe->res : -ENODATA;
+            if (moves->folder)
+                close(moves->files[cqe->user_data]);
         }
         io_uring_cq_advance(ring, seen);
         done += seen;
@@ -115,6 +128,24 @@ int plain_blocks(char **words, struct turn *turn)
     moves.count = moves.blocks_each = size / moves.block;
     int error = moves.memory ? timed_move(&moves, turn) : -ENOMEM;
     close(file);
+    return error;
+}
+
+/* OP FOLDER COUNT BLOCK DEPTH MEMORY: files 0, 1 and so on, a block each. */
+int plain_files(char **words, struct turn *turn)
+{
+    size_t count = (size_t)number(words[2]), block = (size_t)number(words[3]);
+    int *files = malloc(count * sizeof(*files));
+    struct moves moves = {.reads = strcmp(words[0], "read") == 0,
+                          .files = files,
+                          .folder = words[1],
+                          .blocks_each = 1,
+                          .count = count,
+                          .block = (unsigned)block,
+                          .depth = (unsigned)number(words[4]),
+                          .memory = touched(words[5], count * block)};
+    int error = files && moves.memory ? timed_move(&moves, turn) : -ENOMEM;
+    free(files);
     return error;
 }
 
