@@ -50,14 +50,13 @@ static void plan_extent(struct nvmeio_request *request)
     request->size = extent->size;
     request->offset = extent->offset;
     request->span = 0;
-    request->bounce_optional = false;
     if (geometry.bounce == NVMEIO_BOUNCE_AUTO && (ragged || !extent->home))
         geometry.bounce = NVMEIO_BOUNCE_ALWAYS;
     nvmeio_plan_make(&request->plan, &geometry, request->op, (uintptr_t)extent->home,
                      extent->size, extent->offset);
     if (gathering->small_pages && extent->size >= NVMEIO_PAGES_BYTES_MIN &&
         request->plan.spans[0].route == NVMEIO_ROUTE_DIRECT)
-        nvmeio_request_prefer_bounce(request);
+        request->plan.spans[0].route = NVMEIO_ROUTE_BOUNCE;
 }
 
 /* From the current span on, go to the first that belongs to this round. */
@@ -137,31 +136,6 @@ static size_t gather_blocks_left(const struct nvmeio_request *request)
     return records->count - records->next + 1;
 }
 
-/* Begin the current extent again: nothing is merged from now on, and the page cache
- * serves where the device cannot. */
-static bool gather_do_without_bounce(struct nvmeio_request *request)
-{
-    struct nvmeio_gathering *gathering = request->gathering;
-    bool begun = request->position > request->plan.spans[request->span].begin;
-
-    for (unsigned i = 0; i < request->span; i++)
-        begun |= is_late(request, i) == gathering->second_round;
-    if (!begun && request->geometry.bounce == NVMEIO_BOUNCE_AUTO &&
-        nvmeio_file_need_buffered(request->file) == 0) {
-        request->geometry.bounce = NVMEIO_BOUNCE_NEVER;
-        gathering->merged_bytes = 0;
-        gathering->small_pages = false;
-        gathering->records->next = request->extent.first;
-        find_extent(request);
-        return true;
-    }
-    bool optional = request->bounce_optional;
-    if (optional)
-        request->plan.spans[request->span].route = NVMEIO_ROUTE_DIRECT;
-    request->bounce_optional = false;
-    return optional;
-}
-
 static void gather_fail(struct nvmeio_request *request,
                         const struct nvmeio_block *block, size_t position)
 {
@@ -227,7 +201,6 @@ static const struct nvmeio_request_ops gather_ops = {
     .next = gather_next,
     .next_round = gather_next_round,
     .blocks_left = gather_blocks_left,
-    .do_without_bounce = gather_do_without_bounce,
     .fail = gather_fail,
     .settle = gather_settle,
     .load = gather_load,

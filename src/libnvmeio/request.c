@@ -162,12 +162,6 @@ bool nvmeio_request_has_small_pages(const struct nvmeio_request *request,
            nvmeio_pages_are_small(address, size, request->op);
 }
 
-void nvmeio_request_prefer_bounce(struct nvmeio_request *request)
-{
-    request->bounce_optional = true;
-    request->plan.spans[0].route = NVMEIO_ROUTE_BOUNCE;
-}
-
 bool nvmeio_request_done(struct nvmeio_request *request)
 {
     return atomic_load_explicit(&request->state, memory_order_acquire) ==

@@ -34,9 +34,6 @@ struct nvmeio_request_ops {
     /* How many blocks could be cut, for sharing them out among workers. */
     size_t (*blocks_left)(const struct nvmeio_request *request);
 
-    /* There is no memory for bounces: go on without.  False where that cannot be. */
-    bool (*do_without_bounce)(struct nvmeio_request *request);
-
     /* A block has failed from this position in the plan on. */
     void (*fail)(struct nvmeio_request *request, const struct nvmeio_block *block,
                  size_t position);
@@ -88,8 +85,7 @@ struct nvmeio_request {
     struct nvmeio_plan plan;
     unsigned span;
     size_t position;
-    bool barrier;         /* the next block waits until nothing is in flight */
-    bool bounce_optional; /* spans[0] could go direct as well, and may be slower so */
+    bool barrier; /* the next block waits until nothing is in flight */
 
     struct nvmeio_gathering *gathering;  /* of a gather or scatter; freed with it */
     struct nvmeio_extent extent;         /* which of it is being cut */
@@ -165,9 +161,6 @@ bool nvmeio_request_is_over(const struct nvmeio_request *request);
  * device; the pool's, of which bounces are, is not. */
 bool nvmeio_request_has_small_pages(const struct nvmeio_request *request,
                                     const void *address, size_t size);
-
-/* Send the first span, which could go direct, through a bounce if the pool has one. */
-void nvmeio_request_prefer_bounce(struct nvmeio_request *request);
 
 /* transfer.c: one run of bytes, or an fsync. */
 

@@ -56,16 +56,6 @@ static size_t transfer_blocks_left(const struct nvmeio_request *request)
     return count;
 }
 
-static bool transfer_do_without_bounce(struct nvmeio_request *request)
-{
-    bool optional = request->bounce_optional;
-
-    if (optional)
-        request->plan.spans[request->span].route = NVMEIO_ROUTE_DIRECT;
-    request->bounce_optional = false;
-    return optional;
-}
-
 static void transfer_fail(struct nvmeio_request *request,
                           const struct nvmeio_block *block, size_t position)
 {
@@ -123,7 +113,6 @@ static void transfer_deliver(const struct nvmeio_block *block, size_t landed)
 static const struct nvmeio_request_ops transfer_ops = {
     .next = transfer_next,
     .blocks_left = transfer_blocks_left,
-    .do_without_bounce = transfer_do_without_bounce,
     .fail = transfer_fail,
     .settle = transfer_settle,
     .load = transfer_load,
@@ -170,7 +159,7 @@ void nvmeio_transfer_init(struct nvmeio_request *request, struct nvmeio_handle *
                      (uintptr_t)request->address, request->size, request->offset);
     if (request->plan.spans[0].route == NVMEIO_ROUTE_DIRECT && !request->failed &&
         nvmeio_request_has_small_pages(request, request->address, request->size))
-        nvmeio_request_prefer_bounce(request);
+        request->plan.spans[0].route = NVMEIO_ROUTE_BOUNCE;
     /* Before a byte moves: the file may not be opened once more. */
     for (unsigned i = 0; i < request->plan.count; i++)
         if (request->plan.spans[i].route == NVMEIO_ROUTE_BUFFERED && !request->failed)

@@ -6,6 +6,8 @@
 #include <errno.h>
 #include <nvmeio/pool.h>
 #include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
 #include <time.h>
 
 #include "block.h"
@@ -25,13 +27,15 @@ struct nvmeio_worker {
     unsigned in_flight; /* blocks that are not free */
     void **bounces;     /* idle ones: a stack */
     unsigned bounces_idle, bounces_owned, bounces_max;
+    char *reserve; /* bounces of its own, touched when the pool has none to give */
+    size_t reserve_bytes;
     char *small_bounces; /* one for each of the first blocks; NULL: not yet */
     unsigned small_bounces_count;
     void *large_bounce; /* for what lands in order; NULL: not yet */
     bool large_taken;   /* it is in use */
     bool bounces_short; /* a block could not be cut for want of one, of this kind: */
     enum nvmeio_bounce_kind wanted;
-    bool refused_bounces[3]; /* kinds of which the pool has none */
+    bool refused_bounces[3]; /* kinds of which the pool has none just now */
     bool more;               /* there are more blocks to take at once */
     int64_t pause_ns;        /* back-off while the kernel says "again" */
     /* Whose blocks are in flight; NULL: of more than one request. */
@@ -48,7 +52,8 @@ struct nvmeio_worker {
 #define PAUSE_MIN_NS 1000
 #define PAUSE_MAX_NS 10000000
 
-/* Bounces that a worker takes from the pool at a time, at least. */
+/* Bounces that a worker takes from the pool at a time, at least, and that it has in
+ * reserve. */
 #define BOUNCES_GROWN_MIN 4u
 
 /* A write that is bounced in less is handed over with others: a call into the kernel
@@ -91,8 +96,10 @@ static enum nvmeio_bounce_kind bounce_kind(const struct nvmeio_worker *worker,
     if (bytes <= SMALL_BOUNCE_BYTES && block->index < worker->small_bounces_count &&
         !worker->refused_bounces[NVMEIO_BOUNCE_SMALL])
         return NVMEIO_BOUNCE_SMALL;
-    if (ordered && bytes > worker->workers->owner->bounce_bytes &&
-        !worker->large_taken && !worker->refused_bounces[NVMEIO_BOUNCE_LARGE])
+    const struct nvmeio_owner *owner = worker->workers->owner;
+    if (ordered && bytes > owner->bounce_bytes &&
+        owner->large_bounce_bytes > owner->bounce_bytes && !worker->large_taken &&
+        !worker->refused_bounces[NVMEIO_BOUNCE_LARGE])
         return NVMEIO_BOUNCE_LARGE;
     return NVMEIO_BOUNCE_ORDINARY;
 }
@@ -182,67 +189,51 @@ static void take(struct nvmeio_worker *worker)
                                  : NVMEIO_CONSUMER_BUSY;
 }
 
-static int add_bounce(struct nvmeio_worker *worker)
+static bool add_bounce(struct nvmeio_worker *worker)
 {
     void *memory;
-    int error =
-        nvmeio_pool_alloc(worker->workers->owner->bounce_bytes, false, &memory, NULL);
+    bool added = nvmeio_pool_alloc(worker->workers->owner->bounce_bytes, false, &memory,
+                                   NULL) == 0;
 
-    if (error)
-        return error;
-    worker->bounces[worker->bounces_idle++] = memory;
-    worker->bounces_owned++;
-    return 0;
+    if (added) {
+        worker->bounces[worker->bounces_idle++] = memory;
+        worker->bounces_owned++;
+    }
+    return added;
 }
 
-/* Memory for the bounces of another kind than the ordinary one.  Never the last that
- * there is: with an ordinary one any block can be carried out. */
+/* Take more bounces from the pool: of the ordinary ones twice as many as there are.
+ * With the reserve, which comes in where it has none, any block can be carried out. */
+static void grow_bounces(struct nvmeio_worker *worker)
+{
+    size_t bounce_bytes = worker->workers->owner->bounce_bytes;
+    unsigned more = worker->bounces_owned > BOUNCES_GROWN_MIN ? worker->bounces_owned
+                                                              : BOUNCES_GROWN_MIN;
+
+    while (more > 0 && worker->bounces_owned < worker->bounces_max &&
+           add_bounce(worker))
+        more--;
+    if (worker->bounces_owned > 0)
+        return;
+    for (size_t at = 0; at < worker->reserve_bytes; at += bounce_bytes)
+        worker->bounces[worker->bounces_idle++] = worker->reserve + at;
+    worker->bounces_owned = worker->bounces_idle;
+}
+
+/* Memory for the bounces of another kind than the ordinary one. */
 static void grow_others(struct nvmeio_worker *worker)
 {
     bool small = worker->wanted == NVMEIO_BOUNCE_SMALL;
     size_t bytes = small ? worker->small_bounces_count * SMALL_BOUNCE_BYTES
                          : worker->workers->owner->large_bounce_bytes;
     void *memory = NULL;
-    int error = worker->bounces_owned == 0 ? add_bounce(worker) : 0;
+    int error = nvmeio_pool_alloc(bytes, false, &memory, NULL);
 
-    if (error == 0)
-        error = nvmeio_pool_alloc(bytes, false, &memory, NULL);
     worker->refused_bounces[worker->wanted] = error != 0;
     if (small)
         worker->small_bounces = memory;
     else
         worker->large_bounce = memory;
-}
-
-/* Take more bounces from the pool: of the ordinary ones twice as many as there are. */
-static int grow_bounces(struct nvmeio_worker *worker)
-{
-    unsigned more = worker->bounces_owned > BOUNCES_GROWN_MIN ? worker->bounces_owned
-                                                              : BOUNCES_GROWN_MIN;
-    int error = 0;
-
-    if (worker->wanted != NVMEIO_BOUNCE_ORDINARY) {
-        grow_others(worker);
-        return 0;
-    }
-    while (more-- > 0 && worker->bounces_owned < worker->bounces_max && error == 0)
-        error = add_bounce(worker);
-    return worker->bounces_owned > 0 ? 0 : error;
-}
-
-/* A worker without a single bounce cannot carry this request any further, unless it can
- * do without.  The mutex is held. */
-static void miss_bounce(struct nvmeio_worker *worker, int error)
-{
-    struct nvmeio_queue *queue = worker->workers->queue;
-    struct nvmeio_request *request = nvmeio_queue_next(queue);
-
-    if (!request || nvmeio_request_next_bounce(request) == 0)
-        return;
-    if (!request->ops->do_without_bounce(request))
-        nvmeio_request_fail(request, error, request->position);
-    /* What a scatter does without them may all wait for what is in flight. */
-    nvmeio_queue_progress(queue, request);
 }
 
 /* The same with the bounces that it takes.  The mutex is held, and dropped meanwhile.
@@ -255,10 +246,11 @@ static void take_with_bounces(struct nvmeio_worker *worker)
     while (worker->bounces_short && (worker->wanted != NVMEIO_BOUNCE_ORDINARY ||
                                      worker->bounces_owned < worker->bounces_max)) {
         nvmeio_queue_unlock(queue);
-        int error = grow_bounces(worker);
+        if (worker->wanted == NVMEIO_BOUNCE_ORDINARY)
+            grow_bounces(worker);
+        else
+            grow_others(worker);
         nvmeio_queue_lock(queue);
-        if (error)
-            miss_bounce(worker, error);
         take(worker);
         if (worker->bounces_short && worker->in_flight > 0)
             break;
@@ -463,6 +455,7 @@ static bool rest(struct nvmeio_worker *worker)
     struct nvmeio_workers *workers = worker->workers;
     struct nvmeio_queue *queue = workers->queue;
 
+    memset(worker->refused_bounces, 0, sizeof(worker->refused_bounces));
     while (!nvmeio_queue_next(queue) && !workers->stopping) {
         atomic_store_explicit(&worker->consumer.waiter.woken, 0, memory_order_relaxed);
         worker->consumer.state = NVMEIO_CONSUMER_IDLE;
@@ -471,6 +464,24 @@ static bool rest(struct nvmeio_worker *worker)
         nvmeio_queue_lock(queue);
     }
     return nvmeio_queue_next(queue);
+}
+
+/* Give back everything.  A dead worker keeps what the kernel may still write to. */
+static void strip(struct nvmeio_worker *worker)
+{
+    nvmeio_engine_stop(&worker->engine);
+    while (worker->bounces_idle > 0) {
+        char *bounce = worker->bounces[--worker->bounces_idle];
+        if (bounce < worker->reserve ||
+            bounce >= worker->reserve + worker->reserve_bytes)
+            nvmeio_pool_free(bounce);
+    }
+    if (worker->reserve != MAP_FAILED)
+        munmap(worker->reserve, worker->reserve_bytes);
+    nvmeio_pool_free(worker->small_bounces);
+    nvmeio_pool_free(worker->large_bounce);
+    free(worker->bounces);
+    free(worker->blocks);
 }
 
 /* Engine, blocks and the stack of bounces. */
@@ -491,14 +502,14 @@ static int equip(struct nvmeio_worker *worker)
     worker->small_bounces_count = (unsigned)smaller(depth, quota / SMALL_BOUNCE_BYTES);
     worker->blocks = calloc(depth, sizeof(*worker->blocks));
     worker->bounces = calloc(worker->bounces_max, sizeof(*worker->bounces));
-    if (!worker->blocks || !worker->bounces) {
-        free(worker->blocks);
-        free(worker->bounces);
-        nvmeio_engine_stop(&worker->engine);
+    worker->reserve_bytes =
+        smaller(BOUNCES_GROWN_MIN, worker->bounces_max) * workers->owner->bounce_bytes;
+    worker->reserve = mmap(NULL, worker->reserve_bytes, PROT_READ | PROT_WRITE,
+                           MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (!worker->blocks || !worker->bounces || worker->reserve == MAP_FAILED) {
+        strip(worker);
         return -ENOMEM;
     }
-    worker->refused_bounces[NVMEIO_BOUNCE_LARGE] =
-        workers->owner->large_bounce_bytes <= workers->owner->bounce_bytes;
     worker->taken_end = &worker->taken;
     for (unsigned i = depth; i-- > 0;) {
         worker->blocks[i].index = i;
@@ -507,18 +518,6 @@ static int equip(struct nvmeio_worker *worker)
     }
     worker->consumer.engine = &worker->engine;
     return 0;
-}
-
-/* Give back everything.  A dead worker keeps what the kernel may still write to. */
-static void strip(struct nvmeio_worker *worker)
-{
-    nvmeio_engine_stop(&worker->engine);
-    while (worker->bounces_idle > 0)
-        nvmeio_pool_free(worker->bounces[--worker->bounces_idle]);
-    nvmeio_pool_free(worker->small_bounces);
-    nvmeio_pool_free(worker->large_bounce);
-    free(worker->bounces);
-    free(worker->blocks);
 }
 
 static void *worker_main(void *argument)

@@ -387,9 +387,8 @@ static void test_cancel(const char *path, const char *engine)
     nvmeio_handle_close(handle);
 }
 
-/* The pool has a single bounce to give: what needs a part of it has it whole, or there
- * would be none for what needs all of it. */
-static void test_the_only_bounce_stays_whole(const char *path, const char *name)
+/* The pool has so little to give that small bounces find no room in it. */
+static void test_all_but_nothing_left_of_the_pool(const char *path, const char *name)
 {
     const int64_t offsets[] = {100, 5000}, size = 64;
     const size_t part = 256 * KIB;
@@ -484,7 +483,7 @@ int main(void)
     {
         const char *path = path_in(test_folder());
         make_file(path, FILE_BYTES, 1);
-        test_the_only_bounce_stays_whole(path, name);
+        test_all_but_nothing_left_of_the_pool(path, name);
     }
     nvmeio_pool_set_limit(0);
     test_lists_that_are_none();
