@@ -166,15 +166,16 @@ int nvmeio_handle_open(const struct nvmeio_config *config,
 static void reopen(struct nvmeio_handle *handle)
 {
     nvmeio_queue_init(&handle->queue);
-    handle->restarters = handle->stoppers = NULL;
+    handle->life_waiters = NULL;
     handle->workers.list = NULL;
     handle->workers.alive = handle->workers.started = 0;
-    handle->starting = false;
     /* Closed by the parent, or here before it was ever used: nobody is stopping it. */
-    handle->stopped = handle->closing;
-    handle->workers.dead_error =
-        handle->closing ? 0 : nvmeio_workers_start(&handle->workers);
-    handle->missing = handle->workers.dead_error != 0;
+    bool closed = handle->life >= NVMEIO_HANDLE_CLOSING;
+    int error = closed ? 0 : nvmeio_workers_start(&handle->workers);
+    handle->workers.dead_error = error;
+    handle->life = closed  ? NVMEIO_HANDLE_CLOSED
+                   : error ? NVMEIO_HANDLE_MISSING
+                           : NVMEIO_HANDLE_OPEN;
     atomic_store_explicit(&handle->generation, nvmeio_fork_generation(),
                           memory_order_release);
 }
@@ -205,16 +206,14 @@ void nvmeio_handle_ensure_own(struct nvmeio_handle *handle)
         reopen(handle);
 }
 
-/* Sleep until another thread wakes the list.  The mutex is held, and dropped meanwhile.
- */
-static void sleep_in(struct nvmeio_handle *handle, struct nvmeio_waiter **list)
+/* The mutex is held, and dropped meanwhile. */
+static void wait_while(struct nvmeio_handle *handle, int life)
 {
-    struct nvmeio_waiter waiter = {.next = *list};
-
-    *list = &waiter;
-    nvmeio_queue_unlock(&handle->queue);
-    nvmeio_waiter_sleep(&waiter, -1);
-    nvmeio_queue_lock(&handle->queue);
+    while ((int)handle->life == life) {
+        struct nvmeio_waiter waiter = {0};
+        nvmeio_queue_sleep(&handle->queue, &handle->life_waiters, &waiter, -1);
+        nvmeio_queue_lock(&handle->queue);
+    }
 }
 
 /* In a child that was short of descriptors, memory or threads when it used the handle
@@ -222,18 +221,16 @@ static void sleep_in(struct nvmeio_handle *handle, struct nvmeio_waiter **list)
  * meanwhile. */
 static void start_missing_workers(struct nvmeio_handle *handle)
 {
-    while (handle->starting)
-        sleep_in(handle, &handle->restarters);
-    if (!handle->missing || handle->closing)
+    wait_while(handle, NVMEIO_HANDLE_STARTING);
+    if (handle->life != NVMEIO_HANDLE_MISSING)
         return;
-    handle->starting = true;
+    handle->life = NVMEIO_HANDLE_STARTING;
     nvmeio_queue_unlock(&handle->queue);
     int error = nvmeio_workers_start(&handle->workers);
     nvmeio_queue_lock(&handle->queue);
     handle->workers.dead_error = error;
-    handle->missing = error != 0;
-    handle->starting = false;
-    nvmeio_queue_wake(&handle->queue, &handle->restarters);
+    handle->life = error ? NVMEIO_HANDLE_MISSING : NVMEIO_HANDLE_OPEN;
+    nvmeio_queue_wake(&handle->queue, &handle->life_waiters);
 }
 
 /* Hand over a request that was just made. */
@@ -241,9 +238,8 @@ static int hand_in(struct nvmeio_handle *handle, struct nvmeio_request *request,
                    struct nvmeio_request **result)
 {
     nvmeio_queue_lock(&handle->queue);
-    if (handle->missing)
-        start_missing_workers(handle);
-    if (handle->closing) {
+    start_missing_workers(handle);
+    if (handle->life >= NVMEIO_HANDLE_CLOSING) {
         nvmeio_queue_unlock(&handle->queue);
         nvmeio_request_release(request);
         return -EPIPE;
@@ -364,7 +360,7 @@ int nvmeio_perform(struct nvmeio_handle *handle, const struct nvmeio_transfer *t
         goto unsuited;
     /* Nobody else has it, so that the queue's reference is never the last. */
     nvmeio_queue_lock(&handle->queue);
-    if (handle->closing) {
+    if (handle->life >= NVMEIO_HANDLE_CLOSING) {
         error = -EPIPE;
         nvmeio_queue_unlock(&handle->queue);
         goto unsuited;
@@ -461,25 +457,25 @@ void nvmeio_handle_stop(struct nvmeio_handle *handle)
     if (claim(handle)) {
         /* A child that never used it has nothing to stop: what there is, is the
          * parent's. */
-        handle->closing = true;
+        handle->life = NVMEIO_HANDLE_CLOSING;
         reopen(handle);
         return;
     }
     nvmeio_queue_lock(&handle->queue);
-    bool first = !handle->closing;
-    handle->closing = true;
-    while (handle->starting)
-        sleep_in(handle, &handle->restarters);
-    while (!first && !handle->stopped)
-        sleep_in(handle, &handle->stoppers);
+    wait_while(handle, NVMEIO_HANDLE_STARTING);
+    bool first = handle->life < NVMEIO_HANDLE_CLOSING;
+    if (first)
+        handle->life = NVMEIO_HANDLE_CLOSING;
+    else
+        wait_while(handle, NVMEIO_HANDLE_CLOSING);
     nvmeio_queue_unlock(&handle->queue);
     if (!first)
         return;
     nvmeio_handle_drain(handle, -1);
     nvmeio_workers_stop(&handle->workers);
     nvmeio_queue_lock(&handle->queue);
-    handle->stopped = true;
-    nvmeio_queue_wake(&handle->queue, &handle->stoppers);
+    handle->life = NVMEIO_HANDLE_CLOSED;
+    nvmeio_queue_wake(&handle->queue, &handle->life_waiters);
     nvmeio_queue_unlock(&handle->queue);
 }
 

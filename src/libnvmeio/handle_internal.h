@@ -22,12 +22,15 @@ struct nvmeio_handle {
 
     /* Guarded by the queue's mutex. */
     struct nvmeio_workers workers;
-    struct nvmeio_waiter *restarters; /* threads that wait for `starting` */
-    struct nvmeio_waiter *stoppers;   /* threads that wait for `stopped` */
-    bool missing;  /* a child could not start its workers, and tries again */
-    bool starting; /* a thread does so now */
-    bool closing;  /* no more submissions */
-    bool stopped;  /* the workers have gone home */
+    enum {
+        NVMEIO_HANDLE_OPEN,
+        NVMEIO_HANDLE_MISSING,  /* a child could not start its workers, and tries again
+                                 */
+        NVMEIO_HANDLE_STARTING, /* a thread does so now */
+        NVMEIO_HANDLE_CLOSING,  /* no more submissions */
+        NVMEIO_HANDLE_CLOSED,   /* the workers have gone home */
+    } life;
+    struct nvmeio_waiter *life_waiters; /* threads that wait for the next */
 };
 
 /* After this, queue and workers are those of this process, made anew in a child.  The

@@ -3,6 +3,7 @@
  * How a request is cut is request.c's, who cuts it worker.c's. */
 #include "queue.h"
 
+#include <errno.h>
 #include <string.h>
 
 #include "file_internal.h"
@@ -331,4 +332,21 @@ void nvmeio_queue_unlock(struct nvmeio_queue *queue)
         next = dropped->done_next;
         nvmeio_request_release(dropped);
     }
+}
+
+int nvmeio_queue_sleep(struct nvmeio_queue *queue, struct nvmeio_waiter **list,
+                       struct nvmeio_waiter *waiter, int64_t deadline_ns)
+{
+    waiter->next = *list;
+    *list = waiter;
+    nvmeio_queue_unlock(queue);
+    if (nvmeio_waiter_sleep(waiter, deadline_ns))
+        return 0;
+    nvmeio_queue_lock(queue);
+    bool removed = nvmeio_waiter_remove(list, waiter);
+    nvmeio_queue_unlock(queue);
+    if (removed)
+        return -ETIMEDOUT;
+    nvmeio_waiter_sleep(waiter, -1);
+    return 0;
 }

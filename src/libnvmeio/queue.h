@@ -76,6 +76,11 @@ void nvmeio_queue_fail_all(struct nvmeio_queue *queue, int error);
 /* Have a list of waiters woken. */
 void nvmeio_queue_wake(struct nvmeio_queue *queue, struct nvmeio_waiter **waiters);
 
+/* Sleep in a list until another thread wakes it: 0; or until a deadline: -ETIMEDOUT.
+ * The mutex is unlocked for good. */
+int nvmeio_queue_sleep(struct nvmeio_queue *queue, struct nvmeio_waiter **list,
+                       struct nvmeio_waiter *waiter, int64_t deadline_ns);
+
 /* Wake a consumer, if it is idle; tell whether it was. */
 bool nvmeio_queue_call(struct nvmeio_queue *queue, struct nvmeio_consumer *consumer);
 

@@ -3,25 +3,6 @@
 
 #include "handle_internal.h"
 
-/* Sleep in a list until another thread takes this one off it: 0; or until a deadline.
- * The mutex is held, and dropped meanwhile. */
-static int sleep_in(struct nvmeio_queue *queue, struct nvmeio_waiter **list,
-                    struct nvmeio_waiter *waiter, int64_t deadline_ns)
-{
-    waiter->next = *list;
-    *list = waiter;
-    nvmeio_queue_unlock(queue);
-    if (nvmeio_waiter_sleep(waiter, deadline_ns))
-        return 0;
-    nvmeio_queue_lock(queue);
-    bool removed = nvmeio_waiter_remove(list, waiter);
-    nvmeio_queue_unlock(queue);
-    if (removed)
-        return -ETIMEDOUT;
-    nvmeio_waiter_sleep(waiter, -1);
-    return 0;
-}
-
 int nvmeio_request_wait(struct nvmeio_request *request, int64_t timeout_ns)
 {
     struct nvmeio_queue *queue = &request->handle->queue;
@@ -35,7 +16,7 @@ int nvmeio_request_wait(struct nvmeio_request *request, int64_t timeout_ns)
     int64_t deadline_ns = nvmeio_deadline(timeout_ns);
     nvmeio_queue_lock(queue);
     if (!nvmeio_request_done(request)) {
-        error = sleep_in(queue, &request->waiters, &waiter, deadline_ns);
+        error = nvmeio_queue_sleep(queue, &request->waiters, &waiter, deadline_ns);
         return error ? error : waiter.reported;
     }
     if (request->listed) {
@@ -56,7 +37,8 @@ int nvmeio_handle_drain(struct nvmeio_handle *handle, int64_t timeout_ns)
     nvmeio_handle_ensure_own(handle);
     nvmeio_queue_lock(&handle->queue);
     if (handle->queue.active_count > 0)
-        return sleep_in(&handle->queue, &handle->queue.drainers, &waiter, deadline_ns);
+        return nvmeio_queue_sleep(&handle->queue, &handle->queue.drainers, &waiter,
+                                  deadline_ns);
     nvmeio_queue_unlock(&handle->queue);
     return 0;
 }
