@@ -125,7 +125,7 @@ def test_a_device_that_refuses_direct_io_is_read_through_the_page_cache(tmp_path
     assert report["bytes_buffered"] > 0
 
 
-@pytest.mark.parametrize("engine", ["libaio", "threads", "sync"])
+@pytest.mark.parametrize("engine", ["threads", "sync"])
 def test_a_failed_fsync_is_told(tmp_path, engine):
     report = round_trip(tmp_path, "fsync:error=EIO", engine=engine)
     assert report["steps"] == {**ALL_WELL, "fsync": "EIO"}

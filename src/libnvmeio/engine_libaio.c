@@ -1,8 +1,8 @@
 /* engine_libaio.c -- blocks by the kernel's native AIO, through libaio.
  *
  * Completions and wake-ups meet in one eventfd, which reap() polls: io_getevents alone
- * could not be woken.  Blocks that are not for O_DIRECT run inside io_submit, and an
- * fsync runs here, for kernels before 4.18 have none. */
+ * could not be woken.  Blocks that are not for O_DIRECT run inside io_submit; an fsync
+ * is the work of a thread of the kernel's. */
 #include "engine.h"
 
 #include <errno.h>
@@ -72,12 +72,11 @@ static void aio_push(struct nvmeio_engine *engine, struct nvmeio_block *block)
     struct iocb *control = &aio->controls[block->index];
 
     engine->in_flight++;
-    if (block->op == NVMEIO_OP_FSYNC) {
-        nvmeio_block_perform(block);
-        nvmeio_engine_finish(engine, block);
-        return;
-    }
-    if (block->op == NVMEIO_OP_READ)
+    if (block->op == NVMEIO_OP_FSYNC && block->data_only)
+        io_prep_fdsync(control, block->fd);
+    else if (block->op == NVMEIO_OP_FSYNC)
+        io_prep_fsync(control, block->fd);
+    else if (block->op == NVMEIO_OP_READ)
         io_prep_pread(control, block->fd, block->address, block->bytes, block->offset);
     else
         io_prep_pwrite(control, block->fd, block->address, block->bytes, block->offset);
@@ -117,6 +116,9 @@ static int aio_hand_over(struct nvmeio_engine *engine)
             struct nvmeio_block *block = aio->pending[0]->data;
             aio_taken(aio, 1);
             block->result = result;
+            /* Kernels before 4.18 do not know it. */
+            if (block->op == NVMEIO_OP_FSYNC && result == -EINVAL)
+                nvmeio_block_perform(block);
             nvmeio_engine_finish(engine, block);
             continue;
         }

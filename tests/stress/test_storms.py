@@ -34,7 +34,7 @@ def test_signals_that_rain_on_every_thread_lose_nothing(
 # The calls in which an engine hands over, collects and sleeps.
 CALLS = {
     "io_uring": ["io_uring_enter"],
-    "libaio": ["io_submit", "io_getevents", "ppoll", "fsync"],
+    "libaio": ["io_submit", "io_getevents", "ppoll"],
     "threads": ["pread64", "pwrite64", "fsync"],
     "sync": ["pread64", "pwrite64", "fsync"],
 }
