@@ -397,7 +397,7 @@ def is_generated(path, text):
 
 
 def draws_without_seed(path, text):
-    """A stress test draws all its lots from its seed."""
+    """A stress test draws all its random numbers from its seed."""
     if path.name == "conftest.py":  # which draws the seeds
         return
     seeded = r'(?:Random|default_rng)\(["\w\[]'

@@ -1,5 +1,5 @@
-/* fault.c -- which faults strike: NVMEIO_FAULTS is read, occasions are counted, lots
- * are drawn.
+/* fault.c -- which faults strike: NVMEIO_FAULTS is read, occasions are counted, random
+ * numbers are drawn.
  *
  * Compiled into the test build alone.  What a fault does is fault_engine.c's and
  * fault_calls.c's. */
@@ -23,7 +23,7 @@
 /* With all= pauses strike so many times less often than other kinds: each lock is two
  * occasions, so tests would do little else but sleep. */
 #define PAUSE_RARER 500
-#define PAUSE_LOT_MS 20
+#define PAUSE_RANDOM_MS 20
 #define PAUSE_MAX_MS 60000
 
 /* In the log, one for each kind: shared with the children of forks, and read by tests
@@ -40,7 +40,7 @@ static struct {
     unsigned rate; /* of RATE_MAX * RATE_FINE */
     uint64_t exact[EXACT_MAX];
     unsigned exact_count;
-    _Atomic uint64_t occasions; /* of this process: what the lots depend on */
+    _Atomic uint64_t occasions; /* of this process: what the random numbers depend on */
 } kinds[NVMEIO_FAULT_COUNT] = {
     [NVMEIO_FAULT_SHORT] = {.name = "short", .harmless = true},
     [NVMEIO_FAULT_AGAIN] = {.name = "again", .harmless = true},
@@ -72,7 +72,7 @@ static struct {
 
 static uint64_t seed;
 static char pause_at[32]; /* "": at every call */
-static uint64_t pause_ms; /* 0: by lot */
+static uint64_t pause_ms; /* 0: at random */
 static _Atomic(const char *) paused_at;
 static atomic_bool paused_after;
 static struct tally own_tallies[NVMEIO_FAULT_COUNT];
@@ -208,7 +208,7 @@ static uint64_t mix(uint64_t x)
     return x ^ (x >> 31);
 }
 
-bool nvmeio_fault_strikes(enum nvmeio_fault kind, uint64_t *lot)
+bool nvmeio_fault_strikes(enum nvmeio_fault kind, uint64_t *number)
 {
     pthread_once(&once, read_environment);
     uint64_t occasion =
@@ -222,20 +222,20 @@ bool nvmeio_fault_strikes(enum nvmeio_fault kind, uint64_t *lot)
     if (!strikes)
         return false;
     atomic_fetch_add_explicit(&tallies[kind].fired, 1, memory_order_relaxed);
-    if (lot)
-        *lot = mix(drawn);
+    if (number)
+        *number = mix(drawn);
     return true;
 }
 
 void nvmeio_fault_pause(const char *call, bool after)
 {
     int error = errno;
-    uint64_t lot;
+    uint64_t number;
 
     pthread_once(&once, read_environment);
     if ((!*pause_at || strcmp(pause_at, call) == 0) &&
-        nvmeio_fault_strikes(NVMEIO_FAULT_PAUSE, &lot)) {
-        uint64_t ms = pause_ms ? pause_ms : 1 + lot % PAUSE_LOT_MS;
+        nvmeio_fault_strikes(NVMEIO_FAULT_PAUSE, &number)) {
+        uint64_t ms = pause_ms ? pause_ms : 1 + number % PAUSE_RANDOM_MS;
         struct timespec left = {(time_t)(ms / 1000), (long)(ms % 1000) * 1000000};
         atomic_store(&paused_after, after);
         atomic_store(&paused_at, call);

@@ -4,18 +4,19 @@
  * variable NVMEIO_FAULTS says which faults there are (docs/reliability.md): words with
  * commas between them,
  *
- *   seed=7         of the lots that are drawn
- *   KIND=50        this kind strikes 50 of 1000 occasions, drawn by lot
+ *   seed=7         of the random numbers
+ *   KIND=50        this kind strikes 50 of 1000 occasions, at random
  *   KIND@3         it strikes on its third occasion
  *   all=50         every kind that leaves results right strikes so often; pauses 500
  *                  times less often, because every lock is an occasion
- *   pause_ms=50    a pause lasts so long; 1 to 20 ms, by lot, if it is not said
+ *   pause_ms=50    a pause lasts so long; 1 to 20 ms, at random, if it is not said
  *   pause_at=CALL  only before and after this call (munmap) are occasions of a pause
  *   log=PATH       a file that says how often each kind could strike, and did
  *
- * The occasions of a kind are counted, and the lot of each depends on seed, kind and
- * count alone: which occasions are struck, and how, is the same in every run.  Which
- * call or block an occasion is of depends on who comes first, where threads meet. */
+ * The occasions of a kind are counted, and the random number of each depends on seed,
+ * kind and count alone: which occasions are struck, and how, is the same in every run.
+ * Which call or block an occasion is of depends on who comes first, where threads meet.
+ */
 #ifndef NVMEIO_FAULT_H
 #define NVMEIO_FAULT_H
 
@@ -58,8 +59,9 @@ enum nvmeio_fault {
 
 struct nvmeio_engine_ops;
 
-/* Another lot, of 64 bits, in *lot where a fault strikes: for what it leaves open. */
-bool nvmeio_fault_strikes(enum nvmeio_fault kind, uint64_t *lot);
+/* Another random number, of 64 bits, in *number where a fault strikes: for what it
+ * leaves open. */
+bool nvmeio_fault_strikes(enum nvmeio_fault kind, uint64_t *number);
 
 /* Sleep if a pause strikes, before or after the call of this name.  Keeps errno. */
 void nvmeio_fault_pause(const char *call, bool after);

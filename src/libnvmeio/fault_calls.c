@@ -68,14 +68,14 @@ static void pause_after(const char *const *call)
 #define PAUSED_CALL(name, parameters, arguments)                                       \
     CALL(int, name, parameters, arguments, false, 0)
 
-/* Whether a call fails, and then sets errno to the lot's choice. */
+/* Whether a call fails, and then sets errno to one of these, at random. */
 static bool fails(enum nvmeio_fault kind, const int *errors, unsigned count)
 {
-    uint64_t lot;
+    uint64_t number;
 
-    if (!nvmeio_fault_strikes(kind, &lot))
+    if (!nvmeio_fault_strikes(kind, &number))
         return false;
-    errno = errors[lot % count];
+    errno = errors[number % count];
     return true;
 }
 
@@ -98,11 +98,11 @@ static bool stumbles(void)
 /* How much of `size` is taken. */
 static size_t part_of(size_t size)
 {
-    uint64_t lot;
+    uint64_t number;
 
-    if (size < 2 || !nvmeio_fault_strikes(NVMEIO_FAULT_PARTLY, &lot))
+    if (size < 2 || !nvmeio_fault_strikes(NVMEIO_FAULT_PARTLY, &number))
         return size;
-    return (size_t)(1 + lot % (size - 1));
+    return (size_t)(1 + number % (size - 1));
 }
 
 /* The same for what may be read or written past the page cache: whole sectors. */

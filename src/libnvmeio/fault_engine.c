@@ -32,8 +32,8 @@ struct faults {
     bool dead;
     /* Of each block, by its index. */
     struct {
-        unsigned late;      /* calls of reap() that it is still held back */
-        uint64_t short_lot; /* 0: not short */
+        unsigned late;         /* calls of reap() that it is still held back */
+        uint64_t short_number; /* 0: not short */
     } blocks[];
 };
 
@@ -79,12 +79,12 @@ static int refusal(const struct nvmeio_block *block)
 {
     static const int passing[] = {-EAGAIN, -EINTR, -EBUSY};
     static const int undirect[] = {-EINVAL, -EOPNOTSUPP};
-    uint64_t lot;
+    uint64_t number;
 
-    if (nvmeio_fault_strikes(NVMEIO_FAULT_AGAIN, &lot))
-        return passing[lot % 3];
-    if (is_direct(block) && nvmeio_fault_strikes(NVMEIO_FAULT_DIRECT, &lot))
-        return undirect[lot % 2];
+    if (nvmeio_fault_strikes(NVMEIO_FAULT_AGAIN, &number))
+        return passing[number % 3];
+    if (is_direct(block) && nvmeio_fault_strikes(NVMEIO_FAULT_DIRECT, &number))
+        return undirect[number % 2];
     if (nvmeio_fault_strikes(NVMEIO_FAULT_EIO, NULL))
         return -EIO;
     if (block->op == NVMEIO_OP_WRITE && nvmeio_fault_strikes(NVMEIO_FAULT_ENOSPC, NULL))
@@ -96,17 +96,17 @@ static int refusal(const struct nvmeio_block *block)
  * anywhere, which a device does not do, but a file system may: less is told. */
 static void shorten(struct faults *faults, struct nvmeio_block *block)
 {
-    uint64_t lot;
+    uint64_t number;
 
-    faults->blocks[block->index].short_lot = 0;
+    faults->blocks[block->index].short_number = 0;
     if (block->op == NVMEIO_OP_FSYNC || block->bytes < 2 ||
-        !nvmeio_fault_strikes(NVMEIO_FAULT_SHORT, &lot))
+        !nvmeio_fault_strikes(NVMEIO_FAULT_SHORT, &number))
         return;
     uint32_t sectors = (block->bytes - 1) / SECTORS_BYTES;
-    if (lot & 1 && sectors > 0)
-        block->bytes = (uint32_t)(1 + (lot >> 1) % sectors) * SECTORS_BYTES;
+    if (number & 1 && sectors > 0)
+        block->bytes = (uint32_t)(1 + (number >> 1) % sectors) * SECTORS_BYTES;
     else
-        faults->blocks[block->index].short_lot = lot | 1;
+        faults->blocks[block->index].short_number = number | 1;
 }
 
 static void faulty_push(struct nvmeio_engine *engine, struct nvmeio_block *block)
@@ -115,7 +115,7 @@ static void faulty_push(struct nvmeio_engine *engine, struct nvmeio_block *block
     int error = refusal(block);
     bool done = error || (block->op == NVMEIO_OP_FSYNC &&
                           nvmeio_fault_strikes(NVMEIO_FAULT_NOSYNC, NULL));
-    uint64_t lot;
+    uint64_t number;
 
     faults->blocks[block->index].late = 0;
     if (!error)
@@ -131,19 +131,19 @@ static void faulty_push(struct nvmeio_engine *engine, struct nvmeio_block *block
         nvmeio_engine_finish(engine, block);
         return;
     }
-    if (nvmeio_fault_strikes(NVMEIO_FAULT_LATE, &lot))
-        faults->blocks[block->index].late = (unsigned)(1 + lot % LATE_MAX);
+    if (nvmeio_fault_strikes(NVMEIO_FAULT_LATE, &number))
+        faults->blocks[block->index].late = (unsigned)(1 + number % LATE_MAX);
     real_of(engine)->push(engine, block);
 }
 
 /* Say less than has been moved. */
 static void tell_less(struct faults *faults, struct nvmeio_block *block)
 {
-    uint64_t lot = faults->blocks[block->index].short_lot;
+    uint64_t number = faults->blocks[block->index].short_number;
 
-    if (lot && block->result > 1)
-        block->result = (int64_t)(1 + lot % (uint64_t)(block->result - 1));
-    faults->blocks[block->index].short_lot = 0;
+    if (number && block->result > 1)
+        block->result = (int64_t)(1 + number % (uint64_t)(block->result - 1));
+    faults->blocks[block->index].short_number = 0;
 }
 
 /* Sort what has come back into what is told of now, and what is held back. */

@@ -78,7 +78,7 @@ def link_program(source, folder):
 
 @dataclass
 class Tally:
-    """How often faults of a kind could strike, and did; at so many of 1000 by lot."""
+    """How often faults of a kind could strike, and did; at so many of 1000 at random."""
 
     rate: int
     occasions: int

@@ -108,7 +108,7 @@ def test_random_operations_under_faults_do_so_too(
             expected[kind] += tally.occasions * tally.rate / 1000
     assert fired["eio"] + fired["enospc"] > 0, fired
     must = EVERYWHERE | (OF_URING if engine == "io_uring" else set())
-    # Of others there may be few occasions, of which the lot leaves all alone.
+    # Of others there may be few occasions, of which chance leaves all alone.
     must |= {kind for kind in expected if expected[kind] > 20}
     assert {kind for kind in must if not fired[kind]} == set(), (fired, expected)
     for kind, count in fired.items():

@@ -112,7 +112,7 @@ static void test_a_signal_ends_an_open(void)
     CHECK(refused == 2);
 }
 
-/* Of eight lots some are EINTR, and the others EIO. */
+/* Of eight random numbers some are EINTR, and the others EIO. */
 static void test_a_signal_does_not_keep_a_file_from_being_cut(void)
 {
     const char *path = path_in(test_folder());

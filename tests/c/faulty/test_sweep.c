@@ -2,9 +2,9 @@
  * occasion, its second, and so on to the last, while a fixed workload runs on every
  * engine.  What is reported to be done is done; what is not, fails with the fault's own
  * errno; and nothing is broken afterwards: the same workload goes well, with as many
- * descriptors and threads as before.  Then storms: all kinds at once, by lot.  What was
- * made is given back, all of it; but for what a dead engine keeps, and so engines die
- * last.
+ * descriptors and threads as before.  Then storms: all kinds at once, at random.  What
+ * was made is given back, all of it; but for what a dead engine keeps, and so engines
+ * die last.
  *
  * test_sweep [STRIDE [SEED [STORMS [ENGINE]]]]: one of so many occasions of blocks, and
  * more of others, but one of each kind; which, and what a fault leaves open. */

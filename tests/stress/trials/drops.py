@@ -91,8 +91,8 @@ class Trial:
         self.data = data
         self.counts = counts
         self.written = []
-        # For what is submitted because all had come: whether it had is no lot, and those of
-        # everything else must not change by it.
+        # For what is submitted because all had come: whether it had is not drawn, and the
+        # numbers of everything else must not change by it.
         self.more = random.Random(draw.getrandbits(64))
         self.handle = nvmeio.aio_handle(
             draw.choice((PAGE, 16384, 1 << 20)),
@@ -222,18 +222,18 @@ class Trial:
         value = self.held[name]
         if not name.startswith("request"):
             return
-        lot = self.draw.random()
-        if lot < 0.2:
+        drawn = self.draw.random()
+        if drawn < 0.2:
             # Before the call: its outcome may be seen by another thread at once.
             number = int(name.split()[1])
             self.cancelled.add(number)
             if not value.cancel():
                 self.cancelled.discard(number)
-        elif lot < 0.3:
+        elif drawn < 0.3:
             value.done()
-        elif lot < 0.4:
+        elif drawn < 0.4:
             value.add_done_callback(lambda request: None)
-        elif lot < 0.5:
+        elif drawn < 0.5:
             with contextlib.suppress(TimeoutError, CancelledError):
                 value.wait(0)
 

@@ -209,9 +209,9 @@ class Scene:
 
     def fork(self):
         """A child carries on in want, and when there is plenty again."""
-        lots = [self.draw.choice(IN_CHILDREN) for _ in range(3)]
+        steps = [self.draw.choice(IN_CHILDREN) for _ in range(3)]
         if self.forks:
-            join(fork(self.carry_on, lots))
+            join(fork(self.carry_on, steps))
 
     def carry_on(self, steps):
         for step in steps:

@@ -1,4 +1,4 @@
-"""Trials one after the other, each with lots of its own."""
+"""Trials one after the other, each with random numbers of its own."""
 
 import random
 
@@ -6,7 +6,7 @@ from workloads.common import report
 
 
 def each_trial(first, count):
-    """Yield what draws the lots of each trial; tell the parent which seed is next.
+    """Yield the random numbers of each trial; tell the parent which seed is next.
 
     By the first seed and how many there are: a list of thousands is too long for a command.
     """

@@ -7,18 +7,18 @@
 
 #define OCCASIONS 20000u
 
-/* What became of each occasion: 0, or the lot of one that was struck. */
+/* What became of each occasion: 0, or the random number of one that was struck. */
 static uint64_t first[OCCASIONS], second[OCCASIONS];
 
-static unsigned draw(const char *spec, enum nvmeio_fault kind, uint64_t *lots)
+static unsigned draw(const char *spec, enum nvmeio_fault kind, uint64_t *numbers)
 {
     unsigned struck = 0;
 
     nvmeio_fault_configure(spec);
     for (unsigned i = 0; i < OCCASIONS; i++) {
-        uint64_t lot = 0;
-        lots[i] = nvmeio_fault_strikes(kind, &lot) ? lot | 1 : 0;
-        struck += lots[i] != 0;
+        uint64_t number = 0;
+        numbers[i] = nvmeio_fault_strikes(kind, &number) ? number | 1 : 0;
+        struck += numbers[i] != 0;
     }
     CHECK(nvmeio_fault_occasions(kind) == OCCASIONS);
     CHECK(nvmeio_fault_fired(kind) == struck);
@@ -26,7 +26,7 @@ static unsigned draw(const char *spec, enum nvmeio_fault kind, uint64_t *lots)
 }
 
 /* That another seed or kind draws the same has a chance of less than 1 in 10^100. */
-static void test_the_lots_depend_on_seed_kind_and_count_alone(void)
+static void test_random_numbers_depend_on_seed_kind_and_count_alone(void)
 {
     unsigned struck = draw("seed=7,eio=50,short=50", NVMEIO_FAULT_EIO, first);
 
@@ -92,7 +92,7 @@ static void test_a_log_adds_up(void)
 int main(void)
 {
     begin();
-    test_the_lots_depend_on_seed_kind_and_count_alone();
+    test_random_numbers_depend_on_seed_kind_and_count_alone();
     test_an_occasion_that_is_named_is_struck();
     test_a_later_word_changes_an_earlier_one();
     test_a_log_adds_up();
