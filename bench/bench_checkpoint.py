@@ -150,7 +150,7 @@ def save_tensors(tensors: dict[str, Any], path: Path) -> None:
     # The format lets blanks follow; with them the tensors begin at a page.
     text = text.ljust(-(-(len(text) + 8) // mmap.PAGESIZE) * mmap.PAGESIZE - 8)
     head = np.frombuffer(len(text).to_bytes(8, "little") + text, np.uint8)
-    with nvmeio.File(path, "w") as file, nvmeio.aio_handle(overlap_events=True) as handle:
+    with nvmeio.File(path, "w") as file, nvmeio.aio_handle() as handle:
         requests = [handle.submit_write(head, file)]
         for tensor, begin in zip(tensors.values(), begins[:-1], strict=True):
             requests.append(handle.submit_write(tensor, file, head.nbytes + begin))
@@ -162,7 +162,7 @@ def load_tensors(empty: Callable[..., Any], path: Path) -> dict[str, Any]:
     """Read tensors of float32 from such a file into memory that `empty` gives."""
     import torch
 
-    with nvmeio.File(path) as file, nvmeio.aio_handle(overlap_events=True) as handle:
+    with nvmeio.File(path) as file, nvmeio.aio_handle() as handle:
         size = int.from_bytes(os.pread(file.fileno(), 8, 0), "little")
         entries = json.loads(os.pread(file.fileno(), size, 8))
         entries.pop("__metadata__", None)

@@ -47,7 +47,6 @@ HUGE_BYTES = 2 << 20
 GRID = {
     "block_size": (512 << 10, 1 << 20, 4 << 20),
     "queue_depth": (16, 128),
-    "overlap_events": (False, True),
     "intra_op_parallelism": (1, 2),
 }
 # The best of many noisy figures is the luckiest: those that look best are measured anew.
@@ -87,7 +86,7 @@ def recycled(
 def fio_duels(ground: Ground) -> Iterator[Duel]:
     """Pair pool memory with fio at the same block size and depth."""
     for op, depth in itertools.product(("read", "write"), FIO_DEPTHS):
-        handle = nvmeio.aio_handle(1 << 20, depth, overlap_events=True)
+        handle = nvmeio.aio_handle(1 << 20, depth)
         if depth == min(FIO_DEPTHS):
             yield Duel(
                 f"{op}, 1 MiB x {depth}",
@@ -111,10 +110,10 @@ def fio_duels(ground: Ground) -> Iterator[Duel]:
 
 def memory_duels(ground: Ground) -> Iterator[Duel]:
     """Pair ordinary tensors with pool memory."""
-    for op, overlap in itertools.product(("read", "write"), (False, True)):
-        handle = nvmeio.aio_handle(overlap_events=overlap)
+    handle = nvmeio.aio_handle()
+    for op in ("read", "write"):
         yield Duel(
-            f"{op}, overlap_events={overlap}",
+            f"{op}, one request",
             ("ordinary tensor", "pool memory"),
             (
                 whole(handle, ground, op, ground.ordinary),
@@ -187,11 +186,11 @@ def route_duels(ground: Ground) -> Iterator[Duel]:
 
 def small_duels(ground: Ground) -> Iterator[Duel]:
     """Pair 1000 requests of 64 KiB with one request of as many bytes."""
-    handle = nvmeio.aio_handle(overlap_events=True)
+    handle = nvmeio.aio_handle()
     buffer = ground.pool[: min(SMALL_COUNT * SMALL_BYTES, ground.pool.nbytes)]
     for op in ("read", "write"):
         yield Duel(
-            f"{op}, overlap_events=True",
+            f"{op}, 64 MiB",
             (f"{buffer.nbytes // SMALL_BYTES} x 64 KiB", "one request"),
             (
                 pieces(handle, ground, op, buffer, SMALL_BYTES),
@@ -210,9 +209,8 @@ def grid() -> Iterator[dict[str, Any]]:
 
 def described(options: dict[str, Any]) -> str:
     """Write a configuration in few characters."""
-    overlap = "overlapped" if options["overlap_events"] else "batched"
     return (
-        f"{options['block_size'] >> 10} KiB x {options['queue_depth']}, {overlap}, "
+        f"{options['block_size'] >> 10} KiB x {options['queue_depth']}, "
         f"{options['intra_op_parallelism']} workers"
     )
 

@@ -97,7 +97,7 @@ def write_with_nvmeio(path: Path, tensors: list[torch.Tensor]) -> None:
     """Write tensors one behind the other, and make the file durable."""
     offset = 0
     with (
-        nvmeio.aio_handle(overlap_events=True) as handle,
+        nvmeio.aio_handle() as handle,
         nvmeio.File(path, "w") as file,
     ):
         requests = []
@@ -112,7 +112,7 @@ def write_with_nvmeio(path: Path, tensors: list[torch.Tensor]) -> None:
 def read_with_nvmeio(path: Path, into: list[torch.Tensor]) -> list[torch.Tensor]:
     """Read tensors that lie one behind the other."""
     offset = 0
-    with nvmeio.aio_handle(overlap_events=True) as handle, nvmeio.File(path) as file:
+    with nvmeio.aio_handle() as handle, nvmeio.File(path) as file:
         requests = []
         for tensor in into:
             requests.append(handle.submit_read(tensor, file, offset))
@@ -263,7 +263,7 @@ class SwappedState:
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, folder: Path) -> None:
-        self.handle = nvmeio.aio_handle(overlap_events=True)
+        self.handle = nvmeio.aio_handle()
         self.swapped: list[tuple[torch.Tensor, str]] = []
         self.nbytes = 0
         places = [

@@ -51,15 +51,14 @@ def folder(request, tmp_path):
 def test_the_default_is_tried_first_and_every_block_with_every_depth():
     candidates = grid()
     assert candidates[0] == DEFAULT
-    pairs = [(one["block_size"], one["queue_depth"]) for one in candidates[1:]]
+    pairs = [(one["block_size"], one["queue_depth"]) for one in candidates]
     assert sorted(pairs) == sorted(itertools.product(GRID_BLOCKS, GRID_DEPTHS))
-    memory = [block * depth for block, depth in pairs]
+    memory = [block * depth for block, depth in pairs[1:]]
     assert memory == sorted(memory)
-    assert all(one["overlap_events"] for one in candidates[1:])
 
 
 def test_variations_change_what_the_grid_did_not():
-    winner = {**DEFAULT, "queue_depth": 32, "overlap_events": True}
+    winner = {**DEFAULT, "queue_depth": 32}
     found = variations([winner, winner], ["io_uring", "threads"], 2)
     assert found[:2] == [winner, DEFAULT]
     changed = [
@@ -67,10 +66,8 @@ def test_variations_change_what_the_grid_did_not():
         for one in found[2:]
     ]
     assert changed == [
-        {"overlap_events": False},
         {"single_submit": True},
         {"intra_op_parallelism": 2},
-        {"intra_op_parallelism": 2, "overlap_events": False},
         {"engine": "threads"},
     ]
 
@@ -97,15 +94,14 @@ def test_every_candidate_is_a_configuration_of_a_handle():
 
 
 def test_settings_are_described_by_what_is_unusual():
-    assert described(DEFAULT) == "1 MiB x 128, in batches"
+    assert described(DEFAULT) == "1 MiB x 128"
     changes = {
-        "overlap_events": True,
         "intra_op_parallelism": 4,
         "single_submit": True,
         "engine": "libaio",
         "bounce": "never",
     }
-    words = "1 MiB x 128, overlapped, 4 workers, one by one, libaio, bounce never"
+    words = "1 MiB x 128, 4 workers, one by one, libaio, bounce never"
     assert described({**DEFAULT, **changes}) == words
 
 
@@ -138,7 +134,7 @@ def test_what_is_best_is_shown_and_kept(folder, configuration, tmp_path_factory)
     report = json.loads((out / "report.json").read_text())
     assert [race["race"] for race in report["races"]] == [
         "block size and depth",
-        "workers, batches, engines",
+        "workers, engines",
         "bounces",
     ]
     for race in report["races"]:
@@ -251,7 +247,7 @@ def test_a_profile_that_cannot_be_saved_is_told_of_before(tmp_path, monkeypatch)
 def test_a_terminal_shows_the_races(folder, configuration):
     done = nvmeio_in_terminal("tune", folder, "--size", "64M", "--budget", "3s")
     assert done.status == 0, done.out
-    for name in ("block size and depth", "workers, batches, engines", "bounces"):
+    for name in ("block size and depth", "workers, engines", "bounces"):
         assert name in done.out
 
 

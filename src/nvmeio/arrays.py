@@ -491,7 +491,7 @@ class ArrayFile:
             return self._lent
         found = self._own.get("handle")
         if found is None:
-            made = aio_handle(overlap_events=True)
+            made = aio_handle()
             found = self._own.setdefault("handle", made)
             if found is not made:
                 made.close()

@@ -48,7 +48,7 @@ def read_file(path: Path) -> npt.NDArray[np.uint8]:
     A file that claims to have no bytes, as those in ``/proc`` do, is read by ordinary
     reads up to its end.  Releases the GIL while it waits.
     """
-    with File(path) as file, aio_handle(overlap_events=True) as handle:
+    with File(path) as file, aio_handle() as handle:
         size = file.size
         if size == 0:
             return np.frombuffer(_read_to_the_end(file), np.uint8)
@@ -91,7 +91,7 @@ def read_into(path: Path, buffer: Any, offset: int = 0) -> int:
     -----
     Releases the GIL while it waits.
     """
-    with aio_handle(overlap_events=True) as handle:
+    with aio_handle() as handle:
         count: int = handle.submit_read(buffer, path, offset).wait()
     return count
 
@@ -131,7 +131,7 @@ def write_file(path: Path, buffer: Any, sync: bool = False) -> int:
     sync = flag("sync", sync)
     with (
         synced_folder(path) if sync else contextlib.nullcontext(),
-        aio_handle(overlap_events=True) as handle,
+        aio_handle() as handle,
     ):
         return _write_exactly(handle, path, buffer, False, sync)
 

@@ -55,7 +55,7 @@ def load(path: Path) -> npt.NDArray[Any]:
         shape = layout.shape[::-1] if layout.fortran else layout.shape
         array = empty(shape, layout.dtype)
         if array.nbytes:
-            with aio_handle(overlap_events=True) as handle:
+            with aio_handle() as handle:
                 handle.submit_read(bytes_of(array), file, layout.offset).wait()
     return array.T if layout.fortran else array
 
@@ -102,7 +102,7 @@ def save(path: Path, array: Any, *, sync: bool = False) -> None:
 
 def _write(path: str, header: bytes, source: Any, *, sync: bool) -> None:
     """Make a file of a header and what follows it."""
-    with aio_handle(overlap_events=True) as handle, File(path, "x") as file:
+    with aio_handle() as handle, File(path, "x") as file:
         requests = [
             handle.submit_write(header, file),
             handle.submit_write(source, file, len(header)),

@@ -172,8 +172,7 @@ def figure_of_heat(speeds: list[tuple[Options, dict[str, float]]], about: str) -
     figure.suptitle(about, fontsize="medium")
     for axes, op in zip(figure.subplots(1, 2), ("read", "write"), strict=True):
         cells = [[math.nan] * len(GRID_DEPTHS) for _ in GRID_BLOCKS]
-        # The grid is overlapped; the default stands among its candidates too.
-        for options, found in (pair for pair in speeds if pair[0]["overlap_events"]):
+        for options, found in speeds:
             row = GRID_BLOCKS.index(options["block_size"])
             cells[row][GRID_DEPTHS.index(options["queue_depth"])] = found[op]
         image = axes.imshow(cells, aspect="auto", origin="lower", cmap="viridis")

@@ -46,8 +46,8 @@ AIO_KEYS = (
 )
 
 DETAILS = """\
-Three races: block size and queue depth; then workers, overlap_events,
-single_submit and engines for the winners; then bounce, with memory in small
+Three races: block size and queue depth; then workers, single_submit
+and engines for the winners; then bounce, with memory in small
 pages.  In every round of a race each candidate reads and writes the same
 tensor, in another order.  A candidate is out when it is not faster than the
 winner by more than 3 %, with 99 % confidence in each comparison; a race ends
@@ -233,7 +233,7 @@ def _heats(
     first = hold("block size and depth", grid(), GRID_SHARE)
     winners = [first.best(goal) for goal in ("both", "read", "write")]
     second = hold(
-        "workers, batches, engines",
+        "workers, engines",
         variations(winners, works, processors),
         VARIATIONS_SHARE,
     )

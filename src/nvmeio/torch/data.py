@@ -206,7 +206,7 @@ class ArrayDataset(Stored):
         if not any(isinstance(source, str | bytes) for source in self._sources):
             return list(self._sources)
         # One for all: each handle has a thread of its own.
-        handle = aio_handle(overlap_events=True)
+        handle = aio_handle()
         return [
             ArrayFile(source, handle=handle) if isinstance(source, str | bytes) else source
             for source in self._sources

@@ -100,7 +100,6 @@ class Stream:
             self._handle = aio_handle(
                 options.block_size,
                 options.queue_depth,
-                overlap_events=True,
                 engine=options.engine,
             )
         except ValueError as error:

@@ -132,7 +132,6 @@ class Workbench:
             aio_handle(
                 settings.block_bytes,
                 settings.queue_depth,
-                overlap_events=True,
                 intra_op_parallelism=settings.workers,
                 engine=settings.engine,
                 direct=settings.direct,

@@ -36,21 +36,21 @@ def grid() -> list[Options]:
     Returns
     -------
     list of dict
-        Overlapped all but the default: a shallow queue would run empty between batches.
+        The default first.
     """
-    overlapped = {**DEFAULT, "overlap_events": True}
-    return [DEFAULT] + [
-        {**overlapped, "block_size": block, "queue_depth": depth}
-        for block, depth in sorted(
-            itertools.product(GRID_BLOCKS, GRID_DEPTHS), key=lambda pair: pair[0] * pair[1]
-        )
+    pairs = sorted(
+        itertools.product(GRID_BLOCKS, GRID_DEPTHS), key=lambda pair: pair[0] * pair[1]
+    )
+    options = [
+        {**DEFAULT, "block_size": block, "queue_depth": depth} for block, depth in pairs
     ]
+    return distinct([DEFAULT, *options])
 
 
 def variations(
     winners: Iterable[Options], engines: Sequence[str], processors: int
 ) -> list[Options]:
-    """Return winners and what differs from one in one option, or in workers and batches.
+    """Return winners and what differs from one in one option.
 
     Parameters
     ----------
@@ -69,11 +69,10 @@ def variations(
     winners = list(winners)
     found = [*winners, DEFAULT]
     for winner in winners:
-        overlap = not winner["overlap_events"]
-        changes: list[Options] = [{"overlap_events": overlap}, {"single_submit": True}]
-        for workers in (workers for workers in WORKERS if workers <= processors):
-            changes.append({"intra_op_parallelism": workers})
-            changes.append({"intra_op_parallelism": workers, "overlap_events": overlap})
+        changes: list[Options] = [{"single_submit": True}]
+        changes += [
+            {"intra_op_parallelism": count} for count in WORKERS if count <= processors
+        ]
         changes += [{"engine": engine} for engine in engines[1:]]
         found += [{**winner, **change} for change in changes]
     return distinct(found)
@@ -126,10 +125,9 @@ def described(options: Options) -> str:
     Returns
     -------
     str
-        Such as "1 MiB x 32, overlapped"; what is usual is left out.
+        Such as "1 MiB x 32, 2 workers"; what is usual is left out.
     """
     words = [f"{in_binary(options['block_size'])} x {options['queue_depth']}"]
-    words.append("overlapped" if options["overlap_events"] else "in batches")
     if options["intra_op_parallelism"] > 1:
         words.append(f"{options['intra_op_parallelism']} workers")
     if options["single_submit"]:
