@@ -5,8 +5,8 @@ stress-long`); ``@pytest.mark.amount(short=10, full=500, long=20_000)`` says wha
 means to a test, which is left out where it says 0.  A test that draws random numbers
 takes the fixture ``seeds``, and carries out one trial for each: everything in it is drawn
 from the seed.  Where a trial fails, the report says how to repeat that trial alone:
-``make replay SEED='test_name[parameter]:12345'``; where all of them fail
-together, how to repeat them.  What a test counts by ``record_property`` is added up and told in the end.
+``make replay SEED='test_name[parameter]:12345'``; where all of them fail together, how to
+repeat them.  What a test counts by ``record_property`` is added up and told in the end.
 """
 
 import math
