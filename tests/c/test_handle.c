@@ -418,7 +418,8 @@ static void test_an_fsync_of_the_data_alone_is_fdatasync(const char *engine)
         CHECK(carry_out(handle, &sync).result == 0);
         bool full = atomic_load(&fsyncs) > fsyncs_before;
         bool data = atomic_load(&fdatasyncs) > fdatasyncs_before;
-        /* An io_uring worker calls one only where the kernel has cancelled its entry. */
+        /* An io_uring worker calls one only where the kernel has cancelled its entry.
+         */
         CHECK(data_only ? !full : !data);
         CHECK(!by_function || full != data);
         /* Nor is the worker held up with libaio. */
