@@ -136,7 +136,6 @@ UNRUN = {
     "pip install '.[cli]'": Unrun(
         "it compiles everything once more; `make sdist` installs", names_known_extras
     ),
-    "pip install '.[torch,cli]'": Unrun("as above, and fetches torch", names_known_extras),
     "make replay SEED='test_random_operations_leave_what_the_model_says[ext4-io_uring]:"
     "205734563028431'": Unrun("nothing has failed there", names_a_stress_test),
     "NVMEIO_TEST_BUILD=1 pip install .": Unrun(

@@ -23,7 +23,6 @@ extern "C" {
 #define NVMEIO_BLOCK_BYTES_MAX (1u << 30)
 #define NVMEIO_QUEUE_DEPTH_MAX 32768u /* IORING_MAX_ENTRIES of the kernel */
 #define NVMEIO_WORKERS_MAX 256u
-#define NVMEIO_BOUNCE_BYTES_MAX (64u << 20) /* of a handle */
 
 enum nvmeio_op { NVMEIO_OP_READ, NVMEIO_OP_WRITE, NVMEIO_OP_FSYNC };
 

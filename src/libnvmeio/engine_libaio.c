@@ -2,7 +2,7 @@
  *
  * Completions and wake-ups meet in one eventfd, which reap() polls: io_getevents alone
  * could not be woken.  Blocks that are not for O_DIRECT run inside io_submit; an fsync
- * is the work of a thread of the kernel's. */
+ * is the work of a thread of the kernel's (before Linux 4.18 of the worker). */
 #include "engine.h"
 
 #include <errno.h>

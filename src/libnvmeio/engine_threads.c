@@ -11,8 +11,7 @@
 
 #include "thread.h"
 
-/* 16 threads of 1 MiB blocks read as fast as io_uring; docs/design.md has the figures.
- */
+/* As many read blocks of 1 MiB as fast as io_uring does. */
 #define WORKERS_MAX 16u
 
 /* Everything below the mutex is guarded by it. */

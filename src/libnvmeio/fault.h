@@ -51,7 +51,7 @@ enum nvmeio_fault {
     NVMEIO_FAULT_THREADS, /* no thread starts */
     NVMEIO_FAULT_DESCRIPTORS, /* none is left */
     NVMEIO_FAULT_SIGNAL,      /* one comes while a file is opened */
-    NVMEIO_FAULT_TRUNCATE,    /* a file cannot be cut back */
+    NVMEIO_FAULT_TRUNCATE,    /* a file cannot be truncated */
     NVMEIO_FAULT_STAT, /* what a file, memory or this process is cannot be told */
 
     NVMEIO_FAULT_COUNT

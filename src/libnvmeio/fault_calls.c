@@ -151,9 +151,6 @@ static bool wakes_for_nothing(pthread_mutex_t *mutex)
 
 CALL(int, pthread_cond_wait, (pthread_cond_t * condition, pthread_mutex_t *mutex),
      (condition, mutex), wakes_for_nothing(mutex), 0)
-CALL(int, pthread_cond_timedwait,
-     (pthread_cond_t * condition, pthread_mutex_t *mutex, const struct timespec *end),
-     (condition, mutex, end), wakes_for_nothing(mutex), 0)
 
 #ifdef NVMEIO_HAVE_LIBURING
 /* What io_uring_enter(2) says where it can do nothing now; ENOMEM, which its page
@@ -176,8 +173,7 @@ static void leave_behind(struct io_uring *ring)
 
     io_uring_for_each_cqe(ring, head, entry)
     {
-        if (entry->res >= 0 && entry->user_data != LIBURING_UDATA_TIMEOUT &&
-            nvmeio_fault_strikes(NVMEIO_FAULT_BEHIND, NULL))
+        if (entry->res >= 0 && nvmeio_fault_strikes(NVMEIO_FAULT_BEHIND, NULL))
             entry->res = -ECANCELED;
     }
 }
@@ -189,18 +185,6 @@ int nvmeio_faulty_io_uring_submit_and_wait(struct io_uring *ring, unsigned count
     PAUSES;
     int error = entry_error();
     int result = error ? error : io_uring_submit_and_wait(ring, count);
-
-    leave_behind(ring);
-    return result;
-}
-
-int nvmeio_faulty_io_uring_wait_cqes(struct io_uring *ring, struct io_uring_cqe **entry,
-                                     unsigned count, struct __kernel_timespec *limit,
-                                     sigset_t *signals)
-{
-    PAUSES;
-    int error = entry_error();
-    int result = error ? error : io_uring_wait_cqes(ring, entry, count, limit, signals);
 
     leave_behind(ring);
     return result;
@@ -282,8 +266,6 @@ CALL(void *, mmap,
 CALL(int, munmap, (void *address, size_t size), (address, size), lacks_memory(), -1)
 CALL(int, mlock, (const void *address, size_t size), (address, size), lacks_memory(),
      -1)
-CALL(int, mlock2, (const void *address, size_t size, unsigned flags),
-     (address, size, flags), lacks_memory(), -1)
 CALL(int, madvise, (void *address, size_t size, int advice), (address, size, advice),
      takes_no_advice(), -1)
 CALL(int, mincore, (void *address, size_t size, unsigned char *resident),

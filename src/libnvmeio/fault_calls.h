@@ -17,11 +17,9 @@
 #define sem_wait nvmeio_faulty_sem_wait
 #define io_uring_submit nvmeio_faulty_io_uring_submit
 #define io_uring_submit_and_wait nvmeio_faulty_io_uring_submit_and_wait
-#define io_uring_wait_cqes nvmeio_faulty_io_uring_wait_cqes
 #define io_submit nvmeio_faulty_io_submit
 #define io_getevents nvmeio_faulty_io_getevents
 #define pthread_cond_wait nvmeio_faulty_pthread_cond_wait
-#define pthread_cond_timedwait nvmeio_faulty_pthread_cond_timedwait
 
 /* What lets other threads go on.  These only pause. */
 #define pthread_mutex_lock nvmeio_faulty_pthread_mutex_lock
@@ -52,7 +50,6 @@
 #define mmap nvmeio_faulty_mmap
 #define munmap nvmeio_faulty_munmap
 #define mlock nvmeio_faulty_mlock
-#define mlock2 nvmeio_faulty_mlock2
 #define mincore nvmeio_faulty_mincore
 #define madvise nvmeio_faulty_madvise
 #define syscall nvmeio_faulty_syscall

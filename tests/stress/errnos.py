@@ -30,7 +30,6 @@ ERRNOS = {
     "ioctl": "EBADF EFAULT EINVAL ENOMEM ENOTTY EPERM",
     "lseek": "EBADF EINVAL ENXIO EOVERFLOW ESPIPE",
     "madvise": "EACCES EAGAIN EBADF EINVAL EIO ENOMEM EPERM",
-    "mlock2": "EAGAIN EINVAL ENOMEM EPERM",
     "mmap": "EACCES EAGAIN EBADF EEXIST EINVAL ENFILE ENODEV ENOMEM EOVERFLOW EPERM "
     "ETXTBSY",
     "mprotect": "EACCES EINVAL ENOMEM",
@@ -89,7 +88,6 @@ HARMLESS = {
     "ioctl",
     "lseek",
     "madvise",
-    "mlock2",
     "munmap",
     "ppoll",
     "prlimit64",

@@ -27,7 +27,7 @@ class aio_handle(handle.aio_handle):
     single_submit : bool, default False
         Hand blocks to the kernel one by one, not in batches.
     overlap_events : bool, default False
-        Refill the queue after every completion, not when the batch in flight is done.
+        Accepted and reported, because the contract has it; it changes nothing.
     intra_op_parallelism : int, default 1
         Workers, threads with an engine each, that share every request; 1 to 256.
     engine, direct, bounce
