@@ -82,13 +82,7 @@ static enum nvmeio_verdict advance_error(struct nvmeio_block *block)
         block->fd = fd;
         return NVMEIO_BLOCK_REPEATED;
     }
-    /* With O_DIRECT the kernel says ENODATA of a medium that cannot be read or written
-     * (BLK_STS_MEDIUM in its block/blk-core.c), and a server of FUSE may say what it
-     * likes.  In an outcome one means the end of the file, the other that cancel() did
-     * it. */
-    if (error == ENODATA || error == ECANCELED)
-        return finish(block, -EIO);
-    return finish(block, block->result);
+    return finish(block, nvmeio_error_told((int)block->result));
 }
 
 enum nvmeio_verdict nvmeio_block_advance(struct nvmeio_block *block)

@@ -147,7 +147,9 @@ static int describe(struct nvmeio_file *file, const struct statx *status, int fl
         /* Whichever node leads to it. */
         file->info.device = makedev(status->stx_rdev_major, status->stx_rdev_minor);
         int error = ioctl(nvmeio_file_any_fd(file), BLKGETSIZE64, &bytes);
-        file->device_bytes = error ? 0 : (int64_t)bytes;
+        if (error)
+            return -errno;
+        file->device_bytes = (int64_t)bytes;
         file->local = true;
         return 0;
     }
@@ -445,6 +447,11 @@ static int turn_to_page_cache(struct nvmeio_file *file)
     return fd;
 }
 
+int nvmeio_error_told(int error)
+{
+    return error == -ENODATA || error == -ECANCELED ? -EIO : error;
+}
+
 int nvmeio_file_fd(struct nvmeio_file *file)
 {
     int fd = atomic_load_explicit(&file->fd, memory_order_acquire), none = -1;
@@ -461,7 +468,7 @@ int nvmeio_file_fd(struct nvmeio_file *file)
         close(fd);
         fd = none;
     }
-    return fd;
+    return nvmeio_error_told(fd);
 }
 
 int nvmeio_file_is_at(const struct nvmeio_file *file, const char *path)
@@ -482,7 +489,7 @@ int64_t nvmeio_file_size(const struct nvmeio_file *file)
     if (file->device_bytes >= 0)
         return file->device_bytes;
     if (fstat(nvmeio_file_any_fd(file), &status))
-        return -errno;
+        return nvmeio_error_told(-errno);
     return status.st_size;
 }
 

@@ -54,4 +54,10 @@ void nvmeio_file_geometry(const struct nvmeio_file *file,
 /* Drop a reference, unless it is the last: then nothing is done, and false returned. */
 bool nvmeio_file_release_shared(struct nvmeio_file *file);
 
+/* What an outcome says for an error of the system's, -errno.  With O_DIRECT the kernel
+ * says ENODATA of a medium that cannot be read or written (BLK_STS_MEDIUM in its
+ * block/blk-core.c), and a server of FUSE may say what it likes.  In an outcome one
+ * means the end of the file, the other that cancel() did it: then it is -EIO. */
+int nvmeio_error_told(int error);
+
 #endif

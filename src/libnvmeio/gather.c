@@ -27,12 +27,20 @@ void nvmeio_gathering_free(struct nvmeio_gathering *gathering)
     free(gathering);
 }
 
+/* Whether the current extent makes the file longer: then it lands in order. */
+static bool grows_file(const struct nvmeio_request *request)
+{
+    return request->ordered_from < INT64_MAX &&
+           request->offset + (int64_t)request->size > request->ordered_from;
+}
+
 /* What of a scatter goes through the page cache waits for all that goes past it, for a
- * large folio may span the neighbours' pages. */
+ * large folio may span the neighbours' pages.  What lands in order lands alone. */
 static bool is_late(const struct nvmeio_request *request, unsigned span)
 {
     return request->op == NVMEIO_OP_WRITE && request->geometry.direct &&
-           request->plan.spans[span].route == NVMEIO_ROUTE_BUFFERED;
+           request->plan.spans[span].route == NVMEIO_ROUTE_BUFFERED &&
+           !grows_file(request);
 }
 
 /* Choose the way of an extent's bytes.  What is merged is bounced, and so are the
@@ -57,6 +65,8 @@ static void plan_extent(struct nvmeio_request *request)
     if (gathering->small_pages && extent->size >= NVMEIO_PAGES_BYTES_MIN &&
         request->plan.spans[0].route == NVMEIO_ROUTE_DIRECT)
         request->plan.spans[0].route = NVMEIO_ROUTE_BOUNCE;
+    if (grows_file(request))
+        nvmeio_plan_sort(&request->plan);
 }
 
 /* From the current span on, go to the first that belongs to this round. */
@@ -144,6 +154,13 @@ static void gather_fail(struct nvmeio_request *request,
     request->failed = true;
     nvmeio_records_fail(request->gathering->records, &block->extent, position,
                         piece->position + piece->wanted, (int)block->result);
+    /* Nothing is written behind what is missing. */
+    if (grows_file(request) && !nvmeio_request_is_cut(request) &&
+        request->extent.first == block->extent.first) {
+        nvmeio_records_fail(request->gathering->records, &request->extent, position,
+                            request->extent.size, (int)block->result);
+        find_extent(request);
+    }
 }
 
 /* What was never cut has failed too. */
@@ -225,6 +242,11 @@ struct nvmeio_request *nvmeio_gather_new(struct nvmeio_handle *handle,
     request->gathering = gathering;
     request->total = records->bytes;
     gathering->records = records;
+    if (request->op == NVMEIO_OP_WRITE && records->count > 0) {
+        const struct nvmeio_record *last = &records->list[records->count - 1];
+        nvmeio_request_note_end(request, nvmeio_file_size(gather->file),
+                                last->offset + (int64_t)last->size);
+    }
     if (request->geometry.bounce != NVMEIO_BOUNCE_NEVER)
         gathering->merged_bytes = owner->bounce_bytes < owner->block_bytes
                                       ? owner->bounce_bytes

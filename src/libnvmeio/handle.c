@@ -452,7 +452,7 @@ void nvmeio_handle_latencies(struct nvmeio_handle *handle,
     nvmeio_queue_unlock(&handle->queue);
 }
 
-void nvmeio_handle_stop(struct nvmeio_handle *handle)
+static void stop(struct nvmeio_handle *handle)
 {
     if (claim(handle)) {
         /* A child that never used it has nothing to stop: what there is, is the
@@ -477,6 +477,14 @@ void nvmeio_handle_stop(struct nvmeio_handle *handle)
     handle->life = NVMEIO_HANDLE_CLOSED;
     nvmeio_queue_wake(&handle->queue, &handle->life_waiters);
     nvmeio_queue_unlock(&handle->queue);
+}
+
+void nvmeio_handle_stop(struct nvmeio_handle *handle)
+{
+    /* Another thread may close it as soon as it is stopped. */
+    retain(handle);
+    stop(handle);
+    handle_release(handle);
 }
 
 void nvmeio_handle_close(struct nvmeio_handle *handle)

@@ -58,6 +58,7 @@ static struct arena small_arenas[NVMEIO_POOL_NODE_MAX + 2]; /* by node + 1 */
 static struct arena large_arenas[NVMEIO_POOL_NODE_MAX + 2];
 static size_t small_granule_bytes = NVMEIO_POOL_ALIGN; /* sizes are rounded up to it */
 static struct nvmeio_pool_stats stats;
+static size_t growing_bytes; /* of bytes_mapped, what threads are about to map */
 static bool hugetlb_wanted;
 
 /* All chunks lie between these.  Written under the mutex, read without it by
@@ -354,6 +355,7 @@ static int grow(struct arena *arena, int node, size_t bytes, struct extent **res
 
     if (!reserve(chunk_bytes))
         return -ENOMEM;
+    growing_bytes += chunk_bytes;
     pthread_mutex_unlock(&mutex);
     int error = map_chunk(node, chunk_bytes, hugetlb, &chunk);
     if (error && hugetlb) {
@@ -361,6 +363,7 @@ static int grow(struct arena *arena, int node, size_t bytes, struct extent **res
         error = map_chunk(node, chunk_bytes, false, &chunk);
     }
     pthread_mutex_lock(&mutex);
+    growing_bytes -= chunk_bytes;
     if (error == 0) {
         *result = adopt_chunk(arena, chunk, chunk_bytes);
         error = *result ? 0 : -ENOMEM;
@@ -562,6 +565,9 @@ static void forget_parent(const void *node, VISIT visit, int depth)
 static void unlock_pool_in_child(void)
 {
     stats.bytes_locked = 0;
+    /* The threads that were about to map it are not here. */
+    stats.bytes_mapped -= growing_bytes;
+    growing_bytes = 0;
     twalk(extents, forget_parent);
     pthread_mutex_unlock(&mutex);
 }

@@ -20,9 +20,14 @@ void nvmeio_queue_destroy(struct nvmeio_queue *queue)
     nvmeio_eventfds_clear(&queue->eventfds);
 }
 
+/* A thread that pthread_cancel(3) ended with the mutex would leave it locked. */
 void nvmeio_queue_lock(struct nvmeio_queue *queue)
 {
+    int cancelling;
+
+    pthread_setcancelstate(PTHREAD_CANCEL_DISABLE, &cancelling);
     pthread_mutex_lock(&queue->mutex);
+    queue->cancelling = cancelling;
 }
 
 void nvmeio_queue_wake(struct nvmeio_queue *queue, struct nvmeio_waiter **waiters)
@@ -85,6 +90,7 @@ static void enqueue(struct nvmeio_queue *queue, struct nvmeio_request *request)
 {
     request->queued = true;
     request->queue_next = NULL;
+    request->queue_previous = queue->last;
     if (queue->first)
         queue->last->queue_next = request;
     else
@@ -95,17 +101,17 @@ static void enqueue(struct nvmeio_queue *queue, struct nvmeio_request *request)
 
 static void dequeue(struct nvmeio_queue *queue, struct nvmeio_request *request)
 {
-    struct nvmeio_request *previous = NULL;
-    struct nvmeio_request *r = queue->first;
+    struct nvmeio_request *next = request->queue_next;
+    struct nvmeio_request *previous = request->queue_previous;
 
-    for (; r != request; r = r->queue_next)
-        previous = r;
-    if (previous)
-        previous->queue_next = request->queue_next;
+    if (next)
+        next->queue_previous = previous;
     else
-        queue->first = request->queue_next;
-    if (queue->last == request)
         queue->last = previous;
+    if (previous)
+        previous->queue_next = next;
+    else
+        queue->first = next;
     request->queued = false;
 }
 
@@ -283,7 +289,7 @@ void nvmeio_queue_fail_all(struct nvmeio_queue *queue, int error)
         /* What is in flight elsewhere, in a thread that carries it out itself, is over
          * when that comes back. */
         next = r->active_next;
-        if (r->error || nvmeio_queue_is_settling(r) || r->in_flight > 0)
+        if (nvmeio_queue_is_settling(r) || r->error || r->in_flight > 0)
             continue;
         nvmeio_request_fail(r, error, r->position);
         nvmeio_queue_progress(queue, r);
@@ -304,6 +310,7 @@ static void settle(struct nvmeio_request *request)
 void nvmeio_queue_unlock(struct nvmeio_queue *queue)
 {
     struct nvmeio_request *dropped = NULL, *settled = NULL, *next;
+    int cancelling = queue->cancelling;
 
     do {
         for (; settled; settled = next) {
@@ -332,6 +339,7 @@ void nvmeio_queue_unlock(struct nvmeio_queue *queue)
         next = dropped->done_next;
         nvmeio_request_release(dropped);
     }
+    pthread_setcancelstate(cancelling, NULL);
 }
 
 int nvmeio_queue_sleep(struct nvmeio_queue *queue, struct nvmeio_waiter **list,

@@ -28,6 +28,7 @@ struct nvmeio_consumer {
 
 struct nvmeio_queue {
     pthread_mutex_t mutex;
+    int cancelling; /* what pthread_setcancelstate(3) was for who has the mutex */
     struct nvmeio_request *active_first, *active_last;
     unsigned active_count;
     struct nvmeio_request *first, *last;           /* with blocks to cut */

@@ -102,7 +102,7 @@ struct nvmeio_request {
      * blocks to cut; fsyncs that wait for writes; those that are done, and not yet
      * reported. */
     struct nvmeio_request *active_next, *active_previous;
-    struct nvmeio_request *queue_next;
+    struct nvmeio_request *queue_next, *queue_previous;
     struct nvmeio_request *gated_next;
     struct nvmeio_request *done_next, *done_previous;
     bool queued;                   /* it has blocks to cut, and is in the queue */

@@ -49,6 +49,9 @@ struct nvmeio_worker {
     bool refused; /* of starting, for want of the engine alone */
 };
 
+/* A worker that had nothing to do for so long gives its bounces back. */
+#define IDLE_NS 1000000000
+
 #define PAUSE_MIN_NS 1000
 #define PAUSE_MAX_NS 10000000
 
@@ -448,8 +451,34 @@ static void turn(struct nvmeio_worker *worker)
         book(worker, finished);
 }
 
-/* Wait for work.  False when it is time to go.  The mutex is held, and dropped
- * meanwhile. */
+/* Give back what is the pool's.  No block has a bounce. */
+static void give_back(struct nvmeio_worker *worker)
+{
+    while (worker->bounces_idle > 0) {
+        char *bounce = worker->bounces[--worker->bounces_idle];
+        if (bounce < worker->reserve ||
+            bounce >= worker->reserve + worker->reserve_bytes)
+            nvmeio_pool_free(bounce);
+    }
+    worker->bounces_owned = 0;
+    nvmeio_pool_free(worker->small_bounces);
+    nvmeio_pool_free(worker->large_bounce);
+    worker->small_bounces = worker->large_bounce = NULL;
+}
+
+/* A dead worker keeps what the kernel may still write to. */
+static void strip(struct nvmeio_worker *worker)
+{
+    nvmeio_engine_stop(&worker->engine);
+    give_back(worker);
+    if (worker->reserve != MAP_FAILED)
+        munmap(worker->reserve, worker->reserve_bytes);
+    free(worker->bounces);
+    free(worker->blocks);
+}
+
+/* Wait for work, and do not keep the bounces from others for long.  False when it is
+ * time to go.  The mutex is held, and dropped meanwhile. */
 static bool rest(struct nvmeio_worker *worker)
 {
     struct nvmeio_workers *workers = worker->workers;
@@ -460,28 +489,13 @@ static bool rest(struct nvmeio_worker *worker)
         atomic_store_explicit(&worker->consumer.waiter.woken, 0, memory_order_relaxed);
         worker->consumer.state = NVMEIO_CONSUMER_IDLE;
         nvmeio_queue_unlock(queue);
-        nvmeio_waiter_sleep(&worker->consumer.waiter, -1);
+        if (!nvmeio_waiter_sleep(&worker->consumer.waiter, nvmeio_deadline(IDLE_NS))) {
+            give_back(worker);
+            nvmeio_waiter_sleep(&worker->consumer.waiter, -1);
+        }
         nvmeio_queue_lock(queue);
     }
     return nvmeio_queue_next(queue);
-}
-
-/* Give back everything.  A dead worker keeps what the kernel may still write to. */
-static void strip(struct nvmeio_worker *worker)
-{
-    nvmeio_engine_stop(&worker->engine);
-    while (worker->bounces_idle > 0) {
-        char *bounce = worker->bounces[--worker->bounces_idle];
-        if (bounce < worker->reserve ||
-            bounce >= worker->reserve + worker->reserve_bytes)
-            nvmeio_pool_free(bounce);
-    }
-    if (worker->reserve != MAP_FAILED)
-        munmap(worker->reserve, worker->reserve_bytes);
-    nvmeio_pool_free(worker->small_bounces);
-    nvmeio_pool_free(worker->large_bounce);
-    free(worker->bounces);
-    free(worker->blocks);
 }
 
 /* Engine, blocks and the stack of bounces. */
@@ -585,19 +599,15 @@ int nvmeio_workers_start(struct nvmeio_workers *workers)
 {
     int error = 0;
 
-    workers->stopping = false;
+    workers->stopping = workers->refused = false;
     workers->list = calloc(workers->count, sizeof(*workers->list));
     if (!workers->list)
         return -ENOMEM;
     while (workers->started < workers->count && error == 0) {
         struct nvmeio_worker *worker = &workers->list[workers->started];
         error = start(worker, workers);
-        /* Those before it may have what it lacks, of which others want less; but for
-         * descriptors, which there may be again at any time. */
         if (error)
-            workers->refused =
-                worker->refused ||
-                (workers->started > 0 && error != -EMFILE && error != -ENFILE);
+            workers->refused = worker->refused;
         else
             workers->started++;
     }

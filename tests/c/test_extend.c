@@ -45,6 +45,7 @@ static struct {
     int64_t size_before;
     unsigned failing; /* the block that does, from 0 on */
     bool half;        /* of it has been written first */
+    int64_t missing;  /* where the first byte is that has failed */
 } watched;
 
 /* Carry blocks out until one fails.  What makes the file longer is in flight alone, and
@@ -58,6 +59,7 @@ static bool watch(struct nvmeio_block *block)
     unsigned call = calls++;
     if (call == watched.failing + watched.half) {
         block->result = -ENOSPC;
+        watched.missing = block->offset;
         return true;
     }
     uint32_t bytes = block->bytes;
@@ -99,13 +101,34 @@ static const struct way ways[] = {
     {NVMEIO_DIRECT_AUTO, PAGE, 0, ORDERED, TOTAL, DEPTH}, /* and ends there */
 };
 
+/* As the only record of a scatter. */
+static struct nvmeio_outcome scatter_at(struct nvmeio_file *file, char *bytes,
+                                        const struct way *way)
+{
+    const int64_t size = (int64_t)way->size;
+    const struct nvmeio_gather scatter = {.op = NVMEIO_OP_WRITE,
+                                          .file = file,
+                                          .address = bytes,
+                                          .size = way->size,
+                                          .count = 1,
+                                          .offsets = &way->offset,
+                                          .sizes = &size};
+    struct nvmeio_request *request;
+    size_t offender;
+
+    CHECK(nvmeio_submit_gather(stage.handle, &scatter, &request, &offender) == 0);
+    return finish(request);
+}
+
 /* False once it has been carried out to its end. */
-static bool write_until_it_fails(const struct way *way, unsigned failing, bool half)
+static bool write_until_it_fails(const struct way *way, bool as_record,
+                                 unsigned failing, bool half)
 {
     struct nvmeio_file *file = watch_file(way->size_before, way->direct, failing, half);
     char *bytes = stage.memory.address + way->residue;
     struct nvmeio_outcome outcome =
-        write_at(stage.handle, file, bytes, way->size, way->offset);
+        as_record ? scatter_at(file, bytes, way)
+                  : write_at(stage.handle, file, bytes, way->size, way->offset);
 
     nvmeio_file_release(file);
     CHECK(outcome.got == 0 ||
@@ -115,8 +138,8 @@ static bool write_until_it_fails(const struct way *way, unsigned failing, bool h
         return false;
     }
     CHECK(outcome.got < (int64_t)way->size);
-    CHECK(size_of(watched.path) <=
-          larger(watched.size_before, way->offset + outcome.got));
+    CHECK(size_of(watched.path) <= larger(watched.size_before, watched.missing));
+    CHECK(watched.missing <= way->offset + outcome.got || as_record);
     return true;
 }
 
@@ -124,9 +147,9 @@ static void test_whichever_block_fails_the_file_ends_before_the_first_missing_by
 {
     stage_open_small();
     for (size_t i = 0; i < sizeof(ways) / sizeof(ways[0]); i++)
-        for (int half = 0; half < 2; half++) {
+        for (int kind = 0; kind < 4; kind++) {
             unsigned failing = 0;
-            while (write_until_it_fails(&ways[i], failing, half))
+            while (write_until_it_fails(&ways[i], kind & 2, failing, kind & 1))
                 failing++;
         }
     stage_close();

@@ -4,6 +4,7 @@
 #include <signal.h>
 #include <time.h>
 
+#include <sys/eventfd.h>
 #include <sys/syscall.h>
 #include <sys/wait.h>
 
@@ -438,6 +439,43 @@ struct sitter {
     int sits[2], go_on[2];
 };
 
+/* A thread that is to end at the next cancellation point submits what fails at once,
+ * so that it signals an eventfd. */
+static void *submit_cancelled(void *argument)
+{
+    struct sitter *sitter = argument;
+    struct nvmeio_transfer past_the_end = transfer_of(
+        NVMEIO_OP_READ, sitter->file, sitter->memory.address, SIZE, INT64_C(1) << 40);
+
+    pthread_cancel(pthread_self());
+    nvmeio_request_release(submit(sitter->handle, &past_the_end));
+    sitter->sits[0] = 1;
+    pthread_testcancel();
+    return NULL;
+}
+
+static void test_a_cancelled_thread_leaves_nothing_locked(const char *engine)
+{
+    struct nvmeio_config config = config_of(engine);
+    struct sitter sitter = {.handle = open_handle(&config)};
+    int fd = eventfd(0, EFD_NONBLOCK);
+    uint64_t signals;
+    void *end;
+
+    sitter.file = open_file(path, O_RDONLY, NVMEIO_DIRECT_AUTO);
+    sitter.memory = guarded_new(SIZE, 0);
+    CHECK(nvmeio_handle_watch(sitter.handle, fd) == 0);
+    pthread_create(&sitter.thread, NULL, submit_cancelled, &sitter);
+    pthread_join(sitter.thread, &end);
+    CHECK(sitter.sits[0] == 1 && end == PTHREAD_CANCELED);
+    CHECK(read(fd, &signals, sizeof(signals)) == sizeof(signals));
+    CHECK(nvmeio_handle_drain(sitter.handle, LONG_NS) == 0);
+    guarded_free(&sitter.memory);
+    nvmeio_file_release(sitter.file);
+    nvmeio_handle_close(sitter.handle);
+    close(fd);
+}
+
 static void *submit_and_sit(void *argument)
 {
     struct sitter *sitter = argument;
@@ -599,6 +637,7 @@ int main(void)
         test_cancelling_at_any_moment_ends_in_one_of_two_ways(engine);
         test_an_fsync_stands_behind_writes_of_all_threads(engine);
         test_an_fsync_of_the_data_alone_is_fdatasync(engine);
+        test_a_cancelled_thread_leaves_nothing_locked(engine);
         test_draining_asks_nothing_of_the_thread_that_submitted(engine);
         test_a_handle_can_be_stopped_by_many_and_closed_after(engine);
         test_figures_neither_shrink_nor_double_while_workers_stop(engine);

@@ -153,6 +153,31 @@ static void test_without_the_pool_bounces_come_from_the_reserve(unsigned workers
     nvmeio_handle_close(handle);
 }
 
+static void test_an_idle_worker_gives_its_bounces_back(const char *engine)
+{
+    const char *path = path_in(test_folder());
+    struct nvmeio_config config = config_of(engine);
+    struct nvmeio_pool_stats before, after;
+    uint64_t direct, bounced;
+
+    config.bounce = NVMEIO_BOUNCE_ALWAYS;
+    config.workers = 2;
+    struct nvmeio_handle *handle = open_handle(&config);
+    char *memory = map(MADV_NOHUGEPAGE);
+    nvmeio_pool_get_stats(&before);
+    for (int round = 0; round < 2; round++) {
+        move(handle, path, memory, BYTES, &direct, &bounced);
+        CHECK(bounced == 2 * BYTES);
+        /* The watchdog ends this if it never comes true. */
+        do {
+            nvmeio_pool_get_stats(&after);
+            sched_yield();
+        } while (after.bytes_used > before.bytes_used);
+    }
+    munmap(memory, BYTES);
+    nvmeio_handle_close(handle);
+}
+
 /* The question is about a child's own memory, in the child. */
 static void test_children_ask_for_themselves(void)
 {
@@ -176,6 +201,8 @@ static void test_children_ask_for_themselves(void)
 
 int main(void)
 {
+    const char *engine;
+
     begin();
     char *memory = map(MADV_NOHUGEPAGE);
     memset(memory, 1, BYTES);
@@ -195,5 +222,7 @@ int main(void)
     test_small_pages_are_bounced_unless_told(NVMEIO_BOUNCE_NEVER);
     test_without_the_pool_bounces_come_from_the_reserve(1);
     test_without_the_pool_bounces_come_from_the_reserve(3);
+    FOR_EACH_ENGINE(engine)
+    test_an_idle_worker_gives_its_bounces_back(engine);
     return 0;
 }

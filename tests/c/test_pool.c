@@ -27,10 +27,13 @@ static atomic_int populate_refusals;
 static atomic_int lock_refusals;
 static _Atomic(char *) populated;
 static atomic_int huge_requests;
+static atomic_bool mapping; /* populating waits until this is false */
 
 int madvise(void *address, size_t size, int advice)
 {
     int error = atomic_load(&populate_error);
+    while (advice == POPULATE_WRITE && atomic_load(&mapping))
+        ;
     if (advice == POPULATE_WRITE) {
         atomic_store(&populated, address);
         if (error) {
@@ -481,6 +484,31 @@ static void test_a_child_counts_the_fork_and_forgets_locks_and_uses(void)
     nvmeio_pool_free(memory);
 }
 
+/* A thread maps memory for the pool, more than there is, and a fork comes in between.
+ */
+static void *map_slowly(void *argument)
+{
+    nvmeio_pool_free(alloc(*(uint64_t *)argument + 2 * MIB));
+    return NULL;
+}
+
+static void test_a_child_does_not_count_what_a_thread_was_mapping(void)
+{
+    pthread_t thread;
+    uint64_t mapped_before = get_stats().bytes_mapped;
+
+    atomic_store(&mapping, true);
+    CHECK(pthread_create(&thread, NULL, map_slowly, &mapped_before) == 0);
+    while (get_stats().bytes_mapped == mapped_before)
+        ;
+    pid_t child = fork();
+    if (child == 0)
+        _exit(get_stats().bytes_mapped != mapped_before);
+    atomic_store(&mapping, false);
+    wait_for_child(child);
+    pthread_join(thread, NULL);
+}
+
 #define HELD 8
 
 static atomic_bool stop;
@@ -583,6 +611,7 @@ int main(void)
     test_memory_comes_from_the_node_that_is_asked_for();
     test_pinned_memory_is_found_by_any_slice();
     test_uses_are_counted_and_keep_the_pin();
+    test_a_child_does_not_count_what_a_thread_was_mapping();
     test_a_child_counts_the_fork_and_forgets_locks_and_uses();
     test_threads_and_forked_children_share_the_pool();
     /* The last, for they are skipped where memory may not be locked. */

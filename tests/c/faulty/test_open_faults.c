@@ -1,0 +1,26 @@
+/* A handle is opened while no thread can be started: it says so, and takes no lesser
+ * engine for it, whichever of its workers it was. */
+#include "fault.h"
+#include "transfer.h"
+
+int main(void)
+{
+    enum { WORKERS = 3 };
+    struct nvmeio_config config = config_of("auto");
+    struct nvmeio_handle *handle;
+    char fault[20];
+
+    begin();
+    config.workers = WORKERS;
+    for (unsigned worker = 1; worker <= WORKERS; worker++) {
+        snprintf(fault, sizeof(fault), "threads@%u", worker);
+        nvmeio_fault_configure(fault);
+        CHECK(nvmeio_handle_open(&config, &handle) == -EAGAIN);
+        CHECK(nvmeio_fault_fired(NVMEIO_FAULT_THREADS) == 1);
+        nvmeio_fault_configure("");
+        CHECK(nvmeio_handle_open(&config, &handle) == 0);
+        CHECK(strcmp(nvmeio_handle_engine(handle), engine_at(0)) == 0);
+        nvmeio_handle_close(handle);
+    }
+    return 0;
+}
