@@ -568,6 +568,16 @@ class TestSharing:
         array = ArrayFile(raw, dtype="f4", shape=(-1, 100), offset=400)
         assert_same(pickle.loads(pickle.dumps(array))[0], expected[1].ravel())
 
+    def test_a_copy_is_found_from_any_folder(self, saved, monkeypatch):
+        expected, path = saved
+        monkeypatch.chdir(path.parent)
+        with ArrayFile(path.name) as array:
+            monkeypatch.chdir("/")
+            with pickle.loads(pickle.dumps(array)) as copy:
+                assert_same(copy[4], expected[4])
+        # What was closed comes back closed.
+        assert pickle.loads(pickle.dumps(array)).closed
+
     def test_forked_children_index_it(self, saved):
         expected, path = saved
         with ArrayFile(path) as array:

@@ -3,7 +3,7 @@
 import pytest
 
 from children import run_child
-from helpers import PAGE, Guarded, pattern
+from helpers import ENGINES, PAGE, Guarded, pattern
 from mounts import SLOW_PLACES
 
 IN_FLIGHT = pytest.mark.parametrize(("engine", "slow"), SLOW_PLACES, indirect=["slow"])
@@ -63,3 +63,12 @@ def test_whatever_is_dropped_first_the_bytes_arrive(slow, engine, way):
     report = run_child("let_go_in_flight", **slow, engine=engine, way=way).report
     assert report["pending"] == 3
     assert report["fired"]["read.delay_s"] > 0
+
+
+# Whoever waits until nothing is in flight before refusing more waits for ever.
+@pytest.mark.parametrize("way", ["close", "with", "exit"])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_thread_that_goes_on_submitting_holds_nothing_up(tmp_path, engine, way):
+    done = run_child("close_amid_submissions", folder=str(tmp_path), engine=engine, way=way)
+    assert done.report["ended"]
+    assert done.stderr == ""

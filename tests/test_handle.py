@@ -554,6 +554,13 @@ def test_pickling_carries_the_configuration(engine, path):
         assert handle.stats()["engine"] == engine
 
 
+def test_what_was_closed_comes_back_closed():
+    handle = nvmeio.aio_handle()
+    handle.close()
+    assert pickle.loads(pickle.dumps(handle)).closed
+    assert copy.copy(handle).closed
+
+
 class Subclass(nvmeio.aio_handle):
     """A handle with an attribute, and a constructor of its own."""
 

@@ -1,9 +1,11 @@
 """Whole .npy files: what was saved is loaded, and is what numpy would have written."""
 
 import errno
+import gc
 import os
 import resource
 import stat
+import warnings
 
 import numpy as np
 import pytest
@@ -79,6 +81,29 @@ def test_a_new_file_has_the_permissions_of_any(path):
     mask = os.umask(0)
     os.umask(mask)
     assert stat.S_IMODE(path.stat().st_mode) == 0o666 & ~mask
+
+
+def test_a_private_file_stays_private(path):
+    nvmeio.save(path, np.arange(3))
+    path.chmod(0o640)
+    nvmeio.save(path, np.arange(9), sync=True)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o640
+    assert_same(nvmeio.load(path), np.arange(9))
+
+
+def test_a_failed_save_is_told_once(path):
+    """Both of its writes fail, and the second leaves no warning."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with (
+            limit(resource.RLIMIT_FSIZE, 10),
+            pytest.raises(OSError, match="data") as raised,
+        ):
+            nvmeio.save(path, np.zeros(MIB, "u1"))
+        gc.collect()
+    assert raised.value.errno == errno.EFBIG
+    assert caught == []
+    assert os.listdir(path.parent) == []
 
 
 def test_what_is_no_file_is_not_replaced(folder):

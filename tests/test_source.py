@@ -93,7 +93,7 @@ MAY_USE = {
     "_lookup": {"_devices", "_types", "profiles"},
     "_options": {"_lookup", "_types", "_values", "arguments", "info"},
     "handle": {"_locked", "_options", "file", "transfers"},
-    "files": {"_types", "arguments", "buffer", "file", "handle", "pool"},
+    "files": {"_types", "arguments", "buffer", "file", "handle", "pool", "request"},
     "_indexing": set(),
     "_npy": {"file", "memory"},
     "_elements": {"_npy", "_registry"},
@@ -107,6 +107,7 @@ MAY_USE = {
         "file",
         "files",
         "handle",
+        "request",
         "memory",
     },
     "arrays": {

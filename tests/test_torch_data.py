@@ -217,6 +217,12 @@ class TestProcesses:
         gc.collect()
         assert left_open(file.parent) == []
 
+    def test_a_copy_is_found_from_any_folder(self, file, monkeypatch):
+        monkeypatch.chdir(file.parent)
+        dataset = ArrayDataset(file.name)
+        monkeypatch.chdir("/")
+        assert_equal(pickle.loads(pickle.dumps(dataset))[3], dataset[3])
+
     def test_threads_share_a_dataset(self, file, rows):
         dataset = pickle.loads(pickle.dumps(ArrayDataset(file)))
         barrier = threading.Barrier(6)

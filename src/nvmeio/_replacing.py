@@ -4,9 +4,10 @@ import contextlib
 import errno
 import os
 import secrets
+import shutil
 from collections.abc import Iterator
 
-__all__ = ["replacement"]
+__all__ = ["create_like", "replacement"]
 
 
 @contextlib.contextmanager
@@ -25,6 +26,22 @@ def replacement(target: str, *, overwrite: bool = True) -> Iterator[str]:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(temporary)
         raise
+
+
+def create_like(temporary: str, target: str) -> None:
+    """Create a file that is to replace another, with its mode and, if allowed, its owner.
+
+    Nobody can read it meanwhile who could not read the other.
+    """
+    try:
+        owner = os.stat(target)
+    except FileNotFoundError:
+        os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
+        return
+    os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+    with contextlib.suppress(PermissionError):
+        os.chown(temporary, owner.st_uid, owner.st_gid)
+    shutil.copymode(target, temporary)
 
 
 def _rename_to_new(temporary: str, target: str) -> None:

@@ -27,10 +27,10 @@ from nvmeio._registry import TensorLibrary, library_of, library_of_dtype
 from nvmeio._types import Path
 from nvmeio.arguments import flag, path_of, whole, word
 from nvmeio.file import File
-from nvmeio.files import naming, synced_folder
+from nvmeio.files import absolute, naming, synced_folder
 from nvmeio.handle import aio_handle
 from nvmeio.memory import Shape, extents_of
-from nvmeio.request import Request
+from nvmeio.request import Request, wait_or_cancel
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -121,6 +121,8 @@ class ArrayFile:
         self._tensor_dtype: Any = None
         word("mode", mode, ("r", "r+"))
         self._file = File(path, mode)
+        # For a copy by pickle, wherever it will be.
+        self._absolute = absolute(path)
         try:
             layout = self._npy_layout() if dtype is None else self._raw_layout()
         except BaseException:
@@ -469,7 +471,7 @@ class ArrayFile:
 
     def __reduce__(self) -> tuple[Any, ...]:
         options = {**self._arguments, "mode": self.mode, "handle": self._lent}
-        return _restore, (type(self), self.path, options)
+        return _restore, (type(self), self._absolute, options, self.closed)
 
     def __repr__(self) -> str:
         state = " closed" if self.closed else ""
@@ -529,7 +531,7 @@ class ArrayFile:
         if array.nbytes <= _CALLER_BYTES_MAX:
             handle.gather(self._file, [offset], array.nbytes, lent)
         else:
-            handle.submit_read(lent, self._file, offset).wait()
+            wait_or_cancel(handle.submit_read(lent, self._file, offset))
 
     def _spread(self, value: Any, shape: tuple[int, ...]) -> Array:
         """Return values as a whole array of a shape, as numpy would assign them."""
@@ -547,7 +549,7 @@ class ArrayFile:
         item, handle = self._dtype.itemsize, self._handle()
         if selection.count == 1:
             offset = self._offset + selection.hull()[0] * item
-            handle.submit_write(bytes_of(array), self._file, offset).wait()
+            wait_or_cancel(handle.submit_write(bytes_of(array), self._file, offset))
             return
         starts = selection.starts()
         if selection.repeats:
@@ -667,6 +669,11 @@ def _opened_anew(path: str | bytes, *, overwrite: bool) -> BinaryIO:
         raise FileExistsError(error.errno, words, path) from None
 
 
-def _restore(kind: type[ArrayFile], path: Path, options: dict[str, Any]) -> ArrayFile:
-    """Open what pickling carried."""
-    return kind(path, **options)
+def _restore(
+    kind: type[ArrayFile], path: Path, options: dict[str, Any], closed: bool
+) -> ArrayFile:
+    """Open what pickling carried; what was closed comes back closed."""
+    array = kind(path, **options)
+    if closed:
+        array.close()
+    return array

@@ -283,9 +283,23 @@ cdef object library_for(object source):
     if library is None:
         raise TypeError(
             "expected an array, a tensor or another object with the buffer protocol, "
-            f"not {describe(source)}; pass numpy.asarray() of it"
+            f"not {describe(source)}{remedy_for(source)}"
         )
     return library
+
+
+cdef str remedy_for(object source):
+    """Return what may be passed in place of what has no memory to lend, for a message.
+
+    Never a copy of it: what is read into a copy is lost.
+    """
+    if isinstance(source, (list, tuple)):
+        return ", which has no memory of its own; use an array in its place"
+    if hasattr(source, "getbuffer"):
+        return "; pass its getbuffer()"
+    if type(source).__name__ == "UntypedStorage":
+        return "; pass torch.empty(0, dtype=torch.uint8).set_(storage)"
+    return ""
 
 
 cdef const _dlpack.ExchangeTable *exchange_table(object kind) except? NULL:

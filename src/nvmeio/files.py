@@ -16,6 +16,7 @@ from nvmeio.arguments import flag, path_of, refuse_path
 from nvmeio.buffer import Buffer, borrow
 from nvmeio.file import File, open_for_writing
 from nvmeio.handle import aio_handle
+from nvmeio.request import wait_or_cancel
 
 __all__ = ["aio_read", "aio_write", "read_file", "read_into", "write_file"]
 
@@ -53,7 +54,7 @@ def read_file(path: Path) -> npt.NDArray[np.uint8]:
         if size == 0:
             return np.frombuffer(_read_to_the_end(file), np.uint8)
         array = np.frombuffer(memoryview(pool.PoolMemory(size)), np.uint8)
-        handle.submit_read(array, file).wait()
+        wait_or_cancel(handle.submit_read(array, file))
     return array
 
 
@@ -92,7 +93,7 @@ def read_into(path: Path, buffer: Any, offset: int = 0) -> int:
     Releases the GIL while it waits.
     """
     with aio_handle() as handle:
-        count: int = handle.submit_read(buffer, path, offset).wait()
+        count: int = wait_or_cancel(handle.submit_read(buffer, path, offset))
     return count
 
 
@@ -174,6 +175,14 @@ def synced_folder(path: str | bytes) -> Iterator[None]:
             os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def absolute(path: Path) -> str | bytes:
+    """Return a path that another process, in another folder, can take."""
+    path = path_of(path)
+    folder = os.getcwdb() if isinstance(path, bytes) else os.getcwd()
+    # Not normalized: "link/../file" is what the kernel takes it for.
+    return os.path.join(folder, path)  # type: ignore[arg-type]  # both are of one type
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ from nvmeio.arguments cimport refuse_path
 from nvmeio.buffer cimport Buffer, lend, library_for
 from nvmeio.file cimport File
 from nvmeio.records cimport GatherRequest, new_gather
-from nvmeio.request cimport Request
+from nvmeio.request cimport Request, wait_or_cancel
 from nvmeio.submitter cimport Submitter
 
 from nvmeio.copy import memcpy
@@ -88,7 +88,7 @@ cdef class Gatherer(Submitter):
             not within ``out``; two records share a place in ``out``: names the first
             record at fault, before anything is read.  Or the handle or the file is closed.
         KeyboardInterrupt
-            Ctrl-C, within 0.1 s; the request goes on.
+            Ctrl-C, as for ``read``.
 
         Notes
         -----
@@ -98,9 +98,11 @@ cdef class Gatherer(Submitter):
         An ``out`` that is strided or on a device is filled by way of a copy of all of it.
         """
         try:
-            return self.begin_gather(
-                OP_READ, file, offsets, sizes, out, out_offsets, max_gap, None
-            ).wait()
+            return wait_or_cancel(
+                self.begin_gather(
+                    OP_READ, file, offsets, sizes, out, out_offsets, max_gap, None
+                )
+            )
         finally:
             self.collect()
 
@@ -161,9 +163,11 @@ cdef class Gatherer(Submitter):
         Records that follow each other in the file become one I/O.  Releases the GIL.
         """
         try:
-            return self.begin_gather(
-                OP_WRITE, file, offsets, sizes, buffer, buffer_offsets, 0, None
-            ).wait()
+            return wait_or_cancel(
+                self.begin_gather(
+                    OP_WRITE, file, offsets, sizes, buffer, buffer_offsets, 0, None
+                )
+            )
         finally:
             self.collect()
 

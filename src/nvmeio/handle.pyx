@@ -291,7 +291,7 @@ cdef class aio_handle(Transfers):
     def __reduce__(self):
         # What a subclass keeps in its instances goes along.
         state = getattr(self, "__dict__", None)
-        return _restore, (type(self), self.options), state or None
+        return _restore, (type(self), self.options, self.closed), state or None
 
     def __repr__(self):
         self.own()
@@ -304,8 +304,10 @@ cdef class aio_handle(Transfers):
         )
 
 
-def _restore(kind, options):
+def _restore(kind, options, closed):
     """Make a handle from what pickling carried; a subclass's __init__() is not called."""
     handle = kind.__new__(kind)
     aio_handle.__init__(handle, **options)
+    if closed:
+        handle.close()
     return handle

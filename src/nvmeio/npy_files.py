@@ -11,13 +11,14 @@ import numpy.typing as npt
 from nvmeio._elements import bytes_of, storable
 from nvmeio._npy import header_of, read_layout
 from nvmeio._registry import library_of
-from nvmeio._replacing import replacement
+from nvmeio._replacing import create_like, replacement
 from nvmeio._types import Path
 from nvmeio.arguments import flag, path_of
 from nvmeio.file import File
 from nvmeio.files import naming, synced_folder
 from nvmeio.handle import aio_handle
 from nvmeio.memory import empty
+from nvmeio.request import Request, wait_or_cancel
 
 __all__ = ["load", "save"]
 
@@ -56,7 +57,7 @@ def load(path: Path) -> npt.NDArray[Any]:
         array = empty(shape, layout.dtype)
         if array.nbytes:
             with aio_handle() as handle:
-                handle.submit_read(bytes_of(array), file, layout.offset).wait()
+                wait_or_cancel(handle.submit_read(bytes_of(array), file, layout.offset))
     return array.T if layout.fortran else array
 
 
@@ -97,20 +98,41 @@ def save(path: Path, array: Any, *, sync: bool = False) -> None:
         synced_folder(path) if sync else contextlib.nullcontext(),
         replacement(target) as temporary,
     ):
+        create_like(temporary, target)
         _write(temporary, header_of(shape, dtype), source, sync=sync)
 
 
 def _write(path: str, header: bytes, source: Any, *, sync: bool) -> None:
     """Make a file of a header and what follows it."""
-    with aio_handle() as handle, File(path, "x") as file:
-        requests = [
-            handle.submit_write(header, file),
-            handle.submit_write(source, file, len(header)),
-        ]
-        for request in requests:
-            request.wait()
+    with aio_handle() as handle, File(path, "r+") as file:
+        _finish(
+            [
+                handle.submit_write(header, file),
+                handle.submit_write(source, file, len(header)),
+            ]
+        )
         if sync:
             handle.fsync(file)
+
+
+def _finish(requests: list[Request]) -> None:
+    """Wait for all requests, and raise the first error of any."""
+    first = None
+    try:
+        for request in requests:
+            try:
+                wait_or_cancel(request)
+            except OSError as error:
+                first = first or error
+    except BaseException:
+        for request in requests:
+            request.cancel()
+        for request in requests:
+            with contextlib.suppress(Exception):
+                request.wait()
+        raise
+    if first is not None:
+        raise first
 
 
 def _source_of(array: Any) -> tuple[np.dtype[Any], tuple[int, ...], Any]:

@@ -67,6 +67,9 @@ cdef Request new_request(
     nvmeio_op op, Buffer buffer, File file, int64_t offset, bint validate
 )
 
+# Wait as Request.wait() does; who is interrupted cancels the request, and waits on.
+cpdef object wait_or_cancel(Request request)
+
 # The same for an object that was just made, of a subclass.
 cdef Request fill_request(
     Request request, nvmeio_op op, Buffer buffer, File file, int64_t offset, bint validate

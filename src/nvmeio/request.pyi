@@ -3,6 +3,8 @@ from typing import Any, NoReturn
 
 from typing_extensions import Self, disjoint_base
 
+def wait_or_cancel(request: Request) -> Any: ...
+
 @disjoint_base
 class Request:
     @property

@@ -329,6 +329,32 @@ cdef class Request:
         return f"{verb_of(self.op)} {self.nbytes} bytes at offset {self.offset}"
 
 
+cpdef object wait_or_cancel(Request request):
+    """Wait for a request that nobody but the caller knows of.
+
+    What interrupts it, as Ctrl-C does, cancels the request first, and is raised when that
+    is done: then no memory is written to any more.  A second interruption is raised at
+    once.
+    """
+    try:
+        return request.wait()
+    except BaseException:
+        if request.finished:
+            raise
+        request.cancel()
+        try:
+            request.poll_for(None)
+        except BaseException as second:
+            if not request.finished:
+                _log.error("%r goes on, and its memory is in use until it is done", request)
+                if hasattr(second, "add_note"):
+                    second.add_note(f"{request!r} goes on, and its memory is in use")
+            raise
+        # Of an error beside the interruption nobody can be told.
+        request.told = True
+        raise
+
+
 cdef Request new_request(
     nvmeio_op op, Buffer buffer, File file, int64_t offset, bint validate
 ):

@@ -16,7 +16,7 @@ from nvmeio.arguments cimport flag, file_position, refuse_path
 from nvmeio.buffer cimport Buffer, lend
 from nvmeio.workers cimport start_workers
 from nvmeio.openfiles cimport new_open_files
-from nvmeio.request cimport Request, new_request
+from nvmeio.request cimport Request, new_request, wait_or_cancel
 from nvmeio.staged cimport new_staged
 
 from nvmeio.latencies import Latencies
@@ -160,14 +160,14 @@ cdef class Submitter:
         TypeError, ValueError
             As ``submit_fsync``.
         KeyboardInterrupt
-            Ctrl-C, within 0.1 s; the request goes on.
+            Ctrl-C, when the device has answered; a second one within 0.1 s.
 
         Notes
         -----
         Releases the GIL while it waits.  A new file's name is durable only when its folder
         was synced too; ``write_file(..., sync=True)`` does both.
         """
-        self.submit_fsync(file, data_only=data_only).wait()
+        wait_or_cancel(self.submit_fsync(file, data_only=data_only))
 
     @property
     def pending(self) -> int:
@@ -235,21 +235,22 @@ cdef class Submitter:
         return Latencies(*self.workers.latencies())
 
     def close(self) -> None:
-        """Wait for everything in flight and stop the workers; a second call does nothing.
+        """Refuse what comes, wait for everything in flight and stop the workers.
 
         Raises
         ------
         ValueError
             The handle was never opened.
         KeyboardInterrupt
-            Ctrl-C while waiting; the handle stays open.
+            Ctrl-C while waiting.  The handle is closed, and a second call waits on.
 
         Notes
         -----
-        Releases the GIL while it waits.
+        Releases the GIL while it waits.  A second call does nothing.
         """
-        self.drain()
+        self.own()
         self.open = False
+        self.drain()
         _live.discard(self)
         self.workers.stop()
 
@@ -329,6 +330,8 @@ cdef class Submitter:
 def _drain_at_exit():
     """Let no I/O outlive the interpreter, which frees the memory it goes to."""
     for handle in list(_live):
+        # A thread that goes on submitting would keep it busy for ever.
+        (<Submitter> handle).open = False
         (<Submitter> handle).drain()
 
 

@@ -11,7 +11,7 @@ cimport cython
 from nvmeio._core cimport OP_READ, OP_WRITE
 from nvmeio.arguments cimport flag, integer
 from nvmeio.gather cimport Gatherer
-from nvmeio.request cimport Request
+from nvmeio.request cimport Request, wait_or_cancel
 from nvmeio.submitter cimport Submitter
 
 from nvmeio._contract import pread_arguments
@@ -59,9 +59,9 @@ cdef class Transfers(Gatherer):
             The buffer cannot be read into, an argument is of the wrong type or out of
             range, or the handle or the file is closed; whatever ``errors`` says.
         KeyboardInterrupt
-            Ctrl-C, within 0.1 s; the request goes on, and holds the buffer.  Up to 1 MiB of
-            a local file may be transferred in this thread: then when the device has
-            answered.
+            Ctrl-C, which cancels the transfer, once the device has answered to what it has
+            been given.  A second one within 0.1 s: then the memory is still in use, and
+            stays held.
 
         Notes
         -----
@@ -293,7 +293,7 @@ cdef class Transfers(Gatherer):
         return self._ended(tracked)
 
     def close(self) -> None:
-        """Wait for everything in flight and stop the workers; a second call does nothing.
+        """Refuse what comes, wait for everything in flight and stop the workers.
 
         Raises
         ------
@@ -304,13 +304,16 @@ cdef class Transfers(Gatherer):
         ValueError
             The handle was never opened.
         KeyboardInterrupt
-            Ctrl-C while waiting; the handle stays open.
+            Ctrl-C while waiting.  The handle is closed, and a second call waits on.
 
         Notes
         -----
-        Releases the GIL while it waits.  A ``with`` block closes the handle at its end,
-        however it is left: also after an exception or Ctrl-C it waits for what is in
-        flight.  That exception goes on, and of the failures there are warnings instead.
+        Releases the GIL while it waits.  A second call does nothing.
+
+        A ``with`` block closes the handle at its end, however it is left: also after an
+        exception or Ctrl-C, and where Ctrl-C comes while it waits, it waits for what is in
+        flight (a second Ctrl-C ends that).  That exception goes on, and of the failures
+        there are warnings instead.
         """
         Submitter.close(self)
         with cython.critical_section(self):
@@ -320,7 +323,13 @@ cdef class Transfers(Gatherer):
 
     def __exit__(self, kind=None, error=None, trace=None):
         # An exception on its way is not to be hidden: failures are warned of instead.
-        Submitter.close(self) if kind else self.close()
+        try:
+            Submitter.close(self) if kind else self.close()
+        except BaseException:
+            # Nobody else could close it: Ctrl-C is raised when nothing is in flight any
+            # more, and a second one at once.
+            Submitter.close(self)
+            raise
 
     def _now(self, op, buffer, filename, file_offset, validate, done):
         """Transfer and wait; returns ``done``, or what an error comes to."""
@@ -329,7 +338,7 @@ cdef class Transfers(Gatherer):
         check_given(filename)
         try:
             request = self.begin(op, buffer, filename, file_offset, c_validate, True)
-            request.wait()
+            wait_or_cancel(request)
         except OSError as error:
             return self._failed(error)
         finally:

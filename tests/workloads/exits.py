@@ -1,10 +1,12 @@
 """What children leave in flight when they end."""
 
+import contextlib
 import gc
 import os
 import sys
 import threading
 import time
+from collections import deque
 
 import numpy as np
 
@@ -91,3 +93,40 @@ def let_go_in_flight(folder, control, engine, way):
     for part in guarded:
         assert part.content() == data
     report({"pending": pending, "fired": faults.fired()})
+
+
+def submit_until_refused(handle, path, started, ended):
+    """Keep eight reads in flight until the handle is closed."""
+    requests = deque()
+    with contextlib.suppress(ValueError):
+        while True:
+            requests.append(handle.submit_read(np.empty(4 << 20, np.uint8), path))
+            if len(requests) == 8:
+                started.set()
+                requests.popleft().wait()
+    for request in requests:
+        assert request.wait() == 4 << 20
+    ended.set()
+
+
+def close_amid_submissions(folder, engine, way):
+    """Close a handle, or end the process, while a thread goes on submitting."""
+    path = f"{folder}/file"
+    make_file(path, 4 << 20)
+    handle = nvmeio.aio_handle(engine=engine)
+    started, ended = threading.Event(), threading.Event()
+    thread = threading.Thread(
+        target=submit_until_refused, args=[handle, path, started, ended], daemon=True
+    )
+    thread.start()
+    started.wait()
+    if way == "exit":
+        report({"ended": True})
+        return
+    if way == "with":
+        with handle:
+            pass
+    else:
+        handle.close()
+    thread.join()
+    report({"ended": ended.is_set()})

@@ -94,8 +94,6 @@ def ctrl_c(folder, control, engine, way, size):
     if way == "request":
         request = handle.submit_read(guarded.array, file)
         came = interrupted(request.wait)
-    elif way == "read":
-        came = interrupted(lambda: handle.read(guarded.array, file))
     elif way in ("wait", "as_completed"):
         request = handle.submit_read(guarded.array, file)
         waits = {"wait": nvmeio.wait, "as_completed": list_completed}
@@ -114,3 +112,64 @@ def ctrl_c(folder, control, engine, way, size):
     handle.close()
     assert guarded.content() == data
     report({"interrupted": came, "pending": pending, "fired": faults.fired()})
+
+
+def ctrl_c_in_a_call(folder, control, engine, way, presses, size=16 << 20):
+    """Press Ctrl-C in a call that is held, once or twice, and let it go after one."""
+    path = f"{folder}/ctrl-c-call-{engine}"
+    faults = Faults(control)
+    make_file(path, size)
+    file = nvmeio.File(path)
+    handle = nvmeio.aio_handle(1 << 20, 2, engine=engine)
+    guarded = Guarded(size)
+    calls = {
+        "read": lambda: handle.read(guarded.array, file),
+        "gather": lambda: handle.gather(file, [0], size, guarded.array),
+    }
+
+    def in_a_block():
+        with nvmeio.aio_handle(1 << 20, 2, engine=engine) as handle:
+            blocks.append((handle, handle.submit_read(guarded.array, file)))
+
+    blocks = []
+    calls["with"] = in_a_block
+    returned, still_inside = threading.Event(), []
+
+    def press():
+        press_ctrl_c(faults)
+        still_inside.append(not returned.wait(0.3))
+        if presses == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+        else:
+            faults.set()
+
+    presser = threading.Thread(target=press)
+    faults.set(read={"held": True})
+    presser.start()
+    came = notes = None
+    try:
+        calls[way]()
+    except KeyboardInterrupt as interruption:
+        came = True
+        notes = getattr(interruption, "__notes__", [])
+    returned.set()
+    pending = (blocks[0][0] if blocks else handle).pending
+    presser.join()
+    faults.set()
+    for left, request in blocks:
+        assert left.closed
+        assert request.wait() == size
+        left.close()
+    handle.close()
+    report(
+        {
+            "interrupted": came,
+            "still_inside": still_inside,
+            "pending": pending,
+            "notes": notes,
+            # What was never handed over is as Guarded has filled it.
+            "dropped": way != "with"
+            and bool((guarded.array[-4096:] == Guarded.CANARY).all()),
+            "fired": faults.fired(),
+        }
+    )

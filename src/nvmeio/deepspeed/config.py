@@ -1,17 +1,15 @@
 """DeepSpeed's ``"aio"`` block of JSON: read into a handle's arguments, and written."""
 
-import contextlib
 import errno
 import importlib
 import json
 import os
-import shutil
 import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from nvmeio._replacing import replacement
+from nvmeio._replacing import create_like, replacement
 from nvmeio.arguments import LIMITS, flag, whole
 from nvmeio.files import synced_folder, write_file
 from nvmeio.handle import aio_handle
@@ -126,7 +124,8 @@ def write_aio_config(
     block, data = _rewritten(target, given)
     with synced_folder(target), replacement(target) as temporary:
         if os.path.exists(target):
-            _prepare(temporary, target)
+            _require_writable(target)
+        create_like(temporary, target)
         write_file(temporary, data, sync=True)
     return block
 
@@ -186,16 +185,6 @@ def _merged(old: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     if "use_gds" in kept:
         kept["use_gds"] = flag("use_gds", _unquoted(kept["use_gds"]))
     return kept | arguments
-
-
-def _prepare(temporary: str, target: str) -> None:
-    """Make a file that nobody can read who could not read the one that it will replace."""
-    _require_writable(target)
-    os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
-    owner = os.stat(target)
-    with contextlib.suppress(PermissionError):
-        os.chown(temporary, owner.st_uid, owner.st_gid)
-    shutil.copymode(target, temporary)
 
 
 def _require_writable(path: str) -> None:

@@ -18,8 +18,9 @@ from torch.utils.data import Dataset, Subset, default_collate
 
 from nvmeio._indexing import Positions, positions
 from nvmeio._types import Path
-from nvmeio.arguments import integer, path_of, whole
+from nvmeio.arguments import integer, whole
 from nvmeio.arrays import ArrayFile
+from nvmeio.files import absolute
 from nvmeio.handle import aio_handle
 from nvmeio.request import Request
 from nvmeio.torch.dtypes import carrier, is_common
@@ -191,7 +192,7 @@ class ArrayDataset(Stored):
                     "path, an ArrayFile, an array or a tensor"
                 )
         self._sources = [
-            array if isinstance(array, kinds) else path_of(array) for array in arrays
+            array if isinstance(array, kinds) else absolute(array) for array in arrays
         ]
         opened = self._arrays()
         for place, array in enumerate(opened):
@@ -270,7 +271,7 @@ class TokenDataset(Stored):
 
     def __init__(self, path: Path, block_size: int, dtype: Any = None) -> None:
         super().__init__()
-        self._path = path_of(path)
+        self._path = absolute(path)
         self._dtype = carrier(dtype) or dtype
         self.block_size = whole("block_size", block_size, 1, 2**63 - 1)
         tokens = self._tokens()
