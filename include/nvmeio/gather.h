@@ -25,13 +25,7 @@ struct nvmeio_gather {
     const int64_t *places; /* in the memory; NULL: one behind another */
     size_t gap_max;        /* read for nothing between two records, at most */
     void *user;            /* as for nvmeio_transfer */
-};
-
-struct nvmeio_failure {
-    size_t index; /* of the record, as it was submitted */
-    int error;    /* -errno */
-    int64_t offset;
-    size_t size;
+    struct nvmeio_after after;
 };
 
 /* Start a gather or a scatter.  Refused, besides what nvmeio_submit() refuses, with the
@@ -39,10 +33,11 @@ struct nvmeio_failure {
  * -EINVAL for a negative offset, size or place, -EOVERFLOW where an offset and a size
  * are too much together, -EFAULT for a record that is not within the memory, -ENODATA
  * for one to be read past the end of the file, -EEXIST for one that shares bytes with
- * another (of the memory in a gather, of the file in a scatter).
+ * another (of the memory in a gather, of the file in a scatter).  With `after` the
+ * file's size is not looked at: what is past its end then fails.
  * The outcome's result is all bytes, or the error of the failed record with the lowest
  * index, or of an engine that has died; `got` then counts the bytes of the records that
- * did not fail. */
+ * did not fail.  nvmeio_request_failures() tells which have failed. */
 NVMEIO_API int nvmeio_submit_gather(struct nvmeio_handle *handle,
                                     const struct nvmeio_gather *gather,
                                     struct nvmeio_request **request, size_t *offender);
@@ -51,12 +46,6 @@ NVMEIO_API int nvmeio_submit_gather(struct nvmeio_handle *handle,
  * -errno and *offender as there, or -ENOMEM.  `file` and `user` are not looked at. */
 NVMEIO_API int nvmeio_gather_check(const struct nvmeio_gather *gather,
                                    size_t *offender);
-
-/* What has failed, the lowest indices first: how many in all, of which at most `count`
- * are stored.  0 before the request is done, and for other requests. */
-NVMEIO_API size_t nvmeio_request_failures(struct nvmeio_request *request,
-                                          struct nvmeio_failure *failures,
-                                          size_t count);
 
 #ifdef __cplusplus
 }

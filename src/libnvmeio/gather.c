@@ -214,7 +214,27 @@ static void gather_deliver(const struct nvmeio_block *block, size_t landed)
                               source, piece->position, piece->position + landed);
 }
 
+static void gather_plan(struct nvmeio_request *request)
+{
+    const struct nvmeio_geometry *geometry = &request->geometry;
+    struct nvmeio_gathering *gathering = request->gathering;
+    const struct nvmeio_records *records = gathering->records;
+    bool buffered = !geometry->direct || geometry->bounce == NVMEIO_BOUNCE_NEVER ||
+                    (request->op == NVMEIO_OP_WRITE && !records->whole);
+    int error = buffered ? nvmeio_file_need_buffered(request->file) : 0;
+
+    if (error)
+        nvmeio_request_fail(request, error, 0);
+    if (request->op == NVMEIO_OP_WRITE && records->count > 0) {
+        const struct nvmeio_record *last = &records->list[records->count - 1];
+        nvmeio_request_note_end(request, nvmeio_file_size(request->file),
+                                last->offset + (int64_t)last->size);
+    }
+    find_extent(request);
+}
+
 static const struct nvmeio_request_ops gather_ops = {
+    .plan = gather_plan,
     .next = gather_next,
     .next_round = gather_next_round,
     .blocks_left = gather_blocks_left,
@@ -242,31 +262,17 @@ struct nvmeio_request *nvmeio_gather_new(struct nvmeio_handle *handle,
     request->gathering = gathering;
     request->total = records->bytes;
     gathering->records = records;
-    if (request->op == NVMEIO_OP_WRITE && records->count > 0) {
-        const struct nvmeio_record *last = &records->list[records->count - 1];
-        nvmeio_request_note_end(request, nvmeio_file_size(gather->file),
-                                last->offset + (int64_t)last->size);
-    }
     if (request->geometry.bounce != NVMEIO_BOUNCE_NEVER)
         gathering->merged_bytes = owner->bounce_bytes < owner->block_bytes
                                       ? owner->bounce_bytes
                                       : owner->block_bytes;
     gathering->small_pages =
         nvmeio_request_has_small_pages(request, gather->address, gather->size);
-    bool buffered = !request->geometry.direct ||
-                    request->geometry.bounce == NVMEIO_BOUNCE_NEVER ||
-                    (request->op == NVMEIO_OP_WRITE && !records->whole);
-    int error = buffered ? nvmeio_file_need_buffered(gather->file) : 0;
-    if (error)
-        nvmeio_request_fail(request, error, 0);
-    find_extent(request);
     return request;
 }
 
-size_t nvmeio_request_failures(struct nvmeio_request *request,
-                               struct nvmeio_failure *failures, size_t count)
+size_t nvmeio_gather_failures(const struct nvmeio_request *request,
+                              struct nvmeio_failure *failures, size_t count)
 {
-    if (!request->gathering || !nvmeio_request_done(request))
-        return 0;
     return nvmeio_records_failures(request->gathering->records, failures, count);
 }

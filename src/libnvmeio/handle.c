@@ -172,7 +172,7 @@ static void reopen(struct nvmeio_handle *handle)
     /* Closed by the parent, or here before it was ever used: nobody is stopping it. */
     bool closed = handle->life >= NVMEIO_HANDLE_CLOSING;
     int error = closed ? 0 : nvmeio_workers_start(&handle->workers);
-    handle->workers.dead_error = error;
+    handle->queue.dead_error = error;
     handle->life = closed  ? NVMEIO_HANDLE_CLOSED
                    : error ? NVMEIO_HANDLE_MISSING
                            : NVMEIO_HANDLE_OPEN;
@@ -228,15 +228,53 @@ static void start_missing_workers(struct nvmeio_handle *handle)
     nvmeio_queue_unlock(&handle->queue);
     int error = nvmeio_workers_start(&handle->workers);
     nvmeio_queue_lock(&handle->queue);
-    handle->workers.dead_error = error;
+    handle->queue.dead_error = error;
     handle->life = error ? NVMEIO_HANDLE_MISSING : NVMEIO_HANDLE_OPEN;
     nvmeio_queue_wake(&handle->queue, &handle->life_waiters);
 }
 
+/* What a request is to come after must be of this handle and process. */
+static int check_after(const struct nvmeio_handle *handle,
+                       const struct nvmeio_after *after)
+{
+    for (size_t i = 0; i < after->count; i++) {
+        if (after->requests[i]->handle != handle)
+            return -EXDEV;
+        if (nvmeio_request_before_fork(after->requests[i]))
+            return -EOWNERDEAD;
+    }
+    return 0;
+}
+
+/* Plan a request that was just made, unless it comes after others.  It is released
+ * where that fails. */
+static int prepare(struct nvmeio_request *request, const struct nvmeio_after *after)
+{
+    struct nvmeio_request *part;
+
+    if (after->count == 0) {
+        request->ops->plan(request);
+        request->phase = NVMEIO_PHASE_PLANNED;
+        for (size_t i = 0; (part = nvmeio_part(request, i)); i++)
+            part->phase = NVMEIO_PHASE_PLANNED;
+        return 0;
+    }
+    request->links = calloc(after->count, sizeof(*request->links));
+    request->link_count = after->count;
+    if (request->links)
+        return 0;
+    nvmeio_request_release(request);
+    return -ENOMEM;
+}
+
 /* Hand over a request that was just made. */
 static int hand_in(struct nvmeio_handle *handle, struct nvmeio_request *request,
-                   struct nvmeio_request **result)
+                   const struct nvmeio_after *after, struct nvmeio_request **result)
 {
+    int error = prepare(request, after);
+
+    if (error)
+        return error;
     nvmeio_queue_lock(&handle->queue);
     start_missing_workers(handle);
     if (handle->life >= NVMEIO_HANDLE_CLOSING) {
@@ -246,10 +284,8 @@ static int hand_in(struct nvmeio_handle *handle, struct nvmeio_request *request,
     }
     /* Before it can be done: another thread may pop it at once. */
     *result = request;
-    nvmeio_queue_add(&handle->queue, request);
-    if (handle->workers.dead_error)
-        nvmeio_request_fail(request, handle->workers.dead_error, 0);
-    nvmeio_queue_progress(&handle->queue, request);
+    nvmeio_queue_add(&handle->queue, request, after);
+    nvmeio_queue_begin(&handle->queue, request);
     nvmeio_queue_unlock(&handle->queue);
     return 0;
 }
@@ -259,6 +295,8 @@ int nvmeio_submit(struct nvmeio_handle *handle, const struct nvmeio_transfer *tr
 {
     int error = nvmeio_transfer_check(transfer);
 
+    if (error == 0)
+        error = check_after(handle, &transfer->after);
     if (error)
         return error;
     nvmeio_handle_ensure_own(handle);
@@ -266,7 +304,29 @@ int nvmeio_submit(struct nvmeio_handle *handle, const struct nvmeio_transfer *tr
     if (!request)
         return -ENOMEM;
     nvmeio_transfer_init(request, retain(handle), &handle->owner, transfer);
-    return hand_in(handle, request, result);
+    return hand_in(handle, request, &transfer->after, result);
+}
+
+int nvmeio_submit_many(struct nvmeio_handle *handle, const struct nvmeio_many *many,
+                       struct nvmeio_request **result, size_t *offender)
+{
+    int error = check_after(handle, &many->after);
+
+    *offender = SIZE_MAX;
+    for (size_t i = 0; i < many->count && error == 0; i++) {
+        error = nvmeio_transfer_check(&many->transfers[i]);
+        *offender = error ? i : SIZE_MAX;
+    }
+    if (error)
+        return error;
+    nvmeio_handle_ensure_own(handle);
+    struct nvmeio_request *request =
+        nvmeio_many_new(retain(handle), &handle->owner, many);
+    if (!request) {
+        handle_release(handle);
+        return -ENOMEM;
+    }
+    return hand_in(handle, request, &many->after, result);
 }
 
 int nvmeio_submit_gather(struct nvmeio_handle *handle,
@@ -283,9 +343,11 @@ int nvmeio_submit_gather(struct nvmeio_handle *handle,
     int error = gather->op == NVMEIO_OP_FSYNC ? -EINVAL : nvmeio_transfer_check(&whole);
 
     *offender = SIZE_MAX;
+    if (error == 0)
+        error = check_after(handle, &gather->after);
     if (error)
         return error;
-    if (gather->op == NVMEIO_OP_READ)
+    if (gather->op == NVMEIO_OP_READ && gather->after.count == 0)
         size = nvmeio_file_size(gather->file);
     if (size < 0)
         return (int)size;
@@ -300,7 +362,7 @@ int nvmeio_submit_gather(struct nvmeio_handle *handle,
         free(records);
         return -ENOMEM;
     }
-    return hand_in(handle, request, result);
+    return hand_in(handle, request, &gather->after, result);
 }
 
 /* Carry out the one block of a request.  What the kernel sends with EFBIG
@@ -345,6 +407,7 @@ int nvmeio_perform(struct nvmeio_handle *handle, const struct nvmeio_transfer *t
     struct nvmeio_request request;
     struct nvmeio_stats extra = {0};
     struct nvmeio_block block = {0};
+    const struct nvmeio_after at_once = {0};
     int error = nvmeio_transfer_check(transfer), cancelling;
 
     if (error || transfer->op == NVMEIO_OP_FSYNC || !transfer->file->local ||
@@ -356,6 +419,7 @@ int nvmeio_perform(struct nvmeio_handle *handle, const struct nvmeio_transfer *t
     nvmeio_handle_ensure_own(handle);
     nvmeio_transfer_init(&request, retain(handle), &handle->owner, transfer);
     request.user = NULL;
+    prepare(&request, &at_once);
     if (request.plan.count > 1 || nvmeio_request_next_bounce(&request) > 0)
         goto unsuited;
     /* Nobody else has it, so that the queue's reference is never the last. */
@@ -365,7 +429,7 @@ int nvmeio_perform(struct nvmeio_handle *handle, const struct nvmeio_transfer *t
         nvmeio_queue_unlock(&handle->queue);
         goto unsuited;
     }
-    nvmeio_queue_add(&handle->queue, &request);
+    nvmeio_queue_add(&handle->queue, &request, &at_once);
     bool has_block = nvmeio_request_has_block(&request);
     if (has_block)
         /* Whole, also where it is not aligned. */
@@ -395,22 +459,46 @@ out:
     return error;
 }
 
+/* Whether there is anything left to drop of a request, or of a part of many.  Of one
+ * that is being planned no more is looked at. */
+static bool can_drop(const struct nvmeio_request *request)
+{
+    return !nvmeio_queue_is_settling(request) && !request->cancelled &&
+           (request->phase == NVMEIO_PHASE_PLANNING ||
+            (!nvmeio_request_is_stopped(request) && !nvmeio_request_is_cut(request)));
+}
+
+static bool drop_rest(struct nvmeio_queue *queue, struct nvmeio_request *request)
+{
+    if (!can_drop(request))
+        return false;
+    request->cancelled = true;
+    /* Once it is planned, it goes no further. */
+    if (request->phase != NVMEIO_PHASE_PLANNING)
+        nvmeio_queue_progress(queue, request);
+    return true;
+}
+
 int nvmeio_request_cancel(struct nvmeio_request *request)
 {
     struct nvmeio_queue *queue = &request->handle->queue;
-    int dropped = 0;
+    struct nvmeio_request *part;
+    bool dropped = false;
 
     if (nvmeio_request_done(request))
         return 0;
     if (nvmeio_request_before_fork(request))
         return -EOWNERDEAD;
     nvmeio_queue_lock(queue);
-    if (!nvmeio_queue_is_settling(request) && !nvmeio_request_is_stopped(request) &&
-        !nvmeio_request_is_cut(request)) {
-        dropped = 1;
+    /* Of many, the last part to end must find it cancelled. */
+    for (size_t i = 0; !dropped && (part = nvmeio_part(request, i)); i++)
+        dropped = can_drop(part);
+    if (dropped)
         request->cancelled = true;
-        nvmeio_queue_progress(queue, request);
-    }
+    for (size_t i = 0; dropped && (part = nvmeio_part(request, i)); i++)
+        drop_rest(queue, part);
+    if (!request->parts)
+        dropped = drop_rest(queue, request);
     nvmeio_queue_unlock(queue);
     return dropped;
 }

@@ -83,7 +83,7 @@ static void active_remove(struct nvmeio_queue *queue, struct nvmeio_request *req
         previous->active_next = next;
     else
         queue->active_first = next;
-    queue->active_count--;
+    queue->active_count -= !request->whole;
 }
 
 static void enqueue(struct nvmeio_queue *queue, struct nvmeio_request *request)
@@ -158,17 +158,15 @@ static struct nvmeio_request *write_before(const struct nvmeio_request *request)
     return r;
 }
 
-void nvmeio_queue_add(struct nvmeio_queue *queue, struct nvmeio_request *request)
+static void active_add(struct nvmeio_queue *queue, struct nvmeio_request *request)
 {
-    atomic_fetch_add_explicit(&request->references, 1, memory_order_relaxed);
     request->active_previous = queue->active_last;
     if (queue->active_last)
         queue->active_last->active_next = request;
     else
         queue->active_first = request;
     queue->active_last = request;
-    queue->active_count++;
-    queue->stats.requests++;
+    queue->active_count += !request->whole;
     if (request->op != NVMEIO_OP_FSYNC)
         return;
     request->write_before = write_before(request);
@@ -176,6 +174,70 @@ void nvmeio_queue_add(struct nvmeio_queue *queue, struct nvmeio_request *request
         request->gated_next = queue->gated;
         queue->gated = request;
     }
+}
+
+/* Its turn has come, or never will: nvmeio_queue_unlock() sees to it. */
+static void make_ready(struct nvmeio_queue *queue, struct nvmeio_request *request)
+{
+    if (request->ready)
+        return;
+    request->ready = true;
+    request->ready_next = queue->ready;
+    queue->ready = request;
+}
+
+static void unlink_link(struct nvmeio_link *link)
+{
+    if (link->next)
+        link->next->place = link->place;
+    *link->place = link->next;
+    link->place = NULL;
+}
+
+/* A request that was waited for is done: as it ended, so does a dependent. */
+static void pass_on(struct nvmeio_queue *queue, const struct nvmeio_request *request,
+                    const struct nvmeio_link *link)
+{
+    struct nvmeio_request *dependent = link->dependent;
+    int error = request->cancelled ? -ECANCELED : request->error;
+
+    if (error && !nvmeio_request_is_stopped(dependent)) {
+        nvmeio_request_fail(dependent, error, 0);
+        dependent->blocker = link->index;
+    }
+    if (error || dependent->waits == 0)
+        make_ready(queue, dependent);
+}
+
+void nvmeio_queue_add(struct nvmeio_queue *queue, struct nvmeio_request *request,
+                      const struct nvmeio_after *after)
+{
+    struct nvmeio_request *part;
+
+    atomic_fetch_add_explicit(&request->references, 1, memory_order_relaxed);
+    queue->stats.requests++;
+    active_add(queue, request);
+    for (size_t i = 0; (part = nvmeio_part(request, i)); i++) {
+        active_add(queue, part);
+        request->in_flight++;
+    }
+    for (size_t i = 0; i < after->count; i++) {
+        struct nvmeio_request *before = after->requests[i];
+        struct nvmeio_link *link = &request->links[i];
+        *link = (struct nvmeio_link){.dependent = request, .index = i};
+        if (nvmeio_request_done(before)) {
+            pass_on(queue, before, link);
+            continue;
+        }
+        link->next = before->dependents;
+        link->place = &before->dependents;
+        if (link->next)
+            link->next->place = &link->next;
+        before->dependents = link;
+        request->waits++;
+    }
+    if (after->count > 0 && request->waits == 0)
+        make_ready(queue, request);
 }
 
 /* A write is over: each fsync that waited for it waits for the one before, or goes. */
@@ -215,6 +277,19 @@ static void complete(struct nvmeio_queue *queue, struct nvmeio_request *request)
     active_remove(queue, request);
     /* Pairs with the acquire in nvmeio_request_done(). */
     atomic_store_explicit(&request->state, NVMEIO_STATE_DONE, memory_order_release);
+    if (request->op == NVMEIO_OP_WRITE)
+        open_gates(queue, request);
+    if (request->whole) {
+        nvmeio_many_book(request);
+        nvmeio_queue_progress(queue, request->whole);
+        return;
+    }
+    while (request->dependents) {
+        struct nvmeio_link *link = request->dependents;
+        unlink_link(link);
+        link->dependent->waits--;
+        pass_on(queue, request, link);
+    }
     if (request->user && !request->waiters) {
         done_add(queue, request);
     } else {
@@ -227,8 +302,6 @@ static void complete(struct nvmeio_queue *queue, struct nvmeio_request *request)
     if (queue->active_count == 0)
         nvmeio_queue_wake(queue, &queue->drainers);
     nvmeio_eventfds_signal(&queue->eventfds);
-    if (request->op == NVMEIO_OP_WRITE)
-        open_gates(queue, request);
 }
 
 /* Nothing is in flight any more, and none will be.  Who sees that a request is done may
@@ -239,9 +312,12 @@ static void finish(struct nvmeio_queue *queue, struct nvmeio_request *request)
 
     if (request->write_before)
         leave_gate(queue, request);
+    for (size_t i = 0; i < request->link_count; i++)
+        if (request->links[i].place)
+            unlink_link(&request->links[i]);
     if (!troubled)
         request->got = request->total;
-    if (!troubled && nvmeio_file_release_shared(request->file)) {
+    if (!troubled && (!request->file || nvmeio_file_release_shared(request->file))) {
         request->file = NULL;
         complete(queue, request);
         return;
@@ -285,11 +361,13 @@ void nvmeio_queue_fail_all(struct nvmeio_queue *queue, int error)
 {
     struct nvmeio_request *next;
 
+    queue->dead_error = error;
     for (struct nvmeio_request *r = queue->active_first; r; r = next) {
         /* What is in flight elsewhere, in a thread that carries it out itself, is over
-         * when that comes back. */
+         * when that comes back; so is what is being planned. */
         next = r->active_next;
-        if (nvmeio_queue_is_settling(r) || r->error || r->in_flight > 0)
+        if (r->phase == NVMEIO_PHASE_PLANNING || nvmeio_queue_is_settling(r) ||
+            r->error || r->in_flight > 0)
             continue;
         nvmeio_request_fail(r, error, r->position);
         nvmeio_queue_progress(queue, r);
@@ -307,16 +385,74 @@ static void settle(struct nvmeio_request *request)
     nvmeio_file_release(file);
 }
 
+static void set_phase(struct nvmeio_request *request, enum nvmeio_phase phase)
+{
+    struct nvmeio_request *part;
+
+    request->phase = phase;
+    for (size_t i = 0; (part = nvmeio_part(request, i)); i++)
+        part->phase = phase;
+}
+
+/* Something of a request that was held back has changed, or all of it. */
+static void progress_all(struct nvmeio_queue *queue, struct nvmeio_request *request)
+{
+    struct nvmeio_request *part;
+
+    for (size_t i = 0; (part = nvmeio_part(request, i)); i++) {
+        if (request->error && !nvmeio_queue_is_settling(part))
+            nvmeio_request_fail(part, request->error, 0);
+        nvmeio_queue_progress(queue, part);
+    }
+    nvmeio_queue_progress(queue, request);
+}
+
+void nvmeio_queue_begin(struct nvmeio_queue *queue, struct nvmeio_request *request)
+{
+    if (queue->dead_error)
+        nvmeio_request_fail(request, queue->dead_error, 0);
+    progress_all(queue, request);
+}
+
+/* Of the requests whose turn has come, end those that have failed or were cancelled,
+ * and return the others, to be planned. */
+static struct nvmeio_request *take_ready(struct nvmeio_queue *queue)
+{
+    struct nvmeio_request *planning = NULL;
+
+    while (queue->ready) {
+        struct nvmeio_request *request = queue->ready;
+        queue->ready = request->ready_next;
+        request->ready = false;
+        if (nvmeio_queue_is_settling(request))
+            continue;
+        if (nvmeio_request_is_stopped(request)) {
+            progress_all(queue, request);
+            continue;
+        }
+        set_phase(request, NVMEIO_PHASE_PLANNING);
+        request->ready_next = planning;
+        planning = request;
+    }
+    return planning;
+}
+
 void nvmeio_queue_unlock(struct nvmeio_queue *queue)
 {
-    struct nvmeio_request *dropped = NULL, *settled = NULL, *next;
+    struct nvmeio_request *dropped = NULL, *settled = NULL, *planned = NULL, *next;
     int cancelling = queue->cancelling;
 
     do {
+        for (; planned; planned = next) {
+            next = planned->ready_next;
+            set_phase(planned, NVMEIO_PHASE_PLANNED);
+            nvmeio_queue_begin(queue, planned);
+        }
         for (; settled; settled = next) {
             next = settled->queue_next;
             complete(queue, settled);
         }
+        planned = take_ready(queue);
         if (queue->added > 0)
             call_consumers(queue);
         struct nvmeio_waiter *wake = queue->wake;
@@ -332,9 +468,11 @@ void nvmeio_queue_unlock(struct nvmeio_queue *queue)
         nvmeio_waiter_wake_all(wake);
         for (struct nvmeio_request *r = settled; r; r = r->queue_next)
             settle(r);
-        if (settled)
+        for (struct nvmeio_request *r = planned; r; r = r->ready_next)
+            r->ops->plan(r);
+        if (settled || planned)
             pthread_mutex_lock(&queue->mutex);
-    } while (settled);
+    } while (settled || planned);
     for (; dropped; dropped = next) {
         next = dropped->done_next;
         nvmeio_request_release(dropped);

@@ -37,12 +37,14 @@ struct nvmeio_queue {
     struct nvmeio_waiter *drainers; /* threads that wait until nothing is active */
     struct nvmeio_consumer *consumers;
     struct nvmeio_eventfds eventfds;
+    int dead_error; /* why there are no consumers any more, nor any as yet; or 0 */
     struct nvmeio_stats stats;
     uint64_t latencies[NVMEIO_LATENCY_BUCKETS];
 
     /* For nvmeio_queue_unlock(). */
-    size_t added;               /* blocks that may need more consumers */
-    struct nvmeio_waiter *wake; /* threads */
+    struct nvmeio_request *ready; /* requests that those before let go or fail */
+    size_t added;                 /* blocks that may need more consumers */
+    struct nvmeio_waiter *wake;   /* threads */
     struct nvmeio_request
         *settle;                 /* requests that are over, with something left to do */
     struct nvmeio_request *drop; /* requests of which a reference is dropped */
@@ -59,8 +61,13 @@ void nvmeio_queue_unlock(struct nvmeio_queue *queue);
 
 /* The mutex is held in all that follow. */
 
-/* Add a new request, of which the queue takes a reference. */
-void nvmeio_queue_add(struct nvmeio_queue *queue, struct nvmeio_request *request);
+/* Add a new request, of which the queue takes a reference: planned, but where it is to
+ * come after others; for those it has links. */
+void nvmeio_queue_add(struct nvmeio_queue *queue, struct nvmeio_request *request,
+                      const struct nvmeio_after *after);
+
+/* Let a request begin that was just added. */
+void nvmeio_queue_begin(struct nvmeio_queue *queue, struct nvmeio_request *request);
 
 /* The next request to cut blocks from, or NULL. */
 struct nvmeio_request *nvmeio_queue_next(struct nvmeio_queue *queue);

@@ -27,11 +27,20 @@ void nvmeio_request_init(struct nvmeio_request *request,
         .geometry.bounce = owner->bounce,
         .file = file,
         .got = SIZE_MAX,
+        .blocker = SIZE_MAX,
     };
     atomic_init(&request->references, 1);
     atomic_init(&request->state, NVMEIO_STATE_ACTIVE);
-    nvmeio_file_retain(file);
-    nvmeio_file_geometry(file, &request->geometry);
+    if (file) {
+        nvmeio_file_retain(file);
+        nvmeio_file_geometry(file, &request->geometry);
+    }
+}
+
+void nvmeio_request_plan(struct nvmeio_request *request)
+{
+    request->ops->plan(request);
+    request->phase = NVMEIO_PHASE_PLANNED;
 }
 
 void nvmeio_request_note_end(struct nvmeio_request *request, int64_t file_size,
@@ -51,6 +60,8 @@ void nvmeio_request_release(struct nvmeio_request *request)
     nvmeio_file_release(request->file);
     request->owner->release(request->handle);
     nvmeio_gathering_free(request->gathering);
+    nvmeio_parts_free(request->parts);
+    free(request->links);
     free(request);
 }
 
@@ -66,7 +77,8 @@ bool nvmeio_request_is_stopped(const struct nvmeio_request *request)
 
 bool nvmeio_request_is_cut(const struct nvmeio_request *request)
 {
-    return request->span == request->plan.count;
+    return request->phase == NVMEIO_PHASE_PLANNED &&
+           request->span == request->plan.count;
 }
 
 bool nvmeio_request_is_ordered(const struct nvmeio_request *request)
@@ -83,8 +95,8 @@ bool nvmeio_request_is_ordered(const struct nvmeio_request *request)
 
 bool nvmeio_request_has_block(const struct nvmeio_request *request)
 {
-    if (nvmeio_request_is_stopped(request) || nvmeio_request_is_cut(request) ||
-        request->write_before)
+    if (request->phase != NVMEIO_PHASE_PLANNED || nvmeio_request_is_stopped(request) ||
+        nvmeio_request_is_cut(request) || request->write_before)
         return false;
     return request->in_flight == 0 ||
            !(request->barrier || nvmeio_request_is_ordered(request));
@@ -149,7 +161,7 @@ void nvmeio_request_fail(struct nvmeio_request *request, int error, size_t posit
 
 bool nvmeio_request_is_over(const struct nvmeio_request *request)
 {
-    return request->in_flight == 0 &&
+    return request->phase != NVMEIO_PHASE_PLANNING && request->in_flight == 0 &&
            (nvmeio_request_is_stopped(request) || nvmeio_request_is_cut(request));
 }
 
@@ -175,9 +187,20 @@ int nvmeio_request_outcome(struct nvmeio_request *request,
         return nvmeio_request_before_fork(request) ? -EOWNERDEAD : -EINPROGRESS;
     outcome->got = (int64_t)request->got;
     outcome->abandoned = request->abandoned;
+    outcome->blocker = request->blocker;
     /* What cancel() answered stands, whatever came of the blocks still in flight. */
     outcome->result = request->cancelled ? -ECANCELED
                       : request->error   ? request->error
                                          : (int64_t)request->total;
     return 0;
+}
+
+size_t nvmeio_request_failures(struct nvmeio_request *request,
+                               struct nvmeio_failure *failures, size_t count)
+{
+    if (!nvmeio_request_done(request))
+        return 0;
+    return request->gathering ? nvmeio_gather_failures(request, failures, count)
+           : request->parts   ? nvmeio_many_failures(request, failures, count)
+                              : 0;
 }

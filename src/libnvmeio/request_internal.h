@@ -21,9 +21,26 @@ enum nvmeio_state {
     NVMEIO_STATE_DONE,
 };
 
+/* How far a request is that others may hold back. */
+enum nvmeio_phase {
+    NVMEIO_PHASE_WAITING,  /* for the requests that it is to come after */
+    NVMEIO_PHASE_PLANNING, /* plan() is at work, without the mutex */
+    NVMEIO_PHASE_PLANNED,
+};
+
+/* That one request waits for another, in the list of the other's dependents. */
+struct nvmeio_link {
+    struct nvmeio_request *dependent;
+    struct nvmeio_link *next, **place; /* place: NULL once it is not in a list */
+    size_t index;                      /* of nvmeio_after */
+};
+
 /* In which transfers, gathers and fsyncs differ.  The mutex is held once the request is
- * submitted, but for settle(), load() and deliver(). */
+ * submitted, but for plan(), settle(), load() and deliver(). */
 struct nvmeio_request_ops {
+    /* Look at the file, and plan what is cut. */
+    void (*plan)(struct nvmeio_request *request);
+
     /* The current span is cut: go to the next, or to the end of the plan. */
     void (*next)(struct nvmeio_request *request);
 
@@ -72,6 +89,9 @@ struct nvmeio_request {
     int64_t ordered_from;
     struct nvmeio_geometry geometry; /* its `bounce` is guarded like what follows */
 
+    /* The request of many of which this is one, or NULL; it holds this one's memory. */
+    struct nvmeio_request *whole;
+
     atomic_uint references;
     atomic_int state;         /* enum nvmeio_state */
     struct nvmeio_file *file; /* holds a reference until it is done */
@@ -88,15 +108,25 @@ struct nvmeio_request {
     bool barrier; /* the next block waits until nothing is in flight */
 
     struct nvmeio_gathering *gathering;  /* of a gather or scatter; freed with it */
+    struct nvmeio_parts *parts;          /* of one of many; freed with it */
     struct nvmeio_extent extent;         /* which of it is being cut */
     struct nvmeio_request *write_before; /* an fsync's, for which it waits */
 
-    unsigned in_flight; /* blocks cut and not yet booked */
+    unsigned in_flight; /* blocks cut and not yet booked; of many: parts not yet done */
     int error;          /* that at the lowest position, or 0 */
     bool cancelled;
     bool failed; /* some of it did; a gather goes on with the rest */
     bool abandoned;
     size_t got; /* once done; before, the lowest position that failed */
+
+    enum nvmeio_phase phase;
+    size_t waits;              /* requests that are not done, and hold it back */
+    struct nvmeio_link *links; /* to all that it is to come after; owned */
+    size_t link_count;
+    struct nvmeio_link *dependents; /* of requests that are to come after this one */
+    size_t blocker;                 /* of its links, whose error it has; or SIZE_MAX */
+    bool ready;                     /* in the queue's list of those */
+    struct nvmeio_request *ready_next;
 
     /* Lists of the queue: all that are active, in order of submission; those with
      * blocks to cut; fsyncs that wait for writes; those that are done, and not yet
@@ -126,6 +156,10 @@ bool nvmeio_request_before_fork(const struct nvmeio_request *request);
 
 /* Whether a block may be cut now. */
 bool nvmeio_request_has_block(const struct nvmeio_request *request);
+
+/* Look at the file, and plan what is cut.  Without the mutex, and before anybody else
+ * may cut. */
+void nvmeio_request_plan(struct nvmeio_request *request);
 
 /* Whether everything was cut, of this round. */
 bool nvmeio_request_is_cut(const struct nvmeio_request *request);
@@ -167,10 +201,32 @@ bool nvmeio_request_has_small_pages(const struct nvmeio_request *request,
 /* What nvmeio_submit() refuses. */
 int nvmeio_transfer_check(const struct nvmeio_transfer *transfer);
 
-/* Plan a transfer, and look at the file: a read past the end fails here. */
+/* Make a transfer that is not planned. */
 void nvmeio_transfer_init(struct nvmeio_request *request, struct nvmeio_handle *handle,
                           const struct nvmeio_owner *owner,
                           const struct nvmeio_transfer *transfer);
+
+/* Plan it, of a file of this size: a read past the end fails here. */
+void nvmeio_transfer_plan(struct nvmeio_request *request, int64_t file_size);
+
+/* many.c: transfers of several files. */
+
+/* A request of many, which nvmeio_transfer_check() has not refused.  NULL: no memory.
+ */
+struct nvmeio_request *nvmeio_many_new(struct nvmeio_handle *handle,
+                                       const struct nvmeio_owner *owner,
+                                       const struct nvmeio_many *many);
+
+/* Part `index` of a request, or NULL past the last one, and of other requests. */
+struct nvmeio_request *nvmeio_part(const struct nvmeio_request *request, size_t index);
+
+/* A part is done. */
+void nvmeio_many_book(struct nvmeio_request *part);
+
+size_t nvmeio_many_failures(const struct nvmeio_request *request,
+                            struct nvmeio_failure *failures, size_t count);
+
+void nvmeio_parts_free(struct nvmeio_parts *parts);
 
 /* gather.c: many records. */
 
@@ -181,6 +237,9 @@ struct nvmeio_request *nvmeio_gather_new(struct nvmeio_handle *handle,
                                          const struct nvmeio_owner *owner,
                                          const struct nvmeio_gather *gather,
                                          struct nvmeio_records *records);
+
+size_t nvmeio_gather_failures(const struct nvmeio_request *request,
+                              struct nvmeio_failure *failures, size_t count);
 
 void nvmeio_gathering_free(struct nvmeio_gathering *gathering);
 

@@ -84,8 +84,9 @@ static bool untouched(const struct nvmeio_request *request)
 
 static void transfer_settle(struct nvmeio_request *request)
 {
-    request->got = prefix(request);
-    if (request->error != -ENODATA)
+    /* What was never planned has done nothing. */
+    request->got = request->phase == NVMEIO_PHASE_PLANNED ? prefix(request) : 0;
+    if (request->error != -ENODATA || request->blocker != SIZE_MAX)
         return;
     /* Blocks past the end may have met it first; the file knows where it is. */
     int64_t left = nvmeio_file_size(request->file) - request->offset;
@@ -110,19 +111,9 @@ static void transfer_deliver(const struct nvmeio_block *block, size_t landed)
                          landed);
 }
 
-static const struct nvmeio_request_ops transfer_ops = {
-    .next = transfer_next,
-    .blocks_left = transfer_blocks_left,
-    .fail = transfer_fail,
-    .settle = transfer_settle,
-    .load = transfer_load,
-    .deliver = transfer_deliver,
-};
-
-static void look_at_file(struct nvmeio_request *request)
+static void look_at_file(struct nvmeio_request *request, int64_t size)
 {
     int64_t end = request->offset + (int64_t)request->size;
-    int64_t size = nvmeio_file_size(request->file);
 
     if (request->op == NVMEIO_OP_WRITE)
         nvmeio_request_note_end(request, size, end);
@@ -140,21 +131,9 @@ static void fail_without_page_cache(struct nvmeio_request *request)
         nvmeio_request_fail(request, error, 0);
 }
 
-void nvmeio_transfer_init(struct nvmeio_request *request, struct nvmeio_handle *handle,
-                          const struct nvmeio_owner *owner,
-                          const struct nvmeio_transfer *transfer)
+void nvmeio_transfer_plan(struct nvmeio_request *request, int64_t file_size)
 {
-    nvmeio_request_init(request, &transfer_ops, handle, owner, transfer->op,
-                        transfer->file, transfer->user);
-    if (request->op == NVMEIO_OP_FSYNC) {
-        request->data_only = transfer->data_only;
-        request->plan.count = 1;
-        return;
-    }
-    request->address = transfer->address;
-    request->size = request->total = transfer->size;
-    request->offset = transfer->offset;
-    look_at_file(request);
+    look_at_file(request, file_size);
     nvmeio_plan_make(&request->plan, &request->geometry, request->op,
                      (uintptr_t)request->address, request->size, request->offset);
     if (request->plan.spans[0].route == NVMEIO_ROUTE_DIRECT && !request->failed &&
@@ -168,4 +147,50 @@ void nvmeio_transfer_init(struct nvmeio_request *request, struct nvmeio_handle *
     if (request->ordered_from < INT64_MAX)
         nvmeio_plan_sort(&request->plan);
     request->position = request->plan.spans[0].begin;
+}
+
+static void transfer_plan(struct nvmeio_request *request)
+{
+    nvmeio_transfer_plan(request, nvmeio_file_size(request->file));
+}
+
+static void fsync_plan(struct nvmeio_request *request)
+{
+    request->plan.count = 1;
+}
+
+static const struct nvmeio_request_ops transfer_ops = {
+    .plan = transfer_plan,
+    .next = transfer_next,
+    .blocks_left = transfer_blocks_left,
+    .fail = transfer_fail,
+    .settle = transfer_settle,
+    .load = transfer_load,
+    .deliver = transfer_deliver,
+};
+
+static const struct nvmeio_request_ops fsync_ops = {
+    .plan = fsync_plan,
+    .next = transfer_next,
+    .blocks_left = transfer_blocks_left,
+    .fail = transfer_fail,
+    .settle = transfer_settle,
+    .load = transfer_load,
+    .deliver = transfer_deliver,
+};
+
+void nvmeio_transfer_init(struct nvmeio_request *request, struct nvmeio_handle *handle,
+                          const struct nvmeio_owner *owner,
+                          const struct nvmeio_transfer *transfer)
+{
+    bool fsync = transfer->op == NVMEIO_OP_FSYNC;
+
+    nvmeio_request_init(request, fsync ? &fsync_ops : &transfer_ops, handle, owner,
+                        transfer->op, transfer->file, transfer->user);
+    request->data_only = transfer->data_only;
+    if (fsync)
+        return;
+    request->address = transfer->address;
+    request->size = request->total = transfer->size;
+    request->offset = transfer->offset;
 }

@@ -144,6 +144,7 @@ static void give_bounce(struct nvmeio_worker *worker, struct nvmeio_block *block
 static bool take_block(struct nvmeio_worker *worker, struct nvmeio_request *request)
 {
     const struct nvmeio_workers *workers = worker->workers;
+    const struct nvmeio_request *whole = request->whole ? request->whole : request;
     struct nvmeio_block *block = worker->free;
     bool ordered = nvmeio_request_is_ordered(request);
     size_t bytes =
@@ -165,8 +166,8 @@ static bool take_block(struct nvmeio_worker *worker, struct nvmeio_request *requ
     worker->taken_end = &block->next;
     nvmeio_request_cut(request, block, bytes);
     if (worker->in_flight++ == 0)
-        worker->only = request;
-    else if (worker->only != request)
+        worker->only = whole;
+    else if (worker->only != whole)
         worker->only = NULL;
     return true;
 }
@@ -421,13 +422,11 @@ static void die(struct nvmeio_worker *worker, int error)
         nvmeio_request_fail(request, error, block->piece.position);
         nvmeio_queue_progress(workers->queue, request);
     }
-    if (--workers->alive > 0) {
+    if (--workers->alive > 0)
         /* Others do what it was called for. */
         workers->queue->added += workers->count;
-        return;
-    }
-    workers->dead_error = error;
-    nvmeio_queue_fail_all(workers->queue, error);
+    else
+        nvmeio_queue_fail_all(workers->queue, error);
 }
 
 /* Hand over, wait and book.  The mutex is held, and dropped meanwhile. */

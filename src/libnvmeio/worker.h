@@ -27,8 +27,7 @@ struct nvmeio_workers {
     struct nvmeio_worker *list;
     unsigned started, alive;
     bool stopping;
-    int dead_error; /* of the last to die, when none is alive, or of starting */
-    bool refused;   /* they could not start; with another engine they may */
+    bool refused; /* they could not start; with another engine they may */
 };
 
 /* Start all of them, or none: 0 or -errno.  The mutex is not held. */

@@ -3,13 +3,6 @@
 
 #include "scripted.h"
 
-/* Dead workers keep for ever what the kernel may still write to. */
-const char *__lsan_default_suppressions(void);
-const char *__lsan_default_suppressions(void)
-{
-    return "leak:uring_open\nleak:fake_open\nleak:equip";
-}
-
 /* A thousand bytes at most, whoever asks. */
 static bool perform_short(struct nvmeio_block *block)
 {

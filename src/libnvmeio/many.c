@@ -1,0 +1,126 @@
+/* many.c -- transfers of several files as one request.
+ *
+ * Each is a request of its own, a part, with all that requests have but a reference and
+ * a report: those are of the whole, which has no blocks and is done with the last of
+ * its parts. */
+#include <stdlib.h>
+
+#include "file_internal.h"
+#include "request_internal.h"
+
+struct nvmeio_parts {
+    size_t count;
+    struct nvmeio_request list[];
+};
+
+struct nvmeio_request *nvmeio_part(const struct nvmeio_request *request, size_t index)
+{
+    struct nvmeio_parts *parts = request->parts;
+
+    return parts && index < parts->count ? &parts->list[index] : NULL;
+}
+
+/* Transfers of one file mostly follow each other, and its size is asked for once. */
+static void many_plan(struct nvmeio_request *request)
+{
+    const struct nvmeio_file *file = NULL;
+    struct nvmeio_request *part;
+    int64_t size = 0;
+
+    for (size_t i = 0; (part = nvmeio_part(request, i)); i++) {
+        if (part->op == NVMEIO_OP_FSYNC) {
+            nvmeio_request_plan(part);
+            continue;
+        }
+        if (part->file != file)
+            size = nvmeio_file_size(part->file);
+        file = part->file;
+        nvmeio_transfer_plan(part, size);
+        part->phase = NVMEIO_PHASE_PLANNED;
+    }
+}
+
+void nvmeio_many_book(struct nvmeio_request *part)
+{
+    struct nvmeio_request *whole = part->whole;
+    size_t index = (size_t)(part - whole->parts->list);
+
+    whole->in_flight--;
+    whole->abandoned |= part->abandoned;
+    /* Also of one that was cancelled, which `cancelled` of the whole tells. */
+    if (part->error)
+        nvmeio_request_fail(whole, part->error, index);
+}
+
+static void many_settle(struct nvmeio_request *request)
+{
+    struct nvmeio_request *part;
+
+    request->got = 0;
+    for (size_t i = 0; (part = nvmeio_part(request, i)); i++)
+        if (!nvmeio_request_is_stopped(part))
+            request->got += part->total;
+}
+
+static const struct nvmeio_request_ops many_ops = {
+    .plan = many_plan,
+    .settle = many_settle,
+};
+
+struct nvmeio_request *nvmeio_many_new(struct nvmeio_handle *handle,
+                                       const struct nvmeio_owner *owner,
+                                       const struct nvmeio_many *many)
+{
+    struct nvmeio_request *request = malloc(sizeof(*request));
+    struct nvmeio_parts *parts =
+        many->count < SIZE_MAX / sizeof(*request) - 1
+            ? malloc(sizeof(*parts) + many->count * sizeof(*request))
+            : NULL;
+
+    if (!request || !parts) {
+        free(request);
+        free(parts);
+        return NULL;
+    }
+    /* An op that no fence looks for: those look at the parts. */
+    nvmeio_request_init(request, &many_ops, handle, owner, NVMEIO_OP_READ, NULL,
+                        many->user);
+    request->parts = parts;
+    parts->count = many->count;
+    for (size_t i = 0; i < many->count; i++) {
+        nvmeio_transfer_init(&parts->list[i], handle, owner, &many->transfers[i]);
+        parts->list[i].user = NULL;
+        parts->list[i].whole = request;
+        request->total += parts->list[i].total;
+    }
+    return request;
+}
+
+size_t nvmeio_many_failures(const struct nvmeio_request *request,
+                            struct nvmeio_failure *failures, size_t count)
+{
+    const struct nvmeio_request *part;
+    size_t found = 0;
+
+    for (size_t i = 0; (part = nvmeio_part(request, i)); i++) {
+        if (!part->error)
+            continue;
+        if (found < count)
+            failures[found] = (struct nvmeio_failure){.index = i,
+                                                      .error = part->error,
+                                                      .offset = part->offset,
+                                                      .size = part->total};
+        found++;
+    }
+    return found;
+}
+
+void nvmeio_parts_free(struct nvmeio_parts *parts)
+{
+    if (!parts)
+        return;
+    /* Where the handle has refused them, they still hold their files. */
+    for (size_t i = 0; i < parts->count; i++)
+        nvmeio_file_release(parts->list[i].file);
+    free(parts);
+}

@@ -1,0 +1,290 @@
+/* Requests that start when others are done: in order, with their errors, or never. */
+#include <sys/wait.h>
+
+#include "scripted.h"
+
+static struct nvmeio_request *submit_after(struct nvmeio_transfer transfer,
+                                           struct nvmeio_request *const *before,
+                                           size_t count)
+{
+    transfer.after = (struct nvmeio_after){.requests = before, .count = count};
+    return submit(stage.handle, &transfer);
+}
+
+static struct nvmeio_request *start_after(enum nvmeio_op op,
+                                          struct nvmeio_request *before)
+{
+    return submit_after(whole(op), &before, 1);
+}
+
+static bool fail(struct nvmeio_block *block)
+{
+    block->result = -EIO;
+    return true;
+}
+
+static bool perform_writes(struct nvmeio_block *block)
+{
+    return block->op == NVMEIO_OP_WRITE && perform(block);
+}
+
+static void test_it_starts_when_all_are_done(void)
+{
+    stage_open(64);
+    play(hold);
+    struct nvmeio_request *before[] = {start(NVMEIO_OP_WRITE), start(NVMEIO_OP_READ)};
+    struct nvmeio_request *request = submit_after(whole(NVMEIO_OP_READ), before, 2);
+    struct nvmeio_request *free = start(NVMEIO_OP_READ);
+    await(&in_flight, 3 * BLOCKS);
+    play(perform_writes);
+    CHECK(finish(before[0]).result == BLOCKS * BLOCK);
+    await(&in_flight, 2 * BLOCKS);
+    CHECK(nvmeio_handle_pending(stage.handle) == 3 && look(&pushes) == 3 * BLOCKS);
+    play(perform);
+    struct nvmeio_outcome outcome = finish(request);
+    CHECK(outcome.result == BLOCKS * BLOCK && outcome.blocker == SIZE_MAX);
+    CHECK(memory_holds_file(BLOCKS * BLOCK));
+    finish(before[1]);
+    finish(free);
+    stage_close();
+}
+
+/* What was done before it was submitted holds nothing back. */
+static void test_after_what_is_done(void)
+{
+    stage_open(4);
+    struct nvmeio_request *before = start(NVMEIO_OP_WRITE);
+    wait_for(before);
+    CHECK(finish(start_after(NVMEIO_OP_READ, before)).result == BLOCKS * BLOCK);
+    finish(before);
+    play(fail);
+    before = start(NVMEIO_OP_WRITE);
+    wait_for(before);
+    play(perform);
+    struct nvmeio_outcome outcome = finish(start_after(NVMEIO_OP_READ, before));
+    CHECK(outcome.result == -EIO && outcome.got == 0 && outcome.blocker == 0);
+    finish(before);
+    stage_close();
+}
+
+/* The second of three fails: the request, and what comes after that one, never start.
+ */
+static void test_a_failure_is_passed_on(bool cancel)
+{
+    stage_open(64);
+    play(hold);
+    struct nvmeio_request *before[] = {start(NVMEIO_OP_WRITE), NULL,
+                                       start(NVMEIO_OP_READ)};
+    await(&in_flight, 2 * BLOCKS);
+    /* It waits itself, so that it can be cancelled in time. */
+    before[1] = start_after(NVMEIO_OP_WRITE, before[0]);
+    struct nvmeio_request *request = submit_after(whole(NVMEIO_OP_READ), before, 3);
+    struct nvmeio_request *last = start_after(NVMEIO_OP_FSYNC, request);
+    if (cancel)
+        CHECK(nvmeio_request_cancel(before[1]) == 1);
+    else
+        play(fail);
+    struct nvmeio_outcome outcome = finish(request);
+    CHECK(outcome.result == (cancel ? -ECANCELED : -EIO));
+    CHECK(outcome.got == 0 && outcome.blocker <= 2);
+    CHECK(!cancel || outcome.blocker == 1);
+    CHECK(finish(last).result == (cancel ? -ECANCELED : -EIO));
+    play(perform);
+    for (int i = 0; i < 3; i++)
+        finish(before[i]);
+    CHECK(look(&pushes) == 2 * BLOCKS);
+    CHECK(nvmeio_handle_drain(stage.handle, LONG_NS) == 0);
+    stage_close();
+}
+
+/* Who is cancelled while it waits is done at once, and is not started later. */
+static void test_a_waiting_request_can_be_cancelled(void)
+{
+    stage_open(64);
+    play(hold);
+    struct nvmeio_request *before = start(NVMEIO_OP_WRITE);
+    struct nvmeio_request *first = start_after(NVMEIO_OP_READ, before);
+    struct nvmeio_request *second = start_after(NVMEIO_OP_READ, before);
+    struct nvmeio_request *third = start_after(NVMEIO_OP_READ, before);
+    await(&in_flight, BLOCKS);
+    CHECK(nvmeio_request_cancel(second) == 1 && nvmeio_request_done(second));
+    struct nvmeio_outcome outcome = finish(second);
+    CHECK(outcome.result == -ECANCELED && outcome.got == 0);
+    CHECK(outcome.blocker == SIZE_MAX);
+    play(perform);
+    CHECK(finish(first).result > 0 && finish(third).result > 0);
+    CHECK(finish(before).result > 0 && look(&pushes) == 3 * BLOCKS);
+    stage_close();
+}
+
+/* An fsync covers a write before it that has not begun. */
+static void test_an_fsync_covers_a_write_that_waits(void)
+{
+    stage_open(64);
+    play(hold);
+    struct nvmeio_request *before = start(NVMEIO_OP_READ);
+    struct nvmeio_request *write = start_after(NVMEIO_OP_WRITE, before);
+    struct nvmeio_request *fsync = start(NVMEIO_OP_FSYNC);
+    await(&in_flight, BLOCKS);
+    CHECK(look(&in_flight_of[NVMEIO_OP_FSYNC]) == 0);
+    play(perform);
+    CHECK(finish(fsync).result == 0 && nvmeio_request_done(write));
+    CHECK(finish(write).result > 0 && finish(before).result > 0);
+    stage_close();
+}
+
+/* A chain as long as this is not walked on the stack of a worker. */
+static void test_a_long_chain(bool fails)
+{
+    enum { LENGTH = 20000 };
+    static struct nvmeio_request *chain[LENGTH];
+    struct nvmeio_transfer page = transfer_of(NVMEIO_OP_READ, NULL, NULL, PAGE, 0);
+
+    stage_open(4);
+    page.file = stage.file;
+    page.address = stage.memory.address;
+    play(hold);
+    for (int i = 0; i < LENGTH; i++)
+        chain[i] = submit_after(page, &chain[i > 0 ? i - 1 : 0], i > 0);
+    play(fails ? fail : perform);
+    for (int i = LENGTH - 1; i >= 0; i--)
+        CHECK(finish(chain[i]).result == (fails ? -EIO : (int64_t)PAGE));
+    CHECK(look(&pushes) == (fails ? 1 : LENGTH));
+    stage_close();
+}
+
+/* Close waits for what waits. */
+static void *close_main(void *argument)
+{
+    nvmeio_handle_stop(argument);
+    return NULL;
+}
+
+static void test_close_waits_for_what_waits(void)
+{
+    pthread_t thread;
+
+    stage_open(64);
+    play(hold);
+    struct nvmeio_request *before = start(NVMEIO_OP_WRITE);
+    struct nvmeio_request *request = start_after(NVMEIO_OP_READ, before);
+    pthread_create(&thread, NULL, close_main, stage.handle);
+    while (!is_drained(stage.handle))
+        pause_ms(1);
+    play(perform);
+    pthread_join(thread, NULL);
+    CHECK(finish(request).result > 0 && finish(before).result > 0);
+    stage_close();
+}
+
+/* With the last worker dead, what waits fails as what is in flight. */
+static void test_the_workers_die(void)
+{
+    stage_open(64);
+    play(hold);
+    struct nvmeio_request *before = start(NVMEIO_OP_WRITE);
+    struct nvmeio_request *request = start_after(NVMEIO_OP_READ, before);
+    await(&in_flight, BLOCKS);
+    pthread_mutex_lock(&mutex);
+    death = -EIO;
+    pthread_cond_broadcast(&change);
+    pthread_mutex_unlock(&mutex);
+    CHECK(finish(request).result == -EIO && finish(before).result == -EIO);
+    CHECK(finish(start(NVMEIO_OP_READ)).result == -EIO);
+    nvmeio_handle_close(stage.handle);
+    nvmeio_file_release(stage.file);
+}
+
+static void test_refusals(void)
+{
+    struct nvmeio_request *request;
+    int status;
+
+    stage_open(4);
+    struct nvmeio_request *before = start(NVMEIO_OP_READ);
+    struct nvmeio_transfer t = whole(NVMEIO_OP_READ);
+    struct nvmeio_handle *other = open_handle(&stage.config);
+    t.after = (struct nvmeio_after){.requests = &before, .count = 1};
+    CHECK(nvmeio_submit(other, &t, &request) == -EXDEV);
+    nvmeio_handle_close(other);
+    pid_t child = fork();
+    if (child == 0)
+        _exit(nvmeio_submit(stage.handle, &t, &request) != -EOWNERDEAD);
+    CHECK(waitpid(child, &status, 0) == child && status == 0);
+    finish(before);
+    stage_close();
+}
+
+/* A read of what the write before it makes: the file's size is looked at in time. */
+static void test_a_read_of_what_is_written_first(const char *engine)
+{
+    const char *path = path_in(test_folder());
+    struct nvmeio_config config = config_of(engine);
+    struct nvmeio_handle *handle = open_handle(&config);
+    struct nvmeio_file *file = open_file(path, O_RDWR | O_CREAT, NVMEIO_DIRECT_AUTO);
+    size_t size = MIB + 100;
+    struct guarded memory = guarded_new(2 * size, 0);
+    int64_t offsets[] = {0, (int64_t)PAGE}, one_size = 100;
+
+    for (int round = 0; round < 20; round++) {
+        struct nvmeio_transfer t =
+            transfer_of(NVMEIO_OP_WRITE, file, memory.address, size, 0);
+        fill(memory.address, size, 0, (unsigned)round);
+        memset(memory.address + size, 0, size);
+        struct nvmeio_request *write = submit(handle, &t), *gather;
+        t = transfer_of(NVMEIO_OP_READ, file, memory.address + size, size, 0);
+        t.after = (struct nvmeio_after){.requests = &write, .count = 1};
+        struct nvmeio_request *read = submit(handle, &t);
+        t.op = NVMEIO_OP_FSYNC;
+        struct nvmeio_request *fsync = submit(handle, &t);
+        CHECK(finish(read).result == (int64_t)size && finish(fsync).result == 0);
+        CHECK(memcmp(memory.address, memory.address + size, size) == 0);
+        /* The file is cut meanwhile: what a gather finds past its end has failed. */
+        const struct nvmeio_gather what = {.op = NVMEIO_OP_READ,
+                                           .file = file,
+                                           .address = memory.address + size,
+                                           .size = size,
+                                           .count = 2,
+                                           .offsets = offsets,
+                                           .sizes = &one_size,
+                                           .one_size = true,
+                                           .after = t.after};
+        size_t offender;
+        struct nvmeio_failure failure;
+        CHECK(truncate(path, PAGE) == 0);
+        CHECK(nvmeio_submit_gather(handle, &what, &gather, &offender) == 0);
+        CHECK(wait_for(gather) == 0);
+        CHECK(nvmeio_request_failures(gather, &failure, 1) == 1);
+        CHECK(failure.index == 1 && failure.error == -ENODATA);
+        CHECK(finish(gather).result == -ENODATA);
+        CHECK(memcmp(memory.address, memory.address + size, 100) == 0);
+        CHECK(truncate(path, 0) == 0);
+        finish(write);
+    }
+    guarded_free(&memory);
+    nvmeio_file_release(file);
+    nvmeio_handle_close(handle);
+}
+
+int main(void)
+{
+    const char *name;
+
+    begin();
+    stage.path = path_in(test_folder());
+    test_it_starts_when_all_are_done();
+    test_after_what_is_done();
+    test_a_failure_is_passed_on(false);
+    test_a_failure_is_passed_on(true);
+    test_a_waiting_request_can_be_cancelled();
+    test_an_fsync_covers_a_write_that_waits();
+    test_a_long_chain(false);
+    test_a_long_chain(true);
+    test_close_waits_for_what_waits();
+    test_the_workers_die();
+    test_refusals();
+    FOR_EACH_ENGINE(name)
+    if (strcmp(name, "sync") != 0)
+        test_a_read_of_what_is_written_first(name);
+    return 0;
+}
