@@ -65,6 +65,16 @@ MAY_USE = {
     "openfiles": {"_core", "arguments", "file", "workers", "request"},
     "staged": {"_core", "buffer", "callbacks", "file", "workers", "outcome", "request"},
     "records": {"_core", "arguments", "buffer", "file", "outcome", "request"},
+    "many": {
+        "_core",
+        "arguments",
+        "buffer",
+        "copy",
+        "file",
+        "outcome",
+        "records",
+        "request",
+    },
     "gather": {
         "_core",
         "_types",
@@ -82,6 +92,7 @@ MAY_USE = {
         "buffer",
         "workers",
         "latencies",
+        "many",
         "openfiles",
         "request",
         "staged",
@@ -136,7 +147,7 @@ C_LAYERS = (
     {"engine", "fault_engine"}
     | {"engine_uring", "engine_libaio", "engine_threads", "engine_sync"},
     {"request"},
-    {"transfer", "gather", "block", "latency"},
+    {"transfer", "gather", "many", "block", "latency"},
     {"queue"},
     {"worker"},
     {"wait", "handle"},

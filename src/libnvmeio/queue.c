@@ -205,7 +205,7 @@ static void pass_on(struct nvmeio_queue *queue, const struct nvmeio_request *req
         nvmeio_request_fail(dependent, error, 0);
         dependent->blocker = link->index;
     }
-    if (error || dependent->waits == 0)
+    if (error)
         make_ready(queue, dependent);
 }
 
@@ -287,8 +287,9 @@ static void complete(struct nvmeio_queue *queue, struct nvmeio_request *request)
     while (request->dependents) {
         struct nvmeio_link *link = request->dependents;
         unlink_link(link);
-        link->dependent->waits--;
         pass_on(queue, request, link);
+        if (--link->dependent->waits == 0)
+            make_ready(queue, link->dependent);
     }
     if (request->user && !request->waiters) {
         done_add(queue, request);

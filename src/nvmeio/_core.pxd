@@ -53,6 +53,10 @@ cdef extern from "nvmeio/nvmeio.h" nogil:
     struct nvmeio_request:
         pass
 
+    struct nvmeio_after:
+        nvmeio_request **requests
+        size_t count
+
     struct nvmeio_transfer:
         nvmeio_op op
         nvmeio_file *file
@@ -61,6 +65,13 @@ cdef extern from "nvmeio/nvmeio.h" nogil:
         int64_t offset
         bint data_only
         void *user
+        nvmeio_after after
+
+    struct nvmeio_many:
+        const nvmeio_transfer *transfers
+        size_t count
+        void *user
+        nvmeio_after after
 
     struct nvmeio_gather:
         nvmeio_op op
@@ -74,6 +85,7 @@ cdef extern from "nvmeio/nvmeio.h" nogil:
         const int64_t *places
         size_t gap_max
         void *user
+        nvmeio_after after
 
     struct nvmeio_failure:
         size_t index
@@ -85,6 +97,7 @@ cdef extern from "nvmeio/nvmeio.h" nogil:
         int64_t result
         int64_t got
         bint abandoned
+        size_t blocker
 
     struct nvmeio_config:
         size_t block_bytes
@@ -140,6 +153,10 @@ cdef int submit(
 ) noexcept nogil
 cdef int submit_gather(
     nvmeio_handle *handle, const nvmeio_gather *gather, nvmeio_request **request,
+    size_t *offender
+) noexcept nogil
+cdef int submit_many(
+    nvmeio_handle *handle, const nvmeio_many *many, nvmeio_request **request,
     size_t *offender
 ) noexcept nogil
 cdef int gather_check(const nvmeio_gather *gather, size_t *offender) noexcept nogil

@@ -36,6 +36,10 @@ cdef extern from "nvmeio/nvmeio.h" nogil:
         nvmeio_handle *handle, const nvmeio_gather *gather, nvmeio_request **request,
         size_t *offender
     )
+    int nvmeio_submit_many(
+        nvmeio_handle *handle, const nvmeio_many *many, nvmeio_request **request,
+        size_t *offender
+    )
     int nvmeio_gather_check(const nvmeio_gather *gather, size_t *offender)
     size_t nvmeio_request_failures(
         nvmeio_request *request, nvmeio_failure *failures, size_t count
@@ -166,6 +170,13 @@ cdef int submit_gather(
     size_t *offender
 ) noexcept nogil:
     return nvmeio_submit_gather(handle, gather, request, offender)
+
+
+cdef int submit_many(
+    nvmeio_handle *handle, const nvmeio_many *many, nvmeio_request **request,
+    size_t *offender
+) noexcept nogil:
+    return nvmeio_submit_many(handle, many, request, offender)
 
 
 cdef int gather_check(const nvmeio_gather *gather, size_t *offender) noexcept nogil:

@@ -9,5 +9,5 @@ cdef class Gatherer(Submitter):
     # Start one.
     cdef Request begin_gather(
         self, nvmeio_op op, object file, object offsets, object sizes, object memory,
-        object places, object max_gap, object result
+        object places, object max_gap, object result, object after
     )

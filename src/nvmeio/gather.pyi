@@ -1,3 +1,4 @@
+from collections.abc import Iterable
 from typing import Any
 
 import numpy.typing as npt
@@ -28,6 +29,7 @@ class Gatherer(Submitter):
         out_offsets: npt.ArrayLike | None = None,
         max_gap: int = 4096,
         result: Any = None,
+        after: Request | Iterable[Request] | None = None,
     ) -> Request: ...
     def scatter(
         self,
@@ -46,4 +48,5 @@ class Gatherer(Submitter):
         buffer: Any,
         *,
         buffer_offsets: npt.ArrayLike | None = None,
+        after: Request | Iterable[Request] | None = None,
     ) -> Request: ...

@@ -100,7 +100,7 @@ cdef class Gatherer(Submitter):
         try:
             return wait_or_cancel(
                 self.begin_gather(
-                    OP_READ, file, offsets, sizes, out, out_offsets, max_gap, None
+                    OP_READ, file, offsets, sizes, out, out_offsets, max_gap, None, None
                 )
             )
         finally:
@@ -108,7 +108,7 @@ cdef class Gatherer(Submitter):
 
     def submit_gather(
         self, file, offsets, sizes, out, *, out_offsets=None, max_gap=_MAX_GAP,
-        result=None
+        result=None, after=None
     ) -> Request:
         """Start reading many records of a file into ``out``.
 
@@ -118,6 +118,9 @@ cdef class Gatherer(Submitter):
             As for ``gather``; the arrays are not needed once this returns.
         result : object, optional
             What ``Request.result`` and ``wait`` return in place of the number of bytes.
+        after : Request or iterable of Request, optional
+            As for ``submit_read``.  What is past the end of the file then is no ValueError
+            here, but fails.
 
         Returns
         -------
@@ -131,7 +134,7 @@ cdef class Gatherer(Submitter):
             ``Request.wait``.
         """
         return self.begin_gather(
-            OP_READ, file, offsets, sizes, out, out_offsets, max_gap, result
+            OP_READ, file, offsets, sizes, out, out_offsets, max_gap, result, after
         )
 
     def scatter(self, file, offsets, sizes, buffer, *, buffer_offsets=None) -> int:
@@ -165,14 +168,14 @@ cdef class Gatherer(Submitter):
         try:
             return wait_or_cancel(
                 self.begin_gather(
-                    OP_WRITE, file, offsets, sizes, buffer, buffer_offsets, 0, None
+                    OP_WRITE, file, offsets, sizes, buffer, buffer_offsets, 0, None, None
                 )
             )
         finally:
             self.collect()
 
     def submit_scatter(
-        self, file, offsets, sizes, buffer, *, buffer_offsets=None
+        self, file, offsets, sizes, buffer, *, buffer_offsets=None, after=None
     ) -> Request:
         """Start writing many records of ``buffer`` to places in a file.
 
@@ -180,6 +183,8 @@ cdef class Gatherer(Submitter):
         ----------
         file, offsets, sizes, buffer, buffer_offsets
             As for ``scatter``; ``buffer`` must not change until the request is done.
+        after : Request or iterable of Request, optional
+            As for ``submit_read``.
 
         Returns
         -------
@@ -193,12 +198,12 @@ cdef class Gatherer(Submitter):
             ``Request.wait``.
         """
         return self.begin_gather(
-            OP_WRITE, file, offsets, sizes, buffer, buffer_offsets, 0, None
+            OP_WRITE, file, offsets, sizes, buffer, buffer_offsets, 0, None, after
         )
 
     cdef Request begin_gather(
         self, nvmeio_op op, object file, object offsets, object sizes, object memory,
-        object places, object max_gap, object result
+        object places, object max_gap, object result, object after
     ):
         cdef Buffer lent
         cdef GatherRequest request
@@ -227,6 +232,10 @@ cdef class Gatherer(Submitter):
             request.check()
         request.aim(self.files.find(file, op == OP_WRITE, True))
         request._workers = self.workers
+        request.is_copied = host is not None or not (
+            lent.nbytes == 0 or lent.is_in_place()
+        )
+        request.come_after(after, self.workers)
         request.start(self.workers.c)
         return request
 

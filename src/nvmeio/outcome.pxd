@@ -13,6 +13,12 @@ cdef object error_of(
     const nvmeio_outcome *outcome
 )
 
+# The same of a request that was not started, for one that it was to come after has failed;
+# `cause` is that one's exception, or None.
+cdef object error_of_blocked(
+    str doing, object path, object before, object cause, const nvmeio_outcome *outcome
+)
+
 # The exception for one errno and what it came to, with what would help.
 cdef object error_in_words(int error, str words, object path)
 

@@ -42,6 +42,21 @@ cdef object error_of(
     return error_in_words(-outcome.result, f"({where}, {outcome.got} bytes done)", path)
 
 
+cdef object error_of_blocked(
+    str doing, object path, object before, object cause, const nvmeio_outcome *outcome
+):
+    if outcome.result == -errno.ECANCELED:
+        error = CancelledError(
+            f"the {doing} of {path!r} was not started: it comes after {before!r}, which "
+            "was cancelled"
+        )
+    else:
+        words = f"({doing} was not started: it comes after {before!r}, which has failed)"
+        error = error_in_words(-outcome.result, words, path)
+    error.__cause__ = cause
+    return error
+
+
 cdef object error_in_words(int error, str words, object path):
     words = f"{os.strerror(error)} {words}"
     if error == errno.ETIMEDOUT:

@@ -16,12 +16,12 @@ from libc.stdint cimport int64_t, uintptr_t
 
 from nvmeio cimport _core
 from nvmeio._core cimport OP_READ, nvmeio_failure, nvmeio_file, nvmeio_gather
-from nvmeio._core cimport nvmeio_handle, nvmeio_op, nvmeio_outcome
+from nvmeio._core cimport nvmeio_handle, nvmeio_op, nvmeio_outcome, nvmeio_request
 from nvmeio.arguments cimport whole
 from nvmeio.buffer cimport Buffer
 from nvmeio.file cimport File
 from nvmeio.outcome cimport raise_refused
-from nvmeio.request cimport Request, fill_request
+from nvmeio.request cimport Request, fill_after, fill_request
 
 
 class GatherError(OSError):
@@ -92,6 +92,7 @@ cdef class GatherRequest(Request):
         cdef nvmeio_file *c_file = self.file.retain()
         cdef size_t offender
         cdef int result
+        cdef nvmeio_request **before = fill_after(self, &gather.after)
         self.describe(&gather)
         gather.file = c_file
         # For `user`, until handle_pop() or request_wait() reports it.
@@ -99,6 +100,7 @@ cdef class GatherRequest(Request):
         with nogil:
             result = _core.submit_gather(handle, &gather, &self.c, &offender)
             _core.file_release(c_file)
+        PyMem_Free(before)
         if result < 0:
             self.finished = True
             Py_DECREF(self)
@@ -139,8 +141,11 @@ cdef class GatherRequest(Request):
             words += f"; {count} of {self.count} records failed"
         return GatherError(-outcome.result, f"{words})", self.path, found)
 
-    cdef str subject(self):
+    cdef str doing(self):
         return f"{name_of(self.op)} of {self.count} records"
+
+    cdef str subject(self):
+        return self.doing()
 
 
 cdef str name_of(nvmeio_op op):

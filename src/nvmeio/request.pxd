@@ -1,7 +1,8 @@
 cimport cython
 from libc.stdint cimport int64_t, uint32_t
 
-from nvmeio._core cimport nvmeio_handle, nvmeio_op, nvmeio_outcome, nvmeio_request
+from nvmeio._core cimport nvmeio_after, nvmeio_handle, nvmeio_op, nvmeio_outcome
+from nvmeio._core cimport nvmeio_request
 from nvmeio.buffer cimport Buffer
 from nvmeio.file cimport File
 
@@ -19,6 +20,7 @@ cdef class Request:
     cdef int64_t offset
     cdef bint validate
     cdef bint data_only        # an fsync: of the data alone
+    cdef bint is_copied        # the buffer is a copy of the caller's memory
     cdef readonly Py_ssize_t nbytes
 
     cdef cython.pymutex lock   # of what follows, while it is being finished
@@ -32,6 +34,7 @@ cdef class Request:
     cdef uint32_t generation   # of the process that made it
     cdef readonly object _workers  # Workers, that carry it out: who waits listens to them
     cdef list callbacks        # not yet called; see callbacks.pyx
+    cdef list before           # Requests that it comes after; None once finished
 
     # Hand over to the handle, which holds this object until handle_pop() gives it back.
     cdef int start(self, nvmeio_handle *handle) except -1
@@ -42,11 +45,30 @@ cdef class Request:
     # Carry it out in this thread, where the library can; False: it is to be started.
     cdef bint perform(self, nvmeio_handle *handle) except -1
 
+    # Come after other requests, of `workers`; what `after=` may be.
+    cdef int come_after(self, object after, object workers) except -1
+
+    # Bring what was transferred to where it belongs, and return the error.  May be called
+    # again after it was interrupted.
+    cdef object settle(self, object error)
+
+    # Let go of the memory; or keep it for ever, which the kernel may still write to.
+    cdef int release_memory(self) except -1
+    cdef int disuse_memory(self) noexcept
+    cdef int abandon_memory(self) except -1
+
     # The exception that an outcome stands for, or None.
     cdef object judge(self, const nvmeio_outcome *outcome)
 
-    # What it does, for repr().
+    # Whether the engine has the caller's own memory.
+    cdef bint lies_in_place(self) noexcept
+
+    # Whether its bytes are in the caller's memory as soon as the library is done.
+    cdef bint lands_by_itself(self) noexcept
+
+    # What it does, for repr() and for errors.
     cdef str subject(self)
+    cdef str doing(self)
 
     # Wait without the GIL, at most timeout_ns (negative: no limit), and finish.  Whether it
     # is finished.  What went wrong with the transfer is kept, not raised.
@@ -66,6 +88,9 @@ cdef class Request:
 cdef Request new_request(
     nvmeio_op op, Buffer buffer, File file, int64_t offset, bint validate
 )
+
+# Fill in what it is to come after; returns memory that the caller frees by PyMem_Free().
+cdef nvmeio_request **fill_after(Request request, nvmeio_after *after) except? NULL
 
 # Wait as Request.wait() does; who is interrupted cancels the request, and waits on.
 cpdef object wait_or_cancel(Request request)

@@ -12,19 +12,20 @@ from concurrent.futures import CancelledError
 
 cimport cython
 from cpython.exc cimport PyErr_CheckSignals
+from cpython.mem cimport PyMem_Free, PyMem_Malloc
 from cpython.pythread cimport PyThread_get_thread_ident
 from cpython.ref cimport Py_DECREF, Py_INCREF
-from libc.stdint cimport int64_t
+from libc.stdint cimport SIZE_MAX, int64_t
 
 from nvmeio cimport _core
-from nvmeio._core cimport OP_READ, nvmeio_handle, nvmeio_op
-from nvmeio._core cimport nvmeio_outcome, nvmeio_transfer
+from nvmeio._core cimport OP_READ, OP_WRITE, nvmeio_handle, nvmeio_op
+from nvmeio._core cimport nvmeio_after, nvmeio_outcome, nvmeio_request, nvmeio_transfer
 from nvmeio.arguments cimport deadline_ns
 from nvmeio.buffer cimport Buffer
 from nvmeio.callbacks cimport call_all, forget
 from nvmeio.file cimport File
-from nvmeio.outcome cimport check_against_file, error_of, raise_refused, verb_of
-from nvmeio.outcome cimport warn_of, words_of
+from nvmeio.outcome cimport check_against_file, error_of, error_of_blocked
+from nvmeio.outcome cimport raise_refused, verb_of, warn_of, words_of
 
 _log = logging.getLogger("nvmeio")
 
@@ -72,12 +73,15 @@ cdef class Request:
     cdef int start(self, nvmeio_handle *handle) except -1:
         cdef nvmeio_transfer transfer
         cdef int result
+        cdef nvmeio_request **before
         fill_transfer(self, &transfer)
+        before = fill_after(self, &transfer.after)
         # For `user`, until handle_pop() or request_wait() reports it.
         Py_INCREF(self)
         with nogil:
             result = _core.submit(handle, &transfer, &self.c)
             _core.file_release(transfer.file)
+        PyMem_Free(before)
         if result < 0:
             self.finished = True
             Py_DECREF(self)
@@ -100,8 +104,57 @@ cdef class Request:
         self.performed = result == 1
         return self.performed
 
+    cdef int come_after(self, object after, object workers) except -1:
+        if after is None:
+            return 0
+        self.before = predecessors(after, workers)
+        if self.before and self.op == OP_WRITE and not self.lies_in_place():
+            raise TypeError(
+                "after= takes no write of memory that is copied when it is submitted, as "
+                "that of strided arrays and tensors on devices is: it would be written as "
+                "it is now"
+            )
+        return 0
+
     cdef object judge(self, const nvmeio_outcome *outcome):
         return error_of(self.op, self.nbytes, self.offset, self.path, outcome)
+
+    cdef object settle(self, object error):
+        if self.buffer is None:
+            return error
+        if error is None and self.validate:
+            error = check_against_file(
+                self.op, self.file, self.buffer.address, self.nbytes, self.offset, self.path
+            )
+        # Of a read that failed, part may be in the caller's memory, and autograd must know.
+        if self.op == OP_READ and (error is None or self.buffer.is_in_place()):
+            self.buffer.land()
+        return error
+
+    cdef bint lands_by_itself(self) noexcept:
+        return not self.validate and (self.op != OP_READ or self.lies_in_place())
+
+    cdef bint lies_in_place(self) noexcept:
+        cdef Buffer buffer = self.buffer
+        if self.is_copied:
+            return False
+        return buffer is None or buffer.nbytes == 0 or buffer.is_in_place()
+
+    cdef int release_memory(self) except -1:
+        cdef Buffer buffer = self.buffer
+        if buffer is not None:
+            buffer.release()
+        return 0
+
+    cdef int disuse_memory(self) noexcept:
+        if self.buffer is not None:
+            self.buffer.disuse()
+        return 0
+
+    cdef int abandon_memory(self) except -1:
+        Py_INCREF(self.buffer)
+        self.buffer = None
+        return 0
 
     cdef bint poll(self, int64_t timeout_ns) except -1:
         cdef int result = 0
@@ -325,6 +378,9 @@ cdef class Request:
             state = "done" if self.error is None else f"failed: {self.error}"
         return f"<nvmeio.Request {self.subject()} of {self.path!r}, {state}>"
 
+    cdef str doing(self):
+        return f"{verb_of(self.op)} of {self.nbytes} bytes at offset {self.offset}"
+
     cdef str subject(self):
         return f"{verb_of(self.op)} {self.nbytes} bytes at offset {self.offset}"
 
@@ -377,6 +433,44 @@ cdef Request fill_request(
     return request
 
 
+cdef nvmeio_request **fill_after(Request request, nvmeio_after *after) except? NULL:
+    cdef nvmeio_request **requests
+    cdef Request before
+    cdef size_t i
+    after.requests = NULL
+    after.count = 0 if request.before is None else len(request.before)
+    if after.count == 0:
+        return NULL
+    requests = <nvmeio_request **> PyMem_Malloc(after.count * sizeof(nvmeio_request *))
+    if requests == NULL:
+        raise MemoryError()
+    for i in range(after.count):
+        before = request.before[i]
+        requests[i] = before.c
+    after.requests = requests
+    return requests
+
+
+cdef list predecessors(object after, object workers):
+    """Return what ``after=`` names as a list of Requests, or say what cannot be meant."""
+    cdef Request one
+    requests = [after] if isinstance(after, Request) else list(after)
+    for index, request in enumerate(requests):
+        name = "after" if isinstance(after, Request) else f"after[{index}]"
+        if not isinstance(request, Request):
+            raise TypeError(f"{name} is {request!r}; it must be a Request")
+        one = request
+        if one._workers is not workers:
+            raise ValueError(f"{name} is {request!r}, of another handle")
+        one.poll(0)
+        if one.c == NULL or not (one.finished or one.lands_by_itself()):
+            raise TypeError(
+                f"{name} is {request!r}, whose bytes pass through Python, as those of "
+                "strided arrays and tensors on devices do; wait for it first"
+            )
+    return requests
+
+
 cdef int fill_transfer(Request request, nvmeio_transfer *transfer) except -1:
     """Fill in what the library is asked for, with a reference of the file."""
     transfer.op = request.op
@@ -386,25 +480,27 @@ cdef int fill_transfer(Request request, nvmeio_transfer *transfer) except -1:
     transfer.offset = request.offset
     transfer.data_only = request.data_only
     transfer.user = <void *> request
+    transfer.after.count = 0
     return 0
 
 
 cdef int see_to_it(Request request) except -1:
     """Finish a request that the library is done with, unless another thread has."""
-    cdef Buffer buffer = None
+    cdef bint finished_here = False
     file = interruption = None
     with request.lock:
         request.finisher = PyThread_get_thread_ident()
         try:
             if not request.finished:
                 interruption = finish(request)
-                buffer, file, request.file = request.buffer, request.file, None
+                file, request.file = request.file, None
+                finished_here = True
         finally:
             request.finisher = 0
-    if buffer is not None:
-        buffer.release()
     # Letting go may run anything, and so has no lock.
-    del buffer, file
+    if finished_here:
+        request.release_memory()
+    del file
     call_all(request.callbacks, request)
     if interruption is not None:
         raise interruption
@@ -418,44 +514,34 @@ cdef object finish(Request request):
     Exception (Ctrl-C), it is raised here, and the work is done by who asks next.
     """
     cdef nvmeio_outcome outcome = request.c_outcome
+    cdef Request before
     interruption = None
     if not request.performed:
         _core.check(_core.request_outcome(request.c, &outcome), request.path)
-    error = request.judge(&outcome)
+    if outcome.blocker == SIZE_MAX:
+        error = request.judge(&outcome)
+    else:
+        before = request.before[outcome.blocker]
+        error = error_of_blocked(
+            request.doing(), request.path, before, before.error, &outcome
+        )
     if outcome.abandoned:
-        # The kernel may still write to the memory: it is kept for ever.
-        Py_INCREF(request.buffer)
         _log.critical("%s; its memory is never freed", error)
-        request.buffer = None
-    elif request.buffer is not None:
+        request.abandon_memory()
+    else:
         try:
-            error = settle(request, error)
+            error = request.settle(error)
         except Exception as first:
             # The work's own error comes again; that of a signal's handler does not.
             try:
-                error, interruption = settle(request, error), first
+                error, interruption = request.settle(error), first
             except Exception as second:
                 error = second
-        request.buffer.disuse()
+        request.disuse_memory()
+    request.before = None
     request.error = error
     request.outcome = outcome.result if request.value is None else request.value
     request.value = None
     request.words = words_of(error)
     request.finished = True
     return interruption
-
-
-cdef object settle(Request request, object error):
-    """Validate what was transferred and bring it to where it belongs; return the error.
-
-    May be called again after it was interrupted.
-    """
-    if error is None and request.validate:
-        error = check_against_file(
-            request.op, request.file, request.buffer.address, request.nbytes,
-            request.offset, request.path,
-        )
-    # Of a read that failed, part may be in the caller's memory, and autograd must know.
-    if request.op == OP_READ and (error is None or request.buffer.is_in_place()):
-        request.buffer.land()
-    return error

@@ -20,12 +20,14 @@ cdef class Submitter:
     # Start a transfer; `waited_for`: at once, so that it may be done already.
     cdef Request begin(
         self, nvmeio_op op, object buffer, object file, object file_offset, bint validate,
-        bint waited_for
+        bint waited_for, object after
     )
     # The same, but for what hands it over.
     cdef Request prepare(
-        self, nvmeio_op op, object buffer, object file, object file_offset, bint validate
+        self, nvmeio_op op, object buffer, object file, object file_offset, bint validate,
+        object after
     )
+    # Start many of them as one request.
+    cdef Request begin_many(self, nvmeio_op op, object items, object after)
     cdef int own(self) except -1
     cdef int collect(self) except -1
-    cdef int drain(self) except -1

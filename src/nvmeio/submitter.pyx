@@ -12,9 +12,10 @@ from libc.stdint cimport INT64_MAX, int64_t
 
 from nvmeio cimport _core
 from nvmeio._core cimport OP_FSYNC, OP_READ, OP_WRITE, nvmeio_direct, nvmeio_op
-from nvmeio.arguments cimport flag, file_position, refuse_path
+from nvmeio.arguments cimport deadline_ns, flag, file_position, refuse_path
 from nvmeio.buffer cimport Buffer, lend
 from nvmeio.workers cimport start_workers
+from nvmeio.many cimport ManyRequest, new_many
 from nvmeio.openfiles cimport new_open_files
 from nvmeio.request cimport Request, new_request, wait_or_cancel
 from nvmeio.staged cimport new_staged
@@ -46,7 +47,7 @@ cdef class Submitter:
         if self.workers is not None:
             self.workers.stop()
 
-    def submit_read(self, buffer, file, file_offset=0) -> Request:
+    def submit_read(self, buffer, file, file_offset=0, *, after=None) -> Request:
         """Start reading a file into ``buffer``.
 
         Parameters
@@ -57,6 +58,11 @@ cdef class Submitter:
             A path, an open descriptor or a File.
         file_offset : int, default 0
             Where in the file to begin, in bytes.
+        after : Request or iterable of Request, optional
+            Of this handle: starts when all of them are done, and looks at the file only
+            then, so that a read may follow the write that makes the file.  Where one of
+            them has failed or was cancelled, so does this request, with that error as its
+            cause, and nothing of it is carried out.
 
         Returns
         -------
@@ -71,16 +77,18 @@ cdef class Submitter:
             before the buffer is full.
         TypeError, ValueError
             The buffer cannot be read into, an argument is of the wrong type or out of
-            range, or the handle or the file is closed.
+            range, the handle or the file is closed, or ``after`` cannot be kept: it is of
+            another handle, or bytes pass through Python on the way, as those of strided
+            arrays and tensors on devices do.
 
         Notes
         -----
-        Not ordered after other requests: a read of what a write in flight is about to
-        change may see the old bytes.  Wait for the write first.
+        Not ordered but by ``after``: a read of what a write in flight is about to change
+        may see the old bytes.
         """
-        return self.begin(OP_READ, buffer, file, file_offset, False, False)
+        return self.begin(OP_READ, buffer, file, file_offset, False, False, after)
 
-    def submit_write(self, buffer, file, file_offset=0) -> Request:
+    def submit_write(self, buffer, file, file_offset=0, *, after=None) -> Request:
         """Start writing ``buffer`` to a file.
 
         Parameters
@@ -91,6 +99,8 @@ cdef class Submitter:
             As for ``submit_read``; created where it does not exist, never truncated.
         file_offset : int, default 0
             Where in the file to begin, in bytes.
+        after : Request or iterable of Request, optional
+            As for ``submit_read``.
 
         Returns
         -------
@@ -104,13 +114,13 @@ cdef class Submitter:
 
         Notes
         -----
-        Not ordered after other requests: of two writes in flight to the same place either
-        may be the last, and a read may see the old bytes.  ``submit_fsync`` alone waits
-        for the writes before it.
+        Not ordered but by ``after``: of two writes in flight to the same place either may
+        be the last, and a read may see the old bytes.  ``submit_fsync`` alone waits for
+        the writes before it.
         """
-        return self.begin(OP_WRITE, buffer, file, file_offset, False, False)
+        return self.begin(OP_WRITE, buffer, file, file_offset, False, False, after)
 
-    def submit_fsync(self, file, *, data_only=False) -> Request:
+    def submit_fsync(self, file, *, data_only=False, after=None) -> Request:
         """Start making a file durable.
 
         Parameters
@@ -120,6 +130,8 @@ cdef class Submitter:
         data_only : bool, default False
             Sync the data and the size, but not the times, mode and owner of the file, as
             fdatasync(2) does: one write of the device less where nothing else has changed.
+        after : Request or iterable of Request, optional
+            As for ``submit_read``; what it waits for may be of other files.
 
         Returns
         -------
@@ -137,10 +149,105 @@ cdef class Submitter:
             or the handle is closed.
         """
         cdef bint data = flag("data_only", data_only)
-        cdef Request request = self.prepare(OP_FSYNC, None, file, 0, False)
+        cdef Request request = self.prepare(OP_FSYNC, None, file, 0, False, after)
         request.data_only = data
         request.start(self.workers.c)
         return request
+
+    def submit_read_many(self, items, *, after=None) -> Request:
+        """Start reading into many buffers, of one file or several, as one request.
+
+        Parameters
+        ----------
+        items : iterable of (buffer, file, offset)
+            Each as the arguments of ``submit_read``.
+        after : Request or iterable of Request, optional
+            As for ``submit_read``.
+
+        Returns
+        -------
+        Request
+            Whose ``wait()`` returns the bytes of all of them.
+
+        Raises
+        ------
+        OSError
+            A file cannot be opened.  What fails later is raised by ``Request.wait``:
+            GatherError, which names the items; the others have landed.
+        TypeError, ValueError
+            As ``submit_read``, before anything is started; names the item.
+
+        Notes
+        -----
+        Many small requests cost less so: one call, one hand-over and one completion.  The
+        items are not ordered among each other.
+        """
+        return self.begin_many(OP_READ, items, after)
+
+    def submit_write_many(self, items, *, after=None) -> Request:
+        """Start writing many buffers, to one file or several, as one request.
+
+        Parameters
+        ----------
+        items : iterable of (buffer, file, offset)
+            Each as the arguments of ``submit_write``.
+        after : Request or iterable of Request, optional
+            As for ``submit_read``.
+
+        Returns
+        -------
+        Request
+            As ``submit_read_many``.
+
+        Raises
+        ------
+        OSError, TypeError, ValueError
+            As ``submit_read_many``.
+        """
+        return self.begin_many(OP_WRITE, items, after)
+
+    def read_many(self, items) -> int:
+        """Read into many buffers, and wait: see ``submit_read_many``.
+
+        Parameters
+        ----------
+        items : iterable of (buffer, file, offset)
+            As for ``submit_read_many``.
+
+        Returns
+        -------
+        int
+            The bytes of all of them.
+
+        Raises
+        ------
+        OSError, TypeError, ValueError
+            As ``submit_read_many``, and GatherError, whatever ``errors`` of the handle
+            says.
+        KeyboardInterrupt
+            Ctrl-C, as for ``fsync``.
+        """
+        return wait_or_cancel(self.begin_many(OP_READ, items, None))
+
+    def write_many(self, items) -> int:
+        """Write many buffers, and wait: see ``submit_write_many``.
+
+        Parameters
+        ----------
+        items : iterable of (buffer, file, offset)
+            As for ``submit_write_many``.
+
+        Returns
+        -------
+        int
+            The bytes of all of them.
+
+        Raises
+        ------
+        OSError, TypeError, ValueError, KeyboardInterrupt
+            As ``read_many``.
+        """
+        return wait_or_cancel(self.begin_many(OP_WRITE, items, None))
 
     def fsync(self, file, *, data_only=False) -> None:
         """Make a file durable, and wait: ``submit_fsync(file).wait()``.
@@ -234,6 +341,33 @@ cdef class Submitter:
         self.own()
         return Latencies(*self.workers.latencies())
 
+    def drain(self, timeout_s=None) -> None:
+        """Wait until nothing is in flight.
+
+        Parameters
+        ----------
+        timeout_s : float, optional
+            How long, in seconds; None waits as long as it takes.
+
+        Raises
+        ------
+        TimeoutError
+            The time is over; what is in flight goes on.
+        TypeError, ValueError
+            ``timeout_s`` is no number, or negative; or the handle was never opened.
+        KeyboardInterrupt
+            Ctrl-C, within 0.1 s; what is in flight goes on.
+
+        Notes
+        -----
+        Waits also for what other threads submit meanwhile.  What has failed is raised by
+        ``Request.wait`` of each.  Releases the GIL.
+        """
+        self.own()
+        if not self.workers.drain_until(deadline_ns(timeout_s)):
+            raise TimeoutError(f"{self!r} was not done within {timeout_s} s; it goes on")
+        self.collect()
+
     def close(self) -> None:
         """Refuse what comes, wait for everything in flight and stop the workers.
 
@@ -250,7 +384,8 @@ cdef class Submitter:
         """
         self.own()
         self.open = False
-        self.drain()
+        self.workers.drain_until(-1)
+        self.collect()
         _live.discard(self)
         self.workers.stop()
 
@@ -262,9 +397,10 @@ cdef class Submitter:
 
     cdef Request begin(
         self, nvmeio_op op, object buffer, object file, object file_offset, bint validate,
-        bint waited_for
+        bint waited_for, object after
     ):
-        cdef Request request = self.prepare(op, buffer, file, file_offset, validate)
+        cdef Request request
+        request = self.prepare(op, buffer, file, file_offset, validate, after)
         # One of a device tensor has begun already.
         if not request.is_begun() and not (
             waited_for and request.perform(self.workers.c)
@@ -273,7 +409,8 @@ cdef class Submitter:
         return request
 
     cdef Request prepare(
-        self, nvmeio_op op, object buffer, object file, object file_offset, bint validate
+        self, nvmeio_op op, object buffer, object file, object file_offset, bint validate,
+        object after
     ):
         cdef int64_t offset = file_position("file_offset", file_offset)
         cdef Buffer lent = None
@@ -297,9 +434,33 @@ cdef class Submitter:
         ragged = lent is not None and (offset | lent.nbytes) & PAGE_MASK != 0
         opened = self.files.find(file, op == OP_WRITE, ragged)
         if lent is not None and lent.stage is not None:
+            if after is not None:
+                raise TypeError(
+                    "after= takes no tensor on a device, whose bytes pass through Python; "
+                    "wait for what it is to come after"
+                )
             return new_staged(op, lent, opened, offset, validate, self.workers)
         request = new_request(op, lent, opened, offset, validate)
         request._workers = self.workers
+        request.come_after(after, self.workers)
+        return request
+
+    cdef Request begin_many(self, nvmeio_op op, object items, object after):
+        cdef ManyRequest request = new_many(op, self.workers)
+        cdef Buffer lent
+        self.own()
+        self.collect()
+        if not self.open:
+            raise ValueError("the handle is closed")
+        # All of the memory first, so that what is refused leaves no empty files.
+        offsets = [request.add(index, item) for index, item in enumerate(items)]
+        for file, offset, index in zip(request.files, offsets, range(len(offsets))):
+            lent = request.buffers[index]
+            ragged = (<int64_t> offset | lent.nbytes) & PAGE_MASK != 0
+            request.files[index] = self.files.find(file, op == OP_WRITE, ragged)
+        request.offsets = offsets
+        request.come_after(after, self.workers)
+        request.start(self.workers.c)
         return request
 
     cdef int own(self) except -1:
@@ -319,20 +480,13 @@ cdef class Submitter:
             self.workers.collect()
         return 0
 
-    cdef int drain(self) except -1:
-        """Wait until nothing is in flight, looking at signals meanwhile."""
-        self.own()
-        self.workers.drain()
-        self.collect()
-        return 0
-
 
 def _drain_at_exit():
     """Let no I/O outlive the interpreter, which frees the memory it goes to."""
     for handle in list(_live):
         # A thread that goes on submitting would keep it busy for ever.
         (<Submitter> handle).open = False
-        (<Submitter> handle).drain()
+        handle.drain()
 
 
 atexit.register(_drain_at_exit)

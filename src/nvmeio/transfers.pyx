@@ -337,7 +337,7 @@ cdef class Transfers(Gatherer):
         c_validate = flag("validate", validate)
         check_given(filename)
         try:
-            request = self.begin(op, buffer, filename, file_offset, c_validate, True)
+            request = self.begin(op, buffer, filename, file_offset, c_validate, True, None)
             wait_or_cancel(request)
         except OSError as error:
             return self._failed(error)
@@ -350,7 +350,7 @@ cdef class Transfers(Gatherer):
         c_validate = flag("validate", validate)
         check_given(filename)
         try:
-            request = self.begin(op, buffer, filename, file_offset, c_validate, False)
+            request = self.begin(op, buffer, filename, file_offset, c_validate, False, None)
         except OSError as error:
             return self._failed(error)
         with cython.critical_section(self):

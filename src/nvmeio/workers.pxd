@@ -1,3 +1,5 @@
+from libc.stdint cimport int64_t
+
 from nvmeio._core cimport nvmeio_handle
 
 
@@ -16,8 +18,9 @@ cdef class Workers:
     # not.
     cpdef int collect(self) except -1
 
-    # Wait until nothing is in flight, looking at signals.
-    cdef int drain(self) except -1
+    # Wait until nothing is in flight, looking at signals; or until a monotonic time (-1:
+    # never): then False.
+    cdef bint drain_until(self, int64_t end_ns) except -1
 
     # Wait a few milliseconds for completions, when something else has run out.
     cdef int breathe(self) except -1

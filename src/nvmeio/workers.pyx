@@ -6,6 +6,7 @@ What a request is, is request.pyx's; what users call is handle.pyx's.
 import errno
 import logging
 import os
+import time
 
 import numpy
 
@@ -91,16 +92,28 @@ cdef class Workers:
     def keep(self, request):
         self.staged.add(request)
 
-    cdef int drain(self) except -1:
+    cdef bint drain_until(self, int64_t end_ns) except -1:
+        cdef int64_t left = SLICE_NS
         cdef int result = -1
         self.own()
-        for request in list(self.staged):
-            (<Request> request).poll_for(None)
-        while result < 0:
-            with nogil:
-                result = _core.handle_drain(self.c, SLICE_NS)
+        while True:
+            if end_ns >= 0:
+                left = min(SLICE_NS, max(0, end_ns - <int64_t> time.monotonic_ns()))
+            staged = list(self.staged)
+            if staged:
+                # It moves on while somebody looks.
+                (<Request> staged[0]).poll(left)
+                self.staged.difference_update(
+                    [request for request in staged if (<Request> request).poll(0)]
+                )
+            else:
+                with nogil:
+                    result = _core.handle_drain(self.c, left)
             PyErr_CheckSignals()
-        return 0
+            if not staged and result == 0:
+                return True
+            if left == 0:
+                return False
 
     cdef int breathe(self) except -1:
         with nogil:

@@ -56,6 +56,16 @@ static void test_after_what_is_done(void)
     struct nvmeio_request *before = start(NVMEIO_OP_WRITE);
     wait_for(before);
     CHECK(finish(start_after(NVMEIO_OP_READ, before)).result == BLOCKS * BLOCK);
+    /* Nor does it let go what others hold back. */
+    play(hold);
+    struct nvmeio_request *held = start(NVMEIO_OP_WRITE);
+    struct nvmeio_request *both[] = {before, held, before};
+    struct nvmeio_request *request = submit_after(whole(NVMEIO_OP_READ), both, 3);
+    await(&in_flight, 4);
+    CHECK(look(&in_flight_of[NVMEIO_OP_READ]) == 0);
+    play(perform);
+    CHECK(finish(request).result == BLOCKS * BLOCK);
+    finish(held);
     finish(before);
     play(fail);
     before = start(NVMEIO_OP_WRITE);

@@ -91,3 +91,36 @@ def fork_awaits(folder, engine):
     assert guarded.content() == data
     handle.close()
     report({"parent": got})
+
+
+def order_held(folder, control, engine):
+    """Hold a read, and see that what comes after it has not begun."""
+    path, other = f"{folder}/held-{engine}", f"{folder}/other-{engine}"
+    faults = Faults(control)
+    data = make_file(path, 8192)
+    handle = nvmeio.aio_handle(engine=engine)
+    first, target = Guarded(8192), Guarded(8192)
+    # Beforehand, for the file system answers nobody while it holds the read.
+    with nvmeio.File(path) as file, nvmeio.File(other, "w") as made:
+        handle.write(b"old", made)
+        faults.set(read={"held": True})
+        held = handle.submit_read(first.array, file)
+        faults.await_waiting()
+        write = handle.submit_write(data[::-1], made, after=held)
+        read = handle.submit_read(target.array, made, after=[write, held])
+        dropped = handle.submit_read(bytearray(8192), file, after=[read, held])
+        cancelled = dropped.cancel()
+        done = handle.submit_fsync(made, after=[]).done()
+        blocks = handle.stats()["blocks"]
+        waiting = [held.done(), write.done(), read.done(), dropped.done(), done]
+        faults.set()
+        read.wait()
+    report(
+        {
+            "waiting": waiting,
+            "cancelled": cancelled,
+            "blocks": blocks,
+            "right": first.content() == data and target.content() == data[::-1],
+        }
+    )
+    handle.close()

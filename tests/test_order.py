@@ -1,0 +1,244 @@
+"""Requests after others, and many transfers in one request."""
+
+import errno
+import itertools
+import os
+from concurrent.futures import CancelledError
+
+import numpy as np
+import pytest
+import torch
+
+import nvmeio
+from children import run_child
+from helpers import PAGE, Guarded, pattern
+from mounts import SLOW_PLACES
+
+SIZE = 3 * PAGE + 100
+
+
+@pytest.fixture
+def handle(open_handle):
+    """A handle with a small queue."""
+    return open_handle(16384, 4)
+
+
+class TestAfter:
+    def test_a_read_follows_the_write_that_makes_the_file(self, handle, path):
+        for seed in range(20):
+            data, target = pattern(SIZE, seed), Guarded(SIZE)
+            path.unlink(missing_ok=True)
+            write = handle.submit_write(data, path)
+            read = handle.submit_read(target.array, path, after=write)
+            assert read.wait() == SIZE
+            assert write.done()
+            assert target.content() == data
+
+    def test_a_chain_leaves_what_its_last_write_has_written(self, handle, path):
+        requests = []
+        for seed in range(50):
+            before = requests[-1:]
+            requests.append(handle.submit_write(pattern(SIZE, seed), path, after=before))
+        gathered = Guarded(200)
+        gather = handle.submit_gather(path, [0, PAGE], 100, gathered.array, after=requests)
+        sync = handle.submit_fsync(path, after=iter(requests))
+        assert gather.wait() == 200
+        sync.wait()
+        last = pattern(SIZE, 49)
+        assert path.read_bytes() == last
+        assert gathered.content() == last[:100] + last[PAGE : PAGE + 100]
+
+    @pytest.mark.parametrize("kind", ["read", "write", "fsync", "gather", "many"])
+    def test_a_failure_is_the_cause_of_those_that_come_after(self, handle, path, kind):
+        path.write_bytes(b"old")
+        failed = handle.submit_read(bytearray(100), path)
+        buffer = bytearray(3)
+        request = {
+            "read": lambda: handle.submit_read(buffer, path, after=failed),
+            "write": lambda: handle.submit_write(b"new", path, after=failed),
+            "fsync": lambda: handle.submit_fsync(path, after=failed),
+            "gather": lambda: handle.submit_gather(path, [0], 3, buffer, after=failed),
+            "many": lambda: handle.submit_read_many([(buffer, path, 0)], after=failed),
+        }[kind]()
+        last = handle.submit_fsync(path, after=request)
+        with pytest.raises(OSError, match="past the end") as first:
+            failed.wait()
+        for later in (request, last):
+            with pytest.raises(OSError, match="was not started: it comes after") as raised:
+                later.wait()
+            assert raised.value.errno == first.value.errno == errno.ENODATA
+        assert request.exception().__cause__ is first.value
+        assert last.exception().__cause__ is request.exception()
+        assert bytes(buffer) == bytes(3)
+        assert path.read_bytes() == b"old"
+
+    def test_what_was_done_before_holds_nothing_back(self, handle, path):
+        write = handle.submit_write(b"12345", path)
+        write.wait()
+        buffer = bytearray(5)
+        assert handle.submit_read(buffer, path, after=[write, write]).wait() == 5
+        assert buffer == b"12345"
+
+    def test_bytes_that_pass_through_python_are_refused(self, handle, path):
+        path.write_bytes(bytes(1000))
+        strided = np.zeros(200, np.uint8)[::2]
+        first = handle.submit_fsync(path)
+        with pytest.raises(TypeError, match="copied when it is submitted"):
+            handle.submit_write(strided, path, after=first)
+        with pytest.raises(TypeError, match="copied when it is submitted"):
+            handle.submit_write_many([(strided, path, 0)], after=first)
+        # It lands in the view when it is looked at, in time for who waits for it.
+        assert handle.submit_read(strided, path, after=first).wait() == 100
+        staged = handle.submit_gather(path, [0], 100, strided)
+        staged.wait()
+        handle.submit_fsync(path, after=staged).wait()
+
+    def test_what_can_come_before(self, handle, path, open_handle):
+        path.write_bytes(bytes(100))
+        other = open_handle(16384, 4)
+        foreign = other.submit_read(bytearray(100), path)
+        with pytest.raises(ValueError, match="of another handle"):
+            handle.submit_read(bytearray(100), path, after=foreign)
+        foreign.wait()
+        with pytest.raises(TypeError, match=r"after\[1\] is 3; it must be a Request"):
+            handle.submit_read(bytearray(100), path, after=[handle.submit_fsync(path), 3])
+        with pytest.raises(TypeError):
+            handle.submit_read(bytearray(100), path, after=3)
+        handle.drain()
+
+    @pytest.mark.parametrize(("engine", "slow"), SLOW_PLACES, indirect=["slow"])
+    def test_nothing_starts_before_its_turn(self, slow, engine):
+        report = run_child("order_held", **slow, engine=engine).report
+        assert report["waiting"] == [False, False, False, True, False]
+        # That of b"old" alone.
+        assert (report["blocks"], report["cancelled"]) == (1, True)
+        assert report["right"]
+
+
+class TestMany:
+    @pytest.mark.parametrize("through", ["paths", "files", "descriptors"])
+    def test_what_is_written_is_read_back(self, handle, tmp_path, through):
+        paths = [tmp_path / f"{index}" for index in range(3)]
+        for path in paths:
+            path.touch()
+        files = {
+            "paths": paths,
+            "files": [nvmeio.File(path, "r+") for path in paths],
+            "descriptors": [os.open(path, os.O_RDWR) for path in paths],
+        }[through]
+        sizes = [0, 1, 777, PAGE, 3 * PAGE, 40_000] * 20
+        ends = [0, 0, 0]
+        items, expected = [], [b"", b"", b""]
+        for number, size in enumerate(sizes):
+            place = number % 3
+            data = pattern(size, number)
+            items.append((data, files[place], ends[place]))
+            ends[place] += size
+            expected[place] += data
+        assert handle.write_many(items) == sum(sizes)
+        assert [path.read_bytes() for path in paths] == expected
+        targets = [Guarded(size) for size in sizes]
+        request = handle.submit_read_many(
+            (target.array, file, offset)
+            for target, (_, file, offset) in zip(targets, items, strict=True)
+        )
+        assert request.wait() == request.nbytes == sum(sizes)
+        for target, (data, _, _) in zip(targets, items, strict=True):
+            assert target.content() == data
+        assert handle.read_many([]) == 0
+
+    def test_any_kind_of_memory(self, handle, path):
+        data = pattern(4000, 1)
+        path.write_bytes(data)
+        strided = np.zeros((10, 20), np.float32).T
+        tensor = torch.zeros(100, dtype=torch.float64)
+        transposed = torch.zeros(10, 10).T
+        items = [(strided, path, 0), (tensor, path, 800), (transposed, path, 1600)]
+        assert handle.read_many(items) == 2000
+        assert np.ascontiguousarray(strided).tobytes() == data[:800]
+        assert tensor.numpy().tobytes() == data[800:1600]
+        assert transposed.contiguous().numpy().tobytes() == data[1600:2000]
+        assert handle.write_many([(strided, path, 2000), (transposed, path, 3600)]) == 1200
+        assert (
+            path.read_bytes()
+            == data[:2000] + data[:800] + data[2800:3600] + data[1600:2000]
+        )
+
+    def test_items_that_fail_are_named_and_the_others_land(self, handle, path, tmp_path):
+        path.write_bytes(pattern(1000, 1))
+        targets = [Guarded(400) for _ in range(4)]
+        offsets = [0, 700, 500, 900]
+        request = handle.submit_read_many(
+            (target.array, path, offset)
+            for target, offset in zip(targets, offsets, strict=True)
+        )
+        with pytest.raises(nvmeio.GatherError, match="item 1: 400 bytes") as raised:
+            request.wait()
+        assert raised.value.failures == ((1, errno.ENODATA), (3, errno.ENODATA))
+        assert (raised.value.index, raised.value.filename) == (1, str(path))
+        assert targets[0].content() == pattern(1000, 1)[:400]
+        assert targets[2].content() == pattern(1000, 1)[500:900]
+
+    def test_what_is_refused_starts_nothing(self, handle, path, tmp_path):
+        new = tmp_path / "new"
+        for items, message in [
+            ([(b"1", new, 0), (b"1", new)], r"items\[1\] is .*; it must be"),
+            ([(b"1", new, 0), (b"1", new, -1)], r"items\[1\].* is -1"),
+            ([(b"1", new, 0), (object(), new, 0)], r"items\[1\]: expected an array"),
+            ([(b"1", new, 0), (b"1", new, 2**63 - 1)], r"items\[1\]: the offset"),
+        ]:
+            with pytest.raises((TypeError, ValueError), match=message):
+                handle.submit_write_many(items)
+            assert not new.exists()
+        path.write_bytes(b"1")
+        with (
+            nvmeio.File(path) as file,
+            pytest.raises(OSError, match="not open for writing"),
+        ):
+            handle.submit_write_many([(b"2", new, 0), (b"2", file, 0)])
+        assert path.read_bytes() == b"1"
+        handle.close()
+        with pytest.raises(ValueError, match="closed"):
+            handle.submit_write_many([(b"1", path, 0)])
+
+    def test_it_can_be_cancelled_awaited_and_dropped(self, handle, path):
+        path.write_bytes(bytes(PAGE))
+        for _ in range(50):
+            request = handle.submit_read_many(
+                [(bytearray(PAGE), path, 0) for _ in range(100)]
+            )
+            if request.cancel():
+                with pytest.raises(CancelledError):
+                    request.wait()
+            else:
+                assert request.wait() == 100 * PAGE
+        called = []
+        request = handle.submit_read_many([(bytearray(PAGE), path, 0)] * 3)
+        request.add_done_callback(called.append)
+        nvmeio.wait([request])
+        assert called == [request]
+        handle.submit_read_many([(bytearray(PAGE), path, 0)] * 3)
+        handle.drain()
+        assert handle.pending == 0
+        assert handle.stats()["requests"] == 52
+
+
+class TestDrain:
+    def test_it_waits_for_everything_and_for_so_long(self, handle, path):
+        path.write_bytes(pattern(PAGE, 1))
+        targets = [Guarded(PAGE) for _ in range(20)]
+        requests = [handle.submit_read(target.array, path) for target in targets]
+        handle.drain(timeout_s=60)
+        assert all(request.done() for request in requests)
+        assert all(target.content() == pattern(PAGE, 1) for target in targets)
+        handle.drain(0)
+        for wrong in ("1", -1, True):
+            with pytest.raises((TypeError, ValueError)):
+                handle.drain(wrong)
+
+    def test_the_longest_of_chains_is_drained(self, handle, path):
+        requests = [handle.submit_write(b"0", path)]
+        for _, digit in zip(range(2000), itertools.cycle(b"123456789")):
+            requests.append(handle.submit_write(bytes([digit]), path, after=requests[-1]))
+        handle.drain()
+        assert path.read_bytes() == b"2"
