@@ -20,13 +20,6 @@ struct nvmeio_gathering {
     bool alone; /* what has failed with others is read again, each record by itself */
 };
 
-void nvmeio_gathering_free(struct nvmeio_gathering *gathering)
-{
-    if (gathering)
-        free(gathering->records);
-    free(gathering);
-}
-
 /* Whether the current extent makes the file longer: then it lands in order. */
 static bool grows_file(const struct nvmeio_request *request)
 {
@@ -233,6 +226,18 @@ static void gather_plan(struct nvmeio_request *request)
     find_extent(request);
 }
 
+static size_t gather_failures(const struct nvmeio_request *request,
+                              struct nvmeio_failure *failures, size_t count)
+{
+    return nvmeio_records_failures(request->gathering->records, failures, count);
+}
+
+static void gather_free(struct nvmeio_request *request)
+{
+    free(request->gathering->records);
+    free(request->gathering);
+}
+
 static const struct nvmeio_request_ops gather_ops = {
     .plan = gather_plan,
     .next = gather_next,
@@ -242,6 +247,8 @@ static const struct nvmeio_request_ops gather_ops = {
     .settle = gather_settle,
     .load = gather_load,
     .deliver = gather_deliver,
+    .failures = gather_failures,
+    .free = gather_free,
 };
 
 struct nvmeio_request *nvmeio_gather_new(struct nvmeio_handle *handle,
@@ -269,10 +276,4 @@ struct nvmeio_request *nvmeio_gather_new(struct nvmeio_handle *handle,
     gathering->small_pages =
         nvmeio_request_has_small_pages(request, gather->address, gather->size);
     return request;
-}
-
-size_t nvmeio_gather_failures(const struct nvmeio_request *request,
-                              struct nvmeio_failure *failures, size_t count)
-{
-    return nvmeio_records_failures(request->gathering->records, failures, count);
 }

@@ -559,7 +559,7 @@ static void stop(struct nvmeio_handle *handle)
     nvmeio_queue_unlock(&handle->queue);
     if (!first)
         return;
-    nvmeio_handle_drain(handle, -1);
+    nvmeio_queue_drain(&handle->queue, -1);
     nvmeio_workers_stop(&handle->workers);
     nvmeio_queue_lock(&handle->queue);
     handle->life = NVMEIO_HANDLE_CLOSED;
@@ -580,7 +580,7 @@ void nvmeio_handle_close(struct nvmeio_handle *handle)
     void *user;
 
     nvmeio_handle_stop(handle);
-    while (nvmeio_handle_pop(handle, &user, 1) == 1)
+    while (nvmeio_queue_pop(&handle->queue, &user, 1) == 1)
         ;
     handle_release(handle);
 }

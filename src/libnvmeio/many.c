@@ -62,9 +62,38 @@ static void many_settle(struct nvmeio_request *request)
             request->got += part->total;
 }
 
+static size_t many_failures(const struct nvmeio_request *request,
+                            struct nvmeio_failure *failures, size_t count)
+{
+    const struct nvmeio_request *part;
+    size_t found = 0;
+
+    for (size_t i = 0; (part = nvmeio_part(request, i)); i++) {
+        if (!part->error)
+            continue;
+        if (found < count)
+            failures[found] = (struct nvmeio_failure){.index = i,
+                                                      .error = part->error,
+                                                      .offset = part->offset,
+                                                      .size = part->total};
+        found++;
+    }
+    return found;
+}
+
+static void many_free(struct nvmeio_request *request)
+{
+    /* Where the handle has refused them, they still hold their files. */
+    for (size_t i = 0; i < request->parts->count; i++)
+        nvmeio_file_release(request->parts->list[i].file);
+    free(request->parts);
+}
+
 static const struct nvmeio_request_ops many_ops = {
     .plan = many_plan,
     .settle = many_settle,
+    .failures = many_failures,
+    .free = many_free,
 };
 
 struct nvmeio_request *nvmeio_many_new(struct nvmeio_handle *handle,
@@ -94,33 +123,4 @@ struct nvmeio_request *nvmeio_many_new(struct nvmeio_handle *handle,
         request->total += parts->list[i].total;
     }
     return request;
-}
-
-size_t nvmeio_many_failures(const struct nvmeio_request *request,
-                            struct nvmeio_failure *failures, size_t count)
-{
-    const struct nvmeio_request *part;
-    size_t found = 0;
-
-    for (size_t i = 0; (part = nvmeio_part(request, i)); i++) {
-        if (!part->error)
-            continue;
-        if (found < count)
-            failures[found] = (struct nvmeio_failure){.index = i,
-                                                      .error = part->error,
-                                                      .offset = part->offset,
-                                                      .size = part->total};
-        found++;
-    }
-    return found;
-}
-
-void nvmeio_parts_free(struct nvmeio_parts *parts)
-{
-    if (!parts)
-        return;
-    /* Where the handle has refused them, they still hold their files. */
-    for (size_t i = 0; i < parts->count; i++)
-        nvmeio_file_release(parts->list[i].file);
-    free(parts);
 }

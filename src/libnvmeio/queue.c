@@ -497,3 +497,30 @@ int nvmeio_queue_sleep(struct nvmeio_queue *queue, struct nvmeio_waiter **list,
     nvmeio_waiter_sleep(waiter, -1);
     return 0;
 }
+
+int nvmeio_queue_drain(struct nvmeio_queue *queue, int64_t deadline_ns)
+{
+    struct nvmeio_waiter waiter = {0};
+
+    nvmeio_queue_lock(queue);
+    if (queue->active_count > 0)
+        return nvmeio_queue_sleep(queue, &queue->drainers, &waiter, deadline_ns);
+    nvmeio_queue_unlock(queue);
+    return 0;
+}
+
+unsigned nvmeio_queue_pop(struct nvmeio_queue *queue, void **users, unsigned count)
+{
+    unsigned found = 0;
+
+    nvmeio_queue_lock(queue);
+    while (found < count && queue->done_first) {
+        struct nvmeio_request *request = queue->done_first;
+        nvmeio_queue_take_done(queue, request);
+        users[found++] = request->user;
+        request->done_next = queue->drop;
+        queue->drop = request;
+    }
+    nvmeio_queue_unlock(queue);
+    return found;
+}

@@ -59,6 +59,12 @@ void nvmeio_queue_lock(struct nvmeio_queue *queue);
  * afterwards but for references of the caller's own. */
 void nvmeio_queue_unlock(struct nvmeio_queue *queue);
 
+/* Wait until nothing is active, or until a deadline: 0 or -ETIMEDOUT. */
+int nvmeio_queue_drain(struct nvmeio_queue *queue, int64_t deadline_ns);
+
+/* What nvmeio_handle_pop() does. */
+unsigned nvmeio_queue_pop(struct nvmeio_queue *queue, void **users, unsigned count);
+
 /* The mutex is held in all that follow. */
 
 /* Add a new request, of which the queue takes a reference: planned, but where it is to

@@ -59,8 +59,8 @@ void nvmeio_request_release(struct nvmeio_request *request)
         return;
     nvmeio_file_release(request->file);
     request->owner->release(request->handle);
-    nvmeio_gathering_free(request->gathering);
-    nvmeio_parts_free(request->parts);
+    if (request->ops->free)
+        request->ops->free(request);
     free(request->links);
     free(request);
 }
@@ -198,9 +198,7 @@ int nvmeio_request_outcome(struct nvmeio_request *request,
 size_t nvmeio_request_failures(struct nvmeio_request *request,
                                struct nvmeio_failure *failures, size_t count)
 {
-    if (!nvmeio_request_done(request))
+    if (!request->ops->failures || !nvmeio_request_done(request))
         return 0;
-    return request->gathering ? nvmeio_gather_failures(request, failures, count)
-           : request->parts   ? nvmeio_many_failures(request, failures, count)
-                              : 0;
+    return request->ops->failures(request, failures, count);
 }

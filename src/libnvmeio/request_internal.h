@@ -62,6 +62,13 @@ struct nvmeio_request_ops {
      * they belong, which may be where they are. */
     void (*load)(const struct nvmeio_block *block);
     void (*deliver)(const struct nvmeio_block *block, size_t landed);
+
+    /* What nvmeio_request_failures() tells of a request that is done.  May be NULL. */
+    size_t (*failures)(const struct nvmeio_request *request,
+                       struct nvmeio_failure *failures, size_t count);
+
+    /* Free what is of this kind alone.  May be NULL. */
+    void (*free)(struct nvmeio_request *request);
 };
 
 /* What requests know of their handle. */
@@ -223,11 +230,6 @@ struct nvmeio_request *nvmeio_part(const struct nvmeio_request *request, size_t 
 /* A part is done. */
 void nvmeio_many_book(struct nvmeio_request *part);
 
-size_t nvmeio_many_failures(const struct nvmeio_request *request,
-                            struct nvmeio_failure *failures, size_t count);
-
-void nvmeio_parts_free(struct nvmeio_parts *parts);
-
 /* gather.c: many records. */
 
 struct nvmeio_records;
@@ -237,10 +239,5 @@ struct nvmeio_request *nvmeio_gather_new(struct nvmeio_handle *handle,
                                          const struct nvmeio_owner *owner,
                                          const struct nvmeio_gather *gather,
                                          struct nvmeio_records *records);
-
-size_t nvmeio_gather_failures(const struct nvmeio_request *request,
-                              struct nvmeio_failure *failures, size_t count);
-
-void nvmeio_gathering_free(struct nvmeio_gathering *gathering);
 
 #endif

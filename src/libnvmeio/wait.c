@@ -31,34 +31,14 @@ int nvmeio_request_wait(struct nvmeio_request *request, int64_t timeout_ns)
 
 int nvmeio_handle_drain(struct nvmeio_handle *handle, int64_t timeout_ns)
 {
-    int64_t deadline_ns = nvmeio_deadline(timeout_ns);
-    struct nvmeio_waiter waiter = {0};
-
     nvmeio_handle_ensure_own(handle);
-    nvmeio_queue_lock(&handle->queue);
-    if (handle->queue.active_count > 0)
-        return nvmeio_queue_sleep(&handle->queue, &handle->queue.drainers, &waiter,
-                                  deadline_ns);
-    nvmeio_queue_unlock(&handle->queue);
-    return 0;
+    return nvmeio_queue_drain(&handle->queue, nvmeio_deadline(timeout_ns));
 }
 
 unsigned nvmeio_handle_pop(struct nvmeio_handle *handle, void **users, unsigned count)
 {
-    struct nvmeio_queue *queue = &handle->queue;
-    unsigned found = 0;
-
     nvmeio_handle_ensure_own(handle);
-    nvmeio_queue_lock(queue);
-    while (found < count && queue->done_first) {
-        struct nvmeio_request *request = queue->done_first;
-        nvmeio_queue_take_done(queue, request);
-        users[found++] = request->user;
-        request->done_next = queue->drop;
-        queue->drop = request;
-    }
-    nvmeio_queue_unlock(queue);
-    return found;
+    return nvmeio_queue_pop(&handle->queue, users, count);
 }
 
 int nvmeio_handle_watch(struct nvmeio_handle *handle, int fd)
