@@ -33,7 +33,7 @@ TSAN_TESTS := tests/test_model.py tests/test_handle.py tests/test_futures.py \
 
 COVERAGE_FLAGS := --coverage -O0 -fprofile-update=atomic
 COVERAGE_TESTS := tests/test_file.py tests/test_openfiles.py tests/test_mounts.py \
-	tests/test_gather.py tests/test_faults.py
+	tests/test_gather.py tests/test_faults.py tests/test_order.py
 
 .PHONY: demo test build test-python test-c test-c-asan test-c-tsan test-neon test-pythons
 .PHONY: check-all mutants

@@ -288,11 +288,11 @@ def use_inherited(scene, state, other, name):
         use_handle(scene.handle, other, name, scene.engine)
         again = scene.handle.submit_read(bytearray(10), f"{other}/{name}")
     except ValueError as refused:
-        if state not in (closed, stopping) or str(refused) != "the handle is closed":
+        if state not in SHUT or str(refused) != "the handle is closed":
             raise
     else:
         assert asyncio.run(awaited(again)) == 10
-        assert state is not closed
+        assert state not in SHUT
 
 
 def use_fresh(scene, state, other, name):
