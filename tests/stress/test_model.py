@@ -84,7 +84,6 @@ RATES = {
     "partly": 300,
     "spurious": 50,
     "wake": 200,
-    "register": 200,
     "eio": 5,
     "enospc": 5,
 }
