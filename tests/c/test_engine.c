@@ -126,12 +126,14 @@ static void test_engines_are_found_by_number_and_by_name(void)
     CHECK(nvmeio_engine_probe(nvmeio_engine_count(), &info) == -EINVAL);
 }
 
-/* An engine that is refused is passed over, and said why; the next one works. */
+/* An engine that is refused is passed over, and said why; the next one works.  What the
+ * first had opened is closed. */
 static void test_auto_takes_the_first_that_works(void)
 {
     struct nvmeio_config config = config_of("auto");
     struct nvmeio_engine_info info;
     struct nvmeio_handle *handle;
+    unsigned before = descriptors_open();
     bool known;
 
     refusal = EPERM;
@@ -157,6 +159,7 @@ static void test_auto_takes_the_first_that_works(void)
         bool works = !*info.library;
         CHECK((info.error == 0) == works && (info.reason[0] == '\0') == works);
     }
+    CHECK(descriptors_open() == before);
     refusal = 0;
 }
 

@@ -1,6 +1,5 @@
 /* What is opened and what is refused, what is left of a file when a write fails, and
  * that nothing of the caller's is changed. */
-#include <dirent.h>
 #include <pthread.h>
 #include <signal.h>
 #include <sys/resource.h>
@@ -300,18 +299,6 @@ static void test_a_failed_write_of_a_child_leaves_the_bytes_before_it(void)
     CHECK(file_holds(path, memory.address, 200 * KIB, 0));
     guarded_free(&memory);
     nvmeio_file_release(file);
-}
-
-static unsigned descriptors_open(void)
-{
-    DIR *folder = opendir("/proc/self/fd");
-    unsigned count = 0;
-
-    CHECK(folder);
-    while (readdir(folder))
-        count++;
-    closedir(folder);
-    return count;
 }
 
 static void limit_descriptors(rlim_t limit)

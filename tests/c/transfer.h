@@ -6,6 +6,7 @@
 #ifndef NVMEIO_TESTS_TRANSFER_H
 #define NVMEIO_TESTS_TRANSFER_H
 
+#include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <stdatomic.h>
@@ -48,6 +49,18 @@ static inline const char *test_folder(void)
 {
     const char *folder = getenv("NVMEIO_TEST_DIR");
     return folder ? folder : ".";
+}
+
+static inline unsigned descriptors_open(void)
+{
+    DIR *folder = opendir("/proc/self/fd");
+    unsigned count = 0;
+
+    CHECK(folder);
+    while (readdir(folder))
+        count++;
+    closedir(folder);
+    return count;
 }
 
 /* A path for a file of this test in `folder`, where there is none now. */

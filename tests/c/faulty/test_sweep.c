@@ -41,18 +41,6 @@ static void expire(int signal)
     _exit(1);
 }
 
-static unsigned entries_in(const char *folder)
-{
-    unsigned count = 0;
-    DIR *listing = opendir(folder);
-
-    CHECK(listing);
-    while (readdir(listing))
-        count++;
-    closedir(listing);
-    return count;
-}
-
 /* The kernel's own stay for a while, those of a dead ring as long as the ring. */
 static unsigned threads_of_ours(void)
 {
@@ -128,7 +116,7 @@ static bool occurs(enum nvmeio_fault kind)
  * keeps is kept for ever, but no more. */
 static void try_faults(void (*look)(void *), void *argument)
 {
-    unsigned files = entries_in("/proc/self/fd");
+    unsigned files = descriptors_open();
     unsigned threads = threads_of_ours();
 
     alarm(CASE_S);
@@ -139,11 +127,11 @@ static void try_faults(void (*look)(void *), void *argument)
     memset(allowed, 0, sizeof(allowed));
     check_threads(threads);
     if (abandoned)
-        files = entries_in("/proc/self/fd");
+        files = descriptors_open();
     work();
     CHECK(!abandoned);
     check_threads(threads);
-    CHECK(entries_in("/proc/self/fd") == files);
+    CHECK(descriptors_open() == files);
 }
 
 struct place {
