@@ -29,14 +29,13 @@ static void many_plan(struct nvmeio_request *request)
 
     for (size_t i = 0; (part = nvmeio_part(request, i)); i++) {
         if (part->op == NVMEIO_OP_FSYNC) {
-            nvmeio_request_plan(part);
+            part->ops->plan(part);
             continue;
         }
         if (part->file != file)
             size = nvmeio_file_size(part->file);
         file = part->file;
         nvmeio_transfer_plan(part, size);
-        part->phase = NVMEIO_PHASE_PLANNED;
     }
 }
 

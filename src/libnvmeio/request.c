@@ -37,12 +37,6 @@ void nvmeio_request_init(struct nvmeio_request *request,
     }
 }
 
-void nvmeio_request_plan(struct nvmeio_request *request)
-{
-    request->ops->plan(request);
-    request->phase = NVMEIO_PHASE_PLANNED;
-}
-
 void nvmeio_request_note_end(struct nvmeio_request *request, int64_t file_size,
                              int64_t end)
 {

@@ -164,10 +164,6 @@ bool nvmeio_request_before_fork(const struct nvmeio_request *request);
 /* Whether a block may be cut now. */
 bool nvmeio_request_has_block(const struct nvmeio_request *request);
 
-/* Look at the file, and plan what is cut.  Without the mutex, and before anybody else
- * may cut. */
-void nvmeio_request_plan(struct nvmeio_request *request);
-
 /* Whether everything was cut, of this round. */
 bool nvmeio_request_is_cut(const struct nvmeio_request *request);
 
