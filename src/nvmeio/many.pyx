@@ -14,12 +14,13 @@ from cpython.ref cimport Py_DECREF, Py_INCREF
 from libc.stdint cimport INT64_MAX, SIZE_MAX
 
 from nvmeio cimport _core
-from nvmeio._core cimport OP_READ, nvmeio_failure, nvmeio_handle, nvmeio_many, nvmeio_op
+from nvmeio._core cimport OP_READ, nvmeio_handle, nvmeio_many, nvmeio_op
 from nvmeio._core cimport nvmeio_outcome, nvmeio_request, nvmeio_transfer
 from nvmeio.arguments cimport file_position, refuse_path
 from nvmeio.buffer cimport Buffer, lend, library_for
 from nvmeio.file cimport File
 from nvmeio.outcome cimport raise_refused, verb_of
+from nvmeio.records cimport failures_of
 from nvmeio.request cimport Request, fill_after
 
 from nvmeio.copy import memcpy
@@ -124,28 +125,17 @@ cdef class ManyRequest(Request):
         return 0
 
     cdef object judge(self, const nvmeio_outcome *outcome):
-        cdef size_t count, i
-        cdef nvmeio_failure *failures
         if outcome.result >= 0:
             return None
         if outcome.result == -errno.ECANCELED:
             return CancelledError(f"the {self.doing()} was cancelled")
-        count = _core.request_failures(self.c, NULL, 0)
-        failures = <nvmeio_failure *> PyMem_Malloc(count * sizeof(nvmeio_failure))
-        if failures == NULL:
-            raise MemoryError()
-        try:
-            _core.request_failures(self.c, failures, count)
-            first = f"{failures[0].size} bytes at offset {failures[0].offset}"
-            found = tuple((failures[i].index, -failures[i].error) for i in range(count))
-        finally:
-            PyMem_Free(failures)
+        first, found = failures_of(self.c)
         reason = os.strerror(-outcome.result)
         if outcome.result == -errno.ENODATA:
             reason = "past the end of the file"
         words = f"{reason} ({verb_of(self.op)} of many, item {found[0][0]}: {first}"
-        if count > 1:
-            words += f"; {count} of {len(self.paths)} items failed"
+        if len(found) > 1:
+            words += f"; {len(found)} of {len(self.paths)} items failed"
         path = self.paths[found[0][0]]
         return GatherError(-outcome.result, f"{words})", path, found)
 

@@ -1,6 +1,6 @@
 from libc.stdint cimport int64_t
 
-from nvmeio._core cimport nvmeio_gather, nvmeio_op
+from nvmeio._core cimport nvmeio_gather, nvmeio_op, nvmeio_request
 from nvmeio.buffer cimport Buffer
 from nvmeio.file cimport File
 from nvmeio.request cimport Request
@@ -25,6 +25,9 @@ cdef class GatherRequest(Request):
     # Name the file.
     cdef int aim(self, File file) except -1
 
+
+# What of a request has failed: the first in words, and index and errno of each.
+cdef tuple failures_of(nvmeio_request *request)
 
 # A gather or scatter without a file as yet.  `value`: its result, in place of bytes.
 cdef GatherRequest new_gather(

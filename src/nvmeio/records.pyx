@@ -111,8 +111,6 @@ cdef class GatherRequest(Request):
         return 0
 
     cdef object judge(self, const nvmeio_outcome *outcome):
-        cdef size_t count, i
-        cdef nvmeio_failure *failures
         if outcome.result >= 0:
             return None
         name = name_of(self.op)
@@ -120,25 +118,16 @@ cdef class GatherRequest(Request):
             return CancelledError(
                 f"the {name} of {self.count} records of {self.path!r} was cancelled"
             )
-        count = _core.request_failures(self.c, NULL, 0)
+        first, found = failures_of(self.c)
         reason = os.strerror(-outcome.result)
-        if count == 0:
+        if not found:
             # There are no records, or none of them is at fault.
             return OSError(-outcome.result, f"{reason} ({name})", self.path)
-        failures = <nvmeio_failure *> PyMem_Malloc(count * sizeof(nvmeio_failure))
-        if failures == NULL:
-            raise MemoryError()
-        try:
-            _core.request_failures(self.c, failures, count)
-            first = f"{failures[0].size} bytes at offset {failures[0].offset}"
-            found = tuple((failures[i].index, -failures[i].error) for i in range(count))
-        finally:
-            PyMem_Free(failures)
         if outcome.result == -errno.ENODATA:
             reason = "past the end of the file"
         words = f"{reason} ({name}, record {found[0][0]}: {first}"
-        if count > 1:
-            words += f"; {count} of {self.count} records failed"
+        if len(found) > 1:
+            words += f"; {len(found)} of {self.count} records failed"
         return GatherError(-outcome.result, f"{words})", self.path, found)
 
     cdef str doing(self):
@@ -146,6 +135,22 @@ cdef class GatherRequest(Request):
 
     cdef str subject(self):
         return self.doing()
+
+
+cdef tuple failures_of(nvmeio_request *request):
+    cdef size_t count = _core.request_failures(request, NULL, 0), i
+    cdef nvmeio_failure *failures
+    if count == 0:
+        return "", ()
+    failures = <nvmeio_failure *> PyMem_Malloc(count * sizeof(nvmeio_failure))
+    if failures == NULL:
+        raise MemoryError()
+    try:
+        _core.request_failures(request, failures, count)
+        first = f"{failures[0].size} bytes at offset {failures[0].offset}"
+        return first, tuple((failures[i].index, -failures[i].error) for i in range(count))
+    finally:
+        PyMem_Free(failures)
 
 
 cdef str name_of(nvmeio_op op):

@@ -74,8 +74,11 @@ cdef class Request:
         cdef nvmeio_transfer transfer
         cdef int result
         cdef nvmeio_request **before
+        cdef nvmeio_after after
+        # First, for fill_transfer() takes a reference of the file.
+        before = fill_after(self, &after)
         fill_transfer(self, &transfer)
-        before = fill_after(self, &transfer.after)
+        transfer.after = after
         # For `user`, until handle_pop() or request_wait() reports it.
         Py_INCREF(self)
         with nogil:
