@@ -28,7 +28,7 @@ TSAN_ENVIRONMENT = LD_PRELOAD="$$(gcc -print-file-name=libtsan.so)" \
 	TSAN_OPTIONS="exitcode=66 report_signal_unsafe=0 log_path=$(CURDIR)/$(TSAN_REPORT)" \
 	PYTHONPATH=$(CURDIR)/build/tsan/lib setarch -R
 TSAN_JUDGE = status=$$?; ! cat $(TSAN_REPORT).* 2>/dev/null && exit $$status
-TSAN_TESTS := tests/test_model.py tests/test_handle.py tests/test_futures.py \
+TSAN_TESTS := tests/test_model.py tests/test_handle.py tests/test_op.py tests/test_futures.py \
 	tests/test_gather.py tests/test_workers.py tests/test_latencies.py tests/test_pool.py
 
 COVERAGE_FLAGS := --coverage -O0 -fprofile-update=atomic
@@ -37,7 +37,8 @@ COVERAGE_TESTS := tests/test_file.py tests/test_openfiles.py tests/test_mounts.p
 
 .PHONY: demo test build test-python test-c test-c-asan test-c-tsan test-neon test-pythons
 .PHONY: check-all mutants
-.PHONY: stress-short stress stress-long replay fuzz test-deepspeed lint format sdist bench
+.PHONY: stress-short stress stress-long replay fuzz test-deepspeed test-models
+.PHONY: test-models-short lint format sdist bench
 .PHONY: asan tsan stress-asan stress-tsan build-asan build-tsan coverage clean
 
 demo: build
@@ -56,7 +57,7 @@ $(VENV)/.nvmeio-tools: constraints.txt scripts/setup-machine
 
 # Beside the .pth file and the version, which is in base.h, a link to the tree is installed.
 $(INSTALLED): $(VENV)/.nvmeio-tools pyproject.toml setup.py include/nvmeio/base.h \
-		src/nvmeio-deepspeed.pth
+		src/nvmeio-follow.pth
 	$(PY) -m pip install -q --constraint constraints.txt --no-build-isolation \
 		--editable '.[torch,test,dev]'
 	touch $@
@@ -81,7 +82,7 @@ test-c-tsan: $(VENV)/.nvmeio-tools
 
 # All of the above and below, each as long as it takes, but for hours of stress and fuzz.
 check-all: COMBINATIONS := --all-combinations
-check-all: test test-c-asan test-c-tsan test-deepspeed test-neon lint sdist asan tsan \
+check-all: test test-c-asan test-c-tsan test-deepspeed test-models test-neon lint sdist asan tsan \
 	stress stress-asan stress-tsan test-pythons coverage mutants
 
 # Whether the tests notice what is wrong with each patch of tests/mutants.  MUTANTS is for
@@ -128,6 +129,14 @@ test-pythons: build
 test-deepspeed: build
 	scripts/test-deepspeed $(PY) $(COMBINATIONS)
 
+# MODELS is for pytest, such as MODELS='-k diffusers'.
+test-models: build
+	scripts/test-models $(PY) $(MODELS) $(COMBINATIONS)
+
+# transformers has the most ways to load, and huggingface_hub has the functions of the others.
+test-models-short: build
+	scripts/test-models $(PY) -k 'variable and (transformers or hub)'
+
 build-asan: build
 	CFLAGS='$(ASAN_FLAGS)' $(PY) setup.py -q build \
 		--build-base build/asan --build-lib build/asan/lib
@@ -164,7 +173,7 @@ coverage: build
 	CFLAGS='$(COVERAGE_FLAGS)' LDFLAGS=--coverage $(PY) setup.py -q build \
 		--build-base build/coverage --build-lib build/coverage/lib
 	PYTHONPATH=$(CURDIR)/build/coverage/lib $(PY) -m pytest $(COVERAGE_TESTS)
-	$(PY) -m gcovr --root . --filter src/libnvmeio/ --exclude 'src/libnvmeio/fault.*' \
+	$(PY) -m gcovr --root . --filter src/libnvmeio/ \
 		--txt-metric branch \
 		--fail-under-branch 90 --json build/coverage/branches.json --txt - \
 		build/c/coverage build/coverage

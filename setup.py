@@ -1,4 +1,4 @@
-"""Build nvmeio: the C library as a static archive, and the Cython modules around it.
+"""Build nvmeio: the C library, shared and as an archive, and the Cython modules around it.
 
 Options come from the environment: NVMEIO_WITH_LIBURING, NVMEIO_WITH_LIBAIO and
 NVMEIO_WITH_OPENMP (auto, yes or no), NVMEIO_DEBUG=1, NVMEIO_TEST_BUILD=1 (faults:
@@ -65,7 +65,16 @@ FEATURES = [
     Feature("openmp", "-fopenmp", "", "omp.h", "omp_get_max_threads",
             "gcc, for clang libomp-dev (Debian, Ubuntu) or libomp-devel (Fedora)"),
 ]  # fmt: skip
-FAULTS = ("fault.c", "fault_calls.c", "fault_engine.c")
+FAULTS = "tests/faults"
+# What pkg-config tells of the shared library, wherever the package lies.
+PKG_CONFIG_FILE = f"""\
+prefix=${{pcfiledir}}/..
+Name: nvmeio
+Description: Arrays and tensors to and from NVMe files
+Version: {VERSION}
+Cflags: -I@INCLUDE@
+Libs: -L${{prefix}} -lnvmeio -Wl,-rpath,${{prefix}}
+"""
 # What builds in place keep: pip names a temporary folder for an editable install.
 KEPT = f"build/objects-{sysconfig.get_config_var('SOABI')}"
 PROBE = "#include <%s>\nvoid *used[] = {%s};\nint main(void) { return !used[0]; }\n"
@@ -132,12 +141,13 @@ def compile_changed(compiler, record, force):
 
 
 class BuildLibrary(build_clib):
-    """Build libnvmeio.a and its record; setup(libraries=) would link it to every module."""
+    """Build libnvmeio.so for the modules, libnvmeio.a for programs, and their record."""
 
     def finalize_options(self):
         super().finalize_options()
         self.libraries = [("nvmeio", {})]
         self.archive = f"{self.build_clib}/libnvmeio.a"
+        self.shared = f"{self.build_clib}/libnvmeio.so"
         self.record = Path(self.build_clib, "build.json")
 
     def build_libraries(self, libraries):
@@ -158,35 +168,47 @@ class BuildLibrary(build_clib):
             self.mkpath(self.build_clib)
             self.record.write_text(text)
         left_out = {n for f in FEATURES if f not in engines for n in f.sources.split()}
-        left_out |= set() if TEST_BUILD else set(FAULTS)
-        files = sorted(Path("src/libnvmeio").glob("*.c"))
+        folders = ["src/libnvmeio", FAULTS] if TEST_BUILD else ["src/libnvmeio"]
+        files = [path for name in folders for path in sorted(Path(name).glob("*.c"))]
         sources = [str(path) for path in files if path.name not in left_out]
         self.build_archive(sources, [f"NVMEIO_HAVE_{f.name.upper()}" for f in engines])
 
     def build_archive(self, sources, macros):
         """Compile those of `sources` that have changed side by side, and pack all."""
         compile_changed(self.compiler, str(self.record), self.force)
-        flags = ["-Iinclude", *LIBRARY_FLAGS, *(f"-D{name}=1" for name in macros)]
-        options = {"output_dir": self.build_temp, "extra_postargs": flags}
+        flags = ["-Iinclude", "-Isrc/libnvmeio", *LIBRARY_FLAGS]
+        flags += [f"-D{name}=1" for name in macros]
 
-        def compiled(path):
-            renamed = TEST_BUILD and Path(path).name not in FAULTS
-            first = ["-include", "src/libnvmeio/fault_calls.h"] if renamed else []
+        def compiled(path, folder, *more):
+            renamed = TEST_BUILD and not path.startswith(FAULTS)
+            first = ["-include", f"{FAULTS}/fault_calls.h"] if renamed else []
+            postargs = [*flags, *more]
+            options = {
+                "output_dir": f"{self.build_temp}/{folder}",
+                "extra_postargs": postargs,
+            }
             return self.compiler.compile([path], extra_preargs=first, **options)[0]
 
+        # What links the archive must not offer its symbols to the modules of the package.
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            objects = list(pool.map(compiled, sources))
-        # The record changes with the features, the folder where a source came or went.
-        made_of = [*objects, str(self.record), "src/libnvmeio"]
-        if not (self.force or newer_group(made_of, self.archive)):
-            return
-        # ar would keep the objects of a feature that is gone.
-        Path(self.archive).unlink(missing_ok=True)
-        self.compiler.create_static_lib(objects, "nvmeio", output_dir=self.build_clib)
+            hidden = pool.map(lambda p: compiled(p, "archive", "-DNVMEIO_API="), sources)
+            objects = list(pool.map(lambda p: compiled(p, "shared"), sources))
+            hidden = list(hidden)
+        # The record changes with the features, a folder where a source came or went.
+        folders = {str(Path(path).parent) for path in sources}
+        made_of = [*objects, *hidden, str(self.record), *folders]
+        if self.force or newer_group(made_of, self.archive):
+            # ar would keep the objects of a feature that is gone.
+            Path(self.archive).unlink(missing_ok=True)
+            self.compiler.create_static_lib(hidden, "nvmeio", output_dir=self.build_clib)
+        if self.force or newer_group(made_of, self.shared):
+            # Its own calls stay inside, whatever else in the process has these names.
+            flags = ["-Wl,-soname,libnvmeio.so", "-Wl,-Bsymbolic", *self.link_flags]
+            self.compiler.link_shared_object(objects, self.shared, extra_postargs=flags)
 
 
 class BuildModules(build_ext):
-    """Build the extensions; _core alone gets the archive, which is installed as well."""
+    """Build the extensions, which find libnvmeio.so beside them, and install that."""
 
     def finalize_options(self):
         if self.inplace or self.editable_mode:
@@ -200,11 +222,16 @@ class BuildModules(build_ext):
         library = self.get_finalized_command("build_clib")
         for top in [self.build_lib, "src"] if self.inplace else [self.build_lib]:
             self.mkpath(f"{top}/nvmeio/lib")
-            for path in (library.archive, library.record):
+            for path in (library.archive, library.shared, library.record):
                 copy = Path(top, "nvmeio", "lib", Path(path).name)
                 # That of another Python may be newer.
                 if not copy.exists() or not filecmp.cmp(path, copy, shallow=False):
                     shutil.copy(path, copy)
+            up = "../../.." if top == "src" else ".."
+            headers = f"${{prefix}}/{up}/include"
+            self.mkpath(f"{top}/nvmeio/lib/pkgconfig")
+            file = Path(top, "nvmeio", "lib", "pkgconfig", "nvmeio.pc")
+            file.write_text(PKG_CONFIG_FILE.replace("@INCLUDE@", headers))
 
     def build_extensions(self):
         library = self.get_finalized_command("build_clib")
@@ -224,12 +251,9 @@ class BuildModules(build_ext):
             )
             extension.depends = [f"{objects[0]}.d", *ingredients(*objects)]
             extension.depends += [str(library.record), "setup.py"]
-            if extension.name == "nvmeio._core":
-                extension.extra_objects.append(library.archive)
-                extension.depends.append(library.archive)
-                # The symbols stay inside: whoever needs the library cimports _core.
-                extension.extra_link_args += [*library.link_flags, "-Wl,--exclude-libs,ALL"]
-            elif extension.name == "nvmeio.copy" and openmp_flags:
+            extension.extra_link_args += [f"-L{library.build_clib}", "-lnvmeio"]
+            extension.extra_link_args += ["-Wl,--as-needed", "-Wl,-rpath,$ORIGIN/../lib"]
+            if extension.name == "nvmeio._native.copy" and openmp_flags:
                 extension.extra_compile_args += openmp_flags
                 extension.extra_link_args += openmp_flags
         super().build_extensions()
@@ -245,7 +269,7 @@ class BuildPython(build_py):
         else:
             site_packages = self.build_lib
             self.copy_tree("include", f"{self.build_lib}/nvmeio/include")
-        self.copy_file("src/nvmeio-deepspeed.pth", site_packages)
+        self.copy_file("src/nvmeio-follow.pth", site_packages)
 
 
 def extension(path):

@@ -1,9 +1,9 @@
 """Compares whole-file saves and loads with what people use for checkpoints.
 
-The tensors of a checkpoint beside torch, safetensors and fastsafetensors; one array beside
-numpy; plain bytes beside Python, aiofile and caio.  Loads begin with nothing in the page
-cache and end with every byte in memory, saves end with an fsync.  bench/README.md says how
-to read the tables and what they showed.
+Model files beside plain loops, safetensors, torch and other loaders; checkpoints of nested
+state beside plain loops; one array beside numpy; plain bytes beside Python, aiofile and
+caio.  Loads begin with nothing in the page cache and end with every byte in memory, saves
+end with an fsync.  bench/README.md says how to read the tables and what they showed.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
-import json
 import mmap
 import os
 import tempfile
@@ -21,17 +20,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from checkpoints import checkpoint_duels
 from duels import Duel, Goal, Sample, fight, measured
+from loop_child import loop_child
 from machine import arguments, machine
+from model_files import model_duels
 from peers import Peers
 from report import finish
 
 import nvmeio
-from nvmeio.cli.measuring.ground import forget_cached
+from nvmeio._cli.measuring import forget_cached
 
-# As many as a checkpoint has here.  From 128 MiB on the memory of each is new whenever it
-# is loaded: glibc maps 32 MiB and more anew (mallopt(3), M_MMAP_THRESHOLD).
-TENSORS = 4
 # What caio has in flight: the default block and depth of nvmeio's handles.
 CHUNK_BYTES, DEPTH = 1 << 20, 128
 # Nothing that people use may be faster.
@@ -137,105 +136,6 @@ def touched(array: Any) -> Any:
     return array
 
 
-def save_tensors(tensors: dict[str, Any], path: Path) -> None:
-    """Write tensors of float32 into a file of safetensors' format by nvmeio."""
-    begins = np.cumsum([0, *(tensor.nbytes for tensor in tensors.values())]).tolist()
-    entries = {
-        name: {"dtype": "F32", "shape": list(tensor.shape), "data_offsets": [begin, end]}
-        for (name, tensor), begin, end in zip(
-            tensors.items(), begins[:-1], begins[1:], strict=True
-        )
-    }
-    text = json.dumps(entries).encode()
-    # The format lets blanks follow; with them the tensors begin at a page.
-    text = text.ljust(-(-(len(text) + 8) // mmap.PAGESIZE) * mmap.PAGESIZE - 8)
-    head = np.frombuffer(len(text).to_bytes(8, "little") + text, np.uint8)
-    with nvmeio.File(path, "w") as file, nvmeio.aio_handle() as handle:
-        requests = [handle.submit_write(head, file)]
-        for tensor, begin in zip(tensors.values(), begins[:-1], strict=True):
-            requests.append(handle.submit_write(tensor, file, head.nbytes + begin))
-        for request in requests:
-            request.wait()
-
-
-def load_tensors(empty: Callable[..., Any], path: Path) -> dict[str, Any]:
-    """Read tensors of float32 from such a file into memory that `empty` gives."""
-    import torch
-
-    with nvmeio.File(path) as file, nvmeio.aio_handle() as handle:
-        size = int.from_bytes(os.pread(file.fileno(), 8, 0), "little")
-        entries = json.loads(os.pread(file.fileno(), size, 8))
-        entries.pop("__metadata__", None)
-        tensors, requests = {}, []
-        for name, entry in entries.items():
-            tensors[name] = empty(*entry["shape"], dtype=torch.float32)
-            begin = 8 + size + entry["data_offsets"][0]
-            requests.append(handle.submit_read(tensors[name], file, begin))
-        for request in requests:
-            request.wait()
-    return tensors
-
-
-def in_pool(*shape: int, dtype: Any) -> Any:
-    """Return a tensor in the pool's memory."""
-    return nvmeio.torch.empty(shape, dtype=dtype)
-
-
-def tensor_duels(folder: Path, size: int, peers: Peers) -> Iterator[Duel]:
-    """Pair nvmeio with what saves and loads dicts of tensors."""
-    torch = peers.module("torch")
-    if torch is None:
-        return
-    safetensors = peers.module("safetensors.torch")
-    fast = peers.module("fastsafetensors")
-    # The loaders give tensors back in the order of their names.
-    tensors = {f"layer {n}": torch.randn(size // TENSORS // 4) for n in range(TENSORS)}
-    material = Material(folder, tensors)
-    ours, theirs = "tensors.safetensors", "tensors.pt"
-    plain, pooled = (functools.partial(load_tensors, e) for e in (torch.empty, in_pool))
-
-    saves: dict[str, tuple[Save, Load, str]] = {
-        "torch.save": (torch.save, torch.load, f"peer {theirs}")
-    }
-    loads: dict[str, tuple[Load, Save, str]] = {
-        "torch.load": (torch.load, torch.save, theirs),
-        "torch.load(mmap=True), touched": (
-            lambda path: touched(torch.load(path, mmap=True)),
-            torch.save,
-            theirs,
-        ),
-    }
-    # All read the same file, as safetensors itself writes it.
-    write: Save = save_tensors
-    if safetensors is not None:
-        write, read = safetensors.save_file, safetensors.load_file
-        saves["safetensors' save_file"] = (write, read, f"peer {ours}")
-        loads["safetensors' load_file, touched"] = (
-            lambda path: touched(read(path)),
-            write,
-            ours,
-        )
-    if fast is not None:
-        loads["fastsafetensors"] = (functools.partial(load_fast, fast), write, ours)
-    for name, save in saves.items():
-        turns = (
-            material.saving(save_tensors, plain, ours + ".new"),
-            material.saving(*save),
-        )
-        yield Duel("save tensors", ("nvmeio", name), turns, False, GOALS)
-    for name, load in loads.items():
-        for memory, way in (("new memory", plain), ("the pool's memory", pooled)):
-            turns = (material.loading(way, write, ours), material.loading(*load))
-            work = f"load tensors, nvmeio into {memory}"
-            yield Duel(work, ("nvmeio", name), turns, True, GOALS)
-
-
-def load_fast(fastsafetensors: Any, path: Path) -> dict[str, Any]:
-    """Load the tensors of a file by fastsafetensors, without GPUDirect."""
-    with fastsafetensors.fastsafe_open([str(path)], device="cpu", nogds=True) as file:
-        return {name: file.get_tensor(name) for name in sorted(file.keys())}
-
-
 def array_duels(folder: Path, size: int) -> Iterator[Duel]:
     """Pair nvmeio with numpy at .npy files."""
     material = Material(folder, np.random.default_rng(1).random(size // 4, np.float32))
@@ -307,7 +207,7 @@ def bytes_duels(folder: Path, size: int, peers: Peers) -> Iterator[Duel]:
     material = Material(folder, np.random.default_rng(2).bytes(size))
 
     def write(data: bytes, path: Path) -> None:
-        nvmeio.write_file(path, data)
+        nvmeio.write_file(data, path, atomic=False)
 
     def python_write(data: bytes, path: Path) -> None:
         path.write_bytes(data)
@@ -337,9 +237,11 @@ def main() -> None:
         folder = stack.enter_context(
             tempfile.TemporaryDirectory(prefix="nvmeio-bench-", dir=options.dir)
         )
+        child = stack.enter_context(loop_child(peers))
         about = machine(options.dir) | {"size": options.size, "rounds": options.rounds}
         duels = [
-            *tensor_duels(Path(folder), options.size, peers),
+            *model_duels(Path(folder), 4 * options.size, child, peers),
+            *checkpoint_duels(Path(folder), 2 * options.size, child),
             *array_duels(Path(folder), options.size),
             *bytes_duels(Path(folder), options.size, peers),
         ]

@@ -24,7 +24,7 @@ from peers import Peers, deepspeed_op
 from report import Outcome, finish, size_name
 
 import nvmeio
-from nvmeio import settings
+from nvmeio._native import settings
 
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = [4 * KIB << 2 * step for step in range(10)]

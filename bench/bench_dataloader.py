@@ -23,7 +23,7 @@ from report import finish
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler
 
 import nvmeio
-from nvmeio.cli.measuring.ground import forget_cached
+from nvmeio._cli.measuring import forget_cached
 
 ROW_BYTES = 4096
 BATCH_ROWS = 256

@@ -26,7 +26,7 @@ from peers import Peers, fio, huge_pages
 from report import finish
 
 import nvmeio
-from nvmeio.cli.measuring.ground import forget_cached
+from nvmeio._cli.measuring import forget_cached
 
 DEPTH = 128
 ROW_BYTES = 4096
@@ -62,7 +62,7 @@ class Ground:
         The file.
     size : int
         Its size in bytes.
-    handle : nvmeio.aio_handle
+    handle : nvmeio.Handle
         With the depth that fio is given.
     file : nvmeio.File
         The same file, open.
@@ -72,7 +72,7 @@ class Ground:
 
     path: Path
     size: int
-    handle: nvmeio.aio_handle
+    handle: nvmeio.Handle
     file: nvmeio.File
     memory: np.ndarray
 
@@ -87,7 +87,7 @@ def ground(folder: Path, size: int) -> Iterator[Ground]:
         path = Path(inside, "file")
         memory = nvmeio.empty(TURN_BYTES, np.uint8)
         memory[:] = np.frombuffer(np.random.default_rng(0).bytes(TURN_BYTES), np.uint8)
-        handle = stack.enter_context(nvmeio.aio_handle(queue_depth=DEPTH))
+        handle = stack.enter_context(nvmeio.Handle(queue_depth=DEPTH))
         file = stack.enter_context(nvmeio.File(path, "w"))
         for offset in range(0, size, TURN_BYTES):
             handle.submit_write(memory[: size - offset], file, offset).wait()

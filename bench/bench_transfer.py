@@ -47,7 +47,7 @@ HUGE_BYTES = 2 << 20
 GRID = {
     "block_size": (512 << 10, 1 << 20, 4 << 20),
     "queue_depth": (16, 128),
-    "intra_op_parallelism": (1, 2),
+    "workers": (1, 2),
 }
 # The best of many noisy figures is the luckiest: those that look best are measured anew.
 SCREENINGS = 2
@@ -64,7 +64,7 @@ def by_fio(ground: Ground, op: str, depth: int) -> Move:
 
 
 def recycled(
-    handle: nvmeio.aio_handle, ground: Ground, op: str, blocks: int, passes: int
+    handle: nvmeio.Handle, ground: Ground, op: str, blocks: int, passes: int
 ) -> Move:
     """Return a turn that moves the file through a few MiB of pool memory, as fio does."""
     submit = handle.submit_read if op == "read" else handle.submit_write
@@ -86,7 +86,7 @@ def recycled(
 def fio_duels(ground: Ground) -> Iterator[Duel]:
     """Pair pool memory with fio at the same block size and depth."""
     for op, depth in itertools.product(("read", "write"), FIO_DEPTHS):
-        handle = nvmeio.aio_handle(1 << 20, depth)
+        handle = nvmeio.Handle(block_size=1 << 20, queue_depth=depth)
         if depth == min(FIO_DEPTHS):
             yield Duel(
                 f"{op}, 1 MiB x {depth}",
@@ -110,7 +110,7 @@ def fio_duels(ground: Ground) -> Iterator[Duel]:
 
 def memory_duels(ground: Ground) -> Iterator[Duel]:
     """Pair ordinary tensors with pool memory."""
-    handle = nvmeio.aio_handle()
+    handle = nvmeio.Handle()
     for op in ("read", "write"):
         yield Duel(
             f"{op}, one request",
@@ -161,14 +161,14 @@ def kinds_of_memory(nbytes: int) -> Iterator[tuple[str, Callable[[], Any], bool]
 
 def route_duels(ground: Ground) -> Iterator[Duel]:
     """Pair the route that is chosen with each that can be."""
-    chosen = nvmeio.aio_handle()
+    chosen = nvmeio.Handle()
     others = {
-        "direct": nvmeio.aio_handle(bounce="never"),
-        "bounced": nvmeio.aio_handle(bounce="always"),
+        "direct": nvmeio.Handle(bounce="never"),
+        "bounced": nvmeio.Handle(bounce="always"),
     }
     pool = ("pool", lambda: ground.pool, True)
 
-    def turn(handle: nvmeio.aio_handle, op: str, memory: Callable[[], Any]) -> Move:
+    def turn(handle: nvmeio.Handle, op: str, memory: Callable[[], Any]) -> Move:
         return lambda: whole(handle, ground, op, memory())()
 
     for name, memory, suits in (pool, *kinds_of_memory(ground.pool.nbytes)):
@@ -186,7 +186,7 @@ def route_duels(ground: Ground) -> Iterator[Duel]:
 
 def small_duels(ground: Ground) -> Iterator[Duel]:
     """Pair 1000 requests of 64 KiB with one request of as many bytes."""
-    handle = nvmeio.aio_handle()
+    handle = nvmeio.Handle()
     buffer = ground.pool[: min(SMALL_COUNT * SMALL_BYTES, ground.pool.nbytes)]
     for op in ("read", "write"):
         yield Duel(
@@ -211,7 +211,7 @@ def described(options: dict[str, Any]) -> str:
     """Write a configuration in few characters."""
     return (
         f"{options['block_size'] >> 10} KiB x {options['queue_depth']}, "
-        f"{options['intra_op_parallelism']} workers"
+        f"{options['workers']} workers"
     )
 
 
@@ -221,8 +221,8 @@ def default_duel(ground: Ground, op: str, options: dict[str, Any]) -> Duel:
         f"{op}, pool memory",
         ("default handle", described(options)),
         (
-            whole(nvmeio.aio_handle(), ground, op, ground.pool),
-            whole(nvmeio.aio_handle(**options), ground, op, ground.pool),
+            whole(nvmeio.Handle(), ground, op, ground.pool),
+            whole(nvmeio.Handle(**options), ground, op, ground.pool),
         ),
         op == "read",
     )
@@ -287,7 +287,7 @@ def main() -> None:
         if set(beside_loop.GROUPS).intersection(options.only):
             about["rounds beside the loop"] = options.loop_rounds
             places = loop_grounds(stack, disk, options.only, peers)
-            found += beside_loop.duels(options.only, places, child)
+            found += beside_loop.duels(options.only, places, child, stack)
             fight(found, options.loop_rounds)
         others = groups(disk, options.quick)
         if "fio" in options.only:

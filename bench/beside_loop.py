@@ -7,16 +7,19 @@ as many blocks of the same size in flight.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from duels import Duel, Goal, Sample, measured
 from loop_child import LoopChild
-from scratch import Ground, Move, pieces, scattered, whole
+from scratch import Ground, Move, scattered, whole
 
 import nvmeio
 
@@ -31,6 +34,21 @@ SHALLOW_DEPTH = 16
 
 FILES = 1000
 FILE_BYTES = 64 << 10
+SMALL_BYTES = 64 << 10
+# Pieces of a size, and how many at most.
+PIECES = {SMALL_BYTES: 4096, BLOCK: 1024}
+# Goals of those: of speed, and of CPU time beside the loop's.
+SPEEDS = {
+    "disk": {"one by one": 0.95, "in one call": 0.95},
+    "loop over tmpfs": {"one by one": 0.85, "in one call": 0.95},
+}
+CPU_TIMES = {
+    (SMALL_BYTES, "one by one"): 3.0,
+    (SMALL_BYTES, "in one call"): 1.3,
+    (BLOCK, "one by one"): 1.7,
+    (BLOCK, "in one call"): 1.7,
+}
+SUBMISSIONS = 100
 PAGE_BYTES = 4096
 READS = 50
 OPENS = 20_000
@@ -65,8 +83,8 @@ def blocks(
 def whole_duels(ground: Ground, child: LoopChild) -> Iterator[Duel]:
     """Pair one request for the whole file with the loop."""
     handles = {
-        SHALLOW_DEPTH: ("1 MiB x 16", nvmeio.aio_handle(queue_depth=SHALLOW_DEPTH)),
-        DEPTH: ("default handle", nvmeio.aio_handle()),
+        SHALLOW_DEPTH: ("1 MiB x 16", nvmeio.Handle(queue_depth=SHALLOW_DEPTH)),
+        DEPTH: ("default handle", nvmeio.Handle()),
     }
     for (depth, (name, handle)), op in itertools.product(handles.items(), OPS):
         turns = (
@@ -77,21 +95,106 @@ def whole_duels(ground: Ground, child: LoopChild) -> Iterator[Duel]:
         yield Duel(work, ("nvmeio", LOOP), turns, op == "read", (speed(op),))
 
 
-def request_duels(ground: Ground, child: LoopChild) -> Iterator[Duel]:
-    """Pair a request for each MiB with the loop."""
-    handle = nvmeio.aio_handle()
-    for op in OPS:
-        turns = (
-            pieces(handle, ground, op, ground.pool, BLOCK),
-            blocks(child, ground, op, DEPTH, "huge"),
+def targets(
+    ground: Ground, stack: contextlib.ExitStack, block: int, count: int
+) -> dict[str, list[tuple[Any, int]]]:
+    """Return what pieces go to: file and offset of each, by how the file is named."""
+    offsets = range(0, count * block, block)
+    found: dict[str, list[tuple[Any, int]]] = {
+        "a path": [(str(ground.path), offset) for offset in offsets],
+        "a File": [(ground.file, offset) for offset in offsets],
+    }
+    if block == SMALL_BYTES:
+        folder = ground.path.parent / "own"
+        folder.mkdir()
+        own = []
+        for index in range(min(count, FILES)):
+            nvmeio.write_file(ground.pool[:block], folder / str(index), atomic=False)
+            own.append(stack.enter_context(nvmeio.File(folder / str(index), "r+")))
+        os.sync()
+        found["open Files of their own"] = [(file, 0) for file in own]
+    return found
+
+
+def python_duels(
+    ground: Ground, place: str, child: LoopChild, stack: contextlib.ExitStack
+) -> Iterator[Duel]:
+    """Pair many requests of Python, one by one and in one call, with the loop."""
+    handle = nvmeio.Handle()
+    for block, most in PIECES.items():
+        count = min(most, ground.pool.nbytes // block)
+        kinds = targets(ground, stack, block, count)
+        for (kind, files), op, way in itertools.product(kinds.items(), OPS, SPEEDS[place]):
+            views = ground.pool[: len(files) * block].split(block)
+            items = [(view.numpy(), *at) for view, at in zip(views, files, strict=True)]
+            goals = [Goal("speed", SPEEDS[place][way])]
+            if place == "disk":
+                goals.append(Goal("CPU time", CPU_TIMES[block, way]))
+            loop = child.turn(
+                *("plain blocks", op, ground.path, block, DEPTH, len(files) * block),
+                "huge",
+            )
+            yield Duel(
+                f"{op}, {len(files)} x {block >> 10} KiB {way}, {kind}, {place}",
+                ("nvmeio", LOOP),
+                (moved(handle, op, items, way), loop),
+                op == "read",
+                tuple(goals),
+                block,
+            )
+
+
+def moved(handle: nvmeio.Handle, op: str, items: Sequence[Any], way: str) -> Move:
+    """Return a turn that moves items, one by one or in one call."""
+    submit = handle.submit_read if op == "read" else handle.submit_write
+    all_ = handle.read_many if op == "read" else handle.write_many
+
+    def one_by_one() -> int:
+        requests = [submit(*item) for item in items]
+        return sum(request.wait() for request in requests)
+
+    work = one_by_one if way == "one by one" else lambda: all_(items)
+    return lambda: measured(work)
+
+
+def submit_duels(ground: Ground) -> Iterator[Duel]:
+    """Pair the submission of numpy views with that of tensors, without what follows."""
+    handle = nvmeio.Handle()
+    pieces = ground.pool[: SUBMISSIONS * PAGE_BYTES].split(PAGE_BYTES)
+    turns = {
+        "numpy views": submitted(handle, ground, [piece.numpy() for piece in pieces]),
+        "tensors": submitted(handle, ground, pieces),
+    }
+    both = ("numpy views", "tensors")
+    for names, limit in ((both, 1.5), (both[::-1], 2.0)):
+        yield Duel(
+            "submit reads of an open File",
+            names,
+            tuple(turns[name] for name in names),
+            False,
+            (Goal("CPU us", limit),),
+            PAGE_BYTES,
+            alternations=50,
         )
-        work = f"{op}, requests of 1 MiB"
-        yield Duel(work, ("nvmeio", LOOP), turns, op == "read", (speed(op),))
+
+
+def submitted(handle: nvmeio.Handle, ground: Ground, views: Sequence[Any]) -> Move:
+    """Return a turn that counts the time of this thread until all are submitted."""
+
+    def turn() -> Sample:
+        submit, file = handle.submit_read, ground.file
+        cpu, begin = time.thread_time(), time.perf_counter()
+        requests = [submit(view, file, 0) for view in views]
+        taken = time.perf_counter() - begin, time.thread_time() - cpu
+        nbytes = sum(request.wait() for request in requests)
+        return Sample(nbytes, *taken, device_bytes=0)
+
+    return turn
 
 
 def ordinary_duels(ground: Ground, child: LoopChild) -> Iterator[Duel]:
     """Pair ordinary tensors with the loop in pages of 4 KiB."""
-    handle = nvmeio.aio_handle()
+    handle = nvmeio.Handle()
     for op in OPS:
         turns = (
             whole(handle, ground, op, ground.ordinary),
@@ -122,9 +225,9 @@ def file_duels(ground: Ground, place: str, child: LoopChild) -> Iterator[Duel]:
     files = [(view, str(folder / str(index))) for index, view in enumerate(views)]
     folder.mkdir()
     for view, path in files:
-        nvmeio.write_file(path, view)
+        nvmeio.write_file(view, path)
     os.sync()
-    handle = nvmeio.aio_handle()
+    handle = nvmeio.Handle()
     goals = {"disk": {"read": 0.95, "write": 0.88}}.get(place, dict.fromkeys(OPS, 0.75))
 
     def work(op: str) -> int:
@@ -177,7 +280,7 @@ def thread_duels(ground: Ground, child: LoopChild) -> Iterator[Duel]:
 
 def latency_duels(ground: Ground, place: str) -> Iterator[Duel]:
     """Pair synchronous reads of 4 KiB with os.preadv into the same memory."""
-    handle = nvmeio.aio_handle()
+    handle = nvmeio.Handle()
     buffer: np.ndarray = ground.pool[:PAGE_BYTES].numpy()
     yield Duel(
         f"read, 4 KiB synchronous, {place}",
@@ -185,7 +288,7 @@ def latency_duels(ground: Ground, place: str) -> Iterator[Duel]:
         tuple(
             scattered(read, ground, READS, PAGE_BYTES)
             for read in (
-                lambda at: handle.read(buffer, ground.file, False, at),
+                lambda at: handle.read(buffer, ground.file, at),
                 lambda at: os.preadv(ground.descriptor, [buffer], at),
             )
         ),
@@ -213,7 +316,7 @@ def new_files(turn: Callable[[], Sample], paths: Sequence[Path]) -> Move:
     return take
 
 
-def written(handle: nvmeio.aio_handle, parts: Sequence[tuple[torch.Tensor, str]]) -> Move:
+def written(handle: nvmeio.Handle, parts: Sequence[tuple[torch.Tensor, str]]) -> Move:
     """Return a turn that writes each part to the file of its path."""
 
     def work() -> int:
@@ -225,7 +328,7 @@ def written(handle: nvmeio.aio_handle, parts: Sequence[tuple[torch.Tensor, str]]
 
 def new_duels(ground: Ground, child: LoopChild) -> Iterator[Duel]:
     """Pair files that did not exist with the loop after fallocate(2)."""
-    handle = nvmeio.aio_handle()
+    handle = nvmeio.Handle()
     size = ground.pool.nbytes
     kinds = {
         "pool memory": (ground.pool, "huge", 1),
@@ -247,37 +350,32 @@ def new_duels(ground: Ground, child: LoopChild) -> Iterator[Duel]:
 Make = Callable[[Ground, LoopChild], Iterator[Duel]]
 ON_DISK: dict[str, Make] = {
     "whole": whole_duels,
-    "requests": request_duels,
     "ordinary": ordinary_duels,
     "cpu": cpu_duels,
+    "submit": lambda ground, child: submit_duels(ground),
     "opens": open_duels,
     "threads": thread_duels,
     "new": new_duels,
 }
-ON_LOOP_DEVICE = {"files", "latency"}
+ON_LOOP_DEVICE = {"files", "latency", "python"}
 # The names of --only.
 GROUPS = (*ON_DISK, *sorted(ON_LOOP_DEVICE))
 
 
 def duels(
-    names: Sequence[str], places: dict[str, Ground], child: LoopChild | None
+    names: Sequence[str],
+    places: dict[str, Ground],
+    child: LoopChild | None,
+    stack: contextlib.ExitStack,
 ) -> Iterator[Duel]:
-    """Give the rows of some groups.
-
-    Parameters
-    ----------
-    names : sequence of str
-        The groups; others are ignored.
-    places : dict
-        "disk" and, where there is one, a loop device.
-    child : LoopChild or None
-        Without it only what needs no loop is given.
-    """
+    """Give the rows of some groups."""
     for name in names:
         if name in ON_DISK and child is not None:
             yield from ON_DISK[name](places["disk"], child)
         for place, ground in places.items():
             if name == "files" and child is not None:
                 yield from file_duels(ground, place, child)
+            if name == "python" and child is not None:
+                yield from python_duels(ground, place, child, stack)
             if name == "latency":
                 yield from latency_duels(ground, place)

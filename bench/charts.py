@@ -72,19 +72,7 @@ def labels_of(duels: list[Duel]) -> list[str]:
 
 
 def bars(outcome: Outcome, title: str, pattern: str = "", log: bool = False) -> Figure:
-    """Draw both contestants of some duels as bars, with whiskers from minimum to maximum.
-
-    Parameters
-    ----------
-    outcome : Outcome
-        What a script has measured.
-    title : str
-        What the chart shows.
-    pattern : str
-        Picks duels by their work and contestants.
-    log : bool
-        Whether the speeds differ so much that the axis must be logarithmic.
-    """
+    """Draw both contestants of some duels as bars, with whiskers from min to max."""
     duels = picked(outcome, pattern)
     figure, axes = canvas(1.5 + 0.5 * len(duels))
     axes.set_title(f"{title}\n{origin(outcome)}", fontsize="medium")

@@ -27,13 +27,7 @@ Turn = Callable[[], Sample]
 
 
 class LoopChild:
-    """The child, which works only when it is asked to.
-
-    Parameters
-    ----------
-    program : Path
-        What `compiled` has made.
-    """
+    """The child, which works only when it is asked to."""
 
     def __init__(self, program: Path) -> None:
         self._process = subprocess.Popen(
@@ -46,13 +40,7 @@ class LoopChild:
         return self._process.pid
 
     def run(self, *words: object) -> Sample:
-        """Carry out a command of bench/loops/main.c.
-
-        Raises
-        ------
-        RuntimeError
-            The command failed, or the child has ended.
-        """
+        """Carry out a command of bench/loops/main.c."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         line = "\t".join(map(str, words))
@@ -78,13 +66,7 @@ class LoopChild:
 
 
 def compiled(folder: Path) -> Path:
-    """Compile the child, and return the program.
-
-    Raises
-    ------
-    OSError, subprocess.CalledProcessError
-        There is no compiler, or liburing is missing.
-    """
+    """Compile the child, and return the program."""
     program = folder / "loops"
     subprocess.run(
         [
@@ -92,7 +74,7 @@ def compiled(folder: Path) -> Path:
             *("-O2", "-std=gnu11", "-D_GNU_SOURCE=", "-o", program),
             *sorted(SOURCES.glob("*.c")),
             f"-I{nvmeio.get_include()}",
-            *(f"-L{nvmeio.get_library_dir()}", "-lnvmeio"),
+            *(f"-L{nvmeio.get_library_dir()}", "-l:libnvmeio.a"),
             *nvmeio.build_info()["link_flags"],
             *("-luring", "-pthread"),
         ],
@@ -105,13 +87,7 @@ def compiled(folder: Path) -> Path:
 
 @contextlib.contextmanager
 def loop_child(peers: Peers) -> Iterator[LoopChild | None]:
-    """Start the child, and end it; None where it cannot be compiled.
-
-    Parameters
-    ----------
-    peers : Peers
-        Is told why it cannot.
-    """
+    """Start the child, and end it; None where it cannot be compiled."""
     with tempfile.TemporaryDirectory(prefix="nvmeio-bench-") as folder:
         try:
             program = compiled(Path(folder))

@@ -12,8 +12,8 @@ from typing import Any
 
 from duels import surroundings
 
-from nvmeio.cli.arguments import size
-from nvmeio.cli.measuring.fio import fio_version
+from nvmeio._cli.arguments import size
+from nvmeio._cli.fio import fio_version
 
 __all__ = [
     "argument_parser",
@@ -59,15 +59,7 @@ def chooser(groups: tuple[str, ...]) -> Callable[[str], tuple[str, ...]]:
 
 
 def argument_parser(about: str | None, rounds: tuple[int, int]) -> argparse.ArgumentParser:
-    """Return what parses the command line of every script.
-
-    Parameters
-    ----------
-    about : str or None
-        What the benchmark is, for ``--help``.
-    rounds : tuple of int
-        How many; and if ``--quick``.
-    """
+    """Return what parses the command line of every script."""
     # So that nothing is left behind: no file, no device, no huge pages.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     parser = argparse.ArgumentParser(description=about)
@@ -87,29 +79,7 @@ def arguments(
     groups: tuple[str, ...] = (),
     loop_rounds: bool = False,
 ) -> argparse.Namespace:
-    """Parse the command line of a script that works on a disk.
-
-    Parameters
-    ----------
-    about : str or None
-        What the benchmark is, for ``--help``.
-    sizes : tuple of str
-        Of the file, such as 4G; and if ``--quick``.
-    rounds : tuple of int
-        How many; and if ``--quick``.
-    processes : tuple of int, optional
-        How many, of a script that has several; and if ``--quick``.
-    groups : tuple of str
-        Names of groups of rows, of which ``--only`` picks some.
-    loop_rounds : bool
-        Whether rows beside the plain loop may have more rounds than the others.
-
-    Returns
-    -------
-    argparse.Namespace
-        With size in bytes, rounds, dir, json and quick; and processes, only and
-        loop_rounds, where there are such.
-    """
+    """Parse the command line of a script that works on a disk."""
     parser = argument_parser(about, rounds)
     words = f"of the file ({sizes[0]}; {sizes[1]} if quick)"
     parser.add_argument("--size", type=size_of, help=words)

@@ -12,7 +12,7 @@ from typing import Any
 
 from duels import Sample, device_bytes
 
-from nvmeio.cli.measuring.fio import Fio, fio_version
+from nvmeio._cli.fio import Fio, fio_version
 
 __all__ = ["Peers", "deepspeed_op", "fio", "huge_pages"]
 
@@ -53,13 +53,7 @@ class Peers:
 
 
 def deepspeed_op() -> Any:
-    """Return DeepSpeed's op; it is compiled if it never was.
-
-    Raises
-    ------
-    ImportError, RuntimeError, AttributeError
-        DeepSpeed is not here, or its op does not build or does not load.
-    """
+    """Return DeepSpeed's op; it is compiled if it never was."""
     # Who has nvmeio in DeepSpeed's place would see it beside itself.
     os.environ.pop("NVMEIO_DEEPSPEED", None)
     from deepspeed.ops.op_builder import AsyncIOBuilder
@@ -94,28 +88,7 @@ def huge_pages(wanted: int) -> Iterator[bool]:
 
 
 def fio(path: Path, size: int, rw: str, nbytes: int, depth: int, **more: Any) -> Sample:
-    """Let fio read or overwrite a file by io_uring, past the page cache.
-
-    Parameters
-    ----------
-    path : Path
-        The file.
-    size : int
-        Its size in bytes.
-    rw : {"read", "write", "randread"}
-        As fio has it.
-    nbytes, depth : int
-        Of a block, and how many are in flight.
-    **more
-        Further arguments of fio.
-
-    Returns
-    -------
-    Sample
-        Time and CPU time as fio gives them for its job, without its start and its other
-        threads.  The kernel adds the device bytes of a child to those of the process that
-        reaps it, so ours say what fio's reads fetched.
-    """
+    """Let fio read or overwrite a file by io_uring, past the page cache."""
     device = device_bytes()
     job = Fio(path, size, "io_uring", direct=True, queue_depth=depth)
     done = job.run(rw, nbytes, lambda _: None, **more)

@@ -74,23 +74,7 @@ class Outcome:
 
 
 def scripts_of(path: Path) -> dict[str, Outcome]:
-    """Read the JSON of one script, or of all of them.
-
-    Parameters
-    ----------
-    path : Path
-        What a script's ``--json`` or ``run.py`` has written.
-
-    Returns
-    -------
-    dict
-        From the names of the scripts.
-
-    Raises
-    ------
-    ValueError
-        It is of another schema.
-    """
+    """Read the JSON of one script, or of all of them."""
     raw = json.loads(path.read_text(encoding="utf-8"))
     if raw.get("schema") != SCHEMA:
         raise ValueError(f"{path.name} is of schema {raw.get('schema')}, not {SCHEMA}")
@@ -314,21 +298,7 @@ def finish(
     left_out: list[str],
     path: Path | None,
 ) -> None:
-    """Report what a script has measured.
-
-    Parameters
-    ----------
-    script : str
-        Its name, without ``bench_`` and ``.py``.
-    about : dict
-        Where, with what and how it was measured.
-    duels : list of Duel
-        What was fought.
-    left_out : list of str
-        What was not compared with, and why.
-    path : Path or None
-        Where to keep the raw numbers.
-    """
+    """Report what a script has measured."""
     scripts = {script: Outcome(about, duels, left_out)}
     print(padded(conditions(scripts)))
     if about.get("huge pages for fio") is False:

@@ -101,22 +101,7 @@ def last_words(log: Path) -> str:
 
 
 def run(name: str, options: list[str], limit_s: float) -> dict[str, Any]:
-    """Run a script.
-
-    Parameters
-    ----------
-    name : str
-        Of the job.
-    options : list of str
-        The script's arguments, apart from ``--json``.
-    limit_s : float
-        How long it may take, in seconds.
-
-    Returns
-    -------
-    dict
-        What the script has written, and "seconds"; or "failed", with its last words.
-    """
+    """Run a script."""
     with tempfile.TemporaryDirectory() as inside:
         found, log = Path(inside, "found.json"), Path(inside, "log")
         command = [sys.executable, HERE / f"bench_{name}.py", *options, "--json", found]

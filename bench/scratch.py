@@ -48,7 +48,7 @@ class Ground:
 
 
 def whole(
-    handle: nvmeio.aio_handle,
+    handle: nvmeio.Handle,
     ground: Ground,
     op: str,
     buffer: torch.Tensor,
@@ -62,7 +62,7 @@ def whole(
 
 
 def pieces(
-    handle: nvmeio.aio_handle, ground: Ground, op: str, buffer: torch.Tensor, size: int
+    handle: nvmeio.Handle, ground: Ground, op: str, buffer: torch.Tensor, size: int
 ) -> Move:
     """Return a turn that submits a request for each piece of a buffer, and then waits."""
     submit = handle.submit_read if op == "read" else handle.submit_write
@@ -114,10 +114,9 @@ def ground(folder: Path, size: int) -> Iterator[Ground]:
             tempfile.TemporaryDirectory(prefix="nvmeio-bench-", dir=folder)
         )
         path = Path(inside, "file")
-        handle = stack.enter_context(nvmeio.aio_handle())
-        pool = handle.new_cpu_locked_tensor(size, torch.empty(0, dtype=torch.uint8))
+        pool = nvmeio.torch.empty(size, dtype=torch.uint8, pin_memory=True)
         pool.random_(0, 256)
-        nvmeio.write_file(path, pool, sync=True)
+        nvmeio.write_file(pool, path, sync=True)
         file = stack.enter_context(nvmeio.File(path, "r+", direct=True))
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
         stack.callback(os.close, descriptor)

@@ -33,13 +33,7 @@ REGION = re.compile(
 
 
 def latest(results: Path) -> Path:
-    """Return the newest file that has all scripts; their names begin with the date.
-
-    Raises
-    ------
-    FileNotFoundError
-        There is none.
-    """
+    """Return the newest file that has all scripts; their names begin with the date."""
     for path in sorted(results.glob("????-??-??-*.json"), reverse=True):
         if "scripts" in json.loads(path.read_text(encoding="utf-8")):
             return path
@@ -62,24 +56,7 @@ def picked(outcome: Outcome, pattern: str) -> Outcome:
 
 
 def filled(text: str, results: Path) -> str:
-    """Return a page with its tables made anew.
-
-    Parameters
-    ----------
-    text : str
-        The page.
-    results : Path
-        The folder with the JSON.
-
-    Raises
-    ------
-    KeyError
-        A table is of a style or of a script that there is not.
-    OSError
-        Its JSON is missing.
-    ValueError
-        Its JSON is of another schema, or a pattern matches nothing.
-    """
+    """Return a page with its tables made anew."""
 
     def made(region: re.Match[str]) -> str:
         name = region["file"]

@@ -58,7 +58,7 @@ def show_machine(folder: Path) -> None:
     line("CPU", f"{len(os.sched_getaffinity(0))} x {model}, Linux {platform.release()}")
     for name, found in nvmeio.engines().items():
         line(f"engine {name}", "works" if found["works"] else f"no: {found['reason']}")
-    with nvmeio.aio_handle() as handle:
+    with nvmeio.Handle() as handle:
         line("chosen", handle.stats()["engine"])
     with nvmeio.File(folder / "probe", "w") as file:
         how = f"O_DIRECT in units of {file.alignment} bytes"
@@ -97,7 +97,7 @@ def write_with_nvmeio(path: Path, tensors: list[torch.Tensor]) -> None:
     """Write tensors one behind the other, and make the file durable."""
     offset = 0
     with (
-        nvmeio.aio_handle() as handle,
+        nvmeio.Handle() as handle,
         nvmeio.File(path, "w") as file,
     ):
         requests = []
@@ -112,7 +112,7 @@ def write_with_nvmeio(path: Path, tensors: list[torch.Tensor]) -> None:
 def read_with_nvmeio(path: Path, into: list[torch.Tensor]) -> list[torch.Tensor]:
     """Read tensors that lie one behind the other."""
     offset = 0
-    with nvmeio.aio_handle() as handle, nvmeio.File(path) as file:
+    with nvmeio.Handle() as handle, nvmeio.File(path) as file:
         requests = []
         for tensor in into:
             requests.append(handle.submit_read(tensor, file, offset))
@@ -253,13 +253,6 @@ class SwappedState:
 
     Its tensors become views of locked memory, which is filled from the files before a step,
     and written to them and made useless after it.
-
-    Parameters
-    ----------
-    optimizer : torch.optim.Optimizer
-        Has made its state: one step was done.
-    folder : Path
-        Where the files are made, one for each tensor.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, folder: Path) -> None:

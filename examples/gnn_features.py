@@ -9,6 +9,7 @@ features do not fit and every row was the right one.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import resource
 import sys
 import tempfile
@@ -29,11 +30,17 @@ SEEDS = 256
 CHUNK = 1 << 14
 
 
-def limit_memory(room: int) -> None:
+@contextlib.contextmanager
+def limited_memory(room: int) -> Iterator[None]:
     """Let this process have `room` bytes more than it has, however much the machine has."""
     lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
     (used,) = (int(text.split()[1]) << 10 for text in lines if text.startswith("VmData:"))
-    resource.setrlimit(resource.RLIMIT_DATA, (used + room, used + room))
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (used + room, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, before)
 
 
 def chunks(count: int) -> Iterator[slice]:
@@ -122,8 +129,13 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"--steps is {options.steps}; at least one is needed")
     # The stacks of threads would count too, and machines have many processors.
     torch.set_num_threads(1)
-    limit_memory(options.memory * MIB)
-    with tempfile.TemporaryDirectory(prefix="nvmeio-graph-", dir=".") as folder:
+    # What torch imports with its first optimizer is not of the graph either.
+    torch.optim.Adam([torch.zeros(1)])
+    # The limit ends before the folder is removed, which takes memory too.
+    with (
+        tempfile.TemporaryDirectory(prefix="nvmeio-graph-", dir=".") as folder,
+        limited_memory(options.memory * MIB),
+    ):
         features, edges = build(Path(folder), options.nodes)
         with features, edges:
             print(

@@ -49,15 +49,7 @@ def write_tokens(path: Path, text: str) -> list[str]:
 
 
 class Model(torch.nn.Module):
-    """Guesses each next character from those before it.
-
-    Parameters
-    ----------
-    vocabulary : int
-        How many characters there are.
-    width : int
-        Of the state.
-    """
+    """Guesses each next character from those before it."""
 
     def __init__(self, vocabulary: int, width: int = 128) -> None:
         super().__init__()

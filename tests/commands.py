@@ -49,7 +49,7 @@ def command(*arguments, without=()):
         return [*python(), "-m", "nvmeio", *words]
     hiding = (
         f"import sys; sys.modules.update(dict.fromkeys({tuple(without)!r})); "
-        "from nvmeio.cli import main; sys.exit(main())"
+        "from nvmeio._cli import main; sys.exit(main())"
     )
     return [*python(), "-c", hiding, *words]
 

@@ -78,7 +78,7 @@ def alignment(folder):
 @pytest.fixture
 def handle_class():
     """The class of the handles that open_handle makes."""
-    return nvmeio.aio_handle
+    return nvmeio.Handle
 
 
 @pytest.fixture
@@ -86,8 +86,8 @@ def open_handle(engine, handle_class):
     """Make handles; in the end each is seen to have used the engine under test."""
     handles = []
 
-    def open_handle(*args, **options):
-        handles.append(handle_class(*args, engine=engine, **options))
+    def open_handle(**options):
+        handles.append(handle_class(engine=engine, **options))
         return handles[-1]
 
     yield open_handle
@@ -99,4 +99,20 @@ def open_handle(engine, handle_class):
 @pytest.fixture
 def handle(open_handle):
     """A handle with a queue of a few small blocks."""
-    return open_handle(BLOCK, DEPTH)
+    return open_handle(block_size=BLOCK, queue_depth=DEPTH)
+
+
+@pytest.fixture
+def default_engine(engine, monkeypatch):
+    """Have the default handle use each engine in turn; in the end it is seen to have."""
+    monkeypatch.setenv("NVMEIO_ENGINE", engine)
+    nvmeio.default_handle().close()
+    with nvmeio.default_handle() as handle:
+        yield engine
+        assert handle.stats()["engine"] == engine
+
+
+@pytest.fixture
+def quiet_pool():
+    """No handle of the process gives memory back to the pool meanwhile."""
+    nvmeio.default_handle().close()

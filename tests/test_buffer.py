@@ -15,8 +15,8 @@ from numpy.lib.stride_tricks import as_strided, sliding_window_view
 
 import nvmeio
 from helpers import ENGINES, routes
-from nvmeio._layout import may_overlap
-from nvmeio.buffer import Buffer
+from nvmeio._memory.strides import may_overlap
+from nvmeio._native.buffer import Buffer
 
 DTYPES = [
     "?", "i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8", "f2", "f4", "f8", "g",
@@ -35,7 +35,7 @@ def engine(request):
 
 @pytest.fixture(scope="module")
 def handle(engine):
-    with nvmeio.aio_handle(engine=engine) as handle:
+    with nvmeio.Handle(engine=engine) as handle:
         yield handle
         assert handle.stats()["engine"] == engine
 

@@ -4,7 +4,6 @@ import argparse
 import importlib
 import json
 import os
-import pkgutil
 import re
 import shlex
 import signal
@@ -21,18 +20,17 @@ import nvmeio
 from children import WATCHDOG_S
 from commands import command, python
 from commands import nvmeio as run_nvmeio
-from nvmeio import cli
-from nvmeio.cli import COMMANDS, main
-from nvmeio.cli.arguments import (
+from nvmeio import _cli as cli
+from nvmeio._cli import COMMANDS, main
+from nvmeio._cli.arguments import (
     CommandError,
-    Parser,
     UsageError,
     hyphenated,
     number,
     seconds,
     size,
 )
-from nvmeio.cli.terminal import Terminal
+from nvmeio._cli.terminal import Terminal
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -142,8 +140,9 @@ def test_an_unknown_flag_is_an_error_of_one_line(name):
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_command_is_a_module_with_what_the_frame_calls(name):
-    module = importlib.import_module(f"nvmeio.cli.{name}")
-    assert {"configure", "run"} <= set(module.__all__)
+    module = importlib.import_module(f"nvmeio._cli.{name}")
+    assert callable(module.configure)
+    assert callable(module.run)
 
 
 def test_help_names_every_command():
@@ -154,7 +153,12 @@ def test_help_names_every_command():
         assert about in " ".join(found.out.split())
 
 
-@pytest.mark.parametrize("words", [(), ("no-such-command",), ("--no-such-flag",)])
+def test_nothing_asks_for_help_too():
+    found, asked = run_nvmeio(), run_nvmeio("--help")
+    assert (found.status, found.out, found.err) == (0, asked.out, "")
+
+
+@pytest.mark.parametrize("words", [("no-such-command",), ("--no-such-flag",)])
 def test_without_a_command_the_command_line_is_wrong(words):
     found = run_nvmeio(*words)
     assert (found.status, found.out) == (2, "")
@@ -169,7 +173,10 @@ def test_the_version_is_told():
 def test_the_script_nvmeio_is_the_same():
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     target = re.search(r'\[project\.scripts\]\nnvmeio = "(.+)"\n', text)[1]
-    assert pkgutil.resolve_name(target) is main
+    code = f"import sys, pkgutil; sys.exit(pkgutil.resolve_name({target!r})())"
+    words = [*python(), "-c", code, "--version"]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    assert done.stdout == f"nvmeio {nvmeio.__version__}\n"
 
 
 # A command that does what a test asks for.
@@ -180,10 +187,10 @@ def made_up(monkeypatch):
     """A function that makes a command of a function, and runs it; returns the status."""
 
     def run(function, *words):
-        module = types.ModuleType("nvmeio.cli.made_up")
+        module = types.ModuleType("nvmeio._cli.made_up")
         module.configure = lambda parser: parser.add_argument("--size", type=size)
         module.run = function
-        monkeypatch.setitem(sys.modules, "nvmeio.cli.made_up", module)
+        monkeypatch.setitem(sys.modules, "nvmeio._cli.made_up", module)
         monkeypatch.setitem(COMMANDS, "made_up", "do what a test asks for")
         return main(["made_up", *words])
 
@@ -278,7 +285,7 @@ def test_the_handlers_of_signals_are_put_back(made_up):
 # It waits for a signal, with something to take away.
 WAITING = """
 import sys, time, types
-from nvmeio.cli import COMMANDS, main
+from nvmeio._cli import COMMANDS, main
 def run(options, terminal):
     try:
         terminal.say("ready")
@@ -286,9 +293,9 @@ def run(options, terminal):
         time.sleep(600)
     finally:
         terminal.say("taken away")
-module = types.ModuleType("nvmeio.cli.waiting")
+module = types.ModuleType("nvmeio._cli.waiting")
 module.configure, module.run = lambda parser: None, run
-sys.modules["nvmeio.cli.waiting"] = module
+sys.modules["nvmeio._cli.waiting"] = module
 COMMANDS["waiting"] = "wait"
 sys.exit(main(["waiting"]))
 """
@@ -309,6 +316,50 @@ def test_a_signal_ends_a_command_that_takes_its_files_away(name):
     assert out == "taken away\n"
     assert process.returncode == 128 + number
     assert err == ("nvmeio waiting: interrupted\n" if name == "SIGINT" else "")
+
+
+# Imports of one module last until a signal comes.
+HOLDING = """
+import os, sys, time
+
+class Holding:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if name == os.environ["HELD"]:
+            os.write(1, b"held\\n")
+            time.sleep(600)
+
+sys.meta_path.insert(0, Holding)
+"""
+SCRIPT = ("-c", "import sys; from _nvmeio_command import main; sys.exit(main())")
+
+
+@pytest.mark.parametrize(
+    ("start", "held"),
+    [
+        (SCRIPT, "nvmeio"),
+        (SCRIPT, "numpy"),
+        (SCRIPT, "nvmeio._native.handle"),
+        (SCRIPT, "nvmeio._cli.tune"),
+        # Until then Python imports the package, before anything of ours can be asked.
+        (("-m", "nvmeio"), "nvmeio._cli"),
+        (("-m", "nvmeio"), "nvmeio._cli.tune"),
+    ],
+)
+def test_ctrl_c_ends_the_imports_without_a_traceback(tmp_path, start, held):
+    (tmp_path / "sitecustomize.py").write_text(HOLDING)
+    path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
+    with subprocess.Popen(
+        [*python(), *start, "doctor"],
+        env={**os.environ, "PYTHONPATH": path, "HELD": held},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout.readline() == "held\n"
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=WATCHDOG_S)
+    assert (process.returncode, out, err) == (130, "", "nvmeio: interrupted\n")
 
 
 @pytest.mark.parametrize("second", cli.ENDING)
@@ -362,9 +413,8 @@ def test_a_reader_who_has_had_enough_is_no_error(words, status):
 
 def test_a_plain_table_has_columns_with_figures_to_the_right(capsys):
     rows = [("read", "3.9", "[bold]"), ("write", "12.25", ""), ("copy", "-", "x")]
-    Terminal().table("speed", ("what", "GB/s", "note"), rows)
+    Terminal().table(("what", "GB/s", "note"), rows)
     assert capsys.readouterr().out.splitlines() == [
-        "speed",
         "what    GB/s  note",
         "read     3.9  [bold]",
         "write  12.25",
@@ -374,13 +424,5 @@ def test_a_plain_table_has_columns_with_figures_to_the_right(capsys):
 
 
 def test_progress_is_silent_without_a_terminal(capsys):
-    with Terminal().progress("reading", 100) as advance:
-        advance(100)
+    Terminal().progress("reading", 100)(100)
     assert capsys.readouterr() == ("", "")
-
-
-def test_a_parser_adds_commands_by_the_name_that_they_are_called_by():
-    parser = Parser(prog="nvmeio")
-    added = parser.add_command("doctor", "tell something")
-    assert parser.command("doctor") is added
-    assert added.description == "Tell something."

@@ -106,7 +106,7 @@ def test_what_cannot_be_kept_is_told(source, tmp_path):
     prefix = ["setpriv", "--bounding-set", "-chown", "--inh-caps", "-chown"]
     done = nvmeio("cp", "-p", source, tmp_path / "copy", prefix=prefix)
     assert done.status == 0
-    assert done.err.endswith("\nnot kept, for it is refused here: owner\n")
+    assert done.err.endswith("\nnot kept, because the system refuses it: owner\n")
     status = os.stat(tmp_path / "copy")
     assert (status.st_uid, stat.S_IMODE(status.st_mode)) == (0, 0o755)
 
@@ -137,7 +137,7 @@ def test_a_list_that_cannot_be_kept_gives_the_group_nothing(source, faulty):
     give_list(source, ACCESS, user=6, named=6, group=0, mask=6, others=0)
     done = nvmeio("cp", "-p", source, faulty / "copy")
     assert done.status == 0
-    assert done.err.endswith(f"\nnot kept, for it is refused here: {ACCESS}\n")
+    assert done.err.endswith(f"\nnot kept, because the system refuses it: {ACCESS}\n")
     assert stat.S_IMODE(os.stat(faulty / "copy").st_mode) == 0o600
 
 

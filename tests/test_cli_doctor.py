@@ -22,7 +22,7 @@ from children import TESTS, WATCHDOG_S, skip_under_asan, system_environment
 from commands import command, nvmeio_in_terminal
 from commands import nvmeio as run_nvmeio
 from mounts import with_file, with_read_only
-from nvmeio.cli.diagnosis.storage import storage_of
+from nvmeio._cli.system import storage_of
 from workloads.common import Faults
 
 FAST = ("io_uring", "libaio")
@@ -631,20 +631,14 @@ def test_remedies_are_numbered(tmp_path, healthy):
     assert found.err == ""
 
 
-def test_a_terminal_has_the_same_in_tables_of_rich(tmp_path, engines):
+def test_a_terminal_has_the_same(tmp_path):
     found = nvmeio_in_terminal("doctor", tmp_path)
-    assert found.status == run_nvmeio("doctor", tmp_path).status
-    assert "\u2500\u2500\u2500" in found.out
-    for name in engines:
-        assert name in found.out
-
-
-def test_without_rich_a_terminal_has_plain_tables(tmp_path):
-    found = nvmeio_in_terminal("doctor", tmp_path, without=["rich"])
     plain = run_nvmeio("doctor", tmp_path)
     assert found.status == plain.status
-    assert "\u2500" not in found.out
-    assert found.out.splitlines()[0] == plain.out.splitlines()[0]
+    # Free space and events in use may have changed.
+    assert [line[:20] for line in found.out.splitlines()] == [
+        line[:20] for line in plain.out.splitlines()
+    ]
 
 
 def test_json_is_the_same_in_a_terminal(tmp_path):

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from nvmeio.cli.tuning.race import GOALS, MARGIN, Race
+from nvmeio._cli.race import GOALS, MARGIN, Race
 
 # A trial takes so long, by the clock of these tests.
 TRIAL_S = 0.1

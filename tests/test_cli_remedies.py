@@ -12,11 +12,9 @@ from hypothesis import strategies as st
 
 from children import system_environment
 from helpers import ENGINES
-from nvmeio.cli.diagnosis.installation import FAST_ENGINES, Installation
-from nvmeio.cli.diagnosis.remedies import remedies
-from nvmeio.cli.diagnosis.storage import Storage
-from nvmeio.cli.diagnosis.system import Node, System
-from nvmeio.cli.doctor import Report
+from nvmeio._cli.doctor import Report, _system_rows
+from nvmeio._cli.remedies import remedies
+from nvmeio._cli.system import FAST_ENGINES, Installation, Node, Storage, System
 
 WORKING = {"built": True, "works": True, "errno": 0, "reason": ""}
 
@@ -507,6 +505,31 @@ def test_the_profile_allows_what_it_allowed_and_io_uring(tmp_path, container, ke
     names = [name for entry in made["syscalls"] for name in entry["names"]]
     assert names == ["read", *kept, *rings]
     assert made["syscalls"][-1]["action"] == "SCMP_ACT_ALLOW"
+
+
+# What is told of the machine.
+
+
+@pytest.mark.parametrize(
+    ("changes", "name", "words"),
+    [
+        ({}, "copy kernels", "avx2, portable"),
+        (
+            {"copy_kernels": {"avx2": True, "neon": False}},
+            *("copy kernels", "avx2; not with this processor: neon"),
+        ),
+        ({}, "small copies", "by portable"),
+        ({}, "large copies", "by avx2"),
+        ({}, "locked memory", "no limit"),
+        ({"memlock_bytes": 8 << 20}, "locked memory", "at most 8 MiB (ulimit -l)"),
+        (
+            {"memlock_bytes": 8 << 20, "may_lock": True},
+            *("locked memory", "no limit, by CAP_IPC_LOCK (without it 8 MiB: ulimit -l)"),
+        ),
+    ],
+)
+def test_the_machine_is_described_plainly(changes, name, words):
+    assert dict(_system_rows(replace(SYSTEM, **changes)))[name] == words
 
 
 # The line above all.

@@ -2,8 +2,10 @@
 
 import itertools
 import json
+import math
 import os
 import pwd
+import random
 import subprocess
 
 import numpy as np
@@ -12,9 +14,9 @@ import pytest
 import nvmeio
 from commands import nvmeio as run_nvmeio
 from commands import nvmeio_in_terminal
-from nvmeio._devices import device_of
-from nvmeio.cli import main
-from nvmeio.cli.tuning.candidates import (
+from nvmeio._cli import main
+from nvmeio._cli.race import GOALS
+from nvmeio._cli.trials import (
     DEFAULT,
     GRID_BLOCKS,
     GRID_DEPTHS,
@@ -22,9 +24,11 @@ from nvmeio.cli.tuning.candidates import (
     described,
     distinct,
     grid,
+    small_pages,
     variations,
 )
-from nvmeio.cli.tuning.trials import small_pages
+from nvmeio._cli.tune import Heat, _choice
+from nvmeio._config.devices import device_of
 from nvmeio.profiles import load_profile
 
 # So short that every candidate is measured once in each race, and none is sure to win.
@@ -66,17 +70,14 @@ def test_variations_change_what_the_grid_did_not():
         for one in found[2:]
     ]
     assert changed == [
-        {"single_submit": True},
-        {"intra_op_parallelism": 2},
+        {"workers": 2},
         {"engine": "threads"},
     ]
 
 
 def test_no_more_workers_are_tried_than_there_are_processors():
     workers = {
-        processors: {
-            one["intra_op_parallelism"] for one in variations([DEFAULT], [], processors)
-        }
+        processors: {one["workers"] for one in variations([DEFAULT], [], processors)}
         for processors in (1, 2, 4, 64)
     }
     assert workers == {1: {1}, 2: {1, 2}, 4: {1, 2, 4}, 64: {1, 2, 4}}
@@ -89,20 +90,84 @@ def test_every_candidate_is_a_configuration_of_a_handle():
     assert len(candidates) == len({repr(one) for one in candidates})
     for one in candidates:
         if one["engine"] == "auto":
-            with nvmeio.aio_handle(**one) as handle:
-                assert handle.get_block_size() == one["block_size"]
+            with nvmeio.Handle(**one) as handle:
+                assert handle.block_size == one["block_size"]
 
 
 def test_settings_are_described_by_what_is_unusual():
     assert described(DEFAULT) == "1 MiB x 128"
-    changes = {
-        "intra_op_parallelism": 4,
-        "single_submit": True,
-        "engine": "libaio",
-        "bounce": "never",
-    }
-    words = "1 MiB x 128, 4 workers, one by one, libaio, bounce never"
+    changes = {"workers": 4, "engine": "libaio", "bounce": "never"}
+    words = "1 MiB x 128, 4 workers, libaio, bounce never"
     assert described({**DEFAULT, **changes}) == words
+
+
+def held(name, speeds):
+    """A race of candidates with speeds for reading and writing, all but without noise."""
+    heat = Heat(name, [candidate for candidate, _, _ in speeds])
+    noise = random.Random(name)
+
+    def measure(index):
+        _, read, write = speeds[index]
+        return {
+            op: speed * noise.uniform(1, 1.001)
+            for op, speed in (("read", read), ("write", write))
+        }
+
+    heat.run(measure, math.inf)
+    return heat
+
+
+OTHER = {**DEFAULT, "queue_depth": 32}
+THIRD = {**DEFAULT, "queue_depth": 8}
+
+
+def races(*speeds, bounced=(1, 1, 1)):
+    """Three races: of candidates, of them again, and of bounces by speeds of their own."""
+    winner = held("again", speeds).best("both")
+    kinds = zip(bounces(winner), bounced, strict=True)
+    return [
+        held("block size and depth", speeds),
+        held("workers, engines", speeds),
+        held("bounces", [(candidate, speed, speed) for candidate, speed in kinds]),
+    ]
+
+
+def chosen(heats, saved=None):
+    return {goal: _choice(heats, goal, saved).options for goal in GOALS}
+
+
+def test_what_is_not_certainly_faster_than_the_default_is_not_chosen():
+    # Together the other wins, but by writing alone.
+    heats = races((OTHER, 1, 1.5), (DEFAULT, 1, 1))
+    assert heats[1].best("read") == OTHER
+    assert chosen(heats) == {"read": DEFAULT, "write": OTHER, "both": OTHER}
+    choices = {goal: _choice(heats, goal, None) for goal in GOALS}
+    assert choices["read"].figures["times_default"] == 1
+    assert choices["write"].figures["times_default"] == pytest.approx(1.5, rel=0.01)
+    assert all(choice.figures["settled"] for choice in choices.values())
+
+
+def test_a_race_that_is_not_over_chooses_the_default(monkeypatch):
+    heats = races((DEFAULT, 1, 1), (OTHER, 1.5, 1.5))
+    assert chosen(heats)["both"] == OTHER
+    monkeypatch.setattr(heats[1], "rivals", lambda winner, goal: [0])
+    assert set(map(repr, chosen(heats).values())) == {repr(DEFAULT)}
+
+
+def test_what_was_saved_stays_until_something_is_certainly_faster():
+    saved = {**OTHER, "bounce": "never"}
+    alike = races((DEFAULT, 1, 1), (OTHER, 1, 1), (THIRD, 1.01, 1.01))
+    assert chosen(alike, saved) == dict.fromkeys(GOALS, saved)
+    slower = races((DEFAULT, 1, 1), (OTHER, 0.5, 0.5), (THIRD, 1, 1))
+    assert chosen(slower, saved) == dict.fromkeys(GOALS, DEFAULT)
+    beaten = races((DEFAULT, 1, 1), (OTHER, 1.2, 1.2), (THIRD, 1.5, 1.5))
+    assert chosen(beaten, saved) == dict.fromkeys(GOALS, THIRD)
+
+
+def test_a_bounce_is_chosen_for_the_settings_that_it_was_raced_with():
+    heats = races((DEFAULT, 1, 1), (OTHER, 1, 1.5), bounced=(1, 1.5, 1))
+    bounced = {**OTHER, "bounce": "never"}
+    assert chosen(heats) == {"read": DEFAULT, "write": bounced, "both": bounced}
 
 
 def test_small_pages_are_touched_and_small():
@@ -127,9 +192,12 @@ def test_what_is_best_is_shown_and_kept(folder, configuration, tmp_path_factory)
         assert choice.figures["times_default"] == 1.0
     rows = [line for line in done.out.splitlines() if described(DEFAULT) in line]
     assert [row.split()[0] for row in rows] == ["read", "write", "both"]
-    assert [row.split()[-1] for row in rows] == ["no"] * 3
-    with nvmeio.aio_handle.from_profile(folder) as handle:
-        assert handle.get_queue_depth() == DEFAULT["queue_depth"]
+    assert all("1 MiB x 128 (default) " in row for row in rows)
+    assert [row.split()[-2:] for row in rows] == [["default", "no"]] * 3
+    words = "Recommended for reading and writing alike: the default,\nfor nothing else is"
+    assert words in done.out
+    with nvmeio.Handle.from_profile(folder) as handle:
+        assert handle.queue_depth == DEFAULT["queue_depth"]
     assert (out / "heat.png").read_bytes().startswith(b"\x89PNG")
     report = json.loads((out / "report.json").read_text())
     assert [race["race"] for race in report["races"]] == [
@@ -150,7 +218,7 @@ def check_block(shown, block, written):
         "block_size": 1048576,
         "queue_depth": 128,
         "single_submit": False,
-        "overlap_events": False,
+        "overlap_events": True,
         "intra_op_parallelism": 1,
     }
     begin = shown.index('"aio": ') + len('"aio": ')
@@ -162,12 +230,14 @@ def test_a_configuration_of_deepspeed_keeps_what_else_it_has(
     tmp_path, configuration, tmp_path_factory
 ):
     target = tmp_path_factory.mktemp("ds") / "config.json"
-    target.write_text('{"train_batch_size": 8, "aio": {"use_gds": false}}')
+    block = '{"use_gds": false, "overlap_events": false}'
+    target.write_text(f'{{"train_batch_size": 8, "aio": {block}}}')
     done = run_nvmeio("tune", tmp_path, *QUICK, "--no-save", "--deepspeed", target)
     assert done.status == 0, done.err
     written = json.loads(target.read_text())
     assert written["train_batch_size"] == 8
     assert written["aio"]["queue_depth"] == 128
+    # It was not measured.
     assert written["aio"]["overlap_events"] is False
     assert os.listdir(configuration) == []
 
@@ -180,8 +250,8 @@ def test_the_report_has_every_round_that_a_race_had_time_for(tmp_path, configura
         longest = max(len(one["read_bytes_per_s"]) for one in race["candidates"])
         assert longest == race["rounds"]
     best = report["both"]["options"]
-    with nvmeio.aio_handle.from_profile(tmp_path) as handle:
-        assert handle.get_queue_depth() == best["queue_depth"]
+    with nvmeio.Handle.from_profile(tmp_path) as handle:
+        assert handle.queue_depth == best["queue_depth"]
 
 
 def test_the_environment_has_no_say_in_what_is_measured(folder, configuration):
@@ -192,6 +262,19 @@ def test_the_environment_has_no_say_in_what_is_measured(folder, configuration):
     done = run_nvmeio("tune", folder, *QUICK, env={**os.environ, **says})
     assert done.status == 0, done.err
     assert load_profile(folder).both.options == DEFAULT
+
+
+def test_settings_that_were_saved_run_too(tmp_path, configuration):
+    run_nvmeio("tune", tmp_path, *QUICK)
+    (file,) = (configuration / "nvmeio" / "profiles").iterdir()
+    odd = {"block_size": 768 << 10, "queue_depth": 77}
+    profile = json.loads(file.read_text())
+    for goal in GOALS:
+        profile[goal]["options"].update(odd)
+    file.write_text(json.dumps(profile))
+    found = json.loads(run_nvmeio("tune", tmp_path, *QUICK, "--json", "-").out)
+    candidates = [one["options"] for one in found["races"][1]["candidates"]]
+    assert any(odd.items() <= options.items() for options in candidates)
 
 
 def test_a_configuration_that_cannot_be_rewritten_is_told_of_before(

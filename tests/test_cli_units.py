@@ -2,7 +2,8 @@
 
 import pytest
 
-from nvmeio.cli.units import in_binary, in_speed, in_time, spread
+from nvmeio._arguments.units import in_binary
+from nvmeio._cli.terminal import in_speed, in_time, sizes, spread
 
 
 @pytest.mark.parametrize(
@@ -17,7 +18,8 @@ from nvmeio.cli.units import in_binary, in_speed, in_time, spread
         ((1 << 30) - (1 << 20), "1023 MiB"),
         (3 << 29, "1.5 GiB"),
         (1 << 40, "1 TiB"),
-        (1500 << 40, "1500 TiB"),
+        (1500 << 40, "1.46 PiB"),
+        (1 << 60, "1 EiB"),
     ],
 )
 def test_sizes_have_the_largest_unit_that_fits(nbytes, text):
@@ -27,9 +29,10 @@ def test_sizes_have_the_largest_unit_that_fits(nbytes, text):
 @pytest.mark.parametrize(
     ("nbytes", "seconds", "text"),
     [
-        (0, 1.0, "0 kB/s"),
-        (10, 0.5, "0.02 kB/s"),
-        (999_400, 1.0, "999 kB/s"),
+        (0, 1.0, "under 0.01 MB/s"),
+        (9999, 1.0, "under 0.01 MB/s"),
+        (5_000, 0.5, "0.01 MB/s"),
+        (994_000, 1.0, "0.99 MB/s"),
         (999_600, 1.0, "1 MB/s"),
         (25_310_000, 1.0, "25.3 MB/s"),
         (999_600_000, 1.0, "1.00 GB/s"),
@@ -56,6 +59,14 @@ def test_speeds_have_a_unit_that_shows_them(nbytes, seconds, text):
 )
 def test_latencies_have_three_digits(microseconds, text):
     assert in_time(microseconds) == text
+
+
+def test_sizes_that_look_alike_have_their_bytes():
+    assert sizes(1 << 30, 5 << 29) == ["1 GiB", "2.5 GiB"]
+    assert sizes(1 << 30, (1 << 30) + 1) == [
+        "1 GiB (1073741824 bytes)",
+        "1 GiB (1073741825 bytes)",
+    ]
 
 
 def test_a_spread_is_median_least_and_greatest():

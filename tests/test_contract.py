@@ -72,12 +72,12 @@ def test_the_functions_take_seven_arguments_without_defaults(module, name):
 
 def test_the_constructor_names_the_contracts_arguments_first(handle_class):
     parameters = inspect.signature(handle_class).parameters.values()
-    positional = {
-        parameter.name: parameter.default
+    positional = [
+        parameter.name
         for parameter in parameters
         if parameter.kind is not inspect.Parameter.KEYWORD_ONLY
-    }
-    assert list(positional.items()) == list(CONSTRUCTOR.items())
+    ]
+    assert positional == list(CONSTRUCTOR)
 
 
 def test_the_constructor_has_the_defaults_of_the_contract(open_handle):
@@ -86,16 +86,11 @@ def test_the_constructor_has_the_defaults_of_the_contract(open_handle):
     assert handle.get_alignment() == 512
 
 
-def test_the_constructor_takes_the_contracts_arguments_by_position(open_handle):
-    handle = open_handle(4096, 7, True, True, 3)
-    assert [getattr(handle, f"get_{name}")() for name in CONSTRUCTOR] == [
-        4096,
-        7,
-        True,
-        True,
-        3,
-    ]
-    assert handle.get_alignment() == 3 * 512
+def test_the_constructor_takes_the_contracts_arguments_by_position(handle_class):
+    options = [4096, 7, True, True, 3]
+    with handle_class(*options) as handle:
+        assert [getattr(handle, f"get_{name}")() for name in CONSTRUCTOR] == options
+        assert handle.get_alignment() == 3 * 512
 
 
 def test_the_constructor_takes_the_contracts_arguments_by_keyword(open_handle):
@@ -213,6 +208,9 @@ def test_every_form_of_a_read(handle, path, read, status, waited):
 WRITES_TO_DESCRIPTORS = {
     "position": lambda h, buffer, fd: h.async_pwrite(buffer, fd, 3),
     "keyword": lambda h, buffer, fd: h.async_pwrite(buffer=buffer, fd=fd, file_offset=3),
+    "of numpy": lambda h, buffer, fd: h.async_pwrite(
+        buffer, fd=np.int64(fd), file_offset=3
+    ),
 }
 
 
@@ -228,6 +226,13 @@ def test_async_pwrite_takes_a_descriptor(handle, path, write):
 def test_async_pwrite_takes_one_file(handle, file):
     with pytest.raises(TypeError, match="either filename or fd"):
         handle.async_pwrite(b"123", **file)
+
+
+@pytest.mark.parametrize("number", [True, np.False_], ids=repr)
+def test_a_boolean_is_no_descriptor(handle, number):
+    with pytest.raises(TypeError, match=r"fd is .*; it must be an integer"):
+        handle.async_pwrite(b"123", fd=number)
+    assert handle.wait() == 0
 
 
 @pytest.mark.parametrize(

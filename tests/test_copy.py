@@ -15,8 +15,8 @@ import pytest
 
 from children import run_child
 from helpers import MIB, PAGE, Guarded, pattern
-from nvmeio import settings
-from nvmeio.copy import deepspeed_memcpy, memcpy
+from nvmeio._native import settings
+from nvmeio._native.copy import deepspeed_memcpy, memcpy
 
 # Where the GIL is let go, where threads begin to help, where caches are passed.
 EDGES = (1 << 19, 1 << 20, 4 << 20)

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 import nvmeio
+from nvmeio._config import aio_json as config_module
+from nvmeio._config.aio_json import check_aio_file
 from nvmeio.deepspeed import aio_config, aio_handle, write_aio_config
-from nvmeio.deepspeed import config as config_module
-from nvmeio.deepspeed.config import check_aio_file
 
 # As DeepSpeed reads an empty block.
 DEFAULTS = {
@@ -247,19 +247,17 @@ class TestWriting:
 
     def test_nobody_may_read_it_who_might_not_before(self, path, monkeypatch):
         modes = []
-        monkeypatch.setattr(
-            config_module,
-            "write_file",
-            lambda name, *rest, **options: (
-                modes.append(stat.S_IMODE(os.stat(name).st_mode)),
-                nvmeio.write_file(name, *rest, **options),
-            ),
-        )
+
+        def note(descriptor, target):
+            modes.append(stat.S_IMODE(os.fstat(descriptor).st_mode))
+            become_like(descriptor, target)
+
+        become_like = config_module.become_like
+        monkeypatch.setattr(config_module, "become_like", note)
         path.write_text("{}")
         path.chmod(0o600)
         write_aio_config(path, BLOCK)
         assert modes == [0o600]
-        assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
     @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
     def test_its_owner_stays(self, path):

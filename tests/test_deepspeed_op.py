@@ -124,7 +124,9 @@ class TestHandle:
         assert (handle.get_block_size(), handle.get_queue_depth()) == (1 << 20, 128)
 
     def test_a_pickled_handle_answers_by_statuses_too(self, open_handle, engine, path):
-        with pickle.loads(pickle.dumps(open_handle(4096, 5))) as handle:
+        with pickle.loads(
+            pickle.dumps(open_handle(block_size=4096, queue_depth=5))
+        ) as handle:
             assert type(handle) is aio_handle
             assert (handle.get_block_size(), handle.get_queue_depth()) == (4096, 5)
             assert handle.stats()["engine"] == engine
@@ -256,7 +258,7 @@ class TestPinHandle:
 def test_importing_the_op_loads_neither_torch_nor_deepspeed():
     code = (
         "import sys, nvmeio.deepspeed; "
-        "print(*{'torch', 'deepspeed', '_nvmeio_deepspeed'} & sys.modules.keys())"
+        "print(*{'torch', 'deepspeed', '_nvmeio_follow'} & sys.modules.keys())"
     )
     environment = {
         key: value for key, value in os.environ.items() if key != "NVMEIO_DEEPSPEED"

@@ -54,7 +54,7 @@ def test_the_demo_shows_that_all_came_back(tmp_path):
     assert process.returncode == 0, printed + errors
     assert f"2. A round trip of {SIZE} bytes" in printed
     found = [" ".join(line.split()) for line in printed.splitlines()]
-    with nvmeio.aio_handle() as handle:
+    with nvmeio.Handle() as handle:
         assert f"chosen {handle.stats()['engine']}" in found
     for name, engine in nvmeio.engines().items():
         works = "works" if engine["works"] else f"no: {engine['reason']}"

@@ -9,7 +9,7 @@ import pytest
 
 from children import run_tool
 from mounts import unmount
-from nvmeio._devices import device_of
+from nvmeio._config.devices import device_of
 
 MODEL, SERIAL, WWID = "Some Drive 9", "S123", "eui.0025385c"
 
@@ -135,7 +135,7 @@ def test_a_relative_path_counts_from_the_current_folder(tmp_path, tmpfs, monkeyp
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a file system")
 def test_without_proc_the_mount_is_unknown_and_the_device_is_not(tmp_path):
-    words = "from nvmeio._devices import device_of as d; print(d('.').block, d('.'))"
+    words = "from nvmeio._config.devices import device_of as d; print(d('.').block, d('.'))"
     hidden = 'mount -t tmpfs none /proc && exec "$@"'
     command = ["unshare", "-m", "sh", "-c", hidden, "sh", sys.executable, "-c", words]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)

@@ -158,7 +158,7 @@ def test_the_table_of_variables_has_what_the_sources_read_and_nothing_else():
 
 
 def test_the_tables_of_faults_have_the_kinds_that_fault_c_has():
-    source = (ROOT / "src" / "libnvmeio" / "fault.c").read_text(encoding="utf-8")
+    source = (ROOT / "tests" / "faults" / "fault.c").read_text(encoding="utf-8")
     found = re.findall(r'\.name = "(\w+)"(, \.harmless = true)?', source)
     page = read_page("docs/reliability.md")
     _, unnoticed, rest = re.split("^What a caller .*:$", page, flags=re.MULTILINE)

@@ -68,14 +68,10 @@ def test_a_fault_that_passes_is_ridden_out(tmp_path, engine, faults):
 
 
 @pytest.mark.parametrize("engine", ["io_uring"])
-@pytest.mark.parametrize("overlap_events", [False, True])
 @pytest.mark.parametrize("single_submit", [False, True])
-def test_every_way_of_submitting_rides_faults_out(
-    tmp_path, engine, overlap_events, single_submit
-):
-    options = {"overlap_events": overlap_events, "single_submit": single_submit}
+def test_every_way_of_submitting_rides_faults_out(tmp_path, engine, single_submit):
     fault = "io_uring_enter:error=EAGAIN:when=2+2"
-    report = round_trip(tmp_path, fault, engine=engine, **options)
+    report = round_trip(tmp_path, fault, engine=engine, single_submit=single_submit)
     assert report["steps"] == ALL_WELL
     assert report["retries"] > 0
 
@@ -365,7 +361,7 @@ def traced_rings(folder, **arguments):
 def test_workers_have_rings_of_one_issuer_that_runs_its_completions(tmp_path, engine):
     """Linux 6.1 has both flags; an older one refuses them, and gets fewer."""
     wanted = 1 << 12 | 1 << 13  # IORING_SETUP_SINGLE_ISSUER, IORING_SETUP_DEFER_TASKRUN
-    rings = traced_rings(tmp_path, engine=engine, intra_op_parallelism=3)
+    rings = traced_rings(tmp_path, engine=engine, workers=3)
     asked = [made for flags, made in rings if flags & wanted == wanted]
     assert asked == [kernel_release() >= (6, 1)] * 3
 

@@ -5,6 +5,7 @@ import errno
 import mmap
 import os
 import resource
+import stat
 import types
 
 import numpy as np
@@ -21,8 +22,8 @@ SETTINGS = [(BLOCK, 4, False, False, False), (PAGE, 32, True, True, True)]
 
 
 @pytest.fixture(autouse=True)
-def used_engines(engine, monkeypatch):
-    """Run every engine, and see by its statistics that it carried the bytes."""
+def moved(engine, monkeypatch):
+    """Run every engine; how many bytes it has carried, by the statistics of its handles."""
     used = []
 
     class Recorded(nvmeio.aio_handle):
@@ -32,27 +33,29 @@ def used_engines(engine, monkeypatch):
 
     monkeypatch.setenv("NVMEIO_ENGINE", engine)
     monkeypatch.setattr(files, "aio_handle", Recorded)
-    yield used
-    assert all(stats["engine"] == engine for stats in used)
+    # The next one, which the environment decides about, is shared by one test.
+    nvmeio.default_handle().close()
 
+    def moved():
+        return sum(
+            stats[f"bytes_{way}"]
+            for stats in (*used, nvmeio.default_handle().stats())
+            for way in ("direct", "buffered", "bounced")
+        )
 
-def moved(used):
-    """Return how many bytes all handles have transferred."""
-    return sum(
-        stats[name]
-        for stats in used
-        for name in ("bytes_direct", "bytes_buffered", "bytes_bounced")
-    )
+    with nvmeio.default_handle() as handle:
+        yield moved
+    assert all(stats["engine"] == engine for stats in (*used, handle.stats()))
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_a_file_is_read_as_a_whole(path, used_engines, size):
+def test_a_file_is_read_as_a_whole(path, moved, size):
     path.write_bytes(pattern(size))
     found = nvmeio.read_file(path)
     assert (found.dtype, found.shape) == (np.uint8, (size,))
     assert found.flags.writeable
     assert found.tobytes() == pattern(size)
-    assert moved(used_engines) == size
+    assert moved() == size
     assert left_open(path.parent) == []
 
 
@@ -82,54 +85,58 @@ def test_an_error_of_such_a_file_has_its_path(monkeypatch):
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_a_file_is_made_of_the_buffer(path, used_engines, size):
-    assert nvmeio.write_file(path, pattern(size)) == size
+def test_a_file_is_made_of_the_buffer(path, moved, size):
+    assert nvmeio.write_file(pattern(size), path) == size
     assert path.read_bytes() == pattern(size)
-    assert moved(used_engines) == size
+    assert moved() == size
 
 
+@pytest.mark.parametrize("atomic", [True, False])
 @pytest.mark.parametrize("before", [0, 10, MIB, 3 * MIB + 5])
-def test_a_file_that_was_there_becomes_exactly_the_buffer(path, before):
+def test_a_file_that_was_there_becomes_exactly_the_buffer(path, before, atomic):
     path.write_bytes(bytes(before))
-    assert nvmeio.write_file(path, pattern(MIB)) == MIB
+    path.chmod(0o640)
+    with path.open("rb") as old:
+        assert nvmeio.write_file(pattern(MIB), path, atomic=atomic) == MIB
+        # Who has the old file open keeps it where another takes its place.
+        assert old.read() == (bytes(before) if atomic else pattern(MIB))
     assert path.read_bytes() == pattern(MIB)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o640
+    assert os.listdir(path.parent) == [path.name]
 
 
-@pytest.mark.parametrize("sync", [False, True])
-def test_a_file_can_be_made_durable(path, used_engines, sync):
-    assert nvmeio.write_file(os.fsencode(path), pattern(BLOCK), sync=sync) == BLOCK
+@pytest.mark.parametrize(
+    ("options", "requests"),
+    [
+        ({}, 2),
+        ({"sync": True}, 2),
+        ({"atomic": False}, 1),
+        ({"atomic": False, "sync": True}, 2),
+    ],
+)
+def test_the_bytes_of_an_atomic_or_durable_file_are_synced(path, options, requests):
+    """The fsync is the second request."""
+    assert nvmeio.write_file(pattern(BLOCK), os.fsencode(path), **options) == BLOCK
     assert path.read_bytes() == pattern(BLOCK)
-    assert [stats["requests"] for stats in used_engines] == [2 if sync else 1]
+    assert nvmeio.default_handle().stats()["requests"] == requests
 
 
-def test_the_name_of_a_new_file_is_made_durable_too(folder, monkeypatch):
-    synced = []
-    fsync = os.fsync
-    monkeypatch.setattr(
-        os, "fsync", lambda fd: (synced.append(os.fstat(fd).st_ino), fsync(fd))
-    )
-    monkeypatch.chdir(folder)
-    nvmeio.write_file("data", b"1234", sync=True)
-    nvmeio.write_file("more", b"1234")
-    assert synced == [folder.stat().st_ino]
-
-
-def test_part_of_a_file_is_read_into_a_buffer(path, used_engines):
+def test_part_of_a_file_is_read_into_a_buffer(path, moved):
     path.write_bytes(pattern(3 * BLOCK))
     target = np.zeros((10, 2 * BLOCK // 10 // 4), np.float32)[:, ::2]
-    nbytes = nvmeio.read_into(path, target, 77)
+    nbytes = nvmeio.read_into(target, path, 77)
     assert nbytes == target.nbytes
     assert target.tobytes() == pattern(3 * BLOCK)[77 : 77 + nbytes]
     whole = bytearray(3 * BLOCK)
-    assert nvmeio.read_into(path, buffer=whole) == len(whole)
+    assert nvmeio.read_into(whole, file=path) == len(whole)
     assert whole == pattern(3 * BLOCK)
-    assert moved(used_engines) == nbytes + len(whole)
+    assert moved() == nbytes + len(whole)
 
 
 def test_a_buffer_that_is_larger_than_the_file_is_not_filled(path):
     path.write_bytes(pattern(10))
     with pytest.raises(OSError, match="wanted 11 bytes at offset 0, got 10") as caught:
-        nvmeio.read_into(path, bytearray(11))
+        nvmeio.read_into(bytearray(11), path)
     assert (caught.value.errno, caught.value.filename) == (errno.ENODATA, str(path))
 
 
@@ -137,8 +144,8 @@ def test_a_buffer_that_is_larger_than_the_file_is_not_filled(path):
     "call",
     [
         lambda path: nvmeio.read_file(path),
-        lambda path: nvmeio.read_into(path, bytearray(1)),
-        lambda path: nvmeio.write_file(path / "below", b"1"),
+        lambda path: nvmeio.read_into(bytearray(1), path),
+        lambda path: nvmeio.write_file(b"1", path / "below"),
         lambda path: nvmeio.aio_read(bytearray(1), path, *SETTINGS[0]),
         lambda path: nvmeio.aio_write(b"1", path / "below", *SETTINGS[0]),
     ],
@@ -151,14 +158,14 @@ def test_a_missing_file_is_named(path, call):
 @pytest.mark.all_combinations
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("size", SIZES)
-def test_the_functions_of_the_contract_move_whole_files(path, used_engines, size, settings):
+def test_the_functions_of_the_contract_move_whole_files(path, moved, size, settings):
     """Cases 6 and 7: no size is a success that moved nothing or only a part."""
     source, target = np.frombuffer(pattern(size), np.uint8), np.zeros(size, np.uint8)
     assert nvmeio.aio_write(source, path, *settings) == 0
     assert path.read_bytes() == pattern(size)
     assert nvmeio.aio_read(target, path, *settings) == 0
     assert target.tobytes() == pattern(size)
-    assert moved(used_engines) == 2 * size
+    assert moved() == 2 * size
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
@@ -176,7 +183,7 @@ def test_a_device_keeps_its_length(loop_device):
     size = 1 << 20
     device, expected = loop_device(size), pattern(5000)
     assert nvmeio.aio_write(expected, device, BLOCK, 4, False, True, True) == 0
-    assert nvmeio.write_file(device, expected[:4096], sync=True) == 4096
+    assert nvmeio.write_file(expected[:4096], device, sync=True) == 4096
     target = bytearray(size)
     assert nvmeio.aio_read(target, device, BLOCK, 4, False, True, True) == 0
     assert target == expected + bytes(size - 5000)
@@ -202,7 +209,7 @@ def test_a_new_file_is_not_left_longer_than_what_was_written(path, size):
         limit(resource.RLIMIT_FSIZE, BLOCK),
         pytest.raises(OSError, match="data") as caught,
     ):
-        nvmeio.write_file(path, pattern(size))
+        nvmeio.write_file(pattern(size), path, atomic=False)
     assert caught.value.errno == errno.EFBIG
     left = path.read_bytes()
     assert len(left) <= BLOCK
@@ -232,7 +239,7 @@ def test_a_read_of_another_size_is_refused(path, size):
 def test_any_buffer_has_its_bytes_in_c_order(path, source):
     expected = source.tobytes()
     path.write_bytes(bytes(1000))
-    assert nvmeio.write_file(path, source) == len(expected)
+    assert nvmeio.write_file(source, path) == len(expected)
     assert path.read_bytes() == expected
     assert nvmeio.aio_write(source, path, *SETTINGS[1]) == 0
     assert path.read_bytes() == expected
@@ -265,28 +272,28 @@ class TestSync:
         "kind", [str, os.fsencode, lambda path: path], ids=["text", "bytes", "object"]
     )
     def test_the_folder_of_the_file_is_synced(self, path, synced, kind):
-        assert nvmeio.write_file(kind(path), b"1234", sync=True) == 4
+        assert nvmeio.write_file(b"1234", kind(path), sync=True) == 4
         assert synced == [os.path.realpath(path.parent)]
-        assert nvmeio.write_file(path, b"1234") == 4
+        assert nvmeio.write_file(b"1234", path) == 4
         assert len(synced) == 1
         assert left_open(path.parent) == []
 
     def test_a_bare_name_is_of_the_current_folder(self, path, synced, monkeypatch):
         monkeypatch.chdir(path.parent)
-        nvmeio.write_file("data", b"1234", sync=True)
+        nvmeio.write_file(b"1234", "data", sync=True)
         assert synced == [os.path.realpath(path.parent)]
 
     def test_dots_go_up_from_where_a_link_leads(self, folder, synced):
         (folder / "far" / "below").mkdir(parents=True)
         (folder / "link").symlink_to(folder / "far" / "below")
-        nvmeio.write_file(f"{folder}/link/../data", b"1234", sync=True)
+        nvmeio.write_file(b"1234", f"{folder}/link/../data", sync=True)
         assert (folder / "far" / "data").read_bytes() == b"1234"
         assert synced == [os.path.realpath(folder / "far")]
 
     def test_a_file_that_is_a_link_is_where_it_leads(self, folder, synced):
         (folder / "far").mkdir()
         (folder / "link").symlink_to(folder / "far" / "data")
-        nvmeio.write_file(folder / "link", b"1234", sync=True)
+        nvmeio.write_file(b"1234", folder / "link", sync=True)
         assert (folder / "far" / "data").read_bytes() == b"1234"
         assert synced == [os.path.realpath(folder / "far")]
 
@@ -302,14 +309,15 @@ class TestSync:
         with monkeypatch.context() as patched:
             patched.setattr(os, "open", refuse)
             with pytest.raises(PermissionError, match=r"its folder .*, to be") as caught:
-                nvmeio.write_file(path, b"1234", sync=True)
+                nvmeio.write_file(b"1234", path, sync=True)
         assert caught.value.filename == str(path)
         assert path.read_bytes() == b"old"
-        assert nvmeio.write_file(path, b"1234") == 4
+        assert nvmeio.write_file(b"1234", path) == 4
 
-    def test_a_folder_that_is_not_there_is_told_with_the_path(self, folder):
+    @pytest.mark.parametrize("sync", [False, True])
+    def test_a_folder_that_is_not_there_is_told_with_the_path(self, folder, sync):
         with pytest.raises(FileNotFoundError) as caught:
-            nvmeio.write_file(folder / "missing" / "data", b"1234", sync=True)
+            nvmeio.write_file(b"1234", folder / "missing" / "data", sync=sync)
         assert caught.value.filename == str(folder / "missing" / "data")
 
 
@@ -318,7 +326,7 @@ def test_what_is_no_path_is_refused(file):
     words = "path is .*; it must be a str, bytes or os.PathLike"
     for call in (
         lambda: nvmeio.read_file(file),
-        lambda: nvmeio.write_file(file, b"1234"),
+        lambda: nvmeio.write_file(b"1234", file),
         lambda: nvmeio.aio_write(b"1234", file, *SETTINGS[0]),
     ):
         with pytest.raises(TypeError, match=words):
@@ -329,7 +337,8 @@ def test_a_path_in_the_place_of_the_buffer_is_told(path):
     path.write_bytes(b"1234")
     words = "buffer is the path .*: are the two arguments swapped?"
     for call in (
-        lambda: nvmeio.write_file(bytes(path), str(path)),
+        lambda: nvmeio.write_file(str(path), bytes(path)),
+        lambda: nvmeio.read_into(path, bytearray(4)),
         lambda: nvmeio.aio_write(path, bytes(path), *SETTINGS[0]),
         lambda: nvmeio.aio_read(str(path), path, *SETTINGS[0]),
     ):
@@ -356,13 +365,13 @@ BAD = {"object": object(), "array of objects": np.array([None]), "text": "text"}
 def test_what_cannot_be_written_leaves_the_file_alone(path, bad):
     path.write_bytes(b"1234")
     with pytest.raises(TypeError):
-        nvmeio.write_file(path, bad)
+        nvmeio.write_file(bad, path)
     with pytest.raises(TypeError):
         nvmeio.aio_write(bad, path, *SETTINGS[0])
     assert path.read_bytes() == b"1234"
     path.unlink()
     with pytest.raises(TypeError):
-        nvmeio.write_file(path, bad)
+        nvmeio.write_file(bad, path)
     with pytest.raises(TypeError):
         nvmeio.aio_write(bad, path, *SETTINGS[0])
     assert not path.exists()
@@ -381,5 +390,5 @@ def test_nothing_is_printed(path, capfd):
     """Case 16: timings on every call."""
     nvmeio.aio_write(b"1234", path, *SETTINGS[0])
     nvmeio.aio_read(bytearray(4), path, *SETTINGS[0])
-    nvmeio.write_file(path, nvmeio.read_file(path), sync=True)
+    nvmeio.write_file(nvmeio.read_file(path), path, sync=True)
     assert capfd.readouterr() == ("", "")

@@ -15,11 +15,12 @@ from workloads.common import Faults, make_file
 
 
 class Place:
-    """A file whose calls can be held, and a handle with which it is used."""
+    """A file whose calls can be held, and handles with which it is used."""
 
-    def __init__(self, path, handle):
+    def __init__(self, path, op):
         self.path = path
-        self.handle = handle
+        self.op = op
+        self.handle = op.handle
         self.data = bytearray(make_file(path, MIB))
         self.file = nvmeio.File(path, "r+")
 
@@ -31,63 +32,70 @@ class Place:
             self.path, dtype="u1", shape=MIB, mode="r+", handle=self.handle
         )
 
-    def start(self):
-        self.handle.async_pread(self.data, self.file)
-
     def close(self):
-        self.start()
+        self.submit()
         self.handle.close()
 
+    def drain(self):
+        self.submit()
+        self.handle.drain()
+
     def wait(self):
-        self.start()
-        assert self.handle.wait() == 1
+        self.op.async_pread(self.data, self.file)
+        assert self.op.wait() == 1
 
     def drop(self):
         """Let go of a handle that has a read in flight."""
-        handle = nvmeio.aio_handle(engine=self.handle.stats()["engine"])
-        handle.async_pread(self.data, self.file)
+        handle = nvmeio.Handle(engine=self.handle.engine)
+        handle.submit_read(self.data, self.file)
         del handle
         gc.collect()
+
+    def rewrite(self, **options):
+        """Write the file in place, for the temporary one has no faults."""
+        nvmeio.write_file(self.data, self.path, atomic=False, **options)
 
 
 HANDLE = (BLOCK, DEPTH, False, False, False)
 READS = {
     "Request.wait": lambda at: at.submit().wait(),
-    "Request.wait for a time": lambda at: at.submit().wait(timeout_s=60),
+    "Request.wait for a time": lambda at: at.submit().wait(timeout=60),
     "Request.result": lambda at: at.submit().result(),
     "Request.exception": lambda at: at.submit().exception(),
-    "wait": Place.wait,
+    "drain": Place.drain,
+    "aio_handle.wait": Place.wait,
     "close": Place.close,
     "the end of a handle": Place.drop,
     "read": lambda at: at.handle.read(at.data, at.file),
-    "read and validate": lambda at: at.handle.read(at.data, at.file, True),
-    "pread": lambda at: at.handle.pread(at.data, at.file, False, False),
-    "sync_pread": lambda at: at.handle.sync_pread(at.data, at.file),
+    "read and validate": lambda at: at.op.read(at.data, at.file, True),
+    "pread": lambda at: at.op.pread(at.data, at.file, False, False),
+    "sync_pread": lambda at: at.op.sync_pread(at.data, at.file),
     "a small read": lambda at: at.handle.read(at.data[:100], at.file),
     "a read by path": lambda at: at.handle.submit_read(at.data, at.path).wait(),
     "gather": lambda at: at.handle.gather(at.file, [0, 9000], 100, bytearray(200)),
+    "read_many": lambda at: at.handle.read_many([(at.data, at.file, 0)]),
     "nvmeio.wait": lambda at: nvmeio.wait([at.submit()]),
     "as_completed": lambda at: next(nvmeio.as_completed([at.submit()])).wait(),
     "an index of an array": lambda at: at.array()[[0, 9000]],
     "File": lambda at: nvmeio.File(at.path).close(),
     "read_file": lambda at: nvmeio.read_file(at.path),
-    "read_into": lambda at: nvmeio.read_into(at.path, at.data),
+    "read_into": lambda at: nvmeio.read_into(at.data, at.path),
     "aio_read": lambda at: nvmeio.aio_read(at.data, str(at.path), *HANDLE),
 }
 WRITES = {
     "write": lambda at: at.handle.write(at.data, at.file),
-    "pwrite": lambda at: at.handle.pwrite(at.data, at.file, False, False),
-    "sync_pwrite": lambda at: at.handle.sync_pwrite(at.data, at.file),
+    "pwrite": lambda at: at.op.pwrite(at.data, at.file, False, False),
+    "sync_pwrite": lambda at: at.op.sync_pwrite(at.data, at.file),
     "a small write": lambda at: at.handle.write(at.data[:100], at.file),
     "scatter": lambda at: at.handle.scatter(at.file, [0, 9000], 100, at.data[:200]),
     "an assignment to an array": lambda at: at.array().__setitem__(slice(0, 99), 1),
-    "write_file": lambda at: nvmeio.write_file(at.path, at.data),
+    "write_file": Place.rewrite,
     "aio_write": lambda at: nvmeio.aio_write(at.data, str(at.path), *HANDLE),
 }
 FSYNCS = {
     "fsync": lambda at: at.handle.fsync(at.file),
     "Request.wait for an fsync": lambda at: at.handle.submit_fsync(at.file).wait(),
-    "write_file and sync": lambda at: nvmeio.write_file(at.path, at.data, sync=True),
+    "write_file and sync": lambda at: at.rewrite(sync=True),
 }
 CALLS = [
     pytest.param(held, call, id=name)
@@ -97,8 +105,8 @@ CALLS = [
 
 
 @pytest.mark.parametrize(("held", "call"), CALLS)
-def test_other_threads_run_while_one_is_in(faulty, handle, held, call):
-    place = Place(faulty / "file", handle)
+def test_other_threads_run_while_one_is_in(faulty, engine, held, call):
+    place = Place(faulty / "file", nvmeio.aio_handle(BLOCK, DEPTH, engine=engine))
     # Of another file: Linux locks one that is written or synced against changes.
     control = faulty / "control"
     control.touch()

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 
 from index_strategies import assert_same, cases, outcome
-from nvmeio._indexing import positions, select
+from nvmeio._arrays.indexing import positions, select
 
 
 def taken(array, index):

@@ -7,7 +7,7 @@ import pytest
 
 import nvmeio
 from helpers import ENGINES
-from nvmeio.info import resources
+from nvmeio._native.info import resources
 
 
 def test_engines_are_listed_in_order_of_preference():
@@ -67,15 +67,17 @@ def test_an_engine_is_built_where_its_library_is(name, library):
 def test_auto_takes_the_first_that_works(monkeypatch):
     monkeypatch.delenv("NVMEIO_ENGINE", raising=False)
     works = [name for name, found in nvmeio.engines().items() if found["works"]]
-    with nvmeio.aio_handle() as handle:
+    with nvmeio.Handle() as handle:
         assert handle.stats()["engine"] == works[0]
-    with nvmeio.aio_handle(engine="auto") as handle:
+    # Passed, it is auto whatever the environment says.
+    monkeypatch.setenv("NVMEIO_ENGINE", "sync")
+    with nvmeio.Handle(engine="auto") as handle:
         assert handle.stats()["engine"] == works[0]
 
 
 def test_the_environment_names_an_engine(engine, monkeypatch):
     monkeypatch.setenv("NVMEIO_ENGINE", engine)
-    with nvmeio.aio_handle() as handle:
+    with nvmeio.Handle() as handle:
         assert handle.stats()["engine"] == engine
 
 
@@ -83,13 +85,13 @@ def test_the_environment_names_an_engine(engine, monkeypatch):
 def test_the_environment_may_leave_it_open(monkeypatch, value):
     monkeypatch.setenv("NVMEIO_ENGINE", value)
     works = [name for name, found in nvmeio.engines().items() if found["works"]]
-    with nvmeio.aio_handle() as handle:
+    with nvmeio.Handle() as handle:
         assert handle.stats()["engine"] == works[0]
 
 
 def test_an_argument_wins_over_the_environment(engine, monkeypatch):
     monkeypatch.setenv("NVMEIO_ENGINE", "nonsense")
-    with nvmeio.aio_handle(engine=engine) as handle:
+    with nvmeio.Handle(engine=engine) as handle:
         assert handle.stats()["engine"] == engine
 
 
@@ -98,67 +100,101 @@ def test_a_wrong_environment_is_named(monkeypatch):
     with pytest.raises(
         ValueError, match="NVMEIO_ENGINE is 'posix'; it must be one of auto, io"
     ):
-        nvmeio.aio_handle()
+        nvmeio.Handle()
 
 
 @pytest.mark.parametrize(
-    ("variable", "getter", "most"),
+    ("variable", "option", "most"),
     [
-        ("NVMEIO_BLOCK_SIZE", "get_block_size", 1 << 30),
-        ("NVMEIO_QUEUE_DEPTH", "get_queue_depth", 32768),
+        ("NVMEIO_BLOCK_SIZE", "block_size", 1 << 30),
+        ("NVMEIO_QUEUE_DEPTH", "queue_depth", 32768),
+        ("NVMEIO_WORKERS", "workers", 256),
     ],
 )
-class TestSettings:
+class TestNumbers:
     """The environment gives what is not passed."""
 
-    def test_the_environment_is_used(self, monkeypatch, variable, getter, most):
-        monkeypatch.setenv(variable, "4096")
-        with nvmeio.aio_handle() as handle:
-            assert getattr(handle, getter)() == 4096
+    def test_the_environment_is_used(self, monkeypatch, variable, option, most):
+        monkeypatch.setenv(variable, "7")
+        with nvmeio.Handle() as handle:
+            assert getattr(handle, option) == 7
 
-    def test_an_argument_wins(self, monkeypatch, variable, getter, most):
+    def test_an_argument_wins(self, monkeypatch, variable, option, most):
         monkeypatch.setenv(variable, "nonsense")
-        with nvmeio.aio_handle(8192, 512) as handle:
-            assert getattr(handle, getter)() in (8192, 512)
+        with nvmeio.Handle(**{option: 5}) as handle:
+            assert getattr(handle, option) == 5
 
-    def test_an_empty_one_counts_as_not_set(self, monkeypatch, variable, getter, most):
-        with nvmeio.aio_handle() as handle:
-            default = getattr(handle, getter)()
+    def test_an_empty_one_counts_as_not_set(self, monkeypatch, variable, option, most):
+        with nvmeio.Handle() as handle:
+            default = getattr(handle, option)
         monkeypatch.setenv(variable, "")
-        with nvmeio.aio_handle() as handle:
-            assert getattr(handle, getter)() == default
+        with nvmeio.Handle() as handle:
+            assert getattr(handle, option) == default
 
     @pytest.mark.parametrize("value", ["many", "1.5", "0x10"])
-    def test_a_wrong_one_is_named(self, monkeypatch, variable, getter, most, value):
+    def test_a_wrong_one_is_named(self, monkeypatch, variable, option, most, value):
         monkeypatch.setenv(variable, value)
         with pytest.raises(
             ValueError, match=f"{variable} is '{value}'; it must be an integer"
         ):
-            nvmeio.aio_handle()
+            nvmeio.Handle()
 
     @pytest.mark.parametrize("value", [-1, 0, 1 << 31])
-    def test_one_out_of_range_is_refused(self, monkeypatch, variable, getter, most, value):
+    def test_one_out_of_range_is_refused(self, monkeypatch, variable, option, most, value):
         monkeypatch.setenv(variable, str(value))
         with pytest.raises(ValueError, match=rf"is {value}; it must be from 1 to {most}"):
-            nvmeio.aio_handle()
+            nvmeio.Handle()
+
+
+@pytest.mark.parametrize(
+    ("option", "text", "value", "other"),
+    [
+        ("bounce", "never", "never", "auto"),
+        ("direct", "0", False, "auto"),
+        ("direct", "1", True, False),
+        ("direct", "auto", "auto", True),
+        ("check_overlap", "1", True, False),
+        ("check_overlap", "0", False, True),
+    ],
+)
+def test_the_environment_chooses(monkeypatch, option, text, value, other):
+    monkeypatch.setenv(f"NVMEIO_{option.upper()}", text)
+    with nvmeio.Handle() as handle, nvmeio.Handle(**{option: other}) as another:
+        assert getattr(handle, option) == value
+        assert getattr(another, option) == other
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        ("bounce", "it must be one of auto, always, never"),
+        ("direct", "it must be auto, 0 or 1"),
+        ("check_overlap", "it must be 0 or 1"),
+    ],
+)
+def test_a_wrong_choice_is_named(monkeypatch, option, words):
+    variable = f"NVMEIO_{option.upper()}"
+    monkeypatch.setenv(variable, "yes")
+    with pytest.raises(ValueError, match=f"{variable} is 'yes'; {words}"):
+        nvmeio.Handle()
 
 
 def test_an_engine_that_does_not_work_is_refused_with_the_reason():
     broken = {name: found for name, found in nvmeio.engines().items() if not found["works"]}
     for name, found in broken.items():
         with pytest.raises(OSError, match=name) as caught:
-            nvmeio.aio_handle(engine=name)
+            nvmeio.Handle(engine=name)
         assert caught.value.errno == found["errno"]
         assert found["reason"] in str(caught.value)
 
 
 def test_an_unknown_engine_is_no_engine():
     with pytest.raises(ValueError, match="engine is 'aio'"):
-        nvmeio.aio_handle(engine="aio")
+        nvmeio.Handle(engine="aio")
     with pytest.raises(ValueError, match="engine is 7"):
-        nvmeio.aio_handle(engine=7)
+        nvmeio.Handle(engine=7)
 
 
 def test_none_is_an_engine_that_was_not_passed():
-    with nvmeio.aio_handle(engine=None) as handle, nvmeio.aio_handle() as default:
+    with nvmeio.Handle(engine=None) as handle, nvmeio.Handle() as default:
         assert handle.stats()["engine"] == default.stats()["engine"]

@@ -16,7 +16,7 @@ from helpers import BLOCK, DEPTH, ENGINES, PAGE, pattern
 @pytest.fixture(scope="module")
 def bounds_ns():
     """Return the longest latency in each bucket, as the library has them."""
-    with nvmeio.aio_handle(engine="sync") as handle:
+    with nvmeio.Handle(engine="sync") as handle:
         return handle.latencies().bounds_ns
 
 
@@ -135,7 +135,7 @@ WAYS = {
 @pytest.mark.parametrize("transfer", WAYS.values(), ids=WAYS)
 @pytest.mark.parametrize("size", [1, PAGE, BLOCK, 3 * DEPTH * BLOCK + 777])
 def test_every_block_is_counted_once(open_handle, path, size, transfer, bounce):
-    handle = open_handle(BLOCK, DEPTH, bounce=bounce)
+    handle = open_handle(block_size=BLOCK, queue_depth=DEPTH, bounce=bounce)
     expected, found = pattern(size), bytearray(size)
     # What makes a file longer is written in other blocks.
     path.write_bytes(found)
@@ -149,9 +149,9 @@ def test_every_block_is_counted_once(open_handle, path, size, transfer, bounce):
     assert 0 < read.percentile_us(0) <= read.percentile_us(50) <= read.percentile_us(100)
 
 
-@pytest.mark.parametrize("options", [{"single_submit": True}, {"overlap_events": True}])
-def test_every_way_to_submit_is_counted(open_handle, path, options):
-    handle = open_handle(BLOCK, DEPTH, intra_op_parallelism=2, **options)
+def test_blocks_that_are_submitted_one_by_one_are_counted(engine, path):
+    options = {"intra_op_parallelism": 2, "engine": engine}
+    handle = nvmeio.aio_handle(BLOCK, DEPTH, single_submit=True, **options).handle
     path.write_bytes(bytes(20 * BLOCK))
     handle.write(pattern(20 * BLOCK), path)
     handle.read(bytearray(20 * BLOCK), path)
@@ -179,7 +179,7 @@ def test_blocks_of_gathers_and_scatters_are_counted(handle, path):
 
 
 def test_threads_are_counted_together(open_handle, folder):
-    handle = open_handle(BLOCK, DEPTH, overlap_events=True, intra_op_parallelism=2)
+    handle = open_handle(block_size=BLOCK, queue_depth=DEPTH, workers=2)
 
     def work(number):
         path, data = folder / f"of thread {number}", pattern(BLOCK, number)

@@ -63,9 +63,9 @@ class Pending:
 
 @dataclass
 class Model:
-    """A file, what it should hold, and the handle that is tested with it."""
+    """A file, what it should hold, and the op and its handle that are tested with it."""
 
-    handle: nvmeio.aio_handle
+    op: nvmeio.aio_handle
     path: str
     stack: contextlib.ExitStack
     content: bytearray = field(default_factory=bytearray)
@@ -76,6 +76,7 @@ class Model:
     count: int = 0
 
     def __post_init__(self):
+        self.handle = self.op.handle
         self.settled = len(self.content)
         self.reopen()
 
@@ -90,7 +91,8 @@ class Model:
     def wait(self):
         """Wait for everything, and look at what was read."""
         asynchronous = [each for each in self.pending if each.request is None]
-        assert self.handle.wait() == len(asynchronous)
+        assert self.op.wait() == len(asynchronous)
+        assert self.handle.pending == 0
         for each in self.pending:
             if each.cancelled:
                 self.give_up(each)
@@ -164,13 +166,13 @@ class Model:
     def start(self, pending, way, file):
         arguments = (pending.memory.array, file)
         if way in ("sync", "validate"):
-            call = getattr(self.handle, f"p{pending.op}")
+            call = getattr(self.op, f"p{pending.op}")
             assert call(*arguments, way == "validate", False, pending.begin) == 1
             assert pending.memory.content() == pending.expected
             return
         if way == "async":
             name = f"async_p{pending.op}"
-            assert getattr(self.handle, name)(*arguments, pending.begin) == 0
+            assert getattr(self.op, name)(*arguments, pending.begin) == 0
         else:
             submit = getattr(self.handle, f"submit_{pending.op}")
             pending.request = submit(*arguments, pending.begin)
@@ -183,7 +185,7 @@ class Model:
         with pytest.raises(
             OSError, match=f"wanted {size} bytes at offset {begin}, got {got}"
         ) as caught:
-            self.handle.read(bytearray(size), self.files[kind], file_offset=begin)
+            self.handle.read(bytearray(size), self.files[kind], offset=begin)
         assert caught.value.errno == errno.ENODATA
 
     def check(self):
@@ -227,14 +229,14 @@ def test_the_file_is_what_the_model_says(
         # O_DIRECT cannot be demanded here.
         options = {**options, "direct": False}
     with (
-        nvmeio.aio_handle(engine=engine, **options) as handle,
+        nvmeio.aio_handle(engine=engine, **options) as op,
         contextlib.ExitStack() as stack,
     ):
-        model = Model(handle, str(path), stack, bytearray(pattern(content)))
+        model = Model(op, str(path), stack, bytearray(pattern(content)))
         for step in steps:
             if isinstance(step, str):
                 getattr(model, step)()
             else:
                 model.transfer(*step)
         model.check()
-        assert handle.stats()["engine"] == engine
+        assert op.stats()["engine"] == engine

@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 import nvmeio
-from helpers import BLOCK, MIB, Guarded, kernel_release, pattern, routes
+from helpers import BLOCK, DEPTH, MIB, Guarded, kernel_release, pattern, routes
 from workloads.common import Faults, make_file
 
 # As mkfs.xfs wants at least.
@@ -19,6 +19,14 @@ def faulty_file(folder, size=MIB):
     """Return a path in the FUSE file system, what it holds, and its faults."""
     path = folder / "file"
     return path, make_file(path, size), Faults(path)
+
+
+@pytest.fixture
+def op(engine):
+    """A handle of DeepSpeed's kind, which validates."""
+    with nvmeio.aio_handle(BLOCK, DEPTH, engine=engine) as op:
+        yield op
+        assert op.stats()["engine"] == engine
 
 
 # FUSE.
@@ -57,17 +65,17 @@ def test_what_a_drive_says_means_nothing_else_to_us(faulty, handle, number):
     assert min(faults.fired()[f"{call}.error"] for call in ("read", "write")) > 0
 
 
-def test_the_first_of_many_failures_is_told_after_all_have_ended(faulty, handle):
+def test_the_first_of_many_failures_is_told_after_all_have_ended(faulty, op):
     path, data, faults = faulty_file(faulty)
     file = nvmeio.File(path)
     faults.set(read={"error": errno.EIO, "at": 5 * BLOCK})
     buffers = [bytearray(BLOCK) for _ in range(MIB // BLOCK)]
     for number, buffer in enumerate(buffers):
-        handle.async_pread(buffer, file, number * BLOCK)
+        op.async_pread(buffer, file, number * BLOCK)
     with pytest.raises(OSError, match=str(5 * BLOCK)) as caught:
-        handle.wait()
+        op.wait()
     assert caught.value.errno == errno.EIO
-    assert handle.wait() == 0
+    assert op.wait() == 0
     for number, buffer in enumerate(buffers):
         if number != 5:
             assert buffer == data[number * BLOCK : (number + 1) * BLOCK]
@@ -77,7 +85,7 @@ def test_the_first_of_many_failures_is_told_after_all_have_ended(faulty, handle)
 def test_every_worker_takes_part_in_a_request(faulty, open_handle, workers):
     """A worker with a queue of one has one block in flight: each held one is another."""
     path, data, faults = faulty_file(faulty)
-    handle = open_handle(BLOCK, 1, intra_op_parallelism=workers)
+    handle = open_handle(block_size=BLOCK, queue_depth=1, workers=workers)
     guarded = Guarded(MIB)
     with nvmeio.File(path) as file:
         faults.set(read={"held": True})
@@ -151,29 +159,29 @@ def test_a_failed_fsync_is_told_and_the_next_one_is_not(faulty, handle):
 
 
 @pytest.mark.parametrize("position", [5 * BLOCK + 17, MIB - 1])
-def test_validation_finds_a_bit_that_was_read_wrong(faulty, handle, position):
+def test_validation_finds_a_bit_that_was_read_wrong(faulty, op, position):
     path, data, faults = faulty_file(faulty)
     file = nvmeio.File(path)
     faults.set(read={"flip": position, "times": 1})
     with pytest.raises(OSError, match=f"at byte {position}") as caught:
-        handle.read(bytearray(MIB), file, True)
+        op.read(bytearray(MIB), file, True)
     assert caught.value.errno == errno.EIO
     assert faults.fired() == {"read.flip": 1}
     guarded = Guarded(MIB)
-    handle.read(guarded.array, file, True)
+    op.read(guarded.array, file, True)
     assert guarded.content() == data
 
 
 @pytest.mark.parametrize("position", [5 * BLOCK + 17, MIB - 1])
-def test_validation_finds_a_bit_that_was_written_wrong(faulty, handle, position):
+def test_validation_finds_a_bit_that_was_written_wrong(faulty, op, position):
     path, _, faults = faulty_file(faulty)
     data = pattern(MIB, 1)
     faults.set(write={"flip": position, "times": 1})
     with pytest.raises(OSError, match=f"at byte {position}") as caught:
-        handle.write(data, path, True)
+        op.write(data, path, True)
     assert caught.value.errno == errno.EIO
     assert faults.fired() == {"write.flip": 1}
-    handle.write(data, path, True)
+    op.write(data, path, True)
     assert path.read_bytes() == data
 
 
@@ -184,7 +192,7 @@ def test_a_wait_that_is_given_up_leaves_the_transfer_to_go_on(faulty, handle):
     faults.set(read={"held": True})
     request = handle.submit_read(guarded.array, file)
     with pytest.raises(TimeoutError):
-        request.wait(timeout_s=0.01)
+        request.wait(timeout=0.01)
     faults.await_waiting()
     assert not request.done()
     faults.set()
@@ -277,7 +285,7 @@ def check_transfers(engine, path, size=4 * BLOCK):
     """Write and read at every edge of a file, against a plain model; return the stats."""
     model = bytearray(make_file(path, size))
     with (
-        nvmeio.aio_handle(BLOCK, engine=engine) as handle,
+        nvmeio.Handle(block_size=BLOCK, engine=engine) as handle,
         nvmeio.File(path, "r+") as file,
     ):
         for number, (length, offset, residue) in enumerate(sector_cases(4096)):
@@ -324,15 +332,15 @@ def test_a_block_device_is_a_file_too(loop_device, handle):
     data = pattern(MIB)
     with nvmeio.File(device, "r+") as file:
         assert (file.size, file.alignment) == (4 * MIB, 4096)
-        handle.write(data, file, file_offset=4096)
+        handle.write(data, file, offset=4096)
         guarded = Guarded(MIB - 5)
-        handle.read(guarded.array, file, file_offset=4096 + 5)
+        handle.read(guarded.array, file, offset=4096 + 5)
         assert guarded.content() == data[5:]
         with pytest.raises(OSError, match="past the end") as caught:
-            handle.read(bytearray(10), file, file_offset=4 * MIB - 5)
+            handle.read(bytearray(10), file, offset=4 * MIB - 5)
         assert caught.value.errno == errno.ENODATA
         with pytest.raises(OSError, match=device) as caught:
-            handle.write(bytes(8192), file, file_offset=4 * MIB - 4096)
+            handle.write(bytes(8192), file, offset=4 * MIB - 4096)
         assert caught.value.errno == errno.ENOSPC
 
 

@@ -34,14 +34,11 @@ def test_requests_in_flight_share_one_open_file(slow_handle, path, alignment, si
 
 
 def test_every_call_closes_what_it_opened(handle, path):
-    for verb in (handle.write, handle.sync_pwrite, handle.async_pwrite):
-        verb(pattern(BLOCK + 9), path)
-    handle.wait()
+    handle.write(pattern(BLOCK + 9), path)
+    handle.submit_write(pattern(BLOCK + 9), path).wait()
     with path.open("r+b") as file:
-        handle.async_pwrite(b"1", file.fileno())
-        handle.wait()
-    for call in (handle.read, handle.sync_pread):
-        call(bytearray(BLOCK), path)
+        handle.write(b"1", file.fileno())
+    handle.read(bytearray(BLOCK), path)
     handle.submit_read(bytearray(BLOCK), path).wait()
     handle.fsync(path)
     assert left_open(path.parent) == []
@@ -51,9 +48,9 @@ def test_a_handle_that_is_closed_has_no_descriptor(engine, path):
     """Rings, events and files: what workers and callers have opened is closed."""
     before = sorted(os.listdir("/proc/self/fd"))
     for _ in range(3):
-        with nvmeio.aio_handle(BLOCK, engine=engine, intra_op_parallelism=2) as handle:
+        with nvmeio.Handle(block_size=BLOCK, engine=engine, workers=2) as handle:
             handle.write(pattern(BLOCK), path)
-            handle.async_pread(bytearray(BLOCK), path)
+            handle.submit_read(bytearray(BLOCK), path)
             assert handle.stats()["engine"] == engine
         assert sorted(os.listdir("/proc/self/fd")) == before
 
@@ -124,9 +121,8 @@ def test_one_path_may_be_spelt_in_several_ways(handle, path):
     path.write_bytes(b"12345678")
     spellings = [path, str(path), bytes(path), path.parent / "." / path.name]
     targets = [bytearray(8) for _ in spellings]
-    for target, spelling in zip(targets, spellings, strict=True):
-        handle.async_pread(target, spelling)
-    assert handle.wait() == len(spellings)
+    requests = [handle.submit_read(*of) for of in zip(targets, spellings, strict=True)]
+    assert [request.wait() for request in requests] == [8] * len(spellings)
     assert targets == [b"12345678"] * len(spellings)
 
 
@@ -144,11 +140,13 @@ def test_two_thousand_files_in_flight_need_few_descriptors(engine, folder):
         resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))
         names = [os.path.join(folder, str(number)) for number in range(2000)]
         met = False
-        with nvmeio.aio_handle(4096, 1, overlap_events=True, engine=engine) as handle:
+        with nvmeio.Handle(block_size=4096, queue_depth=1, engine=engine) as handle:
             # While this goes on in small blocks, what comes after it stays open.
             first = handle.submit_read(memory, plug)
+            writes = []
             for number, name in enumerate(names):
-                handle.async_pwrite(number.to_bytes(4, "little") * 100, name)
+                content = number.to_bytes(4, "little") * 100
+                writes.append(handle.submit_write(content, name))
                 try:
                     # Two, as a file takes.
                     ends = os.pipe()
@@ -159,7 +157,7 @@ def test_two_thousand_files_in_flight_need_few_descriptors(engine, folder):
                         os.close(end)
             assert met
             assert first.wait() == len(memory)
-            assert handle.wait() == 2000
+            assert sum(request.wait() for request in writes) == 2000 * 400
             targets = [bytearray(400) for _ in names]
             requests = [handle.submit_read(*of) for of in zip(targets, names)]
             assert sum(request.wait() for request in requests) == 2000 * 400
@@ -178,11 +176,11 @@ def test_two_thousand_files_in_flight_need_few_descriptors(engine, folder):
 
 
 def test_a_missing_file_fails_in_the_submitting_call(handle, path):
-    for read in (handle.read, handle.async_pread, handle.submit_read):
+    for read in (handle.read, handle.submit_read):
         with pytest.raises(FileNotFoundError) as caught:
             read(bytearray(5), path)
         assert caught.value.filename == str(path)
-    assert handle.wait() == handle.pending == 0
+    assert handle.pending == 0
 
 
 @pytest.mark.parametrize("mask", [0o022, 0o077, 0])

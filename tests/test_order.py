@@ -1,6 +1,7 @@
 """Requests after others, and many transfers in one request."""
 
 import errno
+import gc
 import itertools
 import os
 from concurrent.futures import CancelledError
@@ -20,7 +21,7 @@ SIZE = 3 * PAGE + 100
 @pytest.fixture
 def handle(open_handle):
     """A handle with a small queue."""
-    return open_handle(16384, 4)
+    return open_handle(block_size=16384, queue_depth=4)
 
 
 class TestAfter:
@@ -83,9 +84,9 @@ class TestAfter:
         path.write_bytes(bytes(1000))
         strided = np.zeros(200, np.uint8)[::2]
         first = handle.submit_fsync(path)
-        with pytest.raises(TypeError, match="copied when it is submitted"):
+        with pytest.raises(TypeError, match="copied at submission"):
             handle.submit_write(strided, path, after=first)
-        with pytest.raises(TypeError, match="copied when it is submitted"):
+        with pytest.raises(TypeError, match="copied at submission"):
             handle.submit_write_many([(strided, path, 0)], after=first)
         # It lands in the view when it is looked at, in time for who waits for it.
         assert handle.submit_read(strided, path, after=first).wait() == 100
@@ -95,16 +96,44 @@ class TestAfter:
 
     def test_what_can_come_before(self, handle, path, open_handle):
         path.write_bytes(bytes(100))
-        other = open_handle(16384, 4)
+        other = open_handle(block_size=16384, queue_depth=4)
         foreign = other.submit_read(bytearray(100), path)
         with pytest.raises(ValueError, match="of another handle"):
             handle.submit_read(bytearray(100), path, after=foreign)
         foreign.wait()
         with pytest.raises(TypeError, match=r"after\[1\] is 3; it must be a Request"):
             handle.submit_read(bytearray(100), path, after=[handle.submit_fsync(path), 3])
-        with pytest.raises(TypeError):
+        with pytest.raises(TypeError, match="after is 3; it must be a Request or an iter"):
             handle.submit_read(bytearray(100), path, after=3)
         handle.drain()
+
+    def test_a_predecessor_that_is_being_cancelled_is_the_cause(self, handle, path):
+        big = handle.submit_write(np.zeros(64 << 20, np.uint8), path)
+        read = handle.submit_read(bytearray(10), path, after=big)
+        assert big.cancel()
+        with pytest.raises(CancelledError, match="comes after the write of") as caught:
+            read.wait()
+        assert isinstance(caught.value.__cause__, CancelledError)
+        with pytest.raises(CancelledError):
+            big.wait()
+
+    def test_a_long_chain_fails_in_few_words(self, handle, path, recwarn):
+        path.write_bytes(b"old")
+        request = handle.submit_read(bytearray(100), path)
+        for _ in range(200):
+            request = handle.submit_read(bytearray(1), path, after=request)
+        handle.drain()
+        error = request.exception()
+        assert len(str(error)) < 300 + 2 * len(str(path))
+        causes = [error]
+        while causes[-1].__cause__ is not None:
+            causes.append(causes[-1].__cause__)
+        assert len(causes) == 201
+        assert "past the end" in str(causes[-1])
+        # Whoever has seen the last has been told of all.
+        del request, error, causes
+        gc.collect()
+        assert not recwarn.list
 
     @pytest.mark.parametrize(("engine", "slow"), SLOW_PLACES, indirect=["slow"])
     def test_nothing_starts_before_its_turn(self, slow, engine):
@@ -228,7 +257,7 @@ class TestDrain:
         path.write_bytes(pattern(PAGE, 1))
         targets = [Guarded(PAGE) for _ in range(20)]
         requests = [handle.submit_read(target.array, path) for target in targets]
-        handle.drain(timeout_s=60)
+        handle.drain(timeout=60)
         assert all(request.done() for request in requests)
         assert all(target.content() == pattern(PAGE, 1) for target in targets)
         handle.drain(0)
@@ -242,3 +271,18 @@ class TestDrain:
             requests.append(handle.submit_write(bytes([digit]), path, after=requests[-1]))
         handle.drain()
         assert path.read_bytes() == b"2"
+
+
+@pytest.mark.parametrize(
+    ("items", "words"),
+    [
+        ([(bytearray(1), "missing", 0)], r"\(items\[0\]\): 'missing'"),
+        ([("data", bytearray(1), 0)], r"items\[0\]: buffer is the path 'data'"),
+        ([(bytearray(1), 3.5, 0)], r"items\[0\]: file is 3\.5"),
+        ([np.zeros(2)], r"items\[0\] is of type ndarray and length 2; it must be \(buffer"),
+        ([7], r"items\[0\] is of type int; it must be \(buffer"),
+    ],
+)
+def test_an_item_that_is_refused_is_named(handle, items, words):
+    with pytest.raises((OSError, TypeError, ValueError), match=words):
+        handle.read_many(items)

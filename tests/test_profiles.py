@@ -17,8 +17,9 @@ import pytest
 
 import nvmeio
 from helpers import limit
-from nvmeio import _options
-from nvmeio._devices import device_of
+from nvmeio._config import options as _options
+from nvmeio._config.devices import device_of
+from nvmeio._native import handle as _handle
 from nvmeio.profiles import (
     Choice,
     Profile,
@@ -32,30 +33,33 @@ from nvmeio.profiles import (
 )
 
 OPTIONS = {
-    "block_size": 65536,
-    "queue_depth": 9,
-    "single_submit": True,
-    "overlap_events": True,
-    "intra_op_parallelism": 2,
     "engine": "threads",
     "bounce": "never",
+    "block_size": 65536,
+    "queue_depth": 9,
+    "workers": 2,
 }
 BOTH, READ, WRITE = (
     Choice({**OPTIONS, "queue_depth": depth}, {"read_gb_per_s": 1.5, "rounds": [depth]})
     for depth in (9, 10, 11)
 )
 
-GETTERS = tuple(name for name in OPTIONS if name not in ("engine", "bounce"))
-DEFAULTS = dict(zip(GETTERS, (1 << 20, 128, False, False, 1), strict=True))
-
-VARIABLES = ("BLOCK_SIZE", "QUEUE_DEPTH", "ENGINE", "PROFILE")
+DEFAULTS = {
+    "engine": "auto",
+    "direct": "auto",
+    "bounce": "auto",
+    "block_size": 1 << 20,
+    "queue_depth": 128,
+    "workers": 1,
+    "check_overlap": False,
+}
 
 
 @pytest.fixture(autouse=True)
 def config(tmp_path, monkeypatch):
     """A folder of configuration for this test alone; nothing else is set."""
-    for name in VARIABLES:
-        monkeypatch.delenv(f"NVMEIO_{name}", raising=False)
+    for name in ("profile", *DEFAULTS):
+        monkeypatch.delenv(f"NVMEIO_{name.upper()}", raising=False)
     folder = tmp_path / "configuration"
     monkeypatch.setenv("XDG_CONFIG_HOME", str(folder))
     return folder
@@ -74,21 +78,17 @@ def saved(profile):
     return profile
 
 
-def gotten(handle):
-    """Return what a handle's getters say, and end it."""
+def chosen(handle):
+    """Return the options that a handle was made with, and end it."""
     with handle:
-        return {name: getattr(handle, f"get_{name}")() for name in GETTERS}
-
-
-def chosen(options):
-    """Return what the getters would say of options."""
-    return {name: options[name] for name in GETTERS}
-
-
-def all_options(handle):
-    """Return every option of a handle, of which some have no getter, and end it."""
-    with handle:
+        # Its property says what engine "auto" has become.
         return handle.__reduce__()[1][1]
+
+
+def told(handle):
+    """Return what a handle's properties say, and end it."""
+    with handle:
+        return {name: getattr(handle, name) for name in DEFAULTS}
 
 
 class TestFiles:
@@ -111,7 +111,7 @@ class TestFiles:
         assert file == config / "nvmeio" / "profiles" / f"{profile.device}.json"
         assert file == profile_file(profile.device)
         content = json.loads(file.read_text())
-        assert content == {"version": 1, **dataclasses.asdict(profile)}
+        assert content == {"version": 2, **dataclasses.asdict(profile)}
 
     def test_folders_are_made_for_the_user_alone(self, profile, config):
         """As the XDG Base Directory Specification asks for."""
@@ -155,7 +155,7 @@ def broken(change):
     """Return the text of a profile that is broken by a function."""
 
     def text(profile):
-        content = {"version": 1, **dataclasses.asdict(profile)}
+        content = {"version": 2, **dataclasses.asdict(profile)}
         change(content)
         return json.dumps(content)
 
@@ -168,7 +168,7 @@ BROKEN = {
     "empty": (lambda _: "", "Expecting value"),
     "too deep": (lambda _: "[" * 100_000, "maximum recursion depth exceeded"),
     "no object": (lambda _: "[1]", "it is no object"),
-    "version": (broken(lambda c: c.update(version=2)), "version is 2; nvmeio here knows 1"),
+    "version": (broken(lambda c: c.update(version=1)), "version is 1; nvmeio here knows 2"),
     "no version": (broken(lambda c: c.pop("version")), "it lacks 'version'"),
     "no device": (broken(lambda c: c.pop("device")), "it lacks 'device'"),
     "other device": (broken(lambda c: c.update(device="x")), "device is 'x'; it must be "),
@@ -192,10 +192,6 @@ BROKEN = {
         broken(lambda c: c["both"]["options"].update(queue_depth="8")),
         "both.options.queue_depth is '8'; it must be an integer",
     ),
-    "boolean": (
-        broken(lambda c: c["both"]["options"].update(single_submit="false")),
-        "both.options.single_submit is 'false'; it must be True or False",
-    ),
     "word": (
         broken(lambda c: c["both"]["options"].update(engine="posix")),
         "both.options.engine is 'posix'; it must be one of auto, io_uring",
@@ -213,7 +209,7 @@ def test_of_a_broken_profile_the_file_and_the_field_are_named(
     file.write_bytes(content if isinstance(content, bytes) else content.encode())
     monkeypatch.setenv("NVMEIO_PROFILE", str(tmp_path) if variable == "path" else variable)
     with pytest.raises(ValueError, match=r"the profile .* cannot be used: ") as caught:
-        nvmeio.aio_handle() if variable else nvmeio.aio_handle.from_profile(tmp_path)
+        nvmeio.Handle() if variable else nvmeio.Handle.from_profile(tmp_path)
     assert repr(str(file)) in str(caught.value)
     assert words in str(caught.value)
 
@@ -235,7 +231,7 @@ def test_what_could_not_be_loaded_is_not_saved(saved, tmp_path, change, error, w
     assert saved_profiles() == [profile_file(saved.device)]
 
 
-class Subclass(nvmeio.aio_handle):
+class Subclass(nvmeio.Handle):
     """A handle whose constructor takes more."""
 
     def __init__(self, *, name="", **options):
@@ -246,50 +242,38 @@ class Subclass(nvmeio.aio_handle):
 class TestFromProfile:
     @pytest.mark.parametrize("op", ["both", "read", "write"])
     def test_each_kind_of_work_has_its_options(self, saved, tmp_path, op):
-        handle = nvmeio.aio_handle.from_profile(tmp_path / "none" / "yet", op=op)
-        assert handle.stats()["engine"] == "threads"
-        assert all_options(handle) == {
-            **getattr(saved, op).options,
-            "direct": "auto",
-            "errors": "raise",
-        }
+        handle = nvmeio.Handle.from_profile(tmp_path / "none" / "yet", op=op)
+        assert handle.engine == "threads"
+        assert chosen(handle) == {**DEFAULTS, **getattr(saved, op).options}
 
     def test_both_is_the_default(self, saved, tmp_path):
-        handle = nvmeio.aio_handle.from_profile(tmp_path)
-        assert gotten(handle) == chosen(saved.both.options)
+        handle = nvmeio.Handle.from_profile(tmp_path)
+        assert chosen(handle) == {**DEFAULTS, **saved.both.options}
 
     def test_what_is_passed_counts_first(self, saved, tmp_path, monkeypatch):
         monkeypatch.setenv("NVMEIO_BLOCK_SIZE", "4096")
         monkeypatch.setenv("NVMEIO_ENGINE", "sync")
-        passed = {"block_size": 8192, "overlap_events": False, "engine": "threads"}
-        passed |= {"errors": "status", "direct": False}
-        handle = nvmeio.aio_handle.from_profile(tmp_path, **passed)
-        assert handle.stats()["engine"] == "threads"
-        assert all_options(handle) == {**saved.both.options, **passed}
+        passed = {"block_size": 8192, "check_overlap": True, "engine": "threads"}
+        passed |= {"bounce": "auto", "direct": False}
+        handle = nvmeio.Handle.from_profile(tmp_path, **passed)
+        assert chosen(handle) == {**saved.both.options, **passed}
 
     def test_the_environment_counts_before_the_profile(self, saved, tmp_path, monkeypatch):
         monkeypatch.setenv("NVMEIO_BLOCK_SIZE", "4096")
         monkeypatch.setenv("NVMEIO_ENGINE", "sync")
-        handle = nvmeio.aio_handle.from_profile(tmp_path, block_size=None, bounce=None)
-        assert handle.stats()["engine"] == "sync"
-        assert gotten(handle) == {**chosen(saved.both.options), "block_size": 4096}
+        handle = nvmeio.Handle.from_profile(tmp_path, block_size=None, bounce=None)
+        found = {"engine": "sync", "block_size": 4096}
+        assert chosen(handle) == {**DEFAULTS, **saved.both.options, **found}
 
     def test_subclasses_are_made(self, saved, tmp_path):
         handle = Subclass.from_profile(tmp_path, op="write", name="mine")
         assert (type(handle), handle.name) == (Subclass, "mine")
-        assert gotten(handle) == chosen(saved.write.options)
-        handle = nvmeio.deepspeed.aio_handle.from_profile(tmp_path)
-        assert type(handle) is nvmeio.deepspeed.aio_handle
-        assert all_options(handle) == {
-            **saved.both.options,
-            "direct": "auto",
-            "errors": "status",
-        }
+        assert chosen(handle) == {**DEFAULTS, **saved.write.options}
 
     def test_a_device_without_a_profile_is_named(self, tmp_path):
         device = device_of(tmp_path)
         with pytest.raises(FileNotFoundError) as caught:
-            nvmeio.aio_handle.from_profile(tmp_path)
+            nvmeio.Handle.from_profile(tmp_path)
         assert caught.value.errno == errno.ENOENT
         assert caught.value.filename == str(profile_file(device.identity))
         assert f"there is no profile of {device}, which {str(tmp_path)!r} lies on" in str(
@@ -304,25 +288,25 @@ class TestFromProfile:
             (
                 {"depth": 3},
                 TypeError,
-                r"^aio_handle\(\) got an unexpected keyword argument",
+                r"^Handle\(\) got an unexpected keyword argument 'depth'",
             ),
             ({"queue_depth": 0}, ValueError, "^queue_depth is 0; it must be from 1 to"),
-            ({"single_submit": None}, TypeError, "single_submit is None"),
+            ({"check_overlap": "no"}, TypeError, "check_overlap is 'no'"),
         ],
     )
     def test_mistakes_are_named(self, saved, tmp_path, options, error, words):
         with pytest.raises(error, match=words):
-            nvmeio.aio_handle.from_profile(tmp_path, **options)
+            nvmeio.Handle.from_profile(tmp_path, **options)
 
 
 @pytest.fixture
 def refused(monkeypatch):
     """A process in which the threads are refused, as io_uring is in containers."""
     found = {"threads": {"works": False, "reason": "refused here"}}
-    monkeypatch.setattr(_options, "engines", lambda: found)
-    _options._usable_once.cache_clear()
+    monkeypatch.setattr(_handle, "engines", lambda: found)
+    _options._engine_once.cache_clear()
     yield
-    _options._usable_once.cache_clear()
+    _options._engine_once.cache_clear()
 
 
 @pytest.mark.usefixtures("refused")
@@ -330,18 +314,18 @@ class TestRefusedEngine:
     def test_it_gives_way_and_is_told_once(self, saved, tmp_path, monkeypatch, caplog):
         monkeypatch.setenv("NVMEIO_PROFILE", "auto")
         for handle in (
-            nvmeio.aio_handle.from_profile(tmp_path),
-            nvmeio.aio_handle.from_profile(tmp_path, op="read"),
-            nvmeio.aio_handle(queue_depth=9),
+            nvmeio.Handle.from_profile(tmp_path),
+            nvmeio.Handle.from_profile(tmp_path, op="read"),
+            nvmeio.Handle(queue_depth=9),
         ):
-            options = all_options(handle)
+            options = chosen(handle)
             assert (options["engine"], options["bounce"]) == ("auto", "never")
         told = [record.getMessage() for record in caplog.records]
         assert told == ["the profile's engine threads cannot be used: refused here"]
 
     def test_it_is_no_matter_where_another_was_asked_for(self, saved, tmp_path, caplog):
-        handle = nvmeio.aio_handle.from_profile(tmp_path, engine="sync")
-        assert handle.stats()["engine"] == all_options(handle)["engine"] == "sync"
+        handle = nvmeio.Handle.from_profile(tmp_path, engine="sync")
+        assert chosen(handle)["engine"] == "sync"
         assert caplog.records == []
 
 
@@ -359,13 +343,8 @@ class TestEnvironment:
     @pytest.mark.usefixtures("auto")
     def test_the_only_profile_is_taken(self, saved, monkeypatch):
         monkeypatch.chdir("/proc")
-        handle = nvmeio.aio_handle()
-        assert handle.stats()["engine"] == "threads"
-        assert all_options(handle) == {
-            **saved.both.options,
-            "direct": "auto",
-            "errors": "raise",
-        }
+        for handle in (nvmeio.Handle(), nvmeio.aio_handle().handle):
+            assert told(handle) == {**DEFAULTS, **saved.both.options}
 
     @pytest.mark.usefixtures("auto", "another")
     def test_of_several_that_of_the_current_folder_is_taken(
@@ -373,15 +352,15 @@ class TestEnvironment:
     ):
         caplog.set_level(logging.INFO, "nvmeio")
         monkeypatch.chdir(tmp_path)
-        assert gotten(nvmeio.aio_handle()) == chosen(saved.both.options)
+        assert chosen(nvmeio.Handle()) == {**DEFAULTS, **saved.both.options}
         assert caplog.records == []
         monkeypatch.chdir("/proc")
-        assert gotten(nvmeio.aio_handle()) == DEFAULTS
+        assert chosen(nvmeio.Handle()) == DEFAULTS
 
     @pytest.mark.usefixtures("auto")
     def test_without_any_the_defaults_count_and_that_is_told_once(self, caplog):
         caplog.set_level(logging.INFO, "nvmeio")
-        assert gotten(nvmeio.aio_handle()) == gotten(nvmeio.aio_handle()) == DEFAULTS
+        assert chosen(nvmeio.Handle()) == chosen(nvmeio.Handle()) == DEFAULTS
         assert [record.levelno for record in caplog.records] == [logging.INFO]
         assert "of 0 profiles" in caplog.text
         assert str(profiles_folder()) in caplog.text
@@ -391,36 +370,43 @@ class TestEnvironment:
         caplog.set_level(logging.INFO, "nvmeio")
         (tmp_path / "file").touch()
         monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "file"))
-        assert gotten(nvmeio.aio_handle()) == DEFAULTS
+        assert chosen(nvmeio.Handle()) == DEFAULTS
         monkeypatch.delenv("XDG_CONFIG_HOME")
         monkeypatch.delenv("HOME")
         monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)
-        assert gotten(nvmeio.aio_handle()) == DEFAULTS
+        assert chosen(nvmeio.Handle()) == DEFAULTS
         first, second = [record.getMessage() for record in caplog.records]
         assert "Not a directory" in first
         assert "the user has no home" in second
         monkeypatch.setenv("NVMEIO_PROFILE", str(tmp_path))
         with pytest.raises(FileNotFoundError, match="the user has no home"):
-            nvmeio.aio_handle()
+            nvmeio.Handle()
 
     def test_a_pipe_is_no_profile(self, saved, tmp_path):
         file = profile_file(saved.device)
         file.unlink()
         os.mkfifo(file)
         with pytest.raises(ValueError, match=r"cannot be used: it is a pipe"):
-            nvmeio.aio_handle.from_profile(tmp_path)
+            nvmeio.Handle.from_profile(tmp_path)
 
     @pytest.mark.usefixtures("another")
     def test_a_path_names_the_device(self, saved, tmp_path, monkeypatch):
-        monkeypatch.setenv("NVMEIO_PROFILE", str(tmp_path / "not" / "there"))
+        monkeypatch.setenv("NVMEIO_PROFILE", str(tmp_path))
         monkeypatch.chdir("/proc")
-        assert gotten(nvmeio.aio_handle()) == chosen(saved.both.options)
+        assert chosen(nvmeio.Handle()) == {**DEFAULTS, **saved.both.options}
+
+    @pytest.mark.usefixtures("saved")
+    def test_a_path_that_is_not_there_is_an_error(self, tmp_path, monkeypatch):
+        monkeypatch.setenv("NVMEIO_PROFILE", str(tmp_path / "typo"))
+        with pytest.raises(FileNotFoundError, match="NVMEIO_PROFILE names it") as caught:
+            nvmeio.Handle()
+        assert caught.value.filename == str(tmp_path / "typo")
 
     @pytest.mark.usefixtures("saved")
     def test_a_path_on_a_device_without_a_profile_is_an_error(self, monkeypatch):
         monkeypatch.setenv("NVMEIO_PROFILE", "/proc")
         with pytest.raises(FileNotFoundError, match="which NVMEIO_PROFILE='/proc' lies on"):
-            nvmeio.aio_handle()
+            nvmeio.Handle()
 
     @pytest.mark.usefixtures("saved")
     @pytest.mark.parametrize("value", ["1", "on", "AUTO", "some/folder", "~", "auto "])
@@ -428,69 +414,50 @@ class TestEnvironment:
         monkeypatch.setenv("NVMEIO_PROFILE", value)
         words = f"NVMEIO_PROFILE is {value!r}; it must be auto, or an absolute path"
         with pytest.raises(ValueError, match=words):
-            nvmeio.aio_handle()
+            nvmeio.Handle()
 
     @pytest.mark.usefixtures("saved")
     def test_an_empty_value_is_none(self, monkeypatch):
         monkeypatch.setenv("NVMEIO_PROFILE", "")
-        assert gotten(nvmeio.aio_handle()) == DEFAULTS
+        assert chosen(nvmeio.Handle()) == DEFAULTS
 
     @pytest.mark.usefixtures("auto")
     def test_arguments_and_other_variables_count_first(self, saved, monkeypatch):
-        monkeypatch.setenv("NVMEIO_BLOCK_SIZE", "4096")
-        monkeypatch.setenv("NVMEIO_QUEUE_DEPTH", "5")
-        monkeypatch.setenv("NVMEIO_ENGINE", "sync")
-        passed = {"queue_depth": 3, "single_submit": False, "bounce": "auto"}
-        handle = nvmeio.aio_handle(**passed)
-        assert handle.stats()["engine"] == "sync"
-        assert all_options(handle) == {
+        found = {"engine": "sync", "block_size": 4096}
+        for name, value in {**found, "queue_depth": 5}.items():
+            monkeypatch.setenv(f"NVMEIO_{name.upper()}", str(value))
+        passed = {"queue_depth": 3, "bounce": "auto"}
+        assert chosen(nvmeio.Handle(**passed)) == {
+            **DEFAULTS,
             **saved.both.options,
+            **found,
             **passed,
-            "block_size": 4096,
-            "engine": "auto",
-            "direct": "auto",
-            "errors": "raise",
         }
 
     @pytest.mark.usefixtures("auto")
     def test_a_default_that_is_passed_is_passed(self, saved):
-        """Also by position, and as the same value that would be taken anyway."""
-        assert gotten(nvmeio.aio_handle(*DEFAULTS.values())) == DEFAULTS
-        found = all_options(nvmeio.aio_handle(**DEFAULTS, engine="auto", bounce="auto"))
-        assert found == {
-            **DEFAULTS,
-            **dict.fromkeys(("engine", "bounce", "direct"), "auto"),
-            "errors": "raise",
-        }
+        assert chosen(nvmeio.Handle(**DEFAULTS)) == DEFAULTS
 
     @pytest.mark.usefixtures("auto")
     def test_a_profile_that_is_saved_later_counts(self, profile):
-        assert gotten(nvmeio.aio_handle()) == DEFAULTS
+        assert chosen(nvmeio.Handle()) == DEFAULTS
         save_profile(profile)
-        assert gotten(nvmeio.aio_handle()) == chosen(profile.both.options)
+        assert chosen(nvmeio.Handle()) == {**DEFAULTS, **profile.both.options}
 
     @pytest.mark.usefixtures("saved")
     def test_a_pickled_handle_keeps_its_options(self, monkeypatch):
-        with nvmeio.aio_handle() as handle:
+        with nvmeio.Handle() as handle:
             data = pickle.dumps(handle)
         monkeypatch.setenv("NVMEIO_PROFILE", "auto")
-        assert gotten(pickle.loads(data)) == DEFAULTS
+        assert chosen(pickle.loads(data)) == DEFAULTS
 
     @pytest.mark.usefixtures("auto")
     def test_the_op_keeps_deepspeeds_defaults(self, saved):
         """Of engines and bounces DeepSpeed knows nothing."""
-        handle = nvmeio.deepspeed.aio_handle()
-        assert handle.stats()["engine"] == "threads"
-        assert all_options(handle) == {
-            **DEFAULTS,
-            "engine": "threads",
-            "bounce": "never",
-            "direct": "auto",
-            "errors": "status",
-        }
-        handle = nvmeio.deepspeed.aio_handle(engine="sync", bounce="always")
-        assert handle.stats()["engine"] == "sync"
-        assert all_options(handle)["bounce"] == "always"
+        for passed in ({}, {"engine": "sync", "bounce": "always"}):
+            found = told(nvmeio.deepspeed.aio_handle(**passed).handle)
+            own = {name: saved.both.options[name] for name in ("engine", "bounce")}
+            assert found == {**DEFAULTS, **own, **passed}
 
 
 def test_an_unreadable_profile_is_an_error(saved, tmp_path):
@@ -498,18 +465,19 @@ def test_an_unreadable_profile_is_an_error(saved, tmp_path):
     file.unlink()
     file.mkdir()
     with pytest.raises(IsADirectoryError) as caught:
-        nvmeio.aio_handle.from_profile(tmp_path)
+        nvmeio.Handle.from_profile(tmp_path)
     assert pathlib.Path(caught.value.filename) == file
 
 
 def test_nothing_of_it_is_loaded_before_it_is_used(tmp_path):
     program = (
         "import sys, nvmeio\n"
-        "nvmeio.aio_handle().close()\n"
-        "parts = {'nvmeio.profiles', 'nvmeio._lookup', 'nvmeio._devices'}\n"
+        "nvmeio.Handle().close()\n"
+        "names = ('devices', 'lookup', 'profile_files')\n"
+        "parts = {f'nvmeio._config.{name}' for name in names}\n"
         "assert not parts & set(sys.modules), parts & set(sys.modules)\n"
         "try:\n"
-        f"    nvmeio.aio_handle.from_profile({str(tmp_path)!r})\n"
+        f"    nvmeio.Handle.from_profile({str(tmp_path)!r})\n"
         "except FileNotFoundError:\n"
         "    assert parts <= set(sys.modules)\n"
         "    print('ready')\n"

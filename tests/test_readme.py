@@ -26,7 +26,7 @@ def test_the_example_is_short_and_runs(tmp_path):
         [sys.executable, "-c", example], cwd=tmp_path, capture_output=True, text=True
     )
     assert run.returncode == 0, run.stderr
-    engine = nvmeio.aio_handle().stats()["engine"]
+    engine = nvmeio.Handle().stats()["engine"]
     assert run.stdout.splitlines() == [
         "32000096 bytes written",
         f"32000096 bytes read by {engine}",

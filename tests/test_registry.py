@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import nvmeio
-from nvmeio._registry import Export, libraries, library_of, register
+from nvmeio._memory.registry import Export, libraries, library_of, register
 
 
 class Strange:
@@ -37,7 +37,7 @@ def library():
 
 def test_tensors_of_a_registered_library_make_the_round_trip(library, tmp_path):
     source, target = Strange(np.arange(100)), Strange(np.zeros(100, int))
-    with nvmeio.aio_handle() as handle:
+    with nvmeio.Handle() as handle:
         handle.submit_write(source, tmp_path / "data").wait()
         handle.submit_read(target, tmp_path / "data").wait()
     np.testing.assert_array_equal(target.array, source.array)

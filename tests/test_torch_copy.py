@@ -8,7 +8,7 @@ from helpers import pattern
 torch = pytest.importorskip("torch")
 
 import nvmeio  # noqa: E402 - torch may be missing
-from nvmeio.copy import memcpy  # noqa: E402
+from nvmeio._native.copy import memcpy  # noqa: E402
 
 DTYPES = [
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn,
@@ -227,7 +227,7 @@ def test_what_does_not_fit_is_refused(dest, src, error):
 
 def test_a_team_is_no_larger_than_torchs():
     """By time it cannot be told: what torch says is asked for."""
-    from nvmeio._registry import thread_limit
+    from nvmeio._memory.registry import thread_limit
 
     before = torch.get_num_threads()
     try:

@@ -6,9 +6,9 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
 # Imported late, for the module cannot be imported where torch is not.
-from nvmeio._registry import library_of_dtype  # noqa: E402
-from nvmeio.torch import tensors  # noqa: E402
-from nvmeio.torch.dtypes import carrier, dress, undress  # noqa: E402
+from nvmeio._memory.registry import library_of_dtype  # noqa: E402
+from nvmeio.torch import _tensors as tensors  # noqa: E402
+from nvmeio.torch._dtypes import carrier, dress, undress  # noqa: E402
 
 DTYPES = sorted(
     (

@@ -13,6 +13,8 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 # Imported late, for the module cannot be imported where torch is not.
 import nvmeio.torch  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("quiet_pool")
+
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.bool, torch.complex128]
@@ -49,10 +51,10 @@ def test_the_defaults_are_torchs():
     assert nvmeio.torch.empty_like(like, dtype=torch.int8).dtype == torch.int8
 
 
-@pytest.mark.parametrize("pinned", [False, True])
-def test_the_memory_goes_back_with_the_last_view(pinned):
+@pytest.mark.parametrize("pin_memory", [False, True])
+def test_the_memory_goes_back_with_the_last_view(pin_memory):
     before = used()
-    tensor = nvmeio.torch.empty(4, MIB, dtype=torch.uint8, pinned=pinned)
+    tensor = nvmeio.torch.empty(4, MIB, dtype=torch.uint8, pin_memory=pin_memory)
     assert used() == before + 4 * MIB
     view = tensor[2].view(torch.int32)[5:]
     array = view.numpy()
@@ -63,7 +65,7 @@ def test_the_memory_goes_back_with_the_last_view(pinned):
 
 
 def test_any_slice_of_a_pinned_tensor_is_pinned_and_no_other():
-    pinned = nvmeio.torch.empty(10_000, pinned=True)
+    pinned = nvmeio.torch.empty(10_000, pin_memory=True)
     plain = nvmeio.torch.empty(10_000)
     with nvmeio.aio_handle() as handle:
         assert handle.is_pinned(pinned)
@@ -74,7 +76,7 @@ def test_any_slice_of_a_pinned_tensor_is_pinned_and_no_other():
 def test_tensors_go_to_disk_and_back_without_a_bounce(tmp_path):
     source = nvmeio.torch.empty(MIB).random_(1 << 20)
     target = nvmeio.torch.empty_like(source)
-    with nvmeio.aio_handle() as handle:
+    with nvmeio.Handle() as handle:
         handle.write(source, tmp_path / "file")
         handle.read(target, tmp_path / "file")
         assert handle.stats()["bytes_bounced"] == 0
@@ -103,7 +105,7 @@ def test_impossible_tensors_are_refused():
 
 @needs_cuda
 def test_pinned_tensors_are_known_to_the_driver():
-    tensor = nvmeio.torch.empty(MIB, pinned=True)
+    tensor = nvmeio.torch.empty(MIB, pin_memory=True)
     assert tensor.is_pinned()
     assert tensor[5:].is_pinned()
     assert not nvmeio.torch.empty(MIB).is_pinned()

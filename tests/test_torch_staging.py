@@ -5,7 +5,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
 # Imported late, for the module cannot be imported where torch is not.
-from nvmeio.torch.staging import DeviceStaging  # noqa: E402
+from nvmeio.torch._staging import DeviceStaging  # noqa: E402
 
 SHAPES = {
     "contiguous": lambda: torch.arange(60, dtype=torch.int16),

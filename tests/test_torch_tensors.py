@@ -15,7 +15,7 @@ from helpers import ENGINES, routes
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
 # Imported late, for the module cannot be imported where torch is not.
-from nvmeio.torch import tensors  # noqa: E402
+from nvmeio.torch import _tensors as tensors  # noqa: E402
 
 EXCHANGE = "__dlpack_c_exchange_api__"
 
@@ -44,7 +44,7 @@ def engine():
 
 @pytest.fixture(scope="module")
 def handle(engine):
-    with nvmeio.aio_handle(engine=engine) as handle:
+    with nvmeio.Handle(engine=engine) as handle:
         yield handle
         assert handle.stats()["engine"] == engine or engine == "auto"
 
@@ -505,7 +505,7 @@ import sys
 import nvmeio
 assert "torch" not in sys.modules, "import nvmeio needs numpy alone"
 import torch
-with nvmeio.aio_handle() as handle:
+with nvmeio.Handle() as handle:
     handle.submit_write(b"bytes", sys.argv[1] + ".bytes").wait()
     assert "nvmeio.torch" not in sys.modules
     handle.submit_write(torch.arange(10), sys.argv[1]).wait()

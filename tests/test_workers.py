@@ -61,7 +61,7 @@ RESIDUES = [0, 1, 3, 511, 513, PAGE - 1, PAGE + 1]
 @pytest.mark.parametrize("offset", [0, 1, 7, 511, 512, 513, 1000, PAGE - 1, PAGE, PAGE + 1])
 def test_every_offset_and_address_is_served(open_handle, path, alignment, offset, bounce):
     """Case 7: offsets and addresses of any residue, with nothing touched around them."""
-    handle = open_handle(BLOCK, DEPTH, bounce=bounce)
+    handle = open_handle(block_size=BLOCK, queue_depth=DEPTH, bounce=bounce)
     content = bytearray(pattern(offset + BLOCK + 3 * PAGE))
     path.write_bytes(content)
     expected = Counter()
@@ -69,10 +69,10 @@ def test_every_offset_and_address_is_served(open_handle, path, alignment, offset
         for size in (1, 511, PAGE, 3 * PAGE + 1, BLOCK + PAGE):
             source = Guarded(pattern(size, seed=residue), residue, pool=True)
             content[offset : offset + size] = source.content()
-            assert handle.write(source.array, path, file_offset=offset) == 0
+            assert handle.write(source.array, path, offset=offset) == size
             assert path.read_bytes() == content
             target = Guarded(size, residue, pool=True)
-            assert handle.read(target.array, path, file_offset=offset) == 0
+            assert handle.read(target.array, path, offset=offset) == size
             assert target.content() == source.content()
             for op in ("write", "read"):
                 expected += expected_routes(op, size, alignment, offset, residue, bounce)
@@ -90,13 +90,12 @@ def test_an_address_that_may_suit_the_device_is_served(handle, path, residue):
 
 @pytest.mark.all_combinations
 @pytest.mark.parametrize("workers", [1, 3])
-@pytest.mark.parametrize("overlap_events", [False, True])
 @pytest.mark.parametrize("single_submit", [False, True])
-def test_requests_share_the_queue(
-    open_handle, path, alignment, single_submit, overlap_events, workers
-):
+def test_requests_share_the_queue(engine, path, alignment, single_submit, workers):
     """Case 12: a size need not be divisible by the number of workers."""
-    handle = open_handle(BLOCK, DEPTH, single_submit, overlap_events, workers)
+    options = {"intra_op_parallelism": workers, "engine": engine}
+    # Blocks one by one are DeepSpeed's alone.
+    handle = nvmeio.aio_handle(BLOCK, DEPTH, single_submit, **options).handle
     sizes = [1, PAGE, BLOCK, BLOCK + PAGE, 5 * DEPTH * BLOCK + 13, 0, 100, 7 * BLOCK]
     sources = [Guarded(pattern(size), pool=True) for size in sizes]
     targets = [Guarded(size, pool=True) for size in sizes]
@@ -130,8 +129,8 @@ def test_requests_share_the_queue(
 def test_blocks_and_queues_at_their_limits(
     open_handle, path, alignment, block_size, queue_depth
 ):
-    handle = open_handle(block_size, queue_depth)
-    assert (handle.get_block_size(), handle.get_queue_depth()) == (block_size, queue_depth)
+    handle = open_handle(block_size=block_size, queue_depth=queue_depth)
+    assert (handle.block_size, handle.queue_depth) == (block_size, queue_depth)
     source, target = Guarded(pattern(3 * MIB), pool=True), Guarded(3 * MIB, pool=True)
     # What makes a file longer is written in other blocks.
     path.write_bytes(bytes(3 * MIB))
@@ -147,7 +146,7 @@ def test_blocks_and_queues_at_their_limits(
 
 
 def test_the_most_workers_there_can_be(open_handle, tmp_path):
-    handle = open_handle(PAGE, 1, intra_op_parallelism=256)
+    handle = open_handle(block_size=PAGE, queue_depth=1, workers=256)
     expected = pattern(MIB + 1)
     handle.write(expected, tmp_path / "data")
     assert (tmp_path / "data").read_bytes() == expected
@@ -159,7 +158,7 @@ def test_the_most_workers_there_can_be(open_handle, tmp_path):
 def test_memory_in_small_pages_goes_through_huge_ones(open_handle, path, alignment, bounce):
     if kernel_release() < (6, 7):
         pytest.skip("the kernel does not tell pages apart")
-    handle = open_handle(BLOCK, DEPTH, bounce=bounce)
+    handle = open_handle(block_size=BLOCK, queue_depth=DEPTH, bounce=bounce)
     expected = pattern(3 * MIB)
     memory = mmap.mmap(-1, len(expected), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_NOHUGEPAGE)
@@ -175,7 +174,7 @@ def test_memory_in_small_pages_goes_through_huge_ones(open_handle, path, alignme
 
 
 def test_without_o_direct_all_goes_through_the_page_cache(open_handle, path):
-    handle = open_handle(BLOCK, DEPTH, direct=False)
+    handle = open_handle(block_size=BLOCK, queue_depth=DEPTH, direct=False)
     source, target = Guarded(pattern(3 * MIB)), Guarded(3 * MIB)
     handle.write(source.array, path)
     handle.read(target.array, path)
@@ -188,11 +187,11 @@ def test_with_o_direct_demanded_edges_and_odd_addresses_are_still_routed(
 ):
     if alignment == 1:
         pytest.skip("the file system has no O_DIRECT")
-    handle = open_handle(BLOCK, DEPTH, direct=True)
+    handle = open_handle(block_size=BLOCK, queue_depth=DEPTH, direct=True)
     source = Guarded(pattern(3 * BLOCK + 10), residue=5)
     target = Guarded(3 * BLOCK + 10, residue=PAGE - 99)
-    handle.write(source.array, path, file_offset=99)
-    handle.read(target.array, path, file_offset=99)
+    handle.write(source.array, path, offset=99)
+    handle.read(target.array, path, offset=99)
     assert target.content() == source.content()
     size = len(source.array)
     assert routes(handle) == (
@@ -233,9 +232,9 @@ def test_bounces_are_taken_late_few_and_again_and_again(
     """At most 64 MiB a handle, whatever its workers, its queue and its callers."""
     path, (content, target) = tmp_path / "data", more_than_all_bounces
     target.array[:] = 0
-    options = {"engine": engine, "intra_op_parallelism": workers, "overlap_events": True}
+    options = {"block_size": block_size, "queue_depth": depth, "workers": workers}
     before = pool_bytes()
-    with nvmeio.aio_handle(block_size, depth, **options) as handle:
+    with nvmeio.Handle(engine=engine, **options) as handle:
         handle.write(content.array, path)
         if routes(handle)["direct"] == 0:
             pytest.skip("the file system has no O_DIRECT")
@@ -273,7 +272,7 @@ def test_three_gib_are_read(open_handle, tmp_path, three_gib):
         for begin in islands:
             os.pwrite(file.fileno(), b"an island: ", begin)
     three_gib[::PAGE] = 1
-    handle = open_handle(1 << 30, bounce="never")
+    handle = open_handle(block_size=1 << 30, bounce="never")
     assert handle.submit_read(three_gib, tmp_path / "sparse").wait() == 3 << 30
     for begin in islands:
         assert three_gib[begin : begin + 11].tobytes() == b"an island: "
@@ -292,7 +291,7 @@ def test_more_than_one_write_can_move_is_written(open_handle, tmp_path, three_gi
     islands = [0, 0x7FFFF000 - 3, (1 << 31) - 5, size - 11]
     for begin in islands:
         three_gib[begin : begin + 11] = np.frombuffer(b"an island: ", np.uint8)
-    handle = open_handle(1 << 30, bounce="never")
+    handle = open_handle(block_size=1 << 30, bounce="never")
     path = tmp_path / "long"
     try:
         assert handle.submit_write(three_gib[:size], path).wait() == size
@@ -310,7 +309,7 @@ def test_more_than_one_write_can_move_is_written(open_handle, tmp_path, three_gi
 def test_offsets_beyond_32_bits(handle, tmp_path, offset):
     expected = pattern(3 * BLOCK)
     target = Guarded(len(expected))
-    handle.write(expected, tmp_path / "sparse", file_offset=offset)
-    handle.read(target.array, tmp_path / "sparse", file_offset=offset)
+    handle.write(expected, tmp_path / "sparse", offset=offset)
+    handle.read(target.array, tmp_path / "sparse", offset=offset)
     assert target.content() == expected
     assert routes(handle).total() == 6 * BLOCK

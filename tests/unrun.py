@@ -104,7 +104,7 @@ def is_read_by_the_build(command, shown):
 
 def asks_for_known_faults(command, shown):
     """Each word is one that fault.c reads."""
-    source = (ROOT / "src" / "libnvmeio" / "fault.c").read_text(encoding="utf-8")
+    source = (ROOT / "tests" / "faults" / "fault.c").read_text(encoding="utf-8")
     (words,) = re.findall(r"NVMEIO_FAULTS='([^']+)'", command)
     for word in words.split(","):
         name = re.split("[=@]", word)[0]
@@ -176,7 +176,11 @@ UNRUN = {
 DRAWINGS = {
     "README.md CONTRIBUTING.md CHANGELOG.md LICENSE (Apache-2.0)  pyproject.toml setup.py "
     "MANIFEST.in Makefile  .ci/run": "the tree of the sources",
-    "                    torch/   deepspeed/   arrays.py, npy_files.py -> files.py   "
-    "futures.py": "the arrows that test_source.py enforces",
+    "run/": "the files of a checkpoint",
+    " _cli/                                                             the command line": (
+        "the arrows that test_source.py enforces"
+    ),
+    " Python thread                                             worker's thread       "
+    "                 kernel": "the way of a read, of which each file is named",
     '>>> nvmeio.engines()["io_uring"]': "test_docs_containers.py has it answered so",
 }

@@ -21,6 +21,7 @@ typedef int command(char **words, struct turn *turn);
 command plain_blocks, plain_files, plain_fresh, plain_gather, plain_opens,
     plain_threads;
 command engine_blocks, engine_opens, engine_threads;
+command model_load, model_cached, model_save;
 
 /* Start and stop the clock of a turn. */
 void begin(struct turn *turn);

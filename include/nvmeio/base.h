@@ -13,9 +13,11 @@
 extern "C" {
 #endif
 
+#ifndef NVMEIO_API /* the archive is compiled without, and exports nothing */
 #define NVMEIO_API __attribute__((visibility("default")))
+#endif
 
-#define NVMEIO_VERSION "0.1.0"
+#define NVMEIO_VERSION "0.2.0"
 
 /* One I/O moves at most this much: MAX_RW_COUNT of the kernel, read(2). */
 #define NVMEIO_IO_BYTES_MAX 0x7ffff000u

@@ -25,6 +25,7 @@ struct nvmeio_pool_stats {
     uint64_t bytes_locked;  /* of them, mlock'ed */
     uint64_t allocations;   /* handed out so far */
     uint64_t reuses;        /* of them, from memory that was mapped before */
+    uint64_t pools; /* copies of this library in the process, each with a pool */
 };
 
 /* Hand out at least `size` bytes (1 or more), aligned to NVMEIO_POOL_ALIGN, populated.

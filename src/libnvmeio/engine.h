@@ -58,7 +58,7 @@ struct nvmeio_engine {
     uint64_t retries;              /* calls into the kernel that had to be repeated */
     int wake_fd;                   /* eventfd of wake() */
     void *state;                   /* the engine's own */
-    void *faults;                  /* what the test build holds back (fault_engine.c) */
+    void *faults;                  /* what the test build holds back (tests/faults) */
 };
 
 struct nvmeio_engine_ops {
@@ -109,7 +109,13 @@ void nvmeio_engine_stop(struct nvmeio_engine *engine);
 void nvmeio_block_perform(struct nvmeio_block *block);
 
 /* For engines: a block has its result.  It comes first in `finished`. */
-void nvmeio_engine_finish(struct nvmeio_engine *engine, struct nvmeio_block *block);
+static inline void nvmeio_engine_finish(struct nvmeio_engine *engine,
+                                        struct nvmeio_block *block)
+{
+    block->next = engine->finished;
+    engine->finished = block;
+    engine->in_flight--;
+}
 
 /* Back-off of a call into the kernel that keeps failing. */
 struct nvmeio_patience {

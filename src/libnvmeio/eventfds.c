@@ -54,8 +54,6 @@ void nvmeio_eventfds_clear(struct nvmeio_eventfds *eventfds)
 
 void nvmeio_eventfds_signal(struct nvmeio_eventfds *eventfds)
 {
-    if (eventfds->armed == 0)
-        return;
     for (struct nvmeio_eventfd *e = eventfds->first; e; e = e->next) {
         /* It fails where the counter is full, and then the loop is awake anyway. */
         if (e->armed)

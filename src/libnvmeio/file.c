@@ -51,11 +51,12 @@ static int reopen(int fd, int flag)
  * is taken away. */
 static int open_existing(const char *path, int *flags)
 {
-    int fd = open(path, *flags);
+    /* What has no name (O_TMPFILE) is made. */
+    int fd = open(path, *flags, 0666);
 
     if (fd < 0 && errno == EINVAL && *flags & O_DIRECT) {
         *flags &= ~O_DIRECT;
-        fd = open(path, *flags);
+        fd = open(path, *flags, 0666);
     }
     return fd < 0 ? -errno : fd;
 }

@@ -8,18 +8,6 @@
 #include "file_internal.h"
 #include "request_internal.h"
 
-struct nvmeio_parts {
-    size_t count;
-    struct nvmeio_request list[];
-};
-
-struct nvmeio_request *nvmeio_part(const struct nvmeio_request *request, size_t index)
-{
-    struct nvmeio_parts *parts = request->parts;
-
-    return parts && index < parts->count ? &parts->list[index] : NULL;
-}
-
 /* Transfers of one file mostly follow each other, and its size is asked for once. */
 static void many_plan(struct nvmeio_request *request)
 {

@@ -6,15 +6,18 @@
  * arena are joined.  Small and large allocations have an arena each, because a small
  * one that lives long in the middle of large free memory would spoil it for the next
  * large one, and so has each NUMA node that was asked for.  One mutex guards it all;
- * mapping, populating and locking of pages, which may take long, happen outside it. */
+ * mapping, populating and locking of pages, which may take long, happen outside it.
+ * Threads that want a little wait for the one that maps a huge page for them all. */
 #include <assert.h>
 #include <errno.h>
 #include <limits.h>
+#include <link.h>
 #include <linux/mempolicy.h>
 #include <pthread.h>
 #include <search.h>
 #include <stdatomic.h>
 #include <stdlib.h>
+#include <string.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -50,9 +53,11 @@ struct extent {
 /* What is allocated alike: small or large, on one node. */
 struct arena {
     struct extent *free;
+    bool grows; /* somebody maps a huge page for those who want less */
 };
 
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
+static pthread_cond_t grown = PTHREAD_COND_INITIALIZER; /* an arena, or it could not */
 static void *extents; /* the root that tsearch(3) keeps */
 static struct arena small_arenas[NVMEIO_POOL_NODE_MAX + 2]; /* by node + 1 */
 static struct arena large_arenas[NVMEIO_POOL_NODE_MAX + 2];
@@ -382,11 +387,22 @@ static int obtain(struct arena *arena, int node, size_t bytes, struct extent **r
 
     pthread_mutex_lock(&mutex);
     struct extent *extent = best_fit(arena, bytes);
+    /* Each of 256 threads that want 4 KiB at once would map 2 MiB. */
+    while (!extent && arena->grows) {
+        pthread_cond_wait(&grown, &mutex);
+        extent = best_fit(arena, bytes);
+    }
     bool reuse = extent != NULL;
-    if (!extent)
+    if (!extent) {
+        arena->grows = bytes < HUGE_BYTES;
         error = grow(arena, node, bytes, &extent);
-    if (error == 0)
+        if (error == 0)
+            error = take(extent, bytes);
+        arena->grows = false;
+        pthread_cond_broadcast(&grown);
+    } else {
         error = take(extent, bytes);
+    }
     if (error == 0) {
         stats.bytes_used += extent->bytes;
         stats.allocations++;
@@ -532,6 +548,62 @@ bool nvmeio_pool_holds(const void *address)
     return held;
 }
 
+/* Every copy of this library marks the program or the shared library that it is linked
+ * into, whose segments say so however its symbols are bound. */
+static const struct note {
+    uint32_t name_bytes, description_bytes, type;
+    char name[8];
+} mark __attribute__((section(".note.nvmeio"), used, aligned(4))) = {sizeof("nvmeio"),
+                                                                     0, 1, "nvmeio"};
+
+/* Whether a segment is in memory: who made an object may have written any header. */
+static bool is_loaded(const struct dl_phdr_info *info, const ElfW(Phdr) * segment)
+{
+    for (unsigned i = 0; i < info->dlpi_phnum; i++) {
+        const ElfW(Phdr) *load = &info->dlpi_phdr[i];
+
+        if (load->p_type == PT_LOAD && (load->p_flags & PF_R) &&
+            segment->p_vaddr >= load->p_vaddr && segment->p_memsz <= load->p_memsz &&
+            segment->p_vaddr - load->p_vaddr <= load->p_memsz - segment->p_memsz)
+            return true;
+    }
+    return false;
+}
+
+static int count_marks(struct dl_phdr_info *info, size_t bytes, void *pools)
+{
+    (void)bytes;
+    for (unsigned i = 0; i < info->dlpi_phnum; i++) {
+        const ElfW(Phdr) *segment = &info->dlpi_phdr[i];
+        const char *at = (const char *)info->dlpi_addr + segment->p_vaddr;
+        const char *end = at + segment->p_memsz;
+
+        if (segment->p_type != PT_NOTE || !is_loaded(info, segment))
+            continue;
+        /* What is padded to 8 bytes has other notes' names behind, but never ours. */
+        for (; at + sizeof(mark) <= end; at += 4)
+            if (memcmp(at, &mark, sizeof(mark)) == 0) {
+                ++*(uint64_t *)pools;
+                return 0;
+            }
+    }
+    return 0;
+}
+
+/* In a forked child the linker's lock may be held for ever by a thread that is not
+ * there: it has what its parent counted last, or this copy alone. */
+static uint64_t count_pools(void)
+{
+    static _Atomic uint64_t counted = 1;
+    uint64_t pools = 0;
+
+    if (!nvmeio_fork_without_exec()) {
+        dl_iterate_phdr(count_marks, &pools);
+        atomic_store_explicit(&counted, pools, memory_order_relaxed);
+    }
+    return atomic_load_explicit(&counted, memory_order_relaxed);
+}
+
 void nvmeio_pool_get_stats(struct nvmeio_pool_stats *copy)
 {
     pthread_mutex_lock(&mutex);
@@ -539,6 +611,7 @@ void nvmeio_pool_get_stats(struct nvmeio_pool_stats *copy)
     pthread_mutex_unlock(&mutex);
     if (copy->bytes_limit == 0)
         copy->bytes_limit = nvmeio_memory_bytes() / 2;
+    copy->pools = count_pools();
 }
 
 static void lock_pool(void)
@@ -568,6 +641,9 @@ static void unlock_pool_in_child(void)
     /* The threads that were about to map it are not here. */
     stats.bytes_mapped -= growing_bytes;
     growing_bytes = 0;
+    for (int i = 0; i <= NVMEIO_POOL_NODE_MAX + 1; i++)
+        small_arenas[i].grows = false;
+    grown = (pthread_cond_t)PTHREAD_COND_INITIALIZER;
     twalk(extents, forget_parent);
     pthread_mutex_unlock(&mutex);
 }

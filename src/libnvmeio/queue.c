@@ -302,7 +302,8 @@ static void complete(struct nvmeio_queue *queue, struct nvmeio_request *request)
     nvmeio_queue_wake(queue, &request->waiters);
     if (queue->active_count == 0)
         nvmeio_queue_wake(queue, &queue->drainers);
-    nvmeio_eventfds_signal(&queue->eventfds);
+    if (queue->eventfds.armed > 0)
+        nvmeio_eventfds_signal(&queue->eventfds);
 }
 
 /* Nothing is in flight any more, and none will be.  Who sees that a request is done may

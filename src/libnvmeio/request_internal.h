@@ -220,8 +220,19 @@ struct nvmeio_request *nvmeio_many_new(struct nvmeio_handle *handle,
                                        const struct nvmeio_owner *owner,
                                        const struct nvmeio_many *many);
 
+struct nvmeio_parts {
+    size_t count;
+    struct nvmeio_request list[];
+};
+
 /* Part `index` of a request, or NULL past the last one, and of other requests. */
-struct nvmeio_request *nvmeio_part(const struct nvmeio_request *request, size_t index);
+static inline struct nvmeio_request *nvmeio_part(const struct nvmeio_request *request,
+                                                 size_t index)
+{
+    struct nvmeio_parts *parts = request->parts;
+
+    return parts && index < parts->count ? &parts->list[index] : NULL;
+}
 
 /* A part is done. */
 void nvmeio_many_book(struct nvmeio_request *part);

@@ -2,28 +2,32 @@
 
 import logging as _logging
 from importlib import import_module as _import_module
-from importlib.metadata import version as _version
 from typing import Any as _Any
 
-from nvmeio._build import get_include, get_library_dir
+from nvmeio._config.build import get_include, get_library_dir
+from nvmeio._events.latencies import Latencies
+from nvmeio._memory.registry import register_loader as _register_loader
+from nvmeio._native.aio_handle import aio_handle
+from nvmeio._native.copy import deepspeed_memcpy, memcpy
+from nvmeio._native.file import File
+from nvmeio._native.gather import GatherError
+from nvmeio._native.handle import Handle
+from nvmeio._native.info import build_info, engines
+from nvmeio._native.info import version as _version
+from nvmeio._native.pool import pool_stats
+from nvmeio._native.request import Request
 from nvmeio.arrays import ArrayFile
-from nvmeio.copy import deepspeed_memcpy, memcpy
-from nvmeio.file import File
+from nvmeio.default import default_handle
 from nvmeio.files import aio_read, aio_write, read_file, read_into, write_file
 from nvmeio.futures import as_completed, wait
-from nvmeio.handle import aio_handle
-from nvmeio.info import build_info, engines
-from nvmeio.latencies import Latencies
 from nvmeio.memory import empty
-from nvmeio.npy_files import load, save
-from nvmeio.pool import pool_stats
-from nvmeio.records import GatherError
-from nvmeio.request import Request
+from nvmeio.npy import load, save
 
 __all__ = [
     "ArrayFile",
     "File",
     "GatherError",
+    "Handle",
     "Latencies",
     "Request",
     "aio_handle",
@@ -32,6 +36,7 @@ __all__ = [
     "as_completed",
     "build_info",
     "deepspeed_memcpy",
+    "default_handle",
     "empty",
     "engines",
     "get_include",
@@ -46,10 +51,20 @@ __all__ = [
     "write_file",
 ]
 
+_register_loader("torch", lambda: _import_module("nvmeio.torch"))
+
+# Public, and imported when they are first asked for.
+_MODULES = ("checkpoint", "deepspeed", "profiles", "safetensors", "torch")
+
+
+def __dir__() -> list[str]:
+    """Name what is public: other modules are offered by nobody's completion."""
+    return [*__all__, *_MODULES, "__version__"]
+
 
 def __getattr__(name: str) -> _Any:
-    """Import nvmeio.torch and nvmeio.deepspeed when they are first asked for."""
-    if name not in ("deepspeed", "torch"):
+    """Import a package or module of nvmeio's when it is first asked for."""
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return _import_module(f"nvmeio.{name}")
 
@@ -57,4 +72,4 @@ def __getattr__(name: str) -> _Any:
 # Silent unless the program wants to hear: Python would print warnings otherwise.
 _logging.getLogger("nvmeio").addHandler(_logging.NullHandler())
 
-__version__ = _version("nvmeio")
+__version__ = _version()

@@ -1,7 +1,7 @@
 """Arrays on disk: numpy's indices, rows and windows, without a mapping of the file.
 
-Which elements an index names is _indexing.py's, what a header says _npy.py's; here they
-become reads, writes, gathers and scatters of a handle.
+Which elements an index names is indexing.py's, what a header says npy_header.py's; here
+they become reads, writes, gathers and scatters of a handle.
 """
 
 import contextlib
@@ -14,23 +14,24 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Literal
 import numpy as np
 import numpy.typing as npt
 
-from nvmeio._elements import bytes_of, element_of, storable
-from nvmeio._indexing import Positions, Selection, positions, select
-from nvmeio._npy import (
+from nvmeio._arguments.checks import Shape, extents_of, flag, path_of, whole, word
+from nvmeio._arguments.keywords import suggesting
+from nvmeio._arguments.types import Path
+from nvmeio._arrays.elements import bytes_of, element_of, storable
+from nvmeio._arrays.indexing import Positions, Selection, positions, select
+from nvmeio._arrays.npy_header import (
     Layout,
     check_size,
     has_magic,
     header_of,
     read_layout,
 )
-from nvmeio._registry import TensorLibrary, library_of, library_of_dtype
-from nvmeio._types import Path
-from nvmeio.arguments import flag, path_of, whole, word
-from nvmeio.file import File
-from nvmeio.files import absolute, naming, synced_folder
-from nvmeio.handle import aio_handle
-from nvmeio.memory import Shape, extents_of
-from nvmeio.request import Request, wait_or_cancel
+from nvmeio._files.paths import absolute, naming, synced_folder
+from nvmeio._memory.registry import TensorLibrary, library_of, library_of_dtype
+from nvmeio._native.file import File
+from nvmeio._native.handle import Handle
+from nvmeio._native.request import Request
+from nvmeio.default import default_handle
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -68,9 +69,8 @@ class ArrayFile:
         Where raw bytes begin, in bytes.
     mode : {"r", "r+"}, default "r"
         Whether items can be assigned to, too.
-    handle : aio_handle, optional
-        What reads and writes; is left open.  By default one of its own, made when it is
-        first needed and closed with the file.
+    handle : Handle, optional
+        What reads and writes; is left open.  By default ``default_handle()``.
 
     Raises
     ------
@@ -99,6 +99,7 @@ class ArrayFile:
     bytes can be read back, by whomever; ``flush`` makes them durable.
     """
 
+    @suggesting
     def __init__(
         self,
         path: Path,
@@ -107,13 +108,11 @@ class ArrayFile:
         shape: Shape | None = None,
         offset: int = 0,
         mode: Literal["r", "r+"] = "r",
-        handle: aio_handle | None = None,
+        handle: Handle | None = None,
     ) -> None:
         _check_handle(handle)
         self._arguments = {"dtype": dtype, "shape": shape, "offset": offset}
         self._lent = handle
-        # Filled by setdefault(), which is atomic: a lock could be held during a fork().
-        self._own: dict[str, aio_handle] = {}
         # Where the name of a file that was made here is to be made durable.
         self._created: str | None = None
         # What makes tensors of results, and their dtype.
@@ -141,8 +140,8 @@ class ArrayFile:
                 )
         if not has_magic(self._file):
             raise ValueError(
-                f"{self.path!r} is no .npy file; raw bytes need a dtype, and an array of "
-                "an archive (.npz, .pt) a file of its own"
+                f"{self.path!r} is no .npy file; with dtype= it is taken for raw bytes.  "
+                "An array inside of an archive (.npz, .pt) must be saved by itself first"
             )
         layout = read_layout(self._file)
         if layout.fortran:
@@ -182,7 +181,7 @@ class ArrayFile:
         dtype: Any,
         *,
         overwrite: bool = False,
-        handle: aio_handle | None = None,
+        handle: Handle | None = None,
     ) -> "Self":
         """Make a .npy file, all zeros, to be filled by assignments.
 
@@ -196,7 +195,7 @@ class ArrayFile:
             Of plain bytes, and one that numpy has.
         overwrite : bool, default False
             Whether a file that exists is cut and filled anew.
-        handle : aio_handle, optional
+        handle : Handle, optional
             As for ``ArrayFile``.
 
         Returns
@@ -338,11 +337,12 @@ class ArrayFile:
         IndexError
             A position is out of bounds; names the first, before anything is read.
         OSError
-            Rows cannot be read; with errno and path, see ``aio_handle.gather``.
+            Rows cannot be read; with errno and path, see ``Handle.gather``.  ENODATA: the
+            file was cut since it was opened.
         TypeError
             ``rows`` are not integers; ``out`` is no array, or of another dtype.
         ValueError
-            ``out`` is of another size, the file is closed, or was cut since it was opened.
+            ``out`` is of another size, or the file is closed.
 
         Notes
         -----
@@ -446,16 +446,14 @@ class ArrayFile:
         self._created = None
 
     def close(self) -> None:
-        """Close the file and the array's own handle; a second call does nothing.
+        """Close the file; a second call does nothing.
 
         Notes
         -----
-        Waits for what is in flight on a handle of the array's own.  What was not flushed is
-        no more durable than with any file.
+        Does not wait: what was prefetched goes on.  What was not flushed is no more durable
+        than with any file.
         """
         self._file.close()
-        for handle in [self._own.pop(key) for key in list(self._own)]:
-            handle.close()
 
     def __enter__(self) -> "Self":
         return self
@@ -487,17 +485,9 @@ class ArrayFile:
         if self._file.closed:
             raise ValueError(f"the array file {self.path!r} is closed")
 
-    def _handle(self) -> aio_handle:
+    def _handle(self) -> Handle:
         """Return what reads and writes."""
-        if self._lent is not None:
-            return self._lent
-        found = self._own.get("handle")
-        if found is None:
-            made = aio_handle()
-            found = self._own.setdefault("handle", made)
-            if found is not made:
-                made.close()
-        return found
+        return default_handle() if self._lent is None else self._lent
 
     def _names_fields(self, index: Any) -> bool:
         """Tell whether an index is that of fields of a structured dtype."""
@@ -531,12 +521,21 @@ class ArrayFile:
         if array.nbytes <= _CALLER_BYTES_MAX:
             handle.gather(self._file, [offset], array.nbytes, lent)
         else:
-            wait_or_cancel(handle.submit_read(lent, self._file, offset))
+            handle.read(lent, self._file, offset)
 
     def _spread(self, value: Any, shape: tuple[int, ...]) -> Array:
         """Return values as a whole array of a shape, as numpy would assign them."""
+        library = library_of(value)
         if self._library is not None:
             value = self._library.undress(value, self._tensor_dtype)
+        elif library is not None:
+            try:
+                storable(value.dtype)
+            except TypeError:
+                raise TypeError(
+                    f"a tensor of {value.dtype} cannot be assigned to elements of "
+                    f"{self._dtype}; convert it first"
+                ) from None
         same = isinstance(value, np.ndarray) and value.dtype == self._dtype
         if same and value.shape == shape:
             return np.ascontiguousarray(value).reshape(shape)
@@ -549,7 +548,7 @@ class ArrayFile:
         item, handle = self._dtype.itemsize, self._handle()
         if selection.count == 1:
             offset = self._offset + selection.hull()[0] * item
-            wait_or_cancel(handle.submit_write(bytes_of(array), self._file, offset))
+            handle.write(bytes_of(array), self._file, offset)
             return
         starts = selection.starts()
         if selection.repeats:
@@ -630,9 +629,9 @@ class ArrayFile:
 
 def _check_handle(handle: Any) -> None:
     """Refuse what is no handle."""
-    if handle is not None and not isinstance(handle, aio_handle):
+    if handle is not None and not isinstance(handle, Handle):
         raise TypeError(
-            f"handle is of type {type(handle).__qualname__}; it must be an aio_handle"
+            f"handle is of type {type(handle).__qualname__}; it must be a Handle"
         )
 
 

@@ -4,23 +4,27 @@ import contextlib
 import errno
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from nvmeio import pool
-from nvmeio._types import Path
-from nvmeio.arguments import flag, path_of, refuse_path
-from nvmeio.buffer import Buffer, borrow
-from nvmeio.file import File, open_for_writing
-from nvmeio.handle import aio_handle
-from nvmeio.request import wait_or_cancel
+from nvmeio._arguments.checks import flag, integer, path_of, refuse_path
+from nvmeio._arguments.keywords import suggesting
+from nvmeio._arguments.types import Path
+from nvmeio._files.paths import naming, resolved, synced_folder
+from nvmeio._files.replacing import become_like, is_replaceable, link, replacement
+from nvmeio._native import pool
+from nvmeio._native.aio_handle import aio_handle
+from nvmeio._native.buffer import Buffer, borrow
+from nvmeio._native.file import File, open_for_writing, open_unnamed
+from nvmeio.default import default_handle
 
 __all__ = ["aio_read", "aio_write", "read_file", "read_into", "write_file"]
 
 
+@suggesting
 def read_file(path: Path) -> npt.NDArray[np.uint8]:
     """Read a whole file.
 
@@ -47,14 +51,14 @@ def read_file(path: Path) -> npt.NDArray[np.uint8]:
     Notes
     -----
     A file that claims to have no bytes, as those in ``/proc`` do, is read by ordinary
-    reads up to its end.  Releases the GIL while it waits.
+    reads up to its end.  Releases the GIL while it waits.  Uses ``default_handle()``.
     """
-    with File(path) as file, aio_handle() as handle:
+    with File(path) as file:
         size = file.size
         if size == 0:
             return np.frombuffer(_read_to_the_end(file), np.uint8)
         array = np.frombuffer(memoryview(pool.PoolMemory(size)), np.uint8)
-        wait_or_cancel(handle.submit_read(array, file))
+        default_handle().read(array, file)
     return array
 
 
@@ -64,15 +68,17 @@ def _read_to_the_end(file: File) -> bytearray:
         return bytearray(stream.read())
 
 
-def read_into(path: Path, buffer: Any, offset: int = 0) -> int:
+@suggesting
+def read_into(buffer: Any, file: Path | int | File, offset: int = 0) -> int:
     """Fill a buffer from a file.
 
     Parameters
     ----------
-    path : str, bytes or os.PathLike
-        The file, which must hold ``offset`` plus the buffer's size bytes.
     buffer : array, tensor or object with the buffer protocol
         Is filled; of any dtype, shape and strides.
+    file : str, bytes, os.PathLike, int or File
+        A path, an open descriptor or a File, which must hold ``offset`` plus the buffer's
+        size bytes.
     offset : int, default 0
         Where in the file to begin, in bytes.
 
@@ -90,25 +96,26 @@ def read_into(path: Path, buffer: Any, offset: int = 0) -> int:
 
     Notes
     -----
-    Releases the GIL while it waits.
+    Releases the GIL while it waits.  Uses ``default_handle()``.
     """
-    with aio_handle() as handle:
-        count: int = wait_or_cancel(handle.submit_read(buffer, path, offset))
-    return count
+    return default_handle().read(buffer, file, offset)
 
 
-def write_file(path: Path, buffer: Any, sync: bool = False) -> int:
+@suggesting
+def write_file(buffer: Any, path: Path, *, sync: bool = False, atomic: bool = True) -> int:
     """Make a file of exactly the bytes of a buffer.
 
     Parameters
     ----------
-    path : str, bytes or os.PathLike
-        The file; created where it does not exist.  A longer one is cut only after the
-        bytes have landed.
     buffer : array, tensor or object with the buffer protocol
         Written in C order.
+    path : str, bytes or os.PathLike
+        The file; created where it does not exist.
     sync : bool, default False
         Return only when the file, and its name, are on the device.
+    atomic : bool, default True
+        Write another file beside it, sync that, and give it the name: whoever looks, also
+        after an error or a power failure, finds the old file or the new one, complete.
 
     Returns
     -------
@@ -118,36 +125,36 @@ def write_file(path: Path, buffer: Any, sync: bool = False) -> int:
     Raises
     ------
     OSError
-        With errno and path.  A new file is not left longer than what was written.
+        With errno and path.
     TypeError, ValueError
         The buffer cannot be written, or an argument is of the wrong type.
 
     Notes
     -----
+    What ``atomic`` costs: room for both files, blocks of the file system that are new each
+    time, and one sync.  The new file has the old one's mode, access control list and
+    extended attributes, and its owner and group where this user may give them.  A symbolic
+    link stays, and the file that it leads to is replaced.  A process that is killed leaves
+    nothing behind, but for the moment of renaming and for file systems that have no files
+    without a name (O_TMPFILE), as NFS: there ``.nvmeio-*.tmp`` may stay beside the file,
+    and may be removed.
+
+    With ``atomic=False``, and where the path leads to a device or to a file that has other
+    names (hard links), which it would lose, the file is written in place: a longer one is
+    cut only after the bytes have landed, and after an error it holds a part of them.
+
     A name is made durable by an fsync of the folder that has it, which takes permission to
     read that folder: without it ``sync=True`` is refused before the file is touched.
-    Releases the GIL while it waits.
+    Releases the GIL while it waits.  Uses ``default_handle()``.
     """
     path = path_of(path)
-    sync = flag("sync", sync)
-    with (
-        synced_folder(path) if sync else contextlib.nullcontext(),
-        aio_handle() as handle,
-    ):
-        return _write_exactly(handle, path, buffer, False, sync)
-
-
-def _write_exactly(
-    handle: aio_handle, path: Path, buffer: Any, validate: bool, sync: bool
-) -> int:
-    """Write a buffer, then cut the file behind it."""
+    sync, atomic = flag("sync", sync), flag("atomic", atomic)
     lent = _borrow(buffer, writable=False)
-    with open_for_writing(path) as file:
-        handle.write(lent, file, validate)
-        # A device has the length that it has.
-        if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            file.truncate(lent.nbytes)
-        if sync:
+    handle = default_handle()
+    with new_contents(path, sync=sync, atomic=atomic) as file:
+        handle.write(lent, file)
+        cut(file, lent.nbytes)
+        if sync or atomic:
             handle.fsync(file)
     return lent.nbytes
 
@@ -162,36 +169,65 @@ def _borrow(buffer: Any, *, writable: bool) -> Buffer:
 
 
 @contextlib.contextmanager
-def synced_folder(path: str | bytes) -> Iterator[None]:
-    """Open the folder of a file, and make its names durable if all goes well."""
-    # Of the file that a link leads to, and of "link/../file" as the kernel takes it.
-    folder = os.path.dirname(os.path.realpath(path))
-    words = f" (its folder {folder!r}, to be synced)"
-    with naming(path, words):
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        yield
-        with naming(path, words):
-            os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def absolute(path: Path) -> str | bytes:
-    """Return a path that another process, in another folder, can take."""
-    path = path_of(path)
-    folder = os.getcwdb() if isinstance(path, bytes) else os.getcwd()
-    # Not normalized: "link/../file" is what the kernel takes it for.
-    return os.path.join(folder, path)  # type: ignore[arg-type]  # both are of one type
+def new_contents(path: str | bytes, *, sync: bool, atomic: bool) -> Iterator[File]:
+    """Open a file to be filled from its beginning, then cut and synced."""
+    with synced_folder(path) if sync else contextlib.nullcontext():
+        if not (atomic and is_replaceable(path)):
+            with open_for_writing(path) as file:
+                yield file
+            return
+        with naming(path), file_in_place_of(resolved(path)) as file:
+            yield file
 
 
 @contextlib.contextmanager
-def naming(path: str | bytes, words: str = "") -> Iterator[None]:
-    """Let every OSError name a file."""
+def file_in_place_of(target: str, *, read_only: bool = False) -> Iterator[File]:
+    """Open a new file that takes the place of another if all goes well.
+
+    Until then it has no name, so that nothing is left of it by who is killed.  A symbolic
+    link is replaced itself; the file that it leads to lends the new one nothing.  A file
+    that must not be written to is replaced with `read_only` alone.
+    """
+    is_link = os.path.islink(target)
+    is_old = not is_link and os.path.exists(target)
+    if is_old and not read_only and not os.access(target, os.W_OK, effective_ids=True):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), target)
     try:
-        yield
+        file = _in_folder(lambda: open_unnamed(os.path.dirname(target)))
     except OSError as error:
-        raise OSError(error.errno, f"{error.strerror}{words}", path) from error
+        if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL):
+            raise
+        # The file system has no files without a name.
+        with (
+            replacement(target) as temporary,
+            _in_folder(lambda: File(temporary, "x")) as file,
+        ):
+            if not is_link:
+                become_like(file.fileno(), target)
+            yield file
+        return
+    with file:
+        # Before the bytes, so that whoever syncs these has synced this too.
+        if not is_link:
+            become_like(file.fileno(), target)
+        yield file
+        with replacement(target) as temporary:
+            link(file.fileno(), temporary)
+
+
+def _in_folder(create: Callable[[], File]) -> File:
+    """Create a file, and say where it was to be where that is not allowed."""
+    try:
+        return create()
+    except PermissionError as error:
+        words = f"{error.strerror} (its folder, where the new file is to be made)"
+        raise PermissionError(error.errno, words, error.filename) from error
+
+
+def cut(file: File, size: int) -> None:
+    """Cut a file behind its contents; a device has the length that it has."""
+    if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.truncate(size)
 
 
 def aio_read(
@@ -229,7 +265,7 @@ def aio_read(
         The buffer cannot be read into, or an argument is of the wrong type or out of range.
     """
     with (
-        aio_handle(block_size, queue_depth, single_submit, overlap_events) as handle,
+        _op(block_size, queue_depth, single_submit, overlap_events) as handle,
         File(filename) as file,
     ):
         lent, size = _borrow(buffer, writable=True), file.size
@@ -271,6 +307,19 @@ def aio_write(
     TypeError, ValueError
         The buffer cannot be written, or an argument is of the wrong type or out of range.
     """
-    with aio_handle(block_size, queue_depth, single_submit, overlap_events) as handle:
-        _write_exactly(handle, filename, buffer, validate, False)
-    return 0
+    lent = _borrow(buffer, writable=False)
+    with (
+        _op(block_size, queue_depth, single_submit, overlap_events) as handle,
+        open_for_writing(filename) as file,
+    ):
+        status = handle.write(lent, file, validate)
+        cut(file, lent.nbytes)
+    return status
+
+
+def _op(
+    block_size: int, queue_depth: int, single_submit: bool, overlap_events: bool
+) -> aio_handle:
+    """Open a handle of numbers: None stands elsewhere for what the environment says."""
+    sizes = integer("block_size", block_size), integer("queue_depth", queue_depth)
+    return aio_handle(*sizes, single_submit, overlap_events)

@@ -1,7 +1,7 @@
 """Waiting for any or all of many requests, of one handle or several.
 
 A thread sleeps on one eventfd, which the workers signal, and whoever finishes a request
-elsewhere.  How an event loop sleeps is _asyncio.py's.
+elsewhere.  How an event loop sleeps is event_loop.py's.
 """
 
 import contextlib
@@ -13,10 +13,12 @@ import time
 from collections.abc import AsyncIterator, Collection, Iterable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
-from nvmeio._listener import Listener, Workers
-from nvmeio._listener import Request as Awaited
-from nvmeio.arguments import deadline_ns, word
-from nvmeio.request import Request
+from nvmeio._arguments.checks import word
+from nvmeio._arguments.keywords import suggesting
+from nvmeio._events.listener import Listener, Workers
+from nvmeio._events.listener import Request as Awaited
+from nvmeio._native.arguments import deadline_ns
+from nvmeio._native.request import Request
 
 __all__ = ["Completions", "Waited", "as_completed", "wait"]
 
@@ -62,18 +64,7 @@ class Bell(Listener):
         return super().listen(requests)
 
     def sleep(self, end_ns: int) -> bool:
-        """Sleep until a request is done, or until a monotonic time; tell whether one is.
-
-        Parameters
-        ----------
-        end_ns : int
-            When to give up, in nanoseconds; -1 for never.
-
-        Returns
-        -------
-        bool
-            False when the time is over.
-        """
+        """Sleep until a request is done, or until a monotonic time; tell whether one is."""
         while not self.done:
             left_s = _left_s(end_ns)
             self._look()
@@ -118,13 +109,13 @@ class Completions:
     is interrupted or cancelled while waiting may ask again, and misses no request.
     """
 
-    def __init__(self, requests: list[Request], timeout_s: float | None) -> None:
+    def __init__(self, requests: list[Request], timeout: float | None) -> None:
         # Nobody hears of them before the first is asked for.
         self._unheard = requests
         self._listener: Listener | None = None
         self._left = self._count = len(requests)
-        self._timeout_s = timeout_s
-        self._end_ns = deadline_ns(timeout_s)
+        self._timeout = timeout
+        self._end_ns = deadline_ns(timeout)
         self._asked = threading.Lock()
 
     def __iter__(self) -> Iterator[Request]:
@@ -145,7 +136,7 @@ class Completions:
 
     async def __anext__(self) -> Request:
         """Wait for the next request, while the event loop goes on, and return it."""
-        from nvmeio._asyncio import Alarm
+        from nvmeio._events.event_loop import Alarm
 
         with self._alone():
             if not self._left:
@@ -198,7 +189,7 @@ class Completions:
         left = self._left
         self._close()
         return TimeoutError(
-            f"{left} of {self._count} requests were not done within {self._timeout_s} s; "
+            f"{left} of {self._count} requests were not done within {self._timeout} s; "
             "they go on"
         )
 
@@ -210,16 +201,15 @@ class Completions:
             listener.close()
 
 
-def as_completed(
-    requests: Iterable[Request], timeout_s: float | None = None
-) -> Completions:
+@suggesting
+def as_completed(requests: Iterable[Request], timeout: float | None = None) -> Completions:
     """Iterate over requests in the order in which they are done.
 
     Parameters
     ----------
     requests : iterable of Request
         Of any handles.  One that is given twice is yielded once.
-    timeout_s : float, optional
+    timeout : float, optional
         How long all of it may take from now on, in seconds; None waits as long as it takes.
 
     Returns
@@ -232,9 +222,9 @@ def as_completed(
     Raises
     ------
     TypeError
-        One of them is no Request, or ``timeout_s`` no number.
+        One of them is no Request, or ``timeout`` no number.
     ValueError
-        ``timeout_s`` is negative.
+        ``timeout`` is negative.
     TimeoutError
         From the iteration: the time is over.  The requests go on.
     OSError
@@ -250,12 +240,13 @@ def as_completed(
     wait.  An eventfd is open from the first request on until all were yielded, or the
     iterator is dropped.
     """
-    return Completions(_checked(requests), timeout_s)
+    return Completions(_checked(requests), timeout)
 
 
+@suggesting
 def wait(
     requests: Iterable[Request],
-    timeout_s: float | None = None,
+    timeout: float | None = None,
     return_when: str = "ALL_COMPLETED",
 ) -> Waited:
     """Wait for some requests or for all.
@@ -264,7 +255,7 @@ def wait(
     ----------
     requests : iterable of Request
         Of any handles.
-    timeout_s : float, optional
+    timeout : float, optional
         How long, in seconds; None waits as long as it takes.
     return_when : str, default "ALL_COMPLETED"
         ``"FIRST_COMPLETED"`` returns when one is done, ``"FIRST_EXCEPTION"`` when one has
@@ -280,9 +271,9 @@ def wait(
     Raises
     ------
     TypeError
-        One of them is no Request, or ``timeout_s`` no number.
+        One of them is no Request, or ``timeout`` no number.
     ValueError
-        ``timeout_s`` is negative, or ``return_when`` is none of the three.
+        ``timeout`` is negative, or ``return_when`` is none of the three.
     OSError
         EOWNERDEAD: one was submitted before a fork().
     KeyboardInterrupt
@@ -295,7 +286,7 @@ def wait(
     """
     word("return_when", return_when, WAYS)
     awaited = _checked(requests)
-    end_ns = deadline_ns(timeout_s)
+    end_ns = deadline_ns(timeout)
     done: set[Request] = set()
     bell = Bell()
     try:

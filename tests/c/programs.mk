@@ -1,7 +1,7 @@
 # The C tests in FOLDER, which has libnvmeio.a already: scripts/build-c calls this.
 
 CFLAGS_OF_TESTS := -std=gnu11 -D_GNU_SOURCE= -g -Wall -Wextra -Werror \
-	-Iinclude -Isrc/libnvmeio -Itests/c $(FLAGS)
+	-Iinclude -Isrc/libnvmeio -Itests/c -Itests/faults $(FLAGS)
 
 vpath %.c tests/c tests/c/faulty
 

@@ -26,6 +26,7 @@ def main(folder):
         "requests": handle.stats()["requests"],
     }
     Path(folder, f"{rank}.json").write_text(json.dumps(report))
+    deepspeed.comm.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ def unset(monkeypatch):
 def test_the_pth_file_is_where_this_python_looks_for_it():
     """Without it no other test here means anything: nvmeio is not installed by pip."""
     folders = [Path(sysconfig.get_path(name)) for name in ("purelib", "platlib")]
-    assert any((folder / "nvmeio-deepspeed.pth").is_file() for folder in folders)
+    assert any((folder / "nvmeio-follow.pth").is_file() for folder in folders)
 
 
 NOT_IMPORTED = """
@@ -38,7 +38,7 @@ assert loaded == ({expected}), loaded
 @pytest.mark.parametrize("env", [{}, OFF], ids=["unset", "0"])
 def test_where_the_variable_is_off_nothing_of_nvmeio_is_imported(env):
     """With "0" the hook is imported, which then does nothing."""
-    hook = ["_nvmeio_deepspeed"] if env else []
+    hook = ["_nvmeio_follow"] if env else []
     code = NOT_IMPORTED.format(expected=hook)
     code += "import deepspeed.ops.op_builder" + code
     code += """
@@ -52,7 +52,7 @@ assert all("nvmeio" not in repr(finder) for finder in sys.meta_path)
 
 
 def test_where_python_starts_only_the_hook_is_imported():
-    run_python("-c", NOT_IMPORTED.format(expected=["_nvmeio_deepspeed"]), env=ON)
+    run_python("-c", NOT_IMPORTED.format(expected=["_nvmeio_follow"]), env=ON)
 
 
 INSTALLED = """
@@ -162,12 +162,12 @@ assert not hasattr(AsyncIOBuilder.load, "__wrapped__")
 def test_an_nvmeio_that_is_broken_does_not_look_like_a_missing_deepspeed():
     code = """
 import sys
-sys.modules["nvmeio.copy"] = None
+sys.modules["nvmeio._native.copy"] = None
 try:
     import deepspeed
 except RuntimeError as error:
     assert "NVMEIO_DEEPSPEED is set, and nvmeio cannot be imported" in str(error)
-    assert "nvmeio.copy" in str(error)
+    assert "nvmeio._native.copy" in str(error)
 else:
     raise AssertionError("DeepSpeed was imported without nvmeio")
 """

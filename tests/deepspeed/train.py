@@ -96,6 +96,8 @@ def main(offload, dtype, optimizer, steps):
     values = [safe_get_full_fp32_param(parameter) for parameter in engine.parameters()]
     report["digests"] = [hashlib.sha256(v.numpy().tobytes()).hexdigest() for v in values]
     sys.stdout.write("\n" + json.dumps(report) + "\n")
+    # Threads of gloo that outlive the interpreter now and then end the process by SIGABRT.
+    deepspeed.comm.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -17,12 +17,14 @@ import zlib
 import atheris
 
 # What was imported before is not looked into.
-with atheris.instrument_imports(include=["numpy.lib", "nvmeio._npy", "nvmeio.memory"]):
+with atheris.instrument_imports(
+    include=["numpy.lib", "nvmeio._arrays.npy_header", "nvmeio.memory"]
+):
     from numpy.lib import format as npy
 
-    from nvmeio._npy import read_layout
-    from nvmeio.file import File
-    from nvmeio.npy_files import load
+    from nvmeio._arrays.npy_header import read_layout
+    from nvmeio._native.file import File
+    from nvmeio.npy import load
 
 # To parse a header takes some hundred times its length, whatever it says.
 MEMORY_BYTES_MAX = 16 << 20

@@ -20,6 +20,8 @@ FILE_S = 600
 LEFT_OUT = {
     "test_workers.py": ("short", "partly"),
     "test_handle.py": ("short", "partly"),
+    "test_safetensors_open.py": ("short", "partly"),
+    "test_safetensors_sharded.py": ("short", "partly"),
 }
 DESELECTED = {
     "test_gather.py": "queue_is_full",
@@ -35,7 +37,10 @@ FILES = [
     pytest.param("test_npy_files.py", marks=amount(short=1, full=1, long=5)),
     *(
         pytest.param(f"test_{name}.py", marks=amount(short=0, full=1, long=5))
-        for name in ("handle", "gather", "files", "openfiles")
+        for name in (
+            *("handle", "gather", "files", "openfiles"),
+            *("safetensors_whole", "safetensors_open", "safetensors_sharded"),
+        )
     ),
     *(
         pytest.param(f"test_{name}.py", marks=amount(short=0, full=0, long=3))

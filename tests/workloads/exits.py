@@ -30,22 +30,22 @@ def leave(folder, control, memory, engine, way, hold):
     faults = Faults(control)
     data = make_file(path, 1 << 17)
     file = nvmeio.File(path)
-    handle = nvmeio.aio_handle(65536, engine=engine)
+    op = nvmeio.aio_handle(65536, engine=engine)
     faults.set(read={"delay_s": 0.15})
     buffer = map_memory(f"{memory}/async_pread", len(data))
-    handle.async_pread(buffer, file)
-    request = handle.submit_read(map_memory(f"{memory}/submit_read", len(data)), file)
-    report({"pending": handle.pending})
+    op.async_pread(buffer, file)
+    request = op.handle.submit_read(map_memory(f"{memory}/submit_read", len(data)), file)
+    report({"pending": op.handle.pending})
     if hold == "global":
-        KEPT.extend([handle, request])
+        KEPT.extend([op, request])
     elif hold == "cycle":
-        cycle = [handle, request]
+        cycle = [op, request]
         cycle.append(cycle)
     elif hold == "threads":
-        for call in (handle.wait, request.wait):
+        for call in (op.wait, op.handle.drain, request.wait):
             threading.Thread(target=call, daemon=True).start()
     elif hold == "nothing":
-        del handle, request, buffer
+        del op, request, buffer
     if way == "exit":
         sys.exit(3)
     if way == "raise":
@@ -60,7 +60,7 @@ def let_go_in_flight(folder, control, engine, way):
     faults = Faults(control)
     data = make_file(path, 1 << 17)
     file = nvmeio.File(path)
-    handle = nvmeio.aio_handle(65536, engine=engine)
+    handle = nvmeio.Handle(block_size=65536, engine=engine)
     faults.set(read={"delay_s": 0.1})
     guarded = [Guarded(len(data)) for _ in range(3)]
     requests = [handle.submit_read(part.array, file) for part in guarded]
@@ -113,7 +113,7 @@ def close_amid_submissions(folder, engine, way):
     """Close a handle, or end the process, while a thread goes on submitting."""
     path = f"{folder}/file"
     make_file(path, 4 << 20)
-    handle = nvmeio.aio_handle(engine=engine)
+    handle = nvmeio.Handle(engine=engine)
     started, ended = threading.Event(), threading.Event()
     thread = threading.Thread(
         target=submit_until_refused, args=[handle, path, started, ended], daemon=True

@@ -27,14 +27,21 @@ from workloads.common import (
 )
 
 
+def made_handle(single_submit=False, **options):
+    """Make a Handle; blocks one by one are DeepSpeed's alone."""
+    if single_submit:
+        return nvmeio.aio_handle(single_submit=True, **options).handle
+    return nvmeio.Handle(**options)
+
+
 def round_trip(folder, engine="auto", size=1 << 20, early=True, **options):
     """Write, read and fsync after the pause; report how each step ended."""
     records = Records()
     source, target = f"{folder}/source", f"{folder}/target"
     data = make_file(source, size)
-    handle = nvmeio.aio_handle(engine=engine, **options) if early else None
+    handle = made_handle(engine=engine, **options) if early else None
     pause()
-    handle = handle or nvmeio.aio_handle(engine=engine, **options)
+    handle = handle or made_handle(engine=engine, **options)
     steps = {
         "write": errors_of(write_checked, handle, target, data),
         "read": errors_of(read_checked, handle, source, data),
@@ -63,7 +70,7 @@ def open_handle(engine="auto", **options):
     said = ""
     try:
         for _ in range(2):
-            said = nvmeio.aio_handle(engine=engine, **options).stats()["engine"]
+            said = nvmeio.Handle(engine=engine, **options).stats()["engine"]
     except OSError as error:
         said = f"{errno.errorcode[error.errno]}: {error}"
     report({"handle": said, "log": records.lines, "engines": nvmeio.engines()})
@@ -85,7 +92,7 @@ def describe_file(path, size=100_000):
     """Open a file after the pause; report its alignment, and whether reads are right."""
     data = make_file(path, size)
     pause()
-    with nvmeio.File(path) as file, nvmeio.aio_handle(engine="sync") as handle:
+    with nvmeio.File(path) as file, nvmeio.Handle(engine="sync") as handle:
         read_checked(handle, file, data)
         read_checked(handle, file, data[5:], 5)
         report({"direct": file.direct, "alignment": file.alignment})
@@ -95,7 +102,7 @@ def open_without_descriptors(folder):
     """Submit after the pause, when no descriptor is to be had; then once more."""
     path = f"{folder}/source"
     data = make_file(path, 10_000)
-    handle = nvmeio.aio_handle()
+    handle = nvmeio.Handle()
     pause()
     buffer = bytearray(len(data))
     try:
@@ -111,7 +118,8 @@ def dead_ring(folder, engine):
     records = Records()
     path = f"{folder}/source"
     data = make_file(path, 1 << 20)
-    handle = nvmeio.aio_handle(engine=engine)
+    op = nvmeio.aio_handle(engine=engine)
+    handle = op.handle
     read_checked(handle, path, data)
 
     class Watched(np.ndarray):
@@ -126,8 +134,8 @@ def dead_ring(folder, engine):
     first = errors_of(request.wait)
     took_s = time.monotonic() - started
     later = [errors_of(lambda: handle.submit_read(bytearray(4096), path).wait())]
-    later.append(errors_of(handle.async_pread, bytearray(4096), path))
-    later.append(errors_of(handle.wait))
+    later.append(errors_of(op.async_pread, bytearray(4096), path))
+    later.append(errors_of(op.wait))
     del request
     gc.collect()
     assert alive() is not None
@@ -148,14 +156,15 @@ def dead_ring(folder, engine):
 
 def few_descriptors(folder, engine, count=48):
     """Write and read more files at once than there are descriptors."""
-    handle = nvmeio.aio_handle(4096, engine=engine)
+    handle = nvmeio.Handle(block_size=4096, engine=engine)
     used = len(os.listdir("/proc/self/fd"))
     resource.setrlimit(resource.RLIMIT_NOFILE, (used + 8, used + 8))
     paths = [f"{folder}/{engine}-{number}" for number in range(count)]
     parts = [pattern(10_000 + number, number) for number in range(count)]
-    for part, path in zip(parts, paths, strict=True):
-        handle.async_pwrite(part, path)
-    assert handle.wait() == count
+    writes = [
+        handle.submit_write(part, path) for part, path in zip(parts, paths, strict=True)
+    ]
+    assert [write.wait() for write in writes] == [len(part) for part in parts]
     opened = []
     try:
         opened.extend(os.open(path, os.O_RDONLY) for path in paths)
@@ -165,9 +174,11 @@ def few_descriptors(folder, engine, count=48):
     for descriptor in range(used, used + 8):
         errors_of(os.close, descriptor)
     buffers = [bytearray(len(part)) for part in parts]
-    for buffer, path in zip(buffers, paths, strict=True):
-        handle.async_pread(buffer, path)
-    assert handle.wait() == count
+    reads = [
+        handle.submit_read(buffer, path)
+        for buffer, path in zip(buffers, paths, strict=True)
+    ]
+    assert [read.wait() for read in reads] == [len(part) for part in parts]
     assert buffers == parts
     report({"fired": fired, "engine": handle.stats()["engine"]})
 
@@ -175,7 +186,7 @@ def few_descriptors(folder, engine, count=48):
 def refusal_of_handle(engine):
     """Open a handle; return what is said of why there is none."""
     try:
-        nvmeio.aio_handle(engine=engine)
+        nvmeio.Handle(engine=engine)
     except OSError as error:
         return str(error)
     return ""
@@ -198,8 +209,8 @@ def no_memlock(folder, engine):
     path = f"{folder}/memlock-{engine}"
     data = pattern(1 << 20)
     with nvmeio.aio_handle(engine=engine) as handle:
-        write_checked(handle, path, data)
-        read_checked(handle, path, data)
+        write_checked(handle.handle, path, data)
+        read_checked(handle.handle, path, data)
         locked = handle.new_cpu_locked_tensor(len(data), np.empty(0, np.uint8))
         handle.read(locked, path)
         assert locked.tobytes() == data
@@ -234,7 +245,7 @@ def no_more_threads(folder, engine):
     """Transfer through the page cache where no thread may be started any more."""
     data = pattern(1 << 20)
     path = f"{folder}/threads-{engine}"
-    with nvmeio.aio_handle(65536, engine=engine, direct=False) as handle:
+    with nvmeio.Handle(block_size=65536, engine=engine, direct=False) as handle:
         resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
         steps = {
             "write": errors_of(write_checked, handle, path, data),
@@ -259,7 +270,7 @@ def seccomp(folder, error):
     refuse_by_seccomp(io_uring_setup, error)
     path = f"{folder}/seccomp"
     data = pattern(1 << 20)
-    with nvmeio.aio_handle() as handle:
+    with nvmeio.Handle() as handle:
         write_checked(handle, path, data)
         read_checked(handle, path, data[3:], 3)
         engine = handle.stats()["engine"]
@@ -270,7 +281,7 @@ def container(folder, program):
     """Transfer under the filter of a container's profile."""
     install_program(program)
     data = pattern(1 << 20)
-    with nvmeio.aio_handle() as handle:
+    with nvmeio.Handle() as handle:
         write_checked(handle, f"{folder}/inside", data)
         read_checked(handle, f"{folder}/inside", data)
         report({"engine": handle.stats()["engine"], "engines": nvmeio.engines()})
@@ -283,7 +294,7 @@ def file_size_limit(folder, engine, limit, exists):
         make_file(path, 4096)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
     data = pattern(4 * limit)
-    with nvmeio.aio_handle(65536, engine=engine) as handle:
+    with nvmeio.Handle(block_size=65536, engine=engine) as handle:
         ended = errors_of(lambda: handle.submit_write(data, path).wait())
         found = Path(path).read_bytes()
         assert found == data[: len(found)]

@@ -49,26 +49,32 @@ def use_handle(handle, folder, name, engine):
     write_checked(handle, path, data)
     read_checked(handle, path, data)
     read_small(handle, path, data[:5000])
-    handle.async_pread(bytearray(100), path)
-    assert handle.wait() == 1
     assert handle.pending == 0
     assert handle.stats()["engine"] == engine
 
 
+def use_op(op, folder, name, engine):
+    """Use DeepSpeed's op in a child, and the handle under it."""
+    use_handle(op.handle, folder, name, engine)
+    op.async_pread(bytearray(100), f"{folder}/{name}")
+    assert op.wait() == 1
+
+
 def fork_idle(folder, engine, count=8):
     """Several children at once, and their children, use a handle of the parent."""
-    handle = nvmeio.aio_handle(65536, engine=engine, intra_op_parallelism=2)
+    op = nvmeio.aio_handle(65536, engine=engine, intra_op_parallelism=2)
+    handle = op.handle
     path = f"{folder}/parent-{engine}"
     data = make_file(path, 1 << 20)
     read_checked(handle, path, data)
     read_small(handle, path, data[:4096])
 
     def child(name, depth):
-        use_handle(handle, folder, name, engine)
+        use_op(op, folder, name, engine)
         if depth:
             join(fork(child, f"{name}-{depth}", depth - 1))
-            use_handle(handle, folder, name, engine)
-        handle.close()
+            use_op(op, folder, name, engine)
+        op.close()
 
     children = [fork(child, f"{engine}-{n}", 2 if n == 0 else 0) for n in range(count)]
     for _ in range(20):
@@ -94,7 +100,7 @@ def fork_latencies(folder, engine):
         assert blocks == handle.stats()["blocks"]
         os.write(heard, str(blocks).encode())
 
-    with nvmeio.aio_handle(65536, engine=engine) as handle:
+    with nvmeio.Handle(block_size=65536, engine=engine) as handle:
         read_checked(handle, path, data)
         read_small(handle, path, data[:4096])
         before = handle.latencies().count
@@ -117,31 +123,32 @@ def fork_in_flight(folder, control, other, engine):
     faults = Faults(control)
     data = make_file(path, 1 << 18)
     file = nvmeio.File(path)
-    handle = nvmeio.aio_handle(65536, engine=engine)
+    op = nvmeio.aio_handle(65536, engine=engine)
+    handle = op.handle
     faults.set(read={"held": True})
     tracked, single = Guarded(len(data)), Guarded(len(data))
-    handle.async_pread(tracked.array, file)
+    op.async_pread(tracked.array, file)
     request = handle.submit_read(single.array, file)
     faults.await_waiting()
 
     def child():
-        assert handle.wait() == 0
+        assert op.wait() == 0
         assert handle.pending == 0
         assert errors_of(request.wait) == "EOWNERDEAD"
         assert errors_of(request.done) == "EOWNERDEAD"
-        use_handle(handle, other, f"child-{engine}", engine)
+        use_op(op, other, f"child-{engine}", engine)
 
     def drop():
-        nonlocal handle, request, tracked, single, file
-        handle = request = tracked = single = file = None
+        nonlocal op, handle, request, tracked, single, file
+        op = handle = request = tracked = single = file = None
         gc.collect()
 
     join(fork(child))
     join(fork(drop))
-    join(fork(handle.close))
+    join(fork(op.close))
     pending = handle.pending
     faults.set()
-    assert handle.wait() == 1
+    assert op.wait() == 1
     assert request.wait() == len(data)
     assert tracked.content() == data
     assert single.content() == data
@@ -151,7 +158,8 @@ def fork_in_flight(folder, control, other, engine):
 
 def fork_from_crowd(folder, engine, threads=3, forks=6):
     """Fork while other threads submit and wait."""
-    handle = nvmeio.aio_handle(16384, engine=engine)
+    op = nvmeio.aio_handle(16384, engine=engine)
+    handle = op.handle
     path = f"{folder}/crowd-{engine}"
     data = make_file(path, 1 << 18)
     over = threading.Event()
@@ -167,31 +175,31 @@ def fork_from_crowd(folder, engine, threads=3, forks=6):
     with ThreadPoolExecutor(threads) as pool:
         workers = [pool.submit(work) for _ in range(threads)]
         for number in range(forks):
-            join(fork(use_handle, handle, folder, f"{engine}-{number}", engine))
+            join(fork(use_op, op, folder, f"{engine}-{number}", engine))
         over.set()
         rounds = [worker.result() for worker in workers]
     handle.close()
     report({"rounds": rounds})
 
 
-def work_in_process(handle, folder, name, engine):
+def work_in_process(op, folder, name, engine):
     """What a worker of multiprocessing does."""
-    use_handle(handle, folder, name, engine)
+    use_op(op, folder, name, engine)
     return os.getpid()
 
 
 def processes(folder, engine, method):
     """Give a handle to the workers of a multiprocessing pool."""
-    handle = nvmeio.aio_handle(65536, engine=engine)
-    use_handle(handle, folder, "parent", engine)
+    op = nvmeio.aio_handle(65536, engine=engine)
+    use_op(op, folder, "parent", engine)
     context = multiprocessing.get_context(method)
     with context.Pool(2) as pool:
-        jobs = [(handle, folder, f"{method}-{n}", engine) for n in range(4)]
+        jobs = [(op, folder, f"{method}-{n}", engine) for n in range(4)]
         workers = pool.starmap(work_in_process, jobs)
         pool.close()
         pool.join()
     assert os.getpid() not in workers
-    use_handle(handle, folder, "parent-again", engine)
+    use_op(op, folder, "parent-again", engine)
     report({"workers": len(set(workers))})
 
 
@@ -221,7 +229,7 @@ class FileRecords:
     """A map-style dataset of the records of a file."""
 
     def __init__(self, path, count, record):
-        self.handle = nvmeio.aio_handle()
+        self.handle = nvmeio.Handle()
         self.path = path
         self.count = count
         self.record = record
@@ -233,5 +241,5 @@ class FileRecords:
         import torch
 
         tensor = torch.zeros(self.record, dtype=torch.uint8)
-        self.handle.read(tensor, self.path, file_offset=index * self.record)
+        self.handle.read(tensor, self.path, offset=index * self.record)
         return tensor

@@ -17,7 +17,7 @@ def cancel_awaits(folder, control, engine, loop):
     faults = Faults(control)
     data = make_file(path, 1 << 16)
     file = nvmeio.File(path)
-    handle = nvmeio.aio_handle(engine=engine)
+    handle = nvmeio.Handle(engine=engine)
     guarded = Guarded(len(data))
     faults.set(read={"held": True})
     ended_early = []
@@ -47,7 +47,7 @@ def fork_awaits(folder, engine):
     """Fork while a task awaits; the child awaits too, with a loop of its own."""
     path = f"{folder}/awaited-{engine}"
     data = make_file(path, 8 * 4096)
-    handle = nvmeio.aio_handle(engine=engine, **SLOW)
+    handle = nvmeio.Handle(engine=engine, **SLOW)
     guarded = Guarded(len(data))
 
     async def child_main(old):
@@ -98,7 +98,7 @@ def order_held(folder, control, engine):
     path, other = f"{folder}/held-{engine}", f"{folder}/other-{engine}"
     faults = Faults(control)
     data = make_file(path, 8192)
-    handle = nvmeio.aio_handle(engine=engine)
+    handle = nvmeio.Handle(engine=engine)
     first, target = Guarded(8192), Guarded(8192)
     # Beforehand, for the file system answers nobody while it holds the read.
     with nvmeio.File(path) as file, nvmeio.File(other, "w") as made:

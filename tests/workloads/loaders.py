@@ -35,7 +35,7 @@ def load_with_workers(folder, method, engine, workers=8, count=403):
     nvmeio.save(f"{folder}/numbers.npy", np.arange(count))
     dataset = ArrayDataset(f"{folder}/rows.npy", f"{folder}/numbers.npy")
     dataset[0]
-    engine = dataset._arrays()[0]._handle().stats()["engine"]
+    engine = nvmeio.default_handle().engine
     open_here = len(descriptors_below(folder))
     dataset.transform = Watched(folder)
     loader = DataLoader(

@@ -9,7 +9,7 @@ import numpy as np
 
 import nvmeio
 from helpers import pattern
-from nvmeio import settings
+from nvmeio._native import settings
 from workloads.common import (
     report,
 )
@@ -27,7 +27,7 @@ def copy_all_sizes():
     except ValueError as refused:
         error = str(refused)
     try:
-        nvmeio.aio_handle().close()
+        nvmeio.Handle().close()
     except ValueError as refused:
         handle_error = str(refused)
     kernels = settings.selected_kernels()
@@ -154,7 +154,7 @@ def bounce_in_bounds(folder):
     """Transfer ordinary memory where the pool has room for few bounces."""
     data = pattern(16 << 20)
     target = bytearray(len(data) + 1)
-    with nvmeio.aio_handle(bounce="always") as handle:
+    with nvmeio.Handle(bounce="always") as handle:
         handle.write(data, f"{folder}/bounced")
         handle.read(memoryview(target)[1:], f"{folder}/bounced")
     right = bytes(memoryview(target)[1:]) == data

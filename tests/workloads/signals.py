@@ -35,11 +35,12 @@ class Storm:
         signal.setitimer(signal.ITIMER_REAL, 0)
 
 
-def signal_storm(folder, engine, size=2 << 20, rounds=2, **options):
+def signal_storm(folder, engine, size=2 << 20, rounds=2):
     """Transfer in every way while signals rain."""
     path = f"{folder}/storm-{engine}"
     data = make_file(path, size)
-    handle = nvmeio.aio_handle(65536, queue_depth=4, engine=engine, **options)
+    op = nvmeio.aio_handle(65536, queue_depth=4, engine=engine)
+    handle = op.handle
     with Storm() as storm:
         for number in range(rounds):
             read_checked(handle, path, data)
@@ -47,15 +48,15 @@ def signal_storm(folder, engine, size=2 << 20, rounds=2, **options):
             read_small(handle, path, data[: 60_000 + number])
             parts = [Guarded(size // 4) for _ in range(4)]
             for index, part in enumerate(parts):
-                handle.async_pread(part.array, path, index * size // 4)
-            assert handle.wait() == 4
+                op.async_pread(part.array, path, index * size // 4)
+            assert op.wait() == 4
             for index, part in enumerate(parts):
                 assert part.content() == data[index * size // 4 : (index + 1) * size // 4]
             changed = pattern(size, number)
             write_checked(handle, f"{path}-{number}", changed)
             os.unlink(f"{path}-{number}")
         handle.fsync(path)
-        handle.close()
+        op.close()
     report({"signals": storm.count, **handle.stats()})
 
 
@@ -66,11 +67,6 @@ def interrupted(call):
     except KeyboardInterrupt:
         return True
     return False
-
-
-def list_completed(requests):
-    """List requests as they are done."""
-    return list(nvmeio.as_completed(requests))
 
 
 def press_ctrl_c(faults):
@@ -86,29 +82,33 @@ def ctrl_c(folder, control, engine, way, size):
     faults = Faults(control)
     data = make_file(path, size)
     file = nvmeio.File(path)
-    handle = nvmeio.aio_handle(engine=engine)
+    op = nvmeio.aio_handle(engine=engine)
+    handle = op.handle
     guarded = Guarded(size)
     faults.set(read={"held": True})
     presser = threading.Thread(target=press_ctrl_c, args=[faults])
     presser.start()
-    if way == "request":
-        request = handle.submit_read(guarded.array, file)
-        came = interrupted(request.wait)
-    elif way in ("wait", "as_completed"):
-        request = handle.submit_read(guarded.array, file)
-        waits = {"wait": nvmeio.wait, "as_completed": list_completed}
-        came = interrupted(lambda: waits[way]([request]))
+    if way == "op":
+        op.async_pread(guarded.array, file)
+        came = interrupted(op.wait)
     else:
-        handle.async_pread(guarded.array, file)
-        came = interrupted(handle.wait if way == "handle" else handle.close)
+        request = handle.submit_read(guarded.array, file)
+        waits = {
+            "request": request.wait,
+            "drain": handle.drain,
+            "close": handle.close,
+            "wait": lambda: nvmeio.wait([request]),
+            "as_completed": lambda: list(nvmeio.as_completed([request])),
+        }
+        came = interrupted(waits[way])
     # It came while the read was held, so within no time that the read decides.
     pending = handle.pending
     presser.join()
     faults.set()
-    if way == "request":
+    if way == "op":
+        assert op.wait() == 1
+    else:
         assert request.wait() == size
-    elif way == "handle":
-        assert handle.wait() == 1
     handle.close()
     assert guarded.content() == data
     report({"interrupted": came, "pending": pending, "fired": faults.fired()})
@@ -120,7 +120,7 @@ def ctrl_c_in_a_call(folder, control, engine, way, presses, size=16 << 20):
     faults = Faults(control)
     make_file(path, size)
     file = nvmeio.File(path)
-    handle = nvmeio.aio_handle(1 << 20, 2, engine=engine)
+    handle = nvmeio.Handle(queue_depth=2, engine=engine)
     guarded = Guarded(size)
     calls = {
         "read": lambda: handle.read(guarded.array, file),
@@ -128,7 +128,7 @@ def ctrl_c_in_a_call(folder, control, engine, way, presses, size=16 << 20):
     }
 
     def in_a_block():
-        with nvmeio.aio_handle(1 << 20, 2, engine=engine) as handle:
+        with nvmeio.Handle(queue_depth=2, engine=engine) as handle:
             blocks.append((handle, handle.submit_read(guarded.array, file)))
 
     blocks = []

@@ -4,9 +4,9 @@ The op is importable without DeepSpeed and without torch.  ``install()`` makes D
 load it; so does ``NVMEIO_DEEPSPEED=1`` in the environment in which Python starts.
 """
 
-from nvmeio.copy import deepspeed_memcpy
+from nvmeio._config.aio_json import aio_config, write_aio_config
+from nvmeio._native.copy import deepspeed_memcpy
 from nvmeio.deepspeed.builders import Installation, install, uninstall
-from nvmeio.deepspeed.config import aio_config, write_aio_config
 from nvmeio.deepspeed.op import aio_handle, aio_read, aio_write, last_error
 from nvmeio.deepspeed.pinned import pin_handle
 

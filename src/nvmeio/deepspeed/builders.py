@@ -17,9 +17,9 @@ from collections.abc import Callable, Iterator
 from types import ModuleType, TracebackType
 from typing import Any, Literal
 
-from nvmeio.arguments import word
+from nvmeio._arguments.checks import word
 
-__all__ = ["Installation", "install", "install_for_environment", "uninstall"]
+__all__ = ["Installation", "install", "uninstall"]
 
 # The release that `make test-deepspeed` runs with, whatever comes behind the second dot.
 TESTED = "0.19"
@@ -177,13 +177,7 @@ def uninstall() -> None:
 
 
 def install_for_environment() -> None:
-    """Install as ``NVMEIO_DEEPSPEED`` says; called once DeepSpeed has its builders.
-
-    Raises
-    ------
-    RuntimeError, ValueError
-        As ``install``; or the variable has another value.
-    """
+    """Install as ``NVMEIO_DEEPSPEED`` says; called once DeepSpeed has its builders."""
     value = os.environ.get("NVMEIO_DEEPSPEED", "")
     errors: Any = WORDS.get(value.strip().lower())
     if errors is None:

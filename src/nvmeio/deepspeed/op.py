@@ -1,21 +1,25 @@
 """The op by the letter of its contract: an OSError is logged, kept, and answered by -1."""
 
+import functools
+import inspect
 import logging
 import threading
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Literal, ParamSpec
 
-from nvmeio import files, handle
-from nvmeio._types import Path
-from nvmeio.arguments import integer
+from nvmeio import files
+from nvmeio._arguments.checks import integer
+from nvmeio._native import aio_handle as op
 
 __all__ = ["aio_handle", "aio_read", "aio_write", "last_error"]
 
 _log = logging.getLogger("nvmeio")
 _thread = threading.local()
 
+P = ParamSpec("P")
 
-class aio_handle(handle.aio_handle):
+
+class aio_handle(op.aio_handle):
     """``nvmeio.aio_handle`` that answers errors as DeepSpeed's does.
 
     Parameters
@@ -52,12 +56,12 @@ class aio_handle(handle.aio_handle):
     -----
     The transfers from ``read`` to ``wait`` return -1 for what the system refuses: they log
     it to ``nvmeio`` and keep it in ``last_error``.  Where the methods speak of ``errors``,
-    it is "status" here.  Errors of the program still raise, and so do ``submit_*`` and
-    ``fsync``, which are not DeepSpeed's.
+    it is "status" here.  Errors of the program still raise, and so does whatever is done
+    by ``handle``, which DeepSpeed's op has not.
 
     The defaults are DeepSpeed's whatever ``NVMEIO_BLOCK_SIZE``, ``NVMEIO_QUEUE_DEPTH`` and
-    ``NVMEIO_PROFILE`` say.  The engine and bounces, of which DeepSpeed knows nothing, come
-    from ``NVMEIO_ENGINE`` and the profile where they are not passed.
+    ``NVMEIO_PROFILE`` say.  What DeepSpeed knows nothing of, as the engine, comes from the
+    environment and the profile where it is not passed.
 
     References
     ----------
@@ -73,10 +77,12 @@ class aio_handle(handle.aio_handle):
         intra_op_parallelism: int = 1,
         *,
         engine: Literal["auto", "io_uring", "libaio", "threads", "sync"] | None = None,
-        direct: bool | Literal["auto"] = "auto",
+        direct: bool | Literal["auto"] | None = None,
         bounce: Literal["auto", "always", "never"] | None = None,
     ) -> None:
-        _require_numbers(block_size, queue_depth)
+        # None stands elsewhere for what the environment says.
+        integer("block_size", block_size)
+        integer("queue_depth", queue_depth)
         super().__init__(
             block_size,
             queue_depth,
@@ -88,86 +94,6 @@ class aio_handle(handle.aio_handle):
             bounce=bounce,
             errors="status",
         )
-
-
-def aio_read(
-    buffer: Any,
-    filename: Path,
-    block_size: int,
-    queue_depth: int,
-    single_submit: bool,
-    overlap_events: bool,
-    validate: bool,
-) -> int:
-    """Read a whole file into a buffer of exactly its size.
-
-    Parameters
-    ----------
-    buffer : array, tensor or object with the buffer protocol
-        Is filled.
-    filename : str, bytes or os.PathLike
-        The file.
-    block_size, queue_depth, single_submit, overlap_events
-        As for ``aio_handle``.
-    validate : bool
-        Compare with an ordinary read afterwards.
-
-    Returns
-    -------
-    int
-        0, or -1: the error is logged, and ``last_error()`` returns it.
-
-    Raises
-    ------
-    TypeError, ValueError
-        The buffer cannot be read into, or an argument is of the wrong type or out of range.
-    KeyboardInterrupt
-        Ctrl-C while waiting.
-
-    Notes
-    -----
-    Releases the GIL while it waits.
-    """
-    _require_numbers(block_size, queue_depth)
-    options = (block_size, queue_depth, single_submit, overlap_events)
-    return _status(files.aio_read, buffer, filename, *options, validate)
-
-
-def aio_write(
-    buffer: Any,
-    filename: Path,
-    block_size: int,
-    queue_depth: int,
-    single_submit: bool,
-    overlap_events: bool,
-    validate: bool,
-) -> int:
-    """Make a file of exactly the bytes of a buffer.
-
-    Parameters
-    ----------
-    buffer, filename, block_size, queue_depth, single_submit, overlap_events, validate
-        As for ``aio_read``.  A longer file is cut after the bytes have landed.
-
-    Returns
-    -------
-    int
-        0, or -1: the error is logged, and ``last_error()`` returns it.
-
-    Raises
-    ------
-    TypeError, ValueError
-        The buffer cannot be written, or an argument is of the wrong type or out of range.
-    KeyboardInterrupt
-        Ctrl-C while waiting.
-
-    Notes
-    -----
-    Releases the GIL while it waits.
-    """
-    _require_numbers(block_size, queue_depth)
-    options = (block_size, queue_depth, single_submit, overlap_events)
-    return _status(files.aio_write, buffer, filename, *options, validate)
 
 
 def last_error() -> OSError | None:
@@ -182,18 +108,44 @@ def last_error() -> OSError | None:
     return getattr(_thread, "error", None)
 
 
-def _require_numbers(block_size: int, queue_depth: int) -> None:
-    """Refuse None, which elsewhere stands for what the environment says."""
-    integer("block_size", block_size)
-    integer("queue_depth", queue_depth)
+def _with_status(transfer: Callable[P, int]) -> Callable[P, int]:
+    """Have a transfer return -1 for what the system refuses, as DeepSpeed's does."""
+
+    @functools.wraps(transfer)
+    def called(*args: P.args, **kwargs: P.kwargs) -> int:
+        try:
+            return transfer(*args, **kwargs)
+        except OSError as error:
+            # The frames of a traceback would keep the buffer alive.
+            _thread.error = error.with_traceback(None)
+            _log.error("%s", error)
+            return -1
+
+    words, _, _ = inspect.cleandoc(transfer.__doc__ or "").partition("Returns\n")
+    called.__doc__ = words + _STATUS
+    called.__module__ = __name__
+    return called
 
 
-def _status(transfer: Callable[..., int], *arguments: Any) -> int:
-    """Return the status of a transfer."""
-    try:
-        return transfer(*arguments)
-    except OSError as error:
-        # The frames of a traceback would keep the buffer alive.
-        _thread.error = error.with_traceback(None)
-        _log.error("%s", error)
-        return -1
+# What follows the parameters of both.
+_STATUS = """\
+Returns
+-------
+int
+    0, or -1: the error is logged, and ``last_error()`` returns it.
+
+Raises
+------
+TypeError, ValueError
+    The buffer cannot be transferred, or an argument is of the wrong type or out of
+    range.
+KeyboardInterrupt
+    Ctrl-C while waiting.
+
+Notes
+-----
+Releases the GIL while it waits.
+"""
+
+aio_read = _with_status(files.aio_read)
+aio_write = _with_status(files.aio_write)

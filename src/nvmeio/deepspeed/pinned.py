@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from nvmeio import pool
-from nvmeio._locked import free_locked, is_locked, new_locked
-from nvmeio.arguments import whole
+from nvmeio._arguments.checks import whole
+from nvmeio._native import pool
+from nvmeio._native.locked import free_locked, is_locked, new_locked
 
 __all__ = ["pin_handle"]
 

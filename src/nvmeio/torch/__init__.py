@@ -6,10 +6,12 @@ first one.
 
 import torch
 
-from nvmeio._registry import register
-from nvmeio.torch import tensors
+from nvmeio._memory.registry import register
+from nvmeio.torch import _tensors
 from nvmeio.torch.data import ArrayDataset, BatchStream, TokenDataset
 from nvmeio.torch.memory import empty, empty_like
+from nvmeio.torch.serialization import load, save
+from nvmeio.torch.streams import open_stream
 
 __all__ = [
     "ArrayDataset",
@@ -17,7 +19,9 @@ __all__ = [
     "TokenDataset",
     "empty",
     "empty_like",
-    "tensors",
+    "load",
+    "open_stream",
+    "save",
 ]
 
-register(torch.Tensor, tensors)
+register(torch.Tensor, _tensors)

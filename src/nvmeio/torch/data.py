@@ -16,14 +16,14 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import Dataset, Subset, default_collate
 
-from nvmeio._indexing import Positions, positions
-from nvmeio._types import Path
-from nvmeio.arguments import integer, whole
+from nvmeio._arguments.checks import integer, whole
+from nvmeio._arguments.keywords import suggesting
+from nvmeio._arguments.types import Path
+from nvmeio._arrays.indexing import Positions, positions
+from nvmeio._files.paths import absolute
+from nvmeio._native.request import Request
 from nvmeio.arrays import ArrayFile
-from nvmeio.files import absolute
-from nvmeio.handle import aio_handle
-from nvmeio.request import Request
-from nvmeio.torch.dtypes import carrier, is_common
+from nvmeio.torch._dtypes import carrier, is_common
 
 __all__ = ["ArrayDataset", "BatchStream", "TokenDataset"]
 
@@ -32,15 +32,7 @@ Array: TypeAlias = ArrayFile | npt.NDArray[Any] | torch.Tensor
 
 
 class Flight:
-    """A batch on its way.
-
-    Parameters
-    ----------
-    parts : sequence of Request, array and tensor
-        Give, or are, arrays or tensors of the whole batch.
-    finish : callable
-        Makes the tensors of the batch of them.
-    """
+    """A batch on its way."""
 
     def __init__(
         self,
@@ -176,6 +168,7 @@ class ArrayDataset(Stored):
     one by one.
     """
 
+    @suggesting
     def __init__(
         self,
         *arrays: Path | Array,
@@ -206,10 +199,8 @@ class ArrayDataset(Stored):
     def _open(self) -> list[Array]:
         if not any(isinstance(source, str | bytes) for source in self._sources):
             return list(self._sources)
-        # One for all: each handle has a thread of its own.
-        handle = aio_handle()
         return [
-            ArrayFile(source, handle=handle) if isinstance(source, str | bytes) else source
+            ArrayFile(source) if isinstance(source, str | bytes) else source
             for source in self._sources
         ]
 
@@ -269,6 +260,7 @@ class TokenDataset(Stored):
     ``ArrayDataset``: one gather a batch.
     """
 
+    @suggesting
     def __init__(self, path: Path, block_size: int, dtype: Any = None) -> None:
         super().__init__()
         self._path = absolute(path)
@@ -344,6 +336,7 @@ class BatchStream:
     each rank its part; its ``set_epoch`` is still the program's to call.
     """
 
+    @suggesting
     def __init__(
         self,
         dataset: Stored | Subset[Any],

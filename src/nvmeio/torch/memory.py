@@ -1,22 +1,22 @@
 """Tensors in memory of the pool."""
 
-import logging
 import math
 
 import torch
 
-from nvmeio import pool
-from nvmeio.memory import extents_of, pool_memory
+from nvmeio._arguments.checks import extents_of
+from nvmeio._arguments.keywords import suggesting
+from nvmeio._native.locked import pool_memory
+from nvmeio.torch._pool import tensor_in
 
-__all__ = ["announce", "empty", "empty_like", "tensor_in"]
-
-_log = logging.getLogger("nvmeio")
+__all__ = ["empty", "empty_like"]
 
 
+@suggesting
 def empty(
     *size: int | torch.Size | tuple[int, ...] | list[int],
     dtype: torch.dtype | None = None,
-    pinned: bool = False,
+    pin_memory: bool = False,
     numa_node: int | None = None,
 ) -> torch.Tensor:
     """Make a tensor in memory of the pool, without initializing it.
@@ -27,7 +27,7 @@ def empty(
         The extent of each axis, 0 or more, as for ``torch.empty``.
     dtype : torch.dtype, optional
         By default torch's default dtype.
-    pinned : bool, default False
+    pin_memory : bool, default False
         Lock the memory where RLIMIT_MEMLOCK allows, which ``aio_handle.is_pinned`` tells;
         where CUDA is present, register it with the driver, so that ``non_blocking`` copies
         are.
@@ -55,7 +55,7 @@ def empty(
     kind = _checked_dtype(torch.get_default_dtype() if dtype is None else dtype)
     # A tensor of no elements has an allocation too: its views find their place.
     nbytes = max(math.prod(extents), 1) * kind.itemsize
-    memory = pool_memory(nbytes, pinned, numa_node)
+    memory = pool_memory(nbytes, pin_memory, numa_node)
     return tensor_in(memory, kind)[: math.prod(extents)].view(extents)
 
 
@@ -68,11 +68,12 @@ def _checked_dtype(dtype: object) -> torch.dtype:
     return dtype
 
 
+@suggesting
 def empty_like(
     tensor: torch.Tensor,
     *,
     dtype: torch.dtype | None = None,
-    pinned: bool = False,
+    pin_memory: bool = False,
     numa_node: int | None = None,
 ) -> torch.Tensor:
     """Make a tensor of the size and dtype of another in memory of the pool.
@@ -83,7 +84,7 @@ def empty_like(
         Gives the size and the dtype; on any device, of any strides.
     dtype : torch.dtype, optional
         In place of the tensor's.
-    pinned, numa_node
+    pin_memory, numa_node
         As for ``empty``.
 
     Returns
@@ -99,49 +100,4 @@ def empty_like(
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"expected a tensor, not {type(tensor).__qualname__}")
     kind = tensor.dtype if dtype is None else dtype
-    return empty(tensor.shape, dtype=kind, pinned=pinned, numa_node=numa_node)
-
-
-def tensor_in(memory: pool.PoolMemory, dtype: torch.dtype) -> torch.Tensor:
-    """Make a tensor of all of some memory.
-
-    Parameters
-    ----------
-    memory : PoolMemory
-        Of a whole number of elements, at least one.
-    dtype : torch.dtype
-        Of the elements.
-
-    Returns
-    -------
-    torch.Tensor
-        One-dimensional; it and its views hold the memory.
-    """
-    return torch.frombuffer(memory, dtype=torch.uint8).view(dtype)
-
-
-def announce(memory: pool.PoolMemory) -> None:
-    """Tell CUDA's driver, where there is one, of memory that stays where it is.
-
-    Parameters
-    ----------
-    memory : PoolMemory
-        Pinned; the driver forgets it when it is given back.
-
-    Notes
-    -----
-    Where the driver refuses, or cannot be asked, as in a child of a process that used it,
-    copies are right, but synchronous; it is logged.
-    """
-    if not torch.cuda.is_available():
-        return
-    try:
-        runtime = torch.cuda.cudart()
-        code = int(runtime.cudaHostRegister(memory.address, memory.nbytes, 0))
-    except RuntimeError as error:
-        _log.warning("CUDA cannot be told of pinned memory: %s", error)
-        return
-    if code:
-        _log.warning("cudaHostRegister refused %d bytes: error %d", memory.nbytes, code)
-        return
-    memory.call_before_free(runtime.cudaHostUnregister)
+    return empty(tensor.shape, dtype=kind, pin_memory=pin_memory, numa_node=numa_node)

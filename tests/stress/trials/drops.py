@@ -94,13 +94,11 @@ class Trial:
         # For what is submitted because all had come: whether it had is not drawn, and the
         # numbers of everything else must not change by it.
         self.more = random.Random(draw.getrandbits(64))
-        self.handle = nvmeio.aio_handle(
-            draw.choice((PAGE, 16384, 1 << 20)),
-            draw.choice((1, 4, 32)),
+        self.handle = nvmeio.Handle(
+            block_size=draw.choice((PAGE, 16384, 1 << 20)),
+            queue_depth=draw.choice((1, 4, 32)),
             engine=engine,
-            overlap_events=draw.random() < 0.5,
-            single_submit=draw.random() < 0.2,
-            intra_op_parallelism=draw.choice((1, 1, 2)),
+            workers=draw.choice((1, 1, 2)),
             bounce=draw.choice(("auto", "never", "always")),
         )
         self.source = nvmeio.File(path)
@@ -111,7 +109,7 @@ class Trial:
 
     def start(self, number):
         """Submit one request of any kind, and hold on to it and its memory."""
-        way = self.draw.choice(("read", "read", "tracked", "write", "gather"))
+        way = self.draw.choice(("read", "read", "unheld", "write", "gather"))
         size = self.draw.choice(SIZES)
         skew = self.draw.choice((0, 0, 1, 512))
         if way == "write":
@@ -123,11 +121,9 @@ class Trial:
             begin -= self.draw.choice((0, begin % PAGE))
             expected = self.data[begin : begin + size]
             array = self.arena.lend(size, skew, self.judge_read(number, expected))
-            if way == "tracked":
-                self.handle.async_pread(array, self.source, begin)
+            request = self.handle.submit_read(array, self.source, begin)
+            if way == "unheld":
                 request = None
-            else:
-                request = self.handle.submit_read(array, self.source, begin)
         self.held[f"array {number}"] = array
         if request is not None:
             self.held[f"request {number}"] = request

@@ -67,7 +67,7 @@ class Steps:
 
     def at_once(self, handle, source):
         self.small.array[:] = 0
-        handle.read(self.small.array, source, file_offset=4096)
+        handle.read(self.small.array, source, offset=4096)
         assert self.small.content() == self.data[4096:8192]
 
     def gather(self, handle, source):
@@ -80,7 +80,7 @@ class Steps:
         """Carry all steps out, as far as files and handle can be opened."""
         options = {"engine": self.engine, "block_size": 16 * KIB, "queue_depth": 8}
         results = {}
-        handle, results["handle"] = ended(nvmeio.aio_handle, **options)
+        handle, results["handle"] = ended(nvmeio.Handle, **options)
         source, results["source"] = ended(nvmeio.File, self.source)
         target, results["target"] = ended(nvmeio.File, self.target, "w")
         for step in (self.write, self.scatter):

@@ -103,7 +103,7 @@ KINDS = {"descriptors": Descriptors, "threads": Threads, "memlock": LockedMemory
 
 
 class Scene:
-    """A handle, and everything that one does with it."""
+    """DeepSpeed's op, the handle under it, and everything that one does with them."""
 
     def __init__(self, draw, folder, engine, scarcity, forks):
         self.draw = draw
@@ -115,18 +115,18 @@ class Scene:
             "block_size": draw.choice((4096, 65536)),
             "queue_depth": draw.choice((4, 32)),
             "engine": engine,
-            "overlap_events": draw.random() < 0.5,
             "intra_op_parallelism": draw.choice((1, 3)),
             "bounce": draw.choice(("auto", "always")),
         }
         self.data = make_file(self.path, SIZE, draw.randrange(99))
-        self.handle = nvmeio.aio_handle(**self.options)
+        self.op = nvmeio.aio_handle(**self.options)
+        self.handle = self.op.handle
         # An event loop has descriptors of its own.
         self.loop = asyncio.new_event_loop()
         self.descriptor = os.open(self.path, os.O_RDONLY)
 
     def close(self):
-        self.handle.close()
+        self.op.close()
         self.loop.close()
         os.close(self.descriptor)
 
@@ -144,8 +144,8 @@ class Scene:
             if not os.path.exists(path):
                 os.link(self.path, path)
         for path, guarded in zip(paths, reads, strict=True):
-            self.handle.async_pread(guarded.array, path)
-        assert self.handle.wait() == len(paths)
+            self.op.async_pread(guarded.array, path)
+        assert self.op.wait() == len(paths)
         assert all(guarded.content() == self.data[:1000] for guarded in reads)
 
     def read_at_once(self):
@@ -159,8 +159,8 @@ class Scene:
         gather_checked(self.handle, self.path, self.data)
 
     def use_fresh(self):
-        with nvmeio.aio_handle(**self.options) as handle:
-            read_checked(handle, self.path, self.data)
+        with nvmeio.aio_handle(**self.options) as op:
+            read_checked(op.handle, self.path, self.data)
 
     def wait_for_several(self):
         reads = [Guarded(SIZE // 2) for _ in range(2)]
@@ -189,7 +189,7 @@ class Scene:
         assert guarded.content() == self.data
 
     def lock(self):
-        memory = self.handle.new_cpu_locked_tensor(SIZE, np.empty(0, np.uint8))
+        memory = self.op.new_cpu_locked_tensor(SIZE, np.empty(0, np.uint8))
         self.handle.read(memory, self.path)
         assert memory.tobytes() == self.data
 
@@ -197,8 +197,8 @@ class Scene:
         """Small blocks in memory of the pool."""
         memory = nvmeio.empty(SIZE, np.uint8)
         for _ in range(2):
-            self.handle.async_pread(memory, self.path)
-            assert self.handle.wait() == 1
+            self.op.async_pread(memory, self.path)
+            assert self.op.wait() == 1
             assert memory.tobytes() == self.data
 
     def copy(self):

@@ -35,12 +35,11 @@ class Scene:
         self.data = make_file(self.path, SIZE, draw.randrange(99))
         self.file = nvmeio.File(self.path)
         self.old = []
-        self.handle = nvmeio.aio_handle(
-            65536,
-            draw.choice((1, 2, 16)),
+        self.handle = nvmeio.Handle(
+            block_size=65536,
+            queue_depth=draw.choice((1, 2, 16)),
             engine=engine,
-            overlap_events=draw.random() < 0.5,
-            intra_op_parallelism=draw.choice((1, 2)),
+            workers=draw.choice((1, 2)),
         )
 
     @contextlib.contextmanager
@@ -119,16 +118,16 @@ def cancelled(scene):
 
 @contextlib.contextmanager
 def waited_for(scene):
-    tracked, small = Guarded(SIZE), Guarded(5000)
+    unheld, small = Guarded(SIZE), Guarded(5000)
     with ThreadPoolExecutor(5) as pool:
         with scene.held():
             reads = [scene.read() for _ in range(3)]
-            scene.handle.async_pread(tracked.array, scene.file)
+            scene.handle.submit_read(unheld.array, scene.file)
             waits = [
                 pool.submit(reads[0][1].wait),
                 pool.submit(reads[0][1].wait),
                 pool.submit(nvmeio.wait, [reads[1][1], reads[2][1]]),
-                pool.submit(scene.handle.wait),
+                pool.submit(scene.handle.drain),
                 pool.submit(scene.handle.read, small.array, scene.file),
             ]
             scene.faults.await_waiting()
@@ -136,10 +135,10 @@ def waited_for(scene):
             assert not any(wait.done() for wait in waits)
         assert [waits[0].result(), waits[1].result()] == [SIZE, SIZE]
         assert waits[2].result().done == {reads[1][1], reads[2][1]}
-        assert waits[3].result() == 1
-        waits[4].result()
+        assert waits[3].result() is None
+        assert waits[4].result() == 5000
     scene.finish(*reads)
-    assert tracked.content() == scene.data
+    assert unheld.content() == scene.data
     assert small.content() == scene.data[:5000]
 
 
@@ -297,7 +296,7 @@ def use_inherited(scene, state, other, name):
 
 def use_fresh(scene, state, other, name):
     """Open a handle as if there had been no fork."""
-    with nvmeio.aio_handle(65536, engine=scene.engine) as handle:
+    with nvmeio.Handle(block_size=65536, engine=scene.engine) as handle:
         use_handle(handle, other, name, scene.engine)
 
 

@@ -28,8 +28,8 @@ LIMIT_ELSEWHERE = MIB // 2
 POOLS = ("", "", "", "2M", "5M")
 
 
-def open_handle(world, options):
-    """Open a handle of the engine under test."""
+def open_op(world, options):
+    """Open DeepSpeed's op, with a handle of the engine under test."""
     world.figures["handles"] += 1
     return nvmeio.aio_handle(engine=world.engine, **options)
 
@@ -37,8 +37,8 @@ def open_handle(world, options):
 class Model(FileModel):
     """A file that is worked on as the steps of a plan say, and looked at."""
 
-    def __init__(self, world, path, handle, limit, created=False):
-        super().__init__(world, path, handle, limit)
+    def __init__(self, world, path, op, limit, created=False):
+        super().__init__(world, path, op, limit)
         self.stack = contextlib.ExitStack()
         self.make(created)
 
@@ -136,27 +136,27 @@ class Model(FileModel):
             self.ended(flight, None)
 
     def close(self, step):
-        """Close the handle, which drains it, and open another."""
+        """Close the op, which drains its handle, and open another."""
         self.world.count(self.handle)
         self.world.figures["closed over"] += len(self.in_flight) + len(self.dropped)
         tracked = [flight for flight in self.in_flight if flight.request is None]
         if step.word == "dropped" and not any(flight.errors() for flight in tracked):
             alive = weakref.ref(self.handle)
-            self.handle = None
+            self.op = None
             assert alive() is None
             self.end_tracked(lambda: None)
         elif step.word == "with":
             self.end_tracked(self.leave)
         else:
-            self.end_tracked(self.handle.close)
+            self.end_tracked(self.op.close)
         for flight in list(self.in_flight):
             assert flight.request.done(), f"closed before it was done: {flight}"
             self.ended(flight, end_of(flight.request))
         self.end_dropped()
-        self.handle = open_handle(self.world, step.options)
+        self.op = open_op(self.world, step.options)
 
     def leave(self):
-        with self.handle:
+        with self.op:
             pass
 
     def open_files(self, first=None):
@@ -192,7 +192,7 @@ class Model(FileModel):
             join(child)
 
     def be_child(self, step):
-        """Use what was inherited: the handle and the files, but not what is in flight."""
+        """Use what was inherited: the op and the files, but not what is in flight."""
         self.inherited, self.in_flight = [*self.in_flight, *self.dropped], []
         self.dropped, self.children = [], []
         for flight in self.inherited:
@@ -201,7 +201,7 @@ class Model(FileModel):
                 number = number_of(flight.request.done)
                 assert number == errno.EOWNERDEAD or flight.request.done()
                 flight.request = None
-        assert self.handle.pending == self.handle.wait() == 0
+        assert self.handle.pending == self.op.wait() == 0
         # Of errors at which only the parent will look.
         self.world.warnings.clear()
         for transfer in step.reads if step.word == "at once" else ():
@@ -210,11 +210,11 @@ class Model(FileModel):
                 self.begin(transfer)
         limit = plans.CHILD_LIMIT
         path = f"{self.path}-{os.getpid()}"
-        own = Model(self.world, path, self.handle, limit, created=step.share < 0.5)
+        own = Model(self.world, path, self.op, limit, created=step.share < 0.5)
         own.run(step.steps)
         own.finish()
         if step.share < 0.7:
-            self.handle.close()
+            self.op.close()
 
     # Faults of FUSE.
 
@@ -251,14 +251,14 @@ def try_cell(seed, folder, place, engine, direct, errors, control, forks):
     world = World(engine, direct, noise, errors, control)
     with warnings.catch_warnings(record=True) as world.warnings:
         warnings.simplefilter("always")
-        handle = open_handle(world, options)
-        model = Model(world, path, handle, limit, created=rng.random() < 0.5)
+        op = open_op(world, options)
+        model = Model(world, path, op, limit, created=rng.random() < 0.5)
         # The model alone holds it, so that it can drop it.
-        del handle
+        del op
         model.run(step for step in steps if forks or step.kind != "fork")
         model.finish()
         world.count(model.handle)
-        model.handle.close()
+        model.op.close()
     return {"figures": world.figures, "fired": world.fired, "direct": direct}
 
 

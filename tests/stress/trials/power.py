@@ -17,10 +17,12 @@ from pathlib import Path
 import numpy as np
 
 import nvmeio
+import nvmeio.safetensors.numpy as model_files
 from children import run_tool
 from helpers import pattern
 from nvmeio import profiles
-from nvmeio.cli import main as nvmeio_command
+from nvmeio._cli import main as nvmeio_command
+from nvmeio.checkpoint import Checkpointer
 from workloads.common import report
 
 KIB = 1 << 10
@@ -32,6 +34,12 @@ FRESH_MAX = 12
 def digest_of(content):
     """Return what stands for some bytes in reports."""
     return hashlib.sha256(content).hexdigest()
+
+
+def checkpoint_state(seed, size):
+    """Return a state that its seed and size tell."""
+    parts = np.array_split(np.frombuffer(pattern(size, seed), np.uint8), 3)
+    return {"seed": seed, "size": size, "parts": parts}
 
 
 class Promises:
@@ -75,14 +83,13 @@ class Writer:
         self.rng = random.Random(seed)
         self.seeds = itertools.count(1)
         self.promises = Promises(drive)
-        self.handle = nvmeio.aio_handle(
-            16 * KIB,
-            8,
-            single_submit=self.rng.random() < 0.5,
-            overlap_events=self.rng.random() < 0.5,
-            intra_op_parallelism=self.rng.choice([1, 2]),
+        self.handle = nvmeio.Handle(
+            block_size=16 * KIB,
+            queue_depth=8,
+            workers=self.rng.choice([1, 2]),
             bounce=self.rng.choice(["auto", "always", "never"]),
         )
+        self.checkpointer, self.step = Checkpointer(self.folder / "run", keep=2), 0
         self.noise = []
         self.fresh = 0
         # Outside of the drive.
@@ -153,7 +160,7 @@ class Writer:
                 if self.rng.random() < 0.8:
                     requests.append(self.handle.submit_write(data, path, at))
                 else:
-                    self.handle.write(data, path, file_offset=at)
+                    self.handle.write(data, path, offset=at)
             self.sync(path)
             for request in requests:
                 request.wait()
@@ -185,10 +192,20 @@ class Writer:
             self.sync_folder()
 
     def write_file(self):
-        """write_file() over an older file, or as a new one."""
-        path, content = self.name("file", 4), self.content()
+        """write_file() in place, of a file that may be longer."""
+        path, content = self.name("file", 2), self.content()
         with self.promises.made(path, (0, content), whole=True):
-            nvmeio.write_file(path, content, sync=True)
+            nvmeio.write_file(content, path, sync=True, atomic=False)
+
+    def replace_file(self):
+        """write_file(), of which the old or the new content stays; synced or not."""
+        path, content = self.name("replaced", 2), self.content()
+        sync = self.rng.random() < 0.5
+        made = self.promises.made(
+            path, (0, content), whole=True, replaces=True, synced=sync
+        )
+        with made:
+            nvmeio.write_file(content, path, sync=sync)
 
     def save(self):
         """save() in the place of an older array."""
@@ -199,6 +216,40 @@ class Writer:
         content = (self.scratch / "saved").read_bytes()
         with self.promises.made(path, (0, content), whole=True, replaces=True):
             nvmeio.save(path, array, sync=True)
+
+    def save_model(self):
+        """save_file() of safetensors in the place of an older model."""
+        path, data = self.name("model", 2), self.content()
+        count = self.rng.randint(1, 20)
+        parts = np.array_split(np.frombuffer(data, np.uint8), count)
+        tensors = {f"layer.{index}": part for index, part in enumerate(parts)}
+        content = model_files.save(tensors)
+        with self.promises.made(path, (0, content), whole=True, replaces=True):
+            model_files.save_file(tensors, path)
+
+    def save_checkpoint(self):
+        """A step of a Checkpointer, a new one or in the place of the last."""
+        step = self.step = self.step + (self.rng.random() < 0.7)
+        state = checkpoint_state(next(self.seeds), self.rng.randint(0, 256 * KIB))
+        way = self.rng.choice(["save", "staged", "unstaged"])
+        if way == "save":
+            self.checkpointer.save(step, state)
+        else:
+            self.checkpointer.save_async(step, state, stage=way == "staged").result()
+        root = str(self.checkpointer.root)
+        report({"saved": [root, step], "entries": self.promises.entries()})
+
+    def save_plainly(self):
+        """What a training loop does by itself: torch.save, and a rename."""
+        import torch
+
+        root, self.step = self.folder / "plain", self.step + 1
+        root.mkdir(exist_ok=True)
+        state = checkpoint_state(next(self.seeds), 256 * KIB)
+        state["parts"] = [torch.from_numpy(part.copy()) for part in state["parts"]]
+        torch.save(state, root / "new")
+        os.replace(root / "new", root / f"step-{self.step}.pt")
+        report({"saved": [str(root), self.step], "entries": self.promises.entries()})
 
     def copy(self):
         """``nvmeio cp``, from outside, in the place of an older file or to a new name."""
@@ -259,8 +310,7 @@ class Writer:
     def save_profile(self):
         """A profile, of which the old or the new one is found complete."""
         options = {"block_size": 1 << 20, "queue_depth": next(self.seeds)}
-        options |= {"single_submit": False, "overlap_events": True}
-        options |= {"intra_op_parallelism": 1, "engine": "auto", "bounce": "auto"}
+        options |= {"workers": 1, "engine": "auto", "bounce": "auto"}
         choice = profiles.Choice(options, {"note": "x" * self.rng.randrange(50_000)})
         words = dict.fromkeys(("description", "made", "nvmeio", "kernel"), "of a test")
         profile = profiles.Profile("drive", **words, both=choice, read=choice, write=choice)
@@ -277,15 +327,20 @@ class Writer:
         with made:
             assert save(self.folder / "config") == path
 
-    def run(self):
+    def run(self, plainly=False):
         """Write until killed."""
+        while plainly:
+            self.save_plainly()
         ways = (
             (self.make_noise, 4),
             (self.write_slots, 4),
             (self.scatter_slots, 2),
             (self.write_fresh, 2),
             (self.write_file, 3),
+            (self.replace_file, 3),
             (self.save, 3),
+            (self.save_model, 3),
+            (self.save_checkpoint, 3),
             (self.copy, 3),
             (self.checkpoint, 2),
             (self.fill_array, 2),
@@ -300,11 +355,11 @@ def profiles_below(home):
     return home / "nvmeio" / "profiles"
 
 
-def synced_files(folder, drive, seed, leave_out=()):
+def synced_files(folder, drive, seed, leave_out=(), plainly=False):
     """Write files until killed; fsyncs that are left out are those of Python's os."""
     if "os.fsync" in leave_out:
         os.fsync = functools.partial(lambda descriptor: None)
     writer = Writer(folder, drive, seed)
     writer.set_up()
     report("ready")
-    writer.run()
+    writer.run(plainly)

@@ -39,13 +39,12 @@ class Mover:
         self.draw = draw
         self.folder = folder
         self.file_bytes = file_bytes
-        self.handle = nvmeio.aio_handle(
-            draw.choice((65536, MIB)),
-            draw.choice((4, 16)),
+        self.handle = nvmeio.Handle(
+            block_size=draw.choice((65536, MIB)),
+            queue_depth=draw.choice((4, 16)),
             engine=engine,
-            overlap_events=draw.random() < 0.5,
             bounce=draw.choice(("auto", "always", "never")),
-            intra_op_parallelism=draw.choice((1, 2)),
+            workers=draw.choice((1, 2)),
         )
         self.refused = 0
 

@@ -105,14 +105,14 @@ class Round:
         self.path = f"{folder}/soak"
         self.engine = engine
         self.data = data
-        self.handle = nvmeio.aio_handle(
+        self.op = nvmeio.aio_handle(
             draw.choice((16384, 1 << 20)),
             draw.choice((2, 32)),
             engine=engine,
-            overlap_events=draw.random() < 0.5,
             bounce=draw.choice(("auto", "always", "never")),
             intra_op_parallelism=draw.choice((1, 2)),
         )
+        self.handle = self.op.handle
 
     def transfer(self):
         write_checked(self.handle, f"{self.path}-written", self.data)
@@ -169,11 +169,11 @@ class Round:
         assert called == requests[:1]
 
     def lock(self):
-        memory = self.handle.new_cpu_locked_tensor(SIZE, np.empty(0, np.uint8))
+        memory = self.op.new_cpu_locked_tensor(SIZE, np.empty(0, np.uint8))
         self.handle.read(memory, self.path)
         assert memory.tobytes() == self.data
         if self.draw.random() < 0.5:
-            self.handle.free_cpu_locked_tensor(memory)
+            self.op.free_cpu_locked_tensor(memory)
 
     def whole_files(self):
         nvmeio.aio_write(self.data, f"{self.path}-whole", 65536, 8, False, True, False)
@@ -184,9 +184,9 @@ class Round:
     def let_go(self):
         """Leave without waiting, observing or closing."""
         self.handle.submit_read(bytearray(SIZE), self.path)
-        self.handle.async_pread(bytearray(SIZE), self.path)
+        self.op.async_pread(bytearray(SIZE), self.path)
         if self.draw.random() < 0.5:
-            self.handle.close()
+            self.op.close()
 
 
 STEPS = (

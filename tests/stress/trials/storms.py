@@ -49,10 +49,8 @@ def storm(folder, engine, amount):
     """Wait, read and gather in threads, write in the main one, all under signals."""
     path = f"{folder}/storm"
     data = make_file(path, SIZE)
-    handles = [
-        nvmeio.aio_handle(16384, 4, engine=engine, overlap_events=overlap)
-        for overlap in (False, True)
-    ]
+    options = {"block_size": 16384, "queue_depth": 4, "engine": engine}
+    handles = [nvmeio.Handle(**options) for _ in range(2)]
     pelter = Pelter(amount)
     alarms = 0
 
@@ -81,8 +79,8 @@ def storm(folder, engine, amount):
         handle.fsync(f"{path}-written")
         parts = [Guarded(SIZE // 4) for _ in range(4)]
         for index, part in enumerate(parts):
-            handle.async_pread(part.array, path, index * SIZE // 4)
-        assert handle.wait() == 4
+            handle.submit_read(part.array, path, index * SIZE // 4)
+        handle.drain()
         assert b"".join(part.content() for part in parts) == data
 
     signal.signal(PELT, lambda *_: None)
@@ -109,7 +107,8 @@ def interrupted_calls(folder, engine, rounds):
     """Read and write by small blocks one at a time, each of which is a call or two."""
     path = f"{folder}/calls"
     data = make_file(path, 1 << 20)
-    with nvmeio.aio_handle(PAGE, 1, engine=engine, intra_op_parallelism=2) as handle:
+    options = {"block_size": PAGE, "queue_depth": 1, "workers": 2}
+    with nvmeio.Handle(engine=engine, **options) as handle:
         read_small(handle, path, data[:PAGE])
         pause()
         for number in range(rounds):

@@ -1,0 +1,96 @@
+"""Rows of checkpoints: a Checkpointer beside plain loops and a plain copy."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+from duels import Duel, Goal, Sample, measured
+from loop_child import LoopChild
+
+from nvmeio._cli.measuring import forget_cached
+from nvmeio.checkpoint import Checkpointer
+
+__all__ = ["checkpoint_duels"]
+
+LOOP = "plain loop"
+BLOCK, DEPTH = 1 << 20, 128
+COUNT = 300
+
+Turn = Callable[[], Sample]
+
+
+def checkpoint_duels(folder: Path, size: int, child: LoopChild | None) -> Iterator[Duel]:
+    """Pair saves, restores and what save_async holds up with the least they take."""
+    rows = size // COUNT // 4096 * 4096
+    numbers = np.random.default_rng(1)
+    state = {f"{n:03}": numbers.integers(0, 256, rows, np.uint8) for n in range(COUNT)}
+    nbytes = COUNT * rows
+    span = nbytes // BLOCK * BLOCK
+    root = folder / "checkpoints"
+    checkpointer = Checkpointer(root, keep=1)
+    checkpointer.save(0, state)
+    path = root / "step-0" / "tensors.safetensors"
+
+    def saved() -> Sample:
+        # Onto blocks that are new, as the loop's.
+        shutil.rmtree(root / "step-1", ignore_errors=True)
+        return measured(lambda: (checkpointer.save(1, state), nbytes)[1])
+
+    def restored() -> Sample:
+        forget_cached(path)
+        found = []
+        sample = measured(lambda: (found.append(checkpointer.restore(0)), nbytes)[1])
+        if not np.array_equal(found[0]["007"], state["007"]):
+            raise RuntimeError("a checkpoint was restored with other bytes")
+        return sample
+
+    def staged() -> Sample:
+        shutil.rmtree(root / "step-1", ignore_errors=True)
+        futures = []
+        sample = measured(
+            lambda: (futures.append(checkpointer.save_async(1, state)), nbytes)[1]
+        )
+        futures[0].result()
+        return sample
+
+    memory = np.ones(nbytes, np.uint8)
+
+    def copied() -> Sample:
+        def work() -> int:
+            low = 0
+            for array in state.values():
+                memory[low : low + len(array)] = array
+                low += len(array)
+            return nbytes
+
+        return measured(work)
+
+    checkpointer.keep = None
+    checkpointer.save_async(1, state).result()
+    if child is not None:
+        turn = child.turn("model save", folder / "loop", BLOCK, DEPTH, span)
+        yield Duel(
+            "save a checkpoint, with checksums",
+            ("nvmeio", LOOP),
+            (saved, turn),
+            False,
+            (Goal("speed", 0.9),),
+        )
+        turn = child.turn("model load", path, BLOCK, DEPTH, span)
+        yield Duel(
+            "restore a checkpoint, cold, new memory",
+            ("nvmeio", LOOP),
+            (restored, turn),
+            True,
+            (Goal("speed", 0.9),),
+        )
+    yield Duel(
+        "save_async until it returns",
+        ("nvmeio", "copy into memory used before"),
+        (staged, copied),
+        False,
+        (Goal("time", 1.2),),
+    )

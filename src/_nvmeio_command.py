@@ -1,0 +1,29 @@
+"""The script ``nvmeio``, which Ctrl-C can end from its first moment.
+
+It is outside of the package, whose import takes some tenths of a second for numpy and the
+extensions.  Nothing has to be cleaned up by then, so a signal handler ends the process: an
+exception might come while an extension is loaded, which would print it or make another
+error of it.
+"""
+
+import os
+import signal
+import sys
+
+__all__ = ["main"]
+
+
+def main() -> int:
+    """Run ``nvmeio``; return the exit status."""
+    # Whoever runs it in the background may have Ctrl-C ignored.
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, lambda *_: _interrupted())
+    from nvmeio._cli import main as command
+
+    return command()
+
+
+def _interrupted() -> None:
+    if sys.stderr is not None:
+        os.write(sys.stderr.fileno(), b"nvmeio: interrupted\n")
+    os._exit(128 + signal.SIGINT)

@@ -1,0 +1,132 @@
+"""What callers pass: numbers, booleans, words and paths, checked.
+
+What is refused is named, with its value and with what it may be.  What is checked for each
+transfer is in Cython, in _native/arguments.pyx.
+"""
+
+import operator
+import os
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any, SupportsIndex
+
+import numpy as np
+
+from nvmeio._arguments.types import Path
+
+__all__ = [
+    "Shape",
+    "direct_choice",
+    "extents_of",
+    "flag",
+    "integer",
+    "path_of",
+    "refuse_path",
+    "shown",
+    "whole",
+    "word",
+]
+
+Shape = SupportsIndex | Sequence[SupportsIndex]
+
+# Of these a message shows the value, of others, which may be large, the type.
+_SHOWN = (bool, int, float, str, bytes, np.bool_, np.number)
+
+_DIRECT_CHOICES = "'auto', True or False"
+
+
+def shown(value: Any) -> str:
+    """Return a value as a message shows it."""
+    if value is None or isinstance(value, _SHOWN):
+        return repr(value)
+    return f"of type {type(value).__qualname__}"
+
+
+def integer(name: str, value: Any) -> int:
+    """Return an integer of any type but bool, or raise TypeError."""
+    if not isinstance(value, (bool, np.bool_)):
+        try:
+            index: int = operator.index(value)
+            return index
+        except TypeError:
+            pass
+    raise TypeError(f"{name} is {shown(value)}; it must be an integer")
+
+
+def whole(name: str, value: Any, least: int, most: int) -> int:
+    """Return an integer within limits, or raise TypeError or ValueError."""
+    number = integer(name, value)
+    if not least <= number <= most:
+        raise ValueError(f"{name} is {number}; it must be from {least} to {most}")
+    return number
+
+
+def flag(name: str, value: Any, choices: str = "True or False") -> bool:
+    """Return a boolean, or raise: a word such as "no" would count as true."""
+    if value is True or value is False:
+        return value
+    if isinstance(value, np.bool_):
+        return bool(value)
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} is {shown(value)}; it must be {choices}") from None
+    if number not in (0, 1):
+        raise ValueError(f"{name} is {number}; it must be {choices}")
+    return bool(number)
+
+
+def direct_choice(name: str, value: Any) -> bool | str:
+    """Return "auto", True or False, or raise TypeError or ValueError."""
+    if not isinstance(value, str):
+        return flag(name, value, _DIRECT_CHOICES)
+    if value == "auto":
+        return value
+    raise ValueError(f"{name} is {shown(value)}; it must be {_DIRECT_CHOICES}")
+
+
+def word(name: str, value: Any, choices: Iterable[str]) -> str:
+    """Return a word that is one of several, or raise ValueError."""
+    if not isinstance(value, str) or value not in choices:
+        raise ValueError(
+            f"{name} is {shown(value)}; it must be one of {', '.join(choices)}"
+        )
+    return value
+
+
+def path_of(path: Path) -> str | bytes:
+    """Return a path as text or bytes, or raise TypeError."""
+    try:
+        return os.fspath(path)
+    except TypeError:
+        arrays = ("__array_interface__", "__dlpack__")
+        swapped = isinstance(path, bytearray | memoryview) or any(
+            hasattr(path, name) for name in arrays
+        )
+        raise TypeError(
+            f"path is {shown(path)}; it must be a str, bytes or os.PathLike"
+            + (": are the two arguments swapped?" if swapped else "")
+        ) from None
+
+
+def refuse_path(buffer: Any) -> None:
+    """Raise TypeError for a path in a buffer's place: the two are easily swapped."""
+    if isinstance(buffer, str | os.PathLike):
+        raise TypeError(
+            f"buffer is the path {os.fspath(buffer)!r}; it must be an array, a tensor or "
+            "another object with the buffer protocol: are the two arguments swapped?"
+        )
+
+
+def extents_of(shape: Shape) -> tuple[int, ...]:
+    """Return a shape as a tuple."""
+    if isinstance(shape, str | bytes):
+        raise TypeError(f"the shape is {shape!r}; it must be an integer or several")
+    axes = shape if isinstance(shape, Sequence | np.ndarray) else (shape,)
+    extents = tuple(integer("an extent", extent) for extent in axes)
+    for extent in extents:
+        if extent < 0:
+            raise ValueError(f"the shape is {extents}; no extent may be negative")
+        if extent > sys.maxsize:
+            raise ValueError(f"the shape is {extents}; extents end at {sys.maxsize}")
+    return extents

@@ -1,0 +1,86 @@
+"""Keywords that are nearly right: "did you mean ...?"."""
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn, ParamSpec, TypeVar
+
+__all__ = ["hide_unknown", "refuse_unknown", "suggesting"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+# What callers say who think of another library, or of nvmeio's op of DeepSpeed.
+_SYNONYMS = {
+    "array": ("buffer", "out"),
+    "data": ("buffer",),
+    "file_offset": ("offset",),
+    "file": ("filename",),
+    "filename": ("file", "path"),
+    "intra_op_parallelism": ("workers",),
+    "num_threads": ("workers", "intra_op_parallelism"),
+    "offset": ("file_offset",),
+    "path": ("file",),
+    "pinned": ("pin_memory",),
+    "position": ("offset",),
+    "tensor": ("buffer",),
+    "threads": ("workers", "intra_op_parallelism"),
+    "timeout_s": ("timeout",),
+    "workers": ("intra_op_parallelism",),
+}
+
+
+def refuse_unknown(function: Any, unknown: Mapping[str, Any]) -> NoReturn:
+    """Raise TypeError for keywords that a function has not; say which is nearly right."""
+    keyword = next(iter(unknown))
+    raise TypeError(
+        f"{function.__name__}() got an unexpected keyword argument {keyword!r}"
+        f"{hint_for(function, keyword)}"
+    )
+
+
+def hint_for(function: Callable[..., Any], keyword: str) -> str:
+    """Return "; did you mean ...?" for a keyword that is nearly one of a function's."""
+    import difflib
+
+    names = [name for name in inspect.signature(function).parameters if name != "unknown"]
+    near = [name for name in _SYNONYMS.get(keyword, ()) if name in names]
+    near = near or difflib.get_close_matches(keyword, names, 1)
+    near = near or [name for name in names if name.startswith(keyword)]
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def hide_unknown(kind: type) -> None:
+    """Take ``**unknown``, which nobody may pass, out of the signatures of methods."""
+    for method in vars(kind).values():
+        if hasattr(method, "__code__") and "unknown" in method.__code__.co_varnames:
+            found = inspect.signature(method)
+            public = [each for name, each in found.parameters.items() if name != "unknown"]
+            method.__signature__ = found.replace(parameters=public)
+
+
+def suggesting(function: Callable[P, R]) -> Callable[P, R]:
+    """Have the TypeError for an unknown keyword say "did you mean ...?"."""
+
+    @functools.wraps(function)
+    def called(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return function(*args, **kwargs)
+        except TypeError as error:
+            # One of the call itself has no frame of the function.
+            if error.__traceback__ is None or error.__traceback__.tb_next is not None:
+                raise
+            hints = [hint_for(function, keyword) for keyword in _unknown(function, kwargs)]
+            if not any(hints):
+                raise
+            words = str(error).partition(". Did you mean")[0]
+            raise TypeError(words + next(filter(None, hints))) from None
+
+    return called
+
+
+def _unknown(function: Any, kwargs: Mapping[str, object]) -> list[str]:
+    """Return the keywords that a function has not."""
+    code = function.__code__
+    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    return [keyword for keyword in kwargs if keyword not in names]

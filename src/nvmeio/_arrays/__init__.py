@@ -1,0 +1,1 @@
+"""Arrays in files: what an index names, what a header says."""

@@ -1,0 +1,307 @@
+"""Where in an array the elements lie that an index names: numpy's rules, as arithmetic.
+
+Nothing here touches a file.  Positions are counted in elements, in C order.
+"""
+
+import math
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import EllipsisType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["Selection", "positions", "select", "strides_of"]
+
+Positions = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One axis of a result, along which positions are equally far apart."""
+
+    extent: int
+    stride: int
+
+
+@dataclass(frozen=True)
+class Points:
+    """The axes of a result that integer arrays and masks make together."""
+
+    offsets: Positions
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What an index takes of an array: runs of neighbouring elements, in order.
+
+    Attributes
+    ----------
+    shape : tuple of int
+        Of the result, which is the runs one behind the other.
+    run : int
+        How many elements each run has.
+    base : int
+        Where the first run would begin if ``outer`` were all zeros.
+    outer : tuple of Axis and Points
+        What tells the runs apart; empty where there is one.
+    scalar : bool
+        Whether numpy would give an element, not an array of no axes.
+    """
+
+    shape: tuple[int, ...]
+    run: int
+    base: int
+    outer: tuple[Axis | Points, ...]
+    scalar: bool
+
+    @property
+    def count(self) -> int:
+        """How many runs there are."""
+        return math.prod(
+            part.extent if isinstance(part, Axis) else part.offsets.size
+            for part in self.outer
+        )
+
+    @property
+    def repeats(self) -> bool:
+        """Whether an element may be named twice."""
+        return any(isinstance(part, Points) for part in self.outer)
+
+    def starts(self) -> Positions:
+        """Return where the runs begin, in the order of the result."""
+        found = np.array([self.base], np.int64)
+        for part in self.outer:
+            if isinstance(part, Axis):
+                steps = np.arange(part.extent, dtype=np.int64) * part.stride
+            else:
+                steps = part.offsets.ravel()
+            found = (found[:, None] + steps).ravel()
+        return found
+
+    def hull(self) -> tuple[int, int]:
+        """Return where the first element that is named lies, and the end of the last.
+
+        Of a selection that names at least one.
+        """
+        low = high = self.base
+        for part in self.outer:
+            if isinstance(part, Axis):
+                reach = (part.extent - 1) * part.stride
+                low, high = low + min(reach, 0), high + max(reach, 0)
+            else:
+                low, high = low + int(part.offsets.min()), high + int(part.offsets.max())
+        return low, high + self.run
+
+
+def strides_of(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return how far apart neighbours along each axis are."""
+    return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+
+
+def positions(rows: Any, extent: int, name: str, *, wrap: bool = True) -> Positions:
+    """Return positions along an axis as integers from 0 on."""
+    found = array_of(rows)
+    if found.dtype.kind not in "iu":
+        hint = "; numpy.flatnonzero() makes them of a mask" if found.dtype == bool else ""
+        raise TypeError(f"{name} is of dtype {found.dtype}; it must be of integers{hint}")
+    least = -extent if wrap else 0
+    if found.size == 0:
+        return found.astype(np.int64)
+    if int(found.min()) < least or int(found.max()) >= extent:
+        wrong = found >= extent
+        if found.dtype.kind == "i":
+            wrong |= found < least
+        place = np.unravel_index(int(wrong.argmax()), found.shape)
+        where = f"[{', '.join(str(int(number)) for number in place)}]" if place else ""
+        if extent <= 0:
+            raise IndexError(f"{name}{where} is {found[place]}, and there are no rows")
+        raise IndexError(
+            f"{name}{where} is {found[place]}; it must be from {least} to {extent - 1}"
+        )
+    found = found.astype(np.int64, copy=False)
+    return np.where(found < 0, found + extent, found) if found.min() < 0 else found
+
+
+def select(index: Any, shape: Sequence[int]) -> Selection:
+    """Find what an index takes of an array, by numpy's rules."""
+    items = [_item_of(item) for item in (index if isinstance(index, tuple) else (index,))]
+    used = sum(_axes_of(item) for item in items)
+    if used > len(shape):
+        raise IndexError(f"the index has {used} axes and the array {len(shape)}")
+    omitted = sum(item is Ellipsis for item in items)
+    if omitted > 1:
+        raise IndexError("an index can have only one Ellipsis ('...')")
+    walk = _Walk(shape)
+    for item in items:
+        walk.take(item, len(shape) - used)
+    if not omitted:
+        walk.take(Ellipsis, len(shape) - used)
+    return _in_runs(walk.parts(), walk.base, scalar=not (omitted or walk.parts()))
+
+
+Item = None | int | slice | EllipsisType | npt.NDArray[Any]
+
+
+def _item_of(item: Any) -> Item:
+    """Return an item of an index as one of few types, or raise IndexError."""
+    if item is None or item is Ellipsis or isinstance(item, slice):
+        return item
+    if not isinstance(item, bool | np.bool_):
+        try:
+            return operator.index(item)
+        except TypeError:
+            pass
+    array = array_of(item)
+    if array.dtype.kind not in "biu":
+        raise IndexError(
+            f"the index is of dtype {array.dtype}; only integers, slices, integer arrays, "
+            "masks, None and Ellipsis are indices"
+        )
+    return array
+
+
+def _axes_of(item: Item) -> int:
+    """Return how many axes of the array an item takes."""
+    if item is None or item is Ellipsis:
+        return 0
+    if isinstance(item, np.ndarray) and item.dtype.kind == "b":
+        return item.ndim
+    return 1
+
+
+class _Walk:
+    """Goes along the axes of an array, and collects what the items of an index take.
+
+    Attributes
+    ----------
+    base : int
+        Where the selection begins, as far as integers and slices tell.
+    """
+
+    def __init__(self, shape: Sequence[int]) -> None:
+        self._shape = shape
+        self._strides = strides_of(shape)
+        self._axis = 0
+        self._axes: list[Axis] = []
+        # Arrays of positions, each with the axis that they are of; None for that of True.
+        self._arrays: list[tuple[npt.NDArray[Any], int | None]] = []
+        # Where numpy places the axes that arrays make: where the first of them and of the
+        # integers stands, if they follow each other; else in front.
+        self._place: int | None = None
+        self._interrupted = False
+        self._in_front = False
+        self.base = 0
+
+    def take(self, item: Item, omitted: int) -> None:
+        """Take what one item names; ``omitted`` axes where it is Ellipsis."""
+        if item is None:
+            self._axes.append(Axis(1, 0))
+        elif item is Ellipsis:
+            for _ in range(omitted):
+                self._take_slice(slice(None))
+        elif isinstance(item, slice):
+            self._take_slice(item)
+        else:
+            self._note_place()
+            if isinstance(item, np.ndarray):
+                self._take_array(item)
+            else:
+                self._take_integer(item)
+            return
+        self._interrupted = self._place is not None
+
+    def _note_place(self) -> None:
+        """Note where arrays and integers stand among the axes of the result."""
+        if self._place is None:
+            self._place = len(self._axes)
+        self._in_front |= self._interrupted
+
+    def _take_slice(self, item: slice) -> None:
+        """Take equally distant positions of the next axis."""
+        stride = self._strides[self._axis]
+        start, stop, step = item.indices(self._shape[self._axis])
+        extent = len(range(start, stop, step))
+        self.base += start * stride
+        self._axes.append(Axis(extent, step * stride))
+        self._axis += 1
+
+    def _take_integer(self, item: int) -> None:
+        """Take one position of the next axis."""
+        extent = self._shape[self._axis]
+        if not -extent <= item < extent:
+            raise IndexError(
+                f"index {item} is out of bounds for axis {self._axis} of size {extent}"
+            )
+        self.base += (item % extent) * self._strides[self._axis]
+        self._axis += 1
+
+    def _take_array(self, item: npt.NDArray[Any]) -> None:
+        """Take listed positions of the next axis, or the marked ones of several."""
+        if item.dtype.kind != "b":
+            self._arrays.append((item, self._axis))
+            self._axis += 1
+        elif item.ndim == 0:
+            self._arrays.append((np.zeros(int(item), np.int64), None))
+        else:
+            extents = tuple(self._shape[self._axis : self._axis + item.ndim])
+            # A mask that can mark nothing fits any axis, for numpy too.
+            if any(
+                length not in (0, extent)
+                for length, extent in zip(item.shape, extents, strict=True)
+            ):
+                raise IndexError(
+                    f"the mask is of shape {item.shape}, and the axes that it is for are "
+                    f"of shape {extents}"
+                )
+            for marked in item.nonzero():
+                self._arrays.append((marked, self._axis))
+                self._axis += 1
+
+    def parts(self) -> list[Axis | Points]:
+        """Return the axes of the result, of slices and of arrays, in their order."""
+        parts: list[Axis | Points] = list(self._axes)
+        if self._arrays:
+            parts.insert(0 if self._in_front else self._place or 0, self._points())
+        return parts
+
+    def _points(self) -> Points:
+        """Return what the arrays name together, each element of one with one of others."""
+        try:
+            shape = np.broadcast_shapes(*(array.shape for array, _ in self._arrays))
+        except ValueError as error:
+            raise IndexError(f"the arrays of the index do not match: {error}") from None
+        total = np.zeros(shape, np.int64)
+        # Where nothing is named, numpy does not look at the positions either.
+        if total.size:
+            for array, axis in self._arrays:
+                if axis is not None:
+                    name = f"on axis {axis}, index"
+                    found = positions(array, self._shape[axis], name)
+                    total += found * self._strides[axis]
+        return Points(total)
+
+
+def _in_runs(parts: list[Axis | Points], base: int, *, scalar: bool) -> Selection:
+    """Make runs of the innermost axes, as far as their elements are neighbours."""
+    shape: tuple[int, ...] = ()
+    for part in parts:
+        shape += (part.extent,) if isinstance(part, Axis) else part.offsets.shape
+    run = 1
+    while parts:
+        last = parts[-1]
+        if not isinstance(last, Axis) or (last.extent != 1 and last.stride != run):
+            break
+        run *= last.extent
+        parts = parts[:-1]
+    return Selection(shape, run, base, tuple(parts), scalar)
+
+
+def array_of(item: Any) -> npt.NDArray[Any]:
+    """Return positions as an array; those of an empty list are integers too."""
+    found = np.asarray(item)
+    if found.size == 0 and not hasattr(item, "dtype"):
+        return found.astype(np.int64)
+    return found

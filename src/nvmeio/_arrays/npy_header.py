@@ -1,0 +1,224 @@
+"""What numpy's file format says of a file: read by numpy, written with room to align.
+
+The format is described in numpy.lib.format; its versions differ in the width of the
+header's length and in its encoding.
+"""
+
+import ast
+import io
+import math
+import re
+import sys
+import tokenize
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.lib import format as npy
+
+from nvmeio._arguments.checks import extents_of
+from nvmeio._native.file import File
+
+__all__ = [
+    "Layout",
+    "PickledError",
+    "check_element",
+    "check_size",
+    "has_magic",
+    "header_of",
+    "read_layout",
+]
+
+# Data that begin at a multiple of the first can go straight to the device, whatever it
+# wants to be aligned to; the second is what numpy promises.
+_DATA_ALIGN = 4096
+_NUMPY_ALIGN = 64
+
+# numpy.load() refuses longer headers unless it is told otherwise.
+_HEADER_BYTES_MAX = 10_000
+
+# Of the versions of the format: how many bytes give the header's length, its encoding, and
+# how many bytes that may take for a character.
+_VERSIONS = {(1, 0): (2, "latin1", 1), (2, 0): (4, "latin1", 1), (3, 0): (4, "utf-8", 4)}
+
+# What ast.literal_eval() raises, and numpy on the way to it, of headers that nobody made.
+_MALFORMED = (
+    ValueError,
+    TypeError,
+    IndexError,
+    SyntaxError,
+    MemoryError,
+    RecursionError,
+    tokenize.TokenError,
+)
+
+
+class PickledError(ValueError):
+    """A file holds Python objects, which unpickling alone would tell."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How an array lies in a file.
+
+    Attributes
+    ----------
+    dtype : numpy.dtype
+        Of plain bytes.
+    shape : tuple of int
+        The extent of each axis.
+    offset : int
+        Where the array begins, in bytes.
+    fortran : bool
+        Whether the first axis is the one whose neighbours are neighbours in the file.
+    """
+
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    offset: int
+    fortran: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the array in bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def has_magic(file: File) -> bool:
+    """Tell whether a file begins as .npy files do."""
+    with open(file.fileno(), "rb", closefd=False) as stream:
+        stream.seek(0)
+        return stream.read(len(npy.MAGIC_PREFIX)) == npy.MAGIC_PREFIX
+
+
+def read_layout(file: File) -> Layout:
+    """Read the header of a .npy file."""
+    with open(file.fileno(), "rb", closefd=False) as stream:
+        stream.seek(0)
+        try:
+            shape, fortran, dtype = _read_header(stream)
+            extents = extents_of(shape)
+            check_element(dtype)
+            _check_extents(extents, dtype)
+        except _MALFORMED as error:
+            stream.seek(0)
+            if stream.read(4) == b"PK\3\4":
+                raise ValueError(
+                    f"{file.path!r} is a zip archive, as .npz and .pt files are: "
+                    "numpy.load() or torch.load() reads it"
+                ) from None
+            raise ValueError(f"{file.path!r} is no .npy file: {error}") from error
+        offset = stream.tell()
+    if dtype.hasobject:
+        raise PickledError(
+            f"{file.path!r} has Python objects (dtype {dtype}); unpickling them could run "
+            "anything, so it is left to numpy.load(allow_pickle=True)"
+        )
+    layout = Layout(dtype, extents, offset, fortran)
+    check_size(file, layout)
+    return layout
+
+
+def _read_header(stream: io.BufferedReader) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
+    """Read what stands before the data; the stream is left at its end."""
+    version = npy.read_magic(stream)
+    if version not in _VERSIONS:
+        raise ValueError(f"its version is {version}; 1.0, 2.0 and 3.0 are known")
+    width, encoding, character_bytes_max = _VERSIONS[version]
+    length = int.from_bytes(stream.read(width), "little")
+    # A file of a few bytes shall not cost the gigabytes that it speaks of.
+    if length > _HEADER_BYTES_MAX * character_bytes_max:
+        raise ValueError(f"its header has {length} bytes, which is no header")
+    encoded = stream.read(length)
+    if len(encoded) != length:
+        raise ValueError(f"it ends within its header, of {length} bytes")
+    header = encoded.decode(encoding)
+    if len(header) > _HEADER_BYTES_MAX:
+        raise ValueError(f"its header has {len(header)} characters, which is no header")
+    _check_units(header)
+    # numpy has no function for 3.0, but reads escapes in 2.0.  They make it longer; what
+    # is limited is what stands in the file.
+    text = header.encode("latin1", "backslashreplace")
+    return npy.read_array_header_2_0(
+        io.BytesIO(len(text).to_bytes(4, "little") + text), max_header_size=len(text)
+    )
+
+
+def _check_units(header: str) -> None:
+    """Refuse a unit of time divided by zero: numpy (2.4) divides, and the process dies.
+
+    And one by a number that numpy makes zero of.
+    """
+    # numpy writes neither, but in names of fields: what follows is slow.
+    if "/" not in header and "\\" not in header:
+        return
+    tokens = tokenize.generate_tokens(io.StringIO(header).readline)
+    literals = [token.string for token in tokens if token.type == tokenize.STRING]
+    text = "".join(str(ast.literal_eval(literal)) for literal in literals)
+    for divisor in re.findall(r"/\s*([+-]?\d+)\s*\]", text):
+        # What does not fit into an int of C may become anything, and so 0, there.
+        if not 0 < int(divisor) < 1 << 31:
+            raise ValueError(f"a unit of time is divided by {divisor}")
+
+
+def _check_extents(extents: tuple[int, ...], dtype: np.dtype[Any]) -> None:
+    """Refuse an array that numpy cannot have, though it may be of no bytes."""
+    # Raises, where these are more axes than it has.
+    np.empty((1,) * len(extents), "u1")
+    if math.prod(filter(None, extents)) * dtype.itemsize > sys.maxsize:
+        raise ValueError(f"an array of shape {extents} is too large for numpy")
+
+
+def check_element(dtype: np.dtype[Any]) -> None:
+    """Refuse elements that arrays in memory do not have as they are."""
+    if dtype.subdtype is not None:
+        raise TypeError(f"the dtype {dtype} has a shape; give it to the array")
+    if dtype.kind in "SU" and not dtype.itemsize:
+        raise TypeError(f"the dtype {dtype} is of text of no length; give it one")
+    if any(part.kind in "mM" and np.datetime_data(part)[1] < 1 for part in _parts(dtype)):
+        raise TypeError(f"the dtype {dtype} is of times in units of no length")
+
+
+def _parts(dtype: np.dtype[Any]) -> Iterator[np.dtype[Any]]:
+    """Yield what a dtype is made of."""
+    if dtype.names is None:
+        yield dtype.base
+    else:
+        for name in dtype.names:
+            yield from _parts(dtype[name].base)
+
+
+def check_size(file: File, layout: Layout) -> None:
+    """Refuse a file that ends before its array does."""
+    needed, size = layout.offset + layout.nbytes, file.size
+    if needed > size:
+        raise ValueError(
+            f"{file.path!r} has {size} bytes; an array of shape {layout.shape} and dtype "
+            f"{layout.dtype} at offset {layout.offset} ends at {needed}"
+        )
+
+
+def header_of(shape: tuple[int, ...], dtype: np.dtype[Any]) -> bytes:
+    """Make the header of a .npy file of an array in C order."""
+    description = {
+        "descr": npy.dtype_to_descr(dtype),
+        "fortran_order": False,
+        "shape": shape,
+    }
+    text = f"{description!r}\n"
+    try:
+        encoded, version, width = text.encode("latin1"), (1, 0), 2
+    except UnicodeEncodeError:
+        encoded, version, width = text.encode("utf-8"), (3, 0), 4
+    magic = npy.magic(*version)
+    for align in (_DATA_ALIGN, _NUMPY_ALIGN):
+        # The spaces are before the newline, as numpy has them.
+        length = len(encoded) + -(len(magic) + width + len(encoded)) % align
+        if length <= _HEADER_BYTES_MAX:
+            padded = encoded[:-1].ljust(length - 1) + b"\n"
+            return magic + length.to_bytes(width, "little") + padded
+    raise ValueError(
+        f"the header of an array of {len(dtype.names or ())} fields has {length} bytes; "
+        f"numpy reads {_HEADER_BYTES_MAX}"
+    )

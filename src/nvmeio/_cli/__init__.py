@@ -1,0 +1,153 @@
+"""The command ``nvmeio``: one module for each of its commands, found by ``COMMANDS``.
+
+A module of a command has ``configure(parser)``, which adds its arguments, and
+``run(options, terminal)``, which returns the exit status: 0, or 1 where the answer is no.
+Every command answers with text on standard output; progress, notes and errors go to
+standard error.  An error is one line, and the exit status 1; of a wrong command line 2.
+"""
+
+import io
+import os
+import signal
+import sys
+from argparse import Namespace
+from collections.abc import Sequence
+from importlib import import_module
+from types import FrameType
+
+import nvmeio
+from nvmeio._cli.arguments import CommandError, Parser, UsageError, hyphenated, sentence
+from nvmeio._cli.terminal import Terminal
+
+# For each command what it does, in the words of --help.
+COMMANDS = {
+    "doctor": "tell whether nvmeio works here, and what would make it faster",
+    "bench": "measure a drive and memory copies, beside fio if it is installed",
+    "tune": "find the fastest settings for a drive, and save them as a profile",
+    "cp": "copy a file; its name appears when the copy is complete",
+    "inspect": "list the tensors of a safetensors, .npy or torch.save file",
+    "checkpoints": "list the checkpoints of a training run, and which are complete",
+    "verify": "read files with and without the page cache, compare, print checksums",
+}
+
+ABOUT = """\
+Moves numpy arrays and torch tensors to and from files on NVMe drives.  The
+commands tell whether that works here, how fast it is, and which settings are
+best.
+"""
+
+EXAMPLES = """\
+examples:
+  nvmeio doctor /mnt/nvme
+  nvmeio bench /mnt/nvme --size 4G
+  nvmeio tune /mnt/nvme
+  nvmeio inspect model.safetensors
+  nvmeio cp --verify model.safetensors /mnt/nvme/
+  nvmeio verify /mnt/nvme/*.npy > SHA256SUMS
+
+nvmeio COMMAND --help tells more about each.  The exit status is 0, or 1 after
+an error and where the answer is no, 2 where the command line is wrong, and 130
+after Ctrl-C.
+"""
+
+# Signals that end a program; it still has files to take away.
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run ``nvmeio``, by default with the arguments of the command line; return the status.
+
+    SystemExit has status 2 where the command line is wrong, 0 where it asks for help, and
+    128 and the signal's number after another signal than that of Ctrl-C.
+    """
+    words = sys.argv[1:] if arguments is None else arguments
+    _open_closed()
+    try:
+        # Who says nothing wants to know what there is.
+        options, unknown = _parser().parse_known_args(hyphenated(words or ["--help"]))
+    except SystemExit:
+        # Of --help, whose answer may have no reader any more.
+        _flush_or_drop()
+        raise
+    if unknown:
+        operands = [word for word in unknown if not word.startswith("-")]
+        hint = options.operands if operands else ""
+        options.parser.error(f"unknown arguments: {' '.join(unknown)}{hint}")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # Names of files may be of any bytes, and go out as they came in.
+        sys.stdout.reconfigure(errors="surrogateescape")
+    # nohup has a command ignore that its terminal is closed.
+    heeded = [number for number in ENDING if signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, _end) for number in heeded}
+    if arguments is None:
+        # This is the whole program, and its end need not be interrupted.
+        before[signal.SIGINT] = signal.SIG_IGN
+    try:
+        return _run(options, Terminal())
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _run(options: Namespace, terminal: Terminal) -> int:
+    """Run a command, and say in one line what went wrong."""
+    name = options.command
+    try:
+        status: int = import_module(f"nvmeio._cli.{name}").run(options, terminal)
+        sys.stdout.flush()
+        return status
+    except UsageError as error:
+        options.parser.error(str(error))
+    except BrokenPipeError:
+        # Whoever read the answer has enough of it.
+        status = 1
+    except (CommandError, OSError, MemoryError, ValueError) as error:
+        terminal.error(f"nvmeio {name}: error: {sentence(error)}")
+        status = 1
+    except KeyboardInterrupt:
+        terminal.error(f"nvmeio {name}: interrupted")
+        status = 128 + signal.SIGINT
+    finally:
+        terminal.clear()
+    _flush_or_drop()
+    return status
+
+
+def _open_closed() -> None:
+    """Give those who were started without it (>&-) somewhere to write to."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
+
+
+def _flush_or_drop() -> None:
+    """Write what there is of the answer; Python must not try in vain when it ends."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _end(number: int, _frame: FrameType | None) -> None:
+    """Leave by an exception, so that everything is cleaned up."""
+    # Whoever is impatient sends it twice, which must not interrupt the cleaning up.
+    for ending in ENDING:
+        signal.signal(ending, signal.SIG_IGN)
+    if number == signal.SIGINT:
+        raise KeyboardInterrupt
+    raise SystemExit(128 + number)
+
+
+def _parser() -> Parser:
+    parser = Parser(prog="nvmeio", description=ABOUT, epilog=EXAMPLES)
+    released = f"nvmeio {nvmeio.__version__}"
+    parser.add_argument("--version", action="version", version=released)
+    commands = parser.add_subparsers(
+        dest="command", required=True, metavar="COMMAND", title="commands"
+    )
+    for name, about in COMMANDS.items():
+        description = f"{about[0].upper()}{about[1:]}."
+        command = commands.add_parser(name, help=about, description=description)
+        command.set_defaults(parser=command, operands="")
+        import_module(f"nvmeio._cli.{name}").configure(command)
+    return parser

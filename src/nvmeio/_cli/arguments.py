@@ -1,0 +1,140 @@
+"""What command lines are made of: sizes, times, names with hyphens, errors of one line."""
+
+import argparse
+import os
+import re
+from collections.abc import Callable, Iterable
+from fractions import Fraction
+from pathlib import Path
+from typing import Any, NoReturn
+
+from nvmeio._config.constants import ENGINES, LIMITS
+
+# More digits than anything has bytes or seconds would overflow.
+NUMBER = r"\d{1,18}(?:\.\d{1,18})?"
+UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+TIMES = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
+
+
+class CommandError(Exception):
+    """A command cannot do what it was asked for: one line, and exit status 1."""
+
+
+class UsageError(Exception):
+    """The arguments do not go together: one line, and exit status 2."""
+
+
+def sentence(error: BaseException) -> str:
+    words = str(error) or type(error).__name__
+    if isinstance(error, OSError) and error.strerror:
+        words = error.strerror
+        file = error.filename
+        if file is not None:
+            # What was called with a descriptor has that in place of a name.
+            name = f"descriptor {file}" if isinstance(file, int) else os.fsdecode(file)
+            words = f"{name}: {words}"
+    return " ".join(words.split())
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser of the command line whose errors are one line."""
+
+    def __init__(self, **options: Any) -> None:
+        style = argparse.RawDescriptionHelpFormatter
+        super().__init__(allow_abbrev=False, formatter_class=style, **options)
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}; see {self.prog} --help\n")
+
+
+def hyphenated(words: Iterable[str]) -> list[str]:
+    """Give flags before ``--`` that were written with underscores their hyphens."""
+    changed: list[str] = []
+    for word in words:
+        flag, equals, value = word.partition("=")
+        if word.startswith("--") and "--" not in changed:
+            flag = flag.replace("_", "-")
+        changed.append(flag + equals + value)
+    return changed
+
+
+def size(text: str) -> int:
+    """Read a number of bytes, with K, M, G or T for powers of 1024: 1.5G, 64KiB."""
+    found = re.fullmatch(
+        rf"({NUMBER}) ?([KMGT]?)(?:i?B)?", text.strip(), re.ASCII | re.IGNORECASE
+    )
+    nbytes = Fraction(found[1]) * UNITS[found[2].upper()] if found else Fraction(0)
+    if not 1 <= nbytes < 1 << 63 or nbytes.denominator > 1:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no size; it must be a whole number of bytes, such as 4096, 64K, "
+            "1.5M or 4G"
+        )
+    return int(nbytes)
+
+
+def seconds(text: str) -> float:
+    """Read a number of seconds, or with s, m or h: 30, 90s, 1.5m."""
+    found = re.fullmatch(rf"({NUMBER}) ?([smh]?)", text.strip(), re.ASCII)
+    duration = float(found[1]) * TIMES[found[2]] if found else 0.0
+    if duration <= 0:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no time; it must be more than 0, such as 30, 90s, 2m or 1h"
+        )
+    return duration
+
+
+def number(least: int, most: int) -> Callable[[str], int]:
+    """Make a reader of whole numbers within limits."""
+
+    def read(text: str) -> int:
+        found = re.fullmatch(r"\d{1,18}", text.strip(), re.ASCII)
+        if found is None or not least <= int(text) <= most:
+            raise argparse.ArgumentTypeError(
+                f"{text!r} must be a whole number from {least} to {most}"
+            )
+        return int(text)
+
+    return read
+
+
+def option(
+    to: Any, flag: str, about: str, kind: Callable[[str], Any] = str, default: Any = None
+) -> None:
+    """Add an option to a parser or a group: "--quiet", or with a value "--size SIZE"."""
+    flag, _, metavar = flag.partition(" ")
+    if metavar:
+        to.add_argument(flag, type=kind, default=default, metavar=metavar, help=about)
+    else:
+        to.add_argument(flag, action="store_true", help=about)
+
+
+def add_transfer_options(
+    parser: Parser, block_size: int | None = None, queue_depth: int | None = None
+) -> None:
+    """Add the options that say how files are read and written.
+
+    Without a `block_size` or a `queue_depth` a handle's default counts, for which the
+    environment has a say.
+    """
+    group = parser.add_argument_group("how files are read and written")
+    group.add_argument("--engine", choices=ENGINES, help="default: the best that works")
+    option(group, "--block-size SIZE", "of one I/O (default: 1M)", size, block_size)
+    about = "how many blocks are in flight at most (default: 128)"
+    depth = number(1, LIMITS["queue_depth"])
+    option(group, "--queue-depth N", about, depth, queue_depth)
+    way = group.add_mutually_exclusive_group()
+    about = "O_DIRECT, and fail without it (default: where the file system has it)"
+    option(way, "--direct", about)
+    about = "through the page cache"
+    way.add_argument("--buffered", action="store_false", dest="direct", help=about)
+    parser.set_defaults(direct="auto")
+
+
+def new_file(text: str) -> str:
+    """Return the name of a file, once it is sure that one can be made."""
+    path = Path(text)
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"there is no folder {str(path.parent)!r}")
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r} is a folder")
+    return text

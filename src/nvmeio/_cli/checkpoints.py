@@ -1,0 +1,92 @@
+"""``nvmeio checkpoints``: which steps a root has, and which of them are complete."""
+
+import argparse
+import datetime as dt
+import json
+import os
+from typing import Any
+
+from nvmeio._arguments.units import in_binary
+from nvmeio._cli.arguments import CommandError, Parser, option
+from nvmeio._cli.terminal import Terminal
+from nvmeio.checkpoint import Checkpointer, CheckpointError
+from nvmeio.checkpoint._restoring import Held
+
+NOTES = """\
+A step is complete when all of its files are there and have their sizes; whether
+their bytes are what was saved is for nvmeio verify to tell.  The exit status is
+1 where a step is damaged, or where there is none.
+
+examples:
+  nvmeio checkpoints run
+  nvmeio checkpoints run --json | jq '.steps[-1].step'
+"""
+
+
+def configure(parser: Parser) -> None:
+    parser.epilog = NOTES
+    parser.add_argument("root", metavar="ROOT", help="the folder of a Checkpointer")
+    option(parser, "--json", "write one object of JSON to standard output")
+
+
+def run(options: argparse.Namespace, terminal: Terminal) -> int:
+    """List the steps; return 1 where one is damaged or there is none."""
+    if not os.path.isdir(options.root):
+        raise CommandError(f"{options.root}: there is no such folder")
+    checkpointer = Checkpointer(options.root)
+    found = [
+        _described(options.root, step) for step in reversed(checkpointer._newest_first())
+    ]
+    left = [name for name in os.listdir(options.root) if name.endswith(".nvmeio-tmp")]
+    if options.json:
+        terminal.say(json.dumps({"steps": found, "unfinished": sorted(left)}, indent=2))
+    else:
+        _show(found, terminal)
+        complete = sum(each["complete"] for each in found)
+        words = f"{len(found)} step{'s' * (len(found) != 1)}, {complete} complete"
+        if left:
+            words += f"; {len(left)} unfinished, or left by a process that died"
+        terminal.say(words)
+    return 0 if found and all(each["complete"] for each in found) else 1
+
+
+def _described(root: str, step: int) -> dict[str, Any]:
+    """Say what is known of a step."""
+    said: dict[str, Any] = {"step": step, "complete": False}
+    said |= {"bytes": None, "saved": None, "checksum": None, "problem": None}
+    try:
+        with Held(os.path.join(root, f"step-{step}"), step) as held:
+            manifest = held.manifest
+            said |= {"complete": True, "bytes": manifest.nbytes, "saved": manifest.saved}
+            said["checksum"] = manifest.checksum
+    except (CheckpointError, OSError) as error:
+        said["problem"] = str(error)
+    return said
+
+
+def _show(found: list[dict[str, Any]], terminal: Terminal) -> None:
+    rows = [
+        (
+            str(each["step"]),
+            "-" if each["bytes"] is None else in_binary(each["bytes"]),
+            _age(each["saved"]),
+            each["checksum"] or "-",
+            "complete" if each["complete"] else each["problem"],
+        )
+        for each in found
+    ]
+    if rows:
+        terminal.table(("step", "size", "age", "checksums", ""), rows)
+
+
+def _age(saved: str | None) -> str:
+    """Write how long ago something was, such as 3.5 h."""
+    try:
+        then = dt.datetime.strptime(saved or "", "%Y-%m-%dT%H:%M:%S%z")
+    except ValueError:
+        return "-"
+    seconds = (dt.datetime.now(dt.timezone.utc) - then).total_seconds()
+    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{max(0, seconds):.0f} s"

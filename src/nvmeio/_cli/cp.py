@@ -1,0 +1,221 @@
+"""``nvmeio cp``: copies a file; its name stands for the whole of it, or for the old one."""
+
+import argparse
+import contextlib
+import os
+import stat
+import time
+from collections.abc import Iterator
+
+from nvmeio._arguments.units import in_binary
+from nvmeio._cli.arguments import CommandError, Parser, option
+from nvmeio._cli.attributes import create_private, give, give_access, preserve
+from nvmeio._cli.checksums import Checksum, named
+from nvmeio._cli.streams import (
+    Stream,
+    add_options,
+    check_unchanged,
+    data_bytes,
+    leave_cache,
+)
+from nvmeio._cli.terminal import Terminal, in_speed, sizes
+from nvmeio._files.paths import naming, synced_folder
+from nvmeio._files.replacing import replacement
+from nvmeio._native.file import File
+
+NOTES = """\
+The copy is made in a file .nvmeio-*.tmp beside DST.  When it is complete and
+on the device, it is renamed to DST.  An error, Ctrl-C and SIGTERM remove it
+and leave DST as it was; what SIGKILL or a power failure leaves can be deleted.
+
+A DST that exists is replaced by a new file of the same mode, access control
+list and, where that is permitted, owner; its other hard links keep the old
+content.  Where DST is a symbolic link, the file it leads to is replaced.  A new
+DST has the permission bits of SRC, less the umask.  Holes of SRC stay holes.
+
+--verify reads the copy back before it is renamed, past the page cache where
+the file system has O_DIRECT, and compares its SHA-256 with that of the bytes
+that were read from SRC.  Of files in memory (tmpfs) it compares memory.
+
+examples:
+  nvmeio cp model.safetensors /mnt/nvme/
+  nvmeio cp --verify checkpoint.bin /mnt/nvme/checkpoint.bin >> SHA256SUMS
+  nvmeio cp --preserve --no-clobber /mnt/nvme/data.npy backup.npy
+"""
+
+KINDS = (
+    (stat.S_ISDIR, "a directory"),
+    (stat.S_ISBLK, "a block device"),
+    (stat.S_ISCHR, "a character device"),
+    (stat.S_ISFIFO, "a pipe"),
+    (stat.S_ISSOCK, "a socket"),
+)
+
+
+def configure(parser: Parser) -> None:
+    parser.epilog = NOTES
+    parser.set_defaults(operands="; cp copies one SRC to one DST")
+    parser.add_argument("source", metavar="SRC", help="a regular file or a block device")
+    parser.add_argument(
+        "target", metavar="DST", help="the new file, or a folder for one of SRC's name"
+    )
+    about = "read the copy back and compare; print its SHA-256 as sha256sum does"
+    option(parser, "--verify", about)
+    about = "fail where DST exists"
+    parser.add_argument("-n", "--no-clobber", action="store_true", help=about)
+    parser.add_argument(
+        "-p",
+        "--preserve",
+        action="store_true",
+        help="keep SRC's mode, times and, where that is permitted, owner, access control "
+        "list and user's extended attributes",
+    )
+    add_options(parser)
+
+
+def run(options: argparse.Namespace, terminal: Terminal) -> int:
+    """Copy a file; after an error DST is as it was."""
+    name = options.target
+    if os.path.isdir(name):
+        name = os.path.join(name, os.path.basename(options.source))
+    with (
+        File(options.source, direct=options.direct) as source,
+        Stream(options, terminal) as stream,
+    ):
+        copy = Copy(source, name, stream)
+        begin = time.monotonic()
+        checksum, refused = copy.make()
+        seconds = time.monotonic() - begin
+    if checksum is not None:
+        terminal.say(named(checksum, name))
+    words = [in_binary(copy.size)]
+    if copy.size > copy.data_bytes:
+        words.append(f"{in_binary(copy.size - copy.data_bytes)} of it in holes")
+    words.append(f"{seconds:.2f} s")
+    speed = f"{in_speed(copy.data_bytes, seconds)} " if copy.data_bytes else ""
+    words.append(f"{speed}by {stream.handle.engine}")
+    if checksum is not None:
+        words.append("read back and compared")
+    terminal.note(", ".join(words))
+    if refused:
+        terminal.note(f"not kept, because the system refuses it: {', '.join(refused)}")
+    return 0
+
+
+class Copy:
+    """A copy that is being made, once it is clear that it can be."""
+
+    def __init__(self, source: File, name: str, stream: Stream) -> None:
+        self.source, self.name = source, name
+        self.stream, self.options = stream, stream.options
+        self.target = os.path.realpath(name)
+        self.before = os.fstat(source.fileno())
+        self.replaced = self._look_at_target()
+        self.size = source.size
+        self.data_bytes = data_bytes(source)
+        self._check_source()
+
+    def make(self) -> tuple[str | None, list[str]]:
+        """Return the checksum, if it is wanted, and the attributes that were refused."""
+        with (
+            self._named_errors(),
+            synced_folder(self.target),
+            replacement(self.target, overwrite=not self.options.no_clobber) as temporary,
+        ):
+            return self._fill(temporary)
+
+    def _look_at_target(self) -> os.stat_result | None:
+        """Return what is to be replaced, if anything, and refuse what cannot be."""
+        if not os.path.basename(self.name):
+            raise CommandError(f"{self.name} is no folder")
+        if self.options.no_clobber and os.path.lexists(self.name):
+            raise CommandError(f"{self.name} exists, and --no-clobber keeps it")
+        try:
+            status = os.stat(self.name)
+        except FileNotFoundError:
+            return None
+        if os.path.samestat(status, self.before):
+            raise CommandError(f"{self.name} and {self.options.source} are the same file")
+        for is_kind, kind in KINDS:
+            if is_kind(status.st_mode):
+                raise CommandError(f"{self.name} is {kind}; only files are replaced")
+        # A new file could take its place nevertheless; whoever protects it means this.
+        if not os.access(self.name, os.W_OK):
+            raise CommandError(f"{self.name} may not be written to")
+        return status
+
+    def _check_source(self) -> None:
+        """Refuse files that are made while they are read, as in /proc, or do not fit."""
+        with naming(self.options.source):
+            claims_wrongly = self.size == 0 and os.pread(self.source.fileno(), 1, 0)
+        if claims_wrongly:
+            raise CommandError(
+                f"{self.options.source} claims to be empty, but is not; only files that "
+                "know their size are copied"
+            )
+        folder = os.path.dirname(self.target)
+        system = os.statvfs(folder)
+        # Some of it is kept for root.
+        blocks = system.f_bfree if os.geteuid() == 0 else system.f_bavail
+        free = blocks * system.f_frsize
+        # Without blocks it is a file system that does not tell.
+        if system.f_blocks and free < self.data_bytes:
+            has, takes = sizes(free, self.data_bytes)
+            raise CommandError(f"{folder} has {has} free, and the copy takes {takes}")
+
+    def _fill(self, temporary: str) -> tuple[str | None, list[str]]:
+        """Make the file that is to become the copy, and see it safely to the device."""
+        stream, checksum = self.stream, Checksum()
+        file, umask = create_private(temporary, self.options.direct)
+        with file:
+            for piece in stream.read(self.source, "copying"):
+                stream.write(piece, file)
+                if self.options.verify:
+                    # While it is written.
+                    checksum.update(piece)
+            stream.flush()
+            # A hole at the end; all that was written has made it as long as it is.
+            if file.size != self.size:
+                file.truncate(self.size)
+            check_unchanged(self.source, self.before, self.size, "copied")
+            expected = checksum.finish(self.size) if self.options.verify else None
+            if expected is not None:
+                stream.handle.fsync(file)
+                self._compare(temporary, expected)
+            refused = self._give_attributes(file, umask)
+            stream.handle.fsync(file)
+        return expected, refused
+
+    def _compare(self, temporary: str, expected: str) -> None:
+        """Read back what was written, and compare its checksum."""
+        found = Checksum()
+        with File(temporary, direct=self.options.direct) as file:
+            leave_cache(file)
+            for piece in self.stream.read(file, "reading back"):
+                found.update(piece)
+                self.stream.release(piece)
+            read_back = found.finish(file.size)
+        if read_back != expected:
+            raise CommandError(
+                f"{self.name} is not written: what was read back is not what "
+                f"{self.options.source} has (SHA-256 {read_back}, not {expected})"
+            )
+
+    def _give_attributes(self, file: File, umask: int) -> list[str]:
+        """Give the copy its mode and so on; return what the system has refused."""
+        descriptor = file.fileno()
+        if self.options.preserve:
+            return preserve(self.source.fileno(), descriptor, self.before)
+        if self.replaced is not None:
+            return give_access(descriptor, self.target, self.replaced)
+        return give(descriptor, self.before.st_mode & 0o777 & ~umask)
+
+    @contextlib.contextmanager
+    def _named_errors(self) -> Iterator[None]:
+        """Let errors of the temporary file, which is soon gone, name the copy."""
+        try:
+            yield
+        except OSError as error:
+            if error.filename == self.source.path:
+                raise
+            raise OSError(error.errno, error.strerror, self.name) from error

@@ -1,0 +1,151 @@
+"""fio, the yardstick: the same work on the same file."""
+
+import contextlib
+import json
+import math
+import os
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from nvmeio._cli.arguments import CommandError
+from nvmeio._cli.measuring import forget_cached
+from nvmeio._cli.samples import PERCENTILES, Sample
+from nvmeio._cli.system import IN_MEMORY, System
+from nvmeio._cli.terminal import Advance
+from nvmeio._config.devices import device_of
+
+# What fio calls the engines of nvmeio.  One thread that makes blocking calls stands for
+# both that do without the kernel's queues.
+ENGINES = {"io_uring": "io_uring", "libaio": "libaio", "threads": "psync", "sync": "psync"}
+
+# How often somebody who waits is told.
+WATCH_SECONDS = 0.1
+
+# What fio allocates beside its buffers, and some to spare.
+SPARE_BYTES = 64 << 20
+
+
+def fio_version() -> str:
+    """Return what fio calls itself, such as fio-3.33, or "" without it."""
+    if shutil.which("fio") is None:
+        return ""
+    done = subprocess.run(["fio", "--version"], capture_output=True, text=True, check=False)
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+class Fio:
+    """Runs fio on a file that exists."""
+
+    def __init__(
+        self, path: Path, size: int, engine: str, direct: bool, queue_depth: int
+    ) -> None:
+        self.name = f"fio ({ENGINES[engine]})"
+        self._path, self._queue_depth = path, queue_depth
+        at_device = direct and device_of(path).file_system not in IN_MEMORY
+        self._works_alone = ENGINES[engine] != "io_uring" or at_device
+        self._arguments: dict[str, Any] = {
+            "name": "nvmeio",
+            "filename": str(path).replace(":", "\\:"),
+            "size": size,
+            "ioengine": ENGINES[engine],
+            # The same bytes over and over, as nvmeio's: to change them takes CPU time.
+            "scramble_buffers": 0,
+            "direct": int(direct),
+            "allow_file_create": 0,
+            "percentile_list": ":".join(f"{percentile:g}" for percentile in PERCENTILES),
+            "output-format": "json",
+            "eta": "never",
+        }
+
+    def run(self, rw: str, block_bytes: int, advance: Advance, **more: Any) -> Sample:
+        """Let fio read, write or randread, with nothing of the file in the page cache.
+
+        The sample is by fio's own clocks, which leave out its start; latencies are from
+        submission on (clat).  The CPU time is that of fio's thread, so it is not known
+        where threads of the kernel do the work of io_uring: without O_DIRECT, in memory.
+        """
+        # fio has memory for all its depth, and fails where that is more than there is.
+        depth = min(self._queue_depth, -(-self._arguments["size"] // block_bytes))
+        arguments = {**self._arguments, "rw": rw, "bs": block_bytes, "iodepth": depth}
+        arguments |= more
+        forget_cached(self._path)
+        words = [f"--{name}={value}" for name, value in arguments.items()]
+        direction = "write" if rw == "write" else "read"
+        job = _job(words, depth * block_bytes, direction, advance)
+        done = job[direction]
+        cpu_seconds = (job["usr_cpu"] + job["sys_cpu"]) / 100 * job["job_runtime"] / 1e3
+        percentiles = done["clat_ns"].get("percentile", {})
+        return Sample(
+            nbytes=done["io_bytes"],
+            operations=done["total_ios"],
+            # Whole milliseconds; less than one would be none.
+            seconds=max(done["runtime"], 1) / 1e3,
+            cpu_seconds=cpu_seconds if self._works_alone else math.nan,
+            latency_us={
+                percentile: percentiles[f"{percentile:.6f}"] / 1e3
+                for percentile in PERCENTILES
+                if f"{percentile:.6f}" in percentiles
+            },
+        )
+
+
+def _tunables(nbytes: int) -> str:
+    """Have glibc get huge pages for fio's buffers, which are of so many bytes together.
+
+    In small pages fio is slower or faster by the luck of where they are.
+    """
+    found = System()
+    reserved = found.huge_pages_free * found.huge_page_bytes
+    # Transparent ones, which take no privilege, leave some small pages at the edges: at a
+    # depth of 16 fio is slower by a twentieth.
+    kind = 2 if reserved >= nbytes + SPARE_BYTES else 1
+    # It also touches them: else fio would meet every page for the first time while it is
+    # measured.
+    return f"glibc.malloc.hugetlb={kind}:glibc.malloc.perturb=1"
+
+
+def _job(
+    arguments: list[str], nbytes: int, direction: str, advance: Advance
+) -> dict[str, Any]:
+    """Run fio, with buffers of so many bytes, and return what it says of its job."""
+    process = subprocess.Popen(
+        # In a thread, for a process of its own would be one more to end.
+        ["fio", "--thread", *arguments],
+        env={**os.environ, "GLIBC_TUNABLES": _tunables(nbytes)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # It repeats the name of the file, which may be of any bytes.
+        errors="surrogateescape",
+    )
+    told = 0
+    try:
+        while True:
+            try:
+                out, errors = process.communicate(timeout=WATCH_SECONDS)
+                break
+            except subprocess.TimeoutExpired:
+                # Until it is waited for, a process has its /proc, if not its figures.
+                with contextlib.suppress(OSError):
+                    moved = _moved(process.pid, direction)
+                    advance(moved - told)
+                    told = moved
+    except BaseException:
+        process.terminate()
+        process.wait()
+        raise
+    if process.returncode:
+        words = (errors or out).strip().splitlines() or [f"status {process.returncode}"]
+        raise CommandError(f"fio has failed: {words[-1]}")
+    # It may say something before.
+    job: dict[str, Any] = json.loads(out[out.index("{") :])["jobs"][0]
+    advance(job[direction]["io_bytes"] - told)
+    return job
+
+
+def _moved(pid: int, direction: str) -> int:
+    """Return how many bytes a process has read from devices, or written to files."""
+    lines = Path(f"/proc/{pid}/io").read_text(encoding="ascii").splitlines()
+    return int(dict(line.split(": ") for line in lines)[f"{direction}_bytes"])

@@ -1,0 +1,394 @@
+"""What decides how fast nvmeio is: the machine, the installation, and what paths are on."""
+
+import contextlib
+import os
+import platform
+import re
+import resource
+import stat
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from nvmeio._cli.arguments import sentence
+from nvmeio._config.build import EngineInfo, Feature, build_record
+from nvmeio._config.devices import device_of
+from nvmeio._native.file import File
+from nvmeio._native.handle import Handle
+from nvmeio._native.info import engines, resources
+from nvmeio._native.pool import pool_stats
+from nvmeio._native.settings import kernels, selected_kernels
+
+# Those by which one thread keeps the queue of a device full.
+FAST_ENGINES = ("io_uring", "libaio")
+
+# Of the features of a processor, those that copy kernels are made of, or that make
+# "rep movsb" fast.
+FEATURES = {"avx2", "avx512f", "avx512bw", "avx512vl", "erms", "fsrm", "asimd", "sve"}
+
+# Bits of CapEff in /proc/self/status: linux/capability.h.
+CAP_IPC_LOCK = 1 << 14
+CAP_SYS_ADMIN = 1 << 21
+
+# What installs packages, by the family of the system.
+MANAGERS = {"debian": "apt-get", "ubuntu": "apt-get", "fedora": "dnf", "rhel": "dnf"}
+
+# What is written, read and compared.
+TRIAL_BYTES = 1 << 20
+
+# File systems whose files are memory: there is no device to be fast or slow.
+IN_MEMORY = ("tmpfs", "ramfs", "hugetlbfs")
+
+# What a path may be.
+USABLE = (stat.S_ISREG, stat.S_ISDIR, stat.S_ISBLK)
+
+
+def _line(path: str | Path) -> str:
+    """Return the text of a small file; "" where it is not there."""
+    try:
+        return Path(path).read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def _of(path: str | Path, key: str, default: str = "") -> str:
+    """Return the first value of a key in a file of ``key: value``."""
+    found = re.search(rf"^{key}\s*:(.*)$", _line(path), re.MULTILINE)
+    return found[1].strip() if found else default
+
+
+def _memory(key: str, path: str | Path = "/proc/meminfo") -> int:
+    """Return the bytes of a line such as ``Hugepagesize: 2048 kB``."""
+    return int(_of(path, key, "0 kB").split()[0]) * 1024
+
+
+def _capable(capability: int) -> bool:
+    """Tell of a capability, for all of the machine: in a user namespace it lifts none."""
+    initial = _line("/proc/self/uid_map").split() in ([], ["0", "0", "4294967295"])
+    return initial and bool(int(_of("/proc/self/status", "CapEff", "0"), 16) & capability)
+
+
+def _features() -> list[str]:
+    flags = (_of("/proc/cpuinfo", key) for key in ("flags", "Features"))
+    return sorted(FEATURES & set(" ".join(flags).split()))
+
+
+def _nodes() -> list["Node"]:
+    """Return the NUMA nodes that the kernel knows, or one that has everything."""
+    usable = os.sched_getaffinity(0)
+    found = []
+    for number in sorted(_numbers(_line("/sys/devices/system/node/online"))):
+        folder = Path(f"/sys/devices/system/node/node{number}")
+        total = _memory(f"Node {number} MemTotal", folder / "meminfo")
+        processors = usable & _numbers(_line(folder / "cpulist"))
+        found.append(Node(number, total, len(processors)))
+    return found or [Node(0, _memory("MemTotal"), resources()["processors"])]
+
+
+def _integer(path: str) -> int | None:
+    text = _line(path)
+    return int(text) if text else None
+
+
+def _chosen(path: str | Path) -> str:
+    """Return the word in brackets, as the kernel marks what is in use, or all there is."""
+    text = _line(path)
+    found = re.search(r"\[(.+)\]", text)
+    return found[1] if found else text
+
+
+def _limit(kind: int) -> int | None:
+    value = resource.getrlimit(kind)[0]
+    return None if value == resource.RLIM_INFINITY else value
+
+
+def _pool_bytes() -> int | None:
+    try:
+        return pool_stats()["bytes_limit"]
+    except ValueError:
+        return None
+
+
+def _numbers(ranges: str) -> set[int]:
+    """Return what a list such as ``0-3,8`` names."""
+    found: set[int] = set()
+    for part in filter(None, ranges.split(",")):
+        first, _, last = part.partition("-")
+        found.update(range(int(first), int(last or first) + 1))
+    return found
+
+
+def _release() -> dict[str, str]:
+    try:
+        return platform.freedesktop_os_release()
+    except OSError:
+        return {}
+
+
+def _package_manager() -> str:
+    release = _release()
+    families = [release.get("ID", ""), *release.get("ID_LIKE", "").split()]
+    return next((MANAGERS[family] for family in families if family in MANAGERS), "")
+
+
+def _container() -> str:
+    """Tell what kind of container this is, by what each kind leaves behind."""
+    if "KUBERNETES_SERVICE_HOST" in os.environ:
+        return "kubernetes"
+    if os.path.exists("/.dockerenv"):
+        return "docker"
+    if os.path.exists("/run/.containerenv"):
+        return "podman"
+    # What systemd and its kind set; its name is in small letters.
+    return "container" if os.environ.get("container") else ""  # noqa: SIM112
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _by(find: Callable[[], object]) -> Any:
+    """Return a field that is found where it is not given."""
+    return field(default_factory=find)
+
+
+@dataclass(frozen=True)
+class Node:
+    number: int
+    memory_bytes: int  # 0 where it has processors alone
+    processors: int  # that this process may run on
+
+
+@dataclass(frozen=True)
+class System:
+    """The machine, and the limits of this process; the names are those of the JSON."""
+
+    kernel: str = _by(platform.release)
+    distribution: str = _by(lambda: _release().get("PRETTY_NAME", "Linux"))
+    package_manager: str = _by(_package_manager)  # "" where that is something else
+    container: str = _by(_container)
+    # Whether a filter of system calls is at work.
+    seccomp: bool = _by(lambda: _of("/proc/self/status", "Seccomp", "0") != "0")
+    uid: int = _by(os.geteuid)
+    groups: list[int] = _by(lambda: sorted({os.getegid(), *os.getgroups()}))
+    may_lock: bool = _by(lambda: _capable(CAP_IPC_LOCK))
+    may_administer: bool = _by(lambda: _capable(CAP_SYS_ADMIN))
+    # Its name.
+    processor: str = _by(lambda: _of("/proc/cpuinfo", "model name", platform.machine()))
+    # What this process may use, its control group counted.
+    processors: int = _by(lambda: resources()["processors"])
+    processors_total: int = _by(lambda: os.cpu_count() or 1)
+    features: list[str] = _by(_features)
+    # None where the environment makes no sense.  It comes before the kernels, which the
+    # environment chooses with it.
+    pool_bytes: int | None = _by(_pool_bytes)
+    # Whether this processor can run them.
+    copy_kernels: dict[str, bool] = _by(kernels)
+    copy_small: str = _by(lambda: selected_kernels()[0])
+    copy_large: str = _by(lambda: selected_kernels()[1])
+    nodes: list[Node] = _by(_nodes)
+    # What this process may have, its control group counted.
+    memory_bytes: int = _by(lambda: resources()["memory_bytes"])
+    memory_total_bytes: int = _by(lambda: _memory("MemTotal"))
+    # None for no limit.
+    memlock_bytes: int | None = _by(lambda: _limit(resource.RLIMIT_MEMLOCK))
+    open_files: int | None = _by(lambda: _limit(resource.RLIMIT_NOFILE))
+    # always, madvise, never; "" where there are none.
+    transparent_huge_pages: str = _by(
+        lambda: _chosen("/sys/kernel/mm/transparent_hugepage/enabled")
+    )
+    # Of those that are reserved.
+    huge_page_bytes: int = _by(lambda: _memory("Hugepagesize"))
+    huge_pages: int = _by(lambda: int(_of("/proc/meminfo", "HugePages_Total", "0")))
+    huge_pages_free: int = _by(lambda: int(_of("/proc/meminfo", "HugePages_Free", "0")))
+    # None where the kernel has none.
+    io_uring_disabled: int | None = _by(
+        lambda: _integer("/proc/sys/kernel/io_uring_disabled")
+    )
+    io_uring_group: int | None = _by(lambda: _integer("/proc/sys/kernel/io_uring_group"))
+    aio_events: int | None = _by(lambda: _integer("/proc/sys/fs/aio-nr"))
+    aio_events_max: int | None = _by(lambda: _integer("/proc/sys/fs/aio-max-nr"))
+
+    @property
+    def kernel_version(self) -> tuple[int, int]:
+        found = re.match(r"(\d+)\.(\d+)", self.kernel)
+        return (int(found[1]), int(found[2])) if found else (0, 0)
+
+
+@dataclass(frozen=True)
+class Installation:
+    """What is installed, and what this process makes of it."""
+
+    # What a handle takes, or None and why no handle can be opened.
+    engine: str | None
+    error: str
+    # None for what is not installed.
+    versions: dict[str, str | None] = _by(
+        lambda: {
+            "nvmeio": build_record()["version"],
+            "python": platform.python_version(),
+            "numpy": _version("numpy"),
+            "torch": _version("torch"),
+        }
+    )
+    compiler: str = _by(lambda: build_record()["compiler"])
+    debug: bool = _by(lambda: build_record()["debug"])  # without optimization
+    test_build: bool = _by(lambda: build_record()["test_build"])  # makes faults
+    features: dict[str, Feature] = _by(lambda: build_record()["features"])
+    # In order of preference.
+    engines: dict[str, EngineInfo] = _by(engines)
+    # The variables that nvmeio reads.
+    environment: dict[str, str] = _by(
+        lambda: {
+            name: value
+            for name, value in sorted(os.environ.items())
+            if name.startswith("NVMEIO_")
+        }
+    )
+
+
+def installation() -> Installation:
+    """Look at the installation, and open a handle for a moment."""
+    try:
+        with Handle() as handle:
+            return Installation(handle.engine, "")
+    except (OSError, ValueError, MemoryError) as error:
+        return Installation(None, sentence(error))
+
+
+@dataclass(frozen=True)
+class Storage:
+    """What a file or a folder lies on."""
+
+    path: str
+    error: str = ""  # why it cannot be used; with one there may be nothing else
+    mount_point: str = ""
+    file_system: str = ""
+    source: str = ""  # what is mounted
+    in_memory: bool = False  # without a device
+    # The block device, as far as there is one.
+    device: str = ""
+    model: str = ""
+    scheduler: str = ""
+    rotational: bool | None = None
+    logical_block_bytes: int = 0
+    physical_block_bytes: int = 0
+    numa_node: int | None = None  # None where the system does not say
+    # Whether files can bypass the page cache; None where there was none to try it with.
+    direct: bool | None = None
+    alignment_bytes: int | None = None  # that O_DIRECT wants; 1 without it
+    writable: bool = False  # by this user
+    read_only: bool = False  # for everybody, as it is mounted so
+    # Of the file system, as far as this user may have it.
+    free_bytes: int = 0
+    total_bytes: int = 0
+
+
+def storage_of(path: str, *, transfer: bool = True, sys: Path = Path("/sys")) -> Storage:
+    """Look at what a path is on, and transfer 1 MiB there, without an error.
+
+    In a folder that can be written to, a new file is written, read back and compared; else
+    a file that is there is read.
+    """
+    try:
+        found = os.stat(path)
+        storage = _described(path, found, sys)
+    except OSError as error:
+        return Storage(path, error=error.strerror or str(error))
+    if not any(usable(found.st_mode) for usable in USABLE):
+        return replace(storage, error="neither a file nor a folder nor a block device")
+    try:
+        with _sample(path, found, storage.writable) as (name, fresh):
+            return _tried(storage, name, fresh, transfer) if name else storage
+    except OSError as error:
+        return replace(storage, error=error.strerror or str(error))
+
+
+def _described(path: str, found: os.stat_result, sys: Path) -> Storage:
+    """Say what can be known of a path without opening anything."""
+    space = os.statvfs(path)
+    device = device_of(path, sys=sys)
+    block = device.sysfs
+    # Of a block device what matters is not the file system in which its node lies.
+    raw = stat.S_ISBLK(found.st_mode)
+    node = int(_attribute(block, "device/numa_node", "device/device/numa_node") or -1)
+    return Storage(
+        path=path,
+        mount_point="" if raw else device.mount_point,
+        file_system="" if raw else device.file_system,
+        source="" if raw else device.source,
+        in_memory=device.file_system in IN_MEMORY and not raw,
+        device=device.block,
+        model=_attribute(block, "device/model"),
+        scheduler=_chosen(block / "queue/scheduler") if block else "",
+        rotational=_attribute(block, "queue/rotational") == "1" if block else None,
+        logical_block_bytes=int(_attribute(block, "queue/logical_block_size") or 0),
+        physical_block_bytes=int(_attribute(block, "queue/physical_block_size") or 0),
+        # -1 is what the kernel says where it does not know.
+        numa_node=node if node >= 0 else None,
+        writable=os.access(path, os.W_OK, effective_ids=True),
+        read_only=bool(space.f_flag & os.ST_RDONLY) and not raw,
+        free_bytes=0 if raw else space.f_bavail * space.f_frsize,
+        total_bytes=0 if raw else space.f_blocks * space.f_frsize,
+    )
+
+
+@contextlib.contextmanager
+def _sample(path: str, found: os.stat_result, writable: bool) -> Iterator[tuple[str, bool]]:
+    """Give the name of a file to try with, or "", and whether it may be written to."""
+    if not stat.S_ISDIR(found.st_mode):
+        yield path, False
+    elif writable:
+        with contextlib.ExitStack() as stack:
+            try:
+                flags = os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC
+                descriptor = os.open(path, flags, 0o600)
+                stack.callback(os.close, descriptor)
+                name = f"/proc/self/fd/{descriptor}"
+            except OSError:
+                # A file system such as FUSE, which knows no files without a name.
+                named = stack.enter_context(
+                    tempfile.NamedTemporaryFile(prefix=".nvmeio-", dir=path)
+                )
+                descriptor, name = named.fileno(), named.name
+            # A read of an empty file would work with O_DIRECT everywhere.
+            os.pwrite(descriptor, bytes(4096), 0)
+            yield name, True
+    else:
+        with os.scandir(path) as entries:
+            readable = (
+                entry.path
+                for entry in entries
+                if entry.is_file(follow_symlinks=False)
+                and os.access(entry.path, os.R_OK, effective_ids=True)
+            )
+            yield next(readable, ""), False
+
+
+def _tried(storage: Storage, name: str, fresh: bool, transfer: bool) -> Storage:
+    """Say of a path what only an open file tells."""
+    with File(name, "r+" if fresh else "r") as file:
+        known = replace(storage, direct=file.direct, alignment_bytes=file.alignment)
+        if not transfer:
+            return known
+        content = os.urandom(TRIAL_BYTES) if fresh else bytes(min(TRIAL_BYTES, file.size))
+        again = bytearray(len(content))
+        with Handle() as handle:
+            if fresh:
+                handle.write(content, file)
+            handle.read(again, file)
+        if fresh and again != content:
+            return replace(known, error="what was read is not what was written")
+    return known
+
+
+def _attribute(block: Path | None, *names: str) -> str:
+    """Return the text of the first of a device's files that says something, or ""."""
+    texts = (_line(block / name) for name in names) if block else ()
+    return next(filter(None, texts), "")

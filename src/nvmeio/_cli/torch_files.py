@@ -1,0 +1,165 @@
+"""What a file of torch.save holds, told without torch and without running anything.
+
+Its pickle is gone through by an unpickler that knows tensors, and makes of everything else
+an object that does nothing.
+"""
+
+import collections
+import math
+import pickle
+import zipfile
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from nvmeio._cli.arguments import CommandError
+
+__all__ = ["is_torch_file", "tensors_of"]
+
+# Of a pickle, which is as long as there are tensors.
+PICKLE_BYTES_MAX = 256 << 20
+
+# What storages and dtypes are called, and how large an element is.
+KINDS = {
+    "DoubleStorage": ("float64", 8),
+    "FloatStorage": ("float32", 4),
+    "HalfStorage": ("float16", 2),
+    "BFloat16Storage": ("bfloat16", 2),
+    "LongStorage": ("int64", 8),
+    "IntStorage": ("int32", 4),
+    "BoolStorage": ("bool", 1),
+    "ShortStorage": ("int16", 2),
+    "CharStorage": ("int8", 1),
+    "ByteStorage": ("uint8", 1),
+    "ComplexFloatStorage": ("complex64", 8),
+    "ComplexDoubleStorage": ("complex128", 16),
+}
+SIZES = dict(KINDS.values())
+SIZES |= {"uint16": 2, "uint32": 4, "uint64": 8, "complex32": 4}
+
+
+class Found(NamedTuple):
+    """A tensor of the file."""
+
+    key: str  # of its storage
+    dtype: str
+    itemsize: int
+    shape: tuple[int, ...]
+    begin: int  # in the storage, in elements
+
+
+class Nothing:
+    """Stands for an object of any other class, and does nothing."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        pass
+
+    def __setstate__(self, state: object) -> None:
+        pass
+
+    def _take(self, *args: object) -> None:
+        pass
+
+    append = extend = add = __setitem__ = _take
+
+
+class Reader(pickle.Unpickler):
+    """Finds the tensors of a pickle."""
+
+    def persistent_load(self, pid: Any) -> Any:
+        """Return what is known of a storage."""
+        _, kind, key, *_ = pid
+        return str(key), kind
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return what is called in the place of a function or class: nothing of theirs."""
+        if (module, name) == ("collections", "OrderedDict"):
+            return collections.OrderedDict
+        if module == "torch._utils" and name in (
+            "_rebuild_tensor_v2",
+            "_rebuild_tensor_v3",
+        ):
+            return _tensor
+        if module == "torch._utils" and name.startswith("_rebuild_parameter"):
+            return _parameter
+        if (module, name) == ("torch", "Size"):
+            return tuple
+        if module == "torch" and (
+            name in KINDS or name in SIZES or name.startswith("float8")
+        ):
+            return name
+        return Nothing
+
+
+def _tensor(storage: Any, begin: int, shape: Any, stride: Any, *rest: Any) -> Any:
+    key, kind = storage
+    # Of storages without a type the dtype comes last.
+    name = kind if isinstance(kind, str) else next(
+        (each for each in rest[::-1] if isinstance(each, str)), ""
+    )  # fmt: skip
+    dtype, size = KINDS.get(name, (name, SIZES.get(name, 1)))
+    return Found(key, dtype or "?", size, tuple(map(int, shape)), int(begin))
+
+
+def _parameter(data: Any, *rest: Any) -> Any:
+    return data
+
+
+def is_torch_file(path: str) -> bool:
+    """Tell whether a file is an archive as torch.save writes it."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return any(name.endswith("/data.pkl") for name in archive.namelist())
+    except (OSError, zipfile.BadZipFile):
+        return False
+
+
+def tensors_of(path: str) -> list[dict[str, Any]]:
+    """Return the tensors of such a file, each named by its keys from the top down."""
+    with zipfile.ZipFile(path) as archive, open(path, "rb") as file:
+        (name,) = [each for each in archive.namelist() if each.endswith("/data.pkl")][:1]
+        info = archive.getinfo(name)
+        if info.file_size > PICKLE_BYTES_MAX:
+            raise CommandError(
+                f"{path}: its pickle has {info.file_size} bytes; the limit is "
+                f"{PICKLE_BYTES_MAX}"
+            )
+        try:
+            with archive.open(name) as stream:
+                content = Reader(stream).load()
+        except (OSError, MemoryError):
+            raise
+        except Exception as error:
+            raise CommandError(f"{path}: its pickle cannot be read: {error}") from None
+        folder = name.removesuffix("data.pkl")
+        found = []
+        for key, tensor in _walk(content, (), set()):
+            try:
+                header = archive.getinfo(f"{folder}data/{tensor.key}").header_offset
+            except KeyError:
+                raise CommandError(f"{path}: it lacks the bytes of {key}") from None
+            file.seek(header + 26)
+            lengths = file.read(4)
+            begin = header + 30 + int.from_bytes(lengths[:2], "little")
+            begin += int.from_bytes(lengths[2:], "little")
+            found.append(
+                {
+                    "name": key,
+                    "dtype": tensor.dtype,
+                    "shape": list(tensor.shape),
+                    "bytes": math.prod(tensor.shape) * tensor.itemsize,
+                    "offset": begin + tensor.begin * tensor.itemsize,
+                }
+            )
+        return found
+
+
+def _walk(
+    value: Any, path: tuple[str, ...], within: set[int]
+) -> Iterator[tuple[str, Found]]:
+    """Yield the tensors of nested dicts, lists and tuples."""
+    if isinstance(value, Found):
+        yield "/".join(path), value
+    elif isinstance(value, (dict, list, tuple)) and id(value) not in within:
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, each in items:
+            yield from _walk(each, (*path, str(key)), within | {id(value)})

@@ -1,0 +1,176 @@
+"""What ``nvmeio tune`` tries, and how: one tensor, read and written with given settings."""
+
+import contextlib
+import itertools
+import mmap
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from nvmeio._arguments.units import in_binary
+from nvmeio._cli.measuring import forget_cached
+from nvmeio._config.constants import DEFAULTS, TUNABLE
+from nvmeio._native.file import File
+from nvmeio._native.handle import Handle
+from nvmeio.memory import empty
+
+# As Handle(**options) takes them.
+Options = dict[str, Any]
+
+DEFAULT: Options = {name: DEFAULTS[name] for name in TUNABLE}
+
+GRID_BLOCKS = (128 << 10, 512 << 10, 1 << 20, 4 << 20)
+GRID_DEPTHS = (8, 32, 128)
+
+WORKERS = (2, 4)
+
+
+def grid() -> list[Options]:
+    """Return the default, and every block size with every depth."""
+    pairs = sorted(
+        itertools.product(GRID_BLOCKS, GRID_DEPTHS), key=lambda pair: pair[0] * pair[1]
+    )
+    options = [
+        {**DEFAULT, "block_size": block, "queue_depth": depth} for block, depth in pairs
+    ]
+    return distinct([DEFAULT, *options])
+
+
+def variations(
+    winners: Iterable[Options], engines: Sequence[str], processors: int
+) -> list[Options]:
+    """Return winners, the default, and what differs from a winner in one option.
+
+    `engines` are those that work here, the one that "auto" takes first.
+    """
+    winners = list(winners)
+    found = [*winners, DEFAULT]
+    for winner in winners:
+        changes: list[Options] = [
+            {"workers": count} for count in WORKERS if count <= processors
+        ]
+        changes += [{"engine": engine} for engine in engines[1:]]
+        found += [{**winner, **change} for change in changes]
+    return distinct(found)
+
+
+def bounces(winner: Options) -> list[Options]:
+    return [{**winner, "bounce": kind} for kind in ("auto", "never", "always")]
+
+
+def distinct(candidates: Iterable[Options]) -> list[Options]:
+    """Return candidates without repetition, in their order."""
+    found: list[Options] = []
+    for candidate in candidates:
+        if candidate not in found:
+            found.append(candidate)
+    return found
+
+
+def described(options: Options) -> str:
+    """Say what is unusual in settings, such as "1 MiB x 32, 2 workers"."""
+    words = [f"{in_binary(options['block_size'])} x {options['queue_depth']}"]
+    if options["workers"] > 1:
+        words.append(f"{options['workers']} workers")
+    if options["engine"] != "auto":
+        words.append(options["engine"])
+    if options["bounce"] != "auto":
+        words.append(f"bounce {options['bounce']}")
+    return ", ".join(words)
+
+
+# Long enough that to begin and to end does not matter, short enough for many.
+TRIAL_SECONDS = 0.05
+TRIAL_BYTES_MIN = 32 << 20
+PAGE_BYTES = 4096
+
+Array = npt.NDArray[np.uint8]
+
+
+def small_pages(nbytes: int) -> Array:
+    """Make a buffer of 4 KiB pages from anywhere, as a process has that runs for long."""
+    mapped = mmap.mmap(-1, nbytes)
+    mapped.madvise(mmap.MADV_NOHUGEPAGE)
+    memory = np.frombuffer(mapped, np.uint8)
+    pages = memory.reshape(-1, PAGE_BYTES)
+    pages[np.random.default_rng().permutation(len(pages)), 0] = 1
+    return memory
+
+
+class Trials:
+    """A file on the disk, and a buffer that is moved.
+
+    `size` is in whole MiB; `engine` stands for "auto", whatever the environment says.
+    """
+
+    def __init__(self, folder: Path, size: int, engine: str) -> None:
+        self._size, self._engine = size, engine
+        self._handles: dict[str, Handle] = {}
+        self._path = folder / "file"
+        self._offset = 0
+        with contextlib.ExitStack() as stack:
+            self._file = stack.enter_context(File(self._path, "w"))
+            stack.callback(self.rest)
+            self.direct: bool = self._file.direct
+            self._fill()
+            # In huge pages, as swapped tensors have it.
+            self._memory: Array = empty(min(size, TRIAL_BYTES_MIN), np.uint8)
+            slower = min(self.measure(DEFAULT).values())
+            nbytes = max(TRIAL_BYTES_MIN, int(slower * TRIAL_SECONDS))
+            self.nbytes = min(size, nbytes - nbytes % (1 << 20))
+            self._memory = empty(self.nbytes, np.uint8)
+            self._stack = stack.pop_all()
+
+    def __enter__(self) -> "Trials":
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._stack.close()
+
+    def use_small_pages(self) -> None:
+        self._memory = small_pages(self.nbytes)
+
+    def measure(self, options: Options) -> dict[str, float]:
+        """Read and write once; return the bytes a second of each."""
+        key = repr(options)
+        if key not in self._handles:
+            self._handles[key] = self._made(options)
+        handle = self._handles[key]
+        nbytes = len(self._memory)
+        # All of the file in turn, each piece read before it is written: what the device has
+        # just had in its hands is no measure.
+        offset = self._offset if self._offset + nbytes <= self._size else 0
+        self._offset = offset + nbytes
+        speeds = {}
+        for op in ("read", "write"):
+            move = handle.write if op == "write" else handle.read
+            if not self.direct:
+                forget_cached(self._path)
+            begin = time.perf_counter()
+            move(self._memory, self._file, offset)
+            speeds[op] = nbytes / (time.perf_counter() - begin)
+        return speeds
+
+    def rest(self) -> None:
+        """Close the handles of what was measured."""
+        for handle in self._handles.values():
+            handle.close()
+        self._handles.clear()
+
+    def _made(self, options: Options) -> Handle:
+        """Make a handle of options that are complete, so that no others have a say."""
+        engine = options["engine"]
+        return Handle(**{**options, "engine": self._engine if engine == "auto" else engine})
+
+    def _fill(self) -> None:
+        """Write all of the file, of bytes that no device can make smaller."""
+        piece = np.frombuffer(np.random.default_rng().bytes(TRIAL_BYTES_MIN), np.uint8)
+        with self._made(DEFAULT) as handle:
+            for offset in range(0, self._size, len(piece)):
+                part: Any = piece[: self._size - offset]
+                handle.write(part, self._file, offset)
+            handle.fsync(self._file)

@@ -1,0 +1,304 @@
+"""``nvmeio tune``: the fastest settings for a device."""
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import os
+import statistics
+import time
+from typing import Any
+
+from nvmeio._arguments.units import in_binary
+from nvmeio._cli import plots
+from nvmeio._cli.arguments import (
+    CommandError,
+    Parser,
+    UsageError,
+    option,
+    seconds,
+    sentence,
+    size,
+)
+from nvmeio._cli.measuring import (
+    add_figure_options,
+    check_plotting,
+    keep_figures,
+    scratch_folder,
+)
+from nvmeio._cli.race import GOALS, Race
+from nvmeio._cli.terminal import Terminal
+from nvmeio._cli.trials import (
+    DEFAULT,
+    Options,
+    Trials,
+    bounces,
+    described,
+    distinct,
+    grid,
+    variations,
+)
+from nvmeio._config.aio_json import aio_config, check_aio_file, write_aio_config
+from nvmeio._native.info import engines
+from nvmeio.profiles import (
+    Choice,
+    Profile,
+    check_saving,
+    load_profile,
+    new_profile,
+    save_profile,
+)
+
+SIZE_MIN = 64 << 20
+MIB = 1 << 20
+
+# What the first two races may take of the budget; the last has what they leave.
+GRID_SHARE = 0.5
+VARIATIONS_SHARE = 0.85
+
+# What DeepSpeed's block calls options of a handle.
+AIO_KEYS = {
+    "block_size": "block_size",
+    "queue_depth": "queue_depth",
+    "intra_op_parallelism": "workers",
+}
+
+DETAILS = """\
+Three races: block size and queue depth; then workers and
+engines for the winners; then bounce, with memory in small
+pages.  In every round of a race each candidate reads and writes the same
+tensor, in another order.  A candidate is out when it is not faster than the
+winner by more than 3 %, with 99 % confidence in each comparison; a race ends
+when all others are out.  The default wins unless the race is over and another is
+certainly faster; among those that then look alike, the one that takes least
+memory.  Settings that were saved before run too, and stay unless others are
+certainly faster.
+
+The profile is saved for the device that DIR lies on, in nvmeio/profiles in
+$XDG_CONFIG_HOME (~/.config).  Handle.from_profile(path) uses it, and so
+does every handle with NVMEIO_PROFILE=auto in the environment.  All files are
+made in a folder nvmeio-bench-* in DIR that is removed at the end, also after
+Ctrl-C.
+
+examples:
+  nvmeio tune /mnt/nvme
+  nvmeio tune /mnt/nvme --budget 5m --plot heat.png --deepspeed ds_config.json
+"""
+
+
+def configure(parser: Parser) -> None:
+    parser.epilog = DETAILS
+    parser.add_argument("dir", metavar="DIR", help="a folder on the device")
+    about = "how long it may take, such as 90s or 5m (default: 60s)"
+    option(parser, "--budget TIME", about, seconds, 60.0)
+    option(parser, "--size SIZE", "of the file (default: 1G)", size, 1 << 30)
+    option(parser, "--no-save", "save no profile")
+    about = 'write the "aio" block into this DeepSpeed configuration'
+    option(parser, "--deepspeed FILE", about)
+    add_figure_options(parser, "every trial", "a heat map")
+
+
+def run(options: argparse.Namespace, terminal: Terminal) -> int:
+    if options.size < SIZE_MIN:
+        raise UsageError(f"--size must be at least {in_binary(SIZE_MIN)}")
+    check_plotting(options)
+    if not options.no_save:
+        try:
+            check_saving()
+        except OSError as error:
+            words = f"no profile can be saved: {sentence(error)}; --no-save leaves it out"
+            raise CommandError(words) from None
+    if options.deepspeed:
+        check_aio_file(options.deepspeed)
+    works = [name for name, engine in engines().items() if engine["works"]]
+    saved = _saved_options(options.dir, works)
+    begin = time.monotonic()
+    nbytes = options.size - options.size % MIB
+    with (
+        scratch_folder(options.dir, nbytes, options.reserve) as folder,
+        Trials(folder, nbytes, works[0]) as trials,
+    ):
+        heats = _heats(trials, works, saved, begin, options.budget, terminal)
+    choices = {goal: _choice(heats, goal, saved.get(goal)) for goal in GOALS}
+    profile = new_profile(options.dir, **choices)
+    measured = {key: profile.both.options[name] for key, name in AIO_KEYS.items()}
+    block = aio_config(measured)
+    if options.json != "-":
+        count = sum(heat.trials for heat in heats)
+        took = f"{time.monotonic() - begin:.0f} s"
+        terminal.say(f"{profile.description}: {count} trials in {took}\n")
+        _tell(profile, saved, terminal)
+        terminal.say("DeepSpeed's aio block, for reading and writing alike:")
+        terminal.say('"aio": ' + json.dumps(block, indent=2) + "\n")
+    found = {
+        "schema": 1,
+        **dataclasses.asdict(profile),
+        "direct": trials.direct,
+        "trial_bytes": trials.nbytes,
+        "aio": block,
+        "races": [heat.as_dict() for heat in heats],
+    }
+    # First what took so long: a file that is named may turn out not to be writable.
+    if not options.no_save:
+        terminal.note(f"saved: {save_profile(profile)}")
+    keep_figures(found, lambda: _heat_map(heats[0], profile), options, terminal)
+    if options.deepspeed:
+        # What was not measured stays as it is.
+        write_aio_config(options.deepspeed, measured)
+        terminal.note(f"written: the aio block of {options.deepspeed}")
+    return 0
+
+
+def _settled(profile: Profile) -> bool:
+    return all(getattr(profile, goal).figures["settled"] for goal in GOALS)
+
+
+def _saved_options(folder: str, works: list[str]) -> dict[str, Options]:
+    """Return the options of a profile that was saved before, which can be used here."""
+    with contextlib.suppress(OSError, ValueError):
+        if (profile := load_profile(folder)) is not None:
+            found = {goal: getattr(profile, goal).options for goal in GOALS}
+            usable = {*works, DEFAULT["engine"]}
+            return {goal: one for goal, one in found.items() if one["engine"] in usable}
+    return {}
+
+
+class Heat(Race):
+    """A race, and who runs in it."""
+
+    def __init__(self, name: str, candidates: list[Options]) -> None:
+        super().__init__(len(candidates))
+        self.name, self.candidates = name, candidates
+
+    def best(self, goal: str) -> Options:
+        return self.candidates[self.result(goal).winner]
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "race": self.name,
+            "rounds": self.rounds,
+            "results": {goal: dataclasses.asdict(self.result(goal)) for goal in GOALS},
+            "candidates": [
+                {
+                    "options": candidate,
+                    "read_bytes_per_s": self.speeds(index, "read"),
+                    "write_bytes_per_s": self.speeds(index, "write"),
+                }
+                for index, candidate in enumerate(self.candidates)
+            ],
+        }
+
+
+def _heats(
+    trials: Trials,
+    works: list[str],
+    saved: dict[str, Options],
+    begin: float,
+    budget: float,
+    terminal: Terminal,
+) -> list[Heat]:
+    """Hold the races, each with those who won the one before."""
+    processors = len(os.sched_getaffinity(0))
+
+    def hold(name: str, candidates: list[Options], share: float) -> Heat:
+        heat = Heat(name, candidates)
+        left = max(0.0, begin + budget * share - time.monotonic())
+        advance = terminal.progress(name, left)
+
+        def measure(index: int) -> dict[str, float]:
+            started = time.monotonic()
+            speeds = trials.measure(candidates[index])
+            advance(time.monotonic() - started)
+            return speeds
+
+        heat.run(measure, time.monotonic() + left)
+        trials.rest()
+        return heat
+
+    first = hold("block size and depth", grid(), GRID_SHARE)
+    winners = [first.best(goal) for goal in ("both", "read", "write")]
+    before = [_without_bounce(options) for options in saved.values()]
+    candidates = distinct([*variations(winners, works, processors), *before])
+    second = hold("workers, engines", candidates, VARIATIONS_SHARE)
+    trials.use_small_pages()
+    return [first, second, hold("bounces", bounces(second.best("both")), 1.0)]
+
+
+def _without_bounce(options: Options) -> Options:
+    """Return options as the second race has them, whose memory is the pool's."""
+    return {**options, "bounce": DEFAULT["bounce"]}
+
+
+def _choice(heats: list[Heat], goal: str, saved: Options | None) -> Choice:
+    """Put together what has won, with the figures of pool memory.
+
+    That is the default, or what was saved before, unless the winner is certainly faster
+    than it and the race has told it from all others.
+    """
+    first, second, third = heats
+    default = second.candidates.index(DEFAULT)
+    result = second.result(goal)
+    chosen = result.winner
+    if not (result.settled and second.is_faster(chosen, default, goal)):
+        chosen = default
+    options = dict(second.candidates[chosen])
+    if options == second.best("both"):
+        # The third race was about these alone.
+        options["bounce"] = third.best(goal)["bounce"]
+    if saved is not None:
+        kept = second.candidates.index(_without_bounce(saved))
+        if not second.is_faster(chosen, kept, goal):
+            chosen, options = kept, saved
+    speeds = [speed / 1e9 for speed in second.speeds(chosen, goal)]
+    figures = {
+        "median_gb_per_s": statistics.median(speeds),
+        "min_gb_per_s": min(speeds),
+        "max_gb_per_s": max(speeds),
+        "times_default": second.times_as_fast(chosen, default, goal),
+        "settled": not second.rivals(chosen, goal)
+        and all(heat.result(goal).settled for heat in (first, third)),
+    }
+    return Choice(options, figures)
+
+
+def _tell(profile: Profile, saved: dict[str, Options], terminal: Terminal) -> None:
+    """Show what is best, how sure that is, and what is recommended."""
+    rows = []
+    for goal in GOALS:
+        options, figures = (choice := getattr(profile, goal)).options, choice.figures
+        default = options == DEFAULT
+        rows.append(
+            [
+                goal,
+                described(options) + " (default)" * default,
+                "{median_gb_per_s:.2f} [{min_gb_per_s:.2f}-{max_gb_per_s:.2f}]".format(
+                    **figures
+                ),
+                "default" if default else f"{figures['times_default']:.2f}",
+                "yes" if figures["settled"] else "no",
+            ]
+        )
+    terminal.table(["best for", "settings", "GB/s", "x default", "settled"], rows)
+    options = profile.both.options
+    if options == DEFAULT:
+        words = "the default,\nfor nothing else is certainly faster."
+    elif options == saved.get("both"):
+        words = f"{described(options)}, as saved before,\nfor nothing is certainly faster."
+    else:
+        words = f"{described(options)},\nwhich is certainly faster than the default."
+    terminal.say(f"Recommended for reading and writing alike: {words}")
+    if not _settled(profile):
+        terminal.say(
+            "Where it is not settled, other settings may be faster by as much as this\n"
+            "machine's noise hides; a longer --budget can tell."
+        )
+    terminal.say()
+
+
+def _heat_map(heat: Heat, profile: Profile) -> Any:
+    speeds = [
+        {goal: statistics.median(heat.speeds(index, goal)) / 1e9 for goal in GOALS}
+        for index in range(len(heat.candidates))
+    ]
+    pairs = list(zip(heat.candidates, speeds, strict=True))
+    return plots.heat_map(pairs, profile.description)

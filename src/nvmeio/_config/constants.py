@@ -1,0 +1,39 @@
+"""What the options of a handle are by default, and what they may be."""
+
+from typing import Any
+
+from nvmeio._arguments.checks import direct_choice, flag, whole, word
+
+__all__ = ["BOUNCES", "DEFAULTS", "ENGINES", "LIMITS", "TUNABLE", "checked"]
+
+ENGINES = ("auto", "io_uring", "libaio", "threads", "sync")
+BOUNCES = ("auto", "always", "never")
+
+# The most that numbers may be, as the C headers have it; the least is 1.
+LIMITS = {"block_size": 1 << 30, "queue_depth": 32768, "workers": 256}
+
+DEFAULTS: dict[str, int | bool | str] = {
+    "engine": "auto",
+    "direct": "auto",
+    "bounce": "auto",
+    "block_size": 1 << 20,
+    "queue_depth": 128,
+    "workers": 1,
+    "check_overlap": False,
+}
+
+# What a device can be tuned by, and a profile has.
+TUNABLE = ("engine", "bounce", "block_size", "queue_depth", "workers")
+
+_WORDS = {"engine": ENGINES, "bounce": BOUNCES}
+
+
+def checked(option: str, value: Any, name: str) -> Any:
+    """Return the value of an option, or raise what names its source."""
+    if option in LIMITS:
+        return whole(name, value, 1, LIMITS[option])
+    if option in _WORDS:
+        return word(name, value, _WORDS[option])
+    if option == "direct":
+        return direct_choice(name, value)
+    return flag(name, value)

@@ -1,0 +1,151 @@
+"""The options of a handle: passed, or of the environment, a profile, or the default."""
+
+import functools
+import logging
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from nvmeio._arguments.checks import flag, word
+from nvmeio._arguments.keywords import suggesting
+from nvmeio._arguments.types import Path
+from nvmeio._config.constants import DEFAULTS, TUNABLE, checked
+
+__all__ = ["aio_handle", "handle_options", "profile_arguments", "variable"]
+
+_log = logging.getLogger("nvmeio")
+
+# What the environment can say of options that are neither words nor numbers.
+_TEXTS: dict[str, Any] = {"0": False, "1": True, "auto": "auto"}
+
+
+def variable(name: str) -> str:
+    """Return the name of the environment variable that an option is taken from."""
+    return f"NVMEIO_{name.upper()}"
+
+
+# What tries the engines: nvmeio.engines, which stands above.
+Engines = Callable[[], Mapping[str, Any]]
+
+
+def handle_options(arguments: Mapping[str, Any], engines: Engines) -> dict[str, Any]:
+    """Return all options of ``nvmeio.Handle`` by name."""
+    passed = {name: value for name, value in arguments.items() if value is not None}
+    found = {name: checked(name, value, name) for name, value in passed.items()}
+    for name in DEFAULTS:
+        if name not in found and (text := os.environ.get(variable(name))):
+            found[name] = _of_text(name, text)
+    # A profile is looked for only where it has anything to say.
+    if any(name not in found for name in TUNABLE):
+        tuned = _environment_profile()
+        found |= _usable(
+            {name: v for name, v in tuned.items() if name not in found}, engines
+        )
+    return {**DEFAULTS, **found}
+
+
+# It bears the name of the class, for Python puts a function's name into what it says of
+# arguments that are unknown or too many.
+@suggesting
+def aio_handle(
+    block_size: Any = None,
+    queue_depth: Any = None,
+    single_submit: Any = False,
+    overlap_events: Any = False,
+    intra_op_parallelism: Any = None,
+    *,
+    engine: Any = None,
+    direct: Any = None,
+    bounce: Any = None,
+    errors: Any = "raise",
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the options for the handle under ``nvmeio.aio_handle``, and those it adds.
+
+    The first are what was passed: ``handle_options`` settles them.
+    """
+    if intra_op_parallelism is not None:
+        checked("workers", intra_op_parallelism, "intra_op_parallelism")
+    own = {
+        "single_submit": flag("single_submit", single_submit),
+        "overlap_events": flag("overlap_events", overlap_events),
+        "errors": word("errors", errors, ("raise", "status")),
+    }
+    passed = {
+        "engine": engine,
+        "direct": direct,
+        "bounce": bounce,
+        "block_size": block_size,
+        "queue_depth": queue_depth,
+        "workers": intra_op_parallelism,
+    }
+    return passed, own
+
+
+def profile_arguments(
+    path: Path, op: str, arguments: Mapping[str, Any], engines: Engines
+) -> dict[str, Any]:
+    """Return the arguments of ``Handle.from_profile(path, op=op, **arguments)``."""
+    # Loaded on first use, here and below, for few programs use it.
+    from nvmeio._config.lookup import profile_at
+
+    op = word("op", op, ("both", "read", "write"))
+    passed = {name: value for name, value in arguments.items() if value is not None}
+    tuned = getattr(profile_at(path), op).options
+    # The constructor asks the environment, which counts before the profile.
+    known = {name for name in tuned if name in passed or os.environ.get(variable(name))}
+    return {
+        **_usable({name: tuned[name] for name in tuned.keys() - known}, engines),
+        **passed,
+    }
+
+
+def _of_text(name: str, text: str) -> Any:
+    """Return the value that the environment gives an option."""
+    value: Any = text
+    if name == "direct" and text not in _TEXTS:
+        raise ValueError(f"{variable(name)} is {text!r}; it must be auto, 0 or 1")
+    if name in ("direct", "check_overlap"):
+        value = _TEXTS.get(text, text)
+    elif isinstance(DEFAULTS[name], int):
+        try:
+            value = int(text)
+        except ValueError:
+            raise ValueError(
+                f"{variable(name)} is {text!r}; it must be an integer"
+            ) from None
+    try:
+        return checked(name, value, variable(name))
+    except TypeError:
+        raise ValueError(f"{variable(name)} is {text!r}; it must be 0 or 1") from None
+
+
+def _environment_profile() -> Mapping[str, Any]:
+    """Return the options of the profile that the environment asks for, if it does."""
+    value = os.environ.get("NVMEIO_PROFILE")
+    if not value:
+        return {}
+    from nvmeio._config.lookup import environment_options
+
+    return environment_options(value)
+
+
+def _usable(tuned: Mapping[str, Any], engines: Engines) -> dict[str, Any]:
+    """Return a profile's options, "auto" in place of an engine that does not work here."""
+    if "engine" not in tuned:
+        return dict(tuned)
+    return {**tuned, "engine": _engine_once(tuned["engine"], engines)}
+
+
+def _engine_in_place_of(engine: str, engines: Engines) -> str:
+    """Return a profile's engine, or "auto" where it does not work in this process."""
+    if engine == "auto":
+        return engine
+    found = engines()[engine]
+    if found["works"]:
+        return engine
+    _log.warning("the profile's engine %s cannot be used: %s", engine, found["reason"])
+    return "auto"
+
+
+# To try the engines takes 40 ms (2026-11-21, 2 cores).
+_engine_once = functools.cache(_engine_in_place_of)

@@ -1,0 +1,1 @@
+"""Paths, and files that take the place of others."""

@@ -1,0 +1,67 @@
+"""Paths: made absolute, named in errors, and folders made durable."""
+
+import contextlib
+import errno
+import os
+from collections.abc import Iterator
+
+from nvmeio._arguments.checks import path_of
+from nvmeio._arguments.types import Path
+
+__all__ = ["absolute", "naming", "resolved", "synced_folder"]
+
+
+@contextlib.contextmanager
+def synced_folder(path: str | bytes, *, follow: bool = True) -> Iterator[None]:
+    """Open the folder of a file, and make its names durable if all goes well.
+
+    It is the folder of the file that a link leads to; with ``follow=False`` the link's own.
+    """
+    with naming(path):
+        folder = os.path.dirname(resolved(path, follow=follow))
+    words = f" (its folder {folder!r}, to be synced)"
+    descriptor = -1
+    try:
+        with naming(path, words):
+            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        yield
+        with naming(path, words):
+            os.fsync(descriptor)
+    finally:
+        if descriptor >= 0:
+            os.close(descriptor)
+
+
+def absolute(path: Path) -> str | bytes:
+    """Return a path that another process, in another folder, can take."""
+    path = path_of(path)
+    folder = os.getcwdb() if isinstance(path, bytes) else os.getcwd()
+    # Not normalized: "link/../file" is what the kernel takes it for.
+    return os.path.join(folder, path)  # type: ignore[arg-type]  # both are of one type
+
+
+@contextlib.contextmanager
+def naming(path: str | bytes, words: str = "") -> Iterator[None]:
+    """Let every OSError name a file."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, f"{error.strerror}{words}", path) from error
+
+
+def resolved(path: str | bytes, *, follow: bool = True) -> str:
+    """Follow the links of a path as the kernel does, to a file that need not exist.
+
+    With ``follow=False`` the last name of the path may be a link, which is not followed.
+    """
+    found = os.path.join(os.getcwd(), os.fsdecode(path))
+    for _ in range(40):
+        folder, name = os.path.split(found)
+        if name in ("", os.curdir, os.pardir):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
+        folder = os.path.realpath(folder, strict=True)
+        found = os.path.join(folder, name)
+        if not follow or not os.path.islink(found) or folder.startswith("/proc/"):
+            return found
+        found = os.path.join(folder, os.readlink(found))
+    raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), path)

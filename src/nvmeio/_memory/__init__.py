@@ -1,0 +1,1 @@
+"""Callers' memory: strides, overlaps, libraries of tensors."""

@@ -1,0 +1,1 @@
+"""All Cython: the C library as objects of Python."""

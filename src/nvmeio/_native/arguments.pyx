@@ -1,0 +1,62 @@
+"""What callers pass with each transfer, checked: places in files, paths, time limits.
+
+What is checked less often is in _arguments/checks.py.
+"""
+
+import inspect
+import operator
+import os
+import time
+
+import numpy
+
+from libc.stdint cimport INT64_MAX, int64_t
+
+from nvmeio._arguments.checks import integer, shown
+
+_numpy_bool = numpy.bool_
+
+
+cdef object path_or_descriptor(object file):
+    if isinstance(file, (str, bytes)) or type(file) is int:
+        return file
+    if file is inspect.Parameter.empty:
+        raise TypeError("the argument 'file' is missing: a path, a descriptor or a File")
+    if not isinstance(file, (bool, _numpy_bool)):
+        for convert in (os.fspath, operator.index):
+            try:
+                return convert(file)
+            except TypeError:
+                continue
+    hint = "; pass its fileno()" if hasattr(file, "fileno") else ""
+    raise TypeError(
+        f"file is {shown(file)}; it must be a path, a descriptor or a File{hint}"
+    )
+
+
+cdef int64_t file_position(str name, object value) except -1:
+    if type(value) is not int:
+        value = integer(name, value)
+    if not 0 <= value <= 2**63 - 1:
+        raise ValueError(f"{name} is {value}; it must be from 0 to 2**63 - 1")
+    return value
+
+
+cpdef int64_t deadline_ns(object timeout) except -2:
+    """Return the monotonic time at which a timeout is over."""
+    if timeout is None:
+        return -1
+    if isinstance(timeout, (bool, _numpy_bool)):
+        raise TypeError(f"timeout is {timeout}; it must be seconds, or None")
+    cdef double seconds
+    try:
+        seconds = timeout
+    except TypeError:
+        raise TypeError(
+            f"timeout is {shown(timeout)}; it must be seconds, or None"
+        ) from None
+    if not seconds >= 0:
+        raise ValueError(f"timeout is {timeout}; it must be 0 or more, or None")
+    if seconds > 1e9:
+        return -1
+    return min(INT64_MAX, <int64_t> (seconds * 1e9) + <int64_t> time.monotonic_ns())

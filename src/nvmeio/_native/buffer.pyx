@@ -1,0 +1,408 @@
+"""Memory that callers lend for the life of a request: one Buffer for each array or tensor.
+
+Here are the exporters for the buffer protocol and for torch's DLPack exchange table, both
+without a Python call on the way to an ordinary array or tensor.  Everything uncommon about
+a tensor is left to its library, which registry.py finds; the I/O is left to request.pyx.
+"""
+
+import functools
+
+import numpy
+
+cimport cython
+from cpython.buffer cimport (
+    PyBUF_FORMAT,
+    PyBUF_READ,
+    PyBUF_STRIDES,
+    PyBUF_WRITABLE,
+    PyBUF_WRITE,
+    PyBuffer_IsContiguous,
+    PyBuffer_Release,
+    PyObject_CheckBuffer,
+    PyObject_GetBuffer,
+)
+from cpython.memoryview cimport PyMemoryView_FromMemory
+from cpython.pycapsule cimport PyCapsule_GetPointer
+from libc.stdint cimport int64_t, uintptr_t
+
+from nvmeio cimport libnvmeio
+from nvmeio._native cimport dlpack
+
+from nvmeio._memory.strides import may_overlap
+from nvmeio._memory.overlap import elements_of
+from nvmeio._memory.registry import libraries as _libraries
+from nvmeio._memory.registry import library_of
+
+_ndarray = numpy.ndarray
+_bytes = numpy.dtype(numpy.uint8)
+
+
+# What it holds is let go of when its request is done, so no cycle outlives that; and a
+# collector has less to look at.
+@cython.no_gc
+@cython.final
+cdef class Buffer:
+    """Buffer()
+--
+
+    Bytes lent to the engine: a caller's memory, or a staging copy of it."""
+
+    def __init__(self):
+        raise TypeError("a Buffer is made by lending an array or a tensor to a request")
+
+    def __dealloc__(self):
+        self.release()
+
+    cdef bint is_in_place(self) noexcept:
+        return self.address != NULL and self.address == self.pooled
+
+    cdef tuple memory_in_use(self):
+        if self.nbytes == 0 or self.is_in_place():
+            return <uintptr_t> self.address, self.nbytes
+        if not self.writable:
+            return (), ()
+        # What the copy is brought back to is the first argument of what does that.
+        bound = isinstance(self.landing, functools.partial)
+        return elements_of(self.landing.args[0] if bound else self.source)
+
+    cdef int land(self) except -1:
+        """Bring what was read to where the caller wants it; a second call does nothing."""
+        landing = self.landing
+        if landing is not None:
+            landing(self.source)
+            self.landing = None
+        return 0
+
+    cdef int disuse(self) noexcept:
+        """Tell the pool that the memory is no longer in use; runs no Python."""
+        if self.pooled != NULL:
+            libnvmeio.pool_use(self.pooled, -1)
+            self.pooled = NULL
+        return 0
+
+    cdef int release(self) except -1:
+        """Let go of the memory; a second call does nothing."""
+        self.disuse()
+        self.address = NULL
+        self.landing = None
+        self.stage = None
+        self.owner = None
+        self.source = None
+        PyBuffer_Release(&self.view)
+        return 0
+
+
+cdef Buffer lend(object source, bint writable):
+    """Take hold of the memory of ``source`` until Buffer.release().
+
+    Notes
+    -----
+    Memory that is freed behind the back of its owner (``untyped_storage().resize_(0)``,
+    ``ndarray.resize(refcheck=False)``) while a request uses it cannot be protected.
+    """
+    cdef Buffer buffer
+    if isinstance(source, Buffer):
+        return source
+    buffer = new_buffer(source, writable)
+    if PyObject_CheckBuffer(source):
+        if not lend_view(buffer):
+            stage_view(buffer)
+    elif not lend_tensor(buffer, library_for(source)):
+        lend_export(buffer, library_for(source).export(source, writable))
+    return buffer
+
+
+cdef Buffer lend_in_place(object source, bint writable):
+    """As ``lend``, but None for what would need a staging copy, or more than a look."""
+    cdef Buffer buffer = new_buffer(source, writable)
+    if PyObject_CheckBuffer(source):
+        return buffer if lend_view(buffer) else None
+    return buffer if lend_tensor(buffer, library_for(source)) else None
+
+
+cdef Buffer new_buffer(object source, bint writable):
+    cdef Buffer buffer = Buffer.__new__(Buffer)
+    buffer.writable = writable
+    buffer.source = source
+    return buffer
+
+
+def borrow(source, *, writable):
+    """Take hold of memory before there is a request: ``lend`` for Python.
+
+    Parameters
+    ----------
+    source, writable
+        As for ``lend``.
+
+    Returns
+    -------
+    Buffer
+        To be passed once in place of ``source``; the request lets go of it.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As ``lend``.
+    """
+    return lend(source, writable)
+
+
+cdef bint lend_view(Buffer buffer) except -1:
+    """Lend through the buffer protocol, the view held until release.
+
+    Returns False, with the view taken, where its bytes are not in C order.
+    """
+    source = buffer.source
+    array = isinstance(source, _ndarray)
+    # Of bytes there is nothing to ask, and they are what is transferred most.
+    if array and not (type(source) is _ndarray and source.dtype is _bytes):
+        check_array(source)
+    # numpy refuses to write down the format of datetime64; its dtype was asked instead.
+    take_view(buffer, PyBUF_STRIDES if array else PyBUF_STRIDES | PyBUF_FORMAT)
+    if not array and has_objects(buffer.view.format):
+        raise TypeError(
+            f"cannot transfer {describe(source)}: its elements are Python objects; "
+            "convert them to numbers or bytes first"
+        )
+    buffer.nbytes = buffer.view.len
+    mark_use(buffer, buffer.view.buf)
+    if not PyBuffer_IsContiguous(&buffer.view, b"C"):
+        return False
+    buffer.address = buffer.view.buf
+    return True
+
+
+cdef int check_array(object array) except -1:
+    """Refuse the numpy arrays whose memory alone is not their contents."""
+    if array.dtype.hasobject:
+        raise TypeError(
+            f"cannot transfer an array of dtype {array.dtype}: its elements are Python "
+            "objects; convert it with astype() first"
+        )
+    # numpy imports numpy.ma when it is first asked for, and that takes 10 ms.
+    if type(array) is not _ndarray and isinstance(array, numpy.ma.MaskedArray):
+        raise TypeError(
+            "cannot transfer a masked array: its mask would be lost; pass array.data, "
+            "or array.filled() for a write"
+        )
+    return 0
+
+
+cdef int take_view(Buffer buffer, int flags) except -1:
+    """Fill in buffer.view, or say why the object does not lend its memory."""
+    source = buffer.source
+    try:
+        PyObject_GetBuffer(
+            source, &buffer.view, flags | PyBUF_WRITABLE if buffer.writable else flags
+        )
+        return 0
+    except (BufferError, TypeError, ValueError) as error:
+        reason = error
+    if buffer.writable:
+        try:
+            PyObject_GetBuffer(source, &buffer.view, flags)
+        except (BufferError, TypeError, ValueError):
+            pass
+        else:
+            PyBuffer_Release(&buffer.view)
+            raise ValueError(
+                f"cannot write to {describe(source)}: it is read-only; pass writable "
+                "memory, such as a bytearray or a copy of the array"
+            ) from reason
+    raise ValueError(f"{describe(source)} does not lend its memory: {reason}") from reason
+
+
+cdef bint has_objects(const char *format) except -1:
+    """Tell whether a struct format has Python objects among its elements."""
+    if format == NULL:
+        return False
+    # Names of fields stand between colons.
+    return "O" in "".join(format.decode("utf-8", "replace").split(":")[::2])
+
+
+cdef int stage_view(Buffer buffer) except -1:
+    """Put a C-ordered copy of a strided view between it and the engine."""
+    target = strided_array(&buffer.view, buffer.writable)
+    if not buffer.writable:
+        buffer.owner = target.copy(order="C")
+    elif may_overlap(target.shape, target.strides, target.itemsize):
+        raise ValueError(
+            f"cannot write to {describe(buffer.source)} of shape {target.shape} "
+            f"and strides {target.strides}: its elements overlap; pass a copy"
+        )
+    else:
+        buffer.owner = numpy.empty(target.shape, target.dtype)
+        buffer.landing = functools.partial(_copy_back, target, buffer.owner)
+    buffer.address = <void *> <uintptr_t> buffer.owner.__array_interface__["data"][0]
+    return 0
+
+
+def _copy_back(target, staging, source):
+    """Copy staged bytes into a view of the source, whose memory `target` only borrows."""
+    target[...] = staging
+
+
+cdef object strided_array(const Py_buffer *view, bint writable):
+    """Return an array of opaque items over the memory of a view, which it does not hold."""
+    cdef Py_ssize_t below = 0, above = view.itemsize, reach
+    cdef int axis
+    for axis in range(view.ndim):
+        reach = view.strides[axis] * (view.shape[axis] - 1)
+        if reach < 0:
+            below -= reach
+        else:
+            above += reach
+    memory = PyMemoryView_FromMemory(
+        <char *> view.buf - below, below + above, PyBUF_WRITE if writable else PyBUF_READ
+    )
+    return _ndarray(
+        [view.shape[axis] for axis in range(view.ndim)],
+        # Void items are copied byte for byte, padding and NaN payloads included.
+        dtype=f"V{view.itemsize}",
+        buffer=memory,
+        offset=below,
+        strides=[view.strides[axis] for axis in range(view.ndim)],
+    )
+
+
+cdef object library_for(object source):
+    """Return the library that a tensor belongs to, or raise TypeError."""
+    for kind, library in _libraries:
+        if isinstance(source, kind):
+            return library
+    library = library_of(source)
+    if library is None:
+        raise TypeError(
+            "expected an array, a tensor or another object with the buffer protocol, "
+            f"not {describe(source)}{remedy_for(source)}"
+        )
+    return library
+
+
+cdef str remedy_for(object source):
+    """Return what may be passed in place of what has no memory to lend, for a message.
+
+    Never a copy of it: what is read into a copy is lost.
+    """
+    if isinstance(source, (list, tuple)):
+        return ", which has no memory of its own; use an array in its place"
+    if hasattr(source, "getbuffer"):
+        return "; pass its getbuffer()"
+    if type(source).__name__ == "UntypedStorage":
+        return "; pass torch.empty(0, dtype=torch.uint8).set_(storage)"
+    return ""
+
+
+cdef const dlpack.ExchangeTable *exchange_table(object kind) except? NULL:
+    """Return the DLPack exchange table of a type, NULL where it has none that we read.
+
+    Looking it up costs 40 ns, so there is no cache that would keep types alive.
+    """
+    cdef dlpack.ExchangeHeader *header
+    capsule = getattr(kind, "__dlpack_c_exchange_api__", None)
+    if capsule is None:
+        return NULL
+    header = <dlpack.ExchangeHeader *> PyCapsule_GetPointer(
+        capsule, "dlpack_exchange_api"
+    )
+    while header != NULL and header.version.major != dlpack.MAJOR_VERSION:
+        header = header.older
+    return <const dlpack.ExchangeTable *> header
+
+
+cdef bint borrow_tensor(object source, dlpack.Tensor *tensor) except -1:
+    """Look at an ordinary tensor: dense, contiguous, in host memory; False for others."""
+    cdef const dlpack.ExchangeTable *table = exchange_table(type(source))
+    if table == NULL or table.borrow == NULL:
+        return False
+    # torch prints a warning where somebody asks for its address.
+    if type(source).__name__ == "FakeTensor":
+        return False
+    try:
+        table.borrow(<void *> source, tensor)
+    except (BufferError, RuntimeError, TypeError, ValueError):
+        # Sparse, quantized, meta, ...: the library finds words for what it is.
+        return False
+    if tensor.device.device_type not in (
+        dlpack.DEVICE_CPU, dlpack.DEVICE_CUDA_HOST, dlpack.DEVICE_ROCM_HOST
+    ):
+        return False
+    if not is_contiguous(tensor):
+        return False
+    # Fake tensors and wrappers have no memory of their own.
+    if tensor.data == NULL and count_bytes(tensor) > 0:
+        return False
+    # DLPack has no word for lazy negation and conjugation.
+    if source.is_neg():
+        return False
+    return not (tensor.dtype.code == dlpack.CODE_COMPLEX and source.is_conj())
+
+
+cdef bint lend_tensor(Buffer buffer, object library) except -1:
+    """Lend an ordinary tensor; False, with the buffer as it was, for any other."""
+    cdef dlpack.Tensor tensor
+    source = buffer.source
+    if not borrow_tensor(source, &tensor):
+        return False
+    # The storage, and not the tensor: set_() and `.data =` give the tensor another one.
+    buffer.owner = source.untyped_storage()
+    buffer.address = <char *> tensor.data + tensor.byte_offset
+    buffer.nbytes = count_bytes(&tensor)
+    if buffer.writable:
+        buffer.landing = library.touch
+    mark_use(buffer, buffer.address)
+    return True
+
+
+cdef bint is_contiguous(const dlpack.Tensor *tensor) noexcept:
+    """Tell whether the elements of a tensor lie in C order without gaps."""
+    cdef int64_t expected = 1
+    cdef int axis
+    if tensor.strides == NULL:
+        return True
+    for axis in range(tensor.ndim):
+        if tensor.shape[axis] == 0:
+            return True
+    for axis in range(tensor.ndim - 1, -1, -1):
+        if tensor.shape[axis] != 1:
+            if tensor.strides[axis] != expected:
+                return False
+            expected *= tensor.shape[axis]
+    return True
+
+
+cdef Py_ssize_t count_bytes(const dlpack.Tensor *tensor) noexcept:
+    """Return the size of a contiguous tensor in bytes."""
+    cdef Py_ssize_t count = (tensor.dtype.bits * tensor.dtype.lanes + 7) // 8
+    cdef int axis
+    for axis in range(tensor.ndim):
+        count *= tensor.shape[axis]
+    return count
+
+
+cdef int lend_export(Buffer buffer, object export) except -1:
+    """Lend what its library made of a tensor."""
+    buffer.address = <void *> <uintptr_t> export.address
+    buffer.nbytes = export.nbytes
+    buffer.owner = export.owner
+    buffer.stage = export.stage
+    if buffer.writable:
+        buffer.landing = export.landing
+    mark_use(buffer, <void *> <uintptr_t> export.origin)
+    return 0
+
+
+cdef void mark_use(Buffer buffer, void *origin) noexcept:
+    """Tell the pool that a request uses the caller's memory, in case it is the pool's."""
+    buffer.pooled = origin
+    if origin != NULL:
+        libnvmeio.pool_use(origin, 1)
+
+
+cdef str describe(object source):
+    """Name an object in a message by its type."""
+    kind = type(source)
+    if kind.__module__ == "builtins":
+        return kind.__qualname__
+    return f"{kind.__module__}.{kind.__qualname__}"

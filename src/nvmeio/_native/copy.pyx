@@ -1,0 +1,351 @@
+"""Copies between arrays and tensors, by the library's kernels and on several processors.
+
+The only prange.  What is not a run of bytes on both sides is left to numpy or to the
+library of the tensors; which kernel copies what is the C library's.
+"""
+
+import numpy
+
+from cpython.buffer cimport (
+    PyBUF_C_CONTIGUOUS,
+    PyBUF_WRITABLE,
+    PyBuffer_Release,
+    PyObject_CheckBuffer,
+    PyObject_GetBuffer,
+)
+from cpython.type cimport PyType_IsSubtype
+from cython.parallel cimport prange
+
+from nvmeio cimport libnvmeio
+from nvmeio._native cimport dlpack
+from nvmeio._native.buffer cimport (
+    Buffer,
+    borrow_tensor,
+    count_bytes,
+    lend,
+    lend_in_place,
+    library_for,
+)
+from nvmeio._native.settings cimport apply_settings, threads_max
+
+from nvmeio._memory.strides import check_sizes, may_overlap
+from nvmeio._memory.registry import library_of, thread_limit
+from nvmeio._arguments.checks import integer
+
+_ndarray = numpy.ndarray
+
+cdef extern from "<stdatomic.h>" nogil:
+    ctypedef struct atomic_size_t:
+        pass
+    void atomic_init(atomic_size_t *, size_t)
+    size_t atomic_load(atomic_size_t *)
+    size_t atomic_fetch_add(atomic_size_t *, size_t)
+
+cdef enum:
+    TEAM_MAX = 4096
+
+# Below this the calling thread copies alone: it is done before others have woken up.
+cdef Py_ssize_t PARALLEL_BYTES = 1 << 20
+
+# Threads take chunks one by one, so that a processor that is busy with something else
+# holds up no more than one.
+cdef Py_ssize_t CHUNK_BYTES = 1 << 20
+cdef Py_ssize_t CHUNK_BYTES_MIN = 1 << 17
+
+# With less than this for each, another thread is not worth waking.
+cdef Py_ssize_t SHARE_BYTES_MIN = 1 << 18
+
+# Below this a copy takes some microseconds: with the GIL nobody can take a tensor away,
+# and nothing has to be held.
+cdef Py_ssize_t NOGIL_BYTES = 1 << 19
+
+
+def memcpy(dest, src, *, threads=None) -> None:
+    """Copy all bytes of ``src`` into ``dest``.
+
+    Parameters
+    ----------
+    dest, src : array, tensor or object with the buffer protocol
+        Of the same dtype and number of bytes, of any shape and strides; the elements are
+        taken in C order.  Objects that are plain memory, such as bytes, count as uint8.
+    threads : int, optional
+        How many threads copy together at most, 1 to 4096.  By default those that this
+        process may use: by its affinity and the quota of its control group,
+        OMP_NUM_THREADS and ``torch.get_num_threads()``.
+    Raises
+    ------
+    TypeError
+        The dtypes differ, or an object is not an array of plain bytes in this process.
+    ValueError
+        The numbers of bytes differ, ``dest`` is read-only or its elements overlap, or an
+        argument is out of range.  No byte has moved.
+
+    Notes
+    -----
+    Where the memory of the two overlaps, the result is that of memmove(3).  Below 1 MiB,
+    and in a child that was forked, the calling thread copies alone.  Releases the GIL
+    from 512 KiB on.  NVMEIO_COPY (avx512, avx2, neon, portable, movsb or auto) chooses
+    the kernel; one that this processor lacks is a ValueError at the first use.  What pads
+    the fields of a structured dtype need not be copied.
+    For autograd it is a change of ``dest`` as by ``copy_``, but without a gradient.
+    Tensors on a device are copied by torch.
+    """
+    cdef Buffer target = None
+    cdef Buffer source = None
+    cdef int team = 0 if threads is None else team_of(threads)
+    apply_settings()
+    if copy_arrays(dest, src, team) or copy_tensors(dest, src, team):
+        return
+    check_dtypes(dest, src)
+    target = lend_in_place(dest, True)
+    source = lend_in_place(src, False)
+    if target is None or source is None:
+        if copy_strided(dest, src):
+            return
+        target = lend(dest, True) if target is None else target
+        source = lend(src, False) if source is None else source
+    check_sizes(target.nbytes, source.nbytes)
+    if target.stage is not None or source.stage is not None:
+        copy_by_host(dest, src, target.stage is not None)
+        return
+    copy_bytes(target.address, source.address, target.nbytes, team)
+    target.land()
+    target.release()
+    source.release()
+
+
+def deepspeed_memcpy(dest, src) -> int:
+    """Copy all bytes of ``src`` into ``dest``: DeepSpeed's name for ``memcpy``.
+
+    Parameters
+    ----------
+    dest, src : array, tensor or object with the buffer protocol
+        As for ``memcpy``.
+
+    Returns
+    -------
+    int
+        0.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As ``memcpy``.
+    """
+    memcpy(dest, src)
+    return 0
+
+
+cdef bint copy_arrays(object dest, object src, int team) except -1:
+    """Copy between two plain arrays of one dtype.
+
+    Returns False for anything else: the long way knows what to do or to say.
+    """
+    cdef Py_buffer target, source
+    cdef bint copied
+    if type(dest) is not _ndarray or type(src) is not _ndarray:
+        return False
+    if dest.dtype is not src.dtype or dest.dtype.hasobject:
+        return False
+    try:
+        PyObject_GetBuffer(dest, &target, PyBUF_C_CONTIGUOUS | PyBUF_WRITABLE)
+    except (BufferError, ValueError):
+        return False
+    try:
+        PyObject_GetBuffer(src, &source, PyBUF_C_CONTIGUOUS)
+    except (BufferError, ValueError):
+        PyBuffer_Release(&target)
+        return False
+    copied = target.len == source.len
+    try:
+        if copied:
+            copy_bytes(target.buf, source.buf, target.len, team)
+    finally:
+        PyBuffer_Release(&target)
+        PyBuffer_Release(&source)
+    return copied
+
+
+cdef bint copy_tensors(object dest, object src, int team) except -1:
+    """Copy between two ordinary tensors of one dtype; returns False as ``copy_arrays``."""
+    cdef dlpack.Tensor target, source
+    cdef char *to
+    cdef char *of
+    cdef Py_ssize_t nbytes
+    # Both are of one library if one is of the other's type, as a Parameter is a Tensor.
+    if not PyType_IsSubtype(type(src), type(dest)):
+        if not PyType_IsSubtype(type(dest), type(src)):
+            return False
+    if not borrow_tensor(dest, &target):
+        return False
+    nbytes = count_bytes(&target)
+    if not borrow_tensor(src, &source):
+        return False
+    if count_bytes(&source) != nbytes or target.dtype.code != source.dtype.code:
+        return False
+    if target.dtype.bits != source.dtype.bits or target.dtype.lanes != source.dtype.lanes:
+        return False
+    to = <char *> target.data + target.byte_offset
+    of = <char *> source.data + source.byte_offset
+    if nbytes < NOGIL_BYTES:
+        libnvmeio.copy(to, of, nbytes)
+    else:
+        # The storages, and not the tensors: set_() gives a tensor another one.
+        held = (dest.untyped_storage(), src.untyped_storage())
+        libnvmeio.pool_use(to, 1)
+        libnvmeio.pool_use(of, 1)
+        try:
+            copy_bytes(to, of, nbytes, team)
+        finally:
+            libnvmeio.pool_use(to, -1)
+            libnvmeio.pool_use(of, -1)
+            del held
+    library_for(dest).touch(dest)
+    return True
+
+
+cdef int team_of(object threads) except -1:
+    """Return a number of threads that a caller asked for."""
+    count = integer("threads", threads)
+    if not 1 <= count <= TEAM_MAX:
+        raise ValueError(f"threads is {count}; it must be from 1 to {TEAM_MAX}")
+    return count
+
+
+cdef int check_dtypes(object dest, object src) except -1:
+    """Refuse to copy elements of one kind into elements of another."""
+    if type(dest) is type(src):
+        ours = getattr(dest, "dtype", None)
+        if ours is not None and ours is getattr(src, "dtype", None):
+            return 0
+    ours, theirs = dtype_of(dest), dtype_of(src)
+    if ours is None or theirs is None:
+        return 0
+    # A dtype of numpy and one of torch have the same name if they mean the same.
+    if str(ours).removeprefix("torch.") != str(theirs).removeprefix("torch."):
+        raise TypeError(
+            f"cannot copy elements of {theirs} into elements of {ours}; pass views of one "
+            "dtype, or convert src first"
+        )
+    return 0
+
+
+cdef object dtype_of(object source):
+    """Return the dtype of an array, a tensor or plain memory; None for anything else."""
+    if isinstance(source, _ndarray) or library_of(source) is not None:
+        return source.dtype
+    if not PyObject_CheckBuffer(source):
+        return None
+    view = memoryview(source)
+    try:
+        return numpy.asarray(view).dtype
+    except (ValueError, NotImplementedError):
+        # Elements that numpy has no name for.
+        return view.format
+
+
+cdef bint copy_strided(object dest, object src) except -1:
+    """Let the library of both do it.  False: they have none in common."""
+    if isinstance(dest, _ndarray) and isinstance(src, _ndarray):
+        check_sizes(dest.nbytes, src.nbytes)
+        # What is more than its memory, or overlaps itself, is refused when it is lent.
+        if type(dest) is not _ndarray or type(src) is not _ndarray or dest.dtype.hasobject:
+            return False
+        if dest.size > 0 and may_overlap(dest.shape, dest.strides, dest.itemsize):
+            return False
+        numpy.copyto(dest, src.reshape(dest.shape))
+        return True
+    library = library_of(dest)
+    if library is None or library is not library_of(src):
+        return False
+    library.copy(dest, src)
+    return True
+
+
+cdef int copy_by_host(object dest, object src, bint to_device) except -1:
+    """Copy between a tensor on a device and memory of the host, by a tensor there."""
+    tensor = dest if to_device else src
+    library = library_of(tensor)
+    host = library.host_like(tensor)
+    if to_device:
+        memcpy(host, src)
+        library.copy(tensor, host)
+    else:
+        library.copy(host, tensor)
+        memcpy(dest, host)
+    return 0
+
+
+cdef int copy_bytes(void *target, void *source, Py_ssize_t size, int team) except -1:
+    """Copy in this thread, or in as many as there are for it; 0: find out."""
+    if size < NOGIL_BYTES:
+        libnvmeio.copy(target, source, size)
+        return 0
+    if size < PARALLEL_BYTES or libnvmeio.copy_overlaps(target, source, size):
+        team = 1
+    else:
+        team = min(team or threads_wanted(), size // SHARE_BYTES_MIN, TEAM_MAX)
+        team = libnvmeio.team_size(team)
+    with nogil:
+        if team == 1:
+            libnvmeio.copy(target, source, size)
+        else:
+            copy_parallel(<char *> target, <char *> source, size, team)
+    return 0
+
+
+cdef int threads_wanted() except -1:
+    """Return how many threads this process should use at a time."""
+    limit = thread_limit()
+    if limit == 1 or threads_max() == 1:
+        return 1
+    cdef int count = libnvmeio.cpu_count()
+    if threads_max() > 0:
+        count = min(count, threads_max())
+    return count if limit is None else max(1, min(count, limit))
+
+
+cdef void copy_parallel(
+    char *target, const char *source, Py_ssize_t size, int team
+) noexcept nogil:
+    """Copy chunk by chunk: each thread its own share, then what others have not begun.
+
+    A thread that copies the same share again finds it in its processor's cache.
+    """
+    cdef Py_ssize_t chunk = min(CHUNK_BYTES, max(CHUNK_BYTES_MIN, size // (4 * team)))
+    cdef atomic_size_t following[TEAM_MAX]
+    cdef int member
+    # Chunks end between pages, and so between cache lines, of aligned memory.
+    chunk -= chunk % 4096
+    for member in range(team):
+        atomic_init(&following[member], share_start(size, chunk, member, team))
+    # Nothing but this call: if anything here could raise, each thread would take the GIL.
+    for member in prange(team, schedule="static", num_threads=team):
+        copy_shares(target, source, size, chunk, following, member, team)
+
+
+cdef size_t share_start(size_t size, size_t chunk, int share, int team) noexcept nogil:
+    """Return the number of a share's first chunk."""
+    return (size + chunk - 1) // chunk * share // team
+
+
+cdef void copy_shares(
+    char *target,
+    const char *source,
+    size_t size,
+    size_t chunk,
+    atomic_size_t *following,
+    int member,
+    int team,
+) noexcept nogil:
+    """Copy the chunks that no thread has begun, share by share from the member's own on."""
+    cdef size_t at, end
+    cdef int step, share
+    for step in range(team):
+        share = (member + step) % team
+        end = share_start(size, chunk, share + 1, team)
+        # Looking first leaves the counters of finished shares in every processor's cache.
+        while atomic_load(&following[share]) < end:
+            at = atomic_fetch_add(&following[share], 1) * chunk
+            if at < end * chunk:
+                libnvmeio.copy_part(target + at, source + at, min(chunk, size - at), size)

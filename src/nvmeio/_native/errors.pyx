@@ -1,0 +1,95 @@
+"""Errors of the library as exceptions: what an errno means, and what is said of it."""
+
+import errno
+import os
+import warnings
+from concurrent.futures import CancelledError
+
+from libc.stdint cimport int64_t
+
+from nvmeio.libnvmeio cimport OP_FSYNC, OP_READ, OP_WRITE, nvmeio_op, nvmeio_outcome
+
+cdef dict _verbs = {OP_READ: "read", OP_WRITE: "write", OP_FSYNC: "fsync"}
+
+
+cdef int raise_because(int error, str reason, object path) except -1:
+    words = os.strerror(error)
+    if reason is not None:
+        words = f"{words}: {reason}"
+    raise OSError(error, words) if path is None else OSError(error, words, path)
+
+
+cdef str verb_of(nvmeio_op op):
+    return _verbs[op]
+
+
+cdef object error_of(
+    nvmeio_op op, Py_ssize_t nbytes, int64_t offset, object path,
+    const nvmeio_outcome *outcome
+):
+    verb = _verbs[op]
+    where = f"{verb} of {nbytes} bytes at offset {offset}"
+    if outcome.result == -errno.ECANCELED:
+        return CancelledError(f"the {where} of {path!r} was cancelled")
+    if outcome.result == -errno.ENODATA:
+        words = (
+            f"{verb} past the end of the file: wanted {nbytes} bytes at offset "
+            f"{offset}, got {outcome.got}{hint_for(path)}"
+        )
+        return OSError(errno.ENODATA, words, path)
+    return error_in_words(-outcome.result, f"({where}, {outcome.got} bytes done)", path)
+
+
+cdef str hint_for(object path):
+    """Say what can read the files of the kernel, which claim to have no bytes."""
+    try:
+        of_kernel = os.path.realpath(path).startswith(("/proc/", "/sys/"))
+    except (OSError, TypeError):
+        return ""
+    return "; nvmeio.read_file() reads the kernel's own files" if of_kernel else ""
+
+
+cdef object error_of_blocked(
+    str doing, object path, str before, object cause, const nvmeio_outcome *outcome
+):
+    if outcome.result == -errno.ECANCELED:
+        error = CancelledError(
+            f"the {doing} of {path!r} was not started: it comes after the {before}, which "
+            "was cancelled"
+        )
+    else:
+        words = f"({doing} was not started: it comes after the {before}, which has failed)"
+        error = error_in_words(-outcome.result, words, path)
+    error.__cause__ = cause
+    return error
+
+
+cdef object error_in_words(int error, str words, object path):
+    words = f"{os.strerror(error)} {words}"
+    if error == errno.ETIMEDOUT:
+        # A drive's or a server's own; Python would make a TimeoutError of it, which says
+        # that the request goes on.
+        error = errno.EIO
+    if error == errno.ENOMEM:
+        words += "; NVMEIO_POOL_BYTES may leave the pool no memory for bounces"
+    return OSError(error, words, path)
+
+
+cdef int raise_refused(nvmeio_op op, object path, int result) except -1:
+    if -result == errno.EPIPE:
+        raise ValueError("the handle is closed")
+    if -result == errno.EBADF:
+        way = "writing" if op == OP_WRITE else "reading"
+        raise OSError(errno.EBADF, f"the file is not open for {way}", path)
+    check(result, path)
+
+
+cdef str words_of(object error):
+    return str(error) if isinstance(error, OSError) else None
+
+
+cdef int warn_of(str words) except -1:
+    warnings.warn(
+        f"the error of a request was never looked at: {words}", RuntimeWarning, stacklevel=2
+    )
+    return 0

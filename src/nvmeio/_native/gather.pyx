@@ -1,0 +1,338 @@
+"""Gathers and scatters: the arrays of their records, what is refused, and how they fail.
+
+The library sorts, merges and carries out; what users call is handle.pyx's.
+"""
+
+import errno
+import functools
+import os
+import threading
+from concurrent.futures import CancelledError
+
+import numpy
+
+cimport cython
+from cpython.buffer cimport PyBUF_WRITE, PyObject_CheckBuffer
+from cpython.mem cimport PyMem_Free, PyMem_Malloc
+from cpython.memoryview cimport PyMemoryView_FromMemory
+from libc.stdint cimport int64_t, uintptr_t
+
+from nvmeio cimport libnvmeio
+from nvmeio.libnvmeio cimport OP_READ, nvmeio_after, nvmeio_failure, nvmeio_file
+from nvmeio.libnvmeio cimport nvmeio_gather, nvmeio_handle, nvmeio_op, nvmeio_outcome
+from nvmeio.libnvmeio cimport nvmeio_request
+from nvmeio._native.buffer cimport Buffer, lend, library_for
+from nvmeio._native.file cimport File, identity_of
+from nvmeio._native.errors cimport check, raise_refused
+from nvmeio._native.request cimport Request, fill_request
+
+from nvmeio._events.forks import call_in_child
+from nvmeio._native.copy import memcpy
+from nvmeio._arguments.checks import refuse_path, whole
+
+# Between looking at memory and bringing records to it no other thread may do so; the
+# handler of a signal may.
+_bringing = threading.RLock()
+
+
+def _after_fork():
+    """Forget the threads of the parent, one of which may have been at it."""
+    global _bringing
+    _bringing = threading.RLock()
+
+
+call_in_child(_after_fork)
+
+
+class GatherError(OSError):
+    """Some records of a gather or scatter, or some of many items, have failed.
+
+    The others were transferred.
+
+    Attributes
+    ----------
+    index : int
+        Of the first record or item that failed, among those that were passed.
+    failures : tuple of (int, int)
+        Index and errno of every one that failed, in order of index.
+
+    Notes
+    -----
+    ``errno`` and ``filename`` are those of the first, as for any OSError.
+    """
+
+    def __init__(self, number, strerror, filename, failures):
+        super().__init__(number, strerror, filename)
+        self.failures = failures
+        self.index = failures[0][0]
+
+    def __reduce__(self):
+        arguments = (self.errno, self.strerror, self.filename, self.failures)
+        return type(self), arguments
+
+
+# By this name users know it; tracebacks and pickles have it.
+GatherError.__module__ = "nvmeio"
+
+
+@cython.no_gc_clear
+@cython.final
+cdef class GatherRequest(Request):
+    """A request of many records of one file."""
+
+    cdef int describe(self, nvmeio_gather *gather) except -1:
+        gather.op = self.op
+        gather.address = self.buffer.address
+        gather.size = self.buffer.nbytes
+        gather.count = self.count
+        gather.offsets = data_of(self.offsets)
+        gather.one_size = isinstance(self.sizes, int)
+        if gather.one_size:
+            self.one_size = self.sizes
+        gather.sizes = &self.one_size if gather.one_size else data_of(self.sizes)
+        gather.places = NULL if self.places is None else data_of(self.places)
+        gather.gap_max = self.gap_max
+        gather.user = <void *> self
+        return 0
+
+    cdef object take_memory(self, object memory):
+        """Take hold of memory, or of a host copy, which is returned."""
+        cdef Buffer lent
+        try:
+            lent = lend(memory, self.op == OP_READ)
+        except TypeError:
+            refuse_path(memory)
+            raise
+        host = None
+        self.is_copied = lent.nbytes > 0 and not lent.is_in_place()
+        if lent.stage is not None or (self.op == OP_READ and self.is_copied):
+            # It begins with what the memory holds: a record may be a part of an element.
+            host = host_copy(memory)
+            lent.release()
+            lent = lend(host, self.op == OP_READ)
+        self.buffer = lent
+        return host
+
+    cdef int check_records(self) except -1:
+        cdef nvmeio_gather gather
+        cdef size_t offender
+        cdef int result
+        self.describe(&gather)
+        with nogil:
+            result = libnvmeio.gather_check(&gather, &offender)
+        if result < 0 and offender < gather.count:
+            raise_offender(self, offender, result)
+        check(result)
+        return 0
+
+    cdef int aim(self, File file) except -1:
+        nbytes = self.nbytes
+        fill_request(self, self.op, self.buffer, file, 0, False)
+        self.nbytes = nbytes
+        return 0
+
+    cdef int submit(
+        self, nvmeio_handle *handle, const nvmeio_after *after, size_t *offender
+    ) except? -1:
+        cdef nvmeio_gather gather
+        cdef nvmeio_file *c_file = self.file.retain()
+        cdef int result
+        self.describe(&gather)
+        gather.file = c_file
+        gather.after = after[0]
+        with nogil:
+            result = libnvmeio.submit_gather(handle, &gather, &self.c, offender)
+            libnvmeio.file_release(c_file)
+        if result >= 0:
+            self.offsets = self.sizes = self.places = None
+        return result
+
+    cdef bint perform(self, nvmeio_handle *handle) except -1:
+        return False
+
+    cdef int raise_refusal(self, int result, size_t offender) except -1:
+        if offender < <size_t> self.count:
+            raise_offender(self, offender, result)
+        raise_refused(self.op, self.path, result)
+
+    cdef list parts(self):
+        addresses, sizes = self.buffer.memory_in_use()
+        if isinstance(addresses, int):
+            addresses, sizes = addresses, self.nbytes
+            if self.places is not None:
+                addresses, sizes = addresses + self.places, self.sizes
+        place = identity_of(self.file), self.path, self.offsets, self.sizes
+        return [(*place, addresses, sizes)]
+
+    cdef object judge(self, const nvmeio_outcome *outcome):
+        name = name_of(self.op)
+        if outcome.result == -errno.ECANCELED:
+            return CancelledError(
+                f"the {name} of {self.count} records of {self.path!r} was cancelled"
+            )
+        first, found = failures_of(self.c)
+        reason = os.strerror(-outcome.result)
+        if not found:
+            # There are no records, or none of them is at fault.
+            return OSError(-outcome.result, f"{reason} ({name})", self.path)
+        if outcome.result == -errno.ENODATA:
+            reason = "past the end of the file"
+        words = f"{reason} ({name}, record {found[0][0]}: {first}"
+        if len(found) > 1:
+            words += f"; {len(found)} of {self.count} records failed"
+        return GatherError(-outcome.result, f"{words})", self.path, found)
+
+    cdef str doing(self):
+        return f"{name_of(self.op)} of {self.count} records"
+
+    cdef str subject(self):
+        return self.doing()
+
+
+cdef tuple failures_of(nvmeio_request *request):
+    cdef size_t count = libnvmeio.request_failures(request, NULL, 0), i
+    cdef nvmeio_failure *failures
+    if count == 0:
+        return "", ()
+    failures = <nvmeio_failure *> PyMem_Malloc(count * sizeof(nvmeio_failure))
+    if failures == NULL:
+        raise MemoryError()
+    try:
+        libnvmeio.request_failures(request, failures, count)
+        first = f"{failures[0].size} bytes at offset {failures[0].offset}"
+        return first, tuple((failures[i].index, -failures[i].error) for i in range(count))
+    finally:
+        PyMem_Free(failures)
+
+
+cdef str name_of(nvmeio_op op):
+    return "gather" if op == OP_READ else "scatter"
+
+
+cdef int64_t *data_of(object array):
+    return <int64_t *> <uintptr_t> array.ctypes.data
+
+
+cdef GatherRequest new_gather(
+    nvmeio_op op, object offsets, object sizes, object memory, object places,
+    object max_gap, object value
+):
+    cdef GatherRequest request = GatherRequest.__new__(GatherRequest)
+    request.op = op
+    host = request.take_memory(memory)
+    request.offsets = integers("offsets", offsets)
+    request.count = len(request.offsets)
+    request.gap_max = whole("max_gap", max_gap, 0, 2**30)
+    if numpy.ndim(sizes) == 0:
+        request.sizes = whole("sizes", sizes, 0, 2**63 - 1)
+        total = request.count * request.sizes
+    else:
+        request.sizes = integers("sizes", sizes)
+        check_count("sizes", request.sizes, request.count)
+        total = int(request.sizes.sum())
+    if places is not None:
+        name = "out_offsets" if op == OP_READ else "buffer_offsets"
+        request.places = integers(name, places)
+        check_count(name, request.places, request.count)
+    request.nbytes = min(max(total, 0), 2**63 - 1)
+    request.value = value
+    if host is not None and op == OP_READ:
+        request.buffer.landing = functools.partial(
+            _bring_back, memory, host, request.nbytes, request.sizes, request.places
+        )
+    return request
+
+
+cdef object integers(str name, object values):
+    """Return an array of int64 of one dimension, or raise."""
+    if isinstance(values, (str, bytes, os.PathLike)):
+        raise TypeError(
+            f"{name} is the path {os.fspath(values)!r}; it must be integers: are the first "
+            "two arguments swapped?"
+        )
+    array = numpy.asarray(values)
+    if array.size == 0 and not isinstance(values, numpy.ndarray):
+        array = array.astype(numpy.int64)
+    if array.dtype.kind not in "iu":
+        raise TypeError(
+            f"{name} has elements of dtype {array.dtype}; they must be integers"
+        )
+    if array.ndim != 1:
+        raise ValueError(f"{name} is of shape {array.shape}; it must be of one dimension")
+    if array.dtype.kind == "u" and array.dtype.itemsize == 8 and array.size:
+        most = int(array.argmax())
+        if array[most] > 2**63 - 1:
+            first = int(numpy.argmax(array > numpy.uint64(2**63 - 1)))
+            raise ValueError(
+                f"{name}[{first}] is {array[first]}; it must be from 0 to 2**63 - 1"
+            )
+    return numpy.require(array, numpy.int64, ["C", "A"])
+
+
+cdef int check_count(str name, object array, Py_ssize_t count) except -1:
+    if len(array) != count:
+        raise ValueError(
+            f"there are {count} offsets and {len(array)} {name}; there must be as many"
+        )
+    return 0
+
+
+cdef int raise_offender(GatherRequest request, size_t index, int result) except -1:
+    """Raise what is wrong with the first record at fault."""
+    cdef bint reading = request.op == OP_READ
+    offset = int(request.offsets[index])
+    size = request.sizes if isinstance(request.sizes, int) else int(request.sizes[index])
+    memory, places = ("out", "out_offsets") if reading else ("buffer", "buffer_offsets")
+    where = f"record {index} of {size} bytes at offset {offset}"
+    if result == -errno.EINVAL:
+        values = {"offsets": offset, "sizes": size}
+        if request.places is not None:
+            values[places] = int(request.places[index])
+        name, value = next((n, v) for n, v in values.items() if v < 0)
+        raise ValueError(f"{name}[{index}] is {value}; it must not be negative")
+    if result == -errno.EOVERFLOW:
+        raise ValueError(f"{where} is beyond 2**63 - 1")
+    if result == -errno.ENODATA:
+        words = f"{where} reaches past the end of the file, which has {request.file.size}"
+        failures = ((index, errno.ENODATA),)
+        raise GatherError(errno.ENODATA, f"{words} bytes", request.path, failures)
+    if result == -errno.EEXIST:
+        what = f"its place in {memory}" if reading else "its bytes of the file"
+        raise ValueError(f"{where} shares {what} with another record")
+    place = "behind those before it"
+    if request.places is not None:
+        place = f"at {places}[{index}] = {request.places[index]}"
+    raise ValueError(
+        f"{where} does not fit into {memory}, which has {request.buffer.nbytes} bytes, "
+        f"{place}"
+    )
+
+
+def _bring_back(memory, host, nbytes, sizes, places, source):
+    """Copy the records alone: other requests may have changed the rest meanwhile."""
+    with _bringing:
+        now = host_copy(memory)
+        target, staged = bytes_of(now), bytes_of(host)
+        if places is None:
+            target[:nbytes] = staged[:nbytes]
+        else:
+            for place, size in numpy.broadcast(places, sizes):
+                target[place : place + size] = staged[place : place + size]
+        memcpy(memory, now)
+
+
+cdef object bytes_of(object host):
+    """Return the bytes of memory in C order, which must be held."""
+    cdef Buffer buffer = lend(host, True)
+    if buffer.nbytes == 0:
+        return memoryview(bytearray())
+    return PyMemoryView_FromMemory(<char *> buffer.address, buffer.nbytes, PyBUF_WRITE)
+
+
+cdef object host_copy(object memory):
+    """Return the contents of an array or tensor in C order in memory of the host."""
+    if PyObject_CheckBuffer(memory):
+        return numpy.array(memory, order="C")
+    host = library_for(memory).host_like(memory)
+    memcpy(host, memory)
+    return host

@@ -1,0 +1,205 @@
+"""Requests of many transfers: their items, what is refused of them, and how they fail.
+
+What users call is handle.pyx's, the rest of a request's life request.pyx's.
+"""
+
+import errno
+import functools
+import os
+from concurrent.futures import CancelledError
+
+cimport cython
+from cpython.mem cimport PyMem_Free, PyMem_Malloc
+from cpython.ref cimport Py_INCREF
+from libc.stdint cimport INT64_MAX, SIZE_MAX
+
+from nvmeio cimport libnvmeio
+from nvmeio.libnvmeio cimport OP_READ, nvmeio_after, nvmeio_handle, nvmeio_many, nvmeio_op
+from nvmeio.libnvmeio cimport nvmeio_outcome, nvmeio_transfer
+from nvmeio._native.arguments cimport file_position
+from nvmeio._native.buffer cimport Buffer, lend, library_for
+from nvmeio._native.file cimport File, identity_of
+from nvmeio._native.errors cimport raise_refused, verb_of
+from nvmeio._native.gather cimport failures_of
+from nvmeio._native.request cimport Request
+
+from nvmeio._native.copy import memcpy
+from nvmeio._native.gather import GatherError
+from nvmeio._arguments.checks import refuse_path
+
+
+@cython.no_gc_clear
+@cython.final
+cdef class ManyRequest(Request):
+    """A request of many transfers, of one file or several."""
+
+    cdef object add(self, Py_ssize_t index, object item):
+        try:
+            buffer, file, offset = item
+        except (TypeError, ValueError):
+            length = f" and length {len(item)}" if hasattr(item, "__len__") else ""
+            raise TypeError(
+                f"items[{index}] is of type {type(item).__qualname__}{length}; it must be "
+                "(buffer, file, offset)"
+            ) from None
+        position = file_position(f"items[{index}], offset", offset)
+        lent = self.borrow(index, buffer)
+        if position > INT64_MAX - lent.nbytes:
+            raise ValueError(
+                f"items[{index}]: the offset is {position} for {lent.nbytes} bytes; "
+                "together they must not be beyond 2**63 - 1"
+            )
+        self.buffers.append(lent)
+        self.files.append(file)
+        self.nbytes += lent.nbytes
+        return position
+
+    cdef Buffer borrow(self, Py_ssize_t index, object memory):
+        """Take hold of an item's memory, or of a copy in memory of the host."""
+        cdef Buffer lent
+        try:
+            lent = lend(memory, self.op == OP_READ)
+        except (TypeError, ValueError) as error:
+            try:
+                refuse_path(memory)
+            except TypeError as swapped:
+                error = swapped
+            raise type(error)(f"items[{index}]: {error}") from error
+        if lent.stage is not None:
+            host = library_for(memory).host_like(memory)
+            lent.release()
+            if self.op != OP_READ:
+                memcpy(host, memory)
+            lent = lend(host, self.op == OP_READ)
+            self.is_copied = True
+            if self.op == OP_READ:
+                lent.landing = functools.partial(_bring_back, memory, host)
+        elif lent.nbytes > 0 and not lent.is_in_place():
+            self.is_copied = True
+        return lent
+
+    cdef int submit(
+        self, nvmeio_handle *handle, const nvmeio_after *after, size_t *offender
+    ) except? -1:
+        cdef Py_ssize_t count = len(self.buffers), i
+        cdef nvmeio_transfer *transfers
+        cdef nvmeio_many many
+        cdef Buffer buffer
+        cdef int result
+        # One more, for none is NULL as well.
+        transfers = <nvmeio_transfer *> PyMem_Malloc((count + 1) * sizeof(nvmeio_transfer))
+        if transfers == NULL:
+            raise MemoryError()
+        many.transfers = transfers
+        many.count = 0
+        many.user = <void *> self
+        many.after = after[0]
+        try:
+            for i in range(count):
+                buffer = self.buffers[i]
+                transfers[i].op = self.op
+                transfers[i].address = buffer.address
+                transfers[i].size = buffer.nbytes
+                transfers[i].offset = self.offsets[i]
+                transfers[i].data_only = False
+                transfers[i].user = NULL
+                transfers[i].after.count = 0
+                transfers[i].file = (<File> self.files[i]).retain()
+                many.count += 1
+            with nogil:
+                result = libnvmeio.submit_many(handle, &many, &self.c, offender)
+        finally:
+            for i in range(<Py_ssize_t> many.count):
+                libnvmeio.file_release(transfers[i].file)
+            PyMem_Free(transfers)
+        self.offsets = None
+        return result
+
+    cdef int raise_refusal(self, int result, size_t offender) except -1:
+        path = self.path if offender == SIZE_MAX else self.paths[offender]
+        raise_refused(self.op, path, result)
+
+    cdef bint perform(self, nvmeio_handle *handle) except -1:
+        return False
+
+    cdef list parts(self):
+        cdef Buffer buffer
+        found = []
+        for i, buffer in enumerate(self.buffers):
+            place = identity_of(self.files[i]), self.paths[i], self.offsets[i]
+            place += (buffer.nbytes,)
+            found.append(place + buffer.memory_in_use())
+        return found
+
+    cdef int come_after(self, object after, object workers) except -1:
+        # The files were opened by now.
+        self.paths = tuple([(<File> file).path for file in self.files])
+        self.path = self.paths[0] if self.paths else None
+        Request.come_after(self, after, workers)
+        return 0
+
+    cdef object judge(self, const nvmeio_outcome *outcome):
+        if outcome.result == -errno.ECANCELED:
+            return CancelledError(f"the {self.doing()} was cancelled")
+        first, found = failures_of(self.c)
+        reason = os.strerror(-outcome.result)
+        if outcome.result == -errno.ENODATA:
+            reason = "past the end of the file"
+        words = f"{reason} ({verb_of(self.op)} of many, item {found[0][0]}: {first}"
+        if len(found) > 1:
+            words += f"; {len(found)} of {len(self.paths)} items failed"
+        path = self.paths[found[0][0]]
+        return GatherError(-outcome.result, f"{words})", path, found)
+
+    cdef object settle(self, object error):
+        cdef Buffer buffer
+        if self.op == OP_READ:
+            for buffer in self.buffers:
+                # Of a read that failed, part may be in the caller's memory.
+                if error is None or buffer.is_in_place():
+                    buffer.land()
+        return error
+
+    cdef bint lies_in_place(self) noexcept:
+        return not self.is_copied
+
+    cdef int disuse_memory(self) noexcept:
+        cdef Buffer buffer
+        for buffer in self.buffers:
+            buffer.disuse()
+        return 0
+
+    cdef int release_memory(self) except -1:
+        cdef Buffer buffer
+        buffers, self.buffers, self.files = self.buffers, [], []
+        for buffer in buffers:
+            buffer.release()
+        return 0
+
+    cdef int abandon_memory(self) except -1:
+        Py_INCREF(self.buffers)
+        self.buffers = []
+        return 0
+
+    cdef str doing(self):
+        count = len(self.paths)
+        return f"{verb_of(self.op)} of {count} item{'' if count == 1 else 's'}"
+
+    cdef str subject(self):
+        return self.doing()
+
+
+def _bring_back(memory, host, source):
+    """Copy what was read to where it was wanted."""
+    memcpy(memory, host)
+
+
+cdef ManyRequest new_many(nvmeio_op op, object items):
+    cdef ManyRequest request = ManyRequest.__new__(ManyRequest)
+    request.generation = libnvmeio.fork_generation()
+    request.op = op
+    request.outcome = 0
+    request.buffers = []
+    request.files = []
+    request.offsets = [request.add(index, item) for index, item in enumerate(items)]
+    return request

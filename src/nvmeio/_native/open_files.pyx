@@ -1,0 +1,118 @@
+"""Files that requests name by path: opened once for all that are in flight.
+
+A path is looked at anew for each request, so that a file which has been replaced is never
+taken for the new one.
+"""
+
+import errno
+import os
+import weakref
+
+cimport cython
+from posix.fcntl cimport O_CREAT, O_RDONLY, O_WRONLY
+
+from nvmeio cimport libnvmeio
+from nvmeio.libnvmeio cimport nvmeio_direct, nvmeio_file
+from nvmeio._native.arguments cimport path_or_descriptor
+from nvmeio._native.file cimport File, open_descriptor, open_page_cache, open_path
+from nvmeio._native.workers cimport Workers
+
+
+@cython.final
+cdef class OpenFiles:
+    """The files that a handle has opened for requests which name a path."""
+
+    cdef File find(self, object file, bint writing, bint ragged):
+        cdef File found = self.find_open(file, writing)
+        while ragged and not found.page_cache_open:
+            try:
+                open_page_cache(found)
+            except OSError as error:
+                # Otherwise the library says whether the request needs it.
+                if not await_descriptors(self, error):
+                    break
+        return found
+
+    cdef File find_open(self, object file, bint writing):
+        if isinstance(file, File):
+            return file
+        path = path_or_descriptor(file)
+        if isinstance(path, int):
+            return open_patiently(self, path, writing)
+        if self.generation != libnvmeio.fork_generation():
+            self.generation = libnvmeio.fork_generation()
+            self.shared = {}
+        key = (path, writing)
+        known = self.shared.get(key)
+        cdef File shared = None if known is None else known()
+        if shared is None or not is_at(shared, path):
+            shared = open_patiently(self, path, writing)
+            self.keep(key, shared)
+        return shared
+
+    cdef int keep(self, object key, File file) except -1:
+        """Know a file while others hold it; forget those that nobody does."""
+        if len(self.shared) >= self.forget_at:
+            for other, known in list(self.shared.items()):
+                if known() is None:
+                    self.shared.pop(other, None)
+            self.forget_at = 2 * len(self.shared) + 64
+        self.shared[key] = weakref.ref(file)
+        return 0
+
+
+cdef OpenFiles new_open_files(Workers workers, nvmeio_direct direct):
+    cdef OpenFiles files = OpenFiles.__new__(OpenFiles)
+    files.workers = workers
+    files.direct = direct
+    files.shared = {}
+    files.generation = libnvmeio.fork_generation()
+    return files
+
+
+cdef bint is_at(File file, object path) except -1:
+    """Tell whether a path still leads to the file that was opened by it."""
+    name = os.fsencode(path)
+    cdef const char *c_name = name
+    cdef nvmeio_file *c = file.retain()
+    cdef int result
+    with nogil:
+        result = libnvmeio.file_is_at(c, c_name)
+        libnvmeio.file_release(c)
+    return result == 1
+
+
+cdef File open_patiently(OpenFiles files, object file, bint writing):
+    """Open a path or descriptor; when descriptors have run out, wait for completions."""
+    while True:
+        try:
+            if isinstance(file, int):
+                return open_descriptor(file, files.direct)
+            flags = O_WRONLY | O_CREAT if writing else O_RDONLY
+            return open_path(file, flags, "w" if writing else "r", files.direct)
+        except OSError as error:
+            if not await_descriptors(files, error):
+                raise
+
+
+cdef bint await_descriptors(OpenFiles files, object error) except -1:
+    """When descriptors have run out, wait until one may be free; False for other errors."""
+    return error.errno in (errno.EMFILE, errno.ENFILE) and release_some(files)
+
+
+cdef bint release_some(OpenFiles files) except -1:
+    """Wait until a file can be closed.  False where none ever will be."""
+    before = count_open(files)
+    while True:
+        busy = files.workers.pending() > 0
+        files.workers.collect()
+        if count_open(files) < before:
+            return True
+        if not busy:
+            return False
+        files.workers.breathe()
+
+
+cdef Py_ssize_t count_open(OpenFiles files) except -1:
+    """Count the files that somebody holds."""
+    return sum(known() is not None for known in list(files.shared.values()))

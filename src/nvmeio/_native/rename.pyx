@@ -1,0 +1,67 @@
+"""Renames that replace nothing, or that exchange two names: renameat2(2)."""
+
+import errno
+import os
+
+from libc.errno cimport errno as c_errno
+
+cdef extern from "<unistd.h>" nogil:
+    """
+    #include <fcntl.h>
+    #include <sys/syscall.h>
+    """
+    long syscall(long number, ...)
+    long SYS_renameat2
+    int AT_FDCWD
+
+# <linux/fs.h>, which some libc headers contradict.
+cdef enum:
+    RENAME_NOREPLACE = 1
+    RENAME_EXCHANGE = 2
+
+
+def rename_to_new(source: str, target: str) -> None:
+    """Give a file or folder a name that nothing has.
+
+    Raises
+    ------
+    OSError
+        FileExistsError where something has it; names `target`.
+
+    Notes
+    -----
+    Where the file system cannot rename so (NFS), a folder whose new name comes into being
+    in this very moment, as an empty folder, is replaced.
+    """
+    error = rename(os.fsencode(source), os.fsencode(target), RENAME_NOREPLACE)
+    if error in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
+        error = errno.EEXIST if os.path.lexists(target) else 0
+        if not error:
+            os.rename(source, target)
+    if error:
+        raise OSError(error, os.strerror(error), target)
+
+
+def exchange(one: str, other: str) -> None:
+    """Give each of two files or folders the name of the other, in one step.
+
+    Raises
+    ------
+    OSError
+        EOPNOTSUPP where the file system cannot; names `other`.
+    """
+    error = rename(os.fsencode(one), os.fsencode(other), RENAME_EXCHANGE)
+    if error in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
+        words = "this file system cannot exchange two folders in one step"
+        raise OSError(errno.EOPNOTSUPP, words, other)
+    if error:
+        raise OSError(error, os.strerror(error), other)
+
+
+cdef int rename(bytes source, bytes target, unsigned int flags):
+    cdef const char *old = source
+    cdef const char *new = target
+    cdef long failed
+    with nogil:
+        failed = syscall(SYS_renameat2, AT_FDCWD, old, AT_FDCWD, new, flags)
+    return c_errno if failed else 0

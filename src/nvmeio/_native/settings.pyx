@@ -1,0 +1,115 @@
+"""Settings of the process that the environment gives: the copy kernel, the pool's bounds.
+
+The C library reads no environment.  They are made when they are first needed, and once.
+"""
+
+import errno
+import os
+import warnings
+
+from libc.stdint cimport uint64_t
+
+from nvmeio cimport libnvmeio
+
+cdef dict _factors = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+
+cdef bint _applied = False
+cdef int _threads_max = 0
+
+
+cdef int apply_settings() except -1:
+    global _applied, _threads_max
+    if not _applied:
+        select_kernel(os.environ.get("NVMEIO_COPY") or "auto")
+        _threads_max = threads_of(os.environ.get("OMP_NUM_THREADS", ""))
+        set_pool(
+            os.environ.get("NVMEIO_POOL_BYTES"), os.environ.get("NVMEIO_POOL_HUGETLB")
+        )
+        tell_of_pools()
+        _applied = True
+    return 0
+
+
+cdef int tell_of_pools() except -1:
+    """Warn of code of this process that was linked with the archive."""
+    cdef libnvmeio.nvmeio_pool_stats stats
+    libnvmeio.pool_get_stats(&stats)
+    if stats.pools > 1:
+        warnings.warn(
+            f"this process has {stats.pools} copies of libnvmeio, each with a pool and a "
+            "limit of its own: link what runs inside of Python with libnvmeio.so, not with "
+            "libnvmeio.a",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    return 0
+
+
+cdef int threads_max() noexcept:
+    return _threads_max
+
+
+cdef int threads_of(str text) except -1:
+    """Return what OMP_NUM_THREADS says of the outermost level; 0 where it says nothing."""
+    first = text.partition(",")[0].strip()
+    # OpenMP ignores what it cannot read, and so do we.
+    return min(int(first), 4096) if first.isdecimal() else 0
+
+
+cdef int set_pool(str limit, str hugetlb) except -1:
+    """Bound the pool, and say where its memory comes from."""
+    if limit:
+        libnvmeio.pool_set_limit(size_of("NVMEIO_POOL_BYTES", limit))
+    if hugetlb and hugetlb not in ("0", "1"):
+        raise ValueError(f"NVMEIO_POOL_HUGETLB is {hugetlb!r}; it must be 0 or 1")
+    libnvmeio.pool_set_hugetlb(hugetlb == "1")
+    return 0
+
+
+cdef uint64_t size_of(str variable, str text) except 0:
+    """Return a number of bytes, which may end in K, M, G or T."""
+    factor = _factors.get(text[-1].upper(), 1)
+    digits = text[:-1] if factor > 1 else text
+    # Less would not hold a single huge page.
+    if not digits.isdecimal() or not 2**21 <= int(digits) * factor < 2**63:
+        raise ValueError(
+            f"{variable} is {text!r}; it must be a number of bytes, at least 2M, such as "
+            "8589934592 or 8G"
+        )
+    return int(digits) * factor
+
+
+cdef int select_kernel(str name) except -1:
+    """Choose the kernel of all copies, or say why it cannot be."""
+    cdef bytes encoded = name.encode()
+    cdef int error = libnvmeio.copy_select(encoded)
+    if error == 0:
+        return 0
+    known = {**kernels(), "auto": True}
+    if error == -errno.ENOTSUP:
+        usable = ", ".join(kernel for kernel, works in known.items() if works)
+        raise ValueError(
+            f"NVMEIO_COPY is {name!r}, which this processor lacks; it has {usable}"
+        )
+    raise ValueError(f"NVMEIO_COPY is {name!r}; it must be one of {', '.join(known)}")
+
+
+cpdef dict kernels():
+    """Return the copy kernels by name, and whether this processor can run each."""
+    cdef int works = 0
+    cdef unsigned index = 0
+    cdef const char *name = libnvmeio.copy_kernel_at(index, &works)
+    found = {}
+    while name != NULL:
+        found[name.decode()] = works != 0
+        index += 1
+        name = libnvmeio.copy_kernel_at(index, &works)
+    return found
+
+
+cpdef list selected_kernels():
+    """Return the names of the kernels in use for small copies and for large ones."""
+    cdef const char *small
+    cdef const char *large
+    libnvmeio.copy_selected(&small, &large)
+    return [small.decode(), large.decode()]

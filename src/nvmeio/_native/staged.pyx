@@ -1,0 +1,158 @@
+"""Requests of tensors on a device: many small requests, with device copies in between.
+
+The bytes pass through a few pieces of pinned host memory (``buffer.stage``).  Copies to and
+from the device run in the Python thread that submits a write or waits for a read, while
+other pieces are between host and disk.
+"""
+
+from concurrent.futures import CancelledError
+
+cimport cython
+from libc.stdint cimport int64_t
+
+from nvmeio.libnvmeio cimport OP_READ, OP_WRITE, fork_generation, nvmeio_handle
+from nvmeio.libnvmeio cimport nvmeio_op
+from nvmeio._native.buffer cimport Buffer, lend
+from nvmeio._native.file cimport File
+from nvmeio._native.workers cimport Workers
+from nvmeio._native.errors cimport words_of
+from nvmeio._native.request cimport Request, fill_request, new_request, see_to_it
+
+
+@cython.no_gc_clear
+@cython.final
+cdef class StagedRequest(Request):
+    """A request that Python moves on, piece by piece, whenever somebody looks at it."""
+
+    cdef list begun             # a Request for each piece that was begun
+    cdef Py_ssize_t done_count  # of the parts, those that are done and delivered
+    cdef bint cancelled
+
+    cdef int come_after(self, object after, object workers) except -1:
+        if after is not None:
+            raise TypeError(
+                "after= takes no tensor on a device, whose bytes pass through Python; "
+                "wait for what it is to come after"
+            )
+        return 0
+
+    cdef bint perform(self, nvmeio_handle *handle) except -1:
+        return False
+
+    cdef int start(self, nvmeio_handle *handle) except -1:
+        cdef Request earlier
+        cdef Py_ssize_t index
+        count = len(self.buffer.stage.pieces)
+        slots = self.buffer.stage.slots
+        for index in range(count if self.op == OP_WRITE else min(count, slots)):
+            # A piece of memory is used again when what was in it is on its way no more.
+            if index >= slots:
+                earlier = <Request> self.begun[index - slots]
+                earlier.poll_for(None)
+                if earlier.error is not None:
+                    break
+            self.begin_part()
+        (<Workers> self._workers).staged.add(self)
+        return 0
+
+    cdef bint poll(self, int64_t timeout_ns) except -1:
+        if self.finished:
+            return True
+        self.check_process()
+        if self.is_being_finished_here():
+            return False
+        see_to_it(self, timeout_ns)
+        return self.finished
+
+    cdef object go_on(self, int64_t timeout_ns):
+        try:
+            while not self.finished and self.advance(timeout_ns):
+                pass
+            return None
+        except Exception as error:
+            first = error
+        # An error of the device or of torch comes again, that of a handler does not.
+        try:
+            self.advance(timeout_ns)
+            return first
+        except Exception as second:
+            # What is in flight ends first.
+            self.end(second)
+            return None
+
+    cdef bint advance(self, int64_t timeout_ns) except -1:
+        """Begin parts, wait for the next and deliver it.  False: it is not done yet."""
+        cdef Request part
+        if self.op == OP_READ and not self.cancelled:
+            while len(self.begun) < self.done_count + <Py_ssize_t> self.buffer.stage.slots:
+                if not self.begin_part():
+                    break
+        if self.done_count == len(self.begun):
+            self.end(None)
+            return True
+        part = self.begun[self.done_count]
+        if not part.poll(timeout_ns):
+            return False
+        part.told = True
+        if part.error is not None:
+            self.end(part.error)
+            return True
+        if self.op == OP_READ:
+            self.buffer.stage.deliver(self.done_count)
+        self.done_count += 1
+        self.outcome += part.nbytes
+        return True
+
+    cdef bint begin_part(self) except -1:
+        """Begin the next piece; False if there is none left."""
+        cdef Py_ssize_t index = len(self.begun)
+        cdef Request part
+        stage = self.buffer.stage
+        if index == len(stage.pieces):
+            return False
+        memory = stage.host(index) if self.op == OP_READ else stage.fetch(index)
+        part = new_request(
+            self.op,
+            lend(memory, self.op == OP_READ),
+            self.file,
+            self.offset + <int64_t> stage.pieces[index][0],
+            self.validate,
+        )
+        part._workers = self._workers
+        part.start((<Workers> self._workers).c)
+        self.begun.append(part)
+        return True
+
+    cdef int end(self, object error) except -1:
+        """All that was begun is done, or one has failed: wait for the rest and let go."""
+        cdef Request part
+        for part in self.begun:
+            part.poll(-1)
+            part.told = True
+        if error is None and self.outcome < self.nbytes:
+            error = CancelledError(f"the transfer of {self.path!r} was cancelled")
+        if error is None and self.op == OP_READ:
+            self.buffer.land()
+        self.error = error
+        self.words = words_of(error)
+        self.finished = True
+        return 0
+
+    def cancel(self) -> bool:
+        """Drop the pieces that were not yet begun; see ``Request.cancel``."""
+        if self.generation != fork_generation():
+            return False
+        with self.lock:
+            if self.finished or len(self.begun) == len(self.buffer.stage.pieces):
+                return False
+            self.cancelled = True
+            return True
+
+
+cdef Request new_staged(
+    nvmeio_op op, Buffer buffer, File file, int64_t offset, bint validate
+):
+    cdef StagedRequest request = StagedRequest.__new__(StagedRequest)
+    fill_request(request, op, buffer, file, offset, validate)
+    request.begun = []
+    return request

@@ -1,0 +1,235 @@
+"""The library's handle and its life: starting, collecting what is done, stopping.
+
+What a request is, is request.pyx's; what users call is handle.pyx's.
+"""
+
+import errno
+import logging
+import os
+import time
+
+import numpy
+
+cimport cython
+from cpython.exc cimport PyErr_CheckSignals
+from cpython.ref cimport Py_DECREF
+from libc.stdint cimport int64_t, uint64_t
+
+from nvmeio cimport libnvmeio
+from nvmeio.libnvmeio cimport BOUNCE_ALWAYS, BOUNCE_AUTO, BOUNCE_NEVER, LATENCY_BUCKETS
+from nvmeio.libnvmeio cimport nvmeio_config, nvmeio_stats
+from nvmeio._native.request cimport Request
+from nvmeio._native.settings cimport apply_settings
+from nvmeio._native.errors cimport check
+
+from nvmeio._native.info import engines
+
+_log = logging.getLogger("nvmeio")
+
+cdef dict _bounces = {"auto": BOUNCE_AUTO, "always": BOUNCE_ALWAYS, "never": BOUNCE_NEVER}
+
+# Between two slices of a wait signals are handled: Ctrl-C works within 0.1 s.
+cdef int64_t SLICE_NS = 50_000_000
+cdef int64_t BREATH_NS = 1_000_000
+
+# What workers need, whatever their engine, by the errno that says that it is not there.
+_LACKING = {
+    errno.EAGAIN: "no thread can be started (ulimit -u, pids.max of control groups)",
+    errno.EMFILE: "no descriptor is left (ulimit -n)",
+    errno.ENFILE: "no descriptor is left to any process (sysctl fs.file-max)",
+    errno.ENOMEM: "memory ran out, or what of it may be locked (ulimit -l)",
+}
+
+# Reasons of fallbacks that were logged: once each.
+_told = set()
+
+
+# A cycle collector would empty the attributes before the owner's __dealloc__ stops it.
+@cython.no_gc_clear
+@cython.final
+cdef class Workers:
+    """The library's handle: workers at work, owned by one Python object."""
+
+    def __cinit__(self):
+        self.staged = set()
+        self.event_loops = set()
+        self.generation = libnvmeio.fork_generation()
+
+    def __dealloc__(self):
+        if self.c != NULL:
+            with nogil:
+                libnvmeio.handle_close(self.c)
+
+    cdef int own(self) except -1:
+        if self.generation != libnvmeio.fork_generation():
+            self.generation = libnvmeio.fork_generation()
+            self.staged = set()
+            if self.event_loops is not None:
+                self.event_loops = set()
+        return 0
+
+    cpdef int collect(self) except -1:
+        cdef void *users[64]
+        cdef unsigned count = 64, i
+        cdef Request request
+        self.own()
+        count = libnvmeio.handle_pop(self.c, users, 64)
+        if count == 0 and not self.staged:
+            return 0
+        found = []
+        while count > 0:
+            for i in range(count):
+                request = <Request> users[i]
+                # The reference that Request.start() took.
+                Py_DECREF(request)
+                found.append(request)
+            count = libnvmeio.handle_pop(self.c, users, 64) if count == 64 else 0
+        # Nobody else may have it any more: it is finished in spite of Ctrl-C.
+        finish_all(found)
+        # Of a copy, for other threads may add to it meanwhile.
+        for request in list(self.staged):
+            if request.poll(0):
+                self.staged.discard(request)
+        return 0
+
+    def keep(self, request):
+        self.staged.add(request)
+
+    cdef bint drain_until(self, int64_t end_ns) except -1:
+        cdef int64_t left = SLICE_NS
+        cdef int result = -1
+        self.own()
+        while True:
+            if end_ns >= 0:
+                left = min(SLICE_NS, max(0, end_ns - <int64_t> time.monotonic_ns()))
+            staged = list(self.staged)
+            if staged:
+                # It moves on while somebody looks.
+                (<Request> staged[0]).poll(left)
+                self.staged.difference_update(
+                    [request for request in staged if (<Request> request).poll(0)]
+                )
+            else:
+                with nogil:
+                    result = libnvmeio.handle_drain(self.c, left)
+            PyErr_CheckSignals()
+            if not staged and result == 0:
+                return True
+            if left == 0:
+                return False
+
+    cdef int breathe(self) except -1:
+        with nogil:
+            libnvmeio.handle_drain(self.c, BREATH_NS)
+        PyErr_CheckSignals()
+        return 0
+
+    cdef int stop(self) except -1:
+        self.own()
+        try:
+            finish_all(list(self.staged))
+        finally:
+            with nogil:
+                libnvmeio.handle_stop(self.c)
+            loops, self.event_loops = self.event_loops, None
+            try:
+                self.collect()
+            finally:
+                dismiss(loops)
+        return 0
+
+    @property
+    def watchers(self):
+        self.own()
+        return self.event_loops
+
+    def watch(self, int fd):
+        cdef int result
+        with nogil:
+            result = libnvmeio.handle_watch(self.c, fd)
+        check(result)
+
+    def unwatch(self, int fd):
+        with nogil:
+            libnvmeio.handle_unwatch(self.c, fd)
+
+    cdef unsigned pending(self) except *:
+        return libnvmeio.handle_pending(self.c)
+
+    cdef str engine(self):
+        return libnvmeio.handle_engine(self.c).decode()
+
+    cdef dict stats(self):
+        cdef nvmeio_stats stats
+        libnvmeio.handle_stats(self.c, &stats)
+        return stats
+
+    cdef tuple latencies(self):
+        cdef uint64_t counts[LATENCY_BUCKETS]
+        cdef int64_t bounds_ns[LATENCY_BUCKETS]
+        cdef int bucket
+        libnvmeio.handle_latencies(self.c, counts)
+        for bucket in range(LATENCY_BUCKETS):
+            bounds_ns[bucket] = libnvmeio.latency_ns(bucket)
+        return (
+            numpy.frombuffer((<char *> counts)[:sizeof(counts)], numpy.uint64),
+            numpy.frombuffer((<char *> bounds_ns)[:sizeof(bounds_ns)], numpy.int64),
+        )
+
+
+cdef int finish_all(list requests) except -1:
+    """Wait for requests in spite of Ctrl-C, which is raised in the end."""
+    cdef Request request
+    interruption = None
+    for request in requests:
+        while not request.finished and not request.is_being_finished_here():
+            try:
+                request.poll(-1)
+            except BaseException as error:
+                interruption = error
+    if interruption is not None:
+        raise interruption
+    return 0
+
+
+cdef int dismiss(object loops) except -1:
+    """Have event loops let go of workers that are stopped; None: they have done so."""
+    for known in list(loops or ()):
+        watcher = known()
+        if watcher is not None:
+            watcher.close()
+    return 0
+
+
+cdef Workers start_workers(dict options):
+    cdef Workers workers = Workers.__new__(Workers)
+    cdef nvmeio_config config
+    cdef int result
+    engine = options["engine"]
+    name = engine.encode()
+    apply_settings()
+    config.block_bytes = options["block_size"]
+    config.queue_depth = options["queue_depth"]
+    config.workers = options["workers"]
+    config.single_submit = options.get("single_submit", False)
+    config.bounce = _bounces[options["bounce"]]
+    config.engine = name
+    with nogil:
+        result = libnvmeio.handle_open(&config, &workers.c)
+    if result < 0:
+        raise_unusable(engine, result)
+    fallback = libnvmeio.handle_fallback(workers.c).decode()
+    if fallback and fallback not in _told:
+        _told.add(fallback)
+        _log.warning("using the engine %s, for %s", workers.engine(), fallback)
+    return workers
+
+
+cdef int raise_unusable(str engine, int result) except -1:
+    """Raise why no worker could be started."""
+    reason = engines().get(engine, {}).get("reason")
+    if reason:
+        raise OSError(-result, f"the engine {engine} cannot be used: {reason}")
+    # The engine works, or any would have done.
+    lacking = _LACKING.get(-result, os.strerror(-result))
+    raise OSError(-result, f"a handle cannot be opened, for {lacking}")

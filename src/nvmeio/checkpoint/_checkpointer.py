@@ -1,0 +1,570 @@
+"""Checkpoints of a training run: saved for the day it dies."""
+
+import contextlib
+import errno
+import os
+import pathlib
+import re
+import threading
+import warnings
+from collections.abc import Collection
+from concurrent.futures import CancelledError, Future
+from typing import Any, Literal
+
+from nvmeio._arguments.checks import flag, integer, path_of, whole
+from nvmeio._arguments.keywords import suggesting
+from nvmeio._arguments.types import Path
+from nvmeio._files.paths import absolute
+from nvmeio.checkpoint._errors import CheckpointError
+from nvmeio.checkpoint._folders import Unfinished, cleanup, make_folders, set_aside
+from nvmeio.checkpoint._locks import WriterLock, try_exclusive
+from nvmeio.checkpoint._manifest import MANIFEST
+from nvmeio.checkpoint._restoring import Held
+from nvmeio.checkpoint._saving import Plan, Staging
+from nvmeio.safetensors._reading import Progress
+
+__all__ = ["Checkpointer", "SaveFuture"]
+
+_FOLDER = re.compile(r"step-(0|[1-9][0-9]{0,18})")
+_STEP_MAX = 10**18
+# What a drive or a file system says of bytes that are not there any more.
+_LOST = (errno.EIO, errno.ENODATA, errno.EUCLEAN, errno.EBADMSG, errno.EILSEQ)
+
+
+class SaveFuture(Future[pathlib.Path]):
+    """A save that goes on, made by ``Checkpointer.save_async``.
+
+    A concurrent.futures.Future: ``result(timeout=None)`` returns the step's folder once
+    the checkpoint is on the device, and raises what went wrong; ``cancel()`` gives the save
+    up and returns True, or returns False where it is being given its name, or has it.
+
+    Attributes
+    ----------
+    step : int
+        The step.
+    staged : concurrent.futures.Future
+        Done when the state may be changed: with ``stage=True`` from the beginning, else
+        when the last byte of it has been written.  Its result is None.
+    """
+
+    def __init__(self, step: int) -> None:
+        super().__init__()
+        self.step = step
+        self.staged: Future[None] = Future()
+        self._told = False
+        self._may_begin: bool | None = None
+
+    def _begun(self) -> bool:
+        """Tell whether it was not cancelled; from here on it cannot be."""
+        if self._may_begin is None:
+            self._may_begin = self.set_running_or_notify_cancel()
+        return self._may_begin
+
+    def result(self, timeout: float | None = None) -> pathlib.Path:
+        """Wait, and return the step's folder, or raise what went wrong."""
+        try:
+            return super().result(timeout)
+        finally:
+            self._told = self._told or self.done()
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Wait, and return what went wrong, or None."""
+        try:
+            return super().exception(timeout)
+        finally:
+            self._told = self._told or self.done()
+
+
+class Checkpointer:
+    """Checkpoints of one training run, each in a folder of its own, ``root/step-12``.
+
+    Parameters
+    ----------
+    root : str, bytes or os.PathLike
+        The folder for them; made by the first save where it does not exist.
+    keep : int or None, default 3
+        How many of the newest steps stay when a save is complete; None: all of them.
+    keep_every : int, optional
+        Steps that are multiples of it stay for good, beside the newest.
+    checksum : {"crc32c", None}, default "crc32c"
+        What is kept of each block of 8 MiB, to tell damage.
+    verify : {"size", "checksum", None}, default "size"
+        What ``restore`` checks before it takes a step: that all files are there and have
+        their sizes, or that all bytes are what was saved, for which it reads them twice.
+        None: as little as it can.
+    busy : {"wait", "skip", "raise"}, default "wait"
+        What ``save_async`` does while another save goes on: wait for it, return None
+        without saving, or raise RuntimeError.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument is of the wrong type, or not one of its values.
+
+    Notes
+    -----
+    One process writes to a root: the first save takes a lock, which falls with the process,
+    or by ``close``.  Reading takes no lock of the root; ``restore`` and ``verify`` hold the
+    step that they read, which nobody removes meanwhile.  In distributed data parallel
+    training all processes have the same state: rank 0 saves and the others stay away; each
+    may restore.
+
+    A step's folder has ``tensors.safetensors``, which anything can read, ``tree.json``,
+    which says what is nested in what, and ``manifest.json`` with sizes and checksums;
+    nothing is pickled.  A folder has its name only once all of that is on the device.
+
+    Thread-safe; a save waits for the one before it.
+
+    Examples
+    --------
+    >>> checkpointer = nvmeio.checkpoint.Checkpointer("run", keep=2)
+    >>> saved = checkpointer.save(100, {"weights": np.arange(4), "epoch": 3})
+    >>> checkpointer.latest()
+    100
+    >>> checkpointer.restore()
+    {'weights': array([0, 1, 2, 3]), 'epoch': 3}
+    >>> checkpointer.close()
+    """
+
+    @suggesting
+    def __init__(
+        self,
+        root: Path,
+        *,
+        keep: int | None = 3,
+        keep_every: int | None = None,
+        checksum: Literal["crc32c"] | None = "crc32c",
+        verify: Literal["size", "checksum"] | None = "size",
+        busy: Literal["wait", "skip", "raise"] = "wait",
+    ) -> None:
+        self.root = pathlib.Path(os.fsdecode(absolute(path_of(root))))
+        self.keep = None if keep is None else whole("keep", keep, 1, _STEP_MAX)
+        self.keep_every = keep_every
+        if keep_every is not None:
+            self.keep_every = whole("keep_every", keep_every, 1, _STEP_MAX)
+        self.checksum = _one_of("checksum", checksum, ("crc32c", None))
+        self.verify_by = _one_of("verify", verify, ("size", "checksum", None))
+        self.busy = _one_of("busy", busy, ("wait", "skip", "raise"))
+        self._writer = WriterLock(str(self.root))
+        self._mutex = threading.RLock()
+        self._staging = Staging()
+        self._latest: SaveFuture | None = None
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    @suggesting
+    def save(self, step: int, state: Any, metadata: Any = None) -> pathlib.Path:
+        """Save a state; it is on the device when this returns.
+
+        Parameters
+        ----------
+        step : int
+            The checkpoint's number, 0 or more.  One that there is already is replaced: it
+            is there until the new one is complete.
+        state : dict, OrderedDict, list, tuple, ...
+            Any nesting of these (keys are str or int) and torch.Size, of tensors of torch,
+            arrays of numpy, numbers, bool, str, bytes and None.
+        metadata : dict, optional
+            What is to be known of it: the same without tensors and arrays.
+
+        Returns
+        -------
+        pathlib.Path
+            The step's folder.
+
+        Raises
+        ------
+        TypeError, ValueError
+            Something in the state has no place in a checkpoint; named by its path, before
+            anything is written.
+        BlockingIOError
+            Another process writes to this root; names it.
+        OSError
+            With errno and path: ENOSPC with what is needed and what is free.
+        Exception
+            A save before this one, by ``save_async``, has failed, and nobody was told.
+
+        Notes
+        -----
+        Tensors that share memory in the state share it when they are restored.  A view
+        takes only its own bytes along.  Tensors come back contiguous and on the CPU; a
+        Parameter and requires_grad come back as such.
+        """
+        plan = self._plan(step, state, metadata)
+        with self._mutex:
+            self._await_last()
+            self._begin()
+            return self._carry_out(plan, None)
+
+    @suggesting
+    def save_async(
+        self, step: int, state: Any, metadata: Any = None, *, stage: bool = True
+    ) -> SaveFuture | None:
+        """Begin to save a state, and return as soon as it may be changed.
+
+        Parameters
+        ----------
+        step, state, metadata
+            As for ``save``.
+        stage : bool, default True
+            Copy the state into memory that is kept for it, and used again by the next save.
+            With False there is no copy and no such memory: whoever says so leaves the
+            state's tensors alone until the future's `staged` is done.
+
+        Returns
+        -------
+        SaveFuture or None
+            Its result is the step's folder; None where another save goes on and `busy` is
+            "skip".
+
+        Raises
+        ------
+        MemoryError
+            There is no memory for the copy; tells how much is needed and free.
+        RuntimeError
+            Another save goes on, and `busy` is "raise".
+        TypeError, ValueError, OSError, Exception
+            As ``save``.
+
+        Notes
+        -----
+        At most one save goes on.  Its bytes are moved by the engine; its thread sleeps
+        or computes checksums, without the GIL.  Python waits for it before it ends.
+        """
+        stage = flag("stage", stage)
+        plan = self._plan(step, state, metadata)
+        with self._mutex:
+            if self._thread is not None and self._thread.is_alive():
+                if self.busy == "skip":
+                    return None
+                if self.busy == "raise":
+                    assert self._latest is not None
+                    raise RuntimeError(f"step {self._latest.step} is still being saved")
+            self._await_last()
+            self._begin()
+            if stage:
+                plan.stage(self._staging)
+            future = SaveFuture(plan.step)
+            if stage:
+                future.staged.set_result(None)
+            self._latest = future
+            self._thread = threading.Thread(
+                target=self._carry_out_for, args=(plan, future), name="nvmeio-checkpoint"
+            )
+            self._thread.start()
+            return future
+
+    def _plan(self, step: int, state: Any, metadata: Any) -> Plan:
+        if self._closed:
+            raise ValueError("the Checkpointer is closed")
+        return Plan(_step_of(step), state, metadata, self.checksum)
+
+    def _await_last(self) -> None:
+        """Wait for the save before, and raise its error if nobody has had it."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        last, self._latest = self._latest, None
+        if last is not None and not last._told and not last.cancelled():
+            last.result()
+
+    def _begin(self) -> None:
+        """Make the root and take its lock."""
+        make_folders(str(self.root))
+        self._writer.take()
+
+    def _carry_out_for(self, plan: Plan, future: SaveFuture) -> None:
+        """Save, and tell a future how it ended."""
+        try:
+            path = self._carry_out(plan, future)
+        except BaseException as error:
+            if not future.staged.done():
+                future.staged.set_exception(error)
+            if future._begun():
+                future.set_exception(error)
+        else:
+            future.set_result(path)
+
+    def _carry_out(self, plan: Plan, future: SaveFuture | None) -> pathlib.Path:
+        target = self._folder(plan.step)
+
+        def copied() -> None:
+            if future is not None and not future.staged.done():
+                future.staged.set_result(None)
+
+        def stopped() -> bool:
+            return future is not None and future.cancelled()
+
+        with Unfinished(target, replace=True) as folder:
+            plan.write(folder, stopped, copied)
+            # From here on it cannot be cancelled.
+            if future is not None and not future._begun():
+                raise CancelledError
+            folder.commit(sync=True)
+        self._prune(plan.step)
+        return pathlib.Path(target)
+
+    def _folder(self, step: int) -> str:
+        return str(self.root / f"step-{step}")
+
+    @suggesting
+    def restore(
+        self,
+        step: int | None = None,
+        *,
+        into: Any = None,
+        names: Collection[str] | None = None,
+    ) -> Any:
+        """Read a state.
+
+        Parameters
+        ----------
+        step : int, optional
+            The step; by default the newest that is complete.
+        into : dict, list, ..., optional
+            A state whose tensors and arrays are filled, each with the one that was saved in
+            its place, of the same dtype and shape.  It may have more than the checkpoint.
+        names : collection of str, optional
+            Parts of the state, such as ``["model", "optimizer/state/0"]``: keys of dicts
+            from the top down.  By default all of it.
+
+        Returns
+        -------
+        dict, list, ...
+            The state as it was saved, or those parts of it in their dicts; tensors and
+            arrays are those of `into` where that is given, else new ones on the CPU.
+
+        Raises
+        ------
+        FileNotFoundError
+            There is no such step, or no complete one.
+        CheckpointError
+            The step is damaged; names the file.
+        KeyError
+            The state has none of a name.
+        TypeError, ValueError
+            `into` lacks something, or has something of another kind, dtype or shape; named
+            by its path, before anything is changed.
+        OSError, MemoryError
+            The files cannot be read, or there is no memory; tells needed and free.
+
+        Warns
+        -----
+        RuntimeWarning
+            Without `step`: for each newer step that is damaged, with what is wrong with it.
+
+        Notes
+        -----
+        All bytes are read by one submission, and only those that are needed.  An error
+        while they are read leaves some of `into` changed.
+        """
+        names = _names_of(names)
+
+        def read(held: Held) -> Any:
+            if self.verify_by == "checksum":
+                held.verify()
+            return held.restore(into, names)
+
+        return self._of_step(step, read)
+
+    @suggesting
+    def metadata(self, step: int | None = None) -> Any:
+        """Return what was saved beside a state; by default beside the newest one.
+
+        Raises
+        ------
+        FileNotFoundError, CheckpointError, OSError
+            As ``restore``.
+        """
+        return self._of_step(step, Held.metadata)
+
+    def _of_step(self, step: int | None, read: Any) -> Any:
+        """Take something from a step, or from the newest that has it."""
+        if step is not None:
+            step = _step_of(step)
+            if not os.path.lexists(self._folder(step)):
+                raise FileNotFoundError(
+                    errno.ENOENT, "there is no such checkpoint", self._folder(step)
+                )
+            with Held(self._folder(step), step) as held:
+                return read(held)
+        for each in self._newest_first():
+            try:
+                with Held(self._folder(each), each) as held:
+                    return read(held)
+            except (CheckpointError, OSError) as error:
+                if isinstance(error, OSError) and error.errno not in _LOST:
+                    raise
+                warnings.warn(
+                    f"step {each} is passed over: {error}", RuntimeWarning, stacklevel=3
+                )
+        words = "there is no complete checkpoint"
+        raise FileNotFoundError(errno.ENOENT, words, str(self.root))
+
+    def _newest_first(self) -> list[int]:
+        """Return the steps that have a folder."""
+        with contextlib.suppress(FileNotFoundError):
+            names = map(_FOLDER.fullmatch, os.listdir(self.root))
+            return sorted((int(found[1]) for found in names if found), reverse=True)
+        return []
+
+    def latest(self) -> int | None:
+        """Return the newest step that is complete, or None.
+
+        Raises
+        ------
+        OSError
+            The root cannot be read.
+        """
+        return next(
+            (step for step in self._newest_first() if self._is_complete(step)), None
+        )
+
+    def steps(self) -> list[int]:
+        """Return the steps that are complete, oldest first.
+
+        Raises
+        ------
+        OSError
+            The root cannot be read.
+        """
+        return [step for step in reversed(self._newest_first()) if self._is_complete(step)]
+
+    def _is_complete(self, step: int) -> bool:
+        try:
+            Held(self._folder(step), step).close()
+        except CheckpointError:
+            return False
+        return True
+
+    @suggesting
+    def verify(self, step: int, *, progress: Progress | None = None) -> None:
+        """Read all of a step, and compare it with its checksums.
+
+        Parameters
+        ----------
+        step : int
+            The step.
+        progress : callable, optional
+            Is called with the bytes that were read and with all there are.
+
+        Raises
+        ------
+        FileNotFoundError
+            There is no such step.
+        CheckpointError
+            A file is damaged, named with the bytes that are; or there are no checksums.
+        OSError
+            A file cannot be read.
+        """
+
+        def read(held: Held) -> None:
+            held.verify(progress)
+            held.metadata()
+
+        self._of_step(_step_of(step), read)
+
+    def prune(self) -> list[int]:
+        """Remove the steps that `keep` and `keep_every` do not keep, as saves do.
+
+        Returns
+        -------
+        list of int
+            The steps that were removed.
+
+        Raises
+        ------
+        BlockingIOError
+            Another process writes to this root.
+        OSError
+            With errno and path.
+
+        Notes
+        -----
+        A step that somebody reads stays until the next time, and so does one that is not
+        complete: it is not counted either.
+        """
+        with self._mutex:
+            if self._thread is not None:
+                self._thread.join()
+            if not self.root.is_dir():
+                return []
+            self._writer.take()
+            return self._prune(None)
+
+    def _prune(self, saved: int | None) -> list[int]:
+        if self.keep is None:
+            return []
+        removed = []
+        for step in self.steps()[: -self.keep]:
+            kept = self.keep_every is not None and step % self.keep_every == 0
+            if kept or step == saved:
+                continue
+            if try_exclusive(os.path.join(self._folder(step), MANIFEST)):
+                set_aside(self._folder(step))
+                removed.append(step)
+        return removed
+
+    def cleanup(self) -> list[str]:
+        """Remove what processes that died while they saved have left in the root.
+
+        Returns
+        -------
+        list of str
+            The paths that were removed; see ``nvmeio.checkpoint.cleanup``.
+
+        Raises
+        ------
+        OSError
+            With errno and path.
+        """
+        return cleanup(self.root) if self.root.is_dir() else []
+
+    def close(self) -> None:
+        """Wait for a save that goes on, and let others write to the root.
+
+        Raises
+        ------
+        Exception
+            That save, or one before it, has failed, and nobody was told.
+        """
+        with self._mutex:
+            self._closed = True
+            try:
+                self._await_last()
+            finally:
+                self._staging.release()
+                self._writer.release()
+
+    def __enter__(self) -> "Checkpointer":
+        return self
+
+    def __exit__(self, kind: object, error: object, where: object) -> None:
+        try:
+            self.close()
+        except Exception:
+            # What the body raised is what its caller shall see.
+            if kind is None:
+                raise
+
+    def __repr__(self) -> str:
+        return f"<nvmeio.checkpoint.Checkpointer {str(self.root)!r}>"
+
+
+def _one_of(name: str, value: Any, choices: tuple[Any, ...]) -> Any:
+    if not any(value is choice or value == choice for choice in choices):
+        known = ", ".join(map(repr, choices))
+        raise ValueError(f"{name} is {value!r}; it must be one of {known}")
+    return value
+
+
+def _step_of(step: Any) -> int:
+    return whole("step", integer("step", step), 0, _STEP_MAX)
+
+
+def _names_of(names: Any) -> Collection[str] | None:
+    if names is None:
+        return None
+    if isinstance(names, str) or not all(isinstance(each, str) for each in names):
+        raise TypeError(f"names is {names!r:.100}; it must be several names, or None")
+    return list(names)

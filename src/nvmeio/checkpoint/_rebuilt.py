@@ -1,0 +1,252 @@
+"""Tensors and arrays of a state, made of what a safetensors file has of them.
+
+What the tree says of them comes from strangers, and is checked against the header before
+anything is read.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from nvmeio.checkpoint._errors import CheckpointError
+from nvmeio.checkpoint._stored import PAIRS
+from nvmeio.checkpoint._tree import path_of
+from nvmeio.safetensors._dtypes import (
+    FORMAT_NAMES,
+    FRAMEWORK_NAMES,
+    framework_shape,
+    numpy_dtype,
+    torch_dtype,
+    torch_module,
+)
+from nvmeio.safetensors._header import Tensor
+
+__all__ = ["Part", "check_target", "part_of", "rebuild", "same_memory"]
+
+_FLAGS = ("parameter", "requires_grad")
+_WORDS = {"tensor", "array", "dtype", "shape", "view", "device", *_FLAGS}
+_EXTENT_MAX = (1 << 63) - 1
+
+
+class View(NamedTuple):
+    """Where in the bytes of a tensor of the file another one lies."""
+
+    offset: int
+    strides: tuple[int, ...]  # in bytes
+    conj: bool
+    neg: bool
+
+
+class Part(NamedTuple):
+    """A tensor or an array of a state, and the tensor of the file that it is, or is in."""
+
+    path: tuple[Any, ...]
+    stored: Tensor
+    by_torch: bool
+    dtype: Any  # of torch or of numpy
+    shape: tuple[int, ...]
+    how: str  # whole, pairs, bytes or view
+    view: View | None
+    flags: tuple[str, ...]
+
+
+def part_of(node: dict[str, Any], path: tuple[Any, ...], stored: dict[str, Tensor]) -> Part:
+    """Return what a node says; raises CheckpointError where it cannot be."""
+    try:
+        return _part_of(node, path, stored)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path_of(path)} {error}") from None
+
+
+def _part_of(
+    node: dict[str, Any], path: tuple[Any, ...], stored: dict[str, Tensor]
+) -> Part:
+    by_torch = "tensor" in node
+    if not node.keys() <= _WORDS or by_torch == ("array" in node):
+        raise CheckpointError("is of no kind")
+    name = node["tensor" if by_torch else "array"]
+    tensor = stored.get(name) if isinstance(name, str) else None
+    if tensor is None:
+        raise CheckpointError(f"is in a tensor that the file has not: {name!r:.100}")
+    flags = tuple(word for word in _FLAGS if node.get(word) is True)
+    if "dtype" not in node:
+        if "view" in node or "shape" in node:
+            raise CheckpointError("has no dtype")
+        known = FRAMEWORK_NAMES.get(tensor.dtype)
+        if known is None:
+            raise CheckpointError(f"is of the dtype {tensor.dtype}, which nobody has")
+        dtype = torch_dtype(tensor.dtype) if by_torch else numpy_dtype(tensor.dtype)
+        shape = tensor.shape
+        if by_torch:
+            shape = framework_shape(tensor.dtype, shape)
+        return Part(path, tensor, by_torch, dtype, shape, "whole", None, flags)
+    dtype = _dtype_of(node["dtype"], by_torch)
+    if "shape" not in node:
+        if PAIRS.get(_name(dtype)) != tensor.dtype or tensor.shape[-1:] != (2,):
+            raise CheckpointError(f"cannot be of pairs of {tensor.dtype}")
+        shape = tensor.shape[:-1]
+        return Part(path, tensor, by_torch, dtype, shape, "pairs", None, flags)
+    shape = _integers(node["shape"], "shape", 0)
+    nbytes = tensor.end - tensor.begin
+    if "view" not in node:
+        if math.prod(shape) * dtype.itemsize != nbytes or tensor.dtype != "U8":
+            raise CheckpointError(
+                f"is of {dtype} and {list(shape)}, but has {nbytes} bytes"
+            )
+        return Part(path, tensor, by_torch, dtype, shape, "bytes", None, flags)
+    view = _view_of(node["view"], shape, dtype.itemsize, nbytes, by_torch)
+    return Part(path, tensor, by_torch, dtype, shape, "view", view, flags)
+
+
+def _name(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _dtype_of(said: Any, by_torch: bool) -> Any:
+    if by_torch:
+        if said not in FORMAT_NAMES and said not in PAIRS:
+            raise CheckpointError(f"is of an unknown dtype, {said!r:.50}")
+        return getattr(torch_module(), said)
+    try:
+        dtype = np.dtype(said) if isinstance(said, str) else _structured(said)
+    except (ValueError, TypeError, LookupError, RecursionError, SyntaxError):
+        raise CheckpointError(f"is of an unknown dtype, {said!r:.50}") from None
+    if dtype.hasobject:
+        raise CheckpointError(f"is of {dtype}, which has Python objects")
+    return dtype
+
+
+def _structured(said: Any) -> np.dtype[Any]:
+    """Return a dtype of fields; JSON has made lists of tuples."""
+
+    def tuples(value: Any) -> Any:
+        if isinstance(value, str):
+            return value
+        # A list of fields, a field with its name first, or what is in an array.
+        if value and isinstance(value[0], list) and isinstance(value[0][0], (str, list)):
+            return [tuple(map(tuples, field)) for field in value]
+        return tuple(each if isinstance(each, int) else tuples(each) for each in value)
+
+    if not isinstance(said, list):
+        raise TypeError
+    dtype: np.dtype[Any] = np.lib.format.descr_to_dtype(tuples(said))
+    return dtype
+
+
+def _integers(said: Any, what: str, least: int) -> tuple[int, ...]:
+    if not isinstance(said, list) or not all(
+        type(each) is int and least <= each <= _EXTENT_MAX for each in said
+    ):
+        raise CheckpointError(f"has a {what} that is none: {said!r:.100}")
+    return tuple(said)
+
+
+def _view_of(
+    said: Any, shape: tuple[int, ...], itemsize: int, nbytes: int, by_torch: bool
+) -> View:
+    if (
+        not isinstance(said, dict)
+        or not {"offset", "strides", "conj", "neg"} >= said.keys()
+    ):
+        raise CheckpointError("is a view of no kind")
+    least = 0 if by_torch else -_EXTENT_MAX
+    strides = _integers(said.get("strides"), "stride", least)
+    (offset,) = _integers([said.get("offset")], "offset", 0)
+    if len(strides) != len(shape):
+        raise CheckpointError(f"has {len(shape)} extents and {len(strides)} strides")
+    if 0 not in shape:
+        reach = [(size - 1) * stride for size, stride in zip(shape, strides, strict=True)]
+        low = offset + sum(each for each in reach if each < 0)
+        high = offset + sum(each for each in reach if each > 0) + itemsize
+        if low < 0 or high > nbytes:
+            raise CheckpointError(f"has bytes {low} to {high} of {nbytes}")
+    if by_torch and any(each % itemsize for each in (offset, *strides)):
+        raise CheckpointError(f"has elements at no multiple of their {itemsize} bytes")
+    return View(offset, strides, said.get("conj") is True, said.get("neg") is True)
+
+
+def rebuild(part: Part, base: Any) -> Any:
+    """Make a tensor or an array over the memory of the tensor of the file."""
+    if part.by_torch:
+        return _dressed(part, _tensor(part, base))
+    return _array(part, base)
+
+
+def _array(part: Part, base: Any) -> Any:
+    array = base if isinstance(base, np.ndarray) else base.numpy()
+    if part.how == "whole":
+        return array
+    if part.how == "pairs":
+        return array.view(part.dtype)[..., 0]
+    flat = array.reshape(-1).view(np.uint8)
+    if part.view is None:
+        if not flat.size:
+            return np.empty(part.shape, part.dtype)
+        return flat.view(part.dtype).reshape(part.shape)
+    return np.ndarray(
+        part.shape, part.dtype, flat.data, part.view.offset, part.view.strides
+    )
+
+
+def _tensor(part: Part, base: Any) -> Any:
+    torch = torch_module()
+    base = base.detach()
+    if part.how == "whole":
+        return base
+    if part.how == "pairs":
+        return torch.view_as_complex(base)
+    view = part.view
+    if view is None:
+        return base.view(part.dtype).reshape(part.shape)
+    itemsize = part.dtype.itemsize
+    start = base.storage_offset() * base.element_size() + view.offset
+    strides = [stride // itemsize for stride in view.strides]
+    made = torch.empty(0, dtype=part.dtype, device=base.device)
+    made = made.set_(base.untyped_storage(), start // itemsize, part.shape, strides)
+    if view.conj:
+        made = made.conj()
+    return torch._neg_view(made) if view.neg else made
+
+
+def _dressed(part: Part, tensor: Any) -> Any:
+    wants = "requires_grad" in part.flags
+    if "parameter" in part.flags:
+        return torch_module().nn.Parameter(tensor, requires_grad=wants)
+    return tensor.requires_grad_() if wants else tensor
+
+
+def check_target(part: Part, target: Any) -> None:
+    """Refuse what cannot be filled."""
+    where = path_of(part.path)
+    kind = np.ndarray
+    if part.by_torch:
+        kind = torch_module().Tensor
+    if not isinstance(target, kind):
+        raise TypeError(
+            f"into: {where} is of type {type(target).__qualname__}; the checkpoint has "
+            f"{'a tensor' if part.by_torch else 'an array'}"
+        )
+    if target.dtype != part.dtype or tuple(target.shape) != tuple(part.shape):
+        raise ValueError(
+            f"into: {where} is of {target.dtype} and shape {list(target.shape)}; the "
+            f"checkpoint has {part.dtype} and {list(part.shape)}"
+        )
+    if not part.by_torch and not target.flags.writeable:
+        raise ValueError(f"into: {where} is read-only")
+
+
+def same_memory(one: Any, other: Any) -> bool:
+    """Tell whether two tensors, or two arrays, are of the same elements."""
+    if isinstance(one, np.ndarray) or isinstance(other, np.ndarray):
+        return (
+            isinstance(one, np.ndarray)
+            and isinstance(other, np.ndarray)
+            and one.__array_interface__ == other.__array_interface__
+        )
+    return bool(
+        one.device == other.device
+        and one.data_ptr() == other.data_ptr()
+        and tuple(one.shape) == tuple(other.shape)
+        and one.stride() == other.stride()
+    )

@@ -1,0 +1,336 @@
+"""A step's folder, held and read: checked first, then by one submission."""
+
+import contextlib
+import fcntl
+import os
+import stat
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import numpy as np
+
+from nvmeio._native.copy import memcpy
+from nvmeio._native.file import File
+from nvmeio.checkpoint._errors import CheckpointError
+from nvmeio.checkpoint._manifest import (
+    BLOCK_BYTES,
+    FORMAT,
+    MANIFEST,
+    TENSORS,
+    TREE,
+    Checksums,
+    read_json,
+    read_manifest,
+)
+from nvmeio.checkpoint._rebuilt import Part, check_target, part_of, rebuild, same_memory
+from nvmeio.checkpoint._tree import decode, path_of
+from nvmeio.default import default_handle
+from nvmeio.memory import empty
+from nvmeio.safetensors._errors import SafetensorError
+from nvmeio.safetensors._file import ModelFile
+from nvmeio.safetensors._frameworks import Framework, NumPy, Torch
+from nvmeio.safetensors._header import Tensor
+from nvmeio.safetensors._loading import Wanted, load
+from nvmeio.safetensors._reading import Progress
+
+__all__ = ["Held"]
+
+
+class Held:
+    """The folder of a complete step; it is not removed while it is open."""
+
+    def __init__(self, folder: str, step: int) -> None:
+        self.folder, self.step = folder, step
+        self._descriptors: list[int] = []
+        try:
+            self._open_folder()
+            self.manifest = read_manifest(folder, step, self._opened)
+            self._check_place()
+        except BaseException:
+            self.close()
+            raise
+
+    def _open_folder(self) -> None:
+        try:
+            descriptor = os.open(
+                self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+            )
+        except (NotADirectoryError, FileNotFoundError):
+            raise CheckpointError(f"{self.folder} is no folder of a checkpoint") from None
+        self._descriptors.append(descriptor)
+        lock = self._opened(os.path.join(self.folder, MANIFEST))
+        self._descriptors.append(lock)
+        # Who removes it looks at this lock, and does not wait.
+        with contextlib.suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_SH)
+
+    def _opened(self, path: str) -> int:
+        """Open a file that is no link."""
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        try:
+            descriptor = os.open(path, flags)
+        except FileNotFoundError:
+            raise CheckpointError(f"{path} is missing") from None
+        except OSError as error:
+            if os.path.islink(path):
+                raise CheckpointError(f"{path} is a symbolic link") from None
+            raise error from None
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
+            raise CheckpointError(f"{path} is no regular file")
+        return descriptor
+
+    def _check_place(self) -> None:
+        """See that what was opened is still what has the name."""
+        try:
+            same = os.path.samestat(os.lstat(self.folder), os.fstat(self._descriptors[0]))
+        except FileNotFoundError:
+            same = False
+        if not same:
+            raise CheckpointError(f"{self.folder} was removed or replaced meanwhile")
+
+    def close(self) -> None:
+        """Let others remove it."""
+        while self._descriptors:
+            os.close(self._descriptors.pop())
+
+    def __enter__(self) -> "Held":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def tree(self) -> dict[str, Any]:
+        """Return what tree.json has, but for its checks of values."""
+        said = read_json(self.folder, TREE, self._opened)
+        path = os.path.join(self.folder, TREE)
+        if (
+            not isinstance(said, dict)
+            or said.get("format") != FORMAT
+            or said.get("step") != self.step
+            or not {"state", "metadata"} <= said.keys()
+        ):
+            raise CheckpointError(f"{path} is damaged: it is not of step {self.step}")
+        return said
+
+    def metadata(self) -> Any:
+        """Return what was saved beside the state."""
+
+        def refused(node: Any, path: Any) -> Any:
+            raise CheckpointError(
+                f"{os.path.join(self.folder, TREE)} has tensors in metadata"
+            )
+
+        return decode(self.tree()["metadata"], refused)
+
+    def verify(self, progress: Progress | None = None) -> None:
+        """Read all, and compare with the checksums; raises CheckpointError."""
+        if self.manifest.checksum is None:
+            raise CheckpointError(
+                f"{self.folder} was saved without checksums, so it cannot be verified"
+            )
+        total, done = self.manifest.nbytes, 0
+        for name, record in self.manifest.files.items():
+            path = os.path.join(self.folder, name)
+            block_bytes = self.manifest.block_bytes
+            seen = Checksums(block_bytes)
+            for block in _blocks(path, record.nbytes):
+                seen(block)
+                done += len(block)
+                if progress is not None:
+                    progress(done, total)
+            expected = record.checksums or []
+            for index, (one, other) in enumerate(zip(seen.sums(), expected, strict=True)):
+                if one != other:
+                    low = index * block_bytes
+                    high = min(low + block_bytes, record.nbytes)
+                    raise CheckpointError(
+                        f"{path} is damaged: bytes {low} to {high} have the checksum "
+                        f"{one}; {other} was saved"
+                    )
+
+    def restore(self, into: Any, names: Collection[str] | None) -> Any:
+        """Return the state, or what is named of it, in memory of its own or `into`."""
+        path = os.path.join(self.folder, TENSORS)
+        tree = self.tree()["state"]
+        try:
+            file = ModelFile(path)
+        except SafetensorError as error:
+            raise CheckpointError(f"{path} is damaged: {error}") from None
+        try:
+            if file.before.st_size != self.manifest.files[TENSORS].nbytes:
+                raise CheckpointError(f"{path} has changed meanwhile")
+            self._check_place()
+            parts = _Parts(file.layout.by_name)
+            try:
+                skeleton = decode(tree, parts, names=names)
+            except CheckpointError as error:
+                raise CheckpointError(
+                    f"{os.path.join(self.folder, TREE)} is damaged: {error}"
+                ) from None
+            targets = None if into is None else _matched(skeleton, into, ())
+            values = _read(file, parts.found, targets)
+        except SafetensorError as error:
+            raise CheckpointError(f"{path}: {error}") from None
+        finally:
+            file.close()
+        return _filled(skeleton, values)
+
+
+class _Parts:
+    """Takes the tensors of a tree, and leaves a part for each."""
+
+    def __init__(self, stored: dict[str, Tensor]) -> None:
+        self.stored = stored
+        self.found: list[Part] = []
+
+    def __call__(self, node: dict[str, Any], path: tuple[Any, ...]) -> Part:
+        part = part_of(node, path, self.stored)
+        self.found.append(part)
+        return part
+
+
+def _matched(skeleton: Any, into: Any, path: tuple[Any, ...]) -> dict[Any, Any]:
+    """Return the caller's tensor for each part, checked, by path."""
+    if isinstance(skeleton, Part):
+        check_target(skeleton, into)
+        return {skeleton.path: into}
+    found: dict[Any, Any] = {}
+    if isinstance(skeleton, dict) and isinstance(into, dict):
+        for key, each in skeleton.items():
+            if key not in into:
+                if _has_parts(each):
+                    raise ValueError(f"into lacks {path_of((*path, key))}")
+                continue
+            found |= _matched(each, into[key], (*path, key))
+    elif isinstance(skeleton, (list, tuple)) and isinstance(into, (list, tuple)):
+        if len(skeleton) != len(into) and _has_parts(skeleton):
+            words = f"{len(into)} items; the checkpoint has {len(skeleton)}"
+            raise ValueError(f"into: {path_of(path)} has {words}")
+        for index, (each, other) in enumerate(zip(skeleton, into, strict=False)):
+            found |= _matched(each, other, (*path, index))
+    elif _has_parts(skeleton):
+        raise TypeError(
+            f"into: {path_of(path)} is of type {type(into).__qualname__}; the checkpoint "
+            f"has a {type(skeleton).__qualname__}"
+        )
+    return found
+
+
+def _has_parts(skeleton: Any) -> bool:
+    if isinstance(skeleton, dict):
+        return any(map(_has_parts, skeleton.values()))
+    if isinstance(skeleton, (list, tuple)) and not isinstance(skeleton, Part):
+        return any(map(_has_parts, skeleton))
+    return isinstance(skeleton, Part)
+
+
+def _filled(skeleton: Any, values: dict[Any, Any]) -> Any:
+    """Put tensors where their parts are."""
+    if isinstance(skeleton, Part):
+        return values[skeleton.path]
+    if isinstance(skeleton, dict):
+        for key, each in skeleton.items():
+            skeleton[key] = _filled(each, values)
+        return skeleton
+    if isinstance(skeleton, list):
+        return [_filled(each, values) for each in skeleton]
+    if type(skeleton) is tuple:
+        return tuple(_filled(each, values) for each in skeleton)
+    return skeleton
+
+
+def _read(
+    file: ModelFile, parts: list[Part], targets: dict[Any, Any] | None
+) -> dict[Any, Any]:
+    """Read all tensors of the file that parts are of, and make the parts of them."""
+    by_stored: dict[str, list[Part]] = {}
+    for part in parts:
+        by_stored.setdefault(part.stored.name, []).append(part)
+    numpy, torch = NumPy(), None
+    if any(part.by_torch for part in parts):
+        torch = Torch()
+    bases: dict[str, Any] = {}
+    out: dict[str, Any] = {}
+    for kind in (numpy, torch):
+        chosen = []
+        for name, group in by_stored.items():
+            by_torch = any(part.by_torch for part in group)
+            if kind is None or by_torch != kind.by_torch:
+                continue
+            wanted = _wanted(file, group[0].stored, kind)
+            chosen.append(wanted)
+            if targets is not None:
+                out[name] = _destination(group, targets, wanted, kind)
+        if chosen and kind is not None:
+            chosen.sort(key=lambda each: each.tensor.begin)
+            bases |= load(chosen, kind, out=out if targets is not None else None)
+    made = {}
+    for name, group in by_stored.items():
+        base = bases[name]
+        if any(part.by_torch and part.view for part in group) and base.data_ptr() % 16:
+            # Torch takes no elements at other addresses than multiples of their size.
+            base = base.clone()
+        for part in group:
+            made[part.path] = rebuild(part, base)
+            if targets is not None:
+                made[part.path] = _delivered(made[part.path], targets[part.path])
+    return made
+
+
+def _wanted(file: ModelFile, stored: Tensor, framework: Framework) -> Wanted:
+    dtype = framework.dtype(stored.dtype)
+    shape = framework.shape(stored.dtype, stored.shape)
+    nbytes = stored.end - stored.begin
+    return Wanted(stored.name, file, stored, dtype, shape, None, nbytes)
+
+
+def _destination(
+    group: list[Part], targets: dict[Any, Any], wanted: Wanted, framework: Framework
+) -> Any:
+    """Return what a tensor of the file is read into: a target that it is, or new memory."""
+    for part in group:
+        target = targets[part.path]
+        if part.how == "whole" and part.by_torch == framework.by_torch:
+            return _plain(target)
+    return framework.empty(wanted.dtype, wanted.shape)
+
+
+def _delivered(value: Any, target: Any) -> Any:
+    """Copy to a target, unless it has been read into."""
+    source, memory = _plain(value), _plain(target)
+    if not same_memory(source, memory):
+        memcpy(memory, source)
+    return target
+
+
+def _plain(value: Any) -> Any:
+    """Return an array, or a tensor of which autograd knows nothing."""
+    return value if isinstance(value, np.ndarray) else value.detach()
+
+
+def _blocks(path: str, nbytes: int) -> Iterator[Any]:
+    """Yield the bytes of a file, while those that follow are on their way."""
+    size, count = BLOCK_BYTES, 4
+    stages = [empty(min(size, max(nbytes, 1)), np.uint8) for _ in range(count)]
+    handle = default_handle()
+    requests: list[Any] = []
+    with File(path) as file:
+        places = range(0, nbytes, size)
+
+        def begin(index: int) -> None:
+            low = places[index]
+            view = stages[index % count][: min(size, nbytes - low)]
+            requests.append(handle.submit_read(view, file, low))
+
+        try:
+            for index in range(min(count, len(places))):
+                begin(index)
+            for index, low in enumerate(places):
+                requests[index].wait()
+                yield stages[index % count][: min(size, nbytes - low)]
+                if index + count < len(places):
+                    begin(index + count)
+        finally:
+            for request in requests:
+                request.exception()

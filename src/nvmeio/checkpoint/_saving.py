@@ -1,0 +1,180 @@
+"""A checkpoint's files: planned before a byte is written, then written and synced."""
+
+import json
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import CancelledError
+from typing import Any
+
+import numpy as np
+
+from nvmeio._files.paths import naming
+from nvmeio._memory.available import require_available
+from nvmeio._native.copy import memcpy
+from nvmeio._native.file import File
+from nvmeio._native.handle import Handle
+from nvmeio._native.region import Region
+from nvmeio._native.request import Request
+from nvmeio.checkpoint._folders import Unfinished
+from nvmeio.checkpoint._manifest import (
+    BLOCK_BYTES,
+    FORMAT,
+    MANIFEST,
+    TENSORS,
+    TREE,
+    Checksums,
+    Manifest,
+    Record,
+)
+from nvmeio.checkpoint._stored import Stored, contents, store
+from nvmeio.checkpoint._tree import encode, path_of
+from nvmeio.default import default_handle
+from nvmeio.safetensors._dtypes import torch_module
+from nvmeio.safetensors._header import build
+from nvmeio.safetensors._writing import Bytes, parts_of, reserve, write
+
+__all__ = ["Plan", "Staging"]
+
+Check = Callable[[], bool]
+
+# As many blocks of staged memory are on their way to the drive.
+IN_FLIGHT = 4
+
+
+class Plan:
+    """What a save is going to write."""
+
+    def __init__(self, step: int, state: Any, metadata: Any, checksum: str | None) -> None:
+        self.step, self.checksum = step, checksum
+        # Memory that only its address leads to stays while this does.
+        self.state = state
+        tree, leaves = encode(state)
+        said, others = encode(metadata)
+        if others:
+            where = path_of(others[0].path).replace("state", "metadata", 1)
+            raise TypeError(f"{where} is a tensor or an array; metadata has none")
+        stored = store(leaves)
+        tensors = [(each.name, each.dtype, each.shape) for each in stored]
+        # Tensors of whole pages are written and read without copies of their ends.
+        self.header, self.layout = build(tensors, {"format": "pt"}, align=4096)
+        by_name = {each.name: each for each in stored}
+        self.stored: list[Stored] = [
+            by_name[each.name] for each in self.layout.tensors if each.end > each.begin
+        ]
+        self.total = self.layout.data_start + self.layout.data_bytes
+        text = {"format": FORMAT, "step": step, "metadata": said, "state": tree}
+        self.tree = json.dumps(text, allow_nan=False).encode() + b"\n"
+        self.image: Bytes | None = None
+
+    def stage(self, staging: "Staging") -> None:
+        """Copy all bytes, as the file has them, so that the state may change."""
+        image = staging.memory(self.total)
+        begins = [each.begin for each in self.layout.tensors if each.end > each.begin]
+        image[: len(self.header)] = np.frombuffer(self.header, np.uint8)
+        for stored, begin in zip(self.stored, begins, strict=True):
+            low = self.layout.data_start + begin
+            _copy(stored, image[low:])
+        self.image = image
+        self.stored, self.state = [], None
+
+    def write(
+        self, folder: Unfinished, stopped: Check, copied: Callable[[], object]
+    ) -> None:
+        """Write and sync the files; `copied` is called when the state is needed no more."""
+        files = {TENSORS: self._write_tensors(folder, stopped)}
+        copied()
+        files[TREE] = self._write_text(folder, TREE, self.tree)
+        saved = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+        manifest = Manifest(self.step, saved, self.checksum, BLOCK_BYTES, files)
+        self._write_text(folder, MANIFEST, manifest.text())
+
+    def _write_tensors(self, folder: Unfinished, stopped: Check) -> Record:
+        seen = None if self.checksum is None else Checksums()
+
+        def seen_or_stopped(piece: Bytes) -> None:
+            if stopped():
+                raise CancelledError
+            if seen is not None:
+                seen(piece)
+
+        handle = default_handle()
+        with File(os.path.join(folder.path, TENSORS), "x") as file:
+            reserve(file, self.total + len(self.tree), folder.target)
+            file.truncate(self.total)
+            with naming(folder.target):
+                if self.image is None:
+                    parts = parts_of(self.header, [contents(each) for each in self.stored])
+                    write(handle, file, parts, self.total, None, seen_or_stopped)
+                else:
+                    _write_image(handle, file, self.image, seen_or_stopped)
+                handle.fsync(file)
+        return Record(self.total, None if seen is None else seen.sums())
+
+    def _write_text(self, folder: Unfinished, name: str, text: bytes) -> Record:
+        with naming(folder.target), open(os.path.join(folder.path, name), "xb") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        if self.checksum is None:
+            return Record(len(text), None)
+        seen = Checksums()
+        seen(text)
+        return Record(len(text), seen.sums())
+
+
+def _write_image(
+    handle: Handle, file: File, image: Bytes, seen: Callable[[Bytes], object]
+) -> None:
+    """Write memory that is as the file is, and see each block while it is on its way."""
+    requests: list[Request] = []
+    try:
+        for low in range(0, len(image), BLOCK_BYTES):
+            block = image[low : low + BLOCK_BYTES]
+            if len(requests) >= IN_FLIGHT:
+                requests[len(requests) - IN_FLIGHT].wait()
+            requests.append(handle.submit_write(block, file, low))
+            seen(block)
+        for request in requests:
+            request.wait()
+    finally:
+        # After an error: the memory is used again when no write needs it any more.
+        for request in requests:
+            request.exception()
+
+
+def _copy(stored: Stored, target: Bytes) -> None:
+    """Copy a tensor's bytes, in C order."""
+    value = stored.value
+    target = target[: value.nbytes]
+    if not isinstance(value, np.ndarray):
+        torch = torch_module()
+        value = value.detach()
+        memcpy(torch.from_numpy(target).view(value.dtype).view(value.shape), value)
+    elif value.flags.c_contiguous:
+        memcpy(target, value.reshape(-1).view(np.uint8))
+    else:
+        np.copyto(target.view(value.dtype).reshape(value.shape), value)
+
+
+class Staging:
+    """Memory for one state at a time, which is used again for the next."""
+
+    def __init__(self) -> None:
+        self._region: Region | None = None
+
+    def memory(self, nbytes: int) -> Bytes:
+        """Return memory for so many bytes; raises MemoryError where there is less."""
+        if self._region is None or self._region.nbytes < nbytes:
+            self._region = None
+            require_available(nbytes, "a copy of the state")
+            region = Region(nbytes)
+            region.populate(0, nbytes)
+            self._region = region
+        whole: Any = self._region
+        found: Bytes = np.frombuffer(whole, np.uint8)[:nbytes]
+        return found
+
+    def release(self) -> None:
+        """Give the memory back."""
+        self._region = None

@@ -1,0 +1,285 @@
+"""A state as JSON: what is nested in what, with the tensors taken out.
+
+Whatever is not JSON is an object of one key, its kind: {"tuple": [...]}, {"float": "nan"}.
+A dict of str keys is {"dict": {...}}, one that has other keys {"items": [[0, ...], ...]}.
+Nothing of it names code, so nothing is run to read it.
+"""
+
+import base64
+import math
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from nvmeio.checkpoint._errors import CheckpointError
+
+__all__ = ["DEPTH_MAX", "Leaf", "decode", "encode", "name_of", "path_of"]
+
+# Python's json needs some of its stack for each level.
+DEPTH_MAX = 100
+# It writes and reads integers of so many digits, and Python no more.
+INTEGER_BITS_MAX = 10_000
+
+Key = str | int
+Path = tuple[Key, ...]
+
+
+class Leaf(NamedTuple):
+    """A tensor or an array in a state, and its node of the tree, which is to be filled."""
+
+    path: Path
+    value: Any
+    node: dict[str, Any]
+
+
+def path_of(path: Iterable[Key]) -> str:
+    """Write a path as Python would: state['model']['weight'][0]."""
+    return "state" + "".join(f"[{key!r}]" for key in path)
+
+
+def name_of(path: Iterable[Key]) -> str:
+    """Write a path as a name: model/weight/0; "~" and "/" in a key are ~0 and ~1."""
+    return "/".join(str(key).replace("~", "~0").replace("/", "~1") for key in path)
+
+
+def encode(state: Any) -> tuple[Any, list[Leaf]]:
+    """Return the tree of a state, and its tensors in the order of the tree.
+
+    Raises TypeError or ValueError, with the path, for what has no place in it.
+    """
+    encoder = _Encoder()
+    return encoder.node(state, ()), encoder.leaves
+
+
+class _Encoder:
+    def __init__(self) -> None:
+        self.leaves: list[Leaf] = []
+        self.within: set[int] = set()
+        torch = sys.modules.get("torch")
+        self.tensor = () if torch is None else (torch.Tensor,)
+        self.size = None if torch is None else torch.Size
+
+    def node(self, value: Any, path: Path) -> Any:
+        kind = type(value)
+        if kind is int and value.bit_length() > INTEGER_BITS_MAX:
+            words = f"has {value.bit_length()} bits, more than {INTEGER_BITS_MAX}"
+            raise ValueError(f"{path_of(path)} {words}")
+        if value is None or kind in (bool, int, str):
+            return value
+        if kind is float:
+            return value if math.isfinite(value) else {"float": repr(value)}
+        if kind is complex:
+            return {"complex": [repr(value.real), repr(value.imag)]}
+        if kind is bytes:
+            return {"bytes": base64.b64encode(value).decode()}
+        if isinstance(value, (np.ndarray, *self.tensor)):
+            node: dict[str, Any] = {}
+            self.leaves.append(Leaf(path, value, node))
+            return node
+        if isinstance(value, np.generic) and value.dtype.kind not in "OV":
+            return {"scalar": [value.dtype.str, base64.b64encode(value.tobytes()).decode()]}
+        if kind in (list, tuple, dict, OrderedDict) or kind is self.size:
+            return self._nested(value, kind, path)
+        raise TypeError(
+            f"{path_of(path)} is of type {kind.__module__}.{kind.__qualname__}; a state "
+            "nests dict, OrderedDict, list, tuple and torch.Size of tensors, arrays, "
+            "numbers, bool, str, bytes and None"
+        )
+
+    def _nested(self, value: Any, kind: type, path: Path) -> Any:
+        if id(value) in self.within:
+            raise ValueError(f"{path_of(path)} contains itself")
+        if len(path) == DEPTH_MAX:
+            raise ValueError(f"{path_of(path)} is nested deeper than {DEPTH_MAX} levels")
+        self.within.add(id(value))
+        found: Any
+        if kind in (dict, OrderedDict):
+            found = self._items(value, path)
+            if kind is OrderedDict:
+                found = {"OrderedDict": found}
+        else:
+            found = [self.node(each, (*path, index)) for index, each in enumerate(value)]
+            if kind is not list:
+                found = {"tuple" if kind is tuple else "Size": found}
+        self.within.remove(id(value))
+        return found
+
+    def _items(self, value: dict[Any, Any], path: Path) -> Any:
+        for key in value:
+            if type(key) not in (str, int):
+                raise TypeError(
+                    f"{path_of(path)} has a key of type {type(key).__qualname__}, "
+                    f"{key!r}; keys are str or int"
+                )
+            if isinstance(key, str) and not key.isascii():
+                _require_unicode(key, path)
+        items = [(key, self.node(each, (*path, key))) for key, each in value.items()]
+        if all(isinstance(key, str) for key in value):
+            return {"dict": dict(items)}
+        return {"items": [list(item) for item in items]}
+
+
+def _require_unicode(key: str, path: Path) -> None:
+    try:
+        key.encode()
+    except UnicodeEncodeError:
+        words = f"{path_of(path)} has a key that is no Unicode: {key!r}"
+        raise ValueError(words) from None
+
+
+def decode(
+    tree: Any,
+    leaf: Callable[[dict[str, Any], Path], Any],
+    *,
+    names: Collection[str] | None = None,
+) -> Any:
+    """Return the state of a tree; raises CheckpointError for what is none.
+
+    With `names`, it is what these are or are in, and what lies below them.
+    """
+    decoder = _Decoder(leaf)
+    if names is None:
+        return decoder.value(tree, ())
+    wanted = _Names(names)
+    found = decoder.value(tree, (), wanted)
+    if wanted.missing:
+        raise KeyError(
+            f"the checkpoint has nothing named {', '.join(sorted(wanted.missing))}"
+        )
+    return found
+
+
+class _Names:
+    """Which parts of a tree are wanted, by names such as model/weight."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self.names = set(names)
+        self.missing = set(self.names)
+        self.above = {""}
+        for name in self.names:
+            keys = name.split("/")
+            self.above.update("/".join(keys[:count]) for count in range(1, len(keys)))
+
+    def __call__(self, path: Path) -> bool | None:
+        """Tell whether a part is wanted; None: some of what is in it may be."""
+        name = name_of(path)
+        if name in self.names:
+            self.missing.discard(name)
+            return True
+        return None if name in self.above else False
+
+
+class _Decoder:
+    def __init__(self, leaf: Callable[[dict[str, Any], Path], Any]) -> None:
+        self.leaf = leaf
+
+    def value(self, node: Any, path: Path, wanted: _Names | None = None) -> Any:
+        """Return the value of a node; with `wanted`, only what that wants."""
+        if len(path) > DEPTH_MAX:
+            raise self._wrong(path, f"is nested deeper than {DEPTH_MAX} levels")
+        if node is None or isinstance(node, (bool, int, float, str)):
+            return node
+        if isinstance(node, list):
+            return self._list(node, path, wanted)
+        if "tensor" in node or "array" in node:
+            return self.leaf(node, path)
+        if len(node) != 1:
+            raise self._wrong(path, "is of no kind")
+        ((kind, content),) = node.items()
+        make = getattr(self, f"_{kind}", None) if kind in _KINDS else None
+        if make is None:
+            raise self._wrong(path, f"is of an unknown kind, {kind!r:.50}")
+        if kind in _NESTED:
+            return make(content, path, wanted)
+        try:
+            return make(content)
+        except (ValueError, TypeError, OverflowError):
+            raise self._wrong(path, f"is no {kind}") from None
+
+    def _wrong(self, path: Path, words: str) -> CheckpointError:
+        return CheckpointError(f"{path_of(path)} {words}")
+
+    def _list(self, content: Any, path: Path, wanted: _Names | None) -> list[Any]:
+        if not isinstance(content, list):
+            raise self._wrong(path, "is no list")
+        if wanted is not None:
+            raise KeyError(f"{path_of(path)} is a list, of which names pick nothing")
+        return [each for _, each in self._chosen(enumerate(content), path, wanted)]
+
+    def _chosen(
+        self, items: Iterable[tuple[Any, Any]], path: Path, wanted: _Names | None
+    ) -> Iterable[tuple[Any, Any]]:
+        for key, each in items:
+            below = (*path, key)
+            choice = True if wanted is None else wanted(below)
+            if choice:
+                yield key, self.value(each, below)
+            elif choice is None:
+                yield key, self.value(each, below, wanted)
+
+    def _tuple(self, content: Any, path: Path, wanted: _Names | None) -> tuple[Any, ...]:
+        return tuple(self._list(content, path, wanted))
+
+    def _Size(self, content: Any, path: Path, wanted: _Names | None) -> Any:  # noqa: N802
+        extents = self._list(content, path, wanted)
+        if not all(type(extent) is int and 0 <= extent < 1 << 63 for extent in extents):
+            raise self._wrong(path, "is no size")
+        from nvmeio.safetensors._dtypes import torch_module
+
+        return torch_module().Size(extents)
+
+    def _dict(self, content: Any, path: Path, wanted: _Names | None) -> dict[str, Any]:
+        if not isinstance(content, dict):
+            raise self._wrong(path, "is no dict")
+        return dict(self._chosen(content.items(), path, wanted))
+
+    def _items(self, content: Any, path: Path, wanted: _Names | None) -> dict[Key, Any]:
+        pairs: dict[Key, Any] = {}
+        for item in content if isinstance(content, list) else [None]:
+            if not (
+                isinstance(item, list)
+                and len(item) == 2
+                and type(item[0]) in (int, str)
+                and item[0] not in pairs
+            ):
+                raise self._wrong(path, "has items that are none")
+            pairs[item[0]] = item[1]
+        return dict(self._chosen(pairs.items(), path, wanted))
+
+    def _OrderedDict(  # noqa: N802
+        self, content: Any, path: Path, wanted: _Names | None
+    ) -> OrderedDict[Key, Any]:
+        if not isinstance(content, dict) or content.keys() not in ({"dict"}, {"items"}):
+            raise self._wrong(path, "is no OrderedDict")
+        return OrderedDict(self.value(content, path, wanted))
+
+    def _float(self, content: Any) -> float:
+        if content not in ("nan", "inf", "-inf"):
+            raise ValueError
+        return float(content)
+
+    def _complex(self, content: Any) -> complex:
+        real, imag = content
+        return complex(float(real), float(imag))
+
+    def _bytes(self, content: Any) -> bytes:
+        return base64.b64decode(content, validate=True)
+
+    def _scalar(self, content: Any) -> Any:
+        name, text = content
+        if not isinstance(name, str) or not isinstance(text, str):
+            raise ValueError
+        dtype = np.dtype(name)
+        if dtype.kind in "OV":
+            raise ValueError
+        if not dtype.itemsize:
+            return dtype.type()
+        (value,) = np.frombuffer(base64.b64decode(text, validate=True), dtype)
+        return value
+
+
+_NESTED = ("tuple", "Size", "dict", "items", "OrderedDict")
+_KINDS = (*_NESTED, "float", "complex", "bytes", "scalar")

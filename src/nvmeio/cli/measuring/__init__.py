@@ -1,1 +1,0 @@
-"""What bench and tune measure: where, in which memory, and beside what."""

@@ -1,0 +1,105 @@
+"""Whole .npy files: an array or a tensor saved, an array loaded."""
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from nvmeio._arguments.checks import flag, path_of
+from nvmeio._arguments.keywords import suggesting
+from nvmeio._arguments.types import Path
+from nvmeio._arrays.elements import bytes_of, storable
+from nvmeio._arrays.npy_header import header_of, read_layout
+from nvmeio._memory.registry import library_of
+from nvmeio._native.file import File
+from nvmeio.default import default_handle
+from nvmeio.files import cut, new_contents
+from nvmeio.memory import empty
+
+__all__ = ["load", "save"]
+
+
+@suggesting
+def load(path: Path) -> npt.NDArray[Any]:
+    """Read a whole .npy file.
+
+    Parameters
+    ----------
+    path : str, bytes or os.PathLike
+        A file of version 1 to 3, in C or Fortran order.
+
+    Returns
+    -------
+    numpy.ndarray
+        What ``numpy.load`` returns, in memory of the pool.
+
+    Raises
+    ------
+    OSError
+        With errno and path.
+    MemoryError
+        The array is larger than the memory that is left.
+    TypeError
+        ``path`` is no path.
+    ValueError
+        It is no .npy file, holds Python objects, or ends before the array does.
+
+    Notes
+    -----
+    Releases the GIL while it waits.  Uses ``default_handle()``.
+    """
+    with File(path) as file:
+        layout = read_layout(file)
+        shape = layout.shape[::-1] if layout.fortran else layout.shape
+        array = empty(shape, layout.dtype)
+        if array.nbytes:
+            default_handle().read(bytes_of(array), file, layout.offset)
+    return array.T if layout.fortran else array
+
+
+@suggesting
+def save(path: Path, array: Any, *, sync: bool = False) -> None:
+    """Write an array or a tensor as a .npy file.
+
+    Parameters
+    ----------
+    path : str, bytes or os.PathLike
+        The file, as it is named: no suffix is added.  One that exists is replaced by a new
+        one, once that is complete and synced; until then, and after an error, it stays as
+        it was.
+    array : array_like or tensor
+        Of a dtype that numpy has, of any strides and device; written in C order.
+    sync : bool, default False
+        Return only when the file, and its name, are on the device.
+
+    Raises
+    ------
+    OSError
+        With errno and path.
+    TypeError
+        The elements are Python objects or, like bfloat16, of no dtype of numpy's; an
+        argument is of the wrong type.
+
+    Notes
+    -----
+    As ``write_file(..., atomic=True)``, which says what that costs and where a file is
+    written in place.  Releases the GIL while it waits.  Uses ``default_handle()``.
+    """
+    path, sync = path_of(path), flag("sync", sync)
+    dtype, shape, source = _source_of(array)
+    header = header_of(shape, dtype)
+    handle = default_handle()
+    with new_contents(path, sync=sync, atomic=True) as file:
+        handle.write(header, file)
+        cut(file, len(header) + handle.write(source, file, len(header)))
+        handle.fsync(file)
+
+
+def _source_of(array: Any) -> tuple[np.dtype[Any], tuple[int, ...], Any]:
+    """Return dtype, shape and memory of what is to be saved."""
+    library = library_of(array)
+    if library is not None:
+        return storable(array.dtype), tuple(array.shape), array
+    found = np.asarray(array)
+    dtype = storable(found.dtype)
+    return dtype, found.shape, bytes_of(np.ascontiguousarray(found))

@@ -1,0 +1,229 @@
+"""The dtypes of the safetensors format, and what numpy and torch call them.
+
+safetensors 0.8.0 takes whatever numpy and torch have under the names below and lets their
+own errors through for the rest, so this module does the same: numpy knows bfloat16 once
+ml_dtypes is imported, and no float8 at all.
+"""
+
+import importlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from nvmeio.safetensors._errors import SafetensorError
+
+__all__ = [
+    "BITS",
+    "FORMAT_NAMES",
+    "FRAMEWORK_NAMES",
+    "RANKS",
+    "framework_shape",
+    "header_dtype",
+    "header_shape",
+    "numpy_dtype",
+    "torch_dtype",
+    "torch_module",
+]
+
+# The size of one element, in bits.  The order is that of the enum in safetensors' tensor.rs
+# (0.8.0): its writer puts the last kind first, and its messages list them so.
+BITS = {
+    "BOOL": 8,
+    "F4": 4,
+    "F6_E2M3": 6,
+    "F6_E3M2": 6,
+    "U8": 8,
+    "I8": 8,
+    "F8_E5M2": 8,
+    "F8_E4M3": 8,
+    "F8_E8M0": 8,
+    "F8_E4M3FNUZ": 8,
+    "F8_E5M2FNUZ": 8,
+    "I16": 16,
+    "U16": 16,
+    "F16": 16,
+    "BF16": 16,
+    "I32": 32,
+    "U32": 32,
+    "F32": 32,
+    "C64": 64,
+    "F64": 64,
+    "I64": 64,
+    "U64": 64,
+}
+RANKS = {dtype: rank for rank, dtype in enumerate(BITS)}
+
+# What numpy and torch call a dtype, in the order of safetensors' message on an unknown one.
+# The two F6 kinds are in no framework.
+FORMAT_NAMES = {
+    "bool": "BOOL",
+    "int8": "I8",
+    "uint8": "U8",
+    "int16": "I16",
+    "uint16": "U16",
+    "int32": "I32",
+    "uint32": "U32",
+    "int64": "I64",
+    "uint64": "U64",
+    "float16": "F16",
+    "float32": "F32",
+    "float64": "F64",
+    "bfloat16": "BF16",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e4m3fnuz": "F8_E4M3FNUZ",
+    "float8_e5m2": "F8_E5M2",
+    "float8_e5m2fnuz": "F8_E5M2FNUZ",
+    "float8_e8m0fnu": "F8_E8M0",
+    "float4_e2m1fn_x2": "F4",
+    "complex64": "C64",
+}
+FRAMEWORK_NAMES = {dtype: name for name, dtype in FORMAT_NAMES.items()}
+
+
+def torch_module() -> Any:
+    """Import torch when it is first needed."""
+    try:
+        return importlib.import_module("torch")
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        words = 'torch is not installed; framework="np" makes arrays of numpy'
+        raise ModuleNotFoundError(words, name="torch") from None
+
+
+def _framework_name(dtype: str) -> str:
+    """Return what numpy and torch call a dtype; neither has the F6 kinds."""
+    name = FRAMEWORK_NAMES.get(dtype)
+    if name is None:
+        raise SafetensorError(f"Dtype not understood: {dtype}")
+    return name
+
+
+def numpy_dtype(dtype: str) -> np.dtype[Any]:
+    """Return numpy's dtype for one of the format.
+
+    Parameters
+    ----------
+    dtype : str
+        As a header has it, such as ``"F32"``.
+
+    Returns
+    -------
+    numpy.dtype
+        Of the machine's byte order.
+
+    Raises
+    ------
+    SafetensorError
+        No framework has this dtype (F6).
+    AttributeError
+        numpy has no such dtype (F4, F8).
+    TypeError
+        bfloat16, and ml_dtypes is not imported.
+    """
+    name = _framework_name(dtype)
+    # ml_dtypes registers bfloat16 by its name alone; numpy 1.24 to 1.26 has no numpy.bool.
+    known = name if name in ("bool", "bfloat16") else getattr(np, name)
+    found: np.dtype[Any] = np.dtype(known)
+    return found
+
+
+def torch_dtype(dtype: str) -> Any:
+    """Return torch's dtype for one of the format.
+
+    Parameters
+    ----------
+    dtype : str
+        As a header has it, such as ``"BF16"``.
+
+    Returns
+    -------
+    torch.dtype
+        The dtype of that name.
+
+    Raises
+    ------
+    SafetensorError
+        No framework has this dtype (F6).
+    AttributeError
+        This version of torch does not have it yet.
+    """
+    return getattr(torch_module(), _framework_name(dtype))
+
+
+def header_dtype(name: str) -> str:
+    """Return the format's dtype for the name of a framework's.
+
+    Parameters
+    ----------
+    name : str
+        Such as ``"float32"``: ``array.dtype.name``, or ``str(tensor.dtype)`` without
+        ``"torch."``.
+
+    Returns
+    -------
+    str
+        As a header has it, such as ``"F32"``.
+
+    Raises
+    ------
+    SafetensorError
+        The format has no such dtype.
+    """
+    dtype = FORMAT_NAMES.get(name)
+    if dtype is None:
+        known = ", ".join(FORMAT_NAMES)
+        raise SafetensorError(f'Unknown dtype "{name}". Supported dtypes: {known}')
+    return dtype
+
+
+def header_shape(dtype: str, shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the shape that the header has for a framework's tensor.
+
+    Parameters
+    ----------
+    dtype : str
+        As a header has it.
+    shape : sequence of int
+        The framework's.  torch counts pairs of F4 along the last dimension, the header
+        counts elements.
+
+    Returns
+    -------
+    tuple of int
+        The header's shape.
+    """
+    if dtype == "F4" and shape:
+        return (*shape[:-1], shape[-1] * 2)
+    return tuple(shape)
+
+
+def framework_shape(dtype: str, shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the shape that a framework has for a tensor of the header.
+
+    Parameters
+    ----------
+    dtype : str
+        As a header has it.
+    shape : sequence of int
+        The header's.
+
+    Returns
+    -------
+    tuple of int
+        The framework's shape.
+
+    Raises
+    ------
+    SafetensorError
+        The last dimension of an F4 tensor is odd.
+    """
+    if dtype != "F4" or not shape:
+        return tuple(shape)
+    if shape[-1] % 2:
+        raise SafetensorError(
+            "f4_x2 dtype requires that the last dim be divisible by 2 in torch: "
+            f"got {list(shape)}"
+        )
+    return (*shape[:-1], shape[-1] // 2)

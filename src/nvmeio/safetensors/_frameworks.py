@@ -1,0 +1,158 @@
+"""Tensors of numpy and torch over memory that was read."""
+
+from typing import Any, Protocol
+
+import numpy as np
+
+from nvmeio._native.region import Region
+from nvmeio.safetensors._dtypes import (
+    framework_shape,
+    numpy_dtype,
+    torch_dtype,
+    torch_module,
+)
+from nvmeio.safetensors._errors import SafetensorError
+
+__all__ = ["Framework", "NumPy", "Torch", "framework_of"]
+
+
+class Framework(Protocol):
+    """Makes tensors."""
+
+    # Whether they lie in memory that files can be read into.
+    on_host: bool
+    # Whether torch reads indices, where safetensors maps files.
+    by_torch: bool
+
+    def dtype(self, dtype: str) -> Any:
+        """Return the dtype of a header's; raises what safetensors does."""
+
+    def shape(self, dtype: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of a header's."""
+
+    def over(
+        self, region: Region, begin: int, nbytes: int, dtype: Any, shape: tuple[int, ...]
+    ) -> Any:
+        """Make a tensor of a part of memory, which it holds."""
+
+    def empty(self, dtype: Any, shape: tuple[int, ...]) -> Any:
+        """Make a tensor of its own."""
+
+    def copy(self, tensor: Any) -> Any:
+        """Return a tensor in memory of its own."""
+
+    def address(self, tensor: Any) -> int:
+        """Return where its first element lies."""
+
+    def checked(self, tensor: Any, dtype: Any, shape: tuple[int, ...], name: str) -> Any:
+        """Return a tensor of the caller's, or raise what is wrong with it."""
+
+
+class NumPy:
+    """Arrays."""
+
+    on_host = True
+    by_torch = False
+
+    def dtype(self, dtype: str) -> Any:
+        return numpy_dtype(dtype)
+
+    def shape(self, dtype: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return shape
+
+    def over(
+        self, region: Region, begin: int, nbytes: int, dtype: Any, shape: tuple[int, ...]
+    ) -> Any:
+        span: Any = region.span(begin, begin + nbytes)
+        return np.frombuffer(span, dtype).reshape(shape)
+
+    def empty(self, dtype: Any, shape: tuple[int, ...]) -> Any:
+        return np.empty(shape, dtype)
+
+    def copy(self, tensor: Any) -> Any:
+        return tensor.copy()
+
+    def address(self, tensor: Any) -> int:
+        return int(tensor.__array_interface__["data"][0])
+
+    def checked(self, tensor: Any, dtype: Any, shape: tuple[int, ...], name: str) -> Any:
+        if not isinstance(tensor, np.ndarray):
+            raise TypeError(f"out[{name!r}] is a {type(tensor).__name__}, not an array")
+        _check_alike(tensor, dtype, shape, name)
+        if not tensor.flags.writeable:
+            raise ValueError(f"out[{name!r}] is read-only")
+        return tensor
+
+
+class Torch:
+    """Tensors of torch, on the CPU or elsewhere."""
+
+    by_torch = True
+
+    def __init__(self, device: Any = "cpu") -> None:
+        self.torch = torch_module()
+        self.device = _device(self.torch, device)
+        self.on_host = self.device.type == "cpu"
+
+    def dtype(self, dtype: str) -> Any:
+        return torch_dtype(dtype)
+
+    def shape(self, dtype: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return framework_shape(dtype, shape)
+
+    def over(
+        self, region: Region, begin: int, nbytes: int, dtype: Any, shape: tuple[int, ...]
+    ) -> Any:
+        span = region.span(begin, begin + nbytes)
+        return self.torch.frombuffer(span, dtype=dtype).view(shape)
+
+    def empty(self, dtype: Any, shape: tuple[int, ...]) -> Any:
+        return self.torch.empty(shape, dtype=dtype, device=self.device)
+
+    def copy(self, tensor: Any) -> Any:
+        return tensor.clone()
+
+    def address(self, tensor: Any) -> int:
+        return int(tensor.data_ptr())
+
+    def checked(self, tensor: Any, dtype: Any, shape: tuple[int, ...], name: str) -> Any:
+        if not isinstance(tensor, self.torch.Tensor):
+            raise TypeError(f"out[{name!r}] is a {type(tensor).__name__}, not a tensor")
+        _check_alike(tensor, dtype, shape, name)
+        return tensor.detach()
+
+
+def _check_alike(tensor: Any, dtype: Any, shape: tuple[int, ...], name: str) -> None:
+    """Refuse a target of another dtype or shape."""
+    if tensor.dtype != dtype or tuple(tensor.shape) != tuple(shape):
+        raise ValueError(
+            f"out[{name!r}] is of {tensor.dtype} and shape {list(tensor.shape)}; the file "
+            f"has {dtype} and {list(shape)}"
+        )
+
+
+def _device(torch: Any, device: Any) -> Any:
+    """Return torch's device, or raise what safetensors does of what is none."""
+    try:
+        found = torch.device("cpu" if device is None else device)
+    except RuntimeError:
+        raise SafetensorError(f"device {device} is invalid") from None
+    if found.type == "meta":
+        raise SafetensorError(f"device {device} is invalid")
+    return found
+
+
+_NAMES: dict[str, Any] = dict.fromkeys(("np", "numpy"), NumPy)
+_NAMES |= dict.fromkeys(("pt", "torch", "pytorch"), Torch)
+
+
+def framework_of(name: str, device: Any) -> Framework:
+    """Return the framework of a name that safe_open() takes."""
+    kind = _NAMES.get(name)
+    if kind is None:
+        raise SafetensorError(f"framework {name} is invalid")
+    if kind is Torch:
+        return Torch(device)
+    if str(device) not in ("cpu", "None"):
+        raise SafetensorError(f"Device {device} is not supported for framework numpy")
+    return NumPy()

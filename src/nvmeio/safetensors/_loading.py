@@ -1,0 +1,296 @@
+"""Tensors of one file or several, whole or in part, by one submission."""
+
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from nvmeio._native.region import Region
+from nvmeio.default import default_handle
+from nvmeio.safetensors._dtypes import BITS
+from nvmeio.safetensors._errors import SafetensorError
+from nvmeio.safetensors._file import ModelFile
+from nvmeio.safetensors._frameworks import Framework
+from nvmeio.safetensors._header import Tensor
+from nvmeio.safetensors._reading import (
+    CHUNK_BYTES,
+    PAGE,
+    Progress,
+    Read,
+    Records,
+    abandon,
+    begin,
+    finish,
+    handle_for,
+    max_gap,
+    place,
+)
+
+__all__ = ["Loading", "Wanted", "load", "look_up", "wanted"]
+
+# Such a tensor is read by who asks for it.
+SMALL_BYTES = 64 << 10
+
+
+class Wanted(NamedTuple):
+    """What is to be read: runs of bytes of a tensor, from its first byte on."""
+
+    key: Any
+    file: ModelFile
+    tensor: Tensor
+    dtype: Any
+    shape: tuple[int, ...]  # as the framework has it
+    offsets: Any  # where the runs begin: an array; None: all of the tensor
+    nbytes: int
+
+
+def wanted(
+    file: ModelFile, names: Iterable[str] | None, framework: Framework
+) -> list[Wanted]:
+    """Look up whole tensors, in the order of the file; raises for what there is not."""
+    tensors: Sequence[Tensor] = file.layout.tensors
+    if names is not None:
+        chosen = {name: look_up(file, name) for name in names}
+        tensors = sorted(chosen.values(), key=lambda tensor: tensor.begin)
+    dtypes: dict[str, Any] = {}
+    found = []
+    for tensor in tensors:
+        name, kind, shape, first, end = tensor
+        dtype = dtypes.get(kind)
+        if dtype is None:
+            dtype = dtypes[kind] = framework.dtype(kind)
+        shape = framework.shape(kind, shape)
+        found.append(Wanted(name, file, tensor, dtype, shape, None, end - first))
+    return found
+
+
+def look_up(file: ModelFile, name: str) -> Tensor:
+    """Return a tensor of a file, or raise what safetensors does."""
+    tensor = file.layout.by_name.get(name)
+    if tensor is None:
+        raise SafetensorError(f"File does not contain tensor {name}")
+    return tensor
+
+
+def load(
+    chosen: Sequence[Wanted],
+    framework: Framework,
+    *,
+    out: Mapping[Any, Any] | None = None,
+    progress: Progress | None = None,
+) -> dict[Any, Any]:
+    """Read tensors, each into a storage of its own, or into those of `out`."""
+    if out is None and framework.on_host:
+        alone = len(chosen) == 1 and chosen[0].offsets is None and progress is None
+        if alone and 0 < chosen[0].nbytes <= SMALL_BYTES:
+            return _small(chosen[0], framework)
+        return _Memory(chosen, framework).finish(progress)
+    return _into(chosen, out, framework, progress)
+
+
+def _small(each: Wanted, framework: Framework) -> dict[Any, Any]:
+    """Read a tensor that is not worth another thread."""
+    start = each.file.layout.data_start + each.tensor.begin
+    size = max(1, BITS[each.tensor.dtype] // 8)
+    if each.file.file.direct and start % size == 0:
+        # In pages of its own, so that it needs no bounce.
+        region = Region(each.nbytes, start % PAGE)
+        made = framework.over(region, 0, each.nbytes, each.dtype, each.shape)
+    else:
+        made = framework.empty(each.dtype, each.shape)
+    try:
+        default_handle().read(made, each.file.file, start)
+    except OSError as error:
+        raise each.file.explained(error) from error
+    each.file.check_unchanged()
+    return {each.key: made}
+
+
+class _Memory:
+    """Tensors that are being read into memory made for them."""
+
+    def __init__(self, chosen: Sequence[Wanted], framework: Framework) -> None:
+        self.chosen, self.framework = chosen, framework
+        self.files = list({each.file: None for each in chosen})
+        self.full = [each for each in chosen if each.nbytes]
+        if self.full:
+            records, self.begins, size, self.phase = _records(self.full, self.files)
+            self.nbytes = int(records.nbytes.sum())
+            what = f"loading {_named(self.files)}"
+            self.region, self.reads = begin(records, size, self.phase, what)
+
+    def finish(self, progress: Progress | None = None) -> dict[Any, Any]:
+        """Read all, and return the tensors."""
+        if not self.full:
+            made = self.build()
+        else:
+            try:
+                made = finish(self.reads, self.nbytes, progress, self.build)
+            except OSError as error:
+                raise _explained(error, self.files) from error
+            for each, low in zip(self.full, self.begins, strict=True):
+                # Elements at no multiple of their size, which torch does not take.
+                if (low + self.phase) % max(1, BITS[each.tensor.dtype] // 8):
+                    made[each.key] = self.framework.copy(made[each.key])
+        for file in self.files:
+            file.check_unchanged()
+        return made
+
+    def build(self) -> dict[Any, Any]:
+        """Make the tensors, over memory that is being read."""
+        framework = self.framework
+        over, empty = framework.over, framework.empty
+        spans = iter(self.begins) if self.full else iter(())
+        return {
+            each.key: (
+                over(self.region, next(spans), each.nbytes, each.dtype, each.shape)
+                if each.nbytes
+                else empty(each.dtype, each.shape)
+            )
+            for each in self.chosen
+        }
+
+
+class Loading:
+    """Whole tensors that are read before they are asked for."""
+
+    def __init__(self, chosen: Sequence[Wanted], framework: Framework) -> None:
+        self.memory = _Memory(chosen, framework)
+        self.lock = threading.Lock()
+        self.made: dict[Any, Any] | None = None
+        self.begun: list[Read] = []
+        self.abandoned = False
+        try:
+            for read in self.memory.reads if self.memory.full else ():
+                self.begun.append(read)
+        except BaseException:
+            abandon(self.begun)
+            raise
+
+    def take(self, key: Any) -> Any:
+        """Return a tensor once it is there, once for each; None where it was abandoned."""
+        with self.lock:
+            if self.made is None:
+                if self.abandoned:
+                    return None
+                if self.memory.full:
+                    self.memory.reads = iter(self.begun)
+                self.made = self.memory.finish()
+            return self.made.pop(key)
+
+    def abandon(self) -> None:
+        """Have nothing of it in flight; what was complete before may still be taken."""
+        with self.lock:
+            self.abandoned = True
+            abandon(self.begun)
+
+
+def _records(
+    full: Sequence[Wanted], files: Sequence[ModelFile]
+) -> tuple[Records, list[int], int, int]:
+    """Return what is to be read, where in memory each tensor begins, and how much it is."""
+    numbers = {file: number for number, file in enumerate(files)}
+    file = np.array([numbers[each.file] for each in full], np.int64)
+    start = np.array(
+        [each.file.layout.data_start + each.tensor.begin for each in full], np.int64
+    )
+    nbytes = np.array([each.nbytes for each in full], np.int64)
+    first = start + np.array(
+        [0 if each.offsets is None else int(each.offsets[0]) for each in full], np.int64
+    )
+    begins, total, phase = place(file, first, nbytes)
+    opened = [each.file for each in files]
+    if all(each.offsets is None for each in full):
+        return Records(opened, file, start, nbytes, begins), begins.tolist(), total, phase
+    whole = np.zeros(1, np.int64)
+    runs = [whole if each.offsets is None else each.offsets for each in full]
+    counts = np.array([len(each) for each in runs], np.int64)
+    size = nbytes // counts
+    number = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    records = Records(
+        opened,
+        np.repeat(file, counts),
+        np.repeat(start, counts) + np.concatenate(runs),
+        np.repeat(size, counts),
+        np.repeat(begins, counts) + number * np.repeat(size, counts),
+    )
+    return records, begins.tolist(), total, phase
+
+
+def _into(
+    chosen: Sequence[Wanted],
+    out: Mapping[Any, Any] | None,
+    framework: Framework,
+    progress: Progress | None,
+) -> dict[Any, Any]:
+    """Read into tensors that the caller has, or that lie on a device."""
+    files = list({each.file: None for each in chosen})
+    made = {}
+    taken: dict[int, Any] = {}
+    for each in chosen:
+        if out is None:
+            made[each.key] = framework.empty(each.dtype, each.shape)
+            continue
+        if each.key not in out:
+            raise ValueError(f"out has no tensor {each.key!r}")
+        target = framework.checked(out[each.key], each.dtype, each.shape, each.key)
+        made[each.key] = target
+        if each.nbytes:
+            address = framework.address(target)
+            other = taken.setdefault(address, each.key)
+            if other != each.key:
+                raise ValueError(f"out[{each.key!r}] and out[{other!r}] are of one memory")
+    full = [each for each in chosen if each.nbytes]
+    whole: dict[ModelFile, list[tuple[Any, Any, int]]] = {}
+    sizes: dict[ModelFile, int] = {}
+
+    def submit(file: ModelFile) -> Read:
+        request = handle_for(file.file).submit_read_many(whole.pop(file))
+        return Read(request, sizes.pop(file))
+
+    def begun() -> Iterator[Read]:
+        for each in full:
+            start = each.file.layout.data_start + each.tensor.begin
+            if each.offsets is None or len(each.offsets) == 1:
+                low = 0 if each.offsets is None else int(each.offsets[0])
+                items = whole.setdefault(each.file, [])
+                items.append((made[each.key], each.file.file, start + low))
+                sizes[each.file] = sizes.get(each.file, 0) + each.nbytes
+                if progress is not None and sizes[each.file] >= CHUNK_BYTES:
+                    yield submit(each.file)
+                continue
+            size = each.nbytes // len(each.offsets)
+            handle = handle_for(each.file.file)
+            request = handle.submit_gather(
+                each.file.file,
+                start + each.offsets,
+                size,
+                made[each.key],
+                max_gap=max_gap(size),
+            )
+            yield Read(request, each.nbytes)
+        for file in list(whole):
+            yield submit(file)
+
+    try:
+        finish(begun(), sum(each.nbytes for each in full), progress, lambda: None)
+    except OSError as error:
+        raise _explained(error, files) from error
+    for file in files:
+        file.check_unchanged()
+    return made if out is None else {key: out[key] for key in made}
+
+
+def _named(files: Sequence[ModelFile]) -> str:
+    """Name files in a message, the first of many."""
+    paths = [file.path for file in files]
+    return paths[0] if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} more"
+
+
+def _explained(error: OSError, files: Sequence[ModelFile]) -> Exception:
+    """Say that a file has become shorter, where that is what is wrong."""
+    for file in files:
+        if file.path == error.filename:
+            return file.explained(error)
+    return error

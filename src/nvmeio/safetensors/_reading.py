@@ -1,0 +1,239 @@
+"""Bytes of files into one piece of memory, which is made ready while the drive works."""
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from nvmeio._arguments.checks import shown
+from nvmeio._events.forks import call_in_child
+from nvmeio._memory.available import require_available
+from nvmeio._native.file import File
+from nvmeio._native.handle import Handle
+from nvmeio._native.page_cache import cached_fraction
+from nvmeio._native.region import Region
+from nvmeio._native.request import Request
+from nvmeio.default import default_handle
+
+__all__ = ["Progress", "Read", "Records", "abandon", "begin", "finish", "handle_for"]
+__all__ += ["check_progress", "is_cached", "max_gap", "place"]
+
+Progress = Callable[[int, int], object]
+Made = TypeVar("Made")
+Integers = npt.NDArray[np.int64]
+
+# As much is populated while what was before it is read.
+CHUNK_BYTES = 32 << 20
+PAGE = 4096
+# To ask how much memory there is takes longer than to read less than this.
+CHECKED_BYTES = 16 << 20
+# Runs that are shorter are read with the gaps between them.
+SHORT_BYTES = 2048
+
+# Two threads copy from the page cache as fast as memory goes on most machines.
+CACHED_WORKERS = min(2, len(os.sched_getaffinity(0)))
+
+
+def check_progress(progress: Progress | None) -> None:
+    """Refuse what cannot be called, before anything is done."""
+    if progress is not None and not callable(progress):
+        raise TypeError(f"progress is {shown(progress)}; it must be callable, or None")
+
+
+class Records(NamedTuple):
+    """Bytes of files and their places in memory, which ascend; all are not empty."""
+
+    files: Sequence[File]
+    file: Integers  # for each the index of its file
+    offset: Integers  # in the file
+    nbytes: Integers
+    place: Integers  # in memory
+
+
+class Read(NamedTuple):
+    """A read in flight."""
+
+    request: Request
+    nbytes: int
+
+
+class _Cached:
+    """The handle for files that the page cache has, made when there is the first."""
+
+    def __init__(self) -> None:
+        self.handle: Handle | None = None
+        self.forget_threads()
+
+    def forget_threads(self) -> None:
+        """In a forked child: a thread of the parent may have held the lock."""
+        self.lock = threading.Lock()
+
+    def get(self) -> Handle:
+        with self.lock:
+            if self.handle is None or self.handle.closed:
+                # Its threads copy, each a block at a time.
+                self.handle = Handle(engine="sync", direct=False, workers=CACHED_WORKERS)
+            return self.handle
+
+
+_cached = _Cached()
+call_in_child(_cached.forget_threads)
+
+
+def is_cached(file: File, offset: int, nbytes: int) -> bool:
+    """Tell whether the page cache has most of a part of a file."""
+    return cached_fraction(file.fileno(), offset, nbytes) > 0.5
+
+
+def handle_for(file: File) -> Handle:
+    """Return the handle that a file's bytes come by."""
+    return default_handle() if file.direct else _cached.get()
+
+
+def place(file: Integers, offset: Integers, nbytes: Integers) -> tuple[Integers, int, int]:
+    """Give parts of files their places in memory, congruent with the files.
+
+    Returns where each begins, the size of all, and what the address of the first byte must
+    be modulo a page.
+    """
+    if not offset.size:
+        return np.empty(0, np.int64), 0, 0
+    phase = int(offset[0] % PAGE)
+    follows = (file[1:] == file[:-1]) & (offset[1:] == offset[:-1] + nbytes[:-1])
+    # Those that follow each other in a file stay together: the others begin runs.
+    first = np.concatenate([[True], ~follows])
+    run = np.cumsum(first) - 1
+    begins = np.flatnonzero(first)
+    before = np.concatenate([[0], np.cumsum(nbytes)])[:-1]
+    sizes = np.add.reduceat(nbytes, begins)
+    starts = np.empty(len(begins), np.int64)
+    end = phase
+    runs = zip(offset[begins].tolist(), sizes.tolist(), strict=True)
+    for index, (start, size) in enumerate(runs):
+        end += (start - end) % PAGE
+        starts[index] = end - phase
+        end += size
+    return starts[run] + before - before[begins][run], end - phase, phase
+
+
+def begin(
+    records: Records, total: int, phase: int, what: str
+) -> tuple[Region, Iterator[Read]]:
+    """Get memory, and begin to read records into it as the reads are taken.
+
+    The memory for a chunk is populated while the chunks before it are on their way.
+    """
+    if total >= CHECKED_BYTES:
+        require_available(total, what)
+    region = Region(total, phase)
+    return region, _begun(_cut(_joined(records)), region)
+
+
+def _joined(records: Records) -> Records:
+    """Make one of records that follow each other in a file and in memory."""
+    files, file, offset, nbytes, places = records
+    follows = file[1:] == file[:-1]
+    follows &= offset[1:] == offset[:-1] + nbytes[:-1]
+    follows &= places[1:] == places[:-1] + nbytes[:-1]
+    begins = np.flatnonzero(np.concatenate([[True], ~follows]))
+    sizes = np.add.reduceat(nbytes, begins)
+    return Records(files, file[begins], offset[begins], sizes, places[begins])
+
+
+def _cut(records: Records) -> Records:
+    """Cut records that are longer than a chunk, at pages of their files."""
+    files, file, offset, nbytes, places = records
+    ragged = offset % PAGE
+    counts = (ragged + nbytes + CHUNK_BYTES - 1) // CHUNK_BYTES
+    part = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    whole = np.repeat(np.arange(len(counts)), counts)
+    low = np.maximum(part * CHUNK_BYTES - ragged[whole], 0)
+    high = np.minimum((part + 1) * CHUNK_BYTES - ragged[whole], nbytes[whole])
+    return Records(files, file[whole], offset[whole] + low, high - low, places[whole] + low)
+
+
+def _begun(records: Records, region: Region) -> Iterator[Read]:
+    """Populate and begin chunk by chunk."""
+    files, file, offset, nbytes, places = records
+    memory = memoryview(region)
+    # Counted from a page, as _cut() does: else the first two would be one chunk.
+    before = np.cumsum(nbytes) - nbytes + offset[0] % PAGE
+    # Records that begin in the same CHUNK_BYTES of all that is read are a chunk.
+    edges = np.flatnonzero(np.diff(before // CHUNK_BYTES, prepend=-1, append=-1))
+    for low, high in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True):
+        first, end = int(places[low]), int(places[high - 1] + nbytes[high - 1])
+        region.populate(first, end)
+        for index in np.unique(file[low:high]).tolist():
+            mine = low + np.flatnonzero(file[low:high] == index)
+            handle = handle_for(files[index])
+            if len(mine) == 1:
+                one = int(mine[0])
+                at, size = int(places[one]), int(nbytes[one])
+                request = handle.submit_read(
+                    memory[at : at + size], files[index], int(offset[one])
+                )
+            else:
+                request = handle.submit_gather(
+                    files[index],
+                    offset[mine],
+                    nbytes[mine],
+                    memory[first:end],
+                    out_offsets=places[mine] - first,
+                    max_gap=max_gap(int(nbytes[mine].min())),
+                )
+            yield Read(request, int(nbytes[mine].sum()))
+
+
+def max_gap(run_bytes: int) -> int:
+    """Return which gaps between runs are read along, rather than with another request.
+
+    Where runs are short, so many requests take longer than all bytes do.
+    """
+    return 4096 if run_bytes < SHORT_BYTES else 512
+
+
+def finish(
+    reads: Iterator[Read],
+    total: int,
+    progress: Progress | None,
+    meanwhile: Callable[[], Made],
+) -> Made:
+    """Begin all reads, do something meanwhile, and wait for them.
+
+    After an error none of them is in flight any more.
+    """
+    begun: list[Read] = []
+    seen = done = 0
+
+    def see(count: int) -> None:
+        nonlocal seen, done
+        for read in begun[seen:count]:
+            read.request.wait()
+            seen, done = seen + 1, done + read.nbytes
+            if progress is not None:
+                progress(done, total)
+
+    try:
+        for read in reads:
+            begun.append(read)
+            if begun[seen].request.done():
+                see(seen + 1)
+        made = meanwhile()
+        see(len(begun))
+    except BaseException:
+        abandon(begun)
+        raise
+    return made
+
+
+def abandon(begun: Sequence[Read]) -> None:
+    """Cancel reads, and wait until none is in flight."""
+    for read in begun:
+        read.request.cancel()
+    for read in begun:
+        with contextlib.suppress(Exception):
+            read.request.exception()

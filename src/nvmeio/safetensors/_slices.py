@@ -1,0 +1,342 @@
+"""Find the bytes of a tensor that an index selects.
+
+``safe_open(...).get_slice(name)[index]`` of safetensors 0.8.0 has two sets of rules.  With
+numpy, and with torch and ``backend="pread"``, its own code reads the index: integers of 32
+bits, slices within bounds, one Ellipsis, the empty list.  With torch and ``"mmap"``, the
+default, torch indexes a tensor over the mapped file and takes what it always takes.
+"""
+
+import math
+from collections.abc import Sequence
+from operator import index as index_of
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nvmeio.safetensors._dtypes import torch_module
+from nvmeio.safetensors._errors import SafetensorError
+
+__all__ = ["Plan", "plan"]
+
+_U64_MAX = (1 << 64) - 1
+_I64_MAX = (1 << 63) - 1
+_I32_MAX = (1 << 31) - 1
+
+_MISALIGNED = (
+    "The slice is slicing for subbytes dtypes, and the slice does not end up at a byte "
+    "boundary, this is invalid."
+)
+
+
+class Plan(NamedTuple):
+    """What an index names.
+
+    Attributes
+    ----------
+    shape : tuple of int
+        Of the result, in the elements of the header.
+    offsets : numpy.ndarray of int64
+        Where each run of bytes begins, relative to the tensor, in the order of the result.
+        The runs one after the other are the result in C order.
+    run_bytes : int
+        The length of every run; 0 if there are none.
+    """
+
+    shape: tuple[int, ...]
+    offsets: NDArray[np.int64]
+    run_bytes: int
+
+
+class _Axis(NamedTuple):
+    """What is taken along one dimension; `text` is how safetensors' messages show it."""
+
+    start: int
+    stop: int
+    step: int
+    keeps: bool
+    text: str
+
+
+def plan(
+    index: Any,
+    shape: Sequence[int],
+    itemsize_bits: int,
+    *,
+    rules: Literal["safetensors", "torch"] = "safetensors",
+) -> Plan:
+    """Return the bytes of a tensor that an index names.
+
+    Parameters
+    ----------
+    index : object
+        What is in the brackets behind ``get_slice(name)``.
+    shape : sequence of int
+        Of the tensor, as the header has it.
+    itemsize_bits : int
+        The size of one element, in bits.
+    rules : {"safetensors", "torch"}, optional
+        Who reads the index: safetensors' own code (numpy, and torch with
+        ``backend="pread"``), or torch (``backend="mmap"``), which must be installed then.
+
+    Returns
+    -------
+    Plan
+        The shape of the result, and the runs of bytes that it consists of.
+
+    Raises
+    ------
+    SafetensorError, TypeError, OverflowError
+        safetensors refuses the index, in these words.  A slice that starts behind its end
+        is a SafetensorError; safetensors 0.8.0 panics or makes up a shape.
+    Exception
+        By the rules of torch: its own errors, and a RuntimeError for F4 tensors, which
+        safetensors cannot slice for torch.
+    """
+    extents = tuple(shape)
+    if rules == "torch":
+        return _plan_by_torch(index, extents, itemsize_bits)
+    axes = _axes_of(index, extents)
+    try:
+        return _plan_of(axes, extents, itemsize_bits)
+    except SafetensorError as error:
+        shown = ", ".join(axis.text for axis in axes)
+        where = f"Error during slicing [{shown}] with shape {list(extents)}"
+        raise SafetensorError(f"{where}: {error}") from None
+
+
+def _axes_of(index: Any, shape: tuple[int, ...]) -> list[_Axis]:
+    """Return what an index takes along each dimension that it names."""
+    if isinstance(index, list):
+        if index:
+            raise SafetensorError("Non empty lists are not implemented")
+        items: list[Any] = [slice(0, 0)]
+    else:
+        items = list(index) if isinstance(index, tuple) else [index]
+    ellipses = [place for place, item in enumerate(items) if item is ...]
+    if len(ellipses) > 1:
+        raise SafetensorError("Only one ellipsis (...) is allowed in slice index")
+    for place in ellipses:
+        missing = max(len(shape) - (len(items) - 1), 0)
+        items[place : place + 1] = [slice(None)] * missing
+    # Behind the last dimension there are none; _plan_of() refuses them.
+    extents = (*shape, *[0] * (len(items) - len(shape)))
+    return [
+        _axis_of(dim, item, extent)
+        for dim, (item, extent) in enumerate(zip(items, extents, strict=False))
+    ]
+
+
+def _axis_of(dim: int, item: Any, extent: int) -> _Axis:
+    """Return what an item takes along a dimension, whether or not it lies within."""
+    if not isinstance(item, slice):
+        number = given = _integer(dim, item)
+        if number < 0:
+            number += extent
+        if number < 0:
+            raise SafetensorError(
+                f"Invalid index {given} for dimension {dim} of size {extent}"
+            )
+        return _Axis(number, number + 1, 1, False, str(number))
+    start, stop = _unsigned(item.start), _unsigned(item.stop)
+    step = 1 if item.step is None else index_of(item.step)
+    if not -_I64_MAX - 1 <= step <= _I64_MAX:
+        raise OverflowError("Python int too large to convert to C long")
+    if step < 1:
+        raise SafetensorError(f"Slice step must be a positive integer, got {step}")
+    text = ":".join("" if bound is None else str(bound) for bound in (start, stop))
+    if step > 1:
+        text += f":{step}"
+    return _Axis(start or 0, extent if stop is None else stop, step, True, text)
+
+
+def _integer(dim: int, item: Any) -> int:
+    """Return an item of an index as an integer of 32 bits."""
+    try:
+        number = index_of(item)
+    except Exception:  # of whatever kind: safetensors drops it too
+        number = None
+    if number is None or not -_I32_MAX - 1 <= number <= _I32_MAX:
+        raise SafetensorError(
+            f"Unsupported slice index at position {dim}: expected slice, int, or ellipsis"
+        )
+    return number
+
+
+def _unsigned(bound: Any) -> int | None:
+    """Return a bound of a slice as Rust's usize has it."""
+    if bound is None:
+        return None
+    number = index_of(bound)
+    if number < 0:
+        raise OverflowError("can't convert negative int to unsigned")
+    if number > _U64_MAX:
+        raise OverflowError("int too big to convert")
+    return number
+
+
+def _plan_of(axes: list[_Axis], shape: tuple[int, ...], bits: int) -> Plan:
+    """Return the bytes that axes name, or refuse them in the words of safetensors."""
+    if len(axes) > len(shape):
+        raise SafetensorError("more slicing indexes than dimensions in tensor")
+    _check(axes, shape, bits)
+    backward = next((axis for axis in axes if axis.start > axis.stop), None)
+    if backward is not None:
+        raise SafetensorError(f"slice {backward.text} starts behind its end")
+    base = 0
+    stride = bits
+    result: list[int] = []
+    taken: list[tuple[int, int]] = []
+    for dim in reversed(range(len(shape))):
+        start, stop, step, keeps, _ = (
+            axes[dim] if dim < len(axes) else _Axis(0, shape[dim], 1, True, ":")
+        )
+        count = -(-(stop - start) // step)
+        if keeps:
+            result.append(count)
+        base += start * stride
+        taken.append((count, step * stride))
+        stride *= shape[dim]
+    return Plan(tuple(reversed(result)), *_runs_of(base, taken, bits))
+
+
+def _check(axes: list[_Axis], shape: tuple[int, ...], bits: int) -> None:
+    """Refuse what is out of bounds or splits a byte, the last dimension first.
+
+    Once a dimension selects nothing, safetensors 0.8.0 forgets the slices behind it.
+    """
+    span = bits * math.prod(shape[len(axes) :])
+    cut = False
+    for dim in reversed(range(len(axes))):
+        start, stop, step, _, _ = axes[dim]
+        extent = shape[dim]
+        if start >= extent or stop > extent:
+            asked = start if start >= extent else stop - 1
+            raise SafetensorError(
+                f"index {asked} out of bounds for tensor dimension #{dim} of size {extent}"
+            )
+        whole = step == 1 and start == 0 and stop == extent
+        if cut or not whole:
+            if bits % 8 and any(n * span % 8 for n in _places(start, stop, step, cut)):
+                raise SafetensorError(_MISALIGNED)
+            cut = start < stop or (step == 1 and not cut)
+        span *= extent
+
+
+def _places(start: int, stop: int, step: int, cut: bool) -> list[int]:
+    """Return the elements whose first bit must begin a byte; 8 of them stand for all."""
+    places = [*range(start, stop, step)[:8]]
+    if cut:
+        return places
+    return [start, stop] if step == 1 else places + [place + 1 for place in places]
+
+
+def _runs_of(
+    base: int, taken: list[tuple[int, int]], bits: int
+) -> tuple[NDArray[np.int64], int]:
+    """Return the runs of a block with strides, all of it in bits, last dimension first."""
+    if any(count == 0 for count, _ in taken):
+        return np.empty(0, np.int64), 0
+    run = bits
+    axes = [(count, stride) for count, stride in taken if count > 1]
+    while axes and axes[0][1] == run:
+        run *= axes.pop(0)[0]
+    offsets = np.array([base // 8], np.int64)
+    for count, stride in reversed(axes):
+        steps = np.arange(count, dtype=np.int64) * (stride // 8)
+        offsets = (offsets[:, None] + steps).ravel()
+    return offsets, run // 8
+
+
+def _merged(offsets: NDArray[np.int64], run: int) -> tuple[NDArray[np.int64], int]:
+    """Return fewer and longer runs, all of one length, of the same bytes."""
+    breaks = np.flatnonzero(np.diff(offsets) != run) + 1
+    # What is between two breaks is one run; their lengths have a common measure.
+    lengths = np.diff(breaks, prepend=0, append=offsets.size)
+    together = int(np.gcd.reduce(lengths))
+    return offsets[::together], run * together
+
+
+def _plan_by_torch(index: Any, shape: tuple[int, ...], bits: int) -> Plan:
+    """Return the bytes that an index of torch names, by having torch index no data."""
+    torch = torch_module()
+    count = math.prod(shape)
+    if bits % 8 and count:
+        # safetensors 0.8.0 gives the shape of the header to a tensor of pairs.
+        size = count * bits // 8
+        raise RuntimeError(f"shape '{list(shape)}' is invalid for input of size {size}")
+    whole = torch.empty(shape, dtype=torch.uint8, device="meta")
+    try:
+        part = whole[index]
+    except Exception:  # of whatever kind: what follows raises what torch has to say
+        part = None
+    if part is None or not _share_memory(part, whole):
+        return _plan_by_copy(torch, index, shape, bits)
+    taken = [
+        (extent, stride * bits)
+        for extent, stride in zip(part.shape, part.stride(), strict=True)
+    ]
+    runs = _runs_of(part.storage_offset() * bits, taken[::-1], bits)
+    return Plan(tuple(part.shape), *runs)
+
+
+def _share_memory(one: Any, other: Any) -> bool:
+    """Tell whether two tensors are views of one storage."""
+    return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)
+
+
+def _plan_by_copy(torch: Any, index: Any, shape: tuple[int, ...], bits: int) -> Plan:
+    """Return the bytes that an index names of which torch makes a copy."""
+    named = _dimensions_of(torch, index, len(shape))
+    # The dimensions behind those that the index names are taken as they are.
+    head, tail = shape[:named], shape[named:]
+    run = math.prod(tail) * bits // 8
+    try:
+        offsets = _offsets_of(torch, index, head, run)
+    except Exception:  # of whatever kind: what torch says of the whole shape counts
+        byte = torch.zeros((), dtype=torch.uint8, device="cpu")
+        result = tuple(byte.expand(shape)[index].shape)
+        if 0 not in result:
+            raise
+        # torch does not look whether indices are in range where nothing is taken.
+        return Plan(result, np.empty(0, np.int64), 0)
+    result = (*offsets.shape, *tail)
+    if 0 in result:
+        return Plan(result, np.empty(0, np.int64), 0)
+    return Plan(result, *_merged(offsets.reshape(-1).numpy(), run))
+
+
+def _offsets_of(torch: Any, index: Any, shape: tuple[int, ...], size: int) -> Any:
+    """Return where each element begins that an index names, elements being of a size.
+
+    Each dimension is a tensor of its own, with strides of 0 along the others, so memory is
+    taken for the result alone.
+    """
+    offsets = torch.zeros((), dtype=torch.int64, device="cpu").expand(shape)[index]
+    for dim in reversed(range(len(shape))):
+        places = torch.arange(shape[dim], device="cpu") * size
+        view = [1] * len(shape)
+        view[dim] = shape[dim]
+        offsets = offsets + places.view(view).expand(shape)[index]
+        size *= shape[dim]
+    return offsets
+
+
+def _dimensions_of(torch: Any, index: Any, dimensions: int) -> int:
+    """Return how many of the first dimensions an index may look at."""
+    items = index if isinstance(index, tuple) else (index,)
+    named = 0
+    for item in items:
+        if isinstance(item, (bool, np.bool_)) or item is None:
+            continue
+        indices = isinstance(item, list) and all(type(each) is int for each in item)
+        if indices or isinstance(item, (int, slice)):
+            named += 1
+        elif isinstance(item, (torch.Tensor, np.ndarray)):
+            is_mask = str(item.dtype).removeprefix("torch.") in ("bool", "uint8")
+            named += item.ndim if is_mask else 1
+        else:
+            # An Ellipsis, or a sequence, which may be several indices or a mask.
+            return dimensions
+    # A boolean alone names no dimension, but torch wants one.
+    return min(max(named, 1), dimensions)

@@ -1,0 +1,207 @@
+"""What safetensors' bindings offer below its frameworks: TensorSpec and three functions."""
+
+import builtins
+import ctypes
+import functools
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from nvmeio.safetensors._dtypes import header_dtype, header_shape
+from nvmeio.safetensors._errors import SafetensorError
+from nvmeio.safetensors._header import (
+    LENGTH_BYTES,
+    RefusedError,
+    check_size,
+    header_bytes,
+    parse,
+)
+from nvmeio.safetensors._writing import Bytes, Source, pack, save
+
+__all__ = ["TensorSpec", "deserialize", "serialize", "serialize_file"]
+
+_CONTEXT = "Error while deserializing"
+
+
+class TensorSpec:
+    """Memory that is to be written as a tensor.
+
+    Parameters
+    ----------
+    dtype : str
+        The name of numpy's or torch's dtype, such as "float32".
+    shape : sequence of int
+        The framework's; the attribute has the header's, which counts each F4.
+    data_ptr : int
+        Where the memory is, which must stay while it is written.
+    data_len : int
+        How many bytes it has.
+
+    Raises
+    ------
+    SafetensorError
+        The format has no such dtype.
+    """
+
+    def __init__(
+        self, *, dtype: str, shape: Sequence[int], data_ptr: int, data_len: int
+    ) -> None:
+        self._dtype = header_dtype(dtype)
+        extents = [int(extent) for extent in shape]
+        for number in (*extents, data_ptr, data_len):
+            if number < 0:
+                raise OverflowError("can't convert negative int to unsigned")
+        self._shape = list(header_shape(self._dtype, extents))
+        self._data_ptr, self._data_len = data_ptr, data_len
+
+    @property
+    def dtype(self) -> str:
+        """The dtype, as the header has it."""
+        return self._dtype
+
+    @property
+    def shape(self) -> list[int]:
+        """The shape, as the header has it."""
+        return self._shape
+
+    @property
+    def data_ptr(self) -> int:
+        """Where the memory is."""
+        return self._data_ptr
+
+    @property
+    def data_len(self) -> int:
+        """How many bytes it has."""
+        return self._data_len
+
+    def __repr__(self) -> str:
+        """Say what it is."""
+        return (
+            f"TensorSpec(dtype='{self._dtype}', shape={self._shape}, "
+            f"data_ptr={self._data_ptr}, data_len={self._data_len})"
+        )
+
+
+def _is_spec(spec: Any) -> bool:
+    """Tell whether this is a TensorSpec: nvmeio's, or safetensors' own."""
+    return isinstance(spec, TensorSpec) or (
+        type(spec).__name__ == "TensorSpec" and hasattr(spec, "data_ptr")
+    )
+
+
+def _contents(spec: TensorSpec) -> Bytes:
+    """Return the memory of a spec, which begins nowhere if it is empty."""
+    if not spec.data_len:
+        return np.empty(0, np.uint8)
+    memory: Any = (ctypes.c_ubyte * spec.data_len).from_address(spec.data_ptr)
+    found: Bytes = np.frombuffer(memory, np.uint8)
+    return found
+
+
+def _sources(tensor_dict: Mapping[str, TensorSpec]) -> list[Source]:
+    """Return what is to be written, checked as safetensors does."""
+    if not isinstance(tensor_dict, dict):
+        kind = type(tensor_dict).__name__
+        raise TypeError(
+            f"argument 'tensor_dict': '{kind}' object is not an instance of 'dict'"
+        )
+    for name, spec in tensor_dict.items():
+        if not isinstance(name, str) or not _is_spec(spec):
+            wanted, other = (
+                ("str", name) if not isinstance(name, str) else ("TensorSpec", spec)
+            )
+            kind = type(other).__name__
+            raise TypeError(
+                f"argument 'tensor_dict': '{kind}' object is not an instance of '{wanted}'"
+            )
+        try:
+            size = check_size(spec.dtype, spec.shape)
+        except RefusedError as error:
+            raise SafetensorError(f"Error while serializing: {error}") from None
+        if size != spec.data_len:
+            raise SafetensorError(
+                "Error while serializing: invalid shape, data type, or offset for tensor"
+            )
+    return [
+        Source(name, spec.dtype, spec.shape, functools.partial(_contents, spec))
+        for name, spec in tensor_dict.items()
+    ]
+
+
+def serialize(
+    tensor_dict: Mapping[str, TensorSpec], metadata: Mapping[str, str] | None = None
+) -> bytes:
+    """Return the bytes of a file of tensors.
+
+    Parameters
+    ----------
+    tensor_dict : dict of str to TensorSpec
+        The tensors by name.
+    metadata : dict of str to str, optional
+        Text that is kept with them.
+
+    Returns
+    -------
+    bytes
+        What ``serialize_file`` would write.
+    """
+    return pack(_sources(tensor_dict), metadata)
+
+
+def serialize_file(
+    tensor_dict: Mapping[str, TensorSpec],
+    filename: str | os.PathLike[str],
+    metadata: Mapping[str, str] | None = None,
+) -> None:
+    """Write a file of tensors, as ``nvmeio.safetensors.numpy.save_file`` does.
+
+    Parameters
+    ----------
+    tensor_dict : dict of str to TensorSpec
+        The tensors by name.
+    filename : str or os.PathLike
+        The file.
+    metadata : dict of str to str, optional
+        Text that is kept with them.
+    """
+    save(_sources(tensor_dict), filename, metadata)
+
+
+def deserialize(bytes: builtins.bytes) -> list[tuple[str, dict[str, Any]]]:  # noqa: A002
+    """Return the tensors of a file that is in memory.
+
+    Parameters
+    ----------
+    bytes : bytes
+        The contents of the file.
+
+    Returns
+    -------
+    list of tuple of str and dict
+        For each tensor its name, and "dtype", "shape" and "data", a bytearray.
+
+    Raises
+    ------
+    SafetensorError
+        It is no safetensors file.
+    """
+    if not isinstance(bytes, builtins.bytes):
+        kind = type(bytes).__name__
+        raise TypeError(f"argument 'bytes': '{kind}' object is not an instance of 'bytes'")
+    length = header_bytes(bytes[:LENGTH_BYTES], len(bytes), context=_CONTEXT)
+    header = bytes[LENGTH_BYTES : LENGTH_BYTES + length]
+    layout = parse(header, len(bytes), context=_CONTEXT)
+    data = memoryview(bytes)[layout.data_start :]
+    return [
+        (
+            tensor.name,
+            {
+                "shape": list(tensor.shape),
+                "dtype": tensor.dtype,
+                "data": bytearray(data[tensor.begin : tensor.end]),
+            },
+        )
+        for tensor in layout.tensors
+    ]

@@ -1,0 +1,35 @@
+"""Whole files: what the functions of each framework have in common."""
+
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from nvmeio.safetensors._file import Direct, ModelFile
+from nvmeio.safetensors._frameworks import Framework
+from nvmeio.safetensors._loading import load, wanted
+from nvmeio.safetensors._reading import Progress, check_progress
+
+__all__ = ["load_file"]
+
+
+def load_file(
+    filename: str | os.PathLike[str],
+    framework: Framework,
+    *,
+    names: Iterable[str] | None,
+    out: Mapping[str, Any] | None,
+    progress: Progress | None,
+    direct: Direct,
+) -> dict[str, Any]:
+    """Read tensors of a file, in the order of the file."""
+    if isinstance(names, str):
+        raise TypeError(f"names is {names!r}; it must be several names, or None")
+    check_progress(progress)
+    file = ModelFile(filename, direct)
+    try:
+        if out is not None and names is None:
+            names = list(out)
+        chosen = wanted(file, names, framework)
+        return load(chosen, framework, out=out, progress=progress)
+    finally:
+        file.close()

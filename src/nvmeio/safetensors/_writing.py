@@ -1,0 +1,232 @@
+"""Tensors into a file, which takes its name when it is complete."""
+
+import contextlib
+import errno
+import os
+import stat
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from nvmeio._arguments.checks import flag
+from nvmeio._arguments.units import in_binary
+from nvmeio._files.paths import naming, resolved, synced_folder
+from nvmeio._native.file import File
+from nvmeio._native.handle import Handle
+from nvmeio._native.region import Region
+from nvmeio._native.request import Request
+from nvmeio.default import default_handle
+from nvmeio.files import file_in_place_of
+from nvmeio.memory import empty
+from nvmeio.safetensors._header import build
+from nvmeio.safetensors._reading import Progress, check_progress
+
+__all__ = ["STAGE_BYTES", "Bytes", "Seen", "Source", "pack", "parts_of", "reserve", "save"]
+__all__ += ["saving", "write"]
+
+Bytes = npt.NDArray[np.uint8]
+# Is told of bytes of a file in their order, while the processor's cache has them.
+Seen = Callable[[Bytes], object]
+
+# What is on its way to the drive, and what is being filled meanwhile, piece by piece.
+STAGE_BYTES = 8 << 20
+STAGES = 4
+PIECE_BYTES = 1 << 20
+
+
+class Source(NamedTuple):
+    """A tensor that is to be written."""
+
+    name: str
+    dtype: str  # as the header has it
+    shape: Sequence[int]
+    contents: Callable[[], Bytes]  # its bytes, when it is its turn
+
+
+def pack(sources: Sequence[Source], metadata: Mapping[str, str] | None) -> bytes:
+    """Return what the file would hold."""
+    header, layout = build(((s.name, s.dtype, s.shape) for s in sources), metadata)
+    packed = bytearray(len(header) + layout.data_bytes)
+    packed[: len(header)] = header
+    target = np.frombuffer(packed, np.uint8)
+    contents = {source.name: source.contents for source in sources}
+    for tensor in layout.tensors:
+        low, high = layout.data_start + tensor.begin, layout.data_start + tensor.end
+        if high > low:
+            target[low:high] = contents[tensor.name]()
+    return bytes(packed)
+
+
+def save(
+    sources: Sequence[Source],
+    filename: str | os.PathLike[str],
+    metadata: Mapping[str, str] | None = None,
+    *,
+    align: int = 8,
+    sync: bool = True,
+    progress: Progress | None = None,
+) -> None:
+    """Write a file; until it is complete its name stands for the old one.
+
+    A symbolic link stays, and the file that it leads to is replaced.
+    """
+    check_progress(progress)
+    with saving(sources, filename, metadata, align=align, sync=sync) as write_all:
+        write_all(progress)
+
+
+@contextlib.contextmanager
+def saving(
+    sources: Sequence[Source],
+    filename: str | os.PathLike[str],
+    metadata: Mapping[str, str] | None = None,
+    *,
+    align: int = 8,
+    sync: bool = True,
+) -> Iterator[Callable[[Progress | None], None]]:
+    """Reserve a file, give what writes it, and let it have its name in the end."""
+    sync = flag("sync", sync)
+    header, layout = build(
+        ((s.name, s.dtype, s.shape) for s in sources), metadata, align=align
+    )
+    contents = {source.name: source.contents for source in sources}
+    total = layout.data_start + layout.data_bytes
+    path = os.fspath(filename)
+    parts = parts_of(header, [contents[t.name] for t in layout.tensors if t.end > t.begin])
+    follow = not _replaces_links.get()
+    with naming(path):
+        target = resolved(path, follow=follow)
+        refuse_kinds(target)
+    handle = default_handle()
+    with (
+        naming(path),
+        synced_folder(target, follow=follow) if sync else contextlib.nullcontext(),
+        file_in_place_of(target, read_only=True) as file,
+    ):
+        reserve(file, total, path)
+
+        def write_all(progress: Progress | None) -> None:
+            try:
+                write(handle, file, parts, total, progress)
+            except OSError as error:
+                if error.errno != errno.ENOSPC:
+                    raise
+                raise _named(error, file, total, path) from None
+            if sync:
+                handle.fsync(file)
+
+        yield write_all
+
+
+_replaces_links: ContextVar[bool] = ContextVar("replaces_links", default=False)
+
+
+@contextlib.contextmanager
+def replacing_links() -> Iterator[None]:
+    """Let files be saved in the place of symbolic links, as safetensors does."""
+    token = _replaces_links.set(True)
+    try:
+        yield
+    finally:
+        _replaces_links.reset(token)
+
+
+def refuse_kinds(target: str) -> None:
+    """Refuse to put a file in the place of a folder or a device."""
+    with contextlib.suppress(FileNotFoundError):
+        mode = os.lstat(target).st_mode
+        if stat.S_ISDIR(mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), target)
+        if not stat.S_ISREG(mode) and not stat.S_ISLNK(mode):
+            raise OSError(
+                errno.EINVAL, "it is no regular file, and is not replaced", target
+            )
+
+
+def reserve(file: File, nbytes: int, path: str) -> None:
+    """Get room for a file, or say how much there is."""
+    try:
+        file.preallocate(nbytes)
+    except OSError as error:
+        # Some file systems reserve nothing.
+        if error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS):
+            raise _named(error, file, nbytes, path) from None
+
+
+def _named(error: OSError, file: File, nbytes: int, path: str) -> OSError:
+    """Return an error of the file, which has no name yet, that names it."""
+    words = os.strerror(error.errno or 0)
+    if error.errno == errno.ENOSPC:
+        space = os.statvfs(os.path.dirname(os.path.realpath(path)))
+        # The file, which goes, may have taken all there was.
+        free = space.f_bavail * space.f_frsize + os.fstat(file.fileno()).st_blocks * 512
+        words += f": {in_binary(nbytes)} ({nbytes} bytes) are needed, and {free} are free"
+    return OSError(error.errno, words, path)
+
+
+def parts_of(header: bytes, contents: Sequence[Callable[[], Bytes]]) -> Iterator[Bytes]:
+    """Yield the bytes of a file from its beginning."""
+    yield np.frombuffer(header, np.uint8)
+    for each in contents:
+        yield each()
+
+
+def _stages() -> list[Bytes]:
+    """Return memory for what is on its way, of the pool if that may have so much."""
+    try:
+        return [empty(STAGE_BYTES, np.uint8) for _ in range(STAGES)]
+    except MemoryError:
+        region: Any = Region(STAGES * STAGE_BYTES)
+        region.populate(0, STAGES * STAGE_BYTES)
+        return np.split(np.frombuffer(region, np.uint8), STAGES)
+
+
+def write(
+    handle: Handle,
+    file: File,
+    parts: Iterable[Bytes],
+    total: int,
+    progress: Progress | None = None,
+    seen: Seen | None = None,
+) -> None:
+    """Fill a file by way of a few stages, each of whole pages but the last."""
+    stages = _stages()
+    requests: list[Request | None] = [None] * STAGES
+    written = used = turn = 0
+
+    def send() -> None:
+        nonlocal written, used, turn
+        view = stages[turn][:used]
+        requests[turn] = handle.submit_write(view, file, written)
+        written, used, turn = written + used, 0, (turn + 1) % STAGES
+        request, requests[turn] = requests[turn], None
+        if request is not None:
+            request.wait()
+        if progress is not None:
+            progress(written, total)
+
+    try:
+        for part in parts:
+            place = 0
+            while place < len(part):
+                count = min(len(part) - place, STAGE_BYTES - used, PIECE_BYTES)
+                piece = stages[turn][used : used + count]
+                np.copyto(piece, part[place : place + count])
+                if seen is not None:
+                    seen(piece)
+                place, used = place + count, used + count
+                if used == STAGE_BYTES:
+                    send()
+        if used:
+            send()
+        for request in requests:
+            if request is not None:
+                request.wait()
+    finally:
+        # After an error: the memory goes back to the pool when no write needs it any more.
+        for request in requests:
+            if request is not None:
+                request.exception()

@@ -1,0 +1,385 @@
+"""Model files as tensors: the names, arguments, results and errors of safetensors.torch.
+
+``import nvmeio.safetensors.torch`` takes the place of ``import safetensors.torch``.
+"""
+
+import functools
+import os
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from nvmeio.safetensors._dtypes import FORMAT_NAMES, header_dtype, header_shape
+from nvmeio.safetensors._file import Direct
+from nvmeio.safetensors._frameworks import Torch
+from nvmeio.safetensors._open import check_backend, safe_open
+from nvmeio.safetensors._reading import Progress
+from nvmeio.safetensors._sharing import (
+    _find_shared_tensors,
+    _remove_duplicate_names,
+    storage_ptr,
+    storage_size,
+)
+from nvmeio.safetensors._specs import TensorSpec, deserialize, serialize, serialize_file
+from nvmeio.safetensors._whole import load_file as _load_file
+from nvmeio.safetensors._writing import Bytes, Source, pack
+from nvmeio.safetensors._writing import save as _save
+
+__all__ = [
+    "TensorSpec",
+    "deserialize",
+    "load",
+    "load_file",
+    "load_model",
+    "safe_open",
+    "save",
+    "save_file",
+    "save_model",
+    "serialize",
+    "serialize_file",
+    "storage_ptr",
+    "storage_size",
+]
+
+# Those who want to know how the format calls a dtype import these with their underscores;
+# an older torch lacks some.
+_TYPES: dict[str, torch.dtype] = {
+    dtype: getattr(torch, name)
+    for name, dtype in FORMAT_NAMES.items()
+    if hasattr(torch, name)
+}
+_SIZE: dict[torch.dtype, int] = {dtype: dtype.itemsize for dtype in _TYPES.values()}
+
+
+def _getdtype(dtype_str: str) -> torch.dtype:
+    """Return torch's dtype for one of the format."""
+    return _TYPES[dtype_str]
+
+
+def _view2torch(safeview: Iterable[tuple[str, dict[str, Any]]]) -> dict[str, torch.Tensor]:
+    """Return tensors over what deserialize() returned."""
+    framework = Torch()
+    made = {}
+    for name, view in safeview:
+        dtype = framework.dtype(view["dtype"])
+        shape = framework.shape(view["dtype"], tuple(view["shape"]))
+        if len(view["data"]):
+            made[name] = torch.frombuffer(view["data"], dtype=dtype).view(shape)
+        else:
+            made[name] = torch.empty(shape, dtype=dtype)
+    return made
+
+
+def _bytes_of(tensor: torch.Tensor) -> Bytes:
+    """Return the contents of a dense tensor, of a device's in memory of the host."""
+    tensor = tensor.detach().resolve_conj().resolve_neg().to("cpu").contiguous()
+    if tensor.numel() == 0:
+        return np.empty(0, np.uint8)
+    # A dimension of one element may have any stride, which view() would not take.
+    flat = tensor.as_strided((tensor.numel(),), (1,))
+    found: Bytes = flat.view(torch.uint8).numpy()
+    return found
+
+
+def _sources(tensors: Mapping[str, torch.Tensor]) -> list[Source]:
+    """Return what is to be written of tensors, or raise what safetensors does."""
+    _evaluate_tensors_for_save(tensors)
+    found = []
+    for name, tensor in tensors.items():
+        if not tensor.is_contiguous():
+            raise ValueError(
+                f"You are trying to save a non contiguous tensor: `{name}` which is not "
+                "allowed. It either means you are trying to save tensors which are "
+                "reference of each other in which case it's recommended to save only the "
+                "full tensors, and reslice at load time, or simply call `.contiguous()` on "
+                "your tensor to pack it before saving."
+            )
+        if tensor.is_meta:
+            raise NotImplementedError("Cannot copy out of meta tensor; no data!")
+        dtype = header_dtype(str(tensor.dtype).removeprefix("torch."))
+        shape = header_shape(dtype, tuple(tensor.shape))
+        found.append(Source(name, dtype, shape, functools.partial(_bytes_of, tensor)))
+    return found
+
+
+def _evaluate_tensors_for_save(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Refuse what safetensors refuses to save, in its words."""
+    if not isinstance(tensors, dict):
+        raise ValueError(
+            f"Expected a dict of [str, torch.Tensor] but received {type(tensors)}"
+        )
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise ValueError(
+                f"Key `{name}` is invalid, expected torch.Tensor but received "
+                f"{type(tensor)}"
+            )
+    sparse = [name for name, each in tensors.items() if each.layout != torch.strided]
+    if sparse:
+        raise ValueError(
+            f"You are trying to save a sparse tensors: `{sparse}` which this library does "
+            "not support. You can make it a dense tensor before saving with `.to_dense()` "
+            "but be aware this might make a much larger file than needed."
+        )
+    shared = [names for names in _find_shared_tensors(tensors) if len(names) > 1]
+    if shared:
+        raise RuntimeError(
+            f"""
+            Some tensors share memory, this will lead to duplicate memory on disk and potential differences when loading them again: {shared}.
+            A potential way to correctly save your model is to use `save_model`.
+            More information at https://huggingface.co/docs/safetensors/torch_shared_tensors
+            """  # noqa: E501
+        )
+
+
+def save(
+    tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None
+) -> bytes:
+    """Return the bytes of a file of tensors.
+
+    Parameters
+    ----------
+    tensors : dict of str to torch.Tensor
+        The tensors by name, dense and contiguous; no two may share memory.
+    metadata : dict of str to str, optional
+        Text that is kept with them.
+
+    Returns
+    -------
+    bytes
+        What ``save_file`` writes.
+
+    Raises
+    ------
+    RuntimeError
+        Tensors share memory: names them.
+    ValueError
+        A tensor is sparse, not contiguous, or none.
+    SafetensorError
+        The format has no such dtype, or a name is reserved.
+    """
+    return pack(_sources(tensors), metadata)
+
+
+def save_file(
+    tensors: Mapping[str, torch.Tensor],
+    filename: str | os.PathLike[str],
+    metadata: Mapping[str, str] | None = None,
+    *,
+    align: Literal[8, 4096] = 8,
+    sync: bool = True,
+    progress: Progress | None = None,
+) -> None:
+    """Write tensors to a file, which has its name when it is complete.
+
+    Parameters
+    ----------
+    tensors : dict of str to torch.Tensor
+        The tensors by name, dense and contiguous; no two may share memory.
+    filename : str or os.PathLike
+        The file.  One that exists is replaced, and keeps its mode.
+    metadata : dict of str to str, optional
+        Text that is kept with them.
+    align : {8, 4096}, default 8
+        With 8 the file is safetensors' own, to the byte.  With 4096 tensors of whole pages
+        come first and begin at pages, which loads faster; every reader takes it.
+    sync : bool, default True
+        Return only when the file and its name are on the device.
+    progress : callable, optional
+        Is called with the bytes written so far and all there are.
+
+    Raises
+    ------
+    RuntimeError, SafetensorError, ValueError
+        As ``save``; `align` is neither.
+    OSError
+        With errno and path; ENOSPC says how much is needed.  The old file is as it was.
+
+    Notes
+    -----
+    Memory of 32 MiB is used beside the tensors, and for those of a device the largest of
+    them.  Releases the GIL.
+    """
+    _save(_sources(tensors), filename, metadata, align=align, sync=sync, progress=progress)
+
+
+def load(data: bytes) -> dict[str, torch.Tensor]:
+    """Return the tensors of a file that is in memory.
+
+    Parameters
+    ----------
+    data : bytes
+        The contents of the file.
+
+    Returns
+    -------
+    dict of str to torch.Tensor
+        On the CPU, in memory of their own.
+
+    Raises
+    ------
+    SafetensorError
+        It is no safetensors file.
+    """
+    return _view2torch(deserialize(data))
+
+
+def load_file(
+    filename: str | os.PathLike[str],
+    device: str | int | torch.device = "cpu",
+    *,
+    backend: Literal["mmap", "pread"] = "mmap",
+    names: Iterable[str] | None = None,
+    out: Mapping[str, torch.Tensor] | None = None,
+    progress: Progress | None = None,
+    direct: Direct = "auto",
+) -> dict[str, torch.Tensor]:
+    """Read the tensors of a file.
+
+    Parameters
+    ----------
+    filename : str or os.PathLike
+        The file.
+    device : str, int or torch.device, default "cpu"
+        Where they go.
+    backend : {"mmap", "pread"}, default "mmap"
+        Accepted, because safetensors has it; nothing is ever mapped.
+    names : iterable of str, optional
+        Those that are wanted; all by default.
+    out : dict of str to torch.Tensor, optional
+        Tensors that are filled, of the right dtype and shape; then `names` is by default
+        what it has.
+    progress : callable, optional
+        Is called with the bytes read so far and all there are.
+    direct : {"auto", True, False}, default "auto"
+        Whether to read past the page cache: where it has less than half of the file,
+        always, or never.
+
+    Returns
+    -------
+    dict of str to torch.Tensor
+        In the order of the file; each with a storage of its own, of exactly its bytes, or
+        of `out`.
+
+    Raises
+    ------
+    SafetensorError
+        It is no safetensors file, lacks a name, or changes while it is read.
+    MemoryError
+        There is not so much memory; before anything is read.
+    OSError
+        With errno and path.
+    TypeError, ValueError
+        `out` does not fit; before anything is read.
+
+    Notes
+    -----
+    Releases the GIL while it waits.
+    """
+    check_backend(backend)
+    return _load_file(
+        filename, Torch(device), names=names, out=out, progress=progress, direct=direct
+    )
+
+
+def save_model(
+    model: torch.nn.Module,
+    filename: str | os.PathLike[str],
+    metadata: dict[str, str] | None = None,
+    force_contiguous: bool = True,
+) -> None:
+    """Write the state of a model, of tensors that share memory only one.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        The model.
+    filename : str or os.PathLike
+        The file.
+    metadata : dict of str to str, optional
+        Text that is kept with them; for each tensor that is left out it gets the name of
+        the one that has its memory.
+    force_contiguous : bool, default True
+        Copy tensors that are not contiguous.
+
+    Raises
+    ------
+    RuntimeError
+        Of tensors that share memory none has all of it.
+    ValueError, OSError
+        As ``save_file``.
+    """
+    state = model.state_dict()
+    for kept, others in _remove_duplicate_names(state).items():
+        for other in others:
+            metadata = {} if metadata is None else metadata
+            metadata.setdefault(other, kept)
+            del state[other]
+    if force_contiguous:
+        state = {name: tensor.contiguous() for name, tensor in state.items()}
+    try:
+        save_file(dict(state), filename, metadata=metadata)
+    except ValueError as error:
+        raise ValueError(
+            f"{error} Or use save_model(..., force_contiguous=True), read the docs for "
+            "potential caveats."
+        ) from error
+
+
+def load_model(
+    model: torch.nn.Module,
+    filename: str | os.PathLike[str],
+    strict: bool = True,
+    device: str | int | torch.device = "cpu",
+    *,
+    backend: Literal["mmap", "pread"] = "mmap",
+) -> tuple[Collection[str], list[str]]:
+    """Read the state of a model from a file that ``save_model`` wrote.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        Is changed.
+    filename : str or os.PathLike
+        The file.
+    strict : bool, default True
+        Raise where a tensor is missing or unexpected.
+    device : str, int or torch.device, default "cpu"
+        Where tensors go on their way to the model.
+    backend : {"mmap", "pread"}, default "mmap"
+        Accepted, because safetensors has it.
+
+    Returns
+    -------
+    missing : set of str
+        Names of the model that the file lacks.
+    unexpected : list of str
+        Names of the file that the model lacks.
+
+    Raises
+    ------
+    RuntimeError
+        As ``strict`` says, or as ``torch.nn.Module.load_state_dict``.
+    SafetensorError, OSError
+        As ``load_file``.
+    """
+    state = load_file(filename, device=device, backend=backend)
+    shared = _remove_duplicate_names(model.state_dict(), preferred_names=list(state))
+    lacking, unexpected = model.load_state_dict(state, strict=False)
+    missing = set(lacking)
+    for others in shared.values():
+        for other in others:
+            if other in missing:
+                missing.remove(other)
+            else:
+                unexpected.append(other)
+    if strict and (missing or unexpected):
+        words = f"Error(s) in loading state_dict for {type(model).__name__}:"
+        for kind, names in (("Missing", missing), ("Unexpected", unexpected)):
+            if names:
+                quoted = ", ".join(f'"{name}"' for name in sorted(names))
+                words += f"\n    {kind} key(s) in state_dict: {quoted}"
+        raise RuntimeError(words)
+    return missing, unexpected

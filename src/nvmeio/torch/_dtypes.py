@@ -1,0 +1,61 @@
+"""Elements of tensors as elements of numpy arrays: of torch's dtypes, numpy lacks some."""
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from nvmeio.torch._bits import OPAQUE_DTYPES, opaque
+
+__all__ = ["carrier", "dress", "is_common", "undress"]
+
+# What torch.from_numpy() takes and Tensor.numpy() gives.
+_COMMON: dict[torch.dtype, type[np.generic]] = {
+    torch.bool: np.bool_,
+    torch.uint8: np.uint8,
+    torch.uint16: np.uint16,
+    torch.uint32: np.uint32,
+    torch.uint64: np.uint64,
+    torch.int8: np.int8,
+    torch.int16: np.int16,
+    torch.int32: np.int32,
+    torch.int64: np.int64,
+    torch.float16: np.float16,
+    torch.float32: np.float32,
+    torch.float64: np.float64,
+    torch.complex64: np.complex64,
+    torch.complex128: np.complex128,
+}
+
+
+def carrier(dtype: object) -> np.dtype[Any] | None:
+    """Return numpy's dtype for the elements of a tensor."""
+    if not isinstance(dtype, torch.dtype) or str(dtype).startswith("torch.q"):
+        return None
+    common = _COMMON.get(dtype)
+    return np.dtype(f"V{dtype.itemsize}") if common is None else np.dtype(common)
+
+
+def is_common(dtype: np.dtype[Any]) -> bool:
+    """Tell whether torch has the elements of a dtype of numpy."""
+    return any(dtype == common for common in _COMMON.values())
+
+
+def dress(array: npt.NDArray[Any], dtype: torch.dtype) -> torch.Tensor:
+    """Make a tensor of an array of carriers."""
+    if dtype not in _COMMON:
+        array = array.view(_COMMON[OPAQUE_DTYPES[dtype.itemsize]])
+    return torch.from_numpy(array).view(dtype)
+
+
+def undress(values: Any, dtype: torch.dtype) -> npt.NDArray[Any]:
+    """Make an array of carriers."""
+    tensor = torch.as_tensor(values).detach().to("cpu", dtype)
+    tensor = tensor.resolve_conj().resolve_neg()
+    array: npt.NDArray[Any]
+    if dtype in _COMMON:
+        array = tensor.numpy()
+    else:
+        array = opaque(tensor).contiguous().numpy().view(carrier(dtype))
+    return array

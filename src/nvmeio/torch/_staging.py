@@ -1,0 +1,93 @@
+"""Tensors on a device, brought past the engine in pieces of pinned host memory.
+
+This module moves pieces; the request decides when, so that pieces of the file are in flight
+while another one crosses the bus.
+"""
+
+import torch
+
+from nvmeio.torch._bits import copy_bits, opaque
+
+__all__ = ["DeviceStaging"]
+
+# Large enough that neither the bus nor the disk notices the seams, small enough that what
+# stays pinned is negligible.
+_PIECE_BYTES = 16 << 20
+_SLOTS = 4
+
+
+class DeviceStaging:
+    """The bytes of one tensor on a device, cut into pieces.
+
+    Piece ``i`` and piece ``i + slots`` share host memory: the second one may be fetched, or
+    read into, only when the first one has been written, or delivered.
+
+    Attributes
+    ----------
+    pieces : list of (int, int)
+        Offset and size of each piece in bytes, in order; empty for an empty tensor.
+    slots : int
+        How many pieces can be in flight.
+
+    Notes
+    -----
+    Not thread-safe: a request uses it from one thread at a time.  The copies run on the
+    stream that is current when it is made, and are complete when the call returns; they
+    release the GIL.  The device memory is kept alive as long as this object is.
+    """
+
+    def __init__(
+        self,
+        tensor: torch.Tensor,
+        writable: bool,
+        *,
+        piece_bytes: int = _PIECE_BYTES,
+        slots: int = _SLOTS,
+    ) -> None:
+        self._target = tensor.detach()
+        self._strided = not tensor.is_contiguous()
+        if writable and self._strided:
+            dense = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+        else:
+            dense = opaque(self._target.resolve_conj().resolve_neg()).contiguous()
+        self._dense = dense
+        # Of one dimension first: a 0-d tensor cannot be viewed as smaller items.
+        self._bytes = dense.view(-1).view(torch.uint8)
+        nbytes = self._bytes.numel()
+        self.pieces = [
+            (offset, min(piece_bytes, nbytes - offset))
+            for offset in range(0, nbytes, piece_bytes)
+        ]
+        self.slots = slots
+        pin = tensor.device.type == "cuda"
+        # The caller's, for another thread may move pieces.
+        self._stream = torch.cuda.current_stream(tensor.device) if pin else None
+        self._memory = [
+            torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pin)
+            for _, size in self.pieces[:slots]
+        ]
+
+    def host(self, index: int) -> torch.Tensor:
+        """Return the host memory of a piece, for the file to be read into it."""
+        _, nbytes = self.pieces[index]
+        return self._memory[index % self.slots][:nbytes]
+
+    def fetch(self, index: int) -> torch.Tensor:
+        """Copy a piece from the device, for it to be written to the file."""
+        offset, nbytes = self.pieces[index]
+        memory = self.host(index)
+        with torch.cuda.stream(self._stream):
+            copy_bits(memory, self._bytes[offset : offset + nbytes])
+        return memory
+
+    def deliver(self, index: int) -> None:
+        """Copy a piece to the device after it was read from the file."""
+        offset, nbytes = self.pieces[index]
+        with torch.cuda.stream(self._stream):
+            copy_bits(self._bytes[offset : offset + nbytes], self.host(index))
+
+    def finish(self) -> None:
+        """Complete a read, after all pieces were delivered."""
+        if self._strided:
+            with torch.cuda.stream(self._stream):
+                copy_bits(self._target, self._dense)

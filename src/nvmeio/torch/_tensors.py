@@ -1,0 +1,207 @@
+"""What only torch can tell about a tensor, and what only torch can do to one.
+
+buffer.pyx lends ordinary tensors by itself.  Here are the others (strided, lazy, on a
+device, of a torch without the exchange table), the words for those that cannot be lent, and
+tensors in memory of the pool.
+"""
+
+import operator
+
+import torch
+
+from nvmeio._memory.registry import Export
+from nvmeio._memory.strides import check_sizes, may_overlap
+from nvmeio._native import pool
+from nvmeio._native.locked import pool_memory
+from nvmeio.torch._bits import copy_bits, opaque, plain_mode, touch
+from nvmeio.torch._dtypes import carrier, dress, undress
+from nvmeio.torch._pool import announce, tensor_in
+from nvmeio.torch._staging import DeviceStaging
+
+__all__ = [
+    "announce",
+    "carrier",
+    "copy",
+    "dress",
+    "export",
+    "first_address",
+    "host_like",
+    "is_pinned",
+    "locked_tensor",
+    "storage_address",
+    "thread_limit",
+    "touch",
+    "undress",
+]
+
+
+def export(tensor: torch.Tensor, writable: bool) -> Export:
+    """Lend the memory of any tensor that has some."""
+    with plain_mode(tensor):
+        _check_kind(tensor)
+        if writable:
+            _check_destination(tensor)
+        if tensor.device.type != "cpu":
+            stage = DeviceStaging(tensor, writable)
+            return Export(0, tensor.nbytes, 0, stage, lambda _: stage.finish(), stage)
+        origin = _address(tensor)
+        if tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
+            owner = tensor.untyped_storage()
+            return Export(origin, tensor.nbytes, origin, owner, touch)
+        return _staged(tensor, writable, origin)
+
+
+def _staged(tensor: torch.Tensor, writable: bool, origin: int) -> Export:
+    """Lend a contiguous tensor that stands in for a strided or lazy one."""
+    dense = tensor.detach()
+    if not writable:
+        staging = opaque(dense.resolve_conj().resolve_neg()).contiguous()
+        return Export(staging.data_ptr(), tensor.nbytes, origin, staging)
+    staging = torch.empty(dense.shape, dtype=dense.dtype, device="cpu")
+
+    def landing(_: torch.Tensor) -> None:
+        # Not into the tensor, which may have been given another storage since.
+        copy_bits(dense, staging)
+
+    return Export(staging.data_ptr(), tensor.nbytes, origin, staging, landing)
+
+
+def _check_kind(tensor: torch.Tensor) -> None:
+    """Refuse the tensors whose contents are not a plain array."""
+    if torch.nn.parameter.is_lazy(tensor):
+        problem = "it is not initialized yet; run the module once or materialize() it"
+    elif tensor.is_nested:
+        problem = "it is nested; pass its values() and offsets()"
+    elif tensor.layout != torch.strided:
+        problem = f"its layout is {tensor.layout}; pass its to_dense(), or its parts"
+    elif tensor.is_quantized:
+        problem = f"it is quantized ({tensor.dtype}); pass its int_repr()"
+    elif type(tensor).__name__ == "FakeTensor":
+        problem = "it is a FakeTensor and has no data"
+    elif tensor.device.type == "meta":
+        problem = "it is on the device meta and has no data; pass its to_empty()"
+    else:
+        return
+    raise TypeError(f"cannot transfer the tensor: {problem}")
+
+
+def _check_destination(tensor: torch.Tensor) -> None:
+    """Refuse to read a file into a view that cannot hold its bytes."""
+    if tensor.is_conj() or tensor.is_neg():
+        lazy = "conj" if tensor.is_conj() else "neg"
+        raise ValueError(
+            f"cannot read a file into a lazy {lazy} view; pass the tensor that it views, "
+            f"or its resolve_{lazy}()"
+        )
+    _check_overlap(tensor)
+
+
+def _check_overlap(tensor: torch.Tensor) -> None:
+    """Refuse to write to elements that share memory."""
+    if tensor.numel() > 0 and may_overlap(tensor.shape, tensor.stride(), 1):
+        raise ValueError(
+            f"cannot write to a tensor of shape {tuple(tensor.shape)} and strides "
+            f"{tensor.stride()}: its elements overlap; pass its clone()"
+        )
+
+
+def _address(tensor: torch.Tensor) -> int:
+    """Return where the elements of a host tensor lie, 0 if it has none."""
+    try:
+        address: int = tensor.data_ptr()
+    except RuntimeError:
+        # What functorch wraps has no pointer to give.
+        address = 0
+    if address == 0 and tensor.numel() > 0:
+        raise TypeError(
+            f"cannot transfer the tensor: {type(tensor).__qualname__} has no memory of its "
+            "own here (a fake tensor, a tensor inside a transform such as vmap, or a "
+            "wrapper); pass the tensors that it wraps, as to_local() gives for a DTensor"
+        )
+    return address
+
+
+def locked_tensor(num_elem: int, example: torch.Tensor) -> torch.Tensor:
+    """Make a tensor in locked memory of the pool."""
+    count = operator.index(num_elem)
+    if count < 0:
+        raise ValueError(f"num_elem is {count}; it must be 0 or more")
+    if not isinstance(example, torch.Tensor):
+        raise TypeError(f"expected a tensor as example, not {type(example).__qualname__}")
+    # A tensor of no elements has an allocation too: it can be freed once, as any other.
+    nbytes = max(count, 1) * example.element_size()
+    tensor = tensor_in(pool_memory(nbytes, True, None), example.dtype)[:count]
+    # Detached it is the base of its views: DeepSpeed frees when the tensor that it was
+    # given dies, which torch keeps from happening to a base while a view lives.
+    return tensor.detach()
+
+
+def first_address(tensor: torch.Tensor) -> int:
+    """Return where the first element of a tensor lies, or would lie in an empty view."""
+    address = storage_address(tensor)
+    offset: int = tensor.storage_offset() * tensor.element_size() if address else 0
+    return address + offset
+
+
+def storage_address(tensor: torch.Tensor) -> int:
+    """Return where the storage of a tensor begins."""
+    try:
+        address: int = tensor.untyped_storage().data_ptr()
+    except RuntimeError:
+        # Sparse and wrapped tensors have no storage.
+        return 0
+    return address
+
+
+def is_pinned(tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor lies in pinned memory, of torch or of the pool."""
+    if tensor.device.type != "cpu":
+        return False
+    address = storage_address(tensor)
+    if address == 0:
+        return False
+    # The driver knows memory of the pool until it is given back, freed or not.
+    if pool.holds(address):
+        return pool.is_pinned(address, 1)
+    return bool(tensor.is_pinned())
+
+
+def copy(dest: torch.Tensor, src: torch.Tensor) -> None:
+    """Copy the elements of a tensor in C order, by torch's own copy."""
+    with torch.no_grad(), plain_mode(dest):
+        for tensor in (dest, src):
+            _check_kind(tensor)
+        check_sizes(dest.nbytes, src.nbytes)
+        _check_overlap(dest)
+        # A shape of its own may cost a copy, and so may memory that both have.
+        source = src.reshape(dest.shape)
+        if _share_memory(dest, source):
+            source = source.clone()
+        if any(t.is_conj() or t.is_neg() for t in (dest, source)):
+            dest.detach().copy_(source)
+        else:
+            copy_bits(dest, source)
+
+
+def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Tell whether the storages of two tensors have memory in common.
+
+    They may be two storages, as those that ``torch.from_numpy`` makes of one array.
+    """
+    address, other_address = storage_address(one), storage_address(other)
+    if one.device != other.device or address == 0 or other_address == 0:
+        return False
+    if address <= other_address:
+        return bool(other_address < address + one.untyped_storage().nbytes())
+    return bool(address < other_address + other.untyped_storage().nbytes())
+
+
+def host_like(tensor: torch.Tensor) -> torch.Tensor:
+    """Make a tensor of the same size and dtype in memory of the host."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+
+
+def thread_limit() -> int:
+    """Return how many threads torch would use for an operation on the CPU."""
+    count: int = torch.get_num_threads()
+    return count

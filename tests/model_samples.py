@@ -1,0 +1,115 @@
+"""What tests of model files share: tensors, files dropped from the cache, what was read."""
+
+import os
+import time
+
+import numpy as np
+import pytest
+
+import nvmeio
+from nvmeio._native.page_cache import cached_fraction
+from nvmeio.safetensors import _reading
+
+torch = pytest.importorskip("torch")
+
+# Every dtype of torch that the format has.
+TORCH_DTYPES = (
+    *("bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"),
+    *("float16", "bfloat16", "float32", "float64", "complex64", "float8_e4m3fn"),
+    *("float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"),
+    "float4_e2m1fn_x2",
+)
+NUMPY_DTYPES = (
+    *("bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"),
+    *("float16", "float32", "float64", "complex64"),
+)
+
+
+def filled(dtype, shape, seed=0):
+    """Return a tensor of torch of random bits."""
+    dtype = getattr(torch, dtype)
+    if 0 in shape:
+        return torch.empty(shape, dtype=dtype)
+    numbers = np.random.default_rng([seed, *shape])
+    nbytes = int(np.prod(shape)) * dtype.itemsize
+    bits = numbers.integers(0, 2 if dtype == torch.bool else 256, nbytes, np.uint8)
+    return torch.from_numpy(bits).view(dtype).reshape(shape)
+
+
+def bits_of(tensor):
+    """Return what a tensor or an array is, to the bit."""
+    if isinstance(tensor, np.ndarray):
+        return tensor.dtype, tensor.shape, tensor.tobytes()
+    flat = tensor.contiguous().as_strided((tensor.numel(),), (1,))
+    return tensor.dtype, tuple(tensor.shape), flat.view(torch.uint8).numpy().tobytes()
+
+
+def bits_of_all(tensors):
+    """Return the same of a dict, in its order."""
+    return [(name, *bits_of(tensor)) for name, tensor in tensors.items()]
+
+
+def outcome(function, *arguments, **options):
+    """Return what a function returns, or the error that it raises."""
+    try:
+        return function(*arguments, **options)
+    except Exception as error:
+        return type(error).__name__, str(error)
+
+
+def drop(path):
+    """Take a file out of the page cache, and see that it is out, where it can be."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+        deadline = time.monotonic() + 20
+        while True:
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            if not cached_fraction(descriptor, 0, os.fstat(descriptor).st_size):
+                return
+            assert time.monotonic() < deadline, "the page cache keeps the file"
+            time.sleep(0.01)
+    finally:
+        os.close(descriptor)
+
+
+def cached(path):
+    """Return how much of a file the page cache has."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        return cached_fraction(descriptor, 0, os.fstat(descriptor).st_size)
+    finally:
+        os.close(descriptor)
+
+
+def need_direct(folder):
+    """Skip where the file system has no O_DIRECT."""
+    with nvmeio.File(folder / "tried", "w") as file:
+        if not file.direct:
+            pytest.skip("the file system has no O_DIRECT")
+
+
+class Moved:
+    """How many bytes have gone which way since this was made."""
+
+    def __init__(self):
+        self.before = self.now()
+
+    def now(self):
+        handles = [nvmeio.default_handle(), _reading._cached.get()]
+        found = {}
+        for handle in handles:
+            for name, count in handle.stats().items():
+                if name.startswith("bytes_"):
+                    found[name] = found.get(name, 0) + count
+        return found
+
+    def __getattr__(self, way):
+        """Return the bytes of a way, such as direct."""
+        return self.now()[f"bytes_{way}"] - self.before[f"bytes_{way}"]
+
+
+def in_flight():
+    """Return how many requests are in flight."""
+    handles = [nvmeio.default_handle(), _reading._cached.get()]
+    return sum(handle.pending for handle in handles)

@@ -1,0 +1,155 @@
+"""Model files saved and loaded, while blocks fail and much else that must not show."""
+
+import contextlib
+import errno
+import json
+import os
+from collections import Counter
+from pathlib import Path
+
+import safetensors.torch as theirs
+
+import nvmeio
+import nvmeio.safetensors.torch as model_files
+from helpers import MIB
+from model_samples import bits_of, bits_of_all, filled, in_flight
+from nvmeio.safetensors import load_sharded, safe_open, save_sharded
+from trials.seeded import each_trial
+from workloads.common import report
+
+EXPECTED = (errno.EIO, errno.ENOSPC)
+TENSORS_MAX = 24
+FOLDER = "sharded"
+
+
+def drawn_tensors(draw):
+    """Return tensors of some dtypes, few of them large, one here and there empty."""
+    tensors = {}
+    for index in range(draw.randint(1, TENSORS_MAX)):
+        dtype = draw.choice(("uint8", "bfloat16", "float32", "int64"))
+        size_max = draw.choice((0, 100, 100_000, 2 * MIB))
+        shape = draw.choice(([], [draw.randint(0, size_max)], [7, size_max // 70]))
+        tensors[f"layer.{index}"] = filled(dtype, shape, seed=draw.randrange(1 << 30))
+    return tensors
+
+
+def files_below(folder):
+    """Return what the files of a folder hold, by their names."""
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(Path(folder).rglob("*"))
+        if path.is_file()
+    }
+
+
+class Trial:
+    """One model in a folder: a file, and the same in shards."""
+
+    def __init__(self, draw, folder):
+        self.draw = draw
+        self.folder = Path(folder)
+        self.path = self.folder / "model.safetensors"
+        self.shards = self.folder / FOLDER
+        self.shards.mkdir(parents=True, exist_ok=True)
+        self.counts = Counter()
+
+    @contextlib.contextmanager
+    def may_fail(self, what):
+        """Count whether it failed; an error is one that was made, and names a file."""
+        try:
+            yield
+        except OSError as error:
+            named = str(error.filename).startswith(str(self.folder))
+            if error.errno not in EXPECTED or not named:
+                raise
+            self.counts[f"{what}, failed"] += 1
+        else:
+            self.counts[what] += 1
+        # A file that is open may read ahead.
+        assert what == "tensors" or in_flight() == 0
+
+    def save(self, tensors):
+        """Save a file: its name stands for the old one or the new one."""
+        before = files_below(self.folder)
+        align, sync = self.draw.choice((8, 4096)), self.draw.random() < 0.5
+        failed = self.counts["saved, failed"]
+        with self.may_fail("saved"):
+            model_files.save_file(tensors, self.path, {"a": "b"}, align=align, sync=sync)
+        after = files_below(self.folder)
+        if self.counts["saved, failed"] > failed:
+            assert after == before
+            theirs.save_file(tensors, self.path, {"a": "b"})
+        else:
+            if align == 8:
+                assert after[self.path.name] == theirs.save(tensors, {"a": "b"})
+            assert before.keys() | {self.path.name} == after.keys()
+        loaded = theirs.load_file(self.path)
+        assert bits_of_all({name: loaded[name] for name in tensors}) == bits_of_all(tensors)
+
+    def save_shards(self, tensors):
+        """Save the shards: an index names files that hold what it says, or the old ones."""
+        index = self.shards / "model.safetensors.index.json"
+        saved = self.counts["shards saved"]
+        with self.may_fail("shards saved"):
+            save_sharded(tensors, self.shards, max_shard_size=MIB)
+        if self.counts["shards saved"] == saved:
+            for path in self.shards.iterdir():
+                path.unlink()
+            theirs.save_file(tensors, self.shards / "model.safetensors")
+        elif index.exists():
+            places = json.loads(index.read_text())["weight_map"]
+            assert places.keys() == tensors.keys()
+            assert {*places.values(), index.name} == set(os.listdir(self.shards))
+
+    def load(self, tensors):
+        """Load them in each way there is: bytes that are right, or an error."""
+        direct = self.draw.choice(("auto", True, False))
+        if self.draw.random() < 0.7:
+            descriptor = os.open(self.path, os.O_RDONLY)
+            os.fsync(descriptor)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(descriptor)
+        found = None
+        with self.may_fail("loaded"):
+            found = model_files.load_file(self.path, direct=direct)
+        self.same(found, tensors)
+        found = {name: tensor.clone().zero_() for name, tensor in tensors.items()}
+        out, found = found, None
+        with self.may_fail("loaded, out"):
+            found = model_files.load_file(self.path, direct=direct, out=out)
+        self.same(found, tensors)
+        found = None
+        with self.may_fail("shards loaded"):
+            found = load_sharded(self.shards, direct=direct)
+        self.same(found, tensors)
+        with self.may_fail("opened"), safe_open(self.path, "pt", direct=direct) as file:
+            for name in file.offset_keys():
+                found = None
+                with self.may_fail("tensors"):
+                    found = file.get_tensor(name)
+                if found is not None:
+                    self.same({name: found}, {name: tensors[name]})
+        half = {name: slice(0, len(t) // 2) for name, t in tensors.items() if t.ndim}
+        with self.may_fail("opened"), safe_open(self.path, "pt", direct=direct) as file:
+            found = file.get_many(half)
+            self.same(found, {name: tensors[name][part] for name, part in half.items()})
+
+    def same(self, found, expected):
+        """What was loaded, if it was, is right to the bit."""
+        if found is not None:
+            assert found.keys() == expected.keys()
+            for name, tensor in expected.items():
+                assert bits_of(found[name]) == bits_of(tensor), name
+
+
+def model_trials(first, count, folder):
+    """Save and load models."""
+    counts = Counter()
+    for number, draw in enumerate(each_trial(first, count)):
+        trial, tensors = Trial(draw, Path(folder) / str(number % 2)), drawn_tensors(draw)
+        trial.save(tensors)
+        trial.save_shards(tensors)
+        trial.load(tensors)
+        counts.update(trial.counts)
+    counts["engine is " + nvmeio.default_handle().stats()["engine"]] += 1
+    report(counts)

@@ -1,0 +1,296 @@
+"""Folders that appear whole, or not at all, and what is left of those that did not."""
+
+import errno
+import fcntl
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from children import run_with_faults, skip_sanitized
+from nvmeio.checkpoint import _folders as folders
+from nvmeio.checkpoint import atomic_directory, cleanup
+
+
+def fill(folder, content="new"):
+    (folder / "deep" / "er").mkdir(parents=True)
+    (folder / "deep" / "er" / "file").write_text(content)
+    (folder / "link").symlink_to("deep")
+
+
+def content_of(folder):
+    return (folder / "deep" / "er" / "file").read_text()
+
+
+@pytest.mark.parametrize("sync", [True, False])
+def test_it_appears_when_it_is_complete(tmp_path, sync):
+    with atomic_directory(tmp_path / "a", sync=sync) as folder:
+        assert folder.parent == tmp_path
+        fill(folder)
+        assert not (tmp_path / "a").exists()
+    assert content_of(tmp_path / "a") == "new"
+    assert os.listdir(tmp_path) == ["a"]
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
+@pytest.mark.parametrize("replace", [True, False])
+def test_what_raises_leaves_what_was_there(tmp_path, error, replace):
+    before = []
+    if replace:
+        (tmp_path / "a").mkdir()
+        fill(tmp_path / "a", "old")
+        before = ["a"]
+
+    def body():
+        with atomic_directory(tmp_path / "a", replace=replace) as folder:
+            fill(folder)
+            raise error
+
+    with pytest.raises(error):
+        body()
+    assert os.listdir(tmp_path) == before
+    assert not replace or content_of(tmp_path / "a") == "old"
+
+
+def test_one_that_is_there_is_replaced_if_that_is_said(tmp_path):
+    (tmp_path / "a").mkdir(mode=0o750)
+    os.chmod(tmp_path / "a", 0o751)
+    fill(tmp_path / "a", "old")
+    with (
+        pytest.raises(FileExistsError, match=str(tmp_path / "a")),
+        atomic_directory(tmp_path / "a"),
+    ):
+        raise AssertionError
+    with atomic_directory(tmp_path / "a", replace=True) as folder:
+        fill(folder)
+        assert content_of(tmp_path / "a") == "old"
+    assert content_of(tmp_path / "a") == "new"
+    assert os.listdir(tmp_path) == ["a"]
+    assert (tmp_path / "a").stat().st_mode & 0o777 == 0o751
+
+
+@pytest.mark.parametrize("kind", ["file", "link"])
+def test_what_is_no_folder_is_not_replaced(tmp_path, kind):
+    (tmp_path / "other").mkdir()
+    if kind == "file":
+        (tmp_path / "a").write_text("old")
+    else:
+        (tmp_path / "a").symlink_to("other")
+    with (
+        pytest.raises(NotADirectoryError, match="is not replaced"),
+        atomic_directory(tmp_path / "a", replace=True),
+    ):
+        raise AssertionError
+    assert sorted(os.listdir(tmp_path)) == ["a", "other"]
+
+
+@pytest.mark.parametrize("replace", [True, False])
+def test_what_comes_meanwhile_is_not_lost(tmp_path, replace):
+    def body():
+        with atomic_directory(tmp_path / "a", replace=replace) as folder:
+            fill(folder)
+            (tmp_path / "a").write_text("another's")
+
+    with pytest.raises(OSError, match=str(tmp_path / "a")) as caught:
+        body()
+    assert caught.value.errno == (errno.ENOTDIR if replace else errno.EEXIST)
+    assert (tmp_path / "a").read_text() == "another's"
+    assert os.listdir(tmp_path) == ["a"]
+
+
+def test_its_folder_must_be_there(tmp_path):
+    with pytest.raises(FileNotFoundError), atomic_directory(tmp_path / "no" / "a"):
+        raise AssertionError
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"reserve": -1}, ValueError),
+        ({"reserve": 1.5}, TypeError),
+        ({"replace": "no"}, TypeError),
+        ({"sync": None}, TypeError),
+    ],
+)
+def test_bad_arguments(tmp_path, options, error):
+    with (
+        pytest.raises(error, match=next(iter(options))),
+        atomic_directory(tmp_path / "a", **options),
+    ):
+        raise AssertionError
+    assert os.listdir(tmp_path) == []
+
+
+def test_room_is_tried_before_anything_is_written(tmp_path):
+    free = os.statvfs(tmp_path).f_bavail * os.statvfs(tmp_path).f_frsize
+    with (
+        pytest.raises(OSError, match=r"are needed, and \d+ are free") as caught,
+        atomic_directory(tmp_path / "a", reserve=free + (1 << 40)),
+    ):
+        raise AssertionError
+    assert caught.value.errno == errno.ENOSPC
+    assert caught.value.filename == str(tmp_path / "a")
+    assert os.listdir(tmp_path) == []
+    with atomic_directory(tmp_path / "a", reserve=1 << 20) as folder:
+        assert os.listdir(folder) == []
+
+
+def test_everything_is_synced_before_the_name_and_then_the_name(tmp_path):
+    call = "import sys, nvmeio; from pathlib import Path\n"
+    call += "with nvmeio.checkpoint.atomic_directory(sys.argv[1]) as folder:\n"
+    call += "    (folder / 'deep').mkdir(); (folder / 'deep' / 'file').write_text('x')\n"
+    log = tmp_path / "log"
+    command = ["strace", "-f", "-y", "-e", "trace=fsync,renameat2", "-o", str(log)]
+    folder = tmp_path / "top"
+    folder.mkdir()
+    subprocess.run(
+        [*command, sys.executable, "-c", call, str(folder / "a")],
+        check=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    )
+    calls = [line.split(maxsplit=1)[1] for line in log.read_text().splitlines()]
+    calls = [line for line in calls if line.startswith(("fsync", "renameat2"))]
+    ends = [("/deep/file>", "fsync"), ("/deep>", "fsync"), (".nvmeio-tmp>", "fsync")]
+    assert len(calls) == 5
+    for line, (end, name) in zip(calls, ends, strict=False):
+        assert line.startswith(name)
+        assert end in line
+    assert calls[3].startswith("renameat2")
+    assert f"{folder}>" in calls[4]
+
+
+@pytest.mark.parametrize("when", range(1, 6))
+@pytest.mark.parametrize("replace", [True, False])
+def test_a_sync_that_fails_is_an_error_and_the_old_one_stays(tmp_path, when, replace):
+    top = tmp_path / "top"
+    top.mkdir()
+    if replace:
+        (top / "a").mkdir()
+        fill(top / "a", "old")
+    fault = f"fsync:error=EIO:when={when}"
+    said = run_with_faults("fill_folder", fault, path=str(top / "a"), replace=replace)
+    kind, words = said.report
+    assert kind == "OSError"
+    assert "Input/output error" in words
+    if when == 5:
+        # The name is there, and the message says what is not known of it.
+        assert "it is in its place" in words
+        assert content_of(top / "a") == "new"
+    else:
+        assert not replace or content_of(top / "a") == "old"
+    names = [name for name in os.listdir(top) if not name.endswith(".nvmeio-tmp")]
+    assert names == (["a"] if replace or when == 5 else [])
+    # Where both may be what a power failure leaves, both stay.
+    assert len(os.listdir(top)) - len(names) == (replace and when == 5)
+
+
+@pytest.mark.parametrize("code", ["EINVAL", "ENOSYS"])
+def test_file_systems_that_cannot_exchange_names(tmp_path, code):
+    """NFS: a new name is taken all the same, and an old folder is not replaced."""
+    fault = f"renameat2:error={code}"
+    for replace, expected in ((False, ["ok", ""]), (True, ["OSError", "cannot exchange"])):
+        said = run_with_faults(
+            "fill_folder", fault, path=str(tmp_path / "a"), replace=replace
+        )
+        kind, words = said.report
+        assert kind == expected[0]
+        assert expected[1] in words
+    assert content_of(tmp_path / "a") == "new"
+    assert os.listdir(tmp_path) == ["a"]
+
+
+def test_a_child_leaves_it_to_its_parent(tmp_path):
+    skip_sanitized("cannot follow forks of a process with threads")
+    with atomic_directory(tmp_path / "a") as folder:
+        fill(folder)
+        child = os.fork()
+        if child == 0:
+            os._exit(leave(folder))
+        assert os.waitpid(child, 0)[1] == 0
+        assert content_of(folder) == "new"
+    assert content_of(tmp_path / "a") == "new"
+
+
+def leave(folder):
+    """In the child: what the end of the body does, in both ways."""
+    (unfinished,) = [each for each in gc_unfinished() if each.path == str(folder)]
+    try:
+        unfinished.commit(sync=True)
+    except RuntimeError as error:
+        unfinished.__exit__()
+        return 0 if "a forked child" in str(error) and folder.is_dir() else 1
+    return 2
+
+
+def gc_unfinished():
+    import gc
+
+    return [each for each in gc.get_objects() if isinstance(each, folders.Unfinished)]
+
+
+class TestCleanup:
+    """Leftovers of the dead go, and no others."""
+
+    def killed(self, path):
+        """Let a process be killed in the middle."""
+        call = "import os, sys, nvmeio\n"
+        call += "with nvmeio.checkpoint.atomic_directory(sys.argv[1]) as folder:\n"
+        call += "    (folder / 'file').write_text('x'); os.kill(os.getpid(), 9)\n"
+        done = subprocess.run([sys.executable, "-c", call, str(path)], check=False)
+        assert done.returncode == -9
+
+    def test_of_a_process_that_was_killed(self, tmp_path):
+        (tmp_path / "other").mkdir()
+        (tmp_path / ".nvmeio-tmp").mkdir()
+        self.killed(tmp_path / "a")
+        (name,) = {*os.listdir(tmp_path)} - {"other", ".nvmeio-tmp"}
+        assert name.startswith(f".a.{os.uname().nodename}-")
+        assert cleanup(tmp_path) == [str(tmp_path / name)]
+        assert sorted(os.listdir(tmp_path)) == [".nvmeio-tmp", "other"]
+        assert cleanup(tmp_path) == []
+
+    def test_of_one_that_lives_it_stays(self, tmp_path):
+        with atomic_directory(tmp_path / "a") as folder:
+            assert cleanup(tmp_path) == []
+            assert folder.is_dir()
+
+    @pytest.mark.parametrize("change", ["host", "locked", "no folder"])
+    def test_what_may_be_in_use_stays(self, tmp_path, change):
+        self.killed(tmp_path / "a")
+        (name,) = os.listdir(tmp_path)
+        path, held = tmp_path / name, None
+        if change == "host":
+            path = path.rename(str(path).replace(os.uname().nodename, "elsewhere"))
+        elif change == "locked":
+            held = os.open(path, os.O_RDONLY)
+            fcntl.flock(held, fcntl.LOCK_SH)
+        else:
+            (path / "file").rename(tmp_path / "file")
+            path.rmdir()
+            (tmp_path / "file").rename(path)
+        assert cleanup(tmp_path) == []
+        assert path.exists()
+        if held is not None:
+            os.close(held)
+
+    def test_a_number_that_another_process_has_now(self, tmp_path):
+        """Its start tells it from the dead one."""
+        self.killed(tmp_path / "a")
+        (name,) = os.listdir(tmp_path)
+        words = name.rpartition(".")[0].split("-")
+        words[-3] = str(os.getpid())
+        path = (tmp_path / name).rename(tmp_path / ("-".join(words) + ".nvmeio-tmp"))
+        assert cleanup(tmp_path) == [str(path)]
+
+    def test_names_as_long_as_they_may_be(self, tmp_path):
+        for name in ("a" * 255, "ä" * 127):
+            with atomic_directory(tmp_path / name) as folder:
+                (folder / "file").write_text("x")
+            assert (tmp_path / name / "file").read_text() == "x"
+
+    def test_a_folder_that_is_not_there(self, tmp_path):
+        with pytest.raises(FileNotFoundError):
+            cleanup(tmp_path / "no")
+        assert Path(tmp_path).is_dir()

@@ -1,0 +1,271 @@
+"""Callbacks are called without being asked for, and keep nothing alive."""
+
+import asyncio
+import concurrent.futures
+import contextlib
+import gc
+import logging
+import os
+import subprocess
+import sys
+import threading
+import time
+import weakref
+
+import numpy as np
+import pytest
+
+import nvmeio
+from children import run_child
+from helpers import BLOCK, pattern
+from nvmeio._events import caller as _caller
+
+CALLER = "nvmeio-callbacks"
+
+
+class Owner:
+    """Holds a handle and a request whose callback is its own method."""
+
+    def __init__(self, open_handle, path):
+        self.handle = open_handle()
+        self.memory = np.zeros(BLOCK, np.uint8)
+        self.called = threading.Event()
+        self.request = self.handle.submit_read(self.memory, path)
+        self.request.add_done_callback(self.note)
+
+    def note(self, request):
+        assert request is self.request
+        self.thread = threading.current_thread().name
+        self.called.set()
+
+
+def test_a_callback_is_called_though_nobody_asks(engine, path):
+    path.write_bytes(pattern(BLOCK))
+    owner = Owner(lambda: nvmeio.Handle(engine=engine), path)
+    # Of an event of Python's, which looks at no handle.
+    assert owner.called.wait(60)
+    assert owner.thread in (CALLER, threading.current_thread().name)
+    assert owner.memory.tobytes() == pattern(BLOCK)
+    owner.handle.close()
+
+
+def test_a_callback_is_called_in_its_own_thread_while_others_are_busy(open_handle, path):
+    path.write_bytes(pattern(BLOCK))
+    handle = open_handle()
+    seen = []
+    called = threading.Event()
+
+    def note(request):
+        seen.append(threading.current_thread().name)
+        called.set()
+
+    # The first is done by whoever adds the callback, if it is fast; the write is not.
+    requests = [handle.submit_write(np.zeros(64 << 20, np.uint8), path) for _ in range(2)]
+    for request in requests:
+        request.add_done_callback(note)
+    assert called.wait(60)
+    assert CALLER in seen
+    handle.drain()
+
+
+def test_a_cycle_of_handle_request_and_callback_is_collected(engine, path):
+    path.write_bytes(pattern(BLOCK))
+    before = [len(os.listdir(f"/proc/self/{kind}")) for kind in ("task", "fd")]
+    known = []
+    for _ in range(20):
+        owner = Owner(lambda: nvmeio.Handle(engine=engine), path)
+        owner.called.wait(60)
+        known += [weakref.ref(owner), weakref.ref(owner.handle)]
+    del owner
+    gc.collect()
+    assert [reference() for reference in known] == [None] * 40
+    # The thread of callbacks stays for a second, with a descriptor.
+    assert len(os.listdir("/proc/self/task")) <= before[0] + 1
+    assert len(os.listdir("/proc/self/fd")) <= before[1] + 1
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_cycle_through_a_result_or_an_error_is_collected(open_handle, path, fails):
+    path.write_bytes(pattern(BLOCK))
+    handle = open_handle()
+
+    class Result(list):
+        pass
+
+    result = Result()
+    out = np.zeros(100, np.uint8)
+    if fails:
+        request = handle.submit_read(out, path, BLOCK)
+        request.exception().holder = result
+    else:
+        request = handle.submit_gather(path, [0], 100, out, result=result)
+        assert request.wait() is result
+    result.append(request)
+    known = weakref.ref(result)
+    del result, request
+    gc.collect()
+    assert known() is None
+
+
+def test_a_callback_that_raises_is_logged(open_handle, path, caplog):
+    path.write_bytes(pattern(BLOCK))
+    handle, called = open_handle(), threading.Event()
+
+    class Stop(BaseException):
+        pass
+
+    def fail(request):
+        raise Stop("of the callback")
+
+    with caplog.at_level(logging.ERROR, "nvmeio"):
+        request = handle.submit_write(np.zeros(64 << 20, np.uint8), path)
+        request.add_done_callback(fail)
+        request.add_done_callback(lambda _: called.set())
+        assert called.wait(60)
+        # The thread lives on.
+        again = threading.Event()
+        other = handle.submit_write(np.zeros(64 << 20, np.uint8), path)
+        other.add_done_callback(lambda _: again.set())
+        assert again.wait(60)
+    assert "of the callback" in caplog.text
+
+
+def test_the_thread_ends_when_there_is_nothing_to_call(tmp_path):
+    report = run_child("callbacks_alone", folder=str(tmp_path)).report
+    assert report == {"during": True, "after": False, "again": True}
+
+
+def test_draining_waits_for_callbacks_and_what_they_submit(open_handle, path):
+    path.write_bytes(pattern(BLOCK))
+    handle, memory, called = open_handle(), np.zeros(BLOCK, np.uint8), []
+
+    def go_on(request):
+        time.sleep(0.02)
+        called.append(request.wait())
+        if len(called) < 10:
+            handle.submit_read(memory, path).add_done_callback(go_on)
+        # One that drains waits for no callbacks, its own among them.
+        handle.drain()
+
+    handle.submit_read(memory, path).add_done_callback(go_on)
+    handle.drain()
+    assert called == [BLOCK] * 10
+
+
+def test_the_end_of_a_block_waits_for_callbacks(engine, path):
+    path.write_bytes(pattern(BLOCK))
+    ended = []
+
+    def call(request):
+        time.sleep(0.1)
+        ended.append(request.wait())
+
+    with nvmeio.Handle(engine=engine) as handle:
+        handle.submit_read(bytearray(BLOCK), path).add_done_callback(call)
+    assert ended == [BLOCK]
+
+
+def test_draining_for_a_callback_is_bounded_too(open_handle, path):
+    handle, begun, go_on = open_handle(), threading.Event(), threading.Event()
+
+    def call(request):
+        begun.set()
+        go_on.wait(60)
+
+    request = handle.submit_write(np.zeros(64 << 20, np.uint8), path)
+    request.add_done_callback(call)
+    # Nobody looks meanwhile, so it is called in its own thread.
+    assert begun.wait(60)
+    try:
+        with pytest.raises(TimeoutError):
+            handle.drain(0.1)
+    finally:
+        go_on.set()
+    handle.drain()
+
+
+def test_the_interpreter_ends_behind_its_callbacks(tmp_path):
+    script = (
+        "import os, sys, time, nvmeio\n"
+        "def call(request):\n"
+        "    os.write(1, b'begun ')\n"
+        "    time.sleep(0.3)\n"
+        "    os.write(1, b'ended')\n"
+        "handle = nvmeio.Handle()\n"
+        "handle.submit_write(bytes(1 << 20), sys.argv[1]).add_done_callback(call)\n"
+        "time.sleep(0.1)\n"
+    )
+    command = [sys.executable, "-c", script, tmp_path / "file"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == "begun ended"
+
+
+def test_what_is_no_function_is_no_callback(open_handle, path):
+    request = open_handle().submit_write(b"bytes", path)
+    with pytest.raises(TypeError, match="fn is None; it must be callable"):
+        request.add_done_callback(None)
+    request.wait()
+
+
+def test_no_thread_to_be_had_is_no_end_of_callbacks(open_handle, path, monkeypatch):
+    """As where the system has no more threads: the next one calls both."""
+    handle = open_handle()
+    with _caller_alone() as caller, monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", _refuse)
+        called = [threading.Event(), threading.Event()]
+        source = np.zeros(64 << 20, np.uint8)
+        handle.submit_write(source, path).add_done_callback(lambda _: called[0].set())
+        patched.undo()
+        handle.submit_write(source, path).add_done_callback(lambda _: called[1].set())
+        assert all(event.wait(60) for event in called)
+        assert caller is _caller.CALLER
+
+
+def test_a_descriptor_is_watched_no_more_when_it_is_closed(open_handle, path, monkeypatch):
+    """The thread ends while a request comes: its descriptor may be another file's then."""
+    path.write_bytes(pattern(BLOCK))
+    handle, memory = open_handle(), np.zeros(BLOCK, np.uint8)
+    monkeypatch.setattr(_caller, "IDLE_MS", 1)
+    for _ in range(50):
+        request, called = handle.submit_read(memory, path), threading.Event()
+        request.add_done_callback(lambda _, called=called: called.set())
+        assert called.wait(60)
+        while _caller.CALLER._thread is not None:
+            time.sleep(0.0005)
+        with open(path.with_name("other"), "wb") as file:
+            handle.submit_read(memory, path)
+            handle.drain()
+            assert os.fstat(file.fileno()).st_size == 0
+
+
+@contextlib.contextmanager
+def _caller_alone():
+    """Wait until the thread is not there."""
+    while _caller.CALLER._thread is not None:
+        time.sleep(0.01)
+    yield _caller.CALLER
+
+
+def _refuse(thread):
+    raise RuntimeError("can't start new thread")
+
+
+def test_a_forked_child_calls_its_own_callbacks(tmp_path):
+    report = run_child("callbacks_in_a_child", folder=str(tmp_path)).report
+    assert report == {"parent": 1, "child": 1}
+
+
+def test_half_a_future_says_so(open_handle, path):
+    path.write_bytes(pattern(BLOCK))
+    request = open_handle().submit_read(np.zeros(BLOCK, np.uint8), path)
+    with pytest.raises(TypeError, match=r"nvmeio\.wait\(\)"):
+        concurrent.futures.wait([request])
+    with pytest.raises(TypeError, match=r"nvmeio\.as_completed\(\)"):
+        next(concurrent.futures.as_completed([request]))
+
+    async def wait():
+        await asyncio.wait([request])
+
+    with pytest.raises(TypeError, match=r"asyncio\.ensure_future\(request\)"):
+        asyncio.run(wait())
+    assert request.wait() == BLOCK

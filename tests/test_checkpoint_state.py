@@ -1,0 +1,535 @@
+"""What a state may be: it comes back as it was, or is refused by its path."""
+
+import collections
+import datetime as dt
+import json
+import math
+
+import numpy as np
+import pytest
+
+from nvmeio.checkpoint import Checkpointer, CheckpointError
+
+pytest.importorskip("torch")
+
+import safetensors.torch
+import torch
+
+from model_samples import TORCH_DTYPES, filled
+from nvmeio.checkpoint._tree import DEPTH_MAX
+
+
+@pytest.fixture
+def checkpointer(tmp_path):
+    with Checkpointer(tmp_path / "root") as found:
+        yield found
+
+
+def through(checkpointer, state, way="save"):
+    """Save a state and restore it."""
+    if way == "save":
+        checkpointer.save(1, state)
+    else:
+        checkpointer.save_async(1, state, stage=way == "staged").result()
+    checkpointer.verify(1)
+    return checkpointer.restore(1)
+
+
+def same(one, other):
+    """Tell whether two states are equal, to the type and the bit."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, torch.Tensor):
+        if (one.dtype, one.shape, one.requires_grad) != (
+            other.dtype,
+            other.shape,
+            other.requires_grad,
+        ):
+            return False
+        bits = [each.detach().contiguous().reshape(-1) for each in (one, other)]
+        bits = [each.resolve_conj().resolve_neg().view(torch.uint8) for each in bits]
+        return torch.equal(*bits) if one.numel() else True
+    if isinstance(one, np.ndarray):
+        return (one.dtype, one.shape) == (other.dtype, other.shape) and (
+            one.tobytes() == other.tobytes()
+        )
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(same, one, other))
+    if isinstance(one, (float, np.floating)):
+        return np.asarray(one).tobytes() == np.asarray(other).tobytes()
+    if isinstance(one, complex):
+        return same(one.real, other.real) and same(one.imag, other.imag)
+    return one == other
+
+
+PLAIN = [
+    *(
+        None,
+        True,
+        False,
+        0,
+        -1,
+        2**63,
+        -(2**9000),
+        "",
+        "text ä \0 \ud800 \n",
+        b"",
+        b"\0\xff",
+    ),
+    *(0.0, -0.0, 0.1, 1e308, 5e-324, math.nan, math.inf, -math.inf),
+    *(1j, complex(math.nan, -0.0), torch.Size([]), torch.Size([2, 3])),
+    *([], (), {}, [[]], ((),), {"": {}}, collections.OrderedDict()),
+    *({1: "a", 0: "b"}, {"1": 1, 1: 2}, {"a/b": 1, "a~b": 2, "__metadata__": 3}),
+    collections.OrderedDict([("b", 1), (3, (1, [2, {"c": None}]))]),
+    *(np.float64(0.1), np.float32("nan"), np.int8(-3), np.bool_(True), np.str_("")),
+    *(np.complex64(1 + 2j), np.datetime64("2020-01-01"), np.str_("ä"), np.bytes_(b"x")),
+]
+
+
+@pytest.mark.parametrize("state", PLAIN, ids=lambda state: ascii(state)[:40])
+def test_what_is_no_tensor(checkpointer, state):
+    found = through(checkpointer, state)
+    assert same(found, state)
+    nested = {"a": [state, (state,)]}
+    assert same(through(checkpointer, nested), nested)
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (3, 0), (7,), (2, 3, 5)], ids=str)
+@pytest.mark.parametrize("dtype", [*TORCH_DTYPES, "complex128", "complex32"])
+def test_tensors_of_every_dtype(checkpointer, dtype, shape):
+    real = {"complex128": "float64", "complex32": "float16"}.get(dtype)
+    tensor = filled(dtype, shape) if real is None else filled(real, (*shape, 2))
+    if real is not None:
+        tensor = torch.view_as_complex(tensor)
+    found = through(checkpointer, {"x": tensor})["x"]
+    assert same(found, tensor)
+
+
+ARRAYS = [
+    np.arange(6.0).reshape(2, 3),
+    np.asfortranarray(np.arange(6).reshape(2, 3)),
+    np.arange(10)[::-2],
+    np.broadcast_to(np.arange(3), (4, 3)),
+    np.array(5, np.uint16),
+    np.empty((0, 3), np.float16),
+    np.arange(3, dtype=">i4"),
+    np.array([1 + 2j, complex("nan")]),
+    np.array(["a", "bcd"]),
+    np.array([b"a", b"bcd"]),
+    np.array(["2020-01-01", "NaT"], "M8[us]"),
+    np.array([True, False]),
+    np.zeros(3, [("a", "<i4"), ("b", ">f8", (2, 2)), ("c", [("d", "S3"), ("e", "u1")])]),
+    np.array([b"12345678"], "V8"),
+    np.arange(2, dtype=np.longdouble),
+    np.empty(2, "U0"),
+]
+
+
+@pytest.mark.parametrize("array", ARRAYS, ids=lambda array: f"{array.dtype}-{array.shape}")
+@pytest.mark.parametrize("way", ["save", "staged"])
+def test_arrays(checkpointer, array, way):
+    found = through(checkpointer, {"x": array}, way)["x"]
+    assert same(found, array)
+    assert found.flags.writeable
+
+
+@pytest.mark.parametrize("way", ["save", "staged", "unstaged"])
+class TestShared:
+    """Who shares memory shares it afterwards, and nobody brings along what is not his."""
+
+    def test_tied_ones_stay_tied(self, checkpointer, way):
+        weight = torch.randn(50, 20)
+        state = {"a": weight, "b": weight, "c": weight.detach(), "d": torch.randn(3)}
+        found = through(checkpointer, state, way)
+        assert same(found, state)
+        found["a"][3, 4] = 7
+        assert found["b"][3, 4] == found["c"][3, 4] == 7
+        stored = self.stored(checkpointer)
+        assert sorted(stored) == ["a", "d"]
+
+    def stored(self, checkpointer):
+        path = checkpointer.root / "step-1" / "tensors.safetensors"
+        return safetensors.torch.load_file(path)
+
+    def test_views_of_one_that_is_there(self, checkpointer, way):
+        base = torch.randn(40, 30)
+        state = {"rows": base[5:9], "base": base, "turned": base.t(), "one": base[3, 7]}
+        found = through(checkpointer, state, way)
+        assert same(found, state)
+        assert found["turned"].stride() == (1, 30)
+        found["base"].zero_()
+        assert not any(found[name].any() for name in state)
+        assert list(self.stored(checkpointer)) == ["base"]
+
+    def test_overlapping_views_of_one_that_is_not(self, checkpointer, way):
+        base = torch.randn(1_000_000)
+        state = {"a": base[100:200], "b": base[150:250], "c": base[500:510]}
+        found = through(checkpointer, state, way)
+        assert same(found, state)
+        found["a"][60] = 7
+        assert found["b"][10] == 7
+        sizes = {name: each.nbytes for name, each in self.stored(checkpointer).items()}
+        assert sizes == {"a~memory": 600, "c": 40}
+
+    @pytest.mark.parametrize("kind", ["torch", "numpy"])
+    def test_columns_take_their_own_bytes_along(self, checkpointer, way, kind):
+        base = torch.randn(100, 1000)
+        base = base if kind == "torch" else base.numpy()
+        state = {"a": base[:, :10], "b": base[:, 10:20], "c": base[::7, 500]}
+        found = through(checkpointer, state, way)
+        dense = {n: np.ascontiguousarray(np.asarray(each)) for n, each in state.items()}
+        assert all(np.array_equal(np.asarray(found[n]), dense[n]) for n in dense)
+        total = sum(each.nbytes for each in self.stored(checkpointer).values())
+        assert total == sum(each.nbytes for each in dense.values())
+
+    def test_views_of_other_dtypes(self, checkpointer, way):
+        base = torch.arange(101, dtype=torch.uint8)
+        state = {"bytes": base, "halves": base[2:10].view(torch.float16)}
+        state["one"] = base[:1]
+        found = through(checkpointer, state, way)
+        assert same(found, state)
+        found["bytes"].zero_()
+        assert not found["halves"].any()
+
+    def test_arrays_and_tensors_of_one_memory(self, checkpointer, way):
+        array = np.arange(100.0)
+        state = {"array": array[10:], "tensor": torch.from_numpy(array)[:50]}
+        state["back"] = array[::-1][:30]
+        found = through(checkpointer, state, way)
+        assert same(found, state)
+        found["tensor"][10:] = 7
+        assert (found["array"][:40] == 7).all()
+
+    def test_a_flat_parameter_and_its_views(self, checkpointer, way):
+        flat = torch.nn.Parameter(torch.randn(3000))
+        state = {"flat": flat, "views": [flat.detach()[at : at + 3] for at in range(1000)]}
+        found = through(checkpointer, state, way)
+        assert same(found, state)
+        assert list(self.stored(checkpointer)) == ["flat"]
+
+    def test_lazy_views(self, checkpointer, way):
+        base = torch.randn(5, dtype=torch.complex64)
+        state = {"base": base, "conj": base.conj(), "negative": base.conj().imag}
+        found = through(checkpointer, state, way)
+        assert all(torch.equal(found[name], state[name]) for name in state)
+        alone = torch.randn(5, dtype=torch.complex64).conj()
+        assert torch.equal(through(checkpointer, {"a": alone}, way)["a"], alone)
+
+
+def test_parameters_and_what_wants_a_gradient(checkpointer):
+    state = {
+        "parameter": torch.nn.Parameter(torch.randn(3)),
+        "frozen": torch.nn.Parameter(torch.randn(3), requires_grad=False),
+        "leaf": torch.randn(3, requires_grad=True),
+        "made": torch.randn(3, requires_grad=True) * 2,
+    }
+    found = through(checkpointer, state)
+    assert same(found, state)
+    assert found["made"].is_leaf
+
+
+def test_names_in_the_file_are_paths(checkpointer):
+    state = {"model": {"a.weight": 1, "b/c": 2, "d~e": 3}, 0: 4, "0": 5}
+    state = {k: {n: torch.tensor(v) for n, v in s.items()} if isinstance(s, dict) else
+             torch.tensor(s) for k, s in state.items()}  # fmt: skip
+    state["__metadata__"] = [torch.tensor(6), torch.tensor(7)]
+    assert same(through(checkpointer, state), state)
+    path = checkpointer.root / "step-1" / "tensors.safetensors"
+    found = {name: each.item() for name, each in safetensors.torch.load_file(path).items()}
+    expected = {"model/a.weight": 1, "model/b~1c": 2, "model/d~0e": 3, "0": 4, "0~2": 5}
+    assert found == expected | {"__metadata__/0": 6, "__metadata__/1": 7}
+
+
+def test_an_optimizer_resumes_to_the_bit(checkpointer):
+    def steps(model, optimizer, count):
+        for seed in range(count):
+            torch.manual_seed(seed)
+            optimizer.zero_grad()
+            model(torch.randn(4, 8)).square().sum().backward()
+            optimizer.step()
+
+    def new():
+        torch.manual_seed(1)
+        model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 2))
+        return model, torch.optim.AdamW(model.parameters(), lr=0.01)
+
+    model, optimizer = new()
+    steps(model, optimizer, 3)
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    state["rng"] = torch.get_rng_state()
+    checkpointer.save(3, state)
+    again, other = new()
+    found = checkpointer.restore()
+    again.load_state_dict(found["model"])
+    other.load_state_dict(found["optimizer"])
+    assert torch.equal(found["rng"], state["rng"])
+    steps(model, optimizer, 2)
+    steps(again, other, 2)
+    assert same(again.state_dict(), model.state_dict())
+
+
+class Other(dict):
+    """No dict."""
+
+
+def cycle():
+    found = [1]
+    found.append({"a": found})
+    return found
+
+
+def deep():
+    found = []
+    for _ in range(DEPTH_MAX + 1):
+        found = [found]
+    return found
+
+
+def lazy():
+    return torch.nn.LazyLinear(3).weight
+
+
+REFUSED = {
+    "object": (object(), r"state\['a'\]\[1\] is of type builtins.object; a state nests"),
+    "set": ({1}, "type builtins.set"),
+    "subclass": (Other(), "Other"),
+    "named tuple": (collections.namedtuple("P", "x")(1), "P"),
+    "date": (dt.date(2020, 1, 1), "datetime.date"),
+    "dtype": (torch.float32, "torch.dtype"),
+    "key": ({(1, 2): 3}, r"state\['a'\]\[1\] has a key of type tuple, \(1, 2\)"),
+    "true key": ({True: 3}, "has a key of type bool"),
+    "surrogate key": ({"\ud800": torch.ones(1)}, "no Unicode"),
+    "cycle": (cycle(), r"state\['a'\]\[1\]\[1\]\['a'\] contains itself"),
+    "deep": (deep(), "nested deeper than 100"),
+    "number": (1 << 20_000, "has 20001 bits"),
+    "sparse": (
+        torch.eye(3).to_sparse(),
+        r"cannot be saved: its layout is torch.sparse_coo",
+    ),
+    "meta": (torch.ones(3, device="meta"), "no data"),
+    "quantized": (torch.quantize_per_tensor(torch.ones(3), 1, 0, torch.qint8), "quantized"),
+    "lazy": (lazy(), "UninitializedParameter"),
+    "nested": (torch.nested.nested_tensor([torch.ones(2)]), "nested"),
+    "objects": (np.array([None]), "Python objects"),
+    "fields of objects": (np.zeros(1, [("a", "O")]), "Python objects"),
+    "masked": (np.ma.ones(3), "MaskedArray"),
+    "matrix": (np.matrix([1]), "matrix"),
+    "object scalar": (np.array([object()], object)[0], "builtins.object"),
+}
+
+
+@pytest.mark.parametrize("value", REFUSED.values(), ids=REFUSED)
+def test_what_has_no_place_is_refused_before_anything_is_written(checkpointer, value):
+    value, words = value
+    state = {"ok": torch.ones(3), "a": [1, value]}
+    for save in (checkpointer.save, checkpointer.save_async):
+        with pytest.raises((TypeError, ValueError), match=words) as refused:
+            save(1, state)
+        assert "state['a'][1]" in str(refused.value)
+    assert not checkpointer.root.exists()
+
+
+def test_dtensors_are_sent_elsewhere(checkpointer):
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import distribute_tensor
+
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        tensor = distribute_tensor(torch.ones(4), mesh)
+        with pytest.raises(
+            TypeError, match=r"state\['x'\] .*torch\.distributed\.checkpoint"
+        ):
+            checkpointer.save(1, {"x": tensor})
+    finally:
+        dist.destroy_process_group()
+
+
+def test_metadata(checkpointer):
+    said = {"epoch": 3, "loss": math.nan, "tags": ("a", None)}
+    checkpointer.save(1, {}, said)
+    checkpointer.save(2, {})
+    assert same(checkpointer.metadata(1), said)
+    assert checkpointer.metadata() is None
+    with pytest.raises(TypeError, match=r"metadata\['x'\] is a tensor"):
+        checkpointer.save(3, {}, {"x": torch.ones(1)})
+
+
+class TestInto:
+    """Tensors that are there are filled."""
+
+    STATE = {  # noqa: RUF012
+        "model": {"a": torch.arange(12.0).reshape(3, 4), "b": torch.ones(2)},
+        "list": [np.arange(5), 3],
+        "lr": 0.1,
+    }
+
+    def test_every_tensor_is_filled_in_place(self, checkpointer):
+        state = self.STATE | {"tied": self.STATE["model"]["a"]}
+        checkpointer.save(1, state)
+        base = torch.zeros(3, 8)
+        into = {
+            "model": {"a": base[:, ::2], "b": torch.nn.Parameter(torch.zeros(2))},
+            "list": (np.zeros(10, int)[::2], 0),
+            "tied": torch.zeros(3, 4),
+            "lr": 0.5,
+            "more": 1,
+        }
+        found = checkpointer.restore(into=into)
+        assert found["model"]["a"] is into["model"]["a"]
+        assert found["model"]["b"] is into["model"]["b"]
+        assert found["tied"] is into["tied"]
+        assert found["list"][0] is into["list"][0]
+        assert torch.equal(base[:, ::2], state["model"]["a"])
+        assert torch.equal(into["tied"], state["model"]["a"])
+        assert torch.equal(into["model"]["b"], state["model"]["b"])
+        assert np.array_equal(into["list"][0], state["list"][0])
+        assert (found["lr"], found["list"][1], "more" in found) == (0.1, 3, False)
+
+    @pytest.mark.parametrize(
+        ("change", "error", "words"),
+        [
+            (
+                {"model": {"a": torch.zeros(3, 4)}},
+                ValueError,
+                r"lacks state\['model'\]\['b'\]",
+            ),
+            (
+                {"list": [np.zeros(5, int)]},
+                ValueError,
+                r"state\['list'\] has 1 items; .* 2",
+            ),
+            ({"list": [np.zeros(5, "i4"), 0]}, ValueError, r"\['list'\]\[0\] is of int32"),
+            ({"list": [torch.zeros(5, dtype=torch.int64), 0]}, TypeError, "has an array"),
+            ({"list": {}}, TypeError, "is of type dict; the checkpoint has a list"),
+            (
+                {"model": {"a": torch.zeros(4, 3), "b": torch.zeros(2)}},
+                ValueError,
+                r"shape \[4, 3\]; the checkpoint has torch.float32 and \[3, 4\]",
+            ),
+            ({"list": [np.broadcast_to(np.arange(1), 5), 0]}, ValueError, "is read-only"),
+        ],
+        ids=str,
+    )
+    def test_what_does_not_fit_is_refused_before_anything_changes(
+        self, checkpointer, change, error, words
+    ):
+        checkpointer.save(1, self.STATE)
+        into = {
+            "model": {"a": torch.zeros(3, 4), "b": torch.zeros(2)},
+            "list": [np.zeros(5, int), 0],
+        }
+        kept = into["model"]["a"]
+        with pytest.raises(error, match=words):
+            checkpointer.restore(into=into | change)
+        assert not kept.any()
+
+    def test_parts(self, checkpointer):
+        checkpointer.save(1, self.STATE)
+        found = checkpointer.restore(names=["model/b", "lr"])
+        assert same(found, {"model": {"b": torch.ones(2)}, "lr": 0.1})
+        into = {"model": {"b": torch.zeros(2)}}
+        assert checkpointer.restore(names=["model/b"], into=into)["model"]["b"].all()
+        for names, error, words in (
+            (["model/c", "lr"], KeyError, "nothing named model/c"),
+            (["list/0"], KeyError, "is a list"),
+            ("lr", TypeError, "several names"),
+            ([1], TypeError, "several names"),
+        ):
+            with pytest.raises(error, match=words):
+                checkpointer.restore(names=names)
+
+
+def change_tree(checkpointer, change):
+    """Change the tree of step 1, and make the manifest fit."""
+    folder = checkpointer.root / "step-1"
+    said = json.loads((folder / "tree.json").read_text())
+    change(said)
+    (folder / "tree.json").write_text(json.dumps(said))
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["files"]["tree.json"]["nbytes"] = (folder / "tree.json").stat().st_size
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+VIEW = {
+    "tensor": "x",
+    "dtype": "float32",
+    "shape": [2],
+    "view": {"offset": 0, "strides": [4]},
+}
+HOSTILE = {
+    "no tensor": {"tensor": "y"},
+    "a number": {"tensor": 3},
+    "two kinds": {"tensor": "x", "array": "x"},
+    "unknown word": {"tensor": "x", "code": "import os"},
+    "unknown kind": {"pickle": "abc"},
+    "no kind": {},
+    "private": {"__class__": []},
+    "method": {"value": []},
+    "no float": {"float": "1e400"},
+    "no bytes": {"bytes": "ä"},
+    "no complex": {"complex": [1]},
+    "no scalar": {"scalar": ["O", ""]},
+    "scalar of no size": {"scalar": ["<f8", "AAA="]},
+    "no dict": {"dict": []},
+    "no items": {"items": [[1]]},
+    "items twice": {"items": [[1, 1], [1, 2]]},
+    "key of no kind": {"items": [[None, 1]]},
+    "no tuple": {"tuple": {}},
+    "no size": {"Size": [-1]},
+    "no OrderedDict": {"OrderedDict": {"list": []}},
+    "unknown dtype": VIEW | {"dtype": "os.system"},
+    "no pairs": {"tensor": "x", "dtype": "complex128"},
+    "no shape": VIEW | {"shape": [1.5]},
+    "beyond the end": VIEW | {"view": {"offset": 12, "strides": [8]}},
+    "before the beginning": VIEW | {"view": {"offset": -4, "strides": [4]}},
+    "huge": VIEW | {"shape": [2**62], "view": {"offset": 0, "strides": [2**62]}},
+    "between elements": VIEW | {"view": {"offset": 2, "strides": [4]}},
+    "strides missing": VIEW | {"view": {"offset": 0, "strides": []}},
+    "array beyond": {
+        "array": "x",
+        "dtype": "<f4",
+        "shape": [2],
+        "view": {"offset": 4, "strides": [-8]},
+    },
+    "array of objects": {"array": "x", "dtype": "O", "shape": [2]},
+    "array of fields": {"array": "x", "dtype": [["a", "O"]], "shape": [2]},
+    "array of nonsense": {"array": "x", "dtype": [[[[]]]], "shape": [2]},
+    "array of other size": {"array": "x", "dtype": "<U1", "shape": [5]},
+}
+
+
+@pytest.mark.parametrize("node", HOSTILE.values(), ids=HOSTILE)
+def test_hostile_trees_are_refused(checkpointer, node):
+    checkpointer.save(1, {"x": torch.ones(4)})
+
+    def change(said):
+        said["state"]["dict"]["x"] = node
+
+    change_tree(checkpointer, change)
+    with pytest.raises(CheckpointError, match=r"tree\.json is damaged: state\['x'\]"):
+        checkpointer.restore(1)
+
+
+def test_a_tree_that_is_too_deep(checkpointer):
+    checkpointer.save(1, {"x": 1})
+    for depth in (DEPTH_MAX + 2, 100_000):
+        text = "[" * depth + "]" * depth
+        folder = checkpointer.root / "step-1"
+
+        def change(said):
+            said["state"] = "HERE"
+
+        change_tree(checkpointer, change)
+        tree = (folder / "tree.json").read_text().replace('"HERE"', text)
+        (folder / "tree.json").write_text(tree)
+        manifest = json.loads((folder / "manifest.json").read_text())
+        manifest["files"]["tree.json"]["nbytes"] = len(tree)
+        (folder / "manifest.json").write_text(json.dumps(manifest))
+        with pytest.raises(CheckpointError, match=r"tree\.json"):
+            checkpointer.restore(1)
+        checkpointer.save(1, {"x": 1})

@@ -1,0 +1,88 @@
+"""``nvmeio checkpoints``, and ``nvmeio verify`` of a root."""
+
+import json
+import os
+
+import numpy as np
+import pytest
+
+from commands import nvmeio
+from nvmeio.checkpoint import Checkpointer
+
+
+@pytest.fixture
+def root(tmp_path):
+    with Checkpointer(tmp_path / "run", keep=None) as checkpointer:
+        for step in (2, 10, 100):
+            checkpointer.save(step, {"x": np.full(5000, step)})
+    return tmp_path / "run"
+
+
+def damage(root, step, at=4500):
+    """Change a byte of a step's tensors."""
+    with open(root / f"step-{step}" / "tensors.safetensors", "r+b") as file:
+        file.seek(at)
+        file.write(b"\xff")
+
+
+def test_steps_are_listed_with_their_sizes_and_age(root):
+    found = nvmeio("checkpoints", root)
+    assert found.status == 0, found.err
+    lines = found.out.splitlines()
+    assert lines[0].split() == ["step", "size", "age", "checksums"]
+    assert [line.split()[0] for line in lines[1:4]] == ["2", "10", "100"]
+    assert all(line.split()[-2:] == ["crc32c", "complete"] for line in lines[1:4])
+    assert lines[1].split()[2:6:2] == ["KiB", "s"]
+    assert lines[-1] == "3 steps, 3 complete"
+
+
+def test_one_that_is_damaged_is_told_with_its_file(root):
+    os.truncate(root / "step-10" / "tree.json", 10)
+    (root / ".step-11.host-1-2-00000000.nvmeio-tmp").mkdir()
+    found = nvmeio("checkpoints", root)
+    assert found.status == 1
+    assert f"{root}/step-10/tree.json has 10 bytes" in found.out
+    assert found.out.splitlines()[-1] == (
+        "3 steps, 2 complete; 1 unfinished, or left by a process that died"
+    )
+
+
+def test_json_has_it_exactly(root):
+    os.unlink(root / "step-10" / "tree.json")
+    found = json.loads(nvmeio("checkpoints", root, "--json").out)
+    steps = {each["step"]: each for each in found["steps"]}
+    assert list(steps) == [2, 10, 100]
+    folder = root / "step-2"
+    sizes = [path.stat().st_size for path in folder.iterdir() if path.stem != "manifest"]
+    assert steps[2]["bytes"] == sum(sizes)
+    assert (steps[2]["complete"], steps[2]["problem"]) == (True, None)
+    assert steps[10]["problem"] == f"{root}/step-10/tree.json is missing"
+    assert found["unfinished"] == []
+
+
+@pytest.mark.parametrize("kind", ["empty", "missing"])
+def test_a_folder_without_any(tmp_path, kind):
+    path = tmp_path if kind == "empty" else tmp_path / "no"
+    found = nvmeio("checkpoints", path)
+    assert found.status == 1
+    assert ("0 steps, 0 complete" in found.out) == (kind == "empty")
+    assert ("there is no such folder" in found.err) == (kind == "missing")
+
+
+def test_verify_reads_all_of_each_step(root):
+    found = nvmeio("verify", root)
+    assert found.status == 0, found.err
+    assert found.out.splitlines() == [f"{root}/step-{step}: OK" for step in (2, 10, 100)]
+    damage(root, 10)
+    found = nvmeio("verify", root)
+    assert found.status == 1
+    assert found.out.splitlines() == [f"{root}/step-{step}: OK" for step in (2, 100)]
+    assert f"{root}/step-10/tensors.safetensors is damaged: bytes 0 to" in found.err
+    # The list looks at sizes alone.
+    assert nvmeio("checkpoints", root).status == 0
+
+
+def test_verify_of_a_folder_without_any(tmp_path):
+    found = nvmeio("verify", tmp_path)
+    assert found.status == 1
+    assert "Is a directory, without checkpoints" in found.err

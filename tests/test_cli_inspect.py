@@ -1,0 +1,112 @@
+"""``nvmeio inspect`` lists what a file holds."""
+
+import json
+import os
+import pathlib
+
+import numpy as np
+import pytest
+
+import nvmeio.safetensors.numpy as st
+from commands import nvmeio
+
+TENSORS = {"weight": np.zeros((4, 1024), np.float32), "bias": np.zeros(3, np.int16)}
+
+
+def test_the_tensors_of_a_model_file_are_listed(tmp_path):
+    path = tmp_path / "model.safetensors"
+    st.save_file(TENSORS, path, {"format": "np"}, align=4096)
+    found = nvmeio("inspect", path)
+    assert found.status == 0
+    lines = found.out.splitlines()
+    assert lines[0].split() == ["name", "dtype", "shape", "size", "offset"]
+    assert lines[1].split() == ["weight", "F32", "4", "x", "1024", "16", "KiB", "4096"]
+    assert lines[2].split() == ["bias", "I16", "3", "6", "B", str(4096 + 16384)]
+    assert "format: np" in lines
+    assert lines[-1] == "safetensors: 2 tensors, 16 KiB; 2 at multiples of 4096"
+
+
+def test_json_has_it_exactly(tmp_path):
+    path = tmp_path / "model.safetensors"
+    st.save_file(TENSORS, path)
+    found = json.loads(nvmeio("inspect", path, "--json").out)
+    names = [tensor["name"] for tensor in found["tensors"]]
+    with st.safe_open(path, "np") as file:
+        assert names == file.offset_keys()
+    data = path.read_bytes()
+    for tensor in found["tensors"]:
+        begin = tensor["offset"]
+        array = TENSORS[tensor["name"]]
+        assert data[begin : begin + tensor["bytes"]] == array.tobytes()
+        assert tensor["shape"] == list(array.shape)
+    assert found["metadata"] is None
+
+
+@pytest.mark.parametrize("order", ["C", "F"])
+def test_a_npy_file_is_one_tensor(tmp_path, order):
+    path = tmp_path / "array.npy"
+    np.save(path, np.zeros((3, 5), np.int32, order))
+    found = json.loads(nvmeio("inspect", path, "--json").out)
+    (tensor,) = found["tensors"]
+    assert (tensor["dtype"], tensor["shape"], tensor["bytes"]) == ("int32", [3, 5], 60)
+    assert tensor["offset"] == path.stat().st_size - 60
+    assert found["metadata"]["order"] == {"C": "C", "F": "Fortran"}[order]
+
+
+def test_another_file_is_told_by_its_name(tmp_path):
+    path = tmp_path / "other"
+    path.write_bytes(b"hello, this is no model")
+    found = nvmeio("inspect", path)
+    assert (found.status, found.out) == (1, "")
+    assert str(path) in found.err
+    assert "no .npy file, and no model file" in found.err
+
+
+@pytest.mark.parametrize("alignment", [64, 4096])
+def test_a_file_of_torch_is_listed_without_running_anything(tmp_path, alignment):
+    torch = pytest.importorskip("torch")
+    import nvmeio.torch as ours
+
+    weight = torch.arange(12, dtype=torch.float32).reshape(3, 4)
+    state = {
+        "model": {"weight": weight, "rows": weight[1:], "half": weight.bfloat16()},
+        "list": [
+            torch.tensor([1, 2]),
+            torch.nn.Parameter(torch.ones(2, dtype=torch.float64)),
+        ],
+        "eight": torch.zeros(3, dtype=torch.float8_e4m3fn),
+        "unsigned": torch.tensor([7], dtype=torch.uint16),
+        "epoch": 3,
+        "opaque": pathlib.PurePosixPath("x"),
+    }
+    path = tmp_path / "state.pt"
+    ours.save(state, path, storage_alignment=alignment)
+    found = json.loads(nvmeio("inspect", path, "--json").out)
+    tensors = {each["name"]: each for each in found["tensors"]}
+    assert {name: each["dtype"] for name, each in tensors.items()} == {
+        "model/weight": "float32",
+        "model/rows": "float32",
+        "model/half": "bfloat16",
+        "list/0": "int64",
+        "list/1": "float64",
+        "eight": "float8_e4m3fn",
+        "unsigned": "uint16",
+    }
+    data = path.read_bytes()
+    rows = tensors["model/rows"]
+    assert rows["shape"] == [2, 4]
+    assert data[rows["offset"] :][: rows["bytes"]] == weight[1:].numpy().tobytes()
+    assert tensors["list/0"]["bytes"] == 16
+
+
+def test_a_pickle_that_would_run_something_does_not(tmp_path):
+    torch = pytest.importorskip("torch")
+
+    class Evil:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "made"),)
+
+    torch.save({"evil": Evil(), "x": torch.ones(1)}, tmp_path / "state.pt")
+    found = json.loads(nvmeio("inspect", tmp_path / "state.pt", "--json").out)
+    assert [each["name"] for each in found["tensors"]] == ["x"]
+    assert not (tmp_path / "made").exists()

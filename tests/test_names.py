@@ -1,0 +1,141 @@
+"""What the package offers by name: completion, keywords that are nearly right."""
+
+import importlib
+import inspect
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import nvmeio
+import nvmeio.torch
+
+
+def test_completion_offers_what_is_public_alone():
+    script = "import nvmeio, nvmeio.torch, nvmeio.profiles; print(*dir(nvmeio))"
+    offered = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    ).stdout.split()
+    modules = {"checkpoint", "deepspeed", "profiles", "safetensors", "torch"}
+    assert set(offered) == {*nvmeio.__all__, *modules, "__version__"}
+    for name in offered:
+        is_module = isinstance(getattr(nvmeio, name), types.ModuleType)
+        assert is_module == (name in modules)
+
+
+def test_a_module_without_an_underscore_has_public_names_alone():
+    top = Path(nvmeio.__file__).parent
+    shown = {}
+    for path in [*top.glob("*.py"), *top.glob("torch/*.py"), *top.glob("deepspeed/*.py")]:
+        if not path.stem.startswith("_"):
+            package = ".".join(["nvmeio", *path.relative_to(top).parent.parts])
+            module = importlib.import_module(f"{package}.{path.stem}")
+            offered = importlib.import_module(package).__all__
+            shown[path.stem] = {*module.__all__} - {*offered}
+    # Its own module, and what functions of futures.py return.
+    assert shown.pop("profiles") == {*nvmeio.profiles.__all__}
+    assert shown.pop("futures") == {"Completions", "Waited"}
+    assert shown
+    assert not any(shown.values()), shown
+
+
+def test_public_modules_are_there_when_asked_for():
+    script = "import nvmeio; print(nvmeio.profiles.load_profile.__name__)"
+    subprocess.run([sys.executable, "-c", script], check=True, stdout=subprocess.DEVNULL)
+
+
+CALLS = {
+    "Handle": (lambda **k: nvmeio.Handle(**k), "intra_op_parallelism", "workers"),
+    "Handle.read": (
+        lambda **k: nvmeio.default_handle().read(b"", "x", **k),
+        "file_offset",
+        "offset",
+    ),
+    "Handle.submit_write": (
+        lambda **k: nvmeio.default_handle().submit_write(b"", **k),
+        "filename",
+        "file",
+    ),
+    "Handle.gather": (
+        lambda **k: nvmeio.default_handle().gather("x", [], 1, b"", **k),
+        "out_offset",
+        "out_offsets",
+    ),
+    "Handle.drain": (
+        lambda **k: nvmeio.default_handle().drain(**k),
+        "timeout_s",
+        "timeout",
+    ),
+    "File": (lambda **k: nvmeio.File("x", **k), "dirct", "direct"),
+    "read_into": (lambda **k: nvmeio.read_into(b"", "x", **k), "file_offset", "offset"),
+    "write_file": (lambda **k: nvmeio.write_file(b"", "x", **k), "atomc", "atomic"),
+    "load": (lambda **k: nvmeio.load(**k), "filename", "path"),
+    "save": (lambda **k: nvmeio.save("x", [1], **k), "synch", "sync"),
+    "empty": (lambda **k: nvmeio.empty(3, **k), "pinned", "pin_memory"),
+    "torch.empty": (lambda **k: nvmeio.torch.empty(3, **k), "pinned", "pin_memory"),
+    "wait": (lambda **k: nvmeio.wait([], **k), "timeout_s", "timeout"),
+    "as_completed": (lambda **k: nvmeio.as_completed([], **k), "timeout_s", "timeout"),
+    "ArrayFile": (lambda **k: nvmeio.ArrayFile("x", **k), "handel", "handle"),
+    "aio_handle": (lambda **k: nvmeio.aio_handle(**k), "workers", "intra_op_parallelism"),
+    "aio_handle.read": (
+        lambda **k: nvmeio.aio_handle().read(b"", "x", **k),
+        "offset",
+        "file_offset",
+    ),
+    "TokenDataset": (
+        lambda **k: nvmeio.torch.TokenDataset("x", 3, **k),
+        "dtpye",
+        "dtype",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_keyword_that_is_nearly_right_is_told_the_right_one(name):
+    call, wrong, right = CALLS[name]
+    with pytest.raises(TypeError, match=f"'{wrong}'; did you mean '{right}'") as refused:
+        call(**{wrong: 1})
+    assert name.rpartition(".")[2] in str(refused.value)
+
+
+def test_a_keyword_that_is_far_from_any_is_refused_alone():
+    with pytest.raises(TypeError) as refused:
+        nvmeio.default_handle().read(b"", "x", colour=3)
+    assert str(refused.value) == "read() got an unexpected keyword argument 'colour'"
+
+
+def test_a_handle_takes_keywords_alone():
+    with pytest.raises(TypeError, match=r"keyword arguments alone, not 4096; block_size="):
+        nvmeio.Handle(4096)
+
+
+def test_what_the_other_handle_has_is_said_so():
+    with pytest.raises(AttributeError, match="'submit_read'; its handle has it"):
+        nvmeio.aio_handle().submit_read  # noqa: B018
+    with pytest.raises(AttributeError, match=r"'async_pread'; nvmeio\.aio_handle has it"):
+        nvmeio.default_handle().async_pread  # noqa: B018
+    for handle in (nvmeio.aio_handle(), nvmeio.default_handle()):
+        with pytest.raises(AttributeError) as refused:
+            handle.nothing  # noqa: B018
+        assert str(refused.value).endswith("has no attribute 'nothing'")
+
+
+@pytest.mark.parametrize("timeout_name", ["wait", "result", "exception"])
+def test_a_request_tells_too(tmp_path, timeout_name):
+    request = nvmeio.default_handle().submit_write(np.zeros(9), tmp_path / "file")
+    with pytest.raises(TypeError, match="'timeout_s'; did you mean 'timeout'"):
+        getattr(request, timeout_name)(timeout_s=1)
+    with pytest.raises(TypeError, match="timeout is '1'; it must be seconds, or None"):
+        getattr(request, timeout_name)("1")
+    request.wait()
+
+
+@pytest.mark.parametrize("kind", [nvmeio.Handle, nvmeio.Request, nvmeio.File])
+def test_signatures_show_real_parameters_alone(kind):
+    for name, member in inspect.getmembers(kind, callable):
+        if not name.startswith("_"):
+            assert "unknown" not in inspect.signature(member).parameters
+    assert "unknown" not in inspect.signature(kind).parameters

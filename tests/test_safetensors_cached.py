@@ -1,0 +1,132 @@
+"""Model files that the page cache has come from there, others past it."""
+
+import os
+
+import numpy as np
+import pytest
+import safetensors.numpy
+
+import nvmeio.safetensors.numpy
+from children import as_nobody, run_child
+from helpers import MIB, PAGE
+from model_samples import Moved, cached, drop, need_direct
+from nvmeio._native import page_cache
+from nvmeio.safetensors import load_sharded, safe_open
+
+SIZE = 16 * MIB
+
+
+@pytest.fixture
+def path(tmp_path):
+    """A file on a disk that has O_DIRECT."""
+    need_direct(tmp_path)
+    data = np.random.default_rng(1).integers(0, 256, (4, SIZE // 4), np.uint8)
+    safetensors.numpy.save_file({f"{n}": row for n, row in enumerate(data)}, tmp_path / "m")
+    return tmp_path / "m"
+
+
+def warm(path, nbytes=None):
+    """Have the page cache hold the first bytes of a file, and no others."""
+    drop(path)
+    nbytes = os.path.getsize(path) if nbytes is None else nbytes
+    with open(path, "rb", buffering=0) as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
+        for offset in range(0, nbytes, PAGE):
+            os.pread(file.fileno(), min(PAGE, nbytes - offset), offset)
+
+
+def read(way, path, direct):
+    """Read all of a file in one of the ways there are."""
+    if way == "load_file":
+        nvmeio.safetensors.numpy.load_file(path, direct=direct)
+    elif way == "load_sharded":
+        load_sharded(path.parent, framework="np", direct=direct)
+    else:
+        with safe_open(path, "np", direct=direct) as file:
+            for name in file.offset_keys():
+                file.get_tensor(name)
+
+
+@pytest.mark.parametrize("way", ["load_file", "safe_open", "load_sharded"])
+@pytest.mark.parametrize("direct", ["auto", True, False])
+@pytest.mark.parametrize("state", ["cold", "a third", "two thirds", "warm"])
+@pytest.mark.all_combinations
+def test_the_way_is_that_of_the_larger_part(path, state, direct, way):
+    path = path.rename(path.with_name("model.safetensors"))
+    if state == "cold":
+        drop(path)
+    else:
+        warm(path, {"a third": SIZE // 3, "two thirds": SIZE * 2 // 3}.get(state))
+    past = direct is True or (direct == "auto" and state in ("cold", "a third"))
+    before, moved = cached(path), Moved()
+    read(way, path, direct)
+    if past:
+        assert moved.direct > SIZE - 64 * PAGE
+        # The header, with what the kernel read ahead of it, and the edges of reads.
+        assert cached(path) * SIZE <= before * SIZE + MIB
+    else:
+        assert moved.direct == 0
+        assert moved.buffered >= SIZE
+        assert cached(path) > 0.95
+
+
+def test_a_file_in_memory_is_cached(tmpfs):
+    safetensors.numpy.save_file({"a": np.ones(MIB)}, tmpfs / "m")
+    for direct in ("auto", False):
+        found = nvmeio.safetensors.numpy.load_file(tmpfs / "m", direct=direct)
+        assert np.array_equal(found["a"], np.ones(MIB))
+
+
+@pytest.mark.parametrize("part", [0, SIZE // 2, SIZE])
+def test_a_sample_is_right_and_stays_so(path, part):
+    warm(path, part)
+    before = cached(path)
+    with open(path, "rb") as file:
+        for _ in range(4):
+            found = page_cache.sampled_fraction(file.fileno(), 0, SIZE)
+            assert abs(found - part / SIZE) < 0.15
+    # It leaves the pages behind that it looked at.
+    assert cached(path) * SIZE <= before * SIZE + 4 * 64 * PAGE
+
+
+@pytest.mark.parametrize("nbytes", [1, PAGE, PAGE + 1, 5 * PAGE])
+@pytest.mark.parametrize("offset", [0, 1, PAGE - 1, PAGE])
+def test_a_few_pages_are_counted_and_sampled(path, offset, nbytes):
+    with open(path, "rb") as file:
+        part = file.fileno(), offset, nbytes
+        # The kernel may drop a page at any moment, one that is not there may come while the
+        # sample is interrupted, and one that is there may be locked by another.
+        cold, warmed = set(), set()
+        for _ in range(5):
+            drop(path)
+            cold.add((page_cache.cached_fraction(*part), page_cache.sampled_fraction(*part)))
+            warm(path)
+            warmed.add((page_cache.cached_fraction(*part), page_cache.sampled_fraction(*part)))
+        assert (0, 0) in cold
+        assert (1, 1) in warmed
+
+
+@pytest.mark.parametrize("function", ["cached_fraction", "sampled_fraction"])
+def test_of_nothing_and_of_no_file_nothing_is_cached(path, function):
+    look = getattr(page_cache, function)
+    with open(path, "rb") as file:
+        assert look(file.fileno(), 0, 0) == 0
+    assert look(2**30, 0, PAGE) == 0
+    reader, writer = os.pipe()
+    try:
+        assert look(reader, 0, PAGE) == 0
+    finally:
+        os.close(reader)
+        os.close(writer)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+@pytest.mark.parametrize("state", ["cold", "warm"])
+def test_a_file_of_another_user_is_sampled(path, state):
+    """cachestat(2) says EPERM there, and mincore(2) that all of it is cached."""
+    path.chmod(0o644)
+    drop(path) if state == "cold" else warm(path)
+    report = run_child("load_as_other", prefix=as_nobody(), path=str(path)).report
+    (fraction,), ways = report
+    assert ways == [state == "cold"] * 3
+    assert abs(fraction - (state == "warm")) < 0.1

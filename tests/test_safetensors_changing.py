@@ -1,0 +1,174 @@
+"""Model files that somebody writes to while they are read: an error, or the old bytes."""
+
+import functools
+import os
+import re
+
+import numpy as np
+import pytest
+import safetensors.numpy
+
+import nvmeio
+import nvmeio.safetensors.numpy
+from helpers import MIB
+from model_samples import bits_of_all, drop, in_flight, need_direct
+from nvmeio.safetensors import SafetensorError, load_sharded, safe_open
+from nvmeio.safetensors import _file as files
+
+SIZE = 80 * MIB
+CHANGED = r"{} has changed while it was read: it had {} bytes"
+
+
+def overwrite(path):
+    """Write to its last bytes; its size stays."""
+    with open(path, "r+b") as file:
+        file.seek(-MIB, os.SEEK_END)
+        file.write(bytes(MIB))
+
+
+def truncate(path):
+    """Cut it in the middle."""
+    os.truncate(path, SIZE // 2)
+
+
+def empty(path):
+    """Cut all of it off."""
+    os.truncate(path, 0)
+
+
+def append(path):
+    """Make it longer."""
+    with open(path, "ab") as file:
+        file.write(b"more")
+
+
+def append_and_set_back(path):
+    """Make it longer, with the time of modification that it had."""
+    status = path.stat()
+    append(path)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+CHANGES = [overwrite, truncate, empty, append, append_and_set_back]
+
+
+@pytest.fixture
+def arrays():
+    """Arrays that take several chunks."""
+    numbers = np.random.default_rng(1)
+    return {f"{n:02}": numbers.integers(0, 256, SIZE // 20, np.uint8) for n in range(20)}
+
+
+@pytest.fixture
+def path(tmp_path, arrays):
+    """Their file."""
+    need_direct(tmp_path)
+    path = tmp_path / "model.safetensors"
+    safetensors.numpy.save_file(arrays, path)
+    drop(path)
+    return path
+
+
+def replace(path, arrays):
+    """Put another file in its place, by renaming: other bytes of the same shapes."""
+    other = {name: array ^ 255 for name, array in arrays.items()}
+    safetensors.numpy.save_file(other, path.with_name("other"))
+    os.rename(path.with_name("other"), path)
+
+
+def once(change):
+    """Return a function for progress that changes the file when the first part is there."""
+    done = []
+
+    def progress(*_):
+        if not done:
+            done.append(change())
+
+    return progress
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize("way", ["load_file", "out", "load_sharded"])
+def test_a_change_in_the_middle_is_an_error(
+    path, arrays, default_engine, change, direct, way
+):
+    load, place = nvmeio.safetensors.numpy.load_file, path
+    options = {"direct": direct, "progress": once(lambda: change(path))}
+    size = path.stat().st_size
+    if way == "out":
+        options["out"] = {name: np.empty_like(array) for name, array in arrays.items()}
+    elif way == "load_sharded":
+        load, place = functools.partial(load_sharded, framework="np"), path.parent
+    with pytest.raises(SafetensorError, match=CHANGED.format(re.escape(str(path)), size)):
+        load(place, **options)
+    assert in_flight() == 0
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("read_ahead", [0, 16 * MIB])
+@pytest.mark.parametrize("direct", [True, False])
+def test_a_change_between_tensors_is_an_error(path, change, read_ahead, direct):
+    with safe_open(path, "np", direct=direct, read_ahead=read_ahead) as file:
+        names = file.offset_keys()
+        for name in names[:3]:
+            file.get_tensor(name)
+        nvmeio.default_handle().drain()
+        change(path)
+        for read in (
+            lambda: file.get_tensor(names[3]),
+            lambda: file.get_tensor(names[19]),
+            lambda: file.get_slice(names[4])[5:9],
+            lambda: file.get_many({names[5]: slice(3, 8)}),
+            file.get_tensors,
+        ):
+            with pytest.raises(SafetensorError, match="has changed"):
+                read()
+    assert in_flight() == 0
+
+
+@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize("how", ["renamed over", "removed", "moved"])
+def test_the_old_file_is_read_on_from_its_inode(path, arrays, direct, how):
+    def change():
+        if how == "renamed over":
+            replace(path, arrays)
+        elif how == "removed":
+            path.unlink()
+        else:
+            path.rename(path.with_name("away"))
+
+    found = nvmeio.safetensors.numpy.load_file(path, direct=direct, progress=once(change))
+    assert bits_of_all(found) == bits_of_all(arrays)
+
+
+@pytest.mark.parametrize("how", ["renamed over", "removed"])
+def test_it_may_lose_its_name_before_it_is_opened_directly(path, arrays, monkeypatch, how):
+    """Between the header, which comes by the page cache, and the second descriptor."""
+
+    def look(*arguments):
+        if how == "removed":
+            path.unlink()
+        else:
+            replace(path, arrays)
+        return False
+
+    monkeypatch.setattr(files, "is_cached", look)
+    found = nvmeio.safetensors.numpy.load_file(path)
+    assert bits_of_all(found) == bits_of_all(arrays)
+
+
+def test_its_mode_and_its_links_may_change(path, arrays):
+    def change():
+        path.chmod(0o600)
+        os.link(path, path.with_name("link"))
+
+    found = nvmeio.safetensors.numpy.load_file(path, progress=once(change))
+    assert bits_of_all(found) == bits_of_all(arrays)
+
+
+def test_it_may_be_saved_over_itself(path, arrays):
+    tensors = nvmeio.safetensors.numpy.load_file(path)
+    nvmeio.safetensors.numpy.save_file(tensors, path)
+    assert bits_of_all(tensors) == bits_of_all(arrays)
+    assert bits_of_all(safetensors.numpy.load_file(path)) == bits_of_all(arrays)

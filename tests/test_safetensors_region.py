@@ -1,0 +1,204 @@
+"""The memory of a model's tensors: where it lies, and which pages live how long."""
+
+import gc
+import itertools
+import resource
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from children import run_with_faults
+from helpers import MIB, PAGE
+from nvmeio._native.region import Region
+
+HUGE = 2 << 20
+
+
+def resident(address, pages):
+    """Return which pages of memory are there, by /proc/self/pagemap."""
+    with open("/proc/self/pagemap", "rb") as file:
+        file.seek(address // PAGE * 8)
+        entries = np.frombuffer(file.read(pages * 8), np.uint64)
+    return (entries >> np.uint64(63)).astype(bool)
+
+
+def over(region, begin, end):
+    """Return an array over a part of a region, which alone holds it."""
+    return np.frombuffer(region.span(begin, end), np.uint8)
+
+
+def flags_at(address):
+    """Return the flags of the memory at an address, by /proc/self/smaps."""
+    within = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first, *words = line.split()
+        if "-" in first and not first.endswith(":"):
+            low, high = (int(each, 16) for each in first.split("-"))
+            within = low <= address < high
+        elif within and first == "VmFlags:":
+            return words
+    return []
+
+
+def test_pages_that_were_given_back_stay_so():
+    """Of what is left the kernel would make huge pages again, some minutes later."""
+    region = Region(16 * MIB)
+    region.populate(0, 16 * MIB)
+    first, rest = over(region, 0, MIB), over(region, MIB, 16 * MIB)
+    if "hg" not in flags_at(region.address):
+        pytest.skip("the kernel has no huge pages to give")
+    del first
+    gc.collect()
+    assert "nh" in flags_at(region.address + 4 * MIB)
+    assert not rest.any()
+
+
+@pytest.mark.parametrize("nbytes", [1, PAGE - 1, PAGE, PAGE + 1, HUGE, 3 * HUGE + 1])
+@pytest.mark.parametrize("phase", [0, 1, 8, PAGE - 1, PAGE, HUGE - 1])
+def test_its_bytes_lie_as_asked_and_may_be_written(nbytes, phase):
+    region = Region(nbytes, phase)
+    # Less than a huge page has small ones, and lies as these do.
+    unit = HUGE if phase + nbytes > HUGE - PAGE else PAGE
+    assert region.address % unit == phase % unit
+    view = memoryview(region)
+    assert (view.nbytes, view.readonly, view.format) == (nbytes, False, "B")
+    assert not np.any(np.frombuffer(region, np.uint8))
+    view[0] = view[-1] = 7
+    assert (view[0], view[-1]) == (7, 7)
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "phase", "error"),
+    [
+        *((0, 0, ValueError), (-1, 0, ValueError), (1, HUGE, ValueError)),
+        *((1, -1, OverflowError), (2**63, 0, OverflowError), (1.5, 0, TypeError)),
+        *((2**63 - 1, 0, MemoryError), (2**63 - 1, HUGE - 1, MemoryError)),
+        *((2**46, 0, MemoryError), (2**47 - 4 * MIB, 5, MemoryError)),
+    ],
+)
+def test_what_no_memory_can_be_is_refused(nbytes, phase, error):
+    with pytest.raises(error):
+        Region(nbytes, phase)
+
+
+@pytest.mark.parametrize(
+    ("begin", "end"),
+    [(0, 0), (5, 5), (6, 5), (-1, 5), (0, 101), (100, 101), (2**62, 2**63)],
+)
+@pytest.mark.parametrize("method", ["span", "populate"])
+def test_what_is_no_part_of_it_is_refused(method, begin, end):
+    region = Region(100, 3)
+    with pytest.raises((ValueError, OverflowError)):
+        getattr(region, method)(begin, end)
+
+
+def test_nothing_is_there_before_it_is_populated_and_then_that_alone():
+    region = Region(64 * PAGE, 100)
+    first = region.address - 100
+    assert not resident(first, 65).any()
+    region.populate(PAGE, 2 * PAGE)
+    there = resident(first, 65)
+    # It lies in two pages; a huge page is all or nothing.
+    assert there[1:3].all()
+    assert there.all() or there.sum() == 2
+    region.populate(0, 64 * PAGE)
+    assert resident(first, 65).all()
+
+
+def test_populating_keeps_what_is_there():
+    region = Region(8 * PAGE)
+    memoryview(region)[:] = bytes(range(256)) * 128
+    region.populate(0, 8 * PAGE)
+    assert bytes(region) == bytes(range(256)) * 128
+
+
+def test_pages_of_dead_parts_alone_go_and_the_others_keep_their_bytes():
+    region = Region(16 * PAGE, 100)
+    first = region.address - 100
+    region.populate(0, 16 * PAGE)
+    np.frombuffer(region, np.uint8)[:] = np.arange(16 * PAGE, dtype=np.uint32) % 251
+    expected = bytes(region)
+    # Page 4 is that of three parts, and the second lies within it.
+    cuts = [0, 4 * PAGE, 4 * PAGE + 50, 9 * PAGE - 100, 16 * PAGE]
+    parts = {begin: over(region, begin, end) for begin, end in itertools.pairwise(cuts)}
+    del region
+
+    def alive():
+        for begin, part in parts.items():
+            assert part.tobytes() == expected[begin : begin + len(part)]
+        return np.flatnonzero(resident(first, 17)).tolist()
+
+    assert alive() == list(range(17))
+    del parts[4 * PAGE]
+    assert alive() == list(range(17))
+    del parts[4 * PAGE + 50]
+    # Pages 5 to 8 were its own; it ended where page 9 begins.
+    assert alive() == [0, 1, 2, 3, 4, *range(9, 17)]
+    del parts[0]
+    assert alive() == list(range(9, 17))
+    del parts[9 * PAGE - 100]
+    gc.collect()
+    assert not resident(first, 17).any()
+
+
+def test_the_last_part_takes_all_of_it_along():
+    region = Region(64 * MIB)
+    region.populate(0, 64 * MIB)
+    address, part = region.address, over(region, 5, 10)
+    del region
+    assert resident(address, 64 * MIB // PAGE).all()
+    del part
+    assert f"{address:x}-" not in Path("/proc/self/maps").read_text()
+    assert not resident(address, 64 * MIB // PAGE).any()
+
+
+def test_parts_die_in_several_threads():
+    region = Region(1024 * PAGE + 77, 5)
+    region.populate(0, region_bytes := 1024 * PAGE + 77)
+    first = region.address - 5
+    parts = [
+        over(region, at, min(at + 777, region_bytes)) for at in range(0, region_bytes, 777)
+    ]
+
+    def die(mine):
+        while mine:
+            mine.pop()
+
+    shares = [parts[number::4] for number in range(4)]
+    parts.clear()
+    threads = [threading.Thread(target=die, args=(share,)) for share in shares]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not resident(first, 1025).any()
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("ENOMEM", "MemoryError: no memory for 1048576 bytes: Cannot allocate memory"),
+        ("EFAULT", "MemoryError: no memory for 1048576 bytes: Bad address"),
+        ("EAGAIN:when=1..3", "ok"),
+        ("EINTR:when=1..3", "ok"),
+        # Linux before 5.14: the pages come when they are touched.
+        ("EINVAL", "ok"),
+    ],
+)
+def test_want_of_memory_is_told(fault, said):
+    assert run_with_faults("populate", f"madvise:error={fault}").report == said
+
+
+def test_a_limit_of_addresses_counts(monkeypatch):
+    from nvmeio._memory import available
+
+    before = available.available_bytes()
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    resource.setrlimit(resource.RLIMIT_AS, (pages * PAGE + 100 * MIB, hard))
+    try:
+        assert available.available_bytes() <= min(before, 100 * MIB)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))

@@ -1,0 +1,509 @@
+"""Models in several files: their names and index are those of huggingface_hub."""
+
+import errno
+import json
+import os
+import random
+import re
+import resource
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+huggingface_hub = pytest.importorskip("huggingface_hub")
+
+import safetensors.numpy
+import safetensors.torch
+import torch
+
+from model_samples import Moved, bits_of, drop, filled, in_flight, need_direct
+from nvmeio.safetensors import SafetensorError, _sharded, load_sharded, save_sharded
+
+INDEX = "model.safetensors.index.json"
+
+
+def tensors_of(sizes):
+    """Return tensors of so many KB (10^3)."""
+    return {f"t{n:02}": filled("uint8", (size * 1000,), n) for n, size in enumerate(sizes)}
+
+
+def bits(tensors):
+    """Return the bits of each tensor."""
+    return {name: bits_of(tensor) for name, tensor in tensors.items()}
+
+
+SIZES = {
+    "equal": [6, 6, 2, 6, 2, 2],
+    "larger than a file": [2, 30, 2, 2, 30, 30, 2],
+    "first larger": [30, 2, 2],
+    "all larger": [30, 20],
+    "exactly": [10, 10, 5, 5, 10],
+    "one file": [1, 2, 3],
+    "with empty ones": [0, 10, 0, 10, 0],
+    "lots": [random.Random(4).randrange(14) for _ in range(60)],
+}
+
+
+class TestLikeTheHubs:
+    """huggingface_hub's names, files and index, as far as they go."""
+
+    @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+    @pytest.mark.parametrize("limit", ["10KB", 10_000])
+    def test_names_and_contents(self, tmp_path, sizes, limit):
+        tensors = tensors_of(sizes)
+        split = huggingface_hub.split_torch_state_dict_into_shards
+        found = save_sharded(tensors, tmp_path / "ours", limit)
+        # The Hub sorts nothing, and takes views of empty storages for one.
+        full = {name: tensor for name, tensor in tensors.items() if tensor.numel()}
+        expected = split(tensors, max_shard_size=limit)
+        names = list(expected.filename_to_tensors)
+        assert found == names + ([INDEX] if expected.is_sharded else [])
+        assert sorted(os.listdir(tmp_path / "ours")) == sorted(found)
+        for name in names:
+            theirs = {n: tensors[n] for n in expected.filename_to_tensors[name]}
+            ours = safetensors.torch.load_file(tmp_path / "ours" / name)
+            assert (
+                bits(ours).items()
+                >= bits({n: theirs[n] for n in theirs if n in full}).items()
+            )
+        (tmp_path / "theirs").mkdir()
+        huggingface_hub.save_torch_state_dict(
+            full, tmp_path / "theirs", max_shard_size=limit
+        )
+        if len(full) == len(tensors):
+            assert sorted(os.listdir(tmp_path / "theirs")) == sorted(found)
+            for name in found:
+                texts = [(tmp_path / who / name).read_bytes() for who in ("ours", "theirs")]
+                if name == INDEX:
+                    texts = [json.loads(text) for text in texts]
+                assert texts[0] == texts[1]
+        assert bits(load_sharded(tmp_path / "ours")) == bits(tensors)
+        assert bits(load_sharded(tmp_path / "theirs")) == bits(full)
+
+    def test_the_index_is_text_as_transformers_writes_it(self, tmp_path):
+        save_sharded(tensors_of([6, 6, 6]), tmp_path, 6000)
+        text = (tmp_path / INDEX).read_text()
+        expected = {
+            "metadata": {"total_size": 18000},
+            "weight_map": {
+                f"t0{n}": f"model-0000{n + 1}-of-00003.safetensors" for n in range(3)
+            },
+        }
+        assert text == json.dumps(expected, indent=2, sort_keys=True) + "\n"
+        with safetensors.safe_open(
+            tmp_path / "model-00001-of-00003.safetensors", "pt"
+        ) as f:
+            assert f.metadata() == {"format": "pt"}
+
+
+@pytest.mark.parametrize(
+    ("size", "nbytes"),
+    [
+        *((1000, 1000), ("1000", 1000), ("1KB", 1000), ("1 kb", 1000), ("1KiB", 1024)),
+        *(("0.5MB", 500_000), (" 2GB ", 2 * 10**9), ("1TiB", 2**40), (np.int64(7), 7)),
+    ],
+)
+def test_sizes(size, nbytes):
+    from nvmeio.safetensors._sharded import _size
+
+    assert _size(size) == nbytes
+
+
+@pytest.mark.parametrize(
+    "size", [0, -1, "", "0", "0.1", "GB", "1 XB", "-1KB", "1e3", "nan"]
+)
+def test_no_sizes(tmp_path, size):
+    with pytest.raises(ValueError, match="max_shard_size"):
+        save_sharded(tensors_of([1]), tmp_path, size)
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("size", [None, 1.5, True, b"1KB"])
+def test_what_is_of_no_type_for_a_size(tmp_path, size):
+    with pytest.raises(TypeError, match="max_shard_size"):
+        save_sharded(tensors_of([1]), tmp_path, size)
+
+
+class TestRefused:
+    """Whatever is wrong with one shard, all of the old model stays."""
+
+    OLD = {"a": 1.0, "b": 2.0, "c": 3.0}  # noqa: RUF012
+
+    def values(self, folder):
+        return {name: tensor[0, 0].item() for name, tensor in load_sharded(folder).items()}
+
+    def old(self, folder):
+        tensors = {n: torch.full((20, 50), value) for n, value in self.OLD.items()}
+        save_sharded(tensors, folder, max_shard_size=4000)
+        return {n: tensor + 100 for n, tensor in tensors.items()}
+
+    @pytest.mark.parametrize(
+        "last",
+        [
+            torch.ones(50, 20).t(),
+            torch.ones(3, dtype=torch.complex128),
+            torch.ones(3, device="meta"),
+            "no tensor",
+        ],
+        ids=["not contiguous", "no dtype", "no data", "no tensor"],
+    )
+    def test_a_tensor_of_the_last_file(self, tmp_path, last):
+        new = self.old(tmp_path)
+        names = sorted(os.listdir(tmp_path))
+        with pytest.raises((ValueError, SafetensorError, NotImplementedError)):
+            save_sharded(new | {"c": last}, tmp_path, max_shard_size=4000)
+        assert self.values(tmp_path) == self.OLD
+        assert sorted(os.listdir(tmp_path)) == names
+
+    def test_interrupted_in_the_last_file(self, tmp_path):
+        new, names = self.old(tmp_path), sorted(os.listdir(tmp_path))
+
+        def progress(done, total):
+            if done == total:
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            save_sharded(new, tmp_path, max_shard_size=4000, progress=progress)
+        assert self.values(tmp_path) == self.OLD
+        assert sorted(os.listdir(tmp_path)) == names
+
+    def test_more_files_than_may_be_open(self, tmp_path):
+        new = self.old(tmp_path)
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        few = len(os.listdir("/proc/self/fd")) + 5
+        resource.setrlimit(resource.RLIMIT_NOFILE, (few, limits[1]))
+        try:
+            with pytest.raises(OSError, match="9 descriptors are needed") as caught:
+                save_sharded(new, tmp_path, max_shard_size=4000)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        assert caught.value.errno == errno.EMFILE
+        assert self.values(tmp_path) == self.OLD
+
+
+def test_a_model_of_more_files_than_are_opened_together(tmp_path, monkeypatch):
+    monkeypatch.setattr(_sharded, "FILES_MAX", 3)
+    tensors = tensors_of([1] * 10)
+    save_sharded(tensors, tmp_path, 1000)
+    said = []
+    found = load_sharded(tmp_path, progress=lambda *numbers: said.append(numbers))
+    assert bits(found) == bits(tensors)
+    # Of all files, not of those that are open together.
+    assert said == sorted(said)
+    assert {total for _, total in said} == {10_000} == {said[-1][0]}
+    os.truncate(tmp_path / "model-00009-of-00010.safetensors", 200)
+    moved = Moved()
+    with pytest.raises(SafetensorError, match=r"model-00009-of-00010\.safetensors: Error"):
+        load_sharded(tmp_path)
+    assert moved.direct == moved.buffered == 0
+
+
+def test_a_model_file_is_taken_and_data_are_no_index(tmp_path):
+    tensors = tensors_of([300])
+    save_sharded(tensors, tmp_path)
+    assert bits(load_sharded(tmp_path / "model.safetensors")) == bits(tensors)
+    os.rename(tmp_path / "model.safetensors", tmp_path / INDEX)
+    with pytest.raises(SafetensorError) as refused:
+        load_sharded(tmp_path / INDEX)
+    assert str(refused.value) == f"{tmp_path / INDEX} is no index of a model: it is no text"
+    with open(tmp_path / INDEX, "r+b") as file:
+        file.truncate(200 << 20)
+    with pytest.raises(SafetensorError, match="it has 209715200 bytes, and 100000000 is"):
+        load_sharded(tmp_path / INDEX)
+
+
+def test_out_is_refused_before_any_of_it_changes(tmp_path):
+    arrays = {name: np.ones(5000, np.uint8) for name in "abc"}
+    save_sharded(arrays, tmp_path, max_shard_size=5000)
+    kept = np.zeros(5000, np.uint8)
+    locked = np.zeros(5000, np.uint8)
+    locked.flags.writeable = False
+    for other, words in ((locked, "out['c'] is read-only"), (kept, "of one memory")):
+        out = {"a": kept, "b": np.zeros(5000, np.uint8), "c": other}
+        with pytest.raises(ValueError, match=re.escape(words)):
+            load_sharded(tmp_path, out=out, framework="np")
+        assert not kept.any()
+    out = {name: np.zeros(5000, np.uint8) for name in "abc"}
+    found = load_sharded(tmp_path, out=out, framework="np")
+    assert all(found[name] is out[name] for name in out)
+
+
+class TestReplacing:
+    """A model in the place of another."""
+
+    def test_files_of_the_old_one_go_and_others_stay(self, tmp_path):
+        for name in (
+            "config.json",
+            "model.safetensors.bak",
+            "other.safetensors",
+            "model.bin",
+        ):
+            (tmp_path / name).write_text(name)
+        others = set(os.listdir(tmp_path))
+        for sizes in ([6] * 5, [6] * 3, [1], [6] * 2, [1]):
+            names = save_sharded(tensors_of(sizes), tmp_path, 6000)
+            assert set(os.listdir(tmp_path)) == others | set(names)
+            (tmp_path / "other.safetensors").unlink()
+            assert bits(load_sharded(tmp_path)) == bits(tensors_of(sizes))
+            (tmp_path / "other.safetensors").write_text("other.safetensors")
+
+    def test_what_is_refused_leaves_the_old_one(self, tmp_path):
+        save_sharded(tensors_of([6] * 3), tmp_path, 6000)
+        before = {name: (tmp_path / name).read_bytes() for name in os.listdir(tmp_path)}
+        base = torch.ones(4)
+        for tensors in ({"a": base, "b": base}, {"a": 1}, {"a": base, "b": np.ones(3)}):
+            # Those that share memory would be in two files.
+            for limit in ("50GB", base.nbytes):
+                with pytest.raises((RuntimeError, ValueError, AttributeError)):
+                    save_sharded(tensors, tmp_path, limit)
+        assert {n: (tmp_path / n).read_bytes() for n in os.listdir(tmp_path)} == before
+
+    def test_the_index_is_replaced_when_all_files_are_there(self, tmp_path):
+        save_sharded(tensors_of([6] * 3), tmp_path, 6000)
+        before = (tmp_path / INDEX).read_bytes()
+
+        def fail(done, total):
+            if done == total:
+                raise KeyError
+
+        with pytest.raises(KeyError):
+            save_sharded(tensors_of([6] * 2), tmp_path, 6000, progress=fail)
+        assert (tmp_path / INDEX).read_bytes() == before
+        assert bits(load_sharded(tmp_path)) == bits(tensors_of([6] * 3))
+
+    def test_an_old_index_goes_for_good_before_its_files(self, tmp_path, monkeypatch):
+        save_sharded(tensors_of([6] * 2), tmp_path, 6000)
+        unlink, sync, said = os.unlink, os.fsync, []
+        monkeypatch.setattr(
+            os, "unlink", lambda path: (said.append(os.path.basename(path)), unlink(path))
+        )
+        monkeypatch.setattr(
+            os, "fsync", lambda descriptor: (said.append("synced"), sync(descriptor))
+        )
+        save_sharded(tensors_of([1]), tmp_path, sync=False)
+        assert said[:2] == [INDEX, "synced"]
+        files = [f"model-0000{n}-of-00002.safetensors" for n in (1, 2)]
+        assert sorted(said[2:]) == files
+
+    def test_progress_rises_over_all_files(self, tmp_path):
+        told = []
+        save_sharded(
+            tensors_of([9000] * 4),
+            tmp_path,
+            "10MB",
+            progress=lambda *pair: told.append(pair),
+        )
+        assert [done for done, _ in told] == sorted(done for done, _ in told)
+        assert told[-1] == (36_000_000, 36_000_000)
+
+    def test_arrays_are_saved_as_such(self, tmp_path):
+        arrays = {f"{n}": np.arange(1000 * n).reshape(2, -1).T for n in range(1, 5)}
+        save_sharded(arrays, tmp_path, 16_000)
+        found = load_sharded(tmp_path, framework="np")
+        assert found.keys() == arrays.keys()
+        assert all(np.array_equal(found[name], arrays[name]) for name in arrays)
+        with safetensors.safe_open(next(tmp_path.glob("*s")), "np") as file:
+            assert file.metadata() == {"format": "np"}
+
+    def test_of_nothing_there_is_one_file(self, tmp_path):
+        assert save_sharded({}, tmp_path / "new" / "folder") == ["model.safetensors"]
+        assert load_sharded(tmp_path / "new" / "folder") == {}
+
+
+class TestIndex:
+    """What an index may say."""
+
+    def folder(self, tmp_path, **places):
+        """Write files of one tensor each, and an index of them."""
+        for number, name in enumerate(["a", "b", "c"]):
+            path = tmp_path / "folder" / f"{name}.safetensors"
+            path.parent.mkdir(exist_ok=True)
+            safetensors.numpy.save_file({name: np.full(9, number)}, path)
+        safetensors.numpy.save_file({"out": np.ones(3)}, tmp_path / "out.safetensors")
+        places = {name: f"{name}.safetensors" for name in "abc"} | places
+        index = {"metadata": {}, "weight_map": places}
+        (tmp_path / "folder" / INDEX).write_text(json.dumps(index))
+        return tmp_path / "folder"
+
+    @pytest.mark.parametrize(
+        "place",
+        [
+            *(
+                "../out.safetensors",
+                "/etc/passwd",
+                "x/../../out.safetensors",
+                "..",
+                ".",
+                "",
+            ),
+            *(
+                "./a.safetensors",
+                "a//b",
+                "a.safetensors/",
+                "a\0b",
+                None,
+                3,
+                ["a"],
+                {"a": 1},
+            ),
+        ],
+        ids=str,
+    )
+    def test_a_place_outside_of_the_folder_is_refused(self, tmp_path, place):
+        folder = self.folder(tmp_path, out=place)
+        for names in (None, ["a"]):
+            with pytest.raises(SafetensorError, match=r"tensor out is in .*in the folder"):
+                load_sharded(folder, names=names)
+
+    @pytest.mark.parametrize(
+        "text",
+        [
+            *(
+                "",
+                "[]",
+                "3",
+                "{}",
+                '{"weight_map": []}',
+                '{"weight_map": 3}',
+                "{",
+                "\ufeff{}",
+            ),
+            *('{"weight_map": null}', "[" * 100_000),
+        ],
+        ids=lambda text: text[:20],
+    )
+    def test_what_is_no_index_is_refused(self, tmp_path, text):
+        (tmp_path / INDEX).write_text(text)
+        with pytest.raises(SafetensorError, match=re.escape(str(tmp_path / INDEX))):
+            load_sharded(tmp_path)
+
+    def test_bytes_that_are_no_text_are_refused(self, tmp_path):
+        (tmp_path / INDEX).write_bytes(b'{"weight_map": {"\xff": "a"}}')
+        with pytest.raises(SafetensorError, match="is no index"):
+            load_sharded(tmp_path)
+
+    def test_a_folder_a_path_to_it_and_links_will_do(self, tmp_path, monkeypatch):
+        folder = self.folder(tmp_path)
+        (tmp_path / "blob").write_bytes((folder / "b.safetensors").read_bytes())
+        (folder / "b.safetensors").unlink()
+        (folder / "b.safetensors").symlink_to("../blob")
+        monkeypatch.chdir(folder)
+        for place in (
+            folder,
+            folder / INDEX,
+            str(folder),
+            ".",
+            INDEX,
+            f"../folder/{INDEX}",
+        ):
+            found = load_sharded(place, framework="np")
+            assert {name: int(array[0]) for name, array in found.items()} == {
+                "a": 0,
+                "b": 1,
+                "c": 2,
+            }
+
+    def test_what_it_lacks_is_told(self, tmp_path):
+        folder = self.folder(tmp_path, none="a.safetensors", gone="gone.safetensors")
+        for options, error, words in (
+            ({"names": ["a", "x"]}, SafetensorError, "does not contain tensor x"),
+            ({"slices": {"x": 0}}, SafetensorError, "does not contain tensor x"),
+            ({"names": ["a"], "slices": {"b": 0}}, ValueError, "slices has 'b'"),
+            ({"names": ["none"]}, SafetensorError, "does not contain tensor none"),
+            ({"names": ["gone"]}, FileNotFoundError, "gone.safetensors"),
+            ({"names": "abc"}, TypeError, "several names"),
+            (
+                {"names": ["a"], "framework": "tf"},
+                SafetensorError,
+                "framework tf is invalid",
+            ),
+        ):
+            with pytest.raises(error, match=words):
+                load_sharded(folder, **{"framework": "np", **options})
+        assert load_sharded(folder, names=[], framework="np") == {}
+
+    def test_a_folder_of_one_file_needs_none(self, tmp_path):
+        with pytest.raises(FileNotFoundError, match="0 and 0"):
+            load_sharded(tmp_path)
+        safetensors.numpy.save_file({"a": np.ones(3)}, tmp_path / "any.safetensors")
+        assert list(load_sharded(tmp_path)) == ["a"]
+        safetensors.numpy.save_file({"b": np.ones(3)}, tmp_path / "two.safetensors")
+        with pytest.raises(FileNotFoundError, match="0 and 2") as caught:
+            load_sharded(tmp_path)
+        assert str(caught.value.filename) == str(tmp_path)
+
+
+class TestLoading:
+    """All files by one submission."""
+
+    @pytest.fixture
+    def folder(self, tmp_path):
+        need_direct(tmp_path)
+        self.tensors = tensors_of([random.Random(1).randrange(900) for _ in range(80)])
+        save_sharded(self.tensors, tmp_path, "3MB")
+        for path in tmp_path.glob("*.safetensors"):
+            drop(path)
+        return tmp_path
+
+    @pytest.mark.parametrize("direct", ["auto", True, False])
+    def test_all_or_some(self, folder, default_engine, direct):
+        moved = Moved()
+        assert bits(load_sharded(folder, direct=direct)) == bits(self.tensors)
+        assert moved.bounced == 0
+        names = random.Random(2).sample(sorted(self.tensors), 20)
+        found = load_sharded(folder, names=names, direct=direct)
+        assert bits(found) == bits({name: self.tensors[name] for name in names})
+        for tensor in found.values():
+            assert tensor.untyped_storage().nbytes() == tensor.nbytes
+        assert in_flight() == 0
+
+    @pytest.mark.parametrize("direct", [True, False])
+    def test_what_ends_where_another_files_begins_stays_apart(self, tmp_path, direct):
+        """One of them is not read on into the file of the other."""
+        tensors = tensors_of([500] * 4)
+        save_sharded(tensors, tmp_path, "1MB")
+        for names in (["t00", "t03"], ["t02", "t01"]):
+            found = load_sharded(tmp_path, names=names, direct=direct)
+            assert bits(found) == bits({name: tensors[name] for name in names})
+
+    def test_what_the_page_cache_has_comes_from_there(self, folder):
+        first, *_ = sorted(folder.glob("*.safetensors"))
+        first.read_bytes()
+        size, moved = first.stat().st_size, Moved()
+        assert bits(load_sharded(folder)) == bits(self.tensors)
+        total = sum(tensor.nbytes for tensor in self.tensors.values())
+        assert moved.buffered >= size - 10_000
+        assert total - size - 1_000_000 <= moved.direct <= total - size + 10_000
+
+    def test_a_rank_of_many(self, tmp_path, default_engine):
+        tensors = {f"{n}": filled("bfloat16", (256, 2048), n) for n in range(8)}
+        save_sharded(tensors, tmp_path, "3MB")
+        ranks = 4
+        for rank in range(ranks):
+            rows, columns = (
+                slice(rank * 64, rank * 64 + 64),
+                slice(rank * 512, rank * 512 + 512),
+            )
+            slices = {n: rows if int(n) % 2 else (slice(None), columns) for n in tensors}
+            found = load_sharded(tmp_path, slices=slices)
+            assert bits(found) == bits({n: t[slices[n]] for n, t in tensors.items()})
+            for part in found.values():
+                assert part.is_contiguous()
+
+    def test_targets(self, folder):
+        out = {name: torch.zeros_like(tensor) for name, tensor in self.tensors.items()}
+        found = load_sharded(folder, out=out)
+        assert bits(out) == bits(self.tensors)
+        assert all(found[name].data_ptr() == out[name].data_ptr() for name in out)
+
+
+def test_a_model_of_the_hubs_is_loaded(tmp_path):
+    tensors = {f"{n}": filled("float16", (300, 1000), n) for n in range(9)}
+    huggingface_hub.save_torch_state_dict(tensors, tmp_path, max_shard_size="1MB")
+    assert bits(load_sharded(tmp_path)) == bits(tensors)
+    out = {name: torch.zeros(300, 1000, dtype=torch.float16) for name in tensors}
+    load_sharded(tmp_path, out=out, names=list(out)[::2])
+    assert bits({n: out[n] for n in list(out)[::2]}) == bits(
+        {n: tensors[n] for n in list(out)[::2]}
+    )

@@ -1,0 +1,75 @@
+"""Folders and checkpoints in children: under faults, killed, and at the end of Python."""
+
+import os
+
+import numpy as np
+
+import nvmeio
+from nvmeio.checkpoint import Checkpointer, atomic_directory
+from workloads.common import pause, report
+
+
+def fill_folder(path, replace=False):
+    """Write a folder, with system calls that fail; tell how it ended."""
+    nvmeio.default_handle()
+    pause()
+    try:
+        with atomic_directory(path, replace=replace) as folder:
+            (folder / "deep" / "er").mkdir(parents=True)
+            (folder / "deep" / "er" / "file").write_text("new")
+    except OSError as error:
+        report([type(error).__name__, str(error)])
+    else:
+        report(["ok", ""])
+
+
+def state_of(seed, size=300_000):
+    """Return a state that its seed tells."""
+    numbers = np.random.default_rng(seed)
+    return {
+        "seed": seed,
+        "weights": [numbers.integers(0, 256, size, np.uint8) for _ in range(4)],
+        "name": f"state {seed}",
+    }
+
+
+def save_step(root, step, how="save"):
+    """Save a step, with system calls that fail; tell how it ended."""
+    checkpointer = Checkpointer(root)
+    state = state_of(step)
+    pause()
+    try:
+        if how == "save":
+            checkpointer.save(step, state)
+        else:
+            checkpointer.save_async(step, state, stage=how == "staged").result()
+        checkpointer.close()
+    except OSError as error:
+        report([type(error).__name__, str(error)])
+    else:
+        report(["ok", ""])
+
+
+def save_until_killed(root):
+    """Save step after step, and tell of each when it is durable."""
+    checkpointer = Checkpointer(root, keep=2)
+    step = (checkpointer.latest() or 0) + 1
+    pause()
+    while True:
+        checkpointer.save(step, state_of(step))
+        report(step)
+        step += 1
+
+
+def save_and_leave(root, stage):
+    """Begin to save, and end at once."""
+    checkpointer = Checkpointer(root)
+    checkpointer.save_async(1, state_of(1), stage=stage)
+
+
+def hold_lock(root):
+    """Take the lock of a root, and wait."""
+    checkpointer = Checkpointer(root)
+    checkpointer.save(1, state_of(1))
+    pause()
+    os._exit(0)

@@ -1,0 +1,131 @@
+"""Model files, where the system refuses what they need."""
+
+import os
+import resource
+import traceback
+
+import numpy as np
+import safetensors.numpy
+
+import nvmeio
+from nvmeio._native.region import Region
+from nvmeio.safetensors import numpy as ours
+from nvmeio.safetensors import safe_open, save_sharded
+from workloads.common import pause, report
+
+
+def said_by(function, *args, **options):
+    """Call a function; return "ok", or what its error says."""
+    try:
+        function(*args, **options)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "ok"
+
+
+def populate():
+    """Populate memory, while madvise(2) is faulty."""
+    region = Region(1 << 20)
+    pause()
+    report(said_by(region.populate, 0, 1 << 20))
+
+
+def load_within(path, address_bytes):
+    """Load a file in a process that may not have the memory."""
+    nvmeio.default_handle()
+    with open("/proc/self/statm") as file:
+        used = int(file.read().split()[0]) * 4096
+    bound = used + address_bytes, resource.RLIM_INFINITY
+    resource.setrlimit(resource.RLIMIT_AS, bound)
+    report([said_by(ours.load_file, path, direct=True), nvmeio.default_handle().stats()])
+
+
+def load_and_save(source, target):
+    """Load a file and save it again, whatever the pool is bounded by."""
+    tensors = ours.load_file(source, direct=True)
+    ours.save_file(tensors, target)
+    again = ours.load_file(target)
+    same = all(np.array_equal(again[name], tensors[name]) for name in tensors)
+    report([same, list(again) == list(tensors)])
+
+
+def save_with(path):
+    """Save a model file, while system calls fail."""
+    pause()
+    said = said_by(ours.save_file, {"a": np.full(1 << 20, 7, np.uint8)}, path)
+    report([said, nvmeio.default_handle().pending])
+
+
+def save_unsynced_and_synced(path, sharded):
+    """Save a model file twice, while a tracer looks on."""
+    tensors = {"a": np.full(1 << 20, 7, np.uint8)}
+    save = save_sharded if sharded else ours.save_file
+    pause()
+    report([said_by(save, tensors, path, sync=sync) for sync in (False, True)])
+
+
+def save_and_stand_still(path):
+    """Stand still in the middle of a save, until killed."""
+
+    def stop(written, total):
+        if written >= total // 2:
+            pause()
+
+    ours.save_file({"a": np.full(64 << 20, 7, np.uint8)}, path, progress=stop)
+
+
+def load_with(path, direct):
+    """Load a model file while system calls fail."""
+    # It maps the file.
+    expected = safetensors.numpy.load_file(path)
+    found = {}
+    pause()
+    said = said_by(lambda: found.update(ours.load_file(path, direct=direct)))
+    same = all(np.array_equal(found[name], expected[name]) for name in found)
+    report([said, same, nvmeio.default_handle().pending])
+
+
+def load_as_other(path):
+    """Load a file of another user's, cold and cached, each more than once."""
+    from nvmeio._native.page_cache import cached_fraction
+
+    with open(path, "rb") as file:
+        found = [cached_fraction(file.fileno(), 0, os.fstat(file.fileno()).st_size)]
+        try:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_NORMAL)
+        finally:
+            ways = []
+            for _ in range(3):
+                before = nvmeio.default_handle().stats()["bytes_direct"]
+                ours.load_file(path)
+                ways.append(nvmeio.default_handle().stats()["bytes_direct"] > before)
+    report([found, ways])
+
+
+def fork_while_reading(path):
+    """Read a file in order, and go on in a child and in the parent."""
+    expected = ours.load_file(path, direct=False)
+
+    def check(file, names):
+        for name in names:
+            assert np.array_equal(file.get_tensor(name), expected[name]), name
+
+    with safe_open(path, "np", direct=True) as file:
+        names = file.offset_keys()
+        part = file.get_slice(names[3])
+        check(file, names[:4])
+        child = os.fork()
+        if child == 0:
+            try:
+                assert np.array_equal(part[1:3], expected[names[3]][1:3])
+                check(file, names[4:])
+                check(file, reversed(names))
+                with safe_open(path, "np", direct=True) as again:
+                    check(again, names)
+            except BaseException:
+                traceback.print_exc()
+                os._exit(1)
+            os._exit(0)
+        check(file, names[4:])
+        _, status = os.waitpid(child, 0)
+    report([os.waitstatus_to_exitcode(status), nvmeio.default_handle().pending])
