@@ -1,8 +1,9 @@
-"""Rows of checkpoints: a Checkpointer beside plain loops and a plain copy."""
+"""Rows of checkpoints: a Checkpointer beside plain loops, a plain copy and a training loop."""
 
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -93,4 +94,48 @@ def checkpoint_duels(folder: Path, size: int, child: LoopChild | None) -> Iterat
         (staged, copied),
         False,
         (Goal("time", 1.2),),
+    )
+    yield training_duel(checkpointer, dict(list(state.items())[: COUNT // 4]), root)
+
+
+def training_duel(checkpointer: Checkpointer, state: dict[str, np.ndarray], root: Path) -> Duel:
+    """Pair a loop that computes during a save, for ten times as long, with one alone."""
+    numbers = np.random.default_rng(2)
+    batch, weights = (numbers.random((512, 512), np.float32) for _ in range(2))
+    result = np.empty_like(batch)
+
+    def train(steps: int) -> int:
+        for _ in range(steps):
+            np.matmul(batch, weights, out=result)
+            # What of a step is Python's own.
+            sum(range(1000))
+        return steps
+
+    def new() -> None:
+        shutil.rmtree(root / "step-1", ignore_errors=True)
+
+    begin = time.perf_counter()
+    train(500)
+    step_seconds = (time.perf_counter() - begin) / 500
+    durations = []
+    for _ in range(3):
+        new()
+        begin = time.perf_counter()
+        checkpointer.save_async(1, state).result()
+        durations.append(time.perf_counter() - begin)
+    steps = int(10 * sorted(durations)[1] / step_seconds)
+
+    def saving() -> Sample:
+        new()
+        future = checkpointer.save_async(1, state)
+        sample = measured(lambda: train(steps))
+        future.result()
+        return sample
+
+    return Duel(
+        "a training loop during and after save_async, ten times its duration",
+        ("beside a save", "alone"),
+        (saving, lambda: measured(lambda: train(steps))),
+        False,
+        (Goal("time", 1.05),),
     )

@@ -33,7 +33,7 @@ def _small_parts(monkeypatch):
     """Files are read and written in parts that are smaller, as these files are."""
     monkeypatch.setattr(_reading, "CHUNK_BYTES", 8 * MIB)
     monkeypatch.setattr(_open, "BATCH_BYTES", 8 * MIB)
-    monkeypatch.setattr(_writing, "STAGE_BYTES", 2 * MIB)
+    monkeypatch.setattr(_writing, "STAGES", 4)
 
 
 @pytest.fixture(scope="module")

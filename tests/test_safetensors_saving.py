@@ -28,8 +28,8 @@ NEW = {f"{n}": np.full(MIB // 8 + n, n, np.uint8) for n in range(30)}
 
 @pytest.fixture(autouse=True)
 def _small_stages(monkeypatch):
-    """Files are written in parts that are smaller, as these files are."""
-    monkeypatch.setattr(_writing, "STAGE_BYTES", MIB)
+    """Memory for what is on its way is filled several times, for files of 4 MiB too."""
+    monkeypatch.setattr(_writing, "STAGES", 4)
 
 
 def save(tensors, path, **options):

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import crc32c
 
 from nvmeio.checkpoint._errors import CheckpointError
-from nvmeio.safetensors._writing import STAGE_BYTES
 
 __all__ = [
     "BLOCK_BYTES",
@@ -37,7 +36,7 @@ TREE = "tree.json"
 
 # A file is as large as memory, the others describe it.
 JSON_BYTES_MAX = 1 << 30
-BLOCK_BYTES = STAGE_BYTES
+BLOCK_BYTES = 8 << 20
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
 _SUM = re.compile(r"[0-9a-f]{8}")

@@ -24,17 +24,18 @@ from nvmeio.memory import empty
 from nvmeio.safetensors._header import build
 from nvmeio.safetensors._reading import Progress, check_progress
 
-__all__ = ["STAGE_BYTES", "Bytes", "Seen", "Source", "pack", "parts_of", "reserve", "save"]
-__all__ += ["saving", "write"]
+__all__ = ["Bytes", "Seen", "Source", "pack", "parts_of", "reserve", "save", "saving"]
+__all__ += ["write"]
 
 Bytes = npt.NDArray[np.uint8]
 # Is told of bytes of a file in their order, while the processor's cache has them.
 Seen = Callable[[Bytes], object]
 
-# What is on its way to the drive, and what is being filled meanwhile, piece by piece.
-STAGE_BYTES = 8 << 20
-STAGES = 4
-PIECE_BYTES = 1 << 20
+# What is on its way to the drive, and what is being filled meanwhile.  A stage is small
+# enough for the processor's cache, from which the drive then takes it: with 4 of 8 MiB a
+# save had 0.9 times the speed.
+STAGE_BYTES = 1 << 20
+STAGES = 32
 
 
 class Source(NamedTuple):
@@ -176,11 +177,12 @@ def parts_of(header: bytes, contents: Sequence[Callable[[], Bytes]]) -> Iterator
 
 def _stages() -> list[Bytes]:
     """Return memory for what is on its way, of the pool if that may have so much."""
+    nbytes = STAGES * STAGE_BYTES
     try:
-        return [empty(STAGE_BYTES, np.uint8) for _ in range(STAGES)]
+        return np.split(empty(nbytes, np.uint8), STAGES)
     except MemoryError:
-        region: Any = Region(STAGES * STAGE_BYTES)
-        region.populate(0, STAGES * STAGE_BYTES)
+        region: Any = Region(nbytes)
+        region.populate(0, nbytes)
         return np.split(np.frombuffer(region, np.uint8), STAGES)
 
 
@@ -212,7 +214,7 @@ def write(
         for part in parts:
             place = 0
             while place < len(part):
-                count = min(len(part) - place, STAGE_BYTES - used, PIECE_BYTES)
+                count = min(len(part) - place, STAGE_BYTES - used)
                 piece = stages[turn][used : used + count]
                 np.copyto(piece, part[place : place + count])
                 if seen is not None:

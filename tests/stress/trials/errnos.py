@@ -1,12 +1,14 @@
 """The fixed workload of test_errnos.py, in Python."""
 
 import errno
-import fcntl
 import json
 import os
+import select
 
 import nvmeio
 from helpers import Guarded, pattern
+from nvmeio.checkpoint import Checkpointer, CheckpointError
+from workloads.checkpoints import same, state_of
 from workloads.common import make_file
 
 KIB = 1 << 10
@@ -24,6 +26,8 @@ def ended(function, *args, **options):
         return None, -error.errno
     except MemoryError:
         return None, -errno.ENOMEM
+    except CheckpointError:
+        return None, -errno.EUCLEAN
 
 
 class Steps:
@@ -101,12 +105,11 @@ class Steps:
 
 
 def open_count():
-    """Return how many descriptors are open: what is not locked is unlocked."""
-
-    def is_open(descriptor):
-        return ended(fcntl.flock, descriptor, fcntl.LOCK_UN)[1] != -errno.EBADF
-
-    return sum(map(is_open, range(64)))
+    """Return how many descriptors are open, by poll, which is not the library's."""
+    poll = select.poll()
+    for descriptor in range(64):
+        poll.register(descriptor, 0)
+    return 64 - sum(event == select.POLLNVAL for _, event in poll.poll(0))
 
 
 def say(value):
@@ -115,9 +118,8 @@ def say(value):
     assert os.writev(1, [line]) == len(line)
 
 
-def fixed_steps(folder, engine):
+def carry_out_twice(steps):
     """Carry all steps out, and once more after the pause; say 0 or -errno for each."""
-    steps = Steps(folder, engine)
     assert set(steps.run().values()) == {0}
     before = open_count()
     say("ready")
@@ -126,3 +128,44 @@ def fixed_steps(folder, engine):
     say({**results, "left_open": open_count() - before})
     # What libraries of numpy's do at the end is not under test.
     os._exit(0)
+
+
+def fixed_steps(folder, engine):
+    """Carry out the steps of transfers."""
+    carry_out_twice(Steps(folder, engine))
+
+
+class Checkpoints:
+    """Saves in each way, what is restored of them, and old ones that go."""
+
+    def __init__(self, root):
+        self.root, self.step = root, 0
+
+    def run(self):
+        """Save three steps, of which two are kept."""
+        checkpointer = Checkpointer(self.root, keep=2)
+        results = {}
+
+        def save(how):
+            self.step += 1
+            state = state_of(self.step, 5000)
+            if how == "save":
+                return checkpointer.save(self.step, state)
+            future = checkpointer.save_async(self.step, state, stage=how == "staged")
+            return future.result()
+
+        def restored(step):
+            assert same(checkpointer.restore(step), state_of(step, 5000))
+
+        for how in ("save", "staged", "unstaged"):
+            results[f"{how} {self.step + 1}"] = ended(save, how)[1]
+            if results[f"{how} {self.step}"] == 0:
+                results[f"restore {self.step}"] = ended(restored, self.step)[1]
+        results["latest"] = ended(checkpointer.latest)[1]
+        results["close"] = ended(checkpointer.close)[1]
+        return results
+
+
+def checkpoint_steps(root):
+    """Carry out the steps of checkpoints."""
+    carry_out_twice(Checkpoints(root))
