@@ -171,6 +171,31 @@ def loop_mount(loop_device, tmp_path):
     return mount
 
 
+class Filler:
+    """Files that leave no room on a file system, and give it back block by block.
+
+    Parameters
+    ----------
+    folder : pathlib.Path
+        Where they are.
+    """
+
+    def __init__(self, folder):
+        self.path, block = folder / "filler", 4096
+        for size in (MIB, 64 * 1024, block):
+            with open(self.path, "ab") as file, contextlib.suppress(OSError):
+                while True:
+                    os.posix_fallocate(file.fileno(), file.tell(), size)
+                    file.seek(0, os.SEEK_END)
+                    os.fsync(file.fileno())
+        self.block = block
+
+    def shrink(self):
+        """Leave room for a block more."""
+        os.truncate(self.path, self.path.stat().st_size - self.block)
+        run_tool("sync", "--file-system", self.path)
+
+
 def bind_prefix(script, path):
     """Return the words that run a script with mounts of its own, and then a command."""
     return ["unshare", "--mount", "sh", "-c", f'{script} && exec "$@"', path]

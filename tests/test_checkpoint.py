@@ -16,6 +16,7 @@ import safetensors.numpy
 
 import nvmeio
 from children import Child, as_nobody, run_child, skip_sanitized
+from mounts import SIZES_MIN, Filler
 from nvmeio.checkpoint import Checkpointer, CheckpointError, _saving
 from workloads.checkpoints import same, state_of
 
@@ -628,3 +629,37 @@ def test_whoever_is_killed_leaves_complete_steps(root, delay):
 
 def test_it_is_found_by_name():
     assert nvmeio.checkpoint.Checkpointer is Checkpointer
+
+
+@pytest.mark.parametrize("how", ["save", "staged", "unstaged"])
+@pytest.mark.parametrize("kind", ["ext4", "xfs", "ext4, nothing reserved"])
+def test_a_drive_may_be_full_at_any_point(loop_mount, monkeypatch, kind, how):
+    if "," in kind:
+        # As on file systems that know no fallocate: the bytes themselves find no room.
+        monkeypatch.setattr(_saving, "reserve", lambda *_: None)
+    kind = kind.partition(",")[0]
+    folder = loop_mount(kind, SIZES_MIN[kind])
+    root, failed = folder / "root", 0
+    with Checkpointer(root, keep=1) as checkpointer:
+        checkpointer.save(1, state_of(1, 5000))
+        filler, state = Filler(folder), state_of(2, 5000)
+        while True:
+            try:
+                if how == "save":
+                    checkpointer.save(2, state)
+                else:
+                    checkpointer.save_async(2, state, stage=how == "staged").result()
+                break
+            except OSError as error:
+                told = error
+            assert told.errno == errno.ENOSPC
+            assert str(root) in str(told)
+            failed += 1
+            assert sorted(os.listdir(root)) == [".nvmeio-lock", "step-1"]
+            checkpointer.verify(1)
+            filler.shrink()
+        # A block for the folder, six for tensors, one for each other file.
+        assert failed > 5
+        checkpointer.verify(2)
+        assert same(checkpointer.restore(), state_of(2, 5000))
+        assert checkpointer.steps() == [2]

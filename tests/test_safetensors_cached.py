@@ -96,12 +96,13 @@ def test_a_few_pages_are_counted_and_sampled(path, offset, nbytes):
         part = file.fileno(), offset, nbytes
         # The kernel may drop a page at any moment, one that is not there may come while the
         # sample is interrupted, and one that is there may be locked by another.
+        looks = page_cache.cached_fraction, page_cache.sampled_fraction
         cold, warmed = set(), set()
         for _ in range(5):
             drop(path)
-            cold.add((page_cache.cached_fraction(*part), page_cache.sampled_fraction(*part)))
+            cold.add(tuple(look(*part) for look in looks))
             warm(path)
-            warmed.add((page_cache.cached_fraction(*part), page_cache.sampled_fraction(*part)))
+            warmed.add(tuple(look(*part) for look in looks))
         assert (0, 0) in cold
         assert (1, 1) in warmed
 

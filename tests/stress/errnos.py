@@ -3,11 +3,11 @@
 By section 2 of the Linux manual pages; by the kernel's sources for io_uring.
 """
 
+import dataclasses
 import errno
 import random
 
 ERRNOS = {
-    "brk": "ENOMEM",
     "clone": "EAGAIN ENOMEM ENOSPC EPERM",
     "clone3": "EAGAIN ENOMEM ENOSPC EPERM",
     "close": "EBADF EDQUOT EINTR EIO ENOSPC",
@@ -57,14 +57,16 @@ ERRNOS = {
 }
 
 LEFT_OUT = {
+    "brk": "returns where the heap ends, never an errno: glibc takes one for an address",
     "exit": "never returns",
     "exit_group": "never returns",
-    "flock": "is the workload's own",
+    "cachestat": "tells what is worth knowing, or nothing",
     "futex": "a wake-up that strace suppresses is lost, as no kernel loses one; and glibc "
     "ends the process",
     "geteuid": "cannot fail",
     "getpid": "cannot fail",
     "gettid": "cannot fail",
+    "poll": "is the workload's own",
     "preadv": "is the workload's own",
     "preadv2": "is the workload's own",
     "readv": "is the workload's own",
@@ -72,6 +74,7 @@ LEFT_OUT = {
     "rseq": "glibc ends the process where it fails in a new thread",
     "sched_yield": "cannot fail",
     "sigaltstack": "is Python's, at its end",
+    "syscall_0x1c3": "is cachestat to an strace that has no name for it",
     "unlink": "is the workload's own",
     "writev": "is the workload's own",
 }
@@ -109,39 +112,91 @@ PASSING = {
     ("io_submit", "EAGAIN"),
     ("pread64", "EAGAIN"),
     ("pwrite64", "EAGAIN"),
+    # Of file systems that cannot rename to a new name alone.
+    ("renameat2", "EINVAL"),
 }
 # What no bytes show, nor another way makes up for: it must be told.
 TOLD = {"fdatasync", "fsync"}
 # pthread_create() and malloc() have errnos of their own for want of memory.
-MEMORY = {"brk", "clone", "clone3", "mmap", "mprotect", "mremap"}
+MEMORY = {"clone", "clone3", "mmap", "mprotect", "mremap"}
 
-# A thread makes no call more often.
-INDEX_MAX = 100
+# Beside them, what checkpoints are made of: files and folders by Python.
+_NAMES = "EACCES ELOOP ENAMETOOLONG ENOENT ENOMEM ENOTDIR EPERM EROFS"
+OF_CHECKPOINTS = {
+    "fallocate": "EBADF EFBIG EINTR EINVAL EIO ENODEV ENOSPC ENOSYS EOPNOTSUPP EPERM",
+    "flock": "EBADF EINTR EINVAL ENOLCK EAGAIN",
+    "getcwd": "EACCES ENOENT ENOMEM",
+    "getdents64": "EBADF EFAULT EINVAL EIO ENOENT ENOTDIR",
+    "getrandom": "EAGAIN EFAULT EINTR EINVAL",
+    "mkdir": f"{_NAMES} EDQUOT EEXIST EINVAL EIO EMLINK ENOSPC",
+    # Files never say EAGAIN.
+    "pwrite64": "EBADF EDQUOT EFAULT EFBIG EINTR EINVAL EIO ENOSPC EOVERFLOW EPERM",
+    "read": "EBADF EFAULT EINTR EINVAL EIO EISDIR",
+    "rename": f"{_NAMES} EBUSY EDQUOT EINVAL EIO EISDIR EMLINK ENOSPC ENOTEMPTY EXDEV",
+    "renameat2": f"{_NAMES} EBUSY EDQUOT EEXIST EINVAL EIO EMLINK ENOSPC EXDEV",
+    "rmdir": f"{_NAMES} EBUSY EINVAL EIO ENOTEMPTY",
+    "uname": "EFAULT",
+    "unlinkat": f"{_NAMES} EBADF EBUSY EINVAL EIO EISDIR",
+    "write": "EBADF EDQUOT EFAULT EFBIG EINTR EINVAL EIO ENOSPC EPERM",
+}
 
 
-def every_case():
-    """Return each call, index and errno, in an order that depends on this file alone."""
-    cases = [
-        (call, index, name)
-        for call, names in ERRNOS.items()
-        for index in range(INDEX_MAX)
-        for name in names.split()
-    ]
-    random.Random(0).shuffle(cases)
-    return cases
+@dataclasses.dataclass(frozen=True)
+class Calls:
+    """The system calls of a workload, and how each may fail.
+
+    Attributes
+    ----------
+    errnos : dict of str
+        The errnos of each call.
+    left_out : dict of str
+        Why others are not failed.
+    told : set of str
+        Calls whose failure some step must end with.
+    strict : bool
+        Whether a step may end with no other errno than that of its call.
+    index_max : int
+        A thread makes no call more often.
+    """
+
+    errnos: dict
+    left_out: dict
+    told: set
+    strict: bool
+    index_max: int = 100
+
+    def every_case(self):
+        """Return each call, index and errno, in an order that this file alone decides."""
+        cases = [
+            (call, index, name)
+            for call, names in self.errnos.items()
+            for index in range(self.index_max)
+            for name in names.split()
+        ]
+        random.Random(0).shuffle(cases)
+        return cases
+
+    def may_report(self, call, name):
+        """Return the errnos that a step may end with when a call has failed with this."""
+        if not self.strict:
+            return set() if (call, name) in PASSING else set(errno.errorcode)
+        if call in HARMLESS or (call, name) in PASSING:
+            return set()
+        names = {name}
+        if call in MEMORY:
+            names |= {"EAGAIN", "ENOMEM"}
+        if (call, name) == ("openat", "ENXIO"):
+            # Of a pipe or a socket, which are refused.
+            names |= {"EINVAL"}
+        return {getattr(errno, name) for name in names}
 
 
-CASES = every_case()
-
-
-def may_report(call, name):
-    """Return the errnos that a step may end with when a call has failed with this one."""
-    if call in HARMLESS or (call, name) in PASSING:
-        return set()
-    names = {name}
-    if call in MEMORY:
-        names |= {"EAGAIN", "ENOMEM"}
-    if (call, name) == ("openat", "ENXIO"):
-        # Of a pipe or a socket, which are refused.
-        names |= {"EINVAL"}
-    return {getattr(errno, name) for name in names}
+TRANSFERS = Calls(ERRNOS, LEFT_OUT, TOLD, strict=True)
+CHECKPOINTS = Calls(
+    {call: names for call, names in (ERRNOS | OF_CHECKPOINTS).items() if call != "mmap"},
+    {call: why for call, why in LEFT_OUT.items() if call not in OF_CHECKPOINTS}
+    | {"mmap": "threading.Thread.start() waits for ever for one that has no memory"},
+    {"fsync", "mkdir", "renameat2"},
+    strict=False,
+    index_max=130,
+)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from nvmeio._arguments.checks import path_of
 from nvmeio._arguments.types import Path
+from nvmeio._files.descriptors import FOLDER, opened
 
 __all__ = ["absolute", "naming", "resolved", "synced_folder"]
 
@@ -20,21 +21,19 @@ def synced_folder(path: str | bytes, *, follow: bool = True) -> Iterator[None]:
     with naming(path):
         folder = os.path.dirname(resolved(path, follow=follow))
     words = f" (its folder {folder!r}, to be synced)"
-    descriptor = -1
-    try:
+    with contextlib.ExitStack() as stack:
         with naming(path, words):
-            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            descriptor = stack.enter_context(opened(folder, FOLDER))
         yield
         with naming(path, words):
             os.fsync(descriptor)
-    finally:
-        if descriptor >= 0:
-            os.close(descriptor)
 
 
 def absolute(path: Path) -> str | bytes:
     """Return a path that another process, in another folder, can take."""
     path = path_of(path)
+    if os.path.isabs(path):
+        return path
     folder = os.getcwdb() if isinstance(path, bytes) else os.getcwd()
     # Not normalized: "link/../file" is what the kernel takes it for.
     return os.path.join(folder, path)  # type: ignore[arg-type]  # both are of one type
@@ -54,7 +53,9 @@ def resolved(path: str | bytes, *, follow: bool = True) -> str:
 
     With ``follow=False`` the last name of the path may be a link, which is not followed.
     """
-    found = os.path.join(os.getcwd(), os.fsdecode(path))
+    found = os.fsdecode(path)
+    if not os.path.isabs(found):
+        found = os.path.join(os.getcwd(), found)
     for _ in range(40):
         folder, name = os.path.split(found)
         if name in ("", os.curdir, os.pardir):

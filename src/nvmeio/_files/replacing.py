@@ -6,6 +6,7 @@ import os
 import stat
 from collections.abc import Iterator
 
+from nvmeio._files.descriptors import FOLDER, opened
 from nvmeio._files.paths import resolved
 
 __all__ = ["become_like", "is_replaceable", "link", "replacement"]
@@ -86,12 +87,9 @@ def _owned(descriptor: int, user: int, group: int) -> bool:
 
 def link(descriptor: int, path: str) -> None:
     """Give a file a name."""
-    folder = os.open("/proc/self/fd", os.O_RDONLY | os.O_DIRECTORY)
-    try:
+    with opened("/proc/self/fd", FOLDER) as folder:
         # With a folder Python calls linkat(2), which follows the link that is there.
         os.link(str(descriptor), path, src_dir_fd=folder, follow_symlinks=True)
-    finally:
-        os.close(folder)
 
 
 def _rename_to_new(temporary: str, target: str) -> None:

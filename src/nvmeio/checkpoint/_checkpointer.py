@@ -247,11 +247,16 @@ class Checkpointer:
             future = SaveFuture(plan.step)
             if stage:
                 future.staged.set_result(None)
-            self._latest = future
-            self._thread = threading.Thread(
+            thread = threading.Thread(
                 target=self._carry_out_for, args=(plan, future), name="nvmeio-checkpoint"
             )
-            self._thread.start()
+            self._latest, self._thread = future, thread
+            try:
+                thread.start()
+            except RuntimeError:
+                # The system has no thread to give.
+                self._latest = self._thread = None
+                raise
             return future
 
     def _plan(self, step: int, state: Any, metadata: Any) -> Plan:

@@ -3,7 +3,6 @@
 import contextlib
 import errno
 import fcntl
-import functools
 import logging
 import os
 import pathlib
@@ -16,6 +15,7 @@ from collections.abc import Iterator
 from nvmeio._arguments.checks import flag, path_of, whole
 from nvmeio._arguments.keywords import suggesting
 from nvmeio._arguments.types import Path
+from nvmeio._files.descriptors import FOLDER, close_quietly, opened
 from nvmeio._files.paths import naming, resolved
 from nvmeio._files.replacing import become_like
 from nvmeio._native.file import File
@@ -122,7 +122,7 @@ class Unfinished:
         self.process = os.getpid()
         with naming(target, f" (its folder {os.path.dirname(target)!r})"):
             os.mkdir(self.path)
-        self.descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self.descriptor = os.open(self.path, FOLDER | os.O_CLOEXEC)
         # Who is in another container may not see this process.
         with contextlib.suppress(OSError):
             fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -131,9 +131,11 @@ class Unfinished:
         return self
 
     def __exit__(self, *error: object) -> None:
-        with contextlib.closing(_Descriptor(self.descriptor)):
+        try:
             if os.getpid() == self.process and self.path:
                 shutil.rmtree(self.path, ignore_errors=True)
+        finally:
+            close_quietly(self.descriptor)
 
     def reserve(self, nbytes: int) -> None:
         """See that there is room for so many bytes."""
@@ -153,8 +155,7 @@ class Unfinished:
                 f"{os.getpid()}, cannot complete it"
             )
         parent = os.path.dirname(self.target)
-        descriptor = os.open(parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        with contextlib.closing(_Descriptor(descriptor)):
+        with opened(parent, FOLDER) as descriptor:
             old = self.replace and os.path.lexists(self.target)
             if old:
                 _check_target(self.target, self.replace)
@@ -172,11 +173,6 @@ class Unfinished:
                     os.fsync(descriptor)
         if old:
             discard(left)
-
-
-class _Descriptor:
-    def __init__(self, descriptor: int) -> None:
-        self.close = functools.partial(os.close, descriptor)
 
 
 def _check_target(target: str, replace: bool) -> None:
@@ -200,22 +196,17 @@ def sync_below(folder: str) -> None:
             sync_below(entry.path)
             sync_folder(entry.path)
         elif entry.is_file(follow_symlinks=False):
-            with naming(entry.path):
-                try:
-                    descriptor = os.open(entry.path, os.O_RDONLY | os.O_CLOEXEC)
-                except PermissionError:
-                    # One that may be written alone.
-                    descriptor = os.open(entry.path, os.O_WRONLY | os.O_CLOEXEC)
-                with contextlib.closing(_Descriptor(descriptor)):
-                    os.fsync(descriptor)
+            # One may be written alone.
+            readable = os.access(entry.path, os.R_OK, effective_ids=True)
+            flags = os.O_RDONLY if readable else os.O_WRONLY
+            with naming(entry.path), opened(entry.path, flags) as descriptor:
+                os.fsync(descriptor)
 
 
 def sync_folder(folder: str) -> None:
     """Make the names in a folder durable."""
-    with naming(folder):
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        with contextlib.closing(_Descriptor(descriptor)):
-            os.fsync(descriptor)
+    with naming(folder), opened(folder, FOLDER) as descriptor:
+        os.fsync(descriptor)
 
 
 def make_folders(folder: str) -> None:
@@ -296,16 +287,10 @@ def cleanup(folder: Path) -> list[str]:
     for entry in os.scandir(os.fsdecode(path_of(folder))):
         found = _LEFTOVER.fullmatch(entry.name)
         if found and entry.is_dir(follow_symlinks=False) and _is_dead(found):
-            try:
-                descriptor = os.open(
-                    entry.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-                )
-            except FileNotFoundError:
-                continue
-            with contextlib.closing(_Descriptor(descriptor)):
-                if not _locked(descriptor):
-                    continue
-                with naming(entry.path):
+            with contextlib.suppress(FileNotFoundError), naming(entry.path):
+                with opened(entry.path, FOLDER) as descriptor:
+                    if not _locked(descriptor):
+                        continue
                     shutil.rmtree(entry.path)
                 removed.append(entry.path)
     return removed

@@ -1,6 +1,5 @@
 """Who writes to a root, and who reads a step: locks that fall with their process."""
 
-import contextlib
 import errno
 import fcntl
 import os
@@ -10,6 +9,7 @@ import weakref
 from typing import ClassVar
 
 from nvmeio._events.forks import call_in_child
+from nvmeio._files.descriptors import close_quietly, opened
 from nvmeio._files.paths import naming
 
 __all__ = ["WriterLock", "try_exclusive"]
@@ -34,18 +34,10 @@ class WriterLock:
         with naming(self.path):
             descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
             try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                holder = os.pread(descriptor, _HOLDER_BYTES_MAX, 0).decode(errors="replace")
-                os.close(descriptor)
-                if not isinstance(error, BlockingIOError):
-                    raise
-                words = f"another writes checkpoints here: {holder.strip() or 'unknown'}"
-                raise BlockingIOError(errno.EAGAIN, words) from None
-            since = time.strftime("%Y-%m-%d %H:%M:%S")
-            text = f"process {os.getpid()} on {socket.gethostname()}, since {since}\n"
-            os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, text.encode(), 0)
+                _lock(descriptor)
+            except BaseException:
+                close_quietly(descriptor)
+                raise
         self.descriptor = descriptor
         WriterLock._taken.add(self)
 
@@ -54,10 +46,24 @@ class WriterLock:
         descriptor, self.descriptor = self.descriptor, -1
         WriterLock._taken.discard(self)
         if descriptor >= 0:
-            os.close(descriptor)
+            close_quietly(descriptor)
 
     def __del__(self) -> None:
         self.release()
+
+
+def _lock(descriptor: int) -> None:
+    """Lock a file and write down for whom; raises BlockingIOError, which names another."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = os.pread(descriptor, _HOLDER_BYTES_MAX, 0).decode(errors="replace")
+        words = f"another writes checkpoints here: {holder.strip() or 'unknown'}"
+        raise BlockingIOError(errno.EAGAIN, words) from None
+    since = time.strftime("%Y-%m-%d %H:%M:%S")
+    text = f"process {os.getpid()} on {socket.gethostname()}, since {since}\n"
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, text.encode(), 0)
 
 
 def _release_in_child() -> None:
@@ -71,12 +77,12 @@ call_in_child(_release_in_child)
 
 def try_exclusive(path: str) -> bool:
     """Tell whether nobody reads what a file belongs to."""
-    with contextlib.suppress(OSError):
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-        try:
+    try:
+        with opened(path, os.O_RDONLY | os.O_NOFOLLOW) as descriptor:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        finally:
-            os.close(descriptor)
+    except BlockingIOError:
+        return False
+    except OSError:
+        # The file system has no locks, or what is left of the step no file.
+        return True
     return True

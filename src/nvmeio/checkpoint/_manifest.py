@@ -113,7 +113,8 @@ class Checksums:
 def read_json(folder: str, name: str, opener: Callable[[str], int]) -> Any:
     """Read a small file of a checkpoint; raises CheckpointError, with the path."""
     path = os.path.join(folder, name)
-    with open(opener(path), "rb") as file:
+    # It is closed whatever happens, as a descriptor that is given would not be.
+    with open(path, "rb", opener=lambda path, flags: opener(path)) as file:
         size = os.fstat(file.fileno()).st_size
         if size > JSON_BYTES_MAX:
             raise CheckpointError(f"{path} has {size} bytes; {JSON_BYTES_MAX} is the limit")

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from nvmeio._files.descriptors import FOLDER, close_quietly
 from nvmeio._native.copy import memcpy
 from nvmeio._native.file import File
 from nvmeio.checkpoint._errors import CheckpointError
@@ -52,9 +53,7 @@ class Held:
 
     def _open_folder(self) -> None:
         try:
-            descriptor = os.open(
-                self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-            )
+            descriptor = os.open(self.folder, FOLDER | os.O_NOFOLLOW | os.O_CLOEXEC)
         except (NotADirectoryError, FileNotFoundError):
             raise CheckpointError(f"{self.folder} is no folder of a checkpoint") from None
         self._descriptors.append(descriptor)
@@ -75,9 +74,12 @@ class Held:
             if os.path.islink(path):
                 raise CheckpointError(f"{path} is a symbolic link") from None
             raise error from None
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            os.close(descriptor)
-            raise CheckpointError(f"{path} is no regular file")
+        try:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise CheckpointError(f"{path} is no regular file")
+        except BaseException:
+            close_quietly(descriptor)
+            raise
         return descriptor
 
     def _check_place(self) -> None:
@@ -92,7 +94,7 @@ class Held:
     def close(self) -> None:
         """Let others remove it."""
         while self._descriptors:
-            os.close(self._descriptors.pop())
+            close_quietly(self._descriptors.pop())
 
     def __enter__(self) -> "Held":
         return self
