@@ -161,6 +161,28 @@ def test_everything_is_synced_before_the_name_and_then_the_name(tmp_path):
     assert f"{folder}>" in calls[4]
 
 
+def test_files_that_may_only_be_written_are_synced(tmp_path, monkeypatch):
+    open_, fsync, synced = os.open, os.fsync, []
+
+    def opened(path, flags, *arguments, **options):
+        if str(path).endswith("secret") and flags & os.O_ACCMODE == os.O_RDONLY:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+        return open_(path, flags, *arguments, **options)
+
+    def record(descriptor):
+        synced.append(os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}")))
+        fsync(descriptor)
+
+    before = os.listdir("/proc/self/fd")
+    with atomic_directory(tmp_path / "a") as folder:
+        (folder / "secret").write_text("new")
+        monkeypatch.setattr(os, "open", opened)
+        monkeypatch.setattr(os, "fsync", record)
+    assert synced[0] == "secret"
+    assert synced[2] == tmp_path.name
+    assert os.listdir("/proc/self/fd") == before
+
+
 @pytest.mark.parametrize("when", range(1, 6))
 @pytest.mark.parametrize("replace", [True, False])
 def test_a_sync_that_fails_is_an_error_and_the_old_one_stays(tmp_path, when, replace):
@@ -233,26 +255,54 @@ def gc_unfinished():
 class TestCleanup:
     """Leftovers of the dead go, and no others."""
 
-    def killed(self, path):
-        """Let a process be killed in the middle."""
+    def killed(self, path, wait=True):
+        """Let a process be killed in the middle; without `wait` its number stays."""
         call = "import os, sys, nvmeio\n"
         call += "with nvmeio.checkpoint.atomic_directory(sys.argv[1]) as folder:\n"
         call += "    (folder / 'file').write_text('x'); os.kill(os.getpid(), 9)\n"
-        done = subprocess.run([sys.executable, "-c", call, str(path)], check=False)
-        assert done.returncode == -9
+        process = subprocess.Popen([sys.executable, "-c", call, str(path)])
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert not wait or process.wait() == -9
+        return process
 
-    def test_of_a_process_that_was_killed(self, tmp_path):
+    @pytest.mark.parametrize("wait", [True, False])
+    def test_of_a_process_that_was_killed(self, tmp_path, wait):
         (tmp_path / "other").mkdir()
         (tmp_path / ".nvmeio-tmp").mkdir()
-        self.killed(tmp_path / "a")
+        process = self.killed(tmp_path / "a", wait)
         (name,) = {*os.listdir(tmp_path)} - {"other", ".nvmeio-tmp"}
-        assert name.startswith(f".a.{os.uname().nodename}-")
+        assert name.startswith(f".a.{folders._host()}-")
         assert cleanup(tmp_path) == [str(tmp_path / name)]
         assert sorted(os.listdir(tmp_path)) == [".nvmeio-tmp", "other"]
         assert cleanup(tmp_path) == []
+        process.wait()
 
-    def test_of_one_that_lives_it_stays(self, tmp_path):
+    def test_hosts_may_have_dots_and_one_that_stays_does_not_keep_others(
+        self, tmp_path, monkeypatch
+    ):
+        monkeypatch.setattr(folders.socket, "gethostname", lambda: "node-1.some.where")
+        monkeypatch.setattr(folders, "_start_of", lambda process: 1)
+        for name in ("a", "b.c", "d"):
+            os.mkdir(folders.leftover_name(str(tmp_path / name)))
+        monkeypatch.setattr(folders, "_start_of", lambda process: -1)
+        rmtree = folders.shutil.rmtree
+
+        def refused(path):
+            if os.path.basename(path).startswith(".b.c."):
+                raise PermissionError(errno.EACCES, "no", path)
+            rmtree(path)
+
+        monkeypatch.setattr(folders.shutil, "rmtree", refused)
+        with pytest.raises(PermissionError, match=r"\.b\.c\."):
+            cleanup(tmp_path)
+        assert [name[:5] for name in os.listdir(tmp_path)] == [".b.c."]
+
+    @pytest.mark.parametrize("seen", [True, False])
+    def test_of_one_that_lives_it_stays(self, tmp_path, monkeypatch, seen):
         with atomic_directory(tmp_path / "a") as folder:
+            if not seen:
+                # As from another container: it is locked all the same.
+                monkeypatch.setattr(folders, "_start_of", lambda process: -1)
             assert cleanup(tmp_path) == []
             assert folder.is_dir()
 
@@ -262,7 +312,10 @@ class TestCleanup:
         (name,) = os.listdir(tmp_path)
         path, held = tmp_path / name, None
         if change == "host":
-            path = path.rename(str(path).replace(os.uname().nodename, "elsewhere"))
+            # Between the name and the number: a short one may be anywhere.
+            words = name.replace(f".a.{folders._host()}-", ".a.elsewhere-")
+            assert words != name
+            path = path.rename(tmp_path / words)
         elif change == "locked":
             held = os.open(path, os.O_RDONLY)
             fcntl.flock(held, fcntl.LOCK_SH)

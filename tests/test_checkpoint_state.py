@@ -5,6 +5,7 @@ import datetime as dt
 import json
 import math
 
+import crc32c
 import numpy as np
 import pytest
 
@@ -16,12 +17,13 @@ import safetensors.torch
 import torch
 
 from model_samples import TORCH_DTYPES, filled
+from nvmeio.checkpoint._restoring import Held
 from nvmeio.checkpoint._tree import DEPTH_MAX
 
 
 @pytest.fixture
 def checkpointer(tmp_path):
-    with Checkpointer(tmp_path / "root") as found:
+    with Checkpointer(tmp_path / "root", verify="checksum") as found:
         yield found
 
 
@@ -84,6 +86,7 @@ PLAIN = [
     *({1: "a", 0: "b"}, {"1": 1, 1: 2}, {"a/b": 1, "a~b": 2, "__metadata__": 3}),
     collections.OrderedDict([("b", 1), (3, (1, [2, {"c": None}]))]),
     *(np.float64(0.1), np.float32("nan"), np.int8(-3), np.bool_(True), np.str_("")),
+    *(collections.Counter({80: 1, 3: 2}), torch.float32, torch.device("cuda", 1)),
     *(np.complex64(1 + 2j), np.datetime64("2020-01-01"), np.str_("ä"), np.bytes_(b"x")),
 ]
 
@@ -217,6 +220,49 @@ class TestShared:
         alone = torch.randn(5, dtype=torch.complex64).conj()
         assert torch.equal(through(checkpointer, {"a": alone}, way)["a"], alone)
 
+    def test_views_of_larger_elements(self, checkpointer, way):
+        """Torch sees elements at multiples of their size alone."""
+        numbers = torch.arange(20.0)
+        pairs = torch.view_as_complex(numbers.view(10, 2))
+        some = torch.arange(20, dtype=torch.uint8)
+        states = [{"a": numbers[1:10], "z": pairs[1:6]}]
+        states.append({"bytes": some[2:20], "floats": some.view(torch.float32)[1:5]})
+        for state in states:
+            assert same(through(checkpointer, state, way), state)
+
+    def test_arrays_of_what_numpy_has_no_dtype_for(self, checkpointer, way):
+        for dtype in (torch.bfloat16, torch.float8_e4m3fn):
+            tensor = torch.arange(8).to(dtype)
+            state = {"tensor": tensor, "array": tensor.view(torch.int8).numpy()}
+            found = through(checkpointer, state, way)
+            assert same(found, state)
+            found["array"][:] = 0
+            assert not found["tensor"].float().any()
+
+    def test_what_is_expanded_takes_its_elements_once(self, checkpointer, way):
+        state = {"a": torch.ones(3).expand(100_000, 3), "b": torch.tensor(7.0).expand(9)}
+        state["c"] = np.broadcast_to(np.arange(4), (5000, 4))
+        found = through(checkpointer, state, way)
+        assert all(np.array_equal(found[name], state[name]) for name in state)
+        stored = self.stored(checkpointer)
+        assert sum(each.nbytes for each in stored.values()) == 3 * 4 + 4 + 4 * 8
+
+
+def test_an_array_at_an_odd_distance_of_a_tensor(checkpointer):
+    memory = np.zeros(64, np.uint8)
+    tensor = torch.from_numpy(memory[1:41]).view(torch.float32)
+    other = torch.from_numpy(memory[3:43]).view(torch.float32)
+    with pytest.raises(TypeError, match=r"state\['b'\] cannot be saved: .* odd distance"):
+        checkpointer.save(1, {"a": tensor, "b": other})
+
+
+def test_a_scheduler_with_a_counter_resumes(checkpointer):
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=1.0)
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 4, 4])
+    scheduler.load_state_dict(through(checkpointer, scheduler.state_dict()))
+    assert type(scheduler.milestones) is collections.Counter
+    assert scheduler.milestones[4] == 2
+
 
 def test_parameters_and_what_wants_a_gradient(checkpointer):
     state = {
@@ -228,6 +274,30 @@ def test_parameters_and_what_wants_a_gradient(checkpointer):
     found = through(checkpointer, state)
     assert same(found, state)
     assert found["made"].is_leaf
+
+
+def test_checksums_are_those_of_what_is_read_for_the_state(checkpointer, monkeypatch):
+    whole = torch.arange(1000.0)
+    state = {"whole": whole, "half": whole[500:], "turned": torch.ones(30, 40).T}
+    state |= {"tied": [whole], "none": np.zeros((2, 0)), "pairs": torch.ones(5) * 1j}
+    checkpointer.save(1, state)
+    read, verify_file = [], Held._verify_file
+
+    def verify_and_note(held, name, *progress):
+        read.append(name)
+        return verify_file(held, name, *progress)
+
+    monkeypatch.setattr(Held, "_verify_file", verify_and_note)
+    for options in ({}, {"into": state}):
+        assert same(checkpointer.restore(1, **options), state)
+        assert read == []
+    # Memory that two tensors are read into is no damage of the file, which tells.
+    both = torch.zeros(1000)
+    into = state | {"whole": both, "half": both[:500], "tied": [both], "turned": both}
+    with pytest.raises(ValueError, match="turned"):
+        checkpointer.restore(1, into=into)
+    into["turned"] = both[: 30 * 40 // 2].repeat(2).view(40, 30)
+    checkpointer.restore(1, into=into)
 
 
 def test_names_in_the_file_are_paths(checkpointer):
@@ -291,13 +361,21 @@ def lazy():
     return torch.nn.LazyLinear(3).weight
 
 
+def freed():
+    """Return a tensor without its bytes, as FSDP leaves them."""
+    tensor = torch.ones(100_000)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
 REFUSED = {
     "object": (object(), r"state\['a'\]\[1\] is of type builtins.object; a state nests"),
     "set": ({1}, "type builtins.set"),
     "subclass": (Other(), "Other"),
     "named tuple": (collections.namedtuple("P", "x")(1), "P"),
     "date": (dt.date(2020, 1, 1), "datetime.date"),
-    "dtype": (torch.float32, "torch.dtype"),
+    "surrogates": ("ab\ud83d\ude00", "surrogates in a row"),
+    "long key": ({1 << 20_000: 1}, "has 20001 bits"),
     "key": ({(1, 2): 3}, r"state\['a'\]\[1\] has a key of type tuple, \(1, 2\)"),
     "true key": ({True: 3}, "has a key of type bool"),
     "surrogate key": ({"\ud800": torch.ones(1)}, "no Unicode"),
@@ -314,6 +392,12 @@ REFUSED = {
     "nested": (torch.nested.nested_tensor([torch.ones(2)]), "nested"),
     "objects": (np.array([None]), "Python objects"),
     "fields of objects": (np.zeros(1, [("a", "O")]), "Python objects"),
+    "no fields": (np.zeros(3, []), "cannot be written down"),
+    "fields in no order": (
+        np.zeros(3, {"names": ["a", "b"], "formats": ["i4", "i4"], "offsets": [4, 0]}),
+        "cannot be written down",
+    ),
+    "freed": (freed(), "its storage has 0 bytes"),
     "masked": (np.ma.ones(3), "MaskedArray"),
     "matrix": (np.matrix([1]), "matrix"),
     "object scalar": (np.array([object()], object)[0], "builtins.object"),
@@ -366,14 +450,16 @@ class TestInto:
         "model": {"a": torch.arange(12.0).reshape(3, 4), "b": torch.ones(2)},
         "list": [np.arange(5), 3],
         "lr": 0.1,
+        "lrs": 0.2,
     }
 
-    def test_every_tensor_is_filled_in_place(self, checkpointer):
+    @pytest.mark.parametrize("step", [1, 2])
+    def test_every_tensor_is_filled_in_place(self, checkpointer, step):
         state = self.STATE | {"tied": self.STATE["model"]["a"]}
         checkpointer.save(1, state)
-        base = torch.zeros(3, 8)
+        base = torch.zeros(3, 4 * step)
         into = {
-            "model": {"a": base[:, ::2], "b": torch.nn.Parameter(torch.zeros(2))},
+            "model": {"a": base[:, ::step], "b": torch.nn.Parameter(torch.zeros(2))},
             "list": (np.zeros(10, int)[::2], 0),
             "tied": torch.zeros(3, 4),
             "lr": 0.5,
@@ -384,7 +470,7 @@ class TestInto:
         assert found["model"]["b"] is into["model"]["b"]
         assert found["tied"] is into["tied"]
         assert found["list"][0] is into["list"][0]
-        assert torch.equal(base[:, ::2], state["model"]["a"])
+        assert torch.equal(base[:, ::step], state["model"]["a"])
         assert torch.equal(into["tied"], state["model"]["a"])
         assert torch.equal(into["model"]["b"], state["model"]["b"])
         assert np.array_equal(into["list"][0], state["list"][0])
@@ -412,6 +498,14 @@ class TestInto:
                 r"shape \[4, 3\]; the checkpoint has torch.float32 and \[3, 4\]",
             ),
             ({"list": [np.broadcast_to(np.arange(1), 5), 0]}, ValueError, "is read-only"),
+            *(
+                ({"model": {"a": torch.zeros(3, 4), "b": target}}, ValueError, words)
+                for target, words in (
+                    (torch.zeros(1).expand(2), r"state\['model'\]\['b'\] is expanded"),
+                    (torch.zeros(2, device="meta"), "has no memory to fill: meta"),
+                    (torch._neg_view(torch.zeros(2)), "is the conjugate or the negative"),
+                )
+            ),
         ],
         ids=str,
     )
@@ -434,8 +528,16 @@ class TestInto:
         assert same(found, {"model": {"b": torch.ones(2)}, "lr": 0.1})
         into = {"model": {"b": torch.zeros(2)}}
         assert checkpointer.restore(names=["model/b"], into=into)["model"]["b"].all()
+        # One may lie in another.
+        for names in (["model", "model/b"], ["model/b", "model"]):
+            assert same(checkpointer.restore(names=names), {"model": self.STATE["model"]})
+        checkpointer.save(2, {"": torch.ones(2), "a": 1, "b": {"": 2, "c": 3}})
+        assert checkpointer.restore(names=["a"]) == {"a": 1}
+        assert checkpointer.restore(names=["b/"]) == {"b": {"": 2}}
+        checkpointer.remove(2)
         for names, error, words in (
             (["model/c", "lr"], KeyError, "nothing named model/c"),
+            (["model", "model/c"], KeyError, "nothing named model/c"),
             (["list/0"], KeyError, "is a list"),
             ("lr", TypeError, "several names"),
             ([1], TypeError, "several names"),
@@ -449,9 +551,11 @@ def change_tree(checkpointer, change):
     folder = checkpointer.root / "step-1"
     said = json.loads((folder / "tree.json").read_text())
     change(said)
-    (folder / "tree.json").write_text(json.dumps(said))
+    text = json.dumps(said).encode()
+    (folder / "tree.json").write_bytes(text)
     manifest = json.loads((folder / "manifest.json").read_text())
-    manifest["files"]["tree.json"]["nbytes"] = (folder / "tree.json").stat().st_size
+    record = {"nbytes": len(text), "checksums": [f"{crc32c.crc32c(text):08x}"]}
+    manifest["files"]["tree.json"] = record
     (folder / "manifest.json").write_text(json.dumps(manifest))
 
 
@@ -500,6 +604,18 @@ HOSTILE = {
     "array of fields": {"array": "x", "dtype": [["a", "O"]], "shape": [2]},
     "array of nonsense": {"array": "x", "dtype": [[[[]]]], "shape": [2]},
     "array of other size": {"array": "x", "dtype": "<U1", "shape": [5]},
+    "dtype of a list": VIEW | {"dtype": ["float32"]},
+    "dtype of a dict": VIEW | {"dtype": {}},
+    "gradient of an integer": VIEW | {"dtype": "int32", "requires_grad": True},
+    "parameter of an array": {"array": "x", "parameter": True},
+    "offset of nothing": VIEW | {"shape": [0], "view": {"offset": 17, "strides": [4]}},
+    "more than there can be": VIEW
+    | {"shape": [2**40, 2**40], "view": {"offset": 0, "strides": [0, 0]}},
+    "too many dimensions": {"array": "x", "dtype": "<f4", "shape": [1] * 65},
+    "dtype of arrays": {"array": "x", "dtype": "(2,)<f4", "shape": [2]},
+    "no Counter": {"Counter": []},
+    "no dtype": {"torch.dtype": "nn"},
+    "no device": {"torch.device": "tree"},
 }
 
 

@@ -1,7 +1,10 @@
 """``nvmeio checkpoints``, and ``nvmeio verify`` of a root."""
 
+import datetime as dt
 import json
 import os
+import re
+import stat
 
 import numpy as np
 import pytest
@@ -36,6 +39,27 @@ def test_steps_are_listed_with_their_sizes_and_age(root):
     assert lines[-1] == "3 steps, 3 complete"
 
 
+@pytest.mark.parametrize(
+    ("ago", "age"),
+    [
+        *(({"days": 49}, "49 d"), ({"hours": 47}, "47 h"), ({"minutes": 119}, "119 min")),
+        *(({"minutes": 30}, "30 min"), ({"hours": -9}, "0 s"), (None, "-")),
+    ],
+    ids=str,
+)
+def test_ages_are_told_wherever_it_was_saved(root, monkeypatch, ago, age):
+    monkeypatch.setenv("TZ", "UTC-3")
+    saved = "some day"
+    if ago is not None:
+        zone = dt.timezone(dt.timedelta(hours=-7))
+        moment = dt.datetime.now(zone) - dt.timedelta(**ago)
+        saved = moment.strftime("%Y-%m-%dT%H:%M:%S%z")
+    path = root / "step-2" / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"saved": saved}))
+    found = nvmeio("checkpoints", root)
+    assert re.search(rf"^2 +[0-9.]+ KiB +{age} ", found.out.splitlines()[1].strip())
+
+
 def test_one_that_is_damaged_is_told_with_its_file(root):
     os.truncate(root / "step-10" / "tree.json", 10)
     (root / ".step-11.host-1-2-00000000.nvmeio-tmp").mkdir()
@@ -43,12 +67,15 @@ def test_one_that_is_damaged_is_told_with_its_file(root):
     assert found.status == 1
     assert f"{root}/step-10/tree.json has 10 bytes" in found.out
     assert found.out.splitlines()[-1] == (
-        "3 steps, 2 complete; 1 unfinished, or left by a process that died"
+        "3 steps, 2 complete; 1 unfinished, or left by a process that died, which the "
+        "next run that saves here removes"
     )
 
 
 def test_json_has_it_exactly(root):
     os.unlink(root / "step-10" / "tree.json")
+    os.unlink(root / "step-100" / "manifest.json")
+    os.mknod(root / "step-100" / "manifest.json", stat.S_IFSOCK | 0o600)
     found = json.loads(nvmeio("checkpoints", root, "--json").out)
     steps = {each["step"]: each for each in found["steps"]}
     assert list(steps) == [2, 10, 100]
@@ -57,6 +84,8 @@ def test_json_has_it_exactly(root):
     assert steps[2]["bytes"] == sum(sizes)
     assert (steps[2]["complete"], steps[2]["problem"]) == (True, None)
     assert steps[10]["problem"] == f"{root}/step-10/tree.json is missing"
+    words = f"[Errno 6] No such device or address: '{root}/step-100/manifest.json'"
+    assert steps[100]["problem"] == words
     assert found["unfinished"] == []
 
 
@@ -72,12 +101,19 @@ def test_a_folder_without_any(tmp_path, kind):
 def test_verify_reads_all_of_each_step(root):
     found = nvmeio("verify", root)
     assert found.status == 0, found.err
-    assert found.out.splitlines() == [f"{root}/step-{step}: OK" for step in (2, 10, 100)]
+    fine = [f"{root}/step-{step}: OK" for step in (2, 10, 100)]
+    assert (found.out, found.err.splitlines()) == ("", [*fine, "3 checkpoints, 0 bad"])
     damage(root, 10)
     found = nvmeio("verify", root)
     assert found.status == 1
-    assert found.out.splitlines() == [f"{root}/step-{step}: OK" for step in (2, 100)]
+    lines = found.err.splitlines()
+    assert [line for line in lines if line.endswith("OK")] == [fine[0], fine[2]]
     assert f"{root}/step-10/tensors.safetensors is damaged: bytes 0 to" in found.err
+    assert lines[-1] == "3 checkpoints, 1 bad"
+    for step in (10, 100):
+        found = nvmeio("verify", root / f"step-{step}")
+        assert found.status == (step == 10)
+        assert found.err.splitlines()[-1] == f"1 checkpoint, {int(step == 10)} bad"
     # The list looks at sizes alone.
     assert nvmeio("checkpoints", root).status == 0
 

@@ -3,6 +3,8 @@
 import json
 import os
 import pathlib
+import re
+import zipfile
 
 import numpy as np
 import pytest
@@ -110,3 +112,37 @@ def test_a_pickle_that_would_run_something_does_not(tmp_path):
     found = json.loads(nvmeio("inspect", tmp_path / "state.pt", "--json").out)
     assert [each["name"] for each in found["tensors"]] == ["x"]
     assert not (tmp_path / "made").exists()
+
+
+def hostile_pickle(kind):
+    """Return a pickle that would take much memory or time, or the stack."""
+    if kind == "memo":
+        return b"\x80\x02}r" + (1 << 30).to_bytes(4, "little") + b"."
+    if kind == "deep":
+        return b"\x80\x02" + b"]" * 5000 + b"a" * 4999 + b"."
+    if kind == "doubled":
+        # A tuple of two of the one before, forty times.
+        return b"\x80\x02)" + b"q\x00h\x00\x86" * 40 + b"."
+    # A tensor of a negative extent.
+    return (
+        b"\x80\x02}X\x01\x00\x00\x00actorch._utils\n_rebuild_tensor_v2\n"
+        b"((X\x07\x00\x00\x00storagectorch\nFloatStorage\nX\x01\x00\x00\x000X\x03\x00\x00\x00cpuK\x01tQ"
+        b"K\x00(J\xff\xff\xff\xfftK\x01\x85\x89}tRs."
+    )
+
+
+@pytest.mark.parametrize("kind", ["memo", "deep", "doubled", "negative", "deflated"])
+def test_hostile_files_of_torch(tmp_path, kind):
+    path = tmp_path / "state.pt"
+    how = zipfile.ZIP_DEFLATED if kind == "deflated" else zipfile.ZIP_STORED
+    with zipfile.ZipFile(path, "w", how) as archive:
+        archive.writestr("state/data.pkl", hostile_pickle(kind))
+    found = nvmeio("inspect", path)
+    assert "Traceback" not in found.err
+    if kind == "doubled":
+        assert found.status == 0
+        return
+    words = {"deflated": "is compressed", "negative": r"has the shape \(-1,\)"}
+    words |= {"memo": "remembers 1073741824 objects", "deep": "deeper than 100"}
+    assert found.status == 1
+    assert re.search(f"{path}: .*{words[kind]}", found.err)

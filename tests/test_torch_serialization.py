@@ -4,6 +4,7 @@ import errno
 import io
 import os
 import pickle
+import random
 import re
 import zipfile
 
@@ -38,13 +39,18 @@ def state():
     }
 
 
+LEGACY = {"_use_new_zipfile_serialization": False}
+
+
 def same(one, other):
     """Tell whether two states are equal."""
-    return one.keys() == other.keys() and all(
-        torch.equal(one[name], value) if isinstance(value, torch.Tensor) else
-        one[name] == value
-        for name, value in other.items()
-    )  # fmt: skip
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[k], other[k]) for k in one)
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(same, one, other))
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    return one == other
 
 
 @pytest.fixture
@@ -83,6 +89,19 @@ def test_bad_alignments(path, alignment):
     with pytest.raises((TypeError, ValueError), match="storage_alignment"):
         nvmeio.torch.save({}, path, storage_alignment=alignment)
     assert not path.exists()
+
+
+@pytest.mark.parametrize("sync", [True, False])
+def test_the_name_is_synced_if_that_is_said(path, state, monkeypatch, sync):
+    synced, fsync = [], os.fsync
+
+    def record(descriptor):
+        synced.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", record)
+    nvmeio.torch.save(state, path, sync=sync)
+    assert synced == [os.path.realpath(path.parent)] * sync
 
 
 def test_what_cannot_be_pickled_leaves_the_old_file(path, state):
@@ -152,6 +171,18 @@ class TestParts:
         assert not found["turned"].any()
         assert not found["rows"].any()
 
+    @pytest.mark.parametrize(
+        "names", [["early", "late"], ["late", "early"], ["odd"], ["wants", "odd"]], ids=str
+    )
+    def test_parts_of_one_storage_in_any_order(self, path, names):
+        weight = torch.randn(1000, 10)
+        state = {"early": weight[3:5], "late": weight[900:], "odd": weight.view(-1)[7:9]}
+        state["wants"] = torch.ones(3, requires_grad=True)
+        torch.save(state, path)
+        found = nvmeio.torch.load(path, names=names)
+        assert same(found, {name: state[name] for name in names})
+        assert all(found[n].requires_grad == state[n].requires_grad for n in names)
+
     def test_out(self, path, state):
         nvmeio.torch.save(state, path)
         out = {
@@ -176,18 +207,88 @@ class TestParts:
         with pytest.raises(TypeError, match="pick from a dict"):
             nvmeio.torch.load(path, names=["weight"])
 
-    @pytest.mark.parametrize("kind", ["legacy", "nested", "without fakes"])
-    def test_where_torch_does_not_tell_all_is_read(self, path, state, kind, monkeypatch):
+    def test_lazy_views_and_attributes_stay(self, path):
+        half = torch.arange(8).to(torch.complex64) * (1 + 2j)
+        state = {"conj": half.conj(), "neg": torch._neg_view(torch.ones(3)), "a": half}
+        state["sparse"] = torch.eye(3).to_sparse()
+        state["tagged"] = torch.nn.Parameter(torch.ones(2), requires_grad=False)
+        state["tagged"].tag = 5
+        torch.save(state, path)
+        expected = torch.load(path)
+        for names in (["conj"], ["neg"], ["a"], ["tagged"], ["conj", "a", "neg"]):
+            found = nvmeio.torch.load(path, names=names)
+            for name in names:
+                assert torch.equal(found[name], expected[name])
+                assert type(found[name]) is type(expected[name])
+        assert nvmeio.torch.load(path, names=["tagged"])["tagged"].tag == 5
+        found = nvmeio.torch.load(path, names=["sparse"])["sparse"]
+        assert torch.equal(found.to_dense(), torch.eye(3))
+        out = {"conj": torch.zeros(8, dtype=torch.complex64), "neg": torch.zeros(3)}
+        nvmeio.torch.load(path, out=out)
+        assert all(torch.equal(out[name], expected[name]) for name in out)
+
+    def test_tied_and_nested_ones_stay_tied(self, path):
+        whole = torch.arange(100_000.0)
+        state = {"a": whole, "b": whole[5:], "deep": {"c": [whole], "d": whole.view(-1, 2)}}
+        torch.save(state | {"other": torch.ones(10)}, path)
+        found = nvmeio.torch.load(path, names=["a", "b", "deep"])
+        assert same(found, state)
+        found["a"][7] = -1
+        assert found["b"][2] == found["deep"]["c"][0][7] == found["deep"]["d"][3, 1] == -1
+        # A part is read alone, to a target, too.
+        out = {"b": torch.zeros(99_995), "a": torch.zeros(100_000)}
+        nvmeio.torch.load(path, out=out)
+        assert torch.equal(out["b"], whole[5:])
+        assert torch.equal(out["a"], whole)
+
+    @pytest.mark.parametrize("kind", ["deflated", "big-endian", "beyond its bytes"])
+    def test_archives_of_strangers_are_loaded_as_torch_does(self, path, kind):
+        torch.save({"a": torch.arange(4.0), "b": torch.ones(1000)}, path)
+        stranger = path.with_name("stranger")
+        with zipfile.ZipFile(path) as old, zipfile.ZipFile(stranger, "w") as new:
+            for entry in old.infolist():
+                data = old.read(entry)
+                if kind == "big-endian" and entry.filename.endswith("byteorder"):
+                    data = b"big"
+                if kind == "beyond its bytes" and entry.filename.endswith("data.pkl"):
+                    # BININT1 4, of how many elements there are.
+                    assert data.count(b"K\x04") == 2
+                    data = data.replace(b"K\x04", b"M\xe8\x03")
+                how = zipfile.ZIP_DEFLATED if kind == "deflated" else zipfile.ZIP_STORED
+                new.writestr(entry, data, how)
+        try:
+            expected = torch.load(stranger)["a"]
+        except RuntimeError:
+            with pytest.raises(RuntimeError):
+                nvmeio.torch.load(stranger, names=["a"])
+            return
+        assert kind != "beyond its bytes"
+        assert torch.equal(nvmeio.torch.load(stranger, names=["a"])["a"], expected)
+
+    def test_errors_of_torch_say_which_file(self, path):
+        path.write_text("no file of torch's")
+        with pytest.raises(pickle.UnpicklingError) as caught:
+            nvmeio.torch.load(path)
+        # Errors have notes from Python 3.11 on.
+        notes = getattr(caught.value, "__notes__", [str(path)])
+        assert any(str(path) in note for note in notes)
+
+    @pytest.mark.parametrize("kind", ["legacy", "nested", "without maps"])
+    def test_what_cannot_be_mapped_is_read_as_a_whole(self, path, state, kind, monkeypatch):
         if kind == "nested":
             state["model"] = {"deep": torch.ones(3)}
-        if kind == "without fakes":
-            monkeypatch.setattr(serialization, "_skeleton", lambda file: None)
+        if kind == "without maps":
+            monkeypatch.setattr(serialization, "_mapped", lambda file: None)
         torch.save(state, path, _use_new_zipfile_serialization=kind != "legacy")
         found = nvmeio.torch.load(path, names=["weight", "epoch"])
         assert same(found, {name: state[name] for name in ("weight", "epoch")})
         out = {"weight": torch.zeros(700, 500)}
         assert nvmeio.torch.load(path, out=out)["weight"] is out["weight"]
         assert torch.equal(out["weight"], state["weight"])
+        wrong = {"weight": torch.zeros(700, 500), "half": torch.zeros(1001)}
+        with pytest.raises(ValueError, match=r"out\['half'\] is of torch.float32"):
+            nvmeio.torch.load(path, out=wrong)
+        assert not wrong["weight"].any()
         if kind == "nested":
             assert nvmeio.torch.load(path, names=["model"])["model"]["deep"].all()
 
@@ -198,6 +299,13 @@ def test_nothing_is_unpickled_that_is_not_allowed(path):
         with pytest.raises(pickle.UnpicklingError):
             nvmeio.torch.load(path, **options)
     assert nvmeio.torch.load(path, weights_only=False)["x"].read() == b"1"
+
+
+@pytest.mark.parametrize("options", [{}, {"names": ["weight"]}], ids=["all", "names"])
+def test_tensors_go_where_they_are_sent(path, state, options):
+    nvmeio.torch.save(state, path)
+    found = nvmeio.torch.load(path, map_location="meta", **options)
+    assert found["weight"].device.type == "meta"
 
 
 def test_a_script_module(path):
@@ -231,6 +339,9 @@ class TestStreams:
                 assert stream.seek(-1, io.SEEK_END) == sum(sizes) - 1
                 buffer = bytearray(10)
                 assert stream.readinto(buffer) == 1
+            assert stream.seek(sum(sizes) + 10) == sum(sizes) + 10
+            assert (stream.read(5), stream.readall()) == (b"", b"")
+            assert stream.tell() == sum(sizes) + 10
 
     def test_seeking_while_writing(self, path):
         with open_stream(path, "w") as stream:
@@ -239,7 +350,48 @@ class TestStreams:
             stream.write(b"XY")
             stream.seek(4, io.SEEK_CUR)
             stream.write(b"end")
-        assert path.read_bytes() == b"abXYef\0\0end"
+            assert stream.seek(-3, io.SEEK_END) == 8
+            stream.write(b"END.")
+            assert stream.seek(0, io.SEEK_END) == 12
+        assert path.read_bytes() == b"abXYef\0\0END."
+
+    def test_its_descriptor_is_for_reading_and_is_closed(self, path):
+        with open_stream(path, "w") as stream:
+            stream.write(b"abc")
+            # Its position would be another one than the stream's.
+            with pytest.raises(io.UnsupportedOperation):
+                stream.fileno()
+        with open_stream(path) as stream:
+            descriptor = stream.fileno()
+            assert os.pread(descriptor, 3, 0) == b"abc"
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(descriptor)
+        torch.save([torch.ones(1000)], plain := path.with_name("plain"), **LEGACY)
+        with open_stream(path, "wb") as stream:
+            torch.save([torch.ones(1000)], stream, **LEGACY)
+        assert len(path.read_bytes()) == len(plain.read_bytes())
+        assert same(torch.load(path), [torch.ones(1000)])
+
+    def test_small_reads_are_served_from_what_was_read_ahead(self, path):
+        data = np.random.default_rng(1).bytes(3 * MIB + 5)
+        path.write_bytes(data)
+        rng = random.Random(1)
+        with open_stream(path) as stream:
+            before = nvmeio.default_handle().stats()["requests"]
+            assert [stream.read(40) for _ in range(1000)] == [
+                data[at : at + 40] for at in range(0, 40_000, 40)
+            ]
+            assert nvmeio.default_handle().stats()["requests"] - before <= 2
+            for _ in range(300):
+                at, size = rng.randrange(len(data) + 9), rng.choice([1, 5000, 70_000])
+                stream.seek(at)
+                assert stream.read(size) == data[at : at + size]
+                assert stream.tell() == max(at, min(at + size, len(data)))
+            # What others append is seen.
+            with open(path, "ab") as file:
+                file.write(b"more")
+            stream.seek(-4, io.SEEK_END)
+            assert stream.read(10) == b"more"
 
     def test_others_write_and_read_through_it(self, path):
         with open_stream(path, "wb") as stream, zipfile.ZipFile(stream, "w") as archive:

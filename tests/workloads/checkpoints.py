@@ -1,11 +1,12 @@
 """Folders and checkpoints in children: under faults, killed, and at the end of Python."""
 
 import os
+import threading
 
 import numpy as np
 
 import nvmeio
-from nvmeio.checkpoint import Checkpointer, atomic_directory
+from nvmeio.checkpoint import Checkpointer, _saving, atomic_directory
 from workloads.common import pause, report
 
 
@@ -79,3 +80,41 @@ def hold_lock(root):
     checkpointer.save(1, state_of(1))
     pause()
     os._exit(0)
+
+
+def fork_while_saving(root, call):
+    """Fork while a save goes on; the child saves or closes, and tells how that ended."""
+    checkpointer = Checkpointer(root)
+    gate, write = threading.Event(), _saving.Plan.write
+
+    def write_late(*arguments):
+        assert gate.wait(60)
+        return write(*arguments)
+
+    _saving.Plan.write = write_late
+    future = checkpointer.save_async(1, state_of(1))
+    child = os.fork()
+    if not child:
+        try:
+            checkpointer.save(2, 2) if call == "save" else checkpointer.close()
+            report("closed")
+        except BlockingIOError as error:
+            report(error.strerror.partition(":")[0])
+        os._exit(0)
+    os.waitpid(child, 0)
+    gate.set()
+    future.result()
+    checkpointer.close()
+
+
+def fork_while_verifying(root):
+    """Fork while a step is read, and read no more; the child stays."""
+    checkpointer = Checkpointer(root)
+
+    def fork(done, total):
+        if done == total and not os.fork():
+            pause()
+            os._exit(0)
+
+    checkpointer.verify(1, progress=fork)
+    os.waitpid(-1, 0)

@@ -10,6 +10,7 @@ from nvmeio._arguments.units import in_binary
 from nvmeio._cli.arguments import CommandError, Parser, option
 from nvmeio._cli.terminal import Terminal
 from nvmeio.checkpoint import Checkpointer, CheckpointError
+from nvmeio.checkpoint._errors import MovedError
 from nvmeio.checkpoint._restoring import Held
 
 NOTES = """\
@@ -35,7 +36,8 @@ def run(options: argparse.Namespace, terminal: Terminal) -> int:
         raise CommandError(f"{options.root}: there is no such folder")
     checkpointer = Checkpointer(options.root)
     found = [
-        _described(options.root, step) for step in reversed(checkpointer._newest_first())
+        _described(options.root, step, metadata=options.json)
+        for step in reversed(checkpointer._newest_first())
     ]
     left = [name for name in os.listdir(options.root) if name.endswith(".nvmeio-tmp")]
     if options.json:
@@ -45,12 +47,13 @@ def run(options: argparse.Namespace, terminal: Terminal) -> int:
         complete = sum(each["complete"] for each in found)
         words = f"{len(found)} step{'s' * (len(found) != 1)}, {complete} complete"
         if left:
-            words += f"; {len(left)} unfinished, or left by a process that died"
+            words += f"; {len(left)} unfinished, or left by a process that died, which the "
+            words += "next run that saves here removes"
         terminal.say(words)
     return 0 if found and all(each["complete"] for each in found) else 1
 
 
-def _described(root: str, step: int) -> dict[str, Any]:
+def _described(root: str, step: int, *, metadata: bool) -> dict[str, Any]:
     """Say what is known of a step."""
     said: dict[str, Any] = {"step": step, "complete": False}
     said |= {"bytes": None, "saved": None, "checksum": None, "problem": None}
@@ -59,7 +62,10 @@ def _described(root: str, step: int) -> dict[str, Any]:
             manifest = held.manifest
             said |= {"complete": True, "bytes": manifest.nbytes, "saved": manifest.saved}
             said["checksum"] = manifest.checksum
-    except (CheckpointError, OSError) as error:
+            if metadata:
+                # What JSON has not is written as the tree has it.
+                said["metadata"] = held.tree()["metadata"]
+    except (CheckpointError, MovedError, OSError) as error:
         said["problem"] = str(error)
     return said
 

@@ -5,8 +5,10 @@ an object that does nothing.
 """
 
 import collections
+import io
 import math
 import pickle
+import pickletools
 import zipfile
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -17,6 +19,7 @@ __all__ = ["is_torch_file", "tensors_of"]
 
 # Of a pickle, which is as long as there are tensors.
 PICKLE_BYTES_MAX = 256 << 20
+DEPTH_MAX = 100
 
 # What storages and dtypes are called, and how large an element is.
 KINDS = {
@@ -97,6 +100,8 @@ def _tensor(storage: Any, begin: int, shape: Any, stride: Any, *rest: Any) -> An
         (each for each in rest[::-1] if isinstance(each, str)), ""
     )  # fmt: skip
     dtype, size = KINDS.get(name, (name, SIZES.get(name, 1)))
+    if any(each < 0 for each in (begin, *shape)):
+        raise ValueError(f"a tensor has the shape {tuple(shape)} and begins at {begin}")
     return Found(key, dtype or "?", size, tuple(map(int, shape)), int(begin))
 
 
@@ -123,16 +128,19 @@ def tensors_of(path: str) -> list[dict[str, Any]]:
                 f"{path}: its pickle has {info.file_size} bytes; the limit is "
                 f"{PICKLE_BYTES_MAX}"
             )
+        if info.compress_type != zipfile.ZIP_STORED:
+            raise CommandError(f"{path}: it is compressed, as torch.save leaves nothing")
         try:
-            with archive.open(name) as stream:
-                content = Reader(stream).load()
+            text = archive.read(info)
+            _check_opcodes(text)
+            content = Reader(io.BytesIO(text)).load()
         except (OSError, MemoryError):
             raise
         except Exception as error:
             raise CommandError(f"{path}: its pickle cannot be read: {error}") from None
         folder = name.removesuffix("data.pkl")
         found = []
-        for key, tensor in _walk(content, (), set()):
+        for key, tensor in _walk(content, path):
             try:
                 header = archive.getinfo(f"{folder}data/{tensor.key}").header_offset
             except KeyError:
@@ -153,13 +161,25 @@ def tensors_of(path: str) -> list[dict[str, Any]]:
         return found
 
 
-def _walk(
-    value: Any, path: tuple[str, ...], within: set[int]
-) -> Iterator[tuple[str, Found]]:
-    """Yield the tensors of nested dicts, lists and tuples."""
-    if isinstance(value, Found):
-        yield "/".join(path), value
-    elif isinstance(value, (dict, list, tuple)) and id(value) not in within:
-        items = value.items() if isinstance(value, dict) else enumerate(value)
-        for key, each in items:
-            yield from _walk(each, (*path, str(key)), within | {id(value)})
+def _check_opcodes(text: bytes) -> None:
+    """Refuse what would take memory by numbers alone: places that a pickle has not."""
+    for opcode, value, _ in pickletools.genops(text):
+        remembers = opcode.name in ("PUT", "BINPUT", "LONG_BINPUT")
+        if remembers and value is not None and value > len(text):
+            raise ValueError(f"it has {len(text)} bytes, and remembers {value} objects")
+
+
+def _walk(content: Any, file: str) -> Iterator[tuple[str, Found]]:
+    """Yield the tensors of nested dicts, lists and tuples, each container once."""
+    seen: set[int] = set()
+    waiting: list[tuple[tuple[str, ...], Any]] = [((), content)]
+    while waiting:
+        path, value = waiting.pop()
+        if isinstance(value, Found):
+            yield "/".join(path), value
+        elif isinstance(value, (dict, list, tuple)) and id(value) not in seen:
+            seen.add(id(value))
+            if len(path) == DEPTH_MAX:
+                raise CommandError(f"{file}: it is nested deeper than {DEPTH_MAX} levels")
+            items = value.items() if isinstance(value, dict) else enumerate(value)
+            waiting += [((*path, str(key)), each) for key, each in items][::-1]

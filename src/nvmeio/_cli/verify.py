@@ -3,6 +3,7 @@
 import argparse
 import errno
 import os
+import re
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -42,8 +43,9 @@ That both agree does not mean that a file is what it once was: only a list of
 checksums (--check) tells that.  A .npy file must also hold exactly the array
 that its header describes.
 
-Of a folder with checkpoints (nvmeio.checkpoint) all bytes of each step are
-read, and compared with the checksums that were saved with them.
+Of a folder with checkpoints (nvmeio.checkpoint), or of one checkpoint's own
+folder, all bytes are read, and compared with the checksums that were saved with
+them.
 
 Bad files are reported on standard error, and the rest are still read; the exit
 status is then 1.  For good files the SHA-256 is printed, in the format of
@@ -53,6 +55,7 @@ examples:
   nvmeio verify /mnt/nvme/*.npy
   nvmeio verify /mnt/nvme/*.npy > SHA256SUMS
   nvmeio verify --check SHA256SUMS
+  nvmeio verify run/step-100
 """
 
 
@@ -62,7 +65,7 @@ def configure(parser: Parser) -> None:
         "files",
         metavar="FILE",
         nargs="*",
-        help="a regular file, a block device, or a folder with checkpoints",
+        help="a regular file, a block device, or a folder with or of checkpoints",
     )
     parser.add_argument(
         "--check",
@@ -81,7 +84,13 @@ def run(options: argparse.Namespace, terminal: Terminal) -> int:
         verifier = Verifier(stream, worker)
         for number, (name, expected) in enumerate(wanted, 1):
             verifier.take(name, expected, f"file {number} of {len(wanted)}")
-    words = [f"{len(wanted)} file{'s' * (len(wanted) != 1)}, {verifier.bad} bad"]
+    files = len(wanted) - verifier.folders
+    words = []
+    if files or not verifier.steps:
+        words.append(f"{files} file{'s' * (files != 1)}")
+    if steps := verifier.steps:
+        words.append(f"{steps} checkpoint{'s' * (steps != 1)}")
+    words = [f"{' and '.join(words)}, {verifier.bad} bad"]
     if nbytes := verifier.nbytes:
         speed = in_speed(nbytes, time.monotonic() - begin)
         words.append(
@@ -115,6 +124,8 @@ class Verifier:
         self.stream, self.worker = stream, worker
         # Files that are bad or cannot be read, and files without O_DIRECT.
         self.bad = self.cached = 0
+        # Folders with checkpoints, and these.
+        self.folders = self.steps = 0
         # What was read both ways.
         self.nbytes = 0
 
@@ -140,10 +151,17 @@ class Verifier:
             self.stream.terminal.say(answer)
 
     def _checkpoints(self, name: str) -> None:
-        """Verify the checkpoints of a root."""
+        """Verify the checkpoints of a root, or one by its own folder."""
         terminal = self.stream.terminal
+        path = os.path.abspath(name)
+        one = re.fullmatch(r"step-(0|[1-9][0-9]*)", os.path.basename(path))
+        if one is not None:
+            name, steps = os.path.dirname(path), [int(one[1])]
         checkpointer = Checkpointer(name)
-        steps = checkpointer._newest_first()[::-1]
+        if one is None:
+            steps = checkpointer._newest_first()[::-1]
+        self.steps += len(steps)
+        self.folders += bool(steps)
         if not steps:
             self.bad += 1
             terminal.error(
@@ -164,7 +182,8 @@ class Verifier:
                 self.bad += 1
                 terminal.error(f"nvmeio verify: error: {sentence(error)}")
             else:
-                terminal.say(f"{folder}: OK")
+                # Standard output has checksums of files.
+                terminal.note(f"{folder}: OK")
 
     def _checksum(self, name: str, label: str) -> str:
         """Read a file both ways and return its SHA-256."""

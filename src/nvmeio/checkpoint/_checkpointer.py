@@ -2,22 +2,31 @@
 
 import contextlib
 import errno
+import logging
 import os
 import pathlib
 import re
 import threading
 import warnings
-from collections.abc import Collection
+import weakref
+from collections.abc import Collection, Iterator
 from concurrent.futures import CancelledError, Future
 from typing import Any, Literal
 
 from nvmeio._arguments.checks import flag, integer, path_of, whole
 from nvmeio._arguments.keywords import suggesting
 from nvmeio._arguments.types import Path
+from nvmeio._events.forks import call_in_child
 from nvmeio._files.paths import absolute
-from nvmeio.checkpoint._errors import CheckpointError
-from nvmeio.checkpoint._folders import Unfinished, cleanup, make_folders, set_aside
-from nvmeio.checkpoint._locks import WriterLock, try_exclusive
+from nvmeio.checkpoint._errors import CheckpointError, MovedError, NoChecksumsError
+from nvmeio.checkpoint._folders import (
+    Unfinished,
+    cleanup,
+    make_folders,
+    remove_unfinished,
+    set_aside,
+)
+from nvmeio.checkpoint._locks import WriterLock, exclusive
 from nvmeio.checkpoint._manifest import MANIFEST
 from nvmeio.checkpoint._restoring import Held
 from nvmeio.checkpoint._saving import Plan, Staging
@@ -27,8 +36,26 @@ __all__ = ["Checkpointer", "SaveFuture"]
 
 _FOLDER = re.compile(r"step-(0|[1-9][0-9]{0,18})")
 _STEP_MAX = 10**18
-# What a drive or a file system says of bytes that are not there any more.
-_LOST = (errno.EIO, errno.ENODATA, errno.EUCLEAN, errno.EBADMSG, errno.EILSEQ)
+# What a drive or a file system says of bytes that are not there any more, or of a socket.
+_LOST = (errno.EIO, errno.ENODATA, errno.EUCLEAN, errno.EBADMSG, errno.EILSEQ, errno.ENXIO)
+
+_log = logging.getLogger("nvmeio")
+
+
+class _GoneError(FileNotFoundError):
+    """There is no such step, or none any more."""
+
+
+_all: "weakref.WeakSet[Checkpointer]" = weakref.WeakSet()
+
+
+def _forget_in_child() -> None:
+    """What the parent's thread saves is none of a forked child's, nor is its mutex."""
+    for checkpointer in list(_all):
+        checkpointer._begin_anew()
+
+
+call_in_child(_forget_in_child)
 
 
 class SaveFuture(Future[pathlib.Path]):
@@ -51,7 +78,10 @@ class SaveFuture(Future[pathlib.Path]):
         super().__init__()
         self.step = step
         self.staged: Future[None] = Future()
+        # Nothing of it goes on any more; its callbacks may.
+        self._over = threading.Event()
         self._told = False
+        self._failure: BaseException | None = None
         self._may_begin: bool | None = None
 
     def _begun(self) -> bool:
@@ -64,15 +94,23 @@ class SaveFuture(Future[pathlib.Path]):
         """Wait, and return the step's folder, or raise what went wrong."""
         try:
             return super().result(timeout)
-        finally:
-            self._told = self._told or self.done()
+        except BaseException as error:
+            self._told = self._told or error is self._failure
+            raise
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Wait, and return what went wrong, or None."""
-        try:
-            return super().exception(timeout)
-        finally:
-            self._told = self._told or self.done()
+        found = super().exception(timeout)
+        self._told = self._told or found is not None
+        return found
+
+    def set_exception(self, exception: BaseException | None) -> None:
+        """Tell all who wait what went wrong."""
+        self._failure = exception
+        super().set_exception(exception)
+
+    def __repr__(self) -> str:
+        return f"<nvmeio.checkpoint.SaveFuture of step {self.step}{super().__repr__()[11:]}"
 
 
 class Checkpointer:
@@ -89,9 +127,9 @@ class Checkpointer:
     checksum : {"crc32c", None}, default "crc32c"
         What is kept of each block of 8 MiB, to tell damage.
     verify : {"size", "checksum", None}, default "size"
-        What ``restore`` checks before it takes a step: that all files are there and have
-        their sizes, or that all bytes are what was saved, for which it reads them twice.
-        None: as little as it can.
+        What ``restore`` checks: that all files are there and have their sizes, or besides
+        that all bytes are what was saved.  For a part of a state, by `names`, it reads all
+        of the files then.  None: as little as it can.
     busy : {"wait", "skip", "raise"}, default "wait"
         What ``save_async`` does while another save goes on: wait for it, return None
         without saving, or raise RuntimeError.
@@ -145,12 +183,37 @@ class Checkpointer:
         self.checksum = _one_of("checksum", checksum, ("crc32c", None))
         self.verify_by = _one_of("verify", verify, ("size", "checksum", None))
         self.busy = _one_of("busy", busy, ("wait", "skip", "raise"))
+        if self.verify_by == "checksum" and self.checksum is None:
+            raise ValueError('verify is "checksum", and checksum is None: there are none')
+        self.restored: int | None = None
         self._writer = WriterLock(str(self.root))
-        self._mutex = threading.RLock()
-        self._staging = Staging()
-        self._latest: SaveFuture | None = None
-        self._thread: threading.Thread | None = None
         self._closed = False
+        self._begin_anew()
+        _all.add(self)
+
+    def _begin_anew(self) -> None:
+        """Have nothing going on: at the beginning, and in a forked child."""
+        self._mutex = threading.RLock()
+        self._within = False
+        self._staging = Staging()
+        self._last: SaveFuture | None = None
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Keep other threads out, and signal handlers that come in between."""
+        with self._mutex:
+            if self._within:
+                raise RuntimeError(
+                    "a signal handler, or whatever else came in between, calls a "
+                    "Checkpointer that is at work in the same thread"
+                )
+            if self._closed:
+                raise ValueError("the Checkpointer is closed")
+            self._within = True
+            try:
+                yield
+            finally:
+                self._within = False
 
     @suggesting
     def save(self, step: int, state: Any, metadata: Any = None) -> pathlib.Path:
@@ -190,10 +253,10 @@ class Checkpointer:
         takes only its own bytes along.  Tensors come back contiguous and on the CPU; a
         Parameter and requires_grad come back as such.
         """
-        plan = self._plan(step, state, metadata)
-        with self._mutex:
+        with self._alone():
+            plan = self._plan(step, state, metadata)
             self._await_last()
-            self._begin()
+            self._begin(plan.step)
             return self._carry_out(plan, None)
 
     @suggesting
@@ -232,16 +295,15 @@ class Checkpointer:
         or computes checksums, without the GIL.  Python waits for it before it ends.
         """
         stage = flag("stage", stage)
-        plan = self._plan(step, state, metadata)
-        with self._mutex:
-            if self._thread is not None and self._thread.is_alive():
+        with self._alone():
+            plan = self._plan(step, state, metadata)
+            if self._last is not None and not self._last._over.is_set():
                 if self.busy == "skip":
                     return None
                 if self.busy == "raise":
-                    assert self._latest is not None
-                    raise RuntimeError(f"step {self._latest.step} is still being saved")
+                    raise RuntimeError(f"step {self._last.step} is still being saved")
             self._await_last()
-            self._begin()
+            self._begin(plan.step)
             if stage:
                 plan.stage(self._staging)
             future = SaveFuture(plan.step)
@@ -250,45 +312,61 @@ class Checkpointer:
             thread = threading.Thread(
                 target=self._carry_out_for, args=(plan, future), name="nvmeio-checkpoint"
             )
-            self._latest, self._thread = future, thread
+            self._last = future
             try:
                 thread.start()
             except RuntimeError:
                 # The system has no thread to give.
-                self._latest = self._thread = None
+                self._last = None
                 raise
             return future
 
     def _plan(self, step: int, state: Any, metadata: Any) -> Plan:
-        if self._closed:
-            raise ValueError("the Checkpointer is closed")
         return Plan(_step_of(step), state, metadata, self.checksum)
 
     def _await_last(self) -> None:
         """Wait for the save before, and raise its error if nobody has had it."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        last, self._latest = self._latest, None
-        if last is not None and not last._told and not last.cancelled():
+        last = self._last
+        if last is None:
+            return
+        last._over.wait()
+        self._last = None
+        if not last._told and not last.cancelled():
             last.result()
 
-    def _begin(self) -> None:
-        """Make the root and take its lock."""
+    def _begin(self, step: int) -> None:
+        """Make the root and take its lock; what others have left there goes."""
         make_folders(str(self.root))
-        self._writer.take()
+        if self._writer.take():
+            remove_unfinished(str(self.root), "step-")
+        newest = self.latest()
+        if newest is not None and newest > step:
+            warnings.warn(
+                f"step {step} is saved, and step {newest} is there: restore takes that "
+                f"one, and {step} is removed first; remove({newest}) forgets it",
+                RuntimeWarning,
+                stacklevel=4,
+            )
 
     def _carry_out_for(self, plan: Plan, future: SaveFuture) -> None:
         """Save, and tell a future how it ended."""
+        path, failed = None, None
         try:
             path = self._carry_out(plan, future)
         except BaseException as error:
-            if not future.staged.done():
-                future.staged.set_exception(error)
-            if future._begun():
-                future.set_exception(error)
-        else:
+            failed = error
+        future._over.set()
+        if failed is None:
+            assert path is not None
             future.set_result(path)
+            return
+        if not isinstance(failed, CancelledError):
+            # Nobody may ever ask.
+            _log.error("step %d was not saved: %s", plan.step, failed)
+        if not future.staged.done():
+            future.staged.set_exception(failed)
+        if future._begun():
+            future.set_exception(failed)
 
     def _carry_out(self, plan: Plan, future: SaveFuture | None) -> pathlib.Path:
         target = self._folder(plan.step)
@@ -306,7 +384,11 @@ class Checkpointer:
             if future is not None and not future._begun():
                 raise CancelledError
             folder.commit(sync=True)
-        self._prune(plan.step)
+        try:
+            self._prune(plan.step)
+        except OSError as error:
+            # The step is there.
+            _log.warning("older checkpoints are left: %s", error)
         return pathlib.Path(target)
 
     def _folder(self, step: int) -> str:
@@ -361,16 +443,15 @@ class Checkpointer:
         Notes
         -----
         All bytes are read by one submission, and only those that are needed.  An error
-        while they are read leaves some of `into` changed.
+        while they are read, or checksums that differ, leave some of `into` changed.
         """
         names = _names_of(names)
 
         def read(held: Held) -> Any:
-            if self.verify_by == "checksum":
-                held.verify()
-            return held.restore(into, names)
+            return held.restore(into, names, checked=self.verify_by == "checksum")
 
-        return self._of_step(step, read)
+        self.restored, found = self._of_step(step, read)
+        return found
 
     @suggesting
     def metadata(self, step: int | None = None) -> Any:
@@ -381,30 +462,51 @@ class Checkpointer:
         FileNotFoundError, CheckpointError, OSError
             As ``restore``.
         """
-        return self._of_step(step, Held.metadata)
+        return self._of_step(step, Held.metadata)[1]
 
-    def _of_step(self, step: int | None, read: Any) -> Any:
+    def _of_step(self, step: int | None, read: Any) -> tuple[int, Any]:
         """Take something from a step, or from the newest that has it."""
         if step is not None:
             step = _step_of(step)
-            if not os.path.lexists(self._folder(step)):
-                raise FileNotFoundError(
-                    errno.ENOENT, "there is no such checkpoint", self._folder(step)
-                )
-            with Held(self._folder(step), step) as held:
-                return read(held)
-        for each in self._newest_first():
+            return step, self._read(step, read)
+        passed_over = set()
+        for each in self._going_down():
             try:
-                with Held(self._folder(each), each) as held:
-                    return read(held)
+                return each, self._read(each, read)
+            except _GoneError:
+                continue
+            except NoChecksumsError:
+                # Nobody can tell.
+                raise
             except (CheckpointError, OSError) as error:
                 if isinstance(error, OSError) and error.errno not in _LOST:
                     raise
-                warnings.warn(
-                    f"step {each} is passed over: {error}", RuntimeWarning, stacklevel=3
-                )
+                if each not in passed_over:
+                    words = f"step {each} is passed over: {error}"
+                    warnings.warn(words, RuntimeWarning, stacklevel=4)
+                passed_over.add(each)
         words = "there is no complete checkpoint"
         raise FileNotFoundError(errno.ENOENT, words, str(self.root))
+
+    def _read(self, step: int, read: Any) -> Any:
+        """Read a step; once more where another took its place meanwhile."""
+        folder = self._folder(step)
+        while True:
+            if not os.path.lexists(folder):
+                raise _GoneError(errno.ENOENT, "there is no such checkpoint", folder)
+            with contextlib.suppress(MovedError), Held(folder, step) as held:
+                return read(held)
+
+    def _going_down(self) -> Iterator[int]:
+        """Yield the steps that have a folder, newest first; those that come, too."""
+        before: list[int] = []
+        while True:
+            steps = self._newest_first()
+            # A writer that keeps one may have removed it when the next was there.
+            if steps == before:
+                return
+            yield from steps
+            before = steps
 
     def _newest_first(self) -> list[int]:
         """Return the steps that have a folder."""
@@ -421,9 +523,7 @@ class Checkpointer:
         OSError
             The root cannot be read.
         """
-        return next(
-            (step for step in self._newest_first() if self._is_complete(step)), None
-        )
+        return next((step for step in self._going_down() if self._is_complete(step)), None)
 
     def steps(self) -> list[int]:
         """Return the steps that are complete, oldest first.
@@ -433,12 +533,16 @@ class Checkpointer:
         OSError
             The root cannot be read.
         """
-        return [step for step in reversed(self._newest_first()) if self._is_complete(step)]
+        return sorted({step for step in self._going_down() if self._is_complete(step)})
 
     def _is_complete(self, step: int) -> bool:
         try:
-            Held(self._folder(step), step).close()
-        except CheckpointError:
+            self._read(step, lambda held: None)
+        except (CheckpointError, _GoneError):
+            return False
+        except OSError as error:
+            if error.errno not in _LOST:
+                raise
             return False
         return True
 
@@ -467,7 +571,36 @@ class Checkpointer:
             held.verify(progress)
             held.metadata()
 
-        self._of_step(_step_of(step), read)
+        self._read(_step_of(step), read)
+
+    @suggesting
+    def remove(self, step: int) -> None:
+        """Remove a step, complete or not.
+
+        Parameters
+        ----------
+        step : int
+            The step.
+
+        Raises
+        ------
+        FileNotFoundError
+            There is no such step.
+        BlockingIOError
+            Somebody reads it, or another process writes to this root.
+        OSError
+            With errno and path.
+        """
+        folder = self._folder(_step_of(step))
+        with self._alone():
+            self._await_last()
+            if not os.path.lexists(folder):
+                raise _GoneError(errno.ENOENT, "there is no such checkpoint", folder)
+            self._writer.take()
+            with exclusive(os.path.join(folder, MANIFEST)) as free:
+                if not free:
+                    raise BlockingIOError(errno.EAGAIN, "somebody reads it", folder)
+                set_aside(folder)
 
     def prune(self) -> list[int]:
         """Remove the steps that `keep` and `keep_every` do not keep, as saves do.
@@ -489,9 +622,9 @@ class Checkpointer:
         A step that somebody reads stays until the next time, and so does one that is not
         complete: it is not counted either.
         """
-        with self._mutex:
-            if self._thread is not None:
-                self._thread.join()
+        with self._alone():
+            if self._last is not None:
+                self._last._over.wait()
             if not self.root.is_dir():
                 return []
             self._writer.take()
@@ -505,9 +638,10 @@ class Checkpointer:
             kept = self.keep_every is not None and step % self.keep_every == 0
             if kept or step == saved:
                 continue
-            if try_exclusive(os.path.join(self._folder(step), MANIFEST)):
-                set_aside(self._folder(step))
-                removed.append(step)
+            with exclusive(os.path.join(self._folder(step), MANIFEST)) as free:
+                if free:
+                    set_aside(self._folder(step))
+                    removed.append(step)
         return removed
 
     def cleanup(self) -> list[str]:
@@ -534,6 +668,8 @@ class Checkpointer:
             That save, or one before it, has failed, and nobody was told.
         """
         with self._mutex:
+            if self._within:
+                raise RuntimeError("a Checkpointer is closed while it is at work")
             self._closed = True
             try:
                 self._await_last()
@@ -547,10 +683,12 @@ class Checkpointer:
     def __exit__(self, kind: object, error: object, where: object) -> None:
         try:
             self.close()
-        except Exception:
+        except Exception as told:
             # What the body raised is what its caller shall see.
             if kind is None:
                 raise
+            if hasattr(error, "add_note"):
+                error.add_note(f"besides, a checkpoint was not saved: {told}")
 
     def __repr__(self) -> str:
         return f"<nvmeio.checkpoint.Checkpointer {str(self.root)!r}>"

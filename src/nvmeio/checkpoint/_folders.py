@@ -10,7 +10,7 @@ import re
 import shutil
 import socket
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from nvmeio._arguments.checks import flag, path_of, whole
 from nvmeio._arguments.keywords import suggesting
@@ -20,6 +20,7 @@ from nvmeio._files.paths import naming, resolved
 from nvmeio._files.replacing import become_like
 from nvmeio._native.file import File
 from nvmeio._native.rename import exchange, rename_to_new
+from nvmeio.checkpoint._locks import in_child_close
 from nvmeio.safetensors._writing import reserve as reserve_file
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "cleanup",
     "discard",
     "make_folders",
+    "remove_unfinished",
     "set_aside",
 ]
 
@@ -35,7 +37,7 @@ _log = logging.getLogger("nvmeio")
 
 # What is not complete: whose it is to be, and who is at it.
 _LEFTOVER = re.compile(
-    r"\.(?P<name>.*)\.(?P<host>[^/]*)-(?P<pid>\d+)-(?P<start>\d+)-[0-9a-f]{8}\.nvmeio-tmp"
+    r"\.(?P<name>.*)\.(?P<host>[^./]*)-(?P<pid>\d+)-(?P<start>\d+)-[0-9a-f]{8}\.nvmeio-tmp"
 )
 # A name has 255 bytes at most.
 _PART_BYTES_MAX = 80
@@ -122,10 +124,21 @@ class Unfinished:
         self.process = os.getpid()
         with naming(target, f" (its folder {os.path.dirname(target)!r})"):
             os.mkdir(self.path)
-        self.descriptor = os.open(self.path, FOLDER | os.O_CLOEXEC)
+        try:
+            self.descriptor = os.open(self.path, FOLDER | os.O_CLOEXEC)
+        except BaseException:
+            os.rmdir(self.path)
+            raise
         # Who is in another container may not see this process.
         with contextlib.suppress(OSError):
             fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        in_child_close(self)
+
+    def close(self) -> None:
+        """Let others see that nobody is at it."""
+        descriptor, self.descriptor = self.descriptor, -1
+        if descriptor >= 0:
+            close_quietly(descriptor)
 
     def __enter__(self) -> "Unfinished":
         return self
@@ -135,7 +148,7 @@ class Unfinished:
             if os.getpid() == self.process and self.path:
                 shutil.rmtree(self.path, ignore_errors=True)
         finally:
-            close_quietly(self.descriptor)
+            self.close()
 
     def reserve(self, nbytes: int) -> None:
         """See that there is room for so many bytes."""
@@ -196,16 +209,23 @@ def sync_below(folder: str) -> None:
             sync_below(entry.path)
             sync_folder(entry.path)
         elif entry.is_file(follow_symlinks=False):
-            # One may be written alone.
-            readable = os.access(entry.path, os.R_OK, effective_ids=True)
-            flags = os.O_RDONLY if readable else os.O_WRONLY
-            with naming(entry.path), opened(entry.path, flags) as descriptor:
-                os.fsync(descriptor)
+            with naming(entry.path):
+                try:
+                    sync_file(entry.path, os.O_RDONLY)
+                except PermissionError:
+                    # One that may be written alone.
+                    sync_file(entry.path, os.O_WRONLY)
 
 
 def sync_folder(folder: str) -> None:
     """Make the names in a folder durable."""
-    with naming(folder), opened(folder, FOLDER) as descriptor:
+    with naming(folder):
+        sync_file(folder, FOLDER)
+
+
+def sync_file(path: str, flags: int) -> None:
+    """Open a file or a folder, and sync it."""
+    with opened(path, flags) as descriptor:
         os.fsync(descriptor)
 
 
@@ -227,10 +247,14 @@ def leftover_name(target: str) -> str:
     """Return the name of a folder that is to become another, or was it."""
     folder, name = os.path.split(target)
     short = os.fsdecode(os.fsencode(name)[:_PART_BYTES_MAX])
-    host = re.sub("[/\0]", "_", socket.gethostname())[:_PART_BYTES_MAX]
     process = os.getpid()
-    words = f"{host}-{process}-{_start_of(process)}-{os.urandom(4).hex()}"
+    words = f"{_host()}-{process}-{_start_of(process)}-{os.urandom(4).hex()}"
     return os.path.join(folder, f".{short}.{words}.nvmeio-tmp")
+
+
+def _host() -> str:
+    """Return this host as names of leftovers have it, without a dot."""
+    return re.sub("[^A-Za-z0-9-]", "_", socket.gethostname())[:_PART_BYTES_MAX]
 
 
 def _start_of(process: int) -> int:
@@ -276,29 +300,54 @@ def cleanup(folder: Path) -> list[str]:
     Raises
     ------
     OSError
-        With errno and path.
+        With errno and path: one of them cannot be removed; the others are gone.
 
     Notes
     -----
     A leftover stays while its process lives, while anybody has it locked, and where the
     process was on another host, whose processes are not known here.
     """
-    removed = []
-    for entry in os.scandir(os.fsdecode(path_of(folder))):
+    removed, failed = _remove(os.fsdecode(path_of(folder)), _is_dead)
+    if failed is not None:
+        raise failed
+    return removed
+
+
+def remove_unfinished(folder: str, prefix: str) -> None:
+    """Remove what others, of any host, have left of names that begin so.
+
+    Nobody but this process may be at such names: locks say so.
+    """
+    removed, failed = _remove(folder, lambda found: found["name"].startswith(prefix))
+    for path in removed:
+        _log.info("what a process that died has left is removed: %s", path)
+    if failed is not None:
+        _log.warning("what a process that died has left stays: %s", failed)
+
+
+def _remove(
+    folder: str, chosen: Callable[[re.Match[str]], bool]
+) -> tuple[list[str], OSError | None]:
+    """Remove leftovers that nobody has locked; return them, and what went wrong first."""
+    removed, failed = [], None
+    for entry in os.scandir(folder):
         found = _LEFTOVER.fullmatch(entry.name)
-        if found and entry.is_dir(follow_symlinks=False) and _is_dead(found):
-            with contextlib.suppress(FileNotFoundError), naming(entry.path):
-                with opened(entry.path, FOLDER) as descriptor:
+        if found and entry.is_dir(follow_symlinks=False) and chosen(found):
+            try:
+                with naming(entry.path), opened(entry.path, FOLDER) as descriptor:
                     if not _locked(descriptor):
                         continue
                     shutil.rmtree(entry.path)
                 removed.append(entry.path)
-    return removed
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                failed = failed or error
+    return removed, failed
 
 
 def _is_dead(found: re.Match[str]) -> bool:
-    host = re.sub("[/\0]", "_", socket.gethostname())[:_PART_BYTES_MAX]
-    return host == found["host"] and _start_of(int(found["pid"])) != int(found["start"])
+    return _host() == found["host"] and _start_of(int(found["pid"])) != int(found["start"])
 
 
 def _locked(descriptor: int) -> bool:

@@ -1,52 +1,63 @@
 """Who writes to a root, and who reads a step: locks that fall with their process."""
 
+import contextlib
 import errno
 import fcntl
 import os
 import socket
+import stat
 import time
 import weakref
-from typing import ClassVar
+from collections.abc import Iterator
+from typing import Protocol
 
 from nvmeio._events.forks import call_in_child
 from nvmeio._files.descriptors import close_quietly, opened
 from nvmeio._files.paths import naming
 
-__all__ = ["WriterLock", "try_exclusive"]
+__all__ = ["WriterLock", "exclusive", "in_child_close"]
 
 _NAME = ".nvmeio-lock"
 _HOLDER_BYTES_MAX = 300
+_FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
 class WriterLock:
     """The lock of the one writer to a root; the file stays, and names its last holder."""
 
-    _taken: ClassVar["weakref.WeakSet[WriterLock]"] = weakref.WeakSet()
-
     def __init__(self, root: str) -> None:
         self.path = os.path.join(root, _NAME)
         self.descriptor = -1
 
-    def take(self) -> None:
-        """Take it, or raise BlockingIOError, which names the holder."""
-        if self.descriptor >= 0:
-            return
+    def take(self) -> bool:
+        """Take it, or raise BlockingIOError, which names the holder; whether it is new."""
+        if self.descriptor >= 0 and _has_name(self.descriptor, self.path):
+            return False
+        # The root was removed, and may be another's by now.
+        self.release()
         with naming(self.path):
-            descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            descriptor = os.open(self.path, _FLAGS, 0o666)
             try:
+                # A stranger's link, or a second name, may be of a file that is to stay.
+                found = os.fstat(descriptor)
+                if not stat.S_ISREG(found.st_mode) or found.st_nlink != 1:
+                    words = "it is no file of a Checkpointer, or has other names"
+                    raise OSError(errno.EINVAL, words)
                 _lock(descriptor)
             except BaseException:
                 close_quietly(descriptor)
                 raise
         self.descriptor = descriptor
-        WriterLock._taken.add(self)
+        in_child_close(self)
+        return True
 
     def release(self) -> None:
         """Let others write."""
         descriptor, self.descriptor = self.descriptor, -1
-        WriterLock._taken.discard(self)
         if descriptor >= 0:
             close_quietly(descriptor)
+
+    close = release
 
     def __del__(self) -> None:
         self.release()
@@ -66,23 +77,47 @@ def _lock(descriptor: int) -> None:
     os.pwrite(descriptor, text.encode(), 0)
 
 
-def _release_in_child() -> None:
-    """A forked child would keep its parent's locks when that has died."""
-    for lock in list(WriterLock._taken):
-        lock.release()
-
-
-call_in_child(_release_in_child)
-
-
-def try_exclusive(path: str) -> bool:
-    """Tell whether nobody reads what a file belongs to."""
+def _has_name(descriptor: int, path: str) -> bool:
     try:
-        with opened(path, os.O_RDONLY | os.O_NOFOLLOW) as descriptor:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+        return os.path.samestat(os.fstat(descriptor), os.lstat(path))
+    except FileNotFoundError:
         return False
-    except OSError:
-        # The file system has no locks, or what is left of the step no file.
-        return True
-    return True
+
+
+class _Closes(Protocol):
+    def close(self) -> None: ...
+
+
+_of_parent: "weakref.WeakSet[_Closes]" = weakref.WeakSet()
+
+
+def in_child_close(lock: _Closes) -> None:
+    """Have a forked child close a lock, which it would keep when its parent has died."""
+    _of_parent.add(lock)
+
+
+def _close_in_child() -> None:
+    for lock in list(_of_parent):
+        lock.close()
+
+
+call_in_child(_close_in_child)
+
+
+@contextlib.contextmanager
+def exclusive(path: str) -> Iterator[bool]:
+    """Tell whether nobody reads what a file belongs to; meanwhile nobody begins to."""
+    with contextlib.ExitStack() as stack:
+        try:
+            # NFS gives this lock only to who may write.
+            flags = os.O_RDWR if os.access(path, os.W_OK) else os.O_RDONLY
+            descriptor = stack.enter_context(opened(path, flags | os.O_NOFOLLOW))
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            free = False
+        except OSError:
+            # The file system has no locks, or what is left of the step no file.
+            free = True
+        else:
+            free = True
+        yield free

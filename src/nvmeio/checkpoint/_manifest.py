@@ -14,19 +14,24 @@ from typing import Any, NamedTuple
 
 import crc32c
 
+from nvmeio._memory.available import require_available
 from nvmeio.checkpoint._errors import CheckpointError
+from nvmeio.checkpoint._tree import DEPTH_MAX
 
 __all__ = [
     "BLOCK_BYTES",
     "FORMAT",
     "MANIFEST",
+    "MANIFEST_BYTES_MAX",
     "TENSORS",
     "TREE",
+    "TREE_BYTES_MAX",
     "Checksums",
     "Manifest",
     "Record",
     "read_json",
     "read_manifest",
+    "require_same",
 ]
 
 FORMAT = "nvmeio-checkpoint-1"
@@ -34,12 +39,18 @@ MANIFEST = "manifest.json"
 TENSORS = "tensors.safetensors"
 TREE = "tree.json"
 
-# A file is as large as memory, the others describe it.
-JSON_BYTES_MAX = 1 << 30
+# Of 4 million blocks, which are 32 TiB.
+MANIFEST_BYTES_MAX = 64 << 20
+TREE_BYTES_MAX = 1 << 30
+# What Python makes of a byte of JSON, at most.
+_MEMORY_PER_BYTE = 32
 BLOCK_BYTES = 8 << 20
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
 _SUM = re.compile(r"[0-9a-f]{8}")
+_BRACKETS = re.compile(rb'"(?:[^"\\]|\\.)*"|[\[\]{}]')
+# An OrderedDict of items takes four levels.
+_DEPTH_MAX = 4 * DEPTH_MAX + 10
 
 
 class Record(NamedTuple):
@@ -110,19 +121,64 @@ class Checksums:
         return self._done
 
 
-def read_json(folder: str, name: str, opener: Callable[[str], int]) -> Any:
-    """Read a small file of a checkpoint; raises CheckpointError, with the path."""
+def require_same(path: str, seen: Checksums, record: Record) -> None:
+    """Compare a file's checksums; raises CheckpointError, with the bytes that differ."""
+    sums = zip(seen.sums(), record.checksums or [], strict=True)
+    for index, (one, other) in enumerate(sums):
+        if one != other:
+            low = index * seen.block_bytes
+            high = min(low + seen.block_bytes, record.nbytes)
+            raise CheckpointError(
+                f"{path} is damaged: bytes {low} to {high} have the checksum {one}; "
+                f"{other} was saved"
+            )
+
+
+def read_json(
+    folder: str,
+    name: str,
+    opener: Callable[[str], int],
+    manifest: Manifest | None = None,
+) -> Any:
+    """Read a small file of a checkpoint; raises CheckpointError, with the path.
+
+    With the manifest its bytes are compared with their checksums.
+    """
+    limit = MANIFEST_BYTES_MAX if name == MANIFEST else TREE_BYTES_MAX
     path = os.path.join(folder, name)
     # It is closed whatever happens, as a descriptor that is given would not be.
     with open(path, "rb", opener=lambda path, flags: opener(path)) as file:
         size = os.fstat(file.fileno()).st_size
-        if size > JSON_BYTES_MAX:
-            raise CheckpointError(f"{path} has {size} bytes; {JSON_BYTES_MAX} is the limit")
-        text = file.read()
+        if size > limit:
+            raise CheckpointError(f"{path} has {size} bytes; {limit} is the limit")
+        if size > 1 << 20:
+            require_available(_MEMORY_PER_BYTE * size, f"what {path} describes")
+        text = file.read(limit)
+    if manifest is not None and manifest.checksum is not None:
+        seen, record = Checksums(manifest.block_bytes), manifest.files[name]
+        seen(text)
+        if len(text) != record.nbytes:
+            raise CheckpointError(f"{path} has changed meanwhile")
+        require_same(path, seen, record)
     try:
         return json.loads(text, parse_constant=_no_constant, object_pairs_hook=_unique)
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise CheckpointError(f"{path} is no JSON of a checkpoint: {error}") from None
+    except RecursionError:
+        if _depth_of(text) > _DEPTH_MAX:
+            raise CheckpointError(f"{path} is nested too deeply") from None
+        # Who calls has used the stack up.
+        raise
+
+
+def _depth_of(text: bytes) -> int:
+    """Return how deeply lists and objects are nested in JSON."""
+    depth = deepest = 0
+    for found in _BRACKETS.finditer(text):
+        step = {b"[": 1, b"{": 1, b"]": -1, b"}": -1}.get(found[0], 0)
+        depth += step
+        deepest = max(deepest, depth)
+    return deepest
 
 
 def _no_constant(text: str) -> None:

@@ -27,6 +27,8 @@ __all__ = ["Part", "check_target", "part_of", "rebuild", "same_memory"]
 _FLAGS = ("parameter", "requires_grad")
 _WORDS = {"tensor", "array", "dtype", "shape", "view", "device", *_FLAGS}
 _EXTENT_MAX = (1 << 63) - 1
+# Numpy has no more dimensions, and torch as many.
+_DIMENSIONS_MAX = 64
 
 
 class View(NamedTuple):
@@ -70,6 +72,21 @@ def _part_of(
     if tensor is None:
         raise CheckpointError(f"is in a tensor that the file has not: {name!r:.100}")
     flags = tuple(word for word in _FLAGS if node.get(word) is True)
+    if flags and not by_torch:
+        raise CheckpointError("is an array, of which nothing is a parameter")
+    part = _sized_part_of(node, path, tensor, by_torch, flags)
+    if flags and not (part.dtype.is_floating_point or part.dtype.is_complex):
+        raise CheckpointError(f"is of {part.dtype}, of which there is no gradient")
+    return part
+
+
+def _sized_part_of(
+    node: dict[str, Any],
+    path: tuple[Any, ...],
+    tensor: Tensor,
+    by_torch: bool,
+    flags: tuple[str, ...],
+) -> Part:
     if "dtype" not in node:
         if "view" in node or "shape" in node:
             raise CheckpointError("has no dtype")
@@ -88,6 +105,8 @@ def _part_of(
         shape = tensor.shape[:-1]
         return Part(path, tensor, by_torch, dtype, shape, "pairs", None, flags)
     shape = _integers(node["shape"], "shape", 0)
+    if len(shape) > _DIMENSIONS_MAX or math.prod(shape) * dtype.itemsize > _EXTENT_MAX:
+        raise CheckpointError(f"has a shape that is none: {shape!r:.100}")
     nbytes = tensor.end - tensor.begin
     if "view" not in node:
         if math.prod(shape) * dtype.itemsize != nbytes or tensor.dtype != "U8":
@@ -105,7 +124,7 @@ def _name(dtype: Any) -> str:
 
 def _dtype_of(said: Any, by_torch: bool) -> Any:
     if by_torch:
-        if said not in FORMAT_NAMES and said not in PAIRS:
+        if not isinstance(said, str) or not (said in FORMAT_NAMES or said in PAIRS):
             raise CheckpointError(f"is of an unknown dtype, {said!r:.50}")
         return getattr(torch_module(), said)
     try:
@@ -114,6 +133,8 @@ def _dtype_of(said: Any, by_torch: bool) -> Any:
         raise CheckpointError(f"is of an unknown dtype, {said!r:.50}") from None
     if dtype.hasobject:
         raise CheckpointError(f"is of {dtype}, which has Python objects")
+    if dtype.subdtype is not None:
+        raise CheckpointError(f"is of an unknown dtype, {said!r:.50}")
     return dtype
 
 
@@ -153,6 +174,8 @@ def _view_of(
     least = 0 if by_torch else -_EXTENT_MAX
     strides = _integers(said.get("strides"), "stride", least)
     (offset,) = _integers([said.get("offset")], "offset", 0)
+    if offset > nbytes:
+        raise CheckpointError(f"begins at byte {offset} of {nbytes}")
     if len(strides) != len(shape):
         raise CheckpointError(f"has {len(shape)} extents and {len(strides)} strides")
     if 0 not in shape:
@@ -168,18 +191,22 @@ def _view_of(
 
 def rebuild(part: Part, base: Any) -> Any:
     """Make a tensor or an array over the memory of the tensor of the file."""
-    if part.by_torch:
-        return _dressed(part, _tensor(part, base))
-    return _array(part, base)
+    try:
+        if part.by_torch:
+            return _dressed(part, _tensor(part, base))
+        return _array(part, base)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise CheckpointError(f"{path_of(part.path)} cannot be made: {error}") from None
 
 
 def _array(part: Part, base: Any) -> Any:
-    array = base if isinstance(base, np.ndarray) else base.numpy()
-    if part.how == "whole":
-        return array
-    if part.how == "pairs":
-        return array.view(part.dtype)[..., 0]
-    flat = array.reshape(-1).view(np.uint8)
+    if isinstance(base, np.ndarray):
+        if part.how == "whole":
+            return base
+        flat = base.reshape(-1).view(np.uint8)
+    else:
+        # Numpy may have no dtype for what torch has read.
+        flat = base.reshape(-1).view(torch_module().uint8).numpy()
     if part.view is None:
         if not flat.size:
             return np.empty(part.shape, part.dtype)
@@ -232,8 +259,27 @@ def check_target(part: Part, target: Any) -> None:
             f"into: {where} is of {target.dtype} and shape {list(target.shape)}; the "
             f"checkpoint has {part.dtype} and {list(part.shape)}"
         )
-    if not part.by_torch and not target.flags.writeable:
-        raise ValueError(f"into: {where} is read-only")
+    problem = _target_problem(target)
+    if problem:
+        raise ValueError(f"into: {where} {problem}")
+
+
+def _target_problem(target: Any) -> str:
+    """Say why nothing can be written to a tensor or an array."""
+    if isinstance(target, np.ndarray):
+        strides = target.strides
+        if not target.flags.writeable:
+            return "is read-only"
+    elif target.is_meta or target.layout != torch_module().strided:
+        return f"has no memory to fill: {target.device}, {target.layout}"
+    elif target.is_conj() or target.is_neg():
+        return "is the conjugate or the negative of other memory"
+    else:
+        strides = target.stride()
+    extents = zip(target.shape, strides, strict=True)
+    if 0 not in target.shape and any(n > 1 and not stride for n, stride in extents):
+        return "is expanded: several of its elements are one"
+    return ""
 
 
 def same_memory(one: Any, other: Any) -> bool:

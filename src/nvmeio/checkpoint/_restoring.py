@@ -4,7 +4,7 @@ import contextlib
 import fcntl
 import os
 import stat
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,8 @@ import numpy as np
 from nvmeio._files.descriptors import FOLDER, close_quietly
 from nvmeio._native.copy import memcpy
 from nvmeio._native.file import File
-from nvmeio.checkpoint._errors import CheckpointError
+from nvmeio.checkpoint._errors import CheckpointError, MovedError, NoChecksumsError
+from nvmeio.checkpoint._locks import in_child_close
 from nvmeio.checkpoint._manifest import (
     BLOCK_BYTES,
     FORMAT,
@@ -22,8 +23,10 @@ from nvmeio.checkpoint._manifest import (
     Checksums,
     read_json,
     read_manifest,
+    require_same,
 )
 from nvmeio.checkpoint._rebuilt import Part, check_target, part_of, rebuild, same_memory
+from nvmeio.checkpoint._stored import bytes_of
 from nvmeio.checkpoint._tree import decode, path_of
 from nvmeio.default import default_handle
 from nvmeio.memory import empty
@@ -45,18 +48,24 @@ class Held:
         self._descriptors: list[int] = []
         try:
             self._open_folder()
+            self._lock()
             self.manifest = read_manifest(folder, step, self._opened)
-            self._check_place()
-        except BaseException:
+        except BaseException as error:
+            moved = not self.is_there()
             self.close()
+            if moved and isinstance(error, (CheckpointError, OSError)):
+                raise MovedError(f"{folder} was removed or replaced meanwhile") from error
             raise
+        in_child_close(self)
 
     def _open_folder(self) -> None:
         try:
             descriptor = os.open(self.folder, FOLDER | os.O_NOFOLLOW | os.O_CLOEXEC)
-        except (NotADirectoryError, FileNotFoundError):
+        except NotADirectoryError:
             raise CheckpointError(f"{self.folder} is no folder of a checkpoint") from None
         self._descriptors.append(descriptor)
+
+    def _lock(self) -> None:
         lock = self._opened(os.path.join(self.folder, MANIFEST))
         self._descriptors.append(lock)
         # Who removes it looks at this lock, and does not wait.
@@ -82,14 +91,18 @@ class Held:
             raise
         return descriptor
 
-    def _check_place(self) -> None:
-        """See that what was opened is still what has the name."""
+    def is_there(self) -> bool:
+        """Tell whether what was opened is still what has the name."""
+        if not self._descriptors:
+            return os.path.lexists(self.folder)
         try:
-            same = os.path.samestat(os.lstat(self.folder), os.fstat(self._descriptors[0]))
+            return os.path.samestat(os.lstat(self.folder), os.fstat(self._descriptors[0]))
         except FileNotFoundError:
-            same = False
-        if not same:
-            raise CheckpointError(f"{self.folder} was removed or replaced meanwhile")
+            return False
+
+    def _require_place(self) -> None:
+        if not self.is_there():
+            raise MovedError(f"{self.folder} was removed or replaced meanwhile")
 
     def close(self) -> None:
         """Let others remove it."""
@@ -99,12 +112,16 @@ class Held:
     def __enter__(self) -> "Held":
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: object, error: object, where: object) -> None:
+        # Files that were opened by their names may have been another's.
+        moved = isinstance(error, (CheckpointError, OSError)) and not self.is_there()
         self.close()
+        if moved:
+            raise MovedError(f"{self.folder} was removed or replaced meanwhile")
 
     def tree(self) -> dict[str, Any]:
         """Return what tree.json has, but for its checks of values."""
-        said = read_json(self.folder, TREE, self._opened)
+        said = read_json(self.folder, TREE, self._opened, self.manifest)
         path = os.path.join(self.folder, TREE)
         if (
             not isinstance(said, dict)
@@ -113,6 +130,7 @@ class Held:
             or not {"state", "metadata"} <= said.keys()
         ):
             raise CheckpointError(f"{path} is damaged: it is not of step {self.step}")
+        self._require_place()
         return said
 
     def metadata(self) -> Any:
@@ -127,32 +145,60 @@ class Held:
 
     def verify(self, progress: Progress | None = None) -> None:
         """Read all, and compare with the checksums; raises CheckpointError."""
+        self._require_checksums()
+        total, done = self.manifest.nbytes, 0
+
+        def read(nbytes: int) -> None:
+            nonlocal done
+            done += nbytes
+            if progress is not None:
+                progress(done, total)
+
+        for name in self.manifest.files:
+            self._verify_file(name, read)
+
+    def _require_checksums(self) -> None:
         if self.manifest.checksum is None:
-            raise CheckpointError(
+            raise NoChecksumsError(
                 f"{self.folder} was saved without checksums, so it cannot be verified"
             )
-        total, done = self.manifest.nbytes, 0
-        for name, record in self.manifest.files.items():
-            path = os.path.join(self.folder, name)
-            block_bytes = self.manifest.block_bytes
-            seen = Checksums(block_bytes)
-            for block in _blocks(path, record.nbytes):
-                seen(block)
-                done += len(block)
-                if progress is not None:
-                    progress(done, total)
-            expected = record.checksums or []
-            for index, (one, other) in enumerate(zip(seen.sums(), expected, strict=True)):
-                if one != other:
-                    low = index * block_bytes
-                    high = min(low + block_bytes, record.nbytes)
-                    raise CheckpointError(
-                        f"{path} is damaged: bytes {low} to {high} have the checksum "
-                        f"{one}; {other} was saved"
-                    )
 
-    def restore(self, into: Any, names: Collection[str] | None) -> Any:
-        """Return the state, or what is named of it, in memory of its own or `into`."""
+    def _verify_file(self, name: str, read: Callable[[int], object] | None = None) -> None:
+        path, record = os.path.join(self.folder, name), self.manifest.files[name]
+        seen = Checksums(self.manifest.block_bytes)
+        for block in _blocks(path, record.nbytes):
+            seen(block)
+            if read is not None:
+                read(len(block))
+        require_same(path, seen, record)
+
+    def _verify_read(self, file: ModelFile, tensors: dict[str, Any]) -> None:
+        """Compare what was read with the checksums; raises CheckpointError."""
+        record = self.manifest.files[TENSORS]
+        seen = Checksums(self.manifest.block_bytes)
+        with open(file.path, "rb") as header:
+            seen(header.read(file.layout.data_start))
+        for each in file.layout.tensors:
+            if each.name not in tensors:
+                break
+            seen(bytes_of(tensors[each.name]))
+        # Where it differs, the file tells which of its bytes do, or that memory had other
+        # bytes in the meantime.
+        if seen.sums() != record.checksums:
+            self._verify_file(TENSORS)
+
+    def restore(
+        self, into: Any, names: Collection[str] | None, *, checked: bool = False
+    ) -> Any:
+        """Return the state, or what is named of it, in memory of its own or `into`.
+
+        If it is to be `checked`, all that was read is compared with the checksums, and of
+        what is named all of the files, first.
+        """
+        if checked:
+            self._require_checksums()
+            if names is not None:
+                self._verify_file(TENSORS)
         path = os.path.join(self.folder, TENSORS)
         tree = self.tree()["state"]
         try:
@@ -162,7 +208,8 @@ class Held:
         try:
             if file.before.st_size != self.manifest.files[TENSORS].nbytes:
                 raise CheckpointError(f"{path} has changed meanwhile")
-            self._check_place()
+            # What the tree is of, and what is read now, have been opened under one name.
+            self._require_place()
             parts = _Parts(file.layout.by_name)
             try:
                 skeleton = decode(tree, parts, names=names)
@@ -171,7 +218,9 @@ class Held:
                     f"{os.path.join(self.folder, TREE)} is damaged: {error}"
                 ) from None
             targets = None if into is None else _matched(skeleton, into, ())
-            values = _read(file, parts.found, targets)
+            bases, values = _read(file, parts.found, targets)
+            if checked and names is None:
+                self._verify_read(file, bases)
         except SafetensorError as error:
             raise CheckpointError(f"{path}: {error}") from None
         finally:
@@ -244,8 +293,8 @@ def _filled(skeleton: Any, values: dict[Any, Any]) -> Any:
 
 def _read(
     file: ModelFile, parts: list[Part], targets: dict[Any, Any] | None
-) -> dict[Any, Any]:
-    """Read all tensors of the file that parts are of, and make the parts of them."""
+) -> tuple[dict[str, Any], dict[Any, Any]]:
+    """Return all tensors of the file that parts are of, and the parts made of them."""
     by_stored: dict[str, list[Part]] = {}
     for part in parts:
         by_stored.setdefault(part.stored.name, []).append(part)
@@ -277,7 +326,7 @@ def _read(
             made[part.path] = rebuild(part, base)
             if targets is not None:
                 made[part.path] = _delivered(made[part.path], targets[part.path])
-    return made
+    return bases, made
 
 
 def _wanted(file: ModelFile, stored: Tensor, framework: Framework) -> Wanted:

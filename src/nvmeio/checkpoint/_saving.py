@@ -23,6 +23,7 @@ from nvmeio.checkpoint._manifest import (
     MANIFEST,
     TENSORS,
     TREE,
+    TREE_BYTES_MAX,
     Checksums,
     Manifest,
     Record,
@@ -65,6 +66,9 @@ class Plan:
         self.total = self.layout.data_start + self.layout.data_bytes
         text = {"format": FORMAT, "step": step, "metadata": said, "state": tree}
         self.tree = json.dumps(text, allow_nan=False).encode() + b"\n"
+        if len(self.tree) > TREE_BYTES_MAX:
+            words = f"{len(self.tree)} bytes; {TREE_BYTES_MAX} is the limit"
+            raise ValueError(f"the state and metadata without tensors take {words}")
         self.image: Bytes | None = None
 
     def stage(self, staging: "Staging") -> None:

@@ -14,9 +14,10 @@ import numpy as np
 import numpy.typing as npt
 
 from nvmeio.checkpoint._tree import Leaf, name_of, path_of
-from nvmeio.safetensors._dtypes import FORMAT_NAMES, header_shape
+from nvmeio.safetensors._dtypes import FORMAT_NAMES, header_shape, numpy_dtype
+from nvmeio.safetensors._errors import SafetensorError
 
-__all__ = ["PAIRS", "Stored", "contents", "store"]
+__all__ = ["PAIRS", "Stored", "bytes_of", "contents", "store"]
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -62,12 +63,20 @@ def store(leaves: Sequence[Leaf]) -> list[Stored]:
     places = [_place(leaf) for leaf in leaves]
     alone = [place.leaf for place in places if place.low == place.high]
     for group in _sharing([place for place in places if place.low < place.high]):
-        if len(group) == 1:
+        if len(group) == 1 and not _is_expanded(group[0]):
             alone.append(group[0].leaf)
         else:
             found.append(_shared(group, namer))
     found.extend(_alone(leaf, namer) for leaf in alone)
     return found
+
+
+def _is_expanded(place: _Place) -> bool:
+    """Tell whether a leaf has more elements than there are bytes for them."""
+    value = place.leaf.value
+    return (
+        int(np.prod(value.shape, dtype=object)) * _itemsize(value) > place.high - place.low
+    )
 
 
 def _is_array(value: Any) -> bool:
@@ -87,6 +96,25 @@ def _array_problem(array: npt.NDArray[Any]) -> str:
         return f"it is a {type(array).__qualname__}; pass its np.asarray()"
     if array.dtype.hasobject:
         return f"its elements, {array.dtype}, are or have Python objects"
+    return _dtype_problem(array.dtype)
+
+
+def _dtype_problem(dtype: np.dtype[Any]) -> str:
+    """Say why a dtype could not be made again of what a file has of it."""
+    if dtype.names is not None:
+        try:
+            if dtype.names and np.lib.format.dtype_to_descr(dtype):
+                return ""
+        except ValueError:
+            pass
+        return f"its dtype, {dtype}, cannot be written down; pass an array of plain fields"
+    if dtype.name in FORMAT_NAMES:
+        try:
+            numpy_dtype(FORMAT_NAMES[dtype.name])
+        except (AttributeError, ImportError, TypeError, ValueError, SafetensorError):
+            return f"its dtype, {dtype}, is one that arrays are not restored to"
+    elif dtype.kind == "V" and dtype.type is not np.void:
+        return f"its dtype, {dtype}, is one that no file has"
     return ""
 
 
@@ -113,6 +141,17 @@ def _tensor_problem(tensor: Any) -> str:
     name = str(tensor.dtype).removeprefix("torch.")
     if name not in FORMAT_NAMES and name not in PAIRS:
         return f"its dtype, {tensor.dtype}, is one that no file has"
+    try:
+        nbytes = tensor.untyped_storage().nbytes()
+        known = tensor.data_ptr() or not tensor.numel()
+    except RuntimeError as error:
+        return f"torch says no address of it: {error}"
+    extents = zip(tensor.shape, tensor.stride(), strict=True)
+    last = tensor.storage_offset() + sum(
+        (extent - 1) * stride for extent, stride in extents
+    )
+    if tensor.numel() and (not known or (last + 1) * tensor.element_size() > nbytes):
+        return f"its storage has {nbytes} bytes, and not its elements: it was freed"
     return ""
 
 
@@ -120,17 +159,13 @@ def _place(leaf: Leaf) -> _Place:
     """Return the range of memory that a leaf has elements in."""
     value = leaf.value
     if _is_array(value):
-        device, address, itemsize = (
-            "cpu",
-            value.__array_interface__["data"][0],
-            value.itemsize,
-        )
+        device, address, itemsize = "cpu", _start(value), value.itemsize
         strides, shape = value.strides, value.shape
         dense = value.flags.c_contiguous
     else:
         value = value.detach()
         itemsize = value.element_size()
-        device, address = str(value.device), value.data_ptr()
+        device, address = str(value.device), _start(value)
         strides = tuple(stride * itemsize for stride in value.stride())
         shape = tuple(value.shape)
         dense = value.is_contiguous() and not (value.is_conj() or value.is_neg())
@@ -207,9 +242,11 @@ def _shared(group: list[_Place], namer: "_Namer") -> Stored:
         (each for each in group if each.dense and (each.low, each.high) == (low, high)),
         None,
     )
-    if whole is not None:
+    if whole is not None and all(_is_at_a_multiple(each.leaf, low) for each in group):
         stored = _alone(whole.leaf, namer)
     else:
+        whole = None
+        low = _aligned(low, group)
         name = namer(group[0].leaf.path, "memory")
         value = _bytes_between(group[0], low, high)
         stored = Stored(name, "U8", (high - low,), value)
@@ -223,10 +260,8 @@ def _shared(group: list[_Place], namer: "_Namer") -> Stored:
                 if word in whole.leaf.node:
                     node[word] = whole.leaf.node[word]
             continue
-        start = each.low
-        if _is_array(value):
-            start = value.__array_interface__["data"][0]
-        node["view"] = {"offset": start - low, "strides": list(each.strides)}
+        strides = list(each.strides)
+        node["view"] = {"offset": _start(value) - low, "strides": strides}
         _name_dtype(node, value)
         node["shape"] = list(value.shape)
         lazy = () if _is_array(value) else ("conj", "neg")
@@ -234,6 +269,39 @@ def _shared(group: list[_Place], namer: "_Namer") -> Stored:
             if getattr(value, f"is_{word}")():
                 node["view"][word] = True
     return stored
+
+
+def _start(value: Any) -> int:
+    """Return the address of the first element."""
+    found: int
+    found = value.__array_interface__["data"][0] if _is_array(value) else value.data_ptr()
+    return found
+
+
+def _is_at_a_multiple(leaf: Leaf, low: int) -> bool:
+    """Tell whether torch can see a leaf in memory that begins there, if it is torch's."""
+    value = leaf.value
+    return _is_array(value) or (_start(value) - low) % _itemsize(value) == 0
+
+
+def _aligned(low: int, group: list[_Place]) -> int:
+    """Return where memory begins so that torch can see each leaf in it again.
+
+    Torch takes no elements at other places than multiples of their size.
+    """
+    tensors = [each.leaf for each in group if not _is_array(each.leaf.value)]
+    if not tensors:
+        return low
+    largest = max(tensors, key=lambda leaf: _itemsize(leaf.value))
+    # In the same page at the latest, which is there.
+    found = low - (low - _start(largest.value)) % _itemsize(largest.value)
+    for leaf in tensors:
+        if found // 4096 != low // 4096 or not _is_at_a_multiple(leaf, found):
+            raise TypeError(
+                f"{path_of(leaf.path)} cannot be saved: it shares memory with another "
+                "tensor or array at an odd distance; pass its clone()"
+            )
+    return found
 
 
 def _same(one: _Place, other: _Place) -> bool:
@@ -355,10 +423,11 @@ class _Namer:
 
 def contents(stored: Stored) -> Callable[[], Bytes]:
     """Return what gives a tensor's bytes when it is its turn."""
-    return functools.partial(_contents, stored.value)
+    return functools.partial(bytes_of, stored.value)
 
 
-def _contents(value: Any) -> Bytes:
+def bytes_of(value: Any) -> Bytes:
+    """Return the bytes of a tensor or an array, in C order."""
     if _is_array(value):
         flat = np.ascontiguousarray(value).reshape(-1)
         return flat.view(np.uint8) if flat.nbytes else np.empty(0, np.uint8)

@@ -8,7 +8,7 @@ Nothing of it names code, so nothing is run to read it.
 import base64
 import math
 import sys
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable
 from typing import Any, NamedTuple
 
@@ -61,12 +61,16 @@ class _Encoder:
         torch = sys.modules.get("torch")
         self.tensor = () if torch is None else (torch.Tensor,)
         self.size = None if torch is None else torch.Size
+        self.dtype = None if torch is None else torch.dtype
+        self.device = None if torch is None else torch.device
 
     def node(self, value: Any, path: Path) -> Any:
         kind = type(value)
-        if kind is int and value.bit_length() > INTEGER_BITS_MAX:
-            words = f"has {value.bit_length()} bits, more than {INTEGER_BITS_MAX}"
-            raise ValueError(f"{path_of(path)} {words}")
+        if kind is int:
+            _require_bits(value, path)
+        if kind is str and not _is_kept(value):
+            words = "has surrogates in a row, which JSON makes one character of"
+            raise ValueError(f"{path_of(path)} {words}: {value!r:.100}")
         if value is None or kind in (bool, int, str):
             return value
         if kind is float:
@@ -81,12 +85,16 @@ class _Encoder:
             return node
         if isinstance(value, np.generic) and value.dtype.kind not in "OV":
             return {"scalar": [value.dtype.str, base64.b64encode(value.tobytes()).decode()]}
-        if kind in (list, tuple, dict, OrderedDict) or kind is self.size:
+        if kind in (list, tuple, *_DICTS) or kind is self.size:
             return self._nested(value, kind, path)
+        if kind is self.dtype:
+            return {"torch.dtype": str(value).removeprefix("torch.")}
+        if kind is self.device:
+            return {"torch.device": str(value)}
         raise TypeError(
             f"{path_of(path)} is of type {kind.__module__}.{kind.__qualname__}; a state "
-            "nests dict, OrderedDict, list, tuple and torch.Size of tensors, arrays, "
-            "numbers, bool, str, bytes and None"
+            "nests dict, OrderedDict, Counter, list, tuple and torch.Size of tensors, "
+            "arrays, numbers, bool, str, bytes, torch.dtype, torch.device and None"
         )
 
     def _nested(self, value: Any, kind: type, path: Path) -> Any:
@@ -96,10 +104,10 @@ class _Encoder:
             raise ValueError(f"{path_of(path)} is nested deeper than {DEPTH_MAX} levels")
         self.within.add(id(value))
         found: Any
-        if kind in (dict, OrderedDict):
+        if kind in _DICTS:
             found = self._items(value, path)
-            if kind is OrderedDict:
-                found = {"OrderedDict": found}
+            if kind is not dict:
+                found = {kind.__name__: found}
         else:
             found = [self.node(each, (*path, index)) for index, each in enumerate(value)]
             if kind is not list:
@@ -114,12 +122,28 @@ class _Encoder:
                     f"{path_of(path)} has a key of type {type(key).__qualname__}, "
                     f"{key!r}; keys are str or int"
                 )
-            if isinstance(key, str) and not key.isascii():
+            if type(key) is int:
+                _require_bits(key, path)
+            elif not key.isascii():
                 _require_unicode(key, path)
         items = [(key, self.node(each, (*path, key))) for key, each in value.items()]
         if all(isinstance(key, str) for key in value):
             return {"dict": dict(items)}
         return {"items": [list(item) for item in items]}
+
+
+def _require_bits(value: int, path: Path) -> None:
+    if value.bit_length() > INTEGER_BITS_MAX:
+        words = f"has {value.bit_length()} bits, more than {INTEGER_BITS_MAX}"
+        raise ValueError(f"{path_of(path)} {words}")
+
+
+def _is_kept(text: str) -> bool:
+    """Tell whether a string comes back from JSON as it was."""
+    if text.isascii():
+        return True
+    code = "utf-16-le"
+    return text.encode(code, "surrogatepass").decode(code, "surrogatepass") == text
 
 
 def _require_unicode(key: str, path: Path) -> None:
@@ -145,11 +169,21 @@ def decode(
         return decoder.value(tree, ())
     wanted = _Names(names)
     found = decoder.value(tree, (), wanted)
-    if wanted.missing:
-        raise KeyError(
-            f"the checkpoint has nothing named {', '.join(sorted(wanted.missing))}"
-        )
+    # What lies below another that is wanted was not asked for.
+    missing = [name for name in sorted(wanted.missing) if not _has(found, name)]
+    if missing:
+        raise KeyError(f"the checkpoint has nothing named {', '.join(missing)}")
     return found
+
+
+def _has(found: Any, name: str) -> bool:
+    """Tell whether a dict has what a name says, from the top down."""
+    for part in name.split("/"):
+        keys = {name_of([key]): key for key in found} if isinstance(found, dict) else {}
+        if part not in keys:
+            return False
+        found = found[keys[part]]
+    return True
 
 
 class _Names:
@@ -158,7 +192,7 @@ class _Names:
     def __init__(self, names: Iterable[str]) -> None:
         self.names = set(names)
         self.missing = set(self.names)
-        self.above = {""}
+        self.above: set[str] = set()
         for name in self.names:
             keys = name.split("/")
             self.above.update("/".join(keys[:count]) for count in range(1, len(keys)))
@@ -189,14 +223,16 @@ class _Decoder:
         if len(node) != 1:
             raise self._wrong(path, "is of no kind")
         ((kind, content),) = node.items()
-        make = getattr(self, f"_{kind}", None) if kind in _KINDS else None
+        make = None
+        if kind in _KINDS:
+            make = getattr(self, f"_{kind.replace('.', '_')}")
         if make is None:
             raise self._wrong(path, f"is of an unknown kind, {kind!r:.50}")
         if kind in _NESTED:
             return make(content, path, wanted)
         try:
             return make(content)
-        except (ValueError, TypeError, OverflowError):
+        except (AttributeError, OverflowError, RuntimeError, TypeError, ValueError):
             raise self._wrong(path, f"is no {kind}") from None
 
     def _wrong(self, path: Path, words: str) -> CheckpointError:
@@ -252,9 +288,18 @@ class _Decoder:
     def _OrderedDict(  # noqa: N802
         self, content: Any, path: Path, wanted: _Names | None
     ) -> OrderedDict[Key, Any]:
+        return OrderedDict(self._dict_of(content, path, wanted))
+
+    def _Counter(  # noqa: N802
+        self, content: Any, path: Path, wanted: _Names | None
+    ) -> Counter[Key]:
+        return Counter(self._dict_of(content, path, wanted))
+
+    def _dict_of(self, content: Any, path: Path, wanted: _Names | None) -> dict[Key, Any]:
         if not isinstance(content, dict) or content.keys() not in ({"dict"}, {"items"}):
-            raise self._wrong(path, "is no OrderedDict")
-        return OrderedDict(self.value(content, path, wanted))
+            raise self._wrong(path, "is no dict of any kind")
+        found: dict[Key, Any] = self.value(content, path, wanted)
+        return found
 
     def _float(self, content: Any) -> float:
         if content not in ("nan", "inf", "-inf"):
@@ -267,6 +312,22 @@ class _Decoder:
 
     def _bytes(self, content: Any) -> bytes:
         return base64.b64decode(content, validate=True)
+
+    def _torch_dtype(self, content: Any) -> Any:
+        from nvmeio.safetensors._dtypes import torch_module
+
+        torch = torch_module()
+        found = getattr(torch, content)
+        if not isinstance(found, torch.dtype):
+            raise ValueError
+        return found
+
+    def _torch_device(self, content: Any) -> Any:
+        from nvmeio.safetensors._dtypes import torch_module
+
+        if not isinstance(content, str):
+            raise ValueError
+        return torch_module().device(content)
 
     def _scalar(self, content: Any) -> Any:
         name, text = content
@@ -281,5 +342,7 @@ class _Decoder:
         return value
 
 
-_NESTED = ("tuple", "Size", "dict", "items", "OrderedDict")
-_KINDS = (*_NESTED, "float", "complex", "bytes", "scalar")
+# The scheduler MultiStepLR of torch has a Counter.
+_DICTS = (dict, OrderedDict, Counter)
+_NESTED = ("tuple", "Size", "dict", "items", "OrderedDict", "Counter")
+_KINDS = (*_NESTED, "float", "complex", "bytes", "scalar", "torch.dtype", "torch.device")

@@ -1,7 +1,10 @@
 """torch.save and torch.load at the speed of the drive; the files are torch's own."""
 
+import bisect
 import contextlib
-import math
+import os
+import sys
+import zipfile
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -18,6 +21,8 @@ from nvmeio.torch.streams import Stream
 __all__ = ["load", "save"]
 
 _ALIGNMENT_MAX = 1 << 30
+# Before the bytes of an entry: its header, its name and what aligns them.
+_HEADER_BYTES_MAX = _ALIGNMENT_MAX + (1 << 17)
 # What has no tensors in it.
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype)
 
@@ -80,8 +85,21 @@ def _errors_of(stream: Stream) -> Iterator[None]:
 def _loaded(file: File, **options: Any) -> Any:
     """Load all of a file by torch itself."""
     stream = Stream(file, closes=False)
-    with _errors_of(stream):
+    with naming_file(file), _errors_of(stream):
         return torch.load(stream, **options)
+
+
+@contextlib.contextmanager
+def naming_file(file: File) -> Iterator[None]:
+    """Let an error of torch's say which file it is of, from Python 3.11 on."""
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:
+        if hasattr(error, "add_note"):
+            error.add_note(f"while {os.fsdecode(file.path)!r} was loaded")
+        raise
 
 
 def _aligned(alignment: int) -> contextlib.AbstractContextManager[Any]:
@@ -145,38 +163,87 @@ def load(
         if names is None and out is None:
             return _loaded(file, **options)
         chosen = list(out or ()) if names is None else list(names)
-        skeleton = _skeleton(file) if weights_only and map_location is None else None
-        if skeleton is None:
-            found = _loaded(file, **options)
-            return _delivered(_picked(found, chosen), out)
-        picked = _picked(skeleton, chosen)
-        _check(picked, out)
-        return _delivered(_read(file, picked), out)
+        mapped = _mapped(file) if weights_only and map_location is None else None
+        if mapped is not None:
+            picked = _picked(mapped.found, chosen)
+            _check(picked, out)
+            if (tensors := _tensors_in(list(picked.values()))) is not None:
+                spans = _spans(file, tensors, mapped.records)
+                if spans is not None:
+                    return _read(file, picked, tensors, spans, out)
+        found = _loaded(file, **options)
+        return _delivered(_picked(found, chosen), out)
 
 
-def _skeleton(file: File) -> Any:
-    """Return what a file has, with tensors that only say where their bytes are, or None."""
+def _reopened(file: File) -> str:
+    """Return a path by which an open file can be opened once more."""
+    return f"/proc/self/fd/{file.fileno()}"
+
+
+def _records_of(file: File) -> list[tuple[int, int]] | None:
+    """Return where the entries of an archive begin, and their sizes, in their order.
+
+    None where their bytes are not as they are in memory.
+    """
     try:
-        from torch._subclasses.fake_tensor import FakeTensorMode
-
-        with FakeTensorMode():
-            found = _loaded(file, weights_only=True)
-    except Exception:
-        # Of an old format, or of a torch without this: it is loaded as ever.
+        with zipfile.ZipFile(_reopened(file)) as archive:
+            entries = archive.infolist()
+            stored = all(entry.compress_type == zipfile.ZIP_STORED for entry in entries)
+            found = {entry.filename.partition("/")[2]: entry for entry in entries}
+            order = found.get("byteorder")
+            same = order is None or archive.read(order).decode() == sys.byteorder
+    except (OSError, ValueError, zipfile.BadZipFile, NotImplementedError):
         return None
-    fakes = [each for each in _values(found) if isinstance(each, torch.Tensor)]
-    known = all(_offset(each) is not None for each in fakes if each.numel())
-    plain = all(isinstance(each, (torch.Tensor, *_PLAIN)) for each in _values(found))
-    return found if known and plain else None
+    # With constants it is of TorchScript.
+    if not (stored and same and "data.pkl" in found and "constants.pkl" not in found):
+        return None
+    return sorted((entry.header_offset, entry.file_size) for entry in entries)
 
 
-def _offset(fake: torch.Tensor) -> int | None:
-    """Return where in the file the storage of a tensor begins, where torch says so."""
-    return getattr(fake.untyped_storage(), "_checkpoint_offset", None)
+class _Mapped(NamedTuple):
+    """What a file has, with tensors whose bytes are mapped, and not read yet."""
+
+    found: Any
+    records: list[tuple[int, int]]
 
 
-def _values(found: Any) -> list[Any]:
-    return list(found.values()) if isinstance(found, dict) else [found]
+def _mapped(file: File) -> _Mapped | None:
+    """Map a file, or return None where it has to be loaded: torch then tells why."""
+    records = _records_of(file)
+    if records is None:
+        return None
+    try:
+        return _Mapped(torch.load(_reopened(file), weights_only=True, mmap=True), records)
+    except Exception:
+        return None
+
+
+def _tensors_in(values: list[Any]) -> list[torch.Tensor] | None:
+    """Return the tensors in values, each once; None where not all is known to be there."""
+    found: dict[int, torch.Tensor] = {}
+    seen: set[int] = set()
+    while values:
+        value = values.pop()
+        if isinstance(value, torch.Tensor):
+            if not _is_strided(value):
+                return None
+            found[id(value)] = value
+        elif isinstance(value, (dict, list, tuple)):
+            if id(value) not in seen:
+                seen.add(id(value))
+                values.extend(value.values() if isinstance(value, dict) else value)
+        elif not isinstance(value, _PLAIN):
+            return None
+    return list(found.values())
+
+
+def _is_strided(tensor: torch.Tensor) -> bool:
+    return (
+        type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        and tensor.layout == torch.strided
+        and tensor.device.type == "cpu"
+        and not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized)
+    )
 
 
 def _picked(found: Any, names: list[str]) -> dict[str, Any]:
@@ -216,54 +283,130 @@ def _delivered(
 
 
 class _Span(NamedTuple):
-    """Bytes of a storage that tensors need."""
+    """Bytes of the file that tensors need."""
 
     low: int
     high: int
 
 
-def _read(file: File, picked: dict[str, Any]) -> dict[str, Any]:
-    """Read the bytes of tensors, by one submission, and make them."""
-    spans: dict[int, _Span] = {}
-    for each in picked.values():
-        if isinstance(each, torch.Tensor) and each.numel():
-            offset, mine = _offset(each) or 0, _span(each)
-            other = spans.get(offset, mine)
-            spans[offset] = _Span(min(mine.low, other.low), max(mine.high, other.high))
-    memory = {
-        offset: torch.empty(span.high - span.low, dtype=torch.uint8)
-        for offset, span in spans.items()
-    }
-    items = [(memory[offset], file, offset + spans[offset].low) for offset in spans]
+def _read(
+    file: File,
+    picked: dict[str, Any],
+    tensors: list[torch.Tensor],
+    spans: dict[int, _Span],
+    out: Mapping[str, torch.Tensor] | None,
+) -> dict[str, Any]:
+    """Read the bytes of mapped tensors by one submission, into memory or their targets."""
+    shared: dict[int, int] = {}
+    for each in tensors:
+        storage = each.untyped_storage().data_ptr()
+        shared[storage] = shared.get(storage, 0) + 1
+    items: list[Any] = []
+    into: dict[int, torch.Tensor] = {}
+    for name, target in (out or {}).items():
+        source = picked.get(name)
+        if source is None or id(source) in into or id(source) not in spans:
+            continue
+        alone = shared[source.untyped_storage().data_ptr()] == 1
+        if alone and source.is_contiguous() and _is_memory(target):
+            into[id(source)] = target
+            flat = target.detach().reshape(-1).view(torch.uint8)
+            items.append((flat, file, spans[id(source)].low))
+    memory = _memory({k: span for k, span in spans.items() if k not in into})
+    wholes = list(memory)
+    items += [(memory[whole], file, whole.low) for whole in wholes]
     if items:
         default_handle().read_many(items)
-    made: dict[str, Any] = {}
-    for name, each in picked.items():
-        if not isinstance(each, torch.Tensor):
-            made[name] = each
+    for each in tensors:
+        if id(each) in into:
             continue
-        if each.numel():
-            offset = _offset(each) or 0
-            storage = memory[offset].untyped_storage()
-            low = spans[offset].low // each.element_size()
-            tensor = torch.empty(0, dtype=each.dtype).set_(
-                storage, each.storage_offset() - low, each.shape, each.stride()
-            )
+        if id(each) not in spans:
+            each.data = torch.empty(each.shape, dtype=each.dtype)
+            continue
+        span = spans[id(each)]
+        whole = wholes[bisect.bisect_right(wholes, (span.low, sys.maxsize)) - 1]
+        begin = (span.low - whole.low) // each.element_size()
+        # The tensor stays what it is, with all that was pickled of it.
+        each.data = torch.empty(0, dtype=each.dtype).set_(
+            memory[whole].untyped_storage(), begin, each.shape, each.stride()
+        )
+    read = {name: into.get(id(value), value) for name, value in picked.items()}
+    others = {k: target for k, target in (out or {}).items() if read.get(k) is not target}
+    return _delivered(read, others)
+
+
+def _is_memory(target: torch.Tensor) -> bool:
+    """Tell whether the bytes of a file can be read right into a tensor."""
+    return _is_strided(target) and target.is_contiguous() and target.numel() > 0
+
+
+def _spans(
+    file: File, tensors: list[torch.Tensor], records: list[tuple[int, int]]
+) -> dict[int, _Span] | None:
+    """Return where in the file the bytes of each tensor are that has any.
+
+    None where one of them goes beyond its entry, which loading refuses.
+    """
+    maps = _maps_of(file)
+    found = {}
+    for each in tensors:
+        if not each.numel():
+            continue
+        size = each.element_size()
+        reach = sum(
+            (extent - 1) * stride
+            for extent, stride in zip(each.shape, each.stride(), strict=True)
+        )
+        low = _offset(maps, each.data_ptr())
+        if low is None:
+            return None
+        high = low + (reach + 1) * size
+        index = bisect.bisect_right(records, (low, 0)) - 1
+        begin, nbytes = records[index] if index >= 0 else (0, 0)
+        after = records[index + 1][0] if index + 1 < len(records) else high
+        if high > after or high - begin > nbytes + _HEADER_BYTES_MAX or high - low > nbytes:
+            return None
+        found[id(each)] = _Span(low, high)
+    return found
+
+
+def _memory(spans: dict[int, _Span]) -> dict[_Span, torch.Tensor]:
+    """Return memory for spans: one piece for those that overlap."""
+    merged: list[_Span] = []
+    for span in sorted(set(spans.values())):
+        if merged and span.low < merged[-1].high:
+            # Tensors that share bytes share them again.
+            merged[-1] = _Span(merged[-1].low, max(merged[-1].high, span.high))
         else:
-            tensor = torch.empty(each.shape, dtype=each.dtype)
-        if isinstance(each, torch.nn.Parameter):
-            tensor = torch.nn.Parameter(tensor, each.requires_grad)
-        made[name] = tensor.requires_grad_(each.requires_grad)
-    return made
+            # Elements of every dtype begin at a multiple of their size.
+            merged.append(span)
+    return {span: torch.empty(span.high - span.low, dtype=torch.uint8) for span in merged}
 
 
-def _span(fake: torch.Tensor) -> _Span:
-    """Return which bytes of its storage a tensor has, in whole multiples of 16."""
-    size = fake.element_size()
-    reach = sum(
-        (extent - 1) * stride
-        for extent, stride in zip(fake.shape, fake.stride(), strict=True)
-    )
-    low = fake.storage_offset() * size
-    # Elements of every dtype begin at a multiple of their size.
-    return _Span(math.floor(low / 16) * 16, low + (reach + 1) * size)
+class _Map(NamedTuple):
+    """Where in memory a part of the file is mapped."""
+
+    begin: int
+    end: int
+    offset: int
+
+
+def _maps_of(file: File) -> list[_Map]:
+    """Return where this process has mapped a file, by what the kernel says."""
+    found = os.fstat(file.fileno())
+    maps = []
+    with open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as lines:
+        for line in lines:
+            span, _, offset, _, inode, *_ = line.split(maxsplit=5)
+            if int(inode) == found.st_ino:
+                begin, end = (int(each, 16) for each in span.split("-"))
+                maps.append(_Map(begin, end, int(offset, 16)))
+    return maps
+
+
+def _offset(maps: list[_Map], address: int) -> int | None:
+    """Return where in the file a byte of memory is."""
+    for each in maps:
+        if each.begin <= address < each.end:
+            return each.offset + address - each.begin
+    return None

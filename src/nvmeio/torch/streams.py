@@ -3,6 +3,7 @@
 import contextlib
 import io
 import os
+import stat
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -19,6 +20,8 @@ __all__ = ["open_stream"]
 # What is written in small pieces is collected, so that the drive sees whole pages.
 STAGE_BYTES = 1 << 20
 PAGE = 4096
+# Reads of so much at most are served from a stage that was read ahead.
+SMALL_BYTES = 64 << 10
 
 
 @suggesting
@@ -71,8 +74,16 @@ class Stream(io.RawIOBase):
         self.error: OSError | None = None
         self._writes = file.mode != "r"
         self._position = 0
+        # What was read ahead for small reads, and where it is of.
+        self._ahead = memoryview(b"")
+        self._ahead_at = 0
         # The bytes before the position that are not written yet; it has none to read.
         self._stage = bytearray()
+
+    @property
+    def mode(self) -> str:
+        """As `open` has it: "rb", "wb" or "xb"."""
+        return f"{self._file.mode}b"
 
     @property
     def name(self) -> Any:
@@ -92,8 +103,13 @@ class Stream(io.RawIOBase):
         return True
 
     def fileno(self) -> int:
-        """Return the file's descriptor, when what was written is in the file."""
-        self.flush()
+        """Return the descriptor of a file that is read.
+
+        One that is written has none to give: its own position is not the stream's.
+        """
+        self._check_open()
+        if self._writes:
+            raise io.UnsupportedOperation("fileno of a stream that is written")
         return self._file.fileno()
 
     def tell(self) -> int:
@@ -108,7 +124,7 @@ class Stream(io.RawIOBase):
         if whence == io.SEEK_CUR:
             offset += self._position
         elif whence == io.SEEK_END:
-            offset += os.fstat(self._file.fileno()).st_size
+            offset += self._size()
         elif whence != io.SEEK_SET:
             raise ValueError(f"whence is {whence}; it must be 0, 1 or 2")
         if offset < 0:
@@ -122,17 +138,41 @@ class Stream(io.RawIOBase):
         if self._writes:
             raise io.UnsupportedOperation("it was opened to be written")
         view = memoryview(buffer).cast("B")
-        left = os.fstat(self._file.fileno()).st_size - self._position
-        count = max(0, min(len(view), left))
+        if len(view) <= SMALL_BYTES:
+            return self._read_small(view)
+        count = max(0, min(len(view), self._size() - self._position))
         if count:
             with self._noting():
                 default_handle().read(view[:count], self._file, self._position)
         self._position += count
         return count
 
+    def _read_small(self, view: memoryview) -> int:
+        """Read from memory that is filled ahead, for there may be many."""
+        low = self._position - self._ahead_at
+        if low < 0 or low + len(view) > len(self._ahead):
+            at = self._position // PAGE * PAGE
+            ahead = bytearray(max(0, min(STAGE_BYTES, self._size() - at)))
+            if ahead:
+                with self._noting():
+                    default_handle().read(ahead, self._file, at)
+            self._ahead, self._ahead_at = memoryview(ahead), at
+            low = self._position - at
+        found = self._ahead[low : low + len(view)]
+        view[: len(found)] = found
+        self._position += len(found)
+        return len(found)
+
+    def _size(self) -> int:
+        """Return how many bytes the file has by now."""
+        found = os.fstat(self._file.fileno())
+        if stat.S_ISBLK(found.st_mode):
+            return os.lseek(self._file.fileno(), 0, os.SEEK_END)
+        return found.st_size
+
     def readall(self) -> bytes:
         """Return all bytes from the position on."""
-        left = max(0, os.fstat(self._file.fileno()).st_size - self._position)
+        left = max(0, self._size() - self._position)
         found = bytearray(left)
         self.readinto(found)
         return bytes(found)
