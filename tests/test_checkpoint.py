@@ -617,8 +617,11 @@ class TestSequence:
             for step in (1, 2, 3):
                 checkpointer.save(step, step)
             assert checkpointer.restore(2) == checkpointer.restored == 2
-            with pytest.warns(RuntimeWarning, match="step 2 is saved, and step 3 is there"):
-                checkpointer.save(2, 7)
+            words = "step 2 is saved, and step 3 is there"
+            for save in (checkpointer.save, checkpointer.save_async):
+                with pytest.warns(RuntimeWarning, match=words) as told:
+                    save(2, 7)
+                assert [each.filename for each in told] == [__file__]
             for step in (3, 2):
                 checkpointer.remove(step)
             assert checkpointer.steps() == []
@@ -646,8 +649,10 @@ class TestSequence:
             for step in (1, 2):
                 checkpointer.save(step, step)
             flip(root / "step-2" / "tree.json", 5)
-            with pytest.warns(RuntimeWarning, match="step 2 is passed over"):
-                assert checkpointer.restore() == 1
+            for read, found in ((checkpointer.metadata, None), (checkpointer.restore, 1)):
+                with pytest.warns(RuntimeWarning, match="step 2 is passed over") as told:
+                    assert read() == found
+                assert [each.filename for each in told] == [__file__]
             assert (checkpointer.restored, checkpointer.latest()) == (1, 2)
 
     def test_the_first_save_removes_what_processes_of_any_host_have_left(self, root):

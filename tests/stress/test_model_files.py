@@ -25,6 +25,7 @@ def test_models_are_right_or_an_error_says_why(
     assert fired["eio"] + fired["enospc"] > 0, fired
     assert counts["saved"] > 0
     assert counts["loaded"] > 0
+    assert counts["steps restored"] > 0
     assert sum(count for what, count in counts.items() if "failed" in what) > 0
     for what, count in counts.items():
         record_property(what, count)

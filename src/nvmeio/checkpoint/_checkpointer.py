@@ -139,11 +139,19 @@ class Checkpointer:
     TypeError, ValueError
         An argument is of the wrong type, or not one of its values.
 
+    Attributes
+    ----------
+    root, keep, keep_every, checksum, verify_by, busy
+        What it was made with.
+    restored : int or None
+        The step that the last ``restore`` has taken.
+
     Notes
     -----
     One process writes to a root: the first save takes a lock, which falls with the process,
-    or by ``close``.  Reading takes no lock of the root; ``restore`` and ``verify`` hold the
-    step that they read, which nobody removes meanwhile.  In distributed data parallel
+    or by ``close``; it also removes what processes that died have left.  Reading takes no
+    lock of the root; ``restore`` and ``verify`` hold the step that they read, which is not
+    pruned meanwhile.  In distributed data parallel
     training all processes have the same state: rank 0 saves and the others stay away; each
     may restore.
 
@@ -224,9 +232,9 @@ class Checkpointer:
         step : int
             The checkpoint's number, 0 or more.  One that there is already is replaced: it
             is there until the new one is complete.
-        state : dict, OrderedDict, list, tuple, ...
+        state : dict, OrderedDict, Counter, list, tuple, ...
             Any nesting of these (keys are str or int) and torch.Size, of tensors of torch,
-            arrays of numpy, numbers, bool, str, bytes and None.
+            arrays of numpy, numbers, bool, str, bytes, torch.dtype, torch.device and None.
         metadata : dict, optional
             What is to be known of it: the same without tensors and arrays.
 
@@ -244,8 +252,16 @@ class Checkpointer:
             Another process writes to this root; names it.
         OSError
             With errno and path: ENOSPC with what is needed and what is free.
+        RuntimeError
+            A signal handler calls this amid another call of the same thread.
         Exception
-            A save before this one, by ``save_async``, has failed, and nobody was told.
+            A save before this one, by ``save_async``, has failed, and nobody was told; this
+            call has saved nothing then.
+
+        Warns
+        -----
+        RuntimeWarning
+            There is a newer step, which ``restore`` would take.
 
         Notes
         -----

@@ -39,8 +39,9 @@ def save(obj: Any, path: Path, *, storage_alignment: int = 4096, sync: bool = Tr
         The file; an ordinary file of torch's, which torch.load reads.
     storage_alignment : int, default 4096
         At multiples of how many bytes the tensors begin in the file, a power of two from
-        64 to 2**30: from pages on they need no copy to go straight to the drive.  Versions
-        of torch that cannot choose it keep their own.
+        64 to 2**30: from pages on they need no copy to go straight to the drive.  With many
+        tensors of less than a page 64 makes a shorter file.  Versions of torch that cannot
+        choose it keep their own.
     sync : bool, default True
         Have the file and its name on the device before this returns.
 
@@ -55,8 +56,14 @@ def save(obj: Any, path: Path, *, storage_alignment: int = 4096, sync: bool = Tr
 
     Notes
     -----
-    As ``nvmeio.write_file`` a file with the old one's mode takes its place when all bytes
-    are written and synced.
+    The new file gets the old one's mode, and takes its name when all bytes are written and
+    synced, as that of ``nvmeio.write_file`` does.
+
+    Examples
+    --------
+    >>> nvmeio.torch.save({"weight": torch.ones(3), "epoch": 3}, "model.pt")
+    >>> nvmeio.torch.load("model.pt", names=["epoch"])
+    {'epoch': 3}
     """
     sync = flag("sync", sync)
     alignment = whole("storage_alignment", storage_alignment, 64, _ALIGNMENT_MAX)
@@ -133,8 +140,9 @@ def load(
     map_location, weights_only
         As for torch.load.
     names : collection of str, optional
-        Of a dict these keys alone; only their tensors' bytes are read, where torch tells
-        where these are.
+        Of a dict these keys alone, and only their tensors' bytes are read.  All is read
+        where `map_location` or ``weights_only=False`` is said, and of files that are
+        compressed, of another byte order, of TorchScript or of torch before 1.6.
     out : dict of str to torch.Tensor, optional
         Of a dict, tensors that are filled, of the same dtype and shape; then `names` is by
         default what it has.

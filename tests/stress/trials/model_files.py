@@ -1,4 +1,4 @@
-"""Model files saved and loaded, while blocks fail and much else that must not show."""
+"""Model files and checkpoints, while blocks fail and much else that must not show."""
 
 import contextlib
 import errno
@@ -13,6 +13,7 @@ import nvmeio
 import nvmeio.safetensors.torch as model_files
 from helpers import MIB
 from model_samples import bits_of, bits_of_all, filled, in_flight
+from nvmeio.checkpoint import Checkpointer
 from nvmeio.safetensors import load_sharded, safe_open, save_sharded
 from trials.seeded import each_trial
 from workloads.common import report
@@ -52,6 +53,7 @@ class Trial:
         self.shards = self.folder / FOLDER
         self.shards.mkdir(parents=True, exist_ok=True)
         self.counts = Counter()
+        self.step = None
 
     @contextlib.contextmanager
     def may_fail(self, what):
@@ -101,6 +103,35 @@ class Trial:
             assert places.keys() == tensors.keys()
             assert {*places.values(), index.name} == set(os.listdir(self.shards))
 
+    def save_step(self, tensors):
+        """Save a checkpoint: it is there, or the one before, and right."""
+        checkpointer = Checkpointer(self.folder / "run", keep=1)
+        before, how = checkpointer.latest() or 0, self.draw.choice(("save", True, False))
+        saved = self.counts["steps saved"]
+        with self.may_fail("steps saved"):
+            if how == "save":
+                checkpointer.save(before + 1, tensors)
+            else:
+                checkpointer.save_async(before + 1, tensors, stage=how).result()
+        now = before + (self.counts["steps saved"] > saved)
+        assert checkpointer.latest() == (now or None)
+        assert checkpointer.steps() == ([now] if now else [])
+        checkpointer.close()
+        names = {".nvmeio-lock", *(f"step-{step}" for step in checkpointer.steps())}
+        assert set(os.listdir(checkpointer.root)) == names
+        if now > before:
+            self.step = tensors
+        found = None
+        reader = Checkpointer(
+            checkpointer.root, verify=self.draw.choice(("size", "checksum"))
+        )
+        if now:
+            with self.may_fail("steps restored"):
+                found = reader.restore(now)
+            self.same(found, self.step)
+            with self.may_fail("steps verified"):
+                reader.verify(now)
+
     def load(self, tensors):
         """Load them in each way there is: bytes that are right, or an error."""
         direct = self.draw.choice(("auto", True, False))
@@ -144,12 +175,14 @@ class Trial:
 
 def model_trials(first, count, folder):
     """Save and load models."""
-    counts = Counter()
+    trials = {}
     for number, draw in enumerate(each_trial(first, count)):
-        trial, tensors = Trial(draw, Path(folder) / str(number % 2)), drawn_tensors(draw)
+        trial = trials.setdefault(number % 2, Trial(draw, Path(folder) / str(number % 2)))
+        trial.draw, tensors = draw, drawn_tensors(draw)
         trial.save(tensors)
         trial.save_shards(tensors)
+        trial.save_step(tensors)
         trial.load(tensors)
-        counts.update(trial.counts)
+    counts = sum((trial.counts for trial in trials.values()), Counter())
     counts["engine is " + nvmeio.default_handle().stats()["engine"]] += 1
     report(counts)
