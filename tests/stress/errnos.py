@@ -61,6 +61,7 @@ LEFT_OUT = {
     "exit": "never returns",
     "exit_group": "never returns",
     "cachestat": "tells what is worth knowing, or nothing",
+    "flock": "is the workload's own",
     "futex": "a wake-up that strace suppresses is lost, as no kernel loses one; and glibc "
     "ends the process",
     "geteuid": "cannot fail",
