@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 SUBJECTS = (
-    *("callbacks", "checkpoints", "defaults", "exits", "faults", "forks", "futures"),
-    *("loaders", "memory", "models", "signals"),
+    *("callbacks", "checkpoints", "dcp", "defaults", "exits", "faults", "forks"),
+    *("futures", "loaders", "memory", "models", "signals"),
 )
 
 

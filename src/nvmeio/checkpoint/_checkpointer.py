@@ -17,12 +17,12 @@ from nvmeio._arguments.checks import flag, integer, path_of, whole
 from nvmeio._arguments.keywords import suggesting
 from nvmeio._arguments.types import Path
 from nvmeio._events.forks import call_in_child
+from nvmeio._files.folders import make_folders
 from nvmeio._files.paths import absolute
 from nvmeio.checkpoint._errors import CheckpointError, MovedError, NoChecksumsError
 from nvmeio.checkpoint._folders import (
     Unfinished,
     cleanup,
-    make_folders,
     remove_unfinished,
     set_aside,
 )

@@ -16,6 +16,7 @@ from nvmeio._arguments.checks import flag, path_of, whole
 from nvmeio._arguments.keywords import suggesting
 from nvmeio._arguments.types import Path
 from nvmeio._files.descriptors import FOLDER, close_quietly, opened
+from nvmeio._files.folders import sync_file, sync_folder
 from nvmeio._files.paths import naming, resolved
 from nvmeio._files.replacing import become_like
 from nvmeio._native.file import File
@@ -28,7 +29,6 @@ __all__ = [
     "atomic_directory",
     "cleanup",
     "discard",
-    "make_folders",
     "remove_unfinished",
     "set_aside",
 ]
@@ -215,32 +215,6 @@ def sync_below(folder: str) -> None:
                 except PermissionError:
                     # One that may be written alone.
                     sync_file(entry.path, os.O_WRONLY)
-
-
-def sync_folder(folder: str) -> None:
-    """Make the names in a folder durable."""
-    with naming(folder):
-        sync_file(folder, FOLDER)
-
-
-def sync_file(path: str, flags: int) -> None:
-    """Open a file or a folder, and sync it."""
-    with opened(path, flags) as descriptor:
-        os.fsync(descriptor)
-
-
-def make_folders(folder: str) -> None:
-    """Make a folder and those above it where they are missing, for good."""
-    missing = []
-    while not os.path.isdir(folder):
-        missing.append(folder)
-        folder = os.path.dirname(folder)
-    for each in reversed(missing):
-        with contextlib.suppress(FileExistsError):
-            os.mkdir(each)
-        if not os.path.isdir(each):
-            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), each)
-        sync_folder(os.path.dirname(each))
 
 
 def leftover_name(target: str) -> str:

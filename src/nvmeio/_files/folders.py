@@ -1,0 +1,36 @@
+"""Folders and their names, on the device."""
+
+import contextlib
+import errno
+import os
+
+from nvmeio._files.descriptors import FOLDER, opened
+from nvmeio._files.paths import naming
+
+__all__ = ["make_folders", "sync_file", "sync_folder"]
+
+
+def sync_file(path: str, flags: int) -> None:
+    """Open a file or a folder, and sync it."""
+    with opened(path, flags) as descriptor:
+        os.fsync(descriptor)
+
+
+def sync_folder(folder: str) -> None:
+    """Make the names in a folder durable."""
+    with naming(folder):
+        sync_file(folder, FOLDER)
+
+
+def make_folders(folder: str) -> None:
+    """Make a folder and those above it where they are missing, for good."""
+    missing = []
+    while not os.path.isdir(folder):
+        missing.append(folder)
+        folder = os.path.dirname(folder)
+    for each in reversed(missing):
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(each)
+        if not os.path.isdir(each):
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), each)
+        sync_folder(os.path.dirname(each))

@@ -1,0 +1,218 @@
+"""nvmeio.torch.dcp: torch's files, durable, by one rank and by several."""
+
+import errno
+import os
+import pickle
+import re
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+from children import Child
+from nvmeio.torch import dcp as ours
+from nvmeio.torch.dcp import FileSystemReader, FileSystemWriter
+
+READERS = {"nvmeio": FileSystemReader, "torch": dcp.FileSystemReader}
+WRITERS = {"nvmeio": FileSystemWriter, "torch": dcp.FileSystemWriter}
+PAIRS = [("nvmeio", "nvmeio"), ("nvmeio", "torch"), ("torch", "nvmeio")]
+
+pytestmark = [
+    # Torch warns of what it does without a process group, and of what it overwrites.
+    pytest.mark.filterwarnings("ignore:torch.distributed"),
+    pytest.mark.filterwarnings("ignore:Detected an existing checkpoint"),
+]
+
+
+def state_of(seed):
+    """Return tensors of many kinds, and what is none."""
+    torch.manual_seed(seed)
+    large = torch.randn(300, 500)
+    return {
+        "large": large,
+        "turned": torch.randn(400, 300).t(),
+        "part": torch.randn(900, 900)[100:400, 5:300],
+        "half": torch.randn(100_000, dtype=torch.bfloat16),
+        "complex": torch.randn(30_000, dtype=torch.complex64),
+        "small": torch.randn(7),
+        "one": torch.tensor(3.5),
+        "empty": torch.empty(0, 3),
+        "parameter": torch.nn.Parameter(torch.randn(200, 200)),
+        "nested": {"step": seed, "list": [1, 2.5, "x"], "more": torch.arange(50_000)},
+    }
+
+
+def zeroed(state):
+    """Return the same without its numbers, to be filled."""
+    if isinstance(state, dict):
+        return {name: zeroed(each) for name, each in state.items()}
+    if isinstance(state, torch.Tensor):
+        return torch.zeros_like(state, requires_grad=False)
+    return [None] * len(state) if isinstance(state, list) else None
+
+
+def same(one, other):
+    """Tell whether two states are equal."""
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[k], other[k]) for k in one)
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    return one == other
+
+
+def save(folder, state, writer="nvmeio", **options):
+    return dcp.save(state, storage_writer=WRITERS[writer](folder, **options), no_dist=True)
+
+
+def load(folder, state, reader="nvmeio", **options):
+    dcp.load(state, storage_reader=READERS[reader](folder, **options), no_dist=True)
+    return state
+
+
+@pytest.mark.parametrize(("writer", "reader"), PAIRS)
+@pytest.mark.parametrize(
+    "options", [{}, {"thread_count": 3}, {"single_file_per_rank": False}], ids=str
+)
+def test_each_reads_what_the_other_writes(
+    tmp_path, default_engine, writer, reader, options
+):
+    state = state_of(1)
+    save(tmp_path, state, writer, **options)
+    assert same(load(tmp_path, zeroed(state), reader), state)
+
+
+def test_a_part_is_read_into_targets_of_any_kind(tmp_path):
+    state = {"a": torch.arange(400_000.0).reshape(800, 500)}
+    for writer in WRITERS:
+        save(tmp_path / writer, state, writer)
+        into = {"a": torch.zeros(500, 800).t()}
+        assert torch.equal(load(tmp_path / writer, into)["a"], state["a"])
+        into = {"a": torch.zeros(800, 500, dtype=torch.float64)}
+        assert torch.equal(load(tmp_path / writer, into)["a"], state["a"].double())
+
+
+def test_saving_again_takes_new_files_and_the_old_ones_go(tmp_path):
+    names = []
+    for seed in (1, 2):
+        save(tmp_path, state_of(seed))
+        assert same(load(tmp_path, zeroed(state_of(seed))), state_of(seed))
+        names.append({*os.listdir(tmp_path)} - {".metadata"})
+    assert len(names[1]) == 1
+    assert not names[0] & names[1]
+    # Torch's are replaced, too, and what a save that died has left goes.
+    save(tmp_path / "torch", state_of(1), "torch")
+    (tmp_path / "torch" / "__5_01234567_0.distcp").write_bytes(b"x")
+    (tmp_path / "torch" / "mine.distcp").write_bytes(b"x")
+    save(tmp_path / "torch", state_of(3))
+    (name,) = {*os.listdir(tmp_path / "torch")} - {".metadata", "mine.distcp"}
+    assert re.fullmatch(r"__0_[0-9a-f]{8}_0\.distcp", name)
+
+
+@pytest.mark.parametrize("place", ["write_data", "metadata", "sync"])
+def test_a_save_that_fails_leaves_the_old_one(tmp_path, monkeypatch, place):
+    save(tmp_path, state_of(1))
+    broken = OSError(errno.EIO, "broken")
+
+    def fail(*arguments, **options):
+        raise broken
+
+    names = {"write_data": "_write_item", "metadata": "write_file", "sync": "sync_folder"}
+    monkeypatch.setattr(ours, names[place], fail)
+    with pytest.raises(CheckpointException, match="broken"):
+        save(tmp_path, state_of(2))
+    monkeypatch.undo()
+    for reader in READERS:
+        assert same(load(tmp_path, zeroed(state_of(1)), reader), state_of(1))
+    save(tmp_path, state_of(3))
+    assert len(os.listdir(tmp_path)) == 2
+
+
+class Evil:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+def test_nothing_is_run_by_what_is_read(tmp_path):
+    made = tmp_path / "made"
+    save(tmp_path / "bytes", {"x": Evil(made), "y": torch.ones(3)}, "torch")
+    with pytest.raises(CheckpointException, match="Weights only load failed"):
+        load(tmp_path / "bytes", {"x": None, "y": torch.zeros(3)})
+    assert not made.exists()
+    save(tmp_path / "meta", {"y": torch.ones(3)})
+    (tmp_path / "meta" / ".metadata").write_bytes(pickle.dumps(Evil(made)))
+    with pytest.raises(CheckpointException, match="describes no checkpoint"):
+        load(tmp_path / "meta", {"y": torch.zeros(3)})
+    assert not made.exists()
+    load(tmp_path / "bytes", {"x": None, "y": torch.zeros(3)}, weights_only=False)
+    assert made.exists()
+
+
+def test_a_shard_that_is_shorter_is_an_error_that_names_it(tmp_path):
+    save(tmp_path, {"a": torch.randn(300_000)})
+    (name,) = {*os.listdir(tmp_path)} - {".metadata"}
+    os.truncate(tmp_path / name, 600_000)
+    with pytest.raises(CheckpointException, match=name):
+        load(tmp_path, {"a": torch.zeros(300_000)})
+
+
+def test_install_serves_who_names_a_folder(tmp_path):
+    from torch.distributed.checkpoint import _storage_utils
+
+    torchs = _storage_utils.FileSystemWriter
+    ours.install()
+    ours.install()
+    try:
+        dcp.save(state_of(1), checkpoint_id=tmp_path, no_dist=True)
+        found = zeroed(state_of(1))
+        dcp.load(found, checkpoint_id=tmp_path, no_dist=True)
+        assert same(found, state_of(1))
+        assert any(re.match(r"__0_[0-9a-f]{8}_", name) for name in os.listdir(tmp_path))
+    finally:
+        ours.uninstall()
+    assert _storage_utils.FileSystemWriter is torchs
+
+
+def test_async_save(tmp_path):
+    state = state_of(1)
+    future = dcp.async_save(state, storage_writer=FileSystemWriter(tmp_path), no_dist=True)
+    future.result()
+    assert same(load(tmp_path, zeroed(state)), state)
+
+
+def together(tmp_path, name, size, **options):
+    """Run a function on several ranks; return what each has reported."""
+    rendezvous = tmp_path / f"rendezvous-{name}-{size}-{len(os.listdir(tmp_path))}"
+    ranks = [
+        Child(name, rendezvous=str(rendezvous), rank=rank, size=size, **options)
+        for rank in range(size)
+    ]
+    outcomes = [rank.finish() for rank in ranks]
+    assert [each.status for each in outcomes] == [0] * size, outcomes
+    return [each.report for each in outcomes]
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [(1, 2), (2, 1), (4, 2), (4, 3)])
+def test_ranks_load_what_other_numbers_of_ranks_have_saved(tmp_path, saved, loaded):
+    folder = str(tmp_path / "checkpoint")
+    options = {"folder": folder, "seed": 5}
+    assert together(tmp_path, "save_together", saved, **options) == ["saved"] * saved
+    for found in together(tmp_path, "load_together", loaded, **options):
+        assert found["wrong"] == []
+        assert found["said"] == [5, [0.9, 0.99]]
+        assert found["read"] < 1.1 * found["share"] + (1 << 20)
+
+
+def test_an_error_of_one_rank_is_told_on_all(tmp_path):
+    options = {"folder": str(tmp_path / "checkpoint"), "failing": 1}
+    found = together(tmp_path, "save_and_fail", 3, **options)
+    assert found == [["CheckpointException", True]] * 3
+    assert not (tmp_path / "checkpoint" / ".metadata").exists()

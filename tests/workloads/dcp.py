@@ -1,0 +1,103 @@
+"""Ranks that save and load together, by torch.distributed.checkpoint over gloo."""
+
+import os
+
+import torch
+import torch.distributed as dist
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from nvmeio.torch.dcp import FileSystemReader, FileSystemWriter
+from workloads.common import report
+
+ROWS, COLUMNS = 1200, 700
+
+
+def begin(rendezvous, rank, size):
+    """Join the others."""
+    dist.init_process_group(
+        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=size
+    )
+    return init_device_mesh("cpu", (size,))
+
+
+def state_of(mesh, seed, filled=True):
+    """Return a state of tensors in shards and whole ones, that its seed tells."""
+    torch.manual_seed(seed)
+    wide, tall = torch.randn(ROWS, COLUMNS), torch.randn(32, 64 * COLUMNS)
+    same = torch.randn(90_000)
+    if not filled:
+        wide, tall, same = torch.zeros_like(wide), torch.zeros_like(tall), same * 0
+    return {
+        "model": {
+            "wide": distribute_tensor(wide, mesh, [Shard(0)]),
+            "tall": distribute_tensor(tall, mesh, [Shard(1)]),
+            "same": distribute_tensor(same, mesh, [Replicate()]),
+            "bias": same[:10].clone(),
+        },
+        "epoch": seed if filled else None,
+        "betas": (0.9, 0.99) if filled else (0, 0),
+    }
+
+
+def bytes_read():
+    """Return what this process had drives read."""
+    with open("/proc/self/io") as file:
+        return int(file.read().split("read_bytes:")[1].split()[0])
+
+
+def save_together(rendezvous, rank, size, folder, seed, by="nvmeio"):
+    """Save a state on all ranks; tell how it ended."""
+    state = state_of(begin(rendezvous, rank, size), seed)
+    kind = FileSystemWriter if by == "nvmeio" else dcp.FileSystemWriter
+    dcp.save(state, storage_writer=kind(folder))
+    report("saved")
+    dist.destroy_process_group()
+
+
+def load_together(rendezvous, rank, size, folder, seed, by="nvmeio"):
+    """Load a state on all ranks; tell what it is, and how much was read for it."""
+    mesh = begin(rendezvous, rank, size)
+    found, expected = state_of(mesh, seed, filled=False), state_of(mesh, seed)
+    for name in os.listdir(folder):
+        with open(os.path.join(folder, name), "rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    dist.barrier()
+    kind = FileSystemReader if by == "nvmeio" else dcp.FileSystemReader
+    before = bytes_read()
+    dcp.load(found, storage_reader=kind(folder))
+    read = bytes_read() - before
+    wrong = [
+        name
+        for name, tensor in expected["model"].items()
+        if not torch.equal(local(found["model"][name]), local(tensor))
+    ]
+    shares = sum(local(tensor).nbytes for tensor in expected["model"].values())
+    said = [found["epoch"], list(found["betas"])]
+    report({"wrong": wrong, "read": read, "share": shares, "said": said})
+    dist.destroy_process_group()
+
+
+def local(tensor):
+    """Return what this rank has of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def save_and_fail(rendezvous, rank, size, folder, failing):
+    """Save a state, where the drive of one rank fails; tell what every rank is told."""
+    state = state_of(begin(rendezvous, rank, size), 2)
+    writer = FileSystemWriter(folder)
+    if rank == failing:
+
+        def broken(*arguments):
+            raise OSError(5, "the drive of this rank is broken")
+
+        writer._write_file = broken
+    try:
+        dcp.save(state, storage_writer=writer)
+    except CheckpointException as error:
+        report([type(error).__name__, "the drive of this rank is broken" in str(error)])
+    dist.destroy_process_group()
