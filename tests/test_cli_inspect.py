@@ -114,6 +114,15 @@ def test_a_pickle_that_would_run_something_does_not(tmp_path):
     assert not (tmp_path / "made").exists()
 
 
+def test_a_file_of_torch_may_have_no_sums(tmp_path):
+    torch = pytest.importorskip("torch")
+    config = pytest.importorskip("torch.utils.serialization.config")
+    with config.patch({"save.compute_crc32": False}):
+        torch.save({"x": torch.ones(3)}, tmp_path / "state.pt")
+    found = json.loads(nvmeio("inspect", tmp_path / "state.pt", "--json").out)
+    assert [each["name"] for each in found["tensors"]] == ["x"]
+
+
 def hostile_pickle(kind):
     """Return a pickle that would take much memory or time, or the stack."""
     if kind == "memo":

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from nvmeio._cli.arguments import CommandError
+from nvmeio._files.archives import begin_of, bytes_of
 
 __all__ = ["is_torch_file", "tensors_of"]
 
@@ -128,10 +129,8 @@ def tensors_of(path: str) -> list[dict[str, Any]]:
                 f"{path}: its pickle has {info.file_size} bytes; the limit is "
                 f"{PICKLE_BYTES_MAX}"
             )
-        if info.compress_type != zipfile.ZIP_STORED:
-            raise CommandError(f"{path}: it is compressed, as torch.save leaves nothing")
         try:
-            text = archive.read(info)
+            text = bytes_of(file, info)
             _check_opcodes(text)
             content = Reader(io.BytesIO(text)).load()
         except (OSError, MemoryError):
@@ -142,13 +141,9 @@ def tensors_of(path: str) -> list[dict[str, Any]]:
         found = []
         for key, tensor in _walk(content, path):
             try:
-                header = archive.getinfo(f"{folder}data/{tensor.key}").header_offset
-            except KeyError:
+                begin = begin_of(file, archive.getinfo(f"{folder}data/{tensor.key}"))
+            except (KeyError, ValueError):
                 raise CommandError(f"{path}: it lacks the bytes of {key}") from None
-            file.seek(header + 26)
-            lengths = file.read(4)
-            begin = header + 30 + int.from_bytes(lengths[:2], "little")
-            begin += int.from_bytes(lengths[2:], "little")
             found.append(
                 {
                     "name": key,

@@ -24,8 +24,8 @@ from nvmeio.memory import empty
 from nvmeio.safetensors._header import build
 from nvmeio.safetensors._reading import Progress, check_progress
 
-__all__ = ["Bytes", "Seen", "Source", "pack", "parts_of", "reserve", "save", "saving"]
-__all__ += ["write"]
+__all__ = ["Bytes", "Seen", "Source", "Stages", "pack", "parts_of", "reserve", "save"]
+__all__ += ["saving", "write"]
 
 Bytes = npt.NDArray[np.uint8]
 # Is told of bytes of a file in their order, while the processor's cache has them.
@@ -175,6 +175,74 @@ def parts_of(header: bytes, contents: Sequence[Callable[[], Bytes]]) -> Iterator
         yield each()
 
 
+class Stages:
+    """Fills a file from its beginning, by a few stages, each of whole pages but the last.
+
+    What is put is copied, and on its way to the drive while more is.  As a context manager
+    it waits in the end, so that the memory is given back when no write needs it any more.
+
+    Attributes
+    ----------
+    written : int
+        How many bytes were put.
+    """
+
+    def __init__(
+        self,
+        handle: Handle,
+        file: File,
+        *,
+        seen: Seen | None = None,
+        sent: Callable[[int], object] | None = None,
+    ) -> None:
+        self.written = 0
+        self._handle, self._file, self._seen, self._sent = handle, file, seen, sent
+        self._memory = _stages()
+        self._requests: list[Request | None] = [None] * STAGES
+        self._turn = self._used = 0
+
+    def put(self, part: Bytes) -> None:
+        """Copy bytes, and write each stage that is full."""
+        place = 0
+        while place < len(part):
+            count = min(len(part) - place, STAGE_BYTES - self._used)
+            piece = self._memory[self._turn][self._used : self._used + count]
+            np.copyto(piece, part[place : place + count])
+            if self._seen is not None:
+                self._seen(piece)
+            place, self._used = place + count, self._used + count
+            self.written += count
+            if self._used == STAGE_BYTES:
+                self._send()
+
+    def _send(self) -> None:
+        view = self._memory[self._turn][: self._used]
+        begin = self.written - self._used
+        self._requests[self._turn] = self._handle.submit_write(view, self._file, begin)
+        self._used, self._turn = 0, (self._turn + 1) % STAGES
+        request, self._requests[self._turn] = self._requests[self._turn], None
+        if request is not None:
+            request.wait()
+        if self._sent is not None:
+            self._sent(self.written)
+
+    def finish(self) -> None:
+        """Write what is left, and wait for all of it."""
+        if self._used:
+            self._send()
+        for request in self._requests:
+            if request is not None:
+                request.wait()
+
+    def __enter__(self) -> "Stages":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for request in self._requests:
+            if request is not None:
+                request.exception()
+
+
 def _stages() -> list[Bytes]:
     """Return memory for what is on its way, of the pool if that may have so much."""
     nbytes = STAGES * STAGE_BYTES
@@ -194,41 +262,9 @@ def write(
     progress: Progress | None = None,
     seen: Seen | None = None,
 ) -> None:
-    """Fill a file by way of a few stages, each of whole pages but the last."""
-    stages = _stages()
-    requests: list[Request | None] = [None] * STAGES
-    written = used = turn = 0
-
-    def send() -> None:
-        nonlocal written, used, turn
-        view = stages[turn][:used]
-        requests[turn] = handle.submit_write(view, file, written)
-        written, used, turn = written + used, 0, (turn + 1) % STAGES
-        request, requests[turn] = requests[turn], None
-        if request is not None:
-            request.wait()
-        if progress is not None:
-            progress(written, total)
-
-    try:
+    """Fill a file with parts, one behind the other."""
+    sent = None if progress is None else lambda written: progress(written, total)
+    with Stages(handle, file, seen=seen, sent=sent) as stages:
         for part in parts:
-            place = 0
-            while place < len(part):
-                count = min(len(part) - place, STAGE_BYTES - used)
-                piece = stages[turn][used : used + count]
-                np.copyto(piece, part[place : place + count])
-                if seen is not None:
-                    seen(piece)
-                place, used = place + count, used + count
-                if used == STAGE_BYTES:
-                    send()
-        if used:
-            send()
-        for request in requests:
-            if request is not None:
-                request.wait()
-    finally:
-        # After an error: the memory goes back to the pool when no write needs it any more.
-        for request in requests:
-            if request is not None:
-                request.exception()
+            stages.put(part)
+        stages.finish()

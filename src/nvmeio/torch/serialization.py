@@ -13,9 +13,11 @@ import torch
 from nvmeio._arguments.checks import flag, path_of, whole
 from nvmeio._arguments.keywords import suggesting
 from nvmeio._arguments.types import Path
+from nvmeio._files.archives import bytes_of
 from nvmeio._native.file import File
 from nvmeio.default import default_handle
 from nvmeio.files import cut, new_contents
+from nvmeio.torch._saving import saving_with
 from nvmeio.torch.streams import Stream
 
 __all__ = ["load", "save"]
@@ -71,7 +73,7 @@ def save(obj: Any, path: Path, *, storage_alignment: int = 4096, sync: bool = Tr
         raise ValueError(f"storage_alignment is {alignment}; it must be a power of two")
     with new_contents(path_of(path), sync=sync, atomic=True) as file:
         stream = Stream(file, closes=False)
-        with _errors_of(stream), _aligned(alignment):
+        with _errors_of(stream), saving_with(storage_alignment=alignment):
             torch.save(obj, stream)
         stream.flush()
         cut(file, stream.tell())
@@ -107,19 +109,6 @@ def naming_file(file: File) -> Iterator[None]:
         if hasattr(error, "add_note"):
             error.add_note(f"while {os.fsdecode(file.path)!r} was loaded")
         raise
-
-
-def _aligned(alignment: int) -> contextlib.AbstractContextManager[Any]:
-    """Have torch.save align storages, where it can."""
-    try:
-        from torch.utils.serialization import config
-
-        config.save.storage_alignment  # noqa: B018
-        found: contextlib.AbstractContextManager[Any]
-        found = config.patch({"save.storage_alignment": alignment})
-    except (ImportError, AttributeError):
-        return contextlib.nullcontext()
-    return found
 
 
 @suggesting
@@ -194,12 +183,12 @@ def _records_of(file: File) -> list[tuple[int, int]] | None:
     None where their bytes are not as they are in memory.
     """
     try:
-        with zipfile.ZipFile(_reopened(file)) as archive:
+        with open(_reopened(file), "rb") as again, zipfile.ZipFile(again) as archive:
             entries = archive.infolist()
             stored = all(entry.compress_type == zipfile.ZIP_STORED for entry in entries)
             found = {entry.filename.partition("/")[2]: entry for entry in entries}
             order = found.get("byteorder")
-            same = order is None or archive.read(order).decode() == sys.byteorder
+            same = order is None or bytes_of(again, order).decode() == sys.byteorder
     except (OSError, ValueError, zipfile.BadZipFile, NotImplementedError):
         return None
     # With constants it is of TorchScript.

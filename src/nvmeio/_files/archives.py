@@ -1,0 +1,42 @@
+"""Entries of archives as torch.save writes them: as they are, with sums or without."""
+
+import zipfile
+from typing import Protocol
+
+__all__ = ["begin_of", "bytes_of"]
+
+_HEADER_BYTES = 30
+
+
+class Readable(Protocol):
+    """What reads from a position."""
+
+    def seek(self, offset: int, /) -> int:
+        """Go to a position."""
+
+    def read(self, nbytes: int, /) -> bytes | None:
+        """Return so many bytes, or fewer at the end."""
+
+
+def begin_of(file: Readable, entry: zipfile.ZipInfo) -> int:
+    """Return where the bytes of an entry begin; raises ValueError where there is none."""
+    file.seek(entry.header_offset)
+    header = file.read(_HEADER_BYTES) or b""
+    if len(header) < _HEADER_BYTES or header[:4] != b"PK\x03\x04":
+        raise ValueError(f"{entry.filename!r} has no header")
+    lengths = (int.from_bytes(header[at : at + 2], "little") for at in (26, 28))
+    return entry.header_offset + _HEADER_BYTES + sum(lengths)
+
+
+def bytes_of(file: Readable, entry: zipfile.ZipInfo) -> bytes:
+    """Return the bytes of an entry that is not compressed, or raise ValueError.
+
+    Torch may have left their sum out, of which zipfile would say that it is wrong.
+    """
+    if entry.compress_type != zipfile.ZIP_STORED:
+        raise ValueError(f"{entry.filename!r} is compressed")
+    file.seek(begin_of(file, entry))
+    found = file.read(entry.file_size) or b""
+    if len(found) < entry.file_size:
+        raise ValueError(f"{entry.filename!r} ends after {len(found)} bytes")
+    return found
