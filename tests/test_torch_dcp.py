@@ -156,6 +156,19 @@ def test_nothing_is_run_by_what_is_read(tmp_path):
     assert made.exists()
 
 
+@pytest.mark.parametrize("name", ["../outside", "{}/outside", "a/../../outside"])
+def test_nothing_outside_of_the_folder_is_read(tmp_path, name):
+    save(tmp_path / "in", {"a": torch.randn(300_000)})
+    (shard,) = {*os.listdir(tmp_path / "in")} - {".metadata"}
+    os.rename(tmp_path / "in" / shard, tmp_path / "outside")
+    found = pickle.loads((tmp_path / "in" / ".metadata").read_bytes())
+    for info in found.storage_data.values():
+        info.relative_path = name.format(tmp_path)
+    (tmp_path / "in" / ".metadata").write_bytes(pickle.dumps(found))
+    with pytest.raises(CheckpointException, match="is no file in this folder"):
+        load(tmp_path / "in", {"a": torch.zeros(300_000)})
+
+
 def test_a_shard_that_is_shorter_is_an_error_that_names_it(tmp_path):
     save(tmp_path, {"a": torch.randn(300_000)})
     (name,) = {*os.listdir(tmp_path)} - {".metadata"}
