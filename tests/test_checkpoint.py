@@ -991,6 +991,14 @@ class TestLocks:
             assert restored == [[1, 2]]
             assert checkpointer.prune() == [1]
 
+    def test_a_step_that_never_is_what_was_opened(self, root, monkeypatch):
+        """As where a file system has no numbers that stay."""
+        with Checkpointer(root) as checkpointer:
+            checkpointer.save(1, 1)
+            monkeypatch.setattr(_restoring.Held, "is_there", lambda held: False)
+            with pytest.raises(CheckpointError, match="was replaced 100 times"):
+                checkpointer.restore(1)
+
     def test_a_step_that_is_replaced_while_it_is_opened(self, root, monkeypatch):
         with Checkpointer(root) as checkpointer:
             checkpointer.save(1, state_of(1))

@@ -39,6 +39,9 @@ _STEP_MAX = 10**18
 # What a drive or a file system says of bytes that are not there any more, or of a socket.
 _LOST = (errno.EIO, errno.ENODATA, errno.EUCLEAN, errno.EBADMSG, errno.EILSEQ, errno.ENXIO)
 
+# Of a step that is replaced while it is read; a file system may say so of any.
+_TRIES = 100
+
 _log = logging.getLogger("nvmeio")
 
 
@@ -507,11 +510,12 @@ class Checkpointer:
     def _read(self, step: int, read: Any) -> Any:
         """Read a step; once more where another took its place meanwhile."""
         folder = self._folder(step)
-        while True:
+        for _ in range(_TRIES):
             if not os.path.lexists(folder):
                 raise _GoneError(errno.ENOENT, "there is no such checkpoint", folder)
             with contextlib.suppress(MovedError), Held(folder, step) as held:
                 return read(held)
+        raise CheckpointError(f"{folder} was replaced {_TRIES} times while it was read")
 
     def _going_down(self) -> Iterator[int]:
         """Yield the steps that have a folder, newest first; those that come, too."""
