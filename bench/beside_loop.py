@@ -48,6 +48,7 @@ CPU_TIMES = {
     (BLOCK, "one by one"): 1.7,
     (BLOCK, "in one call"): 1.7,
 }
+OWN_FILES = "open Files of their own"
 SUBMISSIONS = 100
 PAGE_BYTES = 4096
 READS = 50
@@ -95,6 +96,11 @@ def whole_duels(ground: Ground, child: LoopChild) -> Iterator[Duel]:
         yield Duel(work, ("nvmeio", LOOP), turns, op == "read", (speed(op),))
 
 
+def own_folder(ground: Ground) -> Path:
+    """Return where the files are that have a piece each."""
+    return ground.path.parent / "own"
+
+
 def targets(
     ground: Ground, stack: contextlib.ExitStack, block: int, count: int
 ) -> dict[str, list[tuple[Any, int]]]:
@@ -105,14 +111,14 @@ def targets(
         "a File": [(ground.file, offset) for offset in offsets],
     }
     if block == SMALL_BYTES:
-        folder = ground.path.parent / "own"
+        folder = own_folder(ground)
         folder.mkdir()
         own = []
         for index in range(min(count, FILES)):
             nvmeio.write_file(ground.pool[:block], folder / str(index), atomic=False)
             own.append(stack.enter_context(nvmeio.File(folder / str(index), "r+")))
         os.sync()
-        found["open Files of their own"] = [(file, 0) for file in own]
+        found[OWN_FILES] = [(file, 0) for file in own]
     return found
 
 
@@ -130,10 +136,11 @@ def python_duels(
             goals = [Goal("speed", SPEEDS[place][way])]
             if place == "disk":
                 goals.append(Goal("CPU time", CPU_TIMES[block, way]))
-            loop = child.turn(
-                *("plain blocks", op, ground.path, block, DEPTH, len(files) * block),
-                "huge",
-            )
+            plain = ("plain blocks", op, ground.path, block, DEPTH, len(files) * block)
+            if kind == OWN_FILES:
+                plain = ("plain open files", op, own_folder(ground), len(files), block)
+                plain += (DEPTH,)
+            loop = child.turn(*plain, "huge")
             yield Duel(
                 f"{op}, {len(files)} x {block >> 10} KiB {way}, {kind}, {place}",
                 ("nvmeio", LOOP),

@@ -131,22 +131,44 @@ int plain_blocks(char **words, struct turn *turn)
     return error;
 }
 
-/* OP FOLDER COUNT BLOCK DEPTH MEMORY: files 0, 1 and so on, a block each. */
-int plain_files(char **words, struct turn *turn)
+static int move_files(char **words, struct turn *turn, bool open_before)
 {
     size_t count = (size_t)number(words[2]), block = (size_t)number(words[3]);
     int *files = malloc(count * sizeof(*files));
     struct moves moves = {.reads = strcmp(words[0], "read") == 0,
                           .files = files,
-                          .folder = words[1],
+                          .folder = open_before ? NULL : words[1],
                           .blocks_each = 1,
                           .count = count,
                           .block = (unsigned)block,
                           .depth = (unsigned)number(words[4]),
                           .memory = touched(words[5], count * block)};
-    int error = files && moves.memory ? timed_move(&moves, turn) : -ENOMEM;
+    int error = files && moves.memory ? 0 : -ENOMEM;
+    size_t opened = 0;
+
+    for (; !error && open_before && opened < count; opened++) {
+        files[opened] = open_in(words[1], opened, moves.reads);
+        if (files[opened] < 0)
+            error = -errno;
+    }
+    if (!error)
+        error = timed_move(&moves, turn);
+    while (opened-- > 0)
+        close(files[opened]);
     free(files);
     return error;
+}
+
+/* OP FOLDER COUNT BLOCK DEPTH MEMORY: files 0, 1 and so on, a block each. */
+int plain_files(char **words, struct turn *turn)
+{
+    return move_files(words, turn, false);
+}
+
+/* The same, of files that were open before. */
+int plain_open_files(char **words, struct turn *turn)
+{
+    return move_files(words, turn, true);
 }
 
 static int make_files(const char *path, int *files, size_t count, off_t size)

@@ -946,6 +946,8 @@ cdef class Handle:
             lent = request.buffers[index]
             ragged = (<int64_t> request.offsets[index] | lent.nbytes) & PAGE_MASK != 0
             file = request.files[index]
+            if isinstance(file, File) and not ragged:
+                continue
             if isinstance(file, str):
                 known = found.get((file, ragged))
                 if known is not None:

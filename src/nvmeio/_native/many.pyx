@@ -14,8 +14,8 @@ from cpython.ref cimport Py_INCREF
 from libc.stdint cimport INT64_MAX, SIZE_MAX
 
 from nvmeio cimport libnvmeio
-from nvmeio.libnvmeio cimport OP_READ, nvmeio_after, nvmeio_handle, nvmeio_many, nvmeio_op
-from nvmeio.libnvmeio cimport nvmeio_outcome, nvmeio_transfer
+from nvmeio.libnvmeio cimport OP_READ, nvmeio_after, nvmeio_file, nvmeio_handle, nvmeio_many
+from nvmeio.libnvmeio cimport nvmeio_op, nvmeio_outcome, nvmeio_transfer
 from nvmeio._native.arguments cimport file_position
 from nvmeio._native.buffer cimport Buffer, lend, library_for
 from nvmeio._native.file cimport File, identity_of
@@ -42,7 +42,11 @@ cdef class ManyRequest(Request):
                 f"items[{index}] is of type {type(item).__qualname__}{length}; it must be "
                 "(buffer, file, offset)"
             ) from None
-        position = file_position(f"items[{index}], offset", offset)
+        # Nearly always fine, and the words of a refusal cost as much as all else.
+        if type(offset) is int and 0 <= offset <= INT64_MAX:
+            position = offset
+        else:
+            position = file_position(f"items[{index}], offset", offset)
         lent = self.borrow(index, buffer)
         if position > INT64_MAX - lent.nbytes:
             raise ValueError(
@@ -84,7 +88,9 @@ cdef class ManyRequest(Request):
         cdef Py_ssize_t count = len(self.buffers), i
         cdef nvmeio_transfer *transfers
         cdef nvmeio_many many
+        cdef nvmeio_file *held = NULL
         cdef Buffer buffer
+        cdef File file
         cdef int result
         # One more, for none is NULL as well.
         transfers = <nvmeio_transfer *> PyMem_Malloc((count + 1) * sizeof(nvmeio_transfer))
@@ -104,13 +110,18 @@ cdef class ManyRequest(Request):
                 transfers[i].data_only = False
                 transfers[i].user = NULL
                 transfers[i].after.count = 0
-                transfers[i].file = (<File> self.files[i]).retain()
+                # Those of one file mostly follow each other, and hold it together.
+                file = self.files[i]
+                if held == NULL or file.c != held:
+                    held = file.retain()
+                transfers[i].file = held
                 many.count += 1
             with nogil:
                 result = libnvmeio.submit_many(handle, &many, &self.c, offender)
         finally:
             for i in range(<Py_ssize_t> many.count):
-                libnvmeio.file_release(transfers[i].file)
+                if i == 0 or transfers[i].file != transfers[i - 1].file:
+                    libnvmeio.file_release(transfers[i].file)
             PyMem_Free(transfers)
         self.offsets = None
         return result
