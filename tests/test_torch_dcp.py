@@ -1,6 +1,7 @@
 """nvmeio.torch.dcp: torch's files, durable, by one rank and by several."""
 
 import errno
+import gc
 import os
 import pickle
 import re
@@ -12,10 +13,13 @@ pytest.importorskip("torch")
 import torch
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
+import nvmeio
 from children import Child
 from nvmeio.torch import dcp as ours
-from nvmeio.torch.dcp import FileSystemReader, FileSystemWriter
+from nvmeio.torch.dcp import FileSystemReader, FileSystemWriter, PoolStager, _writing
+from ranks import together
 
 READERS = {"nvmeio": FileSystemReader, "torch": dcp.FileSystemReader}
 WRITERS = {"nvmeio": FileSystemWriter, "torch": dcp.FileSystemWriter}
@@ -121,7 +125,7 @@ def test_a_save_that_fails_leaves_the_old_one(tmp_path, monkeypatch, place):
         raise broken
 
     names = {"write_data": "_write_item", "metadata": "write_file", "sync": "sync_folder"}
-    monkeypatch.setattr(ours, names[place], fail)
+    monkeypatch.setattr(_writing, names[place], fail)
     with pytest.raises(CheckpointException, match="broken"):
         save(tmp_path, state_of(2))
     monkeypatch.undo()
@@ -201,18 +205,6 @@ def test_async_save(tmp_path):
     assert same(load(tmp_path, zeroed(state)), state)
 
 
-def together(tmp_path, name, size, **options):
-    """Run a function on several ranks; return what each has reported."""
-    rendezvous = tmp_path / f"rendezvous-{name}-{size}-{len(os.listdir(tmp_path))}"
-    ranks = [
-        Child(name, rendezvous=str(rendezvous), rank=rank, size=size, **options)
-        for rank in range(size)
-    ]
-    outcomes = [rank.finish() for rank in ranks]
-    assert [each.status for each in outcomes] == [0] * size, outcomes
-    return [each.report for each in outcomes]
-
-
 @pytest.mark.parametrize(("saved", "loaded"), [(1, 2), (2, 1), (4, 2), (4, 3)])
 def test_ranks_load_what_other_numbers_of_ranks_have_saved(tmp_path, saved, loaded):
     folder = str(tmp_path / "checkpoint")
@@ -229,3 +221,51 @@ def test_an_error_of_one_rank_is_told_on_all(tmp_path):
     found = together(tmp_path, "save_and_fail", 3, **options)
     assert found == [["CheckpointException", True]] * 3
     assert not (tmp_path / "checkpoint" / ".metadata").exists()
+
+
+@pytest.fixture(params=[PoolStager, DefaultStager], ids=["nvmeio", "torch"])
+def stager(request):
+    options = StagingOptions(False, False, False, False)
+    made = request.param(*([options] if request.param is DefaultStager else []))
+    yield made
+    made.close()
+
+
+def test_what_is_staged_is_no_more_the_state(tmp_path, stager):
+    state = state_of(1)
+    state["tied"] = state["large"][:, 3:]
+    staged = stager.stage(state)
+    assert same(staged, state)
+    assert staged["tied"].data_ptr() == staged["large"].data_ptr() + 3 * 4
+    state["large"].zero_()
+    state["nested"]["list"].append(0)
+    assert not same(staged, state)
+    assert staged["tied"].count_nonzero() > 1000
+    assert len(staged["nested"]["list"]) == 3
+
+
+def test_staged_memory_goes_back_to_the_pool(tmp_path):
+    stager = PoolStager()
+    used = nvmeio.pool_stats()["bytes_used"]
+    state = {"a": torch.randn(1 << 20), "b": torch.randn(1 << 20)}
+    for seed in range(3):
+        state["a"].fill_(seed)
+        future = dcp.async_save(
+            state,
+            storage_writer=FileSystemWriter(tmp_path),
+            async_stager=stager,
+            no_dist=True,
+        )
+        assert nvmeio.pool_stats()["bytes_used"] >= used + (8 << 20)
+        future.result()
+        del future
+        # The thread of torch that has saved it may not have ended yet.
+        while nvmeio.pool_stats()["bytes_used"] > used:
+            gc.collect()
+    found = load(tmp_path, {"a": torch.zeros(1 << 20), "b": torch.zeros(1 << 20)})
+    assert same(found, state)
+
+
+def test_a_pool_that_is_full_is_no_obstacle():
+    found = Child("stage_without_pool", env={"NVMEIO_POOL_BYTES": "2M"}).finish()
+    assert found.report == [True, True]

@@ -9,7 +9,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from nvmeio.torch.dcp import FileSystemReader, FileSystemWriter
+from nvmeio.torch.dcp import (
+    FileSystemReader,
+    FileSystemWriter,
+    HuggingFaceStorageReader,
+    HuggingFaceStorageWriter,
+    PoolStager,
+)
 from workloads.common import report
 
 ROWS, COLUMNS = 1200, 700
@@ -61,23 +67,57 @@ def load_together(rendezvous, rank, size, folder, seed, by="nvmeio"):
     """Load a state on all ranks; tell what it is, and how much was read for it."""
     mesh = begin(rendezvous, rank, size)
     found, expected = state_of(mesh, seed, filled=False), state_of(mesh, seed)
+    kind = FileSystemReader if by == "nvmeio" else dcp.FileSystemReader
+    told = load_and_compare(found, expected["model"], found["model"], kind(folder), folder)
+    told["said"] = [found["epoch"], list(found["betas"])]
+    report(told)
+    dist.destroy_process_group()
+
+
+def load_and_compare(state, expected, found, reader, folder):
+    """Load a state; return which tensors are wrong, and how much was read for them."""
     for name in os.listdir(folder):
         with open(os.path.join(folder, name), "rb") as file:
             os.fsync(file.fileno())
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     dist.barrier()
-    kind = FileSystemReader if by == "nvmeio" else dcp.FileSystemReader
     before = bytes_read()
-    dcp.load(found, storage_reader=kind(folder))
+    dcp.load(state, storage_reader=reader)
     read = bytes_read() - before
     wrong = [
         name
-        for name, tensor in expected["model"].items()
-        if not torch.equal(local(found["model"][name]), local(tensor))
+        for name, tensor in expected.items()
+        if not torch.equal(local(found[name]), local(tensor))
     ]
-    shares = sum(local(tensor).nbytes for tensor in expected["model"].values())
-    said = [found["epoch"], list(found["betas"])]
-    report({"wrong": wrong, "read": read, "share": shares, "said": said})
+    share = sum(local(tensor).nbytes for tensor in expected.values())
+    return {"wrong": wrong, "read": read, "share": share}
+
+
+def save_models(rendezvous, rank, size, folder, by="nvmeio", joined=False):
+    """Save a state as model files on all ranks."""
+    state = state_of(begin(rendezvous, rank, size), 3)["model"]
+    kind = HuggingFaceStorageWriter if by == "nvmeio" else dcp.HuggingFaceStorageWriter
+    mapping = {"wide": 1, "tall": 2, "same": 1, "bias": 2}
+    options = {"enable_consolidation": True, "fqn_to_index_mapping": mapping}
+    writer = kind(folder, save_distributed=True, **(options if joined else {}))
+    dcp.save(state, storage_writer=writer)
+    report("saved")
+    dist.destroy_process_group()
+
+
+def load_models(rendezvous, rank, size, folder, by="nvmeio"):
+    """Load a state of model files on all ranks; tell what it is, and what was read."""
+    mesh = begin(rendezvous, rank, size)
+    found, expected = state_of(mesh, 3, filled=False)["model"], state_of(mesh, 3)["model"]
+    kind = HuggingFaceStorageReader if by == "nvmeio" else dcp.HuggingFaceStorageReader
+    report(load_and_compare(found, expected, found, kind(folder), folder))
+    dist.destroy_process_group()
+
+
+def whole_state(rendezvous, rank, size, seed):
+    """Tell the sums of the tensors of a state."""
+    state = state_of(begin(rendezvous, rank, size), seed)["model"]
+    report({name: local(each).double().sum().item() for name, each in state.items()})
     dist.destroy_process_group()
 
 
@@ -101,3 +141,10 @@ def save_and_fail(rendezvous, rank, size, folder, failing):
     except CheckpointException as error:
         report([type(error).__name__, "the drive of this rank is broken" in str(error)])
     dist.destroy_process_group()
+
+
+def stage_without_pool():
+    """Stage more than the pool may hold; tell whether it is right, and the rest too."""
+    state = {"large": torch.randn(1 << 20), "small": torch.randn(9)}
+    staged = PoolStager().stage(state)
+    report([torch.equal(staged[name], state[name]) for name in state])

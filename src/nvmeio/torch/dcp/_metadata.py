@@ -1,0 +1,73 @@
+"""``.metadata``: what a checkpoint has, read without running what it says."""
+
+import logging
+import os
+import pickle
+from collections import OrderedDict
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import filesystem, metadata
+from torch.distributed.checkpoint.metadata import Metadata
+
+__all__ = ["read_metadata", "shards_of"]
+
+_log = logging.getLogger("nvmeio")
+
+
+def shards_of(path: str) -> set[str]:
+    """Return the files of the checkpoint that a metadata file is of."""
+    try:
+        found = read_metadata(path, weights_only=True)
+        names = {str(each.relative_path) for each in found.storage_data.values()}
+    except FileNotFoundError:
+        return set()
+    except Exception as error:
+        _log.warning("the checkpoint that is replaced cannot be read: %s", error)
+        return set()
+    return {name for name in names if os.path.basename(name) == name}
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Reads ``.metadata``, and makes nothing of it but what describes a checkpoint."""
+
+    _BUILTINS = frozenset({"set", "frozenset", "slice", "complex", "bytearray"})
+    _TORCH = frozenset({"Size", "device"})
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return a class or function of the list, or refuse."""
+        if module == "torch":
+            found = getattr(torch, name, None)
+            if name in self._TORCH or isinstance(found, torch.dtype):
+                return found
+        elif module == "torch.serialization" and name == "_get_layout":
+            return super().find_class(module, name)
+        elif module == "torch.distributed.checkpoint.metadata":
+            found = getattr(metadata, name, None)
+            if isinstance(found, type) and found.__module__ == module:
+                return found
+        elif (module, name) == ("torch.distributed.checkpoint.filesystem", "_StorageInfo"):
+            return filesystem._StorageInfo
+        elif (module, name) == ("collections", "OrderedDict"):
+            return OrderedDict
+        elif module in ("pathlib", "pathlib._local"):
+            if name.endswith("Path"):
+                return super().find_class(module, name)
+        elif module == "builtins" and name in self._BUILTINS:
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(
+            f"it wants {module}.{name}, which describes no checkpoint; weights_only=False "
+            "runs whatever a file says"
+        )
+
+
+def read_metadata(path: str, *, weights_only: bool) -> Any:
+    with open(path, "rb") as file:
+        try:
+            kind = _MetadataUnpickler if weights_only else pickle.Unpickler
+            found = kind(file).load()
+        except pickle.UnpicklingError as error:
+            raise pickle.UnpicklingError(f"{path}: {error}") from None
+    if not isinstance(found, Metadata):
+        raise pickle.UnpicklingError(f"{path}: it is no metadata of a checkpoint")
+    return found

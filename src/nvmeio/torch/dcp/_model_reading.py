@@ -1,0 +1,218 @@
+"""Checkpoints of many ranks as model files: what a rank reads."""
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import _hf_utils, hf_storage
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+)
+from torch.futures import Future
+
+from nvmeio.safetensors._errors import SafetensorError
+from nvmeio.safetensors._file import ModelFile
+from nvmeio.safetensors._frameworks import Torch
+from nvmeio.torch.dcp._reading import Parts
+from nvmeio.torch.dcp._stored import Stored
+
+__all__ = ["SAVE_KEY", "SIZE_KEY", "HuggingFaceStorageReader", "opened", "stored_of"]
+
+# What a header has that is not torch's: of which save a file is, and in its sharding
+# information how large a tensor is of which it has a part.
+SAVE_KEY = "nvmeio_save"
+SIZE_KEY = "nvmeio_size"
+
+
+def opened(stack: ExitStack, path: str) -> ModelFile:
+    """Open a model file until the stack is left."""
+    found = ModelFile(path)
+    stack.callback(found.close)
+    return found
+
+
+def stored_of(file: ModelFile, tensor: Any) -> Stored:
+    """Return where a tensor of a model file lies, as torch has it."""
+    framework = Torch()
+    shape = framework.shape(tensor.dtype, tensor.shape)
+    return Stored(file.offset(tensor.begin), framework.dtype(tensor.dtype), tuple(shape))
+
+
+@dataclass
+class _Info(_hf_utils._HFStorageInfo):  # type: ignore[misc]
+    """Where a part of a tensor lies."""
+
+    begin: int = 0
+
+
+class HuggingFaceStorageReader(hf_storage.HuggingFaceStorageReader):  # type: ignore[misc]
+    """Reads checkpoints that are model files, by ``torch.distributed.checkpoint.load``.
+
+    Parameters
+    ----------
+    path, thread_count
+        As for ``torch.distributed.checkpoint.HuggingFaceStorageReader``.  The count of
+        threads changes nothing: the engine moves the bytes.
+
+    Notes
+    -----
+    Of each tensor the bytes that this rank needs are read, and right into the tensors that
+    they are for, where these are contiguous, on the CPU and of the same dtype.  A folder
+    with files of two saves, or in which a part of a tensor is missing, is refused with a
+    ``SafetensorError``.
+    """
+
+    def read_metadata(self) -> Metadata:
+        """Read the headers of all files of the folder."""
+        folder = os.fspath(self.path)
+        names = sorted(n for n in os.listdir(folder) if n.endswith(_hf_utils.SUFFIX))
+        found: dict[str, TensorStorageMetadata] = {}
+        storage: dict[MetadataIndex, _Info] = {}
+        saves: dict[str, str] = {}
+        sizes: dict[str, tuple[int, ...]] = {}
+        for name in names:
+            path = os.path.join(folder, name)
+            with ExitStack() as stack:
+                file = opened(stack, path)
+                said = file.layout.metadata or {}
+                sharding = _sharding_in(said, path)
+                if sharding is not None:
+                    saves[said.get(SAVE_KEY, "")] = path
+                for tensor in file.layout.tensors:
+                    stored = stored_of(file, tensor)
+                    offsets, size = _place_of(sharding, tensor.name, stored.shape, path)
+                    if size is not None:
+                        sizes[tensor.name] = size
+                    index = MetadataIndex(tensor.name, offsets)
+                    if index in storage:
+                        raise SafetensorError(
+                            f"{tensor.name!r} is in {storage[index].relative_path} and in "
+                            f"{path}: these files are of two saves"
+                        )
+                    storage[index] = _Info(path, stored.shape, stored.dtype, stored.begin)
+                    _add_part(found, tensor.name, stored, offsets)
+        if len(saves) > 1:
+            raise SafetensorError(
+                f"{' and '.join(list(saves.values())[:2])} are of two saves, of which one "
+                "did not end; save again, or remove the files of one"
+            )
+        _refuse_gaps(found, sizes, folder)
+        metadata = Metadata(state_dict_metadata=found, storage_data=storage)
+        metadata.storage_meta = StorageMeta(load_id=self.load_id)
+        return metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read what a plan says."""
+        with ExitStack() as stack:
+            files: dict[str, ModelFile] = {}
+            known: dict[tuple[str, str], Stored] = {}
+            with Parts(planner) as parts:
+                for item in plan.items:
+                    name = item.storage_index.fqn
+                    info = self.storage_data[item.storage_index]
+                    path = info.relative_path
+                    if path not in files:
+                        file = files[path] = opened(stack, path)
+                        known |= {
+                            (path, each.name): stored_of(file, each)
+                            for each in file.layout.tensors
+                        }
+                    stored = Stored(info.begin, info.dtype, tuple(info.shape))
+                    if known.get((path, name)) != stored:
+                        raise files[path].changed()
+                    parts.add(item, files[path].file, stored)
+                parts.finish()
+            for file in files.values():
+                file.check_unchanged()
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+
+def _sharding_in(said: Mapping[str, str], path: str) -> dict[str, Any] | None:
+    """Return what a header says of where its parts lie, or None: its tensors are whole."""
+    text = said.get(_hf_utils.CUSTOM_METADATA_KEY)
+    if not text:
+        return None
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        found = error
+    if not isinstance(found, dict):
+        raise SafetensorError(f"{path}: {_hf_utils.CUSTOM_METADATA_KEY} is no JSON object")
+    return found
+
+
+def _place_of(
+    sharding: dict[str, Any] | None, name: str, shape: tuple[int, ...], path: str
+) -> tuple[torch.Size, tuple[int, ...] | None]:
+    """Return where a part begins in its tensor, and how large that is, if it is told."""
+    if sharding is None:
+        return torch.Size([0] * len(shape)), shape
+    told = sharding.get(name)
+    told = told if isinstance(told, dict) else {}
+    offsets = _numbers(told.get(_hf_utils.SAVED_OFFSETS_KEY), len(shape))
+    size = _numbers(told.get(SIZE_KEY, offsets), len(shape))
+    if offsets is None or size is None:
+        raise SafetensorError(f"{path}: it does not say where {name!r} begins")
+    ends = [low + count for low, count in zip(offsets, shape, strict=True)]
+    if SIZE_KEY not in told:
+        return torch.Size(offsets), None
+    if any(end > extent for end, extent in zip(ends, size, strict=True)):
+        raise SafetensorError(f"{path}: its part of {name!r} is beyond {size}")
+    return torch.Size(offsets), tuple(size)
+
+
+def _numbers(said: object, count: int) -> list[int] | None:
+    """Return a list of so many places or extents, or None where it is none."""
+    if not isinstance(said, list) or len(said) != count:
+        return None
+    if not all(type(each) is int and 0 <= each < 2**63 for each in said):
+        return None
+    return said
+
+
+def _add_part(
+    found: dict[str, TensorStorageMetadata], name: str, stored: Stored, offsets: torch.Size
+) -> None:
+    """Add a part to what is known of a tensor."""
+    chunk = ChunkStorageMetadata(offsets=offsets, sizes=torch.Size(stored.shape))
+    ends = [low + count for low, count in zip(offsets, stored.shape, strict=True)]
+    about = found.get(name)
+    if about is None:
+        about = found[name] = TensorStorageMetadata(
+            TensorProperties(dtype=stored.dtype), torch.Size(ends), []
+        )
+    elif about.properties.dtype != stored.dtype or len(about.size) != len(ends):
+        raise SafetensorError(f"the parts of {name!r} differ in their dtype or their axes")
+    about.chunks.append(chunk)
+    about.size = torch.Size(map(max, about.size, ends))
+
+
+def _refuse_gaps(
+    found: Mapping[str, TensorStorageMetadata],
+    sizes: Mapping[str, tuple[int, ...]],
+    folder: str,
+) -> None:
+    """Refuse tensors of which a part is missing: torch would leave it as it was."""
+    for name, about in found.items():
+        wanted = math.prod(sizes.get(name, about.size))
+        there = sum(math.prod(chunk.sizes) for chunk in about.chunks)
+        if there != wanted:
+            raise SafetensorError(
+                f"{folder}: the files have {there} of the {wanted} elements of {name!r}"
+            )

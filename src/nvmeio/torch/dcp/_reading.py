@@ -1,0 +1,250 @@
+"""What a rank reads: the parts that it needs, into the tensors that they are for."""
+
+import contextlib
+import dataclasses
+import io
+import os
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+)
+from torch.futures import Future
+
+from nvmeio._arguments.checks import flag
+from nvmeio._native.file import File
+from nvmeio._native.request import Request
+from nvmeio.default import default_handle
+from nvmeio.safetensors._slices import plan as runs_of
+from nvmeio.torch.dcp._metadata import read_metadata
+from nvmeio.torch.dcp._stored import (
+    HEAD_BYTES,
+    LARGE_BYTES,
+    TAIL_BYTES,
+    Ends,
+    Stored,
+    stored_in,
+)
+
+__all__ = ["FileSystemReader", "Parts", "target_of"]
+
+
+class FileSystemReader(filesystem.FileSystemReader):  # type: ignore[misc]
+    """What ``torch.distributed.checkpoint.load`` reads by.
+
+    Parameters
+    ----------
+    path, _extension_registry
+        As for ``torch.distributed.checkpoint.FileSystemReader``.
+    weights_only : bool, default True
+        Unpickle nothing but what describes a checkpoint, and of objects that are no tensors
+        what ``torch.load(weights_only=True)`` takes.  With False a file may run anything.
+
+    Notes
+    -----
+    Of each tensor the bytes that this rank needs are read, all at once, and right into the
+    tensors that they are for, where these are contiguous, on the CPU and of the same dtype.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        _extension_registry: Any = None,
+        *,
+        weights_only: bool = True,
+    ) -> None:
+        super().__init__(path, _extension_registry)
+        self.weights_only = flag("weights_only", weights_only)
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Read ``.metadata``, or that of a rank."""
+        path = os.fspath(self._get_metadata_path(kwargs.get("rank")))
+        found: Metadata = read_metadata(path, weights_only=self.weights_only)
+        if getattr(found, "storage_meta", None) is None:
+            found.storage_meta = StorageMeta()
+        assert found.storage_meta is not None
+        found.storage_meta.load_id = self.load_id
+        return found
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read what a plan says."""
+        ours: list[ReadItem] = []
+        others: list[ReadItem] = []
+        for item in plan.items:
+            info = self.storage_data[item.storage_index]
+            (others if info.transform_descriptors else ours).append(item)
+        if others:
+            super().read_data(dataclasses.replace(plan, items=others), planner)
+        with contextlib.ExitStack() as stack:
+            _Reading(self, ours, planner, stack).run()
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+
+def target_of(planner: LoadPlanner, item: ReadItem) -> torch.Tensor:
+    """Return the tensor that a part is for."""
+    target: torch.Tensor = planner.resolve_tensor(item).detach()
+    if target.size() != torch.Size(item.lengths):
+        raise AssertionError(
+            f"req {item.storage_index} mismatch sizes {target.size()} vs {item.lengths}"
+        )
+    return target
+
+
+class Parts:
+    """Parts of tensors that are read together, each into what it is for."""
+
+    def __init__(self, planner: LoadPlanner) -> None:
+        self._planner = planner
+        self._whole: list[tuple[torch.Tensor, File, int]] = []
+        self._requests: list[Request] = []
+        self._targets: list[tuple[ReadItem, torch.Tensor, torch.Tensor]] = []
+
+    def add(self, item: ReadItem, file: File, stored: Stored) -> None:
+        """Have a part read; of columns it begins at once."""
+        target = target_of(self._planner, item)
+        read = target
+        plain = target.layout == torch.strided and not (target.is_conj() or target.is_neg())
+        if not (
+            plain
+            and target.device.type == "cpu"
+            and target.is_contiguous()
+            and target.dtype == stored.dtype
+        ):
+            read = torch.empty(tuple(item.lengths), dtype=stored.dtype)
+        pairs = zip(item.storage_offsets, item.lengths, strict=True)
+        index = tuple(slice(low, low + count) for low, count in pairs)
+        runs = runs_of(index, stored.shape, stored.dtype.itemsize * 8)
+        offsets = stored.begin + runs.offsets
+        if runs.run_bytes and len(offsets) == 1:
+            self._whole.append((read, file, int(offsets[0])))
+        elif runs.run_bytes and len(offsets):
+            request = default_handle().submit_gather(
+                file, offsets, runs.run_bytes, read, max_gap=0
+            )
+            self._requests.append(request)
+        self._targets.append((item, target, read))
+
+    def finish(self) -> None:
+        """Read the rest, wait for all, and give the planner what was read."""
+        if self._whole:
+            self._requests.append(default_handle().submit_read_many(self._whole))
+        for request in self._requests:
+            request.wait()
+        for item, target, read in self._targets:
+            if read is not target:
+                target.copy_(read)
+            self._planner.commit_tensor(item, target)
+
+    def __enter__(self) -> "Parts":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        # Memory is let go of when nothing is written to it any more.
+        for request in self._requests:
+            request.exception()
+
+
+class _Blob(NamedTuple):
+    """Where something that torch.save has written lies."""
+
+    name: str
+    begin: int
+    length: int
+
+
+class _Reading:
+    """What one call of read_data reads."""
+
+    def __init__(
+        self,
+        reader: FileSystemReader,
+        items: list[ReadItem],
+        planner: LoadPlanner,
+        stack: contextlib.ExitStack,
+    ) -> None:
+        self.reader, self.items, self.planner, self.stack = reader, items, planner, stack
+        self.files: dict[str, File] = {}
+
+    def run(self) -> None:
+        blobs = {id(item): self._blob(item) for item in self.items}
+        tensors = [item for item in self.items if item.type != LoadItemType.BYTE_IO]
+        large = {
+            blobs[id(item)]
+            for item in tensors
+            if blobs[id(item)].length >= LARGE_BYTES + HEAD_BYTES + TAIL_BYTES
+        }
+        stored = self._located(sorted(large))
+        rest = {blob for blob in blobs.values() if blob not in stored}
+        texts = self._read_whole(sorted(rest))
+        with Parts(self.planner) as parts:
+            for item in tensors:
+                blob = blobs[id(item)]
+                if blob in stored:
+                    parts.add(item, self._file(blob.name), stored[blob])
+            parts.finish()
+        for item in self.items:
+            if blobs[id(item)] in texts:
+                self._deliver(item, texts[blobs[id(item)]])
+
+    def _blob(self, item: ReadItem) -> _Blob:
+        info = self.reader.storage_data[item.storage_index]
+        return _Blob(info.relative_path, info.offset, info.length)
+
+    def _file(self, name: str) -> File:
+        if name not in self.files:
+            if os.path.isabs(name) or os.pardir in name.split("/"):
+                raise ValueError(f"{self.reader.path}: {name!r} is no file in this folder")
+            path = os.fspath(self.reader.fs.concat_path(self.reader.path, name))
+            self.files[name] = self.stack.enter_context(File(path))
+        return self.files[name]
+
+    def _read_whole(self, blobs: Iterable[_Blob]) -> dict[_Blob, bytearray]:
+        found = {blob: bytearray(blob.length) for blob in blobs}
+        parts = [
+            (memory, self._file(blob.name), blob.begin)
+            for blob, memory in found.items()
+            if memory
+        ]
+        if parts:
+            default_handle().read_many(parts)
+        return found
+
+    def _located(self, blobs: list[_Blob]) -> dict[_Blob, Stored]:
+        """Find where the bytes of tensors begin, by the ends of what torch has written."""
+        ends = {blob: (bytearray(HEAD_BYTES), bytearray(TAIL_BYTES)) for blob in blobs}
+        parts = []
+        for blob, (head, tail) in ends.items():
+            file, end = self._file(blob.name), blob.begin + blob.length
+            parts += [(head, file, blob.begin), (tail, file, end - TAIL_BYTES)]
+        if parts:
+            default_handle().read_many(parts)
+        found = {}
+        for blob, (head, tail) in ends.items():
+            stored = stored_in(Ends(bytes(head), bytes(tail), blob.length))
+            if stored is not None:
+                found[blob] = stored._replace(begin=blob.begin + stored.begin)
+        return found
+
+    def _deliver(self, item: ReadItem, text: bytearray) -> None:
+        """Give the planner what was read as a whole."""
+        if item.type == LoadItemType.BYTE_IO:
+            if self.reader.weights_only:
+                # The planner unpickles whatever there is.
+                torch.load(io.BytesIO(text), weights_only=True, map_location="cpu")
+            self.planner.load_bytes(item, io.BytesIO(text))
+            return
+        tensor = torch.load(io.BytesIO(text), weights_only=True, map_location="cpu")
+        pairs = zip(item.storage_offsets, item.lengths, strict=True)
+        part = tensor[tuple(slice(low, low + count) for low, count in pairs)]
+        target = target_of(self.planner, item)
+        target.copy_(part)
+        self.planner.commit_tensor(item, target)

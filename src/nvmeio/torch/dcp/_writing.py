@@ -1,0 +1,221 @@
+"""What a rank writes: files of new names, durable before anything names them."""
+
+import dataclasses
+import heapq
+import io
+import logging
+import math
+import os
+import pickle
+import re
+import secrets
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import (
+    SavePlan,
+    SavePlanner,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from nvmeio._files.folders import make_folders, sync_folder
+from nvmeio._native.file import File
+from nvmeio.default import default_handle
+from nvmeio.files import cut, write_file
+from nvmeio.safetensors._writing import Stages, reserve
+from nvmeio.torch._saving import saving_with
+from nvmeio.torch.dcp._metadata import shards_of
+from nvmeio.torch.dcp._stored import LARGE_BYTES, PAGE
+
+__all__ = ["FileSystemWriter", "remove_unneeded"]
+
+_log = logging.getLogger("nvmeio")
+
+# A shard of a save: of which rank, of which save, and which of them.
+_SHARD = re.compile(r"__(?P<rank>\d+)_[0-9a-f]{8}_\d+\.distcp")
+
+
+class FileSystemWriter(filesystem.FileSystemWriter):  # type: ignore[misc]
+    """What ``torch.distributed.checkpoint.save`` and ``async_save`` write by.
+
+    Parameters
+    ----------
+    path, single_file_per_rank, sync_files, thread_count, per_thread_copy_ahead, \
+cache_staged_state_dict, overwrite, _extensions, serialization_format
+        As for ``torch.distributed.checkpoint.FileSystemWriter``.  `thread_count` is how
+        many files a rank writes; the engine moves the bytes without threads of Python.
+
+    Notes
+    -----
+    Each save writes files of new names.  Every rank's are on the device, by their names
+    too, before ``.metadata`` is replaced by the new one, in one step and durably; only then
+    the files of the checkpoint before go.  So a folder has the old checkpoint or the new
+    one at every moment, also after a power failure.  With ``sync_files=False`` nothing is
+    synced.
+    """
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Make the folder, durably, and do what torch does."""
+        make_folders(os.path.abspath(self.path))
+        return super().prepare_local_plan(plan)
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's files; they are on the device when this returns."""
+        prefix = f"{plan.storage_data.prefix}{secrets.token_hex(4)}_"
+        torchs = filesystem.SerializationFormat.TORCH_SAVE
+        if self.transforms.extensions or self.serialization_format != torchs:
+            mine = dataclasses.replace(
+                plan, storage_data=dataclasses.replace(plan.storage_data, prefix=prefix)
+            )
+            results = super().write_data(mine, planner).wait()
+            if len(results) != len(plan.items):
+                raise RuntimeError(
+                    f"{len(results)} of {len(plan.items)} items were written: a thread of "
+                    "torch's has failed"
+                )
+        else:
+            results = []
+            for number, items in enumerate(self._files(plan.items)):
+                name = f"{prefix}{number}{filesystem.DEFAULT_SUFFIX}"
+                results += self._write_file(name, items, planner)
+        if self.sync_files:
+            sync_folder(os.fspath(self.path))
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(results)
+        return future
+
+    def _files(self, items: list[WriteItem]) -> list[list[WriteItem]]:
+        """Part the items into files, of about one size."""
+        if not self.single_file_per_rank:
+            return [[item] for item in items]
+        files: list[list[WriteItem]] = [[] for _ in range(max(1, self.thread_count))]
+        filled = [(0, number) for number in range(len(files))]
+        for item in sorted(items, key=_nbytes_of, reverse=True):
+            size, number = heapq.heappop(filled)
+            files[number].append(item)
+            heapq.heappush(filled, (size + _nbytes_of(item), number))
+        return [file for file in files if file]
+
+    def _write_file(
+        self, name: str, items: list[WriteItem], planner: SavePlanner
+    ) -> list[WriteResult]:
+        path = os.path.join(self.path, name)
+        results = []
+        with File(path, "x") as file:
+            room = sum(_nbytes_of(item) + 2 * PAGE for item in items)
+            if room:
+                reserve(file, room, path)
+            with Stages(default_handle(), file) as stages:
+                stream = _Sink(stages)
+                for item in items:
+                    data = planner.resolve_data(item)
+                    begin = _write_item(stream, item, data)
+                    length = stream.tell() - begin
+                    info = filesystem._StorageInfo(name, begin, length)
+                    results.append(WriteResult(item.index, length, info))
+                stages.finish()
+            cut(file, stages.written)
+            if self.sync_files:
+                default_handle().fsync(file)
+        return results
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Replace ``.metadata``; then the files of the checkpoint before go."""
+        metadata.version = filesystem.CURRENT_DCP_VERSION
+        metadata.storage_data = {
+            each.index: each.storage_data for group in results for each in group
+        }
+        metadata.storage_meta = self.storage_meta()
+        rank = None if self.use_collectives else self.rank
+        path = os.fspath(self._get_metadata_path(rank))
+        before = shards_of(path)
+        text = np.frombuffer(pickle.dumps(metadata), np.uint8)
+        write_file(text, path, sync=self.sync_files)
+        now = {each.relative_path for each in metadata.storage_data.values()}
+        left = before | set(_left_in(self.path, rank))
+        remove_unneeded(os.fspath(self.path), left - now)
+
+
+def _left_in(folder: str | os.PathLike[str], rank: int | None) -> Iterator[str]:
+    """Yield the files that saves have left in a folder, of one rank or of all."""
+    for name in os.listdir(folder):
+        found = _SHARD.fullmatch(name)
+        if found and (rank is None or int(found["rank"]) == rank):
+            yield name
+
+
+def _nbytes_of(item: WriteItem) -> int:
+    if item.tensor_data is None:
+        return 0
+    found: int = (
+        math.prod(item.tensor_data.size) * item.tensor_data.properties.dtype.itemsize
+    )
+    return found
+
+
+class _Sink(io.RawIOBase):
+    """What torch.save writes to: what it is given is on its way to the drive."""
+
+    def __init__(self, stages: Stages) -> None:
+        self.stages = stages
+        self.error: OSError | None = None
+
+    def writable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self.stages.written
+
+    def write(self, buffer: Any) -> int:
+        view = np.frombuffer(buffer, np.uint8)
+        try:
+            self.stages.put(view)
+        except OSError as error:
+            # Torch would raise something else.
+            self.error = self.error or error
+            raise
+        return len(view)
+
+
+def _write_item(stream: _Sink, item: WriteItem, data: Any) -> int:
+    """Write an item as torch does, and return where it begins."""
+    if item.type == WriteItemType.BYTE_IO:
+        begin = stream.tell()
+        stream.write(data.getbuffer())
+        return begin
+    tensor = data.detach().cpu()
+    if tensor.untyped_storage().nbytes() != tensor.nbytes:
+        tensor = tensor.clone()
+    large = tensor.nbytes >= LARGE_BYTES
+    begin = stream.tell()
+    if large and begin % PAGE:
+        stream.write(bytes(-begin % PAGE))
+        begin = stream.tell()
+    try:
+        # Nobody looks at the sums of what is in a shard.
+        alignment = PAGE if large else 64
+        with saving_with(storage_alignment=alignment, compute_crc32=False):
+            torch.save(tensor, stream)
+    except Exception:
+        if stream.error is not None:
+            raise stream.error from None
+        raise
+    return begin
+
+
+def remove_unneeded(folder: str, names: Iterable[str]) -> None:
+    """Remove files that nothing names any more; one that stays does no harm."""
+    for name in names:
+        try:
+            os.unlink(os.path.join(folder, name))
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            _log.warning("a file that is not needed any more is left: %s", error)

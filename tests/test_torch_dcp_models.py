@@ -1,0 +1,213 @@
+"""nvmeio.torch.dcp: checkpoints that are model files, by one rank and by several."""
+
+import errno
+import json
+import os
+
+import pytest
+
+pytest.importorskip("torch")
+
+import safetensors.torch
+import torch
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+from nvmeio.torch.dcp import (
+    HuggingFaceStorageReader,
+    HuggingFaceStorageWriter,
+    _model_writing,
+)
+from ranks import together
+
+READERS = {"nvmeio": HuggingFaceStorageReader, "torch": dcp.HuggingFaceStorageReader}
+WRITERS = {"nvmeio": HuggingFaceStorageWriter, "torch": dcp.HuggingFaceStorageWriter}
+PAIRS = [("nvmeio", "nvmeio"), ("nvmeio", "torch"), ("torch", "nvmeio")]
+INDEX = "model.safetensors.index.json"
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:torch.distributed"),
+    pytest.mark.filterwarnings("ignore:Detected an existing checkpoint"),
+]
+
+
+def state_of(seed):
+    """Return tensors of many kinds."""
+    torch.manual_seed(seed)
+    return {
+        "large": torch.randn(300, 500),
+        "turned": torch.randn(400, 300).t(),
+        "half": torch.randn(100_000, dtype=torch.bfloat16),
+        "small": torch.randn(7),
+        "one": torch.tensor(3.5),
+        "empty": torch.empty(0, 3),
+    }
+
+
+def zeroed(state):
+    return {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+
+
+def same(one, other):
+    return one.keys() == other.keys() and all(torch.equal(one[k], other[k]) for k in one)
+
+
+def save(folder, state, writer="nvmeio", **options):
+    dcp.save(state, storage_writer=WRITERS[writer](str(folder), **options), no_dist=True)
+
+
+def load(folder, state, reader="nvmeio"):
+    dcp.load(state, storage_reader=READERS[reader](str(folder)), no_dist=True)
+    return state
+
+
+@pytest.mark.parametrize(("writer", "reader"), PAIRS)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"fqn_to_index_mapping": dict(zip(state_of(0), (1, 1, 2, 2, 3, 3), strict=True))},
+        {"save_distributed": True},
+    ],
+    ids=["one file", "three files", "of a rank"],
+)
+def test_each_reads_what_the_other_writes(
+    tmp_path, default_engine, writer, reader, options
+):
+    state = state_of(1)
+    if writer == "torch":
+        state["turned"] = state["turned"].contiguous()
+    save(tmp_path, state, writer, **options)
+    assert same(load(tmp_path, zeroed(state), reader), state)
+    found = {}
+    for name in os.listdir(tmp_path):
+        if name.endswith(".safetensors"):
+            found |= safetensors.torch.load_file(tmp_path / name)
+    assert same(found, state)
+    if "save_distributed" not in options:
+        index = json.loads((tmp_path / INDEX).read_text())
+        assert index["weight_map"].keys() == state.keys()
+        total = sum(each.nbytes for each in state.values())
+        assert index["metadata"]["total_size"] == total
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_parts_are_joined(tmp_path, ranks):
+    folder = tmp_path / "checkpoint"
+    together(tmp_path, "save_models", ranks, folder=str(folder), joined=True)
+    (found,) = together(tmp_path, "whole_state", 1, seed=3)
+    index = json.loads((folder / INDEX).read_text())
+    files = sorted({*index["weight_map"].values()})
+    assert files == [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
+    for name in files:
+        for key, tensor in safetensors.torch.load_file(folder / name).items():
+            assert tensor.double().sum().item() == found.pop(key)
+            assert index["weight_map"][key] == name
+        with safetensors.safe_open(folder / name, "pt") as file:
+            assert file.metadata()["format"] == "pt"
+    assert found == {}
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [(1, 2), (4, 2), (4, 3)])
+@pytest.mark.parametrize(("writer", "reader"), PAIRS)
+def test_ranks_load_what_other_numbers_of_ranks_have_saved(
+    tmp_path, saved, loaded, writer, reader
+):
+    folder = str(tmp_path / "checkpoint")
+    together(tmp_path, "save_models", saved, folder=folder, by=writer)
+    for found in together(tmp_path, "load_models", loaded, folder=folder, by=reader):
+        assert found["wrong"] == []
+        if reader == "nvmeio":
+            assert found["read"] < 1.1 * found["share"] + (1 << 20)
+
+
+def test_saving_again_leaves_nothing_of_the_old_one(tmp_path):
+    mapping = dict(zip(state_of(0), (1, 2, 3, 3, 3, 3), strict=True))
+    save(tmp_path, state_of(1), fqn_to_index_mapping=mapping)
+    left = "model-00001-of-00009.safetensors.01234567.part"
+    (tmp_path / left).write_bytes(b"of a save that died")
+    (tmp_path / "mine.txt").write_bytes(b"x")
+    save(tmp_path, state_of(2))
+    names = {"model-00001-of-00001.safetensors", INDEX, "mine.txt"}
+    assert {*os.listdir(tmp_path)} == names
+    assert same(load(tmp_path, zeroed(state_of(2))), state_of(2))
+
+
+@pytest.mark.parametrize("place", ["save", "write_file", "sync_folder"])
+def test_a_save_that_fails_leaves_the_old_one_or_is_refused(tmp_path, monkeypatch, place):
+    save(tmp_path, state_of(1))
+
+    def fail(*arguments, **options):
+        raise OSError(errno.EIO, "broken")
+
+    monkeypatch.setattr(_model_writing, place, fail)
+    with pytest.raises(CheckpointException, match="broken"):
+        save(tmp_path, state_of(2))
+    monkeypatch.undo()
+    # The one file of this save may have its name by then.
+    seed = 1 if place == "save" else 2
+    assert same(load(tmp_path, zeroed(state_of(seed))), state_of(seed))
+
+
+def test_what_no_model_file_can_hold_is_refused(tmp_path):
+    with pytest.raises(CheckpointException, match="'step' is no tensor"):
+        save(tmp_path, {"step": 3, "a": torch.ones(3)})
+    with pytest.raises(CheckpointException, match="'a' is not in fqn_to_index_mapping"):
+        save(tmp_path, {"a": torch.ones(3)}, fqn_to_index_mapping={"b": 1})
+    assert os.listdir(tmp_path) == []
+
+
+def test_files_of_two_saves_are_refused(tmp_path):
+    for seed in (1, 2):
+        save(tmp_path / str(seed), state_of(seed), save_distributed=True)
+    (name,) = os.listdir(tmp_path / "2")
+    os.rename(tmp_path / "2" / name, tmp_path / "1" / name.replace("00001", "00002", 1))
+    with pytest.raises(CheckpointException, match="of two saves"):
+        load(tmp_path / "1", zeroed(state_of(1)))
+    assert os.listdir(tmp_path / "2") == []
+
+
+def test_a_part_that_is_missing_is_refused(tmp_path):
+    folder = tmp_path / "checkpoint"
+    together(tmp_path, "save_models", 4, folder=str(folder))
+    (last,) = (name for name in os.listdir(folder) if name.startswith("shard-00004"))
+    os.unlink(folder / last)
+    with pytest.raises(CheckpointException, match=r"files have \d+ of the \d+ elements"):
+        load(folder, {"wide": torch.zeros(1200, 700)})
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        "[]",
+        "{",
+        '{"a": {}}',
+        '{"a": {"saved_offsets": [0]}}',
+        '{"a": {"saved_offsets": [-1, 0]}}',
+        '{"a": {"saved_offsets": [0, 0.5]}}',
+        '{"a": {"saved_offsets": [0, 1], "nvmeio_size": [3, 4]}}',
+    ],
+)
+def test_what_a_stranger_says_of_places_is_checked(tmp_path, told):
+    path = tmp_path / "shard-00001-model-00001-of-00001.safetensors"
+    tensors = {"a": torch.ones(3, 4)}
+    safetensors.torch.save_file(tensors, path, {"DCP_SHARDING_INFO": told})
+    with pytest.raises(CheckpointException, match=f"{path.name}: "):
+        load(tmp_path, {"a": torch.zeros(3, 4)})
+
+
+def test_a_file_that_changes_meanwhile_is_told(tmp_path):
+    save(tmp_path, state_of(1))
+    reader = HuggingFaceStorageReader(str(tmp_path))
+    read = reader.read_metadata
+
+    def read_and_replace():
+        found = read()
+        save(tmp_path, {"small": torch.ones(3), **state_of(2)}, save_distributed=False)
+        other = tmp_path / "model-00001-of-00001.safetensors"
+        safetensors.torch.save_file({"large": torch.ones(2)}, other)
+        return found
+
+    reader.read_metadata = read_and_replace
+    with pytest.raises(CheckpointException, match="has changed while it was read"):
+        dcp.load(zeroed(state_of(1)), storage_reader=reader, no_dist=True)
