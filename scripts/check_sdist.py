@@ -21,6 +21,7 @@ WANTED = (
     "setup.py",
     "src/_nvmeio_command.py",
     "src/_nvmeio_follow.py",
+    "src/bin/nvmeio",
     "src/libnvmeio/engine.h",
     "src/libnvmeio/engine_uring.c",
     "src/nvmeio-follow.pth",

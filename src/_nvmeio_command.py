@@ -1,4 +1,4 @@
-"""The script ``nvmeio``, which Ctrl-C can end from its first moment.
+"""What the script ``nvmeio`` and ``python -m nvmeio`` run, ended by Ctrl-C at any moment.
 
 It is outside of the package, whose import takes some tenths of a second for numpy and the
 extensions.  Nothing has to be cleaned up by then, so a signal handler ends the process: an

@@ -268,4 +268,5 @@ def test_half_a_future_says_so(open_handle, path):
 
     with pytest.raises(TypeError, match=r"asyncio\.ensure_future\(request\)"):
         asyncio.run(wait())
+    assert not hasattr(request, "_condition")
     assert request.wait() == BLOCK

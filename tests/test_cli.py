@@ -172,9 +172,8 @@ def test_the_version_is_told():
 
 def test_the_script_nvmeio_is_the_same():
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    target = re.search(r'\[project\.scripts\]\nnvmeio = "(.+)"\n', text)[1]
-    code = f"import sys, pkgutil; sys.exit(pkgutil.resolve_name({target!r})())"
-    words = [*python(), "-c", code, "--version"]
+    script = re.search(r'\nscript-files = \["(.+)"\]\n', text)[1]
+    words = [*python(), ROOT / script, "--version"]
     done = subprocess.run(words, capture_output=True, text=True, check=True)
     assert done.stdout == f"nvmeio {nvmeio.__version__}\n"
 
@@ -331,12 +330,13 @@ class Holding:
 
 sys.meta_path.insert(0, Holding)
 """
-SCRIPT = ("-c", "import sys; from _nvmeio_command import main; sys.exit(main())")
+SCRIPT = (str(ROOT / "src" / "bin" / "nvmeio"),)
 
 
 @pytest.mark.parametrize(
     ("start", "held"),
     [
+        (SCRIPT, "_nvmeio_command"),
         (SCRIPT, "nvmeio"),
         (SCRIPT, "numpy"),
         (SCRIPT, "nvmeio._native.handle"),

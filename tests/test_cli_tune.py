@@ -14,7 +14,7 @@ import pytest
 import nvmeio
 from commands import nvmeio as run_nvmeio
 from commands import nvmeio_in_terminal
-from nvmeio._cli import main
+from nvmeio._cli import main, tune
 from nvmeio._cli.race import GOALS
 from nvmeio._cli.trials import (
     DEFAULT,
@@ -168,6 +168,30 @@ def test_a_bounce_is_chosen_for_the_settings_that_it_was_raced_with():
     heats = races((DEFAULT, 1, 1), (OTHER, 1, 1.5), bounced=(1, 1.5, 1))
     bounced = {**OTHER, "bounce": "never"}
     assert chosen(heats) == {"read": DEFAULT, "write": bounced, "both": bounced}
+
+
+def test_a_bounce_that_was_saved_goes_where_another_is_certainly_faster():
+    saved = {**DEFAULT, "bounce": "never"}
+    better = {**DEFAULT, "bounce": "always"}
+    heats = races((DEFAULT, 1, 1), (OTHER, 0.5, 0.5), bounced=(1, 1, 3))
+    assert chosen(heats, saved) == dict.fromkeys(GOALS, better)
+    assert chosen(heats, better) == dict.fromkeys(GOALS, better)
+    heats = races((DEFAULT, 1, 1), (OTHER, 0.5, 0.5), bounced=(1, 1, 1))
+    assert chosen(heats, saved) == dict.fromkeys(GOALS, saved)
+
+
+def test_a_profile_of_an_engine_that_does_not_work_here_is_kept(
+    tmp_path, configuration, monkeypatch, capsys
+):
+    assert main(["tune", str(tmp_path), *QUICK]) == 0
+    path = configuration / "nvmeio" / "profiles" / f"{load_profile(tmp_path).device}.json"
+    path.write_text(path.read_text().replace('"engine": "auto"', '"engine": "libaio"'))
+    before = path.read_text()
+    here = {**nvmeio.engines(), "libaio": {"works": False, "reason": "no libaio here"}}
+    monkeypatch.setattr(tune, "engines", lambda: here)
+    assert main(["tune", str(tmp_path), *QUICK]) == 0
+    assert "not saved: the profile that is there" in capsys.readouterr().err
+    assert path.read_text() == before
 
 
 def test_small_pages_are_touched_and_small():

@@ -1,5 +1,6 @@
 """What is said of mistakes that users made, and what helps against them."""
 
+import copy
 import io
 import subprocess
 import sys
@@ -10,6 +11,13 @@ import torch
 
 import nvmeio
 import nvmeio.torch
+
+
+def closed(file):
+    """Close a file, and return it."""
+    file.close()
+    return file
+
 
 MISTAKES = {
     "an open file of Python's": (
@@ -26,6 +34,23 @@ MISTAKES = {
         lambda folder: nvmeio.read_into(bytearray(10), "/proc/self/stat"),
         OSError,
         r"nvmeio\.read_file\(\) reads the kernel's own files",
+    ),
+    "many of a file of the kernel's": (
+        lambda folder: nvmeio.default_handle().read_many(
+            [(bytearray(10), "/proc/self/stat", 0)]
+        ),
+        OSError,
+        r"nvmeio\.read_file\(\) reads the kernel's own files",
+    ),
+    "memory for a file": (
+        lambda folder: nvmeio.read_into(bytearray(1), io.BytesIO(b"x")),
+        TypeError,
+        r"file is of type BytesIO; it must be a path, a descriptor or a File$",
+    ),
+    "a closed File to be copied": (
+        lambda folder: copy.copy(closed(nvmeio.File(folder / "data"))),
+        TypeError,
+        "a closed File cannot be pickled",
     ),
     "a dtype of torch's for numpy": (
         lambda folder: nvmeio.empty(3, torch.float32),

@@ -85,6 +85,12 @@ CALLS = {
         "offset",
         "file_offset",
     ),
+    "create": (
+        lambda **k: nvmeio.ArrayFile.create("x", 3, float, **k),
+        "overwritee",
+        "overwrite",
+    ),
+    "aio_read": (lambda **k: nvmeio.aio_read(b"", "x", **k), "valid", "validate"),
     "TokenDataset": (
         lambda **k: nvmeio.torch.TokenDataset("x", 3, **k),
         "dtpye",

@@ -14,6 +14,7 @@ import nvmeio
 from children import run_child
 from helpers import PAGE, Guarded, pattern
 from mounts import SLOW_PLACES
+from nvmeio._native import buffer as buffer_module
 
 SIZE = 3 * PAGE + 100
 
@@ -73,6 +74,70 @@ class TestAfter:
         assert bytes(buffer) == bytes(3)
         assert path.read_bytes() == b"old"
 
+    @pytest.mark.parametrize("looked_at", [False, True])
+    def test_a_failure_in_python_is_the_cause_too(
+        self, handle, path, monkeypatch, looked_at
+    ):
+        path.write_bytes(b"old")
+        strided = np.zeros((3, 2), np.uint8)[:, 0]
+
+        def refuse(*arguments):
+            raise MemoryError("no memory for what was read")
+
+        monkeypatch.setattr(buffer_module, "_copy_back", refuse)
+        read = handle.submit_read(strided, path)
+        with pytest.raises(MemoryError):
+            read.wait()
+        if looked_at:
+            assert read.done()
+        later = handle.submit_write(b"new", path, after=[read])
+        last = handle.submit_write_many([(b"new", path, 0)], after=later)
+        assert later.done()
+        for each, cause in ((later, read), (last, later)):
+            with pytest.raises(OSError, match="was not started: it comes after the"):
+                each.wait()
+            assert each.exception().__cause__ is cause.exception()
+        assert path.read_bytes() == b"old"
+
+    @pytest.mark.parametrize("way", ["failed", "cancelled"])
+    def test_what_was_waited_for_is_the_cause_too(self, handle, path, way):
+        path.write_bytes(b"old")
+        if way == "failed":
+            before = handle.submit_read(bytearray(100), path)
+        else:
+            before = handle.submit_write(np.zeros(64 << 20, np.uint8), f"{path}.big")
+            assert before.cancel()
+        expected = OSError if way == "failed" else CancelledError
+        with pytest.raises(expected) as first:
+            before.wait()
+        later = handle.submit_write(b"new", path, after=before)
+        with pytest.raises(expected, match="was not started") as second:
+            later.wait()
+        assert second.value.__cause__ is first.value
+        assert path.read_bytes() == b"old"
+
+    def test_what_makes_the_file_may_be_a_scatter_or_many(self, handle, path):
+        data = pattern(200)
+        for make in (
+            lambda: handle.submit_scatter(path, [0, 100], 100, data),
+            lambda: handle.submit_write_many([(data[:50], path, 0), (data[50:], path, 50)]),
+        ):
+            path.unlink(missing_ok=True)
+            made = make()
+            into = np.zeros((200, 2), np.uint8)[:, 0]
+            reads = [
+                handle.submit_gather(path, [0, 150], 50, into[:100], after=made),
+                handle.submit_read_many([(into[100:], path, 100)], after=made),
+            ]
+            assert [read.wait() for read in reads] == [100, 100]
+            assert into.tobytes() == data[:50] + data[150:] + data[100:]
+
+    def test_a_closed_handle_takes_nothing_after_anything(self, handle, path):
+        write = handle.submit_write(b"12345", path)
+        handle.close()
+        with pytest.raises(ValueError, match="the handle is closed"):
+            handle.submit_read(bytearray(5), path, after=write)
+
     def test_what_was_done_before_holds_nothing_back(self, handle, path):
         write = handle.submit_write(b"12345", path)
         write.wait()
@@ -88,6 +153,8 @@ class TestAfter:
             handle.submit_write(strided, path, after=first)
         with pytest.raises(TypeError, match="copied at submission"):
             handle.submit_write_many([(strided, path, 0)], after=first)
+        with pytest.raises(TypeError, match="copied at submission"):
+            handle.submit_scatter(path, [0], 100, strided, after=first)
         # It lands in the view when it is looked at, in time for who waits for it.
         assert handle.submit_read(strided, path, after=first).wait() == 100
         staged = handle.submit_gather(path, [0], 100, strided)

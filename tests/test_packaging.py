@@ -141,6 +141,24 @@ def test_who_brings_the_archive_beside_the_package_is_told_of_two_pools(tmp_path
     assert pools == "2"
 
 
+TRANSFER = """
+import sys, numpy, nvmeio
+numpy.arange(9000, dtype="u2").tofile(sys.argv[1])
+found = numpy.zeros(9000, "u2")
+print(nvmeio.Handle().submit_read(found, sys.argv[1]).wait(), found[-1])
+"""
+
+
+def test_the_library_calls_its_own_functions_whoever_has_the_same_names(tmp_path):
+    source, preloaded = tmp_path / "other.c", tmp_path / "other.so"
+    names = ("nvmeio_file_size", "nvmeio_request_done", "nvmeio_pool_holds")
+    bodies = (f"void {name}(void) {{ abort(); }}\n" for name in names)
+    source.write_text("#include <stdlib.h>\n" + "".join(bodies))
+    run(COMPILER, "-shared", "-fPIC", source, "-o", preloaded)
+    command = (sys.executable, "-c", TRANSFER, tmp_path / "file")
+    assert run("env", f"LD_PRELOAD={preloaded}", *command) == "18000 8999\n"
+
+
 def test_every_public_header_compiles_by_itself(tmp_path):
     include = Path(nvmeio.get_include())
     headers = sorted(path.relative_to(include) for path in include.rglob("*.h"))

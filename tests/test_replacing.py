@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 
 import nvmeio
-from children import as_nobody
+from children import as_nobody, run_tool
 from helpers import MIB, limit, pattern
+from mounts import unmount
 from nvmeio import files as _files
 
 OLD = pattern(3 * MIB, 1)
@@ -108,6 +109,21 @@ def test_a_file_of_several_names_keeps_them(write, old):
     assert np.array_equal(content(old.with_name("other")), NEW)
     assert old.samefile(old.with_name("other"))
     assert sorted(os.listdir(old.parent)) == [old.name, "other"]
+
+
+def test_a_file_that_is_a_mount_is_written_in_place(write, old):
+    """As a single file is that a container was given."""
+    if os.geteuid() != 0:
+        pytest.skip("mounts need root")
+    behind = old.with_name("behind")
+    behind.write_bytes(old.read_bytes())
+    run_tool("mount", "--bind", behind, old)
+    try:
+        write(old, NEW)
+        assert np.array_equal(content(old), NEW)
+    finally:
+        unmount(old)
+    assert np.array_equal(content(behind), NEW)
 
 
 def test_what_is_not_to_be_atomic_is_written_in_place(old):

@@ -40,7 +40,7 @@ def test_ctrl_c_ends_a_wait_and_the_transfer_goes_on(slow, engine, way, size):
 # What the kernel has is awaited, what it has not is dropped, and a second Ctrl-C waits for
 # nothing.
 @pytest.mark.parametrize("presses", [1, 2])
-@pytest.mark.parametrize("way", ["read", "gather", "with"])
+@pytest.mark.parametrize("way", ["read", "gather", "read_many", "read_into", "with"])
 @pytest.mark.parametrize(("engine", "slow"), PLACES, indirect=["slow"])
 def test_ctrl_c_in_a_blocking_call_cancels_its_transfer(slow, engine, way, presses):
     report = run_child(

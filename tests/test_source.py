@@ -5,9 +5,11 @@ applies it to the tree, another shows on a bad snippet that it can fail.
 """
 
 import ast
+import itertools
 import re
 import shutil
 import subprocess
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -105,23 +107,56 @@ def name_of(path):
 
 def imported_by(text):
     """Yield the line number and name of each module that Python or Cython code imports."""
-    pattern = r"^\s*(?:from\s+([\w.]+)\s+c?import\s+\(?([\w, ]*)|c?import\s+([\w., ]+))"
-    # Names in brackets may stand in lines of their own.
-    text = re.sub(r"\([\w\s,]*\)", lambda found: found[0].replace("\n", " "), text)
-    for number, line in enumerate(text.splitlines(), 1):
-        found = re.match(pattern, line)
-        if found is None:
-            continue
-        # Of a folder, what is imported are modules.
-        if re.fullmatch(r"nvmeio(\._\w+)?", found[1] or ""):
-            names = [name.split(" as ")[0].strip() for name in found[2].split(",")]
-            yield from ((number, f"{found[1]}.{name}") for name in names if name)
-        elif found[1]:
-            yield number, found[1]
-        else:
-            yield from (
-                (number, part.split()[0]) for part in found[3].split(",") if part.strip()
-            )
+    try:
+        tree = ast.parse(text)
+    except SyntaxError:
+        yield from imported_by_cython(text)
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, modules_in(each.name)) for each in node.names)
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            for each in node.names:
+                yield node.lineno, modules_in(node.module, each.name)
+        elif isinstance(node, ast.Call) and node.args:
+            called = getattr(node.func, "attr", getattr(node.func, "id", ""))
+            named = getattr(node.args[0], "value", None)
+            if called in ("import_module", "__import__") and isinstance(named, str):
+                yield node.lineno, modules_in(named)
+
+
+def imported_by_cython(text):
+    """Yield the same of what Python cannot parse."""
+    text = re.sub(r"#.*", "", text)
+    text = re.sub(r"\\\n", "  ", text)
+    text = re.sub(r"\([\w\s,]*\)", lambda found: " ".join(found[0].split()), text)
+    pattern = (
+        r"^[^\"'\n]*?(?:\bfrom\s+([\w.]+)\s+c?import\s+\(?\s*([\w*, ]*)"
+        r"|(?:^|[:;])\s*c?import\s+([\w., ]+))"
+    )
+    for found in re.finditer(pattern, text, re.MULTILINE):
+        number = text.count("\n", 0, found.start()) + 1
+        for name in re.split(r"\s*,\s*", (found[2] or found[3] or "").strip()):
+            if name:
+                first = name.split()[0]
+                yield (
+                    number,
+                    modules_in(found[1], first) if found[1] else modules_in(first),
+                )
+
+
+def modules_in(module, name=None):
+    """Return the module that an import is of: of a folder, what it names may be one."""
+    parts = module.split(".")
+    if parts[0] != "nvmeio":
+        return module
+    if name is not None and any(
+        (PACKAGE.joinpath(*parts[1:], name).with_suffix(suffix)).exists()
+        for suffix in ("", ".py", ".pyx", ".pxd")
+    ):
+        parts.append(name)
+    folder = PACKAGE.joinpath(*parts[1:]).is_dir()
+    return ".".join([*parts, "__init__"] if folder else parts)
 
 
 def breaks_layering(path, text):
@@ -129,11 +164,11 @@ def breaks_layering(path, text):
     own = folder_of(name_of(path))
     if path.name == "__main__.py":
         return
-    # The package itself hands out what stands below it, and is asked for by name.
-    named = re.findall(r"import_module\(\"(nvmeio\.[\w.]+)\"", text)
-    by_name = [] if name_of(path) == "__init__" else [("by name", name) for name in named]
-    for number, name in (*imported_by(text), *by_name):
+    for number, name in imported_by(text):
         top, _, rest = name.partition(".")
+        # The package itself hands out what stands above it, when it is asked for.
+        if name_of(path) == "__init__" and "import_module" in text.splitlines()[number - 1]:
+            continue
         used = folder_of(rest)
         if top == "nvmeio" and rest and used != own and used not in FOLDERS[own]:
             yield f"{number}: {own or 'a public module'} must not use {name}"
@@ -141,7 +176,8 @@ def breaks_layering(path, text):
 
 def imports_torch(path, text):
     """torch is imported under torch/ alone, by its half of safetensors and by bench."""
-    places = {"_cli/workloads.py", "safetensors/torch.py", "safetensors/_sharing.py"}
+    places = {"_cli/workloads.py"}
+    places |= {f"safetensors/{name}.py" for name in ("torch", "_sharing", "_dtypes")}
     if folder_of(name_of(path)) == "torch" or "/".join(path.parts[-2:]) in places:
         return
     for number, name in imported_by(text):
@@ -152,7 +188,10 @@ def imports_torch(path, text):
 def imports_deepspeed(path, text):
     """DeepSpeed is imported by install() alone, when it is called."""
     for number, name in imported_by(text):
-        if name.partition(".")[0] == "deepspeed":
+        called = "import_module" in text.splitlines()[number - 1]
+        if name.partition(".")[0] == "deepspeed" and not (
+            called and path.name == "builders.py"
+        ):
             yield f"{number}: DeepSpeed may not be there"
 
 
@@ -313,6 +352,21 @@ def draws_without_seed(path, text):
             yield f"{number}: {found[0]} is drawn from no seed"
 
 
+def asks_for_the_process(path, text):
+    """Whether there was a fork is asked in C, and told by _events/forks.py."""
+    for number, line in enumerate(text.splitlines(), 1):
+        if re.search(r"getpid\(\)\s*[!=]=|[!=]=\s*os\.getpid\(", line):
+            yield f"{number}: {line.strip()}"
+
+
+def words_errors(path, text):
+    """An errno of the library becomes an exception in errors.pyx alone."""
+    if path.name != "errors.pyx":
+        for number, line in enumerate(text.splitlines(), 1):
+            if re.search(r"\bstrerror\(|Error\(\s*-", line):
+                yield f"{number}: {line.strip()}"
+
+
 def lacks_all(path, text):
     """A public Python module says what it gives."""
     if name_of(path).startswith("_"):
@@ -347,6 +401,8 @@ RULES = {
     opens_parallel_region: CYTHON,
     imports_relatively: (*CYTHON, *PYTHON),
     prints: (*CYTHON, *PYTHON),
+    asks_for_the_process: (*CYTHON, *PYTHON),
+    words_errors: CYTHON,
     lacks_all: PYTHON,
     draws_without_seed: ("tests/stress/**/*.py",),
     calls_what_prints_or_exits: C,
@@ -372,6 +428,26 @@ BAD = [
     ),
     (breaks_layering, "src/nvmeio/libnvmeio.pxd", "from nvmeio._native.pool cimport x\n"),
     (breaks_layering, "src/nvmeio/newcomer.py", "from nvmeio.torch import x\n"),
+    (breaks_layering, "src/nvmeio/_arguments/checks.py", "import nvmeio\n"),
+    (breaks_layering, "src/nvmeio/_arguments/checks.py", "__import__('nvmeio.files')\n"),
+    (
+        breaks_layering,
+        "src/nvmeio/_arguments/checks.py",
+        "import importlib\nimportlib.import_module('nvmeio.files')\n",
+    ),
+    (
+        breaks_layering,
+        "src/nvmeio/_arguments/checks.py",
+        "if True: from nvmeio import \\\n    files\n",
+    ),
+    (
+        breaks_layering,
+        "src/nvmeio/_config/newcomer.pyx",
+        "cdef int x\nif True: from nvmeio._native cimport (  # all of it\n    pool)\n",
+    ),
+    (breaks_layering, "src/nvmeio/_config/newcomer.pyx", "cdef int x\nimport nvmeio\n"),
+    (asks_for_the_process, "src/nvmeio/files.py", "if os.getpid() != self.process:\n"),
+    (words_errors, "src/nvmeio/_native/file.pyx", "raise OSError(-result, words)\n"),
     (breaks_layering, "src/nvmeio/_cli/tune.py", 'import_module("nvmeio.torch")\n'),
     (
         breaks_layering,
@@ -498,12 +574,11 @@ def test_no_folder_stands_above_itself():
 def imports_of(path):
     """Return the modules of the package that one imports or cimports, by their names."""
     known = {name_of(path) for path in files(*PYX, *PYTHON)}
-    found = set()
-    for _, name in imported_by((ROOT / path).read_text(encoding="utf-8")):
-        below = name.removeprefix("nvmeio.")
-        # `from nvmeio._native import pool` names a module behind the import.
-        found |= {each for each in known if each == below}
-    return found - {name_of(path)}
+    text = (ROOT / path).read_text(encoding="utf-8")
+    if name_of(path) == "__init__":
+        text = re.sub(r".*_import_module.*", "", text)
+    found = {name.removeprefix("nvmeio.") for _, name in imported_by(text)}
+    return found & known - {name_of(path)}
 
 
 def test_no_module_imports_in_a_circle():
@@ -513,6 +588,19 @@ def test_no_module_imports_in_a_circle():
         free = {name for name, used in graph.items() if used <= placed} - placed
         assert free, f"a circle among {sorted(graph.keys() - placed)}"
         placed |= free
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("from nvmeio.torch import _tensors\n", "nvmeio.torch._tensors"),
+        ("from nvmeio.torch import empty\n", "nvmeio.torch.__init__"),
+        ("from nvmeio.checkpoint import Checkpointer\n", "nvmeio.checkpoint.__init__"),
+        ("cdef x\nfrom nvmeio._native cimport pool\n", "nvmeio._native.pool"),
+    ],
+)
+def test_a_folder_is_a_module_too(text, name):
+    assert [found for _, found in imported_by(text)] == [name]
 
 
 def test_the_folder_of_users_modules_is_short():
@@ -566,3 +654,25 @@ def test_the_free_threading_promise_waits_for_a_run_of_the_suite():
         (ROOT / path).read_text(encoding="utf-8") for path in files(*CYTHON, "setup.py")
     ]
     assert not any("freethreading_compatible" in text for text in texts)
+
+
+def test_the_page_of_the_design_names_the_files_that_there_are():
+    text = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
+    tree = text.split("## Tree")[1].split("\n```\n")[0]
+    named = {*re.findall(r"\b_*\w+\.(?:pyx|py|c|pxd|pyi)\b", tree)}
+    there = {path.name for path in [*tracked(), Path(__file__)]}
+    assert named <= there, named - there
+    ours = {path.name for path in files(*PYX, *PYTHON)} - {"__init__.py"}
+    assert ours <= named, ours - named
+
+
+def test_the_page_of_the_library_names_its_files():
+    text = (ROOT / "src" / "libnvmeio" / "README.md").read_text(encoding="utf-8")
+    (table,) = re.findall(r"\| file \| its job \|\n(.*?)\n\n", text, re.DOTALL)
+    named = {*re.findall(r"`([\w*]+\.c)`", table)}
+    stems = {path.name for path in files("src/libnvmeio/*.c")}
+    assert all(any(fnmatch(name, each) for each in named) for name in stems), stems
+    assert all(any(fnmatch(name, each) for name in stems) for each in named), named
+    assert {path.stem.removesuffix("_internal") for path in files(*C)} == {
+        *itertools.chain(*C_LAYERS)
+    }

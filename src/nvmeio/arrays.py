@@ -174,6 +174,7 @@ class ArrayFile:
         return element_of(dtype)
 
     @classmethod
+    @suggesting
     def create(
         cls,
         path: Path,
@@ -317,6 +318,7 @@ class ArrayFile:
             raise ValueError("an array on disk cannot be had without a copy")
         return np.asarray(self[...], dtype)
 
+    @suggesting
     def gather(self, rows: Any, out: Any = None) -> Any:
         """Read rows, in any order and as often as they are named.
 
@@ -351,6 +353,7 @@ class ArrayFile:
         """
         return self._gather(*self._rows(rows), out)
 
+    @suggesting
     def windows(self, starts: Any, length: int, out: Any = None) -> Any:
         """Read runs of neighbouring rows, as the windows of a file of tokens.
 
@@ -381,6 +384,7 @@ class ArrayFile:
         """
         return self._gather(*self._windows(starts, length), out)
 
+    @suggesting
     def prefetch(self, rows: Any) -> Request:
         """Start reading rows.
 
@@ -401,6 +405,7 @@ class ArrayFile:
         """
         return self._begin(*self._rows(rows))
 
+    @suggesting
     def prefetch_windows(self, starts: Any, length: int) -> Request:
         """Start reading windows.
 
@@ -421,6 +426,7 @@ class ArrayFile:
         """
         return self._begin(*self._windows(starts, length))
 
+    @suggesting
     def flush(self, *, sync: bool = True) -> None:
         """Make durable what was assigned.
 

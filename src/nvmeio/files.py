@@ -230,6 +230,7 @@ def cut(file: File, size: int) -> None:
         file.truncate(size)
 
 
+@suggesting
 def aio_read(
     buffer: Any,
     filename: Path,
@@ -279,6 +280,7 @@ def aio_read(
         return handle.read(lent, file, validate)
 
 
+@suggesting
 def aio_write(
     buffer: Any,
     filename: Path,

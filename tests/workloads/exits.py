@@ -1,5 +1,6 @@
 """What children leave in flight when they end."""
 
+import atexit
 import contextlib
 import gc
 import os
@@ -12,6 +13,8 @@ import numpy as np
 
 import nvmeio
 from helpers import PAGE, Guarded
+from nvmeio import default
+from nvmeio._native.handle import _drain_at_exit
 from workloads.common import Faults, make_file, report
 
 KEPT = []
@@ -107,6 +110,38 @@ def submit_until_refused(handle, path, started, ended):
     for request in requests:
         assert request.wait() == 4 << 20
     ended.set()
+
+
+def end_amid_submissions(folder, engine):
+    """End the process while threads go on to use the handle that all share."""
+    path = f"{folder}/file"
+    make_file(path, 4 << 20)
+    os.environ["NVMEIO_ENGINE"] = engine
+    first = nvmeio.default_handle()
+    started = threading.Barrier(4)
+
+    def submit():
+        started.wait()
+        requests = deque()
+        while True:
+            with contextlib.suppress(ValueError):
+                memory = np.empty(4 << 20, np.uint8)
+                requests.append(nvmeio.default_handle().submit_read(memory, path))
+                if len(requests) == 8:
+                    requests.popleft().wait()
+
+    for _ in range(3):
+        threading.Thread(target=submit, daemon=True).start()
+    started.wait()
+
+    def look():
+        handle = default._shared.handle
+        report({"same": handle is first, "pending": handle.pending})
+
+    # What was registered first is called last.
+    atexit.unregister(_drain_at_exit)
+    atexit.register(look)
+    atexit.register(_drain_at_exit)
 
 
 def close_amid_submissions(folder, engine, way):

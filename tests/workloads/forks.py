@@ -1,5 +1,6 @@
 """What children do who fork."""
 
+import functools
 import gc
 import multiprocessing
 import os
@@ -136,6 +137,8 @@ def fork_in_flight(folder, control, other, engine):
         assert handle.pending == 0
         assert errors_of(request.wait) == "EOWNERDEAD"
         assert errors_of(request.done) == "EOWNERDEAD"
+        later = functools.partial(handle.submit_read, bytearray(3), file, after=request)
+        assert errors_of(later) == "EOWNERDEAD"
         use_op(op, other, f"child-{engine}", engine)
 
     def drop():

@@ -125,7 +125,14 @@ def ctrl_c_in_a_call(folder, control, engine, way, presses, size=16 << 20):
     calls = {
         "read": lambda: handle.read(guarded.array, file),
         "gather": lambda: handle.gather(file, [0], size, guarded.array),
+        "read_many": lambda: handle.read_many([(guarded.array, file, 0)]),
+        "read_into": lambda: nvmeio.read_into(guarded.array, file),
     }
+    if way == "read_into":
+        # It uses the handle that all share, with what the environment says.
+        handle.close()
+        os.environ |= {"NVMEIO_QUEUE_DEPTH": "2", "NVMEIO_ENGINE": engine}
+        handle = nvmeio.default_handle()
 
     def in_a_block():
         with nvmeio.Handle(queue_depth=2, engine=engine) as handle:

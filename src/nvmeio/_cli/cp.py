@@ -92,7 +92,7 @@ def run(options: argparse.Namespace, terminal: Terminal) -> int:
     if copy.size > copy.data_bytes:
         words.append(f"{in_binary(copy.size - copy.data_bytes)} of it in holes")
     words.append(f"{seconds:.2f} s")
-    speed = f"{in_speed(copy.data_bytes, seconds)} " if copy.data_bytes else ""
+    speed = f"{in_speed(copy.data_bytes, copy.seconds)} " if copy.data_bytes else ""
     words.append(f"{speed}by {stream.handle.engine}")
     if checksum is not None:
         words.append("read back and compared")
@@ -113,6 +113,8 @@ class Copy:
         self.replaced = self._look_at_target()
         self.size = source.size
         self.data_bytes = data_bytes(source)
+        # Of the copying alone, whose speed the progress has shown.
+        self.seconds = 0.0
         self._check_source()
 
     def make(self) -> tuple[str | None, list[str]]:
@@ -167,6 +169,7 @@ class Copy:
         """Make the file that is to become the copy, and see it safely to the device."""
         stream, checksum = self.stream, Checksum()
         file, umask = create_private(temporary, self.options.direct)
+        begin = time.monotonic()
         with file:
             for piece in stream.read(self.source, "copying"):
                 stream.write(piece, file)
@@ -174,6 +177,7 @@ class Copy:
                     # While it is written.
                     checksum.update(piece)
             stream.flush()
+            self.seconds = time.monotonic() - begin
             # A hole at the end; all that was written has made it as long as it is.
             if file.size != self.size:
                 file.truncate(self.size)

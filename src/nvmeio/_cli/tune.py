@@ -111,7 +111,7 @@ def run(options: argparse.Namespace, terminal: Terminal) -> int:
     if options.deepspeed:
         check_aio_file(options.deepspeed)
     works = [name for name, engine in engines().items() if engine["works"]]
-    saved = _saved_options(options.dir, works)
+    saved, obstacle = _saved_options(options.dir, works)
     begin = time.monotonic()
     nbytes = options.size - options.size % MIB
     with (
@@ -139,7 +139,9 @@ def run(options: argparse.Namespace, terminal: Terminal) -> int:
         "races": [heat.as_dict() for heat in heats],
     }
     # First what took so long: a file that is named may turn out not to be writable.
-    if not options.no_save:
+    if not options.no_save and obstacle:
+        terminal.note(f"not saved: {obstacle}; remove it to have another")
+    elif not options.no_save:
         terminal.note(f"saved: {save_profile(profile)}")
     keep_figures(found, lambda: _heat_map(heats[0], profile), options, terminal)
     if options.deepspeed:
@@ -153,14 +155,22 @@ def _settled(profile: Profile) -> bool:
     return all(getattr(profile, goal).figures["settled"] for goal in GOALS)
 
 
-def _saved_options(folder: str, works: list[str]) -> dict[str, Options]:
-    """Return the options of a profile that was saved before, which can be used here."""
+def _saved_options(folder: str, works: list[str]) -> tuple[dict[str, Options], str]:
+    """Return the options of a profile that was saved before, and why it must stay."""
+    profile = None
+    # One that cannot be read is replaced, as its error recommends.
     with contextlib.suppress(OSError, ValueError):
-        if (profile := load_profile(folder)) is not None:
-            found = {goal: getattr(profile, goal).options for goal in GOALS}
-            usable = {*works, DEFAULT["engine"]}
-            return {goal: one for goal, one in found.items() if one["engine"] in usable}
-    return {}
+        profile = load_profile(folder)
+    if profile is None:
+        return {}, ""
+    found = {goal: getattr(profile, goal).options for goal in GOALS}
+    usable = {*works, DEFAULT["engine"]}
+    missing = {one["engine"] for one in found.values()} - usable
+    kept = {goal: one for goal, one in found.items() if one["engine"] in usable}
+    if missing:
+        names = " and ".join(sorted(missing))
+        return kept, f"the profile that is there is for {names}, which does not work here"
+    return kept, ""
 
 
 class Heat(Race):
@@ -247,7 +257,12 @@ def _choice(heats: list[Heat], goal: str, saved: Options | None) -> Choice:
         options["bounce"] = third.best(goal)["bounce"]
     if saved is not None:
         kept = second.candidates.index(_without_bounce(saved))
-        if not second.is_faster(chosen, kept, goal):
+        # If they differ in their bounce alone, that was the third race.
+        race, new, old = second, chosen, kept
+        if chosen == kept and options in third.candidates and saved in third.candidates:
+            race, new = third, third.candidates.index(options)
+            old = third.candidates.index(saved)
+        if not race.is_faster(new, old, goal):
             chosen, options = kept, saved
     speeds = [speed / 1e9 for speed in second.speeds(chosen, goal)]
     figures = {

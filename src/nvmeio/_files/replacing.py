@@ -25,7 +25,25 @@ def is_replaceable(path: str | bytes) -> bool:
         return False
     # A link of the kernel's to an open file is no name of it.
     of_kernel = target.startswith("/proc/")
-    return stat.S_ISREG(found.st_mode) and found.st_nlink == 1 and not of_kernel
+    plain = stat.S_ISREG(found.st_mode) and found.st_nlink == 1 and not of_kernel
+    return plain and not _is_mounted(target)
+
+
+def _is_mounted(target: str) -> bool:
+    """Tell whether a file is a mount of its own, as containers have: none replaces it."""
+    try:
+        return _mount_of(target) != _mount_of(os.path.dirname(target) or ".")
+    except (OSError, ValueError):
+        # There is no /proc, or it went meanwhile.
+        return False
+
+
+def _mount_of(path: str) -> int:
+    with (
+        opened(path, os.O_PATH) as descriptor,
+        open(f"/proc/self/fdinfo/{descriptor}", encoding="ascii") as file,
+    ):
+        return int(file.read().split("mnt_id:")[1].split()[0])
 
 
 @contextlib.contextmanager

@@ -28,10 +28,18 @@ cdef object path_or_descriptor(object file):
                 return convert(file)
             except TypeError:
                 continue
-    hint = "; pass its fileno()" if hasattr(file, "fileno") else ""
+    hint = "; pass its fileno()" if has_descriptor(file) else ""
     raise TypeError(
         f"file is {shown(file)}; it must be a path, a descriptor or a File{hint}"
     )
+
+
+cdef bint has_descriptor(object file):
+    try:
+        return file.fileno() >= 0
+    except Exception:
+        # In memory, or closed.
+        return False
 
 
 cdef int64_t file_position(str name, object value) except -1:

@@ -10,6 +10,25 @@ cdef inline int64_t check(int64_t result, object path=None) except -1:
 # Raise OSError with a reason beside the words of errno, or None.
 cdef int raise_because(int error, str reason, object path) except -1
 
+# The same, with these words alone.
+cdef int raise_saying(int error, str words, object path) except -1
+
+# The words of errno.
+cdef str reason_of(int error)
+
+# OSError of something that was done with a file, in words behind those of errno.
+cdef object error_in_words(int error, str words, object path)
+
+# The error, of a kind that takes `found` too, of a request of which parts have failed: the
+# index and errno of each; `first` says what the first one was to do.
+cdef object error_of_parts(
+    object kind, int error, str name, str part, str first, tuple found, Py_ssize_t count,
+    object path
+)
+
+# What can read a file of the kernel, which claims to have no bytes, or "".
+cdef str hint_for(object path)
+
 # "read", "write" or "fsync".
 cdef str verb_of(nvmeio_op op)
 

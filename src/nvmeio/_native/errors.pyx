@@ -14,9 +14,15 @@ cdef dict _verbs = {OP_READ: "read", OP_WRITE: "write", OP_FSYNC: "fsync"}
 
 cdef int raise_because(int error, str reason, object path) except -1:
     words = os.strerror(error)
-    if reason is not None:
-        words = f"{words}: {reason}"
+    raise_saying(error, words if reason is None else f"{words}: {reason}", path)
+
+
+cdef int raise_saying(int error, str words, object path) except -1:
     raise OSError(error, words) if path is None else OSError(error, words, path)
+
+
+cdef str reason_of(int error):
+    return os.strerror(error)
 
 
 cdef str verb_of(nvmeio_op op):
@@ -66,13 +72,28 @@ cdef object error_of_blocked(
 
 cdef object error_in_words(int error, str words, object path):
     words = f"{os.strerror(error)} {words}"
-    if error == errno.ETIMEDOUT:
-        # A drive's or a server's own; Python would make a TimeoutError of it, which says
-        # that the request goes on.
-        error = errno.EIO
     if error == errno.ENOMEM:
         words += "; NVMEIO_POOL_BYTES may leave the pool no memory for bounces"
-    return OSError(error, words, path)
+    return OSError(told_of(error), words, path)
+
+
+cdef int told_of(int error) except -1:
+    # ETIMEDOUT is a drive's or a server's own; Python would make a TimeoutError of it,
+    # which says that the request goes on.
+    return errno.EIO if error == errno.ETIMEDOUT else error
+
+
+cdef object error_of_parts(
+    object kind, int error, str name, str part, str first, tuple found, Py_ssize_t count,
+    object path
+):
+    reason = os.strerror(error)
+    if error == errno.ENODATA:
+        reason = f"past the end of the file{hint_for(path)}"
+    words = f"{reason} ({name}, {part} {found[0][0]}: {first}"
+    if len(found) > 1:
+        words += f"; {len(found)} of {count} {part}s failed"
+    return kind(told_of(error), f"{words})", path, found)
 
 
 cdef int raise_refused(nvmeio_op op, object path, int result) except -1:

@@ -22,7 +22,7 @@ from nvmeio cimport libnvmeio
 from nvmeio.libnvmeio cimport DIRECT_ALWAYS, DIRECT_AUTO, DIRECT_NEVER, nvmeio_direct
 from nvmeio.libnvmeio cimport OP_WRITE, nvmeio_file, nvmeio_file_info, nvmeio_op
 from nvmeio._native.arguments cimport file_position
-from nvmeio._native.errors cimport check, raise_because, verb_of
+from nvmeio._native.errors cimport check, error_in_words, raise_because, verb_of
 from nvmeio._arguments.checks import direct_choice, path_of, word
 from nvmeio._arguments.keywords import refuse_unknown
 
@@ -246,7 +246,8 @@ cdef class File:
         self.close()
 
     def __reduce__(self):
-        raise TypeError("an open File cannot be pickled; pass its path")
+        state = "a closed" if self.closed else "an open"
+        raise TypeError(f"{state} File cannot be pickled; pass its path")
 
     def __repr__(self):
         state = " closed" if self.closed else ""
@@ -414,7 +415,7 @@ cdef object check_against_file(
         result = libnvmeio.file_compare(c, offset, address, nbytes, &position)
         libnvmeio.file_release(c)
     if result < 0:
-        return OSError(-result, f"cannot validate: {os.strerror(-result)}", path)
+        return error_in_words(-result, "(while the file was read to validate it)", path)
     if result == 1:
         return OSError(
             errno.EIO,

@@ -23,7 +23,8 @@ from nvmeio.libnvmeio cimport nvmeio_gather, nvmeio_handle, nvmeio_op, nvmeio_ou
 from nvmeio.libnvmeio cimport nvmeio_request
 from nvmeio._native.buffer cimport Buffer, lend, library_for
 from nvmeio._native.file cimport File, identity_of
-from nvmeio._native.errors cimport check, raise_refused
+from nvmeio._native.errors cimport check, error_in_words, error_of_parts, hint_for
+from nvmeio._native.errors cimport raise_refused
 from nvmeio._native.request cimport Request, fill_request
 
 from nvmeio._events.forks import call_in_child
@@ -171,16 +172,13 @@ cdef class GatherRequest(Request):
                 f"the {name} of {self.count} records of {self.path!r} was cancelled"
             )
         first, found = failures_of(self.c)
-        reason = os.strerror(-outcome.result)
         if not found:
             # There are no records, or none of them is at fault.
-            return OSError(-outcome.result, f"{reason} ({name})", self.path)
-        if outcome.result == -errno.ENODATA:
-            reason = "past the end of the file"
-        words = f"{reason} ({name}, record {found[0][0]}: {first}"
-        if len(found) > 1:
-            words += f"; {len(found)} of {self.count} records failed"
-        return GatherError(-outcome.result, f"{words})", self.path, found)
+            return error_in_words(-outcome.result, f"({name})", self.path)
+        error = -outcome.result
+        return error_of_parts(
+            GatherError, error, name, "record", first, found, self.count, self.path
+        )
 
     cdef str doing(self):
         return f"{name_of(self.op)} of {self.count} records"
@@ -295,7 +293,8 @@ cdef int raise_offender(GatherRequest request, size_t index, int result) except 
     if result == -errno.ENODATA:
         words = f"{where} reaches past the end of the file, which has {request.file.size}"
         failures = ((index, errno.ENODATA),)
-        raise GatherError(errno.ENODATA, f"{words} bytes", request.path, failures)
+        words = f"{words} bytes{hint_for(request.path)}"
+        raise GatherError(errno.ENODATA, words, request.path, failures)
     if result == -errno.EEXIST:
         what = f"its place in {memory}" if reading else "its bytes of the file"
         raise ValueError(f"{where} shares {what} with another record")

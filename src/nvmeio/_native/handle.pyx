@@ -6,6 +6,7 @@ its file open_files.pyx's, the workers that carry it out workers.pyx's.
 
 import atexit
 import inspect
+import threading
 import weakref
 
 cimport cython
@@ -168,6 +169,9 @@ cdef class Handle:
         )
 
     cdef int start(self, dict options) except -1:
+        # Those that are left would outlive the interpreter, unseen by what drains the rest.
+        if _ending and threading.current_thread() is not threading.main_thread():
+            raise ValueError("the interpreter is ending; no handle can be opened any more")
         direct = direct_option(options["direct"])
         self.options = options
         self.core = start_workers(options)
@@ -982,6 +986,8 @@ cdef class Handle:
         """Start a request that is filled in."""
         request._workers = self.core
         request.come_after(after, self.core)
+        if request.is_blocked_already():
+            return request
         try:
             if self.overlaps is not None:
                 self.overlaps.admit(request, request._footprint(), request._predecessors())
@@ -1010,6 +1016,9 @@ cdef class Handle:
 hide_unknown(Handle)
 
 
+cdef bint _ending = False
+
+
 cdef Handle new_handle(dict options):
     cdef Handle handle = Handle.__new__(Handle)
     handle.start(options)
@@ -1027,6 +1036,8 @@ def _restore(kind, options, closed):
 
 def _drain_at_exit():
     """Let no I/O outlive the interpreter, which frees the memory it goes to."""
+    global _ending
+    _ending = True
     for handle in list(_live):
         # A thread that goes on submitting would keep it busy for ever.
         (<Handle> handle).open = False

@@ -5,7 +5,6 @@ What users call is handle.pyx's, the rest of a request's life request.pyx's.
 
 import errno
 import functools
-import os
 from concurrent.futures import CancelledError
 
 cimport cython
@@ -19,7 +18,7 @@ from nvmeio.libnvmeio cimport nvmeio_op, nvmeio_outcome, nvmeio_transfer
 from nvmeio._native.arguments cimport file_position
 from nvmeio._native.buffer cimport Buffer, lend, library_for
 from nvmeio._native.file cimport File, identity_of
-from nvmeio._native.errors cimport raise_refused, verb_of
+from nvmeio._native.errors cimport error_of_parts, raise_refused, verb_of
 from nvmeio._native.gather cimport failures_of
 from nvmeio._native.request cimport Request
 
@@ -153,14 +152,11 @@ cdef class ManyRequest(Request):
         if outcome.result == -errno.ECANCELED:
             return CancelledError(f"the {self.doing()} was cancelled")
         first, found = failures_of(self.c)
-        reason = os.strerror(-outcome.result)
-        if outcome.result == -errno.ENODATA:
-            reason = "past the end of the file"
-        words = f"{reason} ({verb_of(self.op)} of many, item {found[0][0]}: {first}"
-        if len(found) > 1:
-            words += f"; {len(found)} of {len(self.paths)} items failed"
-        path = self.paths[found[0][0]]
-        return GatherError(-outcome.result, f"{words})", path, found)
+        name, path = f"{verb_of(self.op)} of many", self.paths[found[0][0]]
+        count = len(self.paths)
+        return error_of_parts(
+            GatherError, -outcome.result, name, "item", first, found, count, path
+        )
 
     cdef object settle(self, object error):
         cdef Buffer buffer

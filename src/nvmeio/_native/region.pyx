@@ -4,7 +4,6 @@ It is mapped for itself, not the pool's: a model may be larger than the pool may
 """
 
 import errno
-import os
 
 cimport cython
 from cpython.buffer cimport PyBuffer_FillInfo
@@ -12,6 +11,8 @@ from libc.errno cimport EAGAIN, EINTR
 from libc.errno cimport errno as c_errno
 from libc.stdint cimport uint32_t, uintptr_t
 from libc.stdlib cimport calloc, free
+
+from nvmeio._native.errors cimport reason_of
 
 cdef extern from "<sys/mman.h>" nogil:
     """
@@ -127,7 +128,7 @@ cdef class Region:
                 error = 0
         # An old kernel: the pages come when they are touched.
         if error and error != errno.EINVAL:
-            raise MemoryError(f"no memory for {end - begin} bytes: {os.strerror(error)}")
+            raise MemoryError(f"no memory for {end - begin} bytes: {reason_of(error)}")
 
     def span(self, Py_ssize_t begin, Py_ssize_t end):
         """Return a part that gives back its pages when it dies; it holds the region.

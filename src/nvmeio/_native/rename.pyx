@@ -5,6 +5,8 @@ import os
 
 from libc.errno cimport errno as c_errno
 
+from nvmeio._native.errors cimport raise_because, raise_saying
+
 cdef extern from "<unistd.h>" nogil:
     """
     #include <fcntl.h>
@@ -39,7 +41,7 @@ def rename_to_new(source: str, target: str) -> None:
         if not error:
             os.rename(source, target)
     if error:
-        raise OSError(error, os.strerror(error), target)
+        raise_because(error, None, target)
 
 
 def exchange(one: str, other: str) -> None:
@@ -53,9 +55,9 @@ def exchange(one: str, other: str) -> None:
     error = rename(os.fsencode(one), os.fsencode(other), RENAME_EXCHANGE)
     if error in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
         words = "this file system cannot exchange two folders in one step"
-        raise OSError(errno.EOPNOTSUPP, words, other)
+        raise_saying(errno.EOPNOTSUPP, words, other)
     if error:
-        raise OSError(error, os.strerror(error), other)
+        raise_because(error, None, other)
 
 
 cdef int rename(bytes source, bytes target, unsigned int flags):

@@ -52,6 +52,8 @@ cdef class Request:
     cdef bint perform(self, nvmeio_handle *handle) except -1
 
     # Come after other requests, of `workers`; what `after=` may be.
+    # Where a request that it comes after has failed in Python: it is done, with that error.
+    cdef bint is_blocked_already(self) except -1
     cdef int come_after(self, object after, object workers) except -1
 
     # Do the Python work of what the library is done with; `finished` tells whether that was

@@ -143,6 +143,29 @@ cdef class Request:
         ]
         return 0
 
+    cdef bint is_blocked_already(self) except -1:
+        """Fail at once after what has failed in Python, which the library does not know."""
+        cdef nvmeio_outcome outcome
+        cdef Request one
+        for index, one in enumerate(self.before or ()):
+            if not one.finished or one.error is None:
+                continue
+            if one.c != NULL:
+                libnvmeio.request_outcome(one.c, &outcome)
+                if outcome.result < 0:
+                    continue
+            error = one.error
+            cancelled = isinstance(error, CancelledError)
+            number = getattr(error, "errno", None) or errno.EIO
+            self.c_outcome.result = -(errno.ECANCELED if cancelled else number)
+            self.c_outcome.got = 0
+            self.c_outcome.abandoned = False
+            self.c_outcome.blocker = index
+            self.performed = True
+            self.poll(0)
+            return True
+        return False
+
     cdef object go_on(self, int64_t timeout_ns):
         cdef nvmeio_outcome outcome = self.c_outcome
         cdef Request before
@@ -437,7 +460,7 @@ cdef class Request:
     @property
     def _condition(self):
         # What concurrent.futures.wait() and as_completed() ask of their own futures.
-        raise TypeError(
+        raise _NoFuture(
             f"{self!r} is no concurrent.futures.Future; use nvmeio.wait() or "
             "nvmeio.as_completed()"
         )
@@ -587,6 +610,10 @@ cdef nvmeio_request **fill_after(Request request, nvmeio_after *after) except? N
     return requests
 
 
+class _NoFuture(TypeError, AttributeError):
+    """A Request was taken for a Future; hasattr() and inspect hear that it is none."""
+
+
 cdef object cause_of(Request request, size_t blocker):
     """Return the error of a predecessor, which may not be finished yet."""
     cdef Request before = request.before[blocker]
@@ -631,8 +658,7 @@ cdef list predecessors(object after, object workers):
             raise ValueError(f"{name} is {request!r}, of another handle")
         one.check_process()
         one.poll(0)
-        well = one.finished and one.error is None
-        if not well and (one.c == NULL or not (one.finished or one.lands_by_itself())):
+        if not one.finished and (one.c == NULL or not one.lands_by_itself()):
             raise TypeError(
                 f"{name} is {request!r}, whose bytes pass through Python, as those of "
                 "strided arrays and tensors on devices do; wait for it first"

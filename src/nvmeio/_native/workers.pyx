@@ -5,7 +5,6 @@ What a request is, is request.pyx's; what users call is handle.pyx's.
 
 import errno
 import logging
-import os
 import time
 
 import numpy
@@ -20,7 +19,7 @@ from nvmeio.libnvmeio cimport BOUNCE_ALWAYS, BOUNCE_AUTO, BOUNCE_NEVER, LATENCY_
 from nvmeio.libnvmeio cimport nvmeio_config, nvmeio_stats
 from nvmeio._native.request cimport Request
 from nvmeio._native.settings cimport apply_settings
-from nvmeio._native.errors cimport check
+from nvmeio._native.errors cimport check, raise_saying, reason_of
 
 from nvmeio._native.info import engines
 
@@ -229,7 +228,7 @@ cdef int raise_unusable(str engine, int result) except -1:
     """Raise why no worker could be started."""
     reason = engines().get(engine, {}).get("reason")
     if reason:
-        raise OSError(-result, f"the engine {engine} cannot be used: {reason}")
+        raise_saying(-result, f"the engine {engine} cannot be used: {reason}", None)
     # The engine works, or any would have done.
-    lacking = _LACKING.get(-result, os.strerror(-result))
-    raise OSError(-result, f"a handle cannot be opened, for {lacking}")
+    lacking = _LACKING.get(-result) or reason_of(-result)
+    raise_saying(-result, f"a handle cannot be opened, for {lacking}", None)

@@ -145,7 +145,8 @@ class Unfinished:
 
     def __exit__(self, *error: object) -> None:
         try:
-            if os.getpid() == self.process and self.path:
+            # A forked child has closed it, and leaves the folder to its parent.
+            if self.descriptor >= 0 and self.path:
                 shutil.rmtree(self.path, ignore_errors=True)
         finally:
             self.close()
@@ -162,7 +163,7 @@ class Unfinished:
 
         What is in it has been synced before.
         """
-        if os.getpid() != self.process:
+        if self.descriptor < 0:
             raise RuntimeError(
                 f"{self.target} is written by process {self.process}; a forked child, "
                 f"{os.getpid()}, cannot complete it"

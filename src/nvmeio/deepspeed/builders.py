@@ -192,7 +192,8 @@ def _changes(
     builders: ModuleType, aio: ModuleType, errors: str
 ) -> Iterator[tuple[Any, str, Any]]:
     """Yield owner, name and new value of each attribute, once all have been looked at."""
-    pinned = importlib.import_module("nvmeio.deepspeed")
+    # This package itself, which has been imported by now.
+    pinned = sys.modules[__package__]
     op = importlib.import_module("nvmeio") if errors == "raise" else pinned
     # DeepSpeed before 0.19 has no PinMemoryBuilder, and some accelerators have none.
     found = {

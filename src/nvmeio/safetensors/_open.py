@@ -2,6 +2,7 @@
 
 import os
 import threading
+import weakref
 from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Literal, NamedTuple
@@ -9,6 +10,7 @@ from typing import Any, Literal, NamedTuple
 from typing_extensions import Self
 
 from nvmeio._arguments.checks import whole
+from nvmeio._events.forks import call_in_child
 from nvmeio.safetensors._dtypes import BITS
 from nvmeio.safetensors._errors import SafetensorError
 from nvmeio.safetensors._file import Direct, ModelFile
@@ -60,6 +62,10 @@ def _require_name(name: Any) -> None:
     if not isinstance(name, str):
         kind = "'None'" if name is None else f"'{type(name).__name__}' object"
         raise TypeError(f"argument 'name': {kind} is not an instance of 'str'")
+
+
+# A forked child begins anew with each.
+_of_process: "weakref.WeakSet[safe_open]" = weakref.WeakSet()
 
 
 class safe_open:  # noqa: N801
@@ -121,6 +127,7 @@ class safe_open:  # noqa: N801
             tensor.name: place for place, tensor in enumerate(self._file.layout.tensors)
         }
         self._begin()
+        _of_process.add(self)
 
     def _begin(self) -> None:
         """Know of nothing on its way; in a forked child, what is belongs to the parent."""
@@ -131,8 +138,6 @@ class safe_open:  # noqa: N801
         # The last place that was asked for, how many in order, and the last one read ahead.
         self._last, self._in_order, self._asked = -1, 0, -1
         self._run, self._window = IN_ORDER, WINDOW_BYTES
-        # Last: another thread that finds it right finds the lock open.
-        self._process = os.getpid()
 
     def _opened(self) -> ModelFile:
         file = self._file
@@ -186,8 +191,6 @@ class safe_open:  # noqa: N801
     def _whole(self, file: ModelFile, each: Wanted) -> Any:
         """Read a tensor, or take what was read before."""
         name = each.tensor.name
-        if self._process != os.getpid():
-            self._begin()
         batch = None
         with self._lock:
             # What is left of a closed file are its slices.
@@ -332,8 +335,6 @@ class safe_open:  # noqa: N801
         part = _part(each, index, self._framework, self._rules)
         if part.offsets is None:
             return self._whole(file, each).reshape(part.shape)
-        if self._process != os.getpid():
-            self._begin()
         with self._lock:
             self._in_order = 0
         return load([part], self._framework)[tensor.name]
@@ -350,8 +351,6 @@ class safe_open:  # noqa: N801
         /,
     ) -> None:
         """Close the file; tensors stay, and slices can be read: the last one closes it."""
-        if self._process != os.getpid():
-            self._begin()
         with self._lock:
             self._drop()
             self._file = None
@@ -410,3 +409,11 @@ def _safe_open_handle(
 ) -> safe_open:
     """Open the safetensors file that an open file of Python's is."""
     return safe_open(f"/proc/self/fd/{f.fileno()}", framework, device, backend=backend)
+
+
+def _begin_anew() -> None:
+    for each in list(_of_process):
+        each._begin()
+
+
+call_in_child(_begin_anew)

@@ -9,8 +9,6 @@ from nvmeio._arguments.checks import flag, integer
 from nvmeio._memory.registry import libraries, library_of
 from nvmeio._native import pool
 
-__all__ = ["free_locked", "is_locked", "new_locked", "pool_memory"]
-
 
 def new_locked(num_elem: int, example: Any) -> Any:
     """Make a locked array or tensor; see ``aio_handle.new_cpu_locked_tensor``."""
