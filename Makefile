@@ -57,7 +57,7 @@ $(VENV)/.nvmeio-tools: constraints.txt scripts/setup-machine
 
 # Beside the .pth file and the version, which is in base.h, a link to the tree is installed.
 $(INSTALLED): $(VENV)/.nvmeio-tools pyproject.toml setup.py include/nvmeio/base.h \
-		src/nvmeio-follow.pth
+		src/nvmeio-follow.pth src/bin/nvmeio
 	$(PY) -m pip install -q --constraint constraints.txt --no-build-isolation \
 		--editable '.[torch,test,dev]'
 	touch $@

@@ -6,7 +6,8 @@ from typing import Any
 import numpy as np
 
 from nvmeio._arguments.checks import flag, integer
-from nvmeio._memory.registry import libraries, library_of
+from nvmeio._memory.registry import libraries as _libraries
+from nvmeio._memory.registry import library_of
 from nvmeio._native import pool
 
 
@@ -55,6 +56,6 @@ def pool_memory(nbytes: int, pin_memory: bool, numa_node: int | None) -> pool.Po
     if not flag("pin_memory", pin_memory):
         return pool.PoolMemory(nbytes, numa_node=numa_node)
     memory = pool.new_pinned(nbytes, numa_node=numa_node)
-    for _, library in libraries:
+    for _, library in _libraries:
         library.announce(memory)
     return memory
