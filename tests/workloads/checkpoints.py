@@ -1,12 +1,14 @@
 """Folders and checkpoints in children: under faults, killed, and at the end of Python."""
 
 import os
+import signal
 import threading
+import time
 
 import numpy as np
 
 import nvmeio
-from nvmeio.checkpoint import Checkpointer, _saving, atomic_directory
+from nvmeio.checkpoint import Checkpointer, _places, _saving, atomic_directory, drain
 from workloads.common import pause, report
 
 
@@ -118,3 +120,19 @@ def fork_while_verifying(root):
 
     checkpointer.verify(1, progress=fork)
     os.waitpid(-1, 0)
+
+
+def drain_and_die(source, target):
+    """Drain a folder, and be killed while its largest file is written."""
+    writing = _places._FolderWriter.write
+
+    def write(writer, piece):
+        writing(writer, piece)
+        if "__0_0" in writer.target:
+            # What is smaller has been committed by then.
+            while not os.path.exists(os.path.join(target, "__1_0.distcp")):
+                time.sleep(0.001)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    _places._FolderWriter.write = write
+    drain(source, target).result()

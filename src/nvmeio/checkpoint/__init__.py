@@ -1,11 +1,19 @@
 """Checkpoints that are there after the crash.
 
 ``Checkpointer`` saves and restores the state of a training run; ``atomic_directory`` makes
-any folder appear whole or not at all.
+any folder appear whole or not at all; ``drain`` copies one to where it outlives its drive.
 """
 
 from nvmeio.checkpoint._checkpointer import Checkpointer, SaveFuture
+from nvmeio.checkpoint._draining import drain
 from nvmeio.checkpoint._errors import CheckpointError
 from nvmeio.checkpoint._folders import atomic_directory, cleanup
 
-__all__ = ["CheckpointError", "Checkpointer", "SaveFuture", "atomic_directory", "cleanup"]
+__all__ = [
+    "CheckpointError",
+    "Checkpointer",
+    "SaveFuture",
+    "atomic_directory",
+    "cleanup",
+    "drain",
+]

@@ -19,6 +19,7 @@ from nvmeio._arguments.types import Path
 from nvmeio._events.forks import call_in_child
 from nvmeio._files.folders import make_folders
 from nvmeio._files.paths import absolute
+from nvmeio.checkpoint._copies import Copies
 from nvmeio.checkpoint._errors import CheckpointError, MovedError, NoChecksumsError
 from nvmeio.checkpoint._folders import (
     Unfinished,
@@ -136,16 +137,24 @@ class Checkpointer:
     busy : {"wait", "skip", "raise"}, default "wait"
         What ``save_async`` does while another save goes on: wait for it, return None
         without saving, or raise RuntimeError.
+    drain_to : str, bytes or os.PathLike, optional
+        A folder on another file system, or a URL for fsspec, to which each step is copied
+        in the background once it is saved; `keep` and `keep_every` count there too.  What
+        is gone or damaged in `root` is read from the copy.
 
     Raises
     ------
     TypeError, ValueError
         An argument is of the wrong type, or not one of its values.
+    ModuleNotFoundError
+        `drain_to` is a URL, and fsspec is not installed.
 
     Attributes
     ----------
-    root, keep, keep_every, checksum, verify_by, busy
+    root, keep, keep_every, checksum, verify_by, busy, drain_to
         What it was made with.
+    drained : concurrent.futures.Future or None
+        Of the copy that was begun last; its result is how many bytes there are.
     restored : int or None
         The step that the last ``restore`` has taken.
 
@@ -185,6 +194,7 @@ class Checkpointer:
         checksum: Literal["crc32c"] | None = "crc32c",
         verify: Literal["size", "checksum"] | None = "size",
         busy: Literal["wait", "skip", "raise"] = "wait",
+        drain_to: Path | None = None,
     ) -> None:
         self.root = pathlib.Path(os.fsdecode(absolute(path_of(root))))
         self.keep = None if keep is None else whole("keep", keep, 1, _STEP_MAX)
@@ -196,6 +206,7 @@ class Checkpointer:
         self.busy = _one_of("busy", busy, ("wait", "skip", "raise"))
         if self.verify_by == "checksum" and self.checksum is None:
             raise ValueError('verify is "checksum", and checksum is None: there are none')
+        self.drain_to = None if drain_to is None else os.fsdecode(path_of(drain_to))
         self.restored: int | None = None
         self._writer = WriterLock(str(self.root))
         self._closed = False
@@ -208,6 +219,9 @@ class Checkpointer:
         self._within = False
         self._staging = Staging()
         self._last: SaveFuture | None = None
+        self._copies = None
+        if self.drain_to is not None:
+            self._copies = Copies(self.drain_to, str(self.root), self._kept)
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
@@ -358,7 +372,10 @@ class Checkpointer:
         make_folders(str(self.root))
         if self._writer.take():
             remove_unfinished(str(self.root), "step-")
-        newest = self.latest()
+        if self._copies is not None and (failed := self._copies.failure()) is not None:
+            words = f"a step was saved and not drained to {self.drain_to}: {failed}"
+            warnings.warn(words, RuntimeWarning, stacklevel=4)
+        newest = next(self._complete(), None)
         if newest is not None and newest > step:
             warnings.warn(
                 f"step {step} is saved, and step {newest} is there: restore takes that "
@@ -408,7 +425,14 @@ class Checkpointer:
         except OSError as error:
             # The step is there.
             _log.warning("older checkpoints are left: %s", error)
+        if self._copies is not None:
+            self._copies.begin(plan.step, target)
         return pathlib.Path(target)
+
+    @property
+    def drained(self) -> "Future[int] | None":
+        """The copy of a step that was begun last."""
+        return None if self._copies is None else self._copies.latest
 
     def _folder(self, step: int) -> str:
         return str(self.root / f"step-{step}")
@@ -487,11 +511,11 @@ class Checkpointer:
         """Take something from a step, or from the newest that has it."""
         if step is not None:
             step = _step_of(step)
-            return step, self._read(step, read)
+            return step, self._read_or_copy(step, read)
         passed_over = set()
-        for each in self._going_down():
+        for each in self._going_down(self._copied()):
             try:
-                return each, self._read(each, read)
+                return each, self._read_or_copy(each, read)
             except _GoneError:
                 continue
             except NoChecksumsError:
@@ -507,6 +531,29 @@ class Checkpointer:
         words = "there is no complete checkpoint"
         raise FileNotFoundError(errno.ENOENT, words, str(self.root))
 
+    def _read_or_copy(self, step: int, read: Any) -> Any:
+        """Read a step, or its copy where it is gone or damaged."""
+        try:
+            return self._read(step, read)
+        except NoChecksumsError:
+            raise
+        except (CheckpointError, OSError) as error:
+            lost = isinstance(error, (CheckpointError, _GoneError)) or error.errno in _LOST
+            if self._copies is None or not lost:
+                raise
+            try:
+                found = self._copies.read(step, read)
+            except FileNotFoundError:
+                raise error from None
+            except Exception as other:
+                if hasattr(error, "add_note"):
+                    error.add_note(f"its copy in {self.drain_to}: {other}")
+                raise error from other
+            if not isinstance(error, _GoneError):
+                words = f"step {step} is read from its copy in {self.drain_to}: {error}"
+                warnings.warn(words, RuntimeWarning, stacklevel=5)
+            return found
+
     def _read(self, step: int, read: Any) -> Any:
         """Read a step; once more where another took its place meanwhile."""
         folder = self._folder(step)
@@ -517,11 +564,11 @@ class Checkpointer:
                 return read(held)
         raise CheckpointError(f"{folder} was replaced {_TRIES} times while it was read")
 
-    def _going_down(self) -> Iterator[int]:
+    def _going_down(self, copied: Collection[int] = ()) -> Iterator[int]:
         """Yield the steps that have a folder, newest first; those that come, too."""
         before: list[int] = []
         while True:
-            steps = self._newest_first()
+            steps = sorted({*self._newest_first(), *copied}, reverse=True)
             # A writer that keeps one may have removed it when the next was there.
             if steps == before:
                 return
@@ -543,7 +590,24 @@ class Checkpointer:
         OSError
             The root cannot be read.
         """
-        return next((step for step in self._going_down() if self._is_complete(step)), None)
+        return next(self._complete(self._copied()), None)
+
+    def _complete(self, copied: Collection[int] = ()) -> Iterator[int]:
+        """Yield the steps that are complete, newest first, here or as a copy."""
+        for step in self._going_down(copied):
+            if step in copied or self._is_complete(step):
+                yield step
+
+    def _copied(self) -> list[int]:
+        """Return the steps of which there are copies, as far as they can be seen."""
+        if self._copies is None:
+            return []
+        try:
+            return self._copies.steps()
+        except Exception as error:
+            # What fsspec raises may be anything.
+            _log.warning("the copies in %s cannot be seen: %s", self.drain_to, error)
+            return []
 
     def steps(self) -> list[int]:
         """Return the steps that are complete, oldest first.
@@ -553,7 +617,7 @@ class Checkpointer:
         OSError
             The root cannot be read.
         """
-        return sorted({step for step in self._going_down() if self._is_complete(step)})
+        return sorted({*self._complete(self._copied())})
 
     def _is_complete(self, step: int) -> bool:
         try:
@@ -654,15 +718,22 @@ class Checkpointer:
         if self.keep is None:
             return []
         removed = []
-        for step in self.steps()[: -self.keep]:
-            kept = self.keep_every is not None and step % self.keep_every == 0
-            if kept or step == saved:
+        steps = sorted({*self._complete()})
+        kept = {*self._kept(steps), saved}
+        for step in steps:
+            if step in kept:
                 continue
             with exclusive(os.path.join(self._folder(step), MANIFEST)) as free:
                 if free:
                     set_aside(self._folder(step))
                     removed.append(step)
         return removed
+
+    def _kept(self, steps: list[int]) -> list[int]:
+        """Return which of the steps, oldest first, stay."""
+        every = self.keep_every
+        kept = [step for step in steps if every is not None and step % every == 0]
+        return [*kept, *(steps if self.keep is None else steps[-self.keep :])]
 
     def cleanup(self) -> list[str]:
         """Remove what processes that died while they saved have left in the root.
@@ -680,12 +751,12 @@ class Checkpointer:
         return cleanup(self.root) if self.root.is_dir() else []
 
     def close(self) -> None:
-        """Wait for a save that goes on, and let others write to the root.
+        """Wait for a save or a drain that goes on, and let others write to the root.
 
         Raises
         ------
         Exception
-            That save, or one before it, has failed, and nobody was told.
+            That save or drain, or one before it, has failed, and nobody was told.
         """
         with self._mutex:
             if self._within:
@@ -693,6 +764,10 @@ class Checkpointer:
             self._closed = True
             try:
                 self._await_last()
+                if self._copies is not None:
+                    self._copies.wait()
+                    if (failed := self._copies.failure()) is not None:
+                        raise failed
             finally:
                 self._staging.release()
                 self._writer.release()

@@ -1,0 +1,179 @@
+"""Copies of a Checkpointer's steps elsewhere: made in the background, and read from."""
+
+import errno
+import logging
+import os
+import re
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+from nvmeio._arguments.types import Path
+from nvmeio._files.folders import make_folders
+from nvmeio._native.file import File
+from nvmeio.checkpoint._draining import Drain
+from nvmeio.checkpoint._errors import MovedError
+from nvmeio.checkpoint._folders import Unfinished
+from nvmeio.checkpoint._manifest import MANIFEST, TENSORS, TREE
+from nvmeio.checkpoint._places import place_of
+from nvmeio.checkpoint._restoring import Held
+from nvmeio.default import default_handle
+
+__all__ = ["Copies"]
+
+_FOLDER = re.compile(r"step-(0|[1-9][0-9]{0,18})")
+RETRIES = 3
+
+_log = logging.getLogger("nvmeio")
+
+
+class Copies:
+    """The copies of one root's steps, ``target/step-12``.
+
+    A step is complete there when its manifest is, which comes last.
+
+    Attributes
+    ----------
+    latest : concurrent.futures.Future or None
+        The drain that was asked for last; its result is how many bytes there are.
+    """
+
+    def __init__(
+        self, target: Path, root: str, kept: Callable[[list[int]], list[int]]
+    ) -> None:
+        self.place = place_of(target)
+        self._root, self._kept = root, kept
+        self._mutex = threading.Lock()
+        self._waiting: tuple[int, str, Future[int]] | None = None
+        self._thread: threading.Thread | None = None
+        self._failed: BaseException | None = None
+        self.latest: Future[int] | None = None
+
+    def begin(self, step: int, folder: str) -> None:
+        """Copy a step that is complete; one that waits for its turn gives way to it."""
+        future: Future[int] = Future()
+        with self._mutex:
+            before, self._waiting = self._waiting, (step, folder, future)
+            self.latest = future
+            if before is not None and before[2].cancel():
+                _log.warning("step %d is not drained: step %d is there", before[0], step)
+            if self._thread is not None:
+                return
+            thread = self._thread = threading.Thread(target=self._run, name="nvmeio-drain")
+        try:
+            thread.start()
+        except RuntimeError:
+            # The system has none to give, or Python is about to end.
+            self._run()
+
+    def _run(self) -> None:
+        while True:
+            with self._mutex:
+                work, self._waiting = self._waiting, None
+                if work is None:
+                    self._thread = None
+                    return
+            step, folder, future = work
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                nbytes = self._copy(step, folder)
+            except BaseException as error:
+                _log.error("step %d was not drained: %s", step, error)
+                self._failed = error
+                future.set_exception(error)
+            else:
+                future.set_result(nbytes)
+
+    def _copy(self, step: int, folder: str) -> int:
+        name = f"step-{step}"
+        try:
+            # Whoever prunes waits for whoever reads.
+            with Held(folder, step):
+                if MANIFEST in self.place.names(name):
+                    self._replace(name, folder)
+                drain = Drain(folder, _Below(self.place, name), (MANIFEST,), RETRIES, None)
+                drain.start()
+                nbytes = drain.future.result()
+        except MovedError:
+            # Another has taken its place, and is drained after it.
+            return 0
+        self.prune(step)
+        return nbytes
+
+    def _replace(self, name: str, folder: str) -> None:
+        """Take a copy of other bytes its manifest, which says that it is complete."""
+        with open(os.path.join(folder, MANIFEST), "rb") as file:
+            ours = file.read()
+        if b"".join(map(bytes, self.place.read(f"{name}/{MANIFEST}"))) != ours:
+            self.place.remove(f"{name}/{MANIFEST}")
+
+    def wait(self) -> None:
+        """Wait until nothing is copied any more."""
+        with self._mutex:
+            thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join()
+
+    def failure(self) -> BaseException | None:
+        """Return why a step was not drained, once."""
+        failed, self._failed = self._failed, None
+        return failed
+
+    def steps(self) -> list[int]:
+        """Return the steps that are complete, newest first."""
+        found = map(_FOLDER.fullmatch, self.place.names(""))
+        steps = sorted((int(each[1]) for each in found if each), reverse=True)
+        return [step for step in steps if MANIFEST in self.place.names(f"step-{step}")]
+
+    def prune(self, saved: int) -> None:
+        """Remove the copies that the Checkpointer does not keep."""
+        try:
+            steps = sorted(self.steps())
+            for step in set(steps) - set(self._kept(steps)) - {saved}:
+                self.place.remove(f"step-{step}/{MANIFEST}")
+                self.place.remove(f"step-{step}")
+        except OSError as error:
+            _log.warning("older copies are left: %s", error)
+
+    def read(self, step: int, read: Callable[[Held], Any]) -> Any:
+        """Read a step, of what is far away by a copy that goes afterwards.
+
+        Raises
+        ------
+        FileNotFoundError
+            There is none.
+        """
+        name = f"step-{step}"
+        if MANIFEST not in self.place.names(name):
+            raise FileNotFoundError(errno.ENOENT, "there is no copy", name)
+        near = self.place.folder(name)
+        if near is not None:
+            with Held(near, step) as held:
+                return read(held)
+        make_folders(self._root)
+        with Unfinished(os.path.join(self._root, name), replace=True) as folder:
+            for each in (MANIFEST, TREE, TENSORS):
+                with File(os.path.join(folder.path, each), "x") as file:
+                    at = 0
+                    for piece in self.place.read(f"{name}/{each}"):
+                        default_handle().write(piece, file, at)
+                        at += len(piece)
+            with Held(folder.path, step) as held:
+                return read(held)
+
+
+class _Below:
+    """A folder of a place, as a place."""
+
+    def __init__(self, place: Any, folder: str) -> None:
+        self._place, self._folder = place, folder
+        self.root = f"{place.root.rstrip('/')}/{folder}"
+
+    def _name(self, name: str) -> str:
+        return f"{self._folder}/{name}" if name else self._folder
+
+    def __getattr__(self, called: str) -> Any:
+        method = getattr(self._place, called)
+        return lambda name: method(self._name(name))

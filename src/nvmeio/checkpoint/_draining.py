@@ -1,0 +1,341 @@
+"""Folders copied elsewhere in the background: checked, and the last files last."""
+
+import contextlib
+import errno
+import fnmatch
+import functools
+import math
+import os
+import stat
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterable
+from concurrent.futures import CancelledError, Future
+
+import crc32c
+
+from nvmeio._arguments.checks import path_of, shown, whole
+from nvmeio._arguments.keywords import suggesting
+from nvmeio._arguments.types import Path
+from nvmeio._files.paths import absolute
+from nvmeio._native.file import File
+from nvmeio.checkpoint._errors import CheckpointError
+from nvmeio.checkpoint._places import Bytes, Place, pieces_of, place_of, unfinished
+
+__all__ = ["Drain", "drain"]
+
+# How many files are copied side by side.
+FILES = 4
+RETRIES_MAX = 1000
+# How long to wait before a file is tried again: this, and twice as long each time.
+PAUSE_S, PAUSE_S_MAX = 0.5, 30.0
+
+# What is the same in a moment.
+_FINAL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
+
+
+@suggesting
+def drain(
+    source: Path,
+    target: Path,
+    *,
+    last: Collection[str] = (".metadata",),
+    retries: int = 3,
+    bandwidth: float | None = None,
+) -> Future[int]:
+    """Copy a folder to another file system, or to what fsspec reaches, in the background.
+
+    Parameters
+    ----------
+    source : str, bytes or os.PathLike
+        A folder, such as one that ``torch.distributed.checkpoint`` has written on a local
+        drive, with all that is below it.
+    target : str, bytes or os.PathLike
+        The folder that is to have the same files; or a URL, such as "s3://bucket/run",
+        which needs fsspec.  It is made where it does not exist; other files there stay.
+    last : collection of str, default (".metadata",)
+        The files that say that the others are complete, as patterns of names or of paths
+        below `source`: they are copied when all others are durable, in this order.
+    retries : int, default 3
+        How often a file is tried again after an error, later each time.
+    bandwidth : float, optional
+        Bytes a second for all files together; by default as fast as it goes.
+
+    Returns
+    -------
+    concurrent.futures.Future
+        Its result is how many bytes the files have, once all are there and durable.
+        ``cancel()`` works until the `last` files begin, and leaves none half written.
+
+    Raises
+    ------
+    FileNotFoundError, NotADirectoryError
+        There is no such folder.
+    TypeError, ValueError
+        An argument is of the wrong type or out of range; `target` is within `source`; or a
+        file is no regular one.
+    ModuleNotFoundError
+        `target` is a URL, and fsspec is not installed.
+
+    Notes
+    -----
+    Files are copied side by side, each under a name of its own until it is complete, synced
+    and read back with the same checksum (objects of a store have their name at once).  One
+    that is there already with the same bytes is not copied again, so a drain that was
+    interrupted goes on.  An error that stays raises in ``result()``: at once where there is
+    no room or no right (ENOSPC, EDQUOT, EROFS, EACCES, EPERM).  A file that changes
+    meanwhile is a CheckpointError.  Python waits for a drain before it ends.
+    """
+    work = Drain(source, place_of(target), last, retries, bandwidth)
+    work.start()
+    return work.future
+
+
+class Drain:
+    """One copy of a folder that goes on."""
+
+    def __init__(
+        self,
+        source: Path,
+        place: Place,
+        last: Collection[str],
+        retries: int,
+        bandwidth: float | None,
+    ) -> None:
+        self.source = os.fsdecode(absolute(path_of(source)))
+        self.place = place
+        if isinstance(last, (str, bytes)) or not all(isinstance(n, str) for n in last):
+            raise TypeError(f"last is {last!r:.100}; it must be several names")
+        self.retries = whole("retries", retries, 0, RETRIES_MAX)
+        self.pace = _Pace(bandwidth)
+        inside = os.path.commonpath([self.source, os.path.realpath(place.root)])
+        if os.path.isabs(place.root) and inside == self.source:
+            raise ValueError(f"{place.root!r} is within {self.source!r}")
+        folders, self.sizes = _files_below(self.source)
+        self.folders, self._made = folders, False
+        named = [n for pattern in last for n in sorted(self.sizes) if _is(n, pattern)]
+        self.last = list(dict.fromkeys(named))
+        self.future: Future[int] = Future()
+        # Largest first, so that no thread has a large one left in the end.
+        first = self.sizes.keys() - set(self.last)
+        self._left = deque(sorted(first, key=lambda name: (-self.sizes[name], name)))
+        self._mutex = threading.Lock()
+        self._at_work = 0
+        self._failed: BaseException | None = None
+        self._stop = threading.Event()
+
+    def start(self) -> None:
+        """Copy in threads; where there are none to be had, here."""
+        count = max(1, min(FILES, len(self._left)))
+        threads = [
+            threading.Thread(target=self._work, name="nvmeio-drain") for _ in range(count)
+        ]
+        self._at_work = count
+        for number, thread in enumerate(threads):
+            try:
+                thread.start()
+            except RuntimeError:
+                # The system has none to give, or Python is about to end.
+                for _ in range(count - number):
+                    self._work()
+                return
+
+    def _work(self) -> None:
+        """Copy files while there are some; who is last, the last ones."""
+        try:
+            self._prepare()
+            while not self._stop.is_set() and (name := self._next()) is not None:
+                self._copy(name)
+        except BaseException as error:
+            self._fail(error)
+        with self._mutex:
+            self._at_work -= 1
+            if self._at_work:
+                return
+        try:
+            self._finish()
+        except BaseException as error:
+            self._fail(error)
+        self._tell()
+
+    def _prepare(self) -> None:
+        """Make the folders, once, and remove what an earlier drain has left in them."""
+        with self._mutex:
+            if self._made:
+                return
+            for folder in self.folders:
+                self._try(folder, functools.partial(self.place.make, folder))
+                for name in self.place.names(folder):
+                    mine = unfinished(name)
+                    if mine and os.path.join(folder, mine) in self.sizes:
+                        self.place.remove(os.path.join(folder, name))
+            self._made = True
+
+    def _next(self) -> str | None:
+        if self.future.cancelled():
+            raise CancelledError
+        with self._mutex:
+            return self._left.popleft() if self._left else None
+
+    def _fail(self, error: BaseException) -> None:
+        with self._mutex:
+            self._failed = self._failed or error
+        self._stop.set()
+
+    def _finish(self) -> None:
+        if self._failed is not None:
+            return
+        self._settle()
+        # From here on it cannot be cancelled.
+        if not self.future.set_running_or_notify_cancel():
+            raise CancelledError
+        for name in self.last:
+            self._copy(name)
+            self._settle()
+
+    def _settle(self) -> None:
+        for folder in self.folders:
+            self._try(folder, functools.partial(self.place.settle, folder))
+
+    def _tell(self) -> None:
+        if self._failed is None:
+            self.future.set_result(sum(self.sizes.values()))
+        elif self.future.running() or self.future.set_running_or_notify_cancel():
+            self.future.set_exception(self._failed)
+
+    def _copy(self, name: str) -> None:
+        self._try(name, functools.partial(self._copy_once, name))
+
+    def _try(self, name: str, act: Callable[[], object]) -> None:
+        """Do something, and again where that may help."""
+        for attempt in range(self.retries + 1):
+            try:
+                act()
+                return
+            except (CancelledError, CheckpointError):
+                raise
+            except Exception as error:
+                number = getattr(error, "errno", None)
+                refused = isinstance(error, PermissionError) or number in _FINAL
+                if refused or attempt == self.retries:
+                    raise self._named(error, name) from error
+            if self._stop.wait(min(PAUSE_S * 2**attempt, PAUSE_S_MAX)):
+                raise CancelledError
+
+    def _named(self, error: Exception, name: str) -> Exception:
+        where = f"{self.place.root.rstrip('/')}/{name}"
+        if isinstance(error, _DifferentError):
+            return OSError(errno.EIO, str(error), where)
+        if isinstance(error, OSError):
+            number = error.errno or errno.EIO
+            return OSError(
+                number, f"{error.strerror or error} (while it is drained)", where
+            )
+        return OSError(errno.EIO, f"{type(error).__name__}: {error}", where)
+
+    def _copy_once(self, name: str) -> None:
+        path = os.path.join(self.source, name)
+        with File(path) as file:
+            before = os.fstat(file.fileno())
+            size = self.sizes[name]
+            if before.st_size != size:
+                raise CheckpointError(f"{path} has changed while it was drained")
+            if self.place.size(name) == size and self._is_there(name, file, size):
+                return
+            with self.place.writing(name) as writer:
+                expected = 0
+                for piece in pieces_of(file, size):
+                    self._pass(piece)
+                    expected = crc32c.crc32c(piece.data, expected)
+                    writer.write(piece)
+                writer.finish()
+                now = os.fstat(file.fileno())
+                if (now.st_size, now.st_mtime_ns) != (size, before.st_mtime_ns):
+                    raise CheckpointError(f"{path} has changed while it was drained")
+                found, nbytes = self._sum(writer.read())
+                if (found, nbytes) != (expected, size):
+                    raise _DifferentError(
+                        f"of {size} bytes with the checksum {expected:08x}, {nbytes} with "
+                        f"{found:08x} were read back"
+                    )
+                writer.commit()
+
+    def _is_there(self, name: str, file: File, size: int) -> bool:
+        """Compare with what an earlier drain may have left."""
+        with contextlib.suppress(OSError):
+            return self._sum(self.place.read(name)) == self._sum(pieces_of(file, size))
+        return False
+
+    def _sum(self, pieces: Iterable[Bytes]) -> tuple[int, int]:
+        checksum = nbytes = 0
+        for piece in pieces:
+            self._look_up()
+            checksum = crc32c.crc32c(piece.data, checksum)
+            nbytes += len(piece)
+        return checksum, nbytes
+
+    def _pass(self, piece: Bytes) -> None:
+        self._look_up()
+        if self._stop.wait(self.pace.delay(len(piece))):
+            raise CancelledError
+
+    def _look_up(self) -> None:
+        if self.future.cancelled() or self._stop.is_set():
+            raise CancelledError
+
+
+class _DifferentError(Exception):
+    """What was read back is not what was written."""
+
+
+class _Pace:
+    """Tells how long to wait so that no more bytes a second are moved."""
+
+    def __init__(self, bandwidth: float | None) -> None:
+        if bandwidth is not None:
+            number = isinstance(bandwidth, (int, float)) and not isinstance(bandwidth, bool)
+            if not number:
+                words = f"bandwidth is {shown(bandwidth)}; it must be bytes a second"
+                raise TypeError(words)
+            if not 0 < bandwidth < math.inf:
+                raise ValueError(f"bandwidth is {bandwidth}; it must be more than 0")
+        self.bandwidth = bandwidth
+        self._mutex = threading.Lock()
+        self._free_at = 0.0
+
+    def delay(self, nbytes: int) -> float:
+        if self.bandwidth is None:
+            return 0.0
+        with self._mutex:
+            now = time.monotonic()
+            begin = max(now, self._free_at)
+            self._free_at = begin + nbytes / self.bandwidth
+            return begin - now
+
+
+def _is(name: str, pattern: str) -> bool:
+    return fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(
+        os.path.basename(name), pattern
+    )
+
+
+def _files_below(source: str) -> tuple[list[str], dict[str, int]]:
+    """Return the folders and the files with their sizes, by their paths below a folder."""
+    folders, sizes = [""], {}
+    for folder in folders:
+        path = os.path.join(source, folder)
+        with os.scandir(path) as entries:
+            for entry in sorted(entries, key=lambda entry: entry.name):
+                name = os.path.join(folder, entry.name)
+                mode = entry.stat(follow_symlinks=False).st_mode
+                if stat.S_ISDIR(mode):
+                    folders.append(name)
+                elif stat.S_ISREG(mode):
+                    sizes[name] = entry.stat().st_size
+                else:
+                    raise ValueError(
+                        f"{os.path.join(source, name)} is no regular file; a folder is "
+                        "drained with all that is in it"
+                    )
+    return folders, sizes

@@ -1,0 +1,325 @@
+"""Where checkpoints are drained to: a folder, or what fsspec reaches."""
+
+import contextlib
+import errno
+import importlib
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from nvmeio._arguments.checks import path_of
+from nvmeio._arguments.types import Path
+from nvmeio._files.folders import make_folders, sync_folder
+from nvmeio._files.paths import absolute
+from nvmeio._native.file import File
+from nvmeio.default import default_handle
+from nvmeio.memory import empty
+
+__all__ = ["Bytes", "Place", "Writer", "pieces_of", "place_of", "unfinished"]
+
+Bytes = npt.NDArray[np.uint8]
+
+PIECE_BYTES = 4 << 20
+
+# Where a file gets another name without being copied, and may be seen half written.
+_RENAMING = {"memory", "sftp", "ssh", "smb", "ftp", "hdfs", "arrow_hdfs", "webhdfs"}
+
+
+_PART = re.compile(r"\.(.+)\.[0-9a-f]{8}\.nvmeio-part")
+
+
+class Writer(Protocol):
+    """A file that is being written, under another name or none."""
+
+    def write(self, piece: Bytes) -> None:
+        """Append bytes."""
+
+    def finish(self) -> None:
+        """Have all of it where it is to stay, durably."""
+
+    def read(self) -> Iterator[Bytes]:
+        """Yield what is there."""
+
+    def commit(self) -> None:
+        """Give it its name."""
+
+
+class Place(Protocol):
+    """A folder somewhere; names are relative, with slashes."""
+
+    @property
+    def root(self) -> str:
+        """What it is called in messages."""
+
+    def folder(self, name: str) -> str | None:
+        """Return the path of a folder, or None where the system knows none."""
+
+    def writing(self, name: str) -> "contextlib.AbstractContextManager[Writer]":
+        """Write a file, which is removed unless it is committed."""
+
+    def read(self, name: str) -> Iterator[Bytes]:
+        """Yield the bytes of a file, piece by piece."""
+
+    def size(self, name: str) -> int | None:
+        """Return the size of a file, or None."""
+
+    def make(self, folder: str) -> None:
+        """Make a folder, and those above it."""
+
+    def settle(self, folder: str) -> None:
+        """Make the names in a folder durable."""
+
+    def names(self, folder: str) -> list[str]:
+        """Return the names in a folder; none where there is no folder."""
+
+    def remove(self, name: str) -> None:
+        """Remove a file or a folder, if it is there."""
+
+
+def place_of(target: Path) -> Place:
+    """Return a folder by its path, or by a URL that fsspec knows."""
+    name = os.fsdecode(path_of(target))
+    protocol, separator, rest = name.partition("://")
+    if not separator:
+        return _Folder(os.fsdecode(absolute(name)))
+    if protocol in ("file", "local"):
+        return _Folder(os.fsdecode(absolute(rest)))
+    try:
+        fsspec: Any = importlib.import_module("fsspec")
+    except ModuleNotFoundError:
+        raise ModuleNotFoundError(
+            f"{name!r} is a URL, and fsspec, which reaches such, is not installed",
+            name="fsspec",
+        ) from None
+    system, root = fsspec.core.url_to_fs(name)
+    return _Remote(system, root, name, protocol)
+
+
+def pieces_of(file: File, size: int) -> Iterator[Bytes]:
+    """Yield a file's bytes in their order; the next piece is read meanwhile."""
+    memory = _memory(min(2 * PIECE_BYTES, max(size, 1)))
+    halves = (memory[:PIECE_BYTES], memory[PIECE_BYTES:])
+    handle, pending = default_handle(), None
+    try:
+        for turn, begin in enumerate(range(0, size, PIECE_BYTES)):
+            view = halves[turn % 2][: min(PIECE_BYTES, size - begin)]
+            request = pending or handle.submit_read(view, file, begin)
+            pending = None
+            request.wait()
+            after = begin + PIECE_BYTES
+            if after < size:
+                ahead = halves[(turn + 1) % 2][: min(PIECE_BYTES, size - after)]
+                pending = handle.submit_read(ahead, file, after)
+            yield view
+    finally:
+        if pending is not None:
+            pending.exception()
+
+
+def _memory(nbytes: int) -> Bytes:
+    try:
+        return empty(nbytes, np.uint8)
+    except MemoryError:
+        return np.empty(nbytes, np.uint8)
+
+
+def _unnamed(name: str) -> str:
+    """Return what a file is called until it is complete."""
+    folder, base = os.path.split(name)
+    return os.path.join(folder, f".{base}.{secrets.token_hex(4)}.nvmeio-part")
+
+
+def unfinished(name: str) -> str | None:
+    """Return which file was to come of one that was not completed."""
+    found = _PART.fullmatch(name)
+    return found and found[1]
+
+
+class _Folder:
+    """A folder of any file system that is mounted."""
+
+    def __init__(self, root: str) -> None:
+        self.root = root
+
+    def path(self, name: str) -> str:
+        return os.path.join(self.root, name) if name else self.root
+
+    folder = path
+
+    @contextlib.contextmanager
+    def writing(self, name: str) -> Iterator["_FolderWriter"]:
+        unnamed = self.path(_unnamed(name))
+        with contextlib.ExitStack() as stack:
+            file = stack.enter_context(File(unnamed, "x"))
+            writer = _FolderWriter(file, unnamed, self.path(name))
+            try:
+                yield writer
+            finally:
+                if not writer.committed:
+                    with contextlib.suppress(OSError):
+                        os.unlink(unnamed)
+
+    def read(self, name: str) -> Iterator[Bytes]:
+        with File(self.path(name)) as file:
+            yield from _read_anew(file)
+
+    def size(self, name: str) -> int | None:
+        try:
+            return os.stat(self.path(name)).st_size
+        except FileNotFoundError:
+            return None
+
+    def make(self, folder: str) -> None:
+        make_folders(self.path(folder))
+
+    def settle(self, folder: str) -> None:
+        sync_folder(self.path(folder))
+
+    def names(self, folder: str) -> list[str]:
+        try:
+            return os.listdir(self.path(folder))
+        except FileNotFoundError:
+            return []
+
+    def remove(self, name: str) -> None:
+        path = self.path(name)
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.isdir(path) and not os.path.islink(path):
+                shutil.rmtree(path)
+            else:
+                os.unlink(path)
+
+
+class _FolderWriter:
+    def __init__(self, file: File, unnamed: str, target: str) -> None:
+        self.file, self.unnamed, self.target = file, unnamed, target
+        self.written, self.committed = 0, False
+
+    def write(self, piece: Bytes) -> None:
+        default_handle().write(piece, self.file, self.written)
+        self.written += len(piece)
+
+    def finish(self) -> None:
+        default_handle().fsync(self.file)
+
+    def read(self) -> Iterator[Bytes]:
+        with File(self.unnamed) as file:
+            yield from _read_anew(file)
+
+    def commit(self) -> None:
+        os.replace(self.unnamed, self.target)
+        self.committed = True
+
+
+def _read_anew(file: File) -> Iterator[Bytes]:
+    """Yield what the device has, not what the page cache knows of it."""
+    with contextlib.suppress(OSError):
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    return pieces_of(file, file.size)
+
+
+class _Remote:
+    """What fsspec reaches."""
+
+    def __init__(self, system: Any, path: str, root: str, protocol: str) -> None:
+        self.system, self.base, self.root = system, path.rstrip("/"), root
+        self.renames = protocol in _RENAMING
+
+    def path(self, name: str) -> str:
+        return f"{self.base}/{name}" if name else self.base
+
+    def folder(self, name: str) -> None:
+        return None
+
+    @contextlib.contextmanager
+    def writing(self, name: str) -> Iterator["_RemoteWriter"]:
+        # An object has its name when it is complete; another name would be another copy.
+        unnamed = self.path(_unnamed(name) if self.renames else name)
+        writer = _RemoteWriter(self, unnamed, self.path(name))
+        try:
+            yield writer
+        finally:
+            writer.close()
+            if not writer.committed and self.renames:
+                with contextlib.suppress(Exception):
+                    self.system.rm_file(unnamed)
+
+    def read(self, name: str) -> Iterator[Bytes]:
+        return self.read_path(self.path(name))
+
+    def read_path(self, path: str) -> Iterator[Bytes]:
+        with self.system.open(path, "rb") as stream:
+            while piece := stream.read(PIECE_BYTES):
+                yield np.frombuffer(piece, np.uint8)
+
+    def size(self, name: str) -> int | None:
+        self.system.invalidate_cache()
+        try:
+            found = self.system.info(self.path(name)).get("size")
+        except FileNotFoundError:
+            return None
+        return None if found is None else int(found)
+
+    def make(self, folder: str) -> None:
+        self.system.makedirs(self.path(folder), exist_ok=True)
+
+    def settle(self, folder: str) -> None:
+        """Do nothing: what is there is there for good."""
+
+    def names(self, folder: str) -> list[str]:
+        self.system.invalidate_cache()
+        try:
+            found = self.system.ls(self.path(folder), detail=False)
+        except FileNotFoundError:
+            return []
+        return [each.rstrip("/").rpartition("/")[2] for each in found]
+
+    def remove(self, name: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            self.system.rm(self.path(name), recursive=True)
+
+
+class _RemoteWriter:
+    def __init__(self, place: _Remote, unnamed: str, target: str) -> None:
+        self.place, self.unnamed, self.target = place, unnamed, target
+        self.stream = place.system.open(unnamed, "wb")
+        self.committed = False
+
+    def write(self, piece: Bytes) -> None:
+        view = piece.data
+        while len(view):
+            # A stream that takes less loses nothing.
+            taken = self.stream.write(view)
+            if taken is not None and not 0 < taken <= len(view):
+                raise OSError(errno.EIO, f"a write has taken {taken} bytes", self.unnamed)
+            view = view[len(view) if taken is None else taken :]
+
+    def finish(self) -> None:
+        self.stream.close()
+
+    def read(self) -> Iterator[Bytes]:
+        return self.place.read_path(self.unnamed)
+
+    def commit(self) -> None:
+        if self.unnamed != self.target:
+            self.place.system.mv(self.unnamed, self.target)
+        self.committed = True
+
+    def close(self) -> None:
+        """Give an upload up that was not finished; why is told by then."""
+        if self.stream.closed:
+            return
+        with contextlib.suppress(Exception):
+            self.stream.discard()
+        try:
+            # Its close() would complete the upload.
+            self.stream.closed = True
+        except AttributeError:
+            with contextlib.suppress(Exception):
+                self.stream.close()

@@ -1,0 +1,469 @@
+"""nvmeio.checkpoint.drain: folders that are copied elsewhere, and copies of steps."""
+
+import errno
+import json
+import logging
+import os
+import shutil
+import threading
+from concurrent.futures import CancelledError
+
+import numpy as np
+import pytest
+
+from children import Child, run_tool
+from helpers import pattern
+from mounts import unmount
+from nvmeio.checkpoint import Checkpointer, CheckpointError, _draining, _places, drain
+
+fsspec = pytest.importorskip("fsspec")
+
+FILES = {
+    ".metadata": b"what there is",
+    "__0_0.distcp": pattern(9_000_001, 1),
+    "__1_0.distcp": pattern(4 << 20, 2),
+    "empty": b"",
+    "below/further/one": b"x" * 5000,
+}
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch):
+    """Nobody waits between two tries."""
+    monkeypatch.setattr(_draining, "PAUSE_S", 0)
+
+
+@pytest.fixture
+def source(tmp_path):
+    """A folder of files."""
+    folder = tmp_path / "source"
+    for name, data in FILES.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+    return folder
+
+
+@pytest.fixture(params=["disk", "other file system", "file URL", "memory URL"])
+def target(request, tmp_path):
+    """Where to, and what reads a file there, or None."""
+    if request.param == "memory URL":
+        system = fsspec.filesystem("memory")
+        system.store.clear()
+        yield (
+            "memory://run/7",
+            lambda: {
+                name.removeprefix("/run/7/"): system.cat(name)
+                for name in system.find("/run/7")
+            },
+        )
+        system.store.clear()
+        return
+    other = request.param == "other file system"
+    folder = request.getfixturevalue("tmpfs") if other else tmp_path
+    folder = folder / "run" / "7"
+
+    def content():
+        return {
+            os.path.relpath(os.path.join(top, name), folder): open(
+                os.path.join(top, name), "rb"
+            ).read()
+            for top, _, names in os.walk(folder)
+            for name in names
+        }
+
+    yield (f"file://{folder}" if request.param == "file URL" else folder), content
+    shutil.rmtree(folder.parent)
+
+
+class Watched:
+    """A place that notes what is done there, and fails as it is told."""
+
+    def __init__(self, place):
+        self.place, self.done, self.failures = place, [], {}
+        self.held = threading.Event()
+        self.held.set()
+        self.reached = threading.Event()
+
+    def __getattr__(self, name):
+        return getattr(self.place, name)
+
+    def writing(self, name):
+        self.done.append(name)
+        self.reached.set()
+        self.held.wait()
+        if self.failures.get(name):
+            raise self.failures[name].pop(0)
+        return self.place.writing(name)
+
+
+@pytest.fixture
+def watched(monkeypatch):
+    """The place of the next drain."""
+    made = []
+
+    def watch(target):
+        made.append(Watched(_places.place_of(target)))
+        return made[-1]
+
+    monkeypatch.setattr(_draining, "place_of", watch)
+    return made
+
+
+def test_what_is_drained_is_there(source, target):
+    where, content = target
+    assert drain(source, where).result() == sum(map(len, FILES.values()))
+    assert content() == FILES
+    # Again, over what is there; one file has changed and one is new.
+    (source / "empty").write_bytes(b"no more")
+    (source / "new").write_bytes(b"new")
+    drain(source, where).result()
+    assert content() == {**FILES, "empty": b"no more", "new": b"new"}
+
+
+def test_the_last_files_come_last_and_what_is_there_is_not_copied_again(
+    source, tmp_path, watched
+):
+    last = ("one", "__1*", ".metadata")
+    drain(source, tmp_path / "target", last=last).result()
+    (first,) = watched
+    assert first.done[-3:] == ["below/further/one", "__1_0.distcp", ".metadata"]
+    assert sorted(first.done) == sorted(FILES)
+    (tmp_path / "target" / "empty").unlink()
+    (tmp_path / "target" / "__1_0.distcp").write_bytes(bytes(4 << 20))
+    drain(source, tmp_path / "target", last=last).result()
+    assert watched[1].done == ["empty", "__1_0.distcp"]
+    assert (tmp_path / "target" / "__1_0.distcp").read_bytes() == FILES["__1_0.distcp"]
+
+
+def test_an_error_that_passes_is_tried_again(source, tmp_path, watched):
+    future = drain_with(
+        source, tmp_path, watched, {"empty": [OSError(errno.EIO, "no")] * 3}
+    )
+    assert future.result() > 0
+    assert watched[0].done.count("empty") == 4
+    assert (tmp_path / "target" / "empty").exists()
+
+
+@pytest.mark.parametrize(
+    ("error", "tries"),
+    [
+        (OSError(errno.EIO, "broken"), 4),
+        (RuntimeError("what a client of a store raises"), 4),
+        *((OSError(getattr(errno, name), "no"), 1) for name in ("ENOSPC", "EDQUOT")),
+        *((OSError(getattr(errno, name), "no"), 1) for name in ("EROFS", "EACCES")),
+        (OSError(errno.EPERM, "no"), 1),
+        (PermissionError("of a store"), 1),
+    ],
+)
+def test_an_error_that_stays_is_told_and_the_last_files_do_not_come(
+    source, tmp_path, watched, error, tries
+):
+    future = drain_with(source, tmp_path, watched, {"__0_0.distcp": [error] * 9})
+    with pytest.raises(OSError, match=r"target/__0_0\.distcp") as told:
+        future.result()
+    assert told.value.errno == (getattr(error, "errno", None) or errno.EIO)
+    assert told.value.__cause__ is error
+    assert watched[0].done.count("__0_0.distcp") == tries
+    assert not {".metadata", "__0_0.distcp"} & {*os.listdir(tmp_path / "target")}
+    assert not [n for n in os.listdir(tmp_path / "target") if n.endswith("-part")]
+
+
+def drain_with(source, tmp_path, watched, failures):
+    """Drain to a place that is given failures before it begins."""
+    inner = _draining.place_of
+
+    def watch(target):
+        place = inner(target)
+        place.failures = failures
+        return place
+
+    _draining.place_of = watch
+    try:
+        return drain(source, tmp_path / "target")
+    finally:
+        _draining.place_of = inner
+
+
+def test_what_was_not_written_right_is_written_again(source, tmp_path, monkeypatch):
+    spoiled = []
+    finish = _places._FolderWriter.finish
+
+    def spoil(writer):
+        finish(writer)
+        if "__0_0" in writer.target and len(spoiled) < 2:
+            spoiled.append(writer.target)
+            with open(writer.unnamed, "r+b") as file:
+                file.seek(1000)
+                file.write(b"?")
+
+    monkeypatch.setattr(_places._FolderWriter, "finish", spoil)
+    drain(source, tmp_path / "target").result()
+    assert len(spoiled) == 2
+    assert (tmp_path / "target/__0_0.distcp").read_bytes() == FILES["__0_0.distcp"]
+    monkeypatch.setattr(_places._FolderWriter, "finish", spoil)
+    spoiled.clear()
+    (tmp_path / "target/__0_0.distcp").unlink()
+    with pytest.raises(OSError, match="were read back") as told:
+        drain(source, tmp_path / "target", retries=0).result()
+    assert told.value.errno == errno.EIO
+    assert "__0_0.distcp" not in os.listdir(tmp_path / "target")
+
+
+def test_a_target_that_fills_up(source, tmp_path):
+    if os.geteuid() != 0:
+        pytest.skip("mounts need root")
+    folder = tmp_path / "small"
+    folder.mkdir()
+    run_tool("mount", "-t", "tmpfs", "-o", "size=6M", "none", folder)
+    try:
+        with pytest.raises(OSError, match=r"__\d_0\.distcp") as told:
+            drain(source, folder / "run").result()
+        assert told.value.errno == errno.ENOSPC
+        assert ".metadata" not in os.listdir(folder / "run")
+        assert not [n for n in os.listdir(folder / "run") if n.endswith("-part")]
+    finally:
+        unmount(folder)
+
+
+def test_a_slow_target_holds_nobody_up_and_can_be_given_up(source, tmp_path, watched):
+    inner = _draining.place_of
+
+    def held(target):
+        place = inner(target)
+        place.held.clear()
+        return place
+
+    _draining.place_of = held
+    future = drain(source, tmp_path / "target")
+    _draining.place_of = inner
+    watched[0].reached.wait()
+    assert not future.done()
+    assert future.cancel()
+    watched[0].held.set()
+    with pytest.raises(CancelledError):
+        future.result()
+    while threading.active_count() > 1 and any(
+        thread.name == "nvmeio-drain" for thread in threading.enumerate()
+    ):
+        pass
+    assert ".metadata" not in os.listdir(tmp_path / "target")
+    assert not [n for n in os.listdir(tmp_path / "target") if n.endswith("-part")]
+
+
+def test_a_process_that_is_killed_half_way_is_followed_by_one_that_goes_on(
+    source, tmp_path, watched
+):
+    target = tmp_path / "target"
+    child = Child("drain_and_die", source=str(source), target=str(target))
+    child.process.wait()
+    assert child.process.returncode == -9
+    child.finish()
+    left = {*os.listdir(target)}
+    assert ".metadata" not in left
+    assert [name for name in left if name.endswith(".nvmeio-part")]
+    drain(source, target).result()
+    assert {*os.listdir(target)} == {name.partition("/")[0] for name in FILES}
+    assert "__1_0.distcp" not in watched[0].done
+    assert (target / "__0_0.distcp").read_bytes() == FILES["__0_0.distcp"]
+
+
+def test_no_more_bytes_a_second_than_are_wanted(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(_draining.time, "monotonic", lambda: now[0])
+    pace = _draining._Pace(1000)
+    assert [pace.delay(500) for _ in range(3)] == [0, 0.5, 1.0]
+    now[0] += 10
+    assert [pace.delay(2000), pace.delay(1)] == [0, 2.0]
+    assert _draining._Pace(None).delay(1 << 40) == 0
+
+
+def test_a_source_that_changes_is_told(source, tmp_path, watched):
+    def change():
+        (source / "__0_0.distcp").write_bytes(pattern(9_000_001, 3))
+        return ValueError("and once more")
+
+    class Changing(list):
+        def pop(self, _):
+            return change()
+
+    failures = {"__0_0.distcp": Changing([1])}
+    future = drain_with(source, tmp_path, watched, failures)
+    drained = future.exception()
+    # Other bytes of the same size are a new file, which the next try has read whole.
+    assert drained is None or isinstance(drained, (OSError, CheckpointError))
+    (source / "empty").write_bytes(b"")
+    (source / "__1_0.distcp").write_bytes(b"shorter")
+    work = _draining.Drain(source, _places.place_of(tmp_path / "other"), (), 3, None)
+    (source / "__1_0.distcp").write_bytes(b"longer than before")
+    work.start()
+    with pytest.raises(CheckpointError, match=r"__1_0\.distcp has changed while it was"):
+        work.future.result()
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "words"),
+    [
+        ({"last": ".metadata"}, TypeError, "last is '.metadata'; it must be several names"),
+        ({"retries": -1}, ValueError, "retries is -1; it must be from 0 to 1000"),
+        ({"bandwidth": 0}, ValueError, "bandwidth is 0; it must be more than 0"),
+        ({"bandwidth": "1G"}, TypeError, "bandwidth is '1G'; it must be bytes a second"),
+        ({"retry": 1}, TypeError, "'retry'; did you mean 'retries'"),
+    ],
+)
+def test_wrong_arguments_are_refused(source, tmp_path, options, kind, words):
+    with pytest.raises(kind, match=words):
+        drain(source, tmp_path / "target", **options)
+    assert not (tmp_path / "target").exists()
+
+
+def test_what_cannot_be_drained_is_refused(source, tmp_path):
+    with pytest.raises(ValueError, match="is within"):
+        drain(source, source / "below" / "target")
+    with pytest.raises(FileNotFoundError, match="nothing"):
+        drain(tmp_path / "nothing", tmp_path / "target")
+    with pytest.raises(NotADirectoryError):
+        drain(source / "empty", tmp_path / "target")
+    with pytest.raises(ValueError, match=r"Protocol not known"):
+        drain(source, "nosuch://bucket/x")
+    os.symlink("empty", source / "link")
+    with pytest.raises(ValueError, match="link is no regular file"):
+        drain(source, tmp_path / "target")
+
+
+# Checkpointer(drain_to=...)
+
+
+def state_of(seed):
+    return {"a": np.arange(300_000) * seed, "seed": seed}
+
+
+def same(found, seed):
+    return found["seed"] == seed and np.array_equal(found["a"], state_of(seed)["a"])
+
+
+@pytest.fixture(params=["folder", "memory URL"])
+def far(request, tmp_path):
+    """Where steps are drained to."""
+    fsspec.filesystem("memory").store.clear()
+    yield tmp_path / "far" if request.param == "folder" else "memory://far/run"
+    fsspec.filesystem("memory").store.clear()
+
+
+def names_in(far):
+    system = fsspec.filesystem("memory" if str(far).startswith("memory") else "file")
+    path = str(far).removeprefix("memory:/")
+    return sorted(os.path.basename(each) for each in system.ls(path, detail=False))
+
+
+@pytest.mark.parametrize("way", ["save", "save_async"])
+def test_each_step_is_drained_and_kept_as_here(tmp_path, far, way):
+    with Checkpointer(tmp_path / "near", keep=2, keep_every=10, drain_to=far) as saver:
+        for step in (9, 10, 11, 12):
+            made = getattr(saver, way)(step, state_of(step))
+            if way == "save_async":
+                made.result()
+            assert saver.drained.result() > 0
+    assert names_in(far) == ["step-10", "step-11", "step-12"]
+
+
+def test_what_is_gone_here_is_read_from_the_copy(tmp_path, far):
+    with Checkpointer(tmp_path / "near", drain_to=far) as saver:
+        saver.save(1, state_of(1), {"said": "one"})
+        saver.drained.result()
+        saver.save(2, state_of(2))
+    other = Checkpointer(tmp_path / "new machine", drain_to=far)
+    assert other.steps() == [1, 2]
+    assert other.latest() == 2
+    assert same(other.restore(), 2)
+    assert other.restored == 2
+    assert same(other.restore(1), 1)
+    assert other.metadata(1) == {"said": "one"}
+    with pytest.raises(FileNotFoundError):
+        other.restore(3)
+    into = {"a": np.zeros(300_000, int), "seed": 0}
+    assert other.restore(1, into=into)["a"] is into["a"]
+    # What came from far away was put there for a while.
+    assert not [*tmp_path.glob("new machine/*")]
+
+
+def test_what_is_damaged_here_is_read_from_the_copy(tmp_path, far):
+    near = tmp_path / "near"
+    with Checkpointer(near, drain_to=far, verify="checksum") as saver:
+        saver.save(1, state_of(1))
+        saver.save(2, state_of(2))
+        saver.drained.result()
+        with open(near / "step-2" / "tensors.safetensors", "r+b") as file:
+            file.seek(100_000)
+            file.write(b"?")
+        with pytest.warns(
+            RuntimeWarning, match="step 2 is read from its copy in .*: .*damag"
+        ):
+            assert same(saver.restore(), 2)
+        with pytest.warns(RuntimeWarning, match="step 2 is read from its copy"):
+            assert same(saver.restore(2), 2)
+
+
+def test_a_step_that_is_saved_anew_is_drained_anew(tmp_path, far):
+    with Checkpointer(tmp_path / "near", drain_to=far) as saver:
+        for seed in (1, 2):
+            saver.save(5, state_of(seed))
+            saver.drained.result()
+    assert same(Checkpointer(tmp_path / "other", drain_to=far).restore(), 2)
+
+
+def test_a_drain_that_fails_is_told_and_saving_goes_on(tmp_path, caplog):
+    far = tmp_path / "far"
+    far.write_bytes(b"no folder")
+    caplog.set_level(logging.ERROR, "nvmeio")
+    saver = Checkpointer(tmp_path / "near", drain_to=far)
+    saver.save(1, state_of(1))
+    assert isinstance(saver.drained.exception(), OSError)
+    assert "step 1 was not drained" in caplog.text
+    with pytest.warns(RuntimeWarning, match="was saved and not drained to"):
+        saver.save(2, state_of(2))
+    with pytest.raises(OSError, match="far"):
+        saver.close()
+    assert same(Checkpointer(tmp_path / "near").restore(), 2)
+
+
+def test_copies_that_cannot_be_seen_are_in_nobodys_way(tmp_path, monkeypatch, caplog):
+    with Checkpointer(tmp_path / "near", drain_to=tmp_path / "far") as saver:
+        saver.save(1, state_of(1))
+        saver.drained.result()
+
+        def refuse(*_):
+            raise ConnectionError("nobody answers")
+
+        monkeypatch.setattr(_places._Folder, "names", refuse)
+        assert same(saver.restore(), 1)
+    assert "cannot be seen: nobody answers" in caplog.text
+
+
+def test_a_step_that_waits_gives_way_to_a_newer_one(tmp_path, monkeypatch):
+    far, begun, go_on = tmp_path / "far", threading.Event(), threading.Event()
+    writing = _places._Folder.writing
+
+    def held(place, name):
+        begun.set()
+        go_on.wait()
+        return writing(place, name)
+
+    monkeypatch.setattr(_places._Folder, "writing", held)
+    with Checkpointer(tmp_path / "near", keep=1, drain_to=far) as saver:
+        saver.save(1, state_of(1))
+        first = saver.drained
+        begun.wait()
+        saver.save(2, state_of(2))
+        second = saver.drained
+        saver.save(3, state_of(3))
+        assert second.cancelled()
+        # It is read, and so is not removed.
+        assert sorted(saver.root.iterdir())[0].name in {".nvmeio-lock", "step-1"}
+        assert (saver.root / "step-1").exists()
+        go_on.set()
+        assert first.result() > 0
+        assert saver.drained.result() > 0
+    assert names_in(far) == ["step-3"]
+    manifest = json.loads((far / "step-3" / "manifest.json").read_text())
+    assert manifest["step"] == 3
