@@ -1,7 +1,6 @@
 """Locked tensors of the pool, for numpy and for every library of tensors that is known."""
 
 import sys
-from typing import Any
 
 import numpy as np
 
@@ -11,7 +10,7 @@ from nvmeio._memory.registry import library_of
 from nvmeio._native import pool
 
 
-def new_locked(num_elem: int, example: Any) -> Any:
+def new_locked(num_elem, example):
     """Make a locked array or tensor; see ``aio_handle.new_cpu_locked_tensor``."""
     count = integer("num_elem", num_elem)
     if count < 0:
@@ -31,14 +30,14 @@ def new_locked(num_elem: int, example: Any) -> Any:
     return np.frombuffer(memoryview(memory), dtype=example.dtype)[:count]
 
 
-def free_locked(tensor: Any) -> bool:
+def free_locked(tensor):
     """Free what new_locked made; see ``aio_handle.free_cpu_locked_tensor``."""
     library = library_of(tensor)
     address = pool.address_of(tensor) if library is None else library.first_address(tensor)
     return pool.free_pinned(address)
 
 
-def is_locked(buffer: Any) -> bool:
+def is_locked(buffer):
     """Tell whether memory is pinned; see ``aio_handle.is_pinned``."""
     library = library_of(buffer)
     # A view never leaves the allocation that it views: its first byte tells.
@@ -49,7 +48,7 @@ def is_locked(buffer: Any) -> bool:
     )
 
 
-def pool_memory(nbytes: int, pin_memory: bool, numa_node: int | None) -> pool.PoolMemory:
+def pool_memory(nbytes, pin_memory, numa_node):
     """Take memory from the pool."""
     if nbytes > sys.maxsize:
         raise MemoryError(f"{nbytes} bytes were asked for; addresses end at {sys.maxsize}")
