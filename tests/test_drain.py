@@ -412,6 +412,30 @@ def test_a_step_that_is_saved_anew_is_drained_anew(tmp_path, far):
     assert same(Checkpointer(tmp_path / "other", drain_to=far).restore(), 2)
 
 
+def test_a_copy_that_was_not_replaced_wholly_is_none(tmp_path, monkeypatch, far):
+    saver = Checkpointer(tmp_path / "near", drain_to=far)
+    saver.save(5, state_of(1))
+    saver.drained.result()
+    kind = type(saver._copies.place)
+    writing = kind.writing
+
+    def fail(place, name):
+        if name.endswith("tree.json"):
+            raise OSError(errno.ENOSPC, "no room")
+        return writing(place, name)
+
+    monkeypatch.setattr(kind, "writing", fail)
+    saver.save(5, {**state_of(2), "more": 1})
+    assert saver.drained.exception().errno == errno.ENOSPC
+    with pytest.raises(OSError, match="no room"):
+        saver.close()
+    monkeypatch.undo()
+    other = Checkpointer(tmp_path / "other", drain_to=far)
+    assert other.steps() == []
+    with pytest.raises(FileNotFoundError):
+        other.restore()
+
+
 def test_a_drain_that_fails_is_told_and_saving_goes_on(tmp_path, caplog):
     far = tmp_path / "far"
     far.write_bytes(b"no folder")

@@ -68,7 +68,8 @@ def test_whatever_is_dropped_first_the_bytes_arrive(slow, engine, way):
 @pytest.mark.parametrize("engine", ENGINES)
 def test_no_thread_opens_the_shared_handle_again_at_the_end(tmp_path, engine):
     done = run_child("end_amid_submissions", folder=str(tmp_path), engine=engine)
-    assert done.report == {"same": True, "pending": 0}
+    told = "the interpreter is ending; no handle can be opened any more"
+    assert done.report == {"same": True, "pending": 0, "told": told}
 
 
 # Whoever waits until nothing is in flight before refusing more waits for ever.

@@ -118,25 +118,34 @@ def end_amid_submissions(folder, engine):
     make_file(path, 4 << 20)
     os.environ["NVMEIO_ENGINE"] = engine
     first = nvmeio.default_handle()
-    started = threading.Barrier(4)
+    started, tried, outcomes = threading.Barrier(4), threading.Event(), []
 
     def submit():
         started.wait()
         requests = deque()
-        while True:
-            with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError):
+            while True:
                 memory = np.empty(4 << 20, np.uint8)
                 requests.append(nvmeio.default_handle().submit_read(memory, path))
                 if len(requests) == 8:
                     requests.popleft().wait()
+        # It was closed under its hands, and asks for another.
+        try:
+            nvmeio.default_handle()
+        except ValueError as error:
+            outcomes.append(str(error))
+        else:
+            outcomes.append("opened")
+        tried.set()
 
     for _ in range(3):
         threading.Thread(target=submit, daemon=True).start()
     started.wait()
 
     def look():
-        handle = default._shared.handle
-        report({"same": handle is first, "pending": handle.pending})
+        tried.wait()
+        same = default._shared.handle is first
+        report({"same": same, "pending": first.pending, "told": outcomes[0]})
 
     # What was registered first is called last.
     atexit.unregister(_drain_at_exit)

@@ -42,6 +42,14 @@ def checkpoint_state(seed, size):
     return {"seed": seed, "size": size, "parts": parts}
 
 
+def distributed_state(step):
+    """Return a state for torch.distributed.checkpoint that its step tells."""
+    import torch
+
+    data = np.frombuffer(pattern(200 * KIB, step), np.uint8)
+    return {"step": step, "data": torch.from_numpy(data.copy())}
+
+
 class Promises:
     """Tells the parent what shall be where, and when it is there for good."""
 
@@ -90,6 +98,7 @@ class Writer:
             bounce=self.rng.choice(["auto", "always", "never"]),
         )
         self.checkpointer, self.step = Checkpointer(self.folder / "run", keep=2), 0
+        self.distributed_step = 0
         self.noise = []
         self.fresh = 0
         # Outside of the drive.
@@ -251,6 +260,24 @@ class Writer:
         os.replace(root / "new", root / f"step-{self.step}.pt")
         report({"saved": [str(root), self.step], "entries": self.promises.entries()})
 
+    def save_distributed(self, by="nvmeio"):
+        """A state by torch.distributed.checkpoint, in the place of the one before.
+
+        Torch's own writer has a folder for each, for it would write over the old one.
+        """
+        from torch.distributed import checkpoint as dcp
+
+        from nvmeio.torch.dcp import FileSystemWriter
+
+        step = self.distributed_step = self.distributed_step + 1
+        root = self.folder / f"dcp by {by}"
+        if by == "nvmeio":
+            writer = FileSystemWriter(root)
+        else:
+            writer = dcp.FileSystemWriter(root / f"step-{step}")
+        dcp.save(distributed_state(step), storage_writer=writer, no_dist=True)
+        report({"saved": [str(root), step], "entries": self.promises.entries()})
+
     def copy(self):
         """``nvmeio cp``, from outside, in the place of an older file or to a new name."""
         content, source = self.content(), self.scratch / "source"
@@ -327,10 +354,12 @@ class Writer:
         with made:
             assert save(self.folder / "config") == path
 
-    def run(self, plainly=False):
+    def run(self, plainly=""):
         """Write until killed."""
-        while plainly:
+        while plainly == "torch.save":
             self.save_plainly()
+        while plainly == "dcp":
+            self.save_distributed("torch")
         ways = (
             (self.make_noise, 4),
             (self.write_slots, 4),
@@ -341,6 +370,7 @@ class Writer:
             (self.save, 3),
             (self.save_model, 3),
             (self.save_checkpoint, 3),
+            (self.save_distributed, 2),
             (self.copy, 3),
             (self.checkpoint, 2),
             (self.fill_array, 2),
@@ -355,7 +385,7 @@ def profiles_below(home):
     return home / "nvmeio" / "profiles"
 
 
-def synced_files(folder, drive, seed, leave_out=(), plainly=False):
+def synced_files(folder, drive, seed, leave_out=(), plainly=""):
     """Write files until killed; fsyncs that are left out are those of Python's os."""
     if "os.fsync" in leave_out:
         os.fsync = functools.partial(lambda descriptor: None)

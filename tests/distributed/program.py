@@ -1,0 +1,157 @@
+"""What the ranks do that torchrun starts: one function, with its arguments as JSON."""
+
+import datetime as dt
+import json
+import os
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_state_dict,
+)
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from nvmeio.torch.dcp import FileSystemReader, FileSystemWriter, PoolStager
+
+WIDTH = 768
+WATCHDOG_S = 240
+
+
+def report(**said):
+    """Tell the test something, in a line of its own."""
+    os.write(1, (json.dumps({"rank": dist.get_rank(), **said}) + "\n").encode())
+
+
+def trained(steps):
+    """Return a model and an optimizer in shards, after steps that are the same on all."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    torch.manual_seed(5)
+    layers = [torch.nn.Linear(WIDTH, 2 * WIDTH), torch.nn.Linear(2 * WIDTH, WIDTH)]
+    model = torch.nn.Sequential(layers[0], torch.nn.ReLU(), layers[1])
+    for layer in layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    torch.manual_seed(7)
+    for _ in range(steps):
+        model(torch.randn(4, WIDTH)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+def digests(model, optimizer):
+    """Return sums of all tensors, whole, by their names."""
+    options = StateDictOptions(full_state_dict=True)
+    of_model, of_optimizer = get_state_dict(model, optimizer, options=options)
+    state = {"model": of_model, "optim": of_optimizer}
+    found = {}
+
+    def walk(name, each):
+        if isinstance(each, dict):
+            for key, value in each.items():
+                walk(f"{name}/{key}", value)
+        elif isinstance(each, torch.Tensor):
+            whole = each.full_tensor() if isinstance(each, DTensor) else each
+            bits = whole.contiguous().flatten().view(torch.uint8).to(torch.int64)
+            places = torch.arange(1, len(bits) + 1) % 65_521
+            found[name] = int((bits * places).sum())
+
+    walk("state", state)
+    return found
+
+
+def save(folder, steps, way="save"):
+    """Save a model and its optimizer."""
+    model, optimizer = trained(steps)
+    expected = digests(model, optimizer)
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    state = {"model": model_state, "optim": optimizer_state, "steps": steps}
+    if way == "save":
+        dcp.save(state, storage_writer=FileSystemWriter(folder))
+    else:
+        kind = AsyncCheckpointerType[way]
+        options = {"async_stager": PoolStager()} if way == "THREAD" else {}
+        saving = dcp.async_save(
+            state,
+            storage_writer=FileSystemWriter(folder),
+            async_checkpointer_type=kind,
+            **options,
+        )
+        # What happens to the state from here on is not saved.
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        saving.result()
+    report(digests=expected)
+
+
+def load(folder):
+    """Load them into a model that was never trained, and train it once more."""
+    model, optimizer = trained(0)
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    state = {"model": model_state, "optim": optimizer_state, "steps": 0}
+    dcp.load(state, storage_reader=FileSystemReader(folder))
+    set_state_dict(
+        model,
+        optimizer,
+        model_state_dict=state["model"],
+        optim_state_dict=state["optim"],
+    )
+    report(digests=digests(model, optimizer), steps=state["steps"])
+
+
+def numbered(step, mesh):
+    """Return a state in shards that its step tells."""
+    torch.manual_seed(step)
+    whole = torch.randn(64, 4096)
+    return {"step": step, "data": distribute_tensor(whole, mesh, [Shard(0)])}
+
+
+def save_on_and_on(folder):
+    """Save a state after another to one folder until killed."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    report(pid=os.getpid())
+    step = 0
+    while True:
+        step += 1
+        dcp.save(numbered(step, mesh), storage_writer=FileSystemWriter(folder))
+        report(saved=step)
+
+
+def hang(folder, patience_s):
+    """Have one rank's drive answer never; tell what the others are told, and when."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    report(pid=os.getpid())
+    dcp.save(numbered(1, mesh), storage_writer=FileSystemWriter(folder))
+    writer = FileSystemWriter(folder)
+    if dist.get_rank() == 1:
+        writer._write_file = lambda *_: time.sleep(WATCHDOG_S)
+    begin = time.monotonic()
+    try:
+        dcp.save(numbered(2, mesh), storage_writer=writer)
+    except Exception as error:
+        report(error=type(error).__name__, waited_s=time.monotonic() - begin)
+    os._exit(0)
+
+
+def main():
+    """Find the function, and call it."""
+    name, arguments = sys.argv[1], json.loads(sys.argv[2])
+    patience_s = arguments.get("patience_s", 120)
+    dist.init_process_group("gloo", timeout=dt.timedelta(seconds=patience_s))
+    globals()[name](**arguments)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,138 @@
+"""nvmeio.torch.dcp under torchrun: FSDP2, asynchronous saves, ranks that die or hang."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed import checkpoint as dcp
+
+from nvmeio.torch.dcp import FileSystemReader
+
+pytestmark = [pytest.mark.packaging, pytest.mark.timeout(600)]
+
+PROGRAM = Path(__file__).with_name("program.py")
+WATCHDOG_S = 240
+
+
+class Run:
+    """A program that torchrun has started on several ranks."""
+
+    def __init__(self, name, size, **arguments):
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command += ["--nproc-per-node", str(size), str(PROGRAM), name]
+        self.process = subprocess.Popen(
+            [*command, json.dumps(arguments)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            start_new_session=True,
+        )
+        self.errors = []
+        self.reader = threading.Thread(
+            target=lambda: self.errors.extend(self.process.stderr), daemon=True
+        )
+        self.reader.start()
+        self.watchdog = threading.Timer(WATCHDOG_S, self.end)
+        self.watchdog.daemon = True
+        self.watchdog.start()
+
+    def end(self):
+        """End it and its ranks."""
+        os.killpg(self.process.pid, signal.SIGKILL)
+
+    def reports(self):
+        """Yield what ranks report."""
+        for line in self.process.stdout:
+            yield json.loads(line)
+
+    def finish(self):
+        """Wait, and return all reports and the exit status."""
+        found = [*self.reports()]
+        status = self.process.wait()
+        self.watchdog.cancel()
+        self.reader.join()
+        return found, status
+
+
+def run(name, size, **arguments):
+    """Run a function on several ranks; return what they report."""
+    ranks = Run(name, size, **arguments)
+    found, status = ranks.finish()
+    assert status == 0, "".join(ranks.errors)
+    assert sorted(each["rank"] for each in found) == [*range(size)]
+    return found
+
+
+@pytest.mark.parametrize("saved", [1, 2, 4])
+def test_fsdp_and_its_optimizer_are_loaded_by_other_numbers_of_ranks(tmp_path, saved):
+    folder = str(tmp_path / "checkpoint")
+    reports = run("save", saved, folder=folder, steps=3)
+    expected = reports[0]["digests"]
+    assert len(expected) > 10
+    assert all(each["digests"] == expected for each in reports)
+    for loaded in {1: [2], 2: [1], 4: [2, 3]}[saved]:
+        for found in run("load", loaded, folder=folder):
+            assert found["digests"] == expected
+            assert found["steps"] == 3
+
+
+@pytest.mark.parametrize("way", ["THREAD", "PROCESS"])
+def test_an_asynchronous_save_has_the_state_of_its_moment(tmp_path, way):
+    folder = str(tmp_path / "checkpoint")
+    expected = run("save", 2, folder=folder, steps=2, way=way)[0]["digests"]
+    for found in run("load", 2, folder=folder):
+        assert found["digests"] == expected
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_rank_that_is_killed_leaves_the_old_checkpoint_or_the_new_one(tmp_path, seed):
+    rng = random.Random(f"killed-{seed}")
+    folder, size = tmp_path / "checkpoint", rng.choice([2, 4])
+    ranks = Run("save_on_and_on", size, folder=str(folder))
+    pids, saved, wanted = {}, 0, rng.randint(2, 12)
+    for said in ranks.reports():
+        if "pid" in said:
+            pids[said["rank"]] = said["pid"]
+            continue
+        saved = max(saved, said["saved"])
+        if saved >= wanted:
+            break
+    time.sleep(rng.random() / 20)
+    os.kill(pids[rng.randrange(size)], signal.SIGKILL)
+    reports, status = ranks.finish()
+    assert status != 0
+    saved = max([saved, *(said["saved"] for said in reports if "saved" in said)])
+    state = {"step": 0, "data": torch.zeros(64, 4096)}
+    with pytest.warns(UserWarning, match=r"torch\.distributed is"):
+        dcp.load(state, storage_reader=FileSystemReader(folder), no_dist=True)
+    assert state["step"] in (saved, saved + 1)
+    torch.manual_seed(state["step"])
+    assert torch.equal(state["data"], torch.randn(64, 4096))
+
+
+def test_a_rank_that_hangs_is_told_within_the_time_of_the_group(tmp_path):
+    folder, patience_s = tmp_path / "checkpoint", 5
+    ranks = Run("hang", 2, folder=str(folder), patience_s=patience_s)
+    pids, said = {}, {}
+    for said in ranks.reports():
+        if "error" in said:
+            break
+        pids[said["rank"]] = said["pid"]
+    # It would never end by itself.
+    os.kill(pids[1], signal.SIGKILL)
+    ranks.finish()
+    assert said["rank"] == 0
+    assert patience_s <= said["waited_s"] < 4 * patience_s
+    state = {"step": 0, "data": torch.zeros(64, 4096)}
+    with pytest.warns(UserWarning, match=r"torch\.distributed is"):
+        dcp.load(state, storage_reader=FileSystemReader(folder), no_dist=True)
+    assert state["step"] == 1
