@@ -1,7 +1,7 @@
 """Compares whole-file saves and loads with what people use for checkpoints.
 
 Model files beside plain loops, safetensors, torch and other loaders; checkpoints of nested
-state beside plain loops; one array beside numpy; plain bytes beside Python, aiofile and
+state beside plain loops; those of two ranks beside torch.distributed's own; one array beside numpy; plain bytes beside Python, aiofile and
 caio.  Loads begin with nothing in the page cache and end with every byte in memory, saves
 end with an fsync.  bench/README.md says how to read the tables and what they showed.
 """
@@ -27,6 +27,7 @@ from machine import arguments, machine
 from model_files import model_duels
 from peers import Peers
 from report import finish
+from two_ranks import rank_duels
 
 import nvmeio
 from nvmeio._cli.measuring import forget_cached
@@ -242,6 +243,7 @@ def main() -> None:
         duels = [
             *model_duels(Path(folder), 4 * options.size, child, peers),
             *checkpoint_duels(Path(folder), 2 * options.size, child),
+            *rank_duels(Path(folder), 2 * options.size, stack),
             *array_duels(Path(folder), options.size),
             *bytes_duels(Path(folder), options.size, peers),
         ]

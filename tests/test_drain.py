@@ -305,6 +305,7 @@ def test_a_source_that_changes_is_told(source, tmp_path, watched):
     ("options", "kind", "words"),
     [
         ({"last": ".metadata"}, TypeError, "last is '.metadata'; it must be several names"),
+        ({"last": {"a", "b"}}, TypeError, "it must be several names, in order"),
         ({"retries": -1}, ValueError, "retries is -1; it must be from 0 to 1000"),
         ({"bandwidth": 0}, ValueError, "bandwidth is 0; it must be more than 0"),
         ({"bandwidth": "1G"}, TypeError, "bandwidth is '1G'; it must be bytes a second"),
@@ -491,3 +492,196 @@ def test_a_step_that_waits_gives_way_to_a_newer_one(tmp_path, monkeypatch):
     assert names_in(far) == ["step-3"]
     manifest = json.loads((far / "step-3" / "manifest.json").read_text())
     assert manifest["step"] == 3
+
+
+# What reviewers have found.
+
+
+def test_brackets_in_a_name_are_no_pattern(source):
+    system = fsspec.filesystem("memory")
+    system.store.clear()
+    for run in ("lr[1]", "lr1"):
+        with Checkpointer(source.parent / run, keep=1, drain_to=f"memory://{run}") as saver:
+            for step in (1, 2):
+                saver.save(step, state_of(step))
+                saver.drained.result()
+    assert names_in("memory://lr[1]") == names_in("memory://lr1") == ["step-2"]
+    (source / "a[b]*.bin").write_bytes(b"x")
+    drain(source, "memory://other").result()
+    with system.open("/other/a[b]*.bin") as stream:
+        assert stream.read() == b"x"
+    system.store.clear()
+
+
+def test_a_copy_that_is_alone_and_damaged_is_told(tmp_path):
+    far = tmp_path / "far"
+    with Checkpointer(tmp_path / "near", drain_to=far) as saver:
+        for step in (1, 2):
+            saver.save(step, state_of(step))
+            saver.drained.result()
+    os.truncate(far / "step-2" / "tensors.safetensors", 1000)
+    other = Checkpointer(tmp_path / "other", drain_to=far)
+    with pytest.warns(RuntimeWarning, match=r"step 2 is passed over: .*far.step-2"):
+        assert same(other.restore(), 1)
+    with pytest.raises(CheckpointError, match=r"far.step-2"):
+        other.restore(2)
+
+
+def test_a_step_that_is_removed_stays_away(tmp_path, far):
+    with Checkpointer(tmp_path / "near", keep=2, drain_to=far) as saver:
+        for step in (100, 200, 300):
+            saver.save(step, state_of(step))
+            saver.drained.result()
+        saver.remove(300)
+        saver.save(210, state_of(210))
+        saver.drained.result()
+        assert saver.latest() == 210
+    assert names_in(far) == ["step-200", "step-210"]
+    other = Checkpointer(tmp_path / "other", drain_to=far)
+    other.remove(210)
+    assert other.steps() == [200]
+    with pytest.raises(FileNotFoundError):
+        other.remove(210)
+    with pytest.warns(RuntimeWarning, match="step 3 is saved, and step 200 is there"):
+        other.save(3, state_of(3))
+    other.close()
+
+
+def test_what_is_replaced_is_not_said_to_be_complete(source, tmp_path, watched):
+    target = tmp_path / "target"
+    drain(source, target).result()
+    (source / "__0_0.distcp").write_bytes(pattern(9_000_001, 8))
+    (source / "__1_0.distcp").write_bytes(b"of the second save")
+    failures = {"__1_0.distcp": [OSError(errno.ENOSPC, "no room")]}
+    assert drain_with(source, tmp_path, watched, failures).exception()
+    assert ".metadata" not in os.listdir(target)
+    # New files beside the old ones leave those complete.
+    drain(source, target).result()
+    (source / "new").write_bytes(b"x")
+    failures = {"new": [OSError(errno.ENOSPC, "no room")]}
+    assert drain_with(source, tmp_path, watched, failures).exception()
+    assert (target / ".metadata").read_bytes() == FILES[".metadata"]
+
+
+def test_a_step_that_is_replaced_amid_its_drain(tmp_path, monkeypatch):
+    far, near = tmp_path / "far", tmp_path / "near"
+    begun, go_on = threading.Event(), threading.Event()
+    writing = _places._Folder.writing
+
+    def held(place, name):
+        if name.endswith("tree.json") and not go_on.is_set():
+            begun.set()
+            go_on.wait()
+        return writing(place, name)
+
+    monkeypatch.setattr(_places._Folder, "writing", held)
+    saver = Checkpointer(near, drain_to=far)
+    saver.save(5, state_of(1))
+    begun.wait()
+    saver.save(5, {**state_of(2), "more": 1})
+    complete = []
+    copy = saver._copies._copy
+
+    def look(step, folder):
+        complete.append((far / "step-5" / "manifest.json").exists())
+        return copy(step, folder)
+
+    monkeypatch.setattr(saver._copies, "_copy", look)
+    go_on.set()
+    saver.close()
+    assert complete == [False]
+    assert same(Checkpointer(tmp_path / "other", drain_to=far).restore(), 2)
+
+
+def test_an_object_that_is_not_right_keeps_no_name(source, monkeypatch):
+    system = fsspec.filesystem("memory")
+    system.store.clear()
+    # As a store, which gives an object its name when it is complete.
+    monkeypatch.setattr(_places, "_RENAMING", set())
+    finish = _places._RemoteWriter.finish
+
+    def spoil(writer):
+        finish(writer)
+        if writer.target.endswith("__1_0.distcp"):
+            system.pipe_file(writer.unnamed, bytes(4 << 20))
+
+    monkeypatch.setattr(_places._RemoteWriter, "finish", spoil)
+    with pytest.raises(OSError, match="were read back"):
+        drain(source, "memory://store", retries=1).result()
+    assert not system.exists("/store/__1_0.distcp")
+    system.store.clear()
+
+
+def test_a_target_that_does_not_answer_is_in_nobodys_way(tmp_path, monkeypatch):
+    near = tmp_path / "near"
+    with Checkpointer(near) as saver:
+        saver.save(1, state_of(1))
+
+    def refuse(*_):
+        raise ConnectionRefusedError(errno.ECONNREFUSED, "nobody is there")
+
+    monkeypatch.setattr(fsspec.core, "url_to_fs", refuse)
+    saver = Checkpointer(near, drain_to="memory://run")
+    assert same(saver.restore(), 1)
+    saver.save(2, state_of(2))
+    assert isinstance(saver.drained.exception(), ConnectionRefusedError)
+    with pytest.raises(ConnectionRefusedError):
+        saver.close()
+
+
+def test_a_slow_drain_ends_when_it_is_given_up(source, tmp_path):
+    future = drain(source, tmp_path / "target", bandwidth=1.0)
+    assert future.cancel()
+    for thread in threading.enumerate():
+        if thread.name == "nvmeio-drain":
+            thread.join()
+    assert not [n for n in os.listdir(tmp_path / "target") if n.endswith("-part")]
+
+
+def test_what_a_drain_that_died_has_left_goes(tmp_path):
+    far = tmp_path / "far"
+    (far / "step-10").mkdir(parents=True)
+    (far / "step-10" / ".tensors.safetensors.01234567.nvmeio-part").write_bytes(b"x")
+    with Checkpointer(tmp_path / "near", keep=1, drain_to=far) as saver:
+        saver.save(20, state_of(20))
+    assert names_in(far) == ["step-20"]
+
+
+def test_a_folder_goes_by_its_whole_path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    saver = Checkpointer("near", drain_to="far")
+    monkeypatch.chdir("/")
+    with saver:
+        saver.save(1, state_of(1))
+    assert names_in(tmp_path / "far") == ["step-1"]
+
+
+def test_a_link_to_the_source_is_no_copy(source, tmp_path):
+    target = tmp_path / "target"
+    target.mkdir()
+    os.symlink(source / "__1_0.distcp", target / "__1_0.distcp")
+    drain(source, target).result()
+    assert not (target / "__1_0.distcp").is_symlink()
+    assert (target / "__1_0.distcp").read_bytes() == FILES["__1_0.distcp"]
+    os.symlink(source, tmp_path / "link")
+    with pytest.raises(ValueError, match="is within"):
+        drain(tmp_path / "link", source / "below" / "target")
+
+
+def test_a_file_that_changes_once_it_is_copied_is_told(source, tmp_path, watched):
+    class Changing(list):
+        """A failure of another file, before which one that was copied changes."""
+
+        def pop(self, _):
+            while not (tmp_path / "target" / "__1_0.distcp").exists():
+                pass
+            (source / "__1_0.distcp").write_bytes(pattern(4 << 20, 9))
+            return OSError(errno.EIO, "once")
+
+    failures = {"empty": Changing([1, 2])}
+    inner = failures["empty"]
+    inner.pop = lambda _: (inner.__class__.pop(inner, 0), inner.clear())[0]
+    future = drain_with(source, tmp_path, watched, failures)
+    with pytest.raises(CheckpointError, match="has changed while it was drained"):
+        future.result()
+    assert ".metadata" not in os.listdir(tmp_path / "target")

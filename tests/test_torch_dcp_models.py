@@ -211,3 +211,82 @@ def test_a_file_that_changes_meanwhile_is_told(tmp_path):
     reader.read_metadata = read_and_replace
     with pytest.raises(CheckpointException, match="has changed while it was read"):
         dcp.load(zeroed(state_of(1)), storage_reader=reader, no_dist=True)
+
+
+def test_a_mixture_of_joined_files_is_refused(tmp_path, monkeypatch):
+    mapping = dict(zip(state_of(0), (1, 1, 1, 2, 2, 2), strict=True))
+    options = {"save_distributed": True, "enable_consolidation": True}
+    save(tmp_path, state_of(1), fqn_to_index_mapping=mapping, **options)
+    replace, done = os.replace, []
+
+    def fail_in_between(part, whole):
+        if "sharded" not in str(whole) and str(whole).endswith(".safetensors"):
+            done.append(whole)
+            if len(done) == 2:
+                raise OSError(errno.EIO, "broken")
+        replace(part, whole)
+
+    monkeypatch.setattr(_model_writing.os, "replace", fail_in_between)
+    with pytest.raises(CheckpointException, match="broken"):
+        save(tmp_path, state_of(2), fqn_to_index_mapping=mapping, **options)
+    monkeypatch.undo()
+    with pytest.raises(CheckpointException, match="of two saves"):
+        load(tmp_path, zeroed(state_of(1)))
+
+
+def test_what_others_have_put_there_stays(tmp_path):
+    theirs = tmp_path / "model-00001-of-00002.safetensors"
+    safetensors.torch.save_file({"base": torch.ones(3)}, theirs)
+    save(tmp_path, state_of(1), save_distributed=True)
+    assert theirs.exists()
+
+
+def test_ranks_that_know_nothing_of_each_other(tmp_path):
+    folder = str(tmp_path / "checkpoint")
+    alone = {"folder": folder, "collectives": False}
+    together(tmp_path, "save_models", 2, **alone)
+    for found in together(tmp_path, "load_models", 2, folder=folder):
+        assert found["wrong"] == []
+    (said,) = together(tmp_path, "save_models_alone_and_join", 1, folder=folder)
+    assert "use_collectives=False" in said
+
+
+def test_a_planner_that_keeps_plans(tmp_path):
+    for seed in (1, 2):
+        writer = HuggingFaceStorageWriter(str(tmp_path))
+        planner = dcp.DefaultSavePlanner(enable_plan_caching=True)
+        dcp.save(state_of(seed), storage_writer=writer, planner=planner, no_dist=True)
+        assert same(load(tmp_path, zeroed(state_of(seed))), state_of(seed))
+
+
+def test_a_folder_that_is_not_shared_is_told_before_anything_has_a_name(tmp_path):
+    save(tmp_path, state_of(1), save_distributed=True)
+    before = {name: (tmp_path / name).read_bytes() for name in os.listdir(tmp_path)}
+    writer = HuggingFaceStorageWriter(str(tmp_path), save_distributed=True)
+    write_data = writer.write_data
+
+    def write_elsewhere(plan, planner):
+        future = write_data(plan, planner)
+        for name in os.listdir(tmp_path):
+            if name.endswith(".part"):
+                os.rename(tmp_path / name, tmp_path.parent / name)
+        return future
+
+    writer.write_data = write_elsewhere
+    with pytest.raises(CheckpointException, match="one folder that they share"):
+        dcp.save(state_of(2), storage_writer=writer, no_dist=True)
+    assert before == {n: (tmp_path / n).read_bytes() for n in os.listdir(tmp_path)}
+
+
+@pytest.mark.parametrize("second", [1, 2])
+def test_parts_that_overlap_are_refused(tmp_path, second):
+    for number, (at, rows) in enumerate([(0, 2), (second, 2), (4, 2)]):
+        told = {"a": {"saved_offsets": [at, 0], "nvmeio_size": [6, 3]}}
+        if second == 2:
+            told["a"]["nvmeio_size"][0] += number
+        path = tmp_path / f"shard-0000{number}-model-00001-of-00001.safetensors"
+        metadata = {"DCP_SHARDING_INFO": json.dumps(told)}
+        safetensors.torch.save_file({"a": torch.ones(rows, 3)}, path, metadata)
+    words = "some of them twice" if second == 1 else "in another file"
+    with pytest.raises(CheckpointException, match=words):
+        load(tmp_path, {"a": torch.zeros(6, 3)})

@@ -1,5 +1,6 @@
 """Ranks that save and load together, by torch.distributed.checkpoint over gloo."""
 
+import gc
 import os
 
 import torch
@@ -9,12 +10,14 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+import nvmeio
 from nvmeio.torch.dcp import (
     FileSystemReader,
     FileSystemWriter,
     HuggingFaceStorageReader,
     HuggingFaceStorageWriter,
     PoolStager,
+    _writing,
 )
 from workloads.common import report
 
@@ -93,15 +96,30 @@ def load_and_compare(state, expected, found, reader, folder):
     return {"wrong": wrong, "read": read, "share": share}
 
 
-def save_models(rendezvous, rank, size, folder, by="nvmeio", joined=False):
+def save_models(
+    rendezvous, rank, size, folder, by="nvmeio", joined=False, collectives=True
+):
     """Save a state as model files on all ranks."""
     state = state_of(begin(rendezvous, rank, size), 3)["model"]
     kind = HuggingFaceStorageWriter if by == "nvmeio" else dcp.HuggingFaceStorageWriter
     mapping = {"wide": 1, "tall": 2, "same": 1, "bias": 2}
     options = {"enable_consolidation": True, "fqn_to_index_mapping": mapping}
     writer = kind(folder, save_distributed=True, **(options if joined else {}))
-    dcp.save(state, storage_writer=writer)
+    dcp.save(state, storage_writer=writer, use_collectives=collectives)
     report("saved")
+    dist.destroy_process_group()
+
+
+def save_models_alone_and_join(rendezvous, rank, size, folder):
+    """Have each rank plan for itself, and join the parts; tell what that is told."""
+    state = state_of(begin(rendezvous, rank, size), 3)["model"]
+    writer = HuggingFaceStorageWriter(
+        folder, save_distributed=True, enable_consolidation=True
+    )
+    try:
+        dcp.save(state, storage_writer=writer, use_collectives=False)
+    except ValueError as error:
+        report(str(error))
     dist.destroy_process_group()
 
 
@@ -148,3 +166,38 @@ def stage_without_pool():
     state = {"large": torch.randn(1 << 20), "small": torch.randn(9)}
     staged = PoolStager().stage(state)
     report([torch.equal(staged[name], state[name]) for name in state])
+
+
+def stage_again_and_again(folder):
+    """Save in the background; tell what the pool has lent meanwhile and afterwards."""
+    state = {"a": torch.randn(1 << 20), "b": torch.randn(1 << 20)}
+    used, stager, held, given_back = nvmeio.pool_stats()["bytes_used"], PoolStager(), [], []
+    for seed in range(3):
+        state["a"].fill_(seed)
+        writer = FileSystemWriter(folder)
+        future = dcp.async_save(
+            state, storage_writer=writer, async_stager=stager, no_dist=True
+        )
+        held.append(nvmeio.pool_stats()["bytes_used"] >= used + (8 << 20))
+        future.result()
+        del future
+        # The thread of torch that has saved it may not have ended yet.
+        while nvmeio.pool_stats()["bytes_used"] > used:
+            gc.collect()
+        given_back.append(True)
+    found = {"a": torch.zeros(1 << 20), "b": torch.zeros(1 << 20)}
+    dcp.load(found, storage_reader=FileSystemReader(folder), no_dist=True)
+    right = all(torch.equal(found[name], state[name]) for name in state)
+    report({"held": held, "given back": given_back, "right": right})
+
+
+def reserved_together(rendezvous, rank, size, folder):
+    """Save a tensor of 8 MiB in shards; tell how much room this rank has reserved."""
+    mesh, found = begin(rendezvous, rank, size), []
+    reserve = _writing.reserve
+    _writing.reserve = lambda file, nbytes, path: found.append(nbytes)
+    state = {"a": distribute_tensor(torch.randn(1024, 2048), mesh, [Shard(0)])}
+    dcp.save(state, storage_writer=FileSystemWriter(folder))
+    _writing.reserve = reserve
+    report(sum(found))
+    dist.destroy_process_group()

@@ -19,7 +19,7 @@ from nvmeio._arguments.types import Path
 from nvmeio._events.forks import call_in_child
 from nvmeio._files.folders import make_folders
 from nvmeio._files.paths import absolute
-from nvmeio.checkpoint._copies import Copies
+from nvmeio.checkpoint._copies import Copies, NoCopyError
 from nvmeio.checkpoint._errors import CheckpointError, MovedError, NoChecksumsError
 from nvmeio.checkpoint._folders import (
     Unfinished,
@@ -207,6 +207,8 @@ class Checkpointer:
         if self.verify_by == "checksum" and self.checksum is None:
             raise ValueError('verify is "checksum", and checksum is None: there are none')
         self.drain_to = None if drain_to is None else os.fsdecode(path_of(drain_to))
+        if self.drain_to is not None and "://" not in self.drain_to:
+            self.drain_to = os.fsdecode(absolute(self.drain_to))
         self.restored: int | None = None
         self._writer = WriterLock(str(self.root))
         self._closed = False
@@ -219,6 +221,7 @@ class Checkpointer:
         self._within = False
         self._staging = Staging()
         self._last: SaveFuture | None = None
+        self._begun = False
         self._copies = None
         if self.drain_to is not None:
             self._copies = Copies(self.drain_to, str(self.root), self._kept)
@@ -372,10 +375,13 @@ class Checkpointer:
         make_folders(str(self.root))
         if self._writer.take():
             remove_unfinished(str(self.root), "step-")
+        # Once: it may be far away.
+        copied = [] if self._begun else self._copied()
+        self._begun = True
         if self._copies is not None and (failed := self._copies.failure()) is not None:
             words = f"a step was saved and not drained to {self.drain_to}: {failed}"
             warnings.warn(words, RuntimeWarning, stacklevel=4)
-        newest = next(self._complete(), None)
+        newest = next(self._complete(copied), None)
         if newest is not None and newest > step:
             warnings.warn(
                 f"step {step} is saved, and step {newest} is there: restore takes that "
@@ -543,9 +549,12 @@ class Checkpointer:
                 raise
             try:
                 found = self._copies.read(step, read)
-            except FileNotFoundError:
+            except NoCopyError:
                 raise error from None
             except Exception as other:
+                if isinstance(error, _GoneError):
+                    # It is in the copy alone.
+                    raise
                 if hasattr(error, "add_note"):
                     error.add_note(f"its copy in {self.drain_to}: {other}")
                 raise error from other
@@ -659,7 +668,7 @@ class Checkpointer:
 
     @suggesting
     def remove(self, step: int) -> None:
-        """Remove a step, complete or not.
+        """Remove a step, complete or not, and its copy.
 
         Parameters
         ----------
@@ -675,10 +684,18 @@ class Checkpointer:
         OSError
             With errno and path.
         """
-        folder = self._folder(_step_of(step))
+        step = _step_of(step)
+        folder = self._folder(step)
         with self._alone():
             self._await_last()
+            copied = self._copies is not None and step in self._copies.steps()
+            if copied and self._copies is not None:
+                make_folders(str(self.root))
+                self._writer.take()
+                self._copies.remove(step)
             if not os.path.lexists(folder):
+                if copied:
+                    return
                 raise _GoneError(errno.ENOENT, "there is no such checkpoint", folder)
             self._writer.take()
             with exclusive(os.path.join(folder, MANIFEST)) as free:
@@ -764,13 +781,13 @@ class Checkpointer:
             self._closed = True
             try:
                 self._await_last()
+            finally:
                 if self._copies is not None:
                     self._copies.wait()
-                    if (failed := self._copies.failure()) is not None:
-                        raise failed
-            finally:
                 self._staging.release()
                 self._writer.release()
+            if self._copies is not None and (failed := self._copies.failure()) is not None:
+                raise failed
 
     def __enter__(self) -> "Checkpointer":
         return self

@@ -1,6 +1,5 @@
 """Copies of a Checkpointer's steps elsewhere: made in the background, and read from."""
 
-import errno
 import logging
 import os
 import re
@@ -20,12 +19,16 @@ from nvmeio.checkpoint._places import place_of
 from nvmeio.checkpoint._restoring import Held
 from nvmeio.default import default_handle
 
-__all__ = ["Copies"]
+__all__ = ["Copies", "NoCopyError"]
 
 _FOLDER = re.compile(r"step-(0|[1-9][0-9]{0,18})")
 RETRIES = 3
 
 _log = logging.getLogger("nvmeio")
+
+
+class NoCopyError(Exception):
+    """There is no copy of a step."""
 
 
 class Copies:
@@ -48,6 +51,7 @@ class Copies:
         self._waiting: tuple[int, str, Future[int]] | None = None
         self._thread: threading.Thread | None = None
         self._failed: BaseException | None = None
+        self._drain: tuple[int, Future[int]] | None = None
         self.latest: Future[int] | None = None
 
     def begin(self, step: int, folder: str) -> None:
@@ -56,15 +60,20 @@ class Copies:
         with self._mutex:
             before, self._waiting = self._waiting, (step, folder, future)
             self.latest = future
-            if before is not None and before[2].cancel():
-                _log.warning("step %d is not drained: step %d is there", before[0], step)
-            if self._thread is not None:
-                return
-            thread = self._thread = threading.Thread(target=self._run, name="nvmeio-drain")
+            thread = None
+            if self._thread is None:
+                thread = threading.Thread(target=self._run, name="nvmeio-drain")
+                self._thread = thread
+        if before is not None and before[2].cancel():
+            _log.warning("step %d is not drained: step %d is there", before[0], step)
+        if thread is None:
+            return
         try:
             thread.start()
         except RuntimeError:
             # The system has none to give, or Python is about to end.
+            with self._mutex:
+                self._thread = None
             self._run()
 
     def _run(self) -> None:
@@ -90,24 +99,18 @@ class Copies:
         name = f"step-{step}"
         try:
             # Whoever prunes waits for whoever reads.
-            with Held(folder, step):
-                if MANIFEST in self.place.names(name):
-                    self._replace(name, folder)
-                drain = Drain(folder, _Below(self.place, name), (MANIFEST,), RETRIES, None)
-                drain.start()
-                nbytes = drain.future.result()
+            with Held(folder, step) as held:
+                place = _Below(self.place, name)
+                work = Drain(folder, place, (MANIFEST,), RETRIES, None, held.require_place)
+                self._drain = step, work.future
+                work.start()
+                nbytes = work.future.result()
         except MovedError:
             # Another has taken its place, and is drained after it.
+            self.place.remove(f"{name}/{MANIFEST}")
             return 0
         self.prune(step)
         return nbytes
-
-    def _replace(self, name: str, folder: str) -> None:
-        """Take a copy of other bytes its manifest, which says that it is complete."""
-        with open(os.path.join(folder, MANIFEST), "rb") as file:
-            ours = file.read()
-        if b"".join(map(bytes, self.place.read(f"{name}/{MANIFEST}"))) != ours:
-            self.place.remove(f"{name}/{MANIFEST}")
 
     def wait(self) -> None:
         """Wait until nothing is copied any more."""
@@ -128,26 +131,43 @@ class Copies:
         return [step for step in steps if MANIFEST in self.place.names(f"step-{step}")]
 
     def prune(self, saved: int) -> None:
-        """Remove the copies that the Checkpointer does not keep."""
+        """Remove the copies that are not kept, and those that were never complete."""
         try:
             steps = sorted(self.steps())
-            for step in set(steps) - set(self._kept(steps)) - {saved}:
-                self.place.remove(f"step-{step}/{MANIFEST}")
-                self.place.remove(f"step-{step}")
-        except OSError as error:
+            folders = map(_FOLDER.fullmatch, self.place.names(""))
+            there = {int(each[1]) for each in folders if each}
+            for step in there - set(self._kept(steps)) - {saved}:
+                self._remove(step)
+        except Exception as error:
+            # What fsspec raises may be anything.
             _log.warning("older copies are left: %s", error)
+
+    def _remove(self, step: int) -> None:
+        self.place.remove(f"step-{step}/{MANIFEST}")
+        self.place.remove(f"step-{step}")
+
+    def remove(self, step: int) -> None:
+        """Remove a copy, also one that is being made."""
+        with self._mutex:
+            waiting, drain = self._waiting, self._drain
+        if waiting is not None and waiting[0] == step:
+            waiting[2].cancel()
+        if drain is not None and drain[0] == step:
+            drain[1].cancel()
+            self.wait()
+        self._remove(step)
 
     def read(self, step: int, read: Callable[[Held], Any]) -> Any:
         """Read a step, of what is far away by a copy that goes afterwards.
 
         Raises
         ------
-        FileNotFoundError
+        NoCopyError
             There is none.
         """
         name = f"step-{step}"
         if MANIFEST not in self.place.names(name):
-            raise FileNotFoundError(errno.ENOENT, "there is no copy", name)
+            raise NoCopyError(name)
         near = self.place.folder(name)
         if near is not None:
             with Held(near, step) as held:

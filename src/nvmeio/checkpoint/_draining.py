@@ -10,7 +10,7 @@ import stat
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Set
 from concurrent.futures import CancelledError, Future
 
 import crc32c
@@ -83,7 +83,8 @@ def drain(
     Files are copied side by side, each under a name of its own until it is complete, synced
     and read back with the same checksum (objects of a store have their name at once).  One
     that is there already with the same bytes is not copied again, so a drain that was
-    interrupted goes on.  An error that stays raises in ``result()``: at once where there is
+    interrupted goes on.  Before a file of other bytes is replaced, the `last` ones go.  An
+    error that stays raises in ``result()``: at once where there is
     no room or no right (ENOSPC, EDQUOT, EROFS, EACCES, EPERM).  A file that changes
     meanwhile is a CheckpointError.  Python waits for a drain before it ends.
     """
@@ -102,21 +103,29 @@ class Drain:
         last: Collection[str],
         retries: int,
         bandwidth: float | None,
+        check: Callable[[], object] = lambda: None,
     ) -> None:
         self.source = os.fsdecode(absolute(path_of(source)))
         self.place = place
-        if isinstance(last, (str, bytes)) or not all(isinstance(n, str) for n in last):
-            raise TypeError(f"last is {last!r:.100}; it must be several names")
+        names = [None] if isinstance(last, (str, bytes, Set)) else list(last)
+        if not all(isinstance(name, str) for name in names):
+            raise TypeError(f"last is {last!r:.100}; it must be several names, in order")
         self.retries = whole("retries", retries, 0, RETRIES_MAX)
         self.pace = _Pace(bandwidth)
-        inside = os.path.commonpath([self.source, os.path.realpath(place.root)])
-        if os.path.isabs(place.root) and inside == self.source:
+        real = os.path.realpath(self.source)
+        inside = os.path.commonpath([real, os.path.realpath(place.root)])
+        if os.path.isabs(place.root) and inside == real:
             raise ValueError(f"{place.root!r} is within {self.source!r}")
         folders, self.sizes = _files_below(self.source)
         self.folders, self._made = folders, False
-        named = [n for pattern in last for n in sorted(self.sizes) if _is(n, pattern)]
+        named = [n for pattern in names for n in sorted(self.sizes) if _is(n, pattern)]
         self.last = list(dict.fromkeys(named))
         self.future: Future[int] = Future()
+        self.future.add_done_callback(self._end_if_cancelled)
+        # Raises where the source is no more what it was.
+        self.check = check
+        self._seen: dict[str, tuple[int, int, int]] = {}
+        self._uncovered = False
         # Largest first, so that no thread has a large one left in the end.
         first = self.sizes.keys() - set(self.last)
         self._left = deque(sorted(first, key=lambda name: (-self.sizes[name], name)))
@@ -124,6 +133,10 @@ class Drain:
         self._at_work = 0
         self._failed: BaseException | None = None
         self._stop = threading.Event()
+
+    def _end_if_cancelled(self, future: "Future[int]") -> None:
+        if future.cancelled():
+            self._stop.set()
 
     def start(self) -> None:
         """Copy in threads; where there are none to be had, here."""
@@ -166,11 +179,14 @@ class Drain:
                 return
             for folder in self.folders:
                 self._try(folder, functools.partial(self.place.make, folder))
-                for name in self.place.names(folder):
-                    mine = unfinished(name)
-                    if mine and os.path.join(folder, mine) in self.sizes:
-                        self.place.remove(os.path.join(folder, name))
+                self._try(folder, functools.partial(self._clean, folder))
             self._made = True
+
+    def _clean(self, folder: str) -> None:
+        for name in self.place.names(folder):
+            mine = unfinished(name)
+            if mine and os.path.join(folder, mine) in self.sizes:
+                self.place.remove(os.path.join(folder, name))
 
     def _next(self) -> str | None:
         if self.future.cancelled():
@@ -190,15 +206,27 @@ class Drain:
         # From here on it cannot be cancelled.
         if not self.future.set_running_or_notify_cancel():
             raise CancelledError
+        self._look_at_source()
         for name in self.last:
             self._copy(name)
             self._settle()
+        self._look_at_source()
+
+    def _look_at_source(self) -> None:
+        """See that what was copied is still what is there."""
+        self.check()
+        for name, seen in self._seen.items():
+            path = os.path.join(self.source, name)
+            if _state_of(os.stat(path)) != seen:
+                raise CheckpointError(f"{path} has changed while it was drained")
 
     def _settle(self) -> None:
         for folder in self.folders:
             self._try(folder, functools.partial(self.place.settle, folder))
 
     def _tell(self) -> None:
+        if self.future.cancelled():
+            return
         if self._failed is None:
             self.future.set_result(sum(self.sizes.values()))
         elif self.future.running() or self.future.set_running_or_notify_cancel():
@@ -241,18 +269,21 @@ class Drain:
             size = self.sizes[name]
             if before.st_size != size:
                 raise CheckpointError(f"{path} has changed while it was drained")
-            if self.place.size(name) == size and self._is_there(name, file, size):
+            self._seen[name] = _state_of(before)
+            there = self.place.size(name)
+            if there == size and self._is_there(name, file, size):
                 return
+            if there is not None and name not in self.last:
+                self._uncover()
             with self.place.writing(name) as writer:
                 expected = 0
                 for piece in pieces_of(file, size):
                     self._pass(piece)
                     expected = crc32c.crc32c(piece.data, expected)
                     writer.write(piece)
-                writer.finish()
-                now = os.fstat(file.fileno())
-                if (now.st_size, now.st_mtime_ns) != (size, before.st_mtime_ns):
+                if _state_of(os.fstat(file.fileno())) != _state_of(before):
                     raise CheckpointError(f"{path} has changed while it was drained")
+                writer.finish()
                 found, nbytes = self._sum(writer.read())
                 if (found, nbytes) != (expected, size):
                     raise _DifferentError(
@@ -260,6 +291,17 @@ class Drain:
                         f"{found:08x} were read back"
                     )
                 writer.commit()
+
+    def _uncover(self) -> None:
+        """Before a file is replaced: what says that the old ones are complete goes."""
+        with self._mutex:
+            if self._uncovered:
+                return
+            for name in self.last:
+                self.place.remove(name)
+            for folder in {os.path.dirname(name) for name in self.last}:
+                self.place.settle(folder)
+            self._uncovered = True
 
     def _is_there(self, name: str, file: File, size: int) -> bool:
         """Compare with what an earlier drain may have left."""
@@ -312,6 +354,10 @@ class _Pace:
             begin = max(now, self._free_at)
             self._free_at = begin + nbytes / self.bandwidth
             return begin - now
+
+
+def _state_of(found: os.stat_result) -> tuple[int, int, int]:
+    return found.st_size, found.st_mtime_ns, found.st_ino
 
 
 def _is(name: str, pattern: str) -> bool:

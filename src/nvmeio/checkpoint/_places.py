@@ -2,12 +2,14 @@
 
 import contextlib
 import errno
+import functools
 import importlib
 import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator
+import stat
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import numpy as np
@@ -26,12 +28,14 @@ __all__ = ["Bytes", "Place", "Writer", "pieces_of", "place_of", "unfinished"]
 Bytes = npt.NDArray[np.uint8]
 
 PIECE_BYTES = 4 << 20
+# Of a name that is as long as names may be.
+_BASE_BYTES_MAX = 220
 
-# Where a file gets another name without being copied, and may be seen half written.
-_RENAMING = {"memory", "sftp", "ssh", "smb", "ftp", "hdfs", "arrow_hdfs", "webhdfs"}
+# Where a file is given another name without being copied, and in the place of another.
+_RENAMING = {"memory", "sftp", "ssh"}
 
 
-_PART = re.compile(r"\.(.+)\.[0-9a-f]{8}\.nvmeio-part")
+_PART = re.compile(r"\.(.+)\.[0-9a-f]{8}\.nvmeio-part", re.DOTALL)
 
 
 class Writer(Protocol):
@@ -97,8 +101,9 @@ def place_of(target: Path) -> Place:
             f"{name!r} is a URL, and fsspec, which reaches such, is not installed",
             name="fsspec",
         ) from None
-    system, root = fsspec.core.url_to_fs(name)
-    return _Remote(system, root, name, protocol)
+    # Unknown ones are refused; it may be long until the first connection.
+    fsspec.get_filesystem_class(protocol)
+    return _Remote(functools.partial(fsspec.core.url_to_fs, name), name, protocol)
 
 
 def pieces_of(file: File, size: int) -> Iterator[Bytes]:
@@ -132,7 +137,8 @@ def _memory(nbytes: int) -> Bytes:
 def _unnamed(name: str) -> str:
     """Return what a file is called until it is complete."""
     folder, base = os.path.split(name)
-    return os.path.join(folder, f".{base}.{secrets.token_hex(4)}.nvmeio-part")
+    short = os.fsdecode(os.fsencode(base)[:_BASE_BYTES_MAX])
+    return os.path.join(folder, f".{short}.{secrets.token_hex(4)}.nvmeio-part")
 
 
 def unfinished(name: str) -> str | None:
@@ -167,13 +173,17 @@ class _Folder:
 
     def read(self, name: str) -> Iterator[Bytes]:
         with File(self.path(name)) as file:
+            # Who has written it may not have synced it.
+            os.fsync(file.fileno())
             yield from _read_anew(file)
 
     def size(self, name: str) -> int | None:
         try:
-            return os.stat(self.path(name)).st_size
+            found = os.lstat(self.path(name))
         except FileNotFoundError:
             return None
+        # A link may lead to the source itself; a file takes its place.
+        return found.st_size if stat.S_ISREG(found.st_mode) else None
 
     def make(self, folder: str) -> None:
         make_folders(self.path(folder))
@@ -227,9 +237,25 @@ def _read_anew(file: File) -> Iterator[Bytes]:
 class _Remote:
     """What fsspec reaches."""
 
-    def __init__(self, system: Any, path: str, root: str, protocol: str) -> None:
-        self.system, self.base, self.root = system, path.rstrip("/"), root
+    def __init__(
+        self, connect: Callable[[], tuple[Any, str]], root: str, protocol: str
+    ) -> None:
+        self.root = root
         self.renames = protocol in _RENAMING
+        self._connect = connect
+
+    @functools.cached_property
+    def _connected(self) -> tuple[Any, str]:
+        system, base = self._connect()
+        return system, base.rstrip("/")
+
+    @property
+    def system(self) -> Any:
+        return self._connected[0]
+
+    @property
+    def base(self) -> str:
+        return self._connected[1]
 
     def path(self, name: str) -> str:
         return f"{self.base}/{name}" if name else self.base
@@ -246,7 +272,8 @@ class _Remote:
             yield writer
         finally:
             writer.close()
-            if not writer.committed and self.renames:
+            # An object that is not what was sent has its name nevertheless.
+            if not writer.committed and (self.renames or writer.finished):
                 with contextlib.suppress(Exception):
                     self.system.rm_file(unnamed)
 
@@ -281,15 +308,28 @@ class _Remote:
         return [each.rstrip("/").rpartition("/")[2] for each in found]
 
     def remove(self, name: str) -> None:
-        with contextlib.suppress(FileNotFoundError):
-            self.system.rm(self.path(name), recursive=True)
+        # One by one: rm() would take brackets in a name for a pattern.
+        path = self.path(name)
+        self.system.invalidate_cache()
+        for each in self.system.find(path) or [path]:
+            with contextlib.suppress(FileNotFoundError):
+                self.system.rm_file(each)
+        # Stores have no folders, and others none that is empty.
+        with contextlib.suppress(Exception):
+            self.system.rmdir(path)
+
+
+def _renames_by_itself(system: Any) -> bool:
+    """Tell whether mv() is the system's own; fsspec's takes brackets for a pattern."""
+    general = importlib.import_module("fsspec").AbstractFileSystem
+    return type(system).mv is not general.mv
 
 
 class _RemoteWriter:
     def __init__(self, place: _Remote, unnamed: str, target: str) -> None:
         self.place, self.unnamed, self.target = place, unnamed, target
         self.stream = place.system.open(unnamed, "wb")
-        self.committed = False
+        self.committed = self.finished = False
 
     def write(self, piece: Bytes) -> None:
         view = piece.data
@@ -301,14 +341,19 @@ class _RemoteWriter:
             view = view[len(view) if taken is None else taken :]
 
     def finish(self) -> None:
+        self.finished = True
         self.stream.close()
 
     def read(self) -> Iterator[Bytes]:
         return self.place.read_path(self.unnamed)
 
     def commit(self) -> None:
-        if self.unnamed != self.target:
-            self.place.system.mv(self.unnamed, self.target)
+        system = self.place.system
+        if self.unnamed != self.target and _renames_by_itself(system):
+            system.mv(self.unnamed, self.target)
+        elif self.unnamed != self.target:
+            system.cp_file(self.unnamed, self.target)
+            system.rm_file(self.unnamed)
         self.committed = True
 
     def close(self) -> None:

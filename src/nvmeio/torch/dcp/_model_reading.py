@@ -3,7 +3,7 @@
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -30,7 +30,14 @@ from nvmeio.safetensors._frameworks import Torch
 from nvmeio.torch.dcp._reading import Parts
 from nvmeio.torch.dcp._stored import Stored
 
-__all__ = ["SAVE_KEY", "SIZE_KEY", "HuggingFaceStorageReader", "opened", "stored_of"]
+__all__ = [
+    "SAVE_KEY",
+    "SIZE_KEY",
+    "HuggingFaceStorageReader",
+    "opened",
+    "overlap",
+    "stored_of",
+]
 
 # What a header has that is not torch's: of which save a file is, and in its sharding
 # information how large a tensor is of which it has a part.
@@ -90,20 +97,27 @@ class HuggingFaceStorageReader(hf_storage.HuggingFaceStorageReader):  # type: ig
                 file = opened(stack, path)
                 said = file.layout.metadata or {}
                 sharding = _sharding_in(said, path)
-                if sharding is not None:
-                    saves[said.get(SAVE_KEY, "")] = path
+                if SAVE_KEY in said:
+                    saves[said[SAVE_KEY]] = path
                 for tensor in file.layout.tensors:
                     stored = stored_of(file, tensor)
                     offsets, size = _place_of(sharding, tensor.name, stored.shape, path)
-                    if size is not None:
-                        sizes[tensor.name] = size
+                    if size is not None and sizes.setdefault(tensor.name, size) != size:
+                        raise SafetensorError(
+                            f"{path}: {tensor.name!r} is of shape {list(size)} here, and "
+                            f"of {list(sizes[tensor.name])} in another file"
+                        )
                     index = MetadataIndex(tensor.name, offsets)
-                    if index in storage:
+                    info = _Info(path, stored.shape, stored.dtype, stored.begin)
+                    known = storage.get(index)
+                    if known is not None and _each_has_it(name, said, known, info):
+                        continue
+                    if known is not None:
                         raise SafetensorError(
                             f"{tensor.name!r} is in {storage[index].relative_path} and in "
                             f"{path}: these files are of two saves"
                         )
-                    storage[index] = _Info(path, stored.shape, stored.dtype, stored.begin)
+                    storage[index] = info
                     _add_part(found, tensor.name, stored, offsets)
         if len(saves) > 1:
             raise SafetensorError(
@@ -141,6 +155,12 @@ class HuggingFaceStorageReader(hf_storage.HuggingFaceStorageReader):  # type: ig
         future: Future[None] = Future()
         future.set_result(None)
         return future
+
+
+def _each_has_it(name: str, said: Mapping[str, str], one: _Info, other: _Info) -> bool:
+    """Tell whether ranks that know nothing of each other have both written a tensor."""
+    alone = name.startswith("shard-") and SAVE_KEY not in said
+    return alone and (one.shape, one.dtype) == (other.shape, other.dtype)
 
 
 def _sharding_in(said: Mapping[str, str], path: str) -> dict[str, Any] | None:
@@ -212,7 +232,26 @@ def _refuse_gaps(
     for name, about in found.items():
         wanted = math.prod(sizes.get(name, about.size))
         there = sum(math.prod(chunk.sizes) for chunk in about.chunks)
-        if there != wanted:
+        if there != wanted or overlap(about.chunks):
             raise SafetensorError(
                 f"{folder}: the files have {there} of the {wanted} elements of {name!r}"
+                f"{', some of them twice' if overlap(about.chunks) else ''}"
             )
+
+
+def overlap(chunks: Sequence[ChunkStorageMetadata]) -> bool:
+    """Tell whether two parts of a tensor have elements in common."""
+    ordered = sorted(chunks, key=lambda chunk: tuple(chunk.offsets))
+    for number, one in enumerate(ordered):
+        for other in ordered[number + 1 :]:
+            if other.offsets and other.offsets[0] >= one.offsets[0] + one.sizes[0]:
+                # So do all behind it, by their order.
+                break
+            if all(
+                a < b + m and b < a + n
+                for a, n, b, m in zip(
+                    one.offsets, one.sizes, other.offsets, other.sizes, strict=True
+                )
+            ):
+                return True
+    return False

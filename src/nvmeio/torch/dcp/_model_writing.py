@@ -1,5 +1,6 @@
 """Checkpoints of many ranks as model files: what a rank writes, and parts joined."""
 
+import errno
 import functools
 import json
 import math
@@ -30,10 +31,11 @@ from nvmeio._files.folders import make_folders, sync_folder
 from nvmeio.default import default_handle
 from nvmeio.files import write_file
 from nvmeio.safetensors._dtypes import header_dtype, header_shape
+from nvmeio.safetensors._errors import SafetensorError
 from nvmeio.safetensors._file import ModelFile
 from nvmeio.safetensors._writing import Bytes, Source, save
 from nvmeio.safetensors.torch import _bytes_of
-from nvmeio.torch.dcp._model_reading import SAVE_KEY, SIZE_KEY, opened, stored_of
+from nvmeio.torch.dcp._model_reading import SAVE_KEY, SIZE_KEY, opened, overlap, stored_of
 from nvmeio.torch.dcp._writing import remove_unneeded
 
 __all__ = ["HuggingFaceStorageWriter"]
@@ -63,15 +65,21 @@ thread_count_consolidation
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Make the folder, durably, and do what torch does."""
+        if self.enable_consolidation and not self.use_collectives:
+            raise ValueError(
+                "enable_consolidation joins the parts of all ranks, of which none is told "
+                "with use_collectives=False"
+            )
         make_folders(os.path.abspath(self.path))
         return super().prepare_local_plan(plan)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Say on all ranks which save it is."""
         found: list[SavePlan] = super().prepare_global_plan(plans)
-        self._save = secrets.token_hex(4)
+        token = secrets.token_hex(4)
         for plan in found:
-            plan.storage_data["save"] = self._save
+            # Ranks that know nothing of each other have no save in common.
+            plan.storage_data["save"] = token if self.use_collectives else ""
             if not self.use_collectives and self.save_distributed:
                 # Each rank plans for itself, and would be the first.
                 plan.storage_data["shard_index"] = (self.rank or 0) + 1
@@ -79,7 +87,9 @@ thread_count_consolidation
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's files; they are on the device when this returns."""
-        told = plan.storage_data
+        # A planner that keeps plans gives back none of it.
+        told = plan.storage_data or {}
+        token = secrets.token_hex(4)
         mapping = told.get("fqn_to_index_mapping")
         _refuse(plan.items, mapping)
         highest = max(mapping.values()) if mapping else 1
@@ -87,12 +97,14 @@ thread_count_consolidation
         buckets = self._split_by_storage_plan(mapping, plan.items) if plan.items else {}
         for index, items in buckets.items():
             name = _hf_utils._gen_file_name(index, highest, told.get("shard_index"))
-            path = os.path.join(self.path, _part(name, told["save"]))
+            part = _part(name, token)
             sources = [_source(planner, item) for item in items]
-            save(sources, path, _said(items, told["save"]), sync=self.sync_files)
+            said = _said(items, told.get("save", ""))
+            path = os.path.join(self.path, part)
+            save(sources, path, said, sync=self.sync_files)
             for item in items:
                 length = math.prod(item.tensor_data.chunk.sizes) * _itemsize(item)
-                info = filesystem._StorageInfo(name, 0, length)
+                info = filesystem._StorageInfo(part, 0, length)
                 results.append(WriteResult(item.index, length, info))
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
@@ -102,26 +114,44 @@ thread_count_consolidation
         """Give the files their names; join them, if that is wanted; write the index."""
         all_ = [each for group in results for each in group]
         folder = os.fspath(self.path)
-        names = {each.storage_data.relative_path for each in all_}
+        parts = {each.storage_data.relative_path for each in all_}
+        for each in all_:
+            each.storage_data.relative_path = _whole(each.storage_data.relative_path)
         alone = not self.use_collectives and self.save_distributed
         prefix = f"shard-{(self.rank or 0) + 1:05d}-" if alone else ""
-        self._give_names(folder, names, prefix)
+        self._give_names(folder, parts)
         if not self.save_distributed:
             self._write_index(folder, all_, metadata)
         elif self.enable_consolidation:
             self._consolidate(folder, all_, metadata)
+        self._remove_old(folder, set(map(_whole, parts)), prefix)
 
-    def _give_names(self, folder: str, names: Iterable[str], prefix: str = "") -> None:
-        """Name the files of this save, durably, and remove those of others."""
-        names = set(names)
-        for name in sorted(names):
-            unnamed = os.path.join(folder, _part(name, self._save))
-            os.replace(unnamed, os.path.join(folder, name))
+    def _give_names(self, folder: str, parts: Iterable[str]) -> None:
+        """Name the files of this save, durably."""
+        parts = sorted(parts)
+        missing = [
+            part for part in parts if not os.path.lexists(os.path.join(folder, part))
+        ]
+        if missing:
+            raise FileNotFoundError(
+                errno.ENOENT,
+                "a rank has written it, and it is not to be seen here: all ranks need one "
+                "folder that they share",
+                os.path.join(folder, missing[0]),
+            )
+        for part in parts:
+            os.replace(os.path.join(folder, part), os.path.join(folder, _whole(part)))
         if self.sync_files:
             sync_folder(folder)
-        left = (each for each in os.listdir(folder) if each.startswith(prefix))
-        old = [name for name in left if _NAMED.fullmatch(name) or _UNNAMED.fullmatch(name)]
-        remove_unneeded(folder, set(old) - names)
+
+    def _remove_old(self, folder: str, names: set[str], prefix: str = "") -> None:
+        """Remove files of saves before, and of those that died; nobody else's."""
+        left = {each for each in os.listdir(folder) if each.startswith(prefix)} - names
+        old = {name for name in left if _UNNAMED.fullmatch(name)}
+        for name in left:
+            if _NAMED.fullmatch(name) and _is_ours(os.path.join(folder, name)):
+                old.add(name)
+        remove_unneeded(folder, old)
 
     def _write_index(
         self, folder: str, results: Iterable[WriteResult], metadata: Metadata
@@ -146,6 +176,7 @@ thread_count_consolidation
         for each in results:
             parts.setdefault(each.index.fqn, []).append(each)
         named: dict[str, list[Source]] = {}
+        token = secrets.token_hex(4)
         with ExitStack() as stack:
             files: dict[str, ModelFile] = {}
             for name in {each.storage_data.relative_path for each in results}:
@@ -158,21 +189,35 @@ thread_count_consolidation
                 name = _hf_utils._gen_file_name(mapping[fqn], highest)
                 named.setdefault(name, []).append(Source(fqn, dtype, shape, contents))
             for name, sources in named.items():
-                path = os.path.join(target, _part(name, self._save))
+                path = os.path.join(target, _part(name, token))
                 # Transformers wants to know whose tensors they are.
-                told = {"format": _hf_utils.FORMAT_VALUE, SAVE_KEY: self._save}
+                told = {"format": _hf_utils.FORMAT_VALUE, SAVE_KEY: token}
                 save(sources, path, told, sync=self.sync_files)
-        self._give_names(target, named)
+        self._give_names(target, [_part(name, token) for name in named])
         whole = [
             WriteResult(MetadataIndex(source.name), 0, filesystem._StorageInfo(name, 0, 0))
             for name, sources in named.items()
             for source in sources
         ]
         self._write_index(target, whole, metadata)
+        self._remove_old(target, set(named))
 
 
 def _part(name: str, token: str) -> str:
     return f"{name}.{token}.part"
+
+
+def _whole(part: str) -> str:
+    return part.removesuffix(".part").rpartition(".")[0]
+
+
+def _is_ours(path: str) -> bool:
+    """Tell whether a save of ours has written a model file."""
+    try:
+        with ExitStack() as stack:
+            return SAVE_KEY in (opened(stack, path).layout.metadata or {})
+    except (OSError, SafetensorError):
+        return False
 
 
 def _refuse(items: list[WriteItem], mapping: Mapping[str, int] | None) -> None:
@@ -219,11 +264,12 @@ def _said(items: Iterable[WriteItem], token: str) -> dict[str, str]:
         }
         for item in items
     }
+    of_save = {SAVE_KEY: token} if token else {}
     return {
+        **of_save,
         _hf_utils.CUSTOM_METADATA_KEY: json.dumps(sharding),
         _hf_utils.DCP_VERSION_KEY: str(_hf_utils.HF_DCP_VERSION),
         _hf_utils.FORMAT_KEY: _hf_utils.FORMAT_VALUE,
-        SAVE_KEY: token,
     }
 
 
@@ -240,6 +286,9 @@ def _joined(
 ) -> Bytes:
     """Return a whole tensor's bytes, of parts that lie in files."""
     whole = torch.empty(tuple(about.size), dtype=about.properties.dtype)
+    there = sum(math.prod(chunk.sizes) for chunk in about.chunks)
+    if there != whole.numel() or overlap(about.chunks):
+        raise RuntimeError(f"the parts have {there} of {whole.numel()} elements")
     items = []
     for each in parts:
         file = files[each.storage_data.relative_path]

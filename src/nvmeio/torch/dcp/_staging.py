@@ -46,8 +46,8 @@ class PoolStager(AsyncStager):  # type: ignore[misc]
         stager = _Copier()
         try:
             found = stager.stage(state_dict, non_blocking=stager.pins)
-            if stager.pins:
-                torch.cuda.synchronize()
+            for device in stager.devices:
+                torch.cuda.synchronize(device)
             return found
         finally:
             stager.close()
@@ -65,6 +65,15 @@ class _Copier(StateDictStager):  # type: ignore[misc]
     def __init__(self) -> None:
         super().__init__()
         self.pins = torch.cuda.is_available()
+        self.devices: set[torch.device] = set()
+
+    def _offload_tensor(self, x: Any, memo: Any, non_blocking: bool = False) -> Any:
+        if type(x) is torch.Tensor and (x.is_conj() or x.is_neg()):
+            # Torch's walk would copy what they are lazily made of.
+            x = x.resolve_conj().resolve_neg()
+            # The walk knows tensors by their ids.
+            memo.setdefault(id(memo), []).append(x)
+        return super()._offload_tensor(x, memo, non_blocking=non_blocking)
 
     def _stage_untyped_storage(
         self, storage: torch.UntypedStorage, non_blocking: bool = False
@@ -77,6 +86,8 @@ class _Copier(StateDictStager):  # type: ignore[misc]
         found = copy.untyped_storage()
         if storage.device.type != "cpu":
             found.copy_(storage, non_blocking=non_blocking)
+            if storage.device.type == "cuda":
+                self.devices.add(storage.device)
         elif nbytes:
             source = torch.empty(0, dtype=torch.uint8).set_(storage)
             memcpy(copy, source)

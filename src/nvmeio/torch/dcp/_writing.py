@@ -154,9 +154,10 @@ def _left_in(folder: str | os.PathLike[str], rank: int | None) -> Iterator[str]:
 def _nbytes_of(item: WriteItem) -> int:
     if item.tensor_data is None:
         return 0
-    found: int = (
-        math.prod(item.tensor_data.size) * item.tensor_data.properties.dtype.itemsize
-    )
+    about = item.tensor_data
+    # Of a tensor in shards that of this rank alone.
+    size = about.size if about.chunk is None else about.chunk.sizes
+    found: int = math.prod(size) * about.properties.dtype.itemsize
     return found
 
 
