@@ -1,9 +1,10 @@
 """Compares whole-file saves and loads with what people use for checkpoints.
 
 Model files beside plain loops, safetensors, torch and other loaders; checkpoints of nested
-state beside plain loops; those of two ranks beside torch.distributed's own; one array beside numpy; plain bytes beside Python, aiofile and
-caio.  Loads begin with nothing in the page cache and end with every byte in memory, saves
-end with an fsync.  bench/README.md says how to read the tables and what they showed.
+state beside plain loops; those of two ranks beside torch.distributed's own; one array
+beside numpy; plain bytes beside Python, aiofile and caio.  Loads begin with nothing in the
+page cache and end with every byte in memory, saves end with an fsync.  bench/README.md says
+how to read the tables and what they showed.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
+import importlib.util
 import mmap
 import os
 import tempfile
@@ -243,10 +245,12 @@ def main() -> None:
         duels = [
             *model_duels(Path(folder), 4 * options.size, child, peers),
             *checkpoint_duels(Path(folder), 2 * options.size, child),
-            *rank_duels(Path(folder), 2 * options.size, stack),
             *array_duels(Path(folder), options.size),
             *bytes_duels(Path(folder), options.size, peers),
         ]
+        # That it is missing has been told.
+        if importlib.util.find_spec("torch"):
+            duels += rank_duels(Path(folder), 2 * options.size, stack)
         fight(duels, options.rounds)
     finish("checkpoint", about, duels, peers.left_out, options.json)
 

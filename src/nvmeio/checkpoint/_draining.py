@@ -107,8 +107,9 @@ class Drain:
     ) -> None:
         self.source = os.fsdecode(absolute(path_of(source)))
         self.place = place
-        names = [None] if isinstance(last, (str, bytes, Set)) else list(last)
-        if not all(isinstance(name, str) for name in names):
+        unordered = isinstance(last, (str, bytes, Set))
+        names = [] if unordered else list(last)
+        if unordered or not all(isinstance(name, str) for name in names):
             raise TypeError(f"last is {last!r:.100}; it must be several names, in order")
         self.retries = whole("retries", retries, 0, RETRIES_MAX)
         self.pace = _Pace(bandwidth)
