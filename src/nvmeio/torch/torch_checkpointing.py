@@ -1,0 +1,121 @@
+"""torch_checkpointing on nvmeio: ``Config(storage_config=StorageConfig())``."""
+
+import errno
+import io
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch_checkpointing.storage import base_storage
+
+from nvmeio._files.folders import make_folders, sync_folder
+from nvmeio._native.file import File
+from nvmeio.default import default_handle
+from nvmeio.files import read_file, write_file
+from nvmeio.torch.streams import Stream, open_stream
+
+__all__ = ["Storage", "StorageConfig"]
+
+
+_OCCUPIED = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR, errno.EISDIR)
+
+
+@dataclass
+class StorageConfig(base_storage.StorageConfig):  # type: ignore[misc]
+    """Makes a ``Storage``."""
+
+    def create_storage(self) -> "Storage":
+        """Return a storage."""
+        return Storage()
+
+
+class _Durable(Stream):
+    """A stream whose bytes are on the device once it is closed."""
+
+    def close(self) -> None:
+        if not self.closed:
+            self.flush()
+            default_handle().fsync(self._file)
+        super().close()
+
+
+class Storage(base_storage.Storage):  # type: ignore[misc]
+    """Local files for torch_checkpointing, past the page cache and durable.
+
+    A file is on the device when its stream is closed, and a name when ``rename`` returns,
+    which is what a checkpoint is committed by.
+    """
+
+    def stream_read(self, path: Path, read_args: Any = None) -> io.RawIOBase:
+        """Open a file to read it."""
+        return open_stream(path)
+
+    def stream_write(self, path: Path) -> io.IOBase:
+        """Open a file to write it anew; closing it makes it durable."""
+        return _Durable(File(path, "w"))
+
+    def read(self, path: Path, read_args: Any = None) -> bytes:
+        """Return what a file holds."""
+        return read_file(path).tobytes()
+
+    def write(self, path: Path, data: Any) -> None:
+        """Write a file, durably, in the place of an older one."""
+        write_file(data, path, sync=True)
+
+    def delete(self, path: Path) -> None:
+        """Remove a file."""
+        os.unlink(path)
+
+    def mkdir(self, path: Path, recursive: bool = True) -> None:
+        """Make a folder, and those above it, unless it is there."""
+        if recursive:
+            make_folders(os.path.abspath(path))
+        else:
+            os.mkdir(path)
+
+    def rmdir(self, path: Path) -> None:
+        """Remove a folder with all that is in it."""
+        shutil.rmtree(path)
+
+    def rename(
+        self,
+        src_path: Path,
+        dst_path: Path,
+        is_directory: bool = False,
+        background_cleanup: bool = False,
+    ) -> None:
+        """Give a file or a folder its name, durably; what is in its place stays."""
+        if os.path.isdir(src_path):
+            for top, _, _ in os.walk(src_path):
+                sync_folder(top)
+        try:
+            # rename(2) refuses what must be: a folder on a file or one with files.
+            os.rename(src_path, dst_path)
+        except OSError as error:
+            if error.errno not in _OCCUPIED:
+                raise
+            raise FileExistsError(error.errno, error.strerror, dst_path) from error
+        for folder in {os.path.dirname(os.path.abspath(p)) for p in (src_path, dst_path)}:
+            sync_folder(folder)
+
+    def ls(self, path: Path) -> list[str]:
+        """Return the names in a folder."""
+        return os.listdir(path)
+
+    def exists(self, path: Path) -> bool:
+        """Tell whether there is something."""
+        return os.path.exists(path)
+
+    def getsize(self, path: Path) -> int:
+        """Return the size of a file in bytes."""
+        return os.path.getsize(path)
+
+    def isdir(self, path: Path) -> bool:
+        """Tell whether it is a folder."""
+        return os.path.isdir(path)
+
+    def remap_path(self, path: Path) -> str:
+        """Return the path."""
+        return str(path)
