@@ -19,6 +19,7 @@ from nvmeio.torch.dcp import FileSystemReader
 pytestmark = [pytest.mark.packaging, pytest.mark.timeout(600)]
 
 PROGRAM = Path(__file__).with_name("program.py")
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "train_fsdp.py"
 WATCHDOG_S = 240
 
 
@@ -136,3 +137,36 @@ def test_a_rank_that_hangs_is_told_within_the_time_of_the_group(tmp_path):
     with pytest.warns(UserWarning, match=r"torch\.distributed is"):
         dcp.load(state, storage_reader=FileSystemReader(folder), no_dist=True)
     assert state["step"] == 1
+
+
+def train(folder, *, killed_at=None):
+    """Run the example; kill a rank behind so many reports, or return the last line."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", "2", str(EXAMPLE), "--folder", str(folder)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+    ) as process:
+        lines = []
+        for line in process.stdout:
+            lines.append(line.strip())
+            if len(lines) == killed_at:
+                children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+                os.kill(int(children.read_text().split()[-1]), signal.SIGKILL)
+        errors = process.stderr.read()
+    assert (process.returncode == 0) == (killed_at is None), errors
+    return lines
+
+
+def test_training_that_was_killed_ends_as_if_it_never_was(tmp_path):
+    straight = train(tmp_path / "straight")
+    assert len(straight) == 9
+    killed = train(tmp_path / "killed", killed_at=4)
+    assert killed[:4] == straight[:4]
+    resumed = train(tmp_path / "killed")
+    assert resumed[-1] == straight[-1]
+    assert 1 < len(resumed) < 9
