@@ -203,3 +203,8 @@ CHECKPOINTS = Calls(
     strict=False,
     index_max=130,
 )
+DRAINS = dataclasses.replace(
+    CHECKPOINTS,
+    errnos={**CHECKPOINTS.errnos, "fadvise64": "EBADF EINVAL ESPIPE"},
+    told={"fsync", "rename"},
+)

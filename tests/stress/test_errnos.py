@@ -17,10 +17,10 @@ import pytest
 
 from builds import link_program
 from children import TESTS, Child, need_strace, skip_sanitized
-from errnos import CHECKPOINTS, TRANSFERS
+from errnos import CHECKPOINTS, DRAINS, TRANSFERS
 from helpers import ENGINES
 from nvmeio.checkpoint import Checkpointer
-from trials.errnos import STATE_BYTES, STEPS_BEFORE
+from trials.errnos import STATE_BYTES, STEPS_BEFORE, drained_files
 from workloads.checkpoints import same, state_of
 
 HANGS_AFTER_S = 10
@@ -151,6 +151,24 @@ class Checkpoints(Workload):
         assert set(os.listdir(self.root)) - {".nvmeio-lock"} == kept, words
 
 
+class Drains(Checkpoints):
+    """The same of a folder that is drained."""
+
+    name, calls = "drain_steps", DRAINS
+
+    def look(self, results, words):
+        """What says that it is complete is, and what was said to be there is."""
+        target = self.root / "target"
+        found = {path.name: path.read_bytes() for path in target.iterdir()}
+        left = [name for name in found if name.endswith("-part")]
+        assert not left or results["drained"], words
+        if ".metadata" in found:
+            number = int(found[".metadata"])
+            assert {n: found[n] for n in found if n not in left} == drained_files(number)
+        if not results.get("drained", 1):
+            assert found == drained_files(2), words
+
+
 # As many seeds as there are cases: each errno of each call, wherever it is made.
 ALL = len(TRANSFERS.every_case())
 ALL_OF_CHECKPOINTS = len(CHECKPOINTS.every_case())
@@ -212,3 +230,11 @@ def test_each_errno_of_each_call_is_survived_by_python(engine, fail_each, tmp_pa
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_checkpoint_is_whole_after_each_errno_of_each_call(engine, fail_each, tmp_path):
     fail_each(Checkpoints(tmp_path / "root", env={"NVMEIO_ENGINE": engine}))
+
+
+@pytest.mark.amount(
+    short=ALL_OF_CHECKPOINTS // 480, full=ALL_OF_CHECKPOINTS // 60, long=ALL_OF_CHECKPOINTS
+)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_drain_is_whole_after_each_errno_of_each_call(engine, fail_each, tmp_path):
+    fail_each(Drains(tmp_path / "root", env={"NVMEIO_ENGINE": engine}))

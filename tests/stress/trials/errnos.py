@@ -7,7 +7,7 @@ import select
 
 import nvmeio
 from helpers import Guarded, pattern
-from nvmeio.checkpoint import Checkpointer, CheckpointError
+from nvmeio.checkpoint import Checkpointer, CheckpointError, drain
 from workloads.checkpoints import same, state_of
 from workloads.common import make_file
 
@@ -172,3 +172,38 @@ class Checkpoints:
 def checkpoint_steps(root):
     """Carry out the steps of checkpoints."""
     carry_out_twice(Checkpoints(root))
+
+
+class Drains:
+    """A folder that is drained, onto the copy of what was in it before."""
+
+    def __init__(self, root):
+        self.source, self.target, self.number = f"{root}/source", f"{root}/target", 0
+        os.makedirs(self.source)
+
+    def run(self):
+        """Change all files, and drain them."""
+        self.number += 1
+        results = {"changed": ended(self.change)[1]}
+        if not results["changed"]:
+            results["drained"] = ended(self.drain)[1]
+        return results
+
+    def change(self):
+        for name, data in drained_files(self.number).items():
+            with open(f"{self.source}/{name}", "wb") as file:
+                file.write(data)
+
+    def drain(self):
+        drain(self.source, self.target, retries=0).result()
+
+
+def drained_files(number):
+    """Return the files of a folder that its number tells."""
+    files = {"large": pattern(20_000, number), "small": pattern(700, number + 10)}
+    return {**files, ".metadata": str(number).encode()}
+
+
+def drain_steps(root):
+    """Carry out a drain."""
+    carry_out_twice(Drains(root))
