@@ -22,7 +22,7 @@ from children import run_tool
 from helpers import pattern
 from nvmeio import profiles
 from nvmeio._cli import main as nvmeio_command
-from nvmeio.checkpoint import Checkpointer
+from nvmeio.checkpoint import Checkpointer, drain
 from workloads.common import report
 
 KIB = 1 << 10
@@ -278,6 +278,21 @@ class Writer:
         dcp.save(distributed_state(step), storage_writer=writer, no_dist=True)
         report({"saved": [str(root), step], "entries": self.promises.entries()})
 
+    def drain(self):
+        """drain() of a folder outside, onto the copy of what was in it before."""
+        source, target = self.scratch / "drained", self.folder / "drained"
+        source.mkdir(exist_ok=True)
+        contents = {name: self.content() for name in ("one", "two", ".metadata")}
+        with contextlib.ExitStack() as stack:
+            for name, content in contents.items():
+                (source / name).write_bytes(content)
+                # What says that all is there goes before anything is replaced.
+                replaces = name != ".metadata"
+                parts = (target / name, (0, content))
+                made = self.promises.made(*parts, whole=True, replaces=replaces)
+                stack.enter_context(made)
+            drain(source, target).result()
+
     def copy(self):
         """``nvmeio cp``, from outside, in the place of an older file or to a new name."""
         content, source = self.content(), self.scratch / "source"
@@ -371,6 +386,7 @@ class Writer:
             (self.save_model, 3),
             (self.save_checkpoint, 3),
             (self.save_distributed, 2),
+            (self.drain, 2),
             (self.copy, 3),
             (self.checkpoint, 2),
             (self.fill_array, 2),
