@@ -2,7 +2,10 @@
 
 import errno
 import os
+import subprocess
+import sys
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +19,8 @@ from torch_checkpointing import CheckpointManager
 
 from nvmeio.torch.lightning import CheckpointIO
 from nvmeio.torch.torch_checkpointing import Storage, StorageConfig
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "train_accelerate.py"
 
 
 class Line(lightning.LightningModule):
@@ -140,3 +145,25 @@ def test_the_storage_keeps_the_table_of_renames(tmp_path):
     with pytest.raises(FileNotFoundError):
         storage.getsize(tmp_path / "file")
     assert not storage.isdir(tmp_path / "d")
+
+
+def test_accelerate_goes_on_where_it_was(tmp_path):
+    def last_line(folder, steps):
+        words = [
+            sys.executable,
+            EXAMPLE,
+            "--folder",
+            tmp_path / folder,
+            "--steps",
+            str(steps),
+        ]
+        done = subprocess.run(words, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.splitlines()[-1]
+
+    straight = last_line("straight", 20)
+    assert last_line("resumed", 10) != straight
+    assert last_line("resumed", 20) == straight
+    assert sorted(os.listdir(tmp_path / "resumed")) == [
+        f"step-{step}" for step in (10, 15, 20, 5)
+    ]

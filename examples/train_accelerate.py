@@ -1,0 +1,75 @@
+"""Trains a model with accelerate, whose checkpoints appear whole or not at all.
+
+    python examples/train_accelerate.py --folder run --steps 20
+
+``nvmeio.safetensors.install()`` has accelerate write and read its model files by nvmeio,
+and ``atomic_directory`` gives the folder of a checkpoint its name when all of it is on the
+device.  Started again with the same folder it goes on from the newest checkpoint, and ends
+the same to the last bit; a checksum of the parameters is printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import zlib
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+
+import nvmeio.safetensors
+from nvmeio.checkpoint import atomic_directory
+
+WIDTH, BATCH, EVERY = 128, 32, 5
+
+
+def batch_of(step: int) -> torch.Tensor:
+    """Return the data of a step, which its number tells."""
+    return torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(step))
+
+
+def newest(folder: Path) -> int:
+    """Return the newest step that was saved, or 0."""
+    names = [path.name for path in folder.glob("step-*")]
+    return max([0, *(int(name[5:]) for name in names if re.fullmatch(r"step-\d+", name))])
+
+
+def main() -> None:
+    """Train, save, and say what came of it."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--folder", type=Path, required=True, help="for the checkpoints")
+    parser.add_argument("--steps", type=int, default=20, help="how many (default: 20)")
+    options = parser.parse_args()
+    nvmeio.safetensors.install()
+    torch.manual_seed(1)
+    accelerator = Accelerator(cpu=True)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(WIDTH, WIDTH), torch.nn.GELU(), torch.nn.Linear(WIDTH, WIDTH)
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model, optimizer = accelerator.prepare(model, optimizer)
+
+    options.folder.mkdir(exist_ok=True)
+    step = newest(options.folder)
+    if step:
+        accelerator.load_state(str(options.folder / f"step-{step}"))
+    while step < options.steps:
+        step += 1
+        loss = (model(batch_of(step)) - 1).square().mean()
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % EVERY == 0:
+            with atomic_directory(options.folder / f"step-{step}") as folder:
+                accelerator.save_state(str(folder))
+            print(f"step {step}, loss {loss.item():.4f}", flush=True)
+
+    checksum = 0
+    for parameter in model.parameters():
+        checksum = zlib.crc32(parameter.detach().numpy().tobytes(), checksum)
+    print(f"parameters {checksum:08x}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
