@@ -686,3 +686,41 @@ def test_a_file_that_changes_once_it_is_copied_is_told(source, tmp_path, watched
     with pytest.raises(CheckpointError, match="has changed while it was drained"):
         future.result()
     assert ".metadata" not in os.listdir(tmp_path / "target")
+
+
+def test_a_source_that_changes_amid_the_last_file_leaves_nothing_complete(
+    source, tmp_path, monkeypatch
+):
+    commit = _places._FolderWriter.commit
+
+    def change(writer):
+        commit(writer)
+        if writer.target.endswith(".metadata"):
+            (source / "empty").write_bytes(b"no more")
+
+    monkeypatch.setattr(_places._FolderWriter, "commit", change)
+    with pytest.raises(CheckpointError, match="has changed while it was drained"):
+        drain(source, tmp_path / "target").result()
+    assert ".metadata" not in os.listdir(tmp_path / "target")
+
+
+def test_a_step_that_is_removed_amid_its_drain(tmp_path, monkeypatch):
+    begun, go_on = threading.Event(), threading.Event()
+    writing = _places._Folder.writing
+
+    def held(place, name):
+        begun.set()
+        go_on.wait()
+        return writing(place, name)
+
+    monkeypatch.setattr(_places._Folder, "writing", held)
+    near, far = tmp_path / "near", tmp_path / "far"
+    with Checkpointer(near, drain_to=far) as saver:
+        saver.save(1, state_of(1))
+        drained = saver.drained
+        begun.wait()
+        threading.Timer(0.2, go_on.set).start()
+        saver.remove(1)
+        assert isinstance(drained.exception(), CancelledError)
+    assert not [*far.glob("step-*/manifest.json")]
+    assert Checkpointer(near, drain_to=far).steps() == []

@@ -688,11 +688,11 @@ class Checkpointer:
         folder = self._folder(step)
         with self._alone():
             self._await_last()
-            copied = self._copies is not None and step in self._copies.steps()
-            if copied and self._copies is not None:
+            copied = False
+            if self._copies is not None:
                 make_folders(str(self.root))
                 self._writer.take()
-                self._copies.remove(step)
+                copied = self._copies.remove(step)
             if not os.path.lexists(folder):
                 if copied:
                     return

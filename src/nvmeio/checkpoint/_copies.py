@@ -5,7 +5,7 @@ import os
 import re
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from typing import Any
 
 from nvmeio._arguments.types import Path
@@ -88,6 +88,9 @@ class Copies:
                 continue
             try:
                 nbytes = self._copy(step, folder)
+            except CancelledError as error:
+                # It was removed amid its drain.
+                future.set_exception(error)
             except BaseException as error:
                 _log.error("step %d was not drained: %s", step, error)
                 self._failed = error
@@ -146,8 +149,8 @@ class Copies:
         self.place.remove(f"step-{step}/{MANIFEST}")
         self.place.remove(f"step-{step}")
 
-    def remove(self, step: int) -> None:
-        """Remove a copy, also one that is being made."""
+    def remove(self, step: int) -> bool:
+        """Remove a copy, also one that is being made; whether there was any."""
         with self._mutex:
             waiting, drain = self._waiting, self._drain
         if waiting is not None and waiting[0] == step:
@@ -155,7 +158,10 @@ class Copies:
         if drain is not None and drain[0] == step:
             drain[1].cancel()
             self.wait()
-        self._remove(step)
+        there = bool(self.place.names(f"step-{step}"))
+        if there:
+            self._remove(step)
+        return there
 
     def read(self, step: int, read: Callable[[Held], Any]) -> Any:
         """Read a step, of what is far away by a copy that goes afterwards.

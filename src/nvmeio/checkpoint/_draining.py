@@ -208,10 +208,16 @@ class Drain:
         if not self.future.set_running_or_notify_cancel():
             raise CancelledError
         self._look_at_source()
-        for name in self.last:
-            self._copy(name)
-            self._settle()
-        self._look_at_source()
+        try:
+            for name in self.last:
+                self._copy(name)
+                self._settle()
+            self._look_at_source()
+        except BaseException:
+            # Nothing may say that all is there.
+            self._uncovered = False
+            self._uncover()
+            raise
 
     def _look_at_source(self) -> None:
         """See that what was copied is still what is there."""
