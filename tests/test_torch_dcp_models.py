@@ -290,3 +290,9 @@ def test_parts_that_overlap_are_refused(tmp_path, second):
     words = "some of them twice" if second == 1 else "in another file"
     with pytest.raises(CheckpointException, match=words):
         load(tmp_path, {"a": torch.zeros(6, 3)})
+
+
+def test_parts_are_not_saved_as_if_they_were_whole(tmp_path):
+    folder = tmp_path / "checkpoint"
+    assert together(tmp_path, "save_models_of_parts", 2, folder=str(folder)) == [True] * 2
+    assert os.listdir(folder) == []

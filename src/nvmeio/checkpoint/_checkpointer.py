@@ -140,7 +140,7 @@ class Checkpointer:
     drain_to : str, bytes or os.PathLike, optional
         A folder on another file system, or a URL for fsspec, to which each step is copied
         in the background once it is saved; `keep` and `keep_every` count there too.  What
-        is gone or damaged in `root` is read from the copy.
+        is gone in `root`, or damaged as far as `verify` sees, is read from the copy.
 
     Raises
     ------

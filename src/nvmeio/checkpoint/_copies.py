@@ -102,9 +102,8 @@ class Copies:
         name = f"step-{step}"
         try:
             # Whoever prunes waits for whoever reads.
-            with Held(folder, step) as held:
-                place = _Below(self.place, name)
-                work = Drain(folder, place, (MANIFEST,), RETRIES, None, held.require_place)
+            with Held(folder, step):
+                work = Drain(folder, _Below(self.place, name), (MANIFEST,), RETRIES, None)
                 self._drain = step, work.future
                 work.start()
                 nbytes = work.future.result()

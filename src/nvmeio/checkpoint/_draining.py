@@ -103,7 +103,6 @@ class Drain:
         last: Collection[str],
         retries: int,
         bandwidth: float | None,
-        check: Callable[[], object] = lambda: None,
     ) -> None:
         self.source = os.fsdecode(absolute(path_of(source)))
         self.place = place
@@ -123,8 +122,6 @@ class Drain:
         self.last = list(dict.fromkeys(named))
         self.future: Future[int] = Future()
         self.future.add_done_callback(self._end_if_cancelled)
-        # Raises where the source is no more what it was.
-        self.check = check
         self._seen: dict[str, tuple[int, int, int]] = {}
         self._uncovered = False
         # Largest first, so that no thread has a large one left in the end.
@@ -221,7 +218,6 @@ class Drain:
 
     def _look_at_source(self) -> None:
         """See that what was copied is still what is there."""
-        self.check()
         for name, seen in self._seen.items():
             path = os.path.join(self.source, name)
             if _state_of(os.stat(path)) != seen:

@@ -100,8 +100,7 @@ class Held:
         except FileNotFoundError:
             return False
 
-    def require_place(self) -> None:
-        """Raise MovedError where the folder was removed or replaced meanwhile."""
+    def _require_place(self) -> None:
         if not self.is_there():
             raise MovedError(f"{self.folder} was removed or replaced meanwhile")
 
@@ -131,7 +130,7 @@ class Held:
             or not {"state", "metadata"} <= said.keys()
         ):
             raise CheckpointError(f"{path} is damaged: it is not of step {self.step}")
-        self.require_place()
+        self._require_place()
         return said
 
     def metadata(self) -> Any:
@@ -210,7 +209,7 @@ class Held:
             if file.before.st_size != self.manifest.files[TENSORS].nbytes:
                 raise CheckpointError(f"{path} has changed meanwhile")
             # What the tree is of, and what is read now, have been opened under one name.
-            self.require_place()
+            self._require_place()
             parts = _Parts(file.layout.by_name)
             try:
                 skeleton = decode(tree, parts, names=names)

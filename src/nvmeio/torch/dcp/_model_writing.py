@@ -91,7 +91,7 @@ thread_count_consolidation
         told = plan.storage_data or {}
         token = secrets.token_hex(4)
         mapping = told.get("fqn_to_index_mapping")
-        _refuse(plan.items, mapping)
+        _refuse(plan.items, mapping, self.save_distributed)
         highest = max(mapping.values()) if mapping else 1
         results = []
         buckets = self._split_by_storage_plan(mapping, plan.items) if plan.items else {}
@@ -220,13 +220,21 @@ def _is_ours(path: str) -> bool:
         return False
 
 
-def _refuse(items: list[WriteItem], mapping: Mapping[str, int] | None) -> None:
+def _refuse(
+    items: list[WriteItem], mapping: Mapping[str, int] | None, in_parts: bool
+) -> None:
     """Refuse what model files cannot hold, before a byte is written."""
     seen = set()
     for item in items:
         name = item.index.fqn
         if item.type == WriteItemType.BYTE_IO:
             raise TypeError(f"{name!r} is no tensor; model files hold tensors alone")
+        about = item.tensor_data
+        if not in_parts and about.chunk.sizes != about.size:
+            raise ValueError(
+                f"of {name!r} this rank has a part, {list(about.chunk.sizes)} of "
+                f"{list(about.size)}; save_distributed=True saves those of all ranks"
+            )
         if name in seen:
             raise ValueError(
                 f"{name!r} has several parts on this rank; a model file holds one of a name"
