@@ -35,10 +35,12 @@ class _Durable(Stream):
     """A stream whose bytes are on the device once it is closed."""
 
     def close(self) -> None:
-        if not self.closed:
-            self.flush()
-            default_handle().fsync(self._file)
-        super().close()
+        try:
+            if not self.closed:
+                self.flush()
+                default_handle().fsync(self._file)
+        finally:
+            super().close()
 
 
 class Storage(base_storage.Storage):  # type: ignore[misc]

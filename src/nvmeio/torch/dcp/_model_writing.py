@@ -90,13 +90,14 @@ thread_count_consolidation
         # A planner that keeps plans gives back none of it.
         told = plan.storage_data or {}
         token = secrets.token_hex(4)
-        mapping = told.get("fqn_to_index_mapping")
+        mapping = told.get("fqn_to_index_mapping", self.fqn_to_index_mapping)
+        own = (self.rank or 0) + 1 if self.save_distributed else None
         _refuse(plan.items, mapping, self.save_distributed)
         highest = max(mapping.values()) if mapping else 1
         results = []
         buckets = self._split_by_storage_plan(mapping, plan.items) if plan.items else {}
         for index, items in buckets.items():
-            name = _hf_utils._gen_file_name(index, highest, told.get("shard_index"))
+            name = _hf_utils._gen_file_name(index, highest, told.get("shard_index", own))
             part = _part(name, token)
             sources = [_source(planner, item) for item in items]
             said = _said(items, told.get("save", ""))
@@ -129,6 +130,8 @@ thread_count_consolidation
     def _give_names(self, folder: str, parts: Iterable[str]) -> None:
         """Name the files of this save, durably."""
         parts = sorted(parts)
+        if len(set(map(_whole, parts))) < len(parts):
+            raise RuntimeError(f"several ranks have written a file of one name: {parts}")
         missing = [
             part for part in parts if not os.path.lexists(os.path.join(folder, part))
         ]
