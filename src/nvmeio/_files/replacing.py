@@ -39,11 +39,12 @@ def _is_mounted(target: str) -> bool:
 
 
 def _mount_of(path: str) -> int:
+    # As bytes: a process that gave up its rights may no longer import an encoding.
     with (
         opened(path, os.O_PATH) as descriptor,
-        open(f"/proc/self/fdinfo/{descriptor}", encoding="ascii") as file,
+        open(f"/proc/self/fdinfo/{descriptor}", "rb") as file,
     ):
-        return int(file.read().split("mnt_id:")[1].split()[0])
+        return int(file.read().split(b"mnt_id:")[1].split()[0])
 
 
 @contextlib.contextmanager
