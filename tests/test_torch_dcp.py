@@ -11,7 +11,9 @@ pytest.importorskip("torch")
 
 import torch
 from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint._extension import ZStandard
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import SerializationFormat
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from children import Child
@@ -87,6 +89,32 @@ def test_each_reads_what_the_other_writes(
     assert same(load(tmp_path, zeroed(state), reader), state)
 
 
+@pytest.mark.parametrize(("writer", "reader"), PAIRS)
+def test_extensions(tmp_path, writer, reader):
+    state = state_of(1) | {"same": torch.zeros(300_000)}
+    save(tmp_path, state, writer, _extensions=[ZStandard()])
+    size = sum(each.stat().st_size for each in tmp_path.iterdir())
+    nbytes = sum(e.nbytes for e in state.values() if isinstance(e, torch.Tensor))
+    assert size < nbytes - state["same"].nbytes / 2
+    assert same(load(tmp_path, zeroed(state), reader), state)
+
+
+def test_what_an_extension_has_written_is_unpickled_by_the_list_too(tmp_path):
+    marker = tmp_path / "marker"
+    save(tmp_path / "folder", {"x": Evil(marker)}, _extensions=[ZStandard()])
+    with pytest.raises(CheckpointException, match="Weights only"):
+        load(tmp_path / "folder", {"x": None})
+    assert not marker.exists()
+
+
+def test_what_nobody_could_read_is_not_written(tmp_path):
+    with pytest.raises(ValueError, match="HuggingFaceStorageWriter"):
+        FileSystemWriter(
+            tmp_path / "folder", serialization_format=SerializationFormat.SAFETENSORS
+        )
+    assert not (tmp_path / "folder").exists()
+
+
 def test_a_part_is_read_into_targets_of_any_kind(tmp_path):
     state = {"a": torch.arange(400_000.0).reshape(800, 500)}
     for writer in WRITERS:
@@ -122,7 +150,7 @@ def test_a_save_that_fails_leaves_the_old_one(tmp_path, monkeypatch, place):
     def fail(*arguments, **options):
         raise broken
 
-    names = {"write_data": "_write_item", "metadata": "write_file", "sync": "sync_folder"}
+    names = {"write_data": "reserve", "metadata": "write_file", "sync": "sync_folder"}
     monkeypatch.setattr(_writing, names[place], fail)
     with pytest.raises(CheckpointException, match="broken"):
         save(tmp_path, state_of(2))

@@ -1,7 +1,6 @@
 """What a rank reads: the parts that it needs, into the tensors that they are for."""
 
 import contextlib
-import dataclasses
 import io
 import os
 from collections.abc import Iterable
@@ -75,15 +74,8 @@ class FileSystemReader(filesystem.FileSystemReader):  # type: ignore[misc]
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read what a plan says."""
-        ours: list[ReadItem] = []
-        others: list[ReadItem] = []
-        for item in plan.items:
-            info = self.storage_data[item.storage_index]
-            (others if info.transform_descriptors else ours).append(item)
-        if others:
-            super().read_data(dataclasses.replace(plan, items=others), planner)
         with contextlib.ExitStack() as stack:
-            _Reading(self, ours, planner, stack).run()
+            _Reading(self, plan.items, planner, stack).run()
         future: Future[None] = Future()
         future.set_result(None)
         return future
@@ -181,6 +173,7 @@ class _Reading:
             blobs[id(item)]
             for item in tensors
             if blobs[id(item)].length >= LARGE_BYTES + HEAD_BYTES + TAIL_BYTES
+            and not self._descriptors(item)
         }
         stored = self._located(sorted(large))
         rest = {blob for blob in blobs.values() if blob not in stored}
@@ -198,6 +191,11 @@ class _Reading:
     def _blob(self, item: ReadItem) -> _Blob:
         info = self.reader.storage_data[item.storage_index]
         return _Blob(info.relative_path, info.offset, info.length)
+
+    def _descriptors(self, item: ReadItem) -> tuple[str, ...]:
+        """Return what has transformed an item; older files do not say."""
+        info = self.reader.storage_data[item.storage_index]
+        return tuple(getattr(info, "transform_descriptors", None) or ())
 
     def _file(self, name: str) -> File:
         if name not in self.files:
@@ -234,8 +232,13 @@ class _Reading:
                 found[blob] = stored._replace(begin=blob.begin + stored.begin)
         return found
 
-    def _deliver(self, item: ReadItem, text: bytearray) -> None:
+    def _deliver(self, item: ReadItem, text: bytes | bytearray) -> None:
         """Give the planner what was read as a whole."""
+        descriptors = self._descriptors(item)
+        if descriptors:
+            raw = io.BytesIO(text)
+            transforms = self.reader.transforms
+            text = transforms.transform_load_stream(item, descriptors, raw).read(-1)
         if item.type == LoadItemType.BYTE_IO:
             if self.reader.weights_only:
                 # The planner unpickles whatever there is.

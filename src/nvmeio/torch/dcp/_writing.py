@@ -1,6 +1,5 @@
 """What a rank writes: files of new names, durable before anything names them."""
 
-import dataclasses
 import heapq
 import io
 import logging
@@ -52,6 +51,12 @@ cache_staged_state_dict, overwrite, _extensions, serialization_format
         As for ``torch.distributed.checkpoint.FileSystemWriter``.  `thread_count` is how
         many files a rank writes; the engine moves the bytes without threads of Python.
 
+    Raises
+    ------
+    ValueError
+        `serialization_format` is ``SAFETENSORS``, which no FileSystemReader reads, torch's
+        neither: `HuggingFaceStorageWriter` writes such files.
+
     Notes
     -----
     Each save writes files of new names.  Every rank's are on the device, by their names
@@ -61,6 +66,15 @@ cache_staged_state_dict, overwrite, _extensions, serialization_format
     synced.
     """
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.serialization_format != filesystem.SerializationFormat.TORCH_SAVE:
+            raise ValueError(
+                f"serialization_format is {self.serialization_format}; no FileSystemReader "
+                "reads such files, torch's neither: HuggingFaceStorageWriter writes "
+                "safetensors, and HuggingFaceStorageReader reads them"
+            )
+
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Make the folder, durably, and do what torch does."""
         make_folders(os.path.abspath(self.path))
@@ -69,22 +83,10 @@ cache_staged_state_dict, overwrite, _extensions, serialization_format
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's files; they are on the device when this returns."""
         prefix = f"{plan.storage_data.prefix}{secrets.token_hex(4)}_"
-        torchs = filesystem.SerializationFormat.TORCH_SAVE
-        if self.transforms.extensions or self.serialization_format != torchs:
-            mine = dataclasses.replace(
-                plan, storage_data=dataclasses.replace(plan.storage_data, prefix=prefix)
-            )
-            results = super().write_data(mine, planner).wait()
-            if len(results) != len(plan.items):
-                raise RuntimeError(
-                    f"{len(results)} of {len(plan.items)} items were written: a thread of "
-                    "torch's has failed"
-                )
-        else:
-            results = []
-            for number, items in enumerate(self._files(plan.items)):
-                name = f"{prefix}{number}{filesystem.DEFAULT_SUFFIX}"
-                results += self._write_file(name, items, planner)
+        results = []
+        for number, items in enumerate(self._files(plan.items)):
+            name = f"{prefix}{number}{filesystem.DEFAULT_SUFFIX}"
+            results += self._write_file(name, items, planner)
         if self.sync_files:
             sync_folder(os.fspath(self.path))
         future: Future[list[WriteResult]] = Future()
@@ -116,15 +118,49 @@ cache_staged_state_dict, overwrite, _extensions, serialization_format
                 stream = _Sink(stages)
                 for item in items:
                     data = planner.resolve_data(item)
-                    begin = _write_item(stream, item, data)
+                    begin, descriptors = self._write_item(stream, item, data)
                     length = stream.tell() - begin
-                    info = filesystem._StorageInfo(name, begin, length)
+                    # Torch leaves out what is empty, as older versions knew no such field.
+                    info = filesystem._StorageInfo(name, begin, length, descriptors or None)
                     results.append(WriteResult(item.index, length, info))
                 stages.finish()
             cut(file, stages.written)
             if self.sync_files:
                 default_handle().fsync(file)
         return results
+
+    def _write_item(
+        self, stream: "_Sink", item: WriteItem, data: Any
+    ) -> tuple[int, list[str]]:
+        """Write an item as torch does; where it begins, and what has transformed it."""
+        tensor = None
+        if item.type != WriteItemType.BYTE_IO:
+            tensor = data.detach().cpu()
+            if tensor.untyped_storage().nbytes() != tensor.nbytes:
+                tensor = tensor.clone()
+        large = tensor is not None and tensor.nbytes >= LARGE_BYTES
+        if large:
+            stream.write(bytes(-stream.tell() % PAGE))
+        begin = stream.tell()
+        output, descriptors = stream, []
+        if self.transforms.extensions:
+            output, descriptors = self.transforms.transform_save_stream(item, stream)
+        try:
+            if tensor is None:
+                output.write(data.getbuffer())
+            else:
+                # Nobody looks at the sums of what is in a shard.
+                alignment = PAGE if large else 64
+                with saving_with(storage_alignment=alignment, compute_crc32=False):
+                    torch.save(tensor, output)
+            if output is not stream:
+                output.close()
+        except Exception:
+            if stream.error is not None:
+                # Torch raises something else.
+                raise stream.error from None
+            raise
+        return begin, descriptors
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Replace ``.metadata``; then the files of the checkpoint before go."""
@@ -179,36 +215,9 @@ class _Sink(io.RawIOBase):
         try:
             self.stages.put(view)
         except OSError as error:
-            # Torch would raise something else.
             self.error = self.error or error
             raise
         return len(view)
-
-
-def _write_item(stream: _Sink, item: WriteItem, data: Any) -> int:
-    """Write an item as torch does, and return where it begins."""
-    if item.type == WriteItemType.BYTE_IO:
-        begin = stream.tell()
-        stream.write(data.getbuffer())
-        return begin
-    tensor = data.detach().cpu()
-    if tensor.untyped_storage().nbytes() != tensor.nbytes:
-        tensor = tensor.clone()
-    large = tensor.nbytes >= LARGE_BYTES
-    begin = stream.tell()
-    if large and begin % PAGE:
-        stream.write(bytes(-begin % PAGE))
-        begin = stream.tell()
-    try:
-        # Nobody looks at the sums of what is in a shard.
-        alignment = PAGE if large else 64
-        with saving_with(storage_alignment=alignment, compute_crc32=False):
-            torch.save(tensor, stream)
-    except Exception:
-        if stream.error is not None:
-            raise stream.error from None
-        raise
-    return begin
 
 
 def remove_unneeded(folder: str, names: Iterable[str]) -> None:
