@@ -239,16 +239,21 @@ def test_bounces_are_taken_late_few_and_again_and_again(
         if routes(handle)["direct"] == 0:
             pytest.skip("the file system has no O_DIRECT")
         assert pool_bytes() == before
-        handle.submit_read(target.array, path).wait()
-        mapped = pool_bytes("bytes_mapped")
-        assert 0 < pool_bytes() - before <= BOUNCES_MAX
+        for reads in range(1, 11):
+            handle.submit_read(target.array, path).wait()
+            # At once: a second later they have gone back, and then only another read tells.
+            found = nvmeio.pool_stats()
+            if found["bytes_used"] > before:
+                break
+        mapped = found["bytes_mapped"]
+        assert 0 < found["bytes_used"] - before <= BOUNCES_MAX
         with ThreadPoolExecutor(24) as callers:
             parts = [target.array[at * 3 * MIB :][: 2 * MIB] for at in range(24)]
             list(callers.map(handle.read, parts, [path] * 24))
-        assert 0 < pool_bytes() - before <= BOUNCES_MAX
+        assert nvmeio.pool_stats()["bytes_used"] - before <= BOUNCES_MAX
         handle.submit_read(target.array, path).wait()
         assert target.content() == content.content()
-        assert routes(handle)["bounced"] == 2 * 96 * MIB + 24 * 2 * MIB
+        assert routes(handle)["bounced"] == (reads + 1) * 96 * MIB + 24 * 2 * MIB
         assert handle.stats()["engine"] == engine
     assert pool_bytes() == before
     assert pool_bytes("bytes_mapped") <= mapped + BOUNCES_MAX
