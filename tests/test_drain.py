@@ -15,6 +15,7 @@ from children import Child, run_tool
 from helpers import pattern
 from mounts import unmount
 from nvmeio.checkpoint import Checkpointer, CheckpointError, _draining, _places, drain
+from nvmeio.checkpoint._restoring import Held
 
 fsspec = pytest.importorskip("fsspec")
 
@@ -218,7 +219,8 @@ def test_a_target_that_fills_up(source, tmp_path):
     run_tool("mount", "-t", "tmpfs", "-o", "size=6M", "none", folder)
     try:
         # Whichever of the files has found no room first.
-        with pytest.raises(OSError, match="while it is drained") as told:
+        words = r"while it is drained\): .*bytes\) are needed, and \d+ are free"
+        with pytest.raises(OSError, match=words) as told:
             drain(source, folder / "run").result()
         assert told.value.errno == errno.ENOSPC
         assert ".metadata" not in os.listdir(folder / "run")
@@ -309,7 +311,16 @@ def test_a_source_that_changes_is_told(source, tmp_path, watched):
         ({"last": {"a", "b"}}, TypeError, "it must be several names, in order"),
         ({"retries": -1}, ValueError, "retries is -1; it must be from 0 to 1000"),
         ({"bandwidth": 0}, ValueError, "bandwidth is 0; it must be more than 0"),
-        ({"bandwidth": "1G"}, TypeError, "bandwidth is '1G'; it must be bytes a second"),
+        (
+            {"bandwidth": "1G"},
+            TypeError,
+            "bandwidth is '1G'; it must be bytes a second, such",
+        ),
+        (
+            {"last": ("empty", "nosuch*")},
+            ValueError,
+            r"last has 'nosuch\*'; .* has no such",
+        ),
         ({"retry": 1}, TypeError, "'retry'; did you mean 'retries'"),
     ],
 )
@@ -322,6 +333,8 @@ def test_wrong_arguments_are_refused(source, tmp_path, options, kind, words):
 def test_what_cannot_be_drained_is_refused(source, tmp_path):
     with pytest.raises(ValueError, match="is within"):
         drain(source, source / "below" / "target")
+    with pytest.raises(ValueError, match="is source and target"):
+        drain(source, f"{source}/below/..")
     with pytest.raises(FileNotFoundError, match="nothing"):
         drain(tmp_path / "nothing", tmp_path / "target")
     with pytest.raises(NotADirectoryError):
@@ -528,6 +541,54 @@ def test_a_copy_that_is_alone_and_damaged_is_told(tmp_path):
         other.restore(2)
 
 
+def test_a_step_that_is_damaged_here_and_there_says_both(tmp_path, far):
+    with Checkpointer(tmp_path / "near", drain_to=far) as saver:
+        for step in (1, 2):
+            saver.save(step, state_of(step))
+            saver.drained.result()
+        os.truncate(tmp_path / "near/step-2/tensors.safetensors", 1000)
+        at = "tensors.safetensors"
+        if str(far).startswith("memory"):
+            fsspec.filesystem("memory").pipe(f"{far}/step-2/{at}", b"x")
+        else:
+            (far / "step-2" / at).write_bytes(b"x")
+        words = r"near/step-2/.*; its copy in .*far.*: .*step-2"
+        with pytest.raises(CheckpointError, match=words):
+            saver.restore(2)
+        with pytest.warns(RuntimeWarning, match=f"step 2 is passed over: .*{words}"):
+            assert same(saver.restore(), 1)
+
+
+def test_what_was_saved_beside_a_state_is_read_alone(tmp_path, monkeypatch):
+    with Checkpointer(tmp_path / "near", drain_to="memory://beside") as saver:
+        saver.save(1, state_of(1), {"said": "one"})
+    read = []
+    monkeypatch.setattr(
+        _places._Remote,
+        "read",
+        lambda self, name, read_=_places._Remote.read: (
+            read.append(name) or read_(self, name)
+        ),
+    )
+    other = Checkpointer(tmp_path / "other", drain_to="memory://beside")
+    assert other.metadata() == {"said": "one"}
+    assert read == ["step-1/manifest.json", "step-1/tree.json"]
+    fsspec.filesystem("memory").store.clear()
+
+
+def test_a_copy_stays_while_it_is_read(tmp_path):
+    far = tmp_path / "far"
+    with Checkpointer(tmp_path / "near", keep=1, drain_to=far) as saver:
+        saver.save(1, state_of(1))
+        saver.drained.result()
+        with Held(str(far / "step-1"), 1):
+            saver.save(2, state_of(2))
+            saver.drained.result()
+            assert names_in(far) == ["step-1", "step-2"]
+        saver.save(3, state_of(3))
+    assert names_in(far) == ["step-3"]
+
+
 def test_a_step_that_is_removed_stays_away(tmp_path, far):
     with Checkpointer(tmp_path / "near", keep=2, drain_to=far) as saver:
         for step in (100, 200, 300):
@@ -646,6 +707,26 @@ def test_what_a_drain_that_died_has_left_goes(tmp_path):
     with Checkpointer(tmp_path / "near", keep=1, drain_to=far) as saver:
         saver.save(20, state_of(20))
     assert names_in(far) == ["step-20"]
+
+
+def test_what_a_drain_that_died_has_left_of_a_long_name_goes(source, tmp_path):
+    (source / ("n" * 250)).write_bytes(b"x")
+    target = tmp_path / "target"
+    target.mkdir()
+    (target / f".{'n' * 220}.01234567.nvmeio-part").write_bytes(b"x")
+    (target / f".{'m' * 220}.01234567.nvmeio-part").write_bytes(b"x")
+    drain(source, target).result()
+    assert [n for n in os.listdir(target) if n.endswith("-part")] == [
+        f".{'m' * 220}.01234567.nvmeio-part"
+    ]
+
+
+def test_a_target_that_is_no_folder_is_told_at_once(source, tmp_path, monkeypatch):
+    monkeypatch.setattr(_draining, "PAUSE_S", 1000)
+    (tmp_path / "file").touch()
+    with pytest.raises(NotADirectoryError, match="while it is drained") as told:
+        drain(source, tmp_path / "file").result()
+    assert told.value.filename == str(tmp_path / "file")
 
 
 def test_a_folder_goes_by_its_whole_path(tmp_path, monkeypatch):

@@ -33,7 +33,10 @@ FOLDERS = {
     "_arrays": {"_arguments", "_memory", "_native"},
     "": {"_arguments", "_config", "_events", "_files", "_memory", "_native", "_arrays"},
     "safetensors": {"", "_arguments", "_events", "_files", "_memory", "_native"},
-    "torch": {"", "safetensors", "_arguments", "_arrays", "_files", "_memory", "_native"},
+    "torch": {
+        *("", "checkpoint", "safetensors"),
+        *("_arguments", "_arrays", "_files", "_memory", "_native"),
+    },
     "checkpoint": {
         *("", "safetensors"),
         *("_arguments", "_events", "_files", "_memory", "_native"),

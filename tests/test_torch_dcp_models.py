@@ -1,5 +1,6 @@
 """nvmeio.torch.dcp: checkpoints that are model files, by one rank and by several."""
 
+import copy
 import errno
 import json
 import os
@@ -154,7 +155,31 @@ def test_what_no_model_file_can_hold_is_refused(tmp_path):
         save(tmp_path, {"step": 3, "a": torch.ones(3)})
     with pytest.raises(CheckpointException, match="'a' is not in fqn_to_index_mapping"):
         save(tmp_path, {"a": torch.ones(3)}, fqn_to_index_mapping={"b": 1})
+    with pytest.raises(CheckpointException, match="'step' is no tensor"):
+        save(tmp_path / "new", {"step": 3})
     assert os.listdir(tmp_path) == []
+
+
+def test_two_files_of_one_name_are_refused(tmp_path):
+    save(tmp_path, state_of(1), save_distributed=True)
+    before = {name: (tmp_path / name).read_bytes() for name in os.listdir(tmp_path)}
+    writer = HuggingFaceStorageWriter(str(tmp_path), save_distributed=True)
+    finish = writer.finish
+
+    def finish_with_another(metadata, results):
+        # As if a second rank took itself for the first.
+        told = copy.deepcopy(results[0])
+        for each in told:
+            token = each.storage_data.relative_path.split(".")[-2]
+            name = each.storage_data.relative_path.replace(token, "0" * len(token))
+            each.storage_data.relative_path = name
+        finish(metadata, [*results, told])
+
+    writer.finish = finish_with_another
+    with pytest.raises(CheckpointException, match="several ranks have written"):
+        dcp.save(state_of(2), storage_writer=writer, no_dist=True)
+    now = {n: (tmp_path / n).read_bytes() for n in os.listdir(tmp_path)}
+    assert {n: each for n, each in now.items() if not n.endswith(".part")} == before
 
 
 def test_files_of_two_saves_are_refused(tmp_path):
@@ -295,4 +320,4 @@ def test_parts_that_overlap_are_refused(tmp_path, second):
 def test_parts_are_not_saved_as_if_they_were_whole(tmp_path):
     folder = tmp_path / "checkpoint"
     assert together(tmp_path, "save_models_of_parts", 2, folder=str(folder)) == [True] * 2
-    assert os.listdir(folder) == []
+    assert not folder.exists()

@@ -239,8 +239,10 @@ def test_bounces_are_taken_late_few_and_again_and_again(
         if routes(handle)["direct"] == 0:
             pytest.skip("the file system has no O_DIRECT")
         assert pool_bytes() == before
-        for reads in range(1, 11):
+        reads = 0
+        while reads < 10:
             handle.submit_read(target.array, path).wait()
+            reads += 1
             # At once: a second later they have gone back, and then only another read tells.
             found = nvmeio.pool_stats()
             if found["bytes_used"] > before:

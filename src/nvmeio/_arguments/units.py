@@ -1,6 +1,6 @@
 """Sizes as people read them."""
 
-__all__ = ["in_binary"]
+__all__ = ["in_binary", "needed_and_free"]
 
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 
@@ -12,3 +12,8 @@ def in_binary(nbytes: float) -> str:
         value /= 1024
         unit += 1
     return f"{value:.3g} {UNITS[unit]}" if value < 1000 else f"{value:.0f} {UNITS[unit]}"
+
+
+def needed_and_free(needed: int, free: int) -> str:
+    """Say how many bytes there is no room for."""
+    return f"{in_binary(needed)} ({needed} bytes) are needed, and {free} are free"

@@ -5,7 +5,6 @@ import errno
 import logging
 import os
 import pathlib
-import re
 import threading
 import warnings
 import weakref
@@ -27,15 +26,15 @@ from nvmeio.checkpoint._folders import (
     remove_unfinished,
     set_aside,
 )
+from nvmeio.checkpoint._kinds import what_is_in
 from nvmeio.checkpoint._locks import WriterLock, exclusive
-from nvmeio.checkpoint._manifest import MANIFEST
+from nvmeio.checkpoint._manifest import FILES, FOLDER, MANIFEST, TREE
 from nvmeio.checkpoint._restoring import Held
 from nvmeio.checkpoint._saving import Plan, Staging
 from nvmeio.safetensors._reading import Progress
 
 __all__ = ["Checkpointer", "SaveFuture"]
 
-_FOLDER = re.compile(r"step-(0|[1-9][0-9]{0,18})")
 _STEP_MAX = 10**18
 # What a drive or a file system says of bytes that are not there any more, or of a socket.
 _LOST = (errno.EIO, errno.ENODATA, errno.EUCLEAN, errno.EBADMSG, errno.EILSEQ, errno.ENXIO)
@@ -48,6 +47,13 @@ _log = logging.getLogger("nvmeio")
 
 class _GoneError(FileNotFoundError):
     """There is no such step, or none any more."""
+
+
+def _with(error: Exception, words: str) -> Exception:
+    """Return an error of the same kind that says more."""
+    if isinstance(error, OSError):
+        return type(error)(error.errno, f"{error.strerror}; {words}", error.filename)
+    return type(error)(f"{error}; {words}")
 
 
 _all: "weakref.WeakSet[Checkpointer]" = weakref.WeakSet()
@@ -488,6 +494,7 @@ class Checkpointer:
         -----
         RuntimeWarning
             Without `step`: for each newer step that is damaged, with what is wrong with it.
+            With `drain_to`: where a step is read from its copy, since it is damaged here.
 
         Notes
         -----
@@ -511,17 +518,22 @@ class Checkpointer:
         FileNotFoundError, CheckpointError, OSError
             As ``restore``.
         """
-        return self._of_step(step, Held.metadata)[1]
+        return self._of_step(step, Held.metadata, (MANIFEST, TREE))[1]
 
-    def _of_step(self, step: int | None, read: Any) -> tuple[int, Any]:
-        """Take something from a step, or from the newest that has it."""
+    def _of_step(
+        self, step: int | None, read: Any, files: Collection[str] = FILES
+    ) -> tuple[int, Any]:
+        """Take something from a step, or from the newest that has it.
+
+        `files` are those that it needs.
+        """
         if step is not None:
             step = _step_of(step)
-            return step, self._read_or_copy(step, read)
+            return step, self._read_or_copy(step, read, files)
         passed_over = set()
         for each in self._going_down(self._copied()):
             try:
-                return each, self._read_or_copy(each, read)
+                return each, self._read_or_copy(each, read, files)
             except _GoneError:
                 continue
             except NoChecksumsError:
@@ -534,10 +546,10 @@ class Checkpointer:
                     words = f"step {each} is passed over: {error}"
                     warnings.warn(words, RuntimeWarning, stacklevel=4)
                 passed_over.add(each)
-        words = "there is no complete checkpoint"
+        words = f"there is no complete checkpoint; {what_is_in(str(self.root))}"
         raise FileNotFoundError(errno.ENOENT, words, str(self.root))
 
-    def _read_or_copy(self, step: int, read: Any) -> Any:
+    def _read_or_copy(self, step: int, read: Any, files: Collection[str]) -> Any:
         """Read a step, or its copy where it is gone or damaged."""
         try:
             return self._read(step, read)
@@ -548,16 +560,14 @@ class Checkpointer:
             if self._copies is None or not lost:
                 raise
             try:
-                found = self._copies.read(step, read)
+                found = self._copies.read(step, read, files)
             except NoCopyError:
                 raise error from None
             except Exception as other:
                 if isinstance(error, _GoneError):
                     # It is in the copy alone.
                     raise
-                if hasattr(error, "add_note"):
-                    error.add_note(f"its copy in {self.drain_to}: {other}")
-                raise error from other
+                raise _with(error, f"its copy in {self.drain_to}: {other}") from other
             if not isinstance(error, _GoneError):
                 words = f"step {step} is read from its copy in {self.drain_to}: {error}"
                 warnings.warn(words, RuntimeWarning, stacklevel=5)
@@ -587,7 +597,7 @@ class Checkpointer:
     def _newest_first(self) -> list[int]:
         """Return the steps that have a folder."""
         with contextlib.suppress(FileNotFoundError):
-            names = map(_FOLDER.fullmatch, os.listdir(self.root))
+            names = map(FOLDER.fullmatch, os.listdir(self.root))
             return sorted((int(found[1]) for found in names if found), reverse=True)
         return []
 

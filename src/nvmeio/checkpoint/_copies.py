@@ -2,10 +2,10 @@
 
 import logging
 import os
-import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import CancelledError, Future
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from nvmeio._arguments.types import Path
@@ -14,14 +14,14 @@ from nvmeio._native.file import File
 from nvmeio.checkpoint._draining import Drain
 from nvmeio.checkpoint._errors import MovedError
 from nvmeio.checkpoint._folders import Unfinished
-from nvmeio.checkpoint._manifest import MANIFEST, TENSORS, TREE
+from nvmeio.checkpoint._locks import exclusive
+from nvmeio.checkpoint._manifest import FILES, FOLDER, MANIFEST
 from nvmeio.checkpoint._places import place_of
 from nvmeio.checkpoint._restoring import Held
 from nvmeio.default import default_handle
 
 __all__ = ["Copies", "NoCopyError"]
 
-_FOLDER = re.compile(r"step-(0|[1-9][0-9]{0,18})")
 RETRIES = 3
 
 _log = logging.getLogger("nvmeio")
@@ -128,7 +128,7 @@ class Copies:
 
     def steps(self) -> list[int]:
         """Return the steps that are complete, newest first."""
-        found = map(_FOLDER.fullmatch, self.place.names(""))
+        found = map(FOLDER.fullmatch, self.place.names(""))
         steps = sorted((int(each[1]) for each in found if each), reverse=True)
         return [step for step in steps if MANIFEST in self.place.names(f"step-{step}")]
 
@@ -136,13 +136,22 @@ class Copies:
         """Remove the copies that are not kept, and those that were never complete."""
         try:
             steps = sorted(self.steps())
-            folders = map(_FOLDER.fullmatch, self.place.names(""))
+            folders = map(FOLDER.fullmatch, self.place.names(""))
             there = {int(each[1]) for each in folders if each}
             for step in there - set(self._kept(steps)) - {saved}:
-                self._remove(step)
+                with self._exclusive(step) as free:
+                    if free:
+                        self._remove(step)
         except Exception as error:
             # What fsspec raises may be anything.
             _log.warning("older copies are left: %s", error)
+
+    def _exclusive(self, step: int) -> AbstractContextManager[bool]:
+        """Tell whether nobody reads a copy; far away nobody can tell."""
+        near = self.place.folder(f"step-{step}")
+        return (
+            nullcontext(True) if near is None else exclusive(os.path.join(near, MANIFEST))
+        )
 
     def _remove(self, step: int) -> None:
         self.place.remove(f"step-{step}/{MANIFEST}")
@@ -162,8 +171,8 @@ class Copies:
             self._remove(step)
         return there
 
-    def read(self, step: int, read: Callable[[Held], Any]) -> Any:
-        """Read a step, of what is far away by a copy that goes afterwards.
+    def read(self, step: int, read: Callable[[Held], Any], files: Collection[str]) -> Any:
+        """Read a step, of what is far away by a copy of some files, which goes afterwards.
 
         Raises
         ------
@@ -179,8 +188,13 @@ class Copies:
                 return read(held)
         make_folders(self._root)
         with Unfinished(os.path.join(self._root, name), replace=True) as folder:
-            for each in (MANIFEST, TREE, TENSORS):
-                with File(os.path.join(folder.path, each), "x") as file:
+            for each in FILES:
+                path = os.path.join(folder.path, each)
+                with File(path, "x") as file:
+                    if each not in files:
+                        # Nobody reads it; its size is looked at.
+                        os.truncate(path, self.place.size(f"{name}/{each}") or 0)
+                        continue
                     at = 0
                     for piece in self.place.read(f"{name}/{each}"):
                         default_handle().write(piece, file, at)

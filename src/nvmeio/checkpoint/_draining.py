@@ -18,10 +18,18 @@ import crc32c
 from nvmeio._arguments.checks import path_of, shown, whole
 from nvmeio._arguments.keywords import suggesting
 from nvmeio._arguments.types import Path
+from nvmeio._arguments.units import needed_and_free
 from nvmeio._files.paths import absolute
 from nvmeio._native.file import File
 from nvmeio.checkpoint._errors import CheckpointError
-from nvmeio.checkpoint._places import Bytes, Place, pieces_of, place_of, unfinished
+from nvmeio.checkpoint._places import (
+    Bytes,
+    Place,
+    pieces_of,
+    place_of,
+    short_name,
+    unfinished,
+)
 
 __all__ = ["Drain", "drain"]
 
@@ -32,7 +40,17 @@ RETRIES_MAX = 1000
 PAUSE_S, PAUSE_S_MAX = 0.5, 30.0
 
 # What is the same in a moment.
-_FINAL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
+_FINAL = (
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EROFS,
+    errno.EACCES,
+    errno.EPERM,
+    errno.ENOTDIR,
+    errno.ENAMETOOLONG,
+)
+# What is last where it is there; what a caller names must be there.
+_LAST = (".metadata",)
 
 
 @suggesting
@@ -40,7 +58,7 @@ def drain(
     source: Path,
     target: Path,
     *,
-    last: Collection[str] = (".metadata",),
+    last: Collection[str] = _LAST,
     retries: int = 3,
     bandwidth: float | None = None,
 ) -> Future[int]:
@@ -56,7 +74,8 @@ def drain(
         which needs fsspec.  It is made where it does not exist; other files there stay.
     last : collection of str, default (".metadata",)
         The files that say that the others are complete, as patterns of names or of paths
-        below `source`: they are copied when all others are durable, in this order.
+        below `source`: they are copied when all others are durable, in this order.  Each
+        must be there, but for the default.
     retries : int, default 3
         How often a file is tried again after an error, later each time.
     bandwidth : float, optional
@@ -73,8 +92,8 @@ def drain(
     FileNotFoundError, NotADirectoryError
         There is no such folder.
     TypeError, ValueError
-        An argument is of the wrong type or out of range; `target` is within `source`; or a
-        file is no regular one.
+        An argument is of the wrong type or out of range; `last` names what is not there;
+        `target` is `source` or within it; or a file is no regular one.
     ModuleNotFoundError
         `target` is a URL, and fsspec is not installed.
 
@@ -115,11 +134,16 @@ class Drain:
         real = os.path.realpath(self.source)
         inside = os.path.commonpath([real, os.path.realpath(place.root)])
         if os.path.isabs(place.root) and inside == real:
+            if os.path.realpath(place.root) == real:
+                raise ValueError(f"{self.source!r} is source and target")
             raise ValueError(f"{place.root!r} is within {self.source!r}")
         folders, self.sizes = _files_below(self.source)
         self.folders, self._made = folders, False
         named = [n for pattern in names for n in sorted(self.sizes) if _is(n, pattern)]
         self.last = list(dict.fromkeys(named))
+        for pattern in names:
+            if pattern not in _LAST and not any(_is(n, pattern) for n in self.sizes):
+                raise ValueError(f"last has {pattern!r}; {self.source!r} has no such file")
         self.future: Future[int] = Future()
         self.future.add_done_callback(self._end_if_cancelled)
         self._seen: dict[str, tuple[int, int, int]] = {}
@@ -181,9 +205,10 @@ class Drain:
             self._made = True
 
     def _clean(self, folder: str) -> None:
+        shortened = set(map(short_name, self.sizes))
         for name in self.place.names(folder):
             mine = unfinished(name)
-            if mine and os.path.join(folder, mine) in self.sizes:
+            if mine and os.path.join(folder, mine) in shortened:
                 self.place.remove(os.path.join(folder, name))
 
     def _next(self) -> str | None:
@@ -255,14 +280,18 @@ class Drain:
                 raise CancelledError
 
     def _named(self, error: Exception, name: str) -> Exception:
-        where = f"{self.place.root.rstrip('/')}/{name}"
+        where = f"{self.place.root.rstrip('/')}/{name}".rstrip("/")
         if isinstance(error, _DifferentError):
             return OSError(errno.EIO, str(error), where)
         if isinstance(error, OSError):
             number = error.errno or errno.EIO
-            return OSError(
-                number, f"{error.strerror or error} (while it is drained)", where
-            )
+            words = f"{error.strerror or error} (while it is drained)"
+            near = self.place.folder("")
+            if number == errno.ENOSPC and near is not None and name in self.sizes:
+                space = os.statvfs(near)
+                free = space.f_bavail * space.f_frsize
+                words += f": {needed_and_free(self.sizes[name], free)}"
+            return OSError(number, words, where)
         return OSError(errno.EIO, f"{type(error).__name__}: {error}", where)
 
     def _copy_once(self, name: str) -> None:
@@ -341,8 +370,10 @@ class _Pace:
         if bandwidth is not None:
             number = isinstance(bandwidth, (int, float)) and not isinstance(bandwidth, bool)
             if not number:
-                words = f"bandwidth is {shown(bandwidth)}; it must be bytes a second"
-                raise TypeError(words)
+                raise TypeError(
+                    f"bandwidth is {shown(bandwidth)}; it must be bytes a second, such as "
+                    "50e6"
+                )
             if not 0 < bandwidth < math.inf:
                 raise ValueError(f"bandwidth is {bandwidth}; it must be more than 0")
         self.bandwidth = bandwidth

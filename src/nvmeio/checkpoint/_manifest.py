@@ -38,6 +38,9 @@ FORMAT = "nvmeio-checkpoint-1"
 MANIFEST = "manifest.json"
 TENSORS = "tensors.safetensors"
 TREE = "tree.json"
+FILES = (MANIFEST, TREE, TENSORS)
+# The folder of a step.
+FOLDER = re.compile(r"step-(0|[1-9][0-9]{0,18})")
 
 # Of 4 million blocks, which are 32 TiB.
 MANIFEST_BYTES_MAX = 64 << 20

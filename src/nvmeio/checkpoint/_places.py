@@ -23,7 +23,7 @@ from nvmeio._native.file import File
 from nvmeio.default import default_handle
 from nvmeio.memory import empty
 
-__all__ = ["Bytes", "Place", "Writer", "pieces_of", "place_of", "unfinished"]
+__all__ = ["Bytes", "Place", "Writer", "pieces_of", "place_of", "short_name", "unfinished"]
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -136,13 +136,18 @@ def _memory(nbytes: int) -> Bytes:
 
 def _unnamed(name: str) -> str:
     """Return what a file is called until it is complete."""
+    folder, base = os.path.split(short_name(name))
+    return os.path.join(folder, f".{base}.{secrets.token_hex(4)}.nvmeio-part")
+
+
+def short_name(name: str) -> str:
+    """Return as much of a name as there is room for beside what says it is unfinished."""
     folder, base = os.path.split(name)
-    short = os.fsdecode(os.fsencode(base)[:_BASE_BYTES_MAX])
-    return os.path.join(folder, f".{short}.{secrets.token_hex(4)}.nvmeio-part")
+    return os.path.join(folder, os.fsdecode(os.fsencode(base)[:_BASE_BYTES_MAX]))
 
 
 def unfinished(name: str) -> str | None:
-    """Return which file was to come of one that was not completed."""
+    """Return the short name of the file that was to come of one that was not completed."""
     found = _PART.fullmatch(name)
     return found and found[1]
 

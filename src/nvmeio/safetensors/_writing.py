@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from nvmeio._arguments.checks import flag
-from nvmeio._arguments.units import in_binary
+from nvmeio._arguments.units import needed_and_free
 from nvmeio._files.paths import naming, resolved, synced_folder
 from nvmeio._native.file import File
 from nvmeio._native.handle import Handle
@@ -164,7 +164,7 @@ def _named(error: OSError, file: File, nbytes: int, path: str) -> OSError:
         space = os.statvfs(os.path.dirname(os.path.realpath(path)))
         # The file, which goes, may have taken all there was.
         free = space.f_bavail * space.f_frsize + os.fstat(file.fileno()).st_blocks * 512
-        words += f": {in_binary(nbytes)} ({nbytes} bytes) are needed, and {free} are free"
+        words += f": {needed_and_free(nbytes, free)}"
     return OSError(error.errno, words, path)
 
 

@@ -20,6 +20,10 @@ def install() -> None:
     ------
     RuntimeError
         This version of torch finds its readers and writers in another way.
+
+    Notes
+    -----
+    Once they are in use, another call changes nothing.
     """
     ours = {"FileSystemReader": FileSystemReader, "FileSystemWriter": FileSystemWriter}
     for name in ours:
@@ -32,7 +36,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Have torch use its own again."""
+    """Have torch use its own again; where it does, that changes nothing."""
     for name, kind in _torchs.items():
         setattr(_storage_utils, name, kind)
     _torchs.clear()

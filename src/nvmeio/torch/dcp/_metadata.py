@@ -4,13 +4,17 @@ import logging
 import os
 import pickle
 from collections import OrderedDict
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.checkpoint.metadata import Metadata
 
+from nvmeio.checkpoint._kinds import what_is_in
+
 __all__ = ["read_metadata", "shards_of"]
+
+METADATA = ".metadata"
 
 _log = logging.getLogger("nvmeio")
 
@@ -61,8 +65,20 @@ class _MetadataUnpickler(pickle.Unpickler):
         )
 
 
+def _opened(path: str) -> IO[bytes]:
+    folder, name = os.path.split(path)
+    try:
+        return open(path, "rb")
+    except (FileNotFoundError, NotADirectoryError) as error:
+        # Torch asks for that of the rank next, and says both.
+        if name != METADATA:
+            raise
+        words = f"there is no checkpoint to load; {what_is_in(folder)}"
+        raise type(error)(error.errno, words, path) from None
+
+
 def read_metadata(path: str, *, weights_only: bool) -> Any:
-    with open(path, "rb") as file:
+    with _opened(path) as file:
         try:
             kind = _MetadataUnpickler if weights_only else pickle.Unpickler
             found = kind(file).load()

@@ -1,5 +1,6 @@
 """Checkpoints of many ranks as model files: what a rank reads."""
 
+import errno
 import json
 import math
 import os
@@ -24,6 +25,7 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.futures import Future
 
+from nvmeio.checkpoint._kinds import what_is_in
 from nvmeio.safetensors._errors import SafetensorError
 from nvmeio.safetensors._file import ModelFile
 from nvmeio.safetensors._frameworks import Torch
@@ -86,7 +88,10 @@ class HuggingFaceStorageReader(hf_storage.HuggingFaceStorageReader):  # type: ig
     def read_metadata(self) -> Metadata:
         """Read the headers of all files of the folder."""
         folder = os.fspath(self.path)
-        names = sorted(n for n in os.listdir(folder) if n.endswith(_hf_utils.SUFFIX))
+        names = sorted(n for n in _names_in(folder) if n.endswith(_hf_utils.SUFFIX))
+        if not names:
+            words = f"there are no model files; {what_is_in(folder)}"
+            raise FileNotFoundError(errno.ENOENT, words, folder)
         found: dict[str, TensorStorageMetadata] = {}
         storage: dict[MetadataIndex, _Info] = {}
         saves: dict[str, str] = {}
@@ -155,6 +160,13 @@ class HuggingFaceStorageReader(hf_storage.HuggingFaceStorageReader):  # type: ig
         future: Future[None] = Future()
         future.set_result(None)
         return future
+
+
+def _names_in(folder: str) -> list[str]:
+    try:
+        return os.listdir(folder)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise type(error)(error.errno, what_is_in(folder), folder) from None
 
 
 def _each_has_it(name: str, said: Mapping[str, str], one: _Info, other: _Info) -> bool:

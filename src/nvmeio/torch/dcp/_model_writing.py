@@ -70,6 +70,7 @@ thread_count_consolidation
                 "enable_consolidation joins the parts of all ranks, of which none is told "
                 "with use_collectives=False"
             )
+        _refuse(plan.items, self.fqn_to_index_mapping, self.save_distributed)
         make_folders(os.path.abspath(self.path))
         return super().prepare_local_plan(plan)
 
@@ -92,7 +93,6 @@ thread_count_consolidation
         token = secrets.token_hex(4)
         mapping = told.get("fqn_to_index_mapping", self.fqn_to_index_mapping)
         own = (self.rank or 0) + 1 if self.save_distributed else None
-        _refuse(plan.items, mapping, self.save_distributed)
         highest = max(mapping.values()) if mapping else 1
         results = []
         buckets = self._split_by_storage_plan(mapping, plan.items) if plan.items else {}

@@ -26,6 +26,9 @@ class PoolStager(AsyncStager):  # type: ignore[misc]
     that both processes share.
     """
 
+    def __init__(self) -> None:
+        """Take no memory until there is something to copy."""
+
     # What stage() returns is complete.
     _synchronize_after_execute = False
 

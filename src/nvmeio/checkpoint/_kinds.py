@@ -1,0 +1,47 @@
+"""What a folder has, told by its names, to whoever looked there for something else."""
+
+import os
+
+from nvmeio.checkpoint._manifest import FOLDER, MANIFEST, TENSORS
+
+__all__ = ["what_is_in"]
+
+_NAMES_MAX = 3
+
+
+def what_is_in(folder: str) -> str:
+    """Say what lies in a folder, and what reads that."""
+    try:
+        names = sorted(os.listdir(folder))
+    except FileNotFoundError:
+        return "there is no such folder"
+    except NotADirectoryError:
+        return "it is no folder"
+    except OSError as error:
+        return f"it cannot be listed: {error.strerror}"
+    if ".metadata" in names:
+        return (
+            "it has a checkpoint of torch.distributed.checkpoint, which "
+            "nvmeio.torch.dcp.FileSystemReader reads"
+        )
+    if MANIFEST in names and TENSORS in names:
+        return (
+            "it is a step of a nvmeio.checkpoint.Checkpointer, which takes the folder "
+            "above it"
+        )
+    if any(map(FOLDER.fullmatch, names)):
+        return "it has steps of a nvmeio.checkpoint.Checkpointer"
+    if any(name.endswith(".safetensors") for name in names):
+        return (
+            "it has model files, which nvmeio.safetensors and "
+            "nvmeio.torch.dcp.HuggingFaceStorageReader read"
+        )
+    if any(name.endswith(".distcp") for name in names):
+        return (
+            "it has shards of torch.distributed.checkpoint without .metadata: no save "
+            "was completed there"
+        )
+    some = ", ".join(names[:_NAMES_MAX])
+    if len(names) > _NAMES_MAX:
+        some += f" and {len(names) - _NAMES_MAX} more"
+    return f"it has {some}" if names else "it is empty"

@@ -1,0 +1,82 @@
+"""Whoever looks for a checkpoint in a folder that has another is told what it has."""
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+from nvmeio.checkpoint import Checkpointer
+from nvmeio.torch.dcp import (
+    FileSystemReader,
+    FileSystemWriter,
+    HuggingFaceStorageReader,
+    HuggingFaceStorageWriter,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed")
+
+STATE = {"a": torch.ones(4)}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with one of each kind."""
+    top = tmp_path_factory.mktemp("kinds")
+    (top / "empty").mkdir()
+    (top / "others").mkdir()
+    for name in "abcde":
+        (top / "others" / name).touch()
+    dcp.save(STATE, storage_writer=FileSystemWriter(top / "dcp"), no_dist=True)
+    dcp.save(STATE, storage_writer=FileSystemWriter(top / "half"), no_dist=True)
+    (top / "half" / ".metadata").unlink()
+    writer = HuggingFaceStorageWriter(str(top / "models"))
+    dcp.save(STATE, storage_writer=writer, no_dist=True)
+    with Checkpointer(top / "steps") as saver:
+        saver.save(3, STATE)
+    (top / "file").touch()
+    return top
+
+
+WORDS = {
+    "missing": "there is no such folder",
+    "empty": "it is empty",
+    "others": "it has a, b, c and 2 more",
+    "dcp": r"nvmeio\.torch\.dcp\.FileSystemReader reads",
+    "half": "no save was completed there",
+    "models": r"nvmeio\.torch\.dcp\.HuggingFaceStorageReader read",
+    "steps": r"it has steps of a nvmeio\.checkpoint\.Checkpointer",
+    "steps/step-3": "takes the folder above it",
+    "file": "it is no folder",
+}
+
+
+@pytest.mark.parametrize("name", sorted(WORDS.keys() - {"steps", "file"}))
+def test_a_folder_that_is_no_root_of_a_checkpointer(folder, name):
+    with pytest.raises(FileNotFoundError, match=WORDS[name]):
+        Checkpointer(folder / name).restore()
+
+
+@pytest.mark.parametrize(
+    ("reader", "own"),
+    [
+        (FileSystemReader, {"dcp"}),
+        # The tensors of a step are a model file.
+        (HuggingFaceStorageReader, {"models", "steps/step-3"}),
+    ],
+)
+@pytest.mark.parametrize("name", WORDS)
+def test_a_folder_of_another_kind(folder, reader, own, name):
+    state = {"a": torch.zeros(4)}
+
+    def load():
+        dcp.load(state, storage_reader=reader(str(folder / name)), no_dist=True)
+
+    if name in own:
+        load()
+        assert torch.equal(state["a"], STATE["a"])
+        return
+    with pytest.raises(CheckpointException, match=WORDS[name]):
+        load()
