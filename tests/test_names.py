@@ -66,12 +66,39 @@ CALLS = {
         "out_offset",
         "out_offsets",
     ),
+    # What is required goes by a wrong name: it is not only missing.
+    "Handle.write": (
+        lambda **k: nvmeio.default_handle().write(file="x", **k),
+        "array",
+        "buffer",
+    ),
+    "Handle.submit_fsync": (
+        lambda **k: nvmeio.default_handle().submit_fsync(**k),
+        "filename",
+        "file",
+    ),
+    "Handle.submit_scatter": (
+        lambda **k: nvmeio.default_handle().submit_scatter("x", sizes=1, buffer=b"", **k),
+        "offset",
+        "offsets",
+    ),
+    "Handle.read_many": (
+        lambda **k: nvmeio.default_handle().read_many(**k),
+        "item",
+        "items",
+    ),
+    "Handle.from_profile": (
+        lambda **k: nvmeio.Handle.from_profile(engine="sync", **k),
+        "filename",
+        "path",
+    ),
     "Handle.drain": (
         lambda **k: nvmeio.default_handle().drain(**k),
         "timeout_s",
         "timeout",
     ),
     "File": (lambda **k: nvmeio.File("x", **k), "dirct", "direct"),
+    "nvmeio.File": (lambda **k: nvmeio.File(**k), "filename", "path"),
     "read_into": (lambda **k: nvmeio.read_into(b"", "x", **k), "file_offset", "offset"),
     "write_file": (lambda **k: nvmeio.write_file(b"", "x", **k), "atomc", "atomic"),
     "load": (lambda **k: nvmeio.load(**k), "filename", "path"),
@@ -86,6 +113,26 @@ CALLS = {
         lambda **k: nvmeio.aio_handle().read(b"", "x", **k),
         "offset",
         "file_offset",
+    ),
+    "aio_handle.async_pread": (
+        lambda **k: nvmeio.aio_handle().async_pread(filename="x", **k),
+        "bufer",
+        "buffer",
+    ),
+    "aio_handle.new_cpu_locked_tensor": (
+        lambda **k: nvmeio.aio_handle().new_cpu_locked_tensor(3, **k),
+        "example",
+        "example_tensor",
+    ),
+    "aio_handle.pread": (
+        lambda **k: nvmeio.aio_handle().pread(b"", "x", False, False, **k),
+        "offset",
+        "file_offset",
+    ),
+    "deepspeed.aio_handle": (
+        lambda **k: nvmeio.deepspeed.aio_handle(**k),
+        "queuedepth",
+        "queue_depth",
     ),
     "create": (
         lambda **k: nvmeio.ArrayFile.create("x", 3, float, **k),
@@ -107,6 +154,33 @@ def test_a_keyword_that_is_nearly_right_is_told_the_right_one(name):
     with pytest.raises(TypeError, match=f"'{wrong}'; did you mean '{right}'") as refused:
         call(**{wrong: 1})
     assert name.rpartition(".")[2] in str(refused.value)
+
+
+INCOMPLETE = {
+    "read": (lambda handle: handle.read(), "buffer"),
+    "write": (lambda handle: handle.write(b""), "file"),
+    "submit_write": (lambda handle: handle.submit_write(file="x"), "buffer"),
+    "fsync": (lambda handle: handle.fsync(data_only=True), "file"),
+    "gather": (lambda handle: handle.gather(offsets=[0], sizes=1, out=b""), "file"),
+    "submit_gather": (lambda handle: handle.submit_gather("x", [0], 1), "out"),
+    "scatter": (lambda handle: handle.scatter("x", [0], 1), "buffer"),
+    "submit_scatter": (lambda handle: handle.submit_scatter("x", sizes=1), "offsets"),
+    "write_many": (lambda handle: handle.write_many(), "items"),
+    "from_profile": (lambda handle: handle.from_profile(), "path"),
+    "File": (lambda handle: nvmeio.File(mode="w"), "path"),
+    "async_pread": (lambda handle: nvmeio.aio_handle().async_pread(), "buffer"),
+    "new_cpu_locked_tensor": (
+        lambda handle: nvmeio.aio_handle().new_cpu_locked_tensor(example_tensor=[]),
+        "num_elem",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", INCOMPLETE)
+def test_an_argument_that_is_missing_is_named(name):
+    call, missing = INCOMPLETE[name]
+    with pytest.raises(TypeError, match=f"the argument '{missing}' is missing"):
+        call(nvmeio.default_handle())
 
 
 def test_a_keyword_that_is_far_from_any_is_refused_alone():

@@ -348,6 +348,7 @@ class TestDrain:
         ([(bytearray(1), 3.5, 0)], r"items\[0\]: file is 3\.5"),
         ([np.zeros(2)], r"items\[0\] is of type ndarray and length 2; it must be \(buffer"),
         ([7], r"items\[0\] is of type int; it must be \(buffer"),
+        (None, r"items is None; it must be an iterable of \(buffer, file, offset\)"),
     ],
 )
 def test_an_item_that_is_refused_is_named(handle, items, words):

@@ -4,6 +4,7 @@ What is refused is named, with its value and with what it may be.  What is check
 transfer is in Cython, in _native/arguments.pyx.
 """
 
+import inspect
 import operator
 import os
 import sys
@@ -15,12 +16,14 @@ import numpy as np
 from nvmeio._arguments.types import Path
 
 __all__ = [
+    "MISSING",
     "Shape",
     "direct_choice",
     "extents_of",
     "flag",
     "integer",
     "path_of",
+    "refuse_missing",
     "refuse_path",
     "shown",
     "whole",
@@ -28,6 +31,10 @@ __all__ = [
 ]
 
 Shape = SupportsIndex | Sequence[SupportsIndex]
+
+# A default that inspect takes for none.  Cython would say only how many arguments there
+# must be, where one is missing because it was passed by a wrong name.
+MISSING: Any = inspect.Parameter.empty
 
 # Of these a message shows the value, of others, which may be large, the type.
 _SHOWN = (bool, int, float, str, bytes, np.bool_, np.number)
@@ -99,6 +106,7 @@ def path_of(path: Path) -> str | bytes:
     try:
         return os.fspath(path)
     except TypeError:
+        refuse_missing(path=path)
         arrays = ("__array_interface__", "__dlpack__")
         swapped = isinstance(path, bytearray | memoryview) or any(
             hasattr(path, name) for name in arrays
@@ -107,6 +115,13 @@ def path_of(path: Path) -> str | bytes:
             f"path is {shown(path)}; it must be a str, bytes or os.PathLike"
             + (": are the two arguments swapped?" if swapped else "")
         ) from None
+
+
+def refuse_missing(**required: Any) -> None:
+    """Raise TypeError for a required argument that was not passed."""
+    for name, value in required.items():
+        if value is MISSING:
+            raise TypeError(f"the argument {name!r} is missing")
 
 
 def refuse_path(buffer: Any) -> None:

@@ -3,6 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from nvmeio._arguments.keywords import hint_among
+
 __all__ = ["pread_arguments"]
 
 _NAMES = ("buffer", "filename", "validate", "async", "file_offset")
@@ -17,7 +19,8 @@ def pread_arguments(
     bound = dict(zip(_NAMES, args, strict=False))
     for key, value in kwargs.items():
         if key not in _NAMES:
-            raise TypeError(f"{name}() has no argument {key!r}")
+            hint = hint_among(_NAMES, key)
+            raise TypeError(f"{name}() has no argument {key!r}{hint}")
         if key in bound:
             raise TypeError(f"{name}() got {key!r} twice")
         bound[key] = value

@@ -2,10 +2,10 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, ParamSpec, TypeVar
 
-__all__ = ["hide_unknown", "refuse_unknown", "suggesting"]
+__all__ = ["hide_unknown", "hint_among", "refuse_unknown", "suggesting"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -41,9 +41,14 @@ def refuse_unknown(function: Any, unknown: Mapping[str, Any]) -> NoReturn:
 
 def hint_for(function: Callable[..., Any], keyword: str) -> str:
     """Return "; did you mean ...?" for a keyword that is nearly one of a function's."""
+    return hint_among(list(inspect.signature(function).parameters), keyword)
+
+
+def hint_among(names: Sequence[str], keyword: str) -> str:
+    """Return "; did you mean ...?" for a keyword that is nearly one of several."""
     import difflib
 
-    names = [name for name in inspect.signature(function).parameters if name != "unknown"]
+    names = [name for name in names if name != "unknown"]
     near = [name for name in _SYNONYMS.get(keyword, ()) if name in names]
     near = near or difflib.get_close_matches(keyword, names, 1)
     near = near or [name for name in names if name.startswith(keyword)]

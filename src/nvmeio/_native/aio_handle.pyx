@@ -3,7 +3,6 @@
 Names, arguments and statuses are here; what is transferred how is handle.pyx's.
 """
 
-import inspect
 import logging
 
 cimport cython
@@ -19,14 +18,10 @@ from nvmeio._native.locked import free_locked, is_locked, new_locked
 from nvmeio._config.options import aio_handle as aio_options
 from nvmeio._config.options import handle_options
 from nvmeio._native.info import engines
-from nvmeio._arguments.checks import flag, integer
+from nvmeio._arguments.checks import MISSING, flag, integer, refuse_missing
 from nvmeio._arguments.keywords import hide_unknown, refuse_unknown
 
 _log = logging.getLogger("nvmeio")
-
-# A default that inspect takes for none.  Cython would say only how many arguments there
-# must be where one is missing.
-_REQUIRED = inspect.Parameter.empty
 
 
 cdef class aio_handle:
@@ -175,7 +170,7 @@ cdef class aio_handle:
     # Locked tensors.
 
     def new_cpu_locked_tensor(
-        self, num_elem, example_tensor=None, *, example_tenosr=None
+        self, num_elem=MISSING, example_tensor=None, *, example_tenosr=None, **unknown
     ):
         """Make a tensor in pinned memory of the pool.
 
@@ -208,6 +203,9 @@ cdef class aio_handle:
         Releases the GIL while the kernel provides the memory.  It goes back to the pool
         when the last view of it has died, freed by ``free_cpu_locked_tensor`` or not.
         """
+        if unknown:
+            refuse_unknown(aio_handle.new_cpu_locked_tensor, unknown)
+        refuse_missing(num_elem=num_elem)
         example = example_tenosr if example_tensor is None else example_tensor
         return new_locked(num_elem, example)
 
@@ -259,7 +257,7 @@ cdef class aio_handle:
     # Transfers.
 
     def read(
-        self, buffer, filename=_REQUIRED, validate=False, file_offset=0, **unknown
+        self, buffer=MISSING, filename=MISSING, validate=False, file_offset=0, **unknown
     ) -> int:
         """Read a file into ``buffer``, and wait.
 
@@ -302,7 +300,7 @@ cdef class aio_handle:
         return self.now(OP_READ, buffer, filename, file_offset, validate, 0)
 
     def write(
-        self, buffer, filename=_REQUIRED, validate=False, file_offset=0, **unknown
+        self, buffer=MISSING, filename=MISSING, validate=False, file_offset=0, **unknown
     ) -> int:
         """Write ``buffer`` to a file, and wait.
 
@@ -338,7 +336,7 @@ cdef class aio_handle:
         return self.now(OP_WRITE, buffer, filename, file_offset, validate, 0)
 
     def sync_pread(
-        self, buffer, filename=_REQUIRED, file_offset=0, **unknown
+        self, buffer=MISSING, filename=MISSING, file_offset=0, **unknown
     ) -> int:
         """Read as ``read`` does, with another status.
 
@@ -362,7 +360,7 @@ cdef class aio_handle:
         return self.now(OP_READ, buffer, filename, file_offset, False, 1)
 
     def sync_pwrite(
-        self, buffer, filename=_REQUIRED, file_offset=0, **unknown
+        self, buffer=MISSING, filename=MISSING, file_offset=0, **unknown
     ) -> int:
         """Write as ``write`` does, with another status.
 
@@ -386,7 +384,7 @@ cdef class aio_handle:
         return self.now(OP_WRITE, buffer, filename, file_offset, False, 1)
 
     def async_pread(
-        self, buffer, filename=_REQUIRED, file_offset=0, **unknown
+        self, buffer=MISSING, filename=MISSING, file_offset=0, **unknown
     ) -> int:
         """Start a read that ``wait()`` waits for.
 
@@ -420,7 +418,7 @@ cdef class aio_handle:
         return self.later(OP_READ, buffer, filename, file_offset, False)
 
     def async_pwrite(
-        self, buffer, filename=None, file_offset=0, *, fd=None, **unknown
+        self, buffer=MISSING, filename=None, file_offset=0, *, fd=None, **unknown
     ) -> int:
         """Start a write that ``wait()`` waits for.
 
@@ -623,7 +621,8 @@ cdef class aio_handle:
         int done
     ):
         cdef bint c_validate = flag("validate", validate)
-        check_given(file)
+        if buffer is MISSING or file is MISSING:
+            refuse_missing(buffer=buffer, filename=file)
         offset = file_position("file_offset", offset)
         self.require_started()
         try:
@@ -638,7 +637,8 @@ cdef class aio_handle:
         self, nvmeio_op op, object buffer, object file, object offset, object validate
     ):
         cdef bint c_validate = flag("validate", validate)
-        check_given(file)
+        if buffer is MISSING or file is MISSING:
+            refuse_missing(buffer=buffer, filename=file)
         offset = file_position("file_offset", offset)
         self.require_started()
         try:
@@ -683,14 +683,6 @@ cdef class aio_handle:
 
 
 hide_unknown(aio_handle)
-
-
-cdef int check_given(object filename) except -1:
-    if filename is _REQUIRED:
-        raise TypeError(
-            "the argument 'filename' is missing: a path, a descriptor or a File"
-        )
-    return 0
 
 
 def _restore(kind, options, contract, closed):

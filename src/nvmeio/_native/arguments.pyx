@@ -3,7 +3,6 @@
 What is checked less often is in _arguments/checks.py.
 """
 
-import inspect
 import operator
 import os
 import time
@@ -12,7 +11,7 @@ import numpy
 
 from libc.stdint cimport INT64_MAX, int64_t
 
-from nvmeio._arguments.checks import integer, shown
+from nvmeio._arguments.checks import MISSING, integer, shown
 
 _numpy_bool = numpy.bool_
 
@@ -20,7 +19,7 @@ _numpy_bool = numpy.bool_
 cdef object path_or_descriptor(object file):
     if isinstance(file, (str, bytes)) or type(file) is int:
         return file
-    if file is inspect.Parameter.empty:
+    if file is MISSING:
         raise TypeError("the argument 'file' is missing: a path, a descriptor or a File")
     if not isinstance(file, (bool, _numpy_bool)):
         for convert in (os.fspath, operator.index):

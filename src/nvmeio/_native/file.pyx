@@ -23,7 +23,7 @@ from nvmeio.libnvmeio cimport DIRECT_ALWAYS, DIRECT_AUTO, DIRECT_NEVER, nvmeio_d
 from nvmeio.libnvmeio cimport OP_WRITE, nvmeio_file, nvmeio_file_info, nvmeio_op
 from nvmeio._native.arguments cimport file_position
 from nvmeio._native.errors cimport check, error_in_words, raise_because, verb_of
-from nvmeio._arguments.checks import direct_choice, path_of, word
+from nvmeio._arguments.checks import MISSING, direct_choice, path_of, word
 from nvmeio._arguments.keywords import refuse_unknown
 
 cdef extern from "<fcntl.h>" nogil:
@@ -90,7 +90,7 @@ cdef class File:
     open : Python's own, whose modes are meant.
     """
 
-    def __init__(self, path, mode="r", *, direct="auto", **unknown):
+    def __init__(self, path=MISSING, mode="r", *, direct="auto", **unknown):
         if unknown:
             refuse_unknown(File, unknown)
         flags = _FLAGS[word("mode", mode, _FLAGS)]

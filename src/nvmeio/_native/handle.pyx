@@ -28,7 +28,7 @@ from nvmeio._memory.overlap import OVERLAPS
 from nvmeio._events.caller import CALLER
 from nvmeio._events.latencies import Latencies
 from nvmeio._native.info import engines
-from nvmeio._arguments.checks import flag, refuse_path, shown
+from nvmeio._arguments.checks import MISSING, flag, refuse_missing, refuse_path, shown
 from nvmeio._arguments.keywords import hide_unknown, refuse_unknown
 
 # Handles to be drained before the interpreter goes away.
@@ -36,10 +36,6 @@ _live = weakref.WeakSet()
 
 # Of what is not whole pages the ends may go through the page cache.
 cdef int64_t PAGE_MASK = 4095
-
-# A default that inspect takes for none.  Cython would say only how many arguments there
-# must be, where one is missing for it goes by another name elsewhere.
-_REQUIRED = inspect.Parameter.empty
 
 # What somebody may look for here who knows DeepSpeed's op.
 _OF_THE_OP = {
@@ -186,7 +182,7 @@ cdef class Handle:
             self.core.stop()
 
     @classmethod
-    def from_profile(cls, path, *, op="both", **options):
+    def from_profile(cls, path=MISSING, *, op="both", **options):
         """Make a handle with what ``nvmeio tune`` found to be best on a device.
 
         Parameters
@@ -220,6 +216,12 @@ cdef class Handle:
         An engine that does not work in this process gives way to "auto", which is logged.
         Profiles are of this user: see ``nvmeio.profiles``.
         """
+        if path is MISSING:
+            known = inspect.signature(Handle).parameters
+            unknown = {name: None for name in options if name not in known}
+            if unknown:
+                refuse_unknown(Handle.from_profile, unknown)
+            refuse_missing(path=path)
         return cls(**profile_arguments(path, op, options, engines))
 
     # Options.
@@ -266,7 +268,7 @@ cdef class Handle:
 
     # One transfer.
 
-    def read(self, buffer, file=_REQUIRED, offset=0, **unknown) -> int:
+    def read(self, buffer=MISSING, file=MISSING, offset=0, **unknown) -> int:
         """Read a part of a file into ``buffer``, and wait.
 
         Parameters
@@ -306,7 +308,7 @@ cdef class Handle:
             refuse_unknown(Handle.read, unknown)
         return self.transfer(OP_READ, buffer, file, offset)
 
-    def write(self, buffer, file=_REQUIRED, offset=0, **unknown) -> int:
+    def write(self, buffer=MISSING, file=MISSING, offset=0, **unknown) -> int:
         """Write ``buffer`` to a part of a file, and wait.
 
         Parameters
@@ -338,7 +340,7 @@ cdef class Handle:
         return self.transfer(OP_WRITE, buffer, file, offset)
 
     def submit_read(
-        self, buffer, file=_REQUIRED, offset=0, *, after=None, **unknown
+        self, buffer=MISSING, file=MISSING, offset=0, *, after=None, **unknown
     ) -> Request:
         """Start reading a part of a file into ``buffer``.
 
@@ -375,7 +377,7 @@ cdef class Handle:
         return self.begin(OP_READ, buffer, file, offset, False, False, after)
 
     def submit_write(
-        self, buffer, file=_REQUIRED, offset=0, *, after=None, **unknown
+        self, buffer=MISSING, file=MISSING, offset=0, *, after=None, **unknown
     ) -> Request:
         """Start writing ``buffer`` to a part of a file.
 
@@ -402,7 +404,7 @@ cdef class Handle:
             refuse_unknown(Handle.submit_write, unknown)
         return self.begin(OP_WRITE, buffer, file, offset, False, False, after)
 
-    def fsync(self, file, *, data_only=False, **unknown) -> None:
+    def fsync(self, file=MISSING, *, data_only=False, **unknown) -> None:
         """Make a file durable, and wait.
 
         Parameters
@@ -430,7 +432,9 @@ cdef class Handle:
             refuse_unknown(Handle.fsync, unknown)
         wait_or_cancel(self.submit_fsync(file, data_only=data_only))
 
-    def submit_fsync(self, file, *, data_only=False, after=None, **unknown) -> Request:
+    def submit_fsync(
+        self, file=MISSING, *, data_only=False, after=None, **unknown
+    ) -> Request:
         """Start making a file durable.
 
         Parameters
@@ -471,7 +475,7 @@ cdef class Handle:
 
     # Many transfers.
 
-    def read_many(self, items, **unknown) -> int:
+    def read_many(self, items=MISSING, **unknown) -> int:
         """Read into many buffers, of one file or several, and wait.
 
         Parameters
@@ -503,7 +507,7 @@ cdef class Handle:
             refuse_unknown(Handle.read_many, unknown)
         return wait_or_cancel(self.begin_many(OP_READ, items, None))
 
-    def write_many(self, items, **unknown) -> int:
+    def write_many(self, items=MISSING, **unknown) -> int:
         """Write many buffers, to one file or several, and wait.
 
         Parameters
@@ -525,7 +529,7 @@ cdef class Handle:
             refuse_unknown(Handle.write_many, unknown)
         return wait_or_cancel(self.begin_many(OP_WRITE, items, None))
 
-    def submit_read_many(self, items, *, after=None, **unknown) -> Request:
+    def submit_read_many(self, items=MISSING, *, after=None, **unknown) -> Request:
         """Start reading into many buffers, of one file or several, as one request.
 
         Parameters
@@ -556,7 +560,7 @@ cdef class Handle:
             refuse_unknown(Handle.submit_read_many, unknown)
         return self.begin_many(OP_READ, items, after)
 
-    def submit_write_many(self, items, *, after=None, **unknown) -> Request:
+    def submit_write_many(self, items=MISSING, *, after=None, **unknown) -> Request:
         """Start writing many buffers, to one file or several, as one request.
 
         Parameters
@@ -583,7 +587,8 @@ cdef class Handle:
     # Many records of one file.
 
     def gather(
-        self, file, offsets, sizes, out, *, out_offsets=None, max_gap=_MAX_GAP, **unknown
+        self, file=MISSING, offsets=MISSING, sizes=MISSING, out=MISSING, *,
+        out_offsets=None, max_gap=_MAX_GAP, **unknown
     ) -> int:
         """Read many records of a file into ``out``, and wait.
 
@@ -642,8 +647,8 @@ cdef class Handle:
         )
 
     def submit_gather(
-        self, file, offsets, sizes, out, *, out_offsets=None, max_gap=_MAX_GAP,
-        result=None, after=None, **unknown
+        self, file=MISSING, offsets=MISSING, sizes=MISSING, out=MISSING, *,
+        out_offsets=None, max_gap=_MAX_GAP, result=None, after=None, **unknown
     ) -> Request:
         """Start reading many records of a file into ``out``.
 
@@ -674,7 +679,8 @@ cdef class Handle:
         )
 
     def scatter(
-        self, file, offsets, sizes, buffer, *, buffer_offsets=None, **unknown
+        self, file=MISSING, offsets=MISSING, sizes=MISSING, buffer=MISSING, *,
+        buffer_offsets=None, **unknown
     ) -> int:
         """Write many records of ``buffer`` to places in a file, and wait.
 
@@ -712,7 +718,8 @@ cdef class Handle:
         )
 
     def submit_scatter(
-        self, file, offsets, sizes, buffer, *, buffer_offsets=None, after=None, **unknown
+        self, file=MISSING, offsets=MISSING, sizes=MISSING, buffer=MISSING, *,
+        buffer_offsets=None, after=None, **unknown
     ) -> Request:
         """Start writing many records of ``buffer`` to places in a file.
 
@@ -919,6 +926,7 @@ cdef class Handle:
         try:
             lent = lend(buffer, op == OP_READ)
         except TypeError:
+            refuse_missing(buffer=buffer)
             refuse_path(buffer)
             raise
         if position > INT64_MAX - lent.nbytes:
@@ -974,6 +982,11 @@ cdef class Handle:
         object places, object max_gap, object result, object after
     ):
         cdef GatherRequest request
+        if (
+            file is MISSING or offsets is MISSING or sizes is MISSING or memory is MISSING
+        ):
+            last = "out" if op == OP_READ else "buffer"
+            refuse_missing(file=file, offsets=offsets, sizes=sizes, **{last: memory})
         self.require_open()
         request = new_gather(op, offsets, sizes, memory, places, max_gap, result)
         # What is refused must not leave an empty file.

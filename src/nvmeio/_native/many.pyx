@@ -24,7 +24,7 @@ from nvmeio._native.request cimport Request
 
 from nvmeio._native.copy import memcpy
 from nvmeio._native.gather import GatherError
-from nvmeio._arguments.checks import refuse_path
+from nvmeio._arguments.checks import refuse_missing, refuse_path, shown
 
 
 @cython.no_gc_clear
@@ -203,6 +203,13 @@ def _bring_back(memory, host, source):
 
 cdef ManyRequest new_many(nvmeio_op op, object items):
     cdef ManyRequest request = ManyRequest.__new__(ManyRequest)
+    try:
+        items = iter(items)
+    except TypeError:
+        refuse_missing(items=items)
+        raise TypeError(
+            f"items is {shown(items)}; it must be an iterable of (buffer, file, offset)"
+        ) from None
     request.generation = libnvmeio.fork_generation()
     request.op = op
     request.outcome = 0

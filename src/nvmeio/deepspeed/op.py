@@ -9,6 +9,7 @@ from typing import Literal, ParamSpec
 
 from nvmeio import files
 from nvmeio._arguments.checks import integer
+from nvmeio._arguments.keywords import suggesting
 from nvmeio._native import aio_handle as op
 
 __all__ = ["aio_handle", "aio_read", "aio_write", "last_error"]
@@ -68,6 +69,7 @@ class aio_handle(op.aio_handle):
     DeepSpeed, ``csrc/aio/py_lib/py_ds_aio.cpp``: the names, their order and defaults.
     """
 
+    @suggesting
     def __init__(
         self,
         block_size: int = 1048576,
