@@ -29,6 +29,7 @@ from helpers import (
     plugged,
     routes,
 )
+from nvmeio._config.constants import DEFAULTS
 
 
 @pytest.mark.parametrize(
@@ -121,6 +122,24 @@ def test_its_options_are_what_was_passed_and_stay_so(engine):
             assert getattr(handle, name) == value
             with pytest.raises(AttributeError):
                 setattr(handle, name, value)
+
+
+def test_help_says_where_what_is_not_passed_comes_from(monkeypatch):
+    parameters = inspect.signature(nvmeio.Handle).parameters.values()
+    assert [each.name for each in parameters] == list(DEFAULTS)
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    assert {(each.kind, each.default) for each in parameters} == {(keyword, None)}
+    monkeypatch.delenv("NVMEIO_PROFILE", raising=False)
+    for name in DEFAULTS:
+        monkeypatch.delenv(f"NVMEIO_{name.upper()}", raising=False)
+    words = " ".join(inspect.getdoc(nvmeio.Handle).split())
+    assert "else from a profile" in words
+    with nvmeio.Handle() as handle:
+        for name, default in DEFAULTS.items():
+            told = f'"{default}"' if isinstance(default, str) else str(default)
+            variable = rf"``NVMEIO_{name.upper()}``(?: \([^)]*\))?, else {told}[.:]"
+            assert re.search(rf" {name} : .*?{variable}", words), name
+            assert name == "engine" or getattr(handle, name) == default
 
 
 @pytest.mark.parametrize(

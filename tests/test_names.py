@@ -221,3 +221,44 @@ def test_signatures_show_real_parameters_alone(kind):
         if not name.startswith("_"):
             assert "unknown" not in inspect.signature(member).parameters
     assert "unknown" not in inspect.signature(kind).parameters
+
+
+# One word for each thing, but in what is DeepSpeed's.
+OTHER_WORDS = {"file_offset", "filename", "intra_op_parallelism", "pinned", "timeout_s"}
+OF_DEEPSPEED = {"aio_handle", "aio_read", "aio_write", "deepspeed_memcpy"}
+
+
+def public_callables():
+    """Name what users call of ours, with its parameters."""
+    for module in (nvmeio, nvmeio.torch):
+        for name in {*module.__all__} - OF_DEEPSPEED:
+            member = getattr(module, name)
+            if inspect.isclass(member) and not issubclass(member, BaseException):
+                for method, function in inspect.getmembers(member, callable):
+                    if not method.startswith("_"):
+                        parameters = inspect.signature(function).parameters
+                        yield f"{name}.{method}", [*parameters.values()]
+            if not (inspect.isclass(member) and issubclass(member, BaseException)):
+                yield name, [*inspect.signature(member).parameters.values()]
+
+
+def test_arguments_have_one_order_and_one_word_each():
+    seen = set()
+    for name, parameters in public_callables():
+        seen.add(name)
+        assert not OTHER_WORDS.intersection(each.name for each in parameters), name
+        positional = [
+            each.name
+            for each in parameters
+            if each.kind is each.POSITIONAL_OR_KEYWORD and each.name != "self"
+        ]
+        if "scatter" in name or name in ("Handle.gather", "Handle.submit_gather"):
+            last = "buffer" if "scatter" in name else "out"
+            assert positional == ["file", "offsets", "sizes", last], name
+            continue
+        assert len(positional) <= 3, name
+        places = [each for each in positional if each in ("buffer", "file", "offset")]
+        assert places == [each for each in ("buffer", "file", "offset") if each in places]
+        if "buffer" in places:
+            assert positional[0] == "buffer", name
+    assert {"Handle.submit_read", "Handle.scatter", "Request.wait", "read_into"} <= seen

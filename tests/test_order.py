@@ -4,6 +4,7 @@ import errno
 import gc
 import itertools
 import os
+import resource
 from concurrent.futures import CancelledError
 
 import numpy as np
@@ -12,7 +13,7 @@ import torch
 
 import nvmeio
 from children import run_child
-from helpers import PAGE, Guarded, pattern
+from helpers import PAGE, SLOW, Guarded, limit, pattern, plugged
 from mounts import SLOW_PLACES
 from nvmeio._native import buffer as buffer_module
 
@@ -161,6 +162,29 @@ class TestAfter:
         staged.wait()
         handle.submit_fsync(path, after=staged).wait()
 
+    def test_what_has_yet_to_land_by_python_comes_before_nothing(self, open_handle, folder):
+        handle, path = open_handle(**SLOW), folder / "data"
+        path.write_bytes(pattern(100))
+        columns = np.zeros((100, 4), np.uint8)
+        with plugged(handle, folder):
+            reads = [
+                handle.submit_read(columns[:, 0], path),
+                handle.submit_read_many([(columns[:, 1], path, 0)]),
+                handle.submit_gather(path, [0], 100, columns[:, 2]),
+            ]
+            for read in reads:
+                with pytest.raises(TypeError, match=r"pass through Python.*wait for it"):
+                    handle.submit_write(b"new", path, after=[read])
+            # What is written was copied at once.
+            write = handle.submit_write(columns[:, 3], folder / "other")
+            later = handle.submit_fsync(folder / "other", after=write)
+        for request in [*reads, later]:
+            request.wait()
+        assert columns[:, :3].T.tobytes() == pattern(100) * 3
+        # Once they have landed they hold nothing back.
+        handle.submit_write(b"new", path, after=reads).wait()
+        assert path.read_bytes() == b"new" + pattern(100)[3:]
+
     def test_what_can_come_before(self, handle, path, open_handle):
         path.write_bytes(bytes(100))
         other = open_handle(block_size=16384, queue_depth=4)
@@ -212,7 +236,7 @@ class TestAfter:
 
 
 class TestMany:
-    @pytest.mark.parametrize("through", ["paths", "files", "descriptors"])
+    @pytest.mark.parametrize("through", ["paths", "files", "descriptors", "mixed"])
     def test_what_is_written_is_read_back(self, handle, tmp_path, through):
         paths = [tmp_path / f"{index}" for index in range(3)]
         for path in paths:
@@ -221,6 +245,11 @@ class TestMany:
             "paths": paths,
             "files": [nvmeio.File(path, "r+") for path in paths],
             "descriptors": [os.open(path, os.O_RDWR) for path in paths],
+            "mixed": [
+                str(paths[0]),
+                nvmeio.File(paths[1], "r+"),
+                os.open(paths[2], os.O_RDWR),
+            ],
         }[through]
         sizes = [0, 1, 777, PAGE, 3 * PAGE, 40_000] * 20
         ends = [0, 0, 0]
@@ -274,6 +303,38 @@ class TestMany:
         assert (raised.value.index, raised.value.filename) == (1, str(path))
         assert targets[0].content() == pattern(1000, 1)[:400]
         assert targets[2].content() == pattern(1000, 1)[500:900]
+
+    def test_a_failure_names_the_file_of_its_item(self, handle, path, tmp_path):
+        other = tmp_path / "other"
+        path.write_bytes(pattern(1000, 1))
+        other.write_bytes(pattern(10, 2))
+        targets = [Guarded(10) for _ in range(4)]
+        items = [(targets[0].array, path, 0), (targets[1].array, other, 0)]
+        items += [(targets[2].array, other, 1), (targets[3].array, path, 990)]
+        with pytest.raises(nvmeio.GatherError, match="item 2: 10 bytes at offset 1") as err:
+            handle.read_many(items)
+        assert (err.value.index, err.value.filename) == (2, str(other))
+        assert targets[0].content() == pattern(1000, 1)[:10]
+        assert targets[1].content() == pattern(10, 2)
+        assert targets[3].content() == pattern(1000, 1)[990:]
+
+    def test_items_of_a_write_that_fail_leave_the_others_whole(self, handle, path):
+        parts = [pattern(PAGE + index, index) for index in range(4)]
+        offsets = [0, 64 * PAGE, 2 * PAGE, 4 * PAGE]
+        with (
+            limit(resource.RLIMIT_FSIZE, 16 * PAGE),
+            pytest.raises(
+                nvmeio.GatherError, match=r"File too large \(write of many, item 1"
+            ) as err,
+        ):
+            handle.write_many(
+                (part, path, offset) for part, offset in zip(parts, offsets, strict=True)
+            )
+        assert err.value.failures == ((1, errno.EFBIG),)
+        written = path.read_bytes()
+        assert len(written) == 5 * PAGE + 3
+        for index in (0, 2, 3):
+            assert written[offsets[index] :].startswith(parts[index])
 
     def test_what_is_refused_starts_nothing(self, handle, path, tmp_path):
         new = tmp_path / "new"
