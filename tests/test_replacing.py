@@ -1,6 +1,7 @@
 """save and write_file: the old file or the new one, and what a file is besides."""
 
 import errno
+import gc
 import os
 import re
 import resource
@@ -58,7 +59,7 @@ def test_a_reader_of_the_old_file_goes_on_reading_it(write, old, sync):
 
 
 @pytest.mark.parametrize("there", [False, True])
-def test_a_failure_leaves_what_was_there(write, path, there):
+def test_a_failure_leaves_what_was_there(write, path, there, recwarn):
     if there:
         path.write_bytes(OLD)
     with (
@@ -69,6 +70,10 @@ def test_a_failure_leaves_what_was_there(write, path, there):
     assert (caught.value.errno, caught.value.filename) == (errno.EFBIG, str(path))
     assert os.listdir(path.parent) == ([path.name] if there else [])
     assert not there or path.read_bytes() == OLD
+    # Nor is there a word of what it has tried inside.
+    del caught
+    gc.collect()
+    assert not recwarn.list
 
 
 def test_a_link_stays_and_what_it_leads_to_is_replaced(write, folder):

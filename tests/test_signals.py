@@ -49,6 +49,7 @@ def test_ctrl_c_in_a_blocking_call_cancels_its_transfer(slow, engine, way, press
     assert report["interrupted"]
     assert report["still_inside"] == [True]
     assert report["pending"] == presses - 1
+    assert report["still_held"] == (presses == 2)
     # The end of a block waits for what the block has submitted.
     assert report["dropped"] == (way != "with")
     assert report["fired"]["read.held"] > 0

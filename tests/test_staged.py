@@ -355,6 +355,25 @@ class TestInFlight:
         assert target.content() == pattern(9 * PIECE)
         assert "done" in repr(request)
 
+    def test_it_comes_after_nothing_and_before_nothing(self, handle, folder):
+        """Its bytes pass through Python on the way, and would be stale."""
+        path = folder / "data"
+        path.write_bytes(pattern(9 * PIECE))
+        tensor = Device(pattern(9 * PIECE, 1))
+        with plugged(handle, folder):
+            first = handle.submit_fsync(path)
+            for submit in (handle.submit_read, handle.submit_write):
+                with pytest.raises(TypeError, match="after= takes no tensor on a device"):
+                    submit(tensor, path, after=first)
+            request = handle.submit_read(tensor, path)
+            with pytest.raises(TypeError, match=r"after is .*pass through Python"):
+                handle.submit_write(b"new", path, after=request)
+            assert path.read_bytes() == pattern(9 * PIECE)
+            assert tensor.content() == pattern(9 * PIECE, 1)
+        assert request.wait() == 9 * PIECE
+        assert handle.submit_write(b"new", path, after=[request, first]).wait() == 3
+        assert path.read_bytes()[:3] == b"new"
+
     def test_cancelling_drops_the_pieces_that_were_not_begun(self, handle, folder):
         (folder / "data").write_bytes(pattern(9 * PIECE))
         with plugged(handle, folder):

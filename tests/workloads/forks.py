@@ -126,6 +126,8 @@ def fork_in_flight(folder, control, other, engine):
     file = nvmeio.File(path)
     op = nvmeio.aio_handle(65536, engine=engine)
     handle = op.handle
+    done = handle.submit_read(bytearray(3), file)
+    done.wait()
     faults.set(read={"held": True})
     tracked, single = Guarded(len(data)), Guarded(len(data))
     op.async_pread(tracked.array, file)
@@ -137,13 +139,14 @@ def fork_in_flight(folder, control, other, engine):
         assert handle.pending == 0
         assert errors_of(request.wait) == "EOWNERDEAD"
         assert errors_of(request.done) == "EOWNERDEAD"
-        later = functools.partial(handle.submit_read, bytearray(3), file, after=request)
-        assert errors_of(later) == "EOWNERDEAD"
+        for before in (request, [done]):
+            later = functools.partial(handle.submit_read, bytearray(3), file, after=before)
+            assert errors_of(later) == "EOWNERDEAD"
         use_op(op, other, f"child-{engine}", engine)
 
     def drop():
-        nonlocal op, handle, request, tracked, single, file
-        op = handle = request = tracked = single = file = None
+        nonlocal op, handle, request, done, tracked, single, file
+        op = handle = request = done = tracked = single = file = None
         gc.collect()
 
     join(fork(child))

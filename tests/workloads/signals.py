@@ -4,6 +4,7 @@ import os
 import signal
 import threading
 import time
+import weakref
 
 import nvmeio
 from helpers import Guarded, pattern
@@ -122,11 +123,14 @@ def ctrl_c_in_a_call(folder, control, engine, way, presses, size=16 << 20):
     file = nvmeio.File(path)
     handle = nvmeio.Handle(queue_depth=2, engine=engine)
     guarded = Guarded(size)
+    # Of which nobody but the request has a reference, once it is lent.
+    lent = [guarded.array[:]]
+    held = weakref.ref(lent[0])
     calls = {
-        "read": lambda: handle.read(guarded.array, file),
-        "gather": lambda: handle.gather(file, [0], size, guarded.array),
-        "read_many": lambda: handle.read_many([(guarded.array, file, 0)]),
-        "read_into": lambda: nvmeio.read_into(guarded.array, file),
+        "read": lambda: handle.read(lent.pop(), file),
+        "gather": lambda: handle.gather(file, [0], size, lent.pop()),
+        "read_many": lambda: handle.read_many([(lent.pop(), file, 0)]),
+        "read_into": lambda: nvmeio.read_into(lent.pop(), file),
     }
     if way == "read_into":
         # It uses the handle that all share, with what the environment says.
@@ -136,7 +140,7 @@ def ctrl_c_in_a_call(folder, control, engine, way, presses, size=16 << 20):
 
     def in_a_block():
         with nvmeio.Handle(queue_depth=2, engine=engine) as handle:
-            blocks.append((handle, handle.submit_read(guarded.array, file)))
+            blocks.append((handle, handle.submit_read(lent.pop(), file)))
 
     blocks = []
     calls["with"] = in_a_block
@@ -161,6 +165,7 @@ def ctrl_c_in_a_call(folder, control, engine, way, presses, size=16 << 20):
         notes = getattr(interruption, "__notes__", [])
     returned.set()
     pending = (blocks[0][0] if blocks else handle).pending
+    still_held = held() is not None
     presser.join()
     faults.set()
     for left, request in blocks:
@@ -173,6 +178,7 @@ def ctrl_c_in_a_call(folder, control, engine, way, presses, size=16 << 20):
             "interrupted": came,
             "still_inside": still_inside,
             "pending": pending,
+            "still_held": still_held,
             "notes": notes,
             # What was never handed over is as Guarded has filled it.
             "dropped": way != "with"
