@@ -31,6 +31,8 @@ PIECE = 3 * PAGE
 class Device:
     """A tensor whose bytes the host cannot reach: it has no buffer protocol."""
 
+    dtype = np.dtype(np.uint8)
+
     def __init__(self, content):
         self.memory = np.array(np.frombuffer(content, np.uint8))
 
@@ -90,12 +92,20 @@ class Library:
         nbytes = len(tensor.memory)
         return Export(0, nbytes, 0, staging, lambda _: staging.finish(), staging)
 
+    def host_like(self, tensor):
+        return np.zeros(len(tensor.memory), np.uint8)
+
+    def copy(self, dest, src):
+        self.cross(None)
+        dest, src = (getattr(each, "memory", each) for each in (dest, src))
+        dest[:] = src
+
     def cross(self, index):
         """Note who copies a piece to or from the device, which may break."""
         self.threads.add(threading.current_thread())
         if index in self.interruptions:
             raise self.interruptions.pop(index)
-        if index == self.broken_at:
+        if index is not None and index == self.broken_at:
             raise RuntimeError("the device fell off the bus")
 
 
@@ -151,6 +161,31 @@ def test_every_call_of_the_contract_takes_such_tensors(engine, path):
     assert handle.pread(Device(bytes(5 * PIECE)), path, True, True, 10 * PIECE) == 0
     assert handle.wait() == 2
     assert target.content() == source.content()
+
+
+@pytest.mark.usefixtures("library")
+def test_they_may_be_among_many_and_be_gathered_and_scattered(handle, path, tmp_path):
+    data, other = pattern(7 * PIECE + 3), tmp_path / "other"
+    half = len(data) // 2
+    items = [(Device(data), path, 0), (data[:half], other, 0)]
+    items.append((Device(data[half:]), other, half))
+    assert handle.write_many(items) == 2 * len(data)
+    assert path.read_bytes() == other.read_bytes() == data
+    whole, part = Device(bytes(len(data))), Device(bytes(10))
+    request = handle.submit_read_many([(whole, other, 0), (part, path, half)])
+    assert request.wait() == len(data) + 10
+    assert (whole.content(), part.content()) == (data, data[half : half + 10])
+    # A failed item leaves the others whole, on devices too.
+    again, short = Device(bytes(10)), Device(bytes(10))
+    with pytest.raises(nvmeio.GatherError, match="item 1: "):
+        handle.read_many([(again, path, 0), (short, path, len(data) - 1)])
+    assert (again.content(), short.content()) == (data[:10], bytes(10))
+    gathered = Device(b"x" * 25)
+    assert handle.gather(path, [half, 0], 10, gathered) == 20
+    assert gathered.content() == data[half : half + 10] + data[:10] + b"x" * 5
+    assert handle.scatter(other, [0, half], 10, gathered) == 20
+    assert other.read_bytes()[:10] == data[half : half + 10]
+    assert other.read_bytes()[half : half + 10] == data[:10]
 
 
 @pytest.mark.usefixtures("library")
