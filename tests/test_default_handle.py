@@ -41,9 +41,16 @@ def test_one_that_was_closed_gives_way_to_another(tmp_path):
     assert nvmeio.default_handle() is second
 
 
-def test_it_reads_the_environment_when_it_is_first_asked_for(tmp_path):
+def test_it_reads_environment_and_profile_when_it_is_first_asked_for(tmp_path):
     report = run_child("default_handle_once", folder=str(tmp_path)).report
-    assert report == {"engine": "sync", "depth": 3, "same": True, "threads": 1}
+    assert report.pop("another") == 16384
+    assert report == {
+        "engine": "sync",
+        "depth": 3,
+        "block": 8192,
+        "same": True,
+        "threads": 1,
+    }
 
 
 def test_a_forked_child_has_it_too(tmp_path):
@@ -67,6 +74,9 @@ USERS = {
     "prefetch": lambda path, folder: nvmeio.ArrayFile(path).prefetch([1, 2]).wait(),
     "ArrayDataset": lambda path, folder: nvmeio.torch.ArrayDataset(path)[3],
     "TokenDataset": lambda path, folder: nvmeio.torch.TokenDataset(path, 4)[1],
+    "BatchStream": lambda path, folder: list(
+        nvmeio.torch.BatchStream(nvmeio.torch.ArrayDataset(path), [[1, 2]])
+    ),
 }
 
 
