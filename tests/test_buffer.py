@@ -270,6 +270,21 @@ def test_other_objects_are_refused_by_name(handle, path, source, operation):
         getattr(handle, operation)(source.getbuffer(), path).wait()
 
 
+def test_what_is_told_of_a_storage_helps(handle, path):
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    tensor = torch.arange(1000, dtype=torch.int32)
+    storage = tensor.untyped_storage()
+    with pytest.raises(TypeError, match=r"UntypedStorage; pass torch\.") as raised:
+        handle.submit_write(storage, path)
+    memory = torch.empty(0, dtype=torch.uint8).set_(storage)
+    assert str(raised.value).endswith("torch.empty(0, dtype=torch.uint8).set_(storage)")
+    assert handle.submit_write(memory, path).wait() == 4000
+    assert path.read_bytes() == tensor.numpy().tobytes()
+    tensor.zero_()
+    handle.submit_read(memory, path).wait()
+    assert tensor.tolist() == list(range(1000))
+
+
 def test_masked_arrays_are_refused_since_their_mask_would_be_lost(handle, path):
     masked = np.ma.masked_less(np.arange(10), 5)
     with pytest.raises(TypeError, match=r"filled\(\)"):
