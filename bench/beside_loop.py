@@ -96,13 +96,13 @@ def whole_duels(ground: Ground, child: LoopChild) -> Iterator[Duel]:
         yield Duel(work, ("nvmeio", LOOP), turns, op == "read", (speed(op),))
 
 
-def own_folder(ground: Ground) -> Path:
+def own_folder(ground: Ground, block: int) -> Path:
     """Return where the files are that have a piece each."""
-    return ground.path.parent / "own"
+    return ground.path.parent / f"own-{block >> 10}"
 
 
 def targets(
-    ground: Ground, stack: contextlib.ExitStack, block: int, count: int
+    ground: Ground, place: str, stack: contextlib.ExitStack, block: int, count: int
 ) -> dict[str, list[tuple[Any, int]]]:
     """Return what pieces go to: file and offset of each, by how the file is named."""
     offsets = range(0, count * block, block)
@@ -110,8 +110,9 @@ def targets(
         "a path": [(str(ground.path), offset) for offset in offsets],
         "a File": [(ground.file, offset) for offset in offsets],
     }
-    if block == SMALL_BYTES:
-        folder = own_folder(ground)
+    # A loop device has room for small ones alone.
+    if block == SMALL_BYTES or place == "disk":
+        folder = own_folder(ground, block)
         folder.mkdir()
         own = []
         for index in range(min(count, FILES)):
@@ -129,7 +130,7 @@ def python_duels(
     handle = nvmeio.Handle()
     for block, most in PIECES.items():
         count = min(most, ground.pool.nbytes // block)
-        kinds = targets(ground, stack, block, count)
+        kinds = targets(ground, place, stack, block, count)
         for (kind, files), op, way in itertools.product(kinds.items(), OPS, SPEEDS[place]):
             views = ground.pool[: len(files) * block].split(block)
             items = [(view.numpy(), *at) for view, at in zip(views, files, strict=True)]
@@ -138,8 +139,8 @@ def python_duels(
                 goals.append(Goal("CPU time", CPU_TIMES[block, way]))
             plain = ("plain blocks", op, ground.path, block, DEPTH, len(files) * block)
             if kind == OWN_FILES:
-                plain = ("plain open files", op, own_folder(ground), len(files), block)
-                plain += (DEPTH,)
+                plain = ("plain open files", op, own_folder(ground, block), len(files))
+                plain += (block, DEPTH)
             loop = child.turn(*plain, "huge")
             yield Duel(
                 f"{op}, {len(files)} x {block >> 10} KiB {way}, {kind}, {place}",
