@@ -574,6 +574,55 @@ def test_no_folder_stands_above_itself():
         placed |= free
 
 
+def picture():
+    """Return the rows of docs/design.md that imports go down, the lowest first."""
+    text = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
+    (found,) = re.findall(r"what an arrow leads to:\n\n```text\n(.*?)```", text, re.DOTALL)
+    return re.sub(r"\n +->", " ->", found).splitlines()[::-1]
+
+
+def stages(row):
+    """Return the names between the arrows of a row, the lowest first."""
+    return [{*re.findall(r"[\w*]+", part)} - {"c", "h"} for part in row.split("->")][::-1]
+
+
+def test_folders_use_what_the_picture_has_below_them():
+    below = set()
+    for row in picture():
+        here = {
+            name for name in FOLDERS if name and re.search(rf"(?<!\w){name}(/|\.so)", row)
+        }
+        here |= {""} if "files.py" in row else set()
+        assert not here & below, f"{here & below} stand in two rows"
+        for name in here:
+            assert FOLDERS[name] <= below, f"{name!r} uses {FOLDERS[name] - below}"
+        below |= here
+    assert below == FOLDERS.keys()
+
+
+def test_native_modules_use_what_an_arrow_leads_to():
+    native = {path.stem for path in files("src/nvmeio/_native/*.p*x*")}
+    (row,) = [row for row in picture() if "_native/" in row]
+    below = set()
+    for here in stages(row.partition("_native/")[2]):
+        for path in files(*(f"src/nvmeio/_native/{name}.p*x*" for name in here)):
+            text = (ROOT / path).read_text(encoding="utf-8")
+            used = {name.removeprefix("nvmeio._native.") for _, name in imported_by(text)}
+            used = (used & native) - {path.stem}
+            assert used <= below, f"{path} uses {used - below}"
+        below |= here
+    assert below == native
+
+
+def test_the_c_library_has_the_layers_of_the_picture():
+    lowest, engines, above = (stages(row) for row in picture() if re.search(r"\.c\b", row))
+    shown = [*lowest, engines[-1], *above[1:]]
+    assert (engines[0], above[0]) == ({"engine"}, {"engine"})
+    for layer, names in zip(C_LAYERS, shown, strict=True):
+        assert all(any(fnmatch(each, name) for name in names) for each in layer), layer
+        assert all(any(fnmatch(each, name) for each in layer) for name in names), names
+
+
 def imports_of(path):
     """Return the modules of the package that one imports or cimports, by their names."""
     known = {name_of(path) for path in files(*PYX, *PYTHON)}
