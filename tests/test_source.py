@@ -727,6 +727,43 @@ def test_the_page_of_the_design_names_the_files_that_there_are():
     assert ours <= named, ours - named
 
 
+# Where maintainers look something up.
+PAGES = ("CONTRIBUTING.md", "docs/design.md", "src/libnvmeio/README.md")
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_what_a_page_for_maintainers_names_is_there(page):
+    text = (ROOT / page).read_text(encoding="utf-8")
+    text = text.replace("tests/test_x.py tests src/nvmeio/x", "").replace("Python.h", "")
+    names = re.findall(
+        r"(?<![\w./<>*-])((?:[\w-]+/)*[\w-]+\.(?:py\w?|pxd|c|h|md|toml))\b", text
+    )
+    there = [f"/{path}" for path in [*tracked(), Path("tests", Path(__file__).name)]]
+    assert names
+    assert [
+        name for name in names if not any(path.endswith(f"/{name}") for path in there)
+    ] == []
+
+
+def test_the_targets_that_contributing_lists_are_there():
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    rules = (ROOT / "Makefile").read_text(encoding="utf-8")
+    made = {*" ".join(re.findall(r"^([\w -]+):", rules, re.MULTILINE)).split()}
+    listed = {*re.findall(r"`make ([\w-]+)", text)}
+    assert listed <= made, listed - made
+    patches = len(files("tests/mutants/*.patch"))
+    assert f"plants the {patches} faults" in text
+
+
+def test_one_read_passes_sixteen_files_at_most():
+    text = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
+    drawn = text.split("## One asynchronous read")[1].split("```")[1]
+    # errors.pyx is drawn too, where a read fails.
+    passed = {*re.findall(r"\w+\.(?:pyx|c)\b", drawn)} - {"errors.pyx"}
+    assert 10 < len(passed) <= 16
+    assert f"These are {len(passed)} files" in text
+
+
 def test_the_page_of_the_library_names_its_files():
     text = (ROOT / "src" / "libnvmeio" / "README.md").read_text(encoding="utf-8")
     (table,) = re.findall(r"\| file \| its job \|\n(.*?)\n\n", text, re.DOTALL)
