@@ -397,6 +397,18 @@ def imports_underscore(path, text):
         yield f"{text.count(chr(10), 0, found.start()) + 1}: {found[0]}"
 
 
+def leaves_fences_open(path, text):
+    """A fence ends before the next one begins."""
+    begun = False
+    for number, line in enumerate(text.splitlines(), 1):
+        if re.match(r" *```", line):
+            if begun and line.strip() != "```":
+                yield f"{number}: {line} within a fence"
+            begun = not begun
+    if begun:
+        yield "the last fence has no end"
+
+
 PYX = ("src/nvmeio/**/*.pyx",)
 CYTHON = (*PYX, "src/nvmeio/**/*.pxd")
 PYTHON = ("src/nvmeio/**/*.py",)
@@ -416,6 +428,7 @@ RULES = {
     words_errors: CYTHON,
     lacks_all: PYTHON,
     imports_underscore: ("docs/*.md", "README.md", "examples/**/*.py"),
+    leaves_fences_open: ("*.md", "docs/*.md", "bench/*.md", "src/libnvmeio/*.md"),
     draws_without_seed: ("tests/stress/**/*.py",),
     calls_what_prints_or_exits: C,
     knows_python: (*C, "include/nvmeio/*.h"),
@@ -493,6 +506,8 @@ BAD = [
         "from nvmeio import (\n    empty,\n    _cli)\n",
     ),
     (imports_underscore, "examples/demo.py", "from nvmeio.torch import empty, _bits\n"),
+    (leaves_fences_open, "CONTRIBUTING.md", "```c\nint x;\n```cython\nx\n```\n"),
+    (leaves_fences_open, "CONTRIBUTING.md", "```c\nint x;\n"),
     (draws_without_seed, "tests/stress/trials/drops.py", "more = random.Random()\n"),
     (draws_without_seed, "tests/stress/trials/soak.py", "step = random.choice(STEPS)\n"),
     (draws_without_seed, "tests/stress/places.py", "rng = np.random.default_rng()\n"),
