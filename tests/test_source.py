@@ -5,6 +5,7 @@ applies it to the tree, another shows on a bad snippet that it can fail.
 """
 
 import ast
+import functools
 import itertools
 import re
 import shutil
@@ -389,6 +390,35 @@ def lacks_all(path, text):
         yield "has no __all__"
 
 
+@functools.cache
+def public_names():
+    """Return what the public modules of the package list."""
+    names = set()
+    for path in files(*PYTHON):
+        if not re.search(r"/_(?!_)", str(path)):
+            found = re.findall(
+                r"^__all__.*?= (\[.*?\])", (ROOT / path).read_text(), re.M | re.S
+            )
+            names |= {name for each in found for name in ast.literal_eval(each)}
+    return names
+
+
+def documents_in_sections(path, text):
+    """A docstring has the sections of numpydoc where users read it; others are short."""
+    public = public_names()
+    owner = method = ""
+    for number, line in enumerate(text.splitlines(), 1):
+        found = re.match(
+            r"( *)(?:async def|def|class|c(?:p?def)) (?:.*? )??(\w+)[(:]", line
+        )
+        if found:
+            method = found[2]
+            owner = owner if found[1] else method
+        hidden = re.match(r"_(?!_)", method) or owner not in public
+        if hidden and re.match(r" +-{4,}$", line):
+            yield f"{number}: {owner}, {method} is private"
+
+
 def imports_underscore(path, text):
     """Docs, examples and who embeds import public names alone."""
     names = r"(?:\([\w\s,]*?|[\w ,]*?)\b_[a-z]\w*"
@@ -427,6 +457,7 @@ RULES = {
     asks_for_the_process: (*CYTHON, *PYTHON),
     words_errors: CYTHON,
     lacks_all: PYTHON,
+    documents_in_sections: (*PYX, *PYTHON),
     imports_underscore: ("docs/*.md", "README.md", "examples/**/*.py"),
     leaves_fences_open: ("*.md", "docs/*.md", "bench/*.md", "src/libnvmeio/*.md"),
     draws_without_seed: ("tests/stress/**/*.py",),
@@ -498,6 +529,21 @@ BAD = [
     (imports_relatively, "src/nvmeio/files.py", "from .handle import aio_handle\n"),
     (prints, "src/nvmeio/files.py", "def f():\n    print('done')\n"),
     (lacks_all, "src/nvmeio/files.py", "def read_file(path):\n    pass\n"),
+    (
+        documents_in_sections,
+        "src/nvmeio/_cli/cp.py",
+        'def run(options):\n    """Copy.\n\n    Parameters\n    ----------\n',
+    ),
+    (
+        documents_in_sections,
+        "src/nvmeio/_native/pool.pyx",
+        'cpdef PoolMemory new_pinned(int n):\n    """Get memory.\n\n    Notes\n    -----\n',
+    ),
+    (
+        documents_in_sections,
+        "src/nvmeio/_native/handle.pyx",
+        'cdef class Handle:\n    def _drain(self):\n        """Raises\n        ------\n',
+    ),
     (imports_underscore, "docs/embedding.md", "from nvmeio._native cimport pool\n"),
     (imports_underscore, "docs/quickstart.md", "h = nvmeio._config.options.chosen()\n"),
     (
@@ -528,6 +574,11 @@ BAD = [
 ]
 # Near misses, which a rule must not complain about.
 GOOD = [
+    (
+        documents_in_sections,
+        "src/nvmeio/_native/handle.pyx",
+        'cdef class Handle:\n    def read(self):\n        """Raises\n        ------\n',
+    ),
     (imports_underscore, "examples/demo.py", "from nvmeio import empty\n_size = 1\n"),
     (draws_without_seed, "tests/stress/places.py", 'rng = random.Random(f"{seed}")\n'),
     (draws_without_seed, "tests/stress/places.py", "at_once = self.rng.random() < 0.5\n"),

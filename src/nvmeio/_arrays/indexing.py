@@ -35,27 +35,13 @@ class Points:
 
 @dataclass(frozen=True)
 class Selection:
-    """What an index takes of an array: runs of neighbouring elements, in order.
+    """What an index takes of an array: runs of neighbouring elements, in order."""
 
-    Attributes
-    ----------
-    shape : tuple of int
-        Of the result, which is the runs one behind the other.
-    run : int
-        How many elements each run has.
-    base : int
-        Where the first run would begin if ``outer`` were all zeros.
-    outer : tuple of Axis and Points
-        What tells the runs apart; empty where there is one.
-    scalar : bool
-        Whether numpy would give an element, not an array of no axes.
-    """
-
-    shape: tuple[int, ...]
-    run: int
-    base: int
-    outer: tuple[Axis | Points, ...]
-    scalar: bool
+    shape: tuple[int, ...]  # of the result, which is the runs one behind the other
+    run: int  # how many elements each run has
+    base: int  # where the first run would begin if `outer` were all zeros
+    outer: tuple[Axis | Points, ...]  # what tells the runs apart; empty where there is one
+    scalar: bool  # whether numpy would give an element, not an array of no axes
 
     @property
     def count(self) -> int:
@@ -173,13 +159,7 @@ def _axes_of(item: Item) -> int:
 
 
 class _Walk:
-    """Goes along the axes of an array, and collects what the items of an index take.
-
-    Attributes
-    ----------
-    base : int
-        Where the selection begins, as far as integers and slices tell.
-    """
+    """Goes along the axes of an array, and collects what the items of an index take."""
 
     def __init__(self, shape: Sequence[int]) -> None:
         self._shape = shape
@@ -193,6 +173,7 @@ class _Walk:
         self._place: int | None = None
         self._interrupted = False
         self._in_front = False
+        # Where the selection begins, as far as integers and slices tell.
         self.base = 0
 
     def take(self, item: Item, omitted: int) -> None:

@@ -60,23 +60,12 @@ class PickledError(ValueError):
 
 @dataclass(frozen=True)
 class Layout:
-    """How an array lies in a file.
+    """How an array lies in a file."""
 
-    Attributes
-    ----------
-    dtype : numpy.dtype
-        Of plain bytes.
-    shape : tuple of int
-        The extent of each axis.
-    offset : int
-        Where the array begins, in bytes.
-    fortran : bool
-        Whether the first axis is the one whose neighbours are neighbours in the file.
-    """
-
-    dtype: np.dtype[Any]
+    dtype: np.dtype[Any]  # of plain bytes
     shape: tuple[int, ...]
-    offset: int
+    offset: int  # where the array begins, in bytes
+    # Whether the first axis is the one whose neighbours are neighbours in the file.
     fortran: bool = False
 
     @property

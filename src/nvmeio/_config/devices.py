@@ -37,29 +37,20 @@ _IDENTITY_CHARACTERS_MAX = 200
 
 @dataclass(frozen=True)
 class Device:
-    """What a path lies on.
+    """What a path lies on."""
 
-    Attributes
-    ----------
-    mount_point, file_system, source : str
-        Where it is mounted, of which type, and from what; "", "unknown" and "" where the
-        kernel does not say.
-    block : str
-        The name of the whole block device, such as ``nvme0n1``; "" where there is none, as
-        for tmpfs or a network.
-    sysfs : pathlib.Path or None
-        That device's folder.
-    identity : str
-        Names it after a reboot too, and is fit for the name of a file: what the device says
-        of itself, or else its model and size, or else its name; without a block device the
-        type of the file system and its source.
-    """
-
+    # Where it is mounted, of which type, and from what; "", "unknown" and "" where the
+    # kernel does not say.
     mount_point: str
     file_system: str
     source: str
+    # The whole block device, such as nvme0n1; "" where there is none, as for tmpfs or a
+    # network.
     block: str
-    sysfs: pathlib.Path | None
+    sysfs: pathlib.Path | None  # that device's folder
+    # Names it after a reboot too, and is fit for the name of a file: what the device says
+    # of itself, or else its model and size, or else its name; without a block device the
+    # type of the file system and its source.
     identity: str
 
     def __str__(self) -> str:

@@ -66,45 +66,22 @@ class Spans:
 
 
 class Footprint(NamedTuple):
-    """What a request touches.
+    """What a request touches."""
 
-    Attributes
-    ----------
-    files : dict
-        By device and inode, the bytes of each file; None for all of them, of an fsync.
-    memory : Spans
-        The bytes of the caller's memory.
-    writes : bool
-        Whether files are written; else memory is.
-    paths : dict
-        By device and inode, the path that was given.
-    """
-
+    # By device and inode, the bytes of each file; None for all of them, of an fsync.
     files: dict[Any, Spans | None]
-    memory: Spans
-    writes: bool
-    paths: dict[Any, Any]
+    memory: Spans  # the caller's
+    writes: bool  # whether files are written; else memory is
+    paths: dict[Any, Any]  # by device and inode, as they were given
 
 
 class Flight(NamedTuple):
-    """A request in flight, and those before it that it is chained to.
+    """A request in flight, and those before it that it is chained to."""
 
-    Attributes
-    ----------
-    number : int
-        Of this flight, and of no other.
-    request : weakref.ref
-        To it; whoever carries it out holds it.
-    footprint : Footprint
-        What it touches.
-    chain : set of int
-        The numbers of those that it comes after.
-    """
-
-    number: int
-    request: Any
+    number: int  # of this flight, and of no other
+    request: Any  # a weak reference; whoever carries it out holds it
     footprint: Footprint
-    chain: set[int]
+    chain: set[int]  # the numbers of those that it comes after
 
     def is_over(self) -> bool:
         """Tell whether it touches nothing any more."""

@@ -26,30 +26,15 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Export:
-    """How a tensor is lent to the engine.
+    """How a tensor is lent to the engine."""
 
-    Attributes
-    ----------
-    address : int
-        Where ``nbytes`` bytes lie in C order; 0 for a tensor on a device.
-    nbytes : int
-        The size of the tensor's contents in bytes.
-    origin : int
-        An address in the caller's own memory; 0 for a tensor on a device.
-    owner : object
-        Keeps the memory at ``address`` alive.
-    landing : callable or None
-        Called with the tensor once a read has filled the memory.
-    stage : object or None
-        Moves a tensor on a device piece by piece.
-    """
-
-    address: int
+    address: int  # where `nbytes` bytes lie in C order; 0 for a tensor on a device
     nbytes: int
-    origin: int
-    owner: object
+    origin: int  # in the caller's own memory; 0 for a tensor on a device
+    owner: object  # keeps the memory at `address` alive
+    # Called with the tensor once a read has filled the memory.
     landing: Callable[[Any], None] | None = None
-    stage: object = None
+    stage: object = None  # moves a tensor on a device piece by piece
 
 
 class TensorLibrary(Protocol):

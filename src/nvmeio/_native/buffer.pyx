@@ -95,8 +95,6 @@ cdef class Buffer:
 cdef Buffer lend(object source, bint writable):
     """Take hold of the memory of ``source`` until Buffer.release().
 
-    Notes
-    -----
     Memory that is freed behind the back of its owner (``untyped_storage().resize_(0)``,
     ``ndarray.resize(refcheck=False)``) while a request uses it cannot be protected.
     """
@@ -128,23 +126,7 @@ cdef Buffer new_buffer(object source, bint writable):
 
 
 def borrow(source, *, writable):
-    """Take hold of memory before there is a request: ``lend`` for Python.
-
-    Parameters
-    ----------
-    source, writable
-        As for ``lend``.
-
-    Returns
-    -------
-    Buffer
-        To be passed once in place of ``source``; the request lets go of it.
-
-    Raises
-    ------
-    TypeError, ValueError
-        As ``lend``.
-    """
+    """``lend`` for Python: the request that the Buffer is passed to lets go of it."""
     return lend(source, writable)
 
 

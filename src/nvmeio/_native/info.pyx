@@ -57,11 +57,7 @@ def build_info() -> dict:
 def resources() -> dict[str, int]:
     """Tell how much of the machine this process may use.
 
-    Returns
-    -------
-    dict of str to int
-        ``processors``, which the affinity of this thread and the quota of its control
-        group leave; ``memory_bytes``, of the machine or of the control group, whichever is
-        less.
+    ``processors`` are what the affinity of this thread and the quota of its control group
+    leave; ``memory_bytes`` is the machine's or the control group's, whichever is less.
     """
     return {"processors": libnvmeio.cpu_count(), "memory_bytes": libnvmeio.memory_bytes()}

@@ -31,35 +31,11 @@ cdef class PoolMemory:
 
     Page-aligned, populated memory in huge pages where the kernel has them.
 
-    Exports the buffer protocol: one dimension of writable unsigned bytes.
-
-    Parameters
-    ----------
-    nbytes : int
-        Size in bytes, 0 or more.
-    lock : bool, default False
-        Keep the memory from being swapped out where RLIMIT_MEMLOCK allows; ``locked``
-        tells.
-    numa_node : int, optional
-        The node whose memory it shall be; by default where the system likes.
-
-    Attributes
-    ----------
-    nbytes : int
-        As it was given.
-
-    Raises
-    ------
-    ValueError
-        `nbytes` is negative, or there is no such node.
-    MemoryError
-        The pool may not hold so much (NVMEIO_POOL_BYTES), or the system has not so much.
-
-    Notes
-    -----
-    The bytes are not initialized.  The constructor releases the GIL while the kernel
-    provides the memory.  The memory goes back to the pool when this object dies; every
-    export of it, and so every array or tensor made of it, keeps it alive.
+    Exports the buffer protocol: one dimension of writable unsigned bytes, which are not
+    initialized.  With `lock` it is kept from being swapped out where RLIMIT_MEMLOCK allows;
+    ``locked`` tells.  The constructor releases the GIL while the kernel provides the
+    memory.  That goes back to the pool when this object dies; every export of it, and so
+    every array or tensor made of it, keeps it alive.
     """
 
     def __cinit__(self, Py_ssize_t nbytes, *, bint lock=False, numa_node=None):
@@ -105,10 +81,7 @@ cdef class PoolMemory:
     def call_before_free(self, function) -> None:
         """Have a function called with the address before the memory goes back.
 
-        Parameters
-        ----------
-        function : callable
-            For who has told others of the memory; what it raises is reported and ignored.
+        It is for who has told others of the memory; what it raises is reported and ignored.
         """
         self.on_free = function
 
@@ -145,12 +118,7 @@ cdef str words_of_limit(Py_ssize_t nbytes):
 
 
 cpdef PoolMemory new_pinned(Py_ssize_t nbytes, object numa_node=None):
-    """Get memory that is locked, if the system allows it, and marked as pinned.
-
-    Notes
-    -----
-    Releases the GIL while the kernel provides the memory.
-    """
+    """Get memory that is locked, if the system allows it, and marked as pinned."""
     cdef PoolMemory memory = PoolMemory(nbytes, lock=True, numa_node=numa_node)
     check(libnvmeio.pool_set_pinned(memory.memory, True))
     return memory

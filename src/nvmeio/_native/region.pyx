@@ -39,22 +39,8 @@ cdef enum:
 cdef class Region:
     """Bytes in pages of their own: huge ones, where the system has them.
 
-    Parameters
-    ----------
-    nbytes : int
-        How many, 1 or more.
-    phase : int, default 0
-        What the address of the first byte is modulo 4096, and modulo 2 MiB: less than that.
-
-    Raises
-    ------
-    MemoryError
-        There is no room for so much in the address space.
-
-    Notes
-    -----
-    A buffer of all bytes, which may be written.  Nothing is populated before it is asked
-    for, or touched.
+    The address of the first byte is `phase` modulo 2 MiB.  A buffer of all bytes, which may
+    be written.  Nothing is populated before it is asked for, or touched.
     """
 
     cdef char *mapped
@@ -107,13 +93,7 @@ cdef class Region:
         return <uintptr_t> (self.mapped + self.phase)
 
     def populate(self, Py_ssize_t begin, Py_ssize_t end) -> None:
-        """Have the system provide the pages of a part, without the GIL.
-
-        Raises
-        ------
-        MemoryError
-            It has not so much.
-        """
+        """Have the system provide the pages of a part, without the GIL."""
         require_within(self, begin, end)
         cdef char *first = self.mapped + ((self.phase + begin) & ~<size_t> (PAGE - 1))
         cdef size_t size = self.mapped + self.phase + end - first
@@ -131,13 +111,7 @@ cdef class Region:
             raise MemoryError(f"no memory for {end - begin} bytes: {reason_of(error)}")
 
     def span(self, Py_ssize_t begin, Py_ssize_t end):
-        """Return a part that gives back its pages when it dies; it holds the region.
-
-        Parameters
-        ----------
-        begin, end : int
-            From the first byte on; it is not empty, and parts do not overlap.
-        """
+        """Return a part that gives back its pages when it dies; parts must not overlap."""
         require_within(self, begin, end)
         cdef Span span = Span.__new__(Span)
         span.region, span.begin, span.end = self, self.phase + begin, self.phase + end

@@ -23,15 +23,8 @@ cdef enum:
 
 
 def rename_to_new(source: str, target: str) -> None:
-    """Give a file or folder a name that nothing has.
+    """Give a file or folder a name that nothing has; else FileExistsError.
 
-    Raises
-    ------
-    OSError
-        FileExistsError where something has it; names `target`.
-
-    Notes
-    -----
     Where the file system cannot rename so (NFS), a folder whose new name comes into being
     in this very moment, as an empty folder, is replaced.
     """
@@ -45,13 +38,7 @@ def rename_to_new(source: str, target: str) -> None:
 
 
 def exchange(one: str, other: str) -> None:
-    """Give each of two files or folders the name of the other, in one step.
-
-    Raises
-    ------
-    OSError
-        EOPNOTSUPP where the file system cannot; names `other`.
-    """
+    """Give each of two files or folders the name of the other, in one step."""
     error = rename(os.fsencode(one), os.fsencode(other), RENAME_EXCHANGE)
     if error in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
         words = "this file system cannot exchange two folders in one step"

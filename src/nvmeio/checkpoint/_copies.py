@@ -35,11 +35,6 @@ class Copies:
     """The copies of one root's steps, ``target/step-12``.
 
     A step is complete there when its manifest is, which comes last.
-
-    Attributes
-    ----------
-    latest : concurrent.futures.Future or None
-        The drain that was asked for last; its result is how many bytes there are.
     """
 
     def __init__(
@@ -52,6 +47,7 @@ class Copies:
         self._thread: threading.Thread | None = None
         self._failed: BaseException | None = None
         self._drain: tuple[int, Future[int]] | None = None
+        # The drain that was asked for last; its result is how many bytes there are.
         self.latest: Future[int] | None = None
 
     def begin(self, step: int, folder: str) -> None:
@@ -172,13 +168,7 @@ class Copies:
         return there
 
     def read(self, step: int, read: Callable[[Held], Any], files: Collection[str]) -> Any:
-        """Read a step, of what is far away by a copy of some files, which goes afterwards.
-
-        Raises
-        ------
-        NoCopyError
-            There is none.
-        """
+        """Read a step; if it is far away, through a copy of some files that then goes."""
         name = f"step-{step}"
         if MANIFEST not in self.place.names(name):
             raise NoCopyError(name)

@@ -101,26 +101,10 @@ def _framework_name(dtype: str) -> str:
 
 
 def numpy_dtype(dtype: str) -> np.dtype[Any]:
-    """Return numpy's dtype for one of the format.
+    """Return numpy's dtype, of the machine's byte order, for one of the format.
 
-    Parameters
-    ----------
-    dtype : str
-        As a header has it, such as ``"F32"``.
-
-    Returns
-    -------
-    numpy.dtype
-        Of the machine's byte order.
-
-    Raises
-    ------
-    SafetensorError
-        No framework has this dtype (F6).
-    AttributeError
-        numpy has no such dtype (F4, F8).
-    TypeError
-        bfloat16, and ml_dtypes is not imported.
+    Without ml_dtypes bfloat16 is a TypeError; what numpy lacks (F4, F8) is an
+    AttributeError, and what no framework has (F6) a SafetensorError.
     """
     name = _framework_name(dtype)
     # ml_dtypes registers bfloat16 by its name alone; numpy 1.24 to 1.26 has no numpy.bool.
@@ -132,45 +116,14 @@ def numpy_dtype(dtype: str) -> np.dtype[Any]:
 def torch_dtype(dtype: str) -> Any:
     """Return torch's dtype for one of the format.
 
-    Parameters
-    ----------
-    dtype : str
-        As a header has it, such as ``"BF16"``.
-
-    Returns
-    -------
-    torch.dtype
-        The dtype of that name.
-
-    Raises
-    ------
-    SafetensorError
-        No framework has this dtype (F6).
-    AttributeError
-        This version of torch does not have it yet.
+    What this torch does not have yet is an AttributeError, and what no framework has (F6)
+    a SafetensorError.
     """
     return getattr(torch_module(), _framework_name(dtype))
 
 
 def header_dtype(name: str) -> str:
-    """Return the format's dtype for the name of a framework's.
-
-    Parameters
-    ----------
-    name : str
-        Such as ``"float32"``: ``array.dtype.name``, or ``str(tensor.dtype)`` without
-        ``"torch."``.
-
-    Returns
-    -------
-    str
-        As a header has it, such as ``"F32"``.
-
-    Raises
-    ------
-    SafetensorError
-        The format has no such dtype.
-    """
+    """Return the format's dtype for the name of a framework's, such as ``float32``."""
     dtype = FORMAT_NAMES.get(name)
     if dtype is None:
         known = ", ".join(FORMAT_NAMES)
@@ -181,18 +134,7 @@ def header_dtype(name: str) -> str:
 def header_shape(dtype: str, shape: Sequence[int]) -> tuple[int, ...]:
     """Return the shape that the header has for a framework's tensor.
 
-    Parameters
-    ----------
-    dtype : str
-        As a header has it.
-    shape : sequence of int
-        The framework's.  torch counts pairs of F4 along the last dimension, the header
-        counts elements.
-
-    Returns
-    -------
-    tuple of int
-        The header's shape.
+    torch counts pairs of F4 along the last dimension, the header counts elements.
     """
     if dtype == "F4" and shape:
         return (*shape[:-1], shape[-1] * 2)
@@ -200,25 +142,7 @@ def header_shape(dtype: str, shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def framework_shape(dtype: str, shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the shape that a framework has for a tensor of the header.
-
-    Parameters
-    ----------
-    dtype : str
-        As a header has it.
-    shape : sequence of int
-        The header's.
-
-    Returns
-    -------
-    tuple of int
-        The framework's shape.
-
-    Raises
-    ------
-    SafetensorError
-        The last dimension of an F4 tensor is odd.
-    """
+    """Return the shape that a framework has for a tensor of the header."""
     if dtype != "F4" or not shape:
         return tuple(shape)
     if shape[-1] % 2:

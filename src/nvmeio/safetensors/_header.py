@@ -91,51 +91,27 @@ _SURROGATE_PAIR = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9
 
 
 class Tensor(NamedTuple):
-    """One tensor of a file.
-
-    Attributes
-    ----------
-    name : str
-        Its name.
-    dtype : str
-        As the header has it, a key of `_dtypes.BITS`.
-    shape : tuple of int
-        As the header has it.
-    begin, end : int
-        Where its bytes lie, from `Layout.data_start` on.
-    """
+    """One tensor of a file."""
 
     name: str
-    dtype: str
-    shape: tuple[int, ...]
+    dtype: str  # as the header has it, a key of `_dtypes.BITS`
+    shape: tuple[int, ...]  # as the header has it
+    # Where its bytes lie, from `Layout.data_start` on.
     begin: int
     end: int
 
 
 @dataclass(frozen=True)
 class Layout:
-    """What a header says.
+    """What a header says."""
 
-    Attributes
-    ----------
-    tensors : tuple of Tensor
-        In the order of the file.  Empty tensors at the same offset keep the order of the
-        header; safetensors returns them in random order.
-    by_name : dict of str to Tensor
-        The same tensors, in the same order.
-    metadata : dict of str to str, or None
-        None where the header has none.
-    data_start : int
-        Where the data begins in the file, in bytes: 8 more than the header's length.
-    data_bytes : int
-        The size of the data.  The file ends with it.
-    """
-
+    # In the order of the file.  Empty tensors at the same offset keep the order of the
+    # header; safetensors returns them in random order.
     tensors: tuple[Tensor, ...]
-    by_name: dict[str, Tensor]
-    metadata: dict[str, str] | None
-    data_start: int
-    data_bytes: int
+    by_name: dict[str, Tensor]  # in the same order
+    metadata: dict[str, str] | None  # None where the header has none
+    data_start: int  # 8 more than the header's length
+    data_bytes: int  # the file ends with them
 
     @property
     def names(self) -> list[str]:
@@ -151,27 +127,9 @@ class RefusedError(Exception):
 
 
 def header_bytes(first: bytes, file_bytes: int, *, context: str = _READING) -> int:
-    """Return the length of a file's header.
+    """Return the length of the header of a file of `file_bytes` that begins with `first`.
 
-    Parameters
-    ----------
-    first : bytes
-        The first 8 bytes of the file, or all of a shorter file.
-    file_bytes : int
-        The size of the file, in bytes.
-    context : str, optional
-        What an error begins with.
-
-    Returns
-    -------
-    int
-        In bytes, without the 8 of the length itself; at most `HEADER_BYTES_MAX`, and no
-        longer than the file.
-
-    Raises
-    ------
-    SafetensorError
-        The file is too short, or the length is over the limit or longer than the file.
+    That is without the 8 bytes of the length itself; no longer than the file.
     """
     if min(len(first), file_bytes) < LENGTH_BYTES:
         raise SafetensorError(f"{context}: header too small")
@@ -186,27 +144,10 @@ def header_bytes(first: bytes, file_bytes: int, *, context: str = _READING) -> i
 def parse(
     header: bytes | bytearray | memoryview, file_bytes: int, *, context: str = _READING
 ) -> Layout:
-    """Return what a header says.
+    """Return what a header says, where safetensors 0.8.0 accepts it.
 
-    Parameters
-    ----------
-    header : bytes-like
-        The JSON, of the length that `header_bytes` returned.
-    file_bytes : int
-        The size of the file, in bytes.
-    context : str, optional
-        What an error begins with.
-
-    Returns
-    -------
-    Layout
-        Every byte behind the header belongs to exactly one tensor, and every tensor has the
-        bytes that its dtype and shape need.
-
-    Raises
-    ------
-    SafetensorError
-        safetensors 0.8.0 refuses this header, or this size of the file.
+    Every byte behind the header then belongs to exactly one tensor, and every tensor has
+    the bytes that its dtype and shape need.
     """
     header = bytes(header)
     try:
@@ -597,35 +538,10 @@ def build(
 ) -> tuple[bytes, Layout]:
     """Return the beginning of a file that holds tensors, and where each of them goes.
 
-    Parameters
-    ----------
-    tensors : iterable of (str, str, sequence of int)
-        Name, dtype and shape of each, as a header has them.
-    metadata : mapping of str to str, optional
-        Text to keep with them.
-    align : int, optional
-        8 (the default) gives the bytes that safetensors 0.8.0 writes, except that it writes
-        several metadata keys in random order.  With 4096 the data begin at a multiple of
-        4096, and the tensors whose size is a multiple of 4096 come first, so each of them
-        begins at a page.  Every reader accepts both.
-
-    Returns
-    -------
-    bytes
-        The length of the header and the header, which the data follows.
-    Layout
-        What `parse` returns for the file: the tensors in the order to write them.
-
-    Raises
-    ------
-    SafetensorError
-        A dtype is unknown, a name is reserved, a tensor has no whole number of bytes or
-        more than 64 bits can count, or the header would be too large to be read.
-    ValueError
-        ``align`` is neither 8 nor 4096, or a name comes twice.
-    TypeError, OverflowError, UnicodeEncodeError
-        A name, a dtype or a text is not a str or not Unicode; an extent is no integer, or
-        it is negative.
+    Each tensor comes as name, dtype and shape.  With `align` 8 these are the bytes that
+    safetensors 0.8.0 writes, except that it writes several metadata keys in random order.
+    With 4096 the data begin at a multiple of 4096, and the tensors whose size is a multiple
+    of 4096 come first, so each of them begins at a page.  Every reader accepts both.
     """
     if not isinstance(align, int) or align not in ALIGNMENTS:
         raise ValueError(f"align is {align!r}; it must be 8 or 4096")

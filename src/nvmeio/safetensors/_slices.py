@@ -30,22 +30,13 @@ _MISALIGNED = (
 
 
 class Plan(NamedTuple):
-    """What an index names.
+    """What an index names."""
 
-    Attributes
-    ----------
-    shape : tuple of int
-        Of the result, in the elements of the header.
-    offsets : numpy.ndarray of int64
-        Where each run of bytes begins, relative to the tensor, in the order of the result.
-        The runs one after the other are the result in C order.
-    run_bytes : int
-        The length of every run; 0 if there are none.
-    """
-
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # of the result, in the elements of the header
+    # Where each run of bytes begins, relative to the tensor.  The runs one after the other
+    # are the result in C order.
     offsets: NDArray[np.int64]
-    run_bytes: int
+    run_bytes: int  # the length of every run; 0 if there are none
 
 
 class _Axis(NamedTuple):
@@ -65,33 +56,12 @@ def plan(
     *,
     rules: Literal["safetensors", "torch"] = "safetensors",
 ) -> Plan:
-    """Return the bytes of a tensor that an index names.
+    """Return the bytes of a tensor that an index names, as in ``get_slice(name)[index]``.
 
-    Parameters
-    ----------
-    index : object
-        What is in the brackets behind ``get_slice(name)``.
-    shape : sequence of int
-        Of the tensor, as the header has it.
-    itemsize_bits : int
-        The size of one element, in bits.
-    rules : {"safetensors", "torch"}, optional
-        Who reads the index: safetensors' own code (numpy, and torch with
-        ``backend="pread"``), or torch (``backend="mmap"``), which must be installed then.
-
-    Returns
-    -------
-    Plan
-        The shape of the result, and the runs of bytes that it consists of.
-
-    Raises
-    ------
-    SafetensorError, TypeError, OverflowError
-        safetensors refuses the index, in these words.  A slice that starts behind its end
-        is a SafetensorError; safetensors 0.8.0 panics or makes up a shape.
-    Exception
-        By the rules of torch: its own errors, and a RuntimeError for F4 tensors, which
-        safetensors cannot slice for torch.
+    By the rules of safetensors' own code, which reads for numpy, and for torch with
+    ``backend="pread"``; or of torch, which then must be installed and raises its own errors
+    (``backend="mmap"``).  A slice that starts behind its end is a SafetensorError, where
+    safetensors 0.8.0 panics or makes up a shape.
     """
     extents = tuple(shape)
     if rules == "torch":

@@ -180,11 +180,6 @@ class Stages:
 
     What is put is copied, and on its way to the drive while more is.  As a context manager
     it waits in the end, so that the memory is given back when no write needs it any more.
-
-    Attributes
-    ----------
-    written : int
-        How many bytes were put.
     """
 
     def __init__(
@@ -195,7 +190,7 @@ class Stages:
         seen: Seen | None = None,
         sent: Callable[[int], object] | None = None,
     ) -> None:
-        self.written = 0
+        self.written = 0  # bytes that were put
         self._handle, self._file, self._seen, self._sent = handle, file, seen, sent
         self._memory = _stages()
         self._requests: list[Request | None] = [None] * STAGES

@@ -19,8 +19,6 @@ def tensor_in(memory: pool.PoolMemory, dtype: torch.dtype) -> torch.Tensor:
 def announce(memory: pool.PoolMemory) -> None:
     """Tell CUDA's driver, where there is one, of memory that stays where it is.
 
-    Notes
-    -----
     Where the driver refuses, or cannot be asked, as in a child of a process that used it,
     copies are right, but synchronous; it is logged.
     """

@@ -20,20 +20,9 @@ class DeviceStaging:
     """The bytes of one tensor on a device, cut into pieces.
 
     Piece ``i`` and piece ``i + slots`` share host memory: the second one may be fetched, or
-    read into, only when the first one has been written, or delivered.
-
-    Attributes
-    ----------
-    pieces : list of (int, int)
-        Offset and size of each piece in bytes, in order; empty for an empty tensor.
-    slots : int
-        How many pieces can be in flight.
-
-    Notes
-    -----
-    Not thread-safe: a request uses it from one thread at a time.  The copies run on the
-    stream that is current when it is made, and are complete when the call returns; they
-    release the GIL.  The device memory is kept alive as long as this object is.
+    read into, only when the first one has been written, or delivered.  A request uses it
+    from one thread at a time.  The copies run on the stream that is current when it is
+    made, and are complete when the call returns; they release the GIL.
     """
 
     def __init__(
@@ -54,6 +43,7 @@ class DeviceStaging:
         # Of one dimension first: a 0-d tensor cannot be viewed as smaller items.
         self._bytes = dense.view(-1).view(torch.uint8)
         nbytes = self._bytes.numel()
+        # Offset and size of each in bytes, in order; empty for an empty tensor.
         self.pieces = [
             (offset, min(piece_bytes, nbytes - offset))
             for offset in range(0, nbytes, piece_bytes)

@@ -59,13 +59,7 @@ class Flight:
 
 
 class Stored(Dataset, ABC):  # type: ignore[misc]  # mypy sees no types of torch
-    """What the datasets of this module have in common.
-
-    Attributes
-    ----------
-    transform : callable or None
-        Is applied to each sample.
-    """
+    """What the datasets of this module have in common."""
 
     def __init__(self, transform: Callable[[Any], Any] | None = None) -> None:
         self.transform = transform

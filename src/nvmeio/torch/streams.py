@@ -61,16 +61,11 @@ def open_stream(path: Path, mode: str = "rb") -> io.RawIOBase:
 
 
 class Stream(io.RawIOBase):
-    """A stream over an open file, which it closes unless that is somebody else's.
-
-    Attributes
-    ----------
-    error : OSError or None
-        What the first write or read that failed has raised: torch may raise another one.
-    """
+    """A stream over an open file, which it closes unless that is somebody else's."""
 
     def __init__(self, file: File, *, closes: bool = True) -> None:
         self._file, self._closes = file, closes
+        # What the first write or read that failed has raised: torch may raise another one.
         self.error: OSError | None = None
         self._writes = file.mode != "r"
         self._position = 0
