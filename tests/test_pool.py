@@ -15,8 +15,6 @@ import pytest
 import nvmeio
 from nvmeio._native.pool import PoolMemory, free_pinned, is_pinned, new_pinned, pool_stats
 
-pytestmark = pytest.mark.usefixtures("quiet_pool")
-
 MIB = 1 << 20
 
 
@@ -26,7 +24,7 @@ def bytes_used():
 
 
 @pytest.fixture(autouse=True)
-def everything_goes_back():
+def everything_goes_back(quiet_pool):
     """Every test leaves the pool as it found it."""
     before = bytes_used()
     yield
