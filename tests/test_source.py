@@ -755,6 +755,13 @@ def test_what_is_private_says_so_and_what_is_cython_has_one_folder():
         assert not (private and path.is_file()), path.name
 
 
+def test_a_native_module_has_a_stub_where_python_imports_it_and_nowhere_else():
+    stubs = {name_of(path) for path in files("src/nvmeio/**/*.pyi")}
+    texts = [(ROOT / path).read_text(encoding="utf-8") for path in files(*PYTHON)]
+    used = {name.removeprefix("nvmeio.") for text in texts for _, name in imported_by(text)}
+    assert stubs == used & {name_of(path) for path in files(*PYX)}
+
+
 def test_the_limits_are_those_of_the_c_headers():
     text = (ROOT / "include" / "nvmeio" / "base.h").read_text(encoding="utf-8")
     found = re.findall(r"#define NVMEIO_(BLOCK_BYTES|QUEUE_DEPTH|WORKERS)_MAX (.+)", text)
