@@ -170,6 +170,16 @@ def test_a_bounce_is_chosen_for_the_settings_that_it_was_raced_with():
     assert chosen(heats) == {"read": DEFAULT, "write": bounced, "both": bounced}
 
 
+def test_a_race_of_bounces_that_is_not_over_chooses_the_default(monkeypatch):
+    heats = races((DEFAULT, 1, 1), (OTHER, 0.5, 0.5), bounced=(1, 1.5, 1.5))
+    assert heats[2].best("both")["bounce"] == chosen(heats)["both"]["bounce"] == "never"
+    monkeypatch.setattr(heats[2], "rivals", lambda winner, goal: [2])
+    assert heats[2].best("both")["bounce"] == "never"
+    assert chosen(heats) == dict.fromkeys(GOALS, DEFAULT)
+    saved = {**DEFAULT, "bounce": "never"}
+    assert chosen(heats, saved) == dict.fromkeys(GOALS, saved)
+
+
 def test_a_bounce_that_was_saved_goes_where_another_is_certainly_faster():
     saved = {**DEFAULT, "bounce": "never"}
     better = {**DEFAULT, "bounce": "always"}

@@ -252,8 +252,8 @@ def _choice(heats: list[Heat], goal: str, saved: Options | None) -> Choice:
     if not (result.settled and second.is_faster(chosen, default, goal)):
         chosen = default
     options = dict(second.candidates[chosen])
-    if options == second.best("both"):
-        # The third race was about these alone.
+    # The third race was about these alone.
+    if options == second.best("both") and third.result(goal).settled:
         options["bounce"] = third.best(goal)["bounce"]
     if saved is not None:
         kept = second.candidates.index(_without_bounce(saved))
