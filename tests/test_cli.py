@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import io
 import json
 import os
 import re
@@ -21,7 +22,7 @@ from children import WATCHDOG_S
 from commands import command, python
 from commands import nvmeio as run_nvmeio
 from nvmeio import _cli as cli
-from nvmeio._cli import COMMANDS, main
+from nvmeio._cli import COMMANDS, main, terminal
 from nvmeio._cli.arguments import (
     CommandError,
     UsageError,
@@ -426,3 +427,21 @@ def test_a_plain_table_has_columns_with_figures_to_the_right(capsys):
 def test_progress_is_silent_without_a_terminal(capsys):
     Terminal().progress("reading", 100)(100)
     assert capsys.readouterr() == ("", "")
+
+
+def test_progress_shows_the_speed_that_the_summary_has(monkeypatch):
+    now = [100.0]
+    screen = io.StringIO()
+    monkeypatch.setattr(screen, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setattr(terminal, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
+    advance = Terminal().progress("copying", 200 << 20, speed=True)
+    for moved, taken in [(50 << 20, 0.5), (150 << 20, 1.5)]:
+        now[0] += taken
+        advance(moved)
+    shown = [each.strip() for each in screen.getvalue().split("\r") if each.strip()]
+    assert shown == [
+        "copying: 0 %",
+        "copying: 25 %, 105 MB/s",
+        f"copying: 100 %, {terminal.in_speed(200 << 20, 2.0)}",
+    ]
