@@ -11,6 +11,7 @@ import pytest
 
 import nvmeio.safetensors.numpy as st
 from commands import nvmeio
+from nvmeio._cli import main, torch_files
 
 TENSORS = {"weight": np.zeros((4, 1024), np.float32), "bias": np.zeros(3, np.int16)}
 
@@ -155,3 +156,13 @@ def test_hostile_files_of_torch(tmp_path, kind):
     words |= {"memo": "remembers 1073741824 objects", "deep": "deeper than 100"}
     assert found.status == 1
     assert re.search(f"{path}: .*{words[kind]}", found.err)
+
+
+def test_a_pickle_that_is_too_long_is_not_read(tmp_path, monkeypatch, capsys):
+    path = tmp_path / "state.pt"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("state/data.pkl", b"\x80\x02}.")
+    assert main(["inspect", str(path)]) == 0
+    monkeypatch.setattr(torch_files, "PICKLE_BYTES_MAX", 3)
+    assert main(["inspect", str(path)]) == 1
+    assert f"{path}: its pickle has 4 B; the limit is 3 B\n" in capsys.readouterr().err

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from nvmeio._cli.arguments import CommandError
+from nvmeio._cli.terminal import sizes
 from nvmeio._files.archives import begin_of, bytes_of
 
 __all__ = ["is_torch_file", "tensors_of"]
@@ -125,10 +126,8 @@ def tensors_of(path: str) -> list[dict[str, Any]]:
         (name,) = [each for each in archive.namelist() if each.endswith("/data.pkl")][:1]
         info = archive.getinfo(name)
         if info.file_size > PICKLE_BYTES_MAX:
-            raise CommandError(
-                f"{path}: its pickle has {info.file_size} bytes; the limit is "
-                f"{PICKLE_BYTES_MAX}"
-            )
+            has, most = sizes(info.file_size, PICKLE_BYTES_MAX)
+            raise CommandError(f"{path}: its pickle has {has}; the limit is {most}")
         try:
             text = bytes_of(file, info)
             _check_opcodes(text)
