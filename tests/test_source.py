@@ -365,10 +365,13 @@ def asks_for_the_process(path, text):
 
 def words_errors(path, text):
     """An errno of the library becomes an exception in errors.pyx alone."""
+    # Others name an errno of their own, or pass that of an exception on.
+    pattern = (
+        r"\bstrerror\(|Error\(\s*-|\bOSError\(\s*(?!\w+\.errno\b|(?:errno\.)?E[A-Z])\w"
+    )
     if path.name != "errors.pyx":
-        for number, line in enumerate(text.splitlines(), 1):
-            if re.search(r"\bstrerror\(|Error\(\s*-", line):
-                yield f"{number}: {line.strip()}"
+        for found in re.finditer(pattern, text):
+            yield f"{text.count(chr(10), 0, found.start()) + 1}: {found[0]}"
 
 
 def lacks_all(path, text):
@@ -504,6 +507,7 @@ BAD = [
     (breaks_layering, "src/nvmeio/_config/newcomer.pyx", "cdef int x\nimport nvmeio\n"),
     (asks_for_the_process, "src/nvmeio/files.py", "if os.getpid() != self.process:\n"),
     (words_errors, "src/nvmeio/_native/file.pyx", "raise OSError(-result, words)\n"),
+    (words_errors, "src/nvmeio/_native/file.pyx", "raise OSError(\n    number, words)\n"),
     (breaks_layering, "src/nvmeio/_cli/tune.py", 'import_module("nvmeio.torch")\n'),
     (
         breaks_layering,
@@ -587,6 +591,8 @@ GOOD = [
         "src/nvmeio/_native/staged.pyx",
         "from nvmeio._native.request cimport Request\n",
     ),
+    (words_errors, "src/nvmeio/_native/file.pyx", "raise OSError(errno.EIO, words)\n"),
+    (words_errors, "src/nvmeio/_native/file.pyx", "raise OSError(error.errno, words)\n"),
     (imports_torch, "src/nvmeio/torch/_tensors.py", "import torch\n"),
     (imports_deepspeed, "src/nvmeio/__init__.py", "from nvmeio import deepspeed\n"),
     (
