@@ -768,6 +768,15 @@ def test_a_native_module_has_a_stub_where_python_imports_it_and_nowhere_else():
     assert stubs == used & {name_of(path) for path in files(*PYX)}
 
 
+def test_the_public_cimport_has_declarations_alone():
+    text = (PACKAGE / "libnvmeio.pxd").read_text(encoding="utf-8")
+    begun = {line for line in text.splitlines() if re.match(r"\w", line)}
+    assert {line.partition('"')[0] for line in begun if "cimport" not in line} == {
+        "cdef extern from "
+    }
+    assert not re.search(r"\binline\b|\bcdef class\b", text)
+
+
 def test_the_limits_are_those_of_the_c_headers():
     text = (ROOT / "include" / "nvmeio" / "base.h").read_text(encoding="utf-8")
     found = re.findall(r"#define NVMEIO_(BLOCK_BYTES|QUEUE_DEPTH|WORKERS)_MAX (.+)", text)
