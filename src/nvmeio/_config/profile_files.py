@@ -18,19 +18,6 @@ from nvmeio._config.constants import TUNABLE, checked
 from nvmeio._config.devices import device_of
 from nvmeio._files.replacing import replacement
 
-__all__ = [
-    "Choice",
-    "Profile",
-    "check_saving",
-    "load_profile",
-    "new_profile",
-    "profile_file",
-    "profiles_folder",
-    "read_profile",
-    "save_profile",
-    "saved_profiles",
-]
-
 # Of the files' format; it changes when a file of before would be misread.
 _VERSION = 2
 
