@@ -759,6 +759,18 @@ def test_a_native_module_has_a_stub_where_python_imports_it_and_nowhere_else():
     assert stubs == used & {name_of(path) for path in files(*PYX)}
 
 
+def test_a_native_module_has_a_pxd_where_another_cimports_it_and_nowhere_else():
+    declared = {name_of(path) for path in files("src/nvmeio/_native/*.pxd")}
+    used = set()
+    for path in files(*CYTHON):
+        text = re.sub(
+            r"\bfrom [\w.]+ import\b", "", (ROOT / path).read_text(encoding="utf-8")
+        )
+        found = {name.removeprefix("nvmeio.") for _, name in imported_by_cython(text)}
+        used |= found - {name_of(path)}
+    assert declared == {name for name in used if name.startswith("_native.")}
+
+
 def test_the_public_cimport_has_declarations_alone():
     text = (PACKAGE / "libnvmeio.pxd").read_text(encoding="utf-8")
     begun = {line for line in text.splitlines() if re.match(r"\w", line)}

@@ -85,6 +85,13 @@ cdef class aio_handle:
     DeepSpeed, ``csrc/aio/py_lib/py_ds_aio.cpp``: the names, their order and defaults.
     """
 
+    cdef object __weakref__
+    cdef readonly Handle handle    # None before __init__()
+    cdef readonly object last_error
+    cdef dict contract      # the options that a Handle has not
+    cdef list tracked       # requests of async_* that wait() waits for
+    cdef unsigned generation  # of the process that `tracked` belongs to
+
     def __init__(self, *args, **kwargs):
         if self.handle is not None:
             raise ValueError("the handle is open already; make another")
@@ -662,6 +669,7 @@ cdef class aio_handle:
         return tracked
 
     cdef object ended(self, list requests):
+        """Return the status of requests that are done; raise the first failure of them."""
         cdef Request request
         first = None
         for request in requests:
@@ -675,6 +683,7 @@ cdef class aio_handle:
         return len(requests) if first is None else self.failed(first)
 
     cdef object failed(self, object error):
+        """Return -1 for an error, which is logged and kept; or raise it."""
         if self.contract["errors"] != "status" or not isinstance(error, OSError):
             raise error
         self.last_error = error

@@ -13,7 +13,7 @@ from cpython.buffer cimport (
     PyObject_GetBuffer,
 )
 from libc.errno cimport EBUSY, EINVAL, ENOMEM
-from libc.stdint cimport uintptr_t
+from libc.stdint cimport uint32_t, uintptr_t
 
 from nvmeio cimport libnvmeio
 from nvmeio._native.settings cimport apply_settings
@@ -37,6 +37,12 @@ cdef class PoolMemory:
     memory.  That goes back to the pool when this object dies; every export of it, and so
     every array or tensor made of it, keeps it alive.
     """
+
+    cdef void *memory
+    cdef readonly Py_ssize_t nbytes
+    cdef object on_free      # called with the address before it goes back, or None
+    cdef bint was_locked      # in the process that allocated it
+    cdef uint32_t generation  # of that process; its forks inherit no locks
 
     def __cinit__(self, Py_ssize_t nbytes, *, bint lock=False, numa_node=None):
         cdef void *memory = NULL
@@ -125,7 +131,10 @@ cpdef PoolMemory new_pinned(Py_ssize_t nbytes, object numa_node=None):
 
 
 cpdef bint free_pinned(size_t address) except -1:
-    """Take the mark from pinned memory, which goes back when its PoolMemory dies."""
+    """Take the mark from pinned memory, which goes back when its PoolMemory dies.
+
+    Tells whether this call took it away.
+    """
     cdef int changed = libnvmeio.pool_set_pinned(<void *>address, False)
     cdef int uses
     if changed == -EBUSY:
