@@ -819,7 +819,10 @@ def test_the_page_of_the_design_names_the_files_that_there_are():
 
 
 # Where maintainers look something up.
-PAGES = ("CONTRIBUTING.md", "docs/design.md", "src/libnvmeio/README.md")
+PAGES = (
+    *("CONTRIBUTING.md", "docs/design.md", "docs/decisions.md"),
+    "src/libnvmeio/README.md",
+)
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -834,6 +837,11 @@ def test_what_a_page_for_maintainers_names_is_there(page):
     assert [
         name for name in names if not any(path.endswith(f"/{name}") for path in there)
     ] == []
+
+
+def test_the_page_of_the_design_takes_a_quarter_of_an_hour():
+    text = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
+    assert 0 < len(text.split()) <= 15 * 270
 
 
 def test_the_targets_that_contributing_lists_are_there():

@@ -62,7 +62,7 @@ static const struct nvmeio_copy_kernel *large_kernel(void)
     return kernels[i];
 }
 
-/* memcpy(3) is the fastest in the caches (docs/design.md). */
+/* memcpy(3) is the fastest in the caches (docs/decisions.md). */
 static const struct nvmeio_copy_kernel *small_kernel(void)
 {
     const struct nvmeio_copy_kernel *kernel =

@@ -3,7 +3,7 @@
  * A worker owns its ring alone (SINGLE_ISSUER, DEFER_TASKRUN where the kernel has
  * them). An entry that was published is in flight whatever io_uring_enter returned, so
  * a call that fails is repeated until it works or the ring counts as dead.  No SQPOLL:
- * 30 times the CPU for the same speed (docs/design.md). */
+ * 30 times the CPU for the same speed (docs/decisions.md). */
 #include "engine.h"
 
 #include <errno.h>

@@ -28,7 +28,7 @@ static struct nvmeio_handle *retain(struct nvmeio_handle *handle)
 }
 
 /* What makes a file longer lands block by block, each as large as that: so one at a
- * time is as fast as many (docs/design.md has the figures). */
+ * time is as fast as many (docs/decisions.md has the figures). */
 #define ORDERED_BYTES (8u << 20)
 
 /* The most that nvmeio_perform() carries out: more is for the workers, for whom a

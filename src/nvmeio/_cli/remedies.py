@@ -300,7 +300,7 @@ def _memlock_steps(system: System) -> tuple[Step, ...]:
 
 
 def _of_huge_pages(system: System, installed: Installation) -> Iterator[Remedy]:
-    """Memory in small pages makes large transfers slow: docs/design.md."""
+    """Memory in small pages makes large transfers slow: docs/decisions.md."""
     reserved = installed.environment.get("NVMEIO_POOL_HUGETLB") == "1"
     if reserved and system.huge_pages_free == 0:
         count = HUGE_PAGES_BYTES // (system.huge_page_bytes or HUGE_PAGES_BYTES)
