@@ -4,6 +4,7 @@ import errno
 import importlib.util
 import inspect
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -202,6 +203,9 @@ def test_the_library_is_loaded_once():
         assert b"nvmeio_pool_alloc: " not in path.read_bytes()
         symbols = run("nm", "--dynamic", "--defined-only", path)
         assert "nvmeio_pool_alloc" not in symbols, path.name
+        # Wherever the package lies.
+        dynamic = run("readelf", "--dynamic", path)
+        assert re.search(r"\(RUNPATH\).*[\[:]\$ORIGIN/\.\./lib\]", dynamic), path.name
 
 
 @pytest.mark.parametrize(
