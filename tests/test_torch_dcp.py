@@ -1,6 +1,8 @@
 """nvmeio.torch.dcp: torch's files, durable, by one rank and by several."""
 
+import contextlib
 import errno
+import importlib
 import os
 import pickle
 import re
@@ -184,6 +186,27 @@ def test_nothing_is_run_by_what_is_read(tmp_path):
     assert not made.exists()
     load(tmp_path / "bytes", {"x": None, "y": torch.zeros(3)}, weights_only=False)
     assert made.exists()
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("pathlib", "PurePath"),
+        ("torch.distributed.checkpoint.metadata", "MetadataIndex"),
+        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+        ("torch.serialization", "_get_layout"),
+    ],
+)
+def test_what_is_read_changes_no_class(tmp_path, module, name):
+    save(tmp_path, {"y": torch.ones(3)})
+    kind = getattr(importlib.import_module(module), name)
+    # BUILD with a state of two parts sets attributes, also those of a class.
+    sets = f"\x80\x04c{module}\n{name}\nN}}\x8c\x04evilNs\x86b0".encode("latin1")
+    path = tmp_path / ".metadata"
+    path.write_bytes(sets + path.read_bytes()[2:])
+    with contextlib.suppress(CheckpointException):
+        load(tmp_path, {"y": torch.zeros(3)})
+    assert not hasattr(kind, "evil")
 
 
 @pytest.mark.parametrize("name", ["../outside", "{}/outside", "a/../../outside"])

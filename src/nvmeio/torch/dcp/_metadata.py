@@ -1,7 +1,9 @@
 """``.metadata``: what a checkpoint has, read without running what it says."""
 
+import functools
 import logging
 import os
+import pathlib
 import pickle
 from collections import OrderedDict
 from typing import IO, Any
@@ -32,6 +34,21 @@ def shards_of(path: str) -> set[str]:
     return {name for name in names if os.path.basename(name) == name}
 
 
+class _Sealed(type):
+    """What is given to a file in place of a class, whose attributes it could set."""
+
+    def __setattr__(cls, name: str, value: object) -> None:
+        raise pickle.UnpicklingError(f"it sets {name} of {cls.__name__} itself")
+
+
+@functools.cache
+def _sealed(kind: Any) -> type:
+    """Return a class that makes objects of another one."""
+    return _Sealed(
+        kind.__name__, (), {"__new__": lambda _, *said: kind.__new__(kind, *said)}
+    )
+
+
 class _MetadataUnpickler(pickle.Unpickler):
     """Reads ``.metadata``, and makes nothing of it but what describes a checkpoint."""
 
@@ -45,18 +62,19 @@ class _MetadataUnpickler(pickle.Unpickler):
             if name in self._TORCH or isinstance(found, torch.dtype):
                 return found
         elif module == "torch.serialization" and name == "_get_layout":
-            return super().find_class(module, name)
+            # As of a class: the function itself could be given other defaults.
+            return lambda layout: torch.serialization._get_layout(layout)
         elif module == "torch.distributed.checkpoint.metadata":
             found = getattr(metadata, name, None)
             if isinstance(found, type) and found.__module__ == module:
-                return found
+                return _sealed(found)
         elif (module, name) == ("torch.distributed.checkpoint.filesystem", "_StorageInfo"):
-            return filesystem._StorageInfo
+            return _sealed(filesystem._StorageInfo)
         elif (module, name) == ("collections", "OrderedDict"):
             return OrderedDict
         elif module in ("pathlib", "pathlib._local"):
             if name.endswith("Path"):
-                return super().find_class(module, name)
+                return lambda *parts: pathlib.Path(*parts)
         elif module == "builtins" and name in self._BUILTINS:
             return super().find_class(module, name)
         raise pickle.UnpicklingError(
