@@ -127,6 +127,16 @@ def test_a_part_is_read_into_targets_of_any_kind(tmp_path):
         assert torch.equal(load(tmp_path / writer, into)["a"], state["a"].double())
 
 
+@pytest.mark.parametrize("writer", WRITERS)
+def test_what_lies_in_a_file_lazily_is_read_as_what_it_is(tmp_path, writer):
+    state = {
+        "conjugate": torch.randn(30_000, dtype=torch.complex64).conj(),
+        "negative": torch._neg_view(torch.randn(90_000)),
+    }
+    save(tmp_path, state, writer)
+    assert same(load(tmp_path, zeroed(state)), state)
+
+
 def test_saving_again_takes_new_files_and_the_old_ones_go(tmp_path):
     names = []
     for seed in (1, 2):

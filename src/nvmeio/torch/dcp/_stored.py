@@ -109,9 +109,13 @@ class _TensorUnpickler(pickle.Unpickler):
         if module == "torch.storage" and name == "UntypedStorage":
             return None
         if module == "torch._utils" and name == "_rebuild_tensor_v2":
-            return lambda storage, *said: self._said(storage[0], storage[1], *said[:3])
+            return lambda storage, *said: self._said(
+                storage[0], storage[1], *said[:3], *said[5:]
+            )
         if module == "torch._utils" and name == "_rebuild_tensor_v3":
-            return lambda storage, *said: self._said(said[5], storage[1], *said[:3])
+            return lambda storage, *said: self._said(
+                said[5], storage[1], *said[:3], *said[6:]
+            )
         if module == "torch._utils" and name == "_rebuild_parameter":
             return lambda data, *said: data
         if (module, name) == ("collections", "OrderedDict"):
@@ -119,7 +123,11 @@ class _TensorUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"{module}.{name}")
 
     @staticmethod
-    def _said(dtype: Any, key: str, begin: int, shape: Any, strides: Any) -> _Said:
+    def _said(
+        dtype: Any, key: str, begin: int, shape: Any, strides: Any, lazily: Any = None
+    ) -> _Said:
+        if lazily:
+            raise pickle.UnpicklingError(f"its bytes are not its numbers: {lazily}")
         return _Said(dtype, begin, tuple(shape), tuple(strides), key)
 
 
