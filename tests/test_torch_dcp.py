@@ -154,6 +154,22 @@ def test_saving_again_takes_new_files_and_the_old_ones_go(tmp_path):
     assert re.fullmatch(r"__0_[0-9a-f]{8}_0\.distcp", name)
 
 
+@pytest.mark.parametrize("name", [".metadata", "mine.txt", "..", "../outside.distcp"])
+def test_no_file_goes_that_is_no_shard_whatever_the_old_one_says(tmp_path, name):
+    for path in (tmp_path / "in" / "mine.txt", tmp_path / "outside.distcp"):
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(b"x")
+    save(tmp_path / "in", state_of(1))
+    found = pickle.loads((tmp_path / "in" / ".metadata").read_bytes())
+    for info in found.storage_data.values():
+        info.relative_path = name
+    (tmp_path / "in" / ".metadata").write_bytes(pickle.dumps(found))
+    save(tmp_path / "in", state_of(2))
+    assert same(load(tmp_path / "in", zeroed(state_of(2))), state_of(2))
+    assert (tmp_path / "in" / "mine.txt").exists()
+    assert (tmp_path / "outside.distcp").exists()
+
+
 @pytest.mark.parametrize("place", ["write_data", "metadata", "sync"])
 def test_a_save_that_fails_leaves_the_old_one(tmp_path, monkeypatch, place):
     save(tmp_path, state_of(1))

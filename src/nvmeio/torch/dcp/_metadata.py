@@ -31,7 +31,9 @@ def shards_of(path: str) -> set[str]:
     except Exception as error:
         _log.warning("the checkpoint that is replaced cannot be read: %s", error)
         return set()
-    return {name for name in names if os.path.basename(name) == name}
+    # It may say anything, and these are removed.
+    suffix = filesystem.DEFAULT_SUFFIX
+    return {n for n in names if os.path.basename(n) == n and n.endswith(suffix)}
 
 
 class _Sealed(type):
