@@ -238,6 +238,34 @@ def test_a_file_that_changes_meanwhile_is_told(tmp_path):
         dcp.load(zeroed(state_of(1)), storage_reader=reader, no_dist=True)
 
 
+@pytest.mark.parametrize("before", WRITERS)
+@pytest.mark.parametrize("options", [{}, {"save_distributed": True}], ids=str)
+def test_a_save_that_is_cut_off_among_the_names_is_told(
+    tmp_path, monkeypatch, before, options
+):
+    options["fqn_to_index_mapping"] = dict(
+        zip(state_of(0), (1, 1, 1, 2, 2, 2), strict=True)
+    )
+    old = {name: tensor.contiguous() for name, tensor in state_of(1).items()}
+    save(tmp_path, old, before, **options)
+    replace, done = os.replace, []
+
+    def fail_in_between(part, whole):
+        done.extend([whole] if whole.endswith(".safetensors") else [])
+        if len(done) == 2:
+            raise OSError(errno.EIO, "broken")
+        replace(part, whole)
+
+    monkeypatch.setattr(_model_writing.os, "replace", fail_in_between)
+    with pytest.raises(CheckpointException, match="broken"):
+        save(tmp_path, state_of(2), **options)
+    monkeypatch.undo()
+    with pytest.raises(CheckpointException, match="of two saves"):
+        load(tmp_path, zeroed(state_of(1)))
+    save(tmp_path, state_of(3), **options)
+    assert same(load(tmp_path, zeroed(state_of(3))), state_of(3))
+
+
 def test_a_mixture_of_joined_files_is_refused(tmp_path, monkeypatch):
     mapping = dict(zip(state_of(0), (1, 1, 1, 2, 2, 2), strict=True))
     options = {"save_distributed": True, "enable_consolidation": True}

@@ -4,6 +4,7 @@ import errno
 import json
 import math
 import os
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -45,6 +46,9 @@ __all__ = [
 # information how large a tensor is of which it has a part.
 SAVE_KEY = "nvmeio_save"
 SIZE_KEY = "nvmeio_size"
+
+# Of how many files one is, which may be the part of a rank.
+_OF_SET = re.compile(r"(shard-)?(?:\d+-)?model-\d+-of-(\d+)\.safetensors")
 
 
 def opened(stack: ExitStack, path: str) -> ModelFile:
@@ -94,7 +98,9 @@ class HuggingFaceStorageReader(hf_storage.HuggingFaceStorageReader):  # type: ig
             raise FileNotFoundError(errno.ENOENT, words, folder)
         found: dict[str, TensorStorageMetadata] = {}
         storage: dict[MetadataIndex, _Info] = {}
-        saves: dict[str, str] = {}
+        # Of the folder, and of each set of files by its name, where none is of no save.
+        saves: dict[str | None, str] = {}
+        sets: dict[tuple[str, ...], dict[str | None, str]] = {}
         sizes: dict[str, tuple[int, ...]] = {}
         for name in names:
             path = os.path.join(folder, name)
@@ -104,6 +110,8 @@ class HuggingFaceStorageReader(hf_storage.HuggingFaceStorageReader):  # type: ig
                 sharding = _sharding_in(said, path)
                 if SAVE_KEY in said:
                     saves[said[SAVE_KEY]] = path
+                if of_set := _OF_SET.fullmatch(name):
+                    sets.setdefault(of_set.groups(""), {})[said.get(SAVE_KEY)] = path
                 for tensor in file.layout.tensors:
                     stored = stored_of(file, tensor)
                     offsets, size = _place_of(sharding, tensor.name, stored.shape, path)
@@ -124,11 +132,12 @@ class HuggingFaceStorageReader(hf_storage.HuggingFaceStorageReader):  # type: ig
                         )
                     storage[index] = info
                     _add_part(found, tensor.name, stored, offsets)
-        if len(saves) > 1:
-            raise SafetensorError(
-                f"{' and '.join(list(saves.values())[:2])} are of two saves, of which one "
-                "did not end; save again, or remove the files of one"
-            )
+        for paths in (saves, *sets.values()):
+            if len(paths) > 1:
+                raise SafetensorError(
+                    f"{' and '.join(list(paths.values())[:2])} are of two saves, of which "
+                    "one did not end; save again, or remove the files of one"
+                )
         _refuse_gaps(found, sizes, folder)
         metadata = Metadata(state_dict_metadata=found, storage_data=storage)
         metadata.storage_meta = StorageMeta(load_id=self.load_id)
