@@ -1,10 +1,12 @@
 """What the ranks do that torchrun starts: one function, with its arguments as JSON."""
 
 import datetime as dt
+import errno
 import json
 import os
 import sys
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -141,6 +143,78 @@ def hang(folder, patience_s):
     except Exception as error:
         report(error=type(error).__name__, waited_s=time.monotonic() - begin)
     os._exit(0)
+
+
+def fail(folder, at):
+    """Have the drive of a rank fail at some point; tell what each rank is told."""
+    rank, mesh = dist.get_rank(), init_device_mesh("cpu", (dist.get_world_size(),))
+    dcp.save(numbered(1, mesh), storage_writer=FileSystemWriter(folder))
+    writer, reader = FileSystemWriter(folder), FileSystemReader(folder)
+
+    def broken(*_, **__):
+        raise OSError(errno.EIO, f"the drive of rank {rank} is broken")
+
+    last = dist.get_world_size() - 1
+    if at == "write" and rank == last:
+        writer._write_file = broken
+    elif at == "finish" and rank == 0:
+        writer._get_metadata_path = broken
+    elif at == "read" and rank == last:
+        reader.read_data = broken
+    begin = time.monotonic()
+    try:
+        if at == "async":
+            writer._write_file = broken if rank == last else writer._write_file
+            dcp.async_save(numbered(2, mesh), storage_writer=writer).result()
+        elif at == "read":
+            dcp.load(numbered(0, mesh), storage_reader=reader)
+        else:
+            dcp.save(numbered(2, mesh), storage_writer=writer)
+    except dcp.CheckpointException as error:
+        report(error=str(error), waited_s=time.monotonic() - begin)
+
+
+def save_large(folder):
+    """Save tensors of 2 MiB and more in shards."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    dcp.save(large(mesh), storage_writer=FileSystemWriter(folder))
+    report(saved=True)
+
+
+def load_large(folder):
+    """Load them from the drive; tell how many bytes that took, and how many they have."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    expected, found = large(mesh), large(mesh)
+    for tensor in found.values():
+        tensor.to_local().zero_()
+    for path in Path(folder).iterdir():
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    dist.barrier()
+    before = bytes_read()
+    dcp.load(found, storage_reader=FileSystemReader(folder))
+    read = bytes_read() - before
+    pairs = [(found[name].to_local(), expected[name].to_local()) for name in expected]
+    report(
+        right=all(torch.equal(*pair) for pair in pairs),
+        read=read,
+        share=sum(tensor.nbytes for tensor, _ in pairs),
+    )
+
+
+def large(mesh):
+    """Return tensors in shards, of which each rank has 2 MiB and more."""
+    torch.manual_seed(3)
+    return {
+        f"{number}": distribute_tensor(torch.randn(4096, 512 + number), mesh, [Shard(0)])
+        for number in range(8)
+    }
+
+
+def bytes_read():
+    """Return what this process had drives read."""
+    return int(Path("/proc/self/io").read_text().split("read_bytes:")[1].split()[0])
 
 
 def main():

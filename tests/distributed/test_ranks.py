@@ -94,6 +94,29 @@ def test_an_asynchronous_save_has_the_state_of_its_moment(tmp_path, way):
         assert found["digests"] == expected
 
 
+@pytest.mark.parametrize("at", ["write", "finish", "read", "async"])
+def test_an_error_of_one_rank_is_raised_on_all_at_once(tmp_path, at):
+    folder, size = tmp_path / "checkpoint", 4
+    broken = 0 if at == "finish" else size - 1
+    for told in run("fail", size, folder=str(folder), at=at):
+        assert f"the drive of rank {broken} is broken" in told["error"]
+        # Nobody has waited for the time of the group, which is 120 s.
+        assert told["waited_s"] < 60
+    state = {"step": 0, "data": torch.zeros(64, 4096)}
+    with pytest.warns(UserWarning, match=r"torch\.distributed is"):
+        dcp.load(state, storage_reader=FileSystemReader(folder), no_dist=True)
+    assert state["step"] == 1
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [(1, 2), (4, 2), (4, 3)])
+def test_each_rank_reads_its_share(tmp_path, saved, loaded):
+    folder = str(tmp_path / "checkpoint")
+    run("save_large", saved, folder=folder)
+    for told in run("load_large", loaded, folder=folder):
+        assert told["right"]
+        assert told["share"] <= told["read"] <= 1.1 * told["share"]
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_a_rank_that_is_killed_leaves_the_old_checkpoint_or_the_new_one(tmp_path, seed):
     rng = random.Random(f"killed-{seed}")
