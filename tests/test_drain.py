@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from children import Child, run_tool
+from fuse_mounts import FAULTYFS, fuse_refusal, served
 from helpers import pattern
 from mounts import unmount
 from nvmeio.checkpoint import Checkpointer, CheckpointError, _draining, _places, drain
@@ -227,6 +228,33 @@ def test_a_target_that_fills_up(source, tmp_path):
         assert not [n for n in os.listdir(folder / "run") if n.endswith("-part")]
     finally:
         unmount(folder)
+
+
+def test_a_target_that_dies_half_way(source, tmp_path):
+    if refusal := fuse_refusal():
+        pytest.skip(f"there is no FUSE here: {refusal}")
+    folder = tmp_path / "mount"
+    folder.mkdir()
+    with served(FAULTYFS, folder) as server:
+        control = folder / "control"
+        control.touch()
+        held = {"write": {"held": True, "at": 5_000_000}}
+        os.setxattr(control, "user.faults", json.dumps(held).encode())
+        future = drain(source, folder / "run")
+        while int(os.getxattr(control, "user.waiting")) == 0:
+            assert not future.done()
+        server.kill()
+        told = future.exception()
+        # It imports fuse, which is not everywhere.
+        from faultyfs import unmount_lazily
+
+        unmount_lazily(folder)
+    assert told.errno in (errno.ENOTCONN, errno.ECONNABORTED, errno.EIO)
+    assert str(folder) in told.filename
+    # Once it is there again, it is copied.
+    drain(source, folder / "run").result()
+    assert (folder / "run/__0_0.distcp").read_bytes() == FILES["__0_0.distcp"]
+    assert (folder / "run/.metadata").exists()
 
 
 def test_a_slow_target_holds_nobody_up_and_can_be_given_up(source, tmp_path, watched):
