@@ -180,8 +180,11 @@ def test_a_save_that_fails_leaves_the_old_one(tmp_path, monkeypatch, place):
 
     names = {"write_data": "reserve", "metadata": "write_file", "sync": "sync_folder"}
     monkeypatch.setattr(_writing, names[place], fail)
+    before = {*os.listdir(tmp_path)}
     with pytest.raises(CheckpointException, match="broken"):
-        save(tmp_path, state_of(2))
+        save(tmp_path, state_of(2), thread_count=2)
+    # What one rank knows has failed takes no room.
+    assert ({*os.listdir(tmp_path)} == before) == (place != "metadata")
     monkeypatch.undo()
     for reader in READERS:
         assert same(load(tmp_path, zeroed(state_of(1)), reader), state_of(1))

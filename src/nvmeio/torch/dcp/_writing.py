@@ -83,12 +83,17 @@ cache_staged_state_dict, overwrite, _extensions, serialization_format
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's files; they are on the device when this returns."""
         prefix = f"{plan.storage_data.prefix}{secrets.token_hex(4)}_"
-        results = []
-        for number, items in enumerate(self._files(plan.items)):
-            name = f"{prefix}{number}{filesystem.DEFAULT_SUFFIX}"
-            results += self._write_file(name, items, planner)
-        if self.sync_files:
-            sync_folder(os.fspath(self.path))
+        results, names = [], []
+        try:
+            for number, items in enumerate(self._files(plan.items)):
+                names.append(f"{prefix}{number}{filesystem.DEFAULT_SUFFIX}")
+                results += self._write_file(names[-1], items, planner)
+            if self.sync_files:
+                sync_folder(os.fspath(self.path))
+        except BaseException:
+            # Who tries again needs the room.
+            remove_unneeded(os.fspath(self.path), names)
+            raise
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
