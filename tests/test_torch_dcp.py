@@ -20,7 +20,13 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from children import Child
 from nvmeio.torch import dcp as ours
-from nvmeio.torch.dcp import FileSystemReader, FileSystemWriter, PoolStager, _writing
+from nvmeio.torch.dcp import (
+    FileSystemReader,
+    FileSystemWriter,
+    PoolStager,
+    _reading,
+    _writing,
+)
 from ranks import together
 
 READERS = {"nvmeio": FileSystemReader, "torch": dcp.FileSystemReader}
@@ -135,6 +141,55 @@ def test_what_lies_in_a_file_lazily_is_read_as_what_it_is(tmp_path, writer):
     }
     save(tmp_path, state, writer)
     assert same(load(tmp_path, zeroed(state)), state)
+
+
+class Planner(dcp.DefaultLoadPlanner):
+    """Counts what is between resolve_tensor() and commit_tensor()."""
+
+    held = most = 0
+
+    def resolve_tensor(self, read_item):
+        self.held += 1
+        self.most = max(self.most, self.held)
+        return super().resolve_tensor(read_item)
+
+    def commit_tensor(self, read_item, tensor):
+        self.held -= 1
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.float64])
+def test_what_is_read_beside_its_target_is_not_all_held_at_once(
+    tmp_path, monkeypatch, kind
+):
+    state = {f"{i}": torch.full((100_000,), float(i)) for i in range(10)}
+    save(tmp_path, state)
+    monkeypatch.setattr(_reading, "BESIDE_BYTES_MAX", 3 * 400_000)
+    found, planner = {name: each.to(kind) * 0 for name, each in state.items()}, Planner()
+    reader = FileSystemReader(tmp_path)
+    dcp.load(found, storage_reader=reader, planner=planner, no_dist=True)
+    assert same({name: each.float() for name, each in found.items()}, state)
+    assert planner.held == 0
+    # One more has its target by then, and no memory beside.
+    assert planner.most == (10 if kind == torch.float32 else 4)
+
+
+def test_what_is_read_whole_is_not_all_held_at_once(tmp_path, monkeypatch):
+    state = {f"{i}": torch.randn(300, 100).t() for i in range(10)}
+    save(tmp_path, state)
+    sizes, read_whole = [], _reading._Reading._read_whole
+
+    def watch(reading, blobs):
+        found = read_whole(reading, blobs)
+        sizes.append(sum(map(len, found.values())))
+        return found
+
+    monkeypatch.setattr(_reading._Reading, "_read_whole", watch)
+    for limit, count in ((_reading.BESIDE_BYTES_MAX, 1), (500_000, 4)):
+        monkeypatch.setattr(_reading, "BESIDE_BYTES_MAX", limit)
+        assert same(load(tmp_path, zeroed(state)), state)
+        assert len(sizes) == count
+        assert max(sizes) <= limit
+        sizes.clear()
 
 
 def test_saving_again_takes_new_files_and_the_old_ones_go(tmp_path):

@@ -2,8 +2,9 @@
 
 import contextlib
 import io
+import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +34,9 @@ from nvmeio.torch.dcp._stored import (
 )
 
 __all__ = ["FileSystemReader", "Parts", "target_of"]
+
+# How much is held at most that is not read right into its target.
+BESIDE_BYTES_MAX = 256 << 20
 
 
 class FileSystemReader(filesystem.FileSystemReader):  # type: ignore[misc]
@@ -99,6 +103,7 @@ class Parts:
         self._whole: list[tuple[torch.Tensor, File, int]] = []
         self._requests: list[Request] = []
         self._targets: list[tuple[ReadItem, torch.Tensor, torch.Tensor]] = []
+        self._beside = 0
 
     def add(self, item: ReadItem, file: File, stored: Stored) -> None:
         """Have a part read; of columns it begins at once."""
@@ -111,6 +116,10 @@ class Parts:
             and target.is_contiguous()
             and target.dtype == stored.dtype
         ):
+            nbytes = math.prod(item.lengths) * stored.dtype.itemsize
+            if self._beside + nbytes > BESIDE_BYTES_MAX:
+                self.finish()
+            self._beside += nbytes
             read = torch.empty(tuple(item.lengths), dtype=stored.dtype)
         pairs = zip(item.storage_offsets, item.lengths, strict=True)
         index = tuple(slice(low, low + count) for low, count in pairs)
@@ -135,6 +144,7 @@ class Parts:
             if read is not target:
                 target.copy_(read)
             self._planner.commit_tensor(item, target)
+        self._whole, self._requests, self._targets, self._beside = [], [], [], 0
 
     def __enter__(self) -> "Parts":
         return self
@@ -151,6 +161,20 @@ class _Blob(NamedTuple):
     name: str
     begin: int
     length: int
+
+
+def _groups(blobs: Iterable[_Blob]) -> Iterator[list[_Blob]]:
+    """Yield as many at a time as may be held."""
+    group: list[_Blob] = []
+    nbytes = 0
+    for blob in blobs:
+        nbytes += blob.length
+        if group and nbytes > BESIDE_BYTES_MAX:
+            yield group
+            group, nbytes = [], blob.length
+        group.append(blob)
+    if group:
+        yield group
 
 
 class _Reading:
@@ -177,16 +201,19 @@ class _Reading:
         }
         stored = self._located(sorted(large))
         rest = {blob for blob in blobs.values() if blob not in stored}
-        texts = self._read_whole(sorted(rest))
         with Parts(self.planner) as parts:
             for item in tensors:
                 blob = blobs[id(item)]
                 if blob in stored:
                     parts.add(item, self._file(blob.name), stored[blob])
             parts.finish()
+        wanted: dict[_Blob, list[ReadItem]] = {}
         for item in self.items:
-            if blobs[id(item)] in texts:
-                self._deliver(item, texts[blobs[id(item)]])
+            wanted.setdefault(blobs[id(item)], []).append(item)
+        for group in _groups(sorted(rest)):
+            for blob, text in self._read_whole(group).items():
+                for item in wanted[blob]:
+                    self._deliver(item, text)
 
     def _blob(self, item: ReadItem) -> _Blob:
         info = self.reader.storage_data[item.storage_index]
