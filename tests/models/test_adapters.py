@@ -17,6 +17,8 @@ import lightning
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch_checkpointing import CheckpointManager
 
+from nvmeio._files import folders
+from nvmeio.torch import torch_checkpointing
 from nvmeio.torch.lightning import CheckpointIO
 from nvmeio.torch.torch_checkpointing import Storage, StorageConfig
 
@@ -88,6 +90,27 @@ def test_what_it_refuses(tmp_path):
     for path in (tmp_path / "deep" / "x", tmp_path / "deep", tmp_path / "nothing"):
         plugin.remove_checkpoint(path)
         assert not path.exists()
+
+
+@pytest.mark.parametrize("kind", ["Lightning", "torch_checkpointing", "one folder"])
+def test_new_folders_are_durable_too(tmp_path, monkeypatch, kind):
+    synced, sync = [], folders.sync_folder
+
+    def note(folder):
+        synced.append(str(folder))
+        sync(folder)
+
+    monkeypatch.setattr(folders, "sync_folder", note)
+    monkeypatch.setattr(torch_checkpointing, "sync_folder", note)
+    if kind == "Lightning":
+        CheckpointIO().save_checkpoint({"a": 1}, tmp_path / "new" / "deep" / "x")
+        assert synced[:2] == [str(tmp_path), str(tmp_path / "new")]
+    elif kind == "torch_checkpointing":
+        Storage().mkdir(tmp_path / "new" / "deep")
+        assert synced == [str(tmp_path), str(tmp_path / "new")]
+    else:
+        Storage().mkdir(tmp_path / "new", recursive=False)
+        assert synced == [str(tmp_path)]
 
 
 @pytest.mark.parametrize("way", ["with_sync_save", "with_async_save"])

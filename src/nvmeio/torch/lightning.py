@@ -5,6 +5,7 @@ import os
 import shutil
 from typing import Any
 
+from nvmeio._files.folders import make_folders
 from nvmeio.torch.serialization import load, save
 
 __all__ = ["CheckpointIO"]
@@ -44,7 +45,7 @@ class CheckpointIO(*_bases()):  # type: ignore[misc]
                 f"storage_options is {storage_options!r:.100}; a local file has none"
             )
         name = _local(path)
-        os.makedirs(os.path.dirname(os.path.abspath(name)), exist_ok=True)
+        make_folders(os.path.dirname(os.path.abspath(name)))
         save(checkpoint, name)
 
     def load_checkpoint(

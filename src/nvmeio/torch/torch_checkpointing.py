@@ -76,6 +76,7 @@ class Storage(base_storage.Storage):  # type: ignore[misc]
             make_folders(os.path.abspath(path))
         else:
             os.mkdir(path)
+            sync_folder(os.path.dirname(os.path.abspath(path)))
 
     def rmdir(self, path: Path) -> None:
         """Remove a folder with all that is in it."""
