@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import importlib
+import inspect
 import os
 import pickle
 import re
@@ -17,6 +18,7 @@ from torch.distributed.checkpoint._extension import ZStandard
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import SerializationFormat
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
 from children import Child
 from nvmeio.torch import dcp as ours
@@ -31,6 +33,7 @@ from ranks import together
 
 READERS = {"nvmeio": FileSystemReader, "torch": dcp.FileSystemReader}
 WRITERS = {"nvmeio": FileSystemWriter, "torch": dcp.FileSystemWriter}
+WAYS = ("Reader", "Writer")
 PAIRS = [("nvmeio", "nvmeio"), ("nvmeio", "torch"), ("torch", "nvmeio")]
 
 pytestmark = [
@@ -141,6 +144,59 @@ def test_what_lies_in_a_file_lazily_is_read_as_what_it_is(tmp_path, writer):
     }
     save(tmp_path, state, writer)
     assert same(load(tmp_path, zeroed(state)), state)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [f"{kind}{way}" for kind in ("FileSystem", "HuggingFaceStorage") for way in WAYS],
+)
+def test_the_arguments_are_torchs(name):
+    theirs = [*inspect.signature(getattr(dcp, name)).parameters.values()]
+    found = [*inspect.signature(getattr(ours, name)).parameters.values()]
+    more = {"FileSystemReader": ["weights_only"]}.get(name, [])
+    pairs = [(each.name, each.default, each.kind) for each in theirs]
+    assert [(each.name, each.default, each.kind) for each in found[: len(pairs)]] == pairs
+    assert [each.name for each in found[len(pairs) :]] == more
+
+
+def test_what_is_there_is_not_replaced_unless_it_may_be(tmp_path):
+    save(tmp_path, state_of(1))
+    before = {*os.listdir(tmp_path)}
+    with pytest.raises(CheckpointException, match="overwrite=False"):
+        save(tmp_path, state_of(2), overwrite=False)
+    assert {*os.listdir(tmp_path)} == before
+    assert same(load(tmp_path, zeroed(state_of(1))), state_of(1))
+
+
+class Halving(dcp.DefaultSavePlanner):
+    """Saves numbers of half the size."""
+
+    def transform_object(self, write_item, held):
+        found = super().transform_object(write_item, held)
+        return found.half() if isinstance(found, torch.Tensor) else found
+
+
+@pytest.mark.parametrize(("writer", "reader"), PAIRS)
+def test_planners(tmp_path, writer, reader):
+    state = {"a": torch.randn(300, 500), "small": torch.randn(7), "step": 3}
+    by, of = WRITERS[writer], READERS[reader]
+    dcp.save(state, storage_writer=by(tmp_path), planner=Halving(), no_dist=True)
+    halved = {n: e.half().float() if n != "step" else e for n, e in state.items()}
+    found = zeroed(state) | {"more": torch.ones(3)}
+    planner = dcp.DefaultLoadPlanner(allow_partial_load=True)
+    dcp.load(found, storage_reader=of(tmp_path), planner=planner, no_dist=True)
+    assert found.pop("more").equal(torch.ones(3))
+    assert same(found, halved)
+    # Plans that are kept from one save to the next.
+    for step in (1, 2, 3):
+        state = {"a": torch.full((300, 500), float(step)), "step": step}
+        planner = dcp.DefaultSavePlanner(enable_plan_caching=True)
+        folder = tmp_path / "kept"
+        dcp.save(state, storage_writer=by(folder), planner=planner, no_dist=True)
+        assert same(load(folder, zeroed(state), reader), state)
+    # What nobody has a place for yet.
+    found = _load_state_dict_from_keys(storage_reader=of(folder))
+    assert same(found, state)
 
 
 class Planner(dcp.DefaultLoadPlanner):

@@ -1,5 +1,6 @@
 """What a rank writes: files of new names, durable before anything names them."""
 
+import functools
 import heapq
 import io
 import logging
@@ -66,6 +67,7 @@ cache_staged_state_dict, overwrite, _extensions, serialization_format
     synced.
     """
 
+    @functools.wraps(filesystem.FileSystemWriter.__init__)  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if self.serialization_format != filesystem.SerializationFormat.TORCH_SAVE:
