@@ -303,6 +303,20 @@ def test_a_save_that_fails_leaves_the_old_one(tmp_path, monkeypatch, place):
     assert len(os.listdir(tmp_path)) == 2
 
 
+def test_of_two_saves_at_a_time_one_is_there(tmp_path):
+    writer = FileSystemWriter(tmp_path)
+    finish = writer.finish
+
+    def finish_behind_another(metadata, results):
+        save(tmp_path, state_of(2))
+        finish(metadata, results)
+
+    writer.finish = finish_behind_another
+    with pytest.raises(CheckpointException, match="another save to this folder has ended"):
+        dcp.save(state_of(1), storage_writer=writer, no_dist=True)
+    assert same(load(tmp_path, zeroed(state_of(2))), state_of(2))
+
+
 class Evil:
     """Makes a folder when it is unpickled."""
 

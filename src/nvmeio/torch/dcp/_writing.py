@@ -1,5 +1,6 @@
 """What a rank writes: files of new names, durable before anything names them."""
 
+import errno
 import functools
 import heapq
 import io
@@ -63,7 +64,8 @@ cache_staged_state_dict, overwrite, _extensions, serialization_format
     Each save writes files of new names.  Every rank's are on the device, by their names
     too, before ``.metadata`` is replaced by the new one, in one step and durably; only then
     the files of the checkpoint before go.  So a folder has the old checkpoint or the new
-    one at every moment, also after a power failure.  With ``sync_files=False`` nothing is
+    one at every moment, also after a power failure.  Of two saves at a time to one folder
+    the one that ends last fails.  With ``sync_files=False`` nothing is
     synced.
     """
 
@@ -76,6 +78,7 @@ cache_staged_state_dict, overwrite, _extensions, serialization_format
                 "reads such files, torch's neither: HuggingFaceStorageWriter writes "
                 "safetensors, and HuggingFaceStorageReader reads them"
             )
+        self._names: list[str] = []
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Make the folder, durably, and do what torch does."""
@@ -85,7 +88,8 @@ cache_staged_state_dict, overwrite, _extensions, serialization_format
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's files; they are on the device when this returns."""
         prefix = f"{plan.storage_data.prefix}{secrets.token_hex(4)}_"
-        results, names = [], []
+        results = []
+        names = self._names = []
         try:
             for number, items in enumerate(self._files(plan.items)):
                 names.append(f"{prefix}{number}{filesystem.DEFAULT_SUFFIX}")
@@ -171,6 +175,12 @@ cache_staged_state_dict, overwrite, _extensions, serialization_format
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Replace ``.metadata``; then the files of the checkpoint before go."""
+        folder = os.fspath(self.path)
+        for name in self._names:
+            # Where each rank has a folder of its own, those of others are not seen.
+            if not os.path.lexists(os.path.join(folder, name)):
+                words = "another save to this folder has ended meanwhile, and removed it"
+                raise FileNotFoundError(errno.ENOENT, words, os.path.join(folder, name))
         metadata.version = filesystem.CURRENT_DCP_VERSION
         metadata.storage_data = {
             each.index: each.storage_data for group in results for each in group
@@ -182,8 +192,8 @@ cache_staged_state_dict, overwrite, _extensions, serialization_format
         text = np.frombuffer(pickle.dumps(metadata), np.uint8)
         write_file(text, path, sync=self.sync_files)
         now = {each.relative_path for each in metadata.storage_data.values()}
-        left = before | set(_left_in(self.path, rank))
-        remove_unneeded(os.fspath(self.path), left - now)
+        left = before | set(_left_in(folder, rank))
+        remove_unneeded(folder, left - now)
 
 
 def _left_in(folder: str | os.PathLike[str], rank: int | None) -> Iterator[str]:
