@@ -419,6 +419,19 @@ def test_ranks_load_what_other_numbers_of_ranks_have_saved(tmp_path, saved, load
         assert found["read"] < 1.1 * found["share"] + (1 << 20)
 
 
+def test_ranks_that_know_nothing_of_each_other(tmp_path):
+    folder = tmp_path / "checkpoint"
+    for seed in (4, 5):
+        options = {"folder": str(folder), "seed": seed, "collectives": False}
+        together(tmp_path, "save_together", 2, **options)
+    names = sorted(re.sub("_[0-9a-f]{8}_", "_x_", name) for name in os.listdir(folder))
+    shards = [f"__{rank}_x_0.distcp" for rank in range(2)]
+    assert names == sorted([*shards, "__0.metadata", "__1.metadata"])
+    for found in together(tmp_path, "load_together", 2, folder=str(folder), seed=5):
+        assert found["wrong"] == []
+        assert found["said"] == [5, [0.9, 0.99]]
+
+
 def test_an_error_of_one_rank_is_told_on_all(tmp_path):
     options = {"folder": str(tmp_path / "checkpoint"), "failing": 1}
     found = together(tmp_path, "save_and_fail", 3, **options)

@@ -57,11 +57,11 @@ def bytes_read():
         return int(file.read().split("read_bytes:")[1].split()[0])
 
 
-def save_together(rendezvous, rank, size, folder, seed, by="nvmeio"):
+def save_together(rendezvous, rank, size, folder, seed, by="nvmeio", collectives=True):
     """Save a state on all ranks; tell how it ended."""
     state = state_of(begin(rendezvous, rank, size), seed)
     kind = FileSystemWriter if by == "nvmeio" else dcp.FileSystemWriter
-    dcp.save(state, storage_writer=kind(folder))
+    dcp.save(state, storage_writer=kind(folder), use_collectives=collectives)
     report("saved")
     dist.destroy_process_group()
 
