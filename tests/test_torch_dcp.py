@@ -432,6 +432,20 @@ def test_ranks_that_know_nothing_of_each_other(tmp_path):
         assert found["said"] == [5, [0.9, 0.99]]
 
 
+def test_a_rank_alone_does_not_save_behind_what_all_have_saved(tmp_path):
+    save(tmp_path, state_of(1))
+    writer = FileSystemWriter(tmp_path)
+    with pytest.raises(FileExistsError, match="which is loaded first"):
+        dcp.save(state_of(2), storage_writer=writer, no_dist=True, use_collectives=False)
+    assert same(load(tmp_path, zeroed(state_of(1))), state_of(1))
+    # Nor is a rank's own in the way of what all save.
+    folder = tmp_path / "other"
+    for collectives in (False, True):
+        state, writer = state_of(2 + collectives), FileSystemWriter(folder)
+        dcp.save(state, storage_writer=writer, no_dist=True, use_collectives=collectives)
+        assert same(load(folder, zeroed(state)), state)
+
+
 def test_an_error_of_one_rank_is_told_on_all(tmp_path):
     options = {"folder": str(tmp_path / "checkpoint"), "failing": 1}
     found = together(tmp_path, "save_and_fail", 3, **options)

@@ -82,6 +82,14 @@ cache_staged_state_dict, overwrite, _extensions, serialization_format
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Make the folder, durably, and do what torch does."""
+        path = os.fspath(self._get_metadata_path())
+        if not self.use_collectives and os.path.lexists(path):
+            raise FileExistsError(
+                errno.EEXIST,
+                "here is a checkpoint of all ranks, which is loaded first; with "
+                "use_collectives=False save to another folder",
+                path,
+            )
         make_folders(os.path.abspath(self.path))
         return super().prepare_local_plan(plan)
 
