@@ -321,8 +321,8 @@ def test_a_source_that_changes_is_told(source, tmp_path, watched):
     failures = {"__0_0.distcp": Changing([1])}
     future = drain_with(source, tmp_path, watched, failures)
     drained = future.exception()
-    # Other bytes of the same size are a new file, which the next try has read whole.
-    assert drained is None or isinstance(drained, (OSError, CheckpointError))
+    assert isinstance(drained, CheckpointError)
+    assert ".metadata" not in os.listdir(tmp_path / "target")
     (source / "empty").write_bytes(b"")
     (source / "__1_0.distcp").write_bytes(b"shorter")
     work = _draining.Drain(source, _places.place_of(tmp_path / "other"), (), 3, None)
@@ -793,6 +793,29 @@ def test_a_file_that_changes_once_it_is_copied_is_told(source, tmp_path, watched
     inner.pop = lambda _: (inner.__class__.pop(inner, 0), inner.clear())[0]
     future = drain_with(source, tmp_path, watched, failures)
     with pytest.raises(CheckpointError, match="has changed while it was drained"):
+        future.result()
+    assert ".metadata" not in os.listdir(tmp_path / "target")
+
+
+def test_a_last_file_that_was_replaced_before_it_was_copied_is_told(
+    source, tmp_path, watched
+):
+    inner = _draining.place_of
+
+    def held(target):
+        place = inner(target)
+        place.held.clear()
+        return place
+
+    _draining.place_of = held
+    future = drain(source, tmp_path / "target")
+    _draining.place_of = inner
+    watched[0].reached.wait()
+    # A save to the same folder: other shards, which are not drained.
+    (source / "new").write_bytes(FILES[".metadata"][::-1])
+    os.replace(source / "new", source / ".metadata")
+    watched[0].held.set()
+    with pytest.raises(CheckpointError, match=r"\.metadata has changed while it was"):
         future.result()
     assert ".metadata" not in os.listdir(tmp_path / "target")
 

@@ -137,7 +137,8 @@ class Drain:
             if os.path.realpath(place.root) == real:
                 raise ValueError(f"{self.source!r} is source and target")
             raise ValueError(f"{place.root!r} is within {self.source!r}")
-        folders, self.sizes = _files_below(self.source)
+        folders, self._states = _files_below(self.source)
+        self.sizes = {name: state[0] for name, state in self._states.items()}
         self.folders, self._made = folders, False
         named = [n for pattern in names for n in sorted(self.sizes) if _is(n, pattern)]
         self.last = list(dict.fromkeys(named))
@@ -146,7 +147,6 @@ class Drain:
                 raise ValueError(f"last has {pattern!r}; {self.source!r} has no such file")
         self.future: Future[int] = Future()
         self.future.add_done_callback(self._end_if_cancelled)
-        self._seen: dict[str, tuple[int, int, int]] = {}
         self._uncovered = False
         # Largest first, so that no thread has a large one left in the end.
         first = self.sizes.keys() - set(self.last)
@@ -243,7 +243,7 @@ class Drain:
 
     def _look_at_source(self) -> None:
         """See that what was copied is still what is there."""
-        for name, seen in self._seen.items():
+        for name, seen in self._states.items():
             path = os.path.join(self.source, name)
             if _state_of(os.stat(path)) != seen:
                 raise CheckpointError(f"{path} has changed while it was drained")
@@ -299,9 +299,8 @@ class Drain:
         with File(path) as file:
             before = os.fstat(file.fileno())
             size = self.sizes[name]
-            if before.st_size != size:
+            if _state_of(before) != self._states[name]:
                 raise CheckpointError(f"{path} has changed while it was drained")
-            self._seen[name] = _state_of(before)
             there = self.place.size(name)
             if there == size and self._is_there(name, file, size):
                 return
@@ -400,9 +399,9 @@ def _is(name: str, pattern: str) -> bool:
     )
 
 
-def _files_below(source: str) -> tuple[list[str], dict[str, int]]:
-    """Return the folders and the files with their sizes, by their paths below a folder."""
-    folders, sizes = [""], {}
+def _files_below(source: str) -> tuple[list[str], dict[str, tuple[int, int, int]]]:
+    """Return the folders and the files with their states, by their paths below a folder."""
+    folders, states = [""], {}
     for folder in folders:
         path = os.path.join(source, folder)
         with os.scandir(path) as entries:
@@ -412,10 +411,10 @@ def _files_below(source: str) -> tuple[list[str], dict[str, int]]:
                 if stat.S_ISDIR(mode):
                     folders.append(name)
                 elif stat.S_ISREG(mode):
-                    sizes[name] = entry.stat().st_size
+                    states[name] = _state_of(entry.stat())
                 else:
                     raise ValueError(
                         f"{os.path.join(source, name)} is no regular file; a folder is "
                         "drained with all that is in it"
                     )
-    return folders, sizes
+    return folders, states
