@@ -14,6 +14,7 @@ pytest.importorskip("torch")
 
 import torch
 from torch.distributed import checkpoint as dcp
+from torch.distributed._shard.sharded_tensor import metadata as sharded
 from torch.distributed.checkpoint._extension import ZStandard
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import SerializationFormat
@@ -374,6 +375,16 @@ def test_nothing_outside_of_the_folder_is_read(tmp_path, name):
     (tmp_path / "in" / ".metadata").write_bytes(pickle.dumps(found))
     with pytest.raises(CheckpointException, match="is no file in this folder"):
         load(tmp_path / "in", {"a": torch.zeros(300_000)})
+
+
+def test_what_torch_called_otherwise_is_known(tmp_path):
+    state = {"a": torch.randn(300, 500)}
+    save(tmp_path, state)
+    found = pickle.loads((tmp_path / ".metadata").read_bytes())
+    about = found.state_dict_metadata["a"]
+    about.properties = sharded.TensorProperties(dtype=about.properties.dtype)
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(found))
+    assert same(load(tmp_path, zeroed(state)), state)
 
 
 def test_a_shard_that_is_shorter_is_an_error_that_names_it(tmp_path):

@@ -9,6 +9,7 @@ from collections import OrderedDict
 from typing import IO, Any
 
 import torch
+from torch.distributed._shard.sharded_tensor import metadata as sharded_metadata
 from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.checkpoint.metadata import Metadata
 
@@ -34,6 +35,9 @@ def shards_of(path: str) -> set[str]:
     # It may say anything, and these are removed.
     suffix = filesystem.DEFAULT_SUFFIX
     return {n for n in names if os.path.basename(n) == n and n.endswith(suffix)}
+
+
+_DESCRIBING = {each.__name__: each for each in (metadata, sharded_metadata)}
 
 
 class _Sealed(type):
@@ -66,8 +70,9 @@ class _MetadataUnpickler(pickle.Unpickler):
         elif module == "torch.serialization" and name == "_get_layout":
             # As of a class: the function itself could be given other defaults.
             return lambda layout: torch.serialization._get_layout(layout)
-        elif module == "torch.distributed.checkpoint.metadata":
-            found = getattr(metadata, name, None)
+        elif module in _DESCRIBING:
+            # Older versions of torch have some of it elsewhere.
+            found = getattr(_DESCRIBING[module], name, None)
             if isinstance(found, type) and found.__module__ == module:
                 return _sealed(found)
         elif (module, name) == ("torch.distributed.checkpoint.filesystem", "_StorageInfo"):
