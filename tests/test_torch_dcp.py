@@ -1,6 +1,7 @@
 """nvmeio.torch.dcp: torch's files, durable, by one rank and by several."""
 
 import contextlib
+import dataclasses
 import errno
 import importlib
 import inspect
@@ -375,6 +376,19 @@ def test_nothing_outside_of_the_folder_is_read(tmp_path, name):
     (tmp_path / "in" / ".metadata").write_bytes(pickle.dumps(found))
     with pytest.raises(CheckpointException, match="is no file in this folder"):
         load(tmp_path / "in", {"a": torch.zeros(300_000)})
+
+
+def test_a_tensor_of_another_shape_than_is_said_is_told(tmp_path):
+    save(tmp_path, {"a": torch.randn(800, 500)})
+    found = pickle.loads((tmp_path / ".metadata").read_bytes())
+    about = found.state_dict_metadata["a"]
+    about.size = about.chunks[0].sizes = torch.Size([800])
+    about.chunks[0].offsets = torch.Size([0])
+    ((index, info),) = found.storage_data.items()
+    found.storage_data = {dataclasses.replace(index, offset=torch.Size([0])): info}
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(found))
+    with pytest.raises(CheckpointException, match=r"of shape \[800, 500\] there, of which"):
+        load(tmp_path, {"a": torch.zeros(800)})
 
 
 def test_what_torch_called_otherwise_is_known(tmp_path):

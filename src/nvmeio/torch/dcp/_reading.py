@@ -124,6 +124,11 @@ class Parts:
         pairs = zip(item.storage_offsets, item.lengths, strict=True)
         index = tuple(slice(low, low + count) for low, count in pairs)
         runs = runs_of(index, stored.shape, stored.dtype.itemsize * 8)
+        if runs.shape != tuple(item.lengths):
+            raise ValueError(
+                f"{file.path!r}: {item.storage_index.fqn!r} is of shape "
+                f"{list(stored.shape)} there, of which {list(item.lengths)} is no part"
+            )
         offsets = stored.begin + runs.offsets
         if runs.run_bytes and len(offsets) == 1:
             self._whole.append((read, file, int(offsets[0])))
