@@ -201,6 +201,29 @@ def test_planners(tmp_path, writer, reader):
     assert same(found, state)
 
 
+def test_parts_are_read_by_one_submission_into_their_targets(tmp_path, monkeypatch):
+    state = {f"{i}": torch.randn(300, 500) for i in range(5)}
+    save(tmp_path, state)
+    handle, calls = _reading.default_handle(), []
+
+    class Watched:
+        def __getattr__(self, name):
+            def call(*arguments, **options):
+                calls.append((name, arguments))
+                return getattr(handle, name)(*arguments, **options)
+
+            return call
+
+    monkeypatch.setattr(_reading, "default_handle", Watched)
+    found = load(tmp_path, zeroed(state))
+    assert same(found, state)
+    # The first is for where they lie.
+    assert [name for name, _ in calls] == ["read_many", "submit_read_many"]
+    ((parts,),) = [arguments for name, arguments in calls if name == "submit_read_many"]
+    pointers = [memory.data_ptr() for memory, _, _ in parts]
+    assert sorted(pointers) == sorted(each.data_ptr() for each in found.values())
+
+
 class Planner(dcp.DefaultLoadPlanner):
     """Counts what is between resolve_tensor() and commit_tensor()."""
 
