@@ -122,9 +122,11 @@ def test_ranks_load_what_other_numbers_of_ranks_have_saved(
             assert found["read"] < 1.1 * found["share"] + (1 << 20)
 
 
-def test_saving_again_leaves_nothing_of_the_old_one(tmp_path):
+@pytest.mark.parametrize("before", WRITERS)
+def test_saving_again_leaves_nothing_of_the_old_one(tmp_path, before):
     mapping = dict(zip(state_of(0), (1, 2, 3, 3, 3, 3), strict=True))
-    save(tmp_path, state_of(1), fqn_to_index_mapping=mapping)
+    old = {name: tensor.contiguous() for name, tensor in state_of(1).items()}
+    save(tmp_path, old, before, fqn_to_index_mapping=mapping)
     left = "model-00001-of-00009.safetensors.01234567.part"
     (tmp_path / left).write_bytes(b"of a save that died")
     (tmp_path / "mine.txt").write_bytes(b"x")
@@ -285,6 +287,15 @@ def test_a_mixture_of_joined_files_is_refused(tmp_path, monkeypatch):
     monkeypatch.undo()
     with pytest.raises(CheckpointException, match="of two saves"):
         load(tmp_path, zeroed(state_of(1)))
+
+
+def test_fewer_ranks_save_over_what_torch_has_saved(tmp_path):
+    folder = tmp_path / "checkpoint"
+    together(tmp_path, "save_models", 4, folder=str(folder), by="torch")
+    together(tmp_path, "save_models", 2, folder=str(folder))
+    assert len(os.listdir(folder)) == 2
+    for found in together(tmp_path, "load_models", 1, folder=str(folder)):
+        assert found["wrong"] == []
 
 
 def test_what_others_have_put_there_stays(tmp_path):

@@ -152,7 +152,7 @@ thread_count_consolidation
         left = {each for each in os.listdir(folder) if each.startswith(prefix)} - names
         old = {name for name in left if _UNNAMED.fullmatch(name)}
         for name in left:
-            if _NAMED.fullmatch(name) and _is_ours(os.path.join(folder, name)):
+            if _NAMED.fullmatch(name) and _is_of_a_save(os.path.join(folder, name)):
                 old.add(name)
         remove_unneeded(folder, old)
 
@@ -214,11 +214,12 @@ def _whole(part: str) -> str:
     return part.removesuffix(".part").rpartition(".")[0]
 
 
-def _is_ours(path: str) -> bool:
-    """Tell whether a save of ours has written a model file."""
+def _is_of_a_save(path: str) -> bool:
+    """Tell whether a save has written a model file, ours or torch's."""
     try:
         with ExitStack() as stack:
-            return SAVE_KEY in (opened(stack, path).layout.metadata or {})
+            said = opened(stack, path).layout.metadata or {}
+            return SAVE_KEY in said or _hf_utils.DCP_VERSION_KEY in said
     except (OSError, SafetensorError):
         return False
 
