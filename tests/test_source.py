@@ -27,7 +27,7 @@ FOLDERS = {
     "libnvmeio": set(),
     "_arguments": set(),
     "_events": set(),
-    "_files": {"_arguments"},
+    "_files": {"_arguments", "_events"},
     "_memory": {"_arguments", "_events"},
     "_config": {"_arguments", "_files"},
     "_native": {"libnvmeio", "_arguments", "_events", "_memory", "_config"},

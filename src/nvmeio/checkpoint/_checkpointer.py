@@ -17,6 +17,7 @@ from nvmeio._arguments.keywords import suggesting
 from nvmeio._arguments.types import Path
 from nvmeio._events.forks import call_in_child
 from nvmeio._files.folders import make_folders
+from nvmeio._files.locks import WriterLock
 from nvmeio._files.paths import absolute
 from nvmeio.checkpoint._copies import Copies, NoCopyError
 from nvmeio.checkpoint._errors import CheckpointError, MovedError, NoChecksumsError
@@ -27,7 +28,7 @@ from nvmeio.checkpoint._folders import (
     set_aside,
 )
 from nvmeio.checkpoint._kinds import what_is_in
-from nvmeio.checkpoint._locks import WriterLock, exclusive
+from nvmeio.checkpoint._locks import exclusive
 from nvmeio.checkpoint._manifest import FILES, FOLDER, MANIFEST, TREE
 from nvmeio.checkpoint._restoring import Held
 from nvmeio.checkpoint._saving import Plan, Staging
@@ -216,7 +217,9 @@ class Checkpointer:
         if self.drain_to is not None and "://" not in self.drain_to:
             self.drain_to = os.fsdecode(absolute(self.drain_to))
         self.restored: int | None = None
-        self._writer = WriterLock(str(self.root))
+        self._writer = WriterLock(
+            str(self.root), ".nvmeio-lock", "a Checkpointer", "writes checkpoints"
+        )
         self._closed = False
         self._begin_anew()
         _all.add(self)

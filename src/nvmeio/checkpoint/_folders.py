@@ -17,11 +17,11 @@ from nvmeio._arguments.keywords import suggesting
 from nvmeio._arguments.types import Path
 from nvmeio._files.descriptors import FOLDER, close_quietly, opened
 from nvmeio._files.folders import sync_file, sync_folder
+from nvmeio._files.locks import in_child_close
 from nvmeio._files.paths import naming, resolved
 from nvmeio._files.replacing import become_like
 from nvmeio._native.file import File
 from nvmeio._native.rename import exchange, rename_to_new
-from nvmeio.checkpoint._locks import in_child_close
 from nvmeio.safetensors._writing import reserve as reserve_file
 
 __all__ = [

@@ -1,107 +1,13 @@
-"""Who writes to a root, and who reads a step: locks that fall with their process."""
+"""Who reads a step, as those see it who want to remove it."""
 
 import contextlib
-import errno
 import fcntl
 import os
-import socket
-import stat
-import time
-import weakref
 from collections.abc import Iterator
-from typing import Protocol
 
-from nvmeio._events.forks import call_in_child
-from nvmeio._files.descriptors import close_quietly, opened
-from nvmeio._files.paths import naming
+from nvmeio._files.descriptors import opened
 
-__all__ = ["WriterLock", "exclusive", "in_child_close"]
-
-_NAME = ".nvmeio-lock"
-_HOLDER_BYTES_MAX = 300
-_FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-
-
-class WriterLock:
-    """The lock of the one writer to a root; the file stays, and names its last holder."""
-
-    def __init__(self, root: str) -> None:
-        self.path = os.path.join(root, _NAME)
-        self.descriptor = -1
-
-    def take(self) -> bool:
-        """Take it, or raise BlockingIOError, which names the holder; whether it is new."""
-        if self.descriptor >= 0 and _has_name(self.descriptor, self.path):
-            return False
-        # The root was removed, and may be another's by now.
-        self.release()
-        with naming(self.path):
-            descriptor = os.open(self.path, _FLAGS, 0o666)
-            try:
-                # A stranger's link, or a second name, may be of a file that is to stay.
-                found = os.fstat(descriptor)
-                if not stat.S_ISREG(found.st_mode) or found.st_nlink != 1:
-                    words = "it is no file of a Checkpointer, or has other names"
-                    raise OSError(errno.EINVAL, words)
-                _lock(descriptor)
-            except BaseException:
-                close_quietly(descriptor)
-                raise
-        self.descriptor = descriptor
-        in_child_close(self)
-        return True
-
-    def release(self) -> None:
-        """Let others write."""
-        descriptor, self.descriptor = self.descriptor, -1
-        if descriptor >= 0:
-            close_quietly(descriptor)
-
-    close = release
-
-    def __del__(self) -> None:
-        self.release()
-
-
-def _lock(descriptor: int) -> None:
-    """Lock a file and write down for whom; raises BlockingIOError, which names another."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        holder = os.pread(descriptor, _HOLDER_BYTES_MAX, 0).decode(errors="replace")
-        words = f"another writes checkpoints here: {holder.strip() or 'unknown'}"
-        raise BlockingIOError(errno.EAGAIN, words) from None
-    since = time.strftime("%Y-%m-%d %H:%M:%S")
-    text = f"process {os.getpid()} on {socket.gethostname()}, since {since}\n"
-    os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, text.encode(), 0)
-
-
-def _has_name(descriptor: int, path: str) -> bool:
-    try:
-        return os.path.samestat(os.fstat(descriptor), os.lstat(path))
-    except FileNotFoundError:
-        return False
-
-
-class _Closes(Protocol):
-    def close(self) -> None: ...
-
-
-_of_parent: "weakref.WeakSet[_Closes]" = weakref.WeakSet()
-
-
-def in_child_close(lock: _Closes) -> None:
-    """Have a forked child close a lock, which it would keep when its parent has died."""
-    _of_parent.add(lock)
-
-
-def _close_in_child() -> None:
-    for lock in list(_of_parent):
-        lock.close()
-
-
-call_in_child(_close_in_child)
+__all__ = ["exclusive"]
 
 
 @contextlib.contextmanager

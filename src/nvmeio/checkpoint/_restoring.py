@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from nvmeio._files.descriptors import FOLDER, close_quietly
+from nvmeio._files.locks import in_child_close
 from nvmeio._native.copy import memcpy
 from nvmeio._native.file import File
 from nvmeio.checkpoint._errors import CheckpointError, MovedError, NoChecksumsError
-from nvmeio.checkpoint._locks import in_child_close
 from nvmeio.checkpoint._manifest import (
     BLOCK_BYTES,
     FORMAT,
