@@ -11,6 +11,7 @@ import numpy as np
 
 from nvmeio._files.paths import naming
 from nvmeio._memory.available import require_available
+from nvmeio._memory.deferred import Deferred
 from nvmeio._native.copy import memcpy
 from nvmeio._native.file import File
 from nvmeio._native.handle import Handle
@@ -150,6 +151,8 @@ def _write_image(
 def _copy(stored: Stored, target: Bytes) -> None:
     """Copy a tensor's bytes, in C order."""
     value = stored.value
+    if isinstance(value, Deferred):
+        value = value.load()
     target = target[: value.nbytes]
     if not isinstance(value, np.ndarray):
         torch = torch_module()

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from nvmeio._memory.deferred import Deferred
 from nvmeio.checkpoint._tree import Leaf, name_of, path_of
 from nvmeio.safetensors._dtypes import FORMAT_NAMES, header_shape, numpy_dtype
 from nvmeio.safetensors._errors import SafetensorError
@@ -56,12 +57,14 @@ def store(leaves: Sequence[Leaf]) -> list[Stored]:
 
     Raises TypeError, with the path, for what cannot be stored.
     """
-    for leaf in leaves:
+    here = [leaf for leaf in leaves if not isinstance(leaf.value, Deferred)]
+    for leaf in here:
         _check(leaf)
     namer = _Namer()
     found: list[Stored] = []
-    places = [_place(leaf) for leaf in leaves]
-    alone = [place.leaf for place in places if place.low == place.high]
+    places = [_place(leaf) for leaf in here]
+    alone = [leaf for leaf in leaves if isinstance(leaf.value, Deferred)]
+    alone += [place.leaf for place in places if place.low == place.high]
     for group in _sharing([place for place in places if place.low < place.high]):
         if len(group) == 1 and not _is_expanded(group[0]):
             alone.append(group[0].leaf)
@@ -393,6 +396,8 @@ def _describe(leaf: Leaf, name: str) -> None:
         node["array"] = name
         return
     node["tensor"] = name
+    if isinstance(value, Deferred):
+        return
     torch = sys.modules["torch"]
     if isinstance(value, torch.nn.Parameter):
         node["parameter"] = True
@@ -428,6 +433,8 @@ def contents(stored: Stored) -> Callable[[], Bytes]:
 
 def bytes_of(value: Any) -> Bytes:
     """Return the bytes of a tensor or an array, in C order."""
+    if isinstance(value, Deferred):
+        value = value.load()
     if _is_array(value):
         flat = np.ascontiguousarray(value).reshape(-1)
         return flat.view(np.uint8) if flat.nbytes else np.empty(0, np.uint8)

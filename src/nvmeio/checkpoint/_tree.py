@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from nvmeio._memory.deferred import Deferred, DeferredState
 from nvmeio.checkpoint._errors import CheckpointError
 
 __all__ = ["DEPTH_MAX", "Leaf", "decode", "encode", "name_of", "path_of"]
@@ -79,7 +80,7 @@ class _Encoder:
             return {"complex": [repr(value.real), repr(value.imag)]}
         if kind is bytes:
             return {"bytes": base64.b64encode(value).decode()}
-        if isinstance(value, (np.ndarray, *self.tensor)):
+        if isinstance(value, (np.ndarray, Deferred, *self.tensor)):
             node: dict[str, Any] = {}
             self.leaves.append(Leaf(path, value, node))
             return node
@@ -87,6 +88,8 @@ class _Encoder:
             return {"scalar": [value.dtype.str, base64.b64encode(value.tobytes()).decode()]}
         if kind in (list, tuple, *_DICTS) or kind is self.size:
             return self._nested(value, kind, path)
+        if isinstance(value, DeferredState):
+            return self.node(value._tree(), path)
         if kind is self.dtype:
             return {"torch.dtype": str(value).removeprefix("torch.")}
         if kind is self.device:
