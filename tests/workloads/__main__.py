@@ -10,7 +10,7 @@ from pathlib import Path
 
 SUBJECTS = (
     *("callbacks", "checkpoints", "dcp", "defaults", "exits", "faults", "forks"),
-    *("futures", "loaders", "memory", "models", "signals"),
+    *("futures", "loaders", "memory", "models", "optimizers", "signals"),
 )
 
 

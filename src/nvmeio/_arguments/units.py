@@ -1,6 +1,12 @@
 """Sizes as people read them."""
 
-__all__ = ["in_binary", "needed_and_free"]
+import re
+from fractions import Fraction
+from typing import Any
+
+from nvmeio._arguments.checks import integer, shown
+
+__all__ = ["in_binary", "needed_and_free", "size_of"]
 
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 
@@ -17,3 +23,28 @@ def in_binary(nbytes: float) -> str:
 def needed_and_free(needed: int, free: int) -> str:
     """Say how many bytes there is no room for."""
     return f"{in_binary(needed)} ({needed} bytes) are needed, and {free} are free"
+
+
+def size_of(name: str, value: Any, least: int) -> int:
+    """Return a number of bytes: an integer, or text such as "64MiB" or "1.5G"."""
+    if isinstance(value, str):
+        found = re.fullmatch(
+            r"(\d{1,18}(?:\.\d{1,9})?) ?([KMGT]?)(?:i?B)?", value.strip(), re.A | re.I
+        )
+        size = Fraction(-1)
+        if found:
+            size = Fraction(found[1]) * 1024 ** " KMGT".index(found[2].upper() or " ")
+        if size.denominator > 1 or size < 0:
+            words = 'it must be a number of bytes, such as 4096, "64MiB" or "1.5GiB"'
+            raise ValueError(f"{name} is {value!r:.50}; {words}")
+        nbytes = int(size)
+    else:
+        try:
+            nbytes = integer(name, value)
+        except TypeError:
+            words = 'it must be a number of bytes, or text such as "64MiB"'
+            raise TypeError(f"{name} is {shown(value)}; {words}") from None
+    if not least <= nbytes < 1 << 63:
+        limit = f"{least} bytes ({in_binary(least)}) or more"
+        raise ValueError(f"{name} is {value!r:.50}; it must be {limit}")
+    return nbytes

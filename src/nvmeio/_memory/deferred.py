@@ -7,19 +7,7 @@ __all__ = ["Deferred", "DeferredState"]
 
 
 class Deferred:
-    """A tensor that is elsewhere, on a drive, and is loaded when its bytes are needed.
-
-    Attributes
-    ----------
-    dtype : torch.dtype
-        Of its elements.
-    shape : tuple of int
-        Its size.
-    nbytes : int
-        How many bytes it has.
-    load : callable
-        Returns it, in memory of its own.
-    """
+    """A tensor that is on a drive; `load` returns it, in memory of its own."""
 
     def __init__(
         self, dtype: Any, shape: tuple[int, ...], nbytes: int, load: Callable[[], Any]

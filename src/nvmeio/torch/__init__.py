@@ -10,16 +10,19 @@ from nvmeio._memory.registry import register
 from nvmeio.torch import _tensors
 from nvmeio.torch.data import ArrayDataset, BatchStream, TokenDataset
 from nvmeio.torch.memory import empty, empty_like
+from nvmeio.torch.optimizers import OffloadedOptimizer, offload
 from nvmeio.torch.serialization import load, save
 from nvmeio.torch.streams import open_stream
 
 __all__ = [
     "ArrayDataset",
     "BatchStream",
+    "OffloadedOptimizer",
     "TokenDataset",
     "empty",
     "empty_like",
     "load",
+    "offload",
     "open_stream",
     "save",
 ]

@@ -1,0 +1,1 @@
+"""Optimizer states in files: which there are, where they lie, and how they move."""

@@ -1,0 +1,383 @@
+"""The files of an optimizer's states, and the memory through which they move."""
+
+import contextlib
+import glob
+import os
+import socket
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import CancelledError
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from nvmeio._arguments.checks import path_of
+from nvmeio._arguments.types import Path
+from nvmeio._files.locks import WriterLock
+from nvmeio._files.paths import absolute, naming
+from nvmeio._native.file import File
+from nvmeio._native.handle import Handle
+from nvmeio._native.request import Request
+from nvmeio.safetensors._writing import reserve
+from nvmeio.torch._offload.plan import (
+    BUFFERS,
+    Layout,
+    Piece,
+    Segment,
+    Window,
+    flat,
+    is_dense,
+    pages,
+)
+from nvmeio.torch.memory import empty
+
+__all__ = ["Store", "View"]
+
+# What may be on its way to the files while states are put into them one by one.
+IN_FLIGHT_BYTES = 32 << 20
+
+Item = tuple[Any, File, int]
+# Gives the memory of a piece's state in the window that is there.
+View = Callable[[Piece, str, Layout], torch.Tensor]
+
+
+class Store:
+    """States in the files of a folder, which has no other user meanwhile."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = os.fsdecode(absolute(path_of(folder)))
+        os.makedirs(self.folder, exist_ok=True)
+        self._lock = WriterLock(
+            self.folder, ".nvmeio-offload-lock", "offload()", "offloads an optimizer"
+        )
+        self._lock.take()
+        self._unfinished = os.path.join(self.folder, "unfinished-step")
+        self.handle = Handle()
+        self._files: list[File] = []
+        self._made = 0
+        self._ring: list[torch.Tensor] = []
+        self.close = weakref.finalize(self, _close, self._files, self.handle, self._lock)
+        try:
+            # States of a process that has ended: without its parameters they are nothing.
+            for path in glob.glob(os.path.join(glob.escape(self.folder), "group-*.states")):
+                os.unlink(path)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether the files are this process's; a forked child has the lock no more."""
+        return self._lock.descriptor >= 0
+
+    def left_unfinished(self) -> str:
+        """Return what a process that was killed says of the step that it did not finish."""
+        with contextlib.suppress(FileNotFoundError), open(self._unfinished) as file:
+            return f"{file.read(200).strip()} ({self._unfinished})"
+        return ""
+
+    def begin(self, words: str) -> None:
+        """Note in the folder that states are not of one step until `end` is called."""
+        host = socket.gethostname()
+        with naming(self._unfinished), open(self._unfinished, "w") as file:
+            file.write(f"{words} of process {os.getpid()} on {host}\n")
+
+    def end(self) -> None:
+        """Take the note away."""
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self._unfinished)
+
+    def make_file(self, group: int, segments: Sequence[Segment]) -> None:
+        """Make a file for a group's segments, with room for all of them."""
+        if not any(segment.states for segment in segments):
+            return
+        size = segments[-1].offset + segments[-1].nbytes
+        path = os.path.join(self.folder, f"group-{group}-{self._made}.states")
+        self._made += 1
+        file = File(path, "w")
+        self._files.append(file)
+        for segment in segments:
+            segment.file = file
+        reserve(file, size, path)
+        file.truncate(size)
+
+    def drop(self, segments: Sequence[Segment]) -> None:
+        """Remove the file of a group's segments."""
+        if segments and segments[0].has_file:
+            self._files.remove(segments[0].file)
+            _remove(segments[0].file)
+
+    @property
+    def nbytes(self) -> int:
+        """The size of all files."""
+        return sum(file.size for file in self._files)
+
+    # A step.
+
+    def walk(
+        self,
+        windows: Sequence[Window],
+        is_active: Callable[[Piece], bool],
+        update: Callable[[Window, View], object],
+    ) -> None:
+        """Update each window in memory, while the next is read and the last written."""
+        nbytes = max((window.nbytes for window in windows), default=0)
+        memory = self._memory(nbytes, min(BUFFERS, len(windows)))
+        bytes_of = [np.asarray(each.numpy()) for each in memory]
+        requests: list[Request] = []
+        reads: list[Request | None] = []
+        writes: list[Request | None] = [None] * BUFFERS
+
+        def begin_read(number: int) -> None:
+            turn = number % BUFFERS
+            wanted = _written_and(is_active)
+            items = self._items(windows[number], memory[turn], wanted)
+            before = writes[turn]
+            if not items:
+                reads.append(None)
+                return
+            reads.append(self.handle.submit_read_many(items, after=before))
+            requests.append(reads[-1])  # type: ignore[arg-type]
+
+        with self._ended(requests):
+            for number in range(min(BUFFERS - 1, len(windows))):
+                begin_read(number)
+            for number, window in enumerate(windows):
+                if number + BUFFERS - 1 < len(windows):
+                    begin_read(number + BUFFERS - 1)
+                turn = number % BUFFERS
+                read, before = reads[number], writes[turn]
+                if read is not None:
+                    read.wait()
+                    self._check(window, bytes_of[turn], _written_and(is_active))
+                elif before is not None:
+                    before.wait()
+                update(window, _viewer(window, memory[turn]))
+                self._stamp(window, bytes_of[turn], is_active)
+                items = self._items(window, memory[turn], is_active)
+                writes[turn] = None
+                if items:
+                    writes[turn] = self.handle.submit_write_many(items)
+                    requests.append(writes[turn])  # type: ignore[arg-type]
+            for request in requests:
+                request.wait()
+
+    @contextlib.contextmanager
+    def _ended(self, requests: Sequence[Request]) -> Iterator[None]:
+        """Cancel what is in flight after an error; its memory is used again."""
+        try:
+            yield
+        except BaseException:
+            for request in requests:
+                request.cancel()
+            for request in requests:
+                with contextlib.suppress(CancelledError):
+                    request.exception()
+            raise
+
+    def _memory(self, nbytes: int, count: int) -> list[torch.Tensor]:
+        if len(self._ring) < count or any(len(each) < nbytes for each in self._ring):
+            self._ring = []
+            pinned = torch.cuda.is_available()
+            self._ring = [
+                empty(nbytes, dtype=torch.uint8, pin_memory=pinned) for _ in range(count)
+            ]
+        return self._ring
+
+    def _items(
+        self, window: Window, memory: torch.Tensor, wanted: Callable[[Piece], bool]
+    ) -> list[Item]:
+        """Return what of a window moves: neighbours at once."""
+        items: list[Item] = []
+        for segment, place in window.segments:
+            runs: list[tuple[int, int]] = []
+            for piece in segment.pieces:
+                if not (piece.slot_bytes and wanted(piece)):
+                    continue
+                runs = runs or [(0, pages(segment.generations.nbytes))]
+                end = piece.slot + piece.slot_bytes
+                if runs[-1][1] == piece.slot:
+                    runs[-1] = (runs[-1][0], end)
+                else:
+                    runs.append((piece.slot, end))
+            for begin, end in runs:
+                part = memory[place + begin : place + end]
+                items.append((part, segment.file, segment.offset + begin))
+        return items
+
+    def _check(
+        self, window: Window, found: npt.NDArray[np.uint8], wanted: Callable[[Piece], bool]
+    ) -> None:
+        for segment, place in window.segments:
+            table = found[place : place + segment.generations.nbytes].view(np.int64)
+            self._compare(segment, table, [each for each in segment.pieces if wanted(each)])
+
+    def _compare(
+        self, segment: Segment, table: npt.NDArray[np.int64], pieces: Iterable[Piece]
+    ) -> None:
+        """Refuse states that are not those that were written last."""
+        for piece in pieces:
+            expected, said = segment.generations[piece.row], table[piece.row]
+            if piece.slot_bytes and said != expected:
+                path = os.fsdecode(segment.file.path)
+                raise RuntimeError(
+                    f"{path} has generation {said} of the states of parameter "
+                    f"{piece.index}, and not {expected}: another program has changed it"
+                )
+
+    def _stamp(
+        self,
+        window: Window,
+        content: npt.NDArray[np.uint8],
+        is_active: Callable[[Piece], bool],
+    ) -> None:
+        for segment, place in window.segments:
+            for piece in segment.pieces:
+                if is_active(piece):
+                    segment.generations[piece.row] += 1
+            end = place + segment.generations.nbytes
+            content[place:end] = segment.generations.view(np.uint8)
+
+    # One state after the other.
+
+    def load(
+        self, pieces: Sequence[Piece], names: Sequence[str]
+    ) -> dict[str, torch.Tensor]:
+        """Return states of a parameter, in memory of their own."""
+        return self.load_all([(pieces, names)])[0]
+
+    def load_all(
+        self, wanted: Sequence[tuple[Sequence[Piece], Sequence[str]]]
+    ) -> list[dict[str, torch.Tensor]]:
+        """Return states of many parameters, read side by side."""
+        requests: list[Request] = []
+        with self._ended(requests):
+            begun = [self._begin_load(*each, requests) for each in wanted]
+            return [found() for found in begun]
+
+    def _begin_load(
+        self, pieces: Sequence[Piece], names: Sequence[str], requests: list[Request]
+    ) -> Callable[[], dict[str, torch.Tensor]]:
+        found: dict[str, torch.Tensor] = {}
+        items: list[Item] = []
+        tables: dict[Segment, npt.NDArray[np.int64]] = {}
+        for name in names:
+            whole = _empty(pieces, name)
+            found[name] = whole
+            for piece in pieces:
+                segment = piece.segment
+                if not piece.state_bytes:
+                    continue
+                begin, _ = piece.place(name)
+                part = flat(whole)[piece.begin : piece.end]
+                items.append((part, segment.file, segment.offset + begin))
+                if segment not in tables:
+                    tables[segment] = np.empty_like(segment.generations)
+                    items.append((tables[segment], segment.file, segment.offset))
+        if not items:
+            return lambda: found
+        request = self.handle.submit_read_many(items)
+        requests.append(request)
+
+        def ended() -> dict[str, torch.Tensor]:
+            request.wait()
+            for segment, table in tables.items():
+                self._compare(segment, table, [p for p in pieces if p.segment is segment])
+            device = pieces[0].param.device
+            return {name: tensor.to(device) for name, tensor in found.items()}
+
+        return ended
+
+    def put(
+        self, states: Iterable[tuple[Sequence[Piece], dict[str, torch.Tensor]]]
+    ) -> None:
+        """Write states, each parameter's of which nothing is in the files yet."""
+        flying: list[tuple[Request, int]] = []
+        requests: list[Request] = []
+        touched: dict[Segment, None] = {}
+        with self._ended(requests):
+            for pieces, values in states:
+                items: list[Item] = []
+                for name, value in values.items():
+                    value = _laid_out(pieces, value.detach().cpu())
+                    layout = Layout(value.dtype, value.shape, value.stride())
+                    for piece in pieces:
+                        part = flat(value)[piece.begin : piece.end]
+                        piece.layouts[name] = layout
+                        if not piece.is_whole:
+                            piece.layouts[name] = Layout(value.dtype, part.shape, (1,))
+                        if not piece.state_bytes:
+                            continue
+                        begin, _ = piece.place(name)
+                        segment = piece.segment
+                        items.append((part, segment.file, segment.offset + begin))
+                        touched[segment] = None
+                if not items:
+                    continue
+                for piece in pieces:
+                    piece.segment.generations[piece.row] += 1
+                request = self.handle.submit_write_many(items)
+                requests.append(request)
+                flying.append((request, request.nbytes))
+                while sum(nbytes for _, nbytes in flying) > IN_FLIGHT_BYTES:
+                    flying.pop(0)[0].wait()
+            tables = [(each.generations, each.file, each.offset) for each in touched]
+            if tables:
+                requests.append(self.handle.submit_write_many(tables))
+            for request in requests:
+                request.wait()
+
+
+def _written_and(is_active: Callable[[Piece], bool]) -> Callable[[Piece], bool]:
+    return lambda piece: bool(piece.layouts) and is_active(piece)
+
+
+def _viewer(window: Window, memory: torch.Tensor) -> View:
+    places = {id(segment): place for segment, place in window.segments}
+
+    def view(piece: Piece, name: str, layout: Layout) -> torch.Tensor:
+        begin, end = piece.place(name)
+        place = places[id(piece.segment)]
+        part = memory[place + begin : place + end].view(layout.dtype)
+        return part.as_strided(layout.shape, layout.stride)
+
+    return view
+
+
+def _empty(pieces: Sequence[Piece], name: str) -> torch.Tensor:
+    """Make memory of the form that a parameter's state has."""
+    dtype, shape, stride = pieces[0].layouts[name]
+    if not pieces[0].is_whole:
+        param = pieces[0].param
+        shape, stride = param.shape, param.stride()
+    return torch.empty_strided(shape, stride, dtype=dtype, device="cpu")
+
+
+def _laid_out(pieces: Sequence[Piece], value: torch.Tensor) -> torch.Tensor:
+    """Return a state whose elements lie as its parameter's do, if that is split."""
+    param = pieces[0].param
+    if pieces[0].is_whole:
+        return value if is_dense(value) else value.contiguous()
+    if value.stride() == param.stride():
+        return value
+    made = torch.empty_strided(param.shape, param.stride(), dtype=value.dtype)
+    return made.copy_(value)
+
+
+def _remove(file: File) -> None:
+    """Close a file and take its name away."""
+    file.close()
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(file.path)
+
+
+def _close(files: list[File], handle: Handle, lock: WriterLock) -> None:
+    """Leave nothing behind.  A forked child has the lock no more, and leaves all."""
+    if lock.descriptor < 0:
+        return
+    handle.close()
+    while files:
+        _remove(files.pop())
+    lock.release()

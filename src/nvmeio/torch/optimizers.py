@@ -1,0 +1,836 @@
+"""Optimizers whose states are in files, and in memory only while they are updated."""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch.optim import Optimizer
+from typing_extensions import Self
+
+from nvmeio._arguments.keywords import suggesting
+from nvmeio._arguments.types import Path
+from nvmeio._arguments.units import size_of
+from nvmeio._memory.deferred import Deferred, DeferredState
+from nvmeio._memory.heap import give_back
+from nvmeio.torch._offload.kinds import (
+    KEPT,
+    refuse,
+    refuse_options,
+    states_of,
+    temporary_copies,
+)
+from nvmeio.torch._offload.plan import (
+    Budget,
+    Layout,
+    Piece,
+    Segment,
+    Window,
+    flat,
+    segments_of,
+    windows_of,
+)
+from nvmeio.torch._offload.store import Store, View
+
+__all__ = ["OffloadedOptimizer", "offload"]
+
+MEMORY_MIN = 8 << 20
+# After the update of so many bytes of parameters the heap gives back what torch has freed:
+# its blocks lie between others, and it would grow with each window.
+FREED_BYTES = 16 << 20
+
+State = dict[str, Any]
+
+
+@suggesting
+def offload(
+    optimizer: Optimizer, folder: Path, *, memory: int | str = "1GiB"
+) -> "OffloadedOptimizer":
+    """Keep the states of an optimizer in files, and in memory only while they are updated.
+
+    Parameters
+    ----------
+    optimizer : torch.optim.Optimizer
+        SGD, Adam, AdamW, NAdam, RAdam, RMSprop, Adagrad or Adamax, in any form
+        (``foreach``, ``fused`` or neither).  States that it has already move to the files.
+        Use what is returned in its place: its own ``step()`` raises from here on.
+    folder : str, bytes or os.PathLike
+        Where the files are, on a local drive; created where it does not exist.  Each
+        optimizer needs a folder of its own.
+    memory : int or str, default "1GiB"
+        How much memory a step may use for states and for what torch computes with them, in
+        bytes, or such as ``"512MiB"``; 8 MiB or more.
+
+    Returns
+    -------
+    OffloadedOptimizer
+        Computes the same to the last bit.
+
+    Raises
+    ------
+    TypeError
+        The optimizer is of another kind, or a subclass.
+    ValueError
+        ``differentiable`` or ``capturable`` is set, a parameter appears twice, or one needs
+        more than ``memory`` and cannot be split.
+    BlockingIOError
+        Another optimizer, of this process or another, has its states in this folder.
+    OSError
+        There is no room for the states (tells needed and free), or no right to write.
+
+    Notes
+    -----
+    ``step()`` reads the states of some parameters while it updates others and writes those
+    before.  Each step reads and writes all states of parameters that have gradients: count
+    on this for the life of the drive.  Parameters and gradients stay in memory.
+
+    The files are scratch space: they are removed when the optimizer is closed, dies or
+    Python ends.  Save ``state_dict()`` or ``state_items()`` to keep the states.
+
+    Examples
+    --------
+    >>> optimizer = nvmeio.torch.offload(
+    ...     torch.optim.AdamW(model.parameters()), "/nvme/states"
+    ... )
+    """
+    return OffloadedOptimizer(optimizer, folder, memory=memory)
+
+
+class _Record:
+    """What is in memory of a parameter's states: small ones, and the names of all."""
+
+    def __init__(self, kept: State, names: Sequence[str]) -> None:
+        self.kept, self.names = kept, tuple(names)
+
+    @property
+    def moved(self) -> list[str]:
+        """The names of those that are in files."""
+        return [name for name in self.names if name not in self.kept]
+
+
+class OffloadedOptimizer(Optimizer):  # type: ignore[misc]  # torch is Any to mypy
+    """An optimizer whose states are in files; made by ``offload()``.
+
+    Training loops, schedulers, GradScaler and checkpoints use it as they would the inner
+    optimizer: ``param_groups`` and ``defaults`` are the inner one's own, and hooks that are
+    registered on either are called once a step.
+
+    Notes
+    -----
+    ``state`` reads from the files: ``state[parameter]`` is a copy, and changing the copy
+    changes nothing.  After a step that failed half-way, parameters and states are of two
+    steps: every call raises until ``load_state_dict()`` has succeeded.  It cannot be copied
+    or pickled, and a forked child cannot use it.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, folder: Path, *, memory: int | str = "1GiB"
+    ) -> None:
+        # torch's own __init__ would make groups and states; all of that is the inner one's.
+        refuse(optimizer)
+        self.inner = optimizer
+        self.memory = size_of("memory", memory, MEMORY_MIN)
+        for name in _HOOKS:
+            setattr(self, name, getattr(optimizer, name))
+        self._patch_step_function()
+        self._records: dict[torch.Tensor, _Record] = {}
+        self._pieces: dict[torch.Tensor, list[Piece]] = {}
+        self._segments: list[list[Segment]] = []
+        self._windows: list[Window] = []
+        self._seen: list[Any] = []
+        self._unsplit: set[torch.Tensor] = set()
+        self._others: State = {}
+        self._steps = self._changes = self._freed = 0
+        self._failed = ""
+        # What can be refused is, before a file is made.
+        self._segments_for(range(len(self.param_groups)))
+        self._store = Store(folder)
+        try:
+            self._plan()
+            self._take_states()
+        except BaseException:
+            self._store.close()
+            raise
+        self._close_inner()
+
+    # What torch and its friends look at.
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups of parameters and their options: the inner optimizer's own list."""
+        groups: list[dict[str, Any]] = self.inner.param_groups
+        return groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self.inner.param_groups = groups
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """The inner optimizer's default options."""
+        defaults: dict[str, Any] = self.inner.defaults
+        return defaults
+
+    @property
+    def state(self) -> Mapping[torch.Tensor, State]:
+        """States by parameter, each read from the files when it is asked for."""
+        return _States(self)
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Whether GradScaler leaves its work to step(), as for fused optimizers."""
+        return bool(getattr(self.inner, "_step_supports_amp_scaling", False))
+
+    @property
+    def folder(self) -> str:
+        """Where the files are."""
+        return self._store.folder
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the files."""
+        return self._store.nbytes
+
+    def __repr__(self) -> str:
+        return f"Offloaded to {self.folder!r}: {self.inner!r}"
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters, and a file for its states.
+
+        Raises
+        ------
+        TypeError, ValueError
+            As torch's; or a parameter is too large for ``memory`` and cannot be split.
+        OSError
+            There is no room for its states.
+        """
+        self._require_usable()
+        type(self.inner).add_param_group(self.inner, param_group)
+        try:
+            self._plan()
+        except BaseException:
+            self.param_groups.pop()
+            raise
+
+    # Steps.
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the parameters, and their states in the files.
+
+        Parameters
+        ----------
+        closure : callable, optional
+            Computes the loss and gradients anew; called once.
+
+        Returns
+        -------
+        Any
+            What `closure` has returned.
+
+        Raises
+        ------
+        RuntimeError
+            A gradient is sparse; a step before has failed; or states in the files are not
+            those that were written.
+        OSError
+            States cannot be read or written.  If parameters were updated already, nothing
+            but ``load_state_dict()`` helps.
+        """
+        self._require_usable()
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        active = self._with_gradients()
+        self._plan()
+        self._steps += 1
+        words = f"step {self._steps}"
+        updated = 0
+
+        def update(window: Window, view: View) -> None:
+            nonlocal updated
+            if not updated:
+                self._store.begin(words)
+            # From here on it may be half-way.
+            updated += 1
+            self._failed = f"{words} has failed half-way"
+            self._changes += 1
+            self._update(window, view, active)
+
+        windows = [
+            window
+            for window in self._windows
+            if any(piece.param in active for piece in window.pieces())
+        ]
+        self._store.walk(windows, lambda piece: piece.param in active, update)
+        self._failed = ""
+        self._store.end()
+        # For a scheduler that was made with the inner optimizer.
+        self.inner._opt_called = True
+        return loss
+
+    def _with_gradients(self) -> set[torch.Tensor]:
+        """Return the parameters that are to be updated; refuse what cannot be."""
+        active = set()
+        for number, group in enumerate(self.param_groups):
+            refuse_options(group, number)
+            for param in group["params"]:
+                grad = param.grad
+                if grad is None:
+                    continue
+                where = f"a gradient of shape {tuple(param.shape)} (group {number})"
+                if grad.layout != torch.strided:
+                    words = "offload() takes dense ones alone"
+                    raise RuntimeError(f"{where} is sparse ({grad.layout}); {words}")
+                if grad.dtype != param.dtype:
+                    raise RuntimeError(
+                        f"{where} is of {grad.dtype}, and the parameter of {param.dtype}"
+                    )
+                pieces = self._pieces.get(param, ())
+                if len(pieces) > 1 and grad.stride() != param.stride():
+                    self._unsplit.add(param)
+                    self._seen[number] = None
+                active.add(param)
+        return active
+
+    def _update(self, window: Window, view: View, active: set[torch.Tensor]) -> None:
+        """Let the optimizer update what a window has."""
+        worker = self._shell()
+        for name in ("grad_scale", "found_inf"):
+            if hasattr(self, name):
+                setattr(worker, name, getattr(self, name))
+        updated: list[tuple[Piece, torch.Tensor]] = []
+        for segment, _ in window.segments:
+            params = []
+            for piece in segment.pieces:
+                if piece.param in active:
+                    param = piece.param if piece.is_whole else _part_of(piece)
+                    params.append(param)
+                    updated.append((piece, param))
+                    if found := self._state_in(piece, view):
+                        worker.state[param] = found
+            if params:
+                group = self.param_groups[segment.group]
+                worker.param_groups.append({**group, "params": params})
+        if not updated:
+            return
+        # Without its hooks, which were called around all of this.
+        type(self.inner).step.__wrapped__(worker)
+        for piece, param in updated:
+            self._freed += piece.state_bytes
+            self._keep(piece, worker.state.pop(param, {}), view)
+        if self._freed >= FREED_BYTES:
+            self._freed = 0
+            give_back()
+
+    def _shell(self) -> Any:
+        """Make an optimizer of the inner one's kind and options, of no parameters."""
+        shell = object.__new__(type(self.inner))
+        shell.__dict__.update(self.inner.__dict__)
+        for name in ("step", *_REFUSED):
+            shell.__dict__.pop(name, None)
+        for name in _HOOKS:
+            setattr(shell, name, {})
+        shell.state = defaultdict(dict)
+        shell.param_groups = []
+        return shell
+
+    def _state_in(self, piece: Piece, view: View) -> State:
+        """Return the states of a piece, those of the window as views of its memory."""
+        record = self._records.get(piece.param)
+        if record is None:
+            return {}
+        found: State = {}
+        for name in record.names:
+            if name in record.kept:
+                value = record.kept[name]
+                # Each part begins with what the one before it began with.
+                is_own = piece.is_whole or not isinstance(value, torch.Tensor)
+                found[name] = value if is_own else value.clone()
+            else:
+                found[name] = view(piece, name, piece.layouts[name]).to(piece.param.device)
+        return found
+
+    def _keep(self, piece: Piece, state: State, view: View) -> None:
+        """Take over the states that an update has left."""
+        kept: State = {}
+        for name, value in state.items():
+            if name in KEPT or not isinstance(value, torch.Tensor):
+                kept[name] = value
+                continue
+            self._require_place(piece, name, value.nbytes == piece.state_bytes)
+            stride = torch.empty_like(value, device="meta").stride()
+            layout = Layout(value.dtype, value.shape, stride)
+            target = view(piece, name, layout)
+            if target.data_ptr() != value.data_ptr():
+                target.copy_(value)
+            piece.layouts[name] = layout
+        if state and piece.end == piece.param.numel():
+            self._records[piece.param] = _Record(kept, list(state))
+
+    def _require_place(self, piece: Piece, name: str, fits: bool) -> None:
+        if name not in piece.names or not fits:
+            raise ValueError(
+                f"{type(self.inner).__qualname__} has a state {name!r} of parameter "
+                f"{piece.index} for which its options, or the parameter's shape and dtype, "
+                "leave no place"
+            )
+
+    # The plan.
+
+    def _plan(self) -> None:
+        """Lay out the groups that have changed anew, with the states that they have."""
+        seen = [self._print_of(group) for group in self.param_groups]
+        if seen == self._seen:
+            return
+        self._refuse_twice()
+        count = len(seen)
+        changed = [i for i in range(count) if self._seen[i : i + 1] != [seen[i]]]
+        segments = self._segments_for(changed)
+        pieces: dict[torch.Tensor, list[Piece]] = defaultdict(list)
+        try:
+            for number, made in segments.items():
+                self._store.make_file(number, made)
+                for segment in made:
+                    for piece in segment.pieces:
+                        pieces[piece.param].append(piece)
+            # Of a dtype or a shape that it had when it was written.
+            self._store.put(
+                (pieces[param], self._store.load(self._pieces[param], record.moved))
+                for param, record in self._records.items()
+                if param in pieces
+            )
+        except BaseException:
+            for made in segments.values():
+                self._store.drop(made)
+            raise
+        old = [self._segments[i] for i in changed if i < len(self._segments)]
+        old += self._segments[count:]
+        kept = self._segments[:count] + [[]] * (count - len(self._segments))
+        self._segments = [segments.get(i, kept[i]) for i in range(count)]
+        self._pieces = defaultdict(list)
+        for made in self._segments:
+            for segment in made:
+                for piece in segment.pieces:
+                    self._pieces[piece.param].append(piece)
+        for gone in self._records.keys() - self._pieces.keys():
+            del self._records[gone]
+        for made in old:
+            self._store.drop(made)
+        budgets = [self._budget(group) for group in self.param_groups]
+        every = [segment for made in self._segments for segment in made]
+        self._windows = windows_of(every, budgets)
+        self._seen = seen
+
+    def _print_of(self, group: dict[str, Any]) -> Any:
+        """Return what the layout of a group depends on."""
+        names = self._names(group)
+        shapes = [(id(p), p.shape, p.dtype, p.device) for p in group["params"]]
+        return names, self._budget(group), shapes
+
+    def _names(self, group: dict[str, Any]) -> tuple[str, ...]:
+        """Return which states have a place: those of its options, of now and of before."""
+        names = dict.fromkeys(states_of(type(self.inner), group))
+        for param in group["params"]:
+            if (record := self._records.get(param)) is not None:
+                names |= dict.fromkeys(record.moved)
+        return tuple(names)
+
+    def _budget(self, group: dict[str, Any]) -> Budget:
+        params = group["params"]
+        if not params:
+            return Budget(self.memory, 0, False)
+        return Budget(self.memory, *temporary_copies(group, params[0]))
+
+    def _segments_for(self, numbers: Iterable[int]) -> dict[int, list[Segment]]:
+        """Lay out some groups; raises ValueError for a parameter that does not fit."""
+        found: dict[int, list[Segment]] = {}
+        index, chosen = 0, set(numbers)
+        for number, group in enumerate(self.param_groups):
+            refuse_options(group, number)
+            params = group["params"]
+            if number in chosen:
+                parts = [
+                    (param, index + i, param not in self._unsplit)
+                    for i, param in enumerate(params)
+                ]
+                names = self._names(group)
+                found[number] = segments_of(number, parts, names, self._budget(group))
+            index += len(params)
+        return found
+
+    def _refuse_twice(self) -> None:
+        params = [param for group in self.param_groups for param in group["params"]]
+        if len(params) > len(set(params)):
+            raise ValueError("a parameter appears twice in the groups of the optimizer")
+
+    # States in and out.
+
+    def _take_states(self) -> None:
+        """Move the states that the inner optimizer has to the files."""
+        params = {param for group in self.param_groups for param in group["params"]}
+        begun = type(self.inner) is not torch.optim.Adagrad and bool(self.inner.state)
+        if (left := self._store.left_unfinished()) and not begun:
+            self._failed = (
+                f"the folder had states of a process that ended half-way, in {left}; "
+                "remove that file to begin anew"
+            )
+        state = self.inner.state
+        self._others = {key: value for key, value in state.items() if key not in params}
+        self._put((param, state.pop(param)) for param in list(state) if param in params)
+        if left and begun:
+            self._store.end()
+
+    def _put(self, states: Iterable[tuple[torch.Tensor, State]]) -> None:
+        """Write states of parameters that have none yet."""
+
+        def parts() -> Iterator[tuple[list[Piece], dict[str, torch.Tensor]]]:
+            for param, state in states:
+                kept, moved = {}, {}
+                pieces = self._pieces[param]
+                for name, value in state.items():
+                    if name in KEPT or not isinstance(value, torch.Tensor):
+                        is_tensor = isinstance(value, torch.Tensor)
+                        kept[name] = value.clone() if is_tensor else value
+                        continue
+                    fits = value.shape == param.shape and value.nbytes == param.nbytes
+                    self._require_place(pieces[0], name, fits)
+                    moved[name] = value
+                yield pieces, moved
+                if state:
+                    self._records[param] = _Record(kept, list(state))
+
+        self._store.put(parts())
+
+    def _load(self, param: torch.Tensor) -> State:
+        """Return a copy of the states of a parameter."""
+        record = self._records[param]
+        return self._merged(record, self._store.load(self._pieces[param], record.moved))
+
+    @staticmethod
+    def _merged(record: _Record, moved: dict[str, torch.Tensor]) -> State:
+        kept = {
+            name: value.clone() if isinstance(value, torch.Tensor) else value
+            for name, value in record.kept.items()
+        }
+        return {name: moved[name] if name in moved else kept[name] for name in record.names}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all states and options, as torch's optimizers do.
+
+        Returns
+        -------
+        dict
+            A snapshot in memory, which any optimizer of the inner one's kind loads.  It
+            takes as much memory as the states; ``state_items()`` does not.
+
+        Raises
+        ------
+        RuntimeError
+            A step has failed half-way.
+        OSError
+            The states cannot be read.
+        """
+        self._require_usable()
+        found: dict[str, Any] = super().state_dict()
+        return found
+
+    def state_items(self) -> "StateItems":
+        """Return all states and options one by one, each read when it is its turn.
+
+        Returns
+        -------
+        StateItems
+            Iterates over pairs: first ``("param_groups", groups)``, then each state, such
+            as ``("state/0/exp_avg", tensor)``.  ``load_state_dict()`` takes them.
+            ``nvmeio.checkpoint.Checkpointer`` takes it as a part of a state, and restores
+            from that what ``state_dict()`` would have returned.
+
+        Raises
+        ------
+        RuntimeError
+            A step has failed half-way; or while it iterates, another step was done.
+        """
+        self._require_usable()
+        return StateItems(self)
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Take over states and options; what was there before is given up.
+
+        Parameters
+        ----------
+        state_dict : dict, or iterable of pairs
+            What ``state_dict()`` or ``state_items()`` returned, of this optimizer or of an
+            ordinary one of the same kind.  ``state_dict["state"]`` may be a mapping that
+            loads the states of each parameter when it is asked for them.
+
+        Raises
+        ------
+        TypeError, ValueError
+            The groups do not match, or have options that ``offload()`` refuses; nothing was
+            changed.  Or a state does not fit; then states must be loaded anew.
+        OSError
+            The states cannot be written; then states must be loaded anew.
+        """
+        self._require_process()
+        groups, state, found = _opened(state_dict)
+        if found is not None:
+            for hook in self._optimizer_load_state_dict_pre_hooks.values():
+                result = hook(self, found)
+                found = found if result is None else result
+            groups, state = found["param_groups"], found["state"].items()
+        # torch's own looks at the groups, and completes their options.
+        shell = self._shell()
+        shell.param_groups = self.param_groups
+        Optimizer.load_state_dict(shell, {"state": {}, "param_groups": groups})
+        for number, group in enumerate(shell.param_groups):
+            refuse_options(group, number)
+        ids = [each for group in groups for each in group["params"]]
+        params = [param for group in shell.param_groups for param in group["params"]]
+        options = [
+            (group, saved)
+            for group, saved in zip(shell.param_groups, groups, strict=True)
+            for _ in group["params"]
+        ]
+        by_id = {each: index for index, each in enumerate(ids)}
+        words = "load_state_dict()"
+        self._failed = f"{words} has failed half-way"
+        self._store.begin(words)
+        self._changes += 1
+        self._records.clear()
+        self._others = {}
+        self.inner.param_groups = shell.param_groups
+        # New files: whatever was in the old ones is not needed.
+        self._seen = []
+        self._plan()
+
+        def states() -> Iterator[tuple[torch.Tensor, State]]:
+            for key, value in state:
+                if key not in by_id:
+                    self._others[key] = value
+                    continue
+                index = by_id[key]
+                yield params[index], self._cast(params[index], key, value, *options[index])
+
+        self._put(states())
+        self._failed = ""
+        self._store.end()
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+
+    def _cast(
+        self, param: torch.Tensor, key: Any, value: Any, group: State, saved: State
+    ) -> State:
+        """Give a parameter's states the dtypes and devices that torch gives them."""
+        shell = self._shell()
+        shell.param_groups = [{**group, "params": [param]}]
+        one = {name: option for name, option in saved.items() if name != "param_names"}
+        found = {"state": {key: value}, "param_groups": [{**one, "params": [key]}]}
+        Optimizer.load_state_dict(shell, found)
+        state: State = shell.state[param]
+        return state
+
+    # The end.
+
+    def close(self) -> None:
+        """Remove the files; states that were not saved are lost."""
+        self._store.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _require_usable(self) -> None:
+        self._require_process()
+        if self._failed:
+            raise RuntimeError(
+                f"{self._failed}: parameters and states may be of two steps; load those of "
+                "a checkpoint, the states by load_state_dict()"
+            )
+
+    def _require_process(self) -> None:
+        if not self._store.close.alive:
+            raise ValueError("the optimizer is closed")
+        if not self._store.is_ours:
+            raise RuntimeError(
+                "the optimizer is that of another process, which forked this one"
+            )
+
+    def _close_inner(self) -> None:
+        """Have the inner optimizer refuse what would make states beside those in files."""
+        inner: Any = self.inner
+
+        def refused(*_: object, **__: object) -> NoReturn:
+            raise RuntimeError(
+                "the states of this optimizer are in files; use what offload() has returned"
+            )
+
+        if hasattr(inner.step, "_wrapped_by_lr_sched"):
+            refused._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+        for name in ("step", *_REFUSED):
+            setattr(inner, name, refused)
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        raise TypeError("an offloaded optimizer cannot be copied; its state_dict() can")
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise TypeError(
+            "an offloaded optimizer cannot be pickled or copied; its state_dict() can"
+        )
+
+
+_HOOKS = (
+    "_optimizer_step_pre_hooks",
+    "_optimizer_step_post_hooks",
+    "_optimizer_state_dict_pre_hooks",
+    "_optimizer_state_dict_post_hooks",
+    "_optimizer_load_state_dict_pre_hooks",
+    "_optimizer_load_state_dict_post_hooks",
+)
+_REFUSED = ("add_param_group", "load_state_dict", "state_dict")
+
+
+class _States(Mapping[torch.Tensor, State]):
+    """The states of all parameters, each read when it is asked for."""
+
+    def __init__(self, optimizer: OffloadedOptimizer) -> None:
+        self._optimizer = optimizer
+
+    def __getitem__(self, param: torch.Tensor) -> State:
+        self._optimizer._require_usable()
+        if param in self._optimizer._others:
+            other: State = self._optimizer._others[param]
+            return other
+        if param not in self._optimizer._records:
+            if param in self._optimizer._pieces:
+                # torch has an empty dict of a parameter that was never updated.
+                return {}
+            raise KeyError(param)
+        return self._optimizer._load(param)
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        yield from self._optimizer._records
+        yield from self._optimizer._others
+
+    def __len__(self) -> int:
+        return len(self._optimizer._records) + len(self._optimizer._others)
+
+    def items(self) -> Any:
+        """Read all side by side."""
+        optimizer = self._optimizer
+        optimizer._require_usable()
+        records = optimizer._records
+        wanted = [
+            (optimizer._pieces[param], record.moved) for param, record in records.items()
+        ]
+        found = optimizer._store.load_all(wanted)
+        states = [
+            (param, optimizer._merged(record, moved))
+            for (param, record), moved in zip(records.items(), found, strict=True)
+        ]
+        return [*states, *optimizer._others.items()]
+
+
+class StateItems(DeferredState):
+    """The options and states of an offloaded optimizer, one by one."""
+
+    def __init__(self, optimizer: OffloadedOptimizer) -> None:
+        self._optimizer, self._changes = optimizer, optimizer._changes
+        shell = optimizer._shell()
+        shell.param_groups = optimizer.param_groups
+        self._groups = Optimizer.state_dict(shell)["param_groups"]
+
+    def _tree(self) -> dict[str, Any]:
+        params = [p for group in self._optimizer.param_groups for p in group["params"]]
+        states = {
+            index: self._state_of(param)
+            for index, param in enumerate(params)
+            if param in self._optimizer._records
+        }
+        return {"state": states | self._optimizer._others, "param_groups": self._groups}
+
+    def _state_of(self, param: torch.Tensor) -> State:
+        record = self._optimizer._records[param]
+        pieces = self._optimizer._pieces[param]
+
+        def deferred(name: str) -> Deferred:
+            def load() -> torch.Tensor:
+                self._require_same()
+                return self._optimizer._store.load(pieces, [name])[name]
+
+            return Deferred(
+                pieces[0].layouts[name].dtype, tuple(param.shape), param.nbytes, load
+            )
+
+        kept = record.kept
+        return {
+            name: kept[name] if name in kept else deferred(name) for name in record.names
+        }
+
+    def _require_same(self) -> None:
+        self._optimizer._require_usable()
+        if self._optimizer._changes != self._changes:
+            raise RuntimeError(
+                "the states have changed since state_items(): save before the next step"
+            )
+
+    def __iter__(self) -> Iterator[tuple[str, Any]]:
+        self._require_same()
+        tree = self._tree()
+        yield "param_groups", tree["param_groups"]
+        for index, state in tree["state"].items():
+            for name, value in state.items():
+                self._require_same()
+                is_there = not isinstance(value, Deferred)
+                yield f"state/{index}/{name}", value if is_there else value.load()
+
+
+def _part_of(piece: Piece) -> torch.Tensor:
+    """Return a part of a parameter, with its part of the gradient."""
+    part = flat(piece.param)[piece.begin : piece.end]
+    assert piece.param.grad is not None
+    part.grad = flat(piece.param.grad)[piece.begin : piece.end]
+    return part
+
+
+def _opened(
+    state_dict: Any,
+) -> tuple[Any, Iterable[tuple[Any, Any]], dict[str, Any] | None]:
+    """Return groups and states: of a dict, or of pairs as state_items() yields them."""
+    if isinstance(state_dict, StateItems):
+        state_dict = iter(state_dict)
+    if isinstance(state_dict, Mapping):
+        if not {"state", "param_groups"} <= state_dict.keys():
+            raise ValueError("state_dict has no 'state', or no 'param_groups'")
+        return None, (), dict(state_dict)
+    if not isinstance(state_dict, Iterable):
+        raise TypeError(
+            f"state_dict is of type {type(state_dict).__qualname__}; it must be a dict, or "
+            "pairs as state_items() yields them"
+        )
+    pairs = iter(state_dict)
+    first, groups = next(pairs, (None, None))
+    if first != "param_groups":
+        raise ValueError(f"the first pair is {first!r}; it must be 'param_groups'")
+    return groups, _by_parameter(pairs), None
+
+
+def _by_parameter(pairs: Iterator[tuple[str, Any]]) -> Iterator[tuple[int, State]]:
+    """Gather the states of each parameter, which follow each other."""
+    current = -1
+    state: State = {}
+    for name, value in pairs:
+        parts = name.split("/", 2)
+        if len(parts) != 3 or parts[0] != "state" or not parts[1].isdecimal():
+            raise ValueError(
+                f"a pair is named {name!r}; it must be such as 'state/0/exp_avg'"
+            )
+        if int(parts[1]) != current and state:
+            yield current, state
+            state = {}
+        current = int(parts[1])
+        state[parts[2]] = value
+    if state:
+        yield current, state

@@ -1,0 +1,816 @@
+"""Optimizers whose states are in files: the same bits, and nothing that surprises."""
+
+import contextlib
+import copy
+import errno
+import gc
+import os
+import pickle
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import nvmeio
+from children import Child, can_fork, run_child
+from helpers import ENGINES, MIB
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+
+# Imported late, for the module cannot be imported where torch is not.
+from torch.optim.optimizer import (  # noqa: E402
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+import nvmeio.torch  # noqa: E402
+from nvmeio.checkpoint import Checkpointer  # noqa: E402
+from nvmeio.torch._offload import plan  # noqa: E402
+from workloads.optimizers import (  # noqa: E402
+    FORMS,
+    KINDS,
+    equal,
+    give_gradients,
+    make_params,
+    state_equal,
+    supports,
+)
+
+optim = torch.optim
+
+CASES = [(kind, form) for kind in KINDS for form in FORMS if supports(kind, form)]
+
+devices = pytest.mark.parametrize(
+    "device",
+    [
+        "cpu",
+        pytest.param(
+            "cuda",
+            marks=pytest.mark.skipif(
+                not torch.cuda.is_available(), reason="no CUDA device"
+            ),
+        ),
+    ],
+)
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """With several threads torch's sums are not the same to the bit each time."""
+    count = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(count)
+
+
+def pair(folder, kind="AdamW", form="loop", memory="8MiB", device="cpu", complex_too=True):
+    """Make an ordinary optimizer and an offloaded one, of parameters that are alike."""
+    make = KINDS[kind]
+    fused = form == "fused"
+    ours, theirs = (
+        make_params(device, complex_too=not fused and complex_too) for _ in range(2)
+    )
+    ordinary = make(theirs, **FORMS[form])
+    offloaded = nvmeio.torch.offload(make(ours, **FORMS[form]), folder, memory=memory)
+    return theirs, ordinary, ours, offloaded
+
+
+def run(steps, theirs, ordinary, ours, offloaded, begin=0):
+    """Do steps with both, and compare all parameters after each."""
+    for number in range(begin, begin + steps):
+        give_gradients(theirs, ours, number)
+        ordinary.step()
+        offloaded.step()
+        assert equal(theirs, ours), f"step {number}"
+
+
+class TestTheSame:
+    @devices
+    @pytest.mark.parametrize(("kind", "form"), CASES)
+    def test_twenty_steps_to_the_bit(self, kind, form, device, tmp_path):
+        theirs, ordinary, ours, offloaded = pair(tmp_path, kind, form, device=device)
+        with offloaded:
+            # Of the large one a window has a part, if there is anything of it in memory.
+            assert (len(offloaded._pieces[ours[0]]) > 1) != (
+                (kind, form) == ("SGD without states", "fused")
+            )
+            assert len(offloaded._pieces[ours[1]]) == 1
+            run(20, theirs, ordinary, ours, offloaded)
+            assert state_equal(ordinary.state_dict(), offloaded.state_dict())
+
+    @pytest.mark.parametrize("engine", ENGINES)
+    def test_on_every_engine(self, engine, folder, monkeypatch):
+        monkeypatch.setenv("NVMEIO_ENGINE", engine)
+        theirs, ordinary, ours, offloaded = pair(folder / "states")
+        with offloaded:
+            run(20, theirs, ordinary, ours, offloaded)
+            assert offloaded._store.handle.engine == engine
+            assert offloaded._store.handle.stats()["requests"] > 20
+
+    @pytest.mark.parametrize("form", FORMS)
+    @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+    def test_other_dtypes(self, dtype, form, tmp_path):
+        parts = [
+            [torch.nn.Parameter(torch.linspace(-1, 1, 70_001).to(dtype)) for _ in range(2)]
+            for _ in range(2)
+        ]
+        ordinary = optim.AdamW(parts[0], **FORMS[form])
+        inner = optim.AdamW(parts[1], **FORMS[form])
+        with nvmeio.torch.offload(inner, tmp_path) as offloaded:
+            run(3, parts[0], ordinary, parts[1], offloaded)
+
+    def test_states_that_were_there_before(self, tmp_path):
+        ours, theirs = make_params(), make_params()
+        ordinary, inner = optim.AdamW(theirs), optim.AdamW(ours)
+        run(2, theirs, ordinary, ours, inner)
+        with nvmeio.torch.offload(inner, tmp_path, memory="8MiB") as offloaded:
+            run(2, theirs, ordinary, ours, offloaded, begin=2)
+            assert state_equal(ordinary.state_dict(), offloaded.state_dict())
+
+    @pytest.mark.skipif(not can_fork(), reason="sanitizers do not let forked children live")
+    def test_with_forked_workers_of_a_loader_about(self, tmp_path):
+        theirs, ordinary, ours, offloaded = pair(tmp_path)
+        data = torch.utils.data.TensorDataset(torch.arange(64.0))
+        loader = torch.utils.data.DataLoader(
+            data, batch_size=8, num_workers=2, multiprocessing_context="fork"
+        )
+        with offloaded:
+            for number, (batch,) in enumerate(loader):
+                assert len(batch) == 8
+                run(1, theirs, ordinary, ours, offloaded, begin=number)
+        assert number == 7
+
+
+class TestAsAnOptimizer:
+    def test_groups_and_defaults_are_the_inner_ones(self, tmp_path):
+        _, ordinary, _, offloaded = pair(tmp_path)
+        with offloaded:
+            assert isinstance(offloaded, optim.Optimizer)
+            assert offloaded.param_groups is offloaded.inner.param_groups
+            offloaded.load_state_dict(ordinary.state_dict())
+            assert offloaded.param_groups is offloaded.inner.param_groups
+            assert offloaded.defaults is offloaded.inner.defaults
+            offloaded.param_groups[0]["lr"] = 0.25
+            assert offloaded.inner.param_groups[0]["lr"] == 0.25
+            assert "AdamW" in repr(offloaded)
+            assert str(tmp_path) in repr(offloaded)
+
+    @pytest.mark.parametrize("when", ["before", "after"])
+    @pytest.mark.parametrize(
+        "make",
+        [
+            lambda optimizer: optim.lr_scheduler.LinearLR(optimizer, total_iters=50),
+            lambda optimizer: optim.lr_scheduler.OneCycleLR(
+                optimizer, max_lr=0.1, total_steps=9
+            ),
+        ],
+        ids=["LinearLR", "OneCycleLR"],
+    )
+    def test_schedulers(self, make, when, tmp_path):
+        theirs, ours = make_params(), make_params()
+        ordinary, inner = optim.AdamW(theirs), optim.AdamW(ours)
+        schedulers = [make(ordinary), make(inner) if when == "before" else None]
+        with (
+            warnings.catch_warnings(),
+            nvmeio.torch.offload(inner, tmp_path, memory="8MiB") as offloaded,
+        ):
+            # Such as that steps are out of order.
+            warnings.simplefilter("error")
+            schedulers[1] = schedulers[1] or make(offloaded)
+            for number in range(6):
+                run(1, theirs, ordinary, ours, offloaded, begin=number)
+                for each in schedulers:
+                    each.step()
+            rates = [each.param_groups[0]["lr"] for each in (ordinary, offloaded)]
+            assert rates[0] == rates[1] != ordinary.defaults["lr"]
+
+    def test_a_closure_is_called_once_a_step_with_gradients(self, tmp_path):
+        _, _, ours, offloaded = pair(tmp_path)
+        calls = []
+
+        def closure():
+            assert torch.is_grad_enabled()
+            calls.append(1)
+            give_gradients(ours, ours, 0)
+            return 42.0
+
+        with offloaded:
+            assert offloaded.step(closure) == 42.0
+            assert len(offloaded._windows) > 2
+        assert calls == [1]
+
+    def test_hooks_are_called_once_a_step(self, tmp_path):
+        calls = []
+
+        def hook(name):
+            return lambda optimizer, *_: calls.append((name, type(optimizer).__name__))
+
+        ours = make_params()
+        inner = optim.AdamW(ours)
+        inner.register_step_pre_hook(hook("inner"))
+        with (
+            contextlib.closing(nvmeio.torch.offload(inner, tmp_path)) as offloaded,
+            contextlib.ExitStack() as stack,
+        ):
+            offloaded.register_step_post_hook(hook("own"))
+            for register, name in (
+                (register_optimizer_step_pre_hook, "global before"),
+                (register_optimizer_step_post_hook, "global after"),
+            ):
+                stack.callback(register(hook(name)).remove)
+            give_gradients(ours, ours, 0)
+            offloaded.step()
+        names = ["global before", "inner", "own", "global after"]
+        assert calls == [(name, "OffloadedOptimizer") for name in names]
+
+    def test_hooks_of_state_dicts(self, tmp_path):
+        _, ordinary, _, offloaded = pair(tmp_path)
+        calls = []
+        for name in ("state_dict_pre", "state_dict_post", "load_state_dict_post"):
+            register = getattr(offloaded, f"register_{name}_hook")
+            register(lambda *_, name=name: calls.append(name))
+        offloaded.register_load_state_dict_pre_hook(
+            lambda _, found: {
+                **found,
+                "param_groups": ordinary.state_dict()["param_groups"],
+            }
+        )
+        with offloaded:
+            found = offloaded.state_dict()
+            offloaded.load_state_dict({"state": found["state"], "param_groups": "changed"})
+        assert calls == ["state_dict_pre", "state_dict_post", "load_state_dict_post"]
+
+    def test_zero_grad(self, tmp_path):
+        _, _, ours, offloaded = pair(tmp_path)
+        give_gradients(ours, ours, 0)
+        with offloaded:
+            offloaded.zero_grad(set_to_none=False)
+            assert all(param.grad is None or not param.grad.any() for param in ours)
+            offloaded.zero_grad()
+            assert all(param.grad is None for param in ours)
+
+    @devices
+    @pytest.mark.parametrize("form", FORMS)
+    def test_grad_scaler(self, form, device, tmp_path):
+        theirs, ordinary, ours, offloaded = pair(
+            tmp_path, "Adam", form, device=device, complex_too=False
+        )
+        scalers = [
+            torch.amp.GradScaler(device, init_scale=8.0, growth_interval=2)
+            for _ in range(2)
+        ]
+        with offloaded:
+            for number in range(6):
+                give_gradients(theirs, ours, number)
+                if number in (0, 3):
+                    theirs[1].grad[0, 0] = ours[1].grad[0, 0] = torch.inf
+                for scaler, optimizer in zip(scalers, (ordinary, offloaded), strict=True):
+                    # What backward() of a loss that was scaled would have made.
+                    scaler.scale(torch.zeros((), device=device))
+                    scaler.step(optimizer)
+                    scaler.update()
+                assert scalers[0].get_scale() == scalers[1].get_scale()
+                assert equal(theirs, ours), f"step {number}"
+            assert state_equal(ordinary.state_dict(), offloaded.state_dict())
+
+    def test_state_is_read_when_it_is_asked_for(self, tmp_path):
+        theirs, ordinary, ours, offloaded = pair(tmp_path)
+        with offloaded:
+            run(2, theirs, ordinary, ours, offloaded)
+            assert len(offloaded.state) == len(ordinary.state)
+            for one, other in zip(theirs, ours, strict=True):
+                assert state_equal(dict(ordinary.state[one]), offloaded.state[other])
+            with pytest.raises(KeyError):
+                offloaded.state[theirs[0]]
+
+    def test_the_helpers_of_distributed_checkpoints_know_it(self, tmp_path):
+        from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+        models = [torch.nn.Linear(30, 40) for _ in range(2)]
+        models[1].load_state_dict(models[0].state_dict())
+        ordinary, inner = (optim.AdamW(model.parameters()) for model in models)
+        with nvmeio.torch.offload(inner, tmp_path) as offloaded:
+            for model, optimizer in zip(models, (ordinary, offloaded), strict=True):
+                model(torch.ones(30)).sum().backward()
+                optimizer.step()
+            found = [
+                get_optimizer_state_dict(model, optimizer)
+                for model, optimizer in zip(models, (ordinary, offloaded), strict=True)
+            ]
+            assert state_equal(*found)
+
+
+class TestGroups:
+    def test_a_group_that_comes_later_has_a_file(self, tmp_path):
+        theirs, ordinary, ours, offloaded = pair(tmp_path)
+        with offloaded:
+            run(2, theirs, ordinary, ours, offloaded)
+            before = offloaded.nbytes
+            more = [make_params()[1:3] for _ in range(2)]
+            ordinary.add_param_group({"params": more[0], "lr": 0.5})
+            offloaded.add_param_group({"params": more[1], "lr": 0.5})
+            assert offloaded.nbytes > before
+            theirs, ours = [*theirs, *more[0]], [*ours, *more[1]]
+            run(3, theirs, ordinary, ours, offloaded, begin=2)
+            assert state_equal(ordinary.state_dict(), offloaded.state_dict())
+
+    def test_parameters_and_options_that_change(self, tmp_path):
+        theirs, ordinary, ours, offloaded = pair(tmp_path, "Adam")
+        with offloaded:
+            run(2, theirs, ordinary, ours, offloaded)
+            for params, optimizer in ((theirs, ordinary), (ours, offloaded)):
+                del optimizer.param_groups[0]["params"][1]
+                optimizer.param_groups.append(
+                    {**optimizer.param_groups[0], "params": [params[1]], "lr": 0.125}
+                )
+            run(2, theirs, ordinary, ours, offloaded, begin=2)
+            for optimizer in (ordinary, offloaded):
+                optimizer.param_groups[0]["weight_decay"] = 0.5
+                optimizer.param_groups[1]["foreach"] = True
+            run(2, theirs, ordinary, ours, offloaded, begin=4)
+            for optimizer in (ordinary, offloaded):
+                del optimizer.param_groups[0]
+            run(2, theirs, ordinary, ours, offloaded, begin=6)
+            # torch keeps the states of parameters that have gone.
+            assert list(offloaded.state) == [ours[1]]
+            assert state_equal(dict(ordinary.state[theirs[1]]), offloaded.state[ours[1]])
+
+    def test_many_small_groups_share_windows(self, tmp_path):
+        parts = [[torch.nn.Parameter(torch.ones(7)) for _ in range(40)] for _ in range(2)]
+        groups = [
+            [{"params": [param], "lr": 0.01 * i} for i, param in enumerate(params)]
+            for params in parts
+        ]
+        ordinary = optim.Adam(groups[0])
+        with nvmeio.torch.offload(optim.Adam(groups[1]), tmp_path) as offloaded:
+            assert len(offloaded._windows) == 1
+            run(3, parts[0], ordinary, parts[1], offloaded)
+
+
+class TestWindows:
+    def test_the_next_is_read_and_the_last_written_while_one_is_updated(
+        self, tmp_path, monkeypatch
+    ):
+        theirs, ordinary, ours, offloaded = pair(tmp_path)
+        with offloaded:
+            run(1, theirs, ordinary, ours, offloaded)
+            seen, update = [], offloaded._update
+            count = len(offloaded._windows)
+            handle = offloaded._store.handle
+            begun = handle.stats()["requests"]
+
+            def waiting(*arguments):
+                # What is in flight ends though this thread does nothing for it.
+                handle.drain()
+                seen.append(handle.stats()["requests"] - begun)
+                update(*arguments)
+
+            monkeypatch.setattr(offloaded, "_update", waiting)
+            run(1, theirs, ordinary, ours, offloaded, begin=1)
+        # Reads of this window, the next and the one behind it; writes of those before.
+        ahead = plan.BUFFERS
+        assert seen == [min(i + ahead, count) + i for i in range(count)]
+
+    def test_only_states_of_parameters_with_gradients_move(self, tmp_path):
+        theirs, ordinary, ours, offloaded = pair(tmp_path)
+        with offloaded:
+            run(1, theirs, ordinary, ours, offloaded)
+            before = moved(offloaded)
+            for param in (*theirs, *ours):
+                param.grad = None
+            theirs[1].grad, ours[1].grad = (torch.ones(100, 77) for _ in range(2))
+            ordinary.step()
+            offloaded.step()
+            assert equal(theirs, ours)
+            # Two states of it, each way, with the ends of pages and tables of generations.
+            assert moved(offloaded) - before < 2 * 2 * ours[1].nbytes + 8 * 4096
+
+    @pytest.mark.parametrize("form", FORMS)
+    def test_memory_is_as_said(self, form, tmp_path):
+        found = run_child(
+            "measure_growth", folder=str(tmp_path), form=form, memory=8 * MIB
+        ).report
+        assert len(found) >= 4
+        for kind, growth in found.items():
+            assert growth <= (8 + 64) * MIB, kind
+
+    def test_a_parameter_that_cannot_be_split_is_named(self, tmp_path):
+        # Every other row: its elements do not follow each other.
+        param = torch.nn.Parameter(torch.ones(4000, 1000)[::2])
+        inner = optim.AdamW([torch.nn.Parameter(torch.ones(3)), param])
+        with pytest.raises(
+            ValueError, match=r"parameter 1 \(group 0, shape \(2000, 1000\)\)"
+        ):
+            nvmeio.torch.offload(inner, tmp_path / "states", memory="16MiB")
+        assert not (tmp_path / "states").exists()
+        nvmeio.torch.offload(inner, tmp_path / "states", memory="128MiB").close()
+
+    def test_a_gradient_of_another_layout(self, tmp_path):
+        theirs, ours = ([torch.nn.Parameter(torch.ones(1500, 1000))] for _ in range(2))
+        for params in (theirs, ours):
+            params[0].grad = torch.linspace(0, 1, 1_500_000).view(1000, 1500).t()
+        ordinary = optim.AdamW(theirs)
+        offloaded = nvmeio.torch.offload(optim.AdamW(ours), tmp_path / "1", memory="16MiB")
+        with offloaded, pytest.raises(ValueError, match="cannot be split"):
+            offloaded.step()
+        offloaded = nvmeio.torch.offload(optim.AdamW(ours), tmp_path / "2", memory="128MiB")
+        with offloaded:
+            ordinary.step()
+            offloaded.step()
+            assert equal(theirs, ours)
+
+
+def moved(offloaded):
+    """Return how many bytes a handle has moved."""
+    stats = offloaded._store.handle.stats()
+    return stats["bytes_direct"] + stats["bytes_buffered"]
+
+
+class TestStates:
+    @pytest.mark.parametrize("how", ["state_dict", "state_items"])
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_go_on_elsewhere(self, kind, how, tmp_path):
+        theirs, ordinary, ours, offloaded = pair(tmp_path / "1", kind)
+        run(3, theirs, ordinary, ours, offloaded)
+        again = make_params()
+        with torch.no_grad():
+            for param, source in zip(again, ours, strict=True):
+                param.copy_(source)
+        with (
+            offloaded,
+            nvmeio.torch.offload(KINDS[kind](again), tmp_path / "2") as other,
+        ):
+            other.load_state_dict(getattr(offloaded, how)())
+            run(2, theirs, ordinary, again, other, begin=3)
+            assert state_equal(ordinary.state_dict(), other.state_dict())
+
+    def test_of_an_ordinary_optimizer_and_back(self, tmp_path):
+        theirs, ordinary, ours, offloaded = pair(tmp_path)
+        with offloaded:
+            run(2, theirs, ordinary, ours, offloaded)
+            # In another dtype, and steps as numbers, as torch once had them.
+            found = copy.deepcopy(ordinary.state_dict())
+            for state in found["state"].values():
+                if not state["exp_avg"].is_complex():
+                    state["exp_avg"] = state["exp_avg"].double()
+                state["step"] = int(state["step"])
+            offloaded.load_state_dict(found)
+            assert state_equal(ordinary.state_dict(), offloaded.state_dict())
+            ordinary.load_state_dict(offloaded.state_dict())
+            run(2, theirs, ordinary, ours, offloaded, begin=2)
+
+    def test_one_by_one_they_take_the_memory_of_one(self, tmp_path):
+        theirs, ordinary, ours, offloaded = pair(tmp_path)
+        with offloaded:
+            run(1, theirs, ordinary, ours, offloaded)
+            before = moved(offloaded)
+            items = iter(offloaded.state_items())
+            assert next(items)[0] == "param_groups"
+            assert next(items)[0] == "state/0/step"
+            assert moved(offloaded) == before
+            name, tensor = next(items)
+            assert name == "state/0/exp_avg"
+            assert torch.equal(tensor, ordinary.state[theirs[0]]["exp_avg"])
+            assert moved(offloaded) - before < 1.1 * tensor.nbytes
+
+    @pytest.mark.parametrize("how", ["save", "save_async"])
+    def test_in_a_checkpoint(self, how, tmp_path):
+        theirs, ordinary, ours, offloaded = pair(tmp_path / "states")
+        with offloaded, Checkpointer(tmp_path / "run") as checkpointer:
+            run(2, theirs, ordinary, ours, offloaded)
+            saved = getattr(checkpointer, how)(1, {"optimizer": offloaded.state_items()})
+            if how == "save_async":
+                # It has been copied.
+                run(1, theirs, ordinary, ours, offloaded, begin=2)
+                saved.result()
+                give_gradients(theirs, theirs, 0)
+                ordinary = None
+            found = checkpointer.restore()["optimizer"]
+            if ordinary is not None:
+                # Tensors come back in C order.
+                assert state_equal(ordinary.state_dict(), found, strided=False)
+            assert found["state"][0]["step"] == 2
+            # Each parameter's when it is its turn.
+            groups = checkpointer.restore(names=["optimizer/param_groups"])
+            groups = groups["optimizer"]["param_groups"]
+
+            def pairs():
+                yield "param_groups", groups
+                for index in groups[0]["params"]:
+                    part = checkpointer.restore(names=[f"optimizer/state/{index}"])
+                    for name, value in part["optimizer"]["state"][index].items():
+                        yield f"state/{index}/{name}", value
+
+            offloaded.load_state_dict(pairs())
+            assert state_equal(offloaded.state_dict(), found, strided=False)
+
+    def test_that_change_meanwhile_are_not_saved(self, tmp_path):
+        theirs, ordinary, ours, offloaded = pair(tmp_path / "states")
+        with offloaded, Checkpointer(tmp_path / "run") as checkpointer:
+            run(1, theirs, ordinary, ours, offloaded)
+            items = offloaded.state_items()
+            run(1, theirs, ordinary, ours, offloaded, begin=1)
+            with pytest.raises(RuntimeError, match="have changed since state_items"):
+                checkpointer.save(1, items)
+            with pytest.raises(RuntimeError, match="have changed since state_items"):
+                list(items)
+
+    @pytest.mark.parametrize(
+        ("change", "error", "words"),
+        [
+            (lambda found: 3, TypeError, "state_dict is of type int"),
+            (lambda found: {"state": {}}, ValueError, "no 'param_groups'"),
+            (lambda found: [("state/0/step", 1)], ValueError, "the first pair is"),
+            (
+                lambda found: {**found, "param_groups": found["param_groups"] * 2},
+                ValueError,
+                "different number of parameter groups",
+            ),
+            (
+                lambda found: {
+                    **found,
+                    "param_groups": [{**found["param_groups"][0], "capturable": True}],
+                },
+                ValueError,
+                "capturable=True",
+            ),
+        ],
+        ids=["no dict", "no groups", "no pairs", "groups", "capturable"],
+    )
+    def test_that_are_refused_change_nothing(self, change, error, words, tmp_path):
+        theirs, ordinary, ours, offloaded = pair(tmp_path)
+        with offloaded:
+            run(1, theirs, ordinary, ours, offloaded)
+            with pytest.raises(error, match=words):
+                offloaded.load_state_dict(change(ordinary.state_dict()))
+            run(1, theirs, ordinary, ours, offloaded, begin=1)
+
+    @pytest.mark.parametrize("key", ["exp_avg", "stranger"])
+    def test_that_do_not_fit_must_be_loaded_anew(self, key, tmp_path):
+        theirs, ordinary, ours, offloaded = pair(tmp_path)
+        with offloaded:
+            run(1, theirs, ordinary, ours, offloaded)
+            found = copy.deepcopy(ordinary.state_dict())
+            found["state"][1][key] = torch.ones(3)
+            with pytest.raises(ValueError, match=f"a state '{key}' of parameter 1"):
+                offloaded.load_state_dict(found)
+            with pytest.raises(RuntimeError, match="half-way"):
+                offloaded.step()
+            offloaded.load_state_dict(ordinary.state_dict())
+            run(1, theirs, ordinary, ours, offloaded, begin=1)
+
+
+class TestFailures:
+    def cut(self, offloaded, keep):
+        """Cut the file of the states off."""
+        (path,) = Path(offloaded.folder).glob("*.states")
+        os.truncate(path, int(path.stat().st_size * keep))
+
+    def test_half_way_only_load_state_dict_helps(self, tmp_path):
+        theirs, ordinary, ours, offloaded = pair(tmp_path)
+        with offloaded:
+            run(2, theirs, ordinary, ours, offloaded)
+            saved = copy.deepcopy(ordinary.state_dict())
+            items = offloaded.state_items()
+            before = [param.detach().clone() for param in ours]
+            self.cut(offloaded, 0.5)
+            give_gradients(theirs, ours, 2)
+            with pytest.raises(OSError, match=r"states"):
+                offloaded.step()
+            assert not equal(before, ours)
+            assert (
+                (tmp_path / "unfinished-step").read_text().startswith("step 3 of process")
+            )
+            for call in (
+                offloaded.step,
+                offloaded.state_dict,
+                offloaded.state_items,
+                lambda: list(items),
+                lambda: offloaded.state[ours[0]],
+                lambda: offloaded.add_param_group({"params": make_params()}),
+            ):
+                with pytest.raises(RuntimeError, match="step 3 has failed half-way"):
+                    call()
+            with torch.no_grad():
+                for param, source in zip(ours, before, strict=True):
+                    param.copy_(source)
+            offloaded.load_state_dict(saved)
+            assert not (tmp_path / "unfinished-step").exists()
+            ordinary.step()
+            offloaded.step()
+            assert equal(theirs, ours)
+
+    def test_before_the_first_update_nothing_is_half_way(self, tmp_path):
+        theirs, ordinary, ours, offloaded = pair(tmp_path)
+        with offloaded:
+            run(1, theirs, ordinary, ours, offloaded)
+            before = [param.detach().clone() for param in ours]
+            (path,) = tmp_path.glob("*.states")
+            content = path.read_bytes()
+            self.cut(offloaded, 0)
+            give_gradients(theirs, ours, 1)
+            for _ in range(2):
+                with pytest.raises(OSError, match="states"):
+                    offloaded.step()
+            assert equal(before, ours)
+            path.write_bytes(content)
+            ordinary.step()
+            offloaded.step()
+            assert equal(theirs, ours)
+
+    @pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError])
+    def test_an_interruption_in_a_window(self, error, tmp_path, monkeypatch):
+        theirs, ordinary, ours, offloaded = pair(tmp_path)
+        with offloaded:
+            run(1, theirs, ordinary, ours, offloaded)
+            update, calls = offloaded._update, []
+
+            def interrupted(*arguments):
+                calls.append(1)
+                if len(calls) == 3:
+                    raise error
+                update(*arguments)
+
+            monkeypatch.setattr(offloaded, "_update", interrupted)
+            with pytest.raises(error):
+                offloaded.step()
+            # Nothing is in flight, for the memory is used again.
+            assert offloaded._store.handle.pending == 0
+            with pytest.raises(RuntimeError, match="step 2 has failed half-way"):
+                offloaded.step()
+
+    def test_a_process_that_was_killed_half_way(self, tmp_path):
+        child = Child("step_half_way", folder=str(tmp_path))
+        child.ready()
+        child.stop()
+        assert list(tmp_path.glob("*.states"))
+        theirs, ordinary, ours, offloaded = pair(tmp_path)
+        with offloaded:
+            words = f"step 2 of process {child.process.pid}"
+            with pytest.raises(RuntimeError, match=words):
+                offloaded.step()
+            offloaded.load_state_dict(ordinary.state_dict())
+            run(2, theirs, ordinary, ours, offloaded)
+        # Between steps nothing is half-way, and the states were the other process's.
+        child = Child("step_half_way", folder=str(tmp_path), windows=0)
+        child.ready()
+        child.stop()
+        theirs, ordinary, ours, offloaded = pair(tmp_path)
+        with offloaded:
+            run(2, theirs, ordinary, ours, offloaded)
+
+    def test_a_drive_without_room_is_told_before_anything_is_made(self, loop_mount):
+        folder = loop_mount("ext4", 64 * MIB) / "states"
+        params = [
+            torch.nn.Parameter(torch.ones(10 << 20)),
+            torch.nn.Parameter(torch.ones(3)),
+        ]
+        inner = optim.AdamW(params)
+        with pytest.raises(OSError, match="are needed, and") as raised:
+            nvmeio.torch.offload(inner, folder)
+        assert raised.value.errno == errno.ENOSPC
+        assert not list(folder.glob("*.states"))
+        # Nothing has become of it; and a group that finds no room is not added.
+        params[1].grad = torch.ones(3)
+        inner.step()
+        with nvmeio.torch.offload(optim.AdamW(params[1:]), folder) as offloaded:
+            offloaded.step()
+            with pytest.raises(OSError, match="are needed, and"):
+                offloaded.add_param_group({"params": params[:1]})
+            assert len(offloaded.param_groups) == 1
+            offloaded.step()
+            assert offloaded.state[params[1]]["step"] == 2
+
+    def test_states_that_another_has_changed(self, tmp_path):
+        theirs, ordinary, ours, offloaded = pair(tmp_path)
+        with offloaded:
+            run(2, theirs, ordinary, ours, offloaded)
+            (path,) = tmp_path.glob("*.states")
+            with path.open("r+b") as file:
+                file.write(np.int64(77).tobytes())
+            with pytest.raises(
+                RuntimeError, match=r"generation 77 .* parameter 0, and not 2"
+            ):
+                offloaded.state_dict()
+            with pytest.raises(RuntimeError, match="another program has changed it"):
+                offloaded.step()
+
+
+class TestRefused:
+    @pytest.mark.parametrize(
+        "make",
+        [
+            optim.LBFGS,
+            optim.Muon,
+            optim.Adadelta,
+            optim.SparseAdam,
+            type("Own", (optim.AdamW,), {}),
+        ],
+        ids=lambda kind: kind.__name__,
+    )
+    def test_kinds(self, make, tmp_path):
+        inner = make([torch.nn.Parameter(torch.ones(3, 4))])
+        with pytest.raises(TypeError, match=f"{make.__name__} cannot be offloaded"):
+            nvmeio.torch.offload(inner, tmp_path)
+        with pytest.raises(TypeError, match="optimizer is of type Linear"):
+            nvmeio.torch.offload(torch.nn.Linear(1, 1), tmp_path)
+
+    @pytest.mark.parametrize("option", ["differentiable", "capturable"])
+    def test_options(self, option, tmp_path):
+        inner = optim.AdamW(make_params(), **{option: True})
+        with pytest.raises(ValueError, match=f"group 0 has {option}=True"):
+            nvmeio.torch.offload(inner, tmp_path)
+        with nvmeio.torch.offload(optim.AdamW(make_params()), tmp_path) as offloaded:
+            offloaded.param_groups[0][option] = True
+            with pytest.raises(ValueError, match=f"group 0 has {option}=True"):
+                offloaded.step()
+
+    def test_sparse_gradients(self, tmp_path):
+        module = torch.nn.Embedding(100, 8, sparse=True)
+        with nvmeio.torch.offload(optim.SGD(module.parameters()), tmp_path) as offloaded:
+            module(torch.tensor([3])).sum().backward()
+            before = module.weight.detach().clone()
+            with pytest.raises(RuntimeError, match=r"shape \(100, 8\) .* is sparse"):
+                offloaded.step()
+            assert torch.equal(before, module.weight)
+
+    def test_a_parameter_that_appears_twice(self, tmp_path):
+        param = torch.nn.Parameter(torch.ones(3))
+        with pytest.warns(UserWarning, match="duplicate"):
+            inner = optim.AdamW([param, param])
+        with pytest.raises(ValueError, match="appears twice"):
+            nvmeio.torch.offload(inner, tmp_path)
+
+    @pytest.mark.parametrize(
+        ("memory", "error", "words"),
+        [
+            ("1XB", ValueError, "memory is '1XB'; it must be a number of bytes"),
+            (1, ValueError, r"memory is 1; it must be 8388608 bytes \(8 MiB\) or more"),
+            ("7MiB", ValueError, "or more"),
+            (1.5, TypeError, "memory is 1.5"),
+            (None, TypeError, "memory is None"),
+            (True, TypeError, "memory is True"),
+        ],
+    )
+    def test_sizes(self, memory, error, words, tmp_path):
+        with pytest.raises(error, match=words):
+            nvmeio.torch.offload(optim.AdamW(make_params()), tmp_path, memory=memory)
+
+    def test_what_is_nearly_right(self, tmp_path):
+        with pytest.raises(TypeError, match="did you mean 'memory'"):
+            nvmeio.torch.offload(optim.AdamW(make_params()), tmp_path, memroy=1)
+
+    def test_a_folder_that_another_has(self, tmp_path):
+        with nvmeio.torch.offload(optim.AdamW(make_params()), tmp_path):
+            with pytest.raises(BlockingIOError, match=f"process {os.getpid()}"):
+                nvmeio.torch.offload(optim.AdamW(make_params()), tmp_path)
+            found = run_child("offload_in", folder=str(tmp_path)).report
+            assert found == ["BlockingIOError", True]
+        nvmeio.torch.offload(optim.AdamW(make_params()), tmp_path).close()
+
+    def test_copies(self, tmp_path):
+        with nvmeio.torch.offload(optim.AdamW(make_params()), tmp_path) as offloaded:
+            for copied in (copy.deepcopy, copy.copy, pickle.dumps):
+                with pytest.raises(TypeError, match=r"cannot be .*copied; its state_dict"):
+                    copied(offloaded)
+
+    def test_the_inner_one(self, tmp_path):
+        inner = optim.AdamW(make_params())
+        with nvmeio.torch.offload(inner, tmp_path):
+            for call in (
+                inner.step,
+                inner.state_dict,
+                lambda: inner.load_state_dict({}),
+                lambda: inner.add_param_group({}),
+            ):
+                with pytest.raises(
+                    RuntimeError, match=r"use what offload\(\) has returned"
+                ):
+                    call()
+
+
+class TestTheEnd:
+    def test_nothing_is_left(self, tmp_path):
+        for end in ("close", "collected"):
+            offloaded = nvmeio.torch.offload(optim.AdamW(make_params()), tmp_path)
+            assert list(tmp_path.glob("*.states"))
+            if end == "close":
+                offloaded.close()
+                offloaded.close()
+                with pytest.raises(ValueError, match="is closed"):
+                    offloaded.step()
+            del offloaded
+            gc.collect()
+            assert not list(tmp_path.glob("*.states"))
+
+    def test_nor_when_python_ends(self, tmp_path):
+        assert run_child("offload_in", folder=str(tmp_path)).report == ["ok", True]
+        assert not list(tmp_path.glob("*.states"))
+
+    @pytest.mark.skipif(not can_fork(), reason="sanitizers do not let forked children live")
+    def test_a_forked_child_has_no_part_in_it(self, tmp_path):
+        found = run_child("offload_and_fork", folder=str(tmp_path)).report
+        assert "which forked this one" in found["words"]
+        assert found["files"] == 1
+        assert found["equal"]

@@ -1,0 +1,193 @@
+"""Optimizers whose states are in files, and what their tests and children share."""
+
+import os
+import tempfile
+
+import torch
+
+import nvmeio
+import nvmeio.torch
+from workloads.common import pause, report
+
+optim = torch.optim
+
+KINDS = {
+    "SGD": lambda params, **form: optim.SGD(
+        params, lr=0.1, momentum=0.9, nesterov=True, **form
+    ),
+    "SGD without states": lambda params, **form: optim.SGD(params, lr=0.1, **form),
+    "Adam": lambda params, **form: optim.Adam(params, weight_decay=0.1, **form),
+    "Adam, amsgrad": lambda params, **form: optim.Adam(params, amsgrad=True, **form),
+    "AdamW": lambda params, **form: optim.AdamW(params, **form),
+    "AdamW, amsgrad, maximize": lambda params, **form: optim.AdamW(
+        params, amsgrad=True, maximize=True, **form
+    ),
+    "NAdam": lambda params, **form: optim.NAdam(params, weight_decay=0.1, **form),
+    "RAdam": lambda params, **form: optim.RAdam(params, weight_decay=0.1, **form),
+    "RMSprop": lambda params, **form: optim.RMSprop(
+        params, momentum=0.5, centered=True, weight_decay=0.1, **form
+    ),
+    "Adagrad": lambda params, **form: optim.Adagrad(
+        params, lr_decay=0.1, weight_decay=0.1, **form
+    ),
+    "Adamax": lambda params, **form: optim.Adamax(params, weight_decay=0.1, **form),
+}
+FORMS = {"loop": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
+
+
+_FUSED = ("SGD", "Adam", "AdamW", "Adagrad")
+
+
+def supports(kind, form):
+    """Tell whether torch has an optimizer in a form."""
+    return form != "fused" or kind.split(",")[0].split()[0] in _FUSED
+
+
+def make_params(device="cpu", *, complex_too=True):
+    """Make parameters that are alike each time: large and small, of several layouts."""
+    generator = torch.Generator().manual_seed(1)
+    made = [
+        torch.randn(size, generator=generator)
+        for size in [(700_001,), (100, 77), (), (5,), (0, 3)]
+    ]
+    image = torch.randn(8, 3, 5, 5, generator=generator)
+    made.append(image.to(memory_format=torch.channels_last))
+    # Its elements do not follow each other.
+    made.append(torch.randn(40, 6, generator=generator)[::2])
+    if complex_too:
+        made.append(torch.randn(9, generator=generator, dtype=torch.complex64))
+    return [torch.nn.Parameter(tensor.to(device)) for tensor in made]
+
+
+def give_gradients(params, others, seed):
+    """Give two lists of parameters the same gradients, and some of them none."""
+    generator = torch.Generator().manual_seed(seed)
+    for index, param in enumerate(params):
+        grad = torch.randn(param.shape, generator=generator, dtype=param.dtype)
+        grad = torch.empty_like(param).copy_(grad)
+        param.grad = None if index % 4 == 3 and seed % 2 else grad
+    for param, other in zip(params, others, strict=False):
+        other.grad = None if param.grad is None else param.grad.clone()
+
+
+def equal(params, others):
+    """Tell whether parameters have the same bits."""
+    return all(map(same_bits, params, others))
+
+
+def same_bits(one, other):
+    """Tell whether two tensors are of one dtype, shape and content."""
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    flat = [each.detach().contiguous().view(-1).view(torch.uint8) for each in (one, other)]
+    return torch.equal(*flat)
+
+
+def state_equal(one, other, *, strided=True):
+    """Tell whether two states nest the same tensors and numbers, in the same order."""
+    if isinstance(one, torch.Tensor):
+        if not isinstance(other, torch.Tensor) or not same_bits(one, other):
+            return False
+        return not strided or one.stride() == other.stride()
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(
+            state_equal(value, other[key], strided=strided) for key, value in one.items()
+        )
+    if isinstance(one, (list, tuple)):
+        pairs = zip(one, other, strict=True)
+        return len(one) == len(other) and all(
+            state_equal(*each, strided=strided) for each in pairs
+        )
+    return one == other
+
+
+def offload_in(folder):
+    """Offload an optimizer, and tell how that ended; Python's end does the rest."""
+    try:
+        global optimizer
+        optimizer = nvmeio.torch.offload(optim.AdamW(make_params()), folder)
+    except OSError as error:
+        report([type(error).__name__, "process" in str(error)])
+    else:
+        report(["ok", any(name.endswith(".states") for name in os.listdir(folder))])
+
+
+def step_half_way(folder, windows=2):
+    """Do a step, and another that stops after some windows, to be killed there."""
+    params = make_params()
+    optimizer = nvmeio.torch.offload(optim.AdamW(params), folder, memory="8MiB")
+    give_gradients(params, params, 0)
+    optimizer.step()
+    if windows:
+        update, calls = optimizer._update, []
+
+        def stopped(*arguments):
+            calls.append(1)
+            if len(calls) > windows:
+                pause()
+            update(*arguments)
+
+        optimizer._update = stopped
+        optimizer.step()
+    pause()
+
+
+def offload_and_fork(folder):
+    """Offload an optimizer, and have a child try to use it, and end."""
+    params, others = make_params(), make_params()
+    optimizer = nvmeio.torch.offload(optim.AdamW(params), folder)
+    ordinary = optim.AdamW(others)
+    for number in range(2):
+        give_gradients(params, others, number)
+        ordinary.step()
+        optimizer.step()
+        if number == 0:
+            reader, writer = os.pipe()
+            if os.fork() == 0:
+                try:
+                    optimizer.step()
+                except RuntimeError as error:
+                    os.write(writer, str(error).encode())
+                # Its end, and that of what it has, removes nothing.
+                raise SystemExit
+            os.wait()
+            words = os.read(reader, 1000).decode()
+    files = sum(name.endswith(".states") for name in os.listdir(folder))
+    report({"words": words, "files": files, "equal": equal(params, others)})
+
+
+def _memory(name):
+    with open("/proc/self/status") as file:
+        found = dict(line.split(":", 1) for line in file)
+    return int(found[name].split()[0]) << 10
+
+
+def measure_growth(folder, form, memory):
+    """Report by how many bytes a process grows while each kind does three steps."""
+    torch.set_num_threads(1)
+    # Their states are more than the memory, and what a process may grow by besides.
+    params = [torch.nn.Parameter(torch.ones(2 << 20)) for _ in range(5)]
+    params.append(torch.nn.Parameter(torch.ones(10 << 20)))
+    for param in params:
+        param.grad = torch.full_like(param, 0.5)
+    found = {}
+    for kind, make in KINDS.items():
+        if not supports(kind, form) or kind == "Adagrad":
+            # Its states are made when it is.
+            continue
+        small = torch.nn.Parameter(torch.ones(10))
+        small.grad = torch.ones(10)
+        make([small], **FORMS[form]).step()
+        with open("/proc/self/clear_refs", "w") as file:
+            file.write("5")
+        before = _memory("VmRSS")
+        with (
+            tempfile.TemporaryDirectory(dir=folder) as inside,
+            nvmeio.torch.offload(
+                make(params, **FORMS[form]), inside, memory=memory
+            ) as optimizer,
+        ):
+            for _ in range(2):
+                optimizer.step()
+        found[kind] = _memory("VmHWM") - before
+    report(found)
