@@ -235,7 +235,9 @@ def public_callables():
             member = getattr(module, name)
             if inspect.isclass(member) and not issubclass(member, BaseException):
                 for method, function in inspect.getmembers(member, callable):
-                    if not method.startswith("_"):
+                    owner = next(each for each in member.__mro__ if method in vars(each))
+                    ours = owner.__module__.partition(".")[0] == "nvmeio"
+                    if ours and not method.startswith("_"):
                         parameters = inspect.signature(function).parameters
                         yield f"{name}.{method}", [*parameters.values()]
             if not (inspect.isclass(member) and issubclass(member, BaseException)):
