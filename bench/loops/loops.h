@@ -19,7 +19,7 @@ struct turn {
 typedef int command(char **words, struct turn *turn);
 
 command plain_blocks, plain_files, plain_open_files, plain_fresh, plain_gather,
-    plain_opens, plain_threads;
+    plain_both, plain_opens, plain_threads;
 command engine_blocks, engine_opens, engine_threads;
 command model_load, model_cached, model_save;
 

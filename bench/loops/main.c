@@ -139,19 +139,13 @@ static const struct {
     int words;
     command *run;
 } commands[] = {
-    {"plain blocks", 6, plain_blocks},
-    {"plain files", 6, plain_files},
-    {"plain open files", 6, plain_open_files},
-    {"plain fresh", 6, plain_fresh},
-    {"plain gather", 5, plain_gather},
-    {"plain opens", 2, plain_opens},
-    {"plain threads", 3, plain_threads},
-    {"engine blocks", 5, engine_blocks},
-    {"engine opens", 2, engine_opens},
-    {"engine threads", 4, engine_threads},
-    {"model load", 4, model_load},
-    {"model cached", 3, model_cached},
-    {"model save", 4, model_save},
+    {"plain blocks", 6, plain_blocks},         {"plain files", 6, plain_files},
+    {"plain open files", 6, plain_open_files}, {"plain fresh", 6, plain_fresh},
+    {"plain gather", 5, plain_gather},         {"plain both", 5, plain_both},
+    {"plain opens", 2, plain_opens},           {"plain threads", 3, plain_threads},
+    {"engine blocks", 5, engine_blocks},       {"engine opens", 2, engine_opens},
+    {"engine threads", 4, engine_threads},     {"model load", 4, model_load},
+    {"model cached", 3, model_cached},         {"model save", 4, model_save},
 };
 
 static int carry_out(char *line, struct turn *turn)

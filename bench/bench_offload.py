@@ -1,0 +1,37 @@
+"""Compares training beyond memory with the least that it takes.
+
+Steps of optimizers whose states are on the drive, beside the same update in memory and a
+plain loop that reads and writes as many bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from pathlib import Path
+
+from duels import fight
+from loop_child import loop_child
+from machine import arguments, machine
+from optimizers import optimizer_duels
+from peers import Peers
+from report import finish
+
+
+def main() -> None:
+    """Measure and report; what was measured never changes the exit status."""
+    options = arguments(__doc__, ("1G", "16M"), (7, 2))
+    peers = Peers()
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(
+            tempfile.TemporaryDirectory(prefix="nvmeio-bench-", dir=options.dir)
+        )
+        child = stack.enter_context(loop_child(peers))
+        about = machine(options.dir) | {"size": options.size, "rounds": options.rounds}
+        duels = list(optimizer_duels(Path(folder), options.size, child, stack))
+        fight(duels, options.rounds)
+    finish("offload", about, duels, peers.left_out, options.json)
+
+
+if __name__ == "__main__":
+    main()

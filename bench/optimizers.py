@@ -1,0 +1,75 @@
+"""Rows of offloaded optimizers: beside the update alone in memory, and the plain loop."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from duels import Duel, Goal, Sample, measured
+from loop_child import LoopChild
+
+import nvmeio.torch
+
+__all__ = ["optimizer_duels"]
+
+BLOCK = 1 << 20
+# As much memory as the windows of an offloaded optimizer take.
+DEPTH = 96
+COUNT = 32
+FORMS: dict[str, dict[str, bool]] = {
+    "for-loop": {"foreach": False},
+    "foreach": {"foreach": True},
+    "fused": {"fused": True},
+}
+
+
+def params_of(size: int) -> list[torch.nn.Parameter]:
+    """Make parameters with gradients, of which AdamW has `size` bytes of states."""
+    made = [torch.nn.Parameter(torch.ones(size // COUNT // 8)) for _ in range(COUNT)]
+    for param in made:
+        param.grad = torch.full_like(param, 0.5)
+    return made
+
+
+def optimizer_duels(
+    folder: Path, size: int, child: LoopChild | None, stack: contextlib.ExitStack
+) -> Iterator[Duel]:
+    """Pair a step of AdamW with the larger of its update in memory and the loop."""
+    if child is None:
+        return
+    file = folder / "states"
+    with open(file, "wb") as made:
+        for _ in range(size // BLOCK):
+            made.write(bytes(BLOCK))
+    for form, options in FORMS.items():
+        ordinary: Any = torch.optim.AdamW(params_of(size), **options)
+        inner = torch.optim.AdamW(params_of(size), **options)
+        offloaded = stack.enter_context(nvmeio.torch.offload(inner, folder / form))
+
+        def step(optimizer: Any) -> Sample:
+            # Read and written.
+            return measured(lambda: (optimizer.step(), 2 * size)[1])
+
+        def alone(optimizer: Any = ordinary) -> Sample:
+            return step(optimizer)
+
+        def limit(optimizer: Any = ordinary) -> Sample:
+            loop = child.run("plain both", file, BLOCK, DEPTH, size, "huge")
+            return max(loop, step(optimizer), key=lambda sample: sample.seconds)
+
+        def ours(optimizer: Any = offloaded) -> Sample:
+            return step(optimizer)
+
+        yield Duel(
+            f"a step of AdamW, {form}",
+            ("offloaded", "the larger of its update and the loop"),
+            (ours, limit),
+            False,
+            (Goal("time", 1.2),),
+        )
+        yield Duel(
+            f"a step of AdamW, {form}", ("offloaded", "in memory"), (ours, alone), False
+        )
