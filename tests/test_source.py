@@ -36,7 +36,7 @@ FOLDERS = {
     "safetensors": {"", "_arguments", "_events", "_files", "_memory", "_native"},
     "torch": {
         *("", "checkpoint", "safetensors"),
-        *("_arguments", "_arrays", "_files", "_memory", "_native"),
+        *("_arguments", "_arrays", "_events", "_files", "_memory", "_native"),
     },
     "checkpoint": {
         *("", "safetensors"),

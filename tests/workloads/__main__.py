@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 SUBJECTS = (
-    *("callbacks", "checkpoints", "dcp", "defaults", "exits", "faults", "forks"),
-    *("futures", "loaders", "memory", "models", "optimizers", "signals"),
+    *("activations", "callbacks", "checkpoints", "dcp", "defaults", "exits", "faults"),
+    *("forks", "futures", "loaders", "memory", "models", "optimizers", "signals"),
 )
 
 

@@ -8,6 +8,7 @@ import torch
 
 from nvmeio._memory.registry import register
 from nvmeio.torch import _tensors
+from nvmeio.torch.activations import save_on_disk
 from nvmeio.torch.data import ArrayDataset, BatchStream, TokenDataset
 from nvmeio.torch.memory import empty, empty_like
 from nvmeio.torch.optimizers import OffloadedOptimizer, offload
@@ -25,6 +26,7 @@ __all__ = [
     "offload",
     "open_stream",
     "save",
+    "save_on_disk",
 ]
 
 register(torch.Tensor, _tensors)

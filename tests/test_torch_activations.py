@@ -1,0 +1,775 @@
+"""Training with saved tensors on disk: to the bit what it is without, or an error."""
+
+import contextlib
+import gc
+import os
+import threading
+import warnings
+
+import pytest
+
+from children import run_child, run_with_faults
+from ranks import together
+from workloads.common import thread_count
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+
+# Imported late, for the module cannot be imported where torch is not.
+from torch.utils.checkpoint import checkpoint  # noqa: E402
+
+from nvmeio.torch import save_on_disk  # noqa: E402
+from workloads.activations import (  # noqa: E402
+    SMALL,
+    bits,
+    bytes_on_disk,
+    mlp,
+    same_bits,
+    transformer,
+)
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Sums are in one order."""
+    count = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(count)
+
+
+@pytest.fixture
+def saving(tmp_path):
+    """Make contexts that have nearly everything on disk; nothing is left of them."""
+    gc.collect()
+    before = thread_count(), len(os.listdir("/proc/self/fd"))
+
+    def saving(**options):
+        return save_on_disk(tmp_path, **{"min_bytes": SMALL, "memory": 0, **options})
+
+    yield saving
+    gc.collect()
+    assert os.listdir(tmp_path) == []
+    assert (thread_count(), len(os.listdir("/proc/self/fd"))) == before
+
+
+def both(saving, step):
+    """Return what a step gives without the context and in it."""
+    torch.manual_seed(0)
+    expected = step()
+    torch.manual_seed(0)
+    with saving():
+        found = step()
+    return found, expected
+
+
+MODELS = {"mlp": mlp, "transformer": transformer}
+
+
+@pytest.mark.parametrize("memory", ["0", "300KiB", "1GiB"])
+@pytest.mark.parametrize("name", MODELS)
+def test_twenty_steps_are_those_without_it(engine, saving, monkeypatch, name, memory):
+    monkeypatch.setenv("NVMEIO_ENGINE", engine)
+    expected = MODELS[name](contextlib.nullcontext, steps=20)
+    assert same_bits(MODELS[name](lambda: saving(memory=memory), steps=20), expected)
+
+
+class Saves(torch.autograd.Function):
+    """Saves a tensor as it is, and shows what comes back."""
+
+    @staticmethod
+    def forward(ctx, x, *tensors):
+        ctx.save_for_backward(*tensors)
+        ctx.found = []
+        Saves.last = ctx.found
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, grad):
+        Saves.last.extend(ctx.saved_tensors)
+        return (grad, *[None] * len(ctx.saved_tensors))
+
+
+def come_back(context, *tensors):
+    """Return tensors as they come back from a graph."""
+    with context:
+        y = Saves.apply(torch.ones(1, requires_grad=True), *tensors)
+    y.backward()
+    found, Saves.last = Saves.last, None
+    return found
+
+
+LAYOUTS = {
+    "dense": lambda t: t,
+    "transposed": lambda t: t.transpose(0, 1),
+    "expanded": lambda t: t[:, None].expand(-1, 3, -1),
+    "a row, many times": lambda t: t[1].expand(40, -1),
+    "overlapping": lambda t: t.view(-1).unfold(0, 64, 8),
+    "a chunk": lambda t: t.chunk(3, -1)[1],
+    "every other one": lambda t: t[:, ::2],
+    "a column": lambda t: t[:, 5:6],
+    "a column of an expanded": lambda t: t[:, None, 5:6].expand(-1, 3, -1),
+    "its end": lambda t: t[1:],
+    "a few rows": lambda t: t[7:9],
+    "at an odd place": lambda t: t.view(-1)[3:].view(-1)[: 40 * 95].view(40, 95),
+}
+DTYPES = [
+    *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn),
+    *(torch.complex64, torch.complex128, torch.bool, torch.int8, torch.int64),
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_layout_comes_back_as_it_was(saving, dtype, layout):
+    numbers = torch.randint(0, 256, (40 * 96 * dtype.itemsize,), dtype=torch.uint8)
+    if dtype == torch.bool:
+        numbers %= 2
+    tensor = LAYOUTS[layout](numbers.view(dtype).view(40, 96))
+    context = saving(min_bytes=1)
+    with context:
+        y = Saves.apply(torch.ones(1, requires_grad=True), tensor)
+        assert bytes_on_disk() > 0
+    expected = bits(tensor), tensor.shape, tensor.stride(), tensor.dtype
+    address = tensor.data_ptr() % 64
+    del tensor
+    y.backward()
+    (found,) = Saves.last
+    assert (bits(found), found.shape, found.stride(), found.dtype) == expected
+    assert found.data_ptr() % 64 == address
+
+
+@pytest.mark.parametrize("memory", [0, 1 << 30])
+def test_lazy_conjugates_and_negatives_come_back_lazy(saving, memory):
+    z = torch.randn(40, 40, dtype=torch.complex64)
+    lazy = [z, z.conj(), z.imag, z.conj().imag, z.conj().T, torch._neg_view(z.real)]
+    found = come_back(saving(memory=memory), *lazy)
+    for one, other in zip(found, lazy, strict=True):
+        assert (one.is_conj(), one.is_neg()) == (other.is_conj(), other.is_neg())
+        assert bits(one) == bits(other)
+    assert [t.is_conj() for t in found] == [False, True, False, False, True, False]
+    assert [t.is_neg() for t in found] == [False, False, False, True, False, True]
+
+
+def test_tensors_without_elements_stay_and_come_back(saving):
+    with saving(min_bytes=0):
+        found = come_back(contextlib.nullcontext(), torch.empty(3, 0), torch.empty(0))
+        assert bytes_on_disk() == 0
+    assert [t.shape for t in found] == [(3, 0), (0,)]
+
+
+def test_what_is_no_plain_tensor_stays_and_comes_back(saving):
+    class Mine(torch.Tensor):
+        pass
+
+    mine = torch.randn(50, 50).as_subclass(Mine)
+    sparse = torch.randn(50, 50).to_sparse()
+    meta = torch.empty(50, 50, device="meta")
+    parts = [torch.randn(30, 50), torch.randn(20, 50)]
+    nested = torch.nested.nested_tensor(parts, layout=torch.jagged)
+    with saving():
+        found = come_back(contextlib.nullcontext(), mine, sparse, meta, nested)
+        assert bytes_on_disk() == 0
+    assert type(found[0]) is Mine
+    assert torch.equal(torch.Tensor(found[0]), torch.Tensor(mine))
+    assert torch.equal(found[1].to_dense(), sparse.to_dense())
+    assert found[2].device.type == "meta"
+    assert torch.equal(found[3].values(), nested.values())
+
+
+def test_memory_of_what_was_saved_is_given_back(saving):
+    with saving(memory="64KiB"):
+        x = torch.randn(64, 256, requires_grad=True)
+        y, storages = x * 2, []
+        for _ in range(20):
+            storages.append(
+                torch.multiprocessing.reductions.StorageWeakRef(y.untyped_storage())
+            )
+            y = y.sin()
+            # 64 KiB each: one that is held, and the newest.
+            assert sum(not storage.expired() for storage in storages) <= 2
+    assert bytes_on_disk() >= 19 * 65536
+    y.sum().backward()
+
+
+CHANGES = {
+    "itself": lambda y: y.add_(1),
+    "a view": lambda y: y[0].add_(1),
+    "detached": lambda y: y.detach().add_(1),
+    "a view of it detached": lambda y: y.detach().view(-1)[5:].mul_(2),
+    "out=": lambda y: torch.add(y.detach(), 1, out=y.detach()),
+    "counted by hand": lambda y: torch.autograd.graph.increment_version(y),
+}
+
+
+@pytest.mark.parametrize("size", [4, 4000])
+@pytest.mark.parametrize("memory", [0, 1 << 30])
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_in_place_is_what_torch_says_without_hooks(saving, memory, change, size):
+    words = "modified by an inplace operation: .*is at version [12]; expected version 0"
+    for context in (contextlib.nullcontext(), saving(memory=memory)):
+        x = torch.randn(size, requires_grad=True)
+        with context:
+            y = x.exp()
+            z = y * 1
+            with torch.no_grad():
+                CHANGES[change](y)
+            with pytest.raises(RuntimeError, match=words):
+                z.sum().backward()
+
+
+@pytest.mark.parametrize("size", [4, 4000])
+def test_a_weight_that_the_optimizer_changes_too_early_is_noticed(saving, size):
+    for context in (contextlib.nullcontext(), saving()):
+        model = torch.nn.Linear(size, 4)
+        optimizer = torch.optim.SGD(model.parameters())
+        x = torch.randn(10, size, requires_grad=True)
+        with context:
+            loss = model(x).sum()
+        loss.backward(retain_graph=True)
+        optimizer.step()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+def test_a_change_before_the_save_and_one_after_the_last_use_are_none(saving):
+    def step():
+        x = torch.randn(4000, requires_grad=True)
+        y = (x * 2).add_(1)
+        z = y.exp()
+        grad = torch.autograd.grad(z.sum(), x)
+        with torch.no_grad():
+            z.zero_()
+        return grad
+
+    found, expected = both(saving, step)
+    assert same_bits(found, expected)
+
+
+def test_a_backward_that_changes_what_it_was_given_is_noticed_by_the_next(saving):
+    class Changes(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x * 1)
+            return x * 1
+
+        @staticmethod
+        def backward(ctx, grad):
+            (saved,) = ctx.saved_tensors
+            return grad * saved.mul_(2)
+
+    for context in (contextlib.nullcontext(), saving(), saving(memory=1 << 30)):
+        with context:
+            y = Changes.apply(torch.randn(4000, requires_grad=True))
+        y.sum().backward(retain_graph=True)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
+
+
+def test_equal_saves_are_written_once(saving):
+    with saving():
+        x = torch.randn(64, 1024, requires_grad=True) * 1
+        # By exp its result, by each product its factor, and all views.
+        y = x.exp()
+        for view in (y, y.view(-1), y.T, y.detach(), *y.chunk(3, -1), y[2:50]):
+            view.mul(view.detach() if view.requires_grad else x.view(-1)[:1])
+            once = Saves.apply(torch.ones(1, requires_grad=True), view)
+        assert bytes_on_disk() == y.nbytes
+        Saves.apply(torch.ones(1, requires_grad=True), once, y.clone())
+        assert bytes_on_disk() == 2 * y.nbytes
+
+
+def test_what_has_changed_in_between_is_written_again(saving):
+    def step():
+        x = torch.randn(4000)
+        first = Saves.apply(torch.ones(1, requires_grad=True), x.clone())
+        y = torch.randn(4000, requires_grad=True) * 1
+        a = (y * x).sum()
+        x.add_(1)
+        b = (y * x).sum()
+        return torch.autograd.grad(b, y), first, a
+
+    found, expected = both(saving, step)
+    assert same_bits(found[0], expected[0])
+
+
+def test_memory_that_counts_by_itself_is_written_again(saving):
+    x = torch.randn(4000)
+    alias = x.data
+    with saving():
+        ones = torch.ones(1, requires_grad=True)
+        first = Saves.apply(ones, x)
+        before = bits(x)
+        # At the version that x has: it is told apart by its counter.
+        torch._C._autograd._unsafe_set_version_counter((alias,), (0,))
+        x.numpy()[:] = 3
+        second = Saves.apply(ones, alias)
+    second.backward()
+    assert bits(Saves.last.pop()) == bits(x) != before
+    del first
+
+
+def test_a_graph_may_be_used_twice_and_goes_then(saving):
+    with saving():
+        x = torch.randn(4000, requires_grad=True)
+        z = x.exp().sin().sum()
+    z.backward(retain_graph=True)
+    first, x.grad = x.grad, None
+    assert bytes_on_disk() > 0
+    z.backward()
+    assert torch.equal(first, x.grad)
+    assert bytes_on_disk() == 0
+
+
+class Holder(torch.nn.Module):
+    """Has parameters and buffers of each kind, and uses those of another one."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(64, 256))
+        self.frozen = torch.nn.Parameter(torch.randn(256, 64), requires_grad=False)
+        self.register_buffer("scale", torch.randn(256))
+        self.inner = torch.nn.Module()
+        self.inner.register_buffer("table", torch.randn(512, 64), persistent=False)
+        self.inner.weight = torch.nn.Parameter(torch.randn(64, 64))
+
+    def forward(self, x):
+        x = (x @ self.weight) * self.scale
+        x = (
+            (x @ self.frozen.detach().clone().copy_(self.frozen))
+            if self.copies
+            else x @ self.frozen
+        )
+        x = x @ self.inner.weight.T * self.inner.table[: len(x)]
+        return x * self.inner.table.data[:1]
+
+    copies = False
+
+
+def test_parameters_buffers_and_views_of_them_stay(saving):
+    model = Holder()
+    x = torch.randn(2, 64, requires_grad=True)
+    for call in (model, lambda x: torch.func.functional_call(model, {}, x)):
+        with saving(min_bytes=4096):
+            loss = call(x).sum()
+            assert bytes_on_disk() == 0
+        loss.backward()
+    # A copy is none of them.
+    model.copies = True
+    with saving(min_bytes=4096):
+        loss = model(x).sum()
+        assert bytes_on_disk() == model.frozen.nbytes
+    loss.backward()
+
+
+def test_views_of_parameters_stay_outside_of_modules_too(saving):
+    weight = torch.nn.Parameter(torch.randn(64, 256))
+    leaf = torch.randn(64, 64, requires_grad=True)
+    with saving(min_bytes=4096):
+        loss = (leaf @ weight).sum() + (leaf.T @ weight[:64]).sum()
+        assert bytes_on_disk() == 0
+    loss.backward()
+
+
+def test_copies_that_autocast_made_of_weights_leave(saving):
+    def step():
+        model = torch.nn.Linear(256, 256, bias=False)
+        x = torch.randn(4, 256, requires_grad=True)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(x).square().sum()
+        disk.append(bytes_on_disk())
+        loss.backward()
+        return model.weight.grad, x.grad
+
+    disk = []
+    found, expected = both(lambda: saving(min_bytes=65536), step)
+    assert disk == [0, 256 * 256 * 2]
+    assert same_bits(found, expected)
+
+
+def test_double_backward(saving):
+    def step():
+        x = torch.randn(4000, requires_grad=True)
+        y = (x.sin() * x.exp()).sum()
+        (grad,) = torch.autograd.grad(y, x, create_graph=True)
+        (second,) = torch.autograd.grad(grad.square().sum(), x, create_graph=True)
+        return grad, second, *torch.autograd.grad(second.sum(), x)
+
+    found, expected = both(saving, step)
+    assert same_bits(found, expected)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpoint(saving, inside, use_reentrant):
+    def step(context):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(64, 512), torch.nn.GELU())
+        last = torch.nn.Linear(512, 4)
+        x = torch.randn(32, 64, requires_grad=True)
+
+        def block(x):
+            with context() if inside else contextlib.nullcontext():
+                return model(x)
+
+        with contextlib.nullcontext() if inside else context():
+            y = last(checkpoint(block, x * 2, use_reentrant=use_reentrant))
+            if not inside:
+                loss = y.sum()
+        if inside:
+            loss = y.sum()
+        loss.backward()
+        return [x.grad, *(p.grad for p in (*model.parameters(), *last.parameters()))]
+
+    assert same_bits(step(saving), step(contextlib.nullcontext))
+
+
+def test_selective_checkpoint(saving):
+    from torch.utils.checkpoint import create_selective_checkpoint_contexts as selective
+
+    ops = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
+
+    def step(context):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(64, 512), torch.nn.GELU())
+        x = torch.randn(32, 64, requires_grad=True)
+
+        def block(x):
+            with context():
+                return model(x).sin()
+
+        y = checkpoint(block, x * 2, use_reentrant=False, context_fn=lambda: selective(ops))
+        y.sum().backward()
+        return [x.grad, *(p.grad for p in model.parameters())]
+
+    assert same_bits(step(saving), step(contextlib.nullcontext))
+
+
+def test_an_exception_half_way_leaves_nothing(saving):
+    def step():
+        x = torch.randn(4000, requires_grad=True)
+        y = x.exp().sin()
+        raise ValueError(f"half-way, {y.shape}")
+
+    with pytest.raises(ValueError, match="half-way"), saving(memory=1 << 30):
+        step()
+
+
+def test_a_graph_that_is_dropped_leaves_nothing(saving):
+    with saving(memory=1 << 30):
+        for _ in range(3):
+            torch.randn(4000, requires_grad=True).exp().sin()
+        y = torch.randn(4000, requires_grad=True).exp().sin()
+        y.circle = [y]
+    del y
+
+
+def test_of_nested_contexts_the_inner_one_counts(saving, tmp_path):
+    def step(outer, inner):
+        torch.manual_seed(0)
+        x = torch.randn(4000, requires_grad=True)
+        with outer():
+            y = x.exp()
+            with inner():
+                z = y.sin()
+            w = z.cos()
+        return torch.autograd.grad(w.sum(), x)
+
+    plain = step(contextlib.nullcontext, contextlib.nullcontext)
+    assert same_bits(step(saving, lambda: saving(memory=1 << 30)), plain)
+    assert same_bits(step(saving, torch.autograd.graph.save_on_cpu), plain)
+    assert same_bits(step(torch.autograd.graph.save_on_cpu, saving), plain)
+
+
+def test_contexts_in_threads_are_apart(saving):
+    wrong = []
+
+    def work(seed):
+        numbers = torch.Generator().manual_seed(seed)
+        x = torch.randn(40_000, generator=numbers).requires_grad_()
+        grads = []
+        for context in (saving(memory="200KB"), contextlib.nullcontext()):
+            with context:
+                y = x
+                for _ in range(10):
+                    y = y.sin().exp()
+            grads += torch.autograd.grad(y.sum(), x)
+        if not torch.equal(*grads):
+            wrong.append(seed)
+
+    threads = [threading.Thread(target=work, args=[seed]) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+def test_backward_in_other_threads(saving):
+    x = torch.randn(40_000, requires_grad=True)
+
+    def forward():
+        y = x
+        for _ in range(10):
+            y = y.sin().exp()
+        return y.sum()
+
+    expected = torch.autograd.grad(forward(), x)
+    found = []
+    with saving(memory="300KB"):
+        losses = [forward() for _ in range(3)]
+    threads = [
+        threading.Thread(
+            target=lambda loss=loss: found.append(torch.autograd.grad(loss, x))
+        )
+        for loss in losses
+    ]
+    del losses
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    del threads
+    assert len(found) == 3
+    assert all(same_bits(grads, expected) for grads in found)
+
+
+def test_hooks_of_the_user_inside_take_their_turn(saving):
+    packed = []
+
+    def pack(tensor):
+        packed.append(tensor.shape)
+        return tensor.detach()
+
+    def step():
+        x = torch.randn(4000, requires_grad=True)
+        y = x.exp()
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            y = y.sin()
+        return torch.autograd.grad(y.cos().sum(), x)
+
+    found, expected = both(saving, step)
+    assert same_bits(found, expected)
+    assert len(packed) == 2
+
+
+def test_without_gradients_nothing_is_saved(saving):
+    x = torch.randn(4000, requires_grad=True)
+    with saving():
+        with torch.no_grad():
+            x.exp().sin()
+        with torch.inference_mode():
+            x.exp().sin()
+        assert bytes_on_disk() == 0
+        y = x.exp()
+    y.sum().backward()
+    assert torch.equal(x.grad, x.exp())
+
+
+@pytest.mark.parametrize("name", ["grad", "vjp", "jacrev", "hessian"])
+def test_transforms_of_torch_func_are_refused(saving, name):
+    x = torch.randn(4000)
+    transform = getattr(torch.func, name)
+    calls = {"vjp": lambda: transform(torch.sin, x)}
+    call = calls.get(name, lambda: transform(lambda x: x.sin().sum())(x))
+    with (
+        pytest.raises(RuntimeError, match=r"inside of nvmeio.torch.save_on_disk"),
+        saving(),
+    ):
+        call()
+    with pytest.raises(RuntimeError, match="saved tensor hooks"):
+        torch.func.grad(lambda x: opened(saving, x))(x)
+
+
+def opened(saving, x):
+    with saving():
+        return x.sin().sum()
+
+
+def test_vmap_and_forward_mode_work(saving):
+    def step():
+        x = torch.randn(50, 80, requires_grad=True)
+        y = torch.func.vmap(lambda row: row.sin() * row.exp())(x)
+        _, tangent = torch.func.jvp(torch.sin, (y,), (torch.ones_like(y),))
+        jacobian = torch.autograd.functional.jacobian(
+            lambda v: v.exp() * v, x[0].detach(), vectorize=True
+        )
+        return *torch.autograd.grad((y * tangent).sum(), x), jacobian
+
+    found, expected = both(lambda: saving(min_bytes=1), step)
+    assert same_bits(found, expected)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+def test_compiled_functions_inside_work(tmp_path, backend):
+    # What compiles has threads and files of its own.
+    def saving():
+        return save_on_disk(tmp_path, min_bytes=SMALL, memory=0)
+
+    def step():
+        torch.manual_seed(0)
+        block = torch.nn.Sequential(torch.nn.Linear(64, 512), torch.nn.GELU())
+        last = torch.nn.Linear(512, 4)
+        compiled = torch.compile(block, backend=backend)
+        total = []
+        for _ in range(3):
+            x = torch.randn(32, 64, requires_grad=True)
+            loss = last(compiled(x * 2)).sum()
+            disk.append(bytes_on_disk())
+            loss.backward()
+            total += [x.grad, *(p.grad.clone() for p in block.parameters())]
+        return total
+
+    disk = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch._dynamo.reset()
+        found, expected = both(saving, step)
+        torch._dynamo.reset()
+    assert same_bits(found, expected)
+    assert min(disk[3:]) > 0 == max(disk[:3])
+    gc.collect()
+    assert bytes_on_disk() == 0
+
+
+def test_batch_norm_and_its_buffers(saving):
+    def step():
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(
+            torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8), torch.nn.ReLU(inplace=True)
+        )
+        grads = []
+        for _ in range(3):
+            model(torch.randn(4, 3, 20, 20)).square().mean().backward()
+            grads += [p.grad.clone() for p in model.parameters()]
+        return [*grads, *(b.float() for b in model.buffers())]
+
+    found, expected = both(saving, step)
+    assert same_bits(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"memory": -1}, ValueError, "memory is -1; it must be 0 bytes"),
+        ({"memory": "much"}, ValueError, "memory is 'much'"),
+        ({"memory": "1.3B"}, ValueError, "memory is '1.3B'"),
+        ({"memory": 1 << 63}, ValueError, "memory is 9223372036854775808"),
+        ({"min_bytes": 1.5}, TypeError, "min_bytes is 1.5; it must be a number"),
+        ({"min_bytes": True}, TypeError, "min_bytes is True"),
+        ({"min_bytes": None}, TypeError, "min_bytes is None"),
+        ({"min_byte": 1}, TypeError, "did you mean 'min_bytes'"),
+        ({"folder": 3.5}, TypeError, "path is 3.5"),
+    ],
+)
+def test_wrong_arguments_are_named(tmp_path, options, error, words):
+    with pytest.raises(error, match=words):
+        save_on_disk(**{"folder": tmp_path, **options})
+
+
+@pytest.mark.parametrize("kind", [str, os.fsencode, lambda path: path])
+def test_folders_are_named_in_every_way(saving, tmp_path, kind):
+    with save_on_disk(kind(tmp_path), min_bytes="1 KiB", memory=0):
+        y = torch.randn(4000, requires_grad=True).exp()
+        assert bytes_on_disk() > 0
+    del y
+
+
+def test_a_folder_that_is_missing_is_named(tmp_path):
+    with (
+        pytest.raises(FileNotFoundError, match="missing"),
+        save_on_disk(tmp_path / "missing"),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_ddp_on_gloo(tmp_path, size):
+    for report in together(tmp_path, "train_together", size, folder=str(tmp_path)):
+        assert report == {"same": True, "on disk": True}
+
+
+def test_forked_workers_of_a_data_loader_do_not_disturb(tmp_path):
+    report = run_child("train_beside_workers", folder=str(tmp_path)).report
+    assert report == {"same": True, "on disk": True, "left": 0}
+
+
+def test_a_forked_child_keeps_its_own_in_memory(tmp_path):
+    report = run_child("train_in_a_child", folder=str(tmp_path)).report
+    assert report["child"] == ["same", "before a fork"]
+    assert report["parent"]
+
+
+@pytest.mark.parametrize("when", ["forward", "backward"])
+def test_ctrl_c_leaves_nothing_with_the_kernel(faulty, when):
+    (faulty / "control").touch()
+    report = run_child("ctrl_c_while_training", folder=str(faulty), when=when).report
+    assert report == {"interrupted": True, "held": True, "files": 0, "same": True}
+
+
+@pytest.mark.parametrize(
+    ("fault", "name"),
+    [("pwrite64:error=ENOSPC:when=3+", "ENOSPC"), ("pwrite64:error=EIO:when=3+", "EIO")],
+)
+def test_a_drive_that_fails_is_an_error_of_the_step(tmp_path, fault, name):
+    report = run_with_faults(
+        "train_with_faults", fault, folder=str(tmp_path), env={"NVMEIO_ENGINE": "sync"}
+    ).report
+    assert report["outcome"] == name
+    assert report["filename"] == str(tmp_path)
+    assert report["left"] == 0
+
+
+def test_a_read_that_fails_is_an_error_of_the_backward_pass(tmp_path):
+    fault = "pread64:error=EIO:when=2+"
+    report = run_with_faults(
+        "train_with_faults", fault, folder=str(tmp_path), env={"NVMEIO_ENGINE": "sync"}
+    ).report
+    assert report["outcome"] == "EIO"
+    assert report["where"] == "backward"
+    assert report["left"] == 0
+
+
+def test_bfloat16_under_autocast(tmp_path):
+    env = {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE"}
+    report = run_child("train_in_bfloat16", folder=str(tmp_path), env=env).report
+    assert report == {"same": True, "on disk": True}
+
+
+@needs_cuda
+def test_tensors_of_a_device_come_back_to_it(saving):
+    def step():
+        x = torch.randn(300, 300, device="cuda", requires_grad=True)
+        y = x
+        for _ in range(10):
+            y = (y @ y.T.contiguous()).sin()
+        disk.append(bytes_on_disk())
+        return [grad.cpu() for grad in torch.autograd.grad(y.sum(), x)]
+
+    disk = []
+    found, expected = both(saving, step)
+    assert same_bits(found, expected)
+    assert disk[1] > 0
+
+
+def test_a_storage_that_was_resized_is_written_again(saving):
+    x = torch.zeros(4000)
+    with saving():
+        ones = torch.ones(1, requires_grad=True)
+        first = Saves.apply(ones, x)
+        # As FSDP does, so that the version stays.
+        with torch.autograd._unsafe_preserve_version_counter(x):
+            x.untyped_storage().resize_(0)
+            x.untyped_storage().resize_(80_000)
+            x.set_(x.untyped_storage(), 0, (20_000,))
+            x.fill_(3)
+        second = Saves.apply(ones, x)
+    second.backward()
+    assert torch.equal(Saves.last.pop(), torch.full((20_000,), 3.0))
+    del first
+
+
+def test_a_child_that_leaves_by_an_exception_waits_for_nothing(tmp_path):
+    report = run_child("leave_in_a_child", folder=str(tmp_path)).report
+    assert report == {"child": 7, "parent": True}

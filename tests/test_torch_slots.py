@@ -1,0 +1,349 @@
+"""Slots: bytes leave memory within its limit, and come back before they are asked for."""
+
+import errno
+import gc
+import itertools
+import os
+import random
+import threading
+
+import pytest
+
+from workloads.common import Faults, thread_count
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+
+# Imported late, for the module cannot be imported where torch is not.
+from nvmeio import File  # noqa: E402
+from nvmeio.torch import _slots  # noqa: E402
+from nvmeio.torch._slots import SlotFile, memory_of  # noqa: E402
+
+SIZE = 40_000
+
+
+def tensor_of(number, size=SIZE):
+    """Return bytes that only this number has."""
+    numbers = torch.Generator().manual_seed(number)
+    return torch.randint(0, 256, (size,), dtype=torch.uint8, generator=numbers)
+
+
+def written(file, number, size=SIZE):
+    """Write a tensor that nobody else holds."""
+    tensor = tensor_of(number, size)
+    return file.write(tensor, tensor)
+
+
+def in_memory(slots):
+    return [slot.serial for slot in slots if slot.data is not None]
+
+
+def test_memory_holds_the_newest_and_reads_go_ahead_to_the_oldest(tmp_path):
+    file = SlotFile(str(tmp_path), 3 * SIZE)
+    slots = [written(file, number) for number in range(8)]
+    assert in_memory(slots) == [5, 6, 7]
+    file.drain()
+    for number in reversed(range(8)):
+        assert torch.equal(file.read(slots[number]), tensor_of(number))
+        assert file.held <= 3 * SIZE
+        # Two more are read while this one is used.
+        assert in_memory(slots) == [*range(max(number - 2, 0), max(number, 2) + 1)]
+
+
+def test_a_guess_that_was_wrong_gives_its_memory_back(tmp_path):
+    file = SlotFile(str(tmp_path), 3 * SIZE)
+    slots = [written(file, number) for number in range(9)]
+    file.drain()
+    assert torch.equal(file.read(slots[5]), tensor_of(5))
+    assert in_memory(slots) == [3, 4, 5]
+    # What is on its way cannot be given back.
+    file.drain()
+    assert torch.equal(file.read(slots[2]), tensor_of(2))
+    assert in_memory(slots) == [0, 1, 2]
+    file.drain()
+    assert torch.equal(file.read(slots[8]), tensor_of(8))
+    assert in_memory(slots) == [6, 7, 8]
+
+
+def test_one_that_is_larger_than_all_memory_passes_alone(tmp_path):
+    file = SlotFile(str(tmp_path), 1000)
+    slots = [written(file, number) for number in range(3)]
+    assert file.held == 0
+    for number in (1, 2, 0):
+        assert torch.equal(file.read(slots[number]), tensor_of(number))
+        assert file.held == 0
+
+
+@pytest.mark.parametrize("memory", [0, SIZE, 5 * SIZE, 1 << 30])
+def test_any_order_gives_the_right_bytes_within_memory(engine, folder, memory, monkeypatch):
+    monkeypatch.setenv("NVMEIO_ENGINE", engine)
+    draw = random.Random(memory)
+    file = SlotFile(str(folder), memory)
+    slots = {}
+    for number in range(400):
+        what = draw.random()
+        if what < 0.4 or not slots:
+            size = draw.choice([1, 4095, 4096, 4097, SIZE])
+            slots[number] = written(file, number, size)
+        else:
+            chosen = draw.choice(list(slots))
+            slot = slots[chosen]
+            if what < 0.8:
+                assert torch.equal(file.read(slot), tensor_of(chosen, slot.nbytes))
+            else:
+                file.drop(slots.pop(chosen))
+        assert file.held <= memory
+        taken = sorted((slot.place, slot.place + slot.nbytes) for slot in slots.values())
+        assert all(low[1] <= high[0] for low, high in itertools.pairwise(taken))
+    for number, slot in slots.items():
+        assert torch.equal(file.read(slot), tensor_of(number, slot.nbytes))
+    assert file._handle.stats()["engine"] == engine
+
+
+def test_room_in_the_file_is_used_again(tmp_path):
+    file = SlotFile(str(tmp_path), 2 * SIZE)
+    for number in range(50):
+        slot = written(file, number)
+        assert torch.equal(file.read(slot), tensor_of(number))
+        file.drop(slot)
+    # Those in flight keep their places for a while.
+    assert file._file.size <= 6 * SIZE
+
+
+def test_room_is_joined_with_its_neighbours():
+    room = _slots._Room()
+    places = [room.take(size) for size in (1, 4096, 4097, 1)]
+    assert places == [0, 4096, 8192, 16384]
+    room.give(0, 1)
+    room.give(8192, 4097)
+    assert room.take(8193) == 20480
+    room.give(4096, 4096)
+    assert room.take(16384) == 0
+    room.give(0, 16384)
+    room.give(16384, 1)
+    room.give(20480, 8193)
+    assert (room._gaps, room._end) == ([], 0)
+
+
+def test_threads_share_a_file(tmp_path):
+    file = SlotFile(str(tmp_path), 4 * SIZE)
+    wrong = []
+
+    def work(first):
+        slots = {number: written(file, number) for number in range(first, first + 30)}
+        for number, slot in reversed(slots.items()):
+            if not torch.equal(file.read(slot), tensor_of(number)):
+                wrong.append(number)
+            file.drop(slot)
+
+    threads = [threading.Thread(target=work, args=[100 * n]) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+    file.drain()
+    with file._locked():
+        assert (file.held, file._slots, file._room._end) == (0, {}, 0)
+
+
+def test_what_is_dropped_while_a_call_is_under_way_is_freed_by_it(tmp_path):
+    file = SlotFile(str(tmp_path), 1 << 30)
+    slot = written(file, 1)
+    file.drain()
+    with file._lock:
+        # As the garbage collector may, in the thread that has the lock.
+        file.drop(slot)
+        assert file.held == SIZE
+    assert torch.equal(file.read(written(file, 2)), tensor_of(2))
+    assert file.held == SIZE
+
+
+def test_memory_begins_behind_an_aligned_address():
+    for lead in (0, 16, 63):
+        memory = memory_of(1000, torch.device("cpu"), lead)
+        assert memory.data_ptr() % 64 == lead
+        assert memory.nbytes == 1000
+
+
+def test_the_file_and_its_threads_go_with_the_last_slot(tmp_path):
+    gc.collect()
+    before = thread_count(), sorted(os.listdir("/proc/self/fd"))
+    file = SlotFile(str(tmp_path), 3 * SIZE)
+    slots = [written(file, number) for number in range(8)]
+    file.read(slots[4])
+    assert os.listdir(tmp_path) == []
+    del file, slots
+    gc.collect()
+    assert (thread_count(), sorted(os.listdir("/proc/self/fd"))) == before
+
+
+def test_a_file_that_a_child_has_open_takes_no_room_afterwards(tmp_path):
+    file = SlotFile(str(tmp_path), 0)
+    slots = [written(file, number) for number in range(4)]
+    # As a child has it.
+    descriptor = os.dup(file._file.fileno())
+    assert os.fstat(descriptor).st_size >= 4 * SIZE
+    del file, slots
+    gc.collect()
+    assert os.fstat(descriptor).st_size == 0
+    os.close(descriptor)
+
+
+@pytest.fixture
+def place(faulty, monkeypatch):
+    """A folder with faults, and their control; there the file keeps its name.
+
+    Only threads may wait in FUSE: what submits to io_uring would.
+    """
+    monkeypatch.setenv("NVMEIO_ENGINE", "threads")
+    monkeypatch.setattr(_slots, "_unnamed", lambda folder: File(f"{folder}/slots", "w"))
+    (faulty / "control").touch()
+    faults = Faults(faulty / "control")
+    yield str(faulty), faults
+    faults.set()
+    gc.collect()
+
+
+def test_no_room_is_raised_by_the_next_call_and_by_its_reader(place):
+    folder, faults = place
+    file = SlotFile(folder, 3 * SIZE)
+    faults.set(write={"full_at": 8 * SIZE})
+    slots = []
+
+    def write_all():
+        for number in range(20):
+            slots.append(written(file, number))
+
+    with pytest.raises(OSError, match=r"39.1 KiB .* could not be written") as raised:
+        write_all()
+    assert (raised.value.errno, raised.value.filename) == (errno.ENOSPC, folder)
+    file.drain()
+    lost = [slot for slot in slots if slot.error is not None]
+    assert lost == [slot for slot in slots if slot.place + SIZE > 8 * SIZE]
+    for slot in lost:
+        with pytest.raises(OSError, match="could not be written"):
+            file.read(slot)
+    # Room that is given back is used, and what was written before is there.
+    file.drop(slots[1])
+    slots[1] = written(file, 1)
+    file.drain()
+    for number, slot in enumerate(slots):
+        if slot not in lost:
+            assert torch.equal(file.read(slot), tensor_of(number))
+
+
+def test_a_write_that_fails_is_raised(place):
+    folder, faults = place
+    file = SlotFile(folder, 0)
+    kept = written(file, 1)
+    faults.set(write={"error": errno.EIO})
+    with pytest.raises(OSError, match=r"Input/output error: 39.1 KiB") as raised:
+        written(file, 2)
+    assert (raised.value.errno, raised.value.filename) == (errno.EIO, folder)
+    assert faults.fired()["write.error"] > 0
+    faults.set()
+    assert torch.equal(file.read(kept), tensor_of(1))
+    assert torch.equal(file.read(written(file, 3)), tensor_of(3))
+    # Of the second one nobody has heard, so it has nothing.
+    assert (file.held, len(file._slots)) == (0, 2)
+
+
+def test_a_read_that_fails_is_raised_and_may_be_tried_again(place):
+    folder, faults = place
+    file = SlotFile(folder, 0)
+    slot = written(file, 1)
+    faults.set(read={"error": errno.EIO})
+    with pytest.raises(OSError, match="Input/output error") as raised:
+        file.read(slot)
+    assert (raised.value.errno, file.held) == (errno.EIO, 0)
+    assert faults.fired()["read.error"] > 0
+    faults.set()
+    assert torch.equal(file.read(slot), tensor_of(1))
+
+
+def test_a_read_ahead_that_fails_is_no_one_elses(tmp_path):
+    file = SlotFile(str(tmp_path), 0)
+    first, cut = written(file, 1), written(file, 2)
+    file.drop(first)
+    last = written(file, 3)
+    assert last.place < cut.place
+    file.memory = 2 * SIZE
+    file._file.truncate(cut.place)
+    assert torch.equal(file.read(last), tensor_of(3))
+    assert cut.reads
+    with pytest.raises(OSError, match="could not be read from") as raised:
+        file.read(cut)
+    assert raised.value.errno == errno.ENODATA
+    assert "past the end of the file" in str(raised.value.__cause__)
+    assert torch.equal(file.read(last), tensor_of(3))
+
+
+def test_writing_waits_only_while_memory_is_full(place):
+    folder, faults = place
+    file = SlotFile(folder, 3 * SIZE)
+    faults.set(write={"held": True})
+    # None of these can have been written.
+    slots = [written(file, number) for number in range(3)]
+    faults.await_waiting()
+    assert file.held == 3 * SIZE
+    done = threading.Event()
+
+    def one_more():
+        slots.append(written(file, 3))
+        done.set()
+
+    thread = threading.Thread(target=one_more)
+    thread.start()
+    assert not done.is_set()
+    faults.set()
+    thread.join()
+    assert file.held <= 3 * SIZE
+    for number, slot in enumerate(slots):
+        assert torch.equal(file.read(slot), tensor_of(number))
+
+
+def test_what_is_on_its_way_out_is_read_from_memory(place):
+    folder, faults = place
+    file = SlotFile(folder, 3 * SIZE)
+    faults.set(write={"held": True})
+    slot = written(file, 1)
+    faults.await_waiting()
+    # The file has none of it.
+    assert torch.equal(file.read(slot), tensor_of(1))
+    assert faults.waiting() > 0
+    faults.set()
+
+
+def test_what_nobody_needs_is_not_written(place, monkeypatch):
+    monkeypatch.setenv("NVMEIO_QUEUE_DEPTH", "1")
+    folder, faults = place
+    file = SlotFile(folder, 1 << 30)
+    faults.set(write={"held": True})
+    first = written(file, 1, 1 << 20)
+    faults.await_waiting()
+    for number in range(2, 20):
+        file.drop(written(file, number, 1 << 20))
+    faults.set()
+    file.drain()
+    assert file._handle.stats()["blocks"] == 1
+    assert torch.equal(file.read(first), tensor_of(1, 1 << 20))
+    assert file.held == 1 << 20
+
+
+def test_a_file_system_without_unnamed_files_will_do(tmp_path, monkeypatch):
+    def refuse(folder):
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP), folder)
+
+    monkeypatch.setattr(_slots, "open_unnamed", refuse)
+    file = SlotFile(str(tmp_path), 0)
+    assert os.listdir(tmp_path) == []
+    slot = written(file, 1, 5001)
+    assert torch.equal(file.read(slot), tensor_of(1, 5001))
+
+
+def test_a_folder_that_is_none_is_named(tmp_path):
+    (tmp_path / "file").touch()
+    for name, number in (("missing", errno.ENOENT), ("file", errno.ENOTDIR)):
+        with pytest.raises(OSError, match=name) as raised:
+            SlotFile(str(tmp_path / name), 0)
+        assert raised.value.errno == number

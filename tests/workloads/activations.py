@@ -1,0 +1,343 @@
+"""Training steps, with what the forward pass saves on disk and without."""
+
+import contextlib
+import errno
+import gc
+import os
+import re
+import signal
+import threading
+
+import torch
+import torch.distributed as dist
+
+from nvmeio import File
+from nvmeio.torch import _slots, save_on_disk
+from workloads.common import Faults, pause, report
+
+# Of the tests' tensors nearly all are as large.
+SMALL = 2048
+
+
+def bytes_on_disk():
+    """Return how large the file without a name is that this process has open, if any."""
+    sizes = [0]
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            path = f"/proc/self/fd/{name}"
+            # Memory that torch's processes share has no name either.
+            if re.fullmatch(r"/(?!dev/|memfd:).* \(deleted\)", os.readlink(path)):
+                sizes.append(os.stat(path).st_size)
+    return max(sizes)
+
+
+def bits(tensor):
+    """Return the bytes of a tensor in C order."""
+    dense = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return dense.view(-1).view(torch.uint8).numpy().tobytes()
+
+
+def same_bits(found, expected):
+    """Tell whether two lists of tensors are the same to the bit."""
+    pairs = zip(found, expected, strict=True)
+    return all(
+        (one.dtype, one.shape, bits(one)) == (other.dtype, other.shape, bits(other))
+        for one, other in pairs
+    )
+
+
+def gradients(model):
+    """Return a copy of the gradients."""
+    return [parameter.grad.clone() for parameter in model.parameters()]
+
+
+def trained(model, batches, context, steps):
+    """Return the losses and the weights of some steps."""
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    losses = []
+    for step in range(steps):
+        torch.manual_seed(step)
+        with context():
+            loss = model(batches[step % len(batches)]).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return [*losses, *(p.detach() for p in model.parameters())]
+
+
+def mlp(context, steps):
+    """Train layers with dropout, normalization and activations in place."""
+    torch.manual_seed(1)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(64, 256),
+        torch.nn.ReLU(inplace=True),
+        torch.nn.LayerNorm(256),
+        torch.nn.Dropout(0.1),
+        torch.nn.Linear(256, 64),
+        torch.nn.GELU(),
+        torch.nn.Linear(64, 64),
+    )
+    return trained(model, torch.randn(2, 100, 64), context, steps)
+
+
+class Block(torch.nn.Module):
+    """Attention whose queries, keys and values are views of one tensor."""
+
+    def __init__(self, width, heads):
+        super().__init__()
+        self.heads = heads
+        self.norm = torch.nn.LayerNorm(width)
+        self.qkv = torch.nn.Linear(width, 3 * width)
+        self.out = torch.nn.Linear(width, width)
+        self.mlp = torch.nn.Sequential(
+            torch.nn.LayerNorm(width),
+            torch.nn.Linear(width, 4 * width),
+            torch.nn.GELU(),
+            torch.nn.Linear(4 * width, width),
+        )
+
+    def forward(self, x):
+        batch, length, width = x.shape
+        split = (batch, length, self.heads, width // self.heads)
+        views = (
+            part.view(split).transpose(1, 2) for part in self.qkv(self.norm(x)).chunk(3, -1)
+        )
+        y = torch.nn.functional.scaled_dot_product_attention(*views, is_causal=True)
+        x = x + self.out(y.transpose(1, 2).reshape(batch, length, width))
+        return x + self.mlp(x)
+
+
+def transformer(context, steps):
+    """Train a few blocks of attention."""
+    torch.manual_seed(1)
+    model = torch.nn.Sequential(*(Block(64, 4) for _ in range(3)))
+    return trained(model, torch.randn(2, 2, 48, 64), context, steps)
+
+
+def train_together(rendezvous, rank, size, folder):
+    """Train by DDP, with the context and without."""
+    dist.init_process_group(
+        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=size
+    )
+    torch.set_num_threads(1)
+    disk = []
+
+    def trained_by_ddp(context):
+        torch.manual_seed(1)
+        model = torch.nn.parallel.DistributedDataParallel(
+            torch.nn.Sequential(Block(64, 4), Block(64, 4), torch.nn.BatchNorm1d(48))
+        )
+        model.register_forward_hook(lambda *_: disk.append(bytes_on_disk()))
+        torch.manual_seed(rank)
+        return trained(model, torch.randn(2, 2, 48, 64), context, 5)
+
+    expected = trained_by_ddp(contextlib.nullcontext)
+    found = trained_by_ddp(lambda: save_on_disk(folder, min_bytes=SMALL, memory=0))
+    report(
+        {
+            "same": same_bits(found, expected),
+            "on disk": min(disk[5:]) > 0 == max(disk[:5]),
+        }
+    )
+    dist.destroy_process_group()
+
+
+def train_beside_workers(folder):
+    """Train on what forked workers load, which are made while a context is active."""
+    torch.set_num_threads(1)
+    torch.manual_seed(1)
+    inputs = torch.randn(64, 64)
+    disk = []
+
+    def trained_by_loader(context):
+        torch.manual_seed(1)
+        model = torch.nn.Sequential(torch.nn.Linear(64, 512), torch.nn.GELU())
+        x = torch.randn(32, 64, requires_grad=True)
+        with context:
+            # What was saved before the fork, and what is while workers live.
+            losses = [model(x * 2).square().mean()]
+            loader = torch.utils.data.DataLoader(
+                torch.utils.data.TensorDataset(inputs),
+                batch_size=16,
+                num_workers=2,
+                persistent_workers=True,
+                multiprocessing_context="fork",
+            )
+            for _ in range(2):
+                losses += [model(batch).square().mean() for (batch,) in loader]
+            disk.append(bytes_on_disk())
+        sum(losses).backward()
+        del losses
+        gc.collect()
+        workers = [worker.pid for worker in loader._iterator._workers]
+        # The workers live, and may have the file open.
+        left = [
+            os.stat(f"/proc/{pid}/fd/{name}").st_size
+            for pid in workers
+            for name in os.listdir(f"/proc/{pid}/fd")
+            if os.readlink(f"/proc/{pid}/fd/{name}").startswith(folder)
+        ]
+        return [x.grad, *gradients(model)], sum(left)
+
+    expected, _ = trained_by_loader(contextlib.nullcontext())
+    context = save_on_disk(folder, min_bytes=SMALL, memory="100KiB")
+    found, left = trained_by_loader(context)
+    report(
+        {
+            "same": same_bits(found, expected),
+            "on disk": disk[0] == 0 < disk[1],
+            "left": left,
+        }
+    )
+
+
+def train_in_a_child(folder):
+    """Fork while a context is active; the child trains too, and its parent goes on."""
+    torch.set_num_threads(1)
+    x = torch.randn(4000, requires_grad=True)
+
+    def forward():
+        y = x
+        for _ in range(10):
+            y = y.sin().exp()
+        return y.sum()
+
+    (expected,) = torch.autograd.grad(forward(), x)
+    with save_on_disk(folder, min_bytes=SMALL, memory=20_000):
+        before = forward()
+        reading, writing = os.pipe()
+        child = os.fork()
+        if not child:
+            said = []
+            (found,) = torch.autograd.grad(forward(), x)
+            said.append("same" if torch.equal(found, expected) else "other")
+            try:
+                torch.autograd.grad(before, x)
+            except RuntimeError as error:
+                said.append("before a fork" if "before a fork()" in str(error) else "else")
+            os.write(writing, " and ".join(said).encode())
+            os._exit(0)
+        os.waitpid(child, 0)
+        said = os.read(reading, 100).decode().split(" and ")
+        after = forward()
+    grads = [torch.autograd.grad(loss, x)[0] for loss in (before, after)]
+    report({"child": said, "parent": same_bits(grads, [expected] * 2)})
+
+
+def ctrl_c_while_training(folder, when):
+    """Press Ctrl-C while the drive holds what a pass waits for; then train as before."""
+    torch.set_num_threads(1)
+    faults = Faults(f"{folder}/control")
+    # FUSE holds what threads do, and forgets files without a name.
+    os.environ["NVMEIO_ENGINE"] = "threads"
+    _slots._unnamed = lambda folder: File(f"{folder}/slots", "w")
+    x = torch.randn(40_000, requires_grad=True)
+
+    def forward():
+        y = x
+        for _ in range(10):
+            y = y.sin().exp()
+        return y.sum()
+
+    def press():
+        faults.await_waiting()
+        os.kill(os.getpid(), signal.SIGINT)
+
+    def interrupted(call):
+        presser = threading.Thread(target=press)
+        presser.start()
+        try:
+            call()
+        except KeyboardInterrupt:
+            held.append(faults.waiting() > 0)
+            faults.set()
+            presser.join()
+            raise
+
+    held, came = [], False
+    (expected,) = torch.autograd.grad(forward(), x)
+    context = save_on_disk(folder, min_bytes=SMALL, memory="200KiB")
+    try:
+        if when == "forward":
+            faults.set(write={"held": True})
+            with context:
+                interrupted(forward)
+        else:
+            with context:
+                loss = forward()
+            faults.set(read={"held": True})
+            interrupted(loss.backward)
+    except KeyboardInterrupt:
+        came = True
+    loss = None
+    gc.collect()
+    files = len(_slots._live)
+    with save_on_disk(folder, min_bytes=SMALL, memory=0):
+        (found,) = torch.autograd.grad(forward(), x)
+    report(
+        {
+            "interrupted": came,
+            "held": held == [True],
+            "files": files,
+            "same": torch.equal(found, expected),
+        }
+    )
+
+
+def train_with_faults(folder):
+    """Take a step while system calls fail."""
+    x = torch.randn(4000, requires_grad=True)
+    outcome = {"where": "forward", "outcome": "ok"}
+    pause()
+    try:
+        with save_on_disk(folder, min_bytes=SMALL, memory=40_000):
+            y = x
+            for _ in range(10):
+                y = y.sin().exp()
+            loss = y.sum()
+        outcome["where"] = "backward"
+        loss.backward()
+    except OSError as error:
+        outcome |= {"outcome": errno.errorcode[error.errno], "filename": error.filename}
+    y = loss = None
+    gc.collect()
+    report({**outcome, "left": bytes_on_disk() + len(_slots._live)})
+
+
+def train_in_bfloat16(folder):
+    """Train under autocast, whose sums are as wide as the processor is said to be."""
+    torch.set_num_threads(1)
+    disk = []
+
+    def step(context):
+        torch.manual_seed(1)
+        model = torch.nn.Sequential(Block(64, 4), Block(64, 4))
+        x = torch.randn(2, 48, 64, requires_grad=True)
+        with context, torch.autocast("cpu", torch.bfloat16):
+            loss = model(x).square().mean()
+            disk.append(bytes_on_disk())
+        loss.backward()
+        return [loss, x.grad, *gradients(model)]
+
+    expected = step(contextlib.nullcontext())
+    found = step(save_on_disk(folder, min_bytes=SMALL, memory=0))
+    report({"same": same_bits(found, expected), "on disk": disk[0] == 0 < disk[1]})
+
+
+def leave_in_a_child(folder):
+    """Fork while tensors are on their way; the child ends by an exception."""
+    x = torch.randn(400_000, requires_grad=True)
+    (expected,) = torch.autograd.grad(x.sin().exp().sum(), x)
+    child = 0
+    try:
+        with save_on_disk(folder, min_bytes=SMALL):
+            loss = x.sin().exp().sum()
+            child = os.fork()
+            if not child:
+                raise ValueError
+    except ValueError:
+        os._exit(7)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    (found,) = torch.autograd.grad(loss, x)
+    report({"child": status, "parent": torch.equal(found, expected)})
