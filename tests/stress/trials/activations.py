@@ -1,0 +1,84 @@
+"""Training steps whose activations are on disk, while blocks fail and much else."""
+
+import errno
+import gc
+from collections import Counter
+from contextlib import nullcontext
+
+import torch
+
+import nvmeio
+from nvmeio.torch import _slots, save_on_disk
+from trials.seeded import each_trial
+from workloads.activations import same_bits
+from workloads.common import report
+
+EXPECTED = (errno.EIO, errno.ENOSPC)
+
+
+def in_chunks(x):
+    """Have products of views with gaps."""
+    one, two = x.chunk(2, -1)
+    return torch.cat([one * two.sin(), two * one.cos()], -1)
+
+
+OPERATIONS = (
+    torch.sin,
+    torch.nn.functional.gelu,
+    in_chunks,
+    lambda x: x * x.T.contiguous().T,
+    lambda x: torch.relu_(x * 2),
+    lambda x: x.softmax(-1) * x,
+    lambda x: torch.nn.functional.dropout(x, 0.1),
+)
+
+
+def step(draw, context):
+    """Return what a graph that is drawn gives, or the error of its drive."""
+    torch.manual_seed(draw.randrange(1 << 30))
+    x = torch.randn(draw.choice((16, 100, 700)), 128, requires_grad=True)
+    # From the same draws whatever fails.
+    chain = draw.choices(OPERATIONS, k=draw.randint(2, 20))
+    twice = draw.random() < 0.3
+    try:
+        with context:
+            y = x
+            for operation in chain:
+                y = operation(y)
+            loss = y.square().mean()
+        grads = torch.autograd.grad(loss, x, retain_graph=twice)
+        if twice:
+            grads += torch.autograd.grad(loss, x)
+    except OSError as error:
+        return error
+    return [loss, *grads]
+
+
+def activation_trials(first, count, folder):
+    """Take steps: gradients that are right, or an error that names the folder."""
+    torch.set_num_threads(1)
+    counts = Counter()
+    for draw in each_trial(first, count):
+        state = draw.getstate()
+        expected = step(draw, nullcontext())
+        draw.setstate(state)
+        memory = draw.choice((0, 100_000, 1 << 20))
+        draw.setstate(state)
+        found = step(draw, save_on_disk(folder, min_bytes=1024, memory=memory))
+        if isinstance(found, OSError):
+            if found.errno not in EXPECTED or found.filename != folder:
+                raise found
+            # It holds the frames, and so the graph.
+            found.__traceback__ = None
+            counts["failed"] += 1
+        else:
+            assert same_bits(found, expected)
+            counts["right"] += 1
+        found = expected = None
+        # Nodes that were ready when a backward pass failed are torch's until the next one.
+        x = torch.ones(1, requires_grad=True)
+        (x.sin() * x.cos()).backward()
+        gc.collect()
+        assert len(_slots._live) == 0
+    counts["engine is " + nvmeio.Handle().stats()["engine"]] += 1
+    report(counts)
