@@ -341,3 +341,25 @@ def leave_in_a_child(folder):
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     (found,) = torch.autograd.grad(loss, x)
     report({"child": status, "parent": torch.equal(found, expected)})
+
+
+def grow_by_memory(folder, mebibytes):
+    """Take a step that saves 1.5 GiB, and report by how much the process has grown."""
+    torch.set_num_threads(1)
+    x = torch.randn(mebibytes << 18, requires_grad=True)
+    (x[:9] * 2).sum().backward()
+    before = mebibytes_of("VmRSS")
+    with save_on_disk(folder, memory="64MiB"):
+        y = x
+        for _ in range(512 // mebibytes):
+            y = y.sin() * y.cos()
+    y.sum().backward()
+    # Not ru_maxrss, which begins with the parent's.
+    report(mebibytes_of("VmHWM") - before)
+
+
+def mebibytes_of(name):
+    """Return what the kernel says of this process's memory."""
+    with open("/proc/self/status") as file:
+        (line,) = [line for line in file if line.startswith(f"{name}:")]
+    return int(line.split()[1]) >> 10

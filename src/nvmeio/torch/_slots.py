@@ -21,6 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from nvmeio._arguments.units import in_binary
 from nvmeio._events.forks import call_in_child
+from nvmeio._memory.heap import give_back
 from nvmeio._native.file import File, open_unnamed
 from nvmeio._native.handle import Handle
 from nvmeio._native.request import Request
@@ -29,6 +30,10 @@ __all__ = ["Slot", "SlotFile", "memory_of"]
 
 # What every O_DIRECT takes, and no page is shared by two slots.
 PAGE = 4096
+
+# glibc keeps what is freed in its heap, and small things in it: without this the process
+# grew by 1323 MiB while 28 were held (64 x 3 tensors of 7 MiB, 2026-11-25).
+TRIM_BYTES = 32 << 20
 _live: weakref.WeakSet["SlotFile"] = weakref.WeakSet()
 
 
@@ -148,7 +153,7 @@ class SlotFile:
 
     def __init__(self, folder: str, memory: int) -> None:
         self.folder, self.memory = folder, memory
-        self.held = 0
+        self.held = self._freed = 0
         self._file = _unnamed(folder)
         self._handle = Handle()
         self._room = _Room()
@@ -268,6 +273,9 @@ class SlotFile:
         finally:
             # What was dropped meanwhile, for the lock was taken.
             self._settle()
+            if self._freed > TRIM_BYTES:
+                self._freed = 0
+                give_back()
 
     def _settle(self) -> None:
         """See to slots that were dropped, unless somebody is about to."""
@@ -302,6 +310,7 @@ class SlotFile:
             return
         slot.data = None
         self.held -= slot.nbytes
+        self._freed += slot.nbytes if slot.device.type == "cpu" else 0
         index = bisect.bisect_left(self._resident, slot.serial)
         if self._resident[index : index + 1] == [slot.serial]:
             del self._resident[index]
