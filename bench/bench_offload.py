@@ -1,7 +1,7 @@
 """Compares training beyond memory with the least that it takes.
 
-Steps of optimizers whose states are on the drive, beside the same update in memory and a
-plain loop that reads and writes as many bytes.
+Steps of optimizers whose states are on the drive, and steps whose activations are, each
+beside the same in memory and a plain loop that moves as many bytes.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import contextlib
 import tempfile
 from pathlib import Path
 
+from activations import activation_duels
 from duels import fight
 from loop_child import loop_child
 from machine import arguments, machine
@@ -28,7 +29,10 @@ def main() -> None:
         )
         child = stack.enter_context(loop_child(peers))
         about = machine(options.dir) | {"size": options.size, "rounds": options.rounds}
-        duels = list(optimizer_duels(Path(folder), options.size, child, stack))
+        duels = [
+            *optimizer_duels(Path(folder), options.size, child, stack),
+            *activation_duels(Path(folder), options.size, child),
+        ]
         fight(duels, options.rounds)
     finish("offload", about, duels, peers.left_out, options.json)
 

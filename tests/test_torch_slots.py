@@ -15,8 +15,8 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 
 # Imported late, for the module cannot be imported where torch is not.
 from nvmeio import File  # noqa: E402
-from nvmeio.torch import _slots  # noqa: E402
-from nvmeio.torch._slots import SlotFile, memory_of  # noqa: E402
+from nvmeio.torch._offload import slots as _slots  # noqa: E402
+from nvmeio.torch._offload.slots import SlotFile, memory_of  # noqa: E402
 
 SIZE = 40_000
 

@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 from nvmeio import File
-from nvmeio.torch import _slots, save_on_disk
+from nvmeio.torch import save_on_disk
+from nvmeio.torch._offload import slots as _slots
 from workloads.common import Faults, pause, report
 
 # Of the tests' tensors nearly all are as large.

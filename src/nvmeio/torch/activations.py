@@ -1,7 +1,7 @@
 """What the forward pass saves for the backward pass, on the drive in between.
 
 Here is decided what leaves memory, how a tensor is made of its bytes again, and that nobody
-has changed it meanwhile; _slots.py moves the bytes.
+has changed it meanwhile; slots.py moves the bytes.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from nvmeio._arguments.keywords import suggesting
 from nvmeio._arguments.types import Path
 from nvmeio._arguments.units import size_of
 from nvmeio.torch._bits import opaque
-from nvmeio.torch._slots import Slot, SlotFile, memory_of
+from nvmeio.torch._offload.slots import Slot, SlotFile, memory_of
 
 __all__ = ["save_on_disk"]
 

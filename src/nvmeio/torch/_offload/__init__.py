@@ -1,1 +1,1 @@
-"""Optimizer states in files: which there are, where they lie, and how they move."""
+"""What training keeps on a drive: states of optimizers, and what forward passes save."""

@@ -268,7 +268,7 @@ class SlotFile:
     def _locked(self) -> Iterator[None]:
         try:
             with self._lock:
-                self._bury()
+                self._free_dropped()
                 yield
         finally:
             # What was dropped meanwhile, for the lock was taken.
@@ -281,11 +281,11 @@ class SlotFile:
         """See to slots that were dropped, unless somebody is about to."""
         while self._dropped and self._lock.acquire(blocking=False):
             try:
-                self._bury()
+                self._free_dropped()
             finally:
                 self._lock.release()
 
-    def _bury(self) -> None:
+    def _free_dropped(self) -> None:
         """Free the slots that nobody needs; those in flight when they are done."""
         while self._dropped and not self.forked:
             slot = self._dropped.popleft()
