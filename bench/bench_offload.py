@@ -1,7 +1,8 @@
 """Compares training beyond memory with the least that it takes.
 
 Steps of optimizers whose states are on the drive, and steps whose activations are, each
-beside the same in memory and a plain loop that moves as many bytes.
+beside the same in memory and a plain loop that moves as many bytes; and the former beside
+DeepSpeed's ZeRO-3, where that is installed and trains on this machine.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def main() -> None:
         child = stack.enter_context(loop_child(peers))
         about = machine(options.dir) | {"size": options.size, "rounds": options.rounds}
         duels = [
-            *optimizer_duels(Path(folder), options.size, child, stack),
+            *optimizer_duels(Path(folder), options.size, child, peers, stack),
             *activation_duels(Path(folder), options.size, child),
         ]
         fight(duels, options.rounds)

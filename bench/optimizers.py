@@ -1,4 +1,4 @@
-"""Rows of offloaded optimizers: beside the update alone in memory, and the plain loop."""
+"""Rows of offloaded optimizers: beside the update in memory, the plain loop, DeepSpeed."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from duels import Duel, Goal, Sample, measured
 from loop_child import LoopChild
+from peers import Peers
+from zero_child import zero_child
 
 import nvmeio.torch
 
@@ -35,11 +37,16 @@ def params_of(size: int) -> list[torch.nn.Parameter]:
 
 
 def optimizer_duels(
-    folder: Path, size: int, child: LoopChild | None, stack: contextlib.ExitStack
+    folder: Path,
+    size: int,
+    child: LoopChild | None,
+    peers: Peers,
+    stack: contextlib.ExitStack,
 ) -> Iterator[Duel]:
     """Pair a step of AdamW with the larger of its update in memory and the loop."""
     if child is None:
         return
+    zero = zero_child(folder, size, peers, stack)
     file = folder / "states"
     with open(file, "wb") as made:
         for _ in range(size // BLOCK):
@@ -72,4 +79,12 @@ def optimizer_duels(
         )
         yield Duel(
             f"a step of AdamW, {form}", ("offloaded", "in memory"), (ours, alone), False
+        )
+    if zero is not None:
+        yield Duel(
+            f"a step of AdamW, {form}",
+            ("offloaded", "DeepSpeed's ZeRO-3 on NVMe"),
+            (ours, zero.step),
+            False,
+            (Goal("time", 0.7),),
         )
