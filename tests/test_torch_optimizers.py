@@ -336,6 +336,45 @@ class TestGroups:
             assert list(offloaded.state) == [ours[1]]
             assert state_equal(dict(ordinary.state[theirs[1]]), offloaded.state[ours[1]])
 
+    def test_parameters_whose_memory_is_replaced(self, tmp_path):
+        theirs, ours = (
+            [torch.nn.Parameter(torch.linspace(-1, 1, 810_000).view(900, 900))]
+            for _ in range(2)
+        )
+        ordinary = optim.AdamW(theirs)
+        with nvmeio.torch.offload(
+            optim.AdamW(ours), tmp_path, memory="8MiB"
+        ) as offloaded:
+            run(1, theirs, ordinary, ours, offloaded)
+            assert len(offloaded._pieces[ours[0]]) > 1
+            for param in (*theirs, *ours):
+                param.grad, param.data = None, param.data.t().contiguous().t()
+            run(2, theirs, ordinary, ours, offloaded, begin=1)
+            # Other tensors are made where the program likes; states are not.
+            with torch.device("meta"):
+                offloaded.load_state_dict(ordinary.state_dict())
+            run(1, theirs, ordinary, ours, offloaded, begin=3)
+            for param in (*theirs, *ours):
+                param.grad, param.data = None, torch.zeros(900, 1800)[:, ::2]
+            with pytest.raises(ValueError, match="cannot be split"):
+                run(1, ours, offloaded, theirs, ordinary, begin=4)
+
+    def test_states_that_no_longer_fit_change_nothing(self, tmp_path):
+        theirs, ordinary, ours, offloaded = pair(tmp_path, complex_too=False)
+        with offloaded:
+            run(2, theirs, ordinary, ours, offloaded)
+            before = ours[1].data
+            for other in (before.half(), before.double(), before[:50]):
+                ours[1].grad, ours[1].data = None, other
+                with pytest.raises(ValueError, match="a state 'exp_avg' of parameter 1"):
+                    offloaded.step()
+                with pytest.raises(ValueError, match="a state 'exp_avg' of parameter 1"):
+                    offloaded.add_param_group({"params": make_params()})
+                assert len(offloaded.param_groups) == 1
+                assert state_equal(ordinary.state_dict(), offloaded.state_dict())
+            ours[1].data = before
+            run(2, theirs, ordinary, ours, offloaded, begin=2)
+
     def test_many_small_groups_share_windows(self, tmp_path):
         parts = [[torch.nn.Parameter(torch.ones(7)) for _ in range(40)] for _ in range(2)]
         groups = [

@@ -368,6 +368,12 @@ class OffloadedOptimizer(Optimizer):  # type: ignore[misc]  # torch is Any to my
         if state and piece.end == piece.param.numel():
             self._records[piece.param] = _Record(kept, list(state))
 
+    def _require_places(self, piece: Piece, states: dict[str, torch.Tensor]) -> None:
+        param = piece.param
+        for name, value in states.items():
+            fits = value.shape == param.shape and value.nbytes == param.nbytes
+            self._require_place(piece, name, fits)
+
     def _require_place(self, piece: Piece, name: str, fits: bool) -> None:
         if name not in piece.names or not fits:
             raise ValueError(
@@ -388,18 +394,22 @@ class OffloadedOptimizer(Optimizer):  # type: ignore[misc]  # torch is Any to my
         changed = [i for i in range(count) if self._seen[i : i + 1] != [seen[i]]]
         segments = self._segments_for(changed)
         pieces: dict[torch.Tensor, list[Piece]] = defaultdict(list)
+
+        def states() -> Iterator[tuple[list[Piece], dict[str, torch.Tensor]]]:
+            # Of the form that they had when they were written.
+            for param, record in self._records.items():
+                if param in pieces:
+                    moved = self._store.load(self._pieces[param], record.moved)
+                    self._require_places(pieces[param][0], moved)
+                    yield pieces[param], moved
+
         try:
             for number, made in segments.items():
                 self._store.make_file(number, made)
                 for segment in made:
                     for piece in segment.pieces:
                         pieces[piece.param].append(piece)
-            # Of a dtype or a shape that it had when it was written.
-            self._store.put(
-                (pieces[param], self._store.load(self._pieces[param], record.moved))
-                for param, record in self._records.items()
-                if param in pieces
-            )
+            self._store.put(states())
         except BaseException:
             for made in segments.values():
                 self._store.drop(made)
@@ -425,8 +435,10 @@ class OffloadedOptimizer(Optimizer):  # type: ignore[misc]  # torch is Any to my
     def _print_of(self, group: dict[str, Any]) -> Any:
         """Return what the layout of a group depends on."""
         names = self._names(group)
-        shapes = [(id(p), p.shape, p.dtype, p.device) for p in group["params"]]
-        return names, self._budget(group), shapes
+        forms = [
+            (id(p), p.shape, p.stride(), p.dtype, p.device) for p in group["params"]
+        ]
+        return names, self._budget(group), forms
 
     def _names(self, group: dict[str, Any]) -> tuple[str, ...]:
         """Return which states have a place: those of its options, of now and of before."""
@@ -489,13 +501,12 @@ class OffloadedOptimizer(Optimizer):  # type: ignore[misc]  # torch is Any to my
                 kept, moved = {}, {}
                 pieces = self._pieces[param]
                 for name, value in state.items():
-                    if name in KEPT or not isinstance(value, torch.Tensor):
-                        is_tensor = isinstance(value, torch.Tensor)
+                    is_tensor = isinstance(value, torch.Tensor)
+                    if is_tensor and name not in KEPT:
+                        moved[name] = value
+                    else:
                         kept[name] = value.clone() if is_tensor else value
-                        continue
-                    fits = value.shape == param.shape and value.nbytes == param.nbytes
-                    self._require_place(pieces[0], name, fits)
-                    moved[name] = value
+                self._require_places(pieces[0], moved)
                 yield pieces, moved
                 if state:
                     self._records[param] = _Record(kept, list(state))

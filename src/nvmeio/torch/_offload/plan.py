@@ -89,6 +89,8 @@ class Piece:
         self, param: torch.Tensor, index: int, begin: int, end: int, names: Sequence[str]
     ) -> None:
         self.param, self.index = param, index
+        # param.data may be replaced; the states stay as they were written.
+        self.shape, self.stride = param.shape, param.stride()
         self.begin, self.end = begin, end  # in elements
         self.is_whole = end - begin == param.numel()
         self.state_bytes = (end - begin) * param.element_size()

@@ -350,19 +350,18 @@ def _empty(pieces: Sequence[Piece], name: str) -> torch.Tensor:
     """Make memory of the form that a parameter's state has."""
     dtype, shape, stride = pieces[0].layouts[name]
     if not pieces[0].is_whole:
-        param = pieces[0].param
-        shape, stride = param.shape, param.stride()
+        shape, stride = pieces[0].shape, pieces[0].stride
     return torch.empty_strided(shape, stride, dtype=dtype, device="cpu")
 
 
 def _laid_out(pieces: Sequence[Piece], value: torch.Tensor) -> torch.Tensor:
     """Return a state whose elements lie as its parameter's do, if that is split."""
-    param = pieces[0].param
-    if pieces[0].is_whole:
+    first = pieces[0]
+    if first.is_whole:
         return value if is_dense(value) else value.contiguous()
-    if value.stride() == param.stride():
+    if value.stride() == first.stride:
         return value
-    made = torch.empty_strided(param.shape, param.stride(), dtype=value.dtype)
+    made = torch.empty_strided(first.shape, first.stride, dtype=value.dtype, device="cpu")
     return made.copy_(value)
 
 
