@@ -445,6 +445,23 @@ class TestWindows:
         assert not (tmp_path / "states").exists()
         nvmeio.torch.offload(inner, tmp_path / "states", memory="128MiB").close()
 
+    def test_a_gradient_whose_strides_of_one_element_differ(self, tmp_path):
+        shape = (900, 900, 1, 1)
+        theirs, ours = ([torch.nn.Parameter(torch.ones(shape))] for _ in range(2))
+        for params in (theirs, ours):
+            grad = torch.linspace(0, 1, 810_000).view(900, 1, 1, 900)
+            # As autograd takes it from a convolution in channels_last.
+            params[0].grad = grad.permute(0, 3, 1, 2)
+            assert params[0].grad.stride() != params[0].stride()
+        ordinary = optim.AdamW(theirs)
+        with nvmeio.torch.offload(
+            optim.AdamW(ours), tmp_path, memory="8MiB"
+        ) as offloaded:
+            for _ in range(2):
+                ordinary.step()
+                offloaded.step()
+            assert equal(theirs, ours)
+
     def test_a_gradient_of_another_layout(self, tmp_path):
         theirs, ours = ([torch.nn.Parameter(torch.ones(1500, 1000))] for _ in range(2))
         for params in (theirs, ours):

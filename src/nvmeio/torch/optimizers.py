@@ -27,6 +27,7 @@ from nvmeio.torch._offload.plan import (
     Segment,
     Window,
     flat,
+    is_ordered_as,
     segments_of,
     windows_of,
 )
@@ -287,7 +288,7 @@ class OffloadedOptimizer(Optimizer):  # type: ignore[misc]  # torch is Any to my
                         f"{where} is of {grad.dtype}, and the parameter of {param.dtype}"
                     )
                 pieces = self._pieces.get(param, ())
-                if len(pieces) > 1 and grad.stride() != param.stride():
+                if len(pieces) > 1 and not is_ordered_as(grad, param):
                     self._unsplit.add(param)
                     self._seen[number] = None
                 active.add(param)

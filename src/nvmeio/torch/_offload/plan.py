@@ -25,6 +25,7 @@ __all__ = [
     "Window",
     "flat",
     "is_dense",
+    "is_ordered_as",
     "windows_of",
 ]
 
@@ -53,6 +54,13 @@ def is_dense(tensor: torch.Tensor) -> bool:
             return False
         expected = stride * extent
     return True
+
+
+def is_ordered_as(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    """Tell whether two tensors of one shape have their elements in the same order."""
+    strides = zip(tensor.stride(), other.stride(), tensor.shape, strict=True)
+    # autograd keeps any stride of an extent of 1.
+    return all(one == two for one, two, extent in strides if extent != 1)
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
