@@ -753,6 +753,24 @@ class TestFailures:
                 offloaded.step()
 
 
+    def test_an_optimizer_that_cannot_be_offloaded_keeps_its_states(self, tmp_path):
+        params = make_params()
+        inner = optim.AdamW(params)
+        give_gradients(params, params, 0)
+        inner.step()
+        last = inner.state[params[-1]]
+        before = inner.state_dict()
+        last["exp_avg"], right = torch.ones(3), last["exp_avg"]
+        with pytest.raises(ValueError, match="a state 'exp_avg' of parameter 7"):
+            nvmeio.torch.offload(inner, tmp_path)
+        last["exp_avg"] = right
+        assert state_equal(inner.state_dict(), before)
+        assert not list(tmp_path.glob("*.states"))
+        with nvmeio.torch.offload(inner, tmp_path) as offloaded:
+            assert not inner.state
+            assert state_equal(offloaded.state_dict(), before)
+
+
 class TestRefused:
     @pytest.mark.parametrize(
         "make",

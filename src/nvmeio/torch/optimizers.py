@@ -490,7 +490,10 @@ class OffloadedOptimizer(Optimizer):  # type: ignore[misc]  # torch is Any to my
             )
         state = self.inner.state
         self._others = {key: value for key, value in state.items() if key not in params}
-        self._put((param, state.pop(param)) for param in list(state) if param in params)
+        self._put((param, found) for param, found in state.items() if param in params)
+        # Until here an error leaves the optimizer as it was.
+        for param in params:
+            state.pop(param, None)
         if left and begun:
             self._store.end()
 
