@@ -284,6 +284,17 @@ class TestAsAnOptimizer:
             with pytest.raises(KeyError):
                 offloaded.state[theirs[0]]
 
+    def test_a_parameter_has_a_state_once_it_was_updated(self, tmp_path):
+        theirs, ordinary, ours, offloaded = pair(tmp_path)
+        with offloaded:
+            theirs[0].grad, ours[0].grad = (torch.ones(700_001) for _ in range(2))
+            for _ in range(2):
+                assert [param in ordinary.state for param in theirs] == [
+                    param in offloaded.state for param in ours
+                ]
+                ordinary.step()
+                offloaded.step()
+
     def test_the_helpers_of_distributed_checkpoints_know_it(self, tmp_path):
         from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 

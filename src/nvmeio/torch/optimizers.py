@@ -725,6 +725,9 @@ class _States(Mapping[torch.Tensor, State]):
             raise KeyError(param)
         return self._optimizer._load(param)
 
+    def __contains__(self, param: object) -> bool:
+        return param in self._optimizer._records or param in self._optimizer._others
+
     def __iter__(self) -> Iterator[torch.Tensor]:
         yield from self._optimizer._records
         yield from self._optimizer._others
