@@ -572,6 +572,24 @@ class TestStates:
             offloaded.load_state_dict(pairs())
             assert state_equal(offloaded.state_dict(), found, strided=False)
 
+    def test_pairs_are_a_snapshot(self, tmp_path):
+        theirs, ordinary, ours, offloaded = pair(tmp_path)
+        with offloaded:
+            run(1, theirs, ordinary, ours, offloaded)
+            pairs = list(offloaded.state_items())
+            before = copy.deepcopy(pairs)
+            run(1, theirs, ordinary, ours, offloaded, begin=1)
+            assert state_equal(pairs, before)
+
+    def test_its_own_pairs_are_refused_before_anything_changes(self, tmp_path):
+        theirs, ordinary, ours, offloaded = pair(tmp_path)
+        with offloaded:
+            run(1, theirs, ordinary, ours, offloaded)
+            with pytest.raises(ValueError, match="it has these states already"):
+                offloaded.load_state_dict(offloaded.state_items())
+            offloaded.load_state_dict(list(offloaded.state_items()))
+            run(1, theirs, ordinary, ours, offloaded, begin=1)
+
     def test_that_change_meanwhile_are_not_saved(self, tmp_path):
         theirs, ordinary, ours, offloaded = pair(tmp_path / "states")
         with offloaded, Checkpointer(tmp_path / "run") as checkpointer:

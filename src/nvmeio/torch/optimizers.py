@@ -523,7 +523,7 @@ class OffloadedOptimizer(Optimizer):  # type: ignore[misc]  # torch is Any to my
         return self._merged(record, self._store.load(self._pieces[param], record.moved))
 
     @staticmethod
-    def _merged(record: _Record, moved: dict[str, torch.Tensor]) -> State:
+    def _merged(record: _Record, moved: Mapping[str, Any]) -> State:
         kept = {
             name: value.clone() if isinstance(value, torch.Tensor) else value
             for name, value in record.kept.items()
@@ -588,6 +588,11 @@ class OffloadedOptimizer(Optimizer):  # type: ignore[misc]  # torch is Any to my
             The states cannot be written; then states must be loaded anew.
         """
         self._require_process()
+        if isinstance(state_dict, StateItems) and state_dict._optimizer is self:
+            raise ValueError(
+                "state_dict is this optimizer's own state_items(), whose files would be "
+                "replaced; it has these states already"
+            )
         groups, state, found = _opened(state_dict)
         if found is not None:
             for hook in self._optimizer_load_state_dict_pre_hooks.values():
@@ -782,10 +787,8 @@ class StateItems(DeferredState):
                 pieces[0].layouts[name].dtype, tuple(param.shape), param.nbytes, load
             )
 
-        kept = record.kept
-        return {
-            name: kept[name] if name in kept else deferred(name) for name in record.names
-        }
+        moved = {name: deferred(name) for name in record.moved}
+        return OffloadedOptimizer._merged(record, moved)
 
     def _require_same(self) -> None:
         self._optimizer._require_usable()
