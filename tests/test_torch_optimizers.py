@@ -767,6 +767,15 @@ class TestFailures:
             offloaded.step()
             assert offloaded.state[params[1]]["step"] == 2
 
+    def test_states_are_loaded_where_there_is_no_room_for_them_twice(self, loop_mount):
+        folder = loop_mount("ext4", 64 * MIB) / "states"
+        theirs, ours = ([torch.nn.Parameter(torch.ones(4 << 20))] for _ in range(2))
+        ordinary = optim.AdamW(theirs)
+        with nvmeio.torch.offload(optim.AdamW(ours), folder) as offloaded:
+            run(1, theirs, ordinary, ours, offloaded)
+            offloaded.load_state_dict(ordinary.state_dict())
+            run(1, theirs, ordinary, ours, offloaded, begin=1)
+
     def test_states_that_another_has_changed(self, tmp_path):
         theirs, ordinary, ours, offloaded = pair(tmp_path)
         with offloaded:

@@ -620,8 +620,10 @@ class OffloadedOptimizer(Optimizer):  # type: ignore[misc]  # torch is Any to my
         self._records.clear()
         self._others = {}
         self.inner.param_groups = shell.param_groups
-        # New files: whatever was in the old ones is not needed.
-        self._seen = []
+        # New files, for which a drive need not have room beside the old ones.
+        self._seen, self._pieces = [], {}
+        while self._segments:
+            self._store.drop(self._segments.pop())
         self._plan()
 
         def states() -> Iterator[tuple[torch.Tensor, State]]:
