@@ -353,9 +353,7 @@ class TestGroups:
             for _ in range(2)
         )
         ordinary = optim.AdamW(theirs)
-        with nvmeio.torch.offload(
-            optim.AdamW(ours), tmp_path, memory="8MiB"
-        ) as offloaded:
+        with nvmeio.torch.offload(optim.AdamW(ours), tmp_path, memory="8MiB") as offloaded:
             run(1, theirs, ordinary, ours, offloaded)
             assert len(offloaded._pieces[ours[0]]) > 1
             for param in (*theirs, *ours):
@@ -385,6 +383,32 @@ class TestGroups:
                 assert state_equal(ordinary.state_dict(), offloaded.state_dict())
             ours[1].data = before
             run(2, theirs, ordinary, ours, offloaded, begin=2)
+
+    @pytest.mark.parametrize("name", ["windows_of", "segments_of"])
+    def test_an_interruption_of_a_new_plan_leaves_the_old_one(
+        self, name, tmp_path, monkeypatch
+    ):
+        theirs, ordinary, ours, offloaded = pair(tmp_path)
+
+        def interrupted(*_):
+            raise KeyboardInterrupt
+
+        with offloaded:
+            run(2, theirs, ordinary, ours, offloaded)
+            before = offloaded.nbytes
+            monkeypatch.setattr(f"nvmeio.torch.optimizers.{name}", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                offloaded.add_param_group({"params": make_params()})
+            offloaded.param_groups[0]["foreach"] = True
+            with pytest.raises(KeyboardInterrupt):
+                offloaded.step()
+            monkeypatch.undo()
+            assert offloaded.nbytes == before
+            assert state_equal(
+                ordinary.state_dict()["state"], offloaded.state_dict()["state"]
+            )
+            ordinary.param_groups[0]["foreach"] = True
+            run(1, theirs, ordinary, ours, offloaded, begin=2)
 
     def test_many_small_groups_share_windows(self, tmp_path):
         parts = [[torch.nn.Parameter(torch.ones(7)) for _ in range(40)] for _ in range(2)]
@@ -465,9 +489,7 @@ class TestWindows:
             params[0].grad = grad.permute(0, 3, 1, 2)
             assert params[0].grad.stride() != params[0].stride()
         ordinary = optim.AdamW(theirs)
-        with nvmeio.torch.offload(
-            optim.AdamW(ours), tmp_path, memory="8MiB"
-        ) as offloaded:
+        with nvmeio.torch.offload(optim.AdamW(ours), tmp_path, memory="8MiB") as offloaded:
             for _ in range(2):
                 ordinary.step()
                 offloaded.step()
@@ -789,7 +811,6 @@ class TestFailures:
                 offloaded.state_dict()
             with pytest.raises(RuntimeError, match="another program has changed it"):
                 offloaded.step()
-
 
     def test_an_optimizer_that_cannot_be_offloaded_keeps_its_states(self, tmp_path):
         params = make_params()

@@ -411,34 +411,33 @@ class OffloadedOptimizer(Optimizer):  # type: ignore[misc]  # torch is Any to my
                     for piece in segment.pieces:
                         pieces[piece.param].append(piece)
             self._store.put(states())
+            old = [self._segments[i] for i in changed if i < len(self._segments)]
+            old += self._segments[count:]
+            kept = self._segments[:count] + [[]] * (count - len(self._segments))
+            now = [segments.get(i, kept[i]) for i in range(count)]
+            every = [segment for made in now for segment in made]
+            placed: dict[torch.Tensor, list[Piece]] = defaultdict(list)
+            for segment in every:
+                for piece in segment.pieces:
+                    placed[piece.param].append(piece)
+            windows = windows_of(
+                every, [self._budget(group) for group in self.param_groups]
+            )
         except BaseException:
             for made in segments.values():
                 self._store.drop(made)
             raise
-        old = [self._segments[i] for i in changed if i < len(self._segments)]
-        old += self._segments[count:]
-        kept = self._segments[:count] + [[]] * (count - len(self._segments))
-        self._segments = [segments.get(i, kept[i]) for i in range(count)]
-        self._pieces = defaultdict(list)
-        for made in self._segments:
-            for segment in made:
-                for piece in segment.pieces:
-                    self._pieces[piece.param].append(piece)
-        for gone in self._records.keys() - self._pieces.keys():
+        # At once: nothing is called in between, so Ctrl-C comes before or after.
+        self._segments, self._pieces, self._windows, self._seen = now, placed, windows, seen
+        for gone in self._records.keys() - placed.keys():
             del self._records[gone]
         for made in old:
             self._store.drop(made)
-        budgets = [self._budget(group) for group in self.param_groups]
-        every = [segment for made in self._segments for segment in made]
-        self._windows = windows_of(every, budgets)
-        self._seen = seen
 
     def _print_of(self, group: dict[str, Any]) -> Any:
         """Return what the layout of a group depends on."""
         names = self._names(group)
-        forms = [
-            (id(p), p.shape, p.stride(), p.dtype, p.device) for p in group["params"]
-        ]
+        forms = [(id(p), p.shape, p.stride(), p.dtype, p.device) for p in group["params"]]
         return names, self._budget(group), forms
 
     def _names(self, group: dict[str, Any]) -> tuple[str, ...]:
