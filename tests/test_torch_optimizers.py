@@ -747,6 +747,39 @@ class TestFailures:
             with pytest.raises(RuntimeError, match="step 2 has failed half-way"):
                 offloaded.step()
 
+    def test_a_read_that_outlives_ctrl_c_has_its_own_memory(self, tmp_path, monkeypatch):
+        theirs, ordinary, ours, offloaded = pair(tmp_path)
+        with offloaded:
+            run(1, theirs, ordinary, ours, offloaded)
+            handle, update, late = offloaded._store.handle, offloaded._update, []
+
+            class Interrupted:
+                def __getattr__(self, name):
+                    return getattr(handle, name)
+
+                def submit_read_many(self, items, *, after):
+                    request = handle.submit_read_many(items, after=after)
+                    request.wait()
+                    late.extend((memory, memory.clone()) for memory, _, _ in items)
+                    if after is None and len(late) > 1:
+                        raise KeyboardInterrupt
+                    return request
+
+            monkeypatch.setattr(offloaded._store, "handle", Interrupted())
+            give_gradients(theirs, ours, 1)
+            with pytest.raises(KeyboardInterrupt):
+                offloaded.step()
+            monkeypatch.undo()
+            run(1, theirs, ordinary, ours, offloaded, begin=1)
+
+            def landing(*arguments):
+                for memory, content in late:
+                    memory.copy_(content)
+                update(*arguments)
+
+            monkeypatch.setattr(offloaded, "_update", landing)
+            run(1, theirs, ordinary, ours, offloaded, begin=2)
+
     def test_a_process_that_was_killed_half_way(self, tmp_path):
         child = Child("step_half_way", folder=str(tmp_path))
         child.ready()

@@ -166,10 +166,13 @@ class Store:
 
     @contextlib.contextmanager
     def _ended(self, requests: Sequence[Request]) -> Iterator[None]:
-        """Cancel what is in flight after an error; its memory is used again."""
+        """Cancel what is in flight after an error, and wait until it has ended."""
         try:
             yield
         except BaseException:
+            # Ctrl-C may hide a request from us, and a second one does not wait for any:
+            # their memory is not used again.
+            self._ring = []
             for request in requests:
                 request.cancel()
             for request in requests:
