@@ -241,6 +241,23 @@ class TestAsAnOptimizer:
             offloaded.load_state_dict({"state": found["state"], "param_groups": "changed"})
         assert calls == ["state_dict_pre", "state_dict_post", "load_state_dict_post"]
 
+    def test_in_a_compiled_loop(self, tmp_path):
+        theirs, ordinary, ours, offloaded = pair(tmp_path, complex_too=False)
+
+        def train(params, optimizer, factor):
+            optimizer.zero_grad()
+            sum((param * factor).square().sum() for param in params).backward()
+            optimizer.step()
+
+        with offloaded:
+            compiled = torch.compile(train, backend="eager")
+            for number in range(3):
+                factor = torch.tensor(number + 1.0)
+                train(theirs, ordinary, factor)
+                compiled(ours, offloaded, factor)
+                assert equal(theirs, ours)
+        torch.compiler.reset()
+
     def test_zero_grad(self, tmp_path):
         _, _, ours, offloaded = pair(tmp_path)
         give_gradients(ours, ours, 0)

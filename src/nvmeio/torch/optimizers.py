@@ -215,6 +215,9 @@ class OffloadedOptimizer(Optimizer):  # type: ignore[misc]  # torch is Any to my
 
     # Steps.
 
+    # While torch.compile traces, torch's optimizers take the foreach form, which needs more
+    # memory, and each window is compiled anew.
+    @torch._disable_dynamo  # type: ignore[untyped-decorator]
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters, and their states in the files.
 
