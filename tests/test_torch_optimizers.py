@@ -6,6 +6,7 @@ import errno
 import gc
 import os
 import pickle
+import shutil
 import warnings
 from pathlib import Path
 
@@ -838,6 +839,28 @@ class TestFailures:
             assert len(offloaded.param_groups) == 1
             offloaded.step()
             assert offloaded.state[params[1]]["step"] == 2
+
+    def test_a_folder_that_has_become_anothers(self, tmp_path):
+        folder = tmp_path / "states"
+        theirs, ordinary, ours, offloaded = pair(folder)
+        with offloaded:
+            run(1, theirs, ordinary, ours, offloaded)
+            shutil.rmtree(folder)
+            give_gradients(theirs, ours, 1)
+            before = [param.detach().clone() for param in ours]
+            with pytest.raises(FileNotFoundError, match="states"):
+                offloaded.step()
+            with pytest.raises(FileNotFoundError, match="states"):
+                offloaded.add_param_group({"params": make_params()})
+            with nvmeio.torch.offload(optim.AdamW(make_params()), folder):
+                names = sorted(folder.iterdir())
+                with pytest.raises(BlockingIOError, match=f"process {os.getpid()}"):
+                    offloaded.step()
+                with pytest.raises(BlockingIOError, match=f"process {os.getpid()}"):
+                    offloaded.add_param_group({"params": make_params()})
+                assert equal(before, ours)
+                offloaded.close()
+                assert sorted(folder.iterdir()) == names
 
     def test_states_are_loaded_where_there_is_no_room_for_them_twice(self, loop_mount):
         folder = loop_mount("ext4", 64 * MIB) / "states"

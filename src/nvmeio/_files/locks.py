@@ -35,7 +35,6 @@ class WriterLock:
         if self.descriptor >= 0 and _has_name(self.descriptor, self.path):
             return False
         # The folder was removed, and may be another's by now.
-        self.release()
         with naming(self.path):
             descriptor = os.open(self.path, _FLAGS, 0o666)
             try:
@@ -48,6 +47,7 @@ class WriterLock:
             except BaseException:
                 close_quietly(descriptor)
                 raise
+        self.release()
         self.descriptor = descriptor
         in_child_close(self)
         return True

@@ -80,6 +80,8 @@ class Store:
 
     def begin(self, words: str) -> None:
         """Note in the folder that states are not of one step until `end` is called."""
+        # The folder may be another's by now.
+        self._lock.take()
         host = socket.gethostname()
         with naming(self._unfinished), open(self._unfinished, "w") as file:
             file.write(f"{words} of process {os.getpid()} on {host}\n")
@@ -93,6 +95,7 @@ class Store:
         """Make a file for a group's segments, with room for all of them."""
         if not any(segment.states for segment in segments):
             return
+        self._lock.take()
         size = segments[-1].offset + segments[-1].nbytes
         path = os.path.join(self.folder, f"group-{group}-{self._made}.states")
         self._made += 1
@@ -369,10 +372,11 @@ def _laid_out(pieces: Sequence[Piece], value: torch.Tensor) -> torch.Tensor:
 
 
 def _remove(file: File) -> None:
-    """Close a file and take its name away."""
-    file.close()
+    """Close a file and take its name away, unless that is another file's by now."""
     with contextlib.suppress(FileNotFoundError):
-        os.unlink(file.path)
+        if os.path.samestat(os.fstat(file.fileno()), os.lstat(file.path)):
+            os.unlink(file.path)
+    file.close()
 
 
 def _close(files: list[File], handle: Handle, lock: WriterLock) -> None:
