@@ -981,6 +981,16 @@ class TestRefused:
                 with pytest.raises(TypeError, match=r"cannot be .*copied; its state_dict"):
                     copied(offloaded)
 
+    def test_parameters_that_wrap_tensors(self, tmp_path):
+        from torch.testing._internal.two_tensor import TwoTensor
+
+        param = torch.nn.Parameter(TwoTensor(torch.ones(3), torch.ones(3)))
+        with pytest.raises(TypeError, match=r"parameter 1 \(group 0\) is a TwoTensor"):
+            nvmeio.torch.offload(
+                optim.AdamW([torch.nn.Parameter(torch.ones(3)), param]), tmp_path / "states"
+            )
+        assert not (tmp_path / "states").exists()
+
     def test_the_inner_one(self, tmp_path):
         inner = optim.AdamW(make_params())
         with nvmeio.torch.offload(inner, tmp_path):

@@ -70,7 +70,8 @@ def offload(
     Raises
     ------
     TypeError
-        The optimizer is of another kind, or a subclass.
+        The optimizer is of another kind, or a subclass; or a parameter is a DTensor, or of
+        another class that wraps tensors.
     ValueError
         ``differentiable`` or ``capturable`` is set, a parameter appears twice, or one needs
         more than ``memory`` and cannot be split.

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from nvmeio._arguments.units import in_binary
 from nvmeio._native.file import File
@@ -166,7 +167,8 @@ def segments_of(
 ) -> list[Segment]:
     """Lay out the states of parameters: each with its index, and whether it may be split.
 
-    Raises ValueError for a parameter that does not fit.
+    Raises ValueError for a parameter that does not fit, TypeError for one that wraps
+    other tensors.
     """
     segments: list[Segment] = []
     waiting: list[Piece] = []
@@ -180,6 +182,11 @@ def segments_of(
             waiting.clear()
 
     for param, index, may_split in parts:
+        if is_traceable_wrapper_subclass(param):
+            raise TypeError(
+                f"parameter {index} (group {group}) is a {type(param).__name__}; "
+                "offload() takes parameters that are plain tensors"
+            )
         for begin, end in _parts_of(param, index, group, may_split, names, budget):
             piece = Piece(param, index, begin, end, names)
             states = piece.slot_bytes + sum(each.slot_bytes for each in waiting)
