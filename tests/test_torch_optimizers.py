@@ -428,6 +428,25 @@ class TestGroups:
             ordinary.param_groups[0]["foreach"] = True
             run(1, theirs, ordinary, ours, offloaded, begin=2)
 
+    def test_files_that_an_interruption_has_left_go(self, tmp_path, monkeypatch):
+        theirs, ordinary, ours, offloaded = pair(tmp_path)
+
+        def interrupted(_):
+            raise KeyboardInterrupt
+
+        with offloaded:
+            run(1, theirs, ordinary, ours, offloaded)
+            monkeypatch.setattr("nvmeio.torch._offload.store._remove", interrupted)
+            for optimizer in (ordinary, offloaded):
+                optimizer.param_groups[0]["foreach"] = True
+            with pytest.raises(KeyboardInterrupt):
+                offloaded.step()
+            monkeypatch.undo()
+            assert len(list(tmp_path.glob("*.states"))) == 2
+            offloaded.load_state_dict(ordinary.state_dict())
+            assert len(list(tmp_path.glob("*.states"))) == 1
+            run(2, theirs, ordinary, ours, offloaded, begin=1)
+
     def test_many_small_groups_share_windows(self, tmp_path):
         parts = [[torch.nn.Parameter(torch.ones(7)) for _ in range(40)] for _ in range(2)]
         groups = [

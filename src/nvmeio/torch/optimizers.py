@@ -398,6 +398,8 @@ class OffloadedOptimizer(Optimizer):  # type: ignore[misc]  # torch is Any to my
         count = len(seen)
         changed = [i for i in range(count) if self._seen[i : i + 1] != [seen[i]]]
         segments = self._segments_for(changed)
+        # Ctrl-C may have left some.
+        self._store.keep(self._segments)
         pieces: dict[torch.Tensor, list[Piece]] = defaultdict(list)
 
         def states() -> Iterator[tuple[list[Piece], dict[str, torch.Tensor]]]:
@@ -415,8 +417,6 @@ class OffloadedOptimizer(Optimizer):  # type: ignore[misc]  # torch is Any to my
                     for piece in segment.pieces:
                         pieces[piece.param].append(piece)
             self._store.put(states())
-            old = [self._segments[i] for i in changed if i < len(self._segments)]
-            old += self._segments[count:]
             kept = self._segments[:count] + [[]] * (count - len(self._segments))
             now = [segments.get(i, kept[i]) for i in range(count)]
             every = [segment for made in now for segment in made]
@@ -428,15 +428,13 @@ class OffloadedOptimizer(Optimizer):  # type: ignore[misc]  # torch is Any to my
                 every, [self._budget(group) for group in self.param_groups]
             )
         except BaseException:
-            for made in segments.values():
-                self._store.drop(made)
+            self._store.keep(self._segments)
             raise
         # At once: nothing is called in between, so Ctrl-C comes before or after.
         self._segments, self._pieces, self._windows, self._seen = now, placed, windows, seen
         for gone in self._records.keys() - placed.keys():
             del self._records[gone]
-        for made in old:
-            self._store.drop(made)
+        self._store.keep(now)
 
     def _print_of(self, group: dict[str, Any]) -> Any:
         """Return what the layout of a group depends on."""
@@ -625,8 +623,7 @@ class OffloadedOptimizer(Optimizer):  # type: ignore[misc]  # torch is Any to my
         self.inner.param_groups = shell.param_groups
         # New files, for which a drive need not have room beside the old ones.
         self._seen, self._pieces = [], {}
-        while self._segments:
-            self._store.drop(self._segments.pop())
+        self._segments = []
         self._plan()
 
         def states() -> Iterator[tuple[torch.Tensor, State]]:

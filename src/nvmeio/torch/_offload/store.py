@@ -106,11 +106,12 @@ class Store:
         reserve(file, size, path)
         file.truncate(size)
 
-    def drop(self, segments: Sequence[Segment]) -> None:
-        """Remove the file of a group's segments."""
-        if segments and segments[0].has_file:
-            self._files.remove(segments[0].file)
-            _remove(segments[0].file)
+    def keep(self, groups: Iterable[Sequence[Segment]]) -> None:
+        """Remove the files that have none of these segments."""
+        kept = {each.file for segments in groups for each in segments if each.has_file}
+        for file in [each for each in self._files if each not in kept]:
+            _remove(file)
+            self._files.remove(file)
 
     @property
     def nbytes(self) -> int:
@@ -373,6 +374,8 @@ def _laid_out(pieces: Sequence[Piece], value: torch.Tensor) -> torch.Tensor:
 
 def _remove(file: File) -> None:
     """Close a file and take its name away, unless that is another file's by now."""
+    if file.closed:
+        return
     with contextlib.suppress(FileNotFoundError):
         if os.path.samestat(os.fstat(file.fileno()), os.lstat(file.path)):
             os.unlink(file.path)
