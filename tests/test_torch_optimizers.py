@@ -483,6 +483,31 @@ class TestWindows:
         ahead = plan.BUFFERS
         assert seen == [min(i + ahead, count) + i for i in range(count)]
 
+    def test_memory_is_read_into_after_it_was_written(self, tmp_path, monkeypatch):
+        theirs, ordinary, ours, offloaded = pair(tmp_path)
+        with offloaded:
+            run(1, theirs, ordinary, ours, offloaded)
+            handle, written, befores = offloaded._store.handle, {}, []
+
+            class Noting:
+                def __getattr__(self, name):
+                    return getattr(handle, name)
+
+                def submit_write_many(self, items):
+                    request = handle.submit_write_many(items)
+                    written[items[0][0].data_ptr()] = request
+                    return request
+
+                def submit_read_many(self, items, *, after):
+                    befores.append((after, written.get(items[0][0].data_ptr())))
+                    return handle.submit_read_many(items, after=after)
+
+            monkeypatch.setattr(offloaded._store, "handle", Noting())
+            run(1, theirs, ordinary, ours, offloaded, begin=1)
+            assert len(befores) == len(offloaded._windows) > plan.BUFFERS
+        assert all(after is before for after, before in befores)
+        assert sum(after is not None for after, _ in befores) == len(befores) - plan.BUFFERS
+
     def test_only_states_of_parameters_with_gradients_move(self, tmp_path):
         theirs, ordinary, ours, offloaded = pair(tmp_path)
         with offloaded:
