@@ -1,0 +1,29 @@
+"""Offloaded optimizers under faults in the library: the right bits, or an error."""
+
+import pytest
+
+from batches import run_batch
+from builds import faults_in, read_tallies
+from helpers import ENGINES
+
+# How many of 1000 occasions; a window has few blocks.
+RATES = {"all": 20, "short": 200, "eio": 10, "enospc": 10}
+
+
+@pytest.mark.amount(short=5, full=60, long=1000)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_steps_are_right_or_nothing_goes_on(
+    engine, seeds, tmp_path, faulty_package, patience_s, record_property
+):
+    log = tmp_path / "faults"
+    env = {"PYTHONPATH": str(faulty_package), **faults_in(RATES, log)}
+    env["NVMEIO_ENGINE"] = engine
+    options = {"folder": str(tmp_path / "states"), "env": env, "watchdog_s": patience_s}
+    counts = run_batch("optimizer_trials", seeds, seeds.left, **options)
+    assert counts.pop(f"engine is {engine}") == 1
+    fired = {kind: tally.fired for kind, tally in read_tallies(log).items()}
+    assert fired["eio"] + fired["enospc"] > 0, fired
+    assert counts["steps"] > 0
+    assert sum(count for what, count in counts.items() if "failed" in what) > 0
+    for what, count in counts.items():
+        record_property(what, count)
