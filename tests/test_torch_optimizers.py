@@ -563,8 +563,17 @@ class TestWindows:
             params[0].grad = torch.linspace(0, 1, 1_500_000).view(1000, 1500).t()
         ordinary = optim.AdamW(theirs)
         offloaded = nvmeio.torch.offload(optim.AdamW(ours), tmp_path / "1", memory="16MiB")
-        with offloaded, pytest.raises(ValueError, match="cannot be split"):
+        with offloaded:
+            with pytest.raises(ValueError, match="cannot be split"):
+                offloaded.step()
+            # Nothing has changed, and the next gradient may be as its parameter.
+            ours[0].grad = ours[0].grad.contiguous()
             offloaded.step()
+            assert offloaded.state[ours[0]]["step"] == 1
+        with torch.no_grad():
+            ours[0].copy_(theirs[0])
+        ours[0].grad = theirs[0].grad.clone()
+        assert ours[0].grad.stride() != ours[0].stride()
         offloaded = nvmeio.torch.offload(optim.AdamW(ours), tmp_path / "2", memory="128MiB")
         with offloaded:
             ordinary.step()

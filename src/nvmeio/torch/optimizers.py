@@ -246,8 +246,15 @@ class OffloadedOptimizer(Optimizer):  # type: ignore[misc]  # torch is Any to my
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        active = self._with_gradients()
-        self._plan()
+        active, unlike = self._with_gradients()
+        before = self._unsplit
+        try:
+            self._unsplit = before | unlike
+            self._plan()
+        except BaseException:
+            # The next gradients may fit.
+            self._unsplit = before
+            raise
         self._steps += 1
         words = f"step {self._steps}"
         updated = 0
@@ -274,9 +281,9 @@ class OffloadedOptimizer(Optimizer):  # type: ignore[misc]  # torch is Any to my
         self.inner._opt_called = True
         return loss
 
-    def _with_gradients(self) -> set[torch.Tensor]:
-        """Return the parameters that are to be updated; refuse what cannot be."""
-        active = set()
+    def _with_gradients(self) -> tuple[set[torch.Tensor], set[torch.Tensor]]:
+        """Return the parameters to update, and those that this must not split."""
+        active, unlike = set(), set()
         for number, group in enumerate(self.param_groups):
             refuse_options(group, number)
             for param in group["params"]:
@@ -293,10 +300,9 @@ class OffloadedOptimizer(Optimizer):  # type: ignore[misc]  # torch is Any to my
                     )
                 pieces = self._pieces.get(param, ())
                 if len(pieces) > 1 and not is_ordered_as(grad, param):
-                    self._unsplit.add(param)
-                    self._seen[number] = None
+                    unlike.add(param)
                 active.add(param)
-        return active
+        return active, unlike
 
     def _update(self, window: Window, view: View, active: set[torch.Tensor]) -> None:
         """Let the optimizer update what a window has."""
@@ -434,13 +440,15 @@ class OffloadedOptimizer(Optimizer):  # type: ignore[misc]  # torch is Any to my
         self._segments, self._pieces, self._windows, self._seen = now, placed, windows, seen
         for gone in self._records.keys() - placed.keys():
             del self._records[gone]
+        self._unsplit &= placed.keys()
         self._store.keep(now)
 
     def _print_of(self, group: dict[str, Any]) -> Any:
         """Return what the layout of a group depends on."""
         names = self._names(group)
-        forms = [(id(p), p.shape, p.stride(), p.dtype, p.device) for p in group["params"]]
-        return names, self._budget(group), forms
+        params = group["params"]
+        forms = [(id(p), p.shape, p.stride(), p.dtype, p.device) for p in params]
+        return names, self._budget(group), forms, [p in self._unsplit for p in params]
 
     def _names(self, group: dict[str, Any]) -> tuple[str, ...]:
         """Return which states have a place: those of its options, of now and of before."""
@@ -554,6 +562,8 @@ class OffloadedOptimizer(Optimizer):  # type: ignore[misc]  # torch is Any to my
     def state_items(self) -> "StateItems":
         """Return all states and options one by one, each read when it is its turn.
 
+        The hooks of ``state_dict()`` are not called.
+
         Returns
         -------
         StateItems
@@ -578,7 +588,8 @@ class OffloadedOptimizer(Optimizer):  # type: ignore[misc]  # torch is Any to my
         state_dict : dict, or iterable of pairs
             What ``state_dict()`` or ``state_items()`` returned, of this optimizer or of an
             ordinary one of the same kind.  ``state_dict["state"]`` may be a mapping that
-            loads the states of each parameter when it is asked for them.
+            loads the states of each parameter when it is asked for them.  Hooks that come
+            before loading are called with a dict alone, and not for pairs.
 
         Raises
         ------
