@@ -8,6 +8,7 @@ import os
 import pickle
 import shutil
 import warnings
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -1072,6 +1073,24 @@ class TestTheEnd:
             del offloaded
             gc.collect()
             assert not list(tmp_path.glob("*.states"))
+
+    def test_parameters_go_with_their_optimizer(self, tmp_path):
+        _, _, ours, offloaded = pair(tmp_path)
+        give_gradients(ours, ours, 0)
+        offloaded.step()
+        left, ours[0].grad = weakref.ref(ours[0]), None
+        gc.disable()
+        try:
+            # Removed from its group, and then the last of the others with all.
+            del offloaded.param_groups[0]["params"][0], ours[0]
+            offloaded.step()
+            assert left() is None
+            left = weakref.ref(ours.pop())
+            del ours, offloaded
+            assert left() is None
+            assert not list(tmp_path.glob("*.states"))
+        finally:
+            gc.enable()
 
     def test_nor_when_python_ends(self, tmp_path):
         assert run_child("offload_in", folder=str(tmp_path)).report == ["ok", True]

@@ -6,6 +6,7 @@ slot has the states of one piece: a parameter, or a part of one that is large.  
 the segments that are in memory at once; it lies in memory as it does in the files.
 """
 
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -105,10 +106,22 @@ class Piece:
         self.state_bytes = (end - begin) * param.element_size()
         self.names = names
         self.slot_bytes = len(names) * pages(self.state_bytes)
-        self.segment: Segment
+        # Not a cycle, which would keep parameters until the garbage collector comes.
+        self._segment: weakref.ref[Segment]
         self.slot = 0  # where in its segment the slot begins
         self.row = 0  # of the segment's table
         self.layouts: dict[str, Layout] = {}
+
+    @property
+    def segment(self) -> "Segment":
+        """The segment that has its slot."""
+        segment = self._segment()
+        assert segment is not None
+        return segment
+
+    @segment.setter
+    def segment(self, segment: "Segment") -> None:
+        self._segment = weakref.ref(segment)
 
     def place(self, name: str) -> tuple[int, int]:
         """Return where in its segment a state begins and ends."""
