@@ -3,6 +3,7 @@
 import contextlib
 import ctypes.util
 import functools
+import gc
 import importlib.util
 import os
 import subprocess
@@ -108,3 +109,25 @@ def faulty(fuse_folder):
     yield fuse_folder
     if any(fuse_folder.iterdir()):
         os.setxattr(next(fuse_folder.iterdir()), "user.faults", b"{}")
+
+
+@pytest.fixture
+def faulty_slots(faulty, monkeypatch):
+    """A folder with faults, and their control, for the file of saved tensors.
+
+    Only threads may wait in FUSE: what submits to io_uring would.  It forgets files without
+    a name.
+    """
+    # They import torch, and what has not been built.
+    from nvmeio import File
+    from workloads.common import Faults
+
+    monkeypatch.setenv("NVMEIO_ENGINE", "threads")
+    monkeypatch.setattr(
+        "nvmeio.torch._offload.slots._unnamed", lambda folder: File(f"{folder}/slots", "w")
+    )
+    (faulty / "control").touch()
+    faults = Faults(faulty / "control")
+    yield str(faulty), faults
+    faults.set()
+    gc.collect()

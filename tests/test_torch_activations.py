@@ -15,9 +15,10 @@ from workloads.common import thread_count
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
 # Imported late, for the module cannot be imported where torch is not.
+from torch.multiprocessing.reductions import StorageWeakRef  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
-from nvmeio.torch import save_on_disk  # noqa: E402
+from nvmeio.torch import _offload, save_on_disk  # noqa: E402
 from workloads.activations import (  # noqa: E402
     SMALL,
     bits,
@@ -27,6 +28,8 @@ from workloads.activations import (  # noqa: E402
     transformer,
 )
 
+# Of elements: four bytes each.
+SIZE = 40_000
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
 
@@ -50,6 +53,7 @@ def saving(tmp_path):
 
     yield saving
     gc.collect()
+    assert list(_offload.slots._live) == []
     assert os.listdir(tmp_path) == []
     assert (thread_count(), len(os.listdir("/proc/self/fd"))) == before
 
@@ -183,14 +187,122 @@ def test_memory_of_what_was_saved_is_given_back(saving):
         x = torch.randn(64, 256, requires_grad=True)
         y, storages = x * 2, []
         for _ in range(20):
-            storages.append(
-                torch.multiprocessing.reductions.StorageWeakRef(y.untyped_storage())
-            )
+            storages.append(StorageWeakRef(y.untyped_storage()))
             y = y.sin()
             # 64 KiB each: one that is held, and the newest.
             assert sum(not storage.expired() for storage in storages) <= 2
     assert bytes_on_disk() >= 19 * 65536
     y.sum().backward()
+
+
+def chain(x, *, count=8, storages=None):
+    """Return the sum of what a chain of operations gives, each of which saves a tensor."""
+    y = x
+    for _ in range(count):
+        y = y.sin()
+        if storages is not None:
+            storages.append(StorageWeakRef(y.untyped_storage()))
+    return y.sum()
+
+
+@pytest.mark.parametrize("mebibytes", [2, 7, 40])
+def test_the_process_grows_by_memory_and_what_a_step_needs(tmp_path, mebibytes):
+    skip_sanitized("keep memory that was freed")
+    grown = run_child("grow_by_memory", folder=str(tmp_path), mebibytes=mebibytes).report
+    # Beside 64 MiB some tensors of the step, twice as much as is freed at a time, and 32
+    # MiB for all else; without it 1536 MiB.
+    assert grown <= 64 + 6 * mebibytes + 64 + 32
+
+
+def test_writes_go_out_while_the_forward_pass_computes(faulty_slots):
+    folder, faults = faulty_slots
+    x = torch.randn(SIZE, requires_grad=True)
+    faults.set(write={"held": True})
+    with save_on_disk(folder, min_bytes=SMALL):
+        y = x.sin().sin()
+        # A write is under way; none can end before the forward pass does.
+        faults.await_waiting()
+        loss = chain(y)
+        assert faults.waiting() > 0
+    faults.set()
+    assert same_bits(
+        torch.autograd.grad(loss, x), torch.autograd.grad(chain(x, count=10), x)
+    )
+
+
+def test_reads_come_ahead_of_the_backward_pass_and_last_first(faulty_slots, monkeypatch):
+    folder, faults = faulty_slots
+    read, reads = _offload.slots.SlotFile._submit_read, []
+
+    def submit(file, slot):
+        reads.append(slot.serial)
+        read(file, slot)
+
+    class Held(torch.autograd.Function):
+        """Computes only when a read is under way that nobody has asked for."""
+
+        @staticmethod
+        def forward(ctx, x):
+            return x * 1
+
+        @staticmethod
+        def backward(ctx, grad):
+            faults.await_waiting()
+            held.append(list(reads))
+            faults.set()
+            return grad
+
+    held = []
+    x = torch.randn(SIZE, requires_grad=True)
+    monkeypatch.setattr(_offload.slots.SlotFile, "_submit_read", submit)
+    with save_on_disk(folder, min_bytes=SMALL, memory=3 * x.nbytes):
+        # x stays, so slots 0 to 6 are those of the others; 4 to 6 are in memory.
+        y = x
+        for index in range(8):
+            y = y.sin() if index != 5 else Held.apply(y.sin())
+        loss = y.sum()
+    (file,) = _offload.slots._live
+    file.drain()
+    faults.set(read={"held": True})
+    grads = torch.autograd.grad(loss, x)
+    # Two are in use or read after it when Held computes.
+    assert held == [[3]]
+    assert reads == [3, 2, 1, 0]
+    assert same_bits(grads, torch.autograd.grad(chain(x), x))
+
+
+@pytest.mark.parametrize("call", ["write", "read"])
+def test_a_change_while_the_drive_has_it_is_noticed(faulty_slots, call):
+    folder, faults = faulty_slots
+    x = torch.randn(SIZE, requires_grad=True)
+    errors = []
+
+    def backward():
+        try:
+            loss.backward()
+        except RuntimeError as error:
+            errors.append(str(error))
+
+    if call == "write":
+        faults.set(write={"held": True})
+    memory = 1 << 30 if call == "write" else 0
+    with save_on_disk(folder, min_bytes=SMALL, memory=memory):
+        y = x.exp()
+        loss = (y * 1).sum()
+    if call == "read":
+        faults.set(read={"held": True})
+    thread = threading.Thread(target=backward)
+    if call == "read":
+        thread.start()
+    faults.await_waiting()
+    with torch.no_grad():
+        y.add_(1)
+    faults.set()
+    if call == "write":
+        thread.start()
+    thread.join()
+    (words,) = errors
+    assert "is at version 1; expected version 0" in words
 
 
 CHANGES = {
@@ -217,6 +329,20 @@ def test_a_change_in_place_is_what_torch_says_without_hooks(saving, memory, chan
                 CHANGES[change](y)
             with pytest.raises(RuntimeError, match=words):
                 z.sum().backward()
+
+
+@pytest.mark.parametrize("change", sorted(CHANGES.keys() - {"counted by hand"}))
+def test_save_on_cpu_gives_wrong_gradients_there(change):
+    x = torch.randn(4000, requires_grad=True)
+    with torch.autograd.graph.save_on_cpu():
+        y = x.exp()
+        z = y * 1
+        right = y.detach().clone()
+        with torch.no_grad():
+            CHANGES[change](y)
+    z.sum().backward()
+    assert torch.equal(x.grad, y)
+    assert not torch.equal(x.grad, right)
 
 
 @pytest.mark.parametrize("size", [4, 4000])
@@ -400,6 +526,18 @@ def test_double_backward(saving):
     assert same_bits(found, expected)
 
 
+def test_double_backward_after_the_context(saving):
+    def step(context):
+        torch.manual_seed(0)
+        x = torch.randn(4000, requires_grad=True)
+        with context:
+            y = (x.sin() * x.exp()).sum()
+        (grad,) = torch.autograd.grad(y, x, create_graph=True)
+        return grad, *torch.autograd.grad(grad.square().sum(), x)
+
+    assert same_bits(step(saving()), step(contextlib.nullcontext()))
+
+
 @pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_checkpoint(saving, inside, use_reentrant):
@@ -447,37 +585,74 @@ def test_selective_checkpoint(saving):
 
 
 def test_an_exception_half_way_leaves_nothing(saving):
+    storages = []
+
     def step():
-        x = torch.randn(4000, requires_grad=True)
-        y = x.exp().sin()
-        raise ValueError(f"half-way, {y.shape}")
+        chain(torch.randn(SIZE, requires_grad=True), storages=storages)
+        raise ValueError("half-way")
 
     with pytest.raises(ValueError, match="half-way"), saving(memory=1 << 30):
         step()
+    gc.collect()
+    assert all(storage.expired() for storage in storages)
+
+
+def test_an_exception_in_the_backward_pass_leaves_nothing(saving):
+    class Raises(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 1
+
+        @staticmethod
+        def backward(ctx, grad):
+            raise ValueError("half-way")
+
+    with saving(memory=6 * 4 * SIZE):
+        loss = chain(Raises.apply(chain(torch.randn(SIZE, requires_grad=True)) * 1).sin())
+    with pytest.raises(ValueError, match="half-way"):
+        loss.backward()
+    del loss
 
 
 def test_a_graph_that_is_dropped_leaves_nothing(saving):
+    storages = []
     with saving(memory=1 << 30):
         for _ in range(3):
-            torch.randn(4000, requires_grad=True).exp().sin()
-        y = torch.randn(4000, requires_grad=True).exp().sin()
+            chain(torch.randn(SIZE, requires_grad=True), storages=storages)
+        y = chain(torch.randn(SIZE, requires_grad=True), storages=storages)
         y.circle = [y]
-    del y
+        (file,) = _offload.slots._live
+        file.drain()
+        assert len(file._slots) == 8 - 1
+        # Nor is there room in the file for others; 4096 bytes are a page.
+        taken = file._room._end - sum(room for _, room in file._room._gaps)
+        assert taken == (8 - 1) * -(-4 * SIZE // 4096) * 4096
+    del y, file
+    gc.collect()
+    assert all(storage.expired() for storage in storages)
 
 
-def test_of_nested_contexts_the_inner_one_counts(saving, tmp_path):
-    def step(outer, inner):
+def test_of_nested_contexts_the_inner_one_counts(saving):
+    def step(outer, inner, *, count=False):
         torch.manual_seed(0)
         x = torch.randn(4000, requires_grad=True)
         with outer():
             y = x.exp()
             with inner():
-                z = y.sin()
+                z = y.exp().exp()
             w = z.cos()
+            if count:
+                files = sorted(_offload.slots._live, key=lambda file: file.memory)
+                # By exp y; by each other exp its result; the last of them by cos too.
+                assert [len(file._slots) for file in files] == [2, 2]
+                del files
         return torch.autograd.grad(w.sum(), x)
 
+    def inner():
+        return saving(memory=1 << 30)
+
     plain = step(contextlib.nullcontext, contextlib.nullcontext)
-    assert same_bits(step(saving, lambda: saving(memory=1 << 30)), plain)
+    assert same_bits(step(saving, inner, count=True), plain)
     assert same_bits(step(saving, torch.autograd.graph.save_on_cpu), plain)
     assert same_bits(step(torch.autograd.graph.save_on_cpu, saving), plain)
 
@@ -775,10 +950,12 @@ def test_a_child_that_leaves_by_an_exception_waits_for_nothing(tmp_path):
     assert report == {"child": 7, "parent": True}
 
 
-@pytest.mark.parametrize("mebibytes", [2, 7, 40])
-def test_the_process_grows_by_memory_and_what_a_step_needs(tmp_path, mebibytes):
-    skip_sanitized("keep memory that was freed")
-    grown = run_child("grow_by_memory", folder=str(tmp_path), mebibytes=mebibytes).report
-    # Beside 64 MiB some tensors of the step, twice as much as is freed at a time, and 32
-    # MiB for all else; without it 1536 MiB.
-    assert grown <= 64 + 6 * mebibytes + 64 + 32
+@needs_cuda
+def test_a_change_in_place_on_a_device_is_noticed(saving):
+    with saving():
+        y = torch.randn(SIZE, device="cuda", requires_grad=True).exp()
+        loss = (y * 1).sum()
+        with torch.no_grad():
+            y.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()

@@ -9,13 +9,13 @@ import threading
 
 import pytest
 
-from workloads.common import Faults, thread_count
+from children import WATCHDOG_S
+from workloads.common import thread_count
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
 # Imported late, for the module cannot be imported where torch is not.
-from nvmeio import File  # noqa: E402
-from nvmeio.torch._offload import slots as _slots  # noqa: E402
+from nvmeio.torch import _offload  # noqa: E402
 from nvmeio.torch._offload.slots import SlotFile, memory_of  # noqa: E402
 
 SIZE = 40_000
@@ -110,7 +110,7 @@ def test_room_in_the_file_is_used_again(tmp_path):
 
 
 def test_room_is_joined_with_its_neighbours():
-    room = _slots._Room()
+    room = _offload.slots._Room()
     places = [room.take(size) for size in (1, 4096, 4097, 1)]
     assert places == [0, 4096, 8192, 16384]
     room.give(0, 1)
@@ -189,23 +189,8 @@ def test_a_file_that_a_child_has_open_takes_no_room_afterwards(tmp_path):
     os.close(descriptor)
 
 
-@pytest.fixture
-def place(faulty, monkeypatch):
-    """A folder with faults, and their control; there the file keeps its name.
-
-    Only threads may wait in FUSE: what submits to io_uring would.
-    """
-    monkeypatch.setenv("NVMEIO_ENGINE", "threads")
-    monkeypatch.setattr(_slots, "_unnamed", lambda folder: File(f"{folder}/slots", "w"))
-    (faulty / "control").touch()
-    faults = Faults(faulty / "control")
-    yield str(faulty), faults
-    faults.set()
-    gc.collect()
-
-
-def test_no_room_is_raised_by_the_next_call_and_by_its_reader(place):
-    folder, faults = place
+def test_no_room_is_raised_by_the_next_call_and_by_its_reader(faulty_slots):
+    folder, faults = faulty_slots
     file = SlotFile(folder, 3 * SIZE)
     faults.set(write={"full_at": 8 * SIZE})
     slots = []
@@ -232,8 +217,8 @@ def test_no_room_is_raised_by_the_next_call_and_by_its_reader(place):
             assert torch.equal(file.read(slot), tensor_of(number))
 
 
-def test_a_write_that_fails_is_raised(place):
-    folder, faults = place
+def test_a_write_that_fails_is_raised(faulty_slots):
+    folder, faults = faulty_slots
     file = SlotFile(folder, 0)
     kept = written(file, 1)
     faults.set(write={"error": errno.EIO})
@@ -248,8 +233,8 @@ def test_a_write_that_fails_is_raised(place):
     assert (file.held, len(file._slots)) == (0, 2)
 
 
-def test_a_read_that_fails_is_raised_and_may_be_tried_again(place):
-    folder, faults = place
+def test_a_read_that_fails_is_raised_and_may_be_tried_again(faulty_slots):
+    folder, faults = faulty_slots
     file = SlotFile(folder, 0)
     slot = written(file, 1)
     faults.set(read={"error": errno.EIO})
@@ -278,23 +263,26 @@ def test_a_read_ahead_that_fails_is_no_one_elses(tmp_path):
     assert torch.equal(file.read(last), tensor_of(3))
 
 
-def test_writing_waits_only_while_memory_is_full(place):
-    folder, faults = place
+def test_writing_waits_only_while_memory_is_full(faulty_slots, monkeypatch):
+    folder, faults = faulty_slots
     file = SlotFile(folder, 3 * SIZE)
     faults.set(write={"held": True})
     # None of these can have been written.
     slots = [written(file, number) for number in range(3)]
     faults.await_waiting()
     assert file.held == 3 * SIZE
-    done = threading.Event()
+    waits, wait = threading.Event(), _offload.slots._outcome
 
-    def one_more():
-        slots.append(written(file, 3))
-        done.set()
+    def told(slot):
+        waits.set()
+        return wait(slot)
 
-    thread = threading.Thread(target=one_more)
+    monkeypatch.setattr(_offload.slots, "_outcome", told)
+    thread = threading.Thread(target=lambda: slots.append(written(file, 3)))
     thread.start()
-    assert not done.is_set()
+    assert waits.wait(WATCHDOG_S)
+    # For the first one that is to be written, without which there is no room.
+    assert (len(slots), file.held) == (3, 3 * SIZE)
     faults.set()
     thread.join()
     assert file.held <= 3 * SIZE
@@ -302,8 +290,8 @@ def test_writing_waits_only_while_memory_is_full(place):
         assert torch.equal(file.read(slot), tensor_of(number))
 
 
-def test_what_is_on_its_way_out_is_read_from_memory(place):
-    folder, faults = place
+def test_what_is_on_its_way_out_is_read_from_memory(faulty_slots):
+    folder, faults = faulty_slots
     file = SlotFile(folder, 3 * SIZE)
     faults.set(write={"held": True})
     slot = written(file, 1)
@@ -314,9 +302,9 @@ def test_what_is_on_its_way_out_is_read_from_memory(place):
     faults.set()
 
 
-def test_what_nobody_needs_is_not_written(place, monkeypatch):
+def test_what_nobody_needs_is_not_written(faulty_slots, monkeypatch):
     monkeypatch.setenv("NVMEIO_QUEUE_DEPTH", "1")
-    folder, faults = place
+    folder, faults = faulty_slots
     file = SlotFile(folder, 1 << 30)
     faults.set(write={"held": True})
     first = written(file, 1, 1 << 20)
@@ -334,7 +322,7 @@ def test_a_file_system_without_unnamed_files_will_do(tmp_path, monkeypatch):
     def refuse(folder):
         raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP), folder)
 
-    monkeypatch.setattr(_slots, "open_unnamed", refuse)
+    monkeypatch.setattr(_offload.slots, "open_unnamed", refuse)
     file = SlotFile(str(tmp_path), 0)
     assert os.listdir(tmp_path) == []
     slot = written(file, 1, 5001)
