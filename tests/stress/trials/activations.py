@@ -8,7 +8,7 @@ from contextlib import nullcontext
 import torch
 
 import nvmeio
-from nvmeio.torch._offload import save_on_disk
+from nvmeio.torch import save_on_disk
 from nvmeio.torch._offload import slots as _slots
 from trials.seeded import each_trial
 from workloads.activations import same_bits
