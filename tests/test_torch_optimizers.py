@@ -7,6 +7,7 @@ import gc
 import os
 import pickle
 import shutil
+import types
 import warnings
 import weakref
 from pathlib import Path
@@ -28,7 +29,7 @@ from torch.optim.optimizer import (  # noqa: E402
 
 import nvmeio.torch  # noqa: E402
 from nvmeio.checkpoint import Checkpointer  # noqa: E402
-from nvmeio.torch._offload import plan  # noqa: E402
+from nvmeio.torch._offload import plan, store  # noqa: E402
 from workloads.optimizers import (  # noqa: E402
     FORMS,
     KINDS,
@@ -508,6 +509,48 @@ class TestWindows:
             assert len(befores) == len(offloaded._windows) > plan.BUFFERS
         assert all(after is before for after, before in befores)
         assert sum(after is not None for after, _ in befores) == len(befores) - plan.BUFFERS
+
+    def test_waits_for_the_drive_are_counted_and_nothing_else(self, tmp_path, monkeypatch):
+        theirs, ordinary, ours, offloaded = pair(tmp_path)
+        clock = types.SimpleNamespace(now=0, perf_counter=lambda: clock.now)
+        waits = []
+
+        class Slow:
+            """A request for which one waits for 7 seconds."""
+
+            def __init__(self, request):
+                self.request, self.cancel = request, request.cancel
+
+            def wait(self):
+                clock.now += 7
+                waits.append(self)
+                return self.request.wait()
+
+        class Handle:
+            """The optimizer's own, whose requests are slow."""
+
+            def submit_read_many(self, items, after=None):
+                return Slow(own.submit_read_many(items, after=after and after.request))
+
+            def submit_write_many(self, items):
+                return Slow(own.submit_write_many(items))
+
+        def update(*arguments):
+            clock.now += 100
+            updated(*arguments)
+
+        with offloaded:
+            run(1, theirs, ordinary, ours, offloaded)
+            own, updated = offloaded._store.handle, offloaded._update
+            before = offloaded.waited
+            assert before > 0
+            monkeypatch.setattr(store, "time", clock)
+            monkeypatch.setattr(offloaded._store, "handle", Handle())
+            monkeypatch.setattr(offloaded, "_update", update)
+            run(1, theirs, ordinary, ours, offloaded, begin=1)
+            # A read and a write of each.
+            assert len(set(waits)) == 2 * len(offloaded._windows)
+            assert offloaded.waited - before == pytest.approx(7 * len(waits))
 
     def test_only_states_of_parameters_with_gradients_move(self, tmp_path):
         theirs, ordinary, ours, offloaded = pair(tmp_path)

@@ -193,6 +193,11 @@ class OffloadedOptimizer(Optimizer):  # type: ignore[misc]  # torch is Any to my
         """The size of the files."""
         return self._store.nbytes
 
+    @property
+    def waited(self) -> float:
+        """How long all steps together have waited for the drive, in seconds."""
+        return self._store.waited
+
     def __repr__(self) -> str:
         return f"Offloaded to {self.folder!r}: {self.inner!r}"
 

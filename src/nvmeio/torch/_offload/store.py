@@ -4,6 +4,7 @@ import contextlib
 import glob
 import os
 import socket
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError
@@ -58,6 +59,8 @@ class Store:
         self._files: list[File] = []
         self._made = 0
         self._ring: list[torch.Tensor] = []
+        # In seconds, by steps.
+        self.waited = 0.0
         self.close = weakref.finalize(self, _close, self._files, self.handle, self._lock)
         try:
             # States of a process that has ended: without its parameters they are nothing.
@@ -154,10 +157,10 @@ class Store:
                 turn = number % BUFFERS
                 read, before = reads[number], writes[turn]
                 if read is not None:
-                    read.wait()
+                    self._wait(read)
                     self._check(window, bytes_of[turn], _written_and(is_active))
                 elif before is not None:
-                    before.wait()
+                    self._wait(before)
                 update(window, _viewer(window, memory[turn]))
                 self._stamp(window, bytes_of[turn], is_active)
                 items = self._items(window, memory[turn], is_active)
@@ -166,7 +169,15 @@ class Store:
                     writes[turn] = self.handle.submit_write_many(items)
                     requests.append(writes[turn])  # type: ignore[arg-type]
             for request in requests:
-                request.wait()
+                self._wait(request)
+
+    def _wait(self, request: Request) -> None:
+        """Wait for a request of a step, and count the time."""
+        begin = time.perf_counter()
+        try:
+            request.wait()
+        finally:
+            self.waited += time.perf_counter() - begin
 
     @contextlib.contextmanager
     def _ended(self, requests: Sequence[Request]) -> Iterator[None]:
