@@ -43,6 +43,7 @@ COVERAGE_TESTS := tests/test_file.py tests/test_openfiles.py tests/test_mounts.p
 
 demo: build
 	$(PY) examples/demo.py
+	$(PY) examples/train_beyond_memory.py
 
 test: test-c test-python
 

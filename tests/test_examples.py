@@ -1,9 +1,13 @@
 """The examples do what they say, and leave nothing behind."""
 
+import contextlib
+import importlib.util
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -49,7 +53,9 @@ def test_a_model_learns_from_a_file_of_tokens(tmp_path):
     assert lines[-1] == "the loss has fallen"
 
 
-@pytest.mark.parametrize("name", ["train_tokens.py", "gnn_features.py"])
+@pytest.mark.parametrize(
+    "name", ["train_tokens.py", "gnn_features.py", "train_beyond_memory.py"]
+)
 def test_no_steps_at_all_are_refused(tmp_path, name):
     status, lines = run(tmp_path, name, errors=True, steps=0)
     assert (status, lines[-1]) == (
@@ -81,3 +87,167 @@ def test_features_that_fit_are_told(tmp_path):
     options = {"nodes": 1000, "memory": 128, "steps": 2}
     status, lines = run(tmp_path, "gnn_features.py", **options)
     assert (status, lines[1]) == (1, "all of them FIT into memory")
+
+
+class TestBeyondMemory:
+    """One training that a memory limit kills, and one that it does not."""
+
+    @pytest.fixture
+    def example(self, monkeypatch):
+        """The example as a module."""
+        path = EXAMPLES / "train_beyond_memory.py"
+        spec = importlib.util.spec_from_file_location("beyond", path)
+        module = importlib.util.module_from_spec(spec)
+        # Dataclasses look for their module.
+        monkeypatch.setitem(sys.modules, "beyond", module)
+        spec.loader.exec_module(module)
+        return module
+
+    @pytest.mark.slow
+    def test_a_limit_kills_the_ordinary_loop_alone(self, tmp_path, control_group):
+        skip_under_asan("needs memory beside that of the training")
+        control_group("memory", {}, {"memory.max": "max"})
+        status, lines = run(tmp_path, "train_beyond_memory.py", steps=2)
+        assert status == 0, lines
+        (limit,) = [int(line.split()[1]) for line in lines if line.startswith("limit ")]
+        (killed,) = [line for line in lines if " killed " in line]
+        found = re.fullmatch(
+            r"ordinary killed by the kernel at (\d+) MiB, in step 1", killed
+        )
+        # It is looked at now and then.
+        assert limit * 0.8 < int(found[1]) <= limit
+        (beyond,) = [line for line in lines if line.startswith("beyond memory 2 steps")]
+        found = re.search(r"loss \d\.\d{3} to \d\.\d{3}, (\d+) MiB at most$", beyond)
+        assert int(found[1]) <= limit
+        assert lines[-1] == "trained beyond memory"
+
+    @pytest.mark.slow
+    def test_without_a_limit_the_losses_are_the_same(self, tmp_path):
+        status, lines = run(tmp_path, "train_beyond_memory.py", limit=0, steps=2, threads=1)
+        assert status == 0, lines
+        assert not any(line.startswith("limit ") for line in lines)
+        assert "losses the same to the last digit (2 steps of both)" in lines
+        assert lines[-1] == "trained with memory to spare"
+        assert sum(bool(re.fullmatch(r"\d+ tokens/s", line)) for line in lines) == 2
+        written = [
+            int(found[1])
+            for line in lines
+            if (found := re.fullmatch(r"\d+ MiB read, (\d+) MiB written", line))
+        ]
+        # Each step writes the states, which are twice 218 MiB.
+        assert written[0] < 10
+        assert written[1] > 2 * 2 * 218
+        waits = r"\d+\.\d% of the time waiting for states, \d+\.\d% for tokens"
+        assert sum(bool(re.fullmatch(waits, line)) for line in lines) == 2
+        assert lines.count("waits for activations are not counted") == 1
+
+    @pytest.mark.parametrize(
+        ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)]
+    )
+    def test_a_signal_leaves_nothing_behind(self, tmp_path, number, status):
+        process = subprocess.Popen(
+            [sys.executable, EXAMPLES / "train_beyond_memory.py"],
+            cwd=tmp_path,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        while True:
+            assert process.poll() is None, process.communicate()
+            for child in children.read_text(encoding="ascii").split():
+                with contextlib.suppress(OSError):
+                    words = Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0")
+                    if b"--run" in words:
+                        break
+            else:
+                time.sleep(0.01)
+                continue
+            break
+        process.send_signal(number)
+        printed, errors = process.communicate()
+        assert process.returncode == status, printed + errors
+        assert errors == "\ninterrupted; the files are removed\n"
+        assert not Path(f"/proc/{child}").exists()
+        for folder in ("/sys/fs/cgroup", "/sys/fs/cgroup/memory"):
+            assert not Path(folder, f"nvmeio-beyond-{process.pid}").exists()
+        assert os.listdir(tmp_path) == []
+
+    @pytest.mark.parametrize(
+        ("ending", "killer"), [("kill -9 $$", "SIGKILL"), ("exit 3", None), ("true", "")]
+    )
+    def test_how_a_loop_has_ended(self, example, tmp_path, monkeypatch, ending, killer):
+        python = tmp_path / "python"
+        said = '{"step": 1}\n{"loss": 0.5}\n{"step": 2}'
+        python.write_text(f"#!/bin/sh\necho '{said}'\n{ending}\n")
+        python.chmod(0o700)
+        monkeypatch.setattr(example.sys, "executable", str(python))
+        if killer is None:
+            with pytest.raises(ChildProcessError, match=r"the ordinary loop .* status 3$"):
+                example.start("ordinary", [], 0)
+            return
+        found = example.start("ordinary", [], 0)
+        assert (found.steps, found.losses, found.killer) == (2, [0.5], killer)
+        assert len(found.memory) >= 1
+
+    def test_without_the_right_to_limit_it_says_so(self, example, monkeypatch, capsys):
+        def refuse(*_):
+            raise PermissionError(13, "Permission denied", "/sys/fs/cgroup/memory/group")
+
+        monkeypatch.setattr(example.Path, "mkdir", refuse)
+        assert not example.can_limit(1 << 30)
+        words = "none: control groups cannot be made here: Permission denied"
+        assert capsys.readouterr().out.split(maxsplit=1) == ["limit", f"{words}\n"]
+
+    @pytest.mark.parametrize(
+        ("losses", "killers", "limited", "exact", "right", "words"),
+        [
+            ([4.5], ["the kernel", ""], True, True, True, "trained beyond memory"),
+            ([4.0], ["the kernel", ""], True, True, False, ""),
+            ([4.0], ["the kernel", ""], True, False, True, "trained beyond memory"),
+            ([4.5, 3.5], ["", ""], False, True, True, "trained with memory to spare"),
+            ([4.5, 3.0], ["", ""], False, True, False, ""),
+            ([4.5, 3.5], ["", ""], True, True, False, "THE ORDINARY LOOP FITS TOO"),
+            ([], ["SIGKILL"] * 2, True, True, False, "THE DRIVE WAS OF NO USE"),
+        ],
+    )
+    def test_what_comes_of_it(
+        self, example, capsys, losses, killers, limited, exact, right, words
+    ):
+        ordinary = example.Run("ordinary", losses=losses, killer=killers[0])
+        beyond = example.Run("beyond memory", losses=[4.5, 3.5], killer=killers[1])
+        assert example.judge(ordinary, beyond, limited, exact) == right
+        about, *last = capsys.readouterr().out.splitlines()
+        assert last == ([words] if words else [])
+        different = losses != beyond.losses[: len(losses)]
+        wanted = "the same to the last digit" if not different else "DIFFERENT"
+        if different and not exact:
+            wanted = "different, as several threads of torch may make them"
+        assert f" {wanted} ({len(losses)} steps of both)" in about
+
+    @pytest.mark.parametrize("drawn", [True, False], ids=["drawn", "no matplotlib"])
+    def test_memory_over_time(self, example, tmp_path, monkeypatch, capsys, drawn):
+        chart = tmp_path / "chart.png"
+        memory = [(number / 10, number << 20) for number in range(23)]
+        runs = [example.Run(name, memory=memory) for name in ("ordinary", "beyond memory")]
+        if drawn:
+            pytest.importorskip("matplotlib")
+        else:
+            monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+        example.show_memory(runs, 30 << 20, chart)
+        lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+        if drawn:
+            assert lines == [f"chart {chart}"]
+            assert chart.read_bytes().startswith(b"\x89PNG")
+            return
+        figures = "0 2 4 6 8 10 12 14 16 18 20 22 MiB in 2.2 s"
+        assert lines == [
+            "chart none: matplotlib is not installed; the figures are:",
+            f"ordinary {figures}",
+            f"beyond memory {figures}",
+        ]
+
+    def test_a_folder_in_memory_is_refused(self, tmpfs):
+        status, lines = run(tmpfs, "train_beyond_memory.py", errors=True)
+        assert status == 1
+        assert re.search(r"is in memory \(tmpfs\); name a folder on a drive$", lines[-1])
