@@ -338,9 +338,10 @@ class TestFailures:
         assert fired.get("read.error", 0) + fired.get("write.error", 0) > 0
         os.setxattr(path, "user.faults", b"{}")
 
+    @pytest.mark.parametrize("strided", [False, True])
     @pytest.mark.parametrize("late", [False, True])
     def test_a_failed_record_is_named_and_the_others_complete(
-        self, open_handle, failing, late
+        self, open_handle, failing, late, strided
     ):
         handle = open_handle(direct=False)
         faults = {"read": {"error": errno.EIO, "at": 100 * PAGE}}
@@ -349,7 +350,9 @@ class TestFailures:
         os.posix_fadvise(fd := os.open(failing, os.O_RDONLY), 0, 0, os.POSIX_FADV_RANDOM)
         os.close(fd)
         pages = np.array([3, 100, 200, 7, 100, 250])
-        out = np.full((6, 64), 7, np.uint8)
+        out = (
+            np.full((6, 128), 7, np.uint8)[:, ::2] if strided else np.full((6, 64), 7, "B")
+        )
         arguments = (failing, pages * PAGE, 64, out)
         request = handle.submit_gather(*arguments, max_gap=0) if late else None
         with pytest.raises(nvmeio.GatherError) as caught:

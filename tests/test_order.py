@@ -196,6 +196,8 @@ class TestAfter:
             handle.submit_read(bytearray(100), path, after=[handle.submit_fsync(path), 3])
         with pytest.raises(TypeError, match="after is 3; it must be a Request or an iter"):
             handle.submit_read(bytearray(100), path, after=3)
+        with pytest.raises(TypeError, match="after is 'path'; it must be a Request or an"):
+            handle.submit_read(bytearray(100), path, after="path")
         handle.drain()
 
     def test_a_predecessor_that_is_being_cancelled_is_the_cause(self, handle, path):
@@ -303,6 +305,25 @@ class TestMany:
         assert (raised.value.index, raised.value.filename) == (1, str(path))
         assert targets[0].content() == pattern(1000, 1)[:400]
         assert targets[2].content() == pattern(1000, 1)[500:900]
+
+    def test_items_of_strided_memory_land_beside_one_that_fails(self, handle, path):
+        path.write_bytes(np.arange(100).tobytes())
+        columns = np.full((10, 2), -1)
+        tensors = torch.full((10, 2), -1)
+        failing = np.full((10, 2), -1)
+        targets = [columns[:, 0], failing[:, 0], tensors[:, 1]]
+        offsets = [80, 780, 240]
+        with pytest.raises(nvmeio.GatherError) as raised:
+            handle.read_many(
+                (target, path, offset)
+                for target, offset in zip(targets, offsets, strict=True)
+            )
+        assert raised.value.failures == ((1, errno.ENODATA),)
+        assert columns[:, 0].tolist() == [*range(10, 20)]
+        assert tensors[:, 1].tolist() == [*range(30, 40)]
+        assert (columns[:, 1] == -1).all()
+        assert (tensors[:, 0] == -1).all()
+        assert (failing == -1).all()
 
     def test_a_failure_names_the_file_of_its_item(self, handle, path, tmp_path):
         other = tmp_path / "other"

@@ -180,6 +180,13 @@ cdef class GatherRequest(Request):
             GatherError, error, name, "record", first, found, self.count, self.path
         )
 
+    cdef object settle(self, object error):
+        # The copy had what the memory held, so that a record that failed leaves it there.
+        if self.op == OP_READ and isinstance(error, GatherError):
+            self.buffer.land()
+            return error
+        return Request.settle(self, error)
+
     cdef str doing(self):
         return f"{name_of(self.op)} of {self.count} records"
 

@@ -161,9 +161,12 @@ cdef class ManyRequest(Request):
     cdef object settle(self, object error):
         cdef Buffer buffer
         if self.op == OP_READ:
-            for buffer in self.buffers:
+            named = isinstance(error, GatherError)
+            failed = {index for index, _ in error.failures} if named else ()
+            for index, buffer in enumerate(self.buffers):
                 # Of a read that failed, part may be in the caller's memory.
-                if error is None or buffer.is_in_place():
+                whole = error is None or (named and index not in failed)
+                if whole or buffer.is_in_place():
                     buffer.land()
         return error
 
