@@ -291,6 +291,8 @@ def test_close_waits_and_refuses_what_comes(open_handle, path):
     assert repr(handle).endswith(" closed>")
     assert routes(handle).total() == len(expected)
     handle.close()
+    with pytest.raises(ValueError, match="the handle is closed"):
+        handle.__enter__()
     for call in (handle.read, handle.submit_read):
         with pytest.raises(ValueError, match="the handle is closed"):
             call(target.array, path)

@@ -26,7 +26,10 @@ def needed_and_free(needed: int, free: int) -> str:
 
 
 def size_of(name: str, value: Any, least: int) -> int:
-    """Return a number of bytes: an integer, or text such as "64MiB" or "1.5G"."""
+    """Return a number of bytes: an integer, or text such as "64MiB" or "1.5G".
+
+    The units are powers of 1024; what is no whole number of bytes is rounded down.
+    """
     if isinstance(value, str):
         found = re.fullmatch(
             r"(\d{1,18}(?:\.\d{1,9})?) ?([KMGT]?)(?:i?B)?", value.strip(), re.A | re.I
@@ -34,8 +37,8 @@ def size_of(name: str, value: Any, least: int) -> int:
         size = Fraction(-1)
         if found:
             size = Fraction(found[1]) * 1024 ** " KMGT".index(found[2].upper() or " ")
-        if size.denominator > 1 or size < 0:
-            words = 'it must be a number of bytes, such as 4096, "64MiB" or "1.5GiB"'
+        if size < 0:
+            words = 'it must be a number of bytes, or text such as "64MiB" or "1.5GiB"'
             raise ValueError(f"{name} is {value!r:.50}; {words}")
         nbytes = int(size)
     else:

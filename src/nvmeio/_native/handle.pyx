@@ -879,6 +879,8 @@ cdef class Handle:
         self.core.stop()
 
     def __enter__(self):
+        if self.closed:
+            raise ValueError("the handle is closed")
         return self
 
     def __exit__(self, *exc_info):

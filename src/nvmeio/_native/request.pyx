@@ -643,6 +643,8 @@ cdef list predecessors(object after, object workers):
     else:
         single = False
         try:
+            if isinstance(after, (str, bytes)):
+                raise TypeError
             after = list(after)
         except TypeError:
             raise TypeError(

@@ -60,7 +60,8 @@ def offload(
         optimizer needs a folder of its own.
     memory : int or str, default "1GiB"
         How much memory a step may use for states and for what torch computes with them, in
-        bytes, or such as ``"512MiB"``; 8 MiB or more.
+        bytes, or such as ``"512MiB"``; 8 MiB or more.  K, M, G and T, with or without B
+        or iB behind them, are powers of 1024.
 
     Returns
     -------
@@ -87,7 +88,9 @@ def offload(
     on this for the life of the drive.  Parameters and gradients stay in memory.
 
     The files are scratch space: they are removed when the optimizer is closed, dies or
-    Python ends.  Save ``state_dict()`` or ``state_items()`` to keep the states.
+    Python ends; a lock stays.  A process that is killed leaves them, and the next
+    ``offload()`` to the same folder removes them.  Save ``state_dict()`` or
+    ``state_items()`` to keep the states.
 
     Examples
     --------
