@@ -49,7 +49,7 @@ def written_bytes() -> int:
 def activation_duels(folder: Path, size: int, child: LoopChild | None) -> Iterator[Duel]:
     """Pair steps that save about `size` bytes with the larger of computing and the loop."""
     # A row of a Block saves its input, the normalized one, and those of gelu and down.
-    layers = 8
+    layers = 32
     kinds: dict[str, tuple[Callable[[], torch.nn.Module], int]] = {
         "half a transformer": (Block, (2 + 8) * WIDTH * 4),
         "elementwise": (Waves, WIDTH * 4),

