@@ -1072,6 +1072,14 @@ class TestRefused:
             assert found == ["BlockingIOError", True]
         nvmeio.torch.offload(optim.AdamW(make_params()), tmp_path).close()
 
+    def test_an_optimizer_that_is_offloaded(self, tmp_path):
+        inner = optim.AdamW(make_params())
+        with nvmeio.torch.offload(inner, tmp_path / "1"):
+            with pytest.raises(ValueError, match=r"is offloaded to '.+1' already; use"):
+                nvmeio.torch.offload(inner, tmp_path / "2")
+            assert not (tmp_path / "2").exists()
+        nvmeio.torch.offload(inner, tmp_path / "2").close()
+
     def test_copies(self, tmp_path):
         with nvmeio.torch.offload(optim.AdamW(make_params()), tmp_path) as offloaded:
             for copied in (copy.deepcopy, copy.copy, pickle.dumps):

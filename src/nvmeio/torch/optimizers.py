@@ -1,5 +1,6 @@
 """Optimizers whose states are in files, and in memory only while they are updated."""
 
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
@@ -75,7 +76,7 @@ def offload(
         another class that wraps tensors.
     ValueError
         ``differentiable`` or ``capturable`` is set, a parameter appears twice, or one needs
-        more than ``memory`` and cannot be split.
+        more than ``memory`` and cannot be split; or the optimizer is offloaded already.
     BlockingIOError
         Another optimizer, of this process or another, has its states in this folder.
     OSError
@@ -133,6 +134,12 @@ class OffloadedOptimizer(Optimizer):  # type: ignore[misc]  # torch is Any to my
     ) -> None:
         # torch's own __init__ would make groups and states; all of that is the inner one's.
         refuse(optimizer)
+        other = getattr(optimizer, "_offloaded", lambda: None)()
+        if other is not None and other._store.close.alive:
+            raise ValueError(
+                f"optimizer is offloaded to {other.folder!r} already; use what offload() "
+                "has returned, or close it first"
+            )
         self.inner = optimizer
         self.memory = size_of("memory", memory, MEMORY_MIN)
         for name in _HOOKS:
@@ -710,6 +717,7 @@ class OffloadedOptimizer(Optimizer):  # type: ignore[misc]  # torch is Any to my
 
         if hasattr(inner.step, "_wrapped_by_lr_sched"):
             refused._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+        inner._offloaded = weakref.ref(self)
         for name in ("step", *_REFUSED):
             setattr(inner, name, refused)
 
