@@ -188,6 +188,20 @@ class TestAsAnOptimizer:
             rates = [each.param_groups[0]["lr"] for each in (ordinary, offloaded)]
             assert rates[0] == rates[1] != ordinary.defaults["lr"]
 
+    def test_a_scheduler_of_the_inner_one(self, tmp_path):
+        ours = make_params()
+        inner = optim.AdamW(ours)
+        with (
+            warnings.catch_warnings(),
+            nvmeio.torch.offload(inner, tmp_path) as offloaded,
+        ):
+            warnings.simplefilter("error")
+            scheduler = optim.lr_scheduler.StepLR(inner, 1, gamma=0.5)
+            give_gradients(ours, ours, 0)
+            offloaded.step()
+            scheduler.step()
+            assert offloaded.param_groups[0]["lr"] == 0.0005
+
     def test_a_closure_is_called_once_a_step_with_gradients(self, tmp_path):
         _, _, ours, offloaded = pair(tmp_path)
         calls = []
@@ -726,6 +740,17 @@ class TestStates:
                 offloaded.load_state_dict(offloaded.state_items())
             offloaded.load_state_dict(list(offloaded.state_items()))
             run(1, theirs, ordinary, ours, offloaded, begin=1)
+
+    def test_pairs_of_a_parameter_are_together(self, tmp_path):
+        theirs, ordinary, ours, offloaded = pair(tmp_path)
+        with offloaded:
+            run(1, theirs, ordinary, ours, offloaded)
+            first, *states = offloaded.state_items()
+            states.sort(key=lambda pair: pair[0].rsplit("/")[-1], reverse=True)
+            with pytest.raises(ValueError, match="'state/0/exp_avg_sq' does not follow"):
+                offloaded.load_state_dict([first, *states])
+            with pytest.raises(RuntimeError, match="half-way"):
+                offloaded.step()
 
     def test_that_change_meanwhile_are_not_saved(self, tmp_path):
         theirs, ordinary, ours, offloaded = pair(tmp_path / "states")

@@ -603,8 +603,9 @@ class OffloadedOptimizer(Optimizer):  # type: ignore[misc]  # torch is Any to my
         state_dict : dict, or iterable of pairs
             What ``state_dict()`` or ``state_items()`` returned, of this optimizer or of an
             ordinary one of the same kind.  ``state_dict["state"]`` may be a mapping that
-            loads the states of each parameter when it is asked for them.  Hooks that come
-            before loading are called with a dict alone, and not for pairs.
+            loads the states of each parameter when it is asked for them.  Pairs of one
+            parameter follow each other.  Hooks that come before loading are called with a
+            dict alone, and not for pairs.
 
         Raises
         ------
@@ -715,8 +716,9 @@ class OffloadedOptimizer(Optimizer):  # type: ignore[misc]  # torch is Any to my
                 "the states of this optimizer are in files; use what offload() has returned"
             )
 
-        if hasattr(inner.step, "_wrapped_by_lr_sched"):
-            refused._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+        # A scheduler that is made with the inner one would wrap it, as a method; step()
+        # tells the inner one that it was called.
+        refused._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
         inner._offloaded = weakref.ref(self)
         for name in ("step", *_REFUSED):
             setattr(inner, name, refused)
@@ -870,6 +872,7 @@ def _opened(
 def _by_parameter(pairs: Iterator[tuple[str, Any]]) -> Iterator[tuple[int, State]]:
     """Gather the states of each parameter, which follow each other."""
     current = -1
+    before: set[int] = set()
     state: State = {}
     for name, value in pairs:
         parts = name.split("/", 2)
@@ -879,8 +882,14 @@ def _by_parameter(pairs: Iterator[tuple[str, Any]]) -> Iterator[tuple[int, State
             )
         if int(parts[1]) != current and state:
             yield current, state
+            before.add(current)
             state = {}
         current = int(parts[1])
+        if current in before:
+            raise ValueError(
+                f"the pair {name!r} does not follow the others of its parameter; pairs of "
+                "one parameter must be together"
+            )
         state[parts[2]] = value
     if state:
         yield current, state
