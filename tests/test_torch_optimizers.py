@@ -589,6 +589,11 @@ class TestWindows:
         for kind, growth in found.items():
             assert growth <= (8 + 64) * MIB, kind
 
+    def test_memory_of_loading_is_as_said(self, tmp_path):
+        found = run_child("measure_loading", folder=str(tmp_path), memory=8 * MIB).report
+        assert found["same"]
+        assert found["growth"] <= (8 + 64) * MIB
+
     def test_a_parameter_that_cannot_be_split_is_named(self, tmp_path):
         # Every other row: its elements do not follow each other.
         param = torch.nn.Parameter(torch.ones(4000, 1000)[::2])

@@ -163,7 +163,7 @@ def _memory(name):
 
 
 def measure_growth(folder, form, memory):
-    """Report by how many bytes a process grows while each kind does three steps."""
+    """Report by how many bytes a process grows while each kind does two steps."""
     torch.set_num_threads(1)
     # Their states are more than the memory, and what a process may grow by besides.
     params = [torch.nn.Parameter(torch.ones(2 << 20)) for _ in range(5)]
@@ -189,5 +189,32 @@ def measure_growth(folder, form, memory):
         ):
             for _ in range(2):
                 optimizer.step()
+                # All states move to other places.
+                params.reverse()
+                optimizer.param_groups[0]["params"].reverse()
+            optimizer.step()
         found[kind] = _memory("VmHWM") - before
     report(found)
+
+
+def measure_loading(folder, memory):
+    """Report by how many bytes a process grows while states of one parameter are loaded."""
+    torch.set_num_threads(1)
+    param = torch.nn.Parameter(torch.ones(5000, 4000))
+    inner = optim.AdamW([param])
+    saved = inner.state_dict()
+    # Their elements lie in another order than the parameter's.
+    states = {
+        name: torch.arange(20e6, dtype=torch.float).view(4000, 5000).t()
+        for name in ("exp_avg", "exp_avg_sq")
+    }
+    saved["state"] = {0: {"step": torch.tensor(1.0), **states}}
+    with nvmeio.torch.offload(inner, folder, memory=memory) as optimizer:
+        with open("/proc/self/clear_refs", "w") as file:
+            file.write("5")
+        before = _memory("VmRSS")
+        optimizer.load_state_dict(saved)
+        growth = _memory("VmHWM") - before
+        found = optimizer.state[param]
+        same = all(torch.equal(found[name], value) for name, value in states.items())
+    report({"growth": growth, "same": same})

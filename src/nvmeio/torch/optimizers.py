@@ -32,7 +32,7 @@ from nvmeio.torch._offload.plan import (
     segments_of,
     windows_of,
 )
-from nvmeio.torch._offload.store import Store, View
+from nvmeio.torch._offload.store import Part, Store, View, parts_of
 
 __all__ = ["OffloadedOptimizer", "offload"]
 
@@ -423,13 +423,17 @@ class OffloadedOptimizer(Optimizer):  # type: ignore[misc]  # torch is Any to my
         self._store.keep(self._segments)
         pieces: dict[torch.Tensor, list[Piece]] = defaultdict(list)
 
-        def states() -> Iterator[tuple[list[Piece], dict[str, torch.Tensor]]]:
+        def states() -> Iterator[Part]:
             # Of the form that they had when they were written.
             for param, record in self._records.items():
                 if param in pieces:
-                    moved = self._store.load(self._pieces[param], record.moved)
-                    self._require_places(pieces[param][0], moved)
-                    yield pieces[param], moved
+                    old, new = self._pieces[param], pieces[param]
+                    for name in record.moved:
+                        same = old[0].layouts[name].dtype.itemsize == param.itemsize
+                        self._require_place(
+                            new[0], name, same and old[0].shape == param.shape
+                        )
+                    yield from self._store.moved(old, new, record.moved)
 
         try:
             for number, made in segments.items():
@@ -524,7 +528,7 @@ class OffloadedOptimizer(Optimizer):  # type: ignore[misc]  # torch is Any to my
     def _put(self, states: Iterable[tuple[torch.Tensor, State]]) -> None:
         """Write states of parameters that have none yet."""
 
-        def parts() -> Iterator[tuple[list[Piece], dict[str, torch.Tensor]]]:
+        def parts() -> Iterator[Part]:
             for param, state in states:
                 kept, moved = {}, {}
                 pieces = self._pieces[param]
@@ -535,7 +539,7 @@ class OffloadedOptimizer(Optimizer):  # type: ignore[misc]  # torch is Any to my
                     else:
                         kept[name] = value.clone() if is_tensor else value
                 self._require_places(pieces[0], moved)
-                yield pieces, moved
+                yield from parts_of(pieces, moved)
                 if state:
                     self._records[param] = _Record(kept, list(state))
 

@@ -6,7 +6,7 @@ import os
 import socket
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError
 from typing import Any
 
@@ -18,6 +18,7 @@ from nvmeio._arguments.checks import path_of
 from nvmeio._arguments.types import Path
 from nvmeio._files.locks import WriterLock
 from nvmeio._files.paths import absolute, naming
+from nvmeio._memory.heap import give_back
 from nvmeio._native.file import File
 from nvmeio._native.handle import Handle
 from nvmeio._native.request import Request
@@ -34,12 +35,16 @@ from nvmeio.torch._offload.plan import (
 )
 from nvmeio.torch.memory import empty
 
-__all__ = ["Store", "View"]
+__all__ = ["Part", "Store", "View", "parts_of"]
 
 # What may be on its way to the files while states are put into them one by one.
-IN_FLIGHT_BYTES = 32 << 20
+IN_FLIGHT_BYTES = 16 << 20
 
 Item = tuple[Any, File, int]
+# A piece, and its part of each state.
+Part = tuple[Piece, Mapping[str, torch.Tensor]]
+# numpy has no bfloat16.
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.cdouble}
 # Gives the memory of a piece's state in the window that is there.
 View = Callable[[Piece, str, Layout], torch.Tensor]
 
@@ -272,80 +277,115 @@ class Store:
         """Return states of many parameters, read side by side."""
         requests: list[Request] = []
         with self._ended(requests):
-            begun = [self._begin_load(*each, requests) for each in wanted]
-            return [found() for found in begun]
+            begun = []
+            for pieces, names in wanted:
+                found = {name: _empty(pieces, name) for name in names}
+                flats = {name: flat(tensor) for name, tensor in found.items()}
+                begun.append((self._begin_load(pieces, flats, 0, requests), found, pieces))
+            for ended, _, _ in begun:
+                ended()
+        return [
+            {name: tensor.to(pieces[0].param.device) for name, tensor in found.items()}
+            for _, found, pieces in begun
+        ]
 
     def _begin_load(
-        self, pieces: Sequence[Piece], names: Sequence[str], requests: list[Request]
-    ) -> Callable[[], dict[str, torch.Tensor]]:
-        found: dict[str, torch.Tensor] = {}
+        self,
+        pieces: Sequence[Piece],
+        targets: Mapping[str, torch.Tensor],
+        first: int,
+        requests: list[Request],
+    ) -> Callable[[], object]:
+        """Begin to read states from an element on; what is returned waits and checks."""
         items: list[Item] = []
         tables: dict[Segment, npt.NDArray[np.int64]] = {}
-        for name in names:
-            whole = _empty(pieces, name)
-            found[name] = whole
-            for piece in pieces:
-                segment = piece.segment
-                if not piece.state_bytes:
+        read: list[Piece] = []
+        for piece in pieces:
+            segment = piece.segment
+            for name, target in targets.items():
+                begin = max(piece.begin, first)
+                end = min(piece.end, first + len(target))
+                if begin >= end:
                     continue
-                begin, _ = piece.place(name)
-                part = flat(whole)[piece.begin : piece.end]
-                items.append((part, segment.file, segment.offset + begin))
+                place = segment.offset + piece.place(name)[0]
+                place += (begin - piece.begin) * target.itemsize
+                items.append((target[begin - first : end - first], segment.file, place))
+                read.append(piece)
                 if segment not in tables:
                     tables[segment] = np.empty_like(segment.generations)
                     items.append((tables[segment], segment.file, segment.offset))
         if not items:
-            return lambda: found
+            return lambda: None
         request = self.handle.submit_read_many(items)
         requests.append(request)
 
-        def ended() -> dict[str, torch.Tensor]:
+        def ended() -> None:
             request.wait()
             for segment, table in tables.items():
-                self._compare(segment, table, [p for p in pieces if p.segment is segment])
-            device = pieces[0].param.device
-            return {name: tensor.to(device) for name, tensor in found.items()}
+                self._compare(segment, table, [p for p in read if p.segment is segment])
 
         return ended
 
-    def put(
-        self, states: Iterable[tuple[Sequence[Piece], dict[str, torch.Tensor]]]
-    ) -> None:
-        """Write states, each parameter's of which nothing is in the files yet."""
+    def moved(
+        self, old: Sequence[Piece], new: Sequence[Piece], names: Sequence[str]
+    ) -> Iterator[Part]:
+        """Read states from their old places for their new ones: large ones by parts."""
+        alike = old[0].stride == new[0].stride
+        if old[0].is_whole or new[0].is_whole or not alike:
+            yield from parts_of(new, self.load(old, names))
+            return
+        dtypes = {name: old[0].layouts[name].dtype for name in names}
+        for piece in new:
+            count = piece.end - piece.begin
+            found = {
+                name: torch.empty(count, dtype=dtype, device="cpu")
+                for name, dtype in dtypes.items()
+            }
+            requests: list[Request] = []
+            with self._ended(requests):
+                self._begin_load(old, found, piece.begin, requests)()
+            yield piece, found
+
+    def put(self, parts: Iterable[Part]) -> None:
+        """Write states, of each piece all."""
         flying: list[tuple[Request, int]] = []
         requests: list[Request] = []
         touched: dict[Segment, None] = {}
         with self._ended(requests):
-            for pieces, values in states:
+            for piece, values in parts:
+                segment = piece.segment
                 items: list[Item] = []
-                for name, value in values.items():
-                    value = _laid_out(pieces, value.detach().cpu())
-                    layout = Layout(value.dtype, value.shape, value.stride())
-                    for piece in pieces:
-                        part = flat(value)[piece.begin : piece.end]
-                        piece.layouts[name] = layout
-                        if not piece.is_whole:
-                            piece.layouts[name] = Layout(value.dtype, part.shape, (1,))
-                        if not piece.state_bytes:
-                            continue
-                        begin, _ = piece.place(name)
-                        segment = piece.segment
-                        items.append((part, segment.file, segment.offset + begin))
-                        touched[segment] = None
+                for name, part in values.items():
+                    piece.layouts[name] = Layout(part.dtype, part.shape, part.stride())
+                    if piece.state_bytes:
+                        place = segment.offset + piece.place(name)[0]
+                        items.append((flat(part), segment.file, place))
                 if not items:
                     continue
-                for piece in pieces:
-                    piece.segment.generations[piece.row] += 1
+                touched[segment] = None
+                segment.generations[piece.row] += 1
                 request = self.handle.submit_write_many(items)
                 requests.append(request)
                 flying.append((request, request.nbytes))
-                while sum(nbytes for _, nbytes in flying) > IN_FLIGHT_BYTES:
-                    flying.pop(0)[0].wait()
+                if sum(nbytes for _, nbytes in flying) > IN_FLIGHT_BYTES:
+                    for each, _ in flying:
+                        each.wait()
+                    flying.clear()
+                    give_back()
             tables = [(each.generations, each.file, each.offset) for each in touched]
             if tables:
                 requests.append(self.handle.submit_write_many(tables))
             for request in requests:
                 request.wait()
+
+
+def parts_of(pieces: Sequence[Piece], states: Mapping[str, torch.Tensor]) -> Iterator[Part]:
+    """Cut the states of a parameter up as its pieces are, each when it is its turn."""
+    for piece in pieces:
+        yield (
+            piece,
+            {name: _part_of(piece, value.detach()) for name, value in states.items()},
+        )
 
 
 def _written_and(is_active: Callable[[Piece], bool]) -> Callable[[Piece], bool]:
@@ -372,15 +412,17 @@ def _empty(pieces: Sequence[Piece], name: str) -> torch.Tensor:
     return torch.empty_strided(shape, stride, dtype=dtype, device="cpu")
 
 
-def _laid_out(pieces: Sequence[Piece], value: torch.Tensor) -> torch.Tensor:
-    """Return a state whose elements lie as its parameter's do, if that is split."""
-    first = pieces[0]
-    if first.is_whole:
+def _part_of(piece: Piece, value: torch.Tensor) -> torch.Tensor:
+    """Return a piece's part of a state, whose elements lie as the parameter's do."""
+    if piece.is_whole:
+        value = value.cpu()
         return value if is_dense(value) else value.contiguous()
-    if value.stride() == first.stride:
-        return value
-    made = torch.empty_strided(first.shape, first.stride, dtype=value.dtype, device="cpu")
-    return made.copy_(value)
+    if value.stride() == piece.stride:
+        return flat(value)[piece.begin : piece.end].cpu()
+    # numpy copies no more than the part.
+    order = sorted(range(value.ndim), key=piece.stride.__getitem__, reverse=True)
+    bits = value.cpu().view(_BITS[value.itemsize]).permute(order).numpy()
+    return torch.from_numpy(bits.flat[piece.begin : piece.end]).view(value.dtype)
 
 
 def _remove(file: File) -> None:
