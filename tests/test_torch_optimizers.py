@@ -318,6 +318,24 @@ class TestAsAnOptimizer:
             with pytest.raises(KeyError):
                 offloaded.state[theirs[0]]
 
+    def test_state_is_written_when_it_is_assigned(self, tmp_path):
+        theirs, ordinary, ours, offloaded = pair(tmp_path)
+        with offloaded:
+            run(1, theirs, ordinary, ours, offloaded)
+            # As Lightning moves states to a device.
+            for optimizer in (ordinary, offloaded):
+                for param, state in optimizer.state.items():
+                    optimizer.state[param] = {name: 2 * state[name] for name in state}
+            run(2, theirs, ordinary, ours, offloaded, begin=1)
+            assert state_equal(ordinary.state_dict(), offloaded.state_dict())
+            items = offloaded.state_items()
+            with pytest.raises(ValueError, match="a state 'stranger' of parameter 1"):
+                offloaded.state[ours[1]] = {"stranger": torch.ones(3)}
+            ordinary.state[theirs[0]], offloaded.state[ours[0]] = {}, {}
+            with pytest.raises(RuntimeError, match="have changed since"):
+                list(items)
+            run(2, theirs, ordinary, ours, offloaded, begin=3)
+
     def test_a_parameter_has_a_state_once_it_was_updated(self, tmp_path):
         theirs, ordinary, ours, offloaded = pair(tmp_path)
         with offloaded:

@@ -124,9 +124,10 @@ class OffloadedOptimizer(Optimizer):  # type: ignore[misc]  # torch is Any to my
     Notes
     -----
     ``state`` reads from the files: ``state[parameter]`` is a copy, and changing the copy
-    changes nothing.  After a step that failed half-way, parameters and states are of two
-    steps: every call raises until ``load_state_dict()`` has succeeded.  It cannot be copied
-    or pickled, and a forked child cannot use it.
+    changes nothing; ``state[parameter] = copy`` writes it.  After a step that failed
+    half-way, parameters and states are of two steps: every call raises until
+    ``load_state_dict()`` has succeeded.  It cannot be copied or pickled, and a forked child
+    cannot use it.
     """
 
     def __init__(
@@ -184,7 +185,7 @@ class OffloadedOptimizer(Optimizer):  # type: ignore[misc]  # torch is Any to my
         return defaults
 
     @property
-    def state(self) -> Mapping[torch.Tensor, State]:
+    def state(self) -> "_States":
         """States by parameter, each read from the files when it is asked for."""
         return _States(self)
 
@@ -530,20 +531,29 @@ class OffloadedOptimizer(Optimizer):  # type: ignore[misc]  # torch is Any to my
 
         def parts() -> Iterator[Part]:
             for param, state in states:
-                kept, moved = {}, {}
+                kept, moved = _sorted_out(state)
                 pieces = self._pieces[param]
-                for name, value in state.items():
-                    is_tensor = isinstance(value, torch.Tensor)
-                    if is_tensor and name not in KEPT:
-                        moved[name] = value
-                    else:
-                        kept[name] = value.clone() if is_tensor else value
                 self._require_places(pieces[0], moved)
                 yield from parts_of(pieces, moved)
                 if state:
                     self._records[param] = _Record(kept, list(state))
 
         self._store.put(parts())
+
+    def _replace(self, param: Any, state: State) -> None:
+        """Write the states of a parameter anew; those of others are kept as they are."""
+        self._require_usable()
+        self._plan()
+        if param not in self._pieces:
+            self._others[param] = state
+            return
+        self._require_places(self._pieces[param][0], _sorted_out(state)[1])
+        self._failed = "an assignment to state has failed half-way"
+        self._changes += 1
+        self._put([(param, state)])
+        if not state:
+            self._records.pop(param, None)
+        self._failed = ""
 
     def _load(self, param: torch.Tensor) -> State:
         """Return a copy of the states of a parameter."""
@@ -765,6 +775,9 @@ class _States(Mapping[torch.Tensor, State]):
             raise KeyError(param)
         return self._optimizer._load(param)
 
+    def __setitem__(self, param: torch.Tensor, state: State) -> None:
+        self._optimizer._replace(param, state)
+
     def __contains__(self, param: object) -> bool:
         return param in self._optimizer._records or param in self._optimizer._others
 
@@ -841,6 +854,18 @@ class StateItems(DeferredState):
                 self._require_same()
                 is_there = not isinstance(value, Deferred)
                 yield f"state/{index}/{name}", value if is_there else value.load()
+
+
+def _sorted_out(state: State) -> tuple[State, dict[str, torch.Tensor]]:
+    """Return which states stay in memory, of their own, and which move to the files."""
+    kept, moved = {}, {}
+    for name, value in state.items():
+        is_tensor = isinstance(value, torch.Tensor)
+        if is_tensor and name not in KEPT:
+            moved[name] = value
+        else:
+            kept[name] = value.clone() if is_tensor else value
+    return kept, moved
 
 
 def _part_of(piece: Piece) -> torch.Tensor:
