@@ -18,6 +18,7 @@ import pytest
 import nvmeio
 from children import Child, can_fork, run_child
 from helpers import ENGINES, MIB
+from mounts import Filler
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
@@ -984,6 +985,19 @@ class TestFailures:
             assert len(offloaded.param_groups) == 1
             offloaded.step()
             assert offloaded.state[params[1]]["step"] == 2
+
+    def test_a_drive_that_is_full_has_room_for_steps(self, loop_mount):
+        folder = loop_mount("ext4", 64 * MIB) / "states"
+        theirs, ordinary, ours, offloaded = pair(folder)
+        with offloaded:
+            Filler(folder)
+            run(2, theirs, ordinary, ours, offloaded)
+            assert not (folder / "unfinished-step").exists()
+            self.cut(offloaded, 0.5)
+            with pytest.raises(OSError, match="states"):
+                offloaded.step()
+            words = (folder / "unfinished-step").read_text()
+            assert words.startswith(f"step 3 of process {os.getpid()}")
 
     def test_a_folder_that_has_become_anothers(self, tmp_path):
         folder = tmp_path / "states"

@@ -39,6 +39,7 @@ __all__ = ["Part", "Store", "View", "parts_of"]
 
 # What may be on its way to the files while states are put into them one by one.
 IN_FLIGHT_BYTES = 16 << 20
+NOTE_BYTES = 512
 
 Item = tuple[Any, File, int]
 # A piece, and its part of each state.
@@ -60,6 +61,8 @@ class Store:
         )
         self._lock.take()
         self._unfinished = os.path.join(self.folder, "unfinished-step")
+        # Has this name between steps, so that a full drive has room for it.
+        self._finished = os.path.join(self.folder, ".nvmeio-offload-step")
         self.handle = Handle()
         self._files: list[File] = []
         self._made = 0
@@ -71,6 +74,7 @@ class Store:
             # States of a process that has ended: without its parameters they are nothing.
             for path in glob.glob(os.path.join(glob.escape(self.folder), "group-*.states")):
                 os.unlink(path)
+            self._write("")
         except BaseException:
             self.close()
             raise
@@ -90,14 +94,24 @@ class Store:
         """Note in the folder that states are not of one step until `end` is called."""
         # The folder may be another's by now.
         self._lock.take()
-        host = socket.gethostname()
-        with naming(self._unfinished), open(self._unfinished, "w") as file:
-            file.write(f"{words} of process {os.getpid()} on {host}\n")
+        self._write(f"{words} of process {os.getpid()} on {socket.gethostname()}")
+        with naming(self._unfinished):
+            os.rename(self._finished, self._unfinished)
 
     def end(self) -> None:
         """Take the note away."""
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(self._unfinished)
+            os.rename(self._unfinished, self._finished)
+
+    def _write(self, words: str) -> None:
+        """Write what the note says in place, always of one size."""
+        flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        with naming(self._finished):
+            descriptor = os.open(self._finished, flags, 0o666)
+            try:
+                os.pwrite(descriptor, f"{words:<{NOTE_BYTES - 1}}\n".encode(), 0)
+            finally:
+                os.close(descriptor)
 
     def make_file(self, group: int, segments: Sequence[Segment]) -> None:
         """Make a file for a group's segments, with room for all of them."""
