@@ -482,6 +482,27 @@ class TestGroups:
             assert len(list(tmp_path.glob("*.states"))) == 1
             run(2, theirs, ordinary, ours, offloaded, begin=1)
 
+    def test_states_of_a_group_that_comes_back(self, tmp_path):
+        theirs, ours = make_params(), make_params()
+        halves = [
+            [{"params": each[::2]}, {"params": each[1::2]}] for each in (theirs, ours)
+        ]
+        ordinary, inner = map(optim.AdamW, halves)
+        run(2, theirs, ordinary, ours, inner)
+        left = [each.param_groups.pop() for each in (ordinary, inner)]
+        with nvmeio.torch.offload(inner, tmp_path, memory="8MiB") as offloaded:
+            run(1, theirs, ordinary, ours, offloaded, begin=2)
+            items = offloaded.state_items()
+            ordinary.param_groups.append(left[0])
+            offloaded.add_param_group(left[1])
+            with pytest.raises(RuntimeError, match="have changed since state_items"):
+                list(items)
+            run(2, theirs, ordinary, ours, offloaded, begin=3)
+            assert not offloaded._others
+            found = dict(offloaded.state.items())
+            for one, other in zip(theirs, ours, strict=True):
+                assert state_equal(dict(ordinary.state[one]), found[other])
+
     def test_many_small_groups_share_windows(self, tmp_path):
         parts = [[torch.nn.Parameter(torch.ones(7)) for _ in range(40)] for _ in range(2)]
         groups = [

@@ -159,7 +159,6 @@ class OffloadedOptimizer(Optimizer):  # type: ignore[misc]  # torch is Any to my
         self._segments_for(range(len(self.param_groups)))
         self._store = Store(folder)
         try:
-            self._plan()
             self._take_states()
         except BaseException:
             self._store.close()
@@ -414,8 +413,17 @@ class OffloadedOptimizer(Optimizer):  # type: ignore[misc]  # torch is Any to my
     def _plan(self) -> None:
         """Lay out the groups that have changed anew, with the states that they have."""
         seen = [self._print_of(group) for group in self.param_groups]
-        if seen == self._seen:
-            return
+        if seen != self._seen:
+            self._lay_out(seen)
+        # Of parameters that were in no group until now.
+        if came := [param for param in self._others if param in self._pieces]:
+            self._changes += 1
+            self._put((param, self._others[param]) for param in came)
+            for param in came:
+                del self._others[param]
+
+    def _lay_out(self, seen: list[Any]) -> None:
+        """Make files for the groups that are not as they were, and move their states."""
         self._refuse_twice()
         count = len(seen)
         changed = [i for i in range(count) if self._seen[i : i + 1] != [seen[i]]]
@@ -456,6 +464,7 @@ class OffloadedOptimizer(Optimizer):  # type: ignore[misc]  # torch is Any to my
         except BaseException:
             self._store.keep(self._segments)
             raise
+        self._changes += 1
         # At once: nothing is called in between, so Ctrl-C comes before or after.
         self._segments, self._pieces, self._windows, self._seen = now, placed, windows, seen
         for gone in self._records.keys() - placed.keys():
@@ -510,19 +519,16 @@ class OffloadedOptimizer(Optimizer):  # type: ignore[misc]  # torch is Any to my
 
     def _take_states(self) -> None:
         """Move the states that the inner optimizer has to the files."""
-        params = {param for group in self.param_groups for param in group["params"]}
         begun = type(self.inner) is not torch.optim.Adagrad and bool(self.inner.state)
         if (left := self._store.left_unfinished()) and not begun:
             self._failed = (
                 f"the folder had states of a process that ended half-way, in {left}; "
                 "remove that file to begin anew"
             )
-        state = self.inner.state
-        self._others = {key: value for key, value in state.items() if key not in params}
-        self._put((param, found) for param, found in state.items() if param in params)
+        self._others = dict(self.inner.state)
+        self._plan()
         # Until here an error leaves the optimizer as it was.
-        for param in params:
-            state.pop(param, None)
+        self.inner.state.clear()
         if left and begun:
             self._store.end()
 
