@@ -777,6 +777,15 @@ class TestStates:
             run(1, theirs, ordinary, ours, offloaded, begin=1)
             assert state_equal(pairs, before)
 
+    def test_pairs_have_the_numbers_of_when_they_were_asked_for(self, tmp_path):
+        theirs, ordinary, ours, offloaded = pair(tmp_path)
+        with offloaded:
+            offloaded.add_param_group({"params": [torch.nn.Parameter(torch.ones(3))]})
+            run(1, theirs, ordinary, ours, offloaded)
+            items, expected = offloaded.state_items(), list(offloaded.state_items())
+            offloaded.param_groups.reverse()
+            assert state_equal(list(items), expected)
+
     def test_its_own_pairs_are_refused_before_anything_changes(self, tmp_path):
         theirs, ordinary, ours, offloaded = pair(tmp_path)
         with offloaded:

@@ -816,17 +816,20 @@ class StateItems(DeferredState):
     def __init__(self, optimizer: OffloadedOptimizer) -> None:
         self._optimizer, self._changes = optimizer, optimizer._changes
         shell = optimizer._shell()
-        shell.param_groups = optimizer.param_groups
+        shell.param_groups = groups = optimizer.param_groups
+        params = [param for group in groups for param in group["params"]]
+        self._numbers = {param: number for number, param in enumerate(params)}
         self._groups = Optimizer.state_dict(shell)["param_groups"]
 
     def _tree(self) -> dict[str, Any]:
-        params = [p for group in self._optimizer.param_groups for p in group["params"]]
+        numbers, optimizer = self._numbers, self._optimizer
         states = {
-            index: self._state_of(param)
-            for index, param in enumerate(params)
-            if param in self._optimizer._records
+            number: self._state_of(param)
+            for param, number in numbers.items()
+            if param in optimizer._records
         }
-        return {"state": states | self._optimizer._others, "param_groups": self._groups}
+        others = {numbers.get(key, key): each for key, each in optimizer._others.items()}
+        return {"state": states | others, "param_groups": self._groups}
 
     def _state_of(self, param: torch.Tensor) -> State:
         record = self._optimizer._records[param]
