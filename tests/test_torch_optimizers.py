@@ -1217,6 +1217,35 @@ class TestTheEnd:
             gc.collect()
             assert not list(tmp_path.glob("*.states"))
 
+    @pytest.mark.parametrize("when", ["made", "closed"])
+    def test_nor_after_ctrl_c(self, when, tmp_path, monkeypatch):
+        _, _, _, offloaded = pair(tmp_path)
+
+        class Interrupted:
+            closed = False
+
+            def __init__(self, path, *_):
+                if when == "made":
+                    # As between the call that makes it and the line that notes it.
+                    Path(path).touch()
+                    raise KeyboardInterrupt
+
+            def fileno(self):
+                raise KeyboardInterrupt
+
+            close = fileno
+
+        if when == "made":
+            monkeypatch.setattr(store, "File", Interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                offloaded.add_param_group({"params": make_params()})
+            offloaded.close()
+        else:
+            offloaded._store._files.append(Interrupted(""))
+            with pytest.raises(KeyboardInterrupt):
+                offloaded.close()
+        assert not list(tmp_path.glob("*.states"))
+
     def test_parameters_go_with_their_optimizer(self, tmp_path):
         _, _, ours, offloaded = pair(tmp_path)
         give_gradients(ours, ours, 0)

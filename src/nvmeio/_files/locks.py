@@ -32,7 +32,7 @@ class WriterLock:
 
     def take(self) -> bool:
         """Take it, or raise BlockingIOError, which names the holder; whether it is new."""
-        if self.descriptor >= 0 and _has_name(self.descriptor, self.path):
+        if self.has_name:
             return False
         # The folder was removed, and may be another's by now.
         with naming(self.path):
@@ -51,6 +51,11 @@ class WriterLock:
         self.descriptor = descriptor
         in_child_close(self)
         return True
+
+    @property
+    def has_name(self) -> bool:
+        """Whether it is held, and is the lock of its folder still."""
+        return self.descriptor >= 0 and _has_name(self.descriptor, self.path)
 
     def release(self) -> None:
         """Let others write."""

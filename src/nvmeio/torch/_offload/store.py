@@ -69,11 +69,12 @@ class Store:
         self._ring: list[torch.Tensor] = []
         # In seconds, by steps.
         self.waited = 0.0
-        self.close = weakref.finalize(self, _close, self._files, self.handle, self._lock)
+        self.close = weakref.finalize(
+            self, _close, self.folder, self._files, self.handle, self._lock
+        )
         try:
             # States of a process that has ended: without its parameters they are nothing.
-            for path in glob.glob(os.path.join(glob.escape(self.folder), "group-*.states")):
-                os.unlink(path)
+            _clear(self.folder)
             self._write("")
         except BaseException:
             self.close()
@@ -449,11 +450,20 @@ def _remove(file: File) -> None:
     file.close()
 
 
-def _close(files: list[File], handle: Handle, lock: WriterLock) -> None:
+def _clear(folder: str) -> None:
+    """Take away the names of all files of states."""
+    for path in glob.glob(os.path.join(glob.escape(folder), "group-*.states")):
+        os.unlink(path)
+
+
+def _close(folder: str, files: list[File], handle: Handle, lock: WriterLock) -> None:
     """Leave nothing behind.  A forked child has the lock no more, and leaves all."""
     if lock.descriptor < 0:
         return
+    # First, and those too that Ctrl-C has left without a note: it may end the rest.
+    if lock.has_name:
+        _clear(folder)
     handle.close()
     while files:
-        _remove(files.pop())
+        files.pop().close()
     lock.release()
