@@ -54,6 +54,7 @@ class Job:
 JOBS = {
     "transfer": Job("--size 256M --rounds 3 --loop-rounds 7", ("torch",)),
     "checkpoint": Job("--size 128M --rounds 4"),
+    "offload": Job("--size 256M --rounds 3", ("torch",)),
     "gather": Job("--size 2G --rounds 3 --loop-rounds 7"),
     "dataloader": Job("--size 1G --rounds 3", ("torch",)),
     # Compiles the op, which the copies are then beside.
