@@ -132,7 +132,9 @@ class TestTheSame:
             run(2, theirs, ordinary, ours, offloaded, begin=2)
             assert state_equal(ordinary.state_dict(), offloaded.state_dict())
 
-    @pytest.mark.skipif(not can_fork(), reason="sanitizers do not let forked children live")
+    @pytest.mark.skipif(
+        not can_fork(), reason="sanitizers cannot follow forks of a process with threads"
+    )
     def test_with_forked_workers_of_a_loader_about(self, tmp_path):
         theirs, ordinary, ours, offloaded = pair(tmp_path)
         data = torch.utils.data.TensorDataset(torch.arange(64.0))
@@ -1268,7 +1270,9 @@ class TestTheEnd:
         assert run_child("offload_in", folder=str(tmp_path)).report == ["ok", True]
         assert not list(tmp_path.glob("*.states"))
 
-    @pytest.mark.skipif(not can_fork(), reason="sanitizers do not let forked children live")
+    @pytest.mark.skipif(
+        not can_fork(), reason="sanitizers cannot follow forks of a process with threads"
+    )
     def test_a_forked_child_has_no_part_in_it(self, tmp_path):
         found = run_child("offload_and_fork", folder=str(tmp_path)).report
         assert "which forked this one" in found["words"]
