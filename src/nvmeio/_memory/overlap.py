@@ -79,7 +79,7 @@ class Flight(NamedTuple):
     """A request in flight, and those before it that it is chained to."""
 
     number: int  # of this flight, and of no other
-    request: Any  # a weak reference; whoever carries it out holds it
+    request: Any  # a weak reference; the library holds the request while it runs
     footprint: Footprint
     chain: set[int]  # the numbers of those that it comes after
 

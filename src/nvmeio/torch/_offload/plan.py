@@ -19,7 +19,7 @@ from nvmeio._arguments.units import in_binary
 from nvmeio._native.file import File
 
 __all__ = [
-    "PAGE",
+    "BUFFERS",
     "Budget",
     "Layout",
     "Piece",
@@ -28,9 +28,12 @@ __all__ = [
     "flat",
     "is_dense",
     "is_ordered_as",
+    "pages",
+    "segments_of",
     "windows_of",
 ]
 
+# What every O_DIRECT takes; no two slots share a page.
 PAGE = 4096
 # More than this in a window gains no speed, and the first and the last one overlap with
 # nothing.

@@ -25,12 +25,10 @@ from nvmeio._memory.heap import give_back
 from nvmeio._native.file import File, open_unnamed
 from nvmeio._native.handle import Handle
 from nvmeio._native.request import Request
+from nvmeio.torch._offload.plan import pages
 from nvmeio.torch.memory import empty
 
 __all__ = ["Slot", "SlotFile", "memory_of"]
-
-# What every O_DIRECT takes, and no page is shared by two slots.
-PAGE = 4096
 
 # glibc keeps what is freed in its heap, and small things in it: without this the process
 # grew by 1323 MiB while 28 were held (64 x 3 tensors of 7 MiB, 2026-11-25).
@@ -120,7 +118,7 @@ class _Room:
 
     def take(self, nbytes: int) -> int:
         """Return where there is room for so many bytes."""
-        nbytes = _pages(nbytes)
+        nbytes = pages(nbytes)
         for index, (place, room) in enumerate(self._gaps):
             if room == nbytes:
                 del self._gaps[index]
@@ -134,7 +132,7 @@ class _Room:
     def give(self, place: int, nbytes: int) -> None:
         """Take back a place, and join it with the gaps at its ends."""
         index = bisect.bisect(self._gaps, (place,))
-        low, high = place, place + _pages(nbytes)
+        low, high = place, place + pages(nbytes)
         if index < len(self._gaps) and self._gaps[index][0] == high:
             high += self._gaps.pop(index)[1]
         if index and sum(self._gaps[index - 1]) == low:
@@ -146,17 +144,13 @@ class _Room:
             self._gaps.insert(index, (low, high - low))
 
 
-def _pages(nbytes: int) -> int:
-    return -(-nbytes // PAGE) * PAGE
-
-
 class SlotFile:
     """All slots of one context, in one file, with one handle.
 
     Thread-safe.  Slots have ``memory`` bytes in memory at most, on the way or waiting to be
-    asked for; a larger one passes alone.  Whoever has a slot has this too, so the file and
-    the handle go with the last slot.  Nobody waits for the lock in a destructor: a slot
-    that is dropped while another call is under way is seen to by that.
+    asked for; a larger slot is in memory alone.  Each saved tensor refers to this, so the
+    file and the handle go with the last one.  No destructor waits for the lock: a call that
+    is under way sees to the slots that are dropped meanwhile.
     """
 
     def __init__(self, folder: str, memory: int) -> None:
@@ -313,7 +307,7 @@ class SlotFile:
             self._room.give(slot.place, slot.nbytes)
 
     def _forget(self, slot: Slot) -> None:
-        """Let go of the memory of a slot that is not in flight."""
+        """Release the memory of a slot that is not in flight."""
         if slot.data is None:
             return
         slot.data = None

@@ -23,6 +23,7 @@ from nvmeio._native.file import File
 from nvmeio._native.handle import Handle
 from nvmeio._native.request import Request
 from nvmeio.safetensors._writing import reserve
+from nvmeio.torch._bits import opaque
 from nvmeio.torch._offload.plan import (
     BUFFERS,
     Layout,
@@ -44,8 +45,6 @@ NOTE_BYTES = 512
 Item = tuple[Any, File, int]
 # A piece, and its part of each state.
 Part = tuple[Piece, Mapping[str, torch.Tensor]]
-# numpy has no bfloat16.
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.cdouble}
 # Gives the memory of a piece's state in the window that is there.
 View = Callable[[Piece, str, Layout], torch.Tensor]
 
@@ -165,8 +164,9 @@ class Store:
             if not items:
                 reads.append(None)
                 return
-            reads.append(self.handle.submit_read_many(items, after=before))
-            requests.append(reads[-1])  # type: ignore[arg-type]
+            request = self.handle.submit_read_many(items, after=before)
+            reads.append(request)
+            requests.append(request)
 
         with self._ended(requests):
             for number in range(min(BUFFERS - 1, len(windows))):
@@ -186,8 +186,9 @@ class Store:
                 items = self._items(window, memory[turn], is_active)
                 writes[turn] = None
                 if items:
-                    writes[turn] = self.handle.submit_write_many(items)
-                    requests.append(writes[turn])  # type: ignore[arg-type]
+                    request = self.handle.submit_write_many(items)
+                    writes[turn] = request
+                    requests.append(request)
             for request in requests:
                 self._wait(request)
 
@@ -434,9 +435,9 @@ def _part_of(piece: Piece, value: torch.Tensor) -> torch.Tensor:
         return value if is_dense(value) else value.contiguous()
     if value.stride() == piece.stride:
         return flat(value)[piece.begin : piece.end].cpu()
-    # numpy copies no more than the part.
+    # numpy copies no more than the part, but has no bfloat16.
     order = sorted(range(value.ndim), key=piece.stride.__getitem__, reverse=True)
-    bits = value.cpu().view(_BITS[value.itemsize]).permute(order).numpy()
+    bits = opaque(value.cpu()).permute(order).numpy()
     return torch.from_numpy(bits.flat[piece.begin : piece.end]).view(value.dtype)
 
 
