@@ -338,8 +338,6 @@ class OffloadedOptimizer(Optimizer):  # type: ignore[misc]  # torch is Any to my
             if params:
                 group = self.param_groups[segment.group]
                 worker.param_groups.append({**group, "params": params})
-        if not updated:
-            return
         # Without its hooks, which were called around all of this.
         type(self.inner).step.__wrapped__(worker)
         for piece, param in updated:
