@@ -1,0 +1,7 @@
+"""Datasets of files, for torch's DataLoader and for a stream without workers."""
+
+from nvmeio.torch.data._arrays import ArrayDataset
+from nvmeio.torch.data._batches import BatchStream
+from nvmeio.torch.data._tokens import TokenDataset
+
+__all__ = ["ArrayDataset", "BatchStream", "TokenDataset"]

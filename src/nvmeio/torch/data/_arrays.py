@@ -1,0 +1,144 @@
+"""The rows of arrays as a dataset."""
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from nvmeio._arguments.keywords import suggesting
+from nvmeio._arguments.types import Path
+from nvmeio._arrays.indexing import Positions
+from nvmeio._files.paths import absolute
+from nvmeio.arrays import ArrayFile
+from nvmeio.torch._dtypes import is_common
+from nvmeio.torch.data._stored import Array, Flight, Stored
+
+__all__ = ["ArrayDataset"]
+
+
+class ArrayDataset(Stored):
+    """The rows of arrays, as a map-style dataset.
+
+    Parameters
+    ----------
+    *arrays : path, ArrayFile, numpy.ndarray or torch.Tensor
+        At least one, all of the same length.  A path is that of a .npy file; raw bytes, or
+        a handle of the caller's, come as an ArrayFile.  What is in memory stays there, as
+        labels may.
+    transform : callable, optional
+        Is applied to each sample, in the process that reads it.
+
+    Raises
+    ------
+    OSError
+        A file cannot be opened; with errno and path.
+    TypeError
+        There is no array, or tensors have no such elements: records, dates, text, the other
+        byte order, masked ones.
+    ValueError
+        A file is no array, see ``ArrayFile``; the lengths differ.
+
+    Notes
+    -----
+    Sample ``i`` is row ``i`` as a tensor, or a tuple with the row of each array; -1 is the
+    last one.  ``IndexError`` names an index that there is not.
+
+    A batch of a DataLoader is one gather for each array, and its samples are views of one
+    tensor.  The files are opened at once, and again by each process that the dataset is
+    sent to, and closed when it is dropped; it can be pickled and forked, so any number of
+    workers may be started in any way.
+
+    A ``torch.utils.data.ConcatDataset`` asks for its samples one by one, and so reads them
+    one by one.
+    """
+
+    @suggesting
+    def __init__(
+        self,
+        *arrays: Path | Array,
+        transform: Callable[[Any], Any] | None = None,
+    ) -> None:
+        super().__init__(transform)
+        if not arrays:
+            raise TypeError("a dataset needs at least one array")
+        kinds = (ArrayFile, np.ndarray, torch.Tensor)
+        for place, array in enumerate(arrays):
+            if not isinstance(array, (*kinds, str, bytes, os.PathLike)):
+                raise TypeError(
+                    f"array {place} is of type {type(array).__qualname__}; it must be a "
+                    "path, an ArrayFile, an array or a tensor"
+                )
+        self._sources = [
+            array if isinstance(array, kinds) else absolute(array) for array in arrays
+        ]
+        opened = self._arrays()
+        for place, array in enumerate(opened):
+            _check_elements(array, f"array {place}")
+        lengths = [len(array) for array in opened]
+        if len(set(lengths)) > 1:
+            raise ValueError(
+                f"the arrays have {lengths} rows; all must have the same number"
+            )
+
+    def _open(self) -> list[Array]:
+        if not any(isinstance(source, str | bytes) for source in self._sources):
+            return list(self._sources)
+        return [
+            ArrayFile(source) if isinstance(source, str | bytes) else source
+            for source in self._sources
+        ]
+
+    def __len__(self) -> int:
+        return len(self._arrays()[0])
+
+    def begin(self, rows: Positions) -> Flight:
+        """Start reading rows, whose positions were checked."""
+        parts: list[Any] = []
+        try:
+            for array in self._arrays():
+                if isinstance(array, ArrayFile):
+                    parts.append(array.prefetch(rows))
+                else:
+                    parts.append(_taken(array, rows))
+        except BaseException:
+            Flight(parts, _tensors).abandon()
+            raise
+        return Flight(parts, _tensors)
+
+    def read(self, rows: Positions) -> list[torch.Tensor]:
+        """Read rows, whose positions were checked: in the calling thread where it can."""
+        arrays = self._arrays()
+        if len(arrays) > 1:
+            return self.begin(rows).land()
+        return _tensors([_taken(arrays[0], rows)])
+
+
+def _check_elements(array: Array, name: str) -> None:
+    """Refuse elements that tensors do not have."""
+    dtype: Any = array.dtype
+    if not isinstance(dtype, torch.dtype) and not is_common(dtype):
+        path = f" {array.path!r}" if isinstance(array, ArrayFile) else ""
+        raise TypeError(f"{name}{path} is of dtype {dtype}, which tensors do not have")
+    if isinstance(array, np.ma.MaskedArray):
+        raise TypeError(
+            f"{name} is masked, and its mask would be lost; pass array.data, or "
+            "array.filled()"
+        )
+
+
+def _taken(array: Array, rows: Positions) -> Any:
+    """Read, or copy, rows whose positions were checked."""
+    if isinstance(array, ArrayFile):
+        return array.gather(rows)
+    if isinstance(array, torch.Tensor):
+        return array[torch.from_numpy(rows)]
+    return np.asarray(np.take(array, rows, axis=0))
+
+
+def _tensors(results: list[Any]) -> list[torch.Tensor]:
+    """Return arrays as tensors of the same memory."""
+    return [
+        one if isinstance(one, torch.Tensor) else torch.from_numpy(one) for one in results
+    ]
