@@ -33,7 +33,13 @@ COMMANDS = [
 ]
 # What compiles on the way.
 PACKAGING = {"docs/embedding.md"}
-LINKED = [*PAGES, "CONTRIBUTING.md", "bench/README.md", "src/libnvmeio/README.md"]
+LINKED = [
+    *PAGES,
+    "CONTRIBUTING.md",
+    "bench/README.md",
+    "src/libnvmeio/README.md",
+    "tests/stress/README.md",
+]
 
 PARSERS = {
     "c": None,
