@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from helpers import ENGINES
 from pages import (
     FENCED,
     PAGES,
@@ -139,6 +140,14 @@ def test_every_page_is_linked_from_the_index_and_the_index_from_the_readme():
         name = Path(page).name
         assert name == "index.md" or f"]({name})" in index, name
     assert "](docs/index.md)" in read_page("README.md")
+
+
+def test_the_stress_test_that_is_replayed_exists():
+    page = read_page("tests/stress/README.md")
+    name, place, engine = re.search(r"SEED='(\w+)\[([\w-]+?)-(\w+)\]:\d+'", page).groups()
+    assert f"def {name}(place, engine, " in read_page("tests/stress/test_model.py")
+    assert f'"{place}"' in read_page("tests/stress/places.py")
+    assert engine in ENGINES
 
 
 def variables_of(text):
