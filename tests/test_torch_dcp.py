@@ -397,7 +397,7 @@ def test_nothing_outside_of_the_folder_is_read(tmp_path, name):
     for info in found.storage_data.values():
         info.relative_path = name.format(tmp_path)
     (tmp_path / "in" / ".metadata").write_bytes(pickle.dumps(found))
-    with pytest.raises(CheckpointException, match="is no file in this folder"):
+    with pytest.raises(CheckpointException, match="is not a file in this folder"):
         load(tmp_path / "in", {"a": torch.zeros(300_000)})
 
 
