@@ -381,7 +381,7 @@ class TestIndex:
 
     def test_bytes_that_are_no_text_are_refused(self, tmp_path):
         (tmp_path / INDEX).write_bytes(b'{"weight_map": {"\xff": "a"}}')
-        with pytest.raises(SafetensorError, match="is no index"):
+        with pytest.raises(SafetensorError, match="is not the index"):
             load_sharded(tmp_path)
 
     def test_a_folder_a_path_to_it_and_links_will_do(self, tmp_path, monkeypatch):
