@@ -35,6 +35,7 @@ from nvmeio._arrays.npy_header import (
     header_of,
     read_layout,
 )
+from nvmeio._arrays.operators import Unread
 from nvmeio._files.paths import absolute, naming, synced_folder
 from nvmeio._memory.registry import TensorLibrary, library_of, library_of_dtype
 from nvmeio._native.copy import memcpy
@@ -78,7 +79,7 @@ class _Transfer:
     make: Callable[[], Any] | None = None
 
 
-class ArrayFile:
+class ArrayFile(Unread):
     """An array in a file, of which an index reads what it names.
 
     Parameters
@@ -118,6 +119,11 @@ class ArrayFile:
     are closer than 64 bytes on the average, read with what lies between them.  The name of
     a field, or a list of names, reads the whole array first.  A loop over the array reads
     parts of 4 MiB.
+
+    Comparisons, arithmetic and functions of numpy are refused with a TypeError, because
+    they would read the whole file unasked: read what you need first.  numpy.asarray()
+    reads all of it.  An ArrayFile equals itself, so it can be a key; ``==`` with anything
+    else is refused too, so look for one in a list by ``is``.
 
     Assigning broadcasts and converts as numpy does, writes no byte that the index does not
     name, and takes the last of several values for the same element.  It returns when the
