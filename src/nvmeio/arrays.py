@@ -19,7 +19,7 @@ import numpy.typing as npt
 from nvmeio._arguments.checks import Shape, extents_of, flag, path_of, whole, word
 from nvmeio._arguments.keywords import suggesting
 from nvmeio._arguments.types import Path
-from nvmeio._arrays.elements import bytes_of, element_of, storable
+from nvmeio._arrays.elements import Elements, bytes_of, element_of
 from nvmeio._arrays.indexing import (
     Selection,
     last_of_each,
@@ -37,7 +37,8 @@ from nvmeio._arrays.npy_header import (
 )
 from nvmeio._arrays.operators import Unread
 from nvmeio._files.paths import absolute, naming, synced_folder
-from nvmeio._memory.registry import TensorLibrary, library_of, library_of_dtype
+from nvmeio._memory.registry import library_of, library_of_dtype
+from nvmeio._native.buffer import borrow
 from nvmeio._native.copy import memcpy
 from nvmeio._native.file import File
 from nvmeio._native.gather import Deferred
@@ -87,7 +88,8 @@ class ArrayFile(Unread):
     path : str, bytes or os.PathLike
         A .npy file of version 1 to 3 in C order; or, where ``dtype`` is given, raw bytes.
     dtype : dtype of numpy or torch, optional
-        Of raw bytes.  One of torch's makes every result a tensor.
+        Of raw bytes; or that of a .npy file, which must agree with its header.  One of
+        torch's makes every result a tensor.
     shape : int or sequence of int, optional
         Of raw bytes; one extent may be -1 and is found from the size of the file.  By
         default one axis up to the end.
@@ -106,7 +108,7 @@ class ArrayFile(Unread):
         An argument is of the wrong type, or the elements hold Python objects.
     ValueError
         The file is no .npy file, in Fortran order, of Python objects, or shorter than the
-        array; a .npy file is to be taken for raw bytes; an argument is out of range.
+        array, or of another dtype than was passed; an argument is out of range.
 
     Notes
     -----
@@ -146,19 +148,35 @@ class ArrayFile(Unread):
         self._lent = handle
         # Where the name of a file that was made here is to be made durable.
         self._created: str | None = None
-        # What makes tensors of results, and their dtype.
-        self._library: TensorLibrary | None = None
-        self._tensor_dtype: Any = None
         word("mode", mode, ("r", "r+"))
         self._file = File(path, mode)
         # For a copy by pickle, wherever it will be.
         self._absolute = absolute(path)
         try:
-            layout = self._npy_layout() if dtype is None else self._raw_layout()
+            self._elements, layout = self._found(dtype)
         except BaseException:
             self._file.close()
             raise
         self._dtype, self._shape, self._offset = layout.dtype, layout.shape, layout.offset
+
+    def _found(self, dtype: Any) -> tuple[Elements, Layout]:
+        """Return what the file has, and where."""
+        if dtype is None:
+            layout = self._npy_layout()
+            return Elements(layout.dtype), layout
+        library = library_of_dtype(dtype)
+        elements = Elements(element_of(dtype), library, dtype if library else None)
+        offset = whole("offset", self._arguments["offset"], 0, 2**63 - 1)
+        if offset or not has_magic(self._file):
+            return elements, self._raw_layout(elements.dtype, offset)
+        layout = self._npy_layout()
+        if elements.dtype != layout.dtype:
+            raise ValueError(
+                f"{self.path!r} is a .npy file of dtype {layout.dtype}; the dtype passed "
+                f"is {elements.shown}.  To take it for raw bytes, pass the offset of its "
+                f"data, {layout.offset}"
+            )
+        return elements, layout
 
     def _npy_layout(self) -> Layout:
         """Read the header of a .npy file."""
@@ -182,27 +200,13 @@ class ArrayFile(Unread):
             )
         return layout
 
-    def _raw_layout(self) -> Layout:
+    def _raw_layout(self, dtype: np.dtype[Any], offset: int) -> Layout:
         """Make a layout of what was passed."""
-        dtype = self._element_dtype(self._arguments["dtype"])
-        offset = whole("offset", self._arguments["offset"], 0, 2**63 - 1)
-        if offset == 0 and has_magic(self._file):
-            raise ValueError(
-                f"{self.path!r} is a .npy file, whose header says its dtype; to take it "
-                "for raw bytes, pass the offset of its data"
-            )
         shape = self._arguments["shape"]
         extents = _raw_extents(self._file, dtype, offset, -1 if shape is None else shape)
         layout = Layout(dtype, extents, offset)
         check_size(self._file, layout)
         return layout
-
-    def _element_dtype(self, dtype: Any) -> np.dtype[Any]:
-        """Return numpy's dtype for a dtype of numpy or torch."""
-        self._library = library_of_dtype(dtype)
-        if self._library is not None:
-            self._tensor_dtype = dtype
-        return element_of(dtype)
 
     @classmethod
     @suggesting
@@ -212,10 +216,11 @@ class ArrayFile(Unread):
         shape: Shape,
         dtype: Any,
         *,
+        raw: bool = False,
         overwrite: bool = False,
         handle: Handle | None = None,
     ) -> "Self":
-        """Make a .npy file, all zeros, to be filled by assignments.
+        """Make a file of zeros, to be filled by assignments.
 
         Parameters
         ----------
@@ -224,7 +229,10 @@ class ArrayFile(Unread):
         shape : int or sequence of int
             The extent of each axis.
         dtype : dtype of numpy or torch
-            Of plain bytes, and one that numpy has.
+            Of plain bytes.  One of torch's makes every result a tensor.
+        raw : bool, default False
+            Whether the file has the elements alone, and not a .npy file's header.  To open
+            it again takes ``dtype`` and ``shape``.
         overwrite : bool, default False
             Whether a file that exists is cut and filled anew.
         handle : Handle, optional
@@ -247,14 +255,18 @@ class ArrayFile(Unread):
         Notes
         -----
         The data begin at a multiple of 4096 bytes, so that rows of whole pages go straight
-        to the device.  The file has its full size at once, and takes up space on the device
+        to the device.  In the header elements that numpy does not have, as bfloat16, are
+        void ones of the same size: numpy.load() gives their bytes, and
+        ``ArrayFile(path, dtype=torch.bfloat16)`` tensors.
+
+        The file has its full size at once, and takes up space on the device
         as it is filled.
         """
         # All that can be refused is refused before a file is cut.
         _check_handle(handle)
-        path, overwrite = path_of(path), flag("overwrite", overwrite)
-        element, extents = storable(dtype), extents_of(shape)
-        header = header_of(extents, element)
+        path, overwrite, raw = path_of(path), flag("overwrite", overwrite), flag("raw", raw)
+        element, extents = element_of(dtype), extents_of(shape)
+        header = b"" if raw else header_of(extents, element)
         size = Layout(element, extents, len(header)).nbytes + len(header)
         if size > 2**63 - 1:
             raise ValueError(f"an array of shape {extents} has {size} bytes, too many")
@@ -266,7 +278,14 @@ class ArrayFile(Unread):
                 if not overwrite:
                     os.unlink(path)
                 raise
-        array = cls(path, mode="r+", handle=handle)
+        tensors = library_of_dtype(dtype) is not None
+        array = cls(
+            path,
+            dtype=dtype if raw or tensors else None,
+            shape=extents if raw else None,
+            mode="r+",
+            handle=handle,
+        )
         array._created = os.path.realpath(os.fsdecode(path))
         return array
 
@@ -283,7 +302,7 @@ class ArrayFile(Unread):
     @property
     def dtype(self) -> Any:
         """The dtype of the elements: torch's where it was given, else numpy's."""
-        return self._dtype if self._library is None else self._tensor_dtype
+        return self._elements.shown
 
     @property
     def ndim(self) -> int:
@@ -672,7 +691,7 @@ class ArrayFile(Unread):
         """Return how to read what was selected, and not a byte more."""
         target, result = self._target(selection.shape, self._dtype, out)
         offsets, nbytes = self._records(selection)
-        if selection.scalar and out is None and self._library is None:
+        if selection.scalar and out is None and self._elements.library is None:
             return _Transfer(offsets, nbytes, target, make=partial(result.__getitem__, ()))
         return _Transfer(offsets, nbytes, target, result)
 
@@ -742,7 +761,7 @@ class ArrayFile(Unread):
 
     def _storing(self, selection: Selection, value: Any) -> _Transfer:
         """Return how to write what was selected."""
-        array = self._spread(value, selection.shape)
+        array = self._elements.spread(value, selection.shape)
         offsets, nbytes = self._records(selection)
         if selection.repeats and len(offsets):
             last = last_of_each(offsets)
@@ -765,26 +784,6 @@ class ArrayFile(Unread):
             self._file, transfer.offsets, transfer.nbytes, transfer.memory, after=after
         )
 
-    def _spread(self, value: Any, shape: tuple[int, ...]) -> Array:
-        """Return values as a whole array of a shape, as numpy would assign them."""
-        library = library_of(value)
-        if self._library is not None:
-            value = self._library.undress(value, self._tensor_dtype)
-        elif library is not None:
-            try:
-                storable(value.dtype)
-            except TypeError:
-                raise TypeError(
-                    f"a tensor of {value.dtype} cannot be assigned to elements of "
-                    f"{self._dtype}; convert it first"
-                ) from None
-        same = isinstance(value, np.ndarray) and value.dtype == self._dtype
-        if same and value.shape == shape:
-            return np.ascontiguousarray(value).reshape(shape)
-        array: Array = np.empty(shape, self._dtype)
-        array[...] = value
-        return array
-
     @property
     def _row_bytes(self) -> int:
         """The size of a row."""
@@ -796,11 +795,11 @@ class ArrayFile(Unread):
         """Return the memory to be filled, and what is returned for it."""
         if out is None:
             array: Array = np.empty(shape, dtype)
-            return bytes_of(array), self._dressed(array)
+            return bytes_of(array), self._elements.dress(array)
         library = library_of(out)
         if library is not None:
-            same = out.dtype == self._tensor_dtype
-            if self._library is None:
+            same = out.dtype == self._elements.tensor_dtype
+            if self._elements.library is None:
                 same = library.carrier(out.dtype) == dtype
         elif isinstance(out, np.ndarray):
             same = out.dtype == dtype
@@ -809,20 +808,20 @@ class ArrayFile(Unread):
                 f"out is of type {type(out).__qualname__}; it must be an array or a tensor"
             )
         if not same:
-            wanted = dtype if self._library is None else self._tensor_dtype
+            wanted = dtype if self._elements.library is None else self.dtype
             raise TypeError(f"out is of dtype {out.dtype}; it must be of {wanted}")
         nbytes = math.prod(shape) * dtype.itemsize
-        if out.nbytes != nbytes:
+        try:
+            found = out.nbytes
+        except RuntimeError:
+            # Says why a sparse tensor cannot be filled.
+            borrow(out, writable=True)
+            raise
+        if found != nbytes:
             raise ValueError(
-                f"out has {out.nbytes} bytes; the result, of shape {shape}, has {nbytes}"
+                f"out has {found} bytes; the result, of shape {shape}, has {nbytes}"
             )
         return out if library else bytes_of(out), out
-
-    def _dressed(self, array: Array) -> Any:
-        """Return an array as what this one's results are."""
-        if self._library is None:
-            return array
-        return self._library.dress(array, self._tensor_dtype)
 
 
 def _check_handle(handle: Any) -> None:
