@@ -5,6 +5,7 @@ they become reads, writes, gathers and scatters of a handle.
 """
 
 import contextlib
+import errno
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -34,8 +35,10 @@ from nvmeio._arrays.npy_header import (
     has_magic,
     header_of,
     read_layout,
+    replace_shape,
 )
 from nvmeio._arrays.operators import Unread
+from nvmeio._files.locks import locked
 from nvmeio._files.paths import absolute, naming, synced_folder
 from nvmeio._memory.registry import library_of, library_of_dtype
 from nvmeio._native.buffer import borrow
@@ -148,6 +151,7 @@ class ArrayFile(Unread):
         self._lent = handle
         # Where the name of a file that was made here is to be made durable.
         self._created: str | None = None
+        self._is_raw = False
         word("mode", mode, ("r", "r+"))
         self._file = File(path, mode)
         # For a copy by pickle, wherever it will be.
@@ -158,6 +162,7 @@ class ArrayFile(Unread):
             self._file.close()
             raise
         self._dtype, self._shape, self._offset = layout.dtype, layout.shape, layout.offset
+        self._reaches_end = self._file.size == self._offset + self.nbytes
 
     def _found(self, dtype: Any) -> tuple[Elements, Layout]:
         """Return what the file has, and where."""
@@ -168,6 +173,7 @@ class ArrayFile(Unread):
         elements = Elements(element_of(dtype), library, dtype if library else None)
         offset = whole("offset", self._arguments["offset"], 0, 2**63 - 1)
         if offset or not has_magic(self._file):
+            self._is_raw = True
             return elements, self._raw_layout(elements.dtype, offset)
         layout = self._npy_layout()
         if elements.dtype != layout.dtype:
@@ -465,6 +471,55 @@ class ArrayFile(Unread):
         self._write(self._scattering(rows, values))
 
     @suggesting
+    def append(self, values: Any) -> None:
+        """Write rows behind the last one, and make the array longer by them.
+
+        Parameters
+        ----------
+        values : array_like or tensor
+            Of shape ``(n,) + shape[1:]``; is converted as by an assignment.
+
+        Raises
+        ------
+        OSError
+            The rows cannot be written; with errno and path.  ENOSPC: the drive is full.
+            ESTALE: the file was replaced or removed since it was opened.
+        TypeError
+            The array has no axes, or ``values`` are not of such elements.
+        ValueError
+            ``values`` are of another shape; the header of the .npy file has no room for
+            the new shape (that of ``create``, ``save`` and numpy has); other arrays or
+            bytes are behind this one; the file is another array by now; it is closed, or
+            open read-only.
+
+        Notes
+        -----
+        Returns when the rows can be read by whoever opens the file: ``shape`` has them
+        here, while another ArrayFile keeps the shape that the file had when it was opened.
+        ``flush`` makes them durable.
+
+        First the rows are written and, in a .npy file, synced, then the shape in the
+        header.  Whenever the process dies or the power fails, the file is an array with
+        all of the rows or with none; what an append has left behind the array, the next one
+        overwrites.  After an error the file is as it was.  A raw file has no header: a
+        process that is killed meanwhile may leave a part of the rows.
+
+        Appends wait for each other by a lock of the file (flock), those of other processes
+        and threads included, and each adds to what is there by then.
+        """
+        self._check_writable()
+        self._axes()
+        rows = self._elements.rows(values, self._shape)
+        with naming(self.path), locked(self._file.fileno()) as descriptor:
+            layout = self._layout_now(descriptor)
+            if len(rows):
+                self._append(rows, layout, descriptor)
+            self._shape = (layout.shape[0] + len(rows), *layout.shape[1:])
+            if self._is_raw:
+                # For a copy by pickle.
+                self._arguments["shape"] = (-1, *self._shape[1:])
+
+    @suggesting
     def prefetch(self, index: Any, out: Any = None, *, after: After = None) -> Request:
         """Start reading what an index names.
 
@@ -702,6 +757,53 @@ class ArrayFile(Unread):
             return [], 0
         return self._offset + selection.starts() * item, selection.run * item
 
+    def _layout_now(self, descriptor: int) -> Layout:
+        """Return the layout of the file, which another process may have made longer."""
+        if os.fstat(descriptor).st_nlink == 0:
+            words = "the file was replaced or removed since it was opened"
+            raise OSError(errno.ESTALE, words)
+        if not self._is_raw:
+            layout = read_layout(self._file, descriptor)
+            if has_magic(self._file, layout.offset + layout.nbytes):
+                raise ValueError(f"{self.path!r} has another array behind this one")
+        elif self._row_bytes == 0 or not self._reaches_end:
+            why = (
+                "rows have no bytes" if self._reaches_end else "bytes are behind the array"
+            )
+            raise ValueError(f"rows cannot be appended to {self.path!r}: {why}")
+        else:
+            shape = (-1, *self._shape[1:])
+            extents = _raw_extents(self._file, self._dtype, self._offset, shape)
+            layout = Layout(self._dtype, extents, self._offset)
+        same = (layout.dtype, layout.offset) == (self._dtype, self._offset)
+        if not same or layout.fortran or layout.shape[1:] != self._shape[1:]:
+            raise ValueError(
+                f"{self.path!r} is another array by now, of shape {layout.shape} and dtype "
+                f"{layout.dtype}; open it again"
+            )
+        return layout
+
+    def _append(self, rows: Array, layout: Layout, descriptor: int) -> None:
+        """Write rows behind those that there are, and then the header."""
+        shape = (layout.shape[0] + len(rows), *layout.shape[1:])
+        old = os.pread(descriptor, 0 if self._is_raw else layout.offset, 0)
+        new = old and replace_shape(self.path, old, shape, layout.dtype)
+        end, handle = layout.offset + layout.nbytes, self._handle()
+        # What an append has left that was killed.
+        if os.fstat(descriptor).st_size > end:
+            os.ftruncate(descriptor, end)
+        try:
+            if rows.nbytes:
+                handle.write(bytes_of(rows), self._file, end)
+            if new != old:
+                handle.fsync(self._file, data_only=True)
+                _write_changes(descriptor, old, new)
+        except BaseException:
+            # Who was interrupted may have written the header already.
+            if os.pread(descriptor, len(old), 0) == old:
+                os.ftruncate(descriptor, end)
+            raise
+
     def _field_reading(self, index: Any, out: Any) -> _Transfer:
         """Return how to read whole records, of which fields are taken."""
         whole: Array = np.empty(self._shape, self._dtype)
@@ -854,6 +956,14 @@ def _raw_extents(
         )
     axes[unknown[0]] = (size - offset) // row_bytes
     return extents_of(axes)
+
+
+def _write_changes(descriptor: int, old: bytes, new: bytes) -> None:
+    """Write what differs of a header, a few bytes, at once: they are never half written."""
+    places = [place for place in range(len(new)) if old[place] != new[place]]
+    begin, end = places[0], places[-1] + 1
+    while begin < end:
+        begin += os.pwrite(descriptor, new[begin:end], begin)
 
 
 def _opened_anew(path: str | bytes, *, overwrite: bool) -> BinaryIO:

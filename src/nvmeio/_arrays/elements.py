@@ -59,16 +59,14 @@ class Elements:
         """Return values as rows of an array of a shape, any number of them."""
         carried = self._carried(values)
         try:
-            array = np.ascontiguousarray(carried, self.dtype)
+            array = np.asarray(carried, self.dtype, order="C")
         except _MISFITS as error:
             raise self._misfit(values, error) from error
-        # What has no axes is given one by ascontiguousarray().
-        found = np.shape(carried)
-        if len(found) != len(shape) or found[1:] != shape[1:]:
-            wanted = ", ".join(["n", *map(str, shape[1:])])
+        if array.ndim != len(shape) or array.shape[1:] != shape[1:]:
+            wanted = str((0, *shape[1:])).replace("0", "n", 1)
             raise ValueError(
-                f"the values are of shape {found}; rows to be appended must be of shape "
-                f"({wanted}{',' if len(shape) == 1 else ''})"
+                f"the values are of shape {array.shape}; rows to be appended must be of "
+                f"shape {wanted}"
             )
         return array
 
