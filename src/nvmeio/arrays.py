@@ -735,8 +735,7 @@ class ArrayFile(Unread):
         target, result = self._target(selection.shape, self._dtype, out)
 
         def make() -> Any:
-            runs = np.lib.stride_tricks.sliding_window_view(hull, selection.run)
-            memcpy(target, bytes_of(runs[selection.starts() - low]))
+            memcpy(target, bytes_of(selection.taken_of(hull, low)))
             return result
 
         offsets = [self._offset + low * item]
