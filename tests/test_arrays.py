@@ -287,6 +287,22 @@ class TestRows:
                     call([0, 999])
                 assert caught.value.errno == errno.ENODATA
 
+    @pytest.mark.parametrize(
+        "index", [999, np.s_[:], np.s_[500:, 0, ::2], [0, 999], np.s_[-1, 3, 24]], ids=repr
+    )
+    def test_a_file_that_was_cut_is_told_for_every_index(self, path, index):
+        # Of these one is read by the calling thread, others by workers.
+        write_npy(path, numbers((1000, 4, 250)))
+        with ArrayFile(path) as array:
+            os.truncate(path, 1000)
+            for call in (array.__getitem__, lambda index: array.prefetch(index).wait()):
+                with pytest.raises(OSError, match="past the end") as caught:
+                    call(index)
+                assert (caught.value.errno, caught.value.filename) == (
+                    errno.ENODATA,
+                    str(path),
+                )
+
 
 class TestAssigning:
     @INVENTED

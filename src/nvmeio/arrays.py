@@ -261,12 +261,12 @@ class ArrayFile(Unread):
         Notes
         -----
         The data begin at a multiple of 4096 bytes, so that rows of whole pages go straight
-        to the device.  In the header elements that numpy does not have, as bfloat16, are
-        void ones of the same size: numpy.load() gives their bytes, and
-        ``ArrayFile(path, dtype=torch.bfloat16)`` tensors.
-
-        The file has its full size at once, and takes up space on the device
+        to the device.  The file has its full size at once, and takes up space on the device
         as it is filled.
+
+        Elements that numpy does not have, as bfloat16, are void of the same size in the
+        header: numpy.load() gives their bytes, and ``ArrayFile(path,
+        dtype=torch.bfloat16)`` tensors.
         """
         # All that can be refused is refused before a file is cut.
         _check_handle(handle)
@@ -548,7 +548,9 @@ class ArrayFile(Unread):
 
         Notes
         -----
-        The request holds ``out`` and the file until it is done.
+        The request holds ``out`` and the file until it is done.  Fields, and slices that
+        are read with what lies between their elements, are copied to the result by whoever
+        waits; ``after`` takes no such request.
         """
         return self._begin(self._reading(index, out), after)
 
@@ -805,16 +807,16 @@ class ArrayFile(Unread):
 
     def _field_reading(self, index: Any, out: Any) -> _Transfer:
         """Return how to read whole records, of which fields are taken."""
-        whole: Array = np.empty(self._shape, self._dtype)
-        part = whole[index]
+        records: Array = np.empty(self._shape, self._dtype)
+        part = records[index]
         target, result = self._target(part.shape, part.dtype, out)
 
         def make() -> Any:
             memcpy(target, bytes_of(np.ascontiguousarray(part)))
             return result
 
-        offsets = [self._offset] if whole.nbytes else []
-        return _Transfer(offsets, whole.nbytes, bytes_of(whole), make=make)
+        offsets = [self._offset] if records.nbytes else []
+        return _Transfer(offsets, records.nbytes, bytes_of(records), make=make)
 
     def _windowing(self, starts: Any, length: int, out: Any) -> _Transfer:
         """Return how to read windows."""
