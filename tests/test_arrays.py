@@ -1,5 +1,6 @@
 """Arrays on disk have numpy's values for numpy's indices, and keep what is assigned."""
 
+import asyncio
 import contextlib
 import errno
 import math
@@ -246,6 +247,34 @@ class TestRows:
             with pytest.raises(TypeError, match="pass through Python"):
                 array.prefetch(0, after=dense)
         assert_same(dense.result(), expected[0, 0, ::2])
+
+    def test_a_result_that_python_makes_is_awaited_and_called_back(self, saved):
+        expected, path = saved
+        indices = (np.s_[0, 0, ::2], (3, 2, 1), [1, 999], np.s_[::-1, 0, 5:7], slice(None))
+
+        async def read_all(array):
+            requests = [array.prefetch(index) for index in indices]
+            return [await request for request in (*requests, *requests)]
+
+        with ArrayFile(path) as array:
+            for found, index in zip(asyncio.run(read_all(array)), indices * 2, strict=True):
+                assert_same(found, expected[index])
+            called = threading.Event()
+            request = array.prefetch(np.s_[0, 0, ::2])
+            request.add_done_callback(lambda _: called.set())
+            assert called.wait(30)
+            assert_same(request.result(), expected[0, 0, ::2])
+
+    def test_a_result_that_cannot_be_made_is_an_error(self, saved, monkeypatch):
+        def fail(*_):
+            raise MemoryError("no memory for the result")
+
+        with ArrayFile(saved[1]) as array:
+            monkeypatch.setattr(nvmeio.arrays, "memcpy", fail)
+            request = array.prefetch(np.s_[0, 0, ::2])
+            for _ in range(2):
+                with pytest.raises(MemoryError, match="for the result"):
+                    request.wait()
 
     def test_a_tensor_of_one_row_has_that_axis(self, saved):
         torch = pytest.importorskip("torch", reason="torch is not installed")
