@@ -886,6 +886,20 @@ class TestTensors:
         else:
             assert found.dtype == f"V{dtype.itemsize}"
 
+    def test_a_file_of_ml_dtypes_is_opened(self, path):
+        """numpy.save() of an array of ml_dtypes.bfloat16 (0.6.0) writes this header."""
+        torch = self.torch
+        text = "{'descr': '<V2', 'fortran_order': False, 'shape': (4, 3), }"
+        header = npy.magic(1, 0) + (118).to_bytes(2, "little") + text.ljust(117).encode()
+        expected = torch.arange(12, dtype=torch.bfloat16).view(4, 3)
+        path.write_bytes(header + b"\n" + expected.view(torch.uint8).numpy().tobytes())
+        with ArrayFile(path, dtype=torch.bfloat16, mode="r+") as array:
+            assert torch.equal(array[...], expected)
+            array.append([[1, 2, 3]])
+        assert np.load(path).shape == (5, 3)
+        with ArrayFile(path, dtype=torch.bfloat16) as array:
+            assert array[3:].tolist() == [[9, 10, 11], [1, 2, 3]]
+
     def test_a_npy_file_of_another_dtype_is_refused(self, saved):
         torch, (expected, path) = self.torch, saved
         for dtype in (torch.float64, torch.bfloat16, torch.int32, np.float64, ">f4"):
