@@ -1,5 +1,6 @@
 """Arrays on disk have numpy's values for numpy's indices, and keep what is assigned."""
 
+import asyncio
 import contextlib
 import errno
 import math
@@ -17,7 +18,7 @@ from numpy.lib import format as npy
 
 import nvmeio
 from array_samples import DTYPES, RECORD, noise, numbers, write_npy
-from helpers import MIB, PAGE, left_open, limit
+from helpers import MIB, PAGE, SLOW, left_open, limit, plugged
 from index_strategies import INVENTED, assert_same, cases, outcome
 from nvmeio import ArrayFile
 
@@ -41,6 +42,11 @@ class TestIndexing:
         expected = outcome(lambda: np.load(path)[index])
         with ArrayFile(path) as array:
             assert_same(outcome(lambda: array[index]), expected)
+            assert_same(outcome(lambda: array.prefetch(index).result()), expected)
+            if isinstance(expected, np.ndarray):
+                out = np.empty_like(expected)
+                assert array.prefetch(index, out).result() is out
+                assert_same(out, expected)
 
     # Of these the runs are wide apart, near each other, or one.
     INDICES = (
@@ -70,6 +76,7 @@ class TestIndexing:
         expected, path = saved
         with ArrayFile(path, handle=handle) as array:
             assert_same(array[index], expected[index])
+            assert_same(array.prefetch(index).result(), expected[index])
         assert not handle.closed
 
     def test_a_mask_of_several_axes_is_an_index(self, saved):
@@ -123,10 +130,18 @@ class TestIndexing:
         with ArrayFile(path, mode="r+") as array:
             assert_same(array["vector"], expected["vector"])
             np.testing.assert_array_equal(array[["key", "when"]], expected[["key", "when"]])
-            with pytest.raises(IndexError, match="'key'; assign whole records"):
-                array["key"] = 0
-            with pytest.raises(ValueError, match="no field of name other"):
-                array["other"]
+            assert_same(array.prefetch("vector").result(), expected["vector"])
+            found = array.prefetch(["key", "when"]).result()
+            np.testing.assert_array_equal(found, expected[["key", "when"]])
+            out = np.empty((20, 3), "f4")
+            assert array.prefetch("vector", out).result() is out
+            assert_same(out, expected["vector"])
+            for assign in (array.__setitem__, array.submit_setitem):
+                with pytest.raises(IndexError, match="'key'; assign whole records"):
+                    assign("key", 0)
+            for read in (array.__getitem__, array.prefetch):
+                with pytest.raises(ValueError, match="no field of name other"):
+                    read("other")
 
     @pytest.mark.parametrize("shape", [(0,), (0, 3), (3, 0), (2, 0, 5), ()], ids=repr)
     def test_arrays_without_rows_or_without_elements_are_arrays(self, path, shape):
@@ -175,7 +190,7 @@ class TestIndexing:
 
 WRONG_ROWS = {
     "row": (lambda a: a.gather([0, 1000]), IndexError, r"rows\[1\] is 1000; .* to 999"),
-    "negative": (lambda a: a.prefetch(-1001), IndexError, "rows is -1001"),
+    "negative": (lambda a: a.gather(-1001), IndexError, "rows is -1001"),
     "window": (lambda a: a.windows([0, 991], 10), IndexError, r"starts\[1\] is 991"),
     "wrapped": (lambda a: a.windows([-1], 1), IndexError, r"starts\[0\] is -1"),
     "length": (lambda a: a.windows([0], 1001), ValueError, "length is 1001"),
@@ -208,7 +223,66 @@ class TestRows:
             out = np.empty(wanted.shape, "f4")
             assert array.gather(rows, out) is out
             assert_same(out, np.asarray(wanted))
-            assert_same(array.prefetch(rows).result(), np.asarray(wanted))
+            assert_same(array.prefetch(rows).result(), expected[rows])
+
+    def test_memory_of_any_strides_is_filled(self, saved):
+        expected, path = saved
+        with ArrayFile(path) as array:
+            # Of these the records are apart, dense, and one.
+            for index in ([900, 3], np.s_[::2, 0, 1], 5):
+                wanted = expected[index]
+                out = np.zeros((*wanted.shape, 2), "f4")
+                assert array.prefetch(index, out[..., 1]).result().base is out
+                assert_same(np.ascontiguousarray(out[..., 1]), wanted)
+                assert not out[..., 0].any()
+
+    def test_nothing_comes_after_a_result_that_python_makes(
+        self, open_handle, saved, tmp_path
+    ):
+        """Its bytes are not where they belong until somebody asks for them."""
+        expected, path = saved
+        handle = open_handle(**SLOW)
+        with ArrayFile(path, handle=handle) as array, plugged(handle, tmp_path):
+            dense = array.prefetch(np.s_[0, 0, ::2])
+            with pytest.raises(TypeError, match="pass through Python"):
+                array.prefetch(0, after=dense)
+        assert_same(dense.result(), expected[0, 0, ::2])
+
+    def test_a_result_that_python_makes_is_awaited_and_called_back(self, saved):
+        expected, path = saved
+        indices = (np.s_[0, 0, ::2], (3, 2, 1), [1, 999], np.s_[::-1, 0, 5:7], slice(None))
+
+        async def read_all(array):
+            requests = [array.prefetch(index) for index in indices]
+            return [await request for request in (*requests, *requests)]
+
+        with ArrayFile(path) as array:
+            for found, index in zip(asyncio.run(read_all(array)), indices * 2, strict=True):
+                assert_same(found, expected[index])
+            called = threading.Event()
+            request = array.prefetch(np.s_[0, 0, ::2])
+            request.add_done_callback(lambda _: called.set())
+            assert called.wait(30)
+            assert_same(request.result(), expected[0, 0, ::2])
+
+    def test_a_result_that_cannot_be_made_is_an_error(self, saved, monkeypatch):
+        def fail(*_):
+            raise MemoryError("no memory for the result")
+
+        with ArrayFile(saved[1]) as array:
+            monkeypatch.setattr(nvmeio.arrays, "memcpy", fail)
+            request = array.prefetch(np.s_[0, 0, ::2])
+            for _ in range(2):
+                with pytest.raises(MemoryError, match="for the result"):
+                    request.wait()
+
+    def test_a_tensor_of_one_row_has_that_axis(self, saved):
+        torch = pytest.importorskip("torch", reason="torch is not installed")
+        expected, path = saved
+        with ArrayFile(path) as array:
+            for rows in (torch.tensor([5]), torch.tensor([[5]])):
+                assert_same(array[rows], expected[rows.numpy()])
+                assert_same(array.prefetch(rows).result(), array.gather(rows))
 
     @pytest.mark.parametrize("starts", [[], [0], 3, [990, 0, 5, 5], [[1], [2]]], ids=repr)
     @pytest.mark.parametrize("length", [0, 1, 10])
@@ -219,9 +293,11 @@ class TestRows:
         with ArrayFile(path, handle=handle) as array:
             assert_same(array.windows(starts, length), wanted)
             assert_same(array.prefetch_windows(starts, length).wait(), wanted)
-            out = np.empty_like(wanted)
+            out, other = np.empty_like(wanted), np.empty_like(wanted)
             assert array.windows(starts, length, out=out) is out
             assert_same(out, wanted)
+            assert array.prefetch_windows(starts, length, out=other).wait() is other
+            assert_same(other, wanted)
 
     @pytest.mark.parametrize(
         ("call", "error", "words"), WRONG_ROWS.values(), ids=WRONG_ROWS
@@ -239,6 +315,22 @@ class TestRows:
                 with pytest.raises(OSError, match=words) as caught:
                     call([0, 999])
                 assert caught.value.errno == errno.ENODATA
+
+    @pytest.mark.parametrize(
+        "index", [999, np.s_[:], np.s_[500:, 0, ::2], [0, 999], np.s_[-1, 3, 24]], ids=repr
+    )
+    def test_a_file_that_was_cut_is_told_for_every_index(self, path, index):
+        # Of these one is read by the calling thread, others by workers.
+        write_npy(path, numbers((1000, 4, 250)))
+        with ArrayFile(path) as array:
+            os.truncate(path, 1000)
+            for call in (array.__getitem__, lambda index: array.prefetch(index).wait()):
+                with pytest.raises(OSError, match="past the end") as caught:
+                    call(index)
+                assert (caught.value.errno, caught.value.filename) == (
+                    errno.ENODATA,
+                    str(path),
+                )
 
 
 class TestAssigning:
@@ -259,8 +351,13 @@ class TestAssigning:
 
         if outcome(lambda: expected[index]) is IndexError:
             value = -1
+        before = expected.copy()
         with ArrayFile(path, mode="r+") as array:
             assert outcome(assign, array) == outcome(assign, expected)
+            assert_same(array[...], expected)
+            array[...] = before
+            with contextlib.suppress(IndexError):
+                assert array.submit_setitem(index, value).result() >= 0
         assert_same(np.load(path), expected)
 
     @pytest.mark.parametrize("index", TestIndexing.INDICES, ids=repr)
@@ -270,9 +367,62 @@ class TestAssigning:
         with ArrayFile(path, mode="r+", handle=handle) as array:
             array[index] = value
             found = array[...]
+            array[...] = expected
+            array.submit_setitem(index, value).wait()
         expected[index] = value
         assert_same(found, expected)
         assert_same(np.load(path), expected)
+
+    @pytest.mark.parametrize("values", ["rows", "one", "number"])
+    def test_rows_are_scattered(self, handle, saved, values):
+        expected, path = saved
+        rows = np.array([[900, 3], [3, -1], [0, 900]])
+        taken = -numbers(expected[rows].shape, "f8")
+        values = {"rows": taken, "one": taken[0, 0], "number": 7}[values]
+        wanted = expected.copy()
+        wanted[rows] = values
+        with ArrayFile(path, mode="r+", handle=handle) as array:
+            array.scatter(rows, values)
+            assert_same(array[...], wanted)
+            array[...] = expected
+            # The rows that are named twice are written once.
+            assert array.submit_scatter(rows, values).result() == 4 * 400
+            array.scatter([], np.empty((0, 4, 25)))
+            assert array.submit_scatter([], 0).result() == 0
+        assert_same(np.load(path), wanted)
+
+    def test_values_are_copied_only_where_they_must_be(self, open_handle, saved, tmp_path):
+        expected, path = saved
+        rows = np.arange(0, 1000, 100)
+        values = -expected[rows]
+        others = values.astype("f8")
+        handle = open_handle(**SLOW)
+        with ArrayFile(path, mode="r+", handle=handle) as array:
+            with plugged(handle, tmp_path):
+                requests = [
+                    array.submit_scatter(rows, values),
+                    array.submit_scatter(rows + 1, others),
+                    array.submit_setitem([3, 3], values[:2]),
+                ]
+                # What a program must not do shows what was not copied.
+                values[...], others[...] = 9, 9
+            for request in requests:
+                request.wait()
+            assert (array[rows] == 9).all()
+            assert_same(array[rows + 1], -expected[rows])
+            assert_same(array[3], -expected[100])
+
+    def test_what_must_be_done_first_is_named(self, handle, saved):
+        _, path = saved
+        rows = [7, 1]
+        with ArrayFile(path, mode="r+", handle=handle) as array:
+            first = array.submit_scatter(rows, -1)
+            second = array.submit_setitem(7, -2, after=first)
+            found = array.prefetch(rows, after=[first, second]).result()
+            again = array.prefetch_windows([1], 1, after=second).result()
+        assert (found[0] == -2).all()
+        assert (found[1] == -1).all()
+        assert (again == -1).all()
 
     def test_values_are_broadcast_and_converted(self, saved):
         expected, path = saved
@@ -286,7 +436,9 @@ class TestAssigning:
     def test_a_value_that_does_not_fit_changes_nothing(self, saved):
         expected, path = saved
         with ArrayFile(path, mode="r+") as array:
-            with pytest.raises(ValueError, match="could not broadcast"):
+            with pytest.raises(
+                ValueError, match=r"of shape \(7,\); .* broadcast to \(3, 4, 25\)"
+            ):
                 array[3:6] = np.zeros(7)
             with pytest.raises(IndexError):
                 array[1000] = 0
@@ -294,7 +446,7 @@ class TestAssigning:
 
     def test_a_file_is_written_to_only_if_that_was_asked_for(self, saved):
         expected, path = saved
-        with ArrayFile(path) as array, pytest.raises(ValueError, match="reading alone"):
+        with ArrayFile(path) as array, pytest.raises(ValueError, match="open read-only"):
             array[0] = 0
         with pytest.raises(ValueError, match="mode is 'w'; it must be one of r, r"):
             ArrayFile(path, mode="w")
@@ -398,6 +550,19 @@ class TestCreating:
             ArrayFile.create(path, (1,), "f4", handle=3)
         assert not path.exists()
 
+    def test_a_raw_file_has_the_elements_alone(self, path):
+        with ArrayFile.create(path, (4, 3), ">i2", raw=True) as array:
+            assert path.stat().st_size == array.nbytes == 24
+            array[...] = numbers((4, 3))
+            array[1] = -1
+        expected = numbers((4, 3), ">i2")
+        expected[1] = -1
+        assert path.read_bytes() == expected.tobytes()
+        with ArrayFile(path, dtype=">i2", shape=(-1, 3)) as array:
+            assert_same(array[...], expected)
+        with pytest.raises(ValueError, match="raw is 2"):
+            ArrayFile.create(path, 3, "f4", raw=2, overwrite=True)
+
     def test_what_is_refused_cuts_no_file(self, saved):
         expected, path = saved
         with pytest.raises(TypeError, match="handle is of type int"):
@@ -479,9 +644,10 @@ class TestOpening:
     def test_it_tells_what_it_is(self, saved):
         expected, path = saved
         array = ArrayFile(path)
-        for name in ("shape", "dtype", "nbytes", "ndim", "size"):
+        for name in ("shape", "dtype", "nbytes", "ndim", "size", "itemsize", "strides"):
             assert getattr(array, name) == getattr(expected, name)
         assert (array.path, array.mode, array.closed) == (str(path), "r", False)
+        assert array.offset == np.load(path, mmap_mode="r").offset
         array.close()
         array.close()
         assert array.closed
@@ -507,9 +673,11 @@ class TestOpening:
     def test_a_npy_file_is_not_taken_for_raw_bytes(self, saved):
         expected, path = saved
         with pytest.raises(
-            ValueError, match=r"is a \.npy file, whose header says its dtype"
+            ValueError, match=r"a \.npy file of dtype float32; .* is int32.*128"
         ):
-            ArrayFile(path, dtype="f4")
+            ArrayFile(path, dtype="i4")
+        with ArrayFile(path, dtype="f4") as array:
+            assert_same(array[...], expected)
         for options in ({"shape": (3,)}, {"offset": 128}):
             with pytest.raises(ValueError, match=r"the header of a \.npy file says"):
                 ArrayFile(path, **options)
@@ -686,12 +854,60 @@ class TestTensors:
                 np.load(path), np.ascontiguousarray(tensor.numpy()).reshape(tensor.shape)
             )
         path.unlink()
-        for call in (
-            lambda: nvmeio.save(path, torch.ones(3, dtype=torch.bfloat16)),
-            lambda: ArrayFile.create(path, (3,), torch.bfloat16),
-        ):
-            with pytest.raises(TypeError, match=r"the dtype is torch\.bfloat16, which"):
-                call()
+        with pytest.raises(TypeError, match=r"the dtype is torch\.bfloat16, which"):
+            nvmeio.save(path, torch.ones(3, dtype=torch.bfloat16))
         assert not path.exists()
-        with ArrayFile.create(path, (3,), torch.float16) as array:
-            assert array.dtype == np.float16
+
+    @pytest.mark.parametrize("raw", [False, True], ids=["npy", "raw"])
+    @pytest.mark.parametrize(
+        "name", ["bfloat16", "float8_e4m3fn", "float16", "complex32", "int64"]
+    )
+    def test_a_file_is_created_of_any_dtype_of_torch(self, path, name, raw):
+        torch, dtype = self.torch, getattr(self.torch, name)
+        expected = torch.arange(12).view(4, 3).to(dtype)
+        with ArrayFile.create(path, (4, 3), dtype, raw=raw) as array:
+            assert array.dtype is dtype
+            assert (array.itemsize, array.offset) == (dtype.itemsize, 0 if raw else PAGE)
+            assert not array[...].view(torch.uint8).any()
+            array[...] = expected
+            with pickle.loads(pickle.dumps(array)) as copy:
+                assert copy[2].dtype is dtype
+        shape = (-1, 3) if raw else None
+        with ArrayFile(path, dtype=dtype, shape=shape) as array:
+            assert torch.equal(array[...].view(torch.uint8), expected.view(torch.uint8))
+        if raw:
+            assert path.stat().st_size == expected.nbytes
+            return
+        # numpy opens it, as bytes where it has no such elements.
+        found = np.load(path)
+        assert found.tobytes() == expected.view(torch.uint8).numpy().tobytes()
+        if name in ("float16", "int64"):
+            assert_same(found, expected.numpy())
+        else:
+            assert found.dtype == f"V{dtype.itemsize}"
+
+    def test_a_file_of_ml_dtypes_is_opened(self, path):
+        """numpy.save() of an array of ml_dtypes.bfloat16 (0.6.0) writes this header."""
+        torch = self.torch
+        text = "{'descr': '<V2', 'fortran_order': False, 'shape': (4, 3), }"
+        header = npy.magic(1, 0) + (118).to_bytes(2, "little") + text.ljust(117).encode()
+        expected = torch.arange(12, dtype=torch.bfloat16).view(4, 3)
+        path.write_bytes(header + b"\n" + expected.view(torch.uint8).numpy().tobytes())
+        with ArrayFile(path, dtype=torch.bfloat16, mode="r+") as array:
+            assert torch.equal(array[...], expected)
+            array.append([[1, 2, 3]])
+        assert np.load(path).shape == (5, 3)
+        with ArrayFile(path, dtype=torch.bfloat16) as array:
+            assert array[3:].tolist() == [[9, 10, 11], [1, 2, 3]]
+
+    def test_a_npy_file_of_another_dtype_is_refused(self, saved):
+        torch, (expected, path) = self.torch, saved
+        for dtype in (torch.float64, torch.bfloat16, torch.int32, np.float64, ">f4"):
+            with pytest.raises(
+                ValueError, match=r"npy file of dtype float32; .* passed is"
+            ):
+                ArrayFile(path, dtype=dtype)
+        with ArrayFile(path, dtype=torch.float32) as array:
+            assert torch.equal(array[[3, 5]], torch.from_numpy(expected[[3, 5]]))
+        with ArrayFile(path, dtype=torch.float32, offset=128, shape=(-1, 100)) as array:
+            assert torch.equal(array[3], torch.from_numpy(expected[3].ravel()))

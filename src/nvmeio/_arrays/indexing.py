@@ -13,7 +13,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Selection", "positions", "select", "strides_of"]
+__all__ = [
+    "Positions",
+    "Selection",
+    "last_of_each",
+    "positions",
+    "select",
+    "select_rows",
+    "select_windows",
+    "strides_of",
+]
 
 Positions = npt.NDArray[np.int64]
 
@@ -81,6 +90,18 @@ class Selection:
                 low, high = low + int(part.offsets.min()), high + int(part.offsets.max())
         return low, high + self.run
 
+    def taken_of(self, hull: npt.NDArray[Any], low: int) -> npt.NDArray[Any]:
+        """Return what is named, of elements that were read from position `low` on."""
+        tricks, item = np.lib.stride_tricks, hull.itemsize
+        if self.repeats:
+            runs = tricks.sliding_window_view(hull, self.run)
+            return np.take(runs, self.starts() - low, axis=0)
+        axes = [part for part in self.outer if isinstance(part, Axis)]
+        shape = [*(axis.extent for axis in axes), self.run]
+        strides = [*(axis.stride * item for axis in axes), item]
+        view = tricks.as_strided(hull[self.base - low :], shape, strides)
+        return np.ascontiguousarray(view)
+
 
 def strides_of(shape: Sequence[int]) -> tuple[int, ...]:
     """Return how far apart neighbours along each axis are."""
@@ -128,6 +149,31 @@ def select(index: Any, shape: Sequence[int]) -> Selection:
     return _in_runs(walk.parts(), walk.base, scalar=not (omitted or walk.parts()))
 
 
+def select_rows(rows: Any, shape: Sequence[int]) -> Selection:
+    """Find the named rows of an array of one axis or more."""
+    found, inner = positions(rows, shape[0], "rows"), tuple(shape[1:])
+    run = math.prod(inner)
+    return Selection(found.shape + inner, run, 0, (Points(found * run),), scalar=False)
+
+
+def select_windows(starts: Any, length: int, shape: Sequence[int]) -> Selection:
+    """Find runs of so many neighbouring rows."""
+    found = positions(starts, shape[0] - length + 1, "starts", wrap=False)
+    row = math.prod(shape[1:])
+    extents = (*found.shape, length, *shape[1:])
+    return Selection(extents, length * row, 0, (Points(found * row),), scalar=False)
+
+
+def last_of_each(starts: Positions) -> Positions:
+    """Return the places of starts, of those that are equal only that of the last one."""
+    ordered = np.sort(starts)
+    if not (ordered[1:] == ordered[:-1]).any():
+        return np.arange(len(starts))
+    # The first of the reversed is the last.
+    _, place = np.unique(starts[::-1], return_index=True)
+    return len(starts) - 1 - place
+
+
 Item = None | int | slice | EllipsisType | npt.NDArray[Any]
 
 
@@ -135,7 +181,8 @@ def _item_of(item: Any) -> Item:
     """Return an item of an index as one of few types, or raise IndexError."""
     if item is None or item is Ellipsis or isinstance(item, slice):
         return item
-    if not isinstance(item, bool | np.bool_):
+    # torch makes an integer of a tensor of one axis too, if it has one element.
+    if not isinstance(item, bool | np.bool_) and getattr(item, "shape", ()) == ():
         try:
             return operator.index(item)
         except TypeError:
@@ -250,6 +297,9 @@ class _Walk:
 
     def _points(self) -> Points:
         """Return what the arrays name together, each element of one with one of others."""
+        array, axis = self._arrays[0]
+        if len(self._arrays) == 1 and axis is not None:
+            return Points(self._along(array, axis))
         try:
             shape = np.broadcast_shapes(*(array.shape for array, _ in self._arrays))
         except ValueError as error:
@@ -259,10 +309,13 @@ class _Walk:
         if total.size:
             for array, axis in self._arrays:
                 if axis is not None:
-                    name = f"on axis {axis}, index"
-                    found = positions(array, self._shape[axis], name)
-                    total += found * self._strides[axis]
+                    total += self._along(array, axis)
         return Points(total)
+
+    def _along(self, array: npt.NDArray[Any], axis: int) -> Positions:
+        """Return how far an array's positions on an axis lead into the elements."""
+        found = positions(array, self._shape[axis], f"on axis {axis}, index")
+        return found * self._strides[axis]
 
 
 def _in_runs(parts: list[Axis | Points], base: int, *, scalar: bool) -> Selection:
