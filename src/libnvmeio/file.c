@@ -15,6 +15,7 @@
 #include <string.h>
 #include <sys/ioctl.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
 #include <sys/sysmacros.h>
 #include <sys/vfs.h>
 #include <time.h>
@@ -27,6 +28,19 @@
 #endif
 #define STATX_DIO_MEM_ALIGN_AT 0x98
 #define STATX_DIO_OFFSET_ALIGN_AT 0x9c
+
+/* Linux 6.5, cachestat(2).  Its number is the same everywhere but on alpha. */
+#ifndef SYS_cachestat
+#define SYS_cachestat 451
+#endif
+
+struct cachestat_range {
+    uint64_t offset, length;
+};
+
+struct cachestat_result {
+    uint64_t pages, dirty, writeback, evicted, recently_evicted;
+};
 
 #define COMPARE_BYTES (256u << 10)
 
@@ -470,6 +484,18 @@ int nvmeio_file_fd(struct nvmeio_file *file)
         fd = none;
     }
     return nvmeio_error_told(fd);
+}
+
+int64_t nvmeio_cached_pages(int fd, int64_t offset, size_t size)
+{
+    struct cachestat_range part = {(uint64_t)offset, size};
+    struct cachestat_result found;
+
+    if (size == 0) /* which means all the rest to the kernel */
+        return 0;
+    if (syscall(SYS_cachestat, fd, &part, &found, 0L, 0L, 0L))
+        return -errno;
+    return (int64_t)found.pages;
 }
 
 int nvmeio_file_is_at(const struct nvmeio_file *file, const char *path)
