@@ -28,16 +28,17 @@ struct nvmeio_gather {
     struct nvmeio_after after;
 };
 
-/* Start a gather or a scatter.  Refused, besides what nvmeio_submit() refuses, with the
- * index of the first record at fault in *offender (SIZE_MAX where it is none of them):
- * -EINVAL for a negative offset, size or place, -EOVERFLOW where an offset and a size
- * are too much together, -EFAULT for a record that is not within the memory, -ENODATA
- * for one to be read past the end of the file, -EEXIST for one that shares bytes with
- * another (of the memory in a gather, of the file in a scatter).  With `after` the
- * file's size is not looked at: what is past its end then fails.
- * The outcome's result is all bytes, or the error of the failed record with the lowest
- * index, or of an engine that has died; `got` then counts the bytes of the records that
- * did not fail.  nvmeio_request_failures() tells which have failed. */
+/* Start a gather or a scatter.  A gather of a file that may bypass the page cache, and
+ * need not (NVMEIO_DIRECT_AUTO), takes from there what it has.  Refused, besides what
+ * nvmeio_submit() refuses, with the index of the first record at fault in *offender
+ * (SIZE_MAX where it is none of them): -EINVAL for a negative offset, size or place,
+ * -EOVERFLOW where an offset and a size are too much together, -EFAULT for a record
+ * that is not within the memory, -ENODATA for one to be read past the end of the file,
+ * -EEXIST for one that shares bytes with another (of the memory in a gather, of the
+ * file in a scatter).  With `after` the file's size is not looked at: what is past its
+ * end then fails. The outcome's result is all bytes, or the error of the failed record
+ * with the lowest index, or of an engine that has died; `got` then counts the bytes of
+ * the records that did not fail.  nvmeio_request_failures() tells which have failed. */
 NVMEIO_API int nvmeio_submit_gather(struct nvmeio_handle *handle,
                                     const struct nvmeio_gather *gather,
                                     struct nvmeio_request **request, size_t *offender);
