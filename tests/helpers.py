@@ -1,4 +1,4 @@
-"""What tests of transfers share: bytes, guarded memory, routes, descriptors, limits."""
+"""What tests of transfers share: bytes, memory, routes, page cache, descriptors, limits."""
 
 import contextlib
 import os
@@ -8,8 +8,10 @@ from collections import Counter
 from concurrent.futures import CancelledError
 
 import numpy as np
+import pytest
 
 import nvmeio
+from nvmeio._native.page_cache import cached_fraction
 
 ENGINES = ("io_uring", "libaio", "threads", "sync")
 PAGE = 4096
@@ -100,6 +102,53 @@ def expected_routes(op, size, align, offset=0, residue=0, bounce="auto"):
     return Counter(
         {"direct" if reachable else "bounced": middle, "buffered": size - middle}
     )
+
+
+def need_direct(folder):
+    """Skip where the file system has no O_DIRECT."""
+    with nvmeio.File(folder / "tried", "w") as file:
+        if not file.direct:
+            pytest.skip("the file system has no O_DIRECT")
+
+
+def drop(path):
+    """Take a file out of the page cache, and see that it is out, where it can be."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+        deadline = time.monotonic() + 20
+        while True:
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            if not cached_fraction(descriptor, 0, os.fstat(descriptor).st_size):
+                return
+            assert time.monotonic() < deadline, "the page cache keeps the file"
+            time.sleep(0.01)
+    finally:
+        os.close(descriptor)
+
+
+def cached(path):
+    """Return how much of a file the page cache has."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        return cached_fraction(descriptor, 0, os.fstat(descriptor).st_size)
+    finally:
+        os.close(descriptor)
+
+
+def warm(path, nbytes=None):
+    """Have the page cache hold the first bytes of a file, and no others."""
+    nbytes = os.path.getsize(path) if nbytes is None else nbytes
+    warm_pages(path, range(-(-nbytes // PAGE)))
+
+
+def warm_pages(path, pages):
+    """Have the page cache hold some pages of a file, and no others."""
+    drop(path)
+    with open(path, "rb", buffering=0) as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
+        for page in pages:
+            os.pread(file.fileno(), PAGE, page * PAGE)
 
 
 def descriptors_below(folder):

@@ -1,13 +1,9 @@
-"""What tests of model files share: tensors, files dropped from the cache, what was read."""
-
-import os
-import time
+"""What tests of model files share: tensors, and which way bytes came."""
 
 import numpy as np
 import pytest
 
 import nvmeio
-from nvmeio._native.page_cache import cached_fraction
 from nvmeio.safetensors import _reading
 
 torch = pytest.importorskip("torch")
@@ -55,38 +51,6 @@ def outcome(function, *arguments, **options):
         return function(*arguments, **options)
     except Exception as error:
         return type(error).__name__, str(error)
-
-
-def drop(path):
-    """Take a file out of the page cache, and see that it is out, where it can be."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-        deadline = time.monotonic() + 20
-        while True:
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-            if not cached_fraction(descriptor, 0, os.fstat(descriptor).st_size):
-                return
-            assert time.monotonic() < deadline, "the page cache keeps the file"
-            time.sleep(0.01)
-    finally:
-        os.close(descriptor)
-
-
-def cached(path):
-    """Return how much of a file the page cache has."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        return cached_fraction(descriptor, 0, os.fstat(descriptor).st_size)
-    finally:
-        os.close(descriptor)
-
-
-def need_direct(folder):
-    """Skip where the file system has no O_DIRECT."""
-    with nvmeio.File(folder / "tried", "w") as file:
-        if not file.direct:
-            pytest.skip("the file system has no O_DIRECT")
 
 
 class Moved:

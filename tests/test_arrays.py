@@ -18,7 +18,18 @@ from numpy.lib import format as npy
 
 import nvmeio
 from array_samples import DTYPES, RECORD, noise, numbers, write_npy
-from helpers import MIB, PAGE, SLOW, left_open, limit, plugged
+from helpers import (
+    MIB,
+    PAGE,
+    SLOW,
+    drop,
+    left_open,
+    limit,
+    need_direct,
+    plugged,
+    routes,
+    warm,
+)
 from index_strategies import INVENTED, assert_same, cases, outcome
 from nvmeio import ArrayFile
 
@@ -331,6 +342,26 @@ class TestRows:
                     errno.ENODATA,
                     str(path),
                 )
+
+    @pytest.mark.parametrize("way", ["gather", "prefetch", "windows", "prefetch_windows"])
+    @pytest.mark.parametrize("held", [False, True])
+    def test_rows_come_from_the_page_cache_where_it_has_them(self, tmp_path, way, held):
+        need_direct(tmp_path)
+        expected = numbers((300, PAGE), "u1")
+        path, rows = write_npy(tmp_path / "array.npy", expected), np.arange(0, 299, 7)
+        wanted, more = expected[rows], ()
+        if "windows" in way:
+            wanted, more = np.stack([expected[row : row + 2] for row in rows]), (2,)
+        found = []
+        # A page may come or go at any moment.
+        for _ in range(5):
+            warm(path) if held else drop(path)
+            with nvmeio.Handle() as handle, ArrayFile(path, handle=handle) as array:
+                got = getattr(array, way)(rows, *more)
+                assert_same(got.result() if "prefetch" in way else got, wanted)
+                moved = routes(handle)
+                found.append(moved["direct"] + moved["bounced"] == 0)
+        assert held in found
 
 
 class TestAssigning:

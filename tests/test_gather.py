@@ -2,6 +2,7 @@
 
 import errno
 import json
+import mmap
 import os
 import pickle
 import threading
@@ -15,8 +16,19 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import nvmeio
-from helpers import PAGE, SLOW, Guarded, left_open, plugged
+from helpers import (
+    PAGE,
+    SLOW,
+    Guarded,
+    drop,
+    left_open,
+    need_direct,
+    plugged,
+    routes,
+    warm_pages,
+)
 from mounts import SLOW_PLACES
+from nvmeio._native.page_cache import cached_fraction
 from workloads.common import Faults, make_file
 
 SIZE = (1 << 20) + 777
@@ -29,8 +41,10 @@ SETTINGS = settings(
 
 @pytest.fixture
 def data(path):
-    """A file of SIZE bytes."""
+    """A file of SIZE bytes, of which the page cache has none, where it is on a disk."""
     path.write_bytes(CONTENT.tobytes())
+    if not path.is_relative_to("/dev/shm"):
+        drop(path)
     return path
 
 
@@ -165,6 +179,108 @@ def test_aligned_records_go_straight_to_aligned_memory(open_handle, data, alignm
     assert (
         stats["bytes_direct"] + stats["bytes_buffered"] + stats["bytes_bounced"] == 409600
     )
+
+
+def cached_pages(path):
+    """Return the numbers of the pages that the page cache has of a file of SIZE bytes."""
+    with open(path, "rb", buffering=0) as file:
+        pages = range(-(-SIZE // PAGE))
+        return {page for page in pages if cached_fraction(file.fileno(), page * PAGE, 1)}
+
+
+@pytest.fixture
+def on_disk(tmp_path):
+    """A file of SIZE bytes on a disk with O_DIRECT."""
+    need_direct(tmp_path)
+    (tmp_path / "data").write_bytes(CONTENT.tobytes())
+    return tmp_path / "data"
+
+
+class TestPageCache:
+    @SETTINGS
+    @given(
+        wanted=records(),
+        pages=st.sets(st.integers(0, SIZE // PAGE)),
+        max_gap=st.sampled_from([0, 4096]),
+    )
+    def test_the_bytes_are_right_and_nothing_is_read_into_it(
+        self, handle, on_disk, wanted, pages, max_gap
+    ):
+        offsets, sizes = wanted
+        warm_pages(on_disk, pages)
+        memory = Guarded(int(sizes.sum()))
+        handle.gather(on_disk, offsets, sizes, memory.array, max_gap=max_gap)
+        assert memory.content() == taken(offsets, sizes).tobytes()
+        assert cached_pages(on_disk) <= pages
+
+    def test_it_gives_the_records_that_it_has_and_the_device_the_others(
+        self, open_handle, on_disk
+    ):
+        handle, rows = open_handle(), np.arange(198, -1, -2)
+        out = nvmeio.empty((100, PAGE), np.uint8)
+        # Another process may read, or the kernel drop, a page at any moment.
+        found = []
+        for _ in range(5):
+            warm_pages(on_disk, range(0, 200, 4))
+            before = routes(handle)
+            handle.gather(on_disk, rows * PAGE, PAGE, out, max_gap=0)
+            found.append((routes(handle) - before)["buffered"])
+            assert np.array_equal(out, CONTENT[: 200 * PAGE].reshape(200, PAGE)[rows])
+        assert 50 * PAGE in found
+
+    def test_the_device_is_not_asked_for_what_it_has(self, open_handle, on_disk):
+        def delivered():
+            lines = Path("/proc/self/io").read_text().splitlines()
+            return int(dict(line.split(": ") for line in lines)["read_bytes"])
+
+        handle, found = open_handle(), []
+        out = np.empty((256, 1000), np.uint8)
+        for _ in range(5):
+            warm_pages(on_disk, range(-(-SIZE // PAGE)))
+            before = delivered()
+            handle.gather(on_disk, np.arange(256)[::-1] * 1001, 1000, out)
+            found.append(delivered() - before)
+        assert 0 in found
+        drop(on_disk)
+        before = delivered()
+        handle.gather(on_disk, np.arange(256)[::-1] * 1001, 1000, out)
+        assert delivered() - before >= 256 * 1001 - PAGE
+
+    @pytest.mark.parametrize("way", ["the handle", "the file"])
+    def test_who_wants_to_bypass_it_does(self, open_handle, on_disk, way):
+        handle = open_handle(direct=True) if way == "the handle" else open_handle()
+        out = nvmeio.empty((100, PAGE), np.uint8)
+        warm_pages(on_disk, range(-(-SIZE // PAGE)))
+        with nvmeio.File(on_disk, direct=True) as file:
+            source = on_disk if way == "the handle" else file
+            handle.gather(source, np.arange(100) * 2 * PAGE, PAGE, out)
+        assert routes(handle)["buffered"] == 0
+
+    def test_what_was_written_in_any_way_comes(self, handle, on_disk):
+        """To the page cache, past it, and to a memory map; and a file that was cut."""
+        rows, out = np.arange(64) * 2 * PAGE, np.empty((64, PAGE), np.uint8)
+
+        def gathered():
+            handle.gather(on_disk, rows, PAGE, out)
+            assert (out == out[0, 0]).all()
+            return out[0, 0]
+
+        warm_pages(on_disk, range(-(-SIZE // PAGE)))
+        with open(on_disk, "r+b", buffering=0) as file:
+            for row in rows:
+                os.pwrite(file.fileno(), bytes([7]) * PAGE, row)
+            assert gathered() == 7
+            handle.scatter(on_disk, rows, PAGE, np.full((64, PAGE), 8, np.uint8))
+            assert gathered() == 8
+            with mmap.mmap(file.fileno(), 0) as memory:
+                for row in rows.tolist():
+                    memory[row : row + PAGE] = bytes([9]) * PAGE
+                assert gathered() == 9
+                handle.scatter(on_disk, rows, PAGE, np.full((64, PAGE), 10, np.uint8))
+                assert gathered() == memory[0] == 10
+            file.truncate(0)
+            file.truncate(SIZE)
+            assert gathered() == 0
 
 
 class TestMemory:
@@ -443,6 +559,7 @@ def reads_in_flight(device, faults):
 def test_the_queue_is_full_while_records_are_left(slow, open_handle):
     path = Path(slow["folder"]) / "file"
     expected = make_file(path, 20 * 16384)
+    drop(path)
     handle, out = open_handle(block_size=4096, queue_depth=6), np.empty(20 * 4096, np.uint8)
     faults, device = Faults(slow["control"]), path.stat().st_dev
     offsets = np.arange(20)[::-1] * 16384

@@ -8,8 +8,8 @@ import safetensors.numpy
 
 import nvmeio.safetensors.numpy
 from children import as_nobody, run_child
-from helpers import MIB, PAGE
-from model_samples import Moved, cached, drop, need_direct
+from helpers import MIB, PAGE, cached, drop, need_direct, warm
+from model_samples import Moved
 from nvmeio._native import page_cache
 from nvmeio.safetensors import load_sharded, safe_open
 
@@ -23,16 +23,6 @@ def path(tmp_path):
     data = np.random.default_rng(1).integers(0, 256, (4, SIZE // 4), np.uint8)
     safetensors.numpy.save_file({f"{n}": row for n, row in enumerate(data)}, tmp_path / "m")
     return tmp_path / "m"
-
-
-def warm(path, nbytes=None):
-    """Have the page cache hold the first bytes of a file, and no others."""
-    drop(path)
-    nbytes = os.path.getsize(path) if nbytes is None else nbytes
-    with open(path, "rb", buffering=0) as file:
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
-        for offset in range(0, nbytes, PAGE):
-            os.pread(file.fileno(), min(PAGE, nbytes - offset), offset)
 
 
 def read(way, path, direct):

@@ -10,8 +10,8 @@ import safetensors.numpy
 
 import nvmeio
 import nvmeio.safetensors.numpy
-from helpers import MIB
-from model_samples import bits_of_all, drop, in_flight, need_direct
+from helpers import MIB, drop, need_direct
+from model_samples import bits_of_all, in_flight
 from nvmeio.safetensors import SafetensorError, load_sharded, safe_open
 from nvmeio.safetensors import _file as files
 

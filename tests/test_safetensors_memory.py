@@ -18,8 +18,8 @@ import nvmeio.safetensors
 import nvmeio.safetensors.numpy
 import nvmeio.safetensors.torch
 from children import run_child, skip_sanitized
-from helpers import MIB, PAGE
-from model_samples import Moved, bits_of, bits_of_all, drop, filled, need_direct
+from helpers import MIB, PAGE, drop, need_direct
+from model_samples import Moved, bits_of, bits_of_all, filled
 from nvmeio._memory import available
 from nvmeio.safetensors import _reading, safe_open
 from test_safetensors_region import resident

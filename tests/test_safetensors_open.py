@@ -18,15 +18,13 @@ import torch
 import nvmeio
 import nvmeio.safetensors.numpy
 from children import run_child, skip_sanitized
-from helpers import ENGINES, MIB, PAGE
+from helpers import ENGINES, MIB, PAGE, drop, need_direct
 from model_samples import (
     Moved,
     bits_of,
     bits_of_all,
-    drop,
     filled,
     in_flight,
-    need_direct,
     outcome,
 )
 from nvmeio.safetensors import SafetensorError, load_sharded, safe_open

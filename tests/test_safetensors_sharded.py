@@ -17,7 +17,8 @@ import safetensors.numpy
 import safetensors.torch
 import torch
 
-from model_samples import Moved, bits_of, drop, filled, in_flight, need_direct
+from helpers import drop, need_direct
+from model_samples import Moved, bits_of, filled, in_flight
 from nvmeio.safetensors import SafetensorError, _sharded, load_sharded, save_sharded
 
 INDEX = "model.safetensors.index.json"

@@ -24,7 +24,7 @@ from torch.utils.data.distributed import DistributedSampler  # noqa: E402
 
 import nvmeio  # noqa: E402
 from children import run_child  # noqa: E402
-from helpers import ENGINES, descriptors_below, left_open  # noqa: E402
+from helpers import ENGINES, PAGE, descriptors_below, left_open, routes, warm  # noqa: E402
 from nvmeio.torch import ArrayDataset, BatchStream, TokenDataset  # noqa: E402
 
 COUNT = 103
@@ -106,6 +106,28 @@ class TestArrayDataset:
             found = dataset.__getitems__([5, 100, 5, -1])
             assert handle.stats()["requests"] == 1
         assert_equal(found, [torch.from_numpy(rows[row]) for row in (5, 100, 5, -1)])
+
+    @pytest.mark.parametrize("way", ["loader", "stream"])
+    def test_samples_come_from_the_page_cache_where_it_has_them(self, tmp_path, way):
+        rows = np.random.default_rng(0).integers(0, 256, (200, PAGE), np.uint8)
+        rows.tofile(tmp_path / "rows")
+        found = []
+        # The kernel may drop a page at any moment.
+        for _ in range(5):
+            warm(tmp_path / "rows")
+            with nvmeio.Handle() as handle:
+                array = nvmeio.ArrayFile(
+                    tmp_path / "rows", dtype="u1", shape=(-1, PAGE), handle=handle
+                )
+                dataset, batches = ArrayDataset(array), batches_of(200)
+                if way == "loader":
+                    loaded = DataLoader(dataset, batch_sampler=batches)
+                else:
+                    loaded = BatchStream(dataset, batches)
+                for batch, indices in zip(loaded, batches, strict=True):
+                    assert_equal(batch, torch.from_numpy(rows[indices]))
+                found.append({way for way, nbytes in routes(handle).items() if nbytes})
+        assert {"buffered"} in found
 
     def test_samples_are_views_of_one_tensor(self, file):
         samples = ArrayDataset(file).__getitems__([3, 1, 2])

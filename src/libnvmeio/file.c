@@ -15,6 +15,7 @@
 #include <string.h>
 #include <sys/ioctl.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
 #include <sys/sysmacros.h>
 #include <sys/vfs.h>
 #include <time.h>
@@ -27,6 +28,19 @@
 #endif
 #define STATX_DIO_MEM_ALIGN_AT 0x98
 #define STATX_DIO_OFFSET_ALIGN_AT 0x9c
+
+/* Linux 6.5, cachestat(2).  Its number is the same everywhere but on alpha. */
+#ifndef SYS_cachestat
+#define SYS_cachestat 451
+#endif
+
+struct cachestat_range {
+    uint64_t offset, length;
+};
+
+struct cachestat_result {
+    uint64_t pages, dirty, writeback, evicted, recently_evicted;
+};
 
 #define COMPARE_BYTES (256u << 10)
 
@@ -453,7 +467,7 @@ int nvmeio_error_told(int error)
     return error == -ENODATA || error == -ECANCELED ? -EIO : error;
 }
 
-int nvmeio_file_fd(struct nvmeio_file *file)
+static int open_buffered(struct nvmeio_file *file, bool may_turn)
 {
     int fd = atomic_load_explicit(&file->fd, memory_order_acquire), none = -1;
 
@@ -462,7 +476,7 @@ int nvmeio_file_fd(struct nvmeio_file *file)
     do
         fd = reopen(file->direct_fd, 0);
     while (fd == -EINTR);
-    if (fd < 0 && does_without(file, fd))
+    if (fd < 0 && may_turn && does_without(file, fd))
         fd = turn_to_page_cache(file);
     /* Another thread may have been faster. */
     if (fd >= 0 && !atomic_compare_exchange_strong(&file->fd, &none, fd)) {
@@ -470,6 +484,40 @@ int nvmeio_file_fd(struct nvmeio_file *file)
         fd = none;
     }
     return nvmeio_error_told(fd);
+}
+
+int nvmeio_file_fd(struct nvmeio_file *file)
+{
+    return open_buffered(file, true);
+}
+
+bool nvmeio_file_try_buffered(struct nvmeio_file *file)
+{
+    return open_buffered(file, false) >= 0;
+}
+
+int64_t nvmeio_cached_pages(int fd, int64_t offset, size_t size)
+{
+    struct cachestat_range part = {(uint64_t)offset, size};
+    struct cachestat_result found;
+
+    if (size == 0) /* which means all the rest to the kernel */
+        return 0;
+    if (syscall(SYS_cachestat, fd, &part, &found, 0L, 0L, 0L))
+        return -errno;
+    return (int64_t)found.pages;
+}
+
+bool nvmeio_file_is_cached(const struct nvmeio_file *file, int64_t offset, size_t size)
+{
+    int64_t page_bytes = sysconf(_SC_PAGESIZE);
+    int64_t first = offset / page_bytes;
+    int64_t last = (offset + (int64_t)size - 1) / page_bytes;
+
+    return file->local && file->device_bytes < 0 && !file->in_memory &&
+           !file->demanded &&
+           nvmeio_cached_pages(nvmeio_file_any_fd(file), offset, size) ==
+               last - first + 1;
 }
 
 int nvmeio_file_is_at(const struct nvmeio_file *file, const char *path)

@@ -47,6 +47,16 @@ static inline int nvmeio_file_need_buffered(struct nvmeio_file *file)
     return fd < 0 ? fd : 0;
 }
 
+/* Whether the page cache has all of a part of a file, which is not empty, and may serve
+ * it: of a regular file on a local file system, where all that is written shows in it.
+ * It does not where the bytes come from elsewhere (FUSE, NFS), nor in that of a disk of
+ * which partitions are written to. */
+bool nvmeio_file_is_cached(const struct nvmeio_file *file, int64_t offset, size_t size);
+
+/* Open the page-cache descriptor, where it is not open yet, unless that would take
+ * O_DIRECT from the file: whether it is there. */
+bool nvmeio_file_try_buffered(struct nvmeio_file *file);
+
 /* What plans for this file are made from, but for the handle's bounce policy. */
 void nvmeio_file_geometry(const struct nvmeio_file *file,
                           struct nvmeio_geometry *geometry);

@@ -27,6 +27,7 @@ struct nvmeio_record {
     size_t index; /* as it was submitted */
     int error;    /* 0 or -errno */
     bool shared;  /* that may be another's, whose bytes were read with it */
+    bool cached;  /* the page cache had all of the extent that begins with it */
 };
 
 struct nvmeio_records {

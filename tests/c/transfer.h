@@ -316,7 +316,7 @@ static inline uint64_t latencies_counted(struct nvmeio_handle *handle)
     return latencies_within(handle, 0, INT64_MAX);
 }
 
-/* Make `path` hold `size` bytes of fill(). */
+/* Make `path` hold `size` bytes of fill(), which the page cache lets go. */
 static inline void make_file(const char *path, size_t size, unsigned seed)
 {
     char chunk[64 * KIB];
@@ -330,6 +330,7 @@ static inline void make_file(const char *path, size_t size, unsigned seed)
         done += part;
     }
     CHECK(fsync(fd) == 0);
+    CHECK(posix_fadvise(fd, 0, 0, POSIX_FADV_DONTNEED) == 0);
     close(fd);
 }
 

@@ -281,7 +281,7 @@ static bool ends_wait(int command)
            fails_with(NVMEIO_FAULT_EINTR, EINTR);
 }
 
-/* mbind(2) and futex(2), which take six words. */
+/* mbind(2), futex(2) and cachestat(2), which are given six words. */
 long nvmeio_faulty_syscall(long number, ...)
 {
     PAUSES;

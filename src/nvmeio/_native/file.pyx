@@ -58,7 +58,7 @@ cdef class File:
         "w" and "x" can be read from too.
     direct : {"auto", True, False}, default "auto"
         Whether to bypass the page cache by O_DIRECT: where the file system can, always,
-        or never.
+        or never.  With "auto" gathers take from it what it has.
 
     Attributes
     ----------

@@ -67,7 +67,7 @@ cdef class Handle:
     direct : {"auto", True, False}, optional
         Whether files that are opened by path or descriptor bypass the page cache: where
         the file system can, always (else OSError(EINVAL)), or never; ``NVMEIO_DIRECT``
-        (auto, 1, 0), else "auto".
+        (auto, 1, 0), else "auto".  With "auto" gathers take from it what it has.
     bounce : {"auto", "always", "never"}, optional
         Whether data passes through the pool's memory: where the device cannot reach the
         caller's or may be slow to, for it is in small pages; always; or never (then the
@@ -635,6 +635,10 @@ cdef class Handle:
         -----
         Neighbours in the file become one I/O, and records that are wanted several times
         are read once.  As many blocks as the queue depth are in flight.  Releases the GIL.
+
+        What the page cache has comes from there, unless ``direct=True``: of regular files
+        on local file systems, which this user owns or may write to, from Linux 6.5 on.
+        The rest is read past it.
 
         An ``out`` that is strided or on a device is filled by way of a copy of all of it.
         """

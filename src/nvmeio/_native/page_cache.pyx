@@ -3,23 +3,9 @@
 import os
 import random
 
-from libc.stdint cimport uint64_t
+from libc.stdint cimport int64_t
 
-cdef extern from "<unistd.h>" nogil:
-    """
-    #include <sys/syscall.h>
-    #ifndef SYS_cachestat
-    #define SYS_cachestat 451 /* Linux 6.5; libc headers may be older */
-    #endif
-    struct nvmeio_cachestat_range { uint64_t offset, length; };
-    struct nvmeio_cachestat { uint64_t pages, dirty, writeback, evicted, recently; };
-    """
-    cdef struct nvmeio_cachestat_range:
-        uint64_t offset, length
-    cdef struct nvmeio_cachestat:
-        uint64_t pages
-    long syscall(long number, ...)
-    long SYS_cachestat
+from nvmeio cimport libnvmeio
 
 # Pages that are tried where the kernel does not count them.
 cdef enum:
@@ -34,17 +20,14 @@ def cached_fraction(int descriptor, Py_ssize_t offset, Py_ssize_t nbytes) -> flo
     to.  Elsewhere a sample of pages is read with RWF_NOWAIT: mincore(2) claims that all of
     such a file is cached.  0 where the file system knows neither.
     """
-    cdef nvmeio_cachestat_range part
-    cdef nvmeio_cachestat found
-    cdef long failed
+    cdef int64_t cached
     if nbytes < 1:
         return 0.0
-    part.offset, part.length = offset, nbytes
     with nogil:
-        failed = syscall(SYS_cachestat, descriptor, &part, &found, 0)
-    if not failed:
+        cached = libnvmeio.cached_pages(descriptor, offset, nbytes)
+    if cached >= 0:
         pages = (offset + nbytes - 1) // PAGE - offset // PAGE + 1
-        return min(1.0, found.pages / pages)
+        return min(1.0, cached / pages)
     return sampled_fraction(descriptor, offset, nbytes)
 
 

@@ -1,0 +1,284 @@
+/* Gathers of files of which the page cache has a part: what comes from there, what
+ * comes past it, and what becomes of a gather where the kernel does not tell.
+ *
+ * syscall(2) and open(2) are functions of this program, which can refuse. */
+#include <dlfcn.h>
+#include <stdarg.h>
+#include <sys/syscall.h>
+
+#include "transfer.h"
+
+#ifndef SYS_cachestat
+#define SYS_cachestat 451
+#endif
+
+#define RECORDS 40
+#define STRIDE ((int64_t)(64 * KIB))
+#define FILE_BYTES ((size_t)(RECORDS * STRIDE))
+
+static struct {
+    int no_cachestat; /* an errno, or 0 */
+    bool no_second;   /* what is open cannot be opened anew */
+} answers;
+
+static atomic_uint asked; /* calls of cachestat(2) */
+
+long syscall(long number, ...)
+{
+    long words[6];
+    va_list rest;
+
+    va_start(rest, number);
+    for (int i = 0; i < 6; i++)
+        words[i] = va_arg(rest, long);
+    va_end(rest);
+    if (number == SYS_cachestat) {
+        atomic_fetch_add(&asked, 1);
+        if (answers.no_cachestat) {
+            errno = answers.no_cachestat;
+            return -1;
+        }
+    }
+    long (*real)(long, ...) = dlsym(RTLD_NEXT, "syscall");
+    return real(number, words[0], words[1], words[2], words[3], words[4], words[5]);
+}
+
+int open(const char *path, int flags, ...)
+{
+    va_list list;
+    va_start(list, flags);
+    int mode = flags & O_CREAT ? va_arg(list, int) : 0;
+    va_end(list);
+
+    if (answers.no_second && strncmp(path, "/proc/self/fd/", 14) == 0) {
+        errno = EACCES;
+        return -1;
+    }
+    return openat(AT_FDCWD, path, flags, mode);
+}
+
+static const char *path;
+
+/* Have the page cache hold every `step`-th record, and nothing else; 0: nothing. */
+static void warm(int step)
+{
+    int fd = open(path, O_RDONLY | O_CLOEXEC);
+    char page[PAGE];
+
+    CHECK(fd >= 0);
+    CHECK(posix_fadvise(fd, 0, 0, POSIX_FADV_DONTNEED) == 0);
+    CHECK(posix_fadvise(fd, 0, 0, POSIX_FADV_RANDOM) == 0);
+    for (int i = 0; step && i < RECORDS; i += step)
+        CHECK(pread(fd, page, PAGE, i * STRIDE) == (ssize_t)PAGE);
+    close(fd);
+}
+
+static int64_t pages_cached(void)
+{
+    int fd = open(path, O_RDONLY | O_CLOEXEC);
+    int64_t pages = nvmeio_cached_pages(fd, 0, FILE_BYTES);
+
+    close(fd);
+    return pages;
+}
+
+/* How many bytes came from the page cache, and how many past it. */
+struct ways {
+    uint64_t buffered, past, blocks;
+};
+
+/* Gather records of `size` bytes, `stride` apart, and check their bytes. */
+static struct ways gather(const char *engine, struct nvmeio_file *file, int count,
+                          int64_t size, int64_t stride)
+{
+    struct nvmeio_config config = config_of(engine);
+    struct nvmeio_handle *handle = open_handle(&config);
+    struct guarded memory = guarded_new((size_t)(count * size), 0);
+    int64_t offsets[RECORDS], places[RECORDS];
+    struct nvmeio_request *request;
+    struct nvmeio_stats stats;
+    size_t offender;
+
+    /* Not in the order of the file, or neighbours would have one home. */
+    for (int i = 0; i < count; i++) {
+        offsets[i] = (count - 1 - i) * stride;
+        places[i] = i * size;
+    }
+    const struct nvmeio_gather what = {.op = NVMEIO_OP_READ,
+                                       .file = file,
+                                       .address = memory.address,
+                                       .size = memory.size,
+                                       .count = (size_t)count,
+                                       .offsets = offsets,
+                                       .sizes = &size,
+                                       .one_size = true,
+                                       .places = places};
+    CHECK(nvmeio_submit_gather(handle, &what, &request, &offender) == 0);
+    CHECK(finish(request).result == count * size);
+    char *expected = malloc((size_t)size);
+    for (int i = 0; i < count; i++) {
+        fill(expected, (size_t)size, (uint64_t)offsets[i], 1);
+        CHECK(memcmp(memory.address + places[i], expected, (size_t)size) == 0);
+    }
+    nvmeio_handle_stats(handle, &stats);
+    free(expected);
+    guarded_free(&memory);
+    nvmeio_handle_close(handle);
+    return (struct ways){stats.bytes_buffered, stats.bytes_direct + stats.bytes_bounced,
+                         stats.blocks};
+}
+
+/* Whether `records` of all came from the page cache, and the others past it. */
+static bool came(struct ways ways, int records)
+{
+    return ways.buffered == (uint64_t)records * PAGE &&
+           ways.past == (uint64_t)(RECORDS - records) * PAGE;
+}
+
+static void test_each_record_comes_from_where_it_is(const char *engine)
+{
+    struct nvmeio_file *file = open_file(path, O_RDONLY, NVMEIO_DIRECT_AUTO);
+
+    for (int step = 0; step < 5; step++) {
+        int records = step ? (RECORDS + step - 1) / step : 0;
+        warm(step);
+        CHECK(pages_cached() == records);
+        atomic_store(&asked, 0);
+        CHECK(came(gather(engine, file, RECORDS, PAGE, STRIDE), records));
+        /* What was missing is so still. */
+        CHECK(pages_cached() == records);
+        /* Of a cold file only samples are asked about. */
+        CHECK(step || atomic_load(&asked) <= 16 + 1);
+    }
+    nvmeio_file_release(file);
+}
+
+/* Neighbours are read by one I/O, from where the page cache has all of them. */
+static void test_merged_records_come_together(const char *engine)
+{
+    struct nvmeio_file *file = open_file(path, O_RDONLY, NVMEIO_DIRECT_AUTO);
+    const int64_t size = 1000, count = 12; /* of the first three pages */
+    char page[PAGE];
+
+    for (int missing = 0; missing < 4; missing++) {
+        int fd = open(path, O_RDONLY | O_CLOEXEC);
+        warm(0);
+        posix_fadvise(fd, 0, 0, POSIX_FADV_RANDOM);
+        for (int64_t i = 0; i < 3; i++)
+            CHECK(i == missing ||
+                  pread(fd, page, PAGE, i * (int64_t)PAGE) == (ssize_t)PAGE);
+        close(fd);
+        struct ways ways = gather(engine, file, (int)count, size, size);
+        CHECK(ways.blocks == 1);
+        CHECK((missing < 3 ? ways.past : ways.buffered) == (uint64_t)(count * size));
+    }
+    nvmeio_file_release(file);
+}
+
+static void test_what_was_demanded_stays(const char *engine)
+{
+    struct nvmeio_file *always = open_file(path, O_RDONLY, NVMEIO_DIRECT_ALWAYS);
+    struct nvmeio_file *never = open_file(path, O_RDONLY, NVMEIO_DIRECT_NEVER);
+
+    warm(1);
+    CHECK(came(gather(engine, always, RECORDS, PAGE, STRIDE), 0));
+    warm(0);
+    CHECK(came(gather(engine, never, RECORDS, PAGE, STRIDE), RECORDS));
+    nvmeio_file_release(always);
+    nvmeio_file_release(never);
+}
+
+/* What another has written lies in the page cache alone. */
+static void test_what_is_not_written_back_comes_too(const char *engine)
+{
+    struct nvmeio_file *file = open_file(path, O_RDONLY, NVMEIO_DIRECT_AUTO);
+    int fd = open(path, O_WRONLY | O_CLOEXEC);
+    char page[PAGE] = {0};
+
+    warm(0);
+    for (int i = 0; i < RECORDS; i += 2)
+        CHECK(pwrite(fd, page, PAGE, i * STRIDE) == (ssize_t)PAGE);
+    for (int i = 0; i < RECORDS; i += 2) {
+        fill(page, PAGE, (uint64_t)(i * STRIDE), 1);
+        CHECK(pwrite(fd, page, PAGE, i * STRIDE) == (ssize_t)PAGE);
+    }
+    CHECK(came(gather(engine, file, RECORDS, PAGE, STRIDE), RECORDS / 2));
+    CHECK(fsync(fd) == 0);
+    close(fd);
+    nvmeio_file_release(file);
+}
+
+/* Before Linux 6.5, by a filter of system calls, and for a file of another's. */
+static void test_where_the_kernel_does_not_tell_all_comes_past_it(const char *engine)
+{
+    static const int errors[] = {ENOSYS, EPERM};
+    struct nvmeio_file *file = open_file(path, O_RDONLY, NVMEIO_DIRECT_AUTO);
+
+    warm(1);
+    for (int i = 0; i < 2; i++) {
+        answers.no_cachestat = errors[i];
+        CHECK(pages_cached() == -errors[i]);
+        CHECK(came(gather(engine, file, RECORDS, PAGE, STRIDE), 0));
+    }
+    answers.no_cachestat = 0;
+    CHECK(came(gather(engine, file, RECORDS, PAGE, STRIDE), RECORDS));
+    nvmeio_file_release(file);
+}
+
+/* The page cache is no reason to give O_DIRECT up. */
+static void test_a_file_that_cannot_be_opened_anew_stays_direct(const char *engine)
+{
+    struct nvmeio_file *file = open_file(path, O_RDONLY, NVMEIO_DIRECT_AUTO);
+    struct nvmeio_file_info info;
+
+    warm(1);
+    answers.no_second = true;
+    CHECK(came(gather(engine, file, RECORDS, PAGE, STRIDE), 0));
+    answers.no_second = false;
+    nvmeio_file_get_info(file, &info);
+    CHECK(info.direct);
+    CHECK(came(gather(engine, file, RECORDS, PAGE, STRIDE), RECORDS));
+    nvmeio_file_release(file);
+}
+
+static void test_pages_are_counted(void)
+{
+    int fd = open(path, O_RDONLY | O_CLOEXEC);
+
+    warm(1);
+    CHECK(nvmeio_cached_pages(fd, 0, 0) == 0);
+    CHECK(nvmeio_cached_pages(fd, 1, 1) == 1);
+    CHECK(nvmeio_cached_pages(fd, PAGE, PAGE) == 0);
+    CHECK(nvmeio_cached_pages(fd, PAGE - 1, (size_t)STRIDE) == 2);
+    close(fd);
+    CHECK(nvmeio_cached_pages(fd, 0, PAGE) == -EBADF);
+}
+
+int main(void)
+{
+    const char *name;
+    struct nvmeio_file_info info;
+
+    begin();
+    path = path_in(test_folder());
+    make_file(path, FILE_BYTES, 1);
+    struct nvmeio_file *file = open_file(path, O_RDONLY, NVMEIO_DIRECT_AUTO);
+    nvmeio_file_get_info(file, &info);
+    nvmeio_file_release(file);
+    warm(0);
+    if (!info.direct)
+        SKIP("the file system has no O_DIRECT");
+    if (pages_cached() != 0)
+        SKIP("the page cache does not let go of a file, or the kernel does not tell");
+    test_pages_are_counted();
+    FOR_EACH_ENGINE(name)
+    {
+        test_each_record_comes_from_where_it_is(name);
+        test_merged_records_come_together(name);
+        test_what_was_demanded_stays(name);
+        test_what_is_not_written_back_comes_too(name);
+        test_where_the_kernel_does_not_tell_all_comes_past_it(name);
+        test_a_file_that_cannot_be_opened_anew_stays_direct(name);
+    }
+    return 0;
+}
