@@ -9,7 +9,7 @@ import torch
 from nvmeio._memory.registry import register
 from nvmeio.torch import _tensors
 from nvmeio.torch.activations import save_on_disk
-from nvmeio.torch.data import ArrayDataset, BatchStream, TokenDataset
+from nvmeio.torch.data import ArrayDataset, BatchStream, RecordDataset, TokenDataset
 from nvmeio.torch.memory import empty, empty_like
 from nvmeio.torch.optimizers import OffloadedOptimizer, offload
 from nvmeio.torch.serialization import load, save
@@ -19,6 +19,7 @@ __all__ = [
     "ArrayDataset",
     "BatchStream",
     "OffloadedOptimizer",
+    "RecordDataset",
     "TokenDataset",
     "empty",
     "empty_like",

@@ -2,6 +2,7 @@
 
 from nvmeio.torch.data._arrays import ArrayDataset
 from nvmeio.torch.data._batches import BatchStream
+from nvmeio.torch.data._records import RecordDataset
 from nvmeio.torch.data._tokens import TokenDataset
 
-__all__ = ["ArrayDataset", "BatchStream", "TokenDataset"]
+__all__ = ["ArrayDataset", "BatchStream", "RecordDataset", "TokenDataset"]

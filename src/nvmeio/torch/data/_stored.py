@@ -56,7 +56,7 @@ class Stored(Dataset, ABC):  # type: ignore[misc]  # mypy sees no types of torch
 
     def __init__(self, transform: Callable[[Any], Any] | None = None) -> None:
         self.transform = transform
-        self._opened: list[Array] | None = None
+        self._opened: list[Any] | None = None
 
     @abstractmethod
     def __len__(self) -> int:
@@ -71,10 +71,10 @@ class Stored(Dataset, ABC):  # type: ignore[misc]  # mypy sees no types of torch
         """Read samples, whose positions were checked; return a tensor for each part."""
 
     @abstractmethod
-    def _open(self) -> list[Array]:
+    def _open(self) -> list[Any]:
         """Open what has a path."""
 
-    def _arrays(self) -> list[Array]:
+    def _arrays(self) -> list[Any]:
         """Return what is read from, open in this process."""
         # Two threads may do so at once; what the first one has opened is then dropped.
         if self._opened is None:
