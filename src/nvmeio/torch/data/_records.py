@@ -1,9 +1,11 @@
 """Records of any sizes, of one file or of many, as a dataset."""
 
 import contextlib
+import mmap
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError
+from multiprocessing.context import get_spawning_popen
 from typing import Any
 
 import numpy as np
@@ -21,7 +23,7 @@ from nvmeio._native.request import Request
 from nvmeio.default import default_handle
 from nvmeio.torch.data._stored import Flight, Stored
 
-__all__ = ["RecordDataset"]
+__all__ = ["CHECKED_AT_ONCE", "Index", "RecordDataset"]
 
 Integers = npt.NDArray[np.integer[Any]]
 
@@ -30,7 +32,61 @@ Integers = npt.NDArray[np.integer[Any]]
 _OPEN_MAX = 128
 
 # How many records are checked at once, so that the memory for it stays small.
-_CHECKED_AT_ONCE = 1 << 20
+CHECKED_AT_ONCE = 1 << 20
+
+# From this size on processes share an index, for which each of them has a descriptor.
+_SHARED_MIN = 1 << 20
+
+
+class Index:
+    """An array of integers, which is not copied for each process that it is sent to."""
+
+    def __init__(self, array: Any) -> None:
+        self.array: Integers = np.asarray(array)
+        self._shared: torch.Tensor | None = None
+
+    def __len__(self) -> int:
+        return len(self.array)
+
+    def take(self, rows: Positions) -> Positions:
+        """Return some elements."""
+        return self.array[rows].astype(np.int64, copy=False)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        found = _map_of(self.array)
+        if found is not None:
+            return _mapped, found
+        # While a process is started, torch hands over memory that is shared.
+        if get_spawning_popen() is not None and self.array.nbytes >= _SHARED_MIN:
+            # /dev/shm may be too small.
+            with contextlib.suppress(RuntimeError):
+                if self._shared is None:
+                    native = self.array.astype(self.array.dtype.newbyteorder("="))
+                    self._shared = torch.from_numpy(native).share_memory_()
+                    self.array = self._shared.numpy()
+                return Index, (self._shared,)
+        return Index, (self.array,)
+
+
+def _map_of(array: npt.NDArray[Any]) -> tuple[Any, ...] | None:
+    """Return where in a mapped file an array is; None where it is in memory."""
+    owner: Any = array
+    while isinstance(owner.base, np.ndarray):
+        owner = owner.base
+    # What was changed in a private mapping is not in the file.
+    mapped = isinstance(owner, np.memmap) and isinstance(owner.base, mmap.mmap)
+    if not mapped or owner.filename is None or owner.mode == "c":
+        return None
+    start = array.ctypes.data - owner.ctypes.data + owner.offset
+    return owner.filename, array.dtype, array.shape, array.strides, start
+
+
+def _mapped(
+    filename: Any, dtype: Any, shape: Any, strides: tuple[int, ...], start: int
+) -> Index:
+    """Map an array of a file again."""
+    whole = np.memmap(filename, np.uint8, "r")
+    return Index(np.ndarray(shape, dtype, whole, start, strides))
 
 
 class RecordDataset(Stored):
@@ -74,7 +130,8 @@ class RecordDataset(Stored):
     path.
     """
 
-    _dtype = torch.uint8  # of the tensors that samples are
+    # Of the tensors that records are, and the unit of `sizes`.
+    _dtype = torch.uint8
 
     @suggesting
     def __init__(
@@ -88,9 +145,9 @@ class RecordDataset(Stored):
     ) -> None:
         super().__init__(transform)
         self._paths = _paths(path)
-        self._offsets = _integers("offsets", offsets)
-        self._sizes = _integers("sizes", sizes)
-        self._files = None if files is None else _integers("files", files)
+        self._offsets = Index(_integers("offsets", offsets))
+        self._sizes = Index(_integers("sizes", sizes))
+        self._files = None if files is None else Index(_integers("files", files))
         for name, array in (("sizes", self._sizes), ("files", self._files)):
             if array is not None and len(array) != len(self._offsets):
                 raise ValueError(
@@ -102,7 +159,7 @@ class RecordDataset(Stored):
                 f"there are {len(self._paths)} paths and no files; pass the position in "
                 "path of each record's file"
             )
-        _check(self._paths, self._offsets, self._sizes, self._files)
+        _check(self._paths, self._offsets, self._sizes, self._files, self._dtype.itemsize)
 
     def _open(self) -> list[Any]:
         return [_OpenFiles(self._paths)]
@@ -162,18 +219,19 @@ class _Batch:
     def __init__(self, dataset: RecordDataset, rows: Positions) -> None:
         self._dataset = dataset
         self._rows = np.atleast_1d(rows)
-        self._sizes = dataset._sizes[self._rows].astype(np.int64, copy=False)
-        self.memory = torch.empty(int(self._sizes.sum()), dtype=torch.uint8)
+        self._lengths = dataset._sizes.take(self._rows)
+        self.memory = torch.empty(int(self._lengths.sum()), dtype=dataset._dtype)
 
     def gathers(self) -> list[tuple[int, Positions, Positions, Positions | None]]:
         """Return for each file its number, and its records: offsets, sizes and places."""
-        dataset, rows, sizes = self._dataset, self._rows, self._sizes
+        dataset, rows = self._dataset, self._rows
+        sizes = self._lengths * dataset._dtype.itemsize
         if not len(self.memory):
             return []
-        offsets = dataset._offsets[rows].astype(np.int64, copy=False)
+        offsets = dataset._offsets.take(rows)
         if dataset._files is None:
             return [(0, offsets, sizes, None)]
-        numbers, places = dataset._files[rows], np.cumsum(sizes) - sizes
+        numbers, places = dataset._files.take(rows), np.cumsum(sizes) - sizes
         order = np.argsort(numbers, kind="stable")
         borders = np.flatnonzero(np.diff(numbers[order])) + 1
         return [
@@ -183,9 +241,7 @@ class _Batch:
 
     def samples(self, results: list[Any]) -> list[Any]:
         """Cut the memory, once it is filled, into samples."""
-        dtype = self._dataset._dtype
-        lengths = (self._sizes // dtype.itemsize).tolist()
-        records = self.memory.view(dtype).split(lengths)
+        records = self.memory.split(self._lengths.tolist())
         return self._dataset._decode(self._rows, list(records))
 
 
@@ -246,17 +302,22 @@ def _integers(name: str, values: Any) -> Integers:
 
 
 def _check(
-    paths: list[str | bytes], offsets: Integers, sizes: Integers, files: Integers | None
+    paths: list[str | bytes],
+    offsets: Index,
+    sizes: Index,
+    files: Index | None,
+    itemsize: int,
 ) -> None:
     """Refuse records that their files do not have."""
     ends = np.array([_size_of(path) for path in paths], np.int64)
-    for start in range(0, len(offsets), _CHECKED_AT_ONCE):
-        part = slice(start, start + _CHECKED_AT_ONCE)
+    for start in range(0, len(offsets), CHECKED_AT_ONCE):
+        part = slice(start, start + CHECKED_AT_ONCE)
         numbers = np.zeros(1, np.int64)
         if files is not None:
-            numbers = _within("files", files[part], start, len(paths) - 1)
-        begins = _within("offsets", offsets[part], start, 2**63 - 1)
-        counts = _within("sizes", sizes[part], start, 2**63 - 1)
+            numbers = _within("files", files.array[part], start, len(paths) - 1)
+        begins = _within("offsets", offsets.array[part], start, 2**63 - 1)
+        lengths = _within("sizes", sizes.array[part], start, (2**63 - 1) // itemsize)
+        counts = lengths * itemsize
         wrong = counts > ends[numbers] - begins
         if wrong.any():
             place = int(wrong.argmax())
