@@ -1,6 +1,7 @@
 """Datasets give the rows of their files, in any process, and batches ahead of time."""
 
 import gc
+import itertools
 import os
 import pickle
 import threading
@@ -135,8 +136,11 @@ class TestArrayDataset:
             dataset[index]
         with pytest.raises(IndexError, match=rf"index\[1\] is {index}"):
             dataset.__getitems__([0, index])
-        with pytest.raises(TypeError, match=r"index is .*; it must be an integer"):
-            dataset[[0, 1]]
+        for wrong in ([0, 1], slice(0, 5)):
+            with pytest.raises(
+                TypeError, match=r"index is .*; it must be an integer; .*Sub"
+            ):
+                dataset[wrong]
 
     @pytest.mark.parametrize("dtype", [[("x", "f4")], "M8[s]", ">f4", "U3", "f16"], ids=str)
     def test_what_tensors_cannot_hold_is_refused(self, tmp_path, dtype):
@@ -192,8 +196,12 @@ class TestTokenDataset:
         np.arange(count, dtype=np.uint8).tofile(tmp_path / "tokens")
         dataset = TokenDataset(tmp_path / "tokens", 16, np.uint8)
         assert len(dataset) == 0
-        with pytest.raises(IndexError, match="index is 0"):
+        words = f"empty: block_size 16 needs 17 tokens, and '.*tokens' has {count}$"
+        with pytest.raises(IndexError, match=words):
             dataset[0]
+        with pytest.raises(IndexError, match=words):
+            next(iter(BatchStream(dataset, [[0]])))
+        assert list(DataLoader(dataset)) == []
 
     def test_what_are_no_tokens_is_refused(self, tmp_path, file):
         with pytest.raises(ValueError, match=r"of shape \(103, 5, 3\); they need one axis"):
@@ -203,6 +211,88 @@ class TestTokenDataset:
             TokenDataset(tmp_path / "floats.npy", 16)
         with pytest.raises(ValueError, match="block_size is 0"):
             TokenDataset(tmp_path / "floats.npy", 0)
+
+
+class TestDescription:
+    """What a dataset says about itself, and how it is closed."""
+
+    def test_shape_and_dtype_are_those_of_all_samples(self, file, labels, tokens):
+        one, two = ArrayDataset(file), ArrayDataset(file, labels)
+        assert (one.shape, one.dtype) == ((COUNT, 5, 3), torch.float32)
+        assert two.shape == ((COUNT, 5, 3), (COUNT,))
+        assert two.dtype == (torch.float32, torch.int64)
+        windows = TokenDataset(tokens[0], 16, np.uint16)
+        assert (windows.shape, windows.dtype) == ((484, 16), torch.int64)
+
+    def test_the_dtype_of_tensors_is_torchs(self, tmp_path):
+        nvmeio.write_file(torch.zeros(8).bfloat16(), tmp_path / "raw")
+        with nvmeio.ArrayFile(tmp_path / "raw", dtype=torch.bfloat16) as array:
+            dataset = ArrayDataset(array, torch.zeros(8, dtype=torch.uint8))
+            assert dataset.dtype == (torch.bfloat16, torch.uint8)
+            assert dataset.paths == (str(tmp_path / "raw"),)
+
+    def test_repr_has_files_shape_and_dtype(self, file, labels, tokens):
+        assert repr(ArrayDataset(file)) == (
+            f"<nvmeio.torch.ArrayDataset {str(file)!r} shape=(103, 5, 3) "
+            "dtype=torch.float32>"
+        )
+        assert repr(TokenDataset(tokens[0], 16, np.uint16)) == (
+            f"<nvmeio.torch.TokenDataset {str(tokens[0])!r} shape=(484, 16) "
+            "dtype=torch.int64>"
+        )
+        with nvmeio.ArrayFile(labels) as array:
+            many = ArrayDataset(array, np.zeros(COUNT), torch.ones(COUNT), file, file)
+            names = f"{str(labels)!r}, numpy.ndarray, torch.Tensor and 2 more shape="
+            assert names in repr(many)
+
+    def test_an_empty_dataset_says_so(self, tmp_path):
+        nvmeio.save(tmp_path / "rows.npy", np.zeros((0, 3)))
+        dataset = ArrayDataset(tmp_path / "rows.npy")
+        assert "shape=(0, 3)" in repr(dataset)
+        assert dataset.__getitems__([]) == []
+        with pytest.raises(
+            IndexError, match=r"dataset is empty: no samples in '.*rows\.npy"
+        ):
+            dataset[0]
+
+    @pytest.mark.parametrize("kind", ["array", "tokens"])
+    def test_a_closed_dataset_is_refused(self, labels, kind):
+        with (
+            ArrayDataset(labels) if kind == "array" else TokenDataset(labels, 4) as dataset
+        ):
+            assert not dataset.closed
+            dataset[0]
+        assert dataset.closed
+        assert left_open(labels.parent) == []
+        assert repr(dataset).endswith(f" {str(labels)!r} closed>")
+        dataset.close()
+        for use in (len, lambda one: one[0], lambda one: one.__getitems__([0])):
+            with pytest.raises(ValueError, match=r"the dataset of '.*' is closed"):
+                use(dataset)
+        copy = pickle.loads(pickle.dumps(dataset))
+        assert copy.closed
+
+    def test_what_was_passed_open_stays_open(self, file, labels):
+        with nvmeio.ArrayFile(labels) as array:
+            dataset = ArrayDataset(file, array)
+            dataset.close()
+            assert set(descriptors_below(file.parent)) == {str(labels)}
+            assert array[3] == 3
+
+    def test_copies_stay_open(self, labels):
+        dataset = ArrayDataset(labels)
+        copy = pickle.loads(pickle.dumps(dataset))
+        dataset.close()
+        assert copy[5] == 5
+
+    def test_workers_that_were_started_go_on(self, labels):
+        dataset = ArrayDataset(labels)
+        batches = iter(DataLoader(dataset, 10, num_workers=2))
+        first = next(batches)
+        dataset.close()
+        # The length of the loader is the dataset's, so nothing may ask for it.
+        found = list(itertools.chain([first], batches))
+        assert torch.cat(found).tolist() == list(range(COUNT))
 
 
 class TestProcesses:

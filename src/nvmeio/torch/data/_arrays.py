@@ -2,20 +2,23 @@
 
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from nvmeio._arguments.keywords import suggesting
 from nvmeio._arguments.types import Path
 from nvmeio._arrays.indexing import Positions
-from nvmeio._files.paths import absolute
 from nvmeio.arrays import ArrayFile
 from nvmeio.torch._dtypes import is_common
-from nvmeio.torch.data._stored import Array, Flight, Stored
+from nvmeio.torch.data._stored import Flight, Stored
 
 __all__ = ["ArrayDataset"]
+
+# Where rows come from once it is open: the disk, or memory.
+Array: TypeAlias = ArrayFile | npt.NDArray[Any] | torch.Tensor
 
 
 class ArrayDataset(Stored):
@@ -47,7 +50,9 @@ class ArrayDataset(Stored):
 
     A batch of a DataLoader is one gather for each array, and its samples are views of one
     tensor.  The files are opened at once, and again by each process that the dataset is
-    sent to, and closed when it is dropped; it can be pickled and forked, so any number of
+    sent to.  ``close()``, the end of ``with``, or dropping the dataset closes them, without
+    waiting for what is being read; copies, such as those in workers, stay open, and so does
+    an ``ArrayFile`` that was passed.  A dataset can be pickled and forked, so any number of
     workers may be started in any way.
 
     A ``torch.utils.data.ConcatDataset`` asks for its samples one by one, and so reads them
@@ -60,19 +65,16 @@ class ArrayDataset(Stored):
         *arrays: Path | Array,
         transform: Callable[[Any], Any] | None = None,
     ) -> None:
-        super().__init__(transform)
         if not arrays:
             raise TypeError("a dataset needs at least one array")
-        kinds = (ArrayFile, np.ndarray, torch.Tensor)
+        kinds = (ArrayFile, np.ndarray, torch.Tensor, str, bytes, os.PathLike)
         for place, array in enumerate(arrays):
-            if not isinstance(array, (*kinds, str, bytes, os.PathLike)):
+            if not isinstance(array, kinds):
                 raise TypeError(
                     f"array {place} is of type {type(array).__qualname__}; it must be a "
                     "path, an ArrayFile, an array or a tensor"
                 )
-        self._sources = [
-            array if isinstance(array, kinds) else absolute(array) for array in arrays
-        ]
+        super().__init__(arrays, transform)
         opened = self._arrays()
         for place, array in enumerate(opened):
             _check_elements(array, f"array {place}")
@@ -82,16 +84,25 @@ class ArrayDataset(Stored):
                 f"the arrays have {lengths} rows; all must have the same number"
             )
 
-    def _open(self) -> list[Array]:
-        if not any(isinstance(source, str | bytes) for source in self._sources):
-            return list(self._sources)
-        return [
-            ArrayFile(source) if isinstance(source, str | bytes) else source
-            for source in self._sources
-        ]
-
     def __len__(self) -> int:
         return len(self._arrays()[0])
+
+    @property
+    def shape(self) -> tuple[Any, ...]:
+        """The shape of the array, or a tuple of the shapes of several arrays."""
+        shapes = tuple(tuple(array.shape) for array in self._arrays())
+        return shapes[0] if self._is_plain() else shapes
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype of samples, one of torch's; or a tuple, one for each array."""
+        dtypes = tuple(
+            array.dtype
+            if isinstance(array.dtype, torch.dtype)
+            else torch.from_numpy(np.empty(0, array.dtype)).dtype
+            for array in self._arrays()
+        )
+        return dtypes[0] if self._is_plain() else dtypes
 
     def begin(self, rows: Positions) -> Flight:
         """Start reading rows, whose positions were checked."""

@@ -6,14 +6,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from nvmeio._arguments.checks import whole
+from nvmeio._arguments.checks import path_of, whole
 from nvmeio._arguments.keywords import suggesting
 from nvmeio._arguments.types import Path
 from nvmeio._arrays.indexing import Positions
-from nvmeio._files.paths import absolute
 from nvmeio.arrays import ArrayFile
 from nvmeio.torch._dtypes import carrier
-from nvmeio.torch.data._stored import Array, Flight, Stored
+from nvmeio.torch.data._stored import Flight, Stored
 
 __all__ = ["TokenDataset"]
 
@@ -51,8 +50,7 @@ class TokenDataset(Stored):
 
     @suggesting
     def __init__(self, path: Path, block_size: int, dtype: Any = None) -> None:
-        super().__init__()
-        self._path = absolute(path)
+        super().__init__([path_of(path)])
         self._dtype = carrier(dtype) or dtype
         self.block_size = whole("block_size", block_size, 1, 2**63 - 1)
         tokens = self._tokens()
@@ -61,8 +59,8 @@ class TokenDataset(Stored):
         if tokens.dtype.kind not in "iu":
             raise TypeError(f"the tokens are of dtype {tokens.dtype}, not of integers")
 
-    def _open(self) -> list[Array]:
-        return [ArrayFile(self._path, dtype=self._dtype)]
+    def _open(self, path: str | bytes) -> ArrayFile:
+        return ArrayFile(path, dtype=self._dtype)
 
     def _tokens(self) -> ArrayFile:
         """Return the open file."""
@@ -73,6 +71,22 @@ class TokenDataset(Stored):
 
     def __len__(self) -> int:
         return max(0, len(self._tokens()) - self.block_size)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """How many samples there are, and how many tokens each half of one has."""
+        return len(self), self.block_size
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of both halves of a sample, ``torch.int64``."""
+        return torch.int64
+
+    def _why_empty(self) -> str:
+        return (
+            f"block_size {self.block_size} needs {self.block_size + 1} tokens, and "
+            f"{self._names()} has {len(self._tokens())}"
+        )
 
     def begin(self, rows: Positions) -> Flight:
         """Start reading windows, whose positions were checked."""
