@@ -1,7 +1,6 @@
 """Datasets give the rows of their files, in any process, and batches ahead of time."""
 
 import gc
-import itertools
 import os
 import pickle
 import threading
@@ -64,6 +63,32 @@ def batches_of(count, size=10, seed=0):
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(count, generator=generator).tolist()
     return [order[begin : begin + size] for begin in range(0, count, size)]
+
+
+def shards_of(folder, counts):
+    """Make shards of so many tokens; return the dataset and the samples it must have."""
+    samples, paths = [], []
+    for number, count in enumerate(counts):
+        values = np.arange(1000 * number, 1000 * number + count)
+        paths.append(folder / f"{number}.npy")
+        np.save(paths[-1], values.astype([np.uint16, np.int32][number % 2]))
+        whole = torch.from_numpy(values)
+        samples += [
+            (whole[begin : begin + 7], whole[begin + 1 : begin + 8])
+            for begin in range(count - 7)
+        ]
+    return TokenDataset(paths, 7), samples
+
+
+# Magic number, version and dtype of the headers that llm.c writes.
+LLM_C = [(20240520, 1, np.dtype("u2")), (20240801, 7, np.dtype("u4"))]
+
+
+def write_llm_c(path, magic, version, values):
+    """Write a shard as dev/data/data_common.py of llm.c does."""
+    header = np.zeros(256, np.int32)
+    header[:3] = magic, version, len(values)
+    path.write_bytes(header.tobytes() + values.tobytes())
 
 
 def assert_equal(found, expected):
@@ -203,6 +228,108 @@ class TestTokenDataset:
             next(iter(BatchStream(dataset, [[0]])))
         assert list(DataLoader(dataset)) == []
 
+    def test_shards_follow_each_other_and_no_window_crosses_them(self, tmp_path):
+        dataset, expected = shards_of(tmp_path, [20, 3, 0, 40, 7, 8])
+        assert len(dataset) == len(expected) == 13 + 33 + 1
+        assert_equal(
+            [dataset[index] for index in range(-1, 46)], expected[-1:] + expected[:-1]
+        )
+        for batch in batches_of(len(dataset)):
+            assert_equal(dataset.__getitems__(batch), [expected[index] for index in batch])
+        order = [46, 0, 12, 13, 45, 0, -1]
+        (batch,) = BatchStream(dataset, [order])
+        assert_equal(batch, default_collate([expected[index] for index in order]))
+
+    def test_the_shards_of_a_batch_are_read_at_once(self, tmp_path):
+        with nvmeio.Handle() as handle:
+            shards_of(tmp_path, [30] * 4)
+            dataset = TokenDataset(
+                [
+                    nvmeio.ArrayFile(tmp_path / f"{number}.npy", handle=handle)
+                    for number in range(4)
+                ],
+                7,
+            )
+            # Of three of the four shards, whichever thread waits for which.
+            stream = iter(BatchStream(dataset, [[0, 50, 1, 91], [24]], 1))
+            next(stream)
+            assert handle.stats()["requests"] == 3 + 1
+            stream.close()
+
+    def test_an_array_file_has_its_own_dtype_and_offset(self, tokens):
+        path, values = tokens
+        expected = TokenDataset(path, 16, np.uint16, offset=200)
+        assert len(expected) == 400 - 16
+        np.testing.assert_array_equal(expected[5][0], values[105:121])
+        for dtype in (np.uint16, torch.uint16):
+            with nvmeio.ArrayFile(path, dtype=dtype, offset=200) as array:
+                assert_equal(TokenDataset(array, 16)[7], expected[7])
+                assert_equal(TokenDataset([array], 16)[-1], expected[-1])
+                with pytest.raises(ValueError, match=r"offset 8; they are for paths"):
+                    TokenDataset(array, 16, offset=8)
+
+    @pytest.mark.parametrize(("magic", "version", "kind"), LLM_C)
+    def test_shards_of_llm_c_are_recognized(self, tmp_path, magic, version, kind):
+        values = np.random.default_rng(5).integers(0, 1 << 16, 90).astype(kind)
+        write_llm_c(tmp_path / "shard.bin", magic, version, values)
+        values.tofile(tmp_path / "raw")
+        expected = TokenDataset(tmp_path / "raw", 16, kind)
+        path = tmp_path / "shard.bin"
+        for dataset in (
+            TokenDataset(path, 16),
+            TokenDataset(path, 16, kind),
+            TokenDataset(path, 16, kind, offset=1024),
+            pickle.loads(pickle.dumps(TokenDataset([path], 16))),
+        ):
+            assert len(dataset) == len(expected)
+            assert_equal(dataset[50], expected[50])
+        # Half of the header is no offset that it knows.
+        assert (
+            len(TokenDataset(path, 16, kind, offset=512))
+            == len(expected) + 512 // kind.itemsize
+        )
+
+    def test_a_header_that_disagrees_is_refused(self, tmp_path):
+        path = tmp_path / "shard.bin"
+        write_llm_c(path, 20240520, 1, np.arange(90, dtype=np.uint16))
+        for offset in (0, 1024):
+            with pytest.raises(
+                ValueError, match=r"dtype is int32; the header .* says uint16"
+            ):
+                TokenDataset(path, 16, np.int32, offset=offset)
+        os.truncate(path, 1024 + 178)
+        words = "has 1202 bytes; its header says 90 tokens, which are 1204 bytes"
+        for options in ({}, {"dtype": np.uint16}, {"dtype": np.uint16, "offset": 1024}):
+            with pytest.raises(ValueError, match=words):
+                TokenDataset(path, 16, **options)
+        write_llm_c(path, 20240520, 2, np.arange(90, dtype=np.uint16))
+        with pytest.raises(ValueError, match="of version 2; it must be 1"):
+            TokenDataset(path, 16, np.uint16)
+        with nvmeio.ArrayFile(path, dtype=np.uint16, offset=1024) as array:
+            assert len(TokenDataset(array, 16)) == 90 - 16
+
+    @pytest.mark.parametrize("workers", [0, 2])
+    def test_a_loader_gives_every_window_of_shards(self, tmp_path, workers):
+        dataset, expected = shards_of(tmp_path, [20, 3, 40])
+        loader = DataLoader(dataset, 9, num_workers=workers)
+        x, y = map(torch.cat, zip(*loader, strict=True))
+        assert_equal([x, y], default_collate(expected))
+
+    def test_shards_that_are_all_too_short_are_empty(self, tmp_path):
+        dataset, _ = shards_of(tmp_path, [3, 7, 0, 2])
+        words = r"needs 8 tokens, and '.*0.npy', .* and 1 more have 7 at most"
+        with pytest.raises(IndexError, match=words):
+            dataset[0]
+        assert dataset.__getitems__([]) == []
+        assert "shape=(0, 7)" in repr(dataset)
+
+    @pytest.mark.parametrize("kind", ["uint64", "int8", "int64"])
+    def test_tokens_of_any_integers_become_int64(self, tmp_path, kind):
+        nvmeio.save(tmp_path / "tokens.npy", np.arange(100).astype(kind))
+        x, y = TokenDataset(tmp_path / "tokens.npy", 4)[60]
+        assert (x.tolist(), y.tolist()) == ([60, 61, 62, 63], [61, 62, 63, 64])
+        assert x.dtype == y.dtype == torch.int64
+
     def test_what_are_no_tokens_is_refused(self, tmp_path, file):
         with pytest.raises(ValueError, match=r"of shape \(103, 5, 3\); they need one axis"):
             TokenDataset(file, 16)
@@ -211,6 +338,14 @@ class TestTokenDataset:
             TokenDataset(tmp_path / "floats.npy", 16)
         with pytest.raises(ValueError, match="block_size is 0"):
             TokenDataset(tmp_path / "floats.npy", 0)
+        with pytest.raises(ValueError, match="paths is empty"):
+            TokenDataset([], 16)
+        with pytest.raises(TypeError, match="path is 3; it must be"):
+            TokenDataset([3], 16)
+        with pytest.raises(TypeError, match="paths is 3; it must be a path, an ArrayFile"):
+            TokenDataset(3, 16)
+        with pytest.raises(FileNotFoundError, match="missing"):
+            TokenDataset(tmp_path / "missing", 16)
 
 
 class TestDescription:
@@ -264,9 +399,10 @@ class TestDescription:
             dataset[0]
         assert dataset.closed
         assert left_open(labels.parent) == []
-        assert repr(dataset).endswith(f" {str(labels)!r} closed>")
+        assert repr(dataset).endswith(" dtype=torch.int64 closed>")
         dataset.close()
-        for use in (len, lambda one: one[0], lambda one: one.__getitems__([0])):
+        assert len(dataset) == dataset.shape[0]
+        for use in (lambda one: one[0], lambda one: one.__getitems__([0])):
             with pytest.raises(ValueError, match=r"the dataset of '.*' is closed"):
                 use(dataset)
         copy = pickle.loads(pickle.dumps(dataset))
@@ -290,9 +426,7 @@ class TestDescription:
         batches = iter(DataLoader(dataset, 10, num_workers=2))
         first = next(batches)
         dataset.close()
-        # The length of the loader is the dataset's, so nothing may ask for it.
-        found = list(itertools.chain([first], batches))
-        assert torch.cat(found).tolist() == list(range(COUNT))
+        assert torch.cat([first, *batches]).tolist() == list(range(COUNT))
 
 
 class TestProcesses:

@@ -56,7 +56,7 @@ class ArrayDataset(Stored):
     workers may be started in any way.
 
     A ``torch.utils.data.ConcatDataset`` asks for its samples one by one, and so reads them
-    one by one.
+    one by one.  The number of samples is that of the moment when the dataset was made.
     """
 
     @suggesting
@@ -83,40 +83,26 @@ class ArrayDataset(Stored):
             raise ValueError(
                 f"the arrays have {lengths} rows; all must have the same number"
             )
+        self._length = lengths[0]
+        self._shapes = tuple(tuple(array.shape) for array in opened)
+        self._dtypes = tuple(_dtype_of(array) for array in opened)
 
     def __len__(self) -> int:
-        return len(self._arrays()[0])
+        return self._length
 
     @property
     def shape(self) -> tuple[Any, ...]:
         """The shape of the array, or a tuple of the shapes of several arrays."""
-        shapes = tuple(tuple(array.shape) for array in self._arrays())
-        return shapes[0] if self._is_plain() else shapes
+        return self._shapes[0] if self._is_plain() else self._shapes
 
     @property
     def dtype(self) -> Any:
         """The dtype of samples, one of torch's; or a tuple, one for each array."""
-        dtypes = tuple(
-            array.dtype
-            if isinstance(array.dtype, torch.dtype)
-            else torch.from_numpy(np.empty(0, array.dtype)).dtype
-            for array in self._arrays()
-        )
-        return dtypes[0] if self._is_plain() else dtypes
+        return self._dtypes[0] if self._is_plain() else self._dtypes
 
     def begin(self, rows: Positions) -> Flight:
         """Start reading rows, whose positions were checked."""
-        parts: list[Any] = []
-        try:
-            for array in self._arrays():
-                if isinstance(array, ArrayFile):
-                    parts.append(array.prefetch(rows))
-                else:
-                    parts.append(_taken(array, rows))
-        except BaseException:
-            Flight(parts, _tensors).abandon()
-            raise
-        return Flight(parts, _tensors)
+        return Flight((_begun(array, rows) for array in self._arrays()), _tensors)
 
     def read(self, rows: Positions) -> list[torch.Tensor]:
         """Read rows, whose positions were checked: in the calling thread where it can."""
@@ -137,6 +123,18 @@ def _check_elements(array: Array, name: str) -> None:
             f"{name} is masked, and its mask would be lost; pass array.data, or "
             "array.filled()"
         )
+
+
+def _dtype_of(array: Array) -> torch.dtype:
+    """Return the dtype of the tensors that are made of an array."""
+    if isinstance(array.dtype, torch.dtype):
+        return array.dtype
+    return torch.from_numpy(np.empty(0, array.dtype)).dtype
+
+
+def _begun(array: Array, rows: Positions) -> Any:
+    """Start reading, or copy, rows whose positions were checked."""
+    return array.prefetch(rows) if isinstance(array, ArrayFile) else _taken(array, rows)
 
 
 def _taken(array: Array, rows: Positions) -> Any:

@@ -31,15 +31,19 @@ _NAMED_MAX = 3
 
 
 class Flight:
-    """A batch on its way."""
+    """A batch on its way: requests, which are started one by one, and what has come."""
 
     def __init__(
-        self,
-        parts: Sequence[Any],
-        finish: Callable[[list[Any]], list[torch.Tensor]],
+        self, parts: Iterable[Any], finish: Callable[[list[Any]], list[torch.Tensor]]
     ) -> None:
-        self._parts = parts
+        self._parts: list[Any] = []
         self._finish = finish
+        try:
+            for part in parts:
+                self._parts.append(part)
+        except BaseException:
+            self.abandon()
+            raise
 
     def land(self) -> list[torch.Tensor]:
         """Wait, and return the tensors of the batch."""
@@ -140,8 +144,11 @@ class Stored(Dataset, ABC):  # type: ignore[misc]  # mypy sees no types of torch
         self.close()
 
     def __repr__(self) -> str:
-        about = "closed" if self._closed else f"shape={self.shape} dtype={self.dtype}"
-        return f"<nvmeio.torch.{type(self).__name__} {self._names()} {about}>"
+        name, state = type(self).__name__, " closed" if self._closed else ""
+        return (
+            f"<nvmeio.torch.{name} {self._names()} shape={self.shape} "
+            f"dtype={self.dtype}{state}>"
+        )
 
     def _names(self) -> str:
         """Name the sources, or the first of many."""
