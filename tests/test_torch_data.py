@@ -65,6 +65,32 @@ def batches_of(count, size=10, seed=0):
     return [order[begin : begin + size] for begin in range(0, count, size)]
 
 
+def shards_of(folder, counts):
+    """Make shards of so many tokens; return the dataset and the samples it must have."""
+    samples, paths = [], []
+    for number, count in enumerate(counts):
+        values = np.arange(1000 * number, 1000 * number + count)
+        paths.append(folder / f"{number}.npy")
+        np.save(paths[-1], values.astype([np.uint16, np.int32][number % 2]))
+        whole = torch.from_numpy(values)
+        samples += [
+            (whole[begin : begin + 7], whole[begin + 1 : begin + 8])
+            for begin in range(count - 7)
+        ]
+    return TokenDataset(paths, 7), samples
+
+
+# Magic number, version and dtype of the headers that llm.c writes.
+LLM_C = [(20240520, 1, np.dtype("u2")), (20240801, 7, np.dtype("u4"))]
+
+
+def write_llm_c(path, magic, version, values):
+    """Write a shard as dev/data/data_common.py of llm.c does."""
+    header = np.zeros(256, np.int32)
+    header[:3] = magic, version, len(values)
+    path.write_bytes(header.tobytes() + values.tobytes())
+
+
 def assert_equal(found, expected):
     """Assert equality of batches or samples, in structure, types and values."""
     assert type(found) is type(expected)
@@ -135,8 +161,11 @@ class TestArrayDataset:
             dataset[index]
         with pytest.raises(IndexError, match=rf"index\[1\] is {index}"):
             dataset.__getitems__([0, index])
-        with pytest.raises(TypeError, match=r"index is .*; it must be an integer"):
-            dataset[[0, 1]]
+        for wrong in ([0, 1], slice(0, 5)):
+            with pytest.raises(
+                TypeError, match=r"index is .*; it must be an integer; .*Sub"
+            ):
+                dataset[wrong]
 
     @pytest.mark.parametrize("dtype", [[("x", "f4")], "M8[s]", ">f4", "U3", "f16"], ids=str)
     def test_what_tensors_cannot_hold_is_refused(self, tmp_path, dtype):
@@ -192,8 +221,114 @@ class TestTokenDataset:
         np.arange(count, dtype=np.uint8).tofile(tmp_path / "tokens")
         dataset = TokenDataset(tmp_path / "tokens", 16, np.uint8)
         assert len(dataset) == 0
-        with pytest.raises(IndexError, match="index is 0"):
+        words = f"empty: block_size 16 needs 17 tokens, and '.*tokens' has {count}$"
+        with pytest.raises(IndexError, match=words):
             dataset[0]
+        with pytest.raises(IndexError, match=words):
+            next(iter(BatchStream(dataset, [[0]])))
+        assert list(DataLoader(dataset)) == []
+
+    def test_shards_follow_each_other_and_no_window_crosses_them(self, tmp_path):
+        dataset, expected = shards_of(tmp_path, [20, 3, 0, 40, 7, 8])
+        assert len(dataset) == len(expected) == 13 + 33 + 1
+        assert_equal(
+            [dataset[index] for index in range(-1, 46)], expected[-1:] + expected[:-1]
+        )
+        for batch in batches_of(len(dataset)):
+            assert_equal(dataset.__getitems__(batch), [expected[index] for index in batch])
+        order = [46, 0, 12, 13, 45, 0, -1]
+        (batch,) = BatchStream(dataset, [order])
+        assert_equal(batch, default_collate([expected[index] for index in order]))
+
+    def test_the_shards_of_a_batch_are_read_at_once(self, tmp_path):
+        with nvmeio.Handle() as handle:
+            shards_of(tmp_path, [30] * 4)
+            dataset = TokenDataset(
+                [
+                    nvmeio.ArrayFile(tmp_path / f"{number}.npy", handle=handle)
+                    for number in range(4)
+                ],
+                7,
+            )
+            # Of three of the four shards, whichever thread waits for which.
+            stream = iter(BatchStream(dataset, [[0, 50, 1, 91], [24]], 1))
+            next(stream)
+            assert handle.stats()["requests"] == 3 + 1
+            stream.close()
+
+    def test_an_array_file_has_its_own_dtype_and_offset(self, tokens):
+        path, values = tokens
+        expected = TokenDataset(path, 16, np.uint16, offset=200)
+        assert len(expected) == 400 - 16
+        np.testing.assert_array_equal(expected[5][0], values[105:121])
+        for dtype in (np.uint16, torch.uint16):
+            with nvmeio.ArrayFile(path, dtype=dtype, offset=200) as array:
+                assert_equal(TokenDataset(array, 16)[7], expected[7])
+                assert_equal(TokenDataset([array], 16)[-1], expected[-1])
+                with pytest.raises(ValueError, match=r"offset 8; they are for paths"):
+                    TokenDataset(array, 16, offset=8)
+
+    @pytest.mark.parametrize(("magic", "version", "kind"), LLM_C)
+    def test_shards_of_llm_c_are_recognized(self, tmp_path, magic, version, kind):
+        values = np.random.default_rng(5).integers(0, 1 << 16, 90).astype(kind)
+        write_llm_c(tmp_path / "shard.bin", magic, version, values)
+        values.tofile(tmp_path / "raw")
+        expected = TokenDataset(tmp_path / "raw", 16, kind)
+        path = tmp_path / "shard.bin"
+        for dataset in (
+            TokenDataset(path, 16),
+            TokenDataset(path, 16, kind),
+            TokenDataset(path, 16, kind, offset=1024),
+            pickle.loads(pickle.dumps(TokenDataset([path], 16))),
+        ):
+            assert len(dataset) == len(expected)
+            assert_equal(dataset[50], expected[50])
+        # Half of the header is no offset that it knows.
+        assert (
+            len(TokenDataset(path, 16, kind, offset=512))
+            == len(expected) + 512 // kind.itemsize
+        )
+
+    def test_a_header_that_disagrees_is_refused(self, tmp_path):
+        path = tmp_path / "shard.bin"
+        write_llm_c(path, 20240520, 1, np.arange(90, dtype=np.uint16))
+        for offset in (0, 1024):
+            with pytest.raises(
+                ValueError, match=r"dtype is int32; the header .* says uint16"
+            ):
+                TokenDataset(path, 16, np.int32, offset=offset)
+        os.truncate(path, 1024 + 178)
+        words = "has 1202 bytes; its header says 90 tokens, which are 1204 bytes"
+        for options in ({}, {"dtype": np.uint16}, {"dtype": np.uint16, "offset": 1024}):
+            with pytest.raises(ValueError, match=words):
+                TokenDataset(path, 16, **options)
+        write_llm_c(path, 20240520, 2, np.arange(90, dtype=np.uint16))
+        with pytest.raises(ValueError, match="of version 2; it must be 1"):
+            TokenDataset(path, 16, np.uint16)
+        with nvmeio.ArrayFile(path, dtype=np.uint16, offset=1024) as array:
+            assert len(TokenDataset(array, 16)) == 90 - 16
+
+    @pytest.mark.parametrize("workers", [0, 2])
+    def test_a_loader_gives_every_window_of_shards(self, tmp_path, workers):
+        dataset, expected = shards_of(tmp_path, [20, 3, 40])
+        loader = DataLoader(dataset, 9, num_workers=workers)
+        x, y = map(torch.cat, zip(*loader, strict=True))
+        assert_equal([x, y], default_collate(expected))
+
+    def test_shards_that_are_all_too_short_are_empty(self, tmp_path):
+        dataset, _ = shards_of(tmp_path, [3, 7, 0, 2])
+        words = r"needs 8 tokens, and '.*0.npy', .* and 1 more have 7 at most"
+        with pytest.raises(IndexError, match=words):
+            dataset[0]
+        assert dataset.__getitems__([]) == []
+        assert "shape=(0, 7)" in repr(dataset)
+
+    @pytest.mark.parametrize("kind", ["uint64", "int8", "int64"])
+    def test_tokens_of_any_integers_become_int64(self, tmp_path, kind):
+        nvmeio.save(tmp_path / "tokens.npy", np.arange(100).astype(kind))
+        x, y = TokenDataset(tmp_path / "tokens.npy", 4)[60]
+        assert (x.tolist(), y.tolist()) == ([60, 61, 62, 63], [61, 62, 63, 64])
+        assert x.dtype == y.dtype == torch.int64
 
     def test_what_are_no_tokens_is_refused(self, tmp_path, file):
         with pytest.raises(ValueError, match=r"of shape \(103, 5, 3\); they need one axis"):
@@ -203,6 +338,95 @@ class TestTokenDataset:
             TokenDataset(tmp_path / "floats.npy", 16)
         with pytest.raises(ValueError, match="block_size is 0"):
             TokenDataset(tmp_path / "floats.npy", 0)
+        with pytest.raises(ValueError, match="paths is empty"):
+            TokenDataset([], 16)
+        with pytest.raises(TypeError, match="path is 3; it must be"):
+            TokenDataset([3], 16)
+        with pytest.raises(TypeError, match="paths is 3; it must be a path, an ArrayFile"):
+            TokenDataset(3, 16)
+        with pytest.raises(FileNotFoundError, match="missing"):
+            TokenDataset(tmp_path / "missing", 16)
+
+
+class TestDescription:
+    """What a dataset says about itself, and how it is closed."""
+
+    def test_shape_and_dtype_are_those_of_all_samples(self, file, labels, tokens):
+        one, two = ArrayDataset(file), ArrayDataset(file, labels)
+        assert (one.shape, one.dtype) == ((COUNT, 5, 3), torch.float32)
+        assert two.shape == ((COUNT, 5, 3), (COUNT,))
+        assert two.dtype == (torch.float32, torch.int64)
+        windows = TokenDataset(tokens[0], 16, np.uint16)
+        assert (windows.shape, windows.dtype) == ((484, 16), torch.int64)
+
+    def test_the_dtype_of_tensors_is_torchs(self, tmp_path):
+        nvmeio.write_file(torch.zeros(8).bfloat16(), tmp_path / "raw")
+        with nvmeio.ArrayFile(tmp_path / "raw", dtype=torch.bfloat16) as array:
+            dataset = ArrayDataset(array, torch.zeros(8, dtype=torch.uint8))
+            assert dataset.dtype == (torch.bfloat16, torch.uint8)
+            assert dataset.paths == (str(tmp_path / "raw"),)
+
+    def test_repr_has_files_shape_and_dtype(self, file, labels, tokens):
+        assert repr(ArrayDataset(file)) == (
+            f"<nvmeio.torch.ArrayDataset {str(file)!r} shape=(103, 5, 3) "
+            "dtype=torch.float32>"
+        )
+        assert repr(TokenDataset(tokens[0], 16, np.uint16)) == (
+            f"<nvmeio.torch.TokenDataset {str(tokens[0])!r} shape=(484, 16) "
+            "dtype=torch.int64>"
+        )
+        with nvmeio.ArrayFile(labels) as array:
+            many = ArrayDataset(array, np.zeros(COUNT), torch.ones(COUNT), file, file)
+            names = f"{str(labels)!r}, numpy.ndarray, torch.Tensor and 2 more shape="
+            assert names in repr(many)
+
+    def test_an_empty_dataset_says_so(self, tmp_path):
+        nvmeio.save(tmp_path / "rows.npy", np.zeros((0, 3)))
+        dataset = ArrayDataset(tmp_path / "rows.npy")
+        assert "shape=(0, 3)" in repr(dataset)
+        assert dataset.__getitems__([]) == []
+        with pytest.raises(
+            IndexError, match=r"dataset is empty: no samples in '.*rows\.npy"
+        ):
+            dataset[0]
+
+    @pytest.mark.parametrize("kind", ["array", "tokens"])
+    def test_a_closed_dataset_is_refused(self, labels, kind):
+        with (
+            ArrayDataset(labels) if kind == "array" else TokenDataset(labels, 4) as dataset
+        ):
+            assert not dataset.closed
+            dataset[0]
+        assert dataset.closed
+        assert left_open(labels.parent) == []
+        assert repr(dataset).endswith(" dtype=torch.int64 closed>")
+        dataset.close()
+        assert len(dataset) == dataset.shape[0]
+        for use in (lambda one: one[0], lambda one: one.__getitems__([0])):
+            with pytest.raises(ValueError, match=r"the dataset of '.*' is closed"):
+                use(dataset)
+        copy = pickle.loads(pickle.dumps(dataset))
+        assert copy.closed
+
+    def test_what_was_passed_open_stays_open(self, file, labels):
+        with nvmeio.ArrayFile(labels) as array:
+            dataset = ArrayDataset(file, array)
+            dataset.close()
+            assert set(descriptors_below(file.parent)) == {str(labels)}
+            assert array[3] == 3
+
+    def test_copies_stay_open(self, labels):
+        dataset = ArrayDataset(labels)
+        copy = pickle.loads(pickle.dumps(dataset))
+        dataset.close()
+        assert copy[5] == 5
+
+    def test_workers_that_were_started_go_on(self, labels):
+        dataset = ArrayDataset(labels)
+        batches = iter(DataLoader(dataset, 10, num_workers=2))
+        first = next(batches)
+        dataset.close()
+        assert torch.cat([first, *batches]).tolist() == list(range(COUNT))
 
 
 class TestProcesses:

@@ -132,6 +132,34 @@ def test_a_file_that_was_cut_is_named(records):
     assert caught.value.filename == str(records.path)
 
 
+def test_it_says_what_it_is_until_it_is_closed(tmp_path):
+    shards = [Records(tmp_path / f"shard-{seed}", seed) for seed in range(2)]
+    dataset = RecordDataset(
+        [shard.path for shard in shards],
+        shards[1].offsets,
+        shards[1].sizes,
+        files=[1] * len(SIZES),
+    )
+    assert repr(dataset) == (
+        f"<nvmeio.torch.RecordDataset {str(shards[0].path)!r}, {str(shards[1].path)!r} "
+        "shape=(9,) dtype=torch.uint8>"
+    )
+    assert bytes_of(dataset[4]) == shards[1].expected[4]
+    dataset.close()
+    dataset.close()
+    assert left_open(tmp_path) == []
+    with pytest.raises(ValueError, match="is closed"):
+        dataset[4]
+
+
+def test_an_empty_dataset_says_so(records):
+    dataset = RecordDataset(records.path, [], [])
+    assert len(dataset) == 0
+    assert dataset.__getitems__([]) == []
+    with pytest.raises(IndexError, match="the dataset is empty: no samples in .*records"):
+        dataset[0]
+
+
 def test_an_index_is_not_copied(records):
     """Of small integers, with steps, or of the other byte order."""
     table = np.zeros(len(SIZES), [("offset", ">u8"), ("size", "<u4")])

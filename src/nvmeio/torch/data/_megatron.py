@@ -14,7 +14,7 @@ from nvmeio._arguments.types import Path
 from nvmeio._arrays.indexing import Positions
 from nvmeio._files.paths import absolute, naming
 from nvmeio.default import default_handle
-from nvmeio.torch.data._records import CHECKED_AT_ONCE, Index, RecordDataset
+from nvmeio.torch.data._records import CHECKED_AT_ONCE, RecordDataset, SharedArray
 
 __all__ = ["MegatronDataset"]
 
@@ -84,8 +84,8 @@ class MegatronDataset(RecordDataset):
             index.lengths,
             transform=transform,
         )
-        self._documents = Index(index.documents)
-        self._modes = None if index.modes is None else Index(index.modes)
+        self._documents = SharedArray(index.documents)
+        self._modes = None if index.modes is None else SharedArray(index.modes)
 
     @property
     def sequence_lengths(self) -> npt.NDArray[Any]:
@@ -131,14 +131,14 @@ class MegatronDataset(RecordDataset):
             The sequence is shorter than ``offset`` or ``offset + length``.
         """
         rows = np.atleast_1d(self._rows(integer("index", index)))
-        count = int(self._sizes.take(rows)[0])
+        count = int(self._sizes[rows][0])
         offset = whole("offset", offset, 0, count)
         if length is None:
             length = count - offset
         length = whole("length", length, 0, count - offset)
         part = torch.empty(length, dtype=self._dtype)
         if length:
-            start = int(self._offsets.take(rows)[0]) + offset * self._dtype.itemsize
+            start = int(self._offsets[rows][0]) + offset * self._dtype.itemsize
             default_handle().read(part, self._arrays()[0].file(0), start)
         return self._decode(rows, [part])[0]
 

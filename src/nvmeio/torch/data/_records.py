@@ -23,7 +23,7 @@ from nvmeio._native.request import Request
 from nvmeio.default import default_handle
 from nvmeio.torch.data._stored import Flight, Stored
 
-__all__ = ["CHECKED_AT_ONCE", "Index", "RecordDataset"]
+__all__ = ["CHECKED_AT_ONCE", "RecordDataset", "SharedArray", "paths_of"]
 
 Integers = npt.NDArray[np.integer[Any]]
 
@@ -38,7 +38,7 @@ CHECKED_AT_ONCE = 1 << 20
 _SHARED_MIN = 1 << 20
 
 
-class Index:
+class SharedArray:
     """An array of integers, which is not copied for each process that it is sent to."""
 
     def __init__(self, array: Any) -> None:
@@ -48,8 +48,7 @@ class Index:
     def __len__(self) -> int:
         return len(self.array)
 
-    def take(self, rows: Positions) -> Positions:
-        """Return some elements."""
+    def __getitem__(self, rows: Any) -> Any:
         return self.array[rows].astype(np.int64, copy=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -64,8 +63,8 @@ class Index:
                     native = self.array.astype(self.array.dtype.newbyteorder("="))
                     self._shared = torch.from_numpy(native).share_memory_()
                     self.array = self._shared.numpy()
-                return Index, (self._shared,)
-        return Index, (self.array,)
+                return SharedArray, (self._shared,)
+        return SharedArray, (self.array,)
 
 
 def _map_of(array: npt.NDArray[Any]) -> tuple[Any, ...] | None:
@@ -83,10 +82,10 @@ def _map_of(array: npt.NDArray[Any]) -> tuple[Any, ...] | None:
 
 def _mapped(
     filename: Any, dtype: Any, shape: Any, strides: tuple[int, ...], start: int
-) -> Index:
+) -> SharedArray:
     """Map an array of a file again."""
     whole = np.memmap(filename, np.uint8, "r")
-    return Index(np.ndarray(shape, dtype, whole, start, strides))
+    return SharedArray(np.ndarray(shape, dtype, whole, start, strides))
 
 
 class RecordDataset(Stored):
@@ -143,29 +142,38 @@ class RecordDataset(Stored):
         files: npt.ArrayLike | None = None,
         transform: Callable[[Any], Any] | None = None,
     ) -> None:
-        super().__init__(transform)
-        self._paths = _paths(path)
-        self._offsets = Index(_integers("offsets", offsets))
-        self._sizes = Index(_integers("sizes", sizes))
-        self._files = None if files is None else Index(_integers("files", files))
+        super().__init__(paths_of(path), transform)
+        self._offsets = SharedArray(_integers("offsets", offsets))
+        self._sizes = SharedArray(_integers("sizes", sizes))
+        self._files = None if files is None else SharedArray(_integers("files", files))
         for name, array in (("sizes", self._sizes), ("files", self._files)):
             if array is not None and len(array) != len(self._offsets):
                 raise ValueError(
                     f"there are {len(self._offsets)} offsets and {len(array)} {name}; "
                     "there must be as many"
                 )
-        if self._files is None and len(self._paths) != 1:
+        if self._files is None and len(self._sources) != 1:
             raise TypeError(
-                f"there are {len(self._paths)} paths and no files; pass the position in "
+                f"there are {len(self._sources)} paths and no files; pass the position in "
                 "path of each record's file"
             )
-        _check(self._paths, self._offsets, self._sizes, self._files, self._dtype.itemsize)
+        _check(self._sources, self._offsets, self._sizes, self._files, self._dtype.itemsize)
 
-    def _open(self) -> list[Any]:
-        return [_OpenFiles(self._paths)]
+    def _open_all(self) -> list[Any]:
+        return [_OpenFiles(self._sources)]
 
     def __len__(self) -> int:
         return len(self._offsets)
+
+    @property
+    def shape(self) -> tuple[int]:
+        """How many records there are."""
+        return (len(self),)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of records."""
+        return self._dtype
 
     def _is_plain(self) -> bool:
         return True
@@ -219,7 +227,7 @@ class _Batch:
     def __init__(self, dataset: RecordDataset, rows: Positions) -> None:
         self._dataset = dataset
         self._rows = np.atleast_1d(rows)
-        self._lengths = dataset._sizes.take(self._rows)
+        self._lengths = dataset._sizes[self._rows]
         self.memory = torch.empty(int(self._lengths.sum()), dtype=dataset._dtype)
 
     def gathers(self) -> list[tuple[int, Positions, Positions, Positions | None]]:
@@ -228,10 +236,10 @@ class _Batch:
         sizes = self._lengths * dataset._dtype.itemsize
         if not len(self.memory):
             return []
-        offsets = dataset._offsets.take(rows)
+        offsets = dataset._offsets[rows]
         if dataset._files is None:
             return [(0, offsets, sizes, None)]
-        numbers, places = dataset._files.take(rows), np.cumsum(sizes) - sizes
+        numbers, places = dataset._files[rows], np.cumsum(sizes) - sizes
         order = np.argsort(numbers, kind="stable")
         borders = np.flatnonzero(np.diff(numbers[order])) + 1
         return [
@@ -282,7 +290,7 @@ class _OpenFiles:
             file.close()
 
 
-def _paths(path: Any) -> list[str | bytes]:
+def paths_of(path: Any) -> list[str | bytes]:
     """Return the absolute paths of files."""
     if isinstance(path, str | bytes | os.PathLike):
         return [absolute(path)]
@@ -303,9 +311,9 @@ def _integers(name: str, values: Any) -> Integers:
 
 def _check(
     paths: list[str | bytes],
-    offsets: Index,
-    sizes: Index,
-    files: Index | None,
+    offsets: SharedArray,
+    sizes: SharedArray,
+    files: SharedArray | None,
     itemsize: int,
 ) -> None:
     """Refuse records that their files do not have."""
