@@ -14,6 +14,8 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
 # Imported late, for the module cannot be imported where torch is not.
+from torch.utils.data import DataLoader  # noqa: E402
+
 import nvmeio  # noqa: E402
 from children import run_child  # noqa: E402
 from helpers import descriptors_below, left_open, pattern  # noqa: E402
@@ -156,7 +158,7 @@ def test_an_empty_dataset_says_so(records):
     dataset = RecordDataset(records.path, [], [])
     assert len(dataset) == 0
     assert dataset.__getitems__([]) == []
-    with pytest.raises(IndexError, match="the dataset is empty: no samples in .*records"):
+    with pytest.raises(IndexError, match=r"dataset is empty: no samples in .*records"):
         dataset[0]
 
 
@@ -201,22 +203,28 @@ def test_records_beyond_4_gib_are_read(tmp_path):
     assert (len(zeros), int(zeros.count_nonzero())) == (2**26 - 3, 0)
 
 
-def test_few_of_many_files_are_open(tmp_path):
-    for number in range(400):
-        (tmp_path / str(number)).write_bytes(bytes([number % 256]) * (number + 1))
+@pytest.fixture
+def many(tmp_path):
+    """The arguments for a dataset of one record in each of more files than may be open."""
+    paths = [tmp_path / str(number) for number in range(400)]
+    for number, path in enumerate(paths):
+        path.write_bytes(bytes([number % 256]) * (number + 1))
+    return {
+        "path": paths,
+        "offsets": np.zeros(400, np.int64),
+        "sizes": np.arange(1, 401),
+        "files": np.arange(400),
+    }
+
+
+def test_few_of_many_files_are_open(many, tmp_path):
     counts = []
 
     def opened(record):
         counts.append(len(descriptors_below(tmp_path)))
         return record.sum()
 
-    dataset = RecordDataset(
-        [tmp_path / str(number) for number in range(400)],
-        np.zeros(400, np.int64),
-        np.arange(1, 401),
-        files=np.arange(400),
-        transform=opened,
-    )
+    dataset = RecordDataset(**many, transform=opened)
     assert left_open(tmp_path) == []
     batches = [range(400), range(399, -1, -1), range(0, 400, 3)]
     for batch, found in zip(batches, BatchStream(dataset, batches, 3), strict=True):
@@ -226,6 +234,22 @@ def test_few_of_many_files_are_open(tmp_path):
     del dataset
     gc.collect()
     assert left_open(tmp_path) == []
+
+
+def test_a_forked_worker_reads_while_its_parent_does(many):
+    """It drops files that requests of its parent read."""
+    dataset = RecordDataset(**many, transform=torch.sum)
+    stream = iter(BatchStream(dataset, [range(400)] * 4, 2))
+    expected = [number % 256 * (number + 1) for number in range(400)]
+    assert next(stream).tolist() == expected
+    loader = DataLoader(
+        dataset,
+        batch_sampler=[range(400)],
+        num_workers=1,
+        multiprocessing_context="fork",
+    )
+    assert [batch.tolist() for batch in loader] == [expected]
+    assert [batch.tolist() for batch in stream] == [expected] * 3
 
 
 def test_a_stream_collates_what_the_transform_returns(records):
