@@ -177,9 +177,8 @@ def test_a_part_of_a_mapped_index_is_mapped_again(records, tmp_path):
     np.save(tmp_path / "offsets.npy", np.repeat(records.offsets, 3000))
     mapped = np.load(tmp_path / "offsets.npy", mmap_mode="r")[::-1][2::3000]
     sizes = np.array(SIZES[::-1], np.uint32)
-    pickled = pickle.dumps(RecordDataset(records.path, mapped, sizes))
-    assert len(pickled) < 1500
-    copy = pickle.loads(pickled)
+    copy = pickle.loads(pickle.dumps(RecordDataset(records.path, mapped, sizes)))
+    assert isinstance(copy._offsets.array.base, np.memmap)
     for index in range(len(SIZES)):
         assert bytes_of(copy[index]) == records.expected[::-1][index]
 
@@ -189,7 +188,7 @@ def test_a_private_mapping_is_pickled_as_it_is(records, tmp_path):
     mapped = np.load(tmp_path / "offsets.npy", mmap_mode="c")
     mapped[:] = records.offsets
     copy = pickle.loads(pickle.dumps(RecordDataset(records.path, mapped, SIZES)))
-    assert bytes_of(copy[4]) == records.expected[4]
+    assert copy._offsets.array.tolist() == records.offsets.tolist()
 
 
 def test_records_beyond_4_gib_are_read(tmp_path):
