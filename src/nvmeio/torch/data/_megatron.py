@@ -124,7 +124,7 @@ class MegatronDataset(RecordDataset):
         IndexError
             There is no such sequence.
         OSError
-            As for ``Handle.read``.
+            As for ``Handle.gather``.
         TypeError
             An argument is not an integer.
         ValueError
@@ -138,8 +138,9 @@ class MegatronDataset(RecordDataset):
         length = whole("length", length, 0, count - offset)
         part = torch.empty(length, dtype=self._dtype)
         if length:
-            start = int(self._offsets[rows][0]) + offset * self._dtype.itemsize
-            default_handle().read(part, self._arrays()[0].file(0), start)
+            file, starts = self._arrays()[0].file(0), self._offsets[rows]
+            starts += offset * self._dtype.itemsize
+            default_handle().gather(file, starts, part.nbytes, part)
         return self._decode(rows, [part])[0]
 
     def _decode(self, rows: Positions, records: list[torch.Tensor]) -> list[Any]:
