@@ -353,9 +353,12 @@ class TestMegatronDataset:
         assert (mode.dtype, mode.item()) == (torch.int8, 5)
         assert isinstance(MegatronDataset(prefix)[0], torch.Tensor)
 
-    def test_a_pickled_dataset_maps_the_index(self, tmp_path):
-        prefix = write_megatron(tmp_path / "data", modes=bytes(5))
+    @pytest.mark.parametrize("prefix", ["data", b"data"], ids=repr)
+    def test_a_pickled_dataset_maps_the_index(self, tmp_path, monkeypatch, prefix):
+        write_megatron(tmp_path / "data", modes=bytes(5))
+        monkeypatch.chdir(tmp_path)
         dataset = MegatronDataset(prefix, multimodal=True)
+        monkeypatch.chdir("/")
         copy = pickle.loads(pickle.dumps(dataset))
         assert torch.equal(copy[2][0], dataset[2][0])
         for index in (copy._offsets, copy._sizes, copy._documents, copy._modes):
