@@ -80,3 +80,44 @@ def resume_stream(folder):
     stream = BatchStream(dataset, BatchSampler(RandomSampler(dataset), 10, False))
     stream.load_state_dict(torch.load(f"{folder}/state.pt", weights_only=True))
     report([batch.tolist() for batch in stream])
+
+
+class Index:
+    """A transform that says, with each record, what memory the dataset's index is in."""
+
+    def __init__(self, dataset):
+        self.dataset = dataset
+
+    def __call__(self, record):
+        indices = (self.dataset._offsets, self.dataset._sizes)
+        owners = [type(index.array.base).__name__ for index in indices]
+        return int(record.sum()), ",".join(owners)
+
+
+def load_records_with_workers(folder, method, count=200_000):
+    """Load records in workers that are started by a method, and say where the index is."""
+    from torch.utils.data import DataLoader
+
+    from nvmeio.torch import RecordDataset
+
+    sizes = np.random.default_rng(0).integers(0, 5, count)
+    ends = np.cumsum(sizes)
+    content = np.random.default_rng(1).integers(0, 256, ends[-1], np.uint8)
+    content.tofile(f"{folder}/records")
+    np.save(f"{folder}/offsets.npy", ends - sizes)
+    offsets = np.load(f"{folder}/offsets.npy", mmap_mode="r")
+    sums = np.concatenate(([0], np.cumsum(content.astype(np.int64))))
+    dataset = RecordDataset(f"{folder}/records", offsets, sizes)
+    dataset.transform = Index(dataset)
+    loader = DataLoader(
+        dataset,
+        batch_sampler=[range(begin, begin + 5000) for begin in range(0, count, 5000)],
+        num_workers=2,
+        multiprocessing_context=method,
+    )
+    found, owners = [], set()
+    for values, names in loader:
+        found += values.tolist()
+        owners |= set(names)
+    assert found == (sums[ends] - sums[ends - sizes]).tolist()
+    report({"owners": sorted(owners)})

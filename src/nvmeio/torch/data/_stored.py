@@ -105,6 +105,13 @@ class Stored(Dataset, ABC):  # type: ignore[misc]  # mypy sees no types of torch
         """Open a path; what is returned has ``close()``."""
         return ArrayFile(path)
 
+    def _open_all(self) -> list[Any]:
+        """Return the sources, open."""
+        return [
+            self._open(source) if isinstance(source, str | bytes) else source
+            for source in self._sources
+        ]
+
     def _why_empty(self) -> str:
         """Say why there are no samples."""
         return f"no samples in {self._names()}"
@@ -163,10 +170,7 @@ class Stored(Dataset, ABC):  # type: ignore[misc]  # mypy sees no types of torch
         if self._closed:
             raise ValueError(f"the dataset of {self._names()} is closed")
         if opened is None:
-            self._opened = opened = [
-                self._open(source) if isinstance(source, str | bytes) else source
-                for source in self._sources
-            ]
+            self._opened = opened = self._open_all()
         return opened
 
     def _rows(self, indices: Any) -> Positions:
