@@ -1,6 +1,10 @@
 """Datasets give the rows of their files, in any process, and batches ahead of time."""
 
+import copy
 import gc
+import io
+import itertools
+import json
 import os
 import pickle
 import threading
@@ -18,6 +22,7 @@ from torch.utils.data import (  # noqa: E402
     RandomSampler,
     SequentialSampler,
     Subset,
+    SubsetRandomSampler,
     default_collate,
 )
 from torch.utils.data.distributed import DistributedSampler  # noqa: E402
@@ -631,3 +636,444 @@ class TestBatchStream:
         dataset = ArrayDataset(file, labels)
         (batch,) = BatchStream(dataset, [[7, 3]])
         assert_equal(batch, default_collate(dataset.__getitems__([7, 3])))
+
+    def test_collate_fn_makes_the_batches_of_samples(self, file, labels):
+        dataset = ArrayDataset(file, labels)
+
+        def collate(samples):
+            assert type(samples) is list
+            return {number.item(): sample for sample, number in samples}
+
+        (found,) = BatchStream(dataset, [[7, 3]], collate_fn=collate)
+        assert list(found) == [7, 3]
+        assert_equal(found[3], dataset[3][0])
+        dataset.transform = doubled
+        (found,) = BatchStream(dataset, [[7, 3]], collate_fn=list)
+        assert [sample["number"] for sample in found] == [7, 3]
+        with pytest.raises(TypeError, match="collate_fn is 3; it must be callable"):
+            BatchStream(dataset, [[7, 3]], collate_fn=3)
+
+    @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+    def test_without_cuda_pin_memory_warns(self, labels):
+        stream = BatchStream(ArrayDataset(labels), [[1]], pin_memory=True)
+        with pytest.warns(UserWarning, match="there is no CUDA device"):
+            assert [batch.tolist() for batch in stream] == [[1]]
+
+    @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+    def test_batches_are_pinned(self, file, labels):
+        for dataset in (ArrayDataset(file, labels), TokenDataset(labels, 4)):
+            batches = batches_of(len(dataset))
+            pairs = zip(
+                BatchStream(dataset, batches, pin_memory=True),
+                BatchStream(dataset, batches),
+                strict=True,
+            )
+            for found, expected in pairs:
+                assert all(part.is_pinned() for part in found)
+                assert_equal(found, expected)
+
+    def test_what_a_batch_of_its_own_kind_pins_is_its_affair(self, labels, monkeypatch):
+        """Of a type that torch calls pin_memory() of, as of any tensor."""
+
+        class Batch(list):
+            def pin_memory(self):
+                return ("pinned", *self)
+
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        dataset = ArrayDataset(labels)
+        for pin_memory, kind in ((True, tuple), (False, Batch)):
+            stream = BatchStream(dataset, [[1]], pin_memory=pin_memory, collate_fn=Batch)
+            (found,) = stream
+            assert type(found) is kind
+
+
+class OwnState:
+    """A batch sampler that knows by itself where it is, across epochs."""
+
+    def __init__(self, count):
+        self.batches = batches_of(count)
+        self.state = {"position": 0, "epoch": 0}
+
+    def __iter__(self):
+        while self.state["position"] < len(self.batches):
+            self.state["position"] += 1
+            yield self.batches[self.state["position"] - 1 - self.state["epoch"]]
+        self.state["position"] = 0
+        self.state["epoch"] += 1
+
+    def state_dict(self):
+        return self.state
+
+    def load_state_dict(self, state):
+        self.state = state
+
+
+class Eager:
+    """A batch sampler that draws its batches when an iteration begins, not later."""
+
+    def __init__(self, count):
+        self.count = count
+
+    def __iter__(self):
+        return iter([part.tolist() for part in torch.randperm(self.count).split(10)])
+
+
+def in_batches(sampler):
+    """Return batches of what a sampler gives."""
+    return BatchSampler(sampler, 10, False)
+
+
+def seeded():
+    """Return a generator that gives the same in every process."""
+    return torch.Generator().manual_seed(7)
+
+
+# Samplers as a program makes them anew when it starts again.
+SAMPLERS = {
+    "list": lambda data: batches_of(len(data)),
+    "in order": lambda data: in_batches(SequentialSampler(data)),
+    "seeded": lambda data: in_batches(RandomSampler(data, generator=seeded())),
+    "global": lambda data: in_batches(RandomSampler(data)),
+    "replacement": lambda data: in_batches(RandomSampler(data, replacement=True)),
+    "many": lambda data: in_batches(RandomSampler(data, True, 250, generator=seeded())),
+    "subset": lambda data: in_batches(SubsetRandomSampler(range(0, 103, 2))),
+    "rank": lambda data: in_batches(DistributedSampler(data, 2, 1, seed=3)),
+    "drop last": lambda data: BatchSampler(RandomSampler(data), 10, True),
+    "eager": lambda data: Eager(len(data)),
+    "own state": lambda data: OwnState(len(data)),
+}
+
+
+class Training:
+    """What a program does with a stream of numbers, and saves of itself."""
+
+    def __init__(self, labels, make, state=None):
+        self.stream = BatchStream(ArrayDataset(labels), make(range(COUNT)))
+        self.epoch = 0
+        if state is not None:
+            self.epoch = state["epoch"]
+            torch.set_rng_state(state["rng_state"])
+            self.stream.load_state_dict(state["stream"])
+
+    def epochs(self, count):
+        """Yield each batch with its epoch; the loop is over after the last one."""
+        while self.epoch < count:
+            inner = getattr(self.stream.batch_sampler, "sampler", None)
+            if isinstance(inner, DistributedSampler):
+                inner.set_epoch(self.epoch)
+            for batch in self.stream:
+                # As a step of training does.
+                torch.rand(3)
+                yield self.epoch, batch.tolist()
+            self.epoch += 1
+
+    def state(self):
+        """Return all that is saved, as a file of torch gives it back."""
+        file = io.BytesIO()
+        state = {
+            "epoch": self.epoch,
+            "rng_state": torch.get_rng_state(),
+            "stream": self.stream.state_dict(),
+        }
+        torch.save(state, file)
+        file.seek(0)
+        return torch.load(file, weights_only=True)
+
+
+class TestResume:
+    @pytest.mark.parametrize("name", SAMPLERS)
+    def test_every_batch_comes_once_and_in_the_same_order(self, labels, name):
+        """After every batch of two epochs, those at the ends among them."""
+        make = SAMPLERS[name]
+        torch.manual_seed(0)
+        expected = list(Training(labels, make).epochs(3))
+        torch.manual_seed(0)
+        training = Training(labels, make)
+        states = [(0, training.state())]
+        for given, _ in enumerate(training.epochs(2), 1):
+            states.append((given, training.state()))
+        # The last batch was given out, and then the loop was over.
+        states.append((given, training.state()))
+        assert len(states) == len([1 for epoch, _ in expected if epoch < 2]) + 2
+        for given, state in states:
+            torch.manual_seed(100 + given)
+            rest = list(Training(labels, make, state).epochs(3))
+            assert rest == expected[given:], given
+
+    @pytest.mark.parametrize("name", SAMPLERS)
+    def test_a_second_resume_goes_on_from_the_first(self, labels, name):
+        make = SAMPLERS[name]
+        torch.manual_seed(0)
+        expected = list(Training(labels, make).epochs(3))
+        torch.manual_seed(0)
+        found, state = [], None
+        while True:
+            training = Training(labels, make, state)
+            batches = training.epochs(3)
+            taken = list(itertools.islice(batches, 4))
+            if not taken:
+                break
+            found += taken
+            state = training.state()
+            torch.manual_seed(len(found))
+        assert found == expected
+
+    def test_global_random_numbers_need_not_be_restored_within_an_epoch(self, labels):
+        make = SAMPLERS["global"]
+        stream = BatchStream(ArrayDataset(labels), make(range(COUNT)))
+        found = [batch.tolist() for batch in itertools.islice(stream, 4)]
+        state = stream.state_dict()
+        before = torch.manual_seed(1).get_state()
+        stream = BatchStream(ArrayDataset(labels), make(range(COUNT)))
+        stream.load_state_dict(state)
+        found += [batch.tolist() for batch in stream]
+        assert sorted(itertools.chain(*found)) == list(range(COUNT))
+        assert torch.equal(torch.get_rng_state(), before)
+
+    def test_nothing_is_read_of_what_was_given_out(self, file):
+        with nvmeio.Handle() as handle:
+            dataset = ArrayDataset(nvmeio.ArrayFile(file, handle=handle))
+            stream = BatchStream(dataset, batches_of(COUNT))
+            for _ in itertools.islice(stream, 8):
+                pass
+            state = stream.state_dict()
+            before = handle.stats()["requests"]
+            stream = BatchStream(dataset, batches_of(COUNT))
+            stream.load_state_dict(state)
+            assert len(list(stream)) == 3
+            assert handle.stats()["requests"] == before + 3
+
+    def test_a_state_is_small_and_plain(self, labels):
+        dataset = ArrayDataset(labels)
+        stream = BatchStream(dataset, SAMPLERS["seeded"](dataset))
+        next(iter(stream))
+        state = stream.state_dict()
+        tensors = [state.pop("rng_state"), *state.pop("generators")]
+        assert [tensor.dtype for tensor in tensors] == [torch.uint8] * 2
+        assert len(pickle.dumps(stream.state_dict())) < 20_000
+        assert list(json.loads(json.dumps(state))) == ["batches", "checksum", "rank"]
+
+    def test_a_state_is_no_view_of_the_stream(self, labels):
+        dataset = ArrayDataset(labels)
+        for name in ("seeded", "own state"):
+            stream = BatchStream(dataset, SAMPLERS[name](dataset))
+            batches = iter(stream)
+            next(batches)
+            state = stream.state_dict()
+            kept = copy.deepcopy(state)
+            expected = [batch.tolist() for batch in batches]
+            assert str(state) == str(kept)
+            again = BatchStream(dataset, SAMPLERS[name](dataset))
+            again.load_state_dict(state)
+            if "rng_state" in state:
+                state["rng_state"].zero_()
+                state["generators"][0].zero_()
+            else:
+                state["sampler"]["position"] = 9
+            assert [batch.tolist() for batch in again] == expected
+
+    @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+    def test_checkpoints_carry_a_state(self, labels, tmp_path):
+        from torch.distributed import checkpoint as dcp
+
+        dataset = ArrayDataset(labels)
+        make = SAMPLERS["seeded"]
+        stream = BatchStream(dataset, make(dataset))
+        batches = iter(stream)
+        for _ in range(4):
+            next(batches)
+        dcp.save({"stream": stream}, checkpoint_id=tmp_path / "dcp")
+        pytest.importorskip("crc32c", reason="crc32c is not installed")
+        with nvmeio.checkpoint.Checkpointer(tmp_path / "own") as checkpointer:
+            checkpointer.save(1, {"stream": stream.state_dict()})
+            restored = checkpointer.restore()
+        expected = [batch.tolist() for batch in batches]
+        by_dcp, by_own = (BatchStream(dataset, make(dataset)) for _ in range(2))
+        dcp.load({"stream": by_dcp}, checkpoint_id=tmp_path / "dcp")
+        by_own.load_state_dict(restored["stream"])
+        for again in (by_dcp, by_own):
+            assert [batch.tolist() for batch in again] == expected
+
+    def test_another_process_goes_on(self, labels, tmp_path):
+        dataset = ArrayDataset(labels)
+        stream = BatchStream(dataset, SAMPLERS["global"](dataset))
+        batches = iter(stream)
+        for _ in range(6):
+            next(batches)
+        torch.save(stream.state_dict(), tmp_path / "state.pt")
+        expected = [batch.tolist() for batch in batches]
+        outcome = run_child("resume_stream", folder=str(tmp_path))
+        assert outcome.status == 0, outcome
+        assert outcome.reports == [expected]
+
+    def test_an_iterator_that_is_not_used_takes_nothing(self, labels):
+        """A DataLoader may call iter() twice, and use the second one alone."""
+        dataset = ArrayDataset(labels)
+        stream = BatchStream(dataset, batches_of(COUNT))
+        for _ in itertools.islice(stream, 6):
+            pass
+        state = stream.state_dict()
+        stream.load_state_dict(state)
+        unused = iter(stream)
+        assert str(stream.state_dict()) == str(state)
+        assert len(list(stream)) == 5
+        assert len(list(unused)) == 11
+
+    def test_the_state_is_that_of_the_iteration_begun_last(self, labels):
+        stream = BatchStream(ArrayDataset(labels), batches_of(COUNT))
+        first, second = iter(stream), iter(stream)
+        next(first)
+        assert stream.state_dict()["batches"] == 1
+        next(second)
+        next(first)
+        assert stream.state_dict()["batches"] == 1
+        list(first)
+        assert stream.state_dict()["batches"] == 1
+        list(second)
+        assert stream.state_dict()["batches"] == 0
+
+    def test_an_iteration_that_goes_on_leaves_a_loaded_state_alone(self, labels):
+        stream = BatchStream(ArrayDataset(labels), batches_of(COUNT))
+        batches = iter(stream)
+        for _ in range(4):
+            next(batches)
+        state = stream.state_dict()
+        next(batches)
+        stream.load_state_dict(state)
+        assert len(list(batches)) == 6
+        assert stream.state_dict()["batches"] == 4
+        assert len(list(stream)) == 7
+
+    def test_a_batch_that_fails_comes_again(self, labels):
+        dataset = ArrayDataset(labels)
+        failing = [[0], [1], [2]]
+
+        def transform(sample):
+            if sample == 1 and failing:
+                raise RuntimeError("no memory")
+            return sample
+
+        dataset.transform = transform
+        stream = BatchStream(dataset, [[0], [1], [2]])
+        with pytest.raises(RuntimeError, match="no memory"):
+            list(stream)
+        failing.clear()
+        stream.load_state_dict(stream.state_dict())
+        assert [batch.tolist() for batch in stream] == [[1], [2]]
+
+    def test_a_state_may_be_taken_by_another_thread(self, labels):
+        dataset = ArrayDataset(labels)
+        order = torch.randperm(COUNT, generator=seeded()).tolist()
+        batches = [[number] for number in order] * 4
+        stream = BatchStream(dataset, batches)
+        states, ended = {}, threading.Event()
+
+        def take():
+            while not ended.is_set():
+                state = stream.state_dict()
+                states[state["batches"]] = state
+
+        with ThreadPoolExecutor(1) as pool:
+            taking = pool.submit(take)
+            expected = [batch.tolist() for batch in stream]
+            ended.set()
+            taking.result()
+        assert len(states) > 3
+        for given, state in list(states.items())[::20]:
+            again = BatchStream(dataset, batches)
+            again.load_state_dict(state)
+            assert [batch.tolist() for batch in again] == expected[given:]
+
+    def test_an_order_that_is_another_one_is_refused(self, labels):
+        dataset = ArrayDataset(labels)
+        half = Subset(dataset, range(0, COUNT, 2))
+
+        def ranked(epoch=1, ranks=2, seed=3):
+            sampler = DistributedSampler(dataset, ranks, 1, seed=seed)
+            sampler.set_epoch(epoch)
+            return in_batches(sampler)
+
+        changes = [
+            (dataset, ranked(), dataset, ranked(epoch=0)),
+            (dataset, ranked(), dataset, ranked(ranks=3)),
+            (dataset, ranked(), dataset, ranked(seed=4)),
+            (dataset, batches_of(COUNT, 10), dataset, batches_of(COUNT, 9)),
+            (dataset, batches_of(50), Subset(dataset, range(50, 0, -1)), batches_of(50)),
+            (half, batches_of(50), Subset(dataset, range(50)), batches_of(50)),
+        ]
+        for before, batches, after, others in changes:
+            stream = BatchStream(before, batches)
+            for _ in itertools.islice(stream, 3):
+                pass
+            state = stream.state_dict()
+            same = BatchStream(before, batches)
+            same.load_state_dict(state)
+            next(iter(same))
+            stream = BatchStream(after, others)
+            stream.load_state_dict(state)
+            for _ in range(2):
+                with pytest.raises(
+                    ValueError, match="after 3 batches: the batch sampler has o"
+                ):
+                    next(iter(stream))
+        stream = BatchStream(dataset, batches[:2])
+        stream.load_state_dict(state)
+        with pytest.raises(ValueError, match="batch sampler has only 2"):
+            next(iter(stream))
+
+    def test_all_ranks_may_load_the_state_of_one(self, labels):
+        dataset = ArrayDataset(labels)
+
+        def of_rank(rank):
+            return BatchStream(dataset, in_batches(DistributedSampler(dataset, 3, rank)))
+
+        first = of_rank(0)
+        for _ in itertools.islice(first, 2):
+            pass
+        for rank in range(3):
+            expected = [batch.tolist() for batch in of_rank(rank)]
+            stream = of_rank(rank)
+            stream.load_state_dict(first.state_dict())
+            batches = iter(stream)
+            assert next(batches).tolist() == expected[2]
+            # From here on it is a state of this rank, which sees a wrong order.
+            state = stream.state_dict()
+            assert (state["batches"], state["rank"]) == (3, rank)
+            again = of_rank(rank)
+            again.load_state_dict(state)
+            assert [batch.tolist() for batch in again] == expected[3:]
+
+    def test_random_numbers_of_another_rank_are_refused(self, labels):
+        dataset = ArrayDataset(labels)
+        streams = []
+        for rank in range(2):
+            sampler = RandomSampler(dataset, generator=torch.Generator().manual_seed(rank))
+            sampler.rank = rank
+            streams.append(BatchStream(dataset, in_batches(sampler)))
+        with pytest.raises(ValueError, match="state is of rank 0, and this is rank 1"):
+            streams[1].load_state_dict(streams[0].state_dict())
+
+    def test_what_is_no_state_of_this_sampler_is_refused(self, labels):
+        dataset = ArrayDataset(labels)
+        plain, own, random = (
+            BatchStream(dataset, SAMPLERS[name](dataset))
+            for name in ("list", "own state", "seeded")
+        )
+        with pytest.raises(TypeError, match="state_dict is None; it must be a dict"):
+            plain.load_state_dict(None)
+        for stream, state in ((plain, {}), (plain, own.state_dict())):
+            with pytest.raises(ValueError, match="that of this batch sampler has"):
+                stream.load_state_dict(state)
+        with pytest.raises(ValueError, match="has 1 generators of samplers"):
+            plain.load_state_dict(random.state_dict())
+        with pytest.raises(ValueError, match="batches is -1"):
+            plain.load_state_dict({**plain.state_dict(), "batches": -1})
+        assert len(list(plain)) == 11
+
+    def test_workers_that_would_repeat_batches_are_refused(self, labels):
+        stream = BatchStream(ArrayDataset(labels), batches_of(COUNT))
+        with pytest.raises(RuntimeError, match="each of 2 workers would give every batch"):
+            list(DataLoader(stream, batch_size=None, num_workers=2))
+        for workers in (0, 1):
+            loader = DataLoader(stream, batch_size=None, num_workers=workers)
+            assert_equal(list(loader), list(stream))

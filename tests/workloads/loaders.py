@@ -69,6 +69,19 @@ def load_with_workers(folder, method, engine, workers=8, count=403):
     )
 
 
+def resume_stream(folder):
+    """Go on where the state in a file says, and report what is left."""
+    import torch
+    from torch.utils.data import BatchSampler, RandomSampler
+
+    from nvmeio.torch import ArrayDataset, BatchStream
+
+    dataset = ArrayDataset(f"{folder}/labels.npy")
+    stream = BatchStream(dataset, BatchSampler(RandomSampler(dataset), 10, False))
+    stream.load_state_dict(torch.load(f"{folder}/state.pt", weights_only=True))
+    report([batch.tolist() for batch in stream])
+
+
 class Index:
     """A transform that says, with each record, what memory the dataset's index is in."""
 

@@ -202,6 +202,10 @@ class Stored(Dataset, ABC):  # type: ignore[misc]  # mypy sees no types of torch
             return default_collate(self._samples(columns))
         return columns[0] if self._is_plain() else columns
 
+    def samples(self, flight: Flight) -> list[Any]:
+        """Wait for samples, and return them one by one."""
+        return self._samples(flight.land())
+
     def __getitem__(self, index: Any) -> Any:
         try:
             row = integer("index", index)
