@@ -1,5 +1,6 @@
 """Megatron's files of tokens as a dataset."""
 
+import os
 import struct
 from collections.abc import Callable
 from typing import Any
@@ -170,7 +171,8 @@ class _IndexFile:
         if code not in _DTYPES:
             raise ValueError(f"{path!r} has dtype code {code}; it must be from 1 to 8")
         self.dtype = _DTYPES[code]
-        mapped = np.memmap(path, np.uint8, "r")
+        # numpy forgets the name of a mapped file if it is bytes.
+        mapped = np.memmap(os.fsdecode(path), np.uint8, "r")
         size = _HEADER.size + 12 * sequences + 8 * documents
         if len(mapped) not in (size, size + sequences):
             raise ValueError(

@@ -208,7 +208,7 @@ class RecordDataset(Stored):
 
     def batch(self, flight: Flight) -> Any:
         """Wait for samples, and return what torch's default collate makes of them."""
-        return default_collate(self._samples(flight.land()))
+        return default_collate(self.samples(flight))
 
 
 class _Batch:
