@@ -304,6 +304,19 @@ def test_workers_share_the_index(tmp_path, method):
     assert report["owners"] == [owners]
 
 
+@pytest.mark.slow
+def test_workers_have_copies_of_an_index_that_cannot_be_shared(tmp_path):
+    """There may be too little room for memory that is shared."""
+    outcome = run_child(
+        "load_records_with_workers",
+        folder=str(tmp_path),
+        method="spawn",
+        shared_bytes_max=1 << 20,
+    )
+    assert outcome.status == 0, outcome
+    assert outcome.reports == [{"owners": ["memmap,bytes"]}]
+
+
 TOKENS = np.random.default_rng(2).integers(0, 1 << 16, 400, np.uint16)
 LENGTHS = [100, 0, 250, 1, 49]
 DOCUMENTS = [0, 2, 2, 5]
