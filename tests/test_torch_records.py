@@ -398,9 +398,13 @@ class TestMegatronDataset:
             ),
             (
                 {"lengths": [100, 0, 250, 1, 50]},
-                "record 4 of 100 bytes at offset 702 reaches",
+                "data.bin. has 800 bytes; the sequences of .*data.idx. take 802",
             ),
-            ({"lengths": [100, 0, 250, 1, 2**31 - 1]}, "record 4 of 4294967294 bytes at"),
+            (
+                {"lengths": [100, 0, 250, 1, 2**31 - 1]},
+                "data.bin. has 800 bytes; the sequences of .*data.idx. take 4294967996",
+            ),
+            ({"lengths": [100, 0, 250, 1, 48]}, "data.bin. has 800 bytes; the sequences"),
             ({"pointers": [0, 200, 198, 700, 702]}, "sequence 2 of 250 elements begins at"),
             ({"pointers": [-2, 200, 200, 700, 702]}, "sequence 0 of 100 elements begins"),
             ({"documents": [0, 2, 1, 5]}, "document index 2 is 1; it must be from 2 to 5"),

@@ -23,7 +23,7 @@ from nvmeio._native.request import Request
 from nvmeio.default import default_handle
 from nvmeio.torch.data._stored import Flight, Stored
 
-__all__ = ["CHECKED_AT_ONCE", "RecordDataset", "SharedArray", "paths_of"]
+__all__ = ["CHECKED_AT_ONCE", "RecordDataset", "SharedArray", "paths_of", "size_of"]
 
 Integers = npt.NDArray[np.integer[Any]]
 
@@ -322,7 +322,7 @@ def _check(
     itemsize: int,
 ) -> None:
     """Refuse records that their files do not have."""
-    ends = np.array([_size_of(path) for path in paths], np.int64)
+    ends = np.array([size_of(path) for path in paths], np.int64)
     for start in range(0, len(offsets), CHECKED_AT_ONCE):
         part = slice(start, start + CHECKED_AT_ONCE)
         numbers = np.zeros(1, np.int64)
@@ -356,7 +356,7 @@ def _within(name: str, part: Integers, start: int, most: int) -> Positions:
     return found
 
 
-def _size_of(path: str | bytes) -> int:
+def size_of(path: str | bytes) -> int:
     """Return the size of a file that can be opened."""
     with File(path) as file:
         return file.size
