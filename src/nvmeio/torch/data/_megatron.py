@@ -198,7 +198,7 @@ class _IndexFile:
         self._check_documents(path)
 
     def _check_pointers(self, path: str | bytes) -> int:
-        """Return the end of the last sequence; refuse those that do not follow each other."""
+        """Return where the last sequence ends; refuse gaps and overlaps."""
         end = 0
         for start in range(0, len(self.lengths), CHECKED_AT_ONCE):
             part = slice(start, start + CHECKED_AT_ONCE)
