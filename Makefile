@@ -38,7 +38,7 @@ COVERAGE_TESTS := tests/test_file.py tests/test_openfiles.py tests/test_mounts.p
 .PHONY: demo test build test-python test-c test-c-asan test-c-tsan test-neon test-pythons
 .PHONY: check-all mutants
 .PHONY: stress-short stress stress-long replay fuzz test-deepspeed test-models
-.PHONY: test-models-short test-distributed lint format sdist bench
+.PHONY: test-models-short test-formats test-distributed lint format sdist bench
 .PHONY: asan tsan stress-asan stress-tsan build-asan build-tsan coverage clean
 
 demo: build
@@ -83,8 +83,8 @@ test-c-tsan: $(VENV)/.nvmeio-tools
 
 # All of the above and below, each as long as it takes, but for hours of stress and fuzz.
 check-all: COMBINATIONS := --all-combinations
-check-all: test test-c-asan test-c-tsan test-deepspeed test-models test-distributed test-neon lint \
-	sdist asan tsan stress stress-asan stress-tsan test-pythons coverage mutants
+check-all: test test-c-asan test-c-tsan test-deepspeed test-models test-formats test-distributed \
+	test-neon lint sdist asan tsan stress stress-asan stress-tsan test-pythons coverage mutants
 
 # Whether the tests notice what is wrong with each patch of tests/mutants.  MUTANTS is for
 # the script, such as MUTANTS='file-*'.
@@ -137,6 +137,10 @@ test-models: build
 # transformers has the most ways to load, and huggingface_hub has the functions of the others.
 test-models-short: build
 	scripts/test-models $(PY) -k 'variable and (transformers or hub)'
+
+# FORMATS is for pytest, such as FORMATS='-k megatron'.
+test-formats: build
+	scripts/test-formats $(PY) $(FORMATS) $(COMBINATIONS)
 
 # Some minutes: every test starts ranks of torch.
 test-distributed: build

@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import importlib.util
+import json
 import os
 import re
 import signal
@@ -40,37 +41,82 @@ def run(folder, name, errors=False, **options):
     return done.returncode, [" ".join(line.split()) for line in printed.splitlines()]
 
 
+def module_of(name, monkeypatch):
+    """Return an example as a module."""
+    spec = importlib.util.spec_from_file_location("example", EXAMPLES / name)
+    module = importlib.util.module_from_spec(spec)
+    # Dataclasses look for their module.
+    monkeypatch.setitem(sys.modules, "example", module)
+    spec.loader.exec_module(module)
+    return module
+
+
 @pytest.mark.slow
-def test_a_model_learns_from_a_file_of_tokens(tmp_path):
-    status, lines = run(tmp_path, "train_tokens.py", steps=24)
+def test_a_killed_rank_goes_on_with_the_same_losses(tmp_path):
+    status, lines = run(tmp_path, "train_gpt.py", steps=20)
     assert status == 0, lines
-    assert re.fullmatch(r"\d+ tokens of \d+ characters", lines[0])
-    losses = [float(line.rpartition(" ")[2]) for line in lines if " loss 3" in line]
-    steps = [line for line in lines if line.startswith("step ")]
-    assert len(steps) == 8
-    assert losses == sorted(losses, reverse=True)
-    assert any(
-        re.fullmatch(r"\d+ samples/s, \d+\.\d% of the time waiting", line) for line in lines
+    assert lines[0] == "48000 tokens in 3 shards, for 2 ranks"
+    whole, killed, resumed = lines[1:]
+    losses = r"20 steps, loss 5\.\d{3} to 3\.\d{3}"
+    assert re.fullmatch(f"without interruption {losses}", whole)
+    assert re.fullmatch(f"killed and resumed {losses}", killed)
+    assert resumed == "resumed from step 10, with the same losses to the last digit"
+
+
+class TestComparison:
+    """What the training that is killed says of its losses."""
+
+    @pytest.mark.parametrize(
+        ("log", "words"),
+        [
+            (
+                [(0, 1, 3.0), (0, 2, 2.0), (1, 2, 2.0), (1, 3, 1.0)],
+                "   resumed from step 1, ",
+            ),
+            ([(0, 1, 3.0), (0, 2, 2.0), (0, 3, 1.0)], "IT WAS NOT RESUMED"),
+            (
+                [(0, 1, 3.0), (0, 2, 2.0), (1, 2, 2.0), (1, 3, 1.5)],
+                "THE LOSSES ARE DIFFERENT",
+            ),
+            (
+                [(0, 1, 3.0), (0, 2, 2.0), (1, 2, 2.5), (1, 3, 1.0)],
+                "THE LOSSES ARE DIFFERENT",
+            ),
+            ([(0, 1, 3.0), (0, 2, 2.0), (2, 4, 1.0)], "THE LOSSES ARE DIFFERENT"),
+        ],
     )
-    assert lines[-1] == "the loss has fallen"
+    def test_what_comes_of_it(self, monkeypatch, tmp_path, capsys, log, words):
+        example = module_of("train_gpt.py", monkeypatch)
+        keys = ("resumed", "step", "loss")
+        lines = [json.dumps(dict(zip(keys, line, strict=True))) for line in log]
+        (tmp_path / "losses").write_text("\n".join(lines))
+        killed = example.read_log(tmp_path / "losses")
+        whole = example.Run({1: 3.0, 2: 2.0, 3: 1.0}, 0, True)
+        assert example.judge(whole, killed, 3) == words.startswith(" ")
+        assert capsys.readouterr().out.splitlines()[-1].startswith(words)
+
+    def test_a_loss_that_has_not_fallen(self, monkeypatch, capsys):
+        example = module_of("train_gpt.py", monkeypatch)
+        runs = [example.Run({1: 3.0, 2: 3.0}, resumed, True) for resumed in (0, 1)]
+        assert not example.judge(*runs, 2)
+        assert capsys.readouterr().out.splitlines()[-1] == "THE LOSS HAS NOT FALLEN"
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["train_tokens.py", "gnn_features.py", "train_beyond_memory.py", "embedding_table.py"],
+    ("name", "least"),
+    [
+        ("train_gpt.py", "20 are"),
+        ("gnn_features.py", "one is"),
+        ("train_beyond_memory.py", "one is"),
+        ("embedding_table.py", "one is"),
+    ],
 )
-def test_no_steps_at_all_are_refused(tmp_path, name):
+def test_no_steps_at_all_are_refused(tmp_path, name, least):
     status, lines = run(tmp_path, name, errors=True, steps=0)
     assert (status, lines[-1]) == (
         2,
-        f"{name}: error: --steps is 0; at least one is needed",
+        f"{name}: error: --steps is 0; at least {least} needed",
     )
-
-
-@pytest.mark.slow
-def test_a_model_that_learns_nothing_is_told(tmp_path):
-    status, lines = run(tmp_path, "train_tokens.py", steps=1)
-    assert (status, lines[-1]) == (1, "THE LOSS HAS NOT FALLEN")
 
 
 def test_features_that_do_not_fit_into_memory_are_gathered(tmp_path):
@@ -123,13 +169,7 @@ class TestBeyondMemory:
     @pytest.fixture
     def example(self, monkeypatch):
         """The example as a module."""
-        path = EXAMPLES / "train_beyond_memory.py"
-        spec = importlib.util.spec_from_file_location("beyond", path)
-        module = importlib.util.module_from_spec(spec)
-        # Dataclasses look for their module.
-        monkeypatch.setitem(sys.modules, "beyond", module)
-        spec.loader.exec_module(module)
-        return module
+        return module_of("train_beyond_memory.py", monkeypatch)
 
     @pytest.mark.slow
     def test_a_limit_kills_the_ordinary_loop_alone(self, tmp_path, control_group):

@@ -1,6 +1,10 @@
 """Datasets give the rows of their files, in any process, and batches ahead of time."""
 
+import copy
 import gc
+import io
+import itertools
+import json
 import os
 import pickle
 import threading
@@ -18,6 +22,7 @@ from torch.utils.data import (  # noqa: E402
     RandomSampler,
     SequentialSampler,
     Subset,
+    SubsetRandomSampler,
     default_collate,
 )
 from torch.utils.data.distributed import DistributedSampler  # noqa: E402
@@ -63,6 +68,32 @@ def batches_of(count, size=10, seed=0):
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(count, generator=generator).tolist()
     return [order[begin : begin + size] for begin in range(0, count, size)]
+
+
+def shards_of(folder, counts):
+    """Make shards of so many tokens; return the dataset and the samples it must have."""
+    samples, paths = [], []
+    for number, count in enumerate(counts):
+        values = np.arange(1000 * number, 1000 * number + count)
+        paths.append(folder / f"{number}.npy")
+        np.save(paths[-1], values.astype([np.uint16, np.int32][number % 2]))
+        whole = torch.from_numpy(values)
+        samples += [
+            (whole[begin : begin + 7], whole[begin + 1 : begin + 8])
+            for begin in range(count - 7)
+        ]
+    return TokenDataset(paths, 7), samples
+
+
+# Magic number, version and dtype of the headers that llm.c writes.
+LLM_C = [(20240520, 1, np.dtype("u2")), (20240801, 7, np.dtype("u4"))]
+
+
+def write_llm_c(path, magic, version, values):
+    """Write a shard as dev/data/data_common.py of llm.c does."""
+    header = np.zeros(256, np.int32)
+    header[:3] = magic, version, len(values)
+    path.write_bytes(header.tobytes() + values.tobytes())
 
 
 def assert_equal(found, expected):
@@ -157,8 +188,11 @@ class TestArrayDataset:
             dataset[index]
         with pytest.raises(IndexError, match=rf"index\[1\] is {index}"):
             dataset.__getitems__([0, index])
-        with pytest.raises(TypeError, match=r"index is .*; it must be an integer"):
-            dataset[[0, 1]]
+        for wrong in ([0, 1], slice(0, 5)):
+            with pytest.raises(
+                TypeError, match=r"index is .*; it must be an integer; .*Sub"
+            ):
+                dataset[wrong]
 
     @pytest.mark.parametrize("dtype", [[("x", "f4")], "M8[s]", ">f4", "U3", "f16"], ids=str)
     def test_what_tensors_cannot_hold_is_refused(self, tmp_path, dtype):
@@ -214,8 +248,114 @@ class TestTokenDataset:
         np.arange(count, dtype=np.uint8).tofile(tmp_path / "tokens")
         dataset = TokenDataset(tmp_path / "tokens", 16, np.uint8)
         assert len(dataset) == 0
-        with pytest.raises(IndexError, match="index is 0"):
+        words = f"empty: block_size 16 needs 17 tokens, and '.*tokens' has {count}$"
+        with pytest.raises(IndexError, match=words):
             dataset[0]
+        with pytest.raises(IndexError, match=words):
+            next(iter(BatchStream(dataset, [[0]])))
+        assert list(DataLoader(dataset)) == []
+
+    def test_shards_follow_each_other_and_no_window_crosses_them(self, tmp_path):
+        dataset, expected = shards_of(tmp_path, [20, 3, 0, 40, 7, 8])
+        assert len(dataset) == len(expected) == 13 + 33 + 1
+        assert_equal(
+            [dataset[index] for index in range(-1, 46)], expected[-1:] + expected[:-1]
+        )
+        for batch in batches_of(len(dataset)):
+            assert_equal(dataset.__getitems__(batch), [expected[index] for index in batch])
+        order = [46, 0, 12, 13, 45, 0, -1]
+        (batch,) = BatchStream(dataset, [order])
+        assert_equal(batch, default_collate([expected[index] for index in order]))
+
+    def test_the_shards_of_a_batch_are_read_at_once(self, tmp_path):
+        with nvmeio.Handle() as handle:
+            shards_of(tmp_path, [30] * 4)
+            dataset = TokenDataset(
+                [
+                    nvmeio.ArrayFile(tmp_path / f"{number}.npy", handle=handle)
+                    for number in range(4)
+                ],
+                7,
+            )
+            # Of three of the four shards, whichever thread waits for which.
+            stream = iter(BatchStream(dataset, [[0, 50, 1, 91], [24]], 1))
+            next(stream)
+            assert handle.stats()["requests"] == 3 + 1
+            stream.close()
+
+    def test_an_array_file_has_its_own_dtype_and_offset(self, tokens):
+        path, values = tokens
+        expected = TokenDataset(path, 16, np.uint16, offset=200)
+        assert len(expected) == 400 - 16
+        np.testing.assert_array_equal(expected[5][0], values[105:121])
+        for dtype in (np.uint16, torch.uint16):
+            with nvmeio.ArrayFile(path, dtype=dtype, offset=200) as array:
+                assert_equal(TokenDataset(array, 16)[7], expected[7])
+                assert_equal(TokenDataset([array], 16)[-1], expected[-1])
+                with pytest.raises(ValueError, match=r"offset 8; they are for paths"):
+                    TokenDataset(array, 16, offset=8)
+
+    @pytest.mark.parametrize(("magic", "version", "kind"), LLM_C)
+    def test_shards_of_llm_c_are_recognized(self, tmp_path, magic, version, kind):
+        values = np.random.default_rng(5).integers(0, 1 << 16, 90).astype(kind)
+        write_llm_c(tmp_path / "shard.bin", magic, version, values)
+        values.tofile(tmp_path / "raw")
+        expected = TokenDataset(tmp_path / "raw", 16, kind)
+        path = tmp_path / "shard.bin"
+        for dataset in (
+            TokenDataset(path, 16),
+            TokenDataset(path, 16, kind),
+            TokenDataset(path, 16, kind, offset=1024),
+            pickle.loads(pickle.dumps(TokenDataset([path], 16))),
+        ):
+            assert len(dataset) == len(expected)
+            assert_equal(dataset[50], expected[50])
+        # Half of the header is no offset that it knows.
+        assert (
+            len(TokenDataset(path, 16, kind, offset=512))
+            == len(expected) + 512 // kind.itemsize
+        )
+
+    def test_a_header_that_disagrees_is_refused(self, tmp_path):
+        path = tmp_path / "shard.bin"
+        write_llm_c(path, 20240520, 1, np.arange(90, dtype=np.uint16))
+        for offset in (0, 1024):
+            with pytest.raises(
+                ValueError, match=r"dtype is int32; the header .* says uint16"
+            ):
+                TokenDataset(path, 16, np.int32, offset=offset)
+        os.truncate(path, 1024 + 178)
+        words = "has 1202 bytes; its header says 90 tokens, which are 1204 bytes"
+        for options in ({}, {"dtype": np.uint16}, {"dtype": np.uint16, "offset": 1024}):
+            with pytest.raises(ValueError, match=words):
+                TokenDataset(path, 16, **options)
+        write_llm_c(path, 20240520, 2, np.arange(90, dtype=np.uint16))
+        with pytest.raises(ValueError, match="of version 2; it must be 1"):
+            TokenDataset(path, 16, np.uint16)
+        with nvmeio.ArrayFile(path, dtype=np.uint16, offset=1024) as array:
+            assert len(TokenDataset(array, 16)) == 90 - 16
+
+    @pytest.mark.parametrize("workers", [0, 2])
+    def test_a_loader_gives_every_window_of_shards(self, tmp_path, workers):
+        dataset, expected = shards_of(tmp_path, [20, 3, 40])
+        loader = DataLoader(dataset, 9, num_workers=workers)
+        x, y = map(torch.cat, zip(*loader, strict=True))
+        assert_equal([x, y], default_collate(expected))
+
+    def test_shards_that_are_all_too_short_are_empty(self, tmp_path):
+        dataset, _ = shards_of(tmp_path, [3, 7, 0, 2])
+        words = r"needs 8 tokens, and '.*0.npy', .* and 1 more have 7 at most"
+        with pytest.raises(IndexError, match=words):
+            dataset[0]
+        assert dataset.__getitems__([]) == []
+        assert "shape=(0, 7)" in repr(dataset)
+
+    @pytest.mark.parametrize("kind", ["uint64", "int8", "int64"])
+    def test_tokens_of_any_integers_become_int64(self, tmp_path, kind):
+        nvmeio.save(tmp_path / "tokens.npy", np.arange(100).astype(kind))
+        x, y = TokenDataset(tmp_path / "tokens.npy", 4)[60]
+        assert (x.tolist(), y.tolist()) == ([60, 61, 62, 63], [61, 62, 63, 64])
+        assert x.dtype == y.dtype == torch.int64
 
     def test_what_are_no_tokens_is_refused(self, tmp_path, file):
         with pytest.raises(ValueError, match=r"of shape \(103, 5, 3\); they need one axis"):
@@ -225,6 +365,95 @@ class TestTokenDataset:
             TokenDataset(tmp_path / "floats.npy", 16)
         with pytest.raises(ValueError, match="block_size is 0"):
             TokenDataset(tmp_path / "floats.npy", 0)
+        with pytest.raises(ValueError, match="paths is empty"):
+            TokenDataset([], 16)
+        with pytest.raises(TypeError, match="path is 3; it must be"):
+            TokenDataset([3], 16)
+        with pytest.raises(TypeError, match="paths is 3; it must be a path, an ArrayFile"):
+            TokenDataset(3, 16)
+        with pytest.raises(FileNotFoundError, match="missing"):
+            TokenDataset(tmp_path / "missing", 16)
+
+
+class TestDescription:
+    """What a dataset says about itself, and how it is closed."""
+
+    def test_shape_and_dtype_are_those_of_all_samples(self, file, labels, tokens):
+        one, two = ArrayDataset(file), ArrayDataset(file, labels)
+        assert (one.shape, one.dtype) == ((COUNT, 5, 3), torch.float32)
+        assert two.shape == ((COUNT, 5, 3), (COUNT,))
+        assert two.dtype == (torch.float32, torch.int64)
+        windows = TokenDataset(tokens[0], 16, np.uint16)
+        assert (windows.shape, windows.dtype) == ((484, 16), torch.int64)
+
+    def test_the_dtype_of_tensors_is_torchs(self, tmp_path):
+        nvmeio.write_file(torch.zeros(8).bfloat16(), tmp_path / "raw")
+        with nvmeio.ArrayFile(tmp_path / "raw", dtype=torch.bfloat16) as array:
+            dataset = ArrayDataset(array, torch.zeros(8, dtype=torch.uint8))
+            assert dataset.dtype == (torch.bfloat16, torch.uint8)
+            assert dataset.paths == (str(tmp_path / "raw"),)
+
+    def test_repr_has_files_shape_and_dtype(self, file, labels, tokens):
+        assert repr(ArrayDataset(file)) == (
+            f"<nvmeio.torch.ArrayDataset {str(file)!r} shape=(103, 5, 3) "
+            "dtype=torch.float32>"
+        )
+        assert repr(TokenDataset(tokens[0], 16, np.uint16)) == (
+            f"<nvmeio.torch.TokenDataset {str(tokens[0])!r} shape=(484, 16) "
+            "dtype=torch.int64>"
+        )
+        with nvmeio.ArrayFile(labels) as array:
+            many = ArrayDataset(array, np.zeros(COUNT), torch.ones(COUNT), file, file)
+            names = f"{str(labels)!r}, numpy.ndarray, torch.Tensor and 2 more shape="
+            assert names in repr(many)
+
+    def test_an_empty_dataset_says_so(self, tmp_path):
+        nvmeio.save(tmp_path / "rows.npy", np.zeros((0, 3)))
+        dataset = ArrayDataset(tmp_path / "rows.npy")
+        assert "shape=(0, 3)" in repr(dataset)
+        assert dataset.__getitems__([]) == []
+        with pytest.raises(
+            IndexError, match=r"dataset is empty: no samples in '.*rows\.npy"
+        ):
+            dataset[0]
+
+    @pytest.mark.parametrize("kind", ["array", "tokens"])
+    def test_a_closed_dataset_is_refused(self, labels, kind):
+        with (
+            ArrayDataset(labels) if kind == "array" else TokenDataset(labels, 4) as dataset
+        ):
+            assert not dataset.closed
+            dataset[0]
+        assert dataset.closed
+        assert left_open(labels.parent) == []
+        assert repr(dataset).endswith(" dtype=torch.int64 closed>")
+        dataset.close()
+        assert len(dataset) == dataset.shape[0]
+        for use in (lambda one: one[0], lambda one: one.__getitems__([0])):
+            with pytest.raises(ValueError, match=r"the dataset of '.*' is closed"):
+                use(dataset)
+        copy = pickle.loads(pickle.dumps(dataset))
+        assert copy.closed
+
+    def test_what_was_passed_open_stays_open(self, file, labels):
+        with nvmeio.ArrayFile(labels) as array:
+            dataset = ArrayDataset(file, array)
+            dataset.close()
+            assert set(descriptors_below(file.parent)) == {str(labels)}
+            assert array[3] == 3
+
+    def test_copies_stay_open(self, labels):
+        dataset = ArrayDataset(labels)
+        copy = pickle.loads(pickle.dumps(dataset))
+        dataset.close()
+        assert copy[5] == 5
+
+    def test_workers_that_were_started_go_on(self, labels):
+        dataset = ArrayDataset(labels)
+        batches = iter(DataLoader(dataset, 10, num_workers=2))
+        first = next(batches)
+        dataset.close()
+        assert torch.cat([first, *batches]).tolist() == list(range(COUNT))
 
 
 class TestProcesses:
@@ -429,3 +658,444 @@ class TestBatchStream:
         dataset = ArrayDataset(file, labels)
         (batch,) = BatchStream(dataset, [[7, 3]])
         assert_equal(batch, default_collate(dataset.__getitems__([7, 3])))
+
+    def test_collate_fn_makes_the_batches_of_samples(self, file, labels):
+        dataset = ArrayDataset(file, labels)
+
+        def collate(samples):
+            assert type(samples) is list
+            return {number.item(): sample for sample, number in samples}
+
+        (found,) = BatchStream(dataset, [[7, 3]], collate_fn=collate)
+        assert list(found) == [7, 3]
+        assert_equal(found[3], dataset[3][0])
+        dataset.transform = doubled
+        (found,) = BatchStream(dataset, [[7, 3]], collate_fn=list)
+        assert [sample["number"] for sample in found] == [7, 3]
+        with pytest.raises(TypeError, match="collate_fn is 3; it must be callable"):
+            BatchStream(dataset, [[7, 3]], collate_fn=3)
+
+    @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+    def test_without_cuda_pin_memory_warns(self, labels):
+        stream = BatchStream(ArrayDataset(labels), [[1]], pin_memory=True)
+        with pytest.warns(UserWarning, match="there is no CUDA device"):
+            assert [batch.tolist() for batch in stream] == [[1]]
+
+    @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+    def test_batches_are_pinned(self, file, labels):
+        for dataset in (ArrayDataset(file, labels), TokenDataset(labels, 4)):
+            batches = batches_of(len(dataset))
+            pairs = zip(
+                BatchStream(dataset, batches, pin_memory=True),
+                BatchStream(dataset, batches),
+                strict=True,
+            )
+            for found, expected in pairs:
+                assert all(part.is_pinned() for part in found)
+                assert_equal(found, expected)
+
+    def test_what_a_batch_of_its_own_kind_pins_is_its_affair(self, labels, monkeypatch):
+        """Of a type that torch calls pin_memory() of, as of any tensor."""
+
+        class Batch(list):
+            def pin_memory(self):
+                return ("pinned", *self)
+
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        dataset = ArrayDataset(labels)
+        for pin_memory, kind in ((True, tuple), (False, Batch)):
+            stream = BatchStream(dataset, [[1]], pin_memory=pin_memory, collate_fn=Batch)
+            (found,) = stream
+            assert type(found) is kind
+
+
+class OwnState:
+    """A batch sampler that knows by itself where it is, across epochs."""
+
+    def __init__(self, count):
+        self.batches = batches_of(count)
+        self.state = {"position": 0, "epoch": 0}
+
+    def __iter__(self):
+        while self.state["position"] < len(self.batches):
+            self.state["position"] += 1
+            yield self.batches[self.state["position"] - 1 - self.state["epoch"]]
+        self.state["position"] = 0
+        self.state["epoch"] += 1
+
+    def state_dict(self):
+        return self.state
+
+    def load_state_dict(self, state):
+        self.state = state
+
+
+class Eager:
+    """A batch sampler that draws its batches when an iteration begins, not later."""
+
+    def __init__(self, count):
+        self.count = count
+
+    def __iter__(self):
+        return iter([part.tolist() for part in torch.randperm(self.count).split(10)])
+
+
+def in_batches(sampler):
+    """Return batches of what a sampler gives."""
+    return BatchSampler(sampler, 10, False)
+
+
+def seeded():
+    """Return a generator that gives the same in every process."""
+    return torch.Generator().manual_seed(7)
+
+
+# Samplers as a program makes them anew when it starts again.
+SAMPLERS = {
+    "list": lambda data: batches_of(len(data)),
+    "in order": lambda data: in_batches(SequentialSampler(data)),
+    "seeded": lambda data: in_batches(RandomSampler(data, generator=seeded())),
+    "global": lambda data: in_batches(RandomSampler(data)),
+    "replacement": lambda data: in_batches(RandomSampler(data, replacement=True)),
+    "many": lambda data: in_batches(RandomSampler(data, True, 250, generator=seeded())),
+    "subset": lambda data: in_batches(SubsetRandomSampler(range(0, 103, 2))),
+    "rank": lambda data: in_batches(DistributedSampler(data, 2, 1, seed=3)),
+    "drop last": lambda data: BatchSampler(RandomSampler(data), 10, True),
+    "eager": lambda data: Eager(len(data)),
+    "own state": lambda data: OwnState(len(data)),
+}
+
+
+class Training:
+    """What a program does with a stream of numbers, and saves of itself."""
+
+    def __init__(self, labels, make, state=None):
+        self.stream = BatchStream(ArrayDataset(labels), make(range(COUNT)))
+        self.epoch = 0
+        if state is not None:
+            self.epoch = state["epoch"]
+            torch.set_rng_state(state["rng_state"])
+            self.stream.load_state_dict(state["stream"])
+
+    def epochs(self, count):
+        """Yield each batch with its epoch; the loop is over after the last one."""
+        while self.epoch < count:
+            inner = getattr(self.stream.batch_sampler, "sampler", None)
+            if isinstance(inner, DistributedSampler):
+                inner.set_epoch(self.epoch)
+            for batch in self.stream:
+                # As a step of training does.
+                torch.rand(3)
+                yield self.epoch, batch.tolist()
+            self.epoch += 1
+
+    def state(self):
+        """Return all that is saved, as a file of torch gives it back."""
+        file = io.BytesIO()
+        state = {
+            "epoch": self.epoch,
+            "rng_state": torch.get_rng_state(),
+            "stream": self.stream.state_dict(),
+        }
+        torch.save(state, file)
+        file.seek(0)
+        return torch.load(file, weights_only=True)
+
+
+class TestResume:
+    @pytest.mark.parametrize("name", SAMPLERS)
+    def test_every_batch_comes_once_and_in_the_same_order(self, labels, name):
+        """After every batch of two epochs, those at the ends among them."""
+        make = SAMPLERS[name]
+        torch.manual_seed(0)
+        expected = list(Training(labels, make).epochs(3))
+        torch.manual_seed(0)
+        training = Training(labels, make)
+        states = [(0, training.state())]
+        for given, _ in enumerate(training.epochs(2), 1):
+            states.append((given, training.state()))
+        # The last batch was given out, and then the loop was over.
+        states.append((given, training.state()))
+        assert len(states) == len([1 for epoch, _ in expected if epoch < 2]) + 2
+        for given, state in states:
+            torch.manual_seed(100 + given)
+            rest = list(Training(labels, make, state).epochs(3))
+            assert rest == expected[given:], given
+
+    @pytest.mark.parametrize("name", SAMPLERS)
+    def test_a_second_resume_goes_on_from_the_first(self, labels, name):
+        make = SAMPLERS[name]
+        torch.manual_seed(0)
+        expected = list(Training(labels, make).epochs(3))
+        torch.manual_seed(0)
+        found, state = [], None
+        while True:
+            training = Training(labels, make, state)
+            batches = training.epochs(3)
+            taken = list(itertools.islice(batches, 4))
+            if not taken:
+                break
+            found += taken
+            state = training.state()
+            torch.manual_seed(len(found))
+        assert found == expected
+
+    def test_global_random_numbers_need_not_be_restored_within_an_epoch(self, labels):
+        make = SAMPLERS["global"]
+        stream = BatchStream(ArrayDataset(labels), make(range(COUNT)))
+        found = [batch.tolist() for batch in itertools.islice(stream, 4)]
+        state = stream.state_dict()
+        before = torch.manual_seed(1).get_state()
+        stream = BatchStream(ArrayDataset(labels), make(range(COUNT)))
+        stream.load_state_dict(state)
+        found += [batch.tolist() for batch in stream]
+        assert sorted(itertools.chain(*found)) == list(range(COUNT))
+        assert torch.equal(torch.get_rng_state(), before)
+
+    def test_nothing_is_read_of_what_was_given_out(self, file):
+        with nvmeio.Handle() as handle:
+            dataset = ArrayDataset(nvmeio.ArrayFile(file, handle=handle))
+            stream = BatchStream(dataset, batches_of(COUNT))
+            for _ in itertools.islice(stream, 8):
+                pass
+            state = stream.state_dict()
+            before = handle.stats()["requests"]
+            stream = BatchStream(dataset, batches_of(COUNT))
+            stream.load_state_dict(state)
+            assert len(list(stream)) == 3
+            assert handle.stats()["requests"] == before + 3
+
+    def test_a_state_is_small_and_plain(self, labels):
+        dataset = ArrayDataset(labels)
+        stream = BatchStream(dataset, SAMPLERS["seeded"](dataset))
+        next(iter(stream))
+        state = stream.state_dict()
+        tensors = [state.pop("rng_state"), *state.pop("generators")]
+        assert [tensor.dtype for tensor in tensors] == [torch.uint8] * 2
+        assert len(pickle.dumps(stream.state_dict())) < 20_000
+        assert list(json.loads(json.dumps(state))) == ["batches", "checksum", "rank"]
+
+    def test_a_state_is_no_view_of_the_stream(self, labels):
+        dataset = ArrayDataset(labels)
+        for name in ("seeded", "own state"):
+            stream = BatchStream(dataset, SAMPLERS[name](dataset))
+            batches = iter(stream)
+            next(batches)
+            state = stream.state_dict()
+            kept = copy.deepcopy(state)
+            expected = [batch.tolist() for batch in batches]
+            assert str(state) == str(kept)
+            again = BatchStream(dataset, SAMPLERS[name](dataset))
+            again.load_state_dict(state)
+            if "rng_state" in state:
+                state["rng_state"].zero_()
+                state["generators"][0].zero_()
+            else:
+                state["sampler"]["position"] = 9
+            assert [batch.tolist() for batch in again] == expected
+
+    @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+    def test_checkpoints_carry_a_state(self, labels, tmp_path):
+        from torch.distributed import checkpoint as dcp
+
+        dataset = ArrayDataset(labels)
+        make = SAMPLERS["seeded"]
+        stream = BatchStream(dataset, make(dataset))
+        batches = iter(stream)
+        for _ in range(4):
+            next(batches)
+        dcp.save({"stream": stream}, checkpoint_id=tmp_path / "dcp")
+        pytest.importorskip("crc32c", reason="crc32c is not installed")
+        with nvmeio.checkpoint.Checkpointer(tmp_path / "own") as checkpointer:
+            checkpointer.save(1, {"stream": stream.state_dict()})
+            restored = checkpointer.restore()
+        expected = [batch.tolist() for batch in batches]
+        by_dcp, by_own = (BatchStream(dataset, make(dataset)) for _ in range(2))
+        dcp.load({"stream": by_dcp}, checkpoint_id=tmp_path / "dcp")
+        by_own.load_state_dict(restored["stream"])
+        for again in (by_dcp, by_own):
+            assert [batch.tolist() for batch in again] == expected
+
+    def test_another_process_goes_on(self, labels, tmp_path):
+        dataset = ArrayDataset(labels)
+        stream = BatchStream(dataset, SAMPLERS["global"](dataset))
+        batches = iter(stream)
+        for _ in range(6):
+            next(batches)
+        torch.save(stream.state_dict(), tmp_path / "state.pt")
+        expected = [batch.tolist() for batch in batches]
+        outcome = run_child("resume_stream", folder=str(tmp_path))
+        assert outcome.status == 0, outcome
+        assert outcome.reports == [expected]
+
+    def test_an_iterator_that_is_not_used_takes_nothing(self, labels):
+        """A DataLoader may call iter() twice, and use the second one alone."""
+        dataset = ArrayDataset(labels)
+        stream = BatchStream(dataset, batches_of(COUNT))
+        for _ in itertools.islice(stream, 6):
+            pass
+        state = stream.state_dict()
+        stream.load_state_dict(state)
+        unused = iter(stream)
+        assert str(stream.state_dict()) == str(state)
+        assert len(list(stream)) == 5
+        assert len(list(unused)) == 11
+
+    def test_the_state_is_that_of_the_iteration_begun_last(self, labels):
+        stream = BatchStream(ArrayDataset(labels), batches_of(COUNT))
+        first, second = iter(stream), iter(stream)
+        next(first)
+        assert stream.state_dict()["batches"] == 1
+        next(second)
+        next(first)
+        assert stream.state_dict()["batches"] == 1
+        list(first)
+        assert stream.state_dict()["batches"] == 1
+        list(second)
+        assert stream.state_dict()["batches"] == 0
+
+    def test_an_iteration_that_goes_on_leaves_a_loaded_state_alone(self, labels):
+        stream = BatchStream(ArrayDataset(labels), batches_of(COUNT))
+        batches = iter(stream)
+        for _ in range(4):
+            next(batches)
+        state = stream.state_dict()
+        next(batches)
+        stream.load_state_dict(state)
+        assert len(list(batches)) == 6
+        assert stream.state_dict()["batches"] == 4
+        assert len(list(stream)) == 7
+
+    def test_a_batch_that_fails_comes_again(self, labels):
+        dataset = ArrayDataset(labels)
+        failing = [[0], [1], [2]]
+
+        def transform(sample):
+            if sample == 1 and failing:
+                raise RuntimeError("no memory")
+            return sample
+
+        dataset.transform = transform
+        stream = BatchStream(dataset, [[0], [1], [2]])
+        with pytest.raises(RuntimeError, match="no memory"):
+            list(stream)
+        failing.clear()
+        stream.load_state_dict(stream.state_dict())
+        assert [batch.tolist() for batch in stream] == [[1], [2]]
+
+    def test_a_state_may_be_taken_by_another_thread(self, labels):
+        dataset = ArrayDataset(labels)
+        order = torch.randperm(COUNT, generator=seeded()).tolist()
+        batches = [[number] for number in order] * 4
+        stream = BatchStream(dataset, batches)
+        states, ended = {}, threading.Event()
+
+        def take():
+            while not ended.is_set():
+                state = stream.state_dict()
+                states[state["batches"]] = state
+
+        with ThreadPoolExecutor(1) as pool:
+            taking = pool.submit(take)
+            expected = [batch.tolist() for batch in stream]
+            ended.set()
+            taking.result()
+        assert len(states) > 3
+        for given, state in list(states.items())[::20]:
+            again = BatchStream(dataset, batches)
+            again.load_state_dict(state)
+            assert [batch.tolist() for batch in again] == expected[given:]
+
+    def test_an_order_that_is_another_one_is_refused(self, labels):
+        dataset = ArrayDataset(labels)
+        half = Subset(dataset, range(0, COUNT, 2))
+
+        def ranked(epoch=1, ranks=2, seed=3):
+            sampler = DistributedSampler(dataset, ranks, 1, seed=seed)
+            sampler.set_epoch(epoch)
+            return in_batches(sampler)
+
+        changes = [
+            (dataset, ranked(), dataset, ranked(epoch=0)),
+            (dataset, ranked(), dataset, ranked(ranks=3)),
+            (dataset, ranked(), dataset, ranked(seed=4)),
+            (dataset, batches_of(COUNT, 10), dataset, batches_of(COUNT, 9)),
+            (dataset, batches_of(50), Subset(dataset, range(50, 0, -1)), batches_of(50)),
+            (half, batches_of(50), Subset(dataset, range(50)), batches_of(50)),
+        ]
+        for before, batches, after, others in changes:
+            stream = BatchStream(before, batches)
+            for _ in itertools.islice(stream, 3):
+                pass
+            state = stream.state_dict()
+            same = BatchStream(before, batches)
+            same.load_state_dict(state)
+            next(iter(same))
+            stream = BatchStream(after, others)
+            stream.load_state_dict(state)
+            for _ in range(2):
+                with pytest.raises(
+                    ValueError, match="after 3 batches: the batch sampler has o"
+                ):
+                    next(iter(stream))
+        stream = BatchStream(dataset, batches[:2])
+        stream.load_state_dict(state)
+        with pytest.raises(ValueError, match="batch sampler has only 2"):
+            next(iter(stream))
+
+    def test_all_ranks_may_load_the_state_of_one(self, labels):
+        dataset = ArrayDataset(labels)
+
+        def of_rank(rank):
+            return BatchStream(dataset, in_batches(DistributedSampler(dataset, 3, rank)))
+
+        first = of_rank(0)
+        for _ in itertools.islice(first, 2):
+            pass
+        for rank in range(3):
+            expected = [batch.tolist() for batch in of_rank(rank)]
+            stream = of_rank(rank)
+            stream.load_state_dict(first.state_dict())
+            batches = iter(stream)
+            assert next(batches).tolist() == expected[2]
+            # From here on it is a state of this rank, which sees a wrong order.
+            state = stream.state_dict()
+            assert (state["batches"], state["rank"]) == (3, rank)
+            again = of_rank(rank)
+            again.load_state_dict(state)
+            assert [batch.tolist() for batch in again] == expected[3:]
+
+    def test_random_numbers_of_another_rank_are_refused(self, labels):
+        dataset = ArrayDataset(labels)
+        streams = []
+        for rank in range(2):
+            sampler = RandomSampler(dataset, generator=torch.Generator().manual_seed(rank))
+            sampler.rank = rank
+            streams.append(BatchStream(dataset, in_batches(sampler)))
+        with pytest.raises(ValueError, match="state is of rank 0, and this is rank 1"):
+            streams[1].load_state_dict(streams[0].state_dict())
+
+    def test_what_is_no_state_of_this_sampler_is_refused(self, labels):
+        dataset = ArrayDataset(labels)
+        plain, own, random = (
+            BatchStream(dataset, SAMPLERS[name](dataset))
+            for name in ("list", "own state", "seeded")
+        )
+        with pytest.raises(TypeError, match="state_dict is None; it must be a dict"):
+            plain.load_state_dict(None)
+        for stream, state in ((plain, {}), (plain, own.state_dict())):
+            with pytest.raises(ValueError, match="that of this batch sampler has"):
+                stream.load_state_dict(state)
+        with pytest.raises(ValueError, match="has 1 generators of samplers"):
+            plain.load_state_dict(random.state_dict())
+        with pytest.raises(ValueError, match="batches is -1"):
+            plain.load_state_dict({**plain.state_dict(), "batches": -1})
+        assert len(list(plain)) == 11
+
+    def test_workers_that_would_repeat_batches_are_refused(self, labels):
+        stream = BatchStream(ArrayDataset(labels), batches_of(COUNT))
+        with pytest.raises(RuntimeError, match="each of 2 workers would give every batch"):
+            list(DataLoader(stream, batch_size=None, num_workers=2))
+        for workers in (0, 1):
+            loader = DataLoader(stream, batch_size=None, num_workers=workers)
+            assert_equal(list(loader), list(stream))

@@ -1,12 +1,14 @@
 """What children do who load data with workers of torch's DataLoader."""
 
+import contextlib
 import gc
 import os
+import resource
 
 import numpy as np
 
 import nvmeio
-from helpers import descriptors_below, left_open
+from helpers import descriptors_below, left_open, limit
 from workloads.common import report
 
 
@@ -67,3 +69,62 @@ def load_with_workers(folder, method, engine, workers=8, count=403):
             "left_open": left_open(folder),
         }
     )
+
+
+def resume_stream(folder):
+    """Go on where the state in a file says, and report what is left."""
+    import torch
+    from torch.utils.data import BatchSampler, RandomSampler
+
+    from nvmeio.torch import ArrayDataset, BatchStream
+
+    dataset = ArrayDataset(f"{folder}/labels.npy")
+    stream = BatchStream(dataset, BatchSampler(RandomSampler(dataset), 10, False))
+    stream.load_state_dict(torch.load(f"{folder}/state.pt", weights_only=True))
+    report([batch.tolist() for batch in stream])
+
+
+class Owners:
+    """Joins the records of a batch, and says what memory the dataset's index is in."""
+
+    def __init__(self, dataset):
+        self.dataset = dataset
+
+    def __call__(self, records):
+        import torch
+
+        indices = (self.dataset._offsets, self.dataset._sizes)
+        owners = [type(index.array.base).__name__ for index in indices]
+        return torch.cat(records), ",".join(owners)
+
+
+def load_records_with_workers(folder, method, shared_bytes_max=None, count=140_000):
+    """Load records in workers that are started by a method, and say where the index is."""
+    from torch.utils.data import DataLoader
+
+    from nvmeio.torch import RecordDataset
+
+    sizes = np.random.default_rng(0).integers(0, 5, count)
+    ends = np.cumsum(sizes)
+    content = np.random.default_rng(1).integers(0, 256, ends[-1], np.uint8)
+    content.tofile(f"{folder}/records")
+    np.save(f"{folder}/offsets.npy", ends - sizes)
+    offsets = np.load(f"{folder}/offsets.npy", mmap_mode="r")
+    dataset = RecordDataset(f"{folder}/records", offsets, sizes)
+    loader = DataLoader(
+        dataset,
+        batch_sampler=[range(begin, begin + 5000) for begin in range(0, count, 5000)],
+        num_workers=2,
+        multiprocessing_context=method,
+        collate_fn=Owners(dataset),
+    )
+    found, owners = [], set()
+    room = contextlib.nullcontext()
+    if shared_bytes_max is not None:
+        room = limit(resource.RLIMIT_FSIZE, shared_bytes_max)
+    with room:
+        for joined, names in loader:
+            found.append(joined.numpy())
+            owners.add(names)
+    np.testing.assert_array_equal(np.concatenate(found), content)
+    report({"owners": sorted(owners)})

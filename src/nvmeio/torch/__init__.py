@@ -9,7 +9,13 @@ import torch
 from nvmeio._memory.registry import register
 from nvmeio.torch import _tensors
 from nvmeio.torch.activations import save_on_disk
-from nvmeio.torch.data import ArrayDataset, BatchStream, TokenDataset
+from nvmeio.torch.data import (
+    ArrayDataset,
+    BatchStream,
+    MegatronDataset,
+    RecordDataset,
+    TokenDataset,
+)
 from nvmeio.torch.memory import empty, empty_like
 from nvmeio.torch.optimizers import OffloadedOptimizer, offload
 from nvmeio.torch.serialization import load, save
@@ -18,7 +24,9 @@ from nvmeio.torch.streams import open_stream
 __all__ = [
     "ArrayDataset",
     "BatchStream",
+    "MegatronDataset",
     "OffloadedOptimizer",
+    "RecordDataset",
     "TokenDataset",
     "empty",
     "empty_like",

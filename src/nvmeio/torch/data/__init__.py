@@ -2,6 +2,14 @@
 
 from nvmeio.torch.data._arrays import ArrayDataset
 from nvmeio.torch.data._batches import BatchStream
+from nvmeio.torch.data._megatron import MegatronDataset
+from nvmeio.torch.data._records import RecordDataset
 from nvmeio.torch.data._tokens import TokenDataset
 
-__all__ = ["ArrayDataset", "BatchStream", "TokenDataset"]
+__all__ = [
+    "ArrayDataset",
+    "BatchStream",
+    "MegatronDataset",
+    "RecordDataset",
+    "TokenDataset",
+]

@@ -2,20 +2,23 @@
 
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from nvmeio._arguments.keywords import suggesting
 from nvmeio._arguments.types import Path
 from nvmeio._arrays.indexing import Positions
-from nvmeio._files.paths import absolute
 from nvmeio.arrays import ArrayFile
 from nvmeio.torch._dtypes import is_common
-from nvmeio.torch.data._stored import Array, Flight, Stored
+from nvmeio.torch.data._stored import Flight, Stored
 
 __all__ = ["ArrayDataset"]
+
+# Where rows come from once it is open: the disk, or memory.
+Array: TypeAlias = ArrayFile | npt.NDArray[Any] | torch.Tensor
 
 
 class ArrayDataset(Stored):
@@ -47,11 +50,13 @@ class ArrayDataset(Stored):
 
     A batch of a DataLoader is one gather for each array, and its samples are views of one
     tensor.  The files are opened at once, and again by each process that the dataset is
-    sent to, and closed when it is dropped; it can be pickled and forked, so any number of
+    sent to.  ``close()``, the end of ``with``, or dropping the dataset closes them, without
+    waiting for what is being read; copies, such as those in workers, stay open, and so does
+    an ``ArrayFile`` that was passed.  A dataset can be pickled and forked, so any number of
     workers may be started in any way.
 
     A ``torch.utils.data.ConcatDataset`` asks for its samples one by one, and so reads them
-    one by one.
+    one by one.  The number of samples is that of the moment when the dataset was made.
     """
 
     @suggesting
@@ -60,19 +65,16 @@ class ArrayDataset(Stored):
         *arrays: Path | Array,
         transform: Callable[[Any], Any] | None = None,
     ) -> None:
-        super().__init__(transform)
         if not arrays:
             raise TypeError("a dataset needs at least one array")
-        kinds = (ArrayFile, np.ndarray, torch.Tensor)
+        kinds = (ArrayFile, np.ndarray, torch.Tensor, str, bytes, os.PathLike)
         for place, array in enumerate(arrays):
-            if not isinstance(array, (*kinds, str, bytes, os.PathLike)):
+            if not isinstance(array, kinds):
                 raise TypeError(
                     f"array {place} is of type {type(array).__qualname__}; it must be a "
                     "path, an ArrayFile, an array or a tensor"
                 )
-        self._sources = [
-            array if isinstance(array, kinds) else absolute(array) for array in arrays
-        ]
+        super().__init__(arrays, transform)
         opened = self._arrays()
         for place, array in enumerate(opened):
             _check_elements(array, f"array {place}")
@@ -81,31 +83,26 @@ class ArrayDataset(Stored):
             raise ValueError(
                 f"the arrays have {lengths} rows; all must have the same number"
             )
-
-    def _open(self) -> list[Array]:
-        if not any(isinstance(source, str | bytes) for source in self._sources):
-            return list(self._sources)
-        return [
-            ArrayFile(source) if isinstance(source, str | bytes) else source
-            for source in self._sources
-        ]
+        self._length = lengths[0]
+        self._shapes = tuple(tuple(array.shape) for array in opened)
+        self._dtypes = tuple(_dtype_of(array) for array in opened)
 
     def __len__(self) -> int:
-        return len(self._arrays()[0])
+        return self._length
+
+    @property
+    def shape(self) -> tuple[Any, ...]:
+        """The shape of the array, or a tuple of the shapes of several arrays."""
+        return self._shapes[0] if self._is_plain() else self._shapes
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype of samples, one of torch's; or a tuple, one for each array."""
+        return self._dtypes[0] if self._is_plain() else self._dtypes
 
     def begin(self, rows: Positions) -> Flight:
         """Start reading rows, whose positions were checked."""
-        parts: list[Any] = []
-        try:
-            for array in self._arrays():
-                if isinstance(array, ArrayFile):
-                    parts.append(array.prefetch(rows))
-                else:
-                    parts.append(_taken(array, rows))
-        except BaseException:
-            Flight(parts, _tensors).abandon()
-            raise
-        return Flight(parts, _tensors)
+        return Flight((_begun(array, rows) for array in self._arrays()), _tensors)
 
     def read(self, rows: Positions) -> list[torch.Tensor]:
         """Read rows, whose positions were checked: in the calling thread where it can."""
@@ -126,6 +123,18 @@ def _check_elements(array: Array, name: str) -> None:
             f"{name} is masked, and its mask would be lost; pass array.data, or "
             "array.filled()"
         )
+
+
+def _dtype_of(array: Array) -> torch.dtype:
+    """Return the dtype of the tensors that are made of an array."""
+    if isinstance(array.dtype, torch.dtype):
+        return array.dtype
+    return torch.from_numpy(np.empty(0, array.dtype)).dtype
+
+
+def _begun(array: Array, rows: Positions) -> Any:
+    """Start reading, or copy, rows whose positions were checked."""
+    return array.prefetch(rows) if isinstance(array, ArrayFile) else _taken(array, rows)
 
 
 def _taken(array: Array, rows: Positions) -> Any:

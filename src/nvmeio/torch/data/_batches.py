@@ -1,105 +1,244 @@
-"""Batches ahead of time, without worker processes."""
+"""Batches ahead of time, without worker processes, which resume where they were."""
 
+import copy
+import itertools
+import warnings
+import zlib
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Subset
+from torch.utils.data import IterableDataset, Subset, get_worker_info
+from torch.utils.data._utils.pin_memory import pin_memory as pinned
 
-from nvmeio._arguments.checks import whole
+from nvmeio._arguments.checks import flag, whole
 from nvmeio._arguments.keywords import suggesting
+from nvmeio._arrays.indexing import Positions
 from nvmeio.torch.data._stored import Flight, Stored
 
 __all__ = ["BatchStream"]
 
 
-class BatchStream:
+_KEYS = ("batches", "checksum", "rank", "rng_state", "generators")
+
+
+@dataclass(frozen=True)
+class _Place:
+    """How far an iteration has come, and what it began with.
+
+    That is torch's random numbers and the generators of samplers.  A batch sampler with a
+    state of its own has it in ``sampler`` in their place, as it was after the last batch.
+    """
+
+    batches: int
+    # Of the samples of these batches, and the rank that they were of.
+    checksum: int = 0
+    rank: int = 0
+    rng_state: torch.Tensor | None = None
+    generators: tuple[torch.Tensor, ...] = ()
+    sampler: Any = None
+
+
+class BatchStream(IterableDataset):  # type: ignore[misc]  # mypy sees no types of torch
     """Batches of a dataset, of which the next are on their way: no worker processes.
 
     Parameters
     ----------
-    dataset : ArrayDataset or TokenDataset
+    dataset : ArrayDataset, TokenDataset or another dataset of nvmeio
         Or a ``torch.utils.data.Subset`` of one.
-    sampler : iterable of sequences of int
+    batch_sampler : iterable of sequences of int
         The indices of each batch, as ``torch.utils.data.BatchSampler`` gives them.  A
         generator gives them to one iteration only.
     depth : int, default 2
         How many batches are being read while the program has one, 1 or more.
+    pin_memory : bool, default False
+        Copy each batch to pinned memory of torch, from which copies to a GPU with
+        ``non_blocking=True`` are asynchronous, as a DataLoader does.  Without CUDA, a
+        warning, and ordinary memory.
+    collate_fn : callable, optional
+        Makes a batch of the list of its samples, as for a DataLoader.  By default what
+        ``torch.utils.data.default_collate`` would make.
 
     Raises
     ------
     TypeError
-        The dataset is of another kind; the batch sampler is not iterable; ``depth`` is no
-        integer.
+        The dataset is of another kind; the batch sampler is not iterable; ``collate_fn`` is
+        not callable; ``depth`` is no integer.
     ValueError
         ``depth`` is less than 1.
 
     Notes
     -----
-    Each iteration goes through the sampler once and yields, for each batch, what a
-    DataLoader with the default collate would.  Without a transform, the tensors of an
-    ArrayDataset are those that were read into; tokens are converted once.  Transforms run
-    in the thread that iterates.  What goes wrong with a batch, or in the sampler, is raised
-    where that batch would come, and ends the iteration.
+    Each iteration goes through the batch sampler once and yields, for each batch, what a
+    DataLoader would.  Without a transform and a ``collate_fn``, the tensors of an
+    ArrayDataset are those that were read into; tokens are converted once.  Transforms and
+    ``collate_fn`` run in the thread that iterates.  What goes wrong with a batch, or in the
+    batch sampler, is raised where that batch would come, and ends the iteration.
     An iteration that is abandoned or closed waits until nothing of it is in flight.
 
     For distributed training, a ``DistributedSampler`` inside of the ``BatchSampler`` gives
     each rank its part; its ``set_epoch`` is still the program's to call.
+
+    ``state_dict()`` and ``load_state_dict()`` continue an epoch with the next batch, and so
+    does a ``StatefulDataLoader(stream, batch_size=None)`` of torchdata.  More than one
+    worker is refused, because each would give every batch.
     """
 
     @suggesting
     def __init__(
         self,
         dataset: Stored | Subset[Any],
-        sampler: Iterable[Sequence[int]],
+        batch_sampler: Iterable[Sequence[int]],
         depth: int = 2,
+        *,
+        pin_memory: bool = False,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
     ) -> None:
-        if not isinstance(sampler, Iterable):
+        if not isinstance(batch_sampler, Iterable):
             raise TypeError(
-                f"the batch sampler is {sampler!r}; it must be iterable, such as a "
+                f"the batch sampler is {batch_sampler!r}; it must be iterable, such as a "
                 "torch.utils.data.BatchSampler"
             )
+        if not (collate_fn is None or callable(collate_fn)):
+            raise TypeError(f"collate_fn is {collate_fn!r}; it must be callable")
         self.dataset = dataset
-        self.sampler = sampler
+        self.batch_sampler: Any = batch_sampler
         self.depth = whole("depth", depth, 1, 2**63 - 1)
+        self.pin_memory = flag("pin_memory", pin_memory)
+        self.collate_fn = collate_fn
         self._stored = _stored_below(dataset)
+        # Where the iteration is that was begun last; None between two of them.
+        self._place: _Place | None = None
+        self._loaded = False
+        self._current: object = None
 
     def __len__(self) -> int:
-        if not isinstance(self.sampler, Sized):
+        if not isinstance(self.batch_sampler, Sized):
             raise TypeError("the batch sampler has no length")
-        return len(self.sampler)
+        return len(self.batch_sampler)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the iteration is that was begun last.
+
+        Returns
+        -------
+        dict
+            Of integers and tensors, a few KiB, and of what the batch sampler's own
+            ``state_dict()`` returns, if it has one.  It can go into any checkpoint.
+
+        Notes
+        -----
+        Counts the batches that were given out, not those that are being read.  After the
+        last batch the epoch still goes on, with no batch left; it is over when the loop has
+        ended.  May be called by any thread.
+
+        The order of the batches must be found again.  A batch sampler with ``state_dict()``
+        and ``load_state_dict()`` sees to that itself.  For any other the state has what the
+        epoch began with: torch's global random numbers and the ``generator`` of each
+        sampler inside.
+        """
+        place = self._place or self._beginning()
+        if _has_state(self.batch_sampler):
+            return {"batches": place.batches, "sampler": copy.deepcopy(place.sampler)}
+        return copy.deepcopy(
+            {
+                "batches": place.batches,
+                "checksum": place.checksum,
+                "rank": place.rank,
+                "rng_state": place.rng_state,
+                "generators": list(place.generators),
+            }
+        )
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Let the next iteration continue where a state was taken.
+
+        Parameters
+        ----------
+        state_dict : dict
+            What ``state_dict()`` returned, in any process.
+
+        Raises
+        ------
+        TypeError
+            It is no dict.
+        ValueError
+            It is no state of a stream, or of one with another kind of batch sampler; or it
+            is that of another rank, whose sampler draws numbers of its own.
+
+        Notes
+        -----
+        The next iteration goes through the batches that were given out, reads nothing of
+        them, and raises ValueError where they are others than before: the dataset, batch
+        size, number of ranks, seed and ``set_epoch`` must be the same.  All ranks may load
+        the state of one where the order depends on seed and epoch alone, as with a
+        ``DistributedSampler``.
+
+        An iteration that is under way goes on, and is no longer what ``state_dict()``
+        describes.
+        """
+        if not isinstance(state_dict, dict):
+            raise TypeError(f"state_dict is {state_dict!r}; it must be a dict")
+        keys = ("batches", "sampler") if _has_state(self.batch_sampler) else _KEYS
+        if set(state_dict) != set(keys):
+            raise ValueError(
+                f"the state has {sorted(state_dict)}; that of this batch sampler has "
+                f"{sorted(keys)}"
+            )
+        place = _Place(**copy.deepcopy(state_dict))
+        whole("batches", place.batches, 0, 2**63 - 1)
+        self._check_generators(place)
+        self._place, self._loaded, self._current = place, True, None
 
     def __iter__(self) -> Iterator[Any]:
-        batches = iter(self.sampler)
-        ahead: deque[Flight | Exception] = deque()
+        _check_worker()
+        pin = self.pin_memory and _can_pin()
+        taken = self._place if self._loaded else None
+        batches, taken = self._begun() if taken is None else self._resumed(taken)
+        current = self._current = object()
+        self._place, self._loaded = taken, False
+        ahead: deque[tuple[Flight | Exception, _Place]] = deque()
         more = True
         try:
             while True:
                 # The first is the one that comes next.
                 while more and len(ahead) <= self.depth:
                     try:
-                        ahead.append(self._begin(next(batches)))
+                        rows = self._rows(next(batches))
+                        taken = self._after(taken, rows)
+                        ahead.append((self._stored.begin(rows), taken))
                     except StopIteration:
                         more = False
                     except Exception as error:
-                        ahead.append(error)
+                        ahead.append((error, taken))
                         more = False
                 if not ahead:
-                    return
-                if isinstance(ahead[0], Exception):
-                    raise ahead[0]
-                batch = self._stored.batch(ahead[0])
+                    break
+                flight, place = ahead[0]
+                if isinstance(flight, Exception):
+                    raise flight
+                if self.collate_fn is None:
+                    batch = self._stored.batch(flight)
+                else:
+                    batch = self.collate_fn(self._stored.samples(flight))
                 ahead.popleft()
+                if pin:
+                    batch = pinned(batch)
+                if self._current is current:
+                    self._place = place
                 yield batch
+            if self._current is current:
+                self._place = None
         finally:
-            for flight in ahead:
+            for flight, _ in ahead:
                 if isinstance(flight, Flight):
                     flight.abandon()
 
-    def _begin(self, indices: Any) -> Flight:
-        """Start reading a batch."""
+    def _rows(self, indices: Any) -> Positions:
+        """Return the positions of the samples of a batch."""
         if not isinstance(indices, Sequence | np.ndarray | torch.Tensor):
             raise TypeError(
                 f"the batch sampler gave {indices!r}, not the indices of a batch; a "
@@ -109,7 +248,140 @@ class BatchStream:
         while isinstance(dataset, Subset):
             indices = [dataset.indices[index] for index in indices]
             dataset = dataset.dataset
-        return self._stored.begin(self._stored._rows(indices))
+        return self._stored._rows(indices)
+
+    # From here on, where an iteration is.
+
+    def _beginning(self) -> _Place:
+        """Return the place of an iteration that begins now."""
+        if _has_state(self.batch_sampler):
+            return _Place(0, sampler=self._sampler_state())
+        return _Place(
+            0,
+            rank=_rank_of(self.batch_sampler),
+            rng_state=torch.get_rng_state(),
+            generators=tuple(one.get_state() for one in _generators_of(self.batch_sampler)),
+        )
+
+    def _begun(self) -> tuple[Iterator[Any], _Place]:
+        """Begin an epoch: return its batches, and the place before the first one."""
+        place = self._beginning()
+        return iter(self.batch_sampler), place
+
+    def _resumed(self, place: _Place) -> tuple[Iterator[Any], _Place]:
+        """Continue an epoch: return the batches that are left, and their place."""
+        if _has_state(self.batch_sampler):
+            self.batch_sampler.load_state_dict(copy.deepcopy(place.sampler))
+            return iter(self.batch_sampler), place
+        for one, state in zip(
+            _generators_of(self.batch_sampler), place.generators, strict=True
+        ):
+            one.set_state(state)
+        if place.batches == 0:
+            return self._begun()
+        # The program's own random numbers go on as if nothing had been skipped.
+        rng_state = torch.get_rng_state()
+        torch.set_rng_state(place.rng_state)
+        try:
+            batches = iter(self.batch_sampler)
+            here = replace(place, batches=0, checksum=0, rank=_rank_of(self.batch_sampler))
+            for indices in itertools.islice(batches, place.batches):
+                here = self._after(here, self._rows(indices))
+        finally:
+            torch.set_rng_state(rng_state)
+        wrong = "others now"
+        if here.batches < place.batches:
+            wrong = f"only {here.batches}"
+        elif here.rank != place.rank or here.checksum == place.checksum:
+            return batches, here
+        raise ValueError(
+            f"the epoch cannot be continued after {place.batches} batches: the batch "
+            f"sampler has {wrong}.  Its dataset, batch size, number of ranks, seed and "
+            "epoch must be as before"
+        )
+
+    def _after(self, place: _Place, rows: Positions) -> _Place:
+        """Return the place after one more batch."""
+        if _has_state(self.batch_sampler):
+            return _Place(place.batches + 1, sampler=self._sampler_state())
+        checksum = zlib.crc32(np.ascontiguousarray(rows).data, place.checksum)
+        return replace(place, batches=place.batches + 1, checksum=checksum)
+
+    def _sampler_state(self) -> Any:
+        """Return the batch sampler's own state, which nobody will change."""
+        return copy.deepcopy(self.batch_sampler.state_dict())
+
+    def _check_generators(self, place: _Place) -> None:
+        """Refuse a state whose random numbers are those of another sampler or rank."""
+        found = _generators_of(self.batch_sampler)
+        if len(found) != len(place.generators):
+            raise ValueError(
+                f"the state has {len(place.generators)} generators of samplers; the batch "
+                f"sampler has {len(found)}"
+            )
+        rank = _rank_of(self.batch_sampler)
+        draws = any(hasattr(one, "generator") for one in _samplers_of(self.batch_sampler))
+        if draws and place.rank != rank:
+            raise ValueError(
+                f"the state is of rank {place.rank}, and this is rank {rank}, whose "
+                "sampler draws numbers of its own; save the state of each rank"
+            )
+
+
+def _samplers_of(batch_sampler: Any) -> list[Any]:
+    """Return a batch sampler and the samplers inside of it."""
+    found = [batch_sampler]
+    for one in found:
+        for name in ("batch_sampler", "sampler"):
+            inner = getattr(one, name, None)
+            if inner is not None and all(inner is not other for other in found):
+                found.append(inner)
+    return found
+
+
+def _generators_of(batch_sampler: Any) -> list[torch.Generator]:
+    """Return what the samplers inside of a batch sampler draw random numbers from."""
+    drawn = (getattr(one, "generator", None) for one in _samplers_of(batch_sampler))
+    return [one for one in drawn if isinstance(one, torch.Generator)]
+
+
+def _rank_of(batch_sampler: Any) -> int:
+    """Return the rank that a sampler is for, or else that of this process."""
+    for one in _samplers_of(batch_sampler):
+        rank = getattr(one, "rank", None)
+        if isinstance(rank, int):
+            return rank
+    there = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return torch.distributed.get_rank() if there else 0
+
+
+def _has_state(batch_sampler: Any) -> bool:
+    """Tell whether a batch sampler saves and loads its own state."""
+    return all(
+        callable(getattr(batch_sampler, name, None))
+        for name in ("state_dict", "load_state_dict")
+    )
+
+
+def _check_worker() -> None:
+    """Refuse to give every batch once in each of several workers."""
+    worker = get_worker_info()
+    if worker is not None and worker.num_workers > 1:
+        raise RuntimeError(
+            f"each of {worker.num_workers} workers would give every batch of a "
+            "BatchStream; it reads ahead without any: pass num_workers=0"
+        )
+
+
+def _can_pin() -> bool:
+    """Tell whether torch can pin memory; warn if not."""
+    if torch.cuda.is_available():
+        return True
+    warnings.warn(
+        "pin_memory is True, and there is no CUDA device; batches are in ordinary memory",
+        stacklevel=3,
+    )
+    return False
 
 
 def _stored_below(dataset: Any) -> Stored:

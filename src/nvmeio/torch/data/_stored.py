@@ -4,36 +4,46 @@ A batch is a gather: its tensors are filled as a whole, and samples are views of
 """
 
 import contextlib
+import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import CancelledError
-from typing import Any, TypeAlias
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
 
-import numpy.typing as npt
+import numpy as np
 import torch
 from torch.utils.data import Dataset, default_collate
 
 from nvmeio._arguments.checks import integer
 from nvmeio._arrays.indexing import Positions, positions
+from nvmeio._files.paths import absolute
 from nvmeio._native.request import Request
 from nvmeio.arrays import ArrayFile
 
-__all__ = ["Array", "Flight", "Stored"]
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
-# Where rows come from once it is open: the disk, or memory.
-Array: TypeAlias = ArrayFile | npt.NDArray[Any] | torch.Tensor
+__all__ = ["Flight", "Stored"]
+
+# How many files the repr of a dataset names.
+_NAMED_MAX = 3
 
 
 class Flight:
-    """A batch on its way."""
+    """A batch on its way: requests, which are started one by one, and what has come."""
 
     def __init__(
-        self,
-        parts: Sequence[Any],
-        finish: Callable[[list[Any]], list[torch.Tensor]],
+        self, parts: Iterable[Any], finish: Callable[[list[Any]], list[torch.Tensor]]
     ) -> None:
-        self._parts = parts
+        self._parts: list[Any] = []
         self._finish = finish
+        try:
+            for part in parts:
+                self._parts.append(part)
+        except BaseException:
+            self.abandon()
+            raise
 
     def land(self) -> list[torch.Tensor]:
         """Wait, and return the tensors of the batch."""
@@ -52,15 +62,36 @@ class Flight:
 
 
 class Stored(Dataset, ABC):  # type: ignore[misc]  # mypy sees no types of torch
-    """What the datasets of this module have in common."""
+    """What the datasets of this module have in common.
 
-    def __init__(self, transform: Callable[[Any], Any] | None = None) -> None:
+    ``sources`` are paths, which each process opens for itself, or what the caller has
+    opened or holds in memory, which is left open.
+    """
+
+    def __init__(
+        self, sources: Iterable[Any], transform: Callable[[Any], Any] | None = None
+    ) -> None:
         self.transform = transform
-        self._opened: list[Array] | None = None
+        self._sources = [
+            absolute(source) if isinstance(source, str | bytes | os.PathLike) else source
+            for source in sources
+        ]
+        self._opened: list[Any] | None = None
+        self._closed = False
 
     @abstractmethod
     def __len__(self) -> int:
         """Return how many samples there are."""
+
+    @property
+    @abstractmethod
+    def shape(self) -> tuple[Any, ...]:
+        """The shape of all samples together; see each dataset."""
+
+    @property
+    @abstractmethod
+    def dtype(self) -> Any:
+        """The dtype of samples; see each dataset."""
 
     @abstractmethod
     def begin(self, rows: Positions) -> Flight:
@@ -70,20 +101,84 @@ class Stored(Dataset, ABC):  # type: ignore[misc]  # mypy sees no types of torch
     def read(self, rows: Positions) -> list[torch.Tensor]:
         """Read samples, whose positions were checked; return a tensor for each part."""
 
-    @abstractmethod
-    def _open(self) -> list[Array]:
-        """Open what has a path."""
+    def _open(self, path: str | bytes) -> Any:
+        """Open a path; what is returned has ``close()``."""
+        return ArrayFile(path)
 
-    def _arrays(self) -> list[Array]:
+    def _open_all(self) -> list[Any]:
+        """Return the sources, open."""
+        return [
+            self._open(source) if isinstance(source, str | bytes) else source
+            for source in self._sources
+        ]
+
+    def _why_empty(self) -> str:
+        """Say why there are no samples."""
+        return f"no samples in {self._names()}"
+
+    @property
+    def paths(self) -> tuple[str | bytes, ...]:
+        """The absolute paths of the files, without what is in memory."""
+        found = (
+            absolute(source.path) if isinstance(source, ArrayFile) else source
+            for source in self._sources
+        )
+        return tuple(path for path in found if isinstance(path, str | bytes))
+
+    @property
+    def closed(self) -> bool:
+        """Whether the dataset is closed."""
+        return self._closed
+
+    def close(self) -> None:
+        """Close the files that the dataset has opened; a second call does nothing."""
+        self._closed = True
+        opened, self._opened = self._opened, None
+        for source, one in zip(self._sources, opened or (), strict=False):
+            if isinstance(source, str | bytes):
+                one.close()
+
+    def __enter__(self) -> "Self":
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None = None,
+        exc_value: BaseException | None = None,
+        traceback: TracebackType | None = None,
+        /,
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        name, state = type(self).__name__, " closed" if self._closed else ""
+        return (
+            f"<nvmeio.torch.{name} {self._names()} shape={self.shape} "
+            f"dtype={self.dtype}{state}>"
+        )
+
+    def _names(self) -> str:
+        """Name the sources, or the first of many."""
+        names = ", ".join(_name_of(source) for source in self._sources[:_NAMED_MAX])
+        more = len(self._sources) - _NAMED_MAX
+        return f"{names} and {more} more" if more > 0 else names
+
+    def _arrays(self) -> list[Any]:
         """Return what is read from, open in this process."""
         # Two threads may do so at once; what the first one has opened is then dropped.
-        if self._opened is None:
-            self._opened = self._open()
-        return self._opened
+        opened = self._opened
+        if self._closed:
+            raise ValueError(f"the dataset of {self._names()} is closed")
+        if opened is None:
+            self._opened = opened = self._open_all()
+        return opened
 
     def _rows(self, indices: Any) -> Positions:
         """Check the positions of samples."""
-        return positions(indices, len(self), "index")
+        count = len(self)
+        if count == 0 and np.size(indices):
+            raise IndexError(f"the dataset is empty: {self._why_empty()}")
+        return positions(indices, count, "index")
 
     def _sample(self, parts: Sequence[torch.Tensor]) -> Any:
         """Return one sample, as the program wants it."""
@@ -92,7 +187,7 @@ class Stored(Dataset, ABC):  # type: ignore[misc]  # mypy sees no types of torch
 
     def _is_plain(self) -> bool:
         """Tell whether a sample is a tensor, not a tuple of several."""
-        return len(self._arrays()) == 1
+        return len(self._sources) == 1
 
     def _samples(self, columns: list[torch.Tensor]) -> list[Any]:
         """Cut the tensors of a batch into samples, which are views of them."""
@@ -107,8 +202,18 @@ class Stored(Dataset, ABC):  # type: ignore[misc]  # mypy sees no types of torch
             return default_collate(self._samples(columns))
         return columns[0] if self._is_plain() else columns
 
+    def samples(self, flight: Flight) -> list[Any]:
+        """Wait for samples, and return them one by one."""
+        return self._samples(flight.land())
+
     def __getitem__(self, index: Any) -> Any:
-        return self._sample(self.read(self._rows(integer("index", index))))
+        try:
+            row = integer("index", index)
+        except TypeError as error:
+            raise TypeError(
+                f"{error}; torch.utils.data.Subset(dataset, indices) is a part of a dataset"
+            ) from None
+        return self._sample(self.read(self._rows(row)))
 
     def __getitems__(self, indices: Any) -> list[Any]:
         """Read the samples of a batch at once; torch's DataLoader asks for them so."""
@@ -117,3 +222,12 @@ class Stored(Dataset, ABC):  # type: ignore[misc]  # mypy sees no types of torch
     def __getstate__(self) -> dict[str, Any]:
         # Each process opens its own files.
         return {**self.__dict__, "_opened": None}
+
+
+def _name_of(source: Any) -> str:
+    """Name what a dataset reads: the path, or the type of what is in memory."""
+    if isinstance(source, ArrayFile):
+        return repr(source.path)
+    if isinstance(source, str | bytes):
+        return repr(source)
+    return f"{type(source).__module__}.{type(source).__qualname__}"

@@ -1,91 +1,223 @@
 """Windows of tokens as a dataset."""
 
-from typing import Any, cast
+import os
+from collections.abc import Iterable, Iterator
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from nvmeio._arguments.checks import whole
+from nvmeio._arguments.checks import path_of, whole
 from nvmeio._arguments.keywords import suggesting
 from nvmeio._arguments.types import Path
 from nvmeio._arrays.indexing import Positions
-from nvmeio._files.paths import absolute
+from nvmeio._native.file import File
 from nvmeio.arrays import ArrayFile
 from nvmeio.torch._dtypes import carrier
-from nvmeio.torch.data._stored import Array, Flight, Stored
+from nvmeio.torch.data._stored import Flight, Stored
 
 __all__ = ["TokenDataset"]
 
+# The header of llm.c's shards, which modded-nanogpt reads too: 256 int32, the first of
+# which are the magic number, the version and the number of tokens (llm.c,
+# dev/data/data_common.py).
+_HEADER_BYTES = 1024
+_HEADERS: dict[int, tuple[int, type[np.generic]]] = {
+    20240520: (1, np.uint16),
+    20240801: (7, np.uint32),
+}
+
+# The windows of one shard: the shard, their places in the batch, where they start.
+_Share: TypeAlias = tuple[ArrayFile, Any, Positions]
+
 
 class TokenDataset(Stored):
-    """Windows of a file of tokens, for the training of language models.
+    """Windows of files of tokens, for the training of language models.
 
     Parameters
     ----------
-    path : str, bytes or os.PathLike
-        A .npy file of one axis; or, where ``dtype`` is given, raw bytes.
+    paths : path, ArrayFile, or sequence of them
+        The file, or the shards in their order: .npy files of one axis, shards of llm.c
+        with their header, or, where ``dtype`` is given, raw bytes.
     block_size : int
         How many tokens a window has, 1 or more.
     dtype : dtype of numpy or torch, optional
         Of raw bytes: integers.
+    offset : int, default 0
+        Where the tokens of raw bytes begin, in bytes: the size of a header to be skipped.
 
     Raises
     ------
     OSError
-        The file cannot be opened; with errno and path.
+        A file cannot be opened; with errno and path.
     TypeError
         The tokens are no integers, or an argument is of the wrong type.
     ValueError
-        The file is no array of one axis, see ``ArrayFile``; ``block_size`` is out of range.
+        A file is no array of one axis, see ``ArrayFile``; ``dtype``, ``offset`` or the size
+        of a file disagree with its header; ``block_size`` is out of range; there is no
+        file; ``dtype`` or ``offset`` is given for an ArrayFile, which has its own.
 
     Notes
     -----
-    Sample ``i`` is the pair of the tokens from ``i`` on and of those that follow each of
-    them, ``tokens[i : i + block_size]`` and ``tokens[i + 1 : i + block_size + 1]``: int64
-    tensors.  There are as many samples as windows that have a next token, none where the
-    file is too short; a random sampler makes random windows of them, and a ``Subset`` of
-    ``range(0, len(dataset), block_size)`` those that do not overlap.  Otherwise as
-    ``ArrayDataset``: one gather a batch.
+    Sample ``i`` of one file is a pair of int64 tensors: the tokens from ``i`` on, and the
+    token that follows each of them, ``tokens[i : i + block_size]`` and
+    ``tokens[i + 1 : i + block_size + 1]``.  There are as many samples as windows that have
+    a next token; a random sampler makes random windows of them, and a ``Subset`` of
+    ``range(0, len(dataset), block_size)`` those that do not overlap.
+
+    The samples of several files follow each other.  A window never crosses the border of
+    two shards, which are different documents: each shard of ``n`` tokens has
+    ``n - block_size`` samples, and none if it is too short.  A batch is one gather for each
+    shard that it needs, all of them in flight at once.
+
+    The header of a shard of llm.c or modded-nanogpt is recognized and skipped: it says the
+    dtype, and how many tokens the file must have.  Otherwise as ``ArrayDataset``.  The
+    number of samples is that of the moment when the dataset was made.
     """
 
     @suggesting
-    def __init__(self, path: Path, block_size: int, dtype: Any = None) -> None:
-        super().__init__()
-        self._path = absolute(path)
-        self._dtype = carrier(dtype) or dtype
+    def __init__(
+        self,
+        paths: Path | ArrayFile | Iterable[Path | ArrayFile],
+        block_size: int,
+        dtype: Any = None,
+        *,
+        offset: int = 0,
+    ) -> None:
+        if isinstance(paths, str | bytes | os.PathLike | ArrayFile):
+            paths = [paths]
+        elif not isinstance(paths, Iterable):
+            raise TypeError(
+                f"paths is {paths!r}; it must be a path, an ArrayFile or a sequence of them"
+            )
+        sources = list(paths)
+        if not sources:
+            raise ValueError("paths is empty; it must name at least one file")
+        for source in sources:
+            if not isinstance(source, ArrayFile):
+                path_of(source)
+            elif dtype is not None or offset:
+                raise ValueError(
+                    f"dtype is {dtype} and offset {offset}; they are for paths, and "
+                    f"{source!r} is open already"
+                )
+        super().__init__(sources)
+        self._file_dtype = carrier(dtype) or dtype
+        self._offset = whole("offset", offset, 0, 2**63 - 1)
         self.block_size = whole("block_size", block_size, 1, 2**63 - 1)
-        tokens = self._tokens()
-        if tokens.ndim != 1:
-            raise ValueError(f"the tokens are of shape {tokens.shape}; they need one axis")
-        if tokens.dtype.kind not in "iu":
-            raise TypeError(f"the tokens are of dtype {tokens.dtype}, not of integers")
+        self._lengths = [_checked(tokens) for tokens in self._arrays()]
+        counts = [max(0, length - self.block_size) for length in self._lengths]
+        # Where the samples of each shard end.
+        self._ends = np.cumsum(counts, dtype=np.int64)
 
-    def _open(self) -> list[Array]:
-        return [ArrayFile(self._path, dtype=self._dtype)]
-
-    def _tokens(self) -> ArrayFile:
-        """Return the open file."""
-        return cast(ArrayFile, self._arrays()[0])
+    def _open(self, path: str | bytes) -> ArrayFile:
+        dtype, offset = self._file_dtype, self._offset
+        header = _header_of(path) if offset in (0, _HEADER_BYTES) else None
+        if header is None:
+            return ArrayFile(path, dtype=dtype, offset=offset)
+        kind, count, size = header
+        if dtype is not None and np.dtype(dtype) != kind:
+            raise ValueError(
+                f"dtype is {np.dtype(dtype)}; the header of {path!r} says {kind}"
+            )
+        expected = _HEADER_BYTES + count * kind.itemsize
+        if count < 0 or size != expected:
+            raise ValueError(
+                f"{path!r} has {size} bytes; its header says {count} tokens, which are "
+                f"{expected} bytes"
+            )
+        return ArrayFile(path, dtype=kind, offset=_HEADER_BYTES)
 
     def _is_plain(self) -> bool:
         return False
 
     def __len__(self) -> int:
-        return max(0, len(self._tokens()) - self.block_size)
+        return int(self._ends[-1])
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """How many samples there are, and how many tokens each half of one has."""
+        return len(self), self.block_size
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of both halves of a sample, ``torch.int64``."""
+        return torch.int64
+
+    def _why_empty(self) -> str:
+        longest = f"has {self._lengths[0]}"
+        if len(self._lengths) > 1:
+            longest = f"have {max(self._lengths)} at most"
+        return (
+            f"block_size {self.block_size} needs {self.block_size + 1} tokens, and "
+            f"{self._names()} {longest}"
+        )
+
+    def _shares(self, rows: Positions) -> Iterator[_Share]:
+        """Share out windows to the shards that have them."""
+        shards, starts = self._arrays(), rows.ravel()
+        owners = np.searchsorted(self._ends, starts, side="right")
+        for owner in np.unique(owners):
+            where = np.flatnonzero(owners == owner)
+            begin = self._ends[owner - 1] if owner else 0
+            yield shards[owner], where, starts[where] - begin
 
     def begin(self, rows: Positions) -> Flight:
         """Start reading windows, whose positions were checked."""
-        request = self._tokens().prefetch_windows(rows, self.block_size + 1)
-        return Flight([request], self._pairs)
+        shares, length = list(self._shares(rows)), self.block_size + 1
+        return Flight(
+            (tokens.prefetch_windows(starts, length) for tokens, _, starts in shares),
+            lambda windows: self._pairs(rows, shares, windows),
+        )
 
     def read(self, rows: Positions) -> list[torch.Tensor]:
         """Read windows, whose positions were checked."""
-        return self._pairs([self._tokens().windows(rows, self.block_size + 1)])
+        shares = list(self._shares(rows))
+        if len(shares) != 1:
+            return self.begin(rows).land()
+        ((tokens, _, starts),) = shares
+        return self._pairs(rows, shares, [tokens.windows(starts, self.block_size + 1)])
 
-    @staticmethod
-    def _pairs(results: list[npt.NDArray[Any]]) -> list[torch.Tensor]:
+    def _pairs(
+        self, rows: Positions, shares: list[_Share], windows: list[Any]
+    ) -> list[torch.Tensor]:
         """Return the windows and their continuations, in memory of their own."""
-        (windows,) = results
-        halves = (windows[..., :-1], windows[..., 1:])
-        return [torch.from_numpy(half.astype(np.int64, order="C")) for half in halves]
+        shape = (rows.size, self.block_size)
+        halves: list[npt.NDArray[np.int64]] = [np.empty(shape, np.int64) for _ in range(2)]
+        for (_, where, _), found in zip(shares, windows, strict=True):
+            tokens = np.asarray(found)
+            halves[0][where], halves[1][where] = tokens[:, :-1], tokens[:, 1:]
+        return [
+            torch.from_numpy(half.reshape(*rows.shape, self.block_size)) for half in halves
+        ]
+
+
+def _checked(tokens: ArrayFile) -> int:
+    """Return how many tokens an array has, or refuse what is none of tokens."""
+    if tokens.ndim != 1:
+        raise ValueError(
+            f"the tokens in {tokens.path!r} are of shape {tokens.shape}; they need one axis"
+        )
+    kind = carrier(tokens.dtype) or tokens.dtype
+    if kind.kind not in "iu":
+        raise TypeError(
+            f"the tokens in {tokens.path!r} are of dtype {tokens.dtype}, not of integers"
+        )
+    return len(tokens)
+
+
+def _header_of(path: str | bytes) -> tuple[np.dtype[Any], int, int] | None:
+    """Return dtype, number of tokens and size of a file, if it has llm.c's header."""
+    with File(path) as file, open(file.fileno(), "rb", closefd=False) as stream:
+        begin, size = stream.read(12), file.size
+    magic, version, count = np.frombuffer(begin.ljust(12, b"\0"), "<i4").tolist()
+    if len(begin) < 12 or magic not in _HEADERS:
+        return None
+    known, kind = _HEADERS[magic]
+    if version != known:
+        raise ValueError(
+            f"{path!r} has a header of llm.c of version {version}; it must be {known}.  An "
+            "nvmeio.ArrayFile(path, dtype=..., offset=...) skips any header"
+        )
+    return np.dtype(kind), count, size

@@ -1,0 +1,238 @@
+"""Megatron's files of tokens as a dataset."""
+
+import os
+import struct
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from nvmeio._arguments.checks import flag, integer, whole
+from nvmeio._arguments.keywords import suggesting
+from nvmeio._arguments.types import Path
+from nvmeio._arrays.indexing import Positions
+from nvmeio._files.paths import absolute, naming
+from nvmeio.default import default_handle
+from nvmeio.torch.data._records import (
+    CHECKED_AT_ONCE,
+    RecordDataset,
+    SharedArray,
+    size_of,
+)
+
+__all__ = ["MegatronDataset"]
+
+_MAGIC = b"MMIDIDX\x00\x00"
+# Magic, version, code of the dtype, number of sequences, length of the document indices.
+_HEADER = struct.Struct("<9sQBQQ")
+_DTYPES = {
+    1: torch.uint8,
+    2: torch.int8,
+    3: torch.int16,
+    4: torch.int32,
+    5: torch.int64,
+    6: torch.float64,
+    7: torch.float32,
+    8: torch.uint16,
+}
+
+
+class MegatronDataset(RecordDataset):
+    """The sequences of a Megatron dataset, a .bin file with its .idx file.
+
+    Parameters
+    ----------
+    path_prefix : str, bytes or os.PathLike
+        The path of both files, without ``.bin`` and ``.idx``.
+    multimodal : bool, default False
+        Whether a sample is a tuple of a sequence and its mode.
+    transform : callable, optional
+        Is applied to each sample, in the process that reads it.
+
+    Raises
+    ------
+    OSError
+        A file cannot be opened; with errno and path.
+    TypeError
+        An argument is of the wrong type.
+    ValueError
+        The .idx file is not one of Megatron's, contradicts itself or has no modes; the .bin
+        file is shorter or longer than its sequences.
+
+    Notes
+    -----
+    Sample ``i`` is sequence ``i``: a tensor of the file's dtype, or ``(sequence, mode)``.
+    ``dataset[2:5]`` is a list of samples.  A batch is one gather, see ``RecordDataset``.
+
+    All of the .idx file is checked when the dataset is made.  It is memory-mapped, so that
+    the processes of a machine share one copy of it; it must not be cut meanwhile.
+
+    Megatron's own datasets can read by nvmeio too, see ``nvmeio.torch.megatron``.
+    """
+
+    @suggesting
+    def __init__(
+        self,
+        path_prefix: Path,
+        *,
+        multimodal: bool = False,
+        transform: Callable[[Any], Any] | None = None,
+    ) -> None:
+        prefix = absolute(path_prefix)
+        path, index_path = (_with_suffix(prefix, suffix) for suffix in (".bin", ".idx"))
+        index = _IndexFile(index_path, modes=flag("multimodal", multimodal))
+        size = size_of(path)
+        if size != index.end:
+            raise ValueError(
+                f"{path!r} has {size} bytes; the sequences of {index_path!r} take "
+                f"{index.end}"
+            )
+        self._dtype = index.dtype
+        super().__init__(path, index.pointers, index.lengths, transform=transform)
+        self._documents = SharedArray(index.documents)
+        self._modes = None if index.modes is None else SharedArray(index.modes)
+
+    @property
+    def sequence_lengths(self) -> npt.NDArray[Any]:
+        """How many elements each sequence has."""
+        return self._sizes.array
+
+    @property
+    def sequence_modes(self) -> npt.NDArray[Any] | None:
+        """The mode of each sequence; None unless ``multimodal``."""
+        return None if self._modes is None else self._modes.array
+
+    @property
+    def document_indices(self) -> npt.NDArray[Any]:
+        """The sequences at which documents begin, and the end of the last document."""
+        return self._documents.array
+
+    def get(self, index: int, offset: int = 0, length: int | None = None) -> Any:
+        """Read a part of a sequence.
+
+        Parameters
+        ----------
+        index : int
+            The sequence; -1 is the last one.
+        offset : int, default 0
+            The first element to read.
+        length : int, optional
+            How many elements to read.  Default: all from ``offset`` on.
+
+        Returns
+        -------
+        tensor, or tuple of two tensors
+            The elements, or these and the mode.  Not transformed.
+
+        Raises
+        ------
+        IndexError
+            There is no such sequence.
+        OSError
+            As for ``Handle.gather``.
+        TypeError
+            An argument is not an integer.
+        ValueError
+            The sequence is shorter than ``offset`` or ``offset + length``.
+        """
+        rows = np.atleast_1d(self._rows(integer("index", index)))
+        count = int(self._sizes[rows][0])
+        offset = whole("offset", offset, 0, count)
+        if length is None:
+            length = count - offset
+        length = whole("length", length, 0, count - offset)
+        part = torch.empty(length, dtype=self._dtype)
+        if length:
+            file, starts = self._arrays()[0].file(0), self._offsets[rows]
+            starts += offset * self._dtype.itemsize
+            default_handle().gather(file, starts, part.nbytes, part)
+        return self._decode(rows, [part])[0]
+
+    def _decode(self, rows: Positions, records: list[torch.Tensor]) -> list[Any]:
+        """Add the modes."""
+        if self._modes is None:
+            return records
+        modes = torch.from_numpy(self._modes.array[rows])
+        return list(zip(records, modes.unbind(), strict=True))
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return self.__getitems__(range(*index.indices(len(self))))
+        return super().__getitem__(index)
+
+
+class _IndexFile:
+    """The content of a .idx file, mapped and checked."""
+
+    def __init__(self, path: str | bytes, *, modes: bool) -> None:
+        with naming(path), open(path, "rb") as file:
+            header = file.read(_HEADER.size)
+        if len(header) < _HEADER.size or not header.startswith(_MAGIC):
+            raise ValueError(f"{path!r} is not a .idx file of Megatron: wrong header")
+        _, version, code, sequences, documents = _HEADER.unpack(header)
+        if version != 1:
+            raise ValueError(f"{path!r} is of version {version}; it must be 1")
+        if code not in _DTYPES:
+            raise ValueError(f"{path!r} has dtype code {code}; it must be from 1 to 8")
+        self.dtype = _DTYPES[code]
+        # numpy forgets the name of a mapped file if it is bytes.
+        mapped = np.memmap(os.fsdecode(path), np.uint8, "r")
+        size = _HEADER.size + 12 * sequences + 8 * documents
+        if len(mapped) not in (size, size + sequences):
+            raise ValueError(
+                f"{path!r} has {len(mapped)} bytes; {sequences} sequences and {documents} "
+                f"document indices take {size}, or {size + sequences} with modes"
+            )
+        if modes and len(mapped) != size + sequences:
+            raise ValueError(f"{path!r} has no modes; pass multimodal=False")
+        place = _HEADER.size
+        self.lengths = np.ndarray(sequences, "<i4", mapped, place)
+        self.pointers = np.ndarray(sequences, "<i8", mapped, place := place + 4 * sequences)
+        self.documents = np.ndarray(
+            documents, "<i8", mapped, place := place + 8 * sequences
+        )
+        self.modes = np.ndarray(sequences, "i1", mapped, size) if modes else None
+        self.end = self._check_pointers(path)
+        self._check_documents(path)
+
+    def _check_pointers(self, path: str | bytes) -> int:
+        """Return where the last sequence ends; refuse gaps and overlaps."""
+        end = 0
+        for start in range(0, len(self.lengths), CHECKED_AT_ONCE):
+            part = slice(start, start + CHECKED_AT_ONCE)
+            ends = self.lengths[part].cumsum(dtype=np.int64) * self.dtype.itemsize + end
+            begins = np.concatenate(([end], ends[:-1]))
+            wrong = (self.lengths[part] < 0) | (self.pointers[part] != begins)
+            if wrong.any():
+                place = int(wrong.argmax())
+                raise ValueError(
+                    f"{path!r} is corrupt: sequence {start + place} of "
+                    f"{self.lengths[start + place]} elements begins at byte "
+                    f"{self.pointers[start + place]}, and those before it end at "
+                    f"{begins[place]}"
+                )
+            end = int(ends[-1])
+        return end
+
+    def _check_documents(self, path: str | bytes) -> None:
+        """Refuse documents that overlap, or end after the last sequence."""
+        last = 0
+        for start in range(0, len(self.documents), CHECKED_AT_ONCE):
+            part = self.documents[start : start + CHECKED_AT_ONCE]
+            before = np.concatenate(([last], part[:-1]))
+            wrong = (part < before) | (part > len(self.lengths))
+            if wrong.any():
+                place = int(wrong.argmax())
+                raise ValueError(
+                    f"{path!r} is corrupt: document index {start + place} is "
+                    f"{part[place]}; it must be from {before[place]} to "
+                    f"{len(self.lengths)}"
+                )
+            last = int(part[-1])
+
+
+def _with_suffix(prefix: str | bytes, suffix: str) -> str | bytes:
+    """Return the path of one of the two files."""
+    return prefix + suffix.encode() if isinstance(prefix, bytes) else prefix + suffix

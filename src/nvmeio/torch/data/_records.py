@@ -1,0 +1,362 @@
+"""Records of any sizes, of one file or of many, as a dataset."""
+
+import contextlib
+import mmap
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError
+from multiprocessing.context import get_spawning_popen
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.utils.data import default_collate
+
+from nvmeio._arguments.checks import shown
+from nvmeio._arguments.keywords import suggesting
+from nvmeio._arguments.types import Path
+from nvmeio._arrays.indexing import Positions, array_of
+from nvmeio._files.paths import absolute
+from nvmeio._native.file import File
+from nvmeio._native.request import Request
+from nvmeio.default import default_handle
+from nvmeio.torch.data._stored import Flight, Stored
+
+__all__ = ["CHECKED_AT_ONCE", "RecordDataset", "SharedArray", "paths_of", "size_of"]
+
+Integers = npt.NDArray[np.integer[Any]]
+
+# How many files a dataset keeps open.  Each has up to two descriptors, and 1024 is the
+# usual limit of a process.
+_OPEN_MAX = 128
+
+# How many records are checked at once, so that the memory for it stays small.
+CHECKED_AT_ONCE = 1 << 20
+
+# From this size on processes share an index, for which each of them has a descriptor.
+_SHARED_MIN = 1 << 20
+
+
+class SharedArray:
+    """An array of integers, which is not copied for each process that it is sent to."""
+
+    def __init__(self, array: Any) -> None:
+        self.array: Integers = np.asarray(array)
+        self._shared: torch.Tensor | None = None
+
+    def __len__(self) -> int:
+        return len(self.array)
+
+    def __getitem__(self, rows: Any) -> Any:
+        return self.array[rows].astype(np.int64, copy=False)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        found = _map_of(self.array)
+        if found is not None:
+            return _mapped, found
+        # While a process is started, torch hands over memory that is shared.
+        if get_spawning_popen() is not None and self.array.nbytes >= _SHARED_MIN:
+            # /dev/shm may be too small.
+            with contextlib.suppress(RuntimeError):
+                if self._shared is None:
+                    native = self.array.astype(self.array.dtype.newbyteorder("="))
+                    self._shared = torch.from_numpy(native).share_memory_()
+                    self.array = self._shared.numpy()
+                return SharedArray, (self._shared,)
+        return SharedArray, (self.array,)
+
+
+def _map_of(array: npt.NDArray[Any]) -> tuple[Any, ...] | None:
+    """Return where in a mapped file an array is; None where it is in memory."""
+    owner: Any = array
+    while isinstance(owner.base, np.ndarray):
+        owner = owner.base
+    # What was changed in a private mapping is not in the file.
+    mapped = isinstance(owner, np.memmap) and isinstance(owner.base, mmap.mmap)
+    if not mapped or owner.filename is None or owner.mode == "c":
+        return None
+    start = array.ctypes.data - owner.ctypes.data + owner.offset
+    return owner.filename, array.dtype, array.shape, array.strides, start
+
+
+def _mapped(
+    filename: Any, dtype: Any, shape: Any, strides: tuple[int, ...], start: int
+) -> SharedArray:
+    """Map an array of a file again."""
+    whole = np.memmap(filename, np.uint8, "r")
+    return SharedArray(np.ndarray(shape, dtype, whole, start, strides))
+
+
+class RecordDataset(Stored):
+    """Records of any sizes, as a map-style dataset.
+
+    Parameters
+    ----------
+    path : path, or sequence of paths
+        The file, or the files, that have the records.
+    offsets : array_like of int, shape (n,)
+        Where each record begins, in bytes.
+    sizes : array_like of int, shape (n,)
+        How many bytes each record has; 0 is allowed.
+    files : array_like of int, shape (n,), optional
+        The position in ``path`` of each record's file.  Required where there are several.
+    transform : callable, optional
+        Is applied to each record, in the process that reads it.
+
+    Raises
+    ------
+    OSError
+        A file cannot be opened; with errno and path.
+    TypeError
+        An argument is of the wrong type; the arrays are not of integers.
+    ValueError
+        The arrays have different lengths; an element is negative or out of range; a record
+        ends after its file does.  The message names the first of them.
+
+    Notes
+    -----
+    Sample ``i`` is record ``i``: a uint8 tensor of its bytes, or what ``transform`` returns
+    for it.  -1 is the last one.
+
+    A batch of a DataLoader is one gather for each file, all of them in flight at once.  Its
+    records are views of one tensor.  Records of different sizes cannot be stacked: pass a
+    ``collate_fn``, or a ``transform`` that makes them equal.
+
+    Arrays, also of ``numpy.memmap``, of small integers or of views, are not copied and must
+    not change afterwards.  Files are opened when they are first needed, in each process;
+    at most 128 stay open.  A file that was cut since raises an OSError, ENODATA, with its
+    path.
+    """
+
+    # Of the tensors that records are, and the unit of `sizes`.
+    _dtype = torch.uint8
+
+    @suggesting
+    def __init__(
+        self,
+        path: Path | Sequence[Path],
+        offsets: npt.ArrayLike,
+        sizes: npt.ArrayLike,
+        *,
+        files: npt.ArrayLike | None = None,
+        transform: Callable[[Any], Any] | None = None,
+    ) -> None:
+        super().__init__(paths_of(path), transform)
+        self._offsets = SharedArray(_integers("offsets", offsets))
+        self._sizes = SharedArray(_integers("sizes", sizes))
+        self._files = None if files is None else SharedArray(_integers("files", files))
+        for name, array in (("sizes", self._sizes), ("files", self._files)):
+            if array is not None and len(array) != len(self._offsets):
+                raise ValueError(
+                    f"there are {len(self._offsets)} offsets and {len(array)} {name}; "
+                    "there must be as many"
+                )
+        if self._files is None and len(self._sources) != 1:
+            raise TypeError(
+                f"there are {len(self._sources)} paths and no files; pass the position in "
+                "path of each record's file"
+            )
+        _check(self._sources, self._offsets, self._sizes, self._files, self._dtype.itemsize)
+
+    def _open_all(self) -> list[Any]:
+        return [_OpenFiles(self._sources)]
+
+    def __len__(self) -> int:
+        return len(self._offsets)
+
+    @property
+    def shape(self) -> tuple[int]:
+        """How many records there are."""
+        return (len(self),)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of records."""
+        return self._dtype
+
+    def _is_plain(self) -> bool:
+        return True
+
+    def begin(self, rows: Positions) -> Flight:
+        """Start reading records, whose positions were checked."""
+        batch = _Batch(self, rows)
+        files: _OpenFiles = self._arrays()[0]
+        requests = (files.submit(batch.memory, *gather) for gather in batch.gathers())
+        return Flight(requests, batch.samples)
+
+    def read(self, rows: Positions) -> list[Any]:
+        """Read records, whose positions were checked: of one file in the calling thread."""
+        batch = _Batch(self, rows)
+        gathers = batch.gathers()
+        if len(gathers) > 1:
+            return self.begin(rows).land()
+        for number, offsets, sizes, places in gathers:
+            file = self._arrays()[0].file(number)
+            default_handle().gather(file, offsets, sizes, batch.memory, out_offsets=places)
+        return batch.samples([])
+
+    def _decode(self, rows: Positions, records: list[torch.Tensor]) -> list[Any]:
+        """Make samples of records; the positions are those of the records."""
+        return records
+
+    def _samples(self, columns: list[Any]) -> list[Any]:
+        """Apply the transform to the samples of a batch."""
+        if self.transform is None:
+            return columns
+        return [self.transform(sample) for sample in columns]
+
+    def batch(self, flight: Flight) -> Any:
+        """Wait for samples, and return what torch's default collate makes of them."""
+        return default_collate(self.samples(flight))
+
+
+class _Batch:
+    """Records that are read together, and the memory for them, in the order of the rows."""
+
+    def __init__(self, dataset: RecordDataset, rows: Positions) -> None:
+        self._dataset = dataset
+        self._rows = rows.ravel()
+        self._lengths = dataset._sizes[self._rows]
+        self.memory = torch.empty(int(self._lengths.sum()), dtype=dataset._dtype)
+
+    def gathers(self) -> list[tuple[int, Positions, Positions, Positions | None]]:
+        """Return for each file its number, and its records: offsets, sizes and places."""
+        dataset, rows = self._dataset, self._rows
+        sizes = self._lengths * dataset._dtype.itemsize
+        if not len(self.memory):
+            return []
+        offsets = dataset._offsets[rows]
+        if dataset._files is None:
+            return [(0, offsets, sizes, None)]
+        numbers, places = dataset._files[rows], np.cumsum(sizes) - sizes
+        order = np.argsort(numbers, kind="stable")
+        borders = np.flatnonzero(np.diff(numbers[order])) + 1
+        return [
+            (int(numbers[part[0]]), offsets[part], sizes[part], places[part])
+            for part in np.split(order, borders)
+        ]
+
+    def samples(self, results: list[Any]) -> list[Any]:
+        """Cut the memory, once it is filled, into samples."""
+        records = self.memory.split(self._lengths.tolist())
+        return self._dataset._decode(self._rows, list(records))
+
+
+class _OpenFiles:
+    """The files that are open: when there are many, those that were used last."""
+
+    def __init__(self, paths: Sequence[str | bytes]) -> None:
+        self._paths = paths
+        # In the order of their use.  Each with the request that may still be reading it.
+        self._held: dict[int, tuple[File, Request | None]] = {}
+
+    def file(self, number: int) -> File:
+        """Return a file, open."""
+        # Two threads may do so at once; what the first one has opened is then dropped.
+        file, request = self._held.pop(number, (None, None))
+        if file is None:
+            while len(self._held) >= _OPEN_MAX:
+                self._drop_one()
+            file = File(self._paths[number])
+        self._held[number] = file, request
+        return file
+
+    def submit(
+        self,
+        memory: torch.Tensor,
+        number: int,
+        offsets: Positions,
+        sizes: Positions,
+        places: Positions | None,
+    ) -> Request:
+        """Start reading records of a file, which is open until the request is done."""
+        file = self.file(number)
+        request = default_handle().submit_gather(
+            file, offsets, sizes, memory, out_offsets=places
+        )
+        self._held[number] = file, request
+        return request
+
+    def _drop_one(self) -> None:
+        """Drop the file that was used longest ago, once nothing is read from it."""
+        for number in list(self._held)[:1]:
+            _, request = self._held.pop(number, (None, None))
+            if request is not None:
+                # The request of a parent process is an OSError.
+                with contextlib.suppress(CancelledError, OSError):
+                    request.exception()
+
+    def close(self) -> None:
+        """Close all files; a second call does nothing."""
+        for number in list(self._held):
+            file, _ = self._held.pop(number, (None, None))
+            if file is not None:
+                file.close()
+
+
+def paths_of(path: Any) -> list[str | bytes]:
+    """Return the absolute paths of files."""
+    if isinstance(path, str | bytes | os.PathLike):
+        return [absolute(path)]
+    if not isinstance(path, Sequence) or not path:
+        raise TypeError(f"path is {shown(path)}; it must be a path, or a sequence of paths")
+    return [absolute(one) for one in path]
+
+
+def _integers(name: str, values: Any) -> Integers:
+    """Return an array of integers of one axis, without a copy where it is one."""
+    array = array_of(values)
+    if array.dtype.kind not in "iu":
+        raise TypeError(f"{name} is of dtype {array.dtype}; it must be of integers")
+    if array.ndim != 1:
+        raise ValueError(f"{name} is of shape {array.shape}; it must be of one axis")
+    return array
+
+
+def _check(
+    paths: list[str | bytes],
+    offsets: SharedArray,
+    sizes: SharedArray,
+    files: SharedArray | None,
+    itemsize: int,
+) -> None:
+    """Refuse records that their files do not have."""
+    ends = np.array([size_of(path) for path in paths], np.int64)
+    for start in range(0, len(offsets), CHECKED_AT_ONCE):
+        part = slice(start, start + CHECKED_AT_ONCE)
+        numbers = np.zeros(1, np.int64)
+        if files is not None:
+            numbers = _within("files", files.array[part], start, len(paths) - 1)
+        begins = _within("offsets", offsets.array[part], start, 2**63 - 1)
+        lengths = _within("sizes", sizes.array[part], start, (2**63 - 1) // itemsize)
+        counts = lengths * itemsize
+        wrong = counts > ends[numbers] - begins
+        if wrong.any():
+            place = int(wrong.argmax())
+            number = int(np.broadcast_to(numbers, wrong.shape)[place])
+            raise ValueError(
+                f"record {start + place} of {counts[place]} bytes at offset "
+                f"{begins[place]} reaches past the end of {paths[number]!r}, which has "
+                f"{ends[number]} bytes"
+            )
+
+
+def _within(name: str, part: Integers, start: int, most: int) -> Positions:
+    """Return a part of an array as int64; refuse what is negative, or more than a limit."""
+    # What is beyond int64 becomes negative.
+    found = part.astype(np.int64, copy=False)
+    wrong = (found < 0) | (found > most)
+    if wrong.any():
+        place = int(wrong.argmax())
+        limit = "2**63 - 1" if most == 2**63 - 1 else most
+        raise ValueError(
+            f"{name}[{start + place}] is {part[place]}; it must be from 0 to {limit}"
+        )
+    return found
+
+
+def size_of(path: str | bytes) -> int:
+    """Return the size of a file that can be opened."""
+    with File(path) as file:
+        return file.size

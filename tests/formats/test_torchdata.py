@@ -1,0 +1,127 @@
+"""torchdata's StatefulDataLoader and samplers resume with our datasets, to the batch."""
+
+import itertools
+import pickle
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+stateful = pytest.importorskip(
+    "torchdata.stateful_dataloader", reason="torchdata is not installed"
+)
+
+# Imported late, for these cannot be imported where torch is not.
+from torch.utils.data import BatchSampler, RandomSampler  # noqa: E402
+from torchdata.stateful_dataloader import sampler as samplers  # noqa: E402
+
+import nvmeio  # noqa: E402
+from nvmeio.torch import ArrayDataset, BatchStream, TokenDataset  # noqa: E402
+
+COUNT = 95
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder with an array, labels and two shards of tokens."""
+    rng = np.random.default_rng(0)
+    nvmeio.save(tmp_path / "rows.npy", rng.random((COUNT, 5), np.float32))
+    nvmeio.save(tmp_path / "labels.npy", np.arange(COUNT))
+    for number in range(2):
+        values = rng.integers(0, 1 << 16, 64).astype(np.uint16)
+        nvmeio.save(tmp_path / f"{number}.npy", values)
+    return tmp_path
+
+
+DATASETS = {
+    "array": lambda folder: ArrayDataset(folder / "labels.npy"),
+    "arrays": lambda folder: ArrayDataset(folder / "rows.npy", folder / "labels.npy"),
+    "tokens": lambda folder: TokenDataset([folder / "0.npy", folder / "1.npy"], 16),
+}
+
+
+def seeded():
+    """Return a generator that gives the same in every process."""
+    return torch.Generator().manual_seed(3)
+
+
+# Samplers as a program makes them anew when it starts again.
+SAMPLERS = {
+    "torch": lambda data: BatchSampler(RandomSampler(data, generator=seeded()), 10, False),
+    "torchdata": lambda data: samplers.BatchSampler(
+        samplers.RandomSampler(data, generator=seeded()), 10, False
+    ),
+    "distributed": lambda data: BatchSampler(
+        samplers.StatefulDistributedSampler(data, 2, 1), 5, False
+    ),
+}
+
+
+def content(batches):
+    """Return the bytes of batches."""
+    return [
+        [part.numpy().tobytes() for part in (batch if isinstance(batch, list) else [batch])]
+        for batch in batches
+    ]
+
+
+def assert_resumes(make, given):
+    """Assert that what is made anew goes on after some batches, and with the next epoch.
+
+    One more than there are lets the loop come to its end.
+    """
+    loader = make()
+    first, second = content(loader), content(loader)
+    assert len(first) == 10
+    loader = make()
+    assert content(itertools.islice(loader, given)) == first[:given]
+    state = pickle.loads(pickle.dumps(loader.state_dict()))
+    loader = make()
+    loader.load_state_dict(state)
+    if given <= len(first):
+        assert content(loader) == first[given:]
+    assert content(loader) == second
+
+
+@pytest.mark.parametrize("given", [0, 1, 6, 10, 11])
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("name", DATASETS)
+def test_a_loader_resumes_in_a_dataset(folder, name, workers, given):
+    def make():
+        # The seed of the order is drawn here, and is part of the state.
+        torch.manual_seed(next(seeds))
+        return stateful.StatefulDataLoader(
+            DATASETS[name](folder), 10, shuffle=True, num_workers=workers
+        )
+
+    seeds = iter([5, 5, 6])
+
+    assert_resumes(make, given)
+
+
+@pytest.mark.parametrize("given", [0, 1, 6, 10, 11])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_loader_resumes_in_a_stream(folder, workers, given):
+    def make():
+        dataset = DATASETS["arrays"](folder)
+        stream = BatchStream(dataset, SAMPLERS["torch"](dataset))
+        return stateful.StatefulDataLoader(
+            stream,
+            batch_size=None,
+            num_workers=workers,
+            # Otherwise each epoch would begin with the stream as it was at first.
+            persistent_workers=bool(workers),
+        )
+
+    assert_resumes(make, given)
+
+
+@pytest.mark.parametrize("given", [0, 1, 6, 10, 11])
+@pytest.mark.parametrize("sampler", SAMPLERS)
+@pytest.mark.parametrize("name", DATASETS)
+def test_a_stream_resumes_with_their_samplers(folder, name, sampler, given):
+    def make():
+        dataset = DATASETS[name](folder)
+        return BatchStream(dataset, SAMPLERS[sampler](range(95)))
+
+    assert_resumes(make, given)

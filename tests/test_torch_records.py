@@ -1,0 +1,439 @@
+"""Records of any sizes, of one file or of several, by one gather for each file."""
+
+import errno
+import gc
+import os
+import pickle
+import struct
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+
+# Imported late, for the module cannot be imported where torch is not.
+from torch.utils.data import DataLoader  # noqa: E402
+
+import nvmeio  # noqa: E402
+from children import run_child  # noqa: E402
+from helpers import descriptors_below, left_open, pattern  # noqa: E402
+from nvmeio.torch import BatchStream, MegatronDataset, RecordDataset  # noqa: E402
+
+SIZES = [5, 0, 4096, 1, 70_000, 0, 4095, 4097, 12]
+
+
+class Records:
+    """A file of records, with gaps between them, in no order."""
+
+    def __init__(self, path, seed=0):
+        self.path = path
+        self.sizes = np.array(SIZES)
+        order = np.random.default_rng(seed).permutation(len(SIZES))
+        self.offsets = np.empty(len(SIZES), np.int64)
+        self.offsets[order] = np.cumsum(self.sizes[order] + 7) - self.sizes[order] - 7
+        self.content = pattern(self.sizes.sum() + 7 * len(SIZES), seed)
+        path.write_bytes(self.content)
+        self.expected = [
+            self.content[offset : offset + size]
+            for offset, size in zip(self.offsets, self.sizes, strict=True)
+        ]
+
+
+@pytest.fixture
+def records(tmp_path):
+    """Records of one file."""
+    return Records(tmp_path / "records")
+
+
+def bytes_of(sample):
+    """Return what a sample has."""
+    assert (sample.dtype, sample.dim()) == (torch.uint8, 1)
+    return sample.numpy().tobytes()
+
+
+def test_a_sample_is_a_record(records):
+    dataset = RecordDataset(records.path, records.offsets, records.sizes)
+    assert len(dataset) == len(SIZES)
+    for index in range(-len(SIZES), len(SIZES)):
+        assert bytes_of(dataset[index]) == records.expected[index]
+
+
+def test_a_batch_is_one_gather(records):
+    dataset = RecordDataset(records.path, records.offsets, records.sizes)
+    indices = [4, 0, 1, -1, 4, 2, 6, 4]
+    before = nvmeio.default_handle().stats()["requests"]
+    samples = dataset.__getitems__(indices)
+    assert nvmeio.default_handle().stats()["requests"] == before + 1
+    assert [bytes_of(sample) for sample in samples] == [
+        records.expected[index] for index in indices
+    ]
+    assert len({sample.untyped_storage().data_ptr() for sample in samples}) == 1
+
+
+def test_records_of_several_files_keep_their_order(tmp_path):
+    shards = [Records(tmp_path / f"shard-{seed}", seed) for seed in range(3)]
+    # The files take turns.
+    offsets = np.stack([shard.offsets for shard in shards], axis=1).ravel()
+    sizes = np.stack([shard.sizes for shard in shards], axis=1).ravel()
+    files = np.arange(len(offsets)) % 3
+    expected = [shards[i % 3].expected[i // 3] for i in range(len(offsets))]
+    dataset = RecordDataset([s.path for s in shards], offsets, sizes, files=files)
+    indices = np.random.default_rng(0).integers(-len(dataset), len(dataset), 100)
+    for chosen in (indices, indices[:1], indices[indices % 3 == 1], []):
+        samples = dataset.__getitems__(chosen)
+        assert [bytes_of(sample) for sample in samples] == [expected[i] for i in chosen]
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"offsets": [0, -1]}, ValueError, r"offsets\[1\] is -1; it must be from 0"),
+        ({"sizes": [5, -(2**63)]}, ValueError, r"sizes\[1\] is -9223372036854775808; it"),
+        (
+            {"offsets": np.array([0, 2**63], np.uint64)},
+            ValueError,
+            r"offsets\[1\] is 9223372036854775808; it must be from 0 to 2\*\*63 - 1",
+        ),
+        ({"sizes": [5, 2**63 - 1]}, ValueError, "record 1 of 9223372036854775807 bytes"),
+        ({"offsets": [0, 101], "sizes": [5, 0]}, ValueError, "record 1 of 0 bytes at"),
+        (
+            {"offsets": [96, 97], "sizes": [4, 4]},
+            ValueError,
+            "record 1 of 4 bytes at offset 97 reaches past the end of .*file', which has",
+        ),
+        ({"sizes": [5]}, ValueError, "there are 2 offsets and 1 sizes; there must be"),
+        ({"files": [0]}, ValueError, "there are 2 offsets and 1 files; there must be"),
+        ({"files": [0, 1]}, ValueError, r"files\[1\] is 1; it must be from 0 to 0"),
+        ({"files": [0, -1]}, ValueError, r"files\[1\] is -1; it must be from 0 to 0"),
+        ({"offsets": [0.0, np.nan]}, TypeError, "offsets is of dtype float64; it must"),
+        ({"offsets": [0, 2**64]}, TypeError, "offsets is of dtype object; it must be"),
+        ({"sizes": [True, True]}, TypeError, "sizes is of dtype bool; it must be of"),
+        ({"sizes": 5}, ValueError, r"sizes is of shape \(\); it must be of one axis"),
+        ({"path": 3}, TypeError, "path is 3; it must be a path, or a sequence of paths"),
+        ({"path": []}, TypeError, "path is of type list; it must be a path, or a"),
+    ],
+    ids=str,
+)
+def test_hostile_indices_are_refused_before_a_read(tmp_path, change, error, message):
+    (tmp_path / "file").write_bytes(bytes(100))
+    before = nvmeio.default_handle().stats()["requests"]
+    arguments = {"path": tmp_path / "file", "offsets": [0, 0], "sizes": [5, 5]} | change
+    with pytest.raises(error, match=message):
+        RecordDataset(**arguments)
+    assert nvmeio.default_handle().stats()["requests"] == before
+
+
+def test_a_file_that_was_cut_is_named(records):
+    dataset = RecordDataset(records.path, records.offsets, records.sizes)
+    os.truncate(records.path, records.offsets[4] + 100)
+    with pytest.raises(OSError, match="past the end of the file") as caught:
+        dataset.__getitems__([1, 4])
+    assert caught.value.errno == errno.ENODATA
+    assert caught.value.filename == str(records.path)
+
+
+def test_it_says_what_it_is_until_it_is_closed(tmp_path):
+    shards = [Records(tmp_path / f"shard-{seed}", seed) for seed in range(2)]
+    dataset = RecordDataset(
+        [shard.path for shard in shards],
+        shards[1].offsets,
+        shards[1].sizes,
+        files=[1] * len(SIZES),
+    )
+    assert repr(dataset) == (
+        f"<nvmeio.torch.RecordDataset {str(shards[0].path)!r}, {str(shards[1].path)!r} "
+        "shape=(9,) dtype=torch.uint8>"
+    )
+    assert bytes_of(dataset[4]) == shards[1].expected[4]
+    dataset.close()
+    dataset.close()
+    assert left_open(tmp_path) == []
+    with pytest.raises(ValueError, match="is closed"):
+        dataset[4]
+
+
+def test_an_empty_dataset_says_so(records):
+    dataset = RecordDataset(records.path, [], [])
+    assert len(dataset) == 0
+    assert dataset.__getitems__([]) == []
+    with pytest.raises(IndexError, match=r"dataset is empty: no samples in .*records"):
+        dataset[0]
+
+
+def test_an_index_is_not_copied(records):
+    """Of small integers, with steps, or of the other byte order."""
+    table = np.zeros(len(SIZES), [("offset", ">u8"), ("size", "<u4")])
+    table["offset"], table["size"] = records.offsets, records.sizes
+    dataset = RecordDataset(records.path, table["offset"][::-1], table["size"][::-1])
+    found = [bytes_of(sample) for sample in dataset.__getitems__(range(len(SIZES)))]
+    assert found == records.expected[::-1]
+    assert np.shares_memory(dataset._offsets.array, table)
+    assert np.shares_memory(dataset._sizes.array, table)
+
+
+def test_a_part_of_a_mapped_index_is_mapped_again(records, tmp_path):
+    np.save(tmp_path / "offsets.npy", np.repeat(records.offsets, 3000))
+    mapped = np.load(tmp_path / "offsets.npy", mmap_mode="r")[::-1][2::3000]
+    sizes = np.array(SIZES[::-1], np.uint32)
+    copy = pickle.loads(pickle.dumps(RecordDataset(records.path, mapped, sizes)))
+    assert isinstance(copy._offsets.array.base, np.memmap)
+    for index in range(len(SIZES)):
+        assert bytes_of(copy[index]) == records.expected[::-1][index]
+
+
+def test_a_private_mapping_is_pickled_as_it_is(records, tmp_path):
+    np.save(tmp_path / "offsets.npy", np.zeros(len(SIZES), np.int64))
+    mapped = np.load(tmp_path / "offsets.npy", mmap_mode="c")
+    mapped[:] = records.offsets
+    copy = pickle.loads(pickle.dumps(RecordDataset(records.path, mapped, SIZES)))
+    assert copy._offsets.array.tolist() == records.offsets.tolist()
+
+
+def test_records_beyond_4_gib_are_read(tmp_path):
+    with open(tmp_path / "sparse", "wb") as file:
+        file.truncate(1 << 40)
+        file.seek((1 << 40) - 3)
+        file.write(b"end")
+    dataset = RecordDataset(tmp_path / "sparse", [2**40 - 3, 2**40 - 2**26], [3, 2**26 - 3])
+    end, zeros = dataset.__getitems__([0, 1])
+    assert bytes_of(end) == b"end"
+    assert (len(zeros), int(zeros.count_nonzero())) == (2**26 - 3, 0)
+
+
+@pytest.fixture
+def many(tmp_path):
+    """The arguments for a dataset of one record in each of more files than may be open."""
+    paths = [tmp_path / str(number) for number in range(400)]
+    for number, path in enumerate(paths):
+        path.write_bytes(bytes([number % 256]) * (number + 1))
+    return {
+        "path": paths,
+        "offsets": np.zeros(400, np.int64),
+        "sizes": np.arange(1, 401),
+        "files": np.arange(400),
+    }
+
+
+def test_few_of_many_files_are_open(many, tmp_path):
+    counts = []
+
+    def opened(record):
+        counts.append(len(descriptors_below(tmp_path)))
+        return record.sum()
+
+    dataset = RecordDataset(**many, transform=opened)
+    assert left_open(tmp_path) == []
+    batches = [range(400), range(399, -1, -1), range(0, 400, 3)]
+    for batch, found in zip(batches, BatchStream(dataset, batches, 3), strict=True):
+        assert found.tolist() == [number % 256 * (number + 1) for number in batch]
+    # Each has up to two descriptors, and a request lets go of its file a moment late.
+    assert max(counts) <= 2 * 128 + 20
+    del dataset
+    gc.collect()
+    assert left_open(tmp_path) == []
+
+
+def test_a_forked_worker_reads_while_its_parent_does(many):
+    """It drops files that requests of its parent read."""
+    dataset = RecordDataset(**many, transform=torch.sum)
+    stream = iter(BatchStream(dataset, [range(400)] * 4, 2))
+    expected = [number % 256 * (number + 1) for number in range(400)]
+    assert next(stream).tolist() == expected
+    loader = DataLoader(
+        dataset,
+        batch_sampler=[range(400)],
+        num_workers=1,
+        multiprocessing_context="fork",
+    )
+    assert [batch.tolist() for batch in loader] == [expected]
+    assert [batch.tolist() for batch in stream] == [expected] * 3
+
+
+def test_a_stream_collates_what_the_transform_returns(records):
+    def first(record):
+        return record.sum()
+
+    dataset = RecordDataset(records.path, records.offsets, records.sizes, transform=first)
+    expected = [sum(records.expected[index]) for index in (0, 4, 7)]
+    assert [b.tolist() for b in BatchStream(dataset, [[0, 4], [7]])] == [
+        expected[:2],
+        expected[2:],
+    ]
+
+
+def test_an_abandoned_stream_leaves_nothing_in_flight(records):
+    dataset = RecordDataset(records.path, records.offsets, records.sizes)
+    stream = iter(BatchStream(dataset, [[4], [4], [4], [4]], 3))
+    next(stream)
+    stream.close()
+    assert nvmeio.default_handle().pending == 0
+
+
+def test_threads_share_a_dataset(tmp_path):
+    shards = [Records(tmp_path / f"shard-{seed}", seed) for seed in range(3)]
+    dataset = RecordDataset(
+        [shard.path for shard in shards],
+        np.concatenate([shard.offsets for shard in shards]),
+        np.concatenate([shard.sizes for shard in shards]),
+        files=np.repeat(range(3), len(SIZES)),
+    )
+    expected = [record for shard in shards for record in shard.expected]
+    barrier = threading.Barrier(6)
+
+    def read(seed):
+        barrier.wait()
+        for _ in range(20):
+            indices = np.random.default_rng(seed).integers(0, len(dataset), 30)
+            samples = dataset.__getitems__(indices)
+            assert [bytes_of(one) for one in samples] == [expected[i] for i in indices]
+
+    with ThreadPoolExecutor(6) as pool:
+        list(pool.map(read, range(6)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+def test_workers_share_the_index(tmp_path, method):
+    outcome = run_child("load_records_with_workers", folder=str(tmp_path), method=method)
+    assert outcome.status == 0, outcome
+    (report,) = outcome.reports
+    # Of the offsets, which are mapped, and of the sizes, which torch shares.
+    owners = "memmap,Tensor" if method != "fork" else "memmap,NoneType"
+    assert report["owners"] == [owners]
+
+
+@pytest.mark.slow
+def test_workers_have_copies_of_an_index_that_cannot_be_shared(tmp_path):
+    """There may be too little room for memory that is shared."""
+    outcome = run_child(
+        "load_records_with_workers",
+        folder=str(tmp_path),
+        method="spawn",
+        shared_bytes_max=1 << 20,
+    )
+    assert outcome.status == 0, outcome
+    assert outcome.reports == [{"owners": ["memmap,bytes"]}]
+
+
+TOKENS = np.random.default_rng(2).integers(0, 1 << 16, 400, np.uint16)
+LENGTHS = [100, 0, 250, 1, 49]
+DOCUMENTS = [0, 2, 2, 5]
+
+
+def write_megatron(prefix, *, modes=b"", **changes):
+    """Write a dataset as Megatron does, or one that is wrong; return the prefix."""
+    TOKENS.tofile(f"{prefix}.bin")
+    lengths = np.array(changes.get("lengths", LENGTHS), "<i4")
+    pointers = 2 * (np.cumsum(LENGTHS) - LENGTHS)
+    pointers = np.array(changes.get("pointers", pointers), "<i8")
+    documents = np.array(changes.get("documents", DOCUMENTS), "<i8")
+    header = struct.pack(
+        "<9sQBQQ",
+        changes.get("magic", b"MMIDIDX\0\0"),
+        changes.get("version", 1),
+        changes.get("code", 8),
+        changes.get("sequences", len(lengths)),
+        changes.get("indices", len(documents)),
+    )
+    content = header + lengths.tobytes() + pointers.tobytes() + documents.tobytes() + modes
+    with open(f"{prefix}.idx", "wb") as file:
+        file.write(content[: changes.get("size")])
+    return prefix
+
+
+class TestMegatronDataset:
+    def test_a_sample_is_a_sequence(self, tmp_path):
+        dataset = MegatronDataset(write_megatron(tmp_path / "data"))
+        expected = np.split(TOKENS, np.cumsum(LENGTHS))[:-1]
+        assert len(dataset) == len(LENGTHS)
+        for sample, sequence in zip(dataset[:], expected, strict=True):
+            assert sample.dtype == torch.uint16
+            np.testing.assert_array_equal(sample.numpy(), sequence)
+        np.testing.assert_array_equal(dataset[-3].numpy(), expected[-3])
+        np.testing.assert_array_equal(dataset.get(2, 7, 11).numpy(), expected[2][7:18])
+        assert dataset.sequence_lengths.tolist() == LENGTHS
+        assert dataset.document_indices.tolist() == DOCUMENTS
+        assert dataset.sequence_modes is None
+
+    def test_a_sample_has_its_mode(self, tmp_path):
+        prefix = write_megatron(tmp_path / "data", modes=bytes([1, 2, 3, 4, 5]))
+        dataset = MegatronDataset(prefix, multimodal=True)
+        assert [int(mode) for _, mode in dataset[1:4]] == [2, 3, 4]
+        part, mode = dataset.get(4, 40)
+        np.testing.assert_array_equal(part.numpy(), TOKENS[-9:])
+        assert (mode.dtype, mode.item()) == (torch.int8, 5)
+        assert isinstance(MegatronDataset(prefix)[0], torch.Tensor)
+
+    @pytest.mark.parametrize("prefix", ["data", b"data"], ids=repr)
+    def test_a_pickled_dataset_maps_the_index(self, tmp_path, monkeypatch, prefix):
+        write_megatron(tmp_path / "data", modes=bytes(5))
+        monkeypatch.chdir(tmp_path)
+        dataset = MegatronDataset(prefix, multimodal=True)
+        monkeypatch.chdir("/")
+        copy = pickle.loads(pickle.dumps(dataset))
+        assert torch.equal(copy[2][0], dataset[2][0])
+        for index in (copy._offsets, copy._sizes, copy._documents, copy._modes):
+            assert isinstance(index.array.base, np.memmap)
+
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            ({"magic": b"MMIDIDX\0\1"}, "is not a .idx file of Megatron: wrong header"),
+            ({"size": 33}, "is not a .idx file of Megatron: wrong header"),
+            ({"size": 0}, "is not a .idx file of Megatron: wrong header"),
+            ({"version": 2}, "is of version 2; it must be 1"),
+            ({"code": 0}, "has dtype code 0; it must be from 1 to 8"),
+            ({"code": 9}, "has dtype code 9; it must be from 1 to 8"),
+            ({"code": 4}, "sequence 1 of 0 elements begins at byte 200, and those"),
+            ({"size": 34 + 5 * 12 + 31}, "has 125 bytes; 5 sequences and 4 document"),
+            ({"modes": bytes(4)}, "has 130 bytes; 5 sequences and 4 document indices take"),
+            ({"sequences": 2**64 - 1}, "has 126 bytes; 18446744073709551615 sequences"),
+            ({"indices": 2**61}, "and 2305843009213693952 document indices take"),
+            ({"lengths": [100, 0, 250, -1, 49]}, "sequence 3 of -1 elements begins at"),
+            (
+                {"lengths": [100, 0, 251, 1, 49]},
+                "sequence 3 of 1 elements begins at byte 700",
+            ),
+            (
+                {"lengths": [100, 0, 250, 1, 50]},
+                "data.bin. has 800 bytes; the sequences of .*data.idx. take 802",
+            ),
+            (
+                {"lengths": [100, 0, 250, 1, 2**31 - 1]},
+                "data.bin. has 800 bytes; the sequences of .*data.idx. take 4294967996",
+            ),
+            ({"lengths": [100, 0, 250, 1, 48]}, "data.bin. has 800 bytes; the sequences"),
+            ({"pointers": [0, 200, 198, 700, 702]}, "sequence 2 of 250 elements begins at"),
+            ({"pointers": [-2, 200, 200, 700, 702]}, "sequence 0 of 100 elements begins"),
+            ({"documents": [0, 2, 1, 5]}, "document index 2 is 1; it must be from 2 to 5"),
+            ({"documents": [0, 2, 5, 6]}, "document index 3 is 6; it must be from 5 to 5"),
+            ({"documents": [-1, 2, 5, 5]}, "document index 0 is -1; it must be from 0 to"),
+        ],
+        ids=repr,
+    )
+    def test_a_hostile_index_is_refused_before_a_read(self, tmp_path, changes, message):
+        prefix = write_megatron(tmp_path / "data", **changes)
+        before = nvmeio.default_handle().stats()["requests"]
+        with pytest.raises(ValueError, match=message):
+            MegatronDataset(prefix)
+        assert nvmeio.default_handle().stats()["requests"] == before
+
+    def test_what_is_not_there_is_named(self, tmp_path):
+        prefix = write_megatron(tmp_path / "data")
+        with pytest.raises(ValueError, match="idx' has no modes; pass multimodal="):
+            MegatronDataset(prefix, multimodal=True)
+        dataset = MegatronDataset(prefix)
+        with pytest.raises(ValueError, match="offset is 101; it must be from 0 to 100"):
+            dataset.get(0, 101)
+        with pytest.raises(ValueError, match="length is 91; it must be from 0 to 90"):
+            dataset.get(0, 10, 91)
+        with pytest.raises(IndexError, match="index is 5; it must be from -5 to 4"):
+            dataset.get(5)
+        os.remove(f"{prefix}.bin")
+        with pytest.raises(FileNotFoundError, match=r"data\.bin"):
+            MegatronDataset(prefix)
+        os.remove(f"{prefix}.idx")
+        with pytest.raises(FileNotFoundError, match=r"data\.idx"):
+            MegatronDataset(prefix)
