@@ -1,12 +1,14 @@
 """What children do who load data with workers of torch's DataLoader."""
 
+import contextlib
 import gc
 import os
+import resource
 
 import numpy as np
 
 import nvmeio
-from helpers import descriptors_below, left_open
+from helpers import descriptors_below, left_open, limit
 from workloads.common import report
 
 
@@ -82,19 +84,21 @@ def resume_stream(folder):
     report([batch.tolist() for batch in stream])
 
 
-class Index:
-    """A transform that says, with each record, what memory the dataset's index is in."""
+class Owners:
+    """Joins the records of a batch, and says what memory the dataset's index is in."""
 
     def __init__(self, dataset):
         self.dataset = dataset
 
-    def __call__(self, record):
+    def __call__(self, records):
+        import torch
+
         indices = (self.dataset._offsets, self.dataset._sizes)
         owners = [type(index.array.base).__name__ for index in indices]
-        return int(record.sum()), ",".join(owners)
+        return torch.cat(records), ",".join(owners)
 
 
-def load_records_with_workers(folder, method, count=200_000):
+def load_records_with_workers(folder, method, shared_bytes_max=None, count=140_000):
     """Load records in workers that are started by a method, and say where the index is."""
     from torch.utils.data import DataLoader
 
@@ -106,18 +110,21 @@ def load_records_with_workers(folder, method, count=200_000):
     content.tofile(f"{folder}/records")
     np.save(f"{folder}/offsets.npy", ends - sizes)
     offsets = np.load(f"{folder}/offsets.npy", mmap_mode="r")
-    sums = np.concatenate(([0], np.cumsum(content.astype(np.int64))))
     dataset = RecordDataset(f"{folder}/records", offsets, sizes)
-    dataset.transform = Index(dataset)
     loader = DataLoader(
         dataset,
         batch_sampler=[range(begin, begin + 5000) for begin in range(0, count, 5000)],
         num_workers=2,
         multiprocessing_context=method,
+        collate_fn=Owners(dataset),
     )
     found, owners = [], set()
-    for values, names in loader:
-        found += values.tolist()
-        owners |= set(names)
-    assert found == (sums[ends] - sums[ends - sizes]).tolist()
+    room = contextlib.nullcontext()
+    if shared_bytes_max is not None:
+        room = limit(resource.RLIMIT_FSIZE, shared_bytes_max)
+    with room:
+        for joined, names in loader:
+            found.append(joined.numpy())
+            owners.add(names)
+    np.testing.assert_array_equal(np.concatenate(found), content)
     report({"owners": sorted(owners)})

@@ -62,7 +62,7 @@ class BinReader(indexed_dataset._BinReader):  # type: ignore[misc]
         """
         array: npt.NDArray[Any] = np.empty(count, dtype)
         if array.nbytes:
-            default_handle().read(array, self._file, int(offset))
+            default_handle().gather(self._file, [int(offset)], array.nbytes, array)
         return array
 
 

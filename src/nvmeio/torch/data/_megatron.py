@@ -1,5 +1,6 @@
 """Megatron's files of tokens as a dataset."""
 
+import os
 import struct
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +15,12 @@ from nvmeio._arguments.types import Path
 from nvmeio._arrays.indexing import Positions
 from nvmeio._files.paths import absolute, naming
 from nvmeio.default import default_handle
-from nvmeio.torch.data._records import CHECKED_AT_ONCE, RecordDataset, SharedArray
+from nvmeio.torch.data._records import (
+    CHECKED_AT_ONCE,
+    RecordDataset,
+    SharedArray,
+    size_of,
+)
 
 __all__ = ["MegatronDataset"]
 
@@ -52,8 +58,8 @@ class MegatronDataset(RecordDataset):
     TypeError
         An argument is of the wrong type.
     ValueError
-        The .idx file is not one of Megatron's, contradicts itself, has no modes, or names
-        bytes that the .bin file does not have.
+        The .idx file is not one of Megatron's, contradicts itself or has no modes; the .bin
+        file is shorter or longer than its sequences.
 
     Notes
     -----
@@ -75,15 +81,16 @@ class MegatronDataset(RecordDataset):
         transform: Callable[[Any], Any] | None = None,
     ) -> None:
         prefix = absolute(path_prefix)
-        index_path = _with_suffix(prefix, ".idx")
+        path, index_path = (_with_suffix(prefix, suffix) for suffix in (".bin", ".idx"))
         index = _IndexFile(index_path, modes=flag("multimodal", multimodal))
+        size = size_of(path)
+        if size != index.end:
+            raise ValueError(
+                f"{path!r} has {size} bytes; the sequences of {index_path!r} take "
+                f"{index.end}"
+            )
         self._dtype = index.dtype
-        super().__init__(
-            _with_suffix(prefix, ".bin"),
-            index.pointers,
-            index.lengths,
-            transform=transform,
-        )
+        super().__init__(path, index.pointers, index.lengths, transform=transform)
         self._documents = SharedArray(index.documents)
         self._modes = None if index.modes is None else SharedArray(index.modes)
 
@@ -124,7 +131,7 @@ class MegatronDataset(RecordDataset):
         IndexError
             There is no such sequence.
         OSError
-            As for ``Handle.read``.
+            As for ``Handle.gather``.
         TypeError
             An argument is not an integer.
         ValueError
@@ -138,8 +145,9 @@ class MegatronDataset(RecordDataset):
         length = whole("length", length, 0, count - offset)
         part = torch.empty(length, dtype=self._dtype)
         if length:
-            start = int(self._offsets[rows][0]) + offset * self._dtype.itemsize
-            default_handle().read(part, self._arrays()[0].file(0), start)
+            file, starts = self._arrays()[0].file(0), self._offsets[rows]
+            starts += offset * self._dtype.itemsize
+            default_handle().gather(file, starts, part.nbytes, part)
         return self._decode(rows, [part])[0]
 
     def _decode(self, rows: Positions, records: list[torch.Tensor]) -> list[Any]:
@@ -169,7 +177,8 @@ class _IndexFile:
         if code not in _DTYPES:
             raise ValueError(f"{path!r} has dtype code {code}; it must be from 1 to 8")
         self.dtype = _DTYPES[code]
-        mapped = np.memmap(path, np.uint8, "r")
+        # numpy forgets the name of a mapped file if it is bytes.
+        mapped = np.memmap(os.fsdecode(path), np.uint8, "r")
         size = _HEADER.size + 12 * sequences + 8 * documents
         if len(mapped) not in (size, size + sequences):
             raise ValueError(
@@ -185,11 +194,11 @@ class _IndexFile:
             documents, "<i8", mapped, place := place + 8 * sequences
         )
         self.modes = np.ndarray(sequences, "i1", mapped, size) if modes else None
-        self._check_pointers(path)
+        self.end = self._check_pointers(path)
         self._check_documents(path)
 
-    def _check_pointers(self, path: str | bytes) -> None:
-        """Refuse sequences that do not follow each other, as those of Megatron do."""
+    def _check_pointers(self, path: str | bytes) -> int:
+        """Return where the last sequence ends; refuse gaps and overlaps."""
         end = 0
         for start in range(0, len(self.lengths), CHECKED_AT_ONCE):
             part = slice(start, start + CHECKED_AT_ONCE)
@@ -205,6 +214,7 @@ class _IndexFile:
                     f"{begins[place]}"
                 )
             end = int(ends[-1])
+        return end
 
     def _check_documents(self, path: str | bytes) -> None:
         """Refuse documents that overlap, or end after the last sequence."""

@@ -23,7 +23,7 @@ from nvmeio._native.request import Request
 from nvmeio.default import default_handle
 from nvmeio.torch.data._stored import Flight, Stored
 
-__all__ = ["CHECKED_AT_ONCE", "RecordDataset", "SharedArray", "paths_of"]
+__all__ = ["CHECKED_AT_ONCE", "RecordDataset", "SharedArray", "paths_of", "size_of"]
 
 Integers = npt.NDArray[np.integer[Any]]
 
@@ -182,18 +182,8 @@ class RecordDataset(Stored):
         """Start reading records, whose positions were checked."""
         batch = _Batch(self, rows)
         files: _OpenFiles = self._arrays()[0]
-        parts: list[Request] = []
-        try:
-            for number, offsets, sizes, places in batch.gathers():
-                request = default_handle().submit_gather(
-                    files.file(number), offsets, sizes, batch.memory, out_offsets=places
-                )
-                files.note(number, request)
-                parts.append(request)
-        except BaseException:
-            Flight(parts, batch.samples).abandon()
-            raise
-        return Flight(parts, batch.samples)
+        requests = (files.submit(batch.memory, *gather) for gather in batch.gathers())
+        return Flight(requests, batch.samples)
 
     def read(self, rows: Positions) -> list[Any]:
         """Read records, whose positions were checked: of one file in the calling thread."""
@@ -218,7 +208,7 @@ class RecordDataset(Stored):
 
     def batch(self, flight: Flight) -> Any:
         """Wait for samples, and return what torch's default collate makes of them."""
-        return default_collate(self._samples(flight.land()))
+        return default_collate(self.samples(flight))
 
 
 class _Batch:
@@ -226,7 +216,7 @@ class _Batch:
 
     def __init__(self, dataset: RecordDataset, rows: Positions) -> None:
         self._dataset = dataset
-        self._rows = np.atleast_1d(rows)
+        self._rows = rows.ravel()
         self._lengths = dataset._sizes[self._rows]
         self.memory = torch.empty(int(self._lengths.sum()), dtype=dataset._dtype)
 
@@ -272,22 +262,37 @@ class _OpenFiles:
         self._held[number] = file, request
         return file
 
-    def note(self, number: int, request: Request) -> None:
-        """Remember that a request reads a file, which is open until the request is done."""
-        self._held[number] = self._held[number][0], request
+    def submit(
+        self,
+        memory: torch.Tensor,
+        number: int,
+        offsets: Positions,
+        sizes: Positions,
+        places: Positions | None,
+    ) -> Request:
+        """Start reading records of a file, which is open until the request is done."""
+        file = self.file(number)
+        request = default_handle().submit_gather(
+            file, offsets, sizes, memory, out_offsets=places
+        )
+        self._held[number] = file, request
+        return request
 
     def _drop_one(self) -> None:
         """Drop the file that was used longest ago, once nothing is read from it."""
-        _, request = self._held.pop(next(iter(list(self._held))), (None, None))
-        if request is not None:
-            with contextlib.suppress(CancelledError):
-                request.exception()
+        for number in list(self._held)[:1]:
+            _, request = self._held.pop(number, (None, None))
+            if request is not None:
+                # The request of a parent process is an OSError.
+                with contextlib.suppress(CancelledError, OSError):
+                    request.exception()
 
     def close(self) -> None:
         """Close all files; a second call does nothing."""
         for number in list(self._held):
-            file, _ = self._held.pop(number)
-            file.close()
+            file, _ = self._held.pop(number, (None, None))
+            if file is not None:
+                file.close()
 
 
 def paths_of(path: Any) -> list[str | bytes]:
@@ -317,7 +322,7 @@ def _check(
     itemsize: int,
 ) -> None:
     """Refuse records that their files do not have."""
-    ends = np.array([_size_of(path) for path in paths], np.int64)
+    ends = np.array([size_of(path) for path in paths], np.int64)
     for start in range(0, len(offsets), CHECKED_AT_ONCE):
         part = slice(start, start + CHECKED_AT_ONCE)
         numbers = np.zeros(1, np.int64)
@@ -351,7 +356,7 @@ def _within(name: str, part: Integers, start: int, most: int) -> Positions:
     return found
 
 
-def _size_of(path: str | bytes) -> int:
+def size_of(path: str | bytes) -> int:
     """Return the size of a file that can be opened."""
     with File(path) as file:
         return file.size
