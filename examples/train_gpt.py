@@ -9,10 +9,9 @@ checkpoint, with the batch that comes next.  Every loss must be the same to the 
 All happens in a temporary folder that is removed in the end; the exit status is 0 only if
 the losses are the same and have fallen.
 
-For training of your own, start the same program by torchrun:
+For a training of your own, start the same program by torchrun, and again after a crash:
 
-    torchrun --nproc-per-node 2 --max-restarts 3 examples/train_gpt.py --folder run \\
-        --tokens shards --steps 1000
+    torchrun --nproc-per-node 2 examples/train_gpt.py --folder run --tokens shards
 """
 
 from __future__ import annotations

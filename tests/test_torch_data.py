@@ -254,6 +254,7 @@ class TestTokenDataset:
         with pytest.raises(IndexError, match=words):
             next(iter(BatchStream(dataset, [[0]])))
         assert list(DataLoader(dataset)) == []
+        assert dataset.__getitems__([]) == []
 
     def test_shards_follow_each_other_and_no_window_crosses_them(self, tmp_path):
         dataset, expected = shards_of(tmp_path, [20, 3, 0, 40, 7, 8])

@@ -37,7 +37,7 @@ class _Place:
     # Of the samples of these batches, and the rank that they were of.
     checksum: int = 0
     rank: int = 0
-    rng_state: torch.Tensor | None = None
+    rng_state: Any = None
     generators: tuple[torch.Tensor, ...] = ()
     sampler: Any = None
 
@@ -47,7 +47,7 @@ class BatchStream(IterableDataset):  # type: ignore[misc]  # mypy sees no types 
 
     Parameters
     ----------
-    dataset : ArrayDataset, TokenDataset or another dataset of nvmeio
+    dataset : ArrayDataset, TokenDataset or another dataset of nvmeio.torch
         Or a ``torch.utils.data.Subset`` of one.
     batch_sampler : iterable of sequences of int
         The indices of each batch, as ``torch.utils.data.BatchSampler`` gives them.  A
@@ -126,8 +126,8 @@ class BatchStream(IterableDataset):  # type: ignore[misc]  # mypy sees no types 
         Returns
         -------
         dict
-            Of integers and tensors, a few KiB, and of what the batch sampler's own
-            ``state_dict()`` returns, if it has one.  It can go into any checkpoint.
+            Integers and tensors, a few KiB, which ``torch.save`` and any other checkpoint
+            take; or what the batch sampler's own ``state_dict()`` returns, if it has one.
 
         Notes
         -----
@@ -276,12 +276,13 @@ class BatchStream(IterableDataset):  # type: ignore[misc]  # mypy sees no types 
         for one, state in zip(
             _generators_of(self.batch_sampler), place.generators, strict=True
         ):
-            one.set_state(state)
+            # A checkpoint may have been loaded to another device.
+            one.set_state(state.cpu())
         if place.batches == 0:
             return self._begun()
         # The program's own random numbers go on as if nothing had been skipped.
         rng_state = torch.get_rng_state()
-        torch.set_rng_state(place.rng_state)
+        torch.set_rng_state(place.rng_state.cpu())
         try:
             batches = iter(self.batch_sampler)
             here = replace(place, batches=0, checksum=0, rank=_rank_of(self.batch_sampler))

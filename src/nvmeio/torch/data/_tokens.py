@@ -157,6 +157,9 @@ class TokenDataset(Stored):
     def _shares(self, rows: Positions) -> Iterator[_Share]:
         """Share out windows to the shards that have them."""
         shards, starts = self._arrays(), rows.ravel()
+        if len(shards) == 1 and starts.size:
+            yield shards[0], slice(None), starts
+            return
         owners = np.searchsorted(self._ends, starts, side="right")
         for owner in np.unique(owners):
             where = np.flatnonzero(owners == owner)
