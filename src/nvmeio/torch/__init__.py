@@ -14,6 +14,7 @@ from nvmeio.torch.data import (
     BatchStream,
     MegatronDataset,
     RecordDataset,
+    TarDataset,
     TokenDataset,
 )
 from nvmeio.torch.memory import empty, empty_like
@@ -27,6 +28,7 @@ __all__ = [
     "MegatronDataset",
     "OffloadedOptimizer",
     "RecordDataset",
+    "TarDataset",
     "TokenDataset",
     "empty",
     "empty_like",

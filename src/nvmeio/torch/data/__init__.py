@@ -4,6 +4,7 @@ from nvmeio.torch.data._arrays import ArrayDataset
 from nvmeio.torch.data._batches import BatchStream
 from nvmeio.torch.data._megatron import MegatronDataset
 from nvmeio.torch.data._records import RecordDataset
+from nvmeio.torch.data._tar import TarDataset
 from nvmeio.torch.data._tokens import TokenDataset
 
 __all__ = [
@@ -11,5 +12,6 @@ __all__ = [
     "BatchStream",
     "MegatronDataset",
     "RecordDataset",
+    "TarDataset",
     "TokenDataset",
 ]
