@@ -12,6 +12,7 @@ from nvmeio.torch.activations import save_on_disk
 from nvmeio.torch.data import (
     ArrayDataset,
     BatchStream,
+    MDSDataset,
     MegatronDataset,
     RecordDataset,
     TarDataset,
@@ -25,6 +26,7 @@ from nvmeio.torch.streams import open_stream
 __all__ = [
     "ArrayDataset",
     "BatchStream",
+    "MDSDataset",
     "MegatronDataset",
     "OffloadedOptimizer",
     "RecordDataset",
