@@ -12,8 +12,10 @@ from nvmeio.torch.activations import save_on_disk
 from nvmeio.torch.data import (
     ArrayDataset,
     BatchStream,
+    MDSDataset,
     MegatronDataset,
     RecordDataset,
+    TarDataset,
     TokenDataset,
 )
 from nvmeio.torch.memory import empty, empty_like
@@ -24,9 +26,11 @@ from nvmeio.torch.streams import open_stream
 __all__ = [
     "ArrayDataset",
     "BatchStream",
+    "MDSDataset",
     "MegatronDataset",
     "OffloadedOptimizer",
     "RecordDataset",
+    "TarDataset",
     "TokenDataset",
     "empty",
     "empty_like",

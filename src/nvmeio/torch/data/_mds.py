@@ -1,0 +1,265 @@
+"""The samples of MosaicML's MDS shards as a dataset."""
+
+import json
+import os
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from nvmeio._arguments.checks import flag, path_of
+from nvmeio._arguments.keywords import suggesting
+from nvmeio._arguments.types import Path
+from nvmeio._arrays.indexing import Positions
+from nvmeio._files.paths import absolute
+from nvmeio.default import default_handle
+from nvmeio.files import read_file
+from nvmeio.torch.data._mds_encodings import Encoding, encoding_of
+from nvmeio.torch.data._records import RecordDataset
+
+__all__ = ["MDSDataset"]
+
+# How many shards are open at once while their tables are read.
+_OPEN_MAX = 128
+
+
+class MDSDataset(RecordDataset):
+    """The samples of MDS shards, MosaicML's format, as a map-style dataset.
+
+    Parameters
+    ----------
+    local : str, bytes or os.PathLike
+        The folder that has ``index.json`` and the shards.
+    split : str, optional
+        The folder of the split in it.
+    allow_pickle : bool, default False
+        Whether to decode columns of the encoding ``pkl``.  A pickle can run any code.
+    transform : callable, optional
+        Is applied to each sample, in the process that reads it.
+
+    Raises
+    ------
+    ModuleNotFoundError
+        A column has images, and Pillow is not installed.
+    OSError
+        A file cannot be opened or read; with errno and path.
+    TypeError
+        An argument is of the wrong type.
+    ValueError
+        The index or a shard is damaged, of another format or version, or compressed; a
+        column is pickled, and that is not allowed.
+
+    Notes
+    -----
+    Sample ``i`` is what ``streaming.LocalDataset(local, split)[i]`` returns: a dict with
+    the value of each column.  Arrays are writable.  The samples are in the order of the
+    index.
+
+    Shards that were written with a compression are read where streaming, or another
+    program, has decompressed them.  Hashes are not compared.  Nothing is downloaded,
+    deleted or written.
+
+    The tables of all shards are read and checked at first, and take 12 bytes a sample in
+    memory.  A batch of a DataLoader is one gather for each shard that has samples of it.
+    """
+
+    @suggesting
+    def __init__(
+        self,
+        local: Path,
+        split: str | None = None,
+        *,
+        allow_pickle: bool = False,
+        transform: Callable[[Any], Any] | None = None,
+    ) -> None:
+        folder = os.path.join(os.fsdecode(absolute(path_of(local))), split or "")
+        index = os.path.join(folder, "index.json")
+        shards = list(_shards(index, flag("allow_pickle", allow_pickle)))
+        tables = list(_tables(shards))
+        # Most shards are alike, and a pickle has one copy of the same object.
+        self._columns: list[_Columns] = []
+        for shard in shards:
+            is_alike = self._columns and self._columns[-1] == shard.columns
+            self._columns.append(self._columns[-1] if is_alike else shard.columns)
+        counts = [shard.samples for shard in shards]
+        none = np.zeros(0, np.uint32)
+        super().__init__(
+            [shard.path for shard in shards] or [index],
+            np.concatenate([none, *(table[:-1] for table in tables)]),
+            np.concatenate([none, *(np.diff(table) for table in tables)]),
+            files=np.repeat(np.arange(len(shards), dtype=np.int32), counts),
+            transform=transform,
+        )
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype of samples: objects of Python's."""
+        return np.dtype(object)
+
+    def _decode(self, rows: Positions, records: list[torch.Tensor]) -> list[Any]:
+        """Make samples of what was read of each."""
+        files: Any = self._files
+        numbers = files[rows].tolist()
+        found = []
+        for row, number, record in zip(rows.tolist(), numbers, records, strict=True):
+            try:
+                sample = self._columns[number].decode(memoryview(record.numpy()))
+            except _BadValueError as error:
+                raise ValueError(
+                    f"sample {row}, in {self._sources[number]!r}, is damaged: {error}"
+                ) from error.__cause__
+            found.append(sample)
+        return found
+
+
+class _BadValueError(Exception):
+    """What is wrong with a sample."""
+
+
+class _Columns(NamedTuple):
+    """The columns of a shard."""
+
+    names: list[str]
+    encodings: list[Encoding]
+
+    def decode(self, sample: memoryview) -> dict[str, Any]:
+        """Return the values of a sample: sizes of those that vary come first."""
+        sizes = [encoding.size for encoding in self.encodings]
+        varying = sizes.count(None)
+        if len(sample) < 4 * varying:
+            raise _BadValueError(f"{len(sample)} bytes are less than its sizes take")
+        given = iter(struct.unpack_from(f"<{varying}I", sample))
+        found = [next(given) if size is None else size for size in sizes]
+        begin = 4 * varying
+        if begin + sum(found) != len(sample):
+            raise _BadValueError(
+                f"{len(sample)} bytes for sizes that take {begin + sum(found)}"
+            )
+        values = {}
+        for name, encoding, size in zip(self.names, self.encodings, found, strict=True):
+            try:
+                values[name] = encoding.decode(sample[begin : begin + size])
+            except Exception as error:
+                raise _BadValueError(f"column {name!r}: {error!r}") from error
+            begin += size
+        return values
+
+
+class _Shard(NamedTuple):
+    """What the index says of a shard."""
+
+    path: str
+    samples: int
+    size: int
+    columns: _Columns
+
+
+def _shards(index: str, allow_pickle: bool) -> Iterator[_Shard]:
+    """Yield the shards of an index, or raise ValueError."""
+    folder = os.path.dirname(index)
+    try:
+        contents = json.loads(read_file(index).tobytes())
+        if contents["version"] != 2:
+            raise ValueError(f"its version is {contents['version']!r}, not 2")
+        shards = _of(contents, "shards", list)
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ValueError(f"{index!r} is no index of MDS shards: {error}") from error
+    for number, shard in enumerate(shards):
+        try:
+            yield _shard(folder, shard, allow_pickle)
+        except (ValueError, KeyError, TypeError) as error:
+            what = f"has no {error}" if isinstance(error, KeyError) else str(error)
+            raise ValueError(f"shard {number} of {index!r} {what}") from error
+
+
+def _of(fields: Any, name: str, kind: type) -> Any:
+    """Return a field of a kind."""
+    value = fields[name]
+    if type(value) is not kind:
+        raise ValueError(f"has {name} {value!r:.100}, not of type {kind.__name__}")
+    return value
+
+
+def _shard(folder: str, shard: Any, allow_pickle: bool) -> _Shard:
+    """Check what an index says of a shard."""
+    form, version = _of(shard, "format", str), _of(shard, "version", int)
+    if (form, version) != ("mds", 2):
+        raise ValueError(f"is of format {form!r}, version {version}; only 'mds', 2 is read")
+    raw = _of(shard, "raw_data", dict)
+    name = _of(raw, "basename", str)
+    if not name or "\0" in name or os.path.isabs(name) or ".." in name.split("/"):
+        raise ValueError(f"has the basename {name!r}, which is not in the folder")
+    path = os.path.join(folder, name)
+    _check_there(path, folder, shard)
+    samples, size = _of(shard, "samples", int), _of(raw, "bytes", int)
+    found = os.stat(path).st_size
+    if size != found:
+        raise ValueError(f"has {size} bytes, and {path!r} has {found}: it is incomplete")
+    if samples < 0 or 4 * (samples + 2) > size:
+        raise ValueError(f"has {samples} samples, too many for {size} bytes")
+    return _Shard(path, samples, size, _columns(shard, allow_pickle))
+
+
+def _check_there(path: str, folder: str, shard: Any) -> None:
+    """Say what to do about a shard that is compressed."""
+    packed = shard.get("zip_data")
+    if os.path.exists(path) or not shard.get("compression") or not packed:
+        return
+    name = _of(packed, "basename", str)
+    raise ValueError(
+        f"is compressed, {os.path.join(folder, name)!r}: decompress it to {path!r}, as "
+        "streaming does when it has read it once"
+    )
+
+
+def _columns(shard: Any, allow_pickle: bool) -> _Columns:
+    """Check what an index says of the columns of a shard."""
+    names, kinds, sizes = (
+        _of(shard, f"column_{field}", list) for field in ("names", "encodings", "sizes")
+    )
+    if not len(names) == len(kinds) == len(sizes) or len({*names}) < len(names):
+        raise ValueError(f"has the columns {names!r:.200}, with {len(kinds)} encodings")
+    encodings = []
+    for name, kind, size in zip(names, kinds, sizes, strict=True):
+        if not isinstance(name, str) or not isinstance(kind, str):
+            raise ValueError(f"has the column {name!r:.100} of encoding {kind!r:.100}")
+        try:
+            encoding = encoding_of(kind, allow_pickle)
+        except ValueError as error:
+            raise ValueError(
+                f"has the column {name!r} of encoding {kind!r}, {error}"
+            ) from None
+        if encoding.size != size:
+            raise ValueError(
+                f"has the column {name!r} of size {size!r:.100}, and {kind!r} has "
+                f"{encoding.size}"
+            )
+        encodings.append(encoding)
+    return _Columns(names, encodings)
+
+
+def _tables(shards: Sequence[_Shard]) -> Iterator[npt.NDArray[np.uint32]]:
+    """Yield where the samples of each shard begin, and where the last one ends."""
+    for start in range(0, len(shards), _OPEN_MAX):
+        part = shards[start : start + _OPEN_MAX]
+        tables = [np.empty(shard.samples + 2, "<u4") for shard in part]
+        default_handle().read_many(
+            (table, shard.path, 0) for table, shard in zip(tables, part, strict=True)
+        )
+        for shard, (count, *_), table in zip(part, tables, tables, strict=True):
+            places = table[1:].astype(np.uint32, copy=False)
+            if count != shard.samples:
+                raise ValueError(
+                    f"{shard.path!r} has {count} samples; its index says {shard.samples}"
+                )
+            if places[0] < table.nbytes or places[-1] > shard.size:
+                raise ValueError(
+                    f"{shard.path!r} has samples from byte {places[0]} to {places[-1]}; "
+                    f"they must be from {table.nbytes} to {shard.size}"
+                )
+            if (places[1:] < places[:-1]).any():
+                raise ValueError(f"{shard.path!r} has a sample that ends before it begins")
+            yield places

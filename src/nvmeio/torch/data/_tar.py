@@ -1,0 +1,145 @@
+"""The samples of tar archives as a dataset."""
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from nvmeio._arguments.checks import path_of
+from nvmeio._arguments.keywords import suggesting
+from nvmeio._arguments.types import Path
+from nvmeio._arrays.indexing import Positions
+from nvmeio._files.paths import absolute
+from nvmeio._native.file import File
+from nvmeio.torch.data._records import RecordDataset, SharedArray, paths_of
+from nvmeio.torch.data._tar_index import SUFFIX, TarIndex, decoded, index_of
+
+__all__ = ["TarDataset"]
+
+
+class TarDataset(RecordDataset):
+    """The samples of WebDataset's tar archives, as a map-style dataset.
+
+    Parameters
+    ----------
+    path : path, or sequence of paths
+        The archive, or the archives; not compressed.
+    index : bool or path, default True
+        Whether to save the index of each archive, and to use it the next time: beside the
+        archive, as ``NAME.tar.nvmeio-index``, or in the folder that is given.
+    transform : callable, optional
+        Is applied to each sample, in the process that reads it.
+
+    Raises
+    ------
+    OSError
+        An archive cannot be opened or read; with errno and path.
+    TypeError
+        An argument is of the wrong type.
+    ValueError
+        An archive is compressed, damaged or cut short; it has a sparse file, or two files
+        of one name in a sample; two archives would share a saved index.
+
+    Warns
+    -----
+    UserWarning
+        An archive may be incomplete: it has no end, or other bytes follow its end.
+
+    Notes
+    -----
+    Sample ``i`` is what WebDataset yields for it without a decoder: a dict with
+    ``__key__``, ``__url__`` (the path) and the ``bytes`` of each file, by its extension.
+    The samples are in the order of the archives.  As in WebDataset, files that follow each
+    other and have the same name up to the first dot are one sample; links, files without an
+    extension and ``__*__`` are left out.
+
+    The archives are walked through once, and only their headers are read where files are
+    large.  A saved index is used as long as the size and the modification time of the
+    archive are those of then, and is replaced otherwise.  Where it cannot be saved, a
+    message is logged.  The archives must not change while the dataset is used.
+
+    A sampler shuffles the samples of all archives.  A batch of a DataLoader is one gather
+    for each archive that has samples of it.
+    """
+
+    @suggesting
+    def __init__(
+        self,
+        path: Path | Sequence[Path],
+        *,
+        index: bool | Path = True,
+        transform: Callable[[Any], Any] | None = None,
+    ) -> None:
+        paths = paths_of(path)
+        indices = []
+        for one, saved in zip(paths, _saved_at(paths, index), strict=True):
+            indices.append(_index_of(one, saved))
+        found = TarIndex.joined(indices)
+        self._field_names = found.names
+        self._urls = [os.fsdecode(one) for one in paths]
+        arrays = found.firsts, found.offsets, found.sizes, found.fields
+        self._members = [SharedArray(array) for array in arrays]
+        self._keys, self._key_ends = SharedArray(found.keys), SharedArray(found.key_ends)
+        # A record is a whole sample, with the headers that are between its files.
+        begins, last = found.offsets[found.firsts[:-1]], found.firsts[1:] - 1
+        ends = found.offsets[last] + found.sizes[last]
+        counts = [len(one.key_ends) for one in indices]
+        files = np.repeat(np.arange(len(paths), dtype=np.int32), counts)
+        super().__init__(paths, begins, ends - begins, files=files, transform=transform)
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype of samples: objects of Python's."""
+        return np.dtype(object)
+
+    def _decode(self, rows: Positions, records: list[torch.Tensor]) -> list[Any]:
+        """Make samples of what was read of each."""
+        firsts, offsets, sizes, fields = (one.array for one in self._members)
+        files: Any = self._files
+        numbers = files[rows].tolist()
+        samples = []
+        for row, number, record in zip(rows.tolist(), numbers, records, strict=True):
+            sample: dict[str, Any] = {
+                "__key__": self._key(row),
+                "__url__": self._urls[number],
+            }
+            part = slice(firsts[row], firsts[row + 1])
+            view = memoryview(record.numpy())
+            begins = offsets[part] - offsets[part][:1]
+            for field, begin, size in zip(
+                fields[part].tolist(), begins.tolist(), sizes[part].tolist(), strict=True
+            ):
+                sample[self._field_names[field]] = view[begin : begin + size].tobytes()
+            samples.append(sample)
+        return samples
+
+    def _key(self, row: int) -> str:
+        """Return the key of a sample."""
+        ends = self._key_ends.array
+        begin = ends[row - 1] if row else 0
+        return decoded(self._keys.array[begin : ends[row]].tobytes())
+
+
+def _index_of(path: str | bytes, saved: str | None) -> TarIndex:
+    with File(path) as file:
+        return index_of(file, saved)
+
+
+def _saved_at(paths: list[str | bytes], index: bool | Path) -> list[str | None]:
+    """Return where the index of each archive is saved."""
+    if index is False:
+        return [None] * len(paths)
+    beside = [os.fsdecode(path) + SUFFIX for path in paths]
+    if index is True:
+        return list(beside)
+    folder = os.fsdecode(absolute(path_of(index)))
+    names = [os.path.basename(path) for path in beside]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(
+                f"{names.count(name)} archives would have the index {name!r} in "
+                f"{folder!r}; with index=True each has its own beside it"
+            )
+    return [os.path.join(folder, name) for name in names]

@@ -1,0 +1,466 @@
+"""Index a tar archive: where the bytes of its members are, and which members form a sample.
+
+Headers are read as POSIX and GNU tar define them, members are grouped as WebDataset 1.0
+groups them, and what either reads silently wrong or in part is refused.
+"""
+
+import json
+import logging
+import os
+import re
+import struct
+import warnings
+import zlib
+from array import array
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, NoReturn
+
+import numpy as np
+import numpy.typing as npt
+
+from nvmeio._native.file import File
+from nvmeio.default import default_handle
+from nvmeio.memory import empty
+from nvmeio.safetensors import SafetensorError
+from nvmeio.safetensors.numpy import safe_open, save_file
+
+__all__ = ["SUFFIX", "TarIndex", "decoded", "index_of"]
+
+Integers = npt.NDArray[np.int64]
+
+_log = logging.getLogger("nvmeio")
+
+# What a saved index is called: the archive's name with this behind it.
+SUFFIX = ".nvmeio-index"
+_FORMAT = "nvmeio tar index 1"
+
+_BLOCK = 512
+_ZEROS = bytes(_BLOCK)
+# Headers that are closer than FAR are read with what is between them, in large reads; the
+# others one by one.  A drive reads about FAR bytes in the latency of one small read.
+_LARGE_BYTES = 4 << 20
+_SMALL_BYTES = 16 << 10
+_FAR_BYTES = 256 << 10
+# Of a long name or a pax header.  Attributes of files may be in it, a few 64 KiB each.
+_EXTENDED_BYTES_MAX = 16 << 20
+# How much behind the end of an archive is searched for another one.
+_BEHIND_BYTES = 1 << 20
+
+# Types of headers.  Links, devices, folders and FIFOs have no data, whatever their size
+# says.  Extended headers are about the next one, but a global one.
+_REGULAR = b"0\x007"
+_SPARSE = b"S"
+_WITHOUT_DATA = b"123456"
+_LONG_NAME, _LONG_LINK, _PAX_GLOBAL = b"L", b"K", b"g"
+_EXTENDED = b"LKxXg"
+
+_COMPRESSED = {
+    b"\x1f\x8b": "gzip",
+    b"BZh": "bzip2",
+    b"\xfd7zXZ\0": "xz",
+    b"\x28\xb5\x2f\xfd": "zstd",
+}
+
+# WebDataset's: base_plus_ext() and the default of skip_meta in its tariterators.py.
+_KEY_AND_SUFFIX = re.compile(r"^((?:.*/|)[^.]+)[.]([^/]*)$")
+_META = re.compile(r"__[^/]*__($|/)")
+
+
+class TarIndex(NamedTuple):
+    """The samples of an archive; sample i has the members firsts[i] to firsts[i + 1]."""
+
+    firsts: Integers
+    offsets: Integers  # of a member's bytes in the archive
+    sizes: Integers
+    fields: npt.NDArray[np.int32]  # of a member: which of the names below is its own
+    keys: npt.NDArray[np.uint8]  # of all samples, in UTF-8
+    key_ends: Integers
+    names: list[str]
+
+    @classmethod
+    def joined(cls, parts: Sequence["TarIndex"]) -> "TarIndex":
+        """Return the index of several archives, one behind the other."""
+        if len(parts) == 1:
+            return parts[0]
+        names: dict[str, int] = {}
+        fields = []
+        for part in parts:
+            numbers = [names.setdefault(name, len(names)) for name in part.names]
+            fields.append(np.array(numbers, np.int32)[part.fields])
+        members = np.cumsum([0, *(len(part.offsets) for part in parts)])
+        letters = np.cumsum([0, *(len(part.keys) for part in parts)])
+        firsts = [part.firsts[:-1] + at for part, at in zip(parts, members, strict=False)]
+        ends = [part.key_ends + at for part, at in zip(parts, letters, strict=False)]
+        return cls(
+            np.concatenate([*firsts, members[-1:]]),
+            np.concatenate([part.offsets for part in parts]),
+            np.concatenate([part.sizes for part in parts]),
+            np.concatenate(fields),
+            np.concatenate([part.keys for part in parts]),
+            np.concatenate(ends),
+            list(names),
+        )
+
+
+class _Stamp(NamedTuple):
+    """What must be unchanged for a saved index to be valid."""
+
+    size: int
+    mtime_ns: int
+
+
+def index_of(file: File, saved: str | None) -> TarIndex:
+    """Return the index of an archive: the one that is saved, or a new one, which is saved.
+
+    Raises ValueError for an archive that is damaged or has what cannot be read in place.
+    """
+    stamp = _stamp_of(file)
+    found = None if saved is None else _load(saved, stamp)
+    if found is not None:
+        return found
+    archive = _Archive(file)
+    index = _grouped(archive)
+    for remark in archive.remarks:
+        # The caller of TarDataset() is 5 frames up.
+        warnings.warn(f"the archive {file.path!r} {remark}", stacklevel=5)
+    if _stamp_of(file) != stamp:
+        raise ValueError(f"the archive {file.path!r} was changed while it was indexed")
+    # A warning is repeated every time: samples may be missing.
+    if saved is not None and not archive.remarks:
+        _save(saved, index, stamp)
+    return index
+
+
+def _stamp_of(file: File) -> _Stamp:
+    found = os.fstat(file.fileno())
+    return _Stamp(found.st_size, found.st_mtime_ns)
+
+
+def decoded(encoded: bytes | bytearray) -> str:
+    """Decode a name as tarfile does."""
+    return encoded.decode("utf-8", "surrogateescape")
+
+
+# Headers.
+
+
+def _memory(size: int) -> memoryview:
+    memory: Any = empty(size, np.uint8)
+    return memoryview(memory)
+
+
+class _Window:
+    """A part of a file that moves over it."""
+
+    def __init__(self, file: File) -> None:
+        self._file, self._size = file, file.size
+        self._begin = self._end = 0
+        self._memory = _memory(_LARGE_BYTES)
+
+    def read(self, at: int, size: int) -> bytes:
+        """Return bytes of the file, fewer at its end."""
+        if not self._begin <= at <= at + size <= self._end:
+            self._move(at, size)
+        end = min(at + size, self._end) - self._begin
+        return self._memory[at - self._begin : end].tobytes()
+
+    def _move(self, at: int, size: int) -> None:
+        begin = at & -4096
+        most = _LARGE_BYTES if at - self._end < _FAR_BYTES else _SMALL_BYTES
+        count = max(0, min(max(most, at + size - begin), self._size - begin))
+        if count > len(self._memory):
+            self._memory = _memory(count)
+        if count:
+            default_handle().read(self._memory[:count], self._file, begin)
+        self._begin, self._end = begin, begin + count
+
+
+class _Archive:
+    """Walks through the headers of an archive."""
+
+    def __init__(self, file: File) -> None:
+        self.path = file.path
+        # What makes it doubtful that the archive is complete.
+        self.remarks: list[str] = []
+        self._window, self._size = _Window(file), file.size
+
+    def _refuse(self, at: int, words: str) -> NoReturn:
+        raise ValueError(f"the archive {self.path!r} {words} (at byte {at})")
+
+    def members(self) -> Iterator[tuple[str, int, int]]:
+        """Yield name, offset and size of each regular file."""
+        extended: dict[str, bytes] = {}
+        at = 0
+        while at < self._size:
+            header = self._window.read(at, _BLOCK)
+            if header == _ZEROS:
+                self._check_end(at)
+                return
+            size = self._check(header, at)
+            kind = header[156:157]
+            begin, is_regular = at + _BLOCK, kind in _REGULAR
+            if kind in _EXTENDED:
+                at = self._take_extended(kind, begin, size, extended)
+                continue
+            name = header[:100].partition(b"\0")[0]
+            # A folder, as archives before POSIX have them.
+            if kind == b"\0" and name.endswith(b"/"):
+                is_regular, kind = False, b"5"
+            if extended:
+                size = self._size_of(extended, size, at)
+            if kind in _WITHOUT_DATA:
+                size = 0
+            self._check_data(begin, size)
+            if is_regular:
+                if extended and (path := extended.get("path")) is not None:
+                    name = path
+                elif header[345]:
+                    name = header[345:500].partition(b"\0")[0] + b"/" + name
+                yield decoded(name), begin, size
+            elif kind == _SPARSE:
+                self._refuse(
+                    at,
+                    f"has a sparse file, {decoded(name)!r}, which cannot be read in place",
+                )
+            extended.clear()
+            at = begin + -(-size // _BLOCK) * _BLOCK
+        if not self._size:
+            self._refuse(0, "is empty")
+        if extended:
+            self._refuse(at, "ends behind the header of a member that is missing")
+        self.remarks.append("has no end-of-archive blocks: it may be cut short")
+
+    def _check(self, header: bytes, at: int) -> int:
+        """Refuse a damaged header; return the size that it has."""
+        if len(header) == _BLOCK:
+            try:
+                size = _number(header[124:136])
+                if size >= 0 and _has_sum(header, _number(header[148:156])):
+                    return size
+            except ValueError:
+                pass
+        for magic, method in _COMPRESSED.items():
+            if not at and header.startswith(magic):
+                self._refuse(
+                    at, f"is compressed by {method}: decompress it to read it at random"
+                )
+        words = "has an invalid header: it is damaged"
+        if len(header) < _BLOCK:
+            words = "is cut short: it ends within a header"
+        elif not at:
+            words = "is no tar archive: the first header is invalid"
+        return self._refuse(at, words)
+
+    def _check_data(self, begin: int, size: int) -> None:
+        if size > self._size - begin:
+            self._refuse(
+                begin,
+                f"is cut short: a member has {size} bytes, {self._size - begin} are left",
+            )
+
+    def _check_end(self, at: int) -> None:
+        """Look for what others do not read either: another archive behind this one."""
+        behind = self._window.read(at, min(self._size - at, _BEHIND_BYTES))
+        if behind.strip(b"\0"):
+            self.remarks.append(
+                f"ends at byte {at}, and other bytes follow, which are not read: archives "
+                "that were joined must be read one by one"
+            )
+
+    def _take_extended(
+        self, kind: bytes, begin: int, size: int, extended: dict[str, bytes]
+    ) -> int:
+        """Take what a header says of the next one; return where that is."""
+        if size > _EXTENDED_BYTES_MAX:
+            self._refuse(begin, f"has an extended header of {size} bytes, too many")
+        self._check_data(begin, size)
+        contents = self._window.read(begin, size)
+        found = {}
+        if kind == _LONG_NAME:
+            found["path"] = contents.partition(b"\0")[0]
+        elif kind != _LONG_LINK:
+            try:
+                found = _pax_records(contents)
+            except ValueError:
+                self._refuse(begin, "has an invalid pax header: it is damaged")
+            if any(name.startswith("GNU.sparse.") for name in found):
+                self._refuse(begin, "has a sparse file, which cannot be read in place")
+            if "path" in found:
+                found["path"] = found["path"].rstrip(b"/")
+        if kind == _PAX_GLOBAL:
+            if found.keys() & {"path", "size"}:
+                self._refuse(begin, "gives all its members one name or size")
+        else:
+            # Of several headers the first counts, as in tarfile.
+            for name in found.keys() & {"path", "size"}:
+                extended.setdefault(name, found[name])
+        return begin + -(-size // _BLOCK) * _BLOCK
+
+    def _size_of(self, extended: dict[str, bytes], size: int, at: int) -> int:
+        """Return the size of a member, which may be in a pax header."""
+        text = extended.get("size")
+        if text is None:
+            return size
+        if not text.isdigit() or len(text) > 18:
+            self._refuse(at, f"has a member of {decoded(text[:30])!r} bytes: it is damaged")
+        return int(text)
+
+
+def _number(field: bytes) -> int:
+    """Return a number of a header: octal digits, or GNU's bytes where these do not do."""
+    if field[0] == 0x80:
+        return int.from_bytes(field[1:], "big")
+    digits = field.partition(b"\0")[0].strip()
+    return int(digits, 8) if digits else 0
+
+
+def _has_sum(header: bytes, claimed: int) -> bool:
+    """Compare a header with its checksum, in which its own field counts as spaces."""
+    field = sum(header[148:156]) - 8 * 32
+    # Adler-32 modulo 65536 is the sum of the bytes plus 1, below 65521: 20 times as fast.
+    if (zlib.adler32(header) & 0xFFFF) - 1 - field == claimed:
+        return True
+    if sum(header) - field == claimed:
+        return True
+    # Some old programs added up signed bytes.
+    signed: int = sum(struct.unpack("148b8x356b", header))
+    return signed + 8 * 32 == claimed
+
+
+def _pax_records(contents: bytes) -> dict[str, bytes]:
+    """Return the records of a pax header, or raise ValueError."""
+    found, at = {}, 0
+    while at < len(contents) and contents[at]:
+        digits, _, _ = contents[at : at + 10].partition(b" ")
+        size = int(digits)
+        record = contents[at : at + size]
+        name, equals, value = record[len(digits) + 1 : -1].partition(b"=")
+        if size < 0 or len(record) < size or record[-1:] != b"\n" or not equals:
+            raise ValueError(record)
+        found[decoded(name)] = value
+        at += size
+    return found
+
+
+# Samples.
+
+
+def _grouped(archive: _Archive) -> TarIndex:
+    """Walk through an archive, and group its members."""
+    firsts, offsets, sizes, fields = array("q"), array("q"), array("q"), array("i")
+    keys, key_ends = bytearray(), array("q")
+    names: dict[str, int] = {}
+    last: str | None = None
+    seen: set[str] = set()
+    match, is_meta = _KEY_AND_SUFFIX.match, _META.match
+    for path, offset, size in archive.members():
+        found = match(path)
+        if found is None or (path.startswith("__") and is_meta(path)):
+            continue
+        key, name = found.groups()
+        name = name.lower()
+        if key != last:
+            last = key
+            seen = {"__key__", "__url__"}
+            firsts.append(len(offsets))
+            keys += key.encode("utf-8", "surrogateescape")
+            key_ends.append(len(keys))
+        if name in seen:
+            raise ValueError(
+                f"the archive {archive.path!r} has two files {name!r} of the sample "
+                f"{key!r}: the second is {path!r}"
+            )
+        seen.add(name)
+        offsets.append(offset)
+        sizes.append(size)
+        fields.append(names.setdefault(name, len(names)))
+    firsts.append(len(offsets))
+    return TarIndex(
+        np.array(firsts, np.int64),
+        np.array(offsets, np.int64),
+        np.array(sizes, np.int64),
+        np.array(fields, np.int32),
+        np.frombuffer(bytes(keys), np.uint8),
+        np.array(key_ends, np.int64),
+        list(names),
+    )
+
+
+# An index that was saved: a safetensors file, whose reader is made for files of strangers.
+
+
+def _save(saved: str, index: TarIndex, stamp: _Stamp) -> None:
+    """Save an index; where that is not allowed, it is made anew each time."""
+    arrays = {name: getattr(index, name) for name in _DTYPES}
+    metadata = {
+        "format": _FORMAT,
+        "size": str(stamp.size),
+        "mtime_ns": str(stamp.mtime_ns),
+        "names": json.dumps(index.names),
+    }
+    try:
+        save_file(arrays, saved, metadata, sync=False)
+    except (OSError, SafetensorError) as error:
+        _log.warning("the index of an archive is not saved: %s", error)
+
+
+_DTYPES: dict[str, Any] = {
+    "firsts": np.int64,
+    "offsets": np.int64,
+    "sizes": np.int64,
+    "fields": np.int32,
+    "keys": np.uint8,
+    "key_ends": np.int64,
+}
+
+
+def _load(saved: str, stamp: _Stamp) -> TarIndex | None:
+    """Return the index that was saved of an archive as it is now, or None."""
+    try:
+        # With the archive's own time it may be older than the archive's last change.
+        if os.stat(saved).st_mtime_ns <= stamp.mtime_ns:
+            return None
+        with safe_open(saved, "np") as file:
+            metadata = file.metadata() or {}
+            expected = {
+                "format": _FORMAT,
+                "size": str(stamp.size),
+                "mtime_ns": str(stamp.mtime_ns),
+            }
+            if any(metadata.get(name) != value for name, value in expected.items()):
+                return None
+            arrays = {name: file.get_tensor(name) for name in _DTYPES}
+            index = TarIndex(**arrays, names=json.loads(metadata["names"]))
+        _check_index(index, stamp.size)
+    except FileNotFoundError:
+        return None
+    except Exception as error:
+        _log.warning("the index %r is not used: %s", saved, error)
+        return None
+    return index
+
+
+def _check_index(index: TarIndex, size: int) -> None:
+    """Refuse an index that does not fit an archive of a size."""
+    for name, dtype in _DTYPES.items():
+        one = getattr(index, name)
+        if one.dtype != dtype or one.ndim != 1:
+            raise ValueError(f"{name} is of dtype {one.dtype} and shape {one.shape}")
+    firsts, offsets, sizes, fields, keys, key_ends, names = index
+    starts = np.append(0, key_ends)
+    holds = (
+        isinstance(names, list)
+        and all(isinstance(name, str) for name in names)
+        and len(offsets) == len(sizes) == len(fields)
+        and len(firsts) == len(key_ends) + 1
+        and (firsts[0], firsts[-1]) == (0, len(offsets))
+        and bool((np.diff(firsts) > 0).all())
+        and starts[-1] == len(keys)
+        and bool((np.diff(starts) > 0).all())
+        and bool(((offsets >= 0) & (offsets <= size)).all())
+        and bool(((sizes >= 0) & (sizes <= size - offsets)).all())
+        and bool((np.diff(offsets) >= sizes[:-1]).all())
+        and bool(((fields >= 0) & (fields < len(names))).all())
+    )
+    if not holds:
+        raise ValueError("its numbers do not fit the archive")

@@ -1,0 +1,103 @@
+"""Archives that webdataset and Python's tarfile wrote, beside webdataset's own reader."""
+
+import io
+import random
+import tarfile
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+wds = pytest.importorskip("webdataset", reason="webdataset is not installed")
+
+from nvmeio.torch import TarDataset  # noqa: E402
+
+# Names on which the two could differ: what is a key, what is left out, and in which order.
+NAMES = [
+    *("a.jpg", "a.CLS", "b.jpg", "a.json", "f.o/o/c.seg.png", "f.o/o/c.x", "no-extension"),
+    *("d.x", "d", "d.y", ".hidden", "g/.hidden", "./e.x", "./e.y", "e.x", "h..x", "i."),
+    *("__m.n__", "__m__/a.x", "g/__m.n__", "__m__.json", "__", "line\nbreak.x", "ü.x"),
+    *("k" * 90 + "/" + "l" * 90 + ".jpg", "m" * 150 + "/" + "n" * 90 + ".x.y", "/o.x"),
+    *("p.x", "p.x y", "p. ", "q /r.x", "s.tar.gz/t", "u/v.w/x.y.z", "\udce4.x", "last.x"),
+]
+
+
+def their_samples(paths):
+    """Return what webdataset yields, without its second name for the path."""
+    found = list(wds.WebDataset([str(path) for path in paths], shardshuffle=False))
+    return [
+        {name: value for name, value in sample.items() if name != "__local_path__"}
+        for sample in found
+    ]
+
+
+def our_samples(paths):
+    """Return all samples of archives, read as a batch."""
+    dataset = TarDataset(paths)
+    return dataset.__getitems__(range(len(dataset)))
+
+
+def test_samples_are_those_that_it_yields(tmp_path):
+    numbers = random.Random(0)
+    with wds.ShardWriter(f"{tmp_path}/%06d.tar", maxcount=70, verbose=0) as writer:
+        for number in range(200):
+            image = numbers.randbytes(numbers.randrange(20_000))
+            sample = {"__key__": f"folder.{number % 3}/{number:05}", "jpg": image}
+            if number % 4:
+                sample |= {"cls": number, "json": {"number": number}}
+            if number % 7 == 0:
+                sample |= {"seg.PNG": b"", "txt": "text"}
+            writer.write(sample)
+    paths = sorted(tmp_path.glob("*.tar"))
+    assert len(paths) == 3
+    expected = their_samples(paths)
+    assert len(expected) == 200
+    # The first time an index is made, then the one is used that was saved.
+    for _ in range(2):
+        assert our_samples(paths) == expected
+    dataset = TarDataset(paths)
+    assert [dataset[index] for index in range(200)] == expected
+
+
+@pytest.mark.parametrize("kind", ["ustar", "gnu", "pax"])
+def test_names_mean_what_they_mean_to_it(tmp_path, kind):
+    path = tmp_path / "a.tar"
+    with tarfile.open(path, "w", format=getattr(tarfile, f"{kind.upper()}_FORMAT")) as file:
+        for number, name in enumerate(NAMES):
+            info = tarfile.TarInfo(name)
+            info.size = 300 * number
+            info.mtime = 0.5 if number % 2 and kind == "pax" else 1
+            file.addfile(info, io.BytesIO(bytes([number]) * info.size))
+            if number % 5 == 0:
+                for type_ in (tarfile.DIRTYPE, tarfile.SYMTYPE, tarfile.LNKTYPE):
+                    info = tarfile.TarInfo(f"{name}.link")
+                    info.type, info.linkname = (
+                        type_,
+                        "a.jpg" * 30 if kind != "ustar" else "a",
+                    )
+                    file.addfile(info)
+    expected = their_samples([path])
+    assert len(expected) > 20
+    assert our_samples([path]) == expected
+
+
+def test_what_it_refuses_is_refused(tmp_path):
+    path = tmp_path / "a.tar"
+    with tarfile.open(path, "w") as file:
+        for name in ("a.jpg", "a.JPG"):
+            file.addfile(tarfile.TarInfo(name))
+    with pytest.raises(ValueError, match="duplicate file name"):
+        their_samples([path])
+    with pytest.raises(ValueError, match="has two files 'jpg'"):
+        our_samples([path])
+
+
+def test_its_decoder_is_a_transform(tmp_path):
+    path = str(tmp_path / "a.tar")
+    with wds.TarWriter(path) as writer:
+        for number in range(3):
+            writer.write({"__key__": str(number), "json": {"n": number}, "cls": number})
+    decoder = wds.autodecode.default_decoder
+    dataset = TarDataset(path, transform=decoder)
+    expected = list(wds.WebDataset([path], shardshuffle=False).decode())
+    for ours, theirs in zip(dataset.__getitems__(range(3)), expected, strict=True):
+        assert (ours["json"], ours["cls"]) == (theirs["json"], theirs["cls"])

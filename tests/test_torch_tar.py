@@ -1,0 +1,516 @@
+"""The samples of tar archives, and their index, saved beside them."""
+
+import gzip
+import io
+import itertools
+import json
+import logging
+import os
+import pickle
+import tarfile
+import time
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+
+# Imported late, for the module cannot be imported where torch is not.
+import nvmeio  # noqa: E402
+from helpers import pattern  # noqa: E402
+from nvmeio.safetensors.numpy import load_file, save_file  # noqa: E402
+from nvmeio.torch import BatchStream, TarDataset  # noqa: E402
+
+FORMATS = {
+    "ustar": tarfile.USTAR_FORMAT,
+    "gnu": tarfile.GNU_FORMAT,
+    "pax": tarfile.PAX_FORMAT,
+}
+
+
+def member(name, content=b"", kind=tarfile.REGTYPE, **fields):
+    """Return what a file is in an archive."""
+    info = tarfile.TarInfo(name)
+    info.size, info.type = len(content), kind
+    for field, value in fields.items():
+        setattr(info, field, value)
+    return info, content
+
+
+def write(path, members, kind="pax"):
+    """Write an archive by Python's tarfile."""
+    with tarfile.open(path, "w", format=FORMATS[kind]) as archive:
+        for info, content in members:
+            archive.addfile(info, io.BytesIO(content))
+    return path
+
+
+def block(name=b"a.txt", size=b"%011o\0" % 0, kind=b"0", rest=b""):
+    """Return a header that was written by hand."""
+    header = bytearray(512)
+    header[: len(name)] = name
+    header[100:108] = b"0000644\0"
+    header[124:136] = size
+    header[156:157] = kind
+    header[257:265] = b"ustar\00000"
+    header[345 : 345 + len(rest)] = rest
+    header[148:156] = b" " * 8
+    header[148:156] = b"%06o\0 " % sum(header)
+    return bytes(header)
+
+
+def padded(content):
+    """Return bytes up to the end of a block."""
+    return content + bytes(-len(content) % 512)
+
+
+def pax(*records):
+    """Return a pax header that was written by hand."""
+    content = b"".join(records)
+    return block(b"pax", b"%011o\0" % len(content), b"x") + padded(content)
+
+
+END = bytes(1024)
+
+
+def without_url(samples):
+    """Return samples without the path of their archive."""
+    return [
+        {name: value for name, value in sample.items() if name != "__url__"}
+        for sample in samples
+    ]
+
+
+def samples_of(path, **options):
+    """Return all samples of an archive."""
+    dataset = TarDataset(path, **options)
+    return without_url(dataset.__getitems__(range(len(dataset))))
+
+
+def make_shard(path, count=20, seed=0):
+    """Write an archive of samples; return them as a dataset has them."""
+    members, expected = [], []
+    for number in range(count):
+        sample = {
+            "jpg": pattern(977 * number % 9001, seed + number),
+            "cls": str(number).encode(),
+        }
+        # The numbers of the names differ from one archive to the next.
+        if seed % 2:
+            sample = dict(reversed(sample.items()))
+        key = f"{seed}/{number:04}"
+        members += [member(f"{key}.{name}", one) for name, one in sample.items()]
+        expected.append({"__key__": key, "__url__": str(path), **sample})
+    write(path, members)
+    return expected
+
+
+@pytest.fixture
+def shards(tmp_path):
+    """Three archives, and their samples."""
+    paths = [tmp_path / f"shard-{number}.tar" for number in range(3)]
+    expected = [make_shard(path, 20 + 5 * i, i) for i, path in enumerate(paths)]
+    return paths, list(itertools.chain.from_iterable(expected))
+
+
+@pytest.fixture
+def shard(tmp_path):
+    """An archive, older than what is made of it from now on."""
+    path = tmp_path / "shard.tar"
+    make_shard(path)
+    past = time.time_ns() - 10**9
+    os.utime(path, ns=(past, past))
+    return path
+
+
+class TestSamples:
+    @pytest.mark.parametrize("kind", FORMATS)
+    def test_files_of_one_name_are_a_sample(self, tmp_path, kind):
+        # 70 letters, with a folder of as many, take a ustar header's second part.
+        names = ["a", "folder/b", "n" * 70 + "/" + "m" * 70, "ü"]
+        if kind != "ustar":
+            names.append("x" * 80 + "/" + "y" * 300)
+        members, expected = [], []
+        for number, name in enumerate(names):
+            sample = {"jpg": pattern(500 + number), "seg.png": b"", "txt": b"t" * 512}
+            # Python's tarfile adds a pax header to what has such a time.
+            members += [
+                member(f"{name}.{field}", one, mtime=1.5 if kind == "pax" else 1)
+                for field, one in sample.items()
+            ]
+            expected.append({"__key__": name, **sample})
+        assert samples_of(write(tmp_path / "a.tar", members, kind)) == expected
+
+    def test_a_sample_is_what_follows_each_other(self, tmp_path):
+        names = ["a.X", "a.y", "b.x", "a.z", "a.b/c.x.Y", "a.b/c.z"]
+        path = write(tmp_path / "a.tar", [member(name, b"1") for name in names])
+        assert samples_of(path) == [
+            {"__key__": "a", "x": b"1", "y": b"1"},
+            {"__key__": "b", "x": b"1"},
+            {"__key__": "a", "z": b"1"},
+            {"__key__": "a.b/c", "x.y": b"1", "z": b"1"},
+        ]
+
+    def test_what_is_no_part_of_a_sample_is_left_out(self, tmp_path):
+        members = [
+            member("folder.d", kind=tarfile.DIRTYPE),
+            member("a.txt", b"first"),
+            member("__meta.data__", b"{}"),
+            member("a.link", kind=tarfile.SYMTYPE, linkname="a.txt"),
+            member("a.hard", kind=tarfile.LNKTYPE, linkname="a.txt"),
+            member("a.fifo", kind=tarfile.FIFOTYPE),
+            member("README", b"x" * 600),
+            member("__skipped__/b.txt", b"1"),
+            member(".hidden", b"1"),
+            member("a.other", b"x" * 700, kind=b"Z"),
+            member("a.json", b"second"),
+        ]
+        path = write(tmp_path / "a.tar", members, "ustar")
+        expected = [{"__key__": "a", "txt": b"first", "json": b"second"}]
+        assert samples_of(path) == expected
+
+    def test_archives_follow_each_other(self, shards):
+        paths, expected = shards
+        dataset = TarDataset(paths)
+        assert len(dataset) == len(expected) == 75
+        assert dataset.__getitems__(range(75)) == expected
+        assert dataset[-1] == expected[-1]
+        assert [dataset[i] for i in (40, 3, 20)] == [expected[i] for i in (40, 3, 20)]
+
+    def test_one_name_in_two_archives_is_two_samples(self, tmp_path):
+        path = write(tmp_path / "a.tar", [member("a.x", b"1")])
+        assert samples_of([path, path]) == 2 * [{"__key__": "a", "x": b"1"}]
+
+    @pytest.mark.parametrize(
+        "headers",
+        [
+            [block(size=b"\x80" + (5).to_bytes(11, "big"))],
+            [block(size=b"          5 ")],
+            [block(size=b"000000000005")],
+            [pax(b"9 size=5\n"), block()],
+            [pax(b"22 path=some/a.longer\n"), block(b"x", b"5".zfill(11) + b"\0")],
+            [
+                pax(b"20 path=first/a.txt\n"),
+                pax(b"19 path=second.txt\n", b"9 size=5\n"),
+                block(),
+            ],
+            [
+                block(b"g", b"%011o\0" % 15, b"g") + padded(b"15 comment=any\n"),
+                block(size=b"5".ljust(12)),
+            ],
+            [block(b"a.link", b"%011o\0" % 600, b"2"), block(size=b"5".ljust(12))],
+        ],
+        ids=["256", "spaces", "no NUL", "pax size", "pax path", "two", "global", "link"],
+    )
+    def test_headers_are_read_as_tarfile_does(self, tmp_path, headers):
+        path = tmp_path / "a.tar"
+        path.write_bytes(b"".join(headers) + padded(b"12345") + END)
+        (sample,) = samples_of(path)
+        with tarfile.open(path) as archive:
+            info = archive.getmembers()[-1]
+            key, _, name = info.name.partition(".")
+            assert sample == {"__key__": key, name: archive.extractfile(info).read()}
+        assert sample[name] == b"12345"
+
+    def test_a_checksum_of_signed_bytes_is_right(self, tmp_path):
+        header = bytearray(block("ü.txt".encode()))
+        total = (
+            int(np.frombuffer(header, np.int8).sum(dtype=int))
+            - sum(header[148:156])
+            + 8 * 32
+        )
+        header[148:156] = b"%06o\0 " % total
+        (tmp_path / "a.tar").write_bytes(header + END)
+        assert samples_of(tmp_path / "a.tar") == [{"__key__": "ü", "txt": b""}]
+
+    def test_members_beyond_8_gib_are_found(self, tmp_path):
+        path = tmp_path / "a.tar"
+        with path.open("wb") as file:
+            for name, size in (("big", 9 << 30), ("middle", 5 << 20), ("small", 3)):
+                info, _ = member(f"{name}.bin")
+                info.size = size
+                file.write(info.tobuf(tarfile.GNU_FORMAT))
+                file.seek(-(-size // 512) * 512, os.SEEK_CUR)
+            file.write(END)
+        dataset = TarDataset(path)
+        assert [dataset[i]["__key__"] for i in (-2, -1)] == ["middle", "small"]
+        assert dataset[-1]["bin"] == bytes(3)
+
+    def test_an_archive_may_have_no_sample(self, tmp_path):
+        assert samples_of(write(tmp_path / "a.tar", [])) == []
+
+
+GOOD = block() + END
+DAMAGED = {
+    "gzip": (gzip.compress(GOOD), "is compressed by gzip: decompress it"),
+    "zstd": (b"\x28\xb5\x2f\xfd" + bytes(600), "is compressed by zstd"),
+    "text": (b"text" * 200, "is no tar archive"),
+    "short": (b"text", "is cut short: it ends within a header"),
+    "empty": (b"", "is empty"),
+    "cut header": (GOOD[:512] + GOOD[:100], "is cut short: it ends within a header"),
+    "cut data": (
+        block(size=b"%011o\0" % 600) + bytes(512),
+        "is cut short: a member has 600 bytes, 512 are left",
+    ),
+    "checksum": (
+        GOOD[:512] + b"x" + GOOD[1:],
+        r"has an invalid header: .* \(at byte 512\)",
+    ),
+    "size": (block(size=b"12x".ljust(12)) + END, "is no tar archive"),
+    "negative": (block(size=b"\xff" * 12) + END, "is no tar archive"),
+    "minus": (block(size=b"-1".ljust(12)) + END, "is no tar archive"),
+    "huge": (block(size=b"\x80" + b"\xff" * 11) + END, "is cut short: a member has"),
+    "sparse": (block(kind=b"S") + END, "has a sparse file, 'a.txt'"),
+    "pax sparse": (pax(b"22 GNU.sparse.major=1\n") + GOOD, "has a sparse file"),
+    "pax length": (pax(b"99 path=a\n") + GOOD, "has an invalid pax header"),
+    "pax number": (pax(b"x path=a\n") + GOOD, "has an invalid pax header"),
+    "pax zero": (pax(b"0 path=a\n") + GOOD, "has an invalid pax header"),
+    "pax minus": (pax(b"-1 path=a\n") + GOOD, "has an invalid pax header"),
+    "pax size": (
+        pax(b"11 size=-5\n") + GOOD,
+        "has a member of '-5' bytes",
+    ),
+    "pax huge": (
+        pax(b"26 size=99999999999999999\n") + GOOD,
+        "is cut short: a member has 9+ bytes",
+    ),
+    "extended": (
+        block(size=b"77777777777\0", kind=b"L") + END,
+        "has an extended header of 8589934591",
+    ),
+    "extended cut": (block(size=b"%011o\0" % 9999, kind=b"x") + END, "is cut short"),
+    "extended last": (pax(b"10 path=a\n"), "ends behind the header"),
+    "global size": (
+        block(b"g", b"%011o\0" % 9, b"g") + padded(b"9 size=5\n") + GOOD,
+        "gives all its members one name or size",
+    ),
+    "twice": (block() + GOOD, r"has two files 'txt' of the sample 'a'"),
+    "case": (block(b"a.TXT") + GOOD, r"has two files 'txt' of the sample 'a'"),
+    "reserved": (block(b"a.__key__") + END, "has two files '__key__'"),
+}
+
+
+class TestDamaged:
+    @pytest.mark.parametrize("name", DAMAGED)
+    def test_a_damaged_archive_is_refused(self, tmp_path, name):
+        content, message = DAMAGED[name]
+        (tmp_path / "a.tar").write_bytes(content)
+        with pytest.raises(ValueError, match=f"^the archive .*a.tar' {message}"):
+            TarDataset(tmp_path / "a.tar")
+        assert os.listdir(tmp_path) == ["a.tar"]
+
+    def test_an_archive_without_an_end_is_doubtful(self, tmp_path):
+        path = tmp_path / "a.tar"
+        path.write_bytes(block())
+        for _ in range(2):
+            match = "a.tar' has no end-of-archive blocks"
+            with pytest.warns(UserWarning, match=match) as warned:
+                assert TarDataset(path)[0]["__key__"] == "a"
+            assert warned[0].filename == __file__
+        assert os.listdir(tmp_path) == ["a.tar"]
+
+    def test_what_follows_the_end_is_not_left_out_quietly(self, tmp_path):
+        path = tmp_path / "a.tar"
+        path.write_bytes(GOOD + block(b"b.txt") + END)
+        with pytest.warns(UserWarning, match="ends at byte 512, and other bytes follow"):
+            assert len(TarDataset(path)) == 1
+
+    def test_a_missing_archive_is_named(self, tmp_path):
+        with pytest.raises(FileNotFoundError, match=r"missing\.tar"):
+            TarDataset(tmp_path / "missing.tar")
+
+
+def saved(path):
+    """Return the path of the index that is saved of an archive."""
+    return path.with_name(path.name + ".nvmeio-index")
+
+
+def spoil(path):
+    """Make the headers of an archive unreadable, so that only its index can be used."""
+    before = path.stat()
+    content = bytearray(path.read_bytes())
+    content[:100] = b"spoiled".ljust(100)
+    path.write_bytes(content)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+class TestSavedIndex:
+    def test_it_is_used_the_next_time(self, shard):
+        expected = samples_of(shard)
+        assert saved(shard).exists()
+        spoil(shard)
+        assert samples_of(shard) == expected
+        with pytest.raises(ValueError, match="is no tar archive"):
+            TarDataset(shard, index=False)
+
+    @pytest.mark.parametrize("change", ["grown", "touched", "replaced", "same moment"])
+    def test_it_is_made_anew_when_the_archive_changes(self, shard, change):
+        before = samples_of(shard)
+        if change == "grown":
+            stamp = shard.stat()
+            with tarfile.open(shard, "a") as archive:
+                info, content = member("new.txt", b"new" * 5000)
+                archive.addfile(info, io.BytesIO(content))
+            os.utime(shard, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
+            before.append({"__key__": "new", "txt": content})
+        else:
+            spoil(shard)
+            if change == "touched":
+                os.utime(shard)
+            elif change == "replaced":
+                other = shard.with_name("other.tar")
+                make_shard(other, seed=7)
+                os.replace(other, shard)
+                before = samples_of(shard, index=False)
+            else:
+                stamp = shard.stat()
+                os.utime(saved(shard), ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
+        if change in ("touched", "same moment"):
+            # The walk sees what the index would have hidden.
+            with pytest.raises(ValueError, match="is no tar archive"):
+                TarDataset(shard)
+        else:
+            assert samples_of(shard) == before
+
+    def test_no_index_is_saved_unless_wanted(self, shard):
+        samples_of(shard, index=False)
+        assert os.listdir(shard.parent) == [shard.name]
+
+    def test_it_may_be_in_another_folder(self, shard, tmp_path):
+        folder = tmp_path / "indices"
+        folder.mkdir()
+        expected = samples_of(shard, index=folder)
+        assert not saved(shard).exists()
+        assert os.listdir(folder) == [saved(shard).name]
+        spoil(shard)
+        assert samples_of(shard, index=folder) == expected
+
+    def test_two_archives_of_one_name_share_no_index(self, shard, tmp_path):
+        (tmp_path / "other").mkdir()
+        other = tmp_path / "other" / shard.name
+        make_shard(other)
+        with pytest.raises(ValueError, match="2 archives would have the index"):
+            TarDataset([shard, other], index=tmp_path)
+
+    def test_where_it_cannot_be_saved_that_is_logged(self, shard, caplog):
+        saved(shard).mkdir()
+        with caplog.at_level(logging.WARNING, "nvmeio"):
+            assert len(samples_of(shard)) == 20
+        assert "the index of an archive is not saved" in caplog.text
+
+    @pytest.mark.parametrize(
+        "damage",
+        [
+            *("cut", "noise", "empty", "pickle", "names", "missing", "dtype", "shape"),
+            *("offset", "negative", "size", "overlap", "order", "field", "first", "last"),
+            *("key", "count"),
+        ],
+    )
+    def test_a_hostile_one_is_not_believed(self, shard, caplog, damage):
+        expected = samples_of(shard)
+        path = saved(shard)
+        content, arrays = path.read_bytes(), load_file(path)
+        length = int.from_bytes(content[:8], "little")
+        metadata = json.loads(content[8 : 8 + length])["__metadata__"]
+        size = shard.stat().st_size
+        arrays = {name: array.copy() for name, array in arrays.items()}
+        changes = {
+            "offset": ("offsets", 3, size + 1),
+            "negative": ("offsets", 0, -1),
+            "size": ("sizes", 3, 2**63 - 1),
+            "overlap": ("sizes", 3, arrays["sizes"][3] + 2000),
+            "order": ("offsets", 3, 0),
+            "field": ("fields", 3, 2),
+            "first": ("firsts", 0, 1),
+            "last": ("firsts", -1, 10**9),
+            "key": ("key_ends", 4, -3),
+        }
+        if damage in changes:
+            name, place, value = changes[damage]
+            arrays[name][place] = value
+        elif damage == "names":
+            metadata["names"] = '["jpg", 5]'
+        elif damage == "missing":
+            del arrays["sizes"]
+        elif damage == "dtype":
+            arrays["offsets"] = arrays["offsets"].astype(np.float64)
+        elif damage == "shape":
+            arrays["offsets"] = arrays["offsets"].reshape(1, -1)
+        elif damage == "count":
+            arrays["sizes"] = arrays["sizes"][:-1]
+        save_file(arrays, path, metadata)
+        other = {"cut": content[:-9], "noise": pattern(5000), "empty": b""}
+        other["pickle"] = pickle.dumps(arrays)
+        if damage in other:
+            path.write_bytes(other[damage])
+        with caplog.at_level(logging.WARNING, "nvmeio"):
+            assert samples_of(shard) == expected
+        assert f"the index {str(path)!r} is not used" in caplog.text
+        assert path.read_bytes() == content
+
+    def test_an_index_of_another_version_is_replaced(self, shard):
+        expected = samples_of(shard)
+        arrays = load_file(saved(shard))
+        save_file(arrays, saved(shard), {"format": "nvmeio tar index 2"})
+        assert samples_of(shard) == expected
+        assert b"nvmeio tar index 1" in saved(shard).read_bytes()
+
+
+class TestLoaders:
+    @pytest.mark.parametrize(("workers", "start"), [(0, None), (2, "fork"), (2, "spawn")])
+    def test_an_epoch_has_each_sample_once(self, shards, workers, start):
+        paths, expected = shards
+        loader = torch.utils.data.DataLoader(
+            TarDataset(paths),
+            batch_size=8,
+            shuffle=True,
+            num_workers=workers,
+            collate_fn=list,
+            multiprocessing_context=start,
+        )
+        found = [sample for batch in loader for sample in batch]
+        assert found != expected
+        found.sort(key=lambda sample: (sample["__url__"], sample["__key__"]))
+        assert found == expected
+
+    def test_batches_come_ahead_of_time(self, shards):
+        paths, expected = shards
+        stream = BatchStream(TarDataset(paths), [[3, 70], [40]])
+        first, second = stream
+        assert first["cls"] == [expected[3]["cls"], expected[70]["cls"]]
+        assert second["__key__"] == [expected[40]["__key__"]]
+
+    def test_a_batch_is_one_gather_an_archive(self, shards):
+        dataset = TarDataset(shards[0])
+        dataset[0]
+        before = nvmeio.default_handle().stats()["requests"]
+        dataset.__getitems__([1, 74, 3, 72, 5])
+        assert nvmeio.default_handle().stats()["requests"] == before + 2
+
+    def test_a_transform_decodes(self, shards):
+        paths, expected = shards
+        dataset = TarDataset(paths, transform=lambda sample: int(sample["cls"]))
+        assert dataset[5] == int(expected[5]["cls"])
+        assert dataset.__getitems__([5, 6]) == [5, 6]
+
+    def test_it_is_pickled_by_absolute_path(self, shards, monkeypatch, tmp_path):
+        paths, expected = shards
+        monkeypatch.chdir(tmp_path)
+        dataset = TarDataset([path.name for path in paths], index=False)
+        monkeypatch.chdir("/")
+        assert pickle.loads(pickle.dumps(dataset))[30] == expected[30]
+
+    def test_it_is_named_and_closed(self, shards):
+        paths, _ = shards
+        with TarDataset(paths) as dataset:
+            assert repr(dataset).endswith("shard-2.tar' shape=(75,) dtype=object>")
+            dataset[0]
+        with pytest.raises(ValueError, match=r"shard-2\.tar' is closed"):
+            dataset[0]
+
+    def test_a_bad_index_is_refused(self, shards):
+        dataset = TarDataset(shards[0])
+        with pytest.raises(
+            IndexError, match=r"index\[1\] is 75; it must be from -75 to 74"
+        ):
+            dataset.__getitems__([0, 75])
