@@ -155,7 +155,7 @@ class TestReading:
     @pytest.mark.parametrize(
         ("text", "words"),
         [
-            ('{"aio": {"queue_depth": 1, "queue_depth": 2}}', "duplicate keys: queue_depth"),
+            ('{"aio": {"queue_depth": 1, "queue_depth": 2}}', "duplicate keys: queue"),
             ("[1, 2]", "is not a JSON object"),
             (" \n", "json cannot be used: it is empty"),
             (b'{"aio": {}, "name": "m\xfcller"}', "json cannot be used: 'utf-8' codec"),
