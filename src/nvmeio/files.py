@@ -5,61 +5,119 @@ import errno
 import os
 import stat
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 import numpy.typing as npt
 
-from nvmeio._arguments.checks import flag, integer, path_of, refuse_path
+from nvmeio._arguments.checks import flag, integer, path_of, refuse_path, whole
 from nvmeio._arguments.keywords import suggesting
 from nvmeio._arguments.types import Path
+from nvmeio._arrays.elements import bytes_of, element_of
 from nvmeio._files.paths import naming, resolved, synced_folder
 from nvmeio._files.replacing import become_like, is_replaceable, link, replacement
-from nvmeio._native import pool
+from nvmeio._memory.registry import library_of_dtype
 from nvmeio._native.aio_handle import aio_handle
 from nvmeio._native.buffer import Buffer, borrow
 from nvmeio._native.file import File, open_for_writing, open_unnamed
 from nvmeio.default import default_handle
+from nvmeio.memory import empty
 
 __all__ = ["aio_read", "aio_write", "read_file", "read_into", "write_file"]
 
 
+@overload
+def read_file(
+    path: Path, offset: int = 0, size: int | None = None, dtype: None = None
+) -> npt.NDArray[np.uint8]: ...
+@overload
+def read_file(
+    path: Path, offset: int = 0, size: int | None = None, *, dtype: Any
+) -> Any: ...
+@overload
+def read_file(path: Path, offset: int, size: int | None, dtype: Any) -> Any: ...
 @suggesting
-def read_file(path: Path) -> npt.NDArray[np.uint8]:
-    """Read a whole file.
+def read_file(
+    path: Path, offset: int = 0, size: int | None = None, dtype: Any = None
+) -> Any:
+    """Read a file, or a part of it, into new memory.
 
     Parameters
     ----------
     path : str, bytes or os.PathLike
         The file.
+    offset : int, default 0
+        Where in the file to begin, in bytes.
+    size : int, optional
+        How much to read, in bytes, whatever the dtype; default: up to the end of the file.
+    dtype : dtype of numpy or torch, default uint8
+        What the bytes are elements of.
 
     Returns
     -------
-    numpy.ndarray
-        Its bytes, uint8 of one dimension, in memory of the pool: writable, and given back
-        when the last view of it has died.  ``view(dtype)`` makes other elements of them.
+    numpy.ndarray or torch.Tensor
+        One dimension of elements in memory of the pool: writable, and given back when the
+        last view has died.  A dtype of torch makes a tensor.
 
     Raises
     ------
     OSError
-        With errno and path.
+        With errno and path: ENODATA where the file ends before ``offset`` plus ``size``.
     MemoryError
-        The file is larger than the memory that is left.
-    TypeError
-        ``path`` is no path.
+        The bytes are more than the memory that is left.
+    TypeError, ValueError
+        An argument is of the wrong type or out of range, or the bytes are no whole number
+        of elements.
 
     Notes
     -----
     A file that claims to have no bytes, as those in ``/proc`` do, is read by ordinary
     reads up to its end.  Releases the GIL while it waits.  Uses ``default_handle()``.
+
+    Examples
+    --------
+    >>> nvmeio.write_file(np.arange(6, dtype=np.float32), "values.bin")
+    24
+    >>> nvmeio.read_file("values.bin", offset=8, size=8, dtype=np.float32)
+    array([2., 3.], dtype=float32)
     """
+    offset = whole("offset", offset, 0, 2**63 - 1)
+    if size is not None:
+        size = whole("size", size, 0, 2**63 - 1)
+    element = np.dtype(np.uint8) if dtype is None else element_of(dtype)
     with File(path) as file:
-        size = file.size
-        if size == 0:
-            return np.frombuffer(_read_to_the_end(file), np.uint8)
-        array = np.frombuffer(memoryview(pool.PoolMemory(size)), np.uint8)
-        default_handle().read(array, file)
-    return array
+        end = file.size
+        array: npt.NDArray[Any]
+        if end == 0:
+            array = np.frombuffer(_read_to_the_end(file), np.uint8)
+            count = _count_bytes(file, offset, size, len(array), element)
+            array = array[offset : offset + count].view(element)
+        else:
+            count = _count_bytes(file, offset, size, end, element)
+            array = empty(count // element.itemsize, element)
+            if count:
+                default_handle().read(bytes_of(array), file, offset)
+    library = None if dtype is None else library_of_dtype(dtype)
+    return array if library is None else library.dress(array, dtype)
+
+
+def _count_bytes(
+    file: File, offset: int, size: int | None, end: int, element: np.dtype[Any]
+) -> int:
+    """Return how many bytes to read of a file that ends at `end`."""
+    if offset + (size or 0) > end:
+        wanted = f"{size} bytes at offset {offset}" if size else f"offset {offset}"
+        raise OSError(errno.ENODATA, f"{wanted} is beyond the end, {end}", file.path)
+    count = end - offset if size is None else size
+    if element.itemsize == 0:
+        raise TypeError(f"elements of dtype {element} have no bytes")
+    if count % element.itemsize:
+        name = "the rest of the file" if size is None else "size"
+        raise ValueError(
+            f"{name} is {count} bytes, no multiple of the {element.itemsize} bytes "
+            f"of a {element}"
+        )
+    return count
 
 
 def _read_to_the_end(file: File) -> bytearray:
