@@ -1,8 +1,9 @@
 /* pool.h -- one process-wide pool of aligned memory, in huge pages where there are any.
  *
- * Memory is populated once, given back to the pool and handed out again; it is unmapped
- * only to make room for other sizes below the limit.  In a forked child the pool goes
- * on with its copy, of which nothing is locked or counted as in use.  Thread-safe. */
+ * Memory is populated once, given back to the pool and handed out again.  It is
+ * unmapped only to make room for other sizes below the limit, and by
+ * nvmeio_pool_trim().  In a forked child the pool goes on with its copy, of which
+ * nothing is locked or counted as in use.  Thread-safe. */
 #ifndef NVMEIO_POOL_H
 #define NVMEIO_POOL_H
 
@@ -44,6 +45,10 @@ NVMEIO_API bool nvmeio_pool_has_room(size_t size);
 
 /* Map no more than this; 0: half of nvmeio_memory_bytes(), as it is from the start. */
 NVMEIO_API void nvmeio_pool_set_limit(uint64_t bytes);
+
+/* Unmap the free memory, but for parts of huge pages that are in use; return how many
+ * bytes that was.  Allocations of other threads wait meanwhile. */
+NVMEIO_API uint64_t nvmeio_pool_trim(void);
 
 /* Take what is mapped from now on from hugetlbfs, as long as it has pages to give.  A
  * forked child that writes to such memory needs pages of its own, or gets SIGBUS. */
