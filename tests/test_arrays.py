@@ -17,7 +17,7 @@ from numpy.lib import format as npy
 
 import nvmeio
 from array_samples import DTYPES, RECORD, noise, numbers, write_npy
-from helpers import MIB, PAGE, left_open, limit
+from helpers import MIB, PAGE, SLOW, left_open, limit, plugged
 from index_strategies import INVENTED, assert_same, cases, outcome
 from nvmeio import ArrayFile
 
@@ -41,6 +41,11 @@ class TestIndexing:
         expected = outcome(lambda: np.load(path)[index])
         with ArrayFile(path) as array:
             assert_same(outcome(lambda: array[index]), expected)
+            assert_same(outcome(lambda: array.prefetch(index).result()), expected)
+            if isinstance(expected, np.ndarray):
+                out = np.empty_like(expected)
+                assert array.prefetch(index, out).result() is out
+                assert_same(out, expected)
 
     # Of these the runs are wide apart, near each other, or one.
     INDICES = (
@@ -70,6 +75,7 @@ class TestIndexing:
         expected, path = saved
         with ArrayFile(path, handle=handle) as array:
             assert_same(array[index], expected[index])
+            assert_same(array.prefetch(index).result(), expected[index])
         assert not handle.closed
 
     def test_a_mask_of_several_axes_is_an_index(self, saved):
@@ -123,10 +129,18 @@ class TestIndexing:
         with ArrayFile(path, mode="r+") as array:
             assert_same(array["vector"], expected["vector"])
             np.testing.assert_array_equal(array[["key", "when"]], expected[["key", "when"]])
-            with pytest.raises(IndexError, match="'key'; assign whole records"):
-                array["key"] = 0
-            with pytest.raises(ValueError, match="no field of name other"):
-                array["other"]
+            assert_same(array.prefetch("vector").result(), expected["vector"])
+            found = array.prefetch(["key", "when"]).result()
+            np.testing.assert_array_equal(found, expected[["key", "when"]])
+            out = np.empty((20, 3), "f4")
+            assert array.prefetch("vector", out).result() is out
+            assert_same(out, expected["vector"])
+            for assign in (array.__setitem__, array.submit_setitem):
+                with pytest.raises(IndexError, match="'key'; assign whole records"):
+                    assign("key", 0)
+            for read in (array.__getitem__, array.prefetch):
+                with pytest.raises(ValueError, match="no field of name other"):
+                    read("other")
 
     @pytest.mark.parametrize("shape", [(0,), (0, 3), (3, 0), (2, 0, 5), ()], ids=repr)
     def test_arrays_without_rows_or_without_elements_are_arrays(self, path, shape):
@@ -175,7 +189,7 @@ class TestIndexing:
 
 WRONG_ROWS = {
     "row": (lambda a: a.gather([0, 1000]), IndexError, r"rows\[1\] is 1000; .* to 999"),
-    "negative": (lambda a: a.prefetch(-1001), IndexError, "rows is -1001"),
+    "negative": (lambda a: a.gather(-1001), IndexError, "rows is -1001"),
     "window": (lambda a: a.windows([0, 991], 10), IndexError, r"starts\[1\] is 991"),
     "wrapped": (lambda a: a.windows([-1], 1), IndexError, r"starts\[0\] is -1"),
     "length": (lambda a: a.windows([0], 1001), ValueError, "length is 1001"),
@@ -208,7 +222,38 @@ class TestRows:
             out = np.empty(wanted.shape, "f4")
             assert array.gather(rows, out) is out
             assert_same(out, np.asarray(wanted))
-            assert_same(array.prefetch(rows).result(), np.asarray(wanted))
+            assert_same(array.prefetch(rows).result(), expected[rows])
+
+    def test_memory_of_any_strides_is_filled(self, saved):
+        expected, path = saved
+        with ArrayFile(path) as array:
+            # Of these the records are apart, dense, and one.
+            for index in ([900, 3], np.s_[::2, 0, 1], 5):
+                wanted = expected[index]
+                out = np.zeros((*wanted.shape, 2), "f4")
+                assert array.prefetch(index, out[..., 1]).result().base is out
+                assert_same(np.ascontiguousarray(out[..., 1]), wanted)
+                assert not out[..., 0].any()
+
+    def test_nothing_comes_after_a_result_that_python_makes(
+        self, open_handle, saved, tmp_path
+    ):
+        """Its bytes are not where they belong until somebody asks for them."""
+        expected, path = saved
+        handle = open_handle(**SLOW)
+        with ArrayFile(path, handle=handle) as array, plugged(handle, tmp_path):
+            dense = array.prefetch(np.s_[0, 0, ::2])
+            with pytest.raises(TypeError, match="pass through Python"):
+                array.prefetch(0, after=dense)
+        assert_same(dense.result(), expected[0, 0, ::2])
+
+    def test_a_tensor_of_one_row_has_that_axis(self, saved):
+        torch = pytest.importorskip("torch", reason="torch is not installed")
+        expected, path = saved
+        with ArrayFile(path) as array:
+            for rows in (torch.tensor([5]), torch.tensor([[5]])):
+                assert_same(array[rows], expected[rows.numpy()])
+                assert_same(array.prefetch(rows).result(), array.gather(rows))
 
     @pytest.mark.parametrize("starts", [[], [0], 3, [990, 0, 5, 5], [[1], [2]]], ids=repr)
     @pytest.mark.parametrize("length", [0, 1, 10])
@@ -219,9 +264,11 @@ class TestRows:
         with ArrayFile(path, handle=handle) as array:
             assert_same(array.windows(starts, length), wanted)
             assert_same(array.prefetch_windows(starts, length).wait(), wanted)
-            out = np.empty_like(wanted)
+            out, other = np.empty_like(wanted), np.empty_like(wanted)
             assert array.windows(starts, length, out=out) is out
             assert_same(out, wanted)
+            assert array.prefetch_windows(starts, length, out=other).wait() is other
+            assert_same(other, wanted)
 
     @pytest.mark.parametrize(
         ("call", "error", "words"), WRONG_ROWS.values(), ids=WRONG_ROWS
@@ -259,8 +306,13 @@ class TestAssigning:
 
         if outcome(lambda: expected[index]) is IndexError:
             value = -1
+        before = expected.copy()
         with ArrayFile(path, mode="r+") as array:
             assert outcome(assign, array) == outcome(assign, expected)
+            assert_same(array[...], expected)
+            array[...] = before
+            with contextlib.suppress(IndexError):
+                assert array.submit_setitem(index, value).result() >= 0
         assert_same(np.load(path), expected)
 
     @pytest.mark.parametrize("index", TestIndexing.INDICES, ids=repr)
@@ -270,9 +322,62 @@ class TestAssigning:
         with ArrayFile(path, mode="r+", handle=handle) as array:
             array[index] = value
             found = array[...]
+            array[...] = expected
+            array.submit_setitem(index, value).wait()
         expected[index] = value
         assert_same(found, expected)
         assert_same(np.load(path), expected)
+
+    @pytest.mark.parametrize("values", ["rows", "one", "number"])
+    def test_rows_are_scattered(self, handle, saved, values):
+        expected, path = saved
+        rows = np.array([[900, 3], [3, -1], [0, 900]])
+        taken = -numbers(expected[rows].shape, "f8")
+        values = {"rows": taken, "one": taken[0, 0], "number": 7}[values]
+        wanted = expected.copy()
+        wanted[rows] = values
+        with ArrayFile(path, mode="r+", handle=handle) as array:
+            array.scatter(rows, values)
+            assert_same(array[...], wanted)
+            array[...] = expected
+            # The rows that are named twice are written once.
+            assert array.submit_scatter(rows, values).result() == 4 * 400
+            array.scatter([], np.empty((0, 4, 25)))
+            assert array.submit_scatter([], 0).result() == 0
+        assert_same(np.load(path), wanted)
+
+    def test_values_are_copied_only_where_they_must_be(self, open_handle, saved, tmp_path):
+        expected, path = saved
+        rows = np.arange(0, 1000, 100)
+        values = -expected[rows]
+        others = values.astype("f8")
+        handle = open_handle(**SLOW)
+        with ArrayFile(path, mode="r+", handle=handle) as array:
+            with plugged(handle, tmp_path):
+                requests = [
+                    array.submit_scatter(rows, values),
+                    array.submit_scatter(rows + 1, others),
+                    array.submit_setitem([3, 3], values[:2]),
+                ]
+                # What a program must not do shows what was not copied.
+                values[...], others[...] = 9, 9
+            for request in requests:
+                request.wait()
+            assert (array[rows] == 9).all()
+            assert_same(array[rows + 1], -expected[rows])
+            assert_same(array[3], -expected[100])
+
+    def test_what_must_be_done_first_is_named(self, handle, saved):
+        _, path = saved
+        rows = [7, 1]
+        with ArrayFile(path, mode="r+", handle=handle) as array:
+            first = array.submit_scatter(rows, -1)
+            second = array.submit_setitem(7, -2, after=first)
+            found = array.prefetch(rows, after=[first, second]).result()
+            again = array.prefetch_windows([1], 1, after=second).result()
+        assert (found[0] == -2).all()
+        assert (found[1] == -1).all()
+        assert (again == -1).all()
 
     def test_values_are_broadcast_and_converted(self, saved):
         expected, path = saved
@@ -294,7 +399,7 @@ class TestAssigning:
 
     def test_a_file_is_written_to_only_if_that_was_asked_for(self, saved):
         expected, path = saved
-        with ArrayFile(path) as array, pytest.raises(ValueError, match="reading alone"):
+        with ArrayFile(path) as array, pytest.raises(ValueError, match="open read-only"):
             array[0] = 0
         with pytest.raises(ValueError, match="mode is 'w'; it must be one of r, r"):
             ArrayFile(path, mode="w")

@@ -7,7 +7,9 @@ they become reads, writes, gathers and scatters of a handle.
 import contextlib
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal
 
@@ -18,7 +20,14 @@ from nvmeio._arguments.checks import Shape, extents_of, flag, path_of, whole, wo
 from nvmeio._arguments.keywords import suggesting
 from nvmeio._arguments.types import Path
 from nvmeio._arrays.elements import bytes_of, element_of, storable
-from nvmeio._arrays.indexing import Positions, Selection, positions, select
+from nvmeio._arrays.indexing import (
+    Selection,
+    last_of_each,
+    select,
+    select_rows,
+    select_windows,
+    strides_of,
+)
 from nvmeio._arrays.npy_header import (
     Layout,
     check_size,
@@ -28,7 +37,9 @@ from nvmeio._arrays.npy_header import (
 )
 from nvmeio._files.paths import absolute, naming, synced_folder
 from nvmeio._memory.registry import TensorLibrary, library_of, library_of_dtype
+from nvmeio._native.copy import memcpy
 from nvmeio._native.file import File
+from nvmeio._native.gather import Deferred
 from nvmeio._native.handle import Handle
 from nvmeio._native.request import Request
 from nvmeio.default import default_handle
@@ -51,6 +62,20 @@ _CALLER_BYTES_MAX = 1 << 20
 
 # What an iteration reads at once.
 _PART_BYTES = 4 << 20
+
+After = Request | Iterable[Request] | None
+
+
+@dataclass(frozen=True)
+class _Transfer:
+    """Records of a file, and the memory that they go to or come from."""
+
+    offsets: Any  # of the records, in bytes
+    nbytes: int  # of each
+    memory: Any
+    result: Any = None
+    # What makes the result once the memory is filled, where it is not there before.
+    make: Callable[[], Any] | None = None
 
 
 class ArrayFile:
@@ -265,6 +290,21 @@ class ArrayFile:
         return math.prod(self._shape)
 
     @property
+    def itemsize(self) -> int:
+        """The size of an element in bytes."""
+        return self._dtype.itemsize
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """How far apart neighbours along each axis are in the file, in bytes."""
+        return tuple(stride * self.itemsize for stride in strides_of(self._shape))
+
+    @property
+    def offset(self) -> int:
+        """Where in the file the data begin, in bytes."""
+        return self._offset
+
+    @property
     def nbytes(self) -> int:
         """The size of the array in bytes, the header not included."""
         return Layout(self._dtype, self._shape, 0).nbytes
@@ -285,27 +325,10 @@ class ArrayFile:
         return self._shape[0]
 
     def __getitem__(self, index: Any) -> Any:
-        if self._names_fields(index):
-            return self[...][index].copy()
-        selection = select(index, self._shape)
-        array: Array = np.empty(selection.shape, self._dtype)
-        self._check_open()
-        if array.nbytes:
-            self._fetch(selection, array)
-        if selection.scalar and self._library is None:
-            return array[()]
-        return self._dressed(array)
+        return self._read(self._reading(index, None))
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        self._check_open()
-        if self.mode == "r":
-            raise ValueError(f"{self.path!r} is open for reading alone; pass mode='r+'")
-        if self._names_fields(index):
-            raise IndexError(f"the index is {index!r}; assign whole records")
-        selection = select(index, self._shape)
-        array = self._spread(value, selection.shape)
-        if array.nbytes:
-            self._store(selection, array)
+        self._write(self._writing(index, value))
 
     def __iter__(self) -> Iterator[Any]:
         """Read the rows in parts, and yield each as a view of its part."""
@@ -351,7 +374,8 @@ class ArrayFile:
         Runs in the calling thread, without the GIL; rows that are named twice are read
         once.
         """
-        return self._gather(*self._rows(rows), out)
+        self._check_open()
+        return self._read(self._gathering(select_rows(rows, self._axes()), out))
 
     @suggesting
     def windows(self, starts: Any, length: int, out: Any = None) -> Any:
@@ -382,49 +406,157 @@ class ArrayFile:
         -----
         As ``gather``; what windows have in common is read once.
         """
-        return self._gather(*self._windows(starts, length), out)
+        self._check_open()
+        return self._read(self._windowing(starts, length, out))
 
     @suggesting
-    def prefetch(self, rows: Any) -> Request:
-        """Start reading rows.
+    def scatter(self, rows: Any, values: Any) -> None:
+        """Write rows, in any order.
 
         Parameters
         ----------
         rows : array_like of int
             As for ``gather``.
+        values : array_like or tensor
+            Is broadcast to ``rows.shape + shape[1:]`` and converted, as by
+            ``array[rows] = values``.
+
+        Raises
+        ------
+        IndexError
+            A position is out of bounds; names the first, before anything is written.
+        OSError
+            Rows cannot be written; with errno and path, see ``Handle.scatter``.
+        TypeError
+            ``rows`` are not integers, or ``values`` are not of such elements.
+        ValueError
+            ``values`` do not fit; the file is closed, or open read-only.
+
+        Notes
+        -----
+        Of several values for the same row the last one counts.  Runs in the calling thread,
+        without the GIL.
+        """
+        self._write(self._scattering(rows, values))
+
+    @suggesting
+    def prefetch(self, index: Any, out: Any = None, *, after: After = None) -> Request:
+        """Start reading what an index names.
+
+        Parameters
+        ----------
+        index : index
+            Whatever ``array[index]`` takes: an integer, a slice, an array of rows, a mask,
+            Ellipsis, a tuple of these, fields.
+        out : array or tensor, optional
+            Is filled; of the result's dtype and size.
+        after : Request or iterable of Request, optional
+            Requests of the same handle that are to be done first, as for
+            ``Handle.submit_read``.
 
         Returns
         -------
         Request
-            Whose ``wait()`` and ``result()`` return what ``gather(rows)`` would.
+            Its ``wait()`` and ``result()``, and ``await``, return ``out``, or what
+            ``array[index]`` would.
 
         Raises
         ------
         IndexError, TypeError, ValueError
-            As ``gather``, at once.  What fails later is raised by ``Request.wait``.
+            As ``array[index]`` and ``gather``, at once.  What fails later is raised by
+            ``Request.wait``.
+
+        Notes
+        -----
+        The request holds ``out`` and the file until it is done.
         """
-        return self._begin(*self._rows(rows))
+        return self._begin(self._reading(index, out), after)
 
     @suggesting
-    def prefetch_windows(self, starts: Any, length: int) -> Request:
+    def prefetch_windows(
+        self, starts: Any, length: int, out: Any = None, *, after: After = None
+    ) -> Request:
         """Start reading windows.
 
         Parameters
         ----------
-        starts, length
+        starts, length, out
             As for ``windows``.
+        after : Request or iterable of Request, optional
+            As for ``prefetch``.
 
         Returns
         -------
         Request
-            Whose ``wait()`` and ``result()`` return what ``windows(...)`` would.
+            Its ``wait()`` and ``result()``, and ``await``, return what ``windows(...)``
+            would.
 
         Raises
         ------
         IndexError, TypeError, ValueError
             As ``windows``, at once.  What fails later is raised by ``Request.wait``.
         """
-        return self._begin(*self._windows(starts, length))
+        self._check_open()
+        return self._begin(self._windowing(starts, length, out), after)
+
+    @suggesting
+    def submit_scatter(self, rows: Any, values: Any, *, after: After = None) -> Request:
+        """Start writing rows.
+
+        Parameters
+        ----------
+        rows, values
+            As for ``scatter``; ``values`` must not change until the request is done.
+        after : Request or iterable of Request, optional
+            As for ``prefetch``.
+
+        Returns
+        -------
+        Request
+            Its result is the number of bytes written.
+
+        Raises
+        ------
+        IndexError, TypeError, ValueError
+            As ``scatter``, at once.  What fails later is raised by ``Request.wait``.
+
+        Notes
+        -----
+        As ``submit_setitem``.
+        """
+        return self._begin_writing(self._scattering(rows, values), after)
+
+    @suggesting
+    def submit_setitem(self, index: Any, value: Any, *, after: After = None) -> Request:
+        """Start an assignment, ``array[index] = value``.
+
+        Parameters
+        ----------
+        index : index
+            Whatever ``array[index] = value`` takes.
+        value : array_like or tensor
+            Is broadcast and converted; must not change until the request is done.
+        after : Request or iterable of Request, optional
+            As for ``prefetch``.
+
+        Returns
+        -------
+        Request
+            Its result is the number of bytes written.
+
+        Raises
+        ------
+        IndexError, TypeError, ValueError
+            As the assignment, at once.  What fails later is raised by ``Request.wait``.
+
+        Notes
+        -----
+        A value of the array's dtype and of the right shape, in C order and in memory of
+        the host, is written from where it is, and held until the request is done; any other
+        is copied first.  Requests in flight are not ordered: what touches the same elements
+        must wait, or be chained by ``after``.
+        """
+        return self._begin_writing(self._writing(index, value), after)
 
     @suggesting
     def flush(self, *, sync: bool = True) -> None:
@@ -502,32 +634,130 @@ class ArrayFile:
             self._dtype.names and names and all(isinstance(name, str) for name in names)
         )
 
-    def _fetch(self, selection: Selection, array: Array) -> None:
-        """Read what was selected."""
-        item = self._dtype.itemsize
-        low, high = selection.hull()
-        count = selection.count
-        if count == 1:
-            self._read(array, low)
-        elif (high - low) * item <= _SPACING_BYTES * count:
-            hull: Array = np.empty(high - low, self._dtype)
-            self._read(hull, low)
-            runs = np.lib.stride_tricks.sliding_window_view(hull, selection.run)
-            array.reshape(count, -1)[...] = runs[selection.starts() - low]
-        else:
-            offsets = self._offset + selection.starts() * item
-            self._handle().gather(
-                self._file, offsets, selection.run * item, bytes_of(array)
-            )
+    def _axes(self) -> tuple[int, ...]:
+        """Return the shape, of which there is a first extent."""
+        len(self)
+        return self._shape
 
-    def _read(self, array: Array, start: int) -> None:
-        """Read neighbouring elements."""
-        offset = self._offset + start * self._dtype.itemsize
-        lent, handle = bytes_of(array), self._handle()
-        if array.nbytes <= _CALLER_BYTES_MAX:
-            handle.gather(self._file, [offset], array.nbytes, lent)
-        else:
-            handle.read(lent, self._file, offset)
+    def _reading(self, index: Any, out: Any) -> _Transfer:
+        """Return how to read what an index names."""
+        self._check_open()
+        if self._names_fields(index):
+            return self._field_reading(index, out)
+        selection = select(index, self._shape)
+        item, count = self._dtype.itemsize, selection.count
+        if count < 2 or selection.run == 0:
+            return self._gathering(selection, out)
+        low, high = selection.hull()
+        if (high - low) * item > _SPACING_BYTES * count:
+            return self._gathering(selection, out)
+        hull: Array = np.empty(high - low, self._dtype)
+        target, result = self._target(selection.shape, self._dtype, out)
+
+        def make() -> Any:
+            runs = np.lib.stride_tricks.sliding_window_view(hull, selection.run)
+            memcpy(target, bytes_of(runs[selection.starts() - low]))
+            return result
+
+        offsets = [self._offset + low * item]
+        return _Transfer(offsets, hull.nbytes, bytes_of(hull), make=make)
+
+    def _gathering(self, selection: Selection, out: Any) -> _Transfer:
+        """Return how to read what was selected, and not a byte more."""
+        target, result = self._target(selection.shape, self._dtype, out)
+        offsets, nbytes = self._records(selection)
+        if selection.scalar and out is None and self._library is None:
+            return _Transfer(offsets, nbytes, target, make=partial(result.__getitem__, ()))
+        return _Transfer(offsets, nbytes, target, result)
+
+    def _records(self, selection: Selection) -> tuple[Any, int]:
+        """Return where in the file the runs of a selection begin, and their size."""
+        item = self._dtype.itemsize
+        if selection.run == 0:
+            return [], 0
+        return self._offset + selection.starts() * item, selection.run * item
+
+    def _field_reading(self, index: Any, out: Any) -> _Transfer:
+        """Return how to read whole records, of which fields are taken."""
+        whole: Array = np.empty(self._shape, self._dtype)
+        part = whole[index]
+        target, result = self._target(part.shape, part.dtype, out)
+
+        def make() -> Any:
+            memcpy(target, bytes_of(np.ascontiguousarray(part)))
+            return result
+
+        offsets = [self._offset] if whole.nbytes else []
+        return _Transfer(offsets, whole.nbytes, bytes_of(whole), make=make)
+
+    def _windowing(self, starts: Any, length: int, out: Any) -> _Transfer:
+        """Return how to read windows."""
+        length = whole("length", length, 0, len(self))
+        return self._gathering(select_windows(starts, length, self._shape), out)
+
+    def _read(self, transfer: _Transfer) -> Any:
+        """Read, and return the result."""
+        offsets, handle = transfer.offsets, self._handle()
+        if len(offsets) == 1 and transfer.nbytes > _CALLER_BYTES_MAX:
+            handle.read(transfer.memory, self._file, int(offsets[0]))
+        elif len(offsets):
+            handle.gather(self._file, offsets, transfer.nbytes, transfer.memory)
+        return transfer.result if transfer.make is None else transfer.make()
+
+    def _begin(self, transfer: _Transfer, after: After) -> Request:
+        """Start reading."""
+        make = transfer.make
+        return self._handle().submit_gather(
+            self._file,
+            transfer.offsets,
+            transfer.nbytes,
+            transfer.memory,
+            result=transfer.result if make is None else Deferred(make),
+            after=after,
+        )
+
+    def _check_writable(self) -> None:
+        """Refuse to write to a file that is closed or open read-only."""
+        self._check_open()
+        if self.mode == "r":
+            raise ValueError(f"{self.path!r} is open read-only; open it with mode='r+'")
+
+    def _writing(self, index: Any, value: Any) -> _Transfer:
+        """Return how to assign a value."""
+        self._check_writable()
+        if self._names_fields(index):
+            raise IndexError(f"the index is {index!r}; assign whole records")
+        return self._storing(select(index, self._shape), value)
+
+    def _scattering(self, rows: Any, values: Any) -> _Transfer:
+        """Return how to write rows."""
+        self._check_writable()
+        return self._storing(select_rows(rows, self._axes()), values)
+
+    def _storing(self, selection: Selection, value: Any) -> _Transfer:
+        """Return how to write what was selected."""
+        array = self._spread(value, selection.shape)
+        offsets, nbytes = self._records(selection)
+        if selection.repeats and len(offsets):
+            last = last_of_each(offsets)
+            if len(last) < len(offsets):
+                array = array.reshape(len(offsets), -1)[last]
+                offsets = offsets[last]
+        return _Transfer(offsets, nbytes, bytes_of(array))
+
+    def _write(self, transfer: _Transfer) -> None:
+        """Write, and return when the bytes can be read back."""
+        offsets, handle = transfer.offsets, self._handle()
+        if len(offsets) == 1:
+            handle.write(transfer.memory, self._file, int(offsets[0]))
+        elif len(offsets):
+            handle.scatter(self._file, offsets, transfer.nbytes, transfer.memory)
+
+    def _begin_writing(self, transfer: _Transfer, after: After) -> Request:
+        """Start writing."""
+        return self._handle().submit_scatter(
+            self._file, transfer.offsets, transfer.nbytes, transfer.memory, after=after
+        )
 
     def _spread(self, value: Any, shape: tuple[int, ...]) -> Array:
         """Return values as a whole array of a shape, as numpy would assign them."""
@@ -549,77 +779,33 @@ class ArrayFile:
         array[...] = value
         return array
 
-    def _store(self, selection: Selection, array: Array) -> None:
-        """Write what was selected."""
-        item, handle = self._dtype.itemsize, self._handle()
-        if selection.count == 1:
-            offset = self._offset + selection.hull()[0] * item
-            handle.write(bytes_of(array), self._file, offset)
-            return
-        starts = selection.starts()
-        if selection.repeats:
-            # The first of the reversed is the last, which is the one that numpy leaves.
-            starts, last = np.unique(starts[::-1], return_index=True)
-            array = array.reshape(selection.count, -1)[::-1][last]
-        offsets = self._offset + starts * item
-        handle.scatter(self._file, offsets, selection.run * item, bytes_of(array))
-
-    def _rows(self, rows: Any) -> tuple[Positions, int, tuple[int, ...]]:
-        """Return what to gather for rows: first rows, rows of each, shape of the result."""
-        found = positions(rows, len(self), "rows")
-        return found, 1, found.shape + self._shape[1:]
-
-    def _windows(self, starts: Any, length: int) -> tuple[Positions, int, tuple[int, ...]]:
-        """Return the same for windows."""
-        length = whole("length", length, 0, len(self))
-        found = positions(starts, len(self) - length + 1, "starts", wrap=False)
-        return found, length, (*found.shape, length, *self._shape[1:])
-
-    def _gather(
-        self, starts: Positions, rows: int, shape: tuple[int, ...], out: Any
-    ) -> Any:
-        """Read records of neighbouring rows."""
-        self._check_open()
-        target, result = self._target(shape, out)
-        nbytes = rows * self._row_bytes
-        if starts.size and nbytes:
-            offsets = self._offset + starts.ravel() * self._row_bytes
-            self._handle().gather(self._file, offsets, nbytes, target)
-        return result
-
-    def _begin(self, starts: Positions, rows: int, shape: tuple[int, ...]) -> Request:
-        """Start reading records of neighbouring rows."""
-        self._check_open()
-        target, result = self._target(shape, None)
-        offsets = self._offset + starts.ravel() * self._row_bytes
-        return self._handle().submit_gather(
-            self._file, offsets, rows * self._row_bytes, target, result=result
-        )
-
     @property
     def _row_bytes(self) -> int:
         """The size of a row."""
         return math.prod(self._shape[1:]) * self._dtype.itemsize
 
-    def _target(self, shape: tuple[int, ...], out: Any) -> tuple[Any, Any]:
+    def _target(
+        self, shape: tuple[int, ...], dtype: np.dtype[Any], out: Any
+    ) -> tuple[Any, Any]:
         """Return the memory to be filled, and what is returned for it."""
         if out is None:
-            array: Array = np.empty(shape, self._dtype)
+            array: Array = np.empty(shape, dtype)
             return bytes_of(array), self._dressed(array)
         library = library_of(out)
         if library is not None:
             same = out.dtype == self._tensor_dtype
             if self._library is None:
-                same = library.carrier(out.dtype) == self._dtype
+                same = library.carrier(out.dtype) == dtype
         elif isinstance(out, np.ndarray):
-            same = out.dtype == self._dtype
+            same = out.dtype == dtype
         else:
             raise TypeError(
                 f"out is of type {type(out).__qualname__}; it must be an array or a tensor"
             )
         if not same:
-            raise TypeError(f"out is of dtype {out.dtype}; it must be of {self.dtype}")
-        nbytes = math.prod(shape) * self._dtype.itemsize
+            wanted = dtype if self._library is None else self._tensor_dtype
+            raise TypeError(f"out is of dtype {out.dtype}; it must be of {wanted}")
+        nbytes = math.prod(shape) * dtype.itemsize
         if out.nbytes != nbytes:
             raise ValueError(
                 f"out has {out.nbytes} bytes; the result, of shape {shape}, has {nbytes}"

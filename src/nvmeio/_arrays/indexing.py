@@ -13,7 +13,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Selection", "positions", "select", "strides_of"]
+__all__ = [
+    "Positions",
+    "Selection",
+    "last_of_each",
+    "positions",
+    "select",
+    "select_rows",
+    "select_windows",
+    "strides_of",
+]
 
 Positions = npt.NDArray[np.int64]
 
@@ -128,6 +137,31 @@ def select(index: Any, shape: Sequence[int]) -> Selection:
     return _in_runs(walk.parts(), walk.base, scalar=not (omitted or walk.parts()))
 
 
+def select_rows(rows: Any, shape: Sequence[int]) -> Selection:
+    """Find the named rows of an array of one axis or more."""
+    found, inner = positions(rows, shape[0], "rows"), tuple(shape[1:])
+    run = math.prod(inner)
+    return Selection(found.shape + inner, run, 0, (Points(found * run),), scalar=False)
+
+
+def select_windows(starts: Any, length: int, shape: Sequence[int]) -> Selection:
+    """Find runs of so many neighbouring rows."""
+    found = positions(starts, shape[0] - length + 1, "starts", wrap=False)
+    row = math.prod(shape[1:])
+    extents = (*found.shape, length, *shape[1:])
+    return Selection(extents, length * row, 0, (Points(found * row),), scalar=False)
+
+
+def last_of_each(starts: Positions) -> Positions:
+    """Return the places of starts, of those that are equal only that of the last one."""
+    ordered = np.sort(starts)
+    if not (ordered[1:] == ordered[:-1]).any():
+        return np.arange(len(starts))
+    # The first of the reversed is the last.
+    _, place = np.unique(starts[::-1], return_index=True)
+    return len(starts) - 1 - place
+
+
 Item = None | int | slice | EllipsisType | npt.NDArray[Any]
 
 
@@ -135,7 +169,8 @@ def _item_of(item: Any) -> Item:
     """Return an item of an index as one of few types, or raise IndexError."""
     if item is None or item is Ellipsis or isinstance(item, slice):
         return item
-    if not isinstance(item, bool | np.bool_):
+    # torch makes an integer of a tensor of one axis too, if it has one element.
+    if not isinstance(item, bool | np.bool_) and getattr(item, "shape", ()) == ():
         try:
             return operator.index(item)
         except TypeError:

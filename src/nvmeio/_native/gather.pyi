@@ -1,4 +1,5 @@
-from typing import final
+from collections.abc import Callable
+from typing import Any, final
 
 from nvmeio._native.request import Request
 
@@ -12,6 +13,10 @@ class GatherError(OSError):
         filename: str | bytes | int,
         failures: tuple[tuple[int, int], ...],
     ) -> None: ...
+
+class Deferred:
+    make: Callable[[], Any]
+    def __init__(self, make: Callable[[], Any]) -> None: ...
 
 @final
 class GatherRequest(Request): ...

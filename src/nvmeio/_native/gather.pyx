@@ -72,6 +72,15 @@ class GatherError(OSError):
         return type(self), arguments
 
 
+class Deferred:
+    """A result that a function makes once all records have landed."""
+
+    __slots__ = ("make",)
+
+    def __init__(self, make):
+        self.make = make
+
+
 # By this name users know it; tracebacks and pickles have it.
 GatherError.__module__ = "nvmeio"
 
@@ -185,7 +194,13 @@ cdef class GatherRequest(Request):
         if self.op == OP_READ and isinstance(error, GatherError):
             self.buffer.land()
             return error
-        return Request.settle(self, error)
+        error = Request.settle(self, error)
+        if error is None and type(self.value) is Deferred:
+            self.value = self.value.make()
+        return error
+
+    cdef bint lands_by_itself(self) noexcept:
+        return type(self.value) is not Deferred and Request.lands_by_itself(self)
 
     cdef str doing(self):
         return f"{name_of(self.op)} of {self.count} records"

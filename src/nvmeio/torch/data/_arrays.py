@@ -140,5 +140,6 @@ def _taken(array: Array, rows: Positions) -> Any:
 def _tensors(results: list[Any]) -> list[torch.Tensor]:
     """Return arrays as tensors of the same memory."""
     return [
-        one if isinstance(one, torch.Tensor) else torch.from_numpy(one) for one in results
+        one if isinstance(one, torch.Tensor) else torch.from_numpy(np.asarray(one))
+        for one in results
     ]
