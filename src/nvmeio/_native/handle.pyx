@@ -117,7 +117,7 @@ cdef class Handle:
     in forked children, where it starts workers of its own.
 
     Leaving a ``with`` block waits for everything in flight, also after an exception or
-    Ctrl-C; see ``close``.
+    Ctrl-C; see ``close``.  ``async with`` does the same, while the event loop goes on.
 
     With ``NVMEIO_PROFILE`` set to "auto", options come from the only profile there is, or
     of several from that of the device on which the current folder lies; set to an absolute
@@ -891,6 +891,27 @@ cdef class Handle:
             # more, and a second one at once.
             self.close()
             raise
+
+    async def __aenter__(self):
+        return self.__enter__()
+
+    async def __aexit__(self, *exc_info):
+        """Close the handle as ``with`` does, while an asyncio event loop goes on.
+
+        Raises
+        ------
+        asyncio.CancelledError
+            The task was cancelled meanwhile, however often: when the handle is closed.
+
+        Notes
+        -----
+        Waits for what is in flight without a thread; only then ``close`` runs in the loop's
+        default executor, to wait for callbacks and to stop the workers.
+        """
+        from nvmeio._events.event_loop import close
+        self.require_started()
+        self.open = False
+        await close(self.core, self.close)
 
     def __getattr__(self, name):
         hint = "; nvmeio.aio_handle has it" if name in _OF_THE_OP else ""
