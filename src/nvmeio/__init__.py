@@ -55,7 +55,7 @@ __all__ = [
 _register_loader("torch", lambda: _import_module("nvmeio.torch"))
 
 # Public, and imported when they are first asked for.
-_MODULES = ("checkpoint", "deepspeed", "profiles", "safetensors", "torch")
+_MODULES = ("aio", "checkpoint", "deepspeed", "profiles", "safetensors", "torch")
 
 
 def __dir__() -> list[str]:

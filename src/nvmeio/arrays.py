@@ -35,6 +35,7 @@ from nvmeio._arrays.npy_header import (
     header_of,
     read_layout,
 )
+from nvmeio._events.calls import BLOCKING, Calls, run
 from nvmeio._files.paths import absolute, naming, synced_folder
 from nvmeio._memory.registry import TensorLibrary, library_of, library_of_dtype
 from nvmeio._native.copy import memcpy
@@ -575,12 +576,17 @@ class ArrayFile:
         ValueError
             The file is closed.
         """
+        run(self._flushing(BLOCKING, sync=sync))
+
+    async def _flushing(self, calls: Calls, *, sync: bool) -> None:
+        """Make durable what was assigned."""
         self._check_open()
         if not flag("sync", sync):
             return
-        made = self._created
-        with contextlib.nullcontext() if made is None else synced_folder(made):
-            self._handle().fsync(self._file)
+        made, handle = self._created, self._handle()
+        folder = contextlib.nullcontext() if made is None else synced_folder(made)
+        async with calls.entered(folder):
+            await calls.transfer(handle.fsync, handle.submit_fsync, self._file)
         self._created = None
 
     def close(self) -> None:

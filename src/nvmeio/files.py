@@ -14,6 +14,7 @@ from nvmeio._arguments.checks import flag, integer, path_of, refuse_path, whole
 from nvmeio._arguments.keywords import suggesting
 from nvmeio._arguments.types import Path
 from nvmeio._arrays.elements import bytes_of, element_of
+from nvmeio._events.calls import BLOCKING, Calls, run
 from nvmeio._files.paths import naming, resolved, synced_folder
 from nvmeio._files.replacing import become_like, is_replaceable, link, replacement
 from nvmeio._memory.registry import library_of_dtype
@@ -81,24 +82,42 @@ def read_file(
     >>> nvmeio.read_file("values.bin", offset=8, size=8, dtype=np.float32)
     array([2., 3.], dtype=float32)
     """
+    return run(reading(BLOCKING, path, offset, size, dtype))
+
+
+async def reading(
+    calls: Calls, path: Path, offset: int, size: int | None, dtype: Any
+) -> Any:
+    """Read a file, or a part of it, as ``read_file`` does."""
     offset = whole("offset", offset, 0, 2**63 - 1)
     if size is not None:
         size = whole("size", size, 0, 2**63 - 1)
     element = np.dtype(np.uint8) if dtype is None else element_of(dtype)
-    with File(path) as file:
-        end = file.size
-        array: npt.NDArray[Any]
-        if end == 0:
-            array = np.frombuffer(_read_to_the_end(file), np.uint8)
-            count = _count_bytes(file, offset, size, len(array), element)
-            array = array[offset : offset + count].view(element)
-        else:
-            count = _count_bytes(file, offset, size, end, element)
-            array = empty(count // element.itemsize, element)
-            if count:
-                default_handle().read(bytes_of(array), file, offset)
+    file, array, left = await calls.call(_opened, path, offset, size, element)
+    with file:
+        if left:
+            handle, lent = default_handle(), bytes_of(array)
+            await calls.transfer(handle.read, handle.submit_read, lent, file, offset)
     library = None if dtype is None else library_of_dtype(dtype)
     return array if library is None else library.dress(array, dtype)
+
+
+def _opened(
+    path: Path, offset: int, size: int | None, element: np.dtype[Any]
+) -> tuple[File, npt.NDArray[Any], int]:
+    """Open a file, and make an array; return also how many bytes are left to be read."""
+    file = File(path)
+    try:
+        end = file.size
+        if end == 0:
+            data = np.frombuffer(_read_to_the_end(file), np.uint8)
+            count = _count_bytes(file, offset, size, len(data), element)
+            return file, data[offset : offset + count].view(element), 0
+        count = _count_bytes(file, offset, size, end, element)
+        return file, empty(count // element.itemsize, element), count
+    except BaseException:
+        file.close()
+        raise
 
 
 def _count_bytes(
@@ -205,15 +224,22 @@ def write_file(buffer: Any, path: Path, *, sync: bool = False, atomic: bool = Tr
     read that folder: without it ``sync=True`` is refused before the file is touched.
     Releases the GIL while it waits.  Uses ``default_handle()``.
     """
+    return run(writing(BLOCKING, buffer, path, sync=sync, atomic=atomic))
+
+
+async def writing(
+    calls: Calls, buffer: Any, path: Path, *, sync: bool, atomic: bool
+) -> int:
+    """Make a file of the bytes of a buffer as ``write_file`` does."""
     path = path_of(path)
     sync, atomic = flag("sync", sync), flag("atomic", atomic)
     lent = _borrow(buffer, writable=False)
     handle = default_handle()
-    with new_contents(path, sync=sync, atomic=atomic) as file:
-        handle.write(lent, file)
-        cut(file, lent.nbytes)
+    async with calls.entered(new_contents(path, sync=sync, atomic=atomic)) as file:
+        await calls.transfer(handle.write, handle.submit_write, lent, file)
+        await calls.call(cut, file, lent.nbytes)
         if sync or atomic:
-            handle.fsync(file)
+            await calls.transfer(handle.fsync, handle.submit_fsync, file)
     return lent.nbytes
 
 
