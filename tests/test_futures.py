@@ -329,9 +329,10 @@ class TestCancelling:
 
     @pytest.mark.parametrize(("engine", "slow"), SLOW_PLACES, indirect=["slow"])
     @pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
-    def test_a_second_cancelling_changes_nothing(self, slow, engine, loop):
+    @pytest.mark.parametrize("work", ["cancel_awaits", "cancel_leaving"])
+    def test_a_second_cancelling_changes_nothing(self, slow, engine, loop, work):
         pytest.importorskip(loop)
-        report = run_child("cancel_awaits", **slow, engine=engine, loop=loop).report
+        report = run_child(work, **slow, engine=engine, loop=loop).report
         assert report == {"ended_early": [False, False], "cancelled": True}
 
 
