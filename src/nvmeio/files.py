@@ -18,11 +18,11 @@ from nvmeio._events.calls import BLOCKING, Calls, run
 from nvmeio._files.paths import naming, resolved, synced_folder
 from nvmeio._files.replacing import become_like, is_replaceable, link, replacement
 from nvmeio._memory.registry import library_of_dtype
+from nvmeio._native import pool
 from nvmeio._native.aio_handle import aio_handle
 from nvmeio._native.buffer import Buffer, borrow
 from nvmeio._native.file import File, open_for_writing, open_unnamed
 from nvmeio.default import default_handle
-from nvmeio.memory import empty
 
 __all__ = ["aio_read", "aio_write", "read_file", "read_into", "write_file"]
 
@@ -114,7 +114,10 @@ def _opened(
             count = _count_bytes(file, offset, size, len(data), element)
             return file, data[offset : offset + count].view(element), 0
         count = _count_bytes(file, offset, size, end, element)
-        return file, empty(count // element.itemsize, element), count
+        if not count:
+            return file, np.empty(0, element), 0
+        memory = memoryview(pool.PoolMemory(count))
+        return file, np.frombuffer(memory, element), count
     except BaseException:
         file.close()
         raise
@@ -310,7 +313,8 @@ def _in_folder(create: Callable[[], File]) -> File:
 
 def cut(file: File, size: int) -> None:
     """Cut a file behind its contents; a device has the length that it has."""
-    if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+    found = os.fstat(file.fileno())
+    if found.st_size != size and stat.S_ISREG(found.st_mode):
         file.truncate(size)
 
 
