@@ -1,5 +1,6 @@
 """Arrays on disk have numpy's values for numpy's indices, and keep what is assigned."""
 
+import asyncio
 import contextlib
 import errno
 import math
@@ -247,6 +248,34 @@ class TestRows:
                 array.prefetch(0, after=dense)
         assert_same(dense.result(), expected[0, 0, ::2])
 
+    def test_a_result_that_python_makes_is_awaited_and_called_back(self, saved):
+        expected, path = saved
+        indices = (np.s_[0, 0, ::2], (3, 2, 1), [1, 999], np.s_[::-1, 0, 5:7], slice(None))
+
+        async def read_all(array):
+            requests = [array.prefetch(index) for index in indices]
+            return [await request for request in (*requests, *requests)]
+
+        with ArrayFile(path) as array:
+            for found, index in zip(asyncio.run(read_all(array)), indices * 2, strict=True):
+                assert_same(found, expected[index])
+            called = threading.Event()
+            request = array.prefetch(np.s_[0, 0, ::2])
+            request.add_done_callback(lambda _: called.set())
+            assert called.wait(30)
+            assert_same(request.result(), expected[0, 0, ::2])
+
+    def test_a_result_that_cannot_be_made_is_an_error(self, saved, monkeypatch):
+        def fail(*_):
+            raise MemoryError("no memory for the result")
+
+        with ArrayFile(saved[1]) as array:
+            monkeypatch.setattr(nvmeio.arrays, "memcpy", fail)
+            request = array.prefetch(np.s_[0, 0, ::2])
+            for _ in range(2):
+                with pytest.raises(MemoryError, match="for the result"):
+                    request.wait()
+
     def test_a_tensor_of_one_row_has_that_axis(self, saved):
         torch = pytest.importorskip("torch", reason="torch is not installed")
         expected, path = saved
@@ -286,6 +315,22 @@ class TestRows:
                 with pytest.raises(OSError, match=words) as caught:
                     call([0, 999])
                 assert caught.value.errno == errno.ENODATA
+
+    @pytest.mark.parametrize(
+        "index", [999, np.s_[:], np.s_[500:, 0, ::2], [0, 999], np.s_[-1, 3, 24]], ids=repr
+    )
+    def test_a_file_that_was_cut_is_told_for_every_index(self, path, index):
+        # Of these one is read by the calling thread, others by workers.
+        write_npy(path, numbers((1000, 4, 250)))
+        with ArrayFile(path) as array:
+            os.truncate(path, 1000)
+            for call in (array.__getitem__, lambda index: array.prefetch(index).wait()):
+                with pytest.raises(OSError, match="past the end") as caught:
+                    call(index)
+                assert (caught.value.errno, caught.value.filename) == (
+                    errno.ENODATA,
+                    str(path),
+                )
 
 
 class TestAssigning:
@@ -391,7 +436,9 @@ class TestAssigning:
     def test_a_value_that_does_not_fit_changes_nothing(self, saved):
         expected, path = saved
         with ArrayFile(path, mode="r+") as array:
-            with pytest.raises(ValueError, match="could not broadcast"):
+            with pytest.raises(
+                ValueError, match=r"of shape \(7,\); .* broadcast to \(3, 4, 25\)"
+            ):
                 array[3:6] = np.zeros(7)
             with pytest.raises(IndexError):
                 array[1000] = 0
@@ -503,6 +550,19 @@ class TestCreating:
             ArrayFile.create(path, (1,), "f4", handle=3)
         assert not path.exists()
 
+    def test_a_raw_file_has_the_elements_alone(self, path):
+        with ArrayFile.create(path, (4, 3), ">i2", raw=True) as array:
+            assert path.stat().st_size == array.nbytes == 24
+            array[...] = numbers((4, 3))
+            array[1] = -1
+        expected = numbers((4, 3), ">i2")
+        expected[1] = -1
+        assert path.read_bytes() == expected.tobytes()
+        with ArrayFile(path, dtype=">i2", shape=(-1, 3)) as array:
+            assert_same(array[...], expected)
+        with pytest.raises(ValueError, match="raw is 2"):
+            ArrayFile.create(path, 3, "f4", raw=2, overwrite=True)
+
     def test_what_is_refused_cuts_no_file(self, saved):
         expected, path = saved
         with pytest.raises(TypeError, match="handle is of type int"):
@@ -584,9 +644,10 @@ class TestOpening:
     def test_it_tells_what_it_is(self, saved):
         expected, path = saved
         array = ArrayFile(path)
-        for name in ("shape", "dtype", "nbytes", "ndim", "size"):
+        for name in ("shape", "dtype", "nbytes", "ndim", "size", "itemsize", "strides"):
             assert getattr(array, name) == getattr(expected, name)
         assert (array.path, array.mode, array.closed) == (str(path), "r", False)
+        assert array.offset == np.load(path, mmap_mode="r").offset
         array.close()
         array.close()
         assert array.closed
@@ -612,9 +673,11 @@ class TestOpening:
     def test_a_npy_file_is_not_taken_for_raw_bytes(self, saved):
         expected, path = saved
         with pytest.raises(
-            ValueError, match=r"is a \.npy file, whose header says its dtype"
+            ValueError, match=r"a \.npy file of dtype float32; .* is int32.*128"
         ):
-            ArrayFile(path, dtype="f4")
+            ArrayFile(path, dtype="i4")
+        with ArrayFile(path, dtype="f4") as array:
+            assert_same(array[...], expected)
         for options in ({"shape": (3,)}, {"offset": 128}):
             with pytest.raises(ValueError, match=r"the header of a \.npy file says"):
                 ArrayFile(path, **options)
@@ -791,12 +854,46 @@ class TestTensors:
                 np.load(path), np.ascontiguousarray(tensor.numpy()).reshape(tensor.shape)
             )
         path.unlink()
-        for call in (
-            lambda: nvmeio.save(path, torch.ones(3, dtype=torch.bfloat16)),
-            lambda: ArrayFile.create(path, (3,), torch.bfloat16),
-        ):
-            with pytest.raises(TypeError, match=r"the dtype is torch\.bfloat16, which"):
-                call()
+        with pytest.raises(TypeError, match=r"the dtype is torch\.bfloat16, which"):
+            nvmeio.save(path, torch.ones(3, dtype=torch.bfloat16))
         assert not path.exists()
-        with ArrayFile.create(path, (3,), torch.float16) as array:
-            assert array.dtype == np.float16
+
+    @pytest.mark.parametrize("raw", [False, True], ids=["npy", "raw"])
+    @pytest.mark.parametrize(
+        "name", ["bfloat16", "float8_e4m3fn", "float16", "complex32", "int64"]
+    )
+    def test_a_file_is_created_of_any_dtype_of_torch(self, path, name, raw):
+        torch, dtype = self.torch, getattr(self.torch, name)
+        expected = torch.arange(12).view(4, 3).to(dtype)
+        with ArrayFile.create(path, (4, 3), dtype, raw=raw) as array:
+            assert array.dtype is dtype
+            assert (array.itemsize, array.offset) == (dtype.itemsize, 0 if raw else PAGE)
+            assert not array[...].view(torch.uint8).any()
+            array[...] = expected
+            with pickle.loads(pickle.dumps(array)) as copy:
+                assert copy[2].dtype is dtype
+        shape = (-1, 3) if raw else None
+        with ArrayFile(path, dtype=dtype, shape=shape) as array:
+            assert torch.equal(array[...].view(torch.uint8), expected.view(torch.uint8))
+        if raw:
+            assert path.stat().st_size == expected.nbytes
+            return
+        # numpy opens it, as bytes where it has no such elements.
+        found = np.load(path)
+        assert found.tobytes() == expected.view(torch.uint8).numpy().tobytes()
+        if name in ("float16", "int64"):
+            assert_same(found, expected.numpy())
+        else:
+            assert found.dtype == f"V{dtype.itemsize}"
+
+    def test_a_npy_file_of_another_dtype_is_refused(self, saved):
+        torch, (expected, path) = self.torch, saved
+        for dtype in (torch.float64, torch.bfloat16, torch.int32, np.float64, ">f4"):
+            with pytest.raises(
+                ValueError, match=r"npy file of dtype float32; .* passed is"
+            ):
+                ArrayFile(path, dtype=dtype)
+        with ArrayFile(path, dtype=torch.float32) as array:
+            assert torch.equal(array[[3, 5]], torch.from_numpy(expected[[3, 5]]))
+        with ArrayFile(path, dtype=torch.float32, offset=128, shape=(-1, 100)) as array:
+            assert torch.equal(array[3], torch.from_numpy(expected[3].ravel()))

@@ -1,5 +1,6 @@
 """The examples do what they say, and leave nothing behind."""
 
+import argparse
 import contextlib
 import importlib.util
 import os
@@ -7,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -54,7 +56,8 @@ def test_a_model_learns_from_a_file_of_tokens(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["train_tokens.py", "gnn_features.py", "train_beyond_memory.py"]
+    "name",
+    ["train_tokens.py", "gnn_features.py", "train_beyond_memory.py", "embedding_table.py"],
 )
 def test_no_steps_at_all_are_refused(tmp_path, name):
     status, lines = run(tmp_path, name, errors=True, steps=0)
@@ -98,6 +101,31 @@ def test_a_service_answers_whoever_still_waits(tmp_path):
     assert all(int(count) > 0 for count in counts.groups())
     assert re.fullmatch(r"\d+ rows of 512 bytes, \d+ rows/s", lines[2])
     assert lines[-2:] == ["every row was the right one", "nothing is left"]
+
+
+def test_an_embedding_table_ends_as_in_memory(tmp_path):
+    options = {"rows": 3000, "batch": 1000, "steps": 4}
+    status, lines = run(tmp_path, "embedding_table.py", **options)
+    assert status == 0, lines
+    assert re.fullmatch(r"4 steps of 1000 ids in 2 processes, \d+ ids/s", lines[0])
+    assert lines[-1] == "as in memory, to the last bit"
+
+
+def test_an_embedding_table_that_lacks_an_update_is_told(tmp_path, monkeypatch):
+    spec = importlib.util.spec_from_file_location("t", EXAMPLES / "embedding_table.py")
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    monkeypatch.setattr(example.torch, "set_num_threads", lambda _: None)
+    options = argparse.Namespace(
+        rows=300, width=8, dtype="float32", batch=100, steps=3, rate=0.1
+    )
+    example.create(tmp_path, options)
+    expected = example.train_in_memory(options)
+    updated = int((expected[2] != 0).any(1).sum())
+    assert example.differing(tmp_path, expected) == 3 * updated
+    for process in range(2):
+        example.train_on_disk(process, str(tmp_path), options, threading.Barrier(1))
+    assert example.differing(tmp_path, expected) == 0
 
 
 class TestBeyondMemory:

@@ -5,6 +5,7 @@ they become reads, writes, gathers and scatters of a handle.
 """
 
 import contextlib
+import errno
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,7 +20,7 @@ import numpy.typing as npt
 from nvmeio._arguments.checks import Shape, extents_of, flag, path_of, whole, word
 from nvmeio._arguments.keywords import suggesting
 from nvmeio._arguments.types import Path
-from nvmeio._arrays.elements import bytes_of, element_of, storable
+from nvmeio._arrays.elements import Elements, bytes_of, element_of
 from nvmeio._arrays.indexing import (
     Selection,
     last_of_each,
@@ -34,10 +35,14 @@ from nvmeio._arrays.npy_header import (
     has_magic,
     header_of,
     read_layout,
+    replace_shape,
 )
+from nvmeio._arrays.operators import Unread
 from nvmeio._events.calls import BLOCKING, Calls, run
+from nvmeio._files.locks import locked
 from nvmeio._files.paths import absolute, naming, synced_folder
-from nvmeio._memory.registry import TensorLibrary, library_of, library_of_dtype
+from nvmeio._memory.registry import library_of, library_of_dtype
+from nvmeio._native.buffer import borrow
 from nvmeio._native.copy import memcpy
 from nvmeio._native.file import File
 from nvmeio._native.gather import Deferred
@@ -79,7 +84,7 @@ class _Transfer:
     make: Callable[[], Any] | None = None
 
 
-class ArrayFile:
+class ArrayFile(Unread):
     """An array in a file, of which an index reads what it names.
 
     Parameters
@@ -87,7 +92,8 @@ class ArrayFile:
     path : str, bytes or os.PathLike
         A .npy file of version 1 to 3 in C order; or, where ``dtype`` is given, raw bytes.
     dtype : dtype of numpy or torch, optional
-        Of raw bytes.  One of torch's makes every result a tensor.
+        Of raw bytes; or that of a .npy file, which must agree with its header.  One of
+        torch's makes every result a tensor.
     shape : int or sequence of int, optional
         Of raw bytes; one extent may be -1 and is found from the size of the file.  By
         default one axis up to the end.
@@ -106,7 +112,7 @@ class ArrayFile:
         An argument is of the wrong type, or the elements hold Python objects.
     ValueError
         The file is no .npy file, in Fortran order, of Python objects, or shorter than the
-        array; a .npy file is to be taken for raw bytes; an argument is out of range.
+        array, or of another dtype than was passed; an argument is out of range.
 
     Notes
     -----
@@ -119,6 +125,11 @@ class ArrayFile:
     are closer than 64 bytes on the average, read with what lies between them.  The name of
     a field, or a list of names, reads the whole array first.  A loop over the array reads
     parts of 4 MiB.
+
+    Comparisons, arithmetic and functions of numpy are refused with a TypeError, because
+    they would read the whole file unasked: read what you need first.  numpy.asarray()
+    reads all of it.  An ArrayFile equals itself, so it can be a key; ``==`` with anything
+    else is refused too, so look for one in a list by ``is``.
 
     Assigning broadcasts and converts as numpy does, writes no byte that the index does not
     name, and takes the last of several values for the same element.  It returns when the
@@ -141,19 +152,38 @@ class ArrayFile:
         self._lent = handle
         # Where the name of a file that was made here is to be made durable.
         self._created: str | None = None
-        # What makes tensors of results, and their dtype.
-        self._library: TensorLibrary | None = None
-        self._tensor_dtype: Any = None
+        self._is_raw = False
         word("mode", mode, ("r", "r+"))
         self._file = File(path, mode)
         # For a copy by pickle, wherever it will be.
         self._absolute = absolute(path)
         try:
-            layout = self._npy_layout() if dtype is None else self._raw_layout()
+            self._elements, layout = self._found(dtype)
         except BaseException:
             self._file.close()
             raise
         self._dtype, self._shape, self._offset = layout.dtype, layout.shape, layout.offset
+        self._reaches_end = self._file.size == self._offset + self.nbytes
+
+    def _found(self, dtype: Any) -> tuple[Elements, Layout]:
+        """Return what the file has, and where."""
+        if dtype is None:
+            layout = self._npy_layout()
+            return Elements(layout.dtype), layout
+        library = library_of_dtype(dtype)
+        elements = Elements(element_of(dtype), library, dtype if library else None)
+        offset = whole("offset", self._arguments["offset"], 0, 2**63 - 1)
+        if offset or not has_magic(self._file):
+            self._is_raw = True
+            return elements, self._raw_layout(elements.dtype, offset)
+        layout = self._npy_layout()
+        if elements.dtype != layout.dtype:
+            raise ValueError(
+                f"{self.path!r} is a .npy file of dtype {layout.dtype}; the dtype passed "
+                f"is {elements.shown}.  To take it for raw bytes, pass the offset of its "
+                f"data, {layout.offset}"
+            )
+        return elements, layout
 
     def _npy_layout(self) -> Layout:
         """Read the header of a .npy file."""
@@ -177,27 +207,13 @@ class ArrayFile:
             )
         return layout
 
-    def _raw_layout(self) -> Layout:
+    def _raw_layout(self, dtype: np.dtype[Any], offset: int) -> Layout:
         """Make a layout of what was passed."""
-        dtype = self._element_dtype(self._arguments["dtype"])
-        offset = whole("offset", self._arguments["offset"], 0, 2**63 - 1)
-        if offset == 0 and has_magic(self._file):
-            raise ValueError(
-                f"{self.path!r} is a .npy file, whose header says its dtype; to take it "
-                "for raw bytes, pass the offset of its data"
-            )
         shape = self._arguments["shape"]
         extents = _raw_extents(self._file, dtype, offset, -1 if shape is None else shape)
         layout = Layout(dtype, extents, offset)
         check_size(self._file, layout)
         return layout
-
-    def _element_dtype(self, dtype: Any) -> np.dtype[Any]:
-        """Return numpy's dtype for a dtype of numpy or torch."""
-        self._library = library_of_dtype(dtype)
-        if self._library is not None:
-            self._tensor_dtype = dtype
-        return element_of(dtype)
 
     @classmethod
     @suggesting
@@ -207,10 +223,11 @@ class ArrayFile:
         shape: Shape,
         dtype: Any,
         *,
+        raw: bool = False,
         overwrite: bool = False,
         handle: Handle | None = None,
     ) -> "Self":
-        """Make a .npy file, all zeros, to be filled by assignments.
+        """Make a file of zeros, to be filled by assignments.
 
         Parameters
         ----------
@@ -219,7 +236,10 @@ class ArrayFile:
         shape : int or sequence of int
             The extent of each axis.
         dtype : dtype of numpy or torch
-            Of plain bytes, and one that numpy has.
+            Of plain bytes.  One of torch's makes every result a tensor.
+        raw : bool, default False
+            Whether the file has the elements alone, and not a .npy file's header.  To open
+            it again takes ``dtype`` and ``shape``.
         overwrite : bool, default False
             Whether a file that exists is cut and filled anew.
         handle : Handle, optional
@@ -244,12 +264,16 @@ class ArrayFile:
         The data begin at a multiple of 4096 bytes, so that rows of whole pages go straight
         to the device.  The file has its full size at once, and takes up space on the device
         as it is filled.
+
+        Elements that numpy does not have, as bfloat16, are void of the same size in the
+        header: numpy.load() gives their bytes, and ``ArrayFile(path,
+        dtype=torch.bfloat16)`` tensors.
         """
         # All that can be refused is refused before a file is cut.
         _check_handle(handle)
-        path, overwrite = path_of(path), flag("overwrite", overwrite)
-        element, extents = storable(dtype), extents_of(shape)
-        header = header_of(extents, element)
+        path, overwrite, raw = path_of(path), flag("overwrite", overwrite), flag("raw", raw)
+        element, extents = element_of(dtype), extents_of(shape)
+        header = b"" if raw else header_of(extents, element)
         size = Layout(element, extents, len(header)).nbytes + len(header)
         if size > 2**63 - 1:
             raise ValueError(f"an array of shape {extents} has {size} bytes, too many")
@@ -261,7 +285,14 @@ class ArrayFile:
                 if not overwrite:
                     os.unlink(path)
                 raise
-        array = cls(path, mode="r+", handle=handle)
+        tensors = library_of_dtype(dtype) is not None
+        array = cls(
+            path,
+            dtype=dtype if raw or tensors else None,
+            shape=extents if raw else None,
+            mode="r+",
+            handle=handle,
+        )
         array._created = os.path.realpath(os.fsdecode(path))
         return array
 
@@ -278,7 +309,7 @@ class ArrayFile:
     @property
     def dtype(self) -> Any:
         """The dtype of the elements: torch's where it was given, else numpy's."""
-        return self._dtype if self._library is None else self._tensor_dtype
+        return self._elements.shown
 
     @property
     def ndim(self) -> int:
@@ -441,6 +472,55 @@ class ArrayFile:
         self._write(self._scattering(rows, values))
 
     @suggesting
+    def append(self, values: Any) -> None:
+        """Write rows behind the last one, and make the array longer by them.
+
+        Parameters
+        ----------
+        values : array_like or tensor
+            Of shape ``(n,) + shape[1:]``; is converted as by an assignment.
+
+        Raises
+        ------
+        OSError
+            The rows cannot be written; with errno and path.  ENOSPC: the drive is full.
+            ESTALE: the file was replaced or removed since it was opened.
+        TypeError
+            The array has no axes, or ``values`` are not of such elements.
+        ValueError
+            ``values`` are of another shape; the header of the .npy file has no room for
+            the new shape (that of ``create``, ``save`` and numpy has); other arrays or
+            bytes are behind this one; the file is another array by now; it is closed, or
+            open read-only.
+
+        Notes
+        -----
+        Returns when the rows can be read by whoever opens the file: ``shape`` has them
+        here, while another ArrayFile keeps the shape that the file had when it was opened.
+        ``flush`` makes them durable.
+
+        First the rows are written and, in a .npy file, synced, then the shape in the
+        header.  Whenever the process dies or the power fails, the file is an array with
+        all of the rows or with none; what an append has left behind the array, the next one
+        overwrites.  After an error the file is as it was.  A raw file has no header: a
+        process that is killed meanwhile may leave a part of the rows.
+
+        Appends wait for each other by a lock of the file (flock), those of other processes
+        and threads included, and each adds to what is there by then.
+        """
+        self._check_writable()
+        self._axes()
+        rows = self._elements.rows(values, self._shape)
+        with naming(self.path), locked(self._file.fileno()) as descriptor:
+            layout = self._layout_now(descriptor)
+            if len(rows):
+                self._append(rows, layout, descriptor)
+            self._shape = (layout.shape[0] + len(rows), *layout.shape[1:])
+            if self._is_raw:
+                # For a copy by pickle.
+                self._arguments["shape"] = (-1, *self._shape[1:])
+
+    @suggesting
     def prefetch(self, index: Any, out: Any = None, *, after: After = None) -> Request:
         """Start reading what an index names.
 
@@ -469,7 +549,9 @@ class ArrayFile:
 
         Notes
         -----
-        The request holds ``out`` and the file until it is done.
+        The request holds ``out`` and the file until it is done.  Fields, and slices that
+        are read with what lies between their elements, are copied to the result by whoever
+        waits; ``after`` takes no such request.
         """
         return self._begin(self._reading(index, out), after)
 
@@ -661,8 +743,7 @@ class ArrayFile:
         target, result = self._target(selection.shape, self._dtype, out)
 
         def make() -> Any:
-            runs = np.lib.stride_tricks.sliding_window_view(hull, selection.run)
-            memcpy(target, bytes_of(runs[selection.starts() - low]))
+            memcpy(target, bytes_of(selection.taken_of(hull, low)))
             return result
 
         offsets = [self._offset + low * item]
@@ -672,7 +753,7 @@ class ArrayFile:
         """Return how to read what was selected, and not a byte more."""
         target, result = self._target(selection.shape, self._dtype, out)
         offsets, nbytes = self._records(selection)
-        if selection.scalar and out is None and self._library is None:
+        if selection.scalar and out is None and self._elements.library is None:
             return _Transfer(offsets, nbytes, target, make=partial(result.__getitem__, ()))
         return _Transfer(offsets, nbytes, target, result)
 
@@ -683,18 +764,65 @@ class ArrayFile:
             return [], 0
         return self._offset + selection.starts() * item, selection.run * item
 
+    def _layout_now(self, descriptor: int) -> Layout:
+        """Return the layout of the file, which another process may have made longer."""
+        if os.fstat(descriptor).st_nlink == 0:
+            words = "the file was replaced or removed since it was opened"
+            raise OSError(errno.ESTALE, words)
+        if not self._is_raw:
+            layout = read_layout(self._file, descriptor)
+            if has_magic(self._file, layout.offset + layout.nbytes):
+                raise ValueError(f"{self.path!r} has another array behind this one")
+        elif self._row_bytes == 0 or not self._reaches_end:
+            why = (
+                "rows have no bytes" if self._reaches_end else "bytes are behind the array"
+            )
+            raise ValueError(f"rows cannot be appended to {self.path!r}: {why}")
+        else:
+            shape = (-1, *self._shape[1:])
+            extents = _raw_extents(self._file, self._dtype, self._offset, shape)
+            layout = Layout(self._dtype, extents, self._offset)
+        same = (layout.dtype, layout.offset) == (self._dtype, self._offset)
+        if not same or layout.fortran or layout.shape[1:] != self._shape[1:]:
+            raise ValueError(
+                f"{self.path!r} is another array by now, of shape {layout.shape} and dtype "
+                f"{layout.dtype}; open it again"
+            )
+        return layout
+
+    def _append(self, rows: Array, layout: Layout, descriptor: int) -> None:
+        """Write rows behind those that there are, and then the header."""
+        shape = (layout.shape[0] + len(rows), *layout.shape[1:])
+        old = os.pread(descriptor, 0 if self._is_raw else layout.offset, 0)
+        new = old and replace_shape(self.path, old, shape, layout.dtype)
+        end, handle = layout.offset + layout.nbytes, self._handle()
+        # What an append has left that was killed.
+        if os.fstat(descriptor).st_size > end:
+            os.ftruncate(descriptor, end)
+        try:
+            if rows.nbytes:
+                handle.write(bytes_of(rows), self._file, end)
+            if new != old:
+                handle.fsync(self._file, data_only=True)
+                _write_changes(descriptor, old, new)
+        except BaseException:
+            # Who was interrupted may have written the header already.
+            if os.pread(descriptor, len(old), 0) == old:
+                os.ftruncate(descriptor, end)
+            raise
+
     def _field_reading(self, index: Any, out: Any) -> _Transfer:
         """Return how to read whole records, of which fields are taken."""
-        whole: Array = np.empty(self._shape, self._dtype)
-        part = whole[index]
+        records: Array = np.empty(self._shape, self._dtype)
+        part = records[index]
         target, result = self._target(part.shape, part.dtype, out)
 
         def make() -> Any:
             memcpy(target, bytes_of(np.ascontiguousarray(part)))
             return result
 
-        offsets = [self._offset] if whole.nbytes else []
-        return _Transfer(offsets, whole.nbytes, bytes_of(whole), make=make)
+        offsets = [self._offset] if records.nbytes else []
+        return _Transfer(offsets, records.nbytes, bytes_of(records), make=make)
 
     def _windowing(self, starts: Any, length: int, out: Any) -> _Transfer:
         """Return how to read windows."""
@@ -742,7 +870,7 @@ class ArrayFile:
 
     def _storing(self, selection: Selection, value: Any) -> _Transfer:
         """Return how to write what was selected."""
-        array = self._spread(value, selection.shape)
+        array = self._elements.spread(value, selection.shape)
         offsets, nbytes = self._records(selection)
         if selection.repeats and len(offsets):
             last = last_of_each(offsets)
@@ -765,26 +893,6 @@ class ArrayFile:
             self._file, transfer.offsets, transfer.nbytes, transfer.memory, after=after
         )
 
-    def _spread(self, value: Any, shape: tuple[int, ...]) -> Array:
-        """Return values as a whole array of a shape, as numpy would assign them."""
-        library = library_of(value)
-        if self._library is not None:
-            value = self._library.undress(value, self._tensor_dtype)
-        elif library is not None:
-            try:
-                storable(value.dtype)
-            except TypeError:
-                raise TypeError(
-                    f"a tensor of {value.dtype} cannot be assigned to elements of "
-                    f"{self._dtype}; convert it first"
-                ) from None
-        same = isinstance(value, np.ndarray) and value.dtype == self._dtype
-        if same and value.shape == shape:
-            return np.ascontiguousarray(value).reshape(shape)
-        array: Array = np.empty(shape, self._dtype)
-        array[...] = value
-        return array
-
     @property
     def _row_bytes(self) -> int:
         """The size of a row."""
@@ -796,11 +904,11 @@ class ArrayFile:
         """Return the memory to be filled, and what is returned for it."""
         if out is None:
             array: Array = np.empty(shape, dtype)
-            return bytes_of(array), self._dressed(array)
+            return bytes_of(array), self._elements.dress(array)
         library = library_of(out)
         if library is not None:
-            same = out.dtype == self._tensor_dtype
-            if self._library is None:
+            same = out.dtype == self._elements.tensor_dtype
+            if self._elements.library is None:
                 same = library.carrier(out.dtype) == dtype
         elif isinstance(out, np.ndarray):
             same = out.dtype == dtype
@@ -809,20 +917,20 @@ class ArrayFile:
                 f"out is of type {type(out).__qualname__}; it must be an array or a tensor"
             )
         if not same:
-            wanted = dtype if self._library is None else self._tensor_dtype
+            wanted = dtype if self._elements.library is None else self.dtype
             raise TypeError(f"out is of dtype {out.dtype}; it must be of {wanted}")
         nbytes = math.prod(shape) * dtype.itemsize
-        if out.nbytes != nbytes:
+        try:
+            found = out.nbytes
+        except RuntimeError:
+            # Says why a sparse tensor cannot be filled.
+            borrow(out, writable=True)
+            raise
+        if found != nbytes:
             raise ValueError(
-                f"out has {out.nbytes} bytes; the result, of shape {shape}, has {nbytes}"
+                f"out has {found} bytes; the result, of shape {shape}, has {nbytes}"
             )
         return out if library else bytes_of(out), out
-
-    def _dressed(self, array: Array) -> Any:
-        """Return an array as what this one's results are."""
-        if self._library is None:
-            return array
-        return self._library.dress(array, self._tensor_dtype)
 
 
 def _check_handle(handle: Any) -> None:
@@ -855,6 +963,14 @@ def _raw_extents(
         )
     axes[unknown[0]] = (size - offset) // row_bytes
     return extents_of(axes)
+
+
+def _write_changes(descriptor: int, old: bytes, new: bytes) -> None:
+    """Write what differs of a header, a few bytes, at once: they are never half written."""
+    places = [place for place in range(len(new)) if old[place] != new[place]]
+    begin, end = places[0], places[-1] + 1
+    while begin < end:
+        begin += os.pwrite(descriptor, new[begin:end], begin)
 
 
 def _opened_anew(path: str | bytes, *, overwrite: bool) -> BinaryIO:

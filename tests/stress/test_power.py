@@ -14,6 +14,7 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from builds import faults_in, read_tallies
@@ -22,7 +23,7 @@ from drive import PowerCuts, mounted_drive, mounted_image
 from helpers import ENGINES
 from mounts import make_image
 from nvmeio.checkpoint import Checkpointer, CheckpointError
-from trials.power import checkpoint_state, distributed_state
+from trials.power import appended_row, checkpoint_state, distributed_state
 
 # Torch warns of what it does without a process group.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
@@ -168,7 +169,23 @@ def wrong_in_distributed(root, told):
     return problem
 
 
+def wrong_in_appended(path, told):
+    """Say the same of a file of rows, where so many were promised at different times."""
+    # Before it was synced for the first time it may be anything.
+    if not told:
+        return ""
+    try:
+        rows = np.load(path)
+    except (OSError, ValueError) as error:
+        return f"it cannot be loaded: {error}"
+    if len(rows) < max(told):
+        return f"it has {len(rows)} rows, and {max(told)} were synced"
+    same = [(row == appended_row(number)).all() for number, row in enumerate(rows)]
+    return "" if all(same) else f"row {same.index(False)} of {len(rows)} has other bytes"
+
+
 LOOKS = {
+    "appended.npy": wrong_in_appended,
     "run": wrong_in,
     "plain": wrong_in_plain,
     "dcp by nvmeio": wrong_in_distributed,

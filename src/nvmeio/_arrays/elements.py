@@ -1,23 +1,132 @@
-"""Elements of arrays on disk: which there can be, and arrays as their plain bytes."""
+"""Elements of arrays on disk: which there can be, values for them, their plain bytes."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from nvmeio._arguments.checks import shown
 from nvmeio._arrays.npy_header import check_element
-from nvmeio._memory.registry import library_of_dtype
+from nvmeio._arrays.operators import Unread
+from nvmeio._memory.registry import TensorLibrary, library_of, library_of_dtype
 
-__all__ = ["bytes_of", "element_of", "storable"]
+__all__ = ["Elements", "bytes_of", "element_of", "storable"]
+
+Array = npt.NDArray[Any]
+
+# What conversions raise: OverflowError of a number, RuntimeError of a tensor.
+_MISFITS = (TypeError, ValueError, OverflowError, RuntimeError)
+
+
+@dataclass(frozen=True)
+class Elements:
+    """What an array is of, and what its results are."""
+
+    dtype: np.dtype[Any]  # in the file
+    # What makes tensors of results, and their dtype; None where results are arrays.
+    library: TensorLibrary | None = None
+    tensor_dtype: Any = None
+
+    @property
+    def shown(self) -> Any:
+        """The dtype that users see."""
+        return self.dtype if self.library is None else self.tensor_dtype
+
+    def dress(self, array: Array) -> Any:
+        """Return an array as what results are."""
+        return array if self.library is None else self.library.dress(array, self.shown)
+
+    def spread(self, values: Any, shape: tuple[int, ...]) -> Array:
+        """Return values as a whole array of a shape, as numpy would assign them."""
+        carried = self._carried(values)
+        same = isinstance(carried, np.ndarray) and carried.dtype == self.dtype
+        if same and carried.shape == shape:
+            return np.ascontiguousarray(carried).reshape(shape)
+        array: Array = np.empty(shape, self.dtype)
+        try:
+            array[...] = carried
+        except _MISFITS as error:
+            found = _shape_of(carried)
+            if found is not None and not _fits(found, shape):
+                raise ValueError(
+                    f"the values are of shape {found}; they must broadcast to {shape}"
+                ) from None
+            raise self._misfit(values, error) from error
+        return array
+
+    def rows(self, values: Any, shape: tuple[int, ...]) -> Array:
+        """Return values as rows of an array of a shape, any number of them."""
+        carried = self._carried(values)
+        try:
+            array = np.asarray(carried, self.dtype, order="C")
+        except _MISFITS as error:
+            raise self._misfit(values, error) from error
+        if array.ndim != len(shape) or array.shape[1:] != shape[1:]:
+            wanted = str((0, *shape[1:])).replace("0", "n", 1)
+            raise ValueError(
+                f"the values are of shape {array.shape}; rows to be appended must be of "
+                f"shape {wanted}"
+            )
+        return array
+
+    def _carried(self, values: Any) -> Any:
+        """Return values as what numpy can convert to the elements."""
+        library, dtype = self.library, self.tensor_dtype
+        if isinstance(values, Unread):
+            values = values[...]
+        if library is None:
+            library = library_of(values)
+            if library is None:
+                return values
+            dtype = values.dtype
+            carrier = library.carrier(dtype)
+            if carrier is None or (carrier.kind == "V" and carrier != self.dtype):
+                raise TypeError(
+                    f"a tensor of {dtype} cannot be assigned to elements of {self.dtype}; "
+                    "convert it first"
+                )
+        try:
+            return library.undress(values, dtype)
+        except _MISFITS as error:
+            if library_of(values) is not None:
+                # Says what is wrong with tensors that are no plain arrays.
+                library.export(values, False)
+            raise self._misfit(values, error) from error
+
+    def _misfit(self, values: Any, error: Exception) -> Exception:
+        """Say that values cannot be converted, by an error of numpy's kind."""
+        what = f"of dtype {values.dtype}" if hasattr(values, "dtype") else shown(values)
+        words = f"the values are {what}; they cannot be converted to {self.shown}"
+        for kind in (ValueError, OverflowError):
+            if isinstance(error, kind):
+                return kind(words)
+        return TypeError(words)
+
+
+def _shape_of(values: Any) -> tuple[int, ...] | None:
+    """Return the shape of values; None for lists of different lengths."""
+    try:
+        shape: tuple[int, ...] = np.shape(values)
+    except ValueError:
+        return None
+    return shape
+
+
+def _fits(found: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+    """Tell whether numpy would broadcast values; it drops leading axes of extent 1."""
+    more = max(0, len(found) - len(shape))
+    pairs = zip(reversed(found[more:]), reversed(shape), strict=False)
+    return set(found[:more]) <= {1} and all(one in (1, extent) for one, extent in pairs)
 
 
 def storable(dtype: Any) -> np.dtype[Any]:
-    """Return numpy's dtype for elements that a .npy file can hold."""
+    """Return numpy's dtype for elements that numpy.load() gives back as they were."""
     library, element = library_of_dtype(dtype), element_of(dtype)
     if library is not None and element.kind == "V":
         raise TypeError(
-            f"the dtype is {dtype}, which numpy and so .npy files do not have; write the "
-            "raw bytes, or another dtype of the same width"
+            f"the dtype is {dtype}, which numpy does not have, so numpy.load() would give "
+            "bytes; use ArrayFile.create() or nvmeio.torch.save(), or convert it first"
         )
     return element
 
@@ -26,14 +135,25 @@ def element_of(dtype: Any) -> np.dtype[Any]:
     """Return numpy's dtype for a dtype of numpy or torch, of plain bytes."""
     library = library_of_dtype(dtype)
     carrier = None if library is None else library.carrier(dtype)
-    element = np.dtype(dtype) if carrier is None else carrier
+    element = _numpy_dtype(dtype) if carrier is None else carrier
     if element.hasobject:
         raise TypeError(f"elements of dtype {element} are Python objects, not bytes")
     check_element(element)
     return element
 
 
-def bytes_of(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+def _numpy_dtype(dtype: Any) -> np.dtype[Any]:
+    """Return a dtype of numpy; numpy itself takes None for float64."""
+    try:
+        if dtype is not None:
+            element: np.dtype[Any] = np.dtype(dtype)
+            return element
+    except (TypeError, ValueError, SyntaxError):
+        pass
+    raise TypeError(f"dtype is {dtype!r}; it must be a dtype of numpy or torch")
+
+
+def bytes_of(array: Array) -> Array:
     """View an array as bytes that can be lent: of dates, say, numpy lends none."""
     if array.nbytes == 0:
         return np.empty(0, np.uint8)

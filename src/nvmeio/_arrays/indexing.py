@@ -90,6 +90,18 @@ class Selection:
                 low, high = low + int(part.offsets.min()), high + int(part.offsets.max())
         return low, high + self.run
 
+    def taken_of(self, hull: npt.NDArray[Any], low: int) -> npt.NDArray[Any]:
+        """Return what is named, of elements that were read from position `low` on."""
+        tricks, item = np.lib.stride_tricks, hull.itemsize
+        if self.repeats:
+            runs = tricks.sliding_window_view(hull, self.run)
+            return np.take(runs, self.starts() - low, axis=0)
+        axes = [part for part in self.outer if isinstance(part, Axis)]
+        shape = [*(axis.extent for axis in axes), self.run]
+        strides = [*(axis.stride * item for axis in axes), item]
+        view = tricks.as_strided(hull[self.base - low :], shape, strides)
+        return np.ascontiguousarray(view)
+
 
 def strides_of(shape: Sequence[int]) -> tuple[int, ...]:
     """Return how far apart neighbours along each axis are."""
@@ -285,6 +297,9 @@ class _Walk:
 
     def _points(self) -> Points:
         """Return what the arrays name together, each element of one with one of others."""
+        array, axis = self._arrays[0]
+        if len(self._arrays) == 1 and axis is not None:
+            return Points(self._along(array, axis))
         try:
             shape = np.broadcast_shapes(*(array.shape for array, _ in self._arrays))
         except ValueError as error:
@@ -294,10 +309,13 @@ class _Walk:
         if total.size:
             for array, axis in self._arrays:
                 if axis is not None:
-                    name = f"on axis {axis}, index"
-                    found = positions(array, self._shape[axis], name)
-                    total += found * self._strides[axis]
+                    total += self._along(array, axis)
         return Points(total)
+
+    def _along(self, array: npt.NDArray[Any], axis: int) -> Positions:
+        """Return how far an array's positions on an axis lead into the elements."""
+        found = positions(array, self._shape[axis], f"on axis {axis}, index")
+        return found * self._strides[axis]
 
 
 def _in_runs(parts: list[Axis | Points], base: int, *, scalar: bool) -> Selection:

@@ -7,6 +7,7 @@ header's length and in its encoding.
 import ast
 import io
 import math
+import os
 import re
 import sys
 import tokenize
@@ -28,6 +29,7 @@ __all__ = [
     "has_magic",
     "header_of",
     "read_layout",
+    "replace_shape",
 ]
 
 # Data that begin at a multiple of the first can go straight to the device, whatever it
@@ -74,16 +76,16 @@ class Layout:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def has_magic(file: File) -> bool:
-    """Tell whether a file begins as .npy files do."""
-    with open(file.fileno(), "rb", closefd=False) as stream:
-        stream.seek(0)
-        return stream.read(len(npy.MAGIC_PREFIX)) == npy.MAGIC_PREFIX
+def has_magic(file: File, offset: int = 0) -> bool:
+    """Tell whether what begins at an offset begins as .npy files do."""
+    magic: bytes = npy.MAGIC_PREFIX
+    return os.pread(file.fileno(), len(magic), offset) == magic
 
 
-def read_layout(file: File) -> Layout:
-    """Read the header of a .npy file."""
-    with open(file.fileno(), "rb", closefd=False) as stream:
+def read_layout(file: File, descriptor: int | None = None) -> Layout:
+    """Read the header of a .npy file, by a descriptor whose position nobody else moves."""
+    number = file.fileno() if descriptor is None else descriptor
+    with open(number, "rb", closefd=False) as stream:
         stream.seek(0)
         try:
             shape, fortran, dtype = _read_header(stream)
@@ -190,24 +192,47 @@ def check_size(file: File, layout: Layout) -> None:
 
 def header_of(shape: tuple[int, ...], dtype: np.dtype[Any]) -> bytes:
     """Make the header of a .npy file of an array in C order."""
-    description = {
-        "descr": npy.dtype_to_descr(dtype),
-        "fortran_order": False,
-        "shape": shape,
-    }
-    text = f"{description!r}\n"
+    text = _described(shape, dtype)
     try:
         encoded, version, width = text.encode("latin1"), (1, 0), 2
     except UnicodeEncodeError:
         encoded, version, width = text.encode("utf-8"), (3, 0), 4
     magic = npy.magic(*version)
     for align in (_DATA_ALIGN, _NUMPY_ALIGN):
-        # The spaces are before the newline, as numpy has them.
         length = len(encoded) + -(len(magic) + width + len(encoded)) % align
         if length <= _HEADER_BYTES_MAX:
-            padded = encoded[:-1].ljust(length - 1) + b"\n"
-            return magic + length.to_bytes(width, "little") + padded
+            return magic + length.to_bytes(width, "little") + _padded(encoded, length)
     raise ValueError(
         f"the header of an array of {len(dtype.names or ())} fields has {length} bytes; "
         f"numpy reads {_HEADER_BYTES_MAX}"
     )
+
+
+def replace_shape(
+    path: str | bytes, header: bytes, shape: tuple[int, ...], dtype: np.dtype[Any]
+) -> bytes:
+    """Return the whole header of a .npy file for another shape, of the same length."""
+    width, encoding, _ = _VERSIONS[header[6], header[7]]
+    begin = len(npy.MAGIC_PREFIX) + 2 + width
+    encoded, length = _described(shape, dtype).encode(encoding), len(header) - begin
+    if len(encoded) > length:
+        raise ValueError(
+            f"the header of {path!r} has room for {length} bytes, and the shape {shape} "
+            f"takes {len(encoded)}; nvmeio.save() it anew, which leaves room"
+        )
+    return header[:begin] + _padded(encoded, length)
+
+
+def _described(shape: tuple[int, ...], dtype: np.dtype[Any]) -> str:
+    """Return what a header says."""
+    description = {
+        "descr": npy.dtype_to_descr(dtype),
+        "fortran_order": False,
+        "shape": shape,
+    }
+    return f"{description!r}\n"
+
+
+def _padded(encoded: bytes, length: int) -> bytes:
+    """Put spaces before the newline, as numpy has them."""
+    return encoded[:-1].ljust(length - 1) + b"\n"

@@ -1,5 +1,6 @@
-"""Locks that end with their process: one writer for each folder."""
+"""Locks that end with their process: one writer for each folder, or for a file."""
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -7,13 +8,14 @@ import socket
 import stat
 import time
 import weakref
+from collections.abc import Iterator
 from typing import Protocol
 
 from nvmeio._events.forks import call_in_child
 from nvmeio._files.descriptors import close_quietly
 from nvmeio._files.paths import naming
 
-__all__ = ["WriterLock", "in_child_close"]
+__all__ = ["WriterLock", "in_child_close", "locked"]
 
 _HOLDER_BYTES_MAX = 300
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -88,6 +90,33 @@ def _has_name(descriptor: int, path: str) -> bool:
         return os.path.samestat(os.fstat(descriptor), os.lstat(path))
     except FileNotFoundError:
         return False
+
+
+@contextlib.contextmanager
+def locked(descriptor: int) -> Iterator[int]:
+    """Wait for a file's lock and hold it; yields a descriptor of its own.
+
+    Against other processes and threads alike, because each opens the file anew.
+    """
+    held = _Held(os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC))
+    in_child_close(held)
+    try:
+        fcntl.flock(held.descriptor, fcntl.LOCK_EX)
+        yield held.descriptor
+    finally:
+        held.close()
+
+
+class _Held:
+    """A descriptor that has a lock."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+
+    def close(self) -> None:
+        descriptor, self.descriptor = self.descriptor, -1
+        if descriptor >= 0:
+            close_quietly(descriptor)
 
 
 class _Closes(Protocol):

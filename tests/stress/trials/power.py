@@ -29,11 +29,17 @@ KIB = 1 << 10
 SLOT = 96 * KIB
 SLOTS = 8
 FRESH_MAX = 12
+ROW = 1000
 
 
 def digest_of(content):
     """Return what stands for some bytes in reports."""
     return hashlib.sha256(content).hexdigest()
+
+
+def appended_row(number):
+    """Return a row that its number tells."""
+    return np.frombuffer(pattern(ROW, number), np.uint8)
 
 
 def checkpoint_state(seed, size):
@@ -349,6 +355,24 @@ class Writer:
                 array[row] = np.frombuffer(data[row], np.uint8)
             array.flush()
 
+    def append_rows(self):
+        """Rows behind the last one of an ArrayFile, now and then with a flush()."""
+        path = self.folder / "appended.npy"
+        new = not path.exists()
+        with (
+            nvmeio.ArrayFile.create(path, (0, ROW), np.uint8, handle=self.handle)
+            if new
+            else nvmeio.ArrayFile(path, mode="r+", handle=self.handle)
+        ) as array:
+            if not new:
+                begin = len(array)
+                end = begin + self.rng.randint(1, 60)
+                array.append([appended_row(number) for number in range(begin, end)])
+            if new or self.rng.random() < 0.3:
+                array.flush()
+                saved = [str(path), len(array)]
+                report({"saved": saved, "entries": self.promises.entries()})
+
     def save_profile(self):
         """A profile, of which the old or the new one is found complete."""
         options = {"block_size": 1 << 20, "queue_depth": next(self.seeds)}
@@ -390,6 +414,7 @@ class Writer:
             (self.copy, 3),
             (self.checkpoint, 2),
             (self.fill_array, 2),
+            (self.append_rows, 4),
             (self.save_profile, 1),
         )
         while True:
