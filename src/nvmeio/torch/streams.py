@@ -67,7 +67,7 @@ class Stream(io.RawIOBase):
         self._file, self._closes = file, closes
         # What the first write or read that failed has raised: torch may raise another one.
         self.error: OSError | None = None
-        self._writes = file.mode != "r"
+        self._writes = file.mode != "rb"
         self._position = 0
         # What was read ahead for small reads, and where it is of.
         self._ahead = memoryview(b"")
@@ -78,7 +78,7 @@ class Stream(io.RawIOBase):
     @property
     def mode(self) -> str:
         """As `open` has it: "rb", "wb" or "xb"."""
-        return f"{self._file.mode}b"
+        return self._file.mode
 
     @property
     def name(self) -> Any:
