@@ -2,10 +2,12 @@
 
 import errno
 import fcntl
+import importlib
 import io
 import itertools
 import os
 import socket
+import tempfile
 from collections import Counter
 
 import numpy as np
@@ -300,7 +302,7 @@ class TestPaths:
         ):
             nvmeio.File(file)
         with pytest.raises(
-            TypeError, match=r"file is .*; it must be a path, a descriptor or"
+            TypeError, match=r"file is .*; it must be a path, a descriptor, a F"
         ):
             handle.read(bytearray(1), file)
 
@@ -461,7 +463,7 @@ class TestDescriptors:
     @pytest.mark.parametrize("number", [True, False, np.True_], ids=repr)
     def test_a_boolean_is_no_descriptor(self, handle, number):
         """True is 1, where a program's output goes."""
-        words = "file is .*; it must be a path, a descriptor or a File"
+        words = "file is .*; it must be a path, a descriptor, a File or"
         for call in (handle.write, handle.submit_write):
             with pytest.raises(TypeError, match=words):
                 call(b"1", number)
@@ -471,6 +473,126 @@ class TestDescriptors:
         handle.write(b"a", fd)
         handle.submit_write(b"b", fd, np.int64(1)).wait()
         assert path.read_bytes()[:2] == b"ab"
+
+
+class TestFileObjects:
+    """What has a descriptor is taken for a file, its buffer written out first."""
+
+    @pytest.mark.parametrize("size", [5, PAGE, BLOCK + 5])
+    def test_what_is_in_its_buffer_is_not_lost(self, handle, path, size):
+        data = pattern(size)
+        with open(path, "w+b") as file:
+            file.write(b"12345678")
+            assert handle.write(data, file, 8) == size
+            assert path.read_bytes() == b"12345678" + data
+            assert file.tell() == 8
+            file.write(b"abc")
+            target = bytearray(8 + size)
+            assert handle.submit_read(target, file).wait() == 8 + size
+            assert target == (b"12345678abc" + data[3:])[: 8 + size]
+            assert file.tell() == 11
+
+    def test_its_position_and_what_it_has_read_ahead_stay(self, handle, path):
+        path.write_bytes(pattern(3 * PAGE))
+        with open(path, "rb") as file:
+            assert file.read(3) == pattern(3 * PAGE)[:3]
+            target = bytearray(PAGE)
+            assert handle.read(target, file, PAGE) == PAGE
+            assert target == pattern(3 * PAGE)[PAGE : 2 * PAGE]
+            assert file.tell() == 3
+            assert file.read() == pattern(3 * PAGE)[3:]
+
+    @pytest.mark.parametrize(
+        "kind",
+        [
+            (tempfile.TemporaryFile, {}),
+            (tempfile.NamedTemporaryFile, {}),
+            (tempfile.SpooledTemporaryFile, {"max_size": 1 << 20}),
+            (tempfile.TemporaryFile, {"buffering": 0}),
+            (tempfile.TemporaryFile, {"mode": "w+", "newline": ""}),
+        ],
+        ids=["file", "named", "spooled", "raw", "text"],
+    )
+    def test_kinds_of_files(self, handle, kind):
+        with kind[0](**kind[1]) as file:
+            file.write("head" if isinstance(file, io.TextIOBase) else b"head")
+            assert handle.write(b"body", file, 4) == 4
+            assert nvmeio.read_into(target := bytearray(8), file) == 8
+            assert target == b"headbody"
+
+    def test_every_method_takes_it(self, handle, path):
+        record = np.arange(BLOCK, dtype=np.uint8)
+        with open(path, "w+b") as file:
+            file.write(b"12345678")
+            handle.submit_write(record, file, 8).wait()
+            handle.fsync(file)
+            handle.submit_fsync(file, data_only=True).wait()
+            file.write(b"x")
+            handle.write_many([(record, file, BLOCK * at) for at in (2, 3)])
+            assert path.read_bytes()[:9] == b"12345678x"
+            targets = [np.empty_like(record) for _ in range(40)]
+            handle.read_many([(each, file, 2 * BLOCK) for each in targets])
+            assert all((each == record).all() for each in targets)
+            out = np.empty((2, BLOCK), np.uint8)
+            handle.gather(file, [3 * BLOCK, 2 * BLOCK], BLOCK, out)
+            assert (out == record).all()
+            file.write(b"y")
+            handle.scatter(file, [20], 4, b"abcd")
+            assert path.read_bytes()[:24] == b"12345678xy" + bytes(range(2, 12)) + b"abcd"
+        assert left_open(path.parent) == []
+
+    def test_a_call_of_many_opens_it_once(self, handle, path):
+        flushes = []
+
+        class Counted(io.FileIO):
+            def flush(self):
+                flushes.append(self.tell())
+
+        path.write_bytes(bytes(100))
+        with Counted(path) as file:
+            handle.read_many([(bytearray(1), file, at) for at in range(100)])
+            assert flushes == [0]
+
+    @pytest.mark.parametrize("module", ["gzip", "bz2", "lzma"])
+    def test_compressed_files_are_refused(self, handle, path, module):
+        """Their descriptor leads to the compressed bytes."""
+        with importlib.import_module(module).open(path, "wb") as file:
+            file.write(b"1234")
+            for call in (handle.write, handle.submit_write):
+                with pytest.raises(TypeError, match="leads to compressed bytes"):
+                    call(b"1", file)
+        with importlib.import_module(module).open(path) as file:
+            assert file.read() == b"1234"
+
+    def test_what_has_no_descriptor_is_refused(self, handle):
+        for file in (io.BytesIO(b"1234"), io.StringIO("1234")):
+            with pytest.raises(TypeError, match="which has no descriptor; it must be a"):
+                handle.read(bytearray(1), file)
+
+    def test_one_of_the_wrong_kind_has_the_usual_errors(self, handle, path, monkeypatch):
+        path.write_bytes(b"1234")
+        with open(path, "rb") as file:
+            assert refused(handle.write, b"1", file)[0] == errno.EBADF
+        with pytest.raises(ValueError, match="closed"):
+            handle.read(bytearray(1), file)
+        with open(path, "wb") as file:
+            assert refused(handle.read, bytearray(1), file)[0] == errno.EBADF
+        with open(path, "ab") as file, pytest.raises(OSError, match="for appending"):
+            handle.write(b"1", file)
+        first, second = socket.socketpair()
+        with first, second, pytest.raises(OSError, match="it is a socket"):
+            handle.write(b"1", first)
+
+    def test_a_flush_that_fails_is_told_and_nothing_is_written(self, handle, path):
+        class Full(io.FileIO):
+            def flush(self):
+                raise OSError(errno.ENOSPC, "no room")
+
+        file = Full(path, "w+")
+        assert refused(handle.write, b"1", file)[0] == errno.ENOSPC
+        assert path.read_bytes() == b""
+        with pytest.raises(OSError, match="no room"):
+            file.close()
 
 
 def test_a_file_is_opened_once(path):

@@ -11,6 +11,7 @@ import _thread
 import errno
 import fcntl
 import io
+import itertools
 import logging
 import os
 import stat
@@ -62,14 +63,19 @@ _log = logging.getLogger("nvmeio")
 # Devices whose files turned out to have no O_DIRECT: told once each.
 _buffered = set()
 
-# By the letter of the mode, and whether it has a "+".
 _FLAGS = {
-    ("r", False): O_RDONLY,
-    ("r", True): O_RDWR,
-    ("w", False): O_RDWR | O_CREAT | O_TRUNC,
-    ("w", True): O_RDWR | O_CREAT | O_TRUNC,
-    ("x", False): O_RDWR | O_CREAT | O_EXCL,
-    ("x", True): O_RDWR | O_CREAT | O_EXCL,
+    "r": O_RDONLY,
+    "r+": O_RDWR,
+    "w": O_RDWR | O_CREAT | O_TRUNC,
+    "w+": O_RDWR | O_CREAT | O_TRUNC,
+    "x": O_RDWR | O_CREAT | O_EXCL,
+    "x+": O_RDWR | O_CREAT | O_EXCL,
+}
+# In any order, as open() takes them: the mode as io.FileIO has it, and the flags.
+_MODES = {
+    "".join(letters): (mode[0] + "b" + mode[1:], flags)
+    for mode, flags in _FLAGS.items()
+    for letters in (*itertools.permutations(mode), *itertools.permutations(mode + "b"))
 }
 
 # Transfers at the position go past the page cache from this size on.  Smaller ones are
@@ -170,14 +176,15 @@ cdef class File:
     def __init__(self, path=MISSING, mode="r", *, direct="auto", **unknown):
         if unknown:
             refuse_unknown(File, unknown)
-        letter, plus = parse_mode(mode)
-        flags = _FLAGS[letter, plus]
+        if not isinstance(mode, str) or mode not in _MODES:
+            refuse_mode(mode)
+        full_mode, flags = _MODES[mode]
         c_direct = direct_option(direct)
         path = path_of(path)
         if self.c != NULL:
             raise ValueError("the file is open already; make another File")
         self.path = path
-        self.mode = letter + ("b+" if plus else "b")
+        self.mode = full_mode
         self.wanted_direct = direct
         self.absolute = where(path)
         fill(self, flags, c_direct)
@@ -593,26 +600,23 @@ def open_unnamed(folder):
     return open_path(folder, O_RDWR | os.O_TMPFILE, "wb", DIRECT_AUTO)
 
 
-cdef tuple parse_mode(object mode):
-    """Return the letter of a mode and whether it has a "+", or raise ValueError."""
-    letters = sorted(mode) if isinstance(mode, str) else []
-    if letters.count("b") <= 1 and letters.count("+") <= 1:
-        left = [letter for letter in letters if letter not in ("b", "+")]
-        if len(left) == 1 and left[0] in ("r", "w", "x"):
-            return left[0], "+" in letters
+cdef int refuse_mode(object mode) except -1:
+    """Raise ValueError for what is no mode."""
     hint = ""
-    if "a" in letters:
+    if isinstance(mode, str) and "a" in mode:
         hint = "; to append, open it with 'r+' and seek to the end"
-    elif "t" in letters:
+    elif isinstance(mode, str) and "t" in mode:
         hint = "; for text wrap the File in io.TextIOWrapper"
     raise ValueError(
-        f"mode is {shown(mode)}; it must be one of r, r+, w, w+, x, x+, each with or "
+        f"mode is {shown(mode)}; it must be one of {', '.join(_FLAGS)}, each with or "
         f"without b{hint}"
     )
 
 
 cdef object where(object path):
     """Return the absolute path, or None where the working directory is gone."""
+    if isinstance(path, str) and path.startswith("/"):
+        return path
     try:
         return absolute(path)
     except OSError:
