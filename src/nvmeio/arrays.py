@@ -344,7 +344,7 @@ class ArrayFile(Unread):
     @property
     def mode(self) -> str:
         """ "r", or "r+" where items can be assigned to."""
-        return self._file.mode
+        return "r" if self._file.mode == "rb" else "r+"
 
     @property
     def closed(self) -> bool:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from nvmeio._arguments.checks import flag, integer, path_of, refuse_path, whole
 from nvmeio._arguments.keywords import suggesting
-from nvmeio._arguments.types import Path
+from nvmeio._arguments.types import FileLike, Path
 from nvmeio._arrays.elements import bytes_of, element_of
 from nvmeio._events.calls import BLOCKING, Calls, run
 from nvmeio._files.paths import naming, resolved, synced_folder
@@ -149,16 +149,16 @@ def _read_to_the_end(file: File) -> bytearray:
 
 
 @suggesting
-def read_into(buffer: Any, file: Path | int | File, offset: int = 0) -> int:
+def read_into(buffer: Any, file: FileLike, offset: int = 0) -> int:
     """Fill a buffer from a file.
 
     Parameters
     ----------
     buffer : array, tensor or object with the buffer protocol
         Is filled; of any dtype, shape and strides.
-    file : str, bytes, os.PathLike, int or File
-        A path, an open descriptor or a File, which must hold ``offset`` plus the buffer's
-        size bytes.
+    file : str, bytes, os.PathLike, int, File or file object
+        A path, a descriptor or a file object with one; must hold ``offset`` plus the
+        buffer's size bytes.
     offset : int, default 0
         Where in the file to begin, in bytes.
 

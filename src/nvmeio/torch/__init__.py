@@ -7,13 +7,13 @@ first one.
 import torch
 
 from nvmeio._memory.registry import register
+from nvmeio._native.file import File
 from nvmeio.torch import _tensors
 from nvmeio.torch.activations import save_on_disk
 from nvmeio.torch.data import ArrayDataset, BatchStream, TokenDataset
 from nvmeio.torch.memory import empty, empty_like
 from nvmeio.torch.optimizers import OffloadedOptimizer, offload
 from nvmeio.torch.serialization import load, save
-from nvmeio.torch.streams import open_stream
 
 __all__ = [
     "ArrayDataset",
@@ -28,5 +28,8 @@ __all__ = [
     "save",
     "save_on_disk",
 ]
+
+# The file object for torch.save and torch.load.
+open_stream = File
 
 register(torch.Tensor, _tensors)
