@@ -18,7 +18,7 @@ from nvmeio import aio
 
 # What has no function of this name: DeepSpeed's own two.
 OF_DEEPSPEED = {"aio_read", "aio_write"}
-OF_ARRAYS = {"getitem", "setitem", "flush"}
+OF_ARRAYS = {"getitem", "setitem", "append", "flush"}
 
 OLD, NEW = pattern(3 * PAGE, 1), pattern(5 * PAGE + 1, 2)
 
@@ -117,7 +117,7 @@ class TestRule:
         assert inspect.iscoroutinefunction(function)
         assert function.__name__ == name
         if name in OF_ARRAYS:
-            method = {"flush": "flush"}.get(name, f"__{name}__")
+            method = f"__{name}__" if name.endswith("item") else name
             expected = inspect.signature(getattr(nvmeio.ArrayFile, method))
         else:
             expected = inspect.signature(getattr(nvmeio, name))
@@ -294,6 +294,21 @@ class TestArrays:
                 assert len(synced) == 1
 
         run(main())
+
+    @pytest.mark.parametrize("threads", [1, 4])
+    def test_rows_are_appended_by_many_at_once(self, tmp_path, run, threads):
+        async def main():
+            asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(threads))
+            with nvmeio.ArrayFile.create(tmp_path / "a.npy", (0, 4), "f8") as array:
+                values = [np.full((2, 4), number) for number in range(20)]
+                await asyncio.gather(*(aio.append(array, each) for each in values))
+                await aio.flush(array)
+                assert array.shape == (40, 4)
+
+        run(main())
+        found = np.load(tmp_path / "a.npy")
+        assert sorted(found[::2, 0].tolist()) == list(range(20))
+        assert (found[::2] == found[1::2]).all()
 
     def test_mistakes_are_the_same(self, tmp_path, run):
         nvmeio.save(tmp_path / "a.npy", np.zeros((5, 2)))

@@ -38,7 +38,7 @@ def test_a_module_without_an_underscore_has_public_names_alone():
             offered = importlib.import_module(package).__all__
             shown[path.stem] = {*module.__all__} - {*offered}
     # Their own modules, and what functions of futures.py return.
-    assert shown.pop("aio") == {"flush", "getitem", "setitem"}
+    assert shown.pop("aio") == {"append", "flush", "getitem", "setitem"}
     assert shown.pop("profiles") == {*nvmeio.profiles.__all__}
     assert shown.pop("futures") == {"Completions", "Waited"}
     assert shown

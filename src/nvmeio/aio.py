@@ -1,9 +1,9 @@
 """Coroutine functions for asyncio.
 
 Every function of nvmeio that blocks has a coroutine function here, of the same name and
-with the same arguments.  ``getitem``, ``setitem`` (the names of the ``operator`` module)
-and ``flush`` do that for an ``ArrayFile``.  A request needs none, because it can be awaited
-itself: ``await handle.submit_read(...)``, ``await array.prefetch(...)``.
+with the same arguments.  ``getitem``, ``setitem`` (the names of the ``operator`` module),
+``append`` and ``flush`` do that for an ``ArrayFile``.  A request needs none, because it can
+be awaited itself: ``await handle.submit_read(...)``, ``await array.prefetch(...)``.
 
 The bytes move as requests: the event loop is woken by an eventfd, and no thread waits.
 Short calls that may block run in the loop's default executor: opening a file and reading
@@ -31,6 +31,7 @@ from nvmeio.files import reading, writing
 from nvmeio.npy import loading, saving
 
 __all__ = [
+    "append",
     "flush",
     "getitem",
     "load",
@@ -256,3 +257,30 @@ async def flush(array: ArrayFile, *, sync: bool = True) -> None:
         The task was cancelled; it is unknown what is durable.
     """
     await array._flushing(Awaiting(), sync=sync)
+
+
+@suggesting
+async def append(array: ArrayFile, values: Any) -> None:
+    """Write rows behind the last one of an array, and make it longer by them.
+
+    Parameters
+    ----------
+    array : ArrayFile
+        What is written to, open in the mode "r+".
+    values
+        As for ``ArrayFile.append``.
+
+    Raises
+    ------
+    OSError, TypeError, ValueError
+        As ``ArrayFile.append``.
+    asyncio.CancelledError
+        The task was cancelled; the rows were appended all the same, unless they could not
+        be.
+
+    Notes
+    -----
+    All of it runs in the default executor, because an append waits for others by a lock of
+    the file.
+    """
+    await Awaiting().call(array.append, values)
