@@ -520,6 +520,28 @@ class TestAsyncWith:
 
         run(main())
 
+    def test_where_no_descriptor_is_left(self, slow_handle, path, run, monkeypatch):
+        def refuse(*_):
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+        async def leave():
+            async with slow_handle:
+                pass
+
+        async def main():
+            with plugged(slow_handle, path.parent) as plugs:
+                with monkeypatch.context() as patched:
+                    patched.setattr(os, "eventfd", refuse)
+                    task = asyncio.create_task(leave())
+                    await asyncio.sleep(0.01)
+                assert not task.done()
+                assert slow_handle.pending
+                plugs[-1].cancel()
+            await task
+            assert (slow_handle.closed, slow_handle.pending) == (True, 0)
+
+        run(main())
+
     def test_its_callbacks_were_called(self, open_handle, path, run):
         path.write_bytes(pattern(PAGE))
         called = []
