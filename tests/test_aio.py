@@ -389,6 +389,25 @@ class TestCancelling:
         assert path.read_bytes() == OLD
         assert os.listdir(path.parent) == [path.name]
 
+    def test_a_loop_that_is_left_behind(self, slow_default, path, new_loop, way):
+        path.write_bytes(OLD)
+        loop = new_loop()
+        call, _ = call_of(way, path)
+        with plugged(slow_default, path.parent):
+            pending = slow_default.pending
+            task = loop.create_task(call)
+            while slow_default.pending == pending:
+                loop.run_until_complete(asyncio.sleep(0))
+            loop.run_until_complete(loop.shutdown_default_executor())
+            with contextlib.suppress(RuntimeError):
+                loop.close()
+            task._log_destroy_pending = False
+            del task, call
+            gc.collect()
+        slow_default.drain()
+        assert path.read_bytes() == OLD
+        assert os.listdir(path.parent) == [path.name]
+
     def test_out_of_time(self, slow_default, path, run, way):
         path.write_bytes(OLD)
 
