@@ -389,6 +389,7 @@ class TestCancelling:
         assert path.read_bytes() == OLD
         assert os.listdir(path.parent) == [path.name]
 
+    @pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
     def test_a_loop_that_is_left_behind(self, slow_default, path, new_loop, way):
         path.write_bytes(OLD)
         loop = new_loop()
