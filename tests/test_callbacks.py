@@ -266,7 +266,7 @@ def test_half_a_future_says_so(open_handle, path):
     async def wait():
         await asyncio.wait([request])
 
-    with pytest.raises(TypeError, match=r"asyncio\.ensure_future\(request\)"):
+    with pytest.raises(TypeError, match=r"create_task\(request\.as_coroutine\(\)\)"):
         asyncio.run(wait())
     assert not hasattr(request, "_condition")
     assert request.wait() == BLOCK

@@ -138,6 +138,17 @@ def test_features_that_fit_are_told(tmp_path):
     assert (status, lines[1]) == (1, "all of them FIT into memory")
 
 
+def test_a_service_answers_whoever_still_waits(tmp_path):
+    options = {"count": 20_000, "requests": 2000, "rows": 16}
+    status, lines = run(tmp_path, "feature_service.py", **options)
+    assert status == 0, lines
+    counts = re.fullmatch(r"(\d+) answered, (\d+) cancelled, (\d+) out of time", lines[1])
+    assert sum(map(int, counts.groups())) == 2000
+    assert all(int(count) > 0 for count in counts.groups())
+    assert re.fullmatch(r"\d+ rows of 512 bytes, \d+ rows/s", lines[2])
+    assert lines[-2:] == ["every row was the right one", "nothing is left"]
+
+
 def test_an_embedding_table_ends_as_in_memory(tmp_path):
     options = {"rows": 3000, "batch": 1000, "steps": 4}
     status, lines = run(tmp_path, "embedding_table.py", **options)

@@ -84,6 +84,89 @@ def test_an_error_of_such_a_file_has_its_path(monkeypatch):
     assert (caught.value.errno, caught.value.filename) == (errno.EIO, "/proc/self/mem")
 
 
+class TestPartOfAFile:
+    """read_file with an offset, a size and a dtype."""
+
+    @pytest.mark.parametrize(
+        ("offset", "size"),
+        [(0, None), (0, 0), (3, 5), (PAGE, PAGE), (MIB - 1, MIB + 2), (2 * MIB, None)],
+    )
+    def test_it_is_what_the_file_has_there(self, path, moved, offset, size):
+        data = pattern(2 * MIB + 1)
+        path.write_bytes(data)
+        expected = data[offset:] if size is None else data[offset : offset + size]
+        found = nvmeio.read_file(path, offset, size)
+        assert found.tobytes() == expected
+        assert (found.dtype, found.flags.writeable) == (np.uint8, True)
+        assert moved() == len(expected)
+
+    def test_at_the_very_end_is_nothing(self, path):
+        path.write_bytes(b"12345678")
+        for options in ({}, {"size": 0}, {"dtype": "f8"}):
+            assert nvmeio.read_file(path, 8, **options).shape == (0,)
+
+    @pytest.mark.parametrize(
+        "dtype", ["<i2", ">f4", "M8[s]", [("a", "u1"), ("b", "<i4", 2)]], ids=str
+    )
+    def test_elements_of_numpy(self, path, dtype):
+        data = pattern(8 + 18 * 40)
+        path.write_bytes(data)
+        expected = np.frombuffer(data, dtype, 18 * 8 // np.dtype(dtype).itemsize, 8)
+        found = nvmeio.read_file(path, 8, 18 * 8, dtype)
+        assert found.dtype == expected.dtype
+        assert found.tobytes() == expected.tobytes()
+
+    @pytest.mark.parametrize("name", ["float32", "bfloat16", "bool", "float8_e4m3fn"])
+    def test_elements_of_torch(self, path, name):
+        torch = pytest.importorskip("torch")
+        dtype = getattr(torch, name)
+        data = bytes([0, 1] * 40)
+        path.write_bytes(data)
+        found = nvmeio.read_file(path, offset=16, size=32, dtype=dtype)
+        assert (found.dtype, found.shape) == (dtype, (32 // dtype.itemsize,))
+        assert found.view(torch.uint8).numpy().tobytes() == data[16:48]
+        assert nvmeio.read_file(path, 80, dtype=dtype).shape == (0,)
+
+    @pytest.mark.parametrize(("offset", "size"), [(9, None), (9, 0), (5, 4), (0, 1 << 50)])
+    def test_beyond_the_end_is_told(self, path, offset, size):
+        path.write_bytes(b"12345678")
+        with pytest.raises(OSError, match="beyond the end, 8") as caught:
+            nvmeio.read_file(path, offset, size)
+        assert (caught.value.errno, caught.value.filename) == (errno.ENODATA, str(path))
+
+    def test_elements_are_whole(self, path):
+        path.write_bytes(bytes(10))
+        with pytest.raises(ValueError, match="size is 6 bytes, no multiple of the 4"):
+            nvmeio.read_file(path, 0, 6, "f4")
+        with pytest.raises(ValueError, match="the rest of the file is 9 bytes"):
+            nvmeio.read_file(path, 1, dtype="u2")
+
+    @pytest.mark.parametrize(
+        ("options", "words"),
+        [
+            ({"offset": -1}, "offset is -1"),
+            ({"offset": 1.5}, "offset is 1.5"),
+            ({"size": -1}, "size is -1"),
+            ({"size": True}, "size is True"),
+            ({"size": 1 << 70}, "size is"),
+            ({"dtype": "O"}, "Python objects"),
+            ({"dtype": "V0"}, "have no bytes"),
+            ({"length": 8}, "length"),
+        ],
+        ids=str,
+    )
+    def test_what_it_refuses(self, path, options, words):
+        path.write_bytes(bytes(10))
+        with pytest.raises((TypeError, ValueError), match=words):
+            nvmeio.read_file(path, **options)
+
+    def test_of_a_file_that_claims_to_be_empty(self):
+        whole = nvmeio.read_file("/proc/version")
+        assert nvmeio.read_file("/proc/version", 3, 4).tobytes() == whole.tobytes()[3:7]
+        with pytest.raises(OSError, match="beyond the end"):
+            nvmeio.read_file("/proc/version", 3, 1 << 20)
+
+
 @pytest.mark.parametrize("size", SIZES)
 def test_a_file_is_made_of_the_buffer(path, moved, size):
     assert nvmeio.write_file(pattern(size), path) == size

@@ -46,6 +46,7 @@ def run_in(loop, coroutine):
             return loop.run_until_complete(coroutine)
         finally:
             loop.run_until_complete(loop.shutdown_asyncgens())
+            loop.run_until_complete(loop.shutdown_default_executor())
 
 
 @pytest.fixture
@@ -147,17 +148,36 @@ class TestAwait:
         async def main():
             with plugged(slow_handle, path.parent):
                 short = slow_handle.submit_read(bytearray(PAGE + 1), path)
-                dropped = slow_handle.submit_read(bytearray(PAGE), path)
-                tasks = [asyncio.ensure_future(dropped) for _ in range(3)]
-                await asyncio.sleep(0)
-                assert dropped.cancel()
-                for task in tasks:
-                    with pytest.raises(CancelledError):
-                        await task
-                assert not any(task.cancelled() for task in tasks)
             with pytest.raises(OSError, match="past the end") as caught:
                 await short
             assert (caught.value.errno, caught.value.filename) == (errno.ENODATA, str(path))
+
+        run(main())
+
+    def test_a_request_that_was_cancelled_is_so_in_asyncios_words(
+        self, slow_handle, path, pages, run
+    ):
+        start, _ = pages
+
+        async def main():
+            with plugged(slow_handle, path.parent):
+                dropped, _ = start(slow_handle, 1)
+                tasks = [asyncio.ensure_future(dropped) for _ in range(3)]
+                tasks.append(asyncio.create_task(dropped.as_coroutine()))
+                await asyncio.sleep(0)
+                assert dropped.cancel()
+                for task in tasks:
+                    with pytest.raises(asyncio.CancelledError, match="was cancelled"):
+                        await task
+                assert all(task.cancelled() for task in tasks)
+            with pytest.raises(asyncio.CancelledError) as caught:
+                await dropped
+            assert isinstance(caught.value.__cause__, CancelledError)
+            with pytest.raises(CancelledError):
+                dropped.wait(0)
+            async for request in nvmeio.as_completed([dropped]):
+                with pytest.raises(CancelledError):
+                    request.wait(0)
 
         run(main())
 
@@ -309,10 +329,268 @@ class TestCancelling:
 
     @pytest.mark.parametrize(("engine", "slow"), SLOW_PLACES, indirect=["slow"])
     @pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
-    def test_a_second_cancelling_changes_nothing(self, slow, engine, loop):
+    @pytest.mark.parametrize("work", ["cancel_awaits", "cancel_leaving"])
+    def test_a_second_cancelling_changes_nothing(self, slow, engine, loop, work):
         pytest.importorskip(loop)
-        report = run_child("cancel_awaits", **slow, engine=engine, loop=loop).report
+        report = run_child(work, **slow, engine=engine, loop=loop).report
         assert report == {"ended_early": [False, False], "cancelled": True}
+
+
+class TestAsCoroutine:
+    """request.as_coroutine(), for what takes no other awaitable."""
+
+    def test_tasks_are_made_of_it(self, handle, pages, run):
+        start, check = pages
+
+        async def main():
+            reads = [start(handle, index) for index in range(20)]
+            tasks = [asyncio.create_task(request.as_coroutine()) for request, _ in reads]
+            done, left = await asyncio.wait(tasks)
+            assert (len(done), left) == (20, set())
+            assert [task.result() for task in tasks] == [PAGE] * 20
+            for index, (_, guarded) in enumerate(reads):
+                check(guarded, index)
+
+        run(main())
+
+    def test_one_that_is_never_awaited_is_told_and_the_transfer_goes_on(
+        self, handle, pages
+    ):
+        start, check = pages
+        request, guarded = start(handle, 1)
+        with pytest.warns(RuntimeWarning, match="'as_coroutine' was never awaited"):
+            request.as_coroutine()
+        assert request.wait() == PAGE
+        check(guarded, 1)
+
+    def test_of_a_group_those_that_were_cancelled_leave_the_others_alone(
+        self, slow_handle, path, pages, run
+    ):
+        start, check = pages
+
+        async def main():
+            async with group() as tasks:
+                with plugged(slow_handle, path.parent):
+                    dropped, _ = start(slow_handle, 1)
+                    kept, guarded = start(slow_handle, 2)
+                    first = tasks.create_task(dropped.as_coroutine())
+                    second = tasks.create_task(kept.as_coroutine())
+                    await asyncio.sleep(0)
+                    assert dropped.cancel()
+            assert first.cancelled()
+            assert second.result() == PAGE
+            check(guarded, 2)
+
+        run(main())
+
+    def test_a_group_that_fails_ends_when_no_memory_is_in_use(
+        self, slow_handle, path, pages, run
+    ):
+        start, _ = pages
+
+        async def fail(requests):
+            async with group() as tasks:
+                for request in requests:
+                    tasks.create_task(request.as_coroutine())
+                await asyncio.sleep(0)
+                raise OSError("one failed")
+
+        async def main():
+            with plugged(slow_handle, path.parent):
+                requests = [start(slow_handle, index)[0] for index in range(3)]
+                with pytest.raises(Exception, match=r"one failed|unhandled errors"):
+                    await fail(requests)
+                assert all("failed: " in repr(request) for request in requests)
+
+        run(main())
+
+
+class TestAsyncWith:
+    """async with Handle()."""
+
+    def test_it_waits_for_what_nobody_awaited(self, open_handle, path, run):
+        size = 300 * PAGE
+        path.write_bytes(pattern(size))
+
+        async def main():
+            async with open_handle(**SLOW) as handle:
+                guards = [Guarded(size) for _ in range(4)]
+                requests = [handle.submit_read(each.array, path) for each in guards]
+                strided = np.zeros((PAGE, 2), np.uint8)
+                requests.append(handle.submit_read(strided[:, 1], path))
+            assert (handle.closed, handle.pending) == (True, 0)
+            # What is told here was true before anybody asked.
+            assert all(repr(request).endswith("done>") for request in requests)
+            assert all(each.content() == pattern(size) for each in guards)
+            assert strided[:, 1].tobytes() == pattern(size)[:PAGE]
+            with pytest.raises(ValueError, match="the handle is closed"):
+                async with handle:
+                    pass
+
+        run(main())
+
+    def test_the_loop_goes_on_meanwhile_without_a_thread(
+        self, slow_handle, path, run, monkeypatch
+    ):
+        # It is woken by what ends, and not by the time.
+        monkeypatch.setattr("nvmeio._events.event_loop.SLICE_S", 1000)
+
+        async def leave():
+            async with slow_handle:
+                pass
+
+        async def main():
+            with plugged(slow_handle, path.parent) as plugs:
+                before = threading.active_count()
+                task = asyncio.create_task(leave())
+                for _ in range(5):
+                    await asyncio.sleep(0)
+                assert threading.active_count() <= before
+                assert not task.done()
+                with pytest.raises(ValueError, match="the handle is closed"):
+                    slow_handle.submit_write(b"", path)
+                plugs[-1].cancel()
+            await asyncio.wait_for(task, 60)
+            assert slow_handle.closed
+
+        run(main())
+
+    @pytest.mark.parametrize("way", ["raise", "cancel"])
+    def test_a_body_that_fails_waits_too(self, slow_handle, path, run, way):
+        async def leave(request):
+            async with slow_handle:
+                if way == "raise":
+                    raise KeyError(way)
+                await request
+
+        async def main():
+            with plugged(slow_handle, path.parent) as plugs:
+                task = asyncio.create_task(leave(plugs[-1]))
+                await asyncio.sleep(0)
+                if way == "cancel":
+                    task.cancel()
+                for _ in range(5):
+                    await asyncio.sleep(0)
+                assert not task.done()
+                assert slow_handle.pending
+            with pytest.raises(KeyError if way == "raise" else asyncio.CancelledError):
+                await task
+            assert (slow_handle.closed, slow_handle.pending) == (True, 0)
+
+        run(main())
+
+    def test_however_often_it_is_cancelled(self, open_handle, path, run):
+        async def leave(handle):
+            async with handle:
+                pass
+
+        async def main():
+            own = eventfds()
+            handle = open_handle(**SLOW)
+            with plugged(handle, path.parent):
+                task = asyncio.create_task(leave(handle))
+                for _ in range(3):
+                    await asyncio.sleep(0)
+                    task.cancel()
+                await asyncio.sleep(0.01)
+                assert not task.done()
+                assert handle.pending
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            assert (handle.closed, handle.pending) == (True, 0)
+            # The workers are stopped, and the loop knows them no more.
+            assert eventfds() <= own
+
+        run(main())
+
+    def test_one_that_another_thread_closes_meanwhile(self, slow_handle, path, run):
+        async def leave():
+            async with slow_handle:
+                pass
+
+        async def main():
+            with ThreadPoolExecutor(1) as thread:
+                with plugged(slow_handle, path.parent):
+                    task = asyncio.create_task(leave())
+                    await asyncio.sleep(0)
+                    closing = thread.submit(slow_handle.close)
+                await task
+                closing.result()
+            assert slow_handle.closed
+
+        run(main())
+
+    def test_where_no_descriptor_is_left(self, slow_handle, path, run, monkeypatch):
+        def refuse(*_):
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+        async def leave():
+            async with slow_handle:
+                pass
+
+        async def main():
+            with plugged(slow_handle, path.parent) as plugs:
+                with monkeypatch.context() as patched:
+                    patched.setattr(os, "eventfd", refuse)
+                    task = asyncio.create_task(leave())
+                    await asyncio.sleep(0.01)
+                assert not task.done()
+                assert slow_handle.pending
+                plugs[-1].cancel()
+            await task
+            assert (slow_handle.closed, slow_handle.pending) == (True, 0)
+
+        run(main())
+
+    def test_its_callbacks_were_called(self, open_handle, path, run):
+        path.write_bytes(pattern(PAGE))
+        called = []
+
+        async def main():
+            async with open_handle() as handle:
+                request = handle.submit_read(bytearray(PAGE), path)
+                request.add_done_callback(called.append)
+            assert called == [request]
+
+        run(main())
+
+    def test_it_leaves_no_descriptor(self, engine, handle_class, path, new_loop):
+        path.write_bytes(pattern(PAGE))
+
+        async def main():
+            async with handle_class(engine=engine) as handle:
+                handle.submit_read(bytearray(PAGE), path)
+
+        loop = new_loop()
+        loop.run_until_complete(asyncio.sleep(0))
+        before = eventfds()
+        for _ in range(3):
+            loop.run_until_complete(main())
+        assert eventfds() <= before
+        run_in(loop, asyncio.sleep(0))
+
+
+class Group:
+    """What `asyncio.TaskGroup`, of Python 3.11, does in these tests."""
+
+    async def __aenter__(self):
+        self.tasks = []
+        return self
+
+    def create_task(self, coroutine):
+        self.tasks.append(asyncio.create_task(coroutine))
+        return self.tasks[-1]
+
+    async def __aexit__(self, kind, error, traceback):
+        for task in self.tasks:
+            if error is not None:
+                task.cancel()
+        await asyncio.gather(*self.tasks, return_exceptions=True)
+
+
+def group():
+    """Return asyncio's own group of tasks where Python has one."""
+    return getattr(asyncio, "TaskGroup", Group)()
 
 
 class TestDescriptors:

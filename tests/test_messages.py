@@ -1,6 +1,5 @@
 """What is said of mistakes that users made, and what helps against them."""
 
-import copy
 import io
 import subprocess
 import sys
@@ -20,11 +19,6 @@ def closed(file):
 
 
 MISTAKES = {
-    "an open file of Python's": (
-        lambda folder: nvmeio.read_into(bytearray(1), io.FileIO(folder / "data")),
-        TypeError,
-        r"file is of type FileIO; .*; pass its fileno\(\)",
-    ),
     "a list to be read into": (
         lambda folder: nvmeio.read_into([0.0] * 3, folder / "data"),
         TypeError,
@@ -45,12 +39,7 @@ MISTAKES = {
     "memory for a file": (
         lambda folder: nvmeio.read_into(bytearray(1), io.BytesIO(b"x")),
         TypeError,
-        r"file is of type BytesIO; it must be a path, a descriptor or a File$",
-    ),
-    "a closed File to be copied": (
-        lambda folder: copy.copy(closed(nvmeio.File(folder / "data"))),
-        TypeError,
-        "a closed File cannot be pickled",
+        r"file is of type BytesIO, which has no descriptor; it must be a path, a desc",
     ),
     "a dtype of torch's for numpy": (
         lambda folder: nvmeio.empty(3, torch.float32),

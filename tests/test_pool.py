@@ -3,6 +3,7 @@
 import ctypes
 import gc
 import inspect
+import resource
 import subprocess
 import sys
 import threading
@@ -143,6 +144,29 @@ def test_freed_memory_is_handed_out_again():
     assert after["bytes_mapped"] == before["bytes_mapped"]
     assert after["reuses"] == before["reuses"] + 1
     assert after["allocations"] == before["allocations"] + 1
+
+
+def resident_bytes():
+    """How much memory this process has, by the kernel."""
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[1]) * resource.getpagesize()
+
+
+def test_trimming_gives_free_memory_back_to_the_system():
+    kept = nvmeio.empty(5 * MIB, np.uint8)
+    kept[...] = 7
+    large = nvmeio.empty(256 * MIB, np.uint8)
+    nvmeio.pool_trim()
+    before, mapped = resident_bytes(), pool_stats()["bytes_mapped"]
+    assert nvmeio.pool_trim() == 0
+    del large
+    assert pool_stats()["bytes_mapped"] == mapped
+    assert nvmeio.pool_trim() == 256 * MIB
+    assert pool_stats()["bytes_mapped"] == mapped - 256 * MIB
+    # Others may have taken some meanwhile.
+    assert before - resident_bytes() > 200 * MIB
+    assert (kept == 7).all()
+    assert nvmeio.empty(256 * MIB, np.uint8).nbytes == 256 * MIB
 
 
 def test_locked_tells_what_is_counted():

@@ -30,7 +30,7 @@ FOLDERS = {
     "_files": {"_arguments", "_events"},
     "_memory": {"_arguments", "_events"},
     "_config": {"_arguments", "_files"},
-    "_native": {"libnvmeio", "_arguments", "_events", "_memory", "_config"},
+    "_native": {"libnvmeio", "_arguments", "_events", "_files", "_memory", "_config"},
     "_arrays": {"_arguments", "_memory", "_native"},
     "": {"_arguments", "_config", "_events", "_files", "_memory", "_native", "_arrays"},
     "safetensors": {"", "_arguments", "_events", "_files", "_memory", "_native"},

@@ -906,7 +906,6 @@ class TestResume:
         for _ in range(4):
             next(batches)
         dcp.save({"stream": stream}, checkpoint_id=tmp_path / "dcp")
-        pytest.importorskip("crc32c", reason="crc32c is not installed")
         with nvmeio.checkpoint.Checkpointer(tmp_path / "own") as checkpointer:
             checkpointer.save(1, {"stream": stream.state_dict()})
             restored = checkpointer.restore()

@@ -1,8 +1,9 @@
 /* pool.h -- a process-wide pool of aligned memory, in huge pages if possible.
  *
- * Memory is populated once and reused after it is freed; it is unmapped only to make
- * room for other sizes below the limit.  A forked child continues with its copy of the
- * pool, of which nothing is locked or counted as in use.  Thread-safe. */
+ * Memory is populated once and reused after it is freed.  It is unmapped only to make
+ * room for other sizes below the limit, and by nvmeio_pool_trim().  A forked child
+ * continues with its copy of the pool, of which nothing is locked or counted as in use.
+ * Thread-safe. */
 #ifndef NVMEIO_POOL_H
 #define NVMEIO_POOL_H
 
@@ -45,6 +46,10 @@ NVMEIO_API bool nvmeio_pool_has_room(size_t size);
 
 /* Limit the mapped memory; 0: half of nvmeio_memory_bytes(), the default. */
 NVMEIO_API void nvmeio_pool_set_limit(uint64_t bytes);
+
+/* Unmap the free memory, except parts of huge pages that are in use, and return how
+ * many bytes that was.  Allocations of other threads wait meanwhile. */
+NVMEIO_API uint64_t nvmeio_pool_trim(void);
 
 /* Map further memory from hugetlbfs, while it has free pages.  A forked child that
  * writes to such memory needs pages of its own, or gets SIGBUS. */

@@ -155,20 +155,25 @@ static struct extent *best_fit(const struct arena *arena, size_t bytes)
     return best;
 }
 
+/* Make what is behind the first `bytes` of a free extent a free extent of its own. */
+static struct extent *cut(struct extent *extent, size_t bytes)
+{
+    size_t rest_bytes = extent->bytes - bytes;
+    extent->bytes = bytes;
+    struct extent *rest =
+        new_extent(extent->arena, extent->address + bytes, rest_bytes);
+    if (rest)
+        list_free(rest);
+    else
+        extent->bytes += rest_bytes;
+    return rest;
+}
+
 /* Hand out the first `bytes` of a free extent. */
 static int take(struct extent *extent, size_t bytes)
 {
-    size_t rest_bytes = extent->bytes - bytes;
-    if (rest_bytes) {
-        extent->bytes = bytes;
-        struct extent *rest =
-            new_extent(extent->arena, extent->address + bytes, rest_bytes);
-        if (!rest) {
-            extent->bytes += rest_bytes;
-            return -ENOMEM;
-        }
-        list_free(rest);
-    }
+    if (bytes < extent->bytes && !cut(extent, bytes))
+        return -ENOMEM;
     unlist_free(extent);
     extent->used = true;
     return 0;
@@ -289,10 +294,15 @@ static struct extent *adopt_chunk(struct arena *arena, char *chunk, size_t bytes
     return extent;
 }
 
-/* Whether it can be unmapped: whole huge pages, which no other extent shares. */
-static bool is_whole(const struct extent *extent)
+/* Where the whole huge pages of an extent begin and end. */
+static uintptr_t whole_begin(const struct extent *extent)
 {
-    return extent->address % HUGE_BYTES == 0 && extent->bytes % HUGE_BYTES == 0;
+    return round_up(extent->address, HUGE_BYTES);
+}
+
+static uintptr_t whole_end(const struct extent *extent)
+{
+    return (extent->address + extent->bytes) / HUGE_BYTES * HUGE_BYTES;
 }
 
 static uint64_t free_bytes(const struct arena *arenas)
@@ -301,26 +311,38 @@ static uint64_t free_bytes(const struct arena *arenas)
 
     for (int i = 0; i <= NVMEIO_POOL_NODE_MAX + 1; i++)
         for (const struct extent *e = arenas[i].free; e; e = e->next)
-            bytes += is_whole(e) ? e->bytes : 0;
+            bytes += whole_begin(e) < whole_end(e) ? whole_end(e) - whole_begin(e) : 0;
     return bytes;
 }
 
-/* Unmap free extents of whole huge pages, as far as it takes to map `bytes` more.  They
- * are of sizes or nodes that could not serve.  The mutex is held: this is rare. */
-static void make_room(struct arena *arenas, size_t bytes)
+/* Unmap the whole huge pages of a free extent.  What surrounds them stays free. */
+static void unmap(struct extent *extent)
+{
+    uintptr_t begin = whole_begin(extent), end = whole_end(extent);
+
+    if (begin >= end)
+        return;
+    if (end < extent->address + extent->bytes && !cut(extent, end - extent->address))
+        return;
+    if (begin > extent->address)
+        extent = cut(extent, begin - extent->address);
+    if (extent && munmap((void *)extent->address, extent->bytes) == 0) {
+        stats.bytes_mapped -= extent->bytes;
+        unlist_free(extent);
+        tdelete(extent, &extents, compare_extents);
+        free(extent);
+    }
+}
+
+/* Unmap free memory until `bytes` are left, or none is free.  The mutex is held. */
+static void unmap_down_to(struct arena *arenas, uint64_t bytes)
 {
     for (int i = 0; i <= NVMEIO_POOL_NODE_MAX + 1; i++) {
-        struct extent *extent = arenas[i].free;
-        while (extent && stats.bytes_mapped + bytes > stats.bytes_limit) {
-            struct extent *next = extent->next;
-            if (is_whole(extent) &&
-                munmap((void *)extent->address, extent->bytes) == 0) {
-                stats.bytes_mapped -= extent->bytes;
-                unlist_free(extent);
-                tdelete(extent, &extents, compare_extents);
-                free(extent);
-            }
-            extent = next;
+        struct extent *next;
+        for (struct extent *extent = arenas[i].free;
+             extent && stats.bytes_mapped > bytes; extent = next) {
+            next = extent->next;
+            unmap(extent);
         }
     }
 }
@@ -336,14 +358,14 @@ static bool has_room(size_t bytes)
     return bytes <= stats.bytes_limit && kept <= stats.bytes_limit - bytes;
 }
 
-/* Reserve `bytes` below the limit.  What is free is given up only if that is enough.
- * The mutex is held. */
+/* Reserve `bytes` below the limit.  What is free, of sizes or nodes that could not
+ * serve, is given up only if that is enough.  The mutex is held: this is rare. */
 static bool reserve(size_t bytes)
 {
     if (!has_room(bytes))
         return false;
-    make_room(large_arenas, bytes);
-    make_room(small_arenas, bytes);
+    unmap_down_to(large_arenas, stats.bytes_limit - bytes);
+    unmap_down_to(small_arenas, stats.bytes_limit - bytes);
     if (stats.bytes_mapped > stats.bytes_limit - bytes)
         return false;
     stats.bytes_mapped += bytes;
@@ -462,6 +484,17 @@ void nvmeio_pool_set_limit(uint64_t bytes)
     pthread_mutex_lock(&mutex);
     stats.bytes_limit = bytes ? bytes : nvmeio_memory_bytes() / 2;
     pthread_mutex_unlock(&mutex);
+}
+
+uint64_t nvmeio_pool_trim(void)
+{
+    pthread_mutex_lock(&mutex);
+    uint64_t before = stats.bytes_mapped;
+    unmap_down_to(large_arenas, 0);
+    unmap_down_to(small_arenas, 0);
+    uint64_t bytes = before - stats.bytes_mapped;
+    pthread_mutex_unlock(&mutex);
+    return bytes;
 }
 
 void nvmeio_pool_set_hugetlb(bool wanted)

@@ -14,7 +14,7 @@ from nvmeio._native.gather import GatherError
 from nvmeio._native.handle import Handle
 from nvmeio._native.info import build_info, engines
 from nvmeio._native.info import version as _version
-from nvmeio._native.pool import pool_stats
+from nvmeio._native.pool import pool_stats, pool_trim
 from nvmeio._native.request import Request
 from nvmeio.arrays import ArrayFile
 from nvmeio.default import default_handle
@@ -44,6 +44,7 @@ __all__ = [
     "load",
     "memcpy",
     "pool_stats",
+    "pool_trim",
     "read_file",
     "read_into",
     "save",
@@ -54,7 +55,7 @@ __all__ = [
 _register_loader("torch", lambda: _import_module("nvmeio.torch"))
 
 # Public, and imported when they are first asked for.
-_MODULES = ("checkpoint", "deepspeed", "profiles", "safetensors", "torch")
+_MODULES = ("aio", "checkpoint", "deepspeed", "profiles", "safetensors", "torch")
 
 
 def __dir__() -> list[str]:

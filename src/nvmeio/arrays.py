@@ -38,6 +38,7 @@ from nvmeio._arrays.npy_header import (
     replace_shape,
 )
 from nvmeio._arrays.operators import Unread
+from nvmeio._events.calls import BLOCKING, Calls, run
 from nvmeio._files.locks import locked
 from nvmeio._files.paths import absolute, naming, synced_folder
 from nvmeio._memory.registry import library_of, library_of_dtype
@@ -343,7 +344,7 @@ class ArrayFile(Unread):
     @property
     def mode(self) -> str:
         """ "r", or "r+" where items can be assigned to."""
-        return self._file.mode
+        return "r" if self._file.mode == "rb" else "r+"
 
     @property
     def closed(self) -> bool:
@@ -657,12 +658,17 @@ class ArrayFile(Unread):
         ValueError
             The file is closed.
         """
+        run(self._flushing(BLOCKING, sync=sync))
+
+    async def _flushing(self, calls: Calls, *, sync: bool) -> None:
+        """Make durable what was assigned."""
         self._check_open()
         if not flag("sync", sync):
             return
-        made = self._created
-        with contextlib.nullcontext() if made is None else synced_folder(made):
-            self._handle().fsync(self._file)
+        made, handle = self._created, self._handle()
+        folder = contextlib.nullcontext() if made is None else synced_folder(made)
+        async with calls.entered(folder):
+            await calls.transfer(handle.fsync, handle.submit_fsync, self._file)
         self._created = None
 
     def close(self) -> None:

@@ -3,6 +3,7 @@
 import threading
 
 from nvmeio._events.forks import call_in_child
+from nvmeio._native.file import use_handle
 from nvmeio._native.handle import Handle
 
 __all__ = ["default_handle"]
@@ -56,3 +57,6 @@ def default_handle() -> Handle:
     """
     handle = _shared.handle
     return _shared.get() if handle is None or handle.closed else handle
+
+
+use_handle(default_handle)

@@ -5,16 +5,19 @@ import errno
 import os
 import stat
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 import numpy.typing as npt
 
-from nvmeio._arguments.checks import flag, integer, path_of, refuse_path
+from nvmeio._arguments.checks import flag, integer, path_of, refuse_path, whole
 from nvmeio._arguments.keywords import suggesting
-from nvmeio._arguments.types import Path
+from nvmeio._arguments.types import FileLike, Path
+from nvmeio._arrays.elements import bytes_of, element_of
+from nvmeio._events.calls import BLOCKING, Calls, run
 from nvmeio._files.paths import naming, resolved, synced_folder
 from nvmeio._files.replacing import become_like, is_replaceable, link, replacement
+from nvmeio._memory.registry import library_of_dtype
 from nvmeio._native import pool
 from nvmeio._native.aio_handle import aio_handle
 from nvmeio._native.buffer import Buffer, borrow
@@ -24,42 +27,119 @@ from nvmeio.default import default_handle
 __all__ = ["aio_read", "aio_write", "read_file", "read_into", "write_file"]
 
 
+@overload
+def read_file(
+    path: Path, offset: int = 0, size: int | None = None, dtype: None = None
+) -> npt.NDArray[np.uint8]: ...
+@overload
+def read_file(
+    path: Path, offset: int = 0, size: int | None = None, *, dtype: Any
+) -> Any: ...
+@overload
+def read_file(path: Path, offset: int, size: int | None, dtype: Any) -> Any: ...
 @suggesting
-def read_file(path: Path) -> npt.NDArray[np.uint8]:
-    """Read a whole file.
+def read_file(
+    path: Path, offset: int = 0, size: int | None = None, dtype: Any = None
+) -> Any:
+    """Read a file, or a part of it, into new memory.
 
     Parameters
     ----------
     path : str, bytes or os.PathLike
         The file.
+    offset : int, default 0
+        Where in the file to begin, in bytes.
+    size : int, optional
+        How much to read, in bytes, whatever the dtype; default: up to the end of the file.
+    dtype : dtype of numpy or torch, default uint8
+        What the bytes are elements of.
 
     Returns
     -------
-    numpy.ndarray
-        Its bytes, uint8 of one dimension, in memory of the pool: writable, and given back
-        when the last view of it has died.  ``view(dtype)`` makes other elements of them.
+    numpy.ndarray or torch.Tensor
+        One dimension of elements in memory of the pool: writable, and given back when the
+        last view has died.  A dtype of torch makes a tensor.
 
     Raises
     ------
     OSError
-        With errno and path.
+        With errno and path: ENODATA where the file ends before ``offset`` plus ``size``.
     MemoryError
-        The file is larger than the memory that is left.
-    TypeError
-        ``path`` is no path.
+        The bytes are more than the memory that is left.
+    TypeError, ValueError
+        An argument is of the wrong type or out of range, or the bytes are no whole number
+        of elements.
 
     Notes
     -----
     A file that claims to have no bytes, as those in ``/proc`` do, is read by ordinary
     reads up to its end.  Releases the GIL while it waits.  Uses ``default_handle()``.
+
+    Examples
+    --------
+    >>> nvmeio.write_file(np.arange(6, dtype=np.float32), "values.bin")
+    24
+    >>> nvmeio.read_file("values.bin", offset=8, size=8, dtype=np.float32)
+    array([2., 3.], dtype=float32)
     """
-    with File(path) as file:
-        size = file.size
-        if size == 0:
-            return np.frombuffer(_read_to_the_end(file), np.uint8)
-        array = np.frombuffer(memoryview(pool.PoolMemory(size)), np.uint8)
-        default_handle().read(array, file)
-    return array
+    return run(reading(BLOCKING, path, offset, size, dtype))
+
+
+async def reading(
+    calls: Calls, path: Path, offset: int, size: int | None, dtype: Any
+) -> Any:
+    """Read a file, or a part of it, as ``read_file`` does."""
+    offset = whole("offset", offset, 0, 2**63 - 1)
+    if size is not None:
+        size = whole("size", size, 0, 2**63 - 1)
+    element = np.dtype(np.uint8) if dtype is None else element_of(dtype)
+    file, array, left = await calls.call(_opened, path, offset, size, element)
+    with file:
+        if left:
+            handle, lent = default_handle(), bytes_of(array)
+            await calls.transfer(handle.read, handle.submit_read, lent, file, offset)
+    library = None if dtype is None else library_of_dtype(dtype)
+    return array if library is None else library.dress(array, dtype)
+
+
+def _opened(
+    path: Path, offset: int, size: int | None, element: np.dtype[Any]
+) -> tuple[File, npt.NDArray[Any], int]:
+    """Open a file, and make an array; return also how many bytes are left to be read."""
+    file = File(path)
+    try:
+        end = file.size
+        if end == 0:
+            data = np.frombuffer(_read_to_the_end(file), np.uint8)
+            count = _count_bytes(file, offset, size, len(data), element)
+            return file, data[offset : offset + count].view(element), 0
+        count = _count_bytes(file, offset, size, end, element)
+        if not count:
+            return file, np.empty(0, element), 0
+        memory = memoryview(pool.PoolMemory(count))
+        return file, np.frombuffer(memory, element), count
+    except BaseException:
+        file.close()
+        raise
+
+
+def _count_bytes(
+    file: File, offset: int, size: int | None, end: int, element: np.dtype[Any]
+) -> int:
+    """Return how many bytes to read of a file that ends at `end`."""
+    if offset + (size or 0) > end:
+        wanted = f"{size} bytes at offset {offset}" if size else f"offset {offset}"
+        raise OSError(errno.ENODATA, f"{wanted} is beyond the end, {end}", file.path)
+    count = end - offset if size is None else size
+    if element.itemsize == 0:
+        raise TypeError(f"elements of dtype {element} have no bytes")
+    if count % element.itemsize:
+        name = "the rest of the file" if size is None else "size"
+        raise ValueError(
+            f"{name} is {count} bytes, no multiple of the {element.itemsize} bytes "
+            f"of a {element}"
+        )
+    return count
 
 
 def _read_to_the_end(file: File) -> bytearray:
@@ -69,16 +149,16 @@ def _read_to_the_end(file: File) -> bytearray:
 
 
 @suggesting
-def read_into(buffer: Any, file: Path | int | File, offset: int = 0) -> int:
+def read_into(buffer: Any, file: FileLike, offset: int = 0) -> int:
     """Fill a buffer from a file.
 
     Parameters
     ----------
     buffer : array, tensor or object with the buffer protocol
         Is filled; of any dtype, shape and strides.
-    file : str, bytes, os.PathLike, int or File
-        A path, an open descriptor or a File, which must hold ``offset`` plus the buffer's
-        size bytes.
+    file : str, bytes, os.PathLike, int, File or file object
+        A path, a descriptor or a file object with one; must hold ``offset`` plus the
+        buffer's size bytes.
     offset : int, default 0
         Where in the file to begin, in bytes.
 
@@ -147,15 +227,22 @@ def write_file(buffer: Any, path: Path, *, sync: bool = False, atomic: bool = Tr
     read that folder: without it ``sync=True`` is refused before the file is touched.
     Releases the GIL while it waits.  Uses ``default_handle()``.
     """
+    return run(writing(BLOCKING, buffer, path, sync=sync, atomic=atomic))
+
+
+async def writing(
+    calls: Calls, buffer: Any, path: Path, *, sync: bool, atomic: bool
+) -> int:
+    """Make a file of the bytes of a buffer as ``write_file`` does."""
     path = path_of(path)
     sync, atomic = flag("sync", sync), flag("atomic", atomic)
     lent = _borrow(buffer, writable=False)
     handle = default_handle()
-    with new_contents(path, sync=sync, atomic=atomic) as file:
-        handle.write(lent, file)
-        cut(file, lent.nbytes)
+    async with calls.entered(new_contents(path, sync=sync, atomic=atomic)) as file:
+        await calls.transfer(handle.write, handle.submit_write, lent, file)
+        await calls.call(cut, file, lent.nbytes)
         if sync or atomic:
-            handle.fsync(file)
+            await calls.transfer(handle.fsync, handle.submit_fsync, file)
     return lent.nbytes
 
 
@@ -226,7 +313,8 @@ def _in_folder(create: Callable[[], File]) -> File:
 
 def cut(file: File, size: int) -> None:
     """Cut a file behind its contents; a device has the length that it has."""
-    if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+    found = os.fstat(file.fileno())
+    if found.st_size != size and stat.S_ISREG(found.st_mode):
         file.truncate(size)
 
 

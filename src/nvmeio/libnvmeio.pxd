@@ -200,6 +200,7 @@ cdef extern from "nvmeio/nvmeio.h" nogil:
         int node, size_t size, bint lock, void **address, int *locked
     )
     void pool_set_limit "nvmeio_pool_set_limit"(uint64_t bytes)
+    uint64_t pool_trim "nvmeio_pool_trim"()
     void pool_set_hugetlb "nvmeio_pool_set_hugetlb"(bint wanted)
     void pool_free "nvmeio_pool_free"(void *address)
     int pool_set_pinned "nvmeio_pool_set_pinned"(void *address, bint pinned)

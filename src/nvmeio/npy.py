@@ -9,7 +9,8 @@ from nvmeio._arguments.checks import flag, path_of
 from nvmeio._arguments.keywords import suggesting
 from nvmeio._arguments.types import Path
 from nvmeio._arrays.elements import bytes_of, storable
-from nvmeio._arrays.npy_header import header_of, read_layout
+from nvmeio._arrays.npy_header import Layout, header_of, read_layout
+from nvmeio._events.calls import BLOCKING, Calls, run
 from nvmeio._memory.registry import library_of
 from nvmeio._native.file import File
 from nvmeio.default import default_handle
@@ -48,13 +49,29 @@ def load(path: Path) -> npt.NDArray[Any]:
     -----
     Releases the GIL while it waits.  Uses ``default_handle()``.
     """
-    with File(path) as file:
+    return run(loading(BLOCKING, path))
+
+
+async def loading(calls: Calls, path: Path) -> npt.NDArray[Any]:
+    """Read a whole .npy file as ``load`` does."""
+    file, layout, array = await calls.call(_opened, path)
+    with file:
+        if array.nbytes:
+            handle, lent = default_handle(), bytes_of(array)
+            await calls.transfer(handle.read, handle.submit_read, lent, file, layout.offset)
+    return array.T if layout.fortran else array
+
+
+def _opened(path: Path) -> tuple[File, Layout, npt.NDArray[Any]]:
+    """Open a file, read its header, and make an array for its elements."""
+    file = File(path)
+    try:
         layout = read_layout(file)
         shape = layout.shape[::-1] if layout.fortran else layout.shape
-        array = empty(shape, layout.dtype)
-        if array.nbytes:
-            default_handle().read(bytes_of(array), file, layout.offset)
-    return array.T if layout.fortran else array
+        return file, layout, empty(shape, layout.dtype)
+    except BaseException:
+        file.close()
+        raise
 
 
 @suggesting
@@ -85,14 +102,22 @@ def save(path: Path, array: Any, *, sync: bool = False) -> None:
     As ``write_file(..., atomic=True)``, which says what that costs and where a file is
     written in place.  Releases the GIL while it waits.  Uses ``default_handle()``.
     """
+    run(saving(BLOCKING, path, array, sync=sync))
+
+
+async def saving(calls: Calls, path: Path, array: Any, *, sync: bool) -> None:
+    """Write an array or a tensor as a .npy file as ``save`` does."""
     path, sync = path_of(path), flag("sync", sync)
-    dtype, shape, source = _source_of(array)
+    dtype, shape, source = await calls.call(_source_of, array)
     header = header_of(shape, dtype)
     handle = default_handle()
-    with new_contents(path, sync=sync, atomic=True) as file:
-        handle.write(header, file)
-        cut(file, len(header) + handle.write(source, file, len(header)))
-        handle.fsync(file)
+    async with calls.entered(new_contents(path, sync=sync, atomic=True)) as file:
+        await calls.transfer(handle.write, handle.submit_write, header, file)
+        size = await calls.transfer(
+            handle.write, handle.submit_write, source, file, len(header)
+        )
+        await calls.call(cut, file, len(header) + size)
+        await calls.transfer(handle.fsync, handle.submit_fsync, file)
 
 
 def _source_of(array: Any) -> tuple[np.dtype[Any], tuple[int, ...], Any]:

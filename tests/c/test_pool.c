@@ -321,6 +321,42 @@ static void test_no_more_is_mapped_than_the_limit(void)
     CHECK(stats_now().bytes_limit == nvmeio_memory_bytes() / 2);
 }
 
+/* What is used stays, with the rest of its huge page; the order of frees is no matter.
+ */
+static void test_trimming_unmaps_what_is_free(void)
+{
+    char *small[64], *large = alloc(64 * MIB);
+
+    nvmeio_pool_trim();
+    uint64_t before = get_stats().bytes_mapped, used = get_stats().bytes_used;
+    for (int i = 0; i < 64; i++)
+        small[i] = alloc(MIB);
+    char *other = alloc(32 * MIB);
+    CHECK(nvmeio_pool_trim() == 0);
+    memset(small[20], 5, MIB);
+    memset(large, 6, 64 * MIB);
+    for (int i = 0; i < 64; i++)
+        if (i != 20)
+            nvmeio_pool_free(small[i]);
+    nvmeio_pool_free(other);
+    uint64_t free_bytes = get_stats().bytes_mapped - before;
+    CHECK(nvmeio_pool_trim() == free_bytes - 2 * MIB);
+    CHECK(get_stats().bytes_mapped == before + 2 * MIB);
+    CHECK(get_stats().bytes_used == used + MIB);
+    CHECK(!nvmeio_pool_holds(other) && !nvmeio_pool_holds(small[30]));
+    for (size_t i = 0; i < MIB; i++)
+        CHECK(small[20][i] == 5);
+    CHECK(large[0] == 6 && large[64 * MIB - 1] == 6);
+    /* It goes on as before. */
+    other = alloc(32 * MIB);
+    memset(other, 7, 32 * MIB);
+    nvmeio_pool_free(other);
+    nvmeio_pool_free(small[20]);
+    nvmeio_pool_free(large);
+    CHECK(nvmeio_pool_trim() >= 34 * MIB);
+    CHECK(nvmeio_pool_trim() == 0);
+}
+
 static void test_memory_comes_from_the_node_that_is_asked_for(void)
 {
     void *memory;
@@ -602,6 +638,7 @@ int main(void)
     test_memory_is_aligned_populated_and_apart();
     test_freed_memory_is_used_again_and_nothing_is_mapped();
     test_free_neighbours_are_joined();
+    test_trimming_unmaps_what_is_free();
     test_small_allocations_leave_large_memory_whole();
     test_rounding_wastes_less_than_a_page_or_a_huge_page();
     test_impossible_sizes_are_refused();

@@ -13,6 +13,25 @@ from workloads.forks import fork, join
 
 def cancel_awaits(folder, control, engine, loop):
     """Cancel a task, twice, that awaits a read which is held."""
+
+    async def read(handle, request):
+        await request
+
+    cancel(read, folder, control, engine, loop)
+
+
+def cancel_leaving(folder, control, engine, loop):
+    """Cancel a task, twice, that leaves a handle which has a read that is held."""
+
+    async def leave(handle, request):
+        async with handle:
+            pass
+
+    cancel(leave, folder, control, engine, loop)
+
+
+def cancel(function, folder, control, engine, loop):
+    """Cancel a task, twice, that waits for a read which is held."""
     path = f"{folder}/cancel-{engine}-{loop}"
     faults = Faults(control)
     data = make_file(path, 1 << 16)
@@ -23,7 +42,8 @@ def cancel_awaits(folder, control, engine, loop):
     ended_early = []
 
     async def main():
-        task = asyncio.ensure_future(handle.submit_read(guarded.array, file))
+        request = handle.submit_read(guarded.array, file)
+        task = asyncio.create_task(function(handle, request))
         await asyncio.to_thread(faults.await_waiting)
         for _ in range(2):
             task.cancel()

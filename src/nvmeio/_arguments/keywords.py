@@ -81,7 +81,14 @@ def suggesting(function: Callable[P, R]) -> Callable[P, R]:
             words = str(error).partition(". Did you mean")[0]
             raise TypeError(words + next(filter(None, hints))) from None
 
-    return called
+    if not function.__code__.co_flags & inspect.CO_COROUTINE:
+        return called
+
+    @functools.wraps(function)
+    async def awaited(*args: P.args, **kwargs: P.kwargs) -> Any:
+        return await called(*args, **kwargs)  # type: ignore[misc]
+
+    return awaited  # type: ignore[return-value]
 
 
 def _unknown(function: Any, kwargs: Mapping[str, object]) -> list[str]:

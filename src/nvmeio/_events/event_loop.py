@@ -1,19 +1,29 @@
 """Requests on asyncio: an eventfd for each handle and event loop, and no thread.
 
-Imported when a request is first awaited, for asyncio takes longer to import than nvmeio.
+Imported when it is first needed, because asyncio takes longer to import than nvmeio.
 """
 
 import asyncio
+import concurrent.futures
 import contextlib
 import math
 import os
 import weakref
-from collections.abc import Collection
-from typing import Any
+from collections.abc import Awaitable, Callable, Collection
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import Any, Generic, TypeVar
 
+from nvmeio._events.calls import Entered
 from nvmeio._events.listener import Listener, Request, Workers
 
-__all__ = ["Alarm", "outcome_of"]
+__all__ = ["Alarm", "Awaiting", "as_coroutine", "close"]
+
+R = TypeVar("R")
+V_co = TypeVar("V_co", covariant=True)
+
+# Between two slices of a sleep what Python moves on by itself is looked at.
+SLICE_S = 0.05
 
 
 class Watcher:
@@ -28,6 +38,7 @@ class Watcher:
         self._workers = workers
         self._waiting = 0
         self._armed = False
+        self._looks: set[asyncio.Future[None]] = set()
         self._fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._release = weakref.finalize(self, _release, workers, self._fd)
         # The end of the process closes it too, when no worker can signal it any more.
@@ -42,6 +53,17 @@ class Watcher:
     def end(self) -> None:
         """One coroutine less waits.  With the last the workers are asked for no more."""
         self._waiting -= 1
+
+    async def look(self) -> None:
+        """Suspend the coroutine until requests were looked at, or for a short time."""
+        future = self.loop.create_future()
+        self._looks.add(future)
+        timer = self.loop.call_later(SLICE_S, _wake, future)
+        try:
+            await future
+        finally:
+            self._looks.discard(future)
+            timer.cancel()
 
     def close(self) -> None:
         """Let go of the eventfd: at once in the loop's own thread, else there and soon."""
@@ -67,7 +89,11 @@ class Watcher:
         self._armed = False
         if self._waiting:
             self._arm()
-        self._workers.collect()
+        try:
+            self._workers.collect()
+        finally:
+            for future in self._looks:
+                _wake(future)
 
 
 def _release(workers: Workers, fd: int) -> None:
@@ -79,6 +105,12 @@ def _call_soon(loop: asyncio.AbstractEventLoop, function: Any) -> None:
     """Have a loop call a function; one that is closed has nothing to wake any more."""
     with contextlib.suppress(RuntimeError):
         loop.call_soon_threadsafe(function)
+
+
+def _wake(future: asyncio.Future[None] | None) -> None:
+    """Have the coroutine go on that awaits a future, if there is one."""
+    if future is not None and not future.done():
+        future.set_result(None)
 
 
 def watcher_of(workers: Workers, loop: asyncio.AbstractEventLoop) -> Watcher | None:
@@ -123,7 +155,7 @@ class Alarm(Listener):
         self._future = self._loop.create_future()
         timer = None
         if timeout < math.inf:
-            timer = self._loop.call_later(timeout, self._wake)
+            timer = self._loop.call_later(timeout, _wake, self._future)
         try:
             await self._future
         finally:
@@ -144,31 +176,129 @@ class Alarm(Listener):
             _call_soon(self._loop, self._wake)
 
     def _wake(self) -> None:
-        if self._future is not None and not self._future.done():
-            self._future.set_result(None)
+        _wake(self._future)
 
 
-async def outcome_of(request: Request) -> Any:
-    """Wait for a request as ``await request`` does."""
-    if not request.done():
-        await _drain(request)
-    return request.wait(0)
+async def _until(
+    is_done: Callable[[], bool],
+    sleep: Callable[[], Awaitable[Any]],
+    cancel: Callable[[], Any] | None = None,
+) -> None:
+    """Sleep until something is done, however often the task is cancelled meanwhile.
 
-
-async def _drain(request: Request) -> None:
+    Then the cancellation is raised.
+    """
     interruption = None
-    alarm = Alarm()
     try:
-        alarm.listen([request])
-        while not request.done():
+        while not is_done():
             try:
-                await alarm.sleep()
+                await sleep()
             except asyncio.CancelledError as error:
                 interruption = error
-                request.cancel()
+                if cancel is not None:
+                    cancel()
         if interruption is not None:
             raise interruption
     finally:
         # Its traceback holds this frame.
         del interruption
-        alarm.close()
+
+
+async def as_coroutine(request: Request) -> Any:
+    """Wait for a request as ``await request`` does."""
+    if not request.done():
+        alarm = Alarm()
+        try:
+            alarm.listen([request])
+            await _until(request.done, alarm.sleep, request.cancel)
+        finally:
+            alarm.close()
+    try:
+        return request.wait(0)
+    except concurrent.futures.CancelledError as error:
+        raise asyncio.CancelledError(*error.args) from error
+
+
+async def close(workers: Workers, stop: Callable[[], None]) -> None:
+    """Wait until workers have nothing in flight, and stop them by a call that may block.
+
+    Nothing may be submitted any more.  A cancelled task waits on, and is cancelled then.
+    """
+    calls = Awaiting()
+    try:
+        # Where no descriptor is left for an eventfd, the call waits.
+        with contextlib.suppress(OSError):
+            await _drain(workers)
+    except asyncio.CancelledError:
+        await calls.call(stop)
+        raise
+    await calls.call(stop)
+
+
+async def _drain(workers: Workers) -> None:
+    """Wait until workers have nothing in flight."""
+    watcher = watcher_of(workers, asyncio.get_running_loop())
+    if watcher is None:
+        return
+    watcher.begin()
+    try:
+        await _until(workers.is_idle, watcher.look)
+    finally:
+        watcher.end()
+
+
+class Awaiting:
+    """Calls in the running event loop.
+
+    What is short but may block runs in the loop's default executor, and a transfer is a
+    request that is awaited.  A cancelled task waits for both before it is cancelled.
+    """
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+
+    async def call(self, function: Callable[..., R], /, *args: Any) -> R:
+        future = self._loop.run_in_executor(None, function, *args)
+        try:
+            await _until(future.done, lambda: asyncio.wait([future]))
+        except asyncio.CancelledError:
+            # Of an error beside the cancellation nobody can be told.
+            future.exception()
+            raise
+        return future.result()
+
+    async def transfer(
+        self, wait: Callable[..., Any], submit: Callable[..., Any], /, *args: Any
+    ) -> Any:
+        return await submit(*args)
+
+    def entered(self, context: AbstractContextManager[V_co]) -> Entered[V_co]:
+        return _EnteredElsewhere(self, context)
+
+
+class _EnteredElsewhere(Generic[V_co]):
+    """A context that is entered and left in the executor, however the task is cancelled."""
+
+    def __init__(self, calls: Awaiting, context: AbstractContextManager[V_co]) -> None:
+        self._calls = calls
+        self._context = context
+        # Knows whether it was entered, also where nobody heard the result.
+        self._stack = contextlib.ExitStack()
+
+    async def __aenter__(self) -> V_co:
+        try:
+            return await self._calls.call(self._stack.enter_context, self._context)
+        except asyncio.CancelledError as error:
+            await self.__aexit__(type(error), error, error.__traceback__)
+            raise
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> bool | None:
+        if kind is GeneratorExit:
+            # The loop has left the coroutine, which cannot await anything any more.
+            return self._stack.__exit__(kind, error, traceback)
+        return await self._calls.call(self._stack.__exit__, kind, error, traceback)

@@ -35,6 +35,9 @@ class Workers(Protocol):
     def collect(self) -> Any:
         """Finish what is done, in this thread."""
 
+    def is_idle(self) -> bool:
+        """Tell whether nothing is in flight."""
+
 
 class Request(Protocol):
     """A transfer to wait for."""

@@ -3,8 +3,7 @@ from typing import Any, Literal
 
 from typing_extensions import Self, disjoint_base
 
-from nvmeio._arguments.types import Path
-from nvmeio._native.file import File
+from nvmeio._arguments.types import FileLike
 from nvmeio._native.handle import Handle
 
 @disjoint_base
@@ -29,32 +28,26 @@ class aio_handle:
     def read(
         self,
         buffer: Any,
-        filename: Path | int | File,
+        filename: FileLike,
         validate: bool = False,
         file_offset: int = 0,
     ) -> int: ...
     def write(
         self,
         buffer: Any,
-        filename: Path | int | File,
+        filename: FileLike,
         validate: bool = False,
         file_offset: int = 0,
     ) -> int: ...
     def pread(self, *args: Any, **kwargs: Any) -> int: ...
     def pwrite(self, *args: Any, **kwargs: Any) -> int: ...
-    def sync_pread(
-        self, buffer: Any, filename: Path | int | File, file_offset: int = 0
-    ) -> int: ...
-    def sync_pwrite(
-        self, buffer: Any, filename: Path | int | File, file_offset: int = 0
-    ) -> int: ...
-    def async_pread(
-        self, buffer: Any, filename: Path | int | File, file_offset: int = 0
-    ) -> int: ...
+    def sync_pread(self, buffer: Any, filename: FileLike, file_offset: int = 0) -> int: ...
+    def sync_pwrite(self, buffer: Any, filename: FileLike, file_offset: int = 0) -> int: ...
+    def async_pread(self, buffer: Any, filename: FileLike, file_offset: int = 0) -> int: ...
     def async_pwrite(
         self,
         buffer: Any,
-        filename: Path | int | File | None = None,
+        filename: FileLike | None = None,
         file_offset: int = 0,
         *,
         fd: int | None = None,

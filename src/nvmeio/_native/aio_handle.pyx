@@ -75,8 +75,8 @@ cdef class aio_handle:
     -----
     ``check_overlap`` is as ``NVMEIO_CHECK_OVERLAP`` says.
 
-    ``filename`` is a path, an open descriptor or a ``File``.  Writes create the file where
-    it does not exist and never truncate it.
+    ``filename`` is a path, a descriptor or a file object with one.  Writes create the file
+    where it does not exist and never truncate it.
 
     Thread-safe, pickled and used after a fork as its ``Handle``; may be subclassed.
 

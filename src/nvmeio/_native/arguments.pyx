@@ -3,6 +3,7 @@
 What is checked less often is in _arguments/checks.py.
 """
 
+import io
 import operator
 import os
 import time
@@ -20,25 +21,39 @@ cdef object path_or_descriptor(object file):
     if isinstance(file, (str, bytes)) or type(file) is int:
         return file
     if file is MISSING:
-        raise TypeError("the argument 'file' is missing: a path, a descriptor or a File")
+        raise TypeError("the argument 'file' is missing: a path, a descriptor or a file")
     if not isinstance(file, (bool, _numpy_bool)):
         for convert in (os.fspath, operator.index):
             try:
                 return convert(file)
             except TypeError:
                 continue
-    hint = "; pass its fileno()" if has_descriptor(file) else ""
+        if hasattr(file, "fileno"):
+            return descriptor_of(file)
     raise TypeError(
-        f"file is {shown(file)}; it must be a path, a descriptor or a File{hint}"
+        f"file is {shown(file)}; it must be a path, a descriptor, a File or another file "
+        "with a descriptor"
     )
 
 
-cdef bint has_descriptor(object file):
+cdef object descriptor_of(object file):
+    """Return the descriptor of a file object, which has written out its buffer."""
+    if any("compression" in kind.__module__ for kind in type(file).__mro__):
+        # Of gzip, bz2, lzma and zstd.
+        raise TypeError(
+            f"file is {shown(file)}, whose descriptor leads to compressed bytes; nvmeio "
+            "transfers the bytes of the file itself"
+        )
     try:
-        return file.fileno() >= 0
-    except Exception:
-        # In memory, or closed.
-        return False
+        descriptor = integer("fileno()", file.fileno())
+    except io.UnsupportedOperation:
+        raise TypeError(
+            f"file is {shown(file)}, which has no descriptor; it must be a path, a "
+            "descriptor, a File or another file with a descriptor"
+        ) from None
+    if hasattr(file, "flush"):
+        file.flush()
+    return descriptor
 
 
 cdef int64_t file_position(str name, object value) except -1:

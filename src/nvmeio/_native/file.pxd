@@ -1,4 +1,4 @@
-from libc.stdint cimport int64_t
+from libc.stdint cimport int64_t, uint32_t
 
 from nvmeio.libnvmeio cimport nvmeio_direct, nvmeio_file, nvmeio_op
 
@@ -11,6 +11,11 @@ cdef class File:
     cdef readonly object path  # as it was given: str, bytes or the number of a descriptor
     cdef readonly str mode
     cdef bint page_cache_open  # known to have the descriptor of the page cache
+    cdef object absolute       # the path for a copy by pickle, or None
+    cdef object wanted_direct  # as it was given
+    cdef object lock           # of the position; made when it is first needed
+    cdef unsigned long holder  # the thread that holds the lock, or 0
+    cdef uint32_t generation   # of the process that the lock is of
 
     # A reference of the caller's own, to be released; raises ValueError once closed.
     cdef nvmeio_file *retain(self) except NULL

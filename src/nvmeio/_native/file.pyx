@@ -1,30 +1,59 @@
-"""Open files: modes, alignment, size.
+"""Open files: modes, alignment, size; and files as io has them, with a position.
 
 A File owns one reference of the library's file; requests take their own, so closing it
 never disturbs what is in flight.  Sharing files between requests is open_files.pyx's.
+
+The position is the kernel's, of the descriptor that fileno() returns.  So programs that
+read and write by that descriptor, and children of a fork, agree with the File.
 """
 
+import _thread
 import errno
 import fcntl
+import io
+import itertools
 import logging
 import os
 import stat
 
+import numpy
+
 cimport cython
+from cpython.buffer cimport (
+    PyBUF_SIMPLE,
+    PyBUF_WRITABLE,
+    PyBuffer_FillInfo,
+    PyBuffer_Release,
+    PyObject_GetBuffer,
+)
+from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
 from cpython.exc cimport PyErr_CheckSignals
+from cpython.pythread cimport PyThread_get_thread_ident
 from libc.errno cimport EINTR
 from libc.errno cimport errno as c_errno
 from libc.limits cimport INT_MAX
-from libc.stdint cimport int64_t
+from libc.stdint cimport int64_t, uint32_t
 from posix.fcntl cimport O_CREAT, O_EXCL, O_RDONLY, O_RDWR, O_TRUNC, O_WRONLY
+from posix.unistd cimport lseek
+from posix.unistd cimport read as c_read
+from posix.unistd cimport write as c_write
 
 from nvmeio cimport libnvmeio
 from nvmeio.libnvmeio cimport DIRECT_ALWAYS, DIRECT_AUTO, DIRECT_NEVER, nvmeio_direct
-from nvmeio.libnvmeio cimport OP_WRITE, nvmeio_file, nvmeio_file_info, nvmeio_op
+from nvmeio.libnvmeio cimport OP_FSYNC, OP_READ, OP_WRITE, nvmeio_file
+from nvmeio.libnvmeio cimport nvmeio_file_info, nvmeio_op
 from nvmeio._native.arguments cimport file_position
 from nvmeio._native.errors cimport check, error_in_words, raise_because, verb_of
-from nvmeio._arguments.checks import MISSING, direct_choice, path_of, word
+from nvmeio._arguments.checks import (
+    MISSING,
+    direct_choice,
+    integer,
+    path_of,
+    shown,
+    whole,
+)
 from nvmeio._arguments.keywords import refuse_unknown
+from nvmeio._files.paths import absolute
 
 cdef extern from "<fcntl.h>" nogil:
     int fallocate(int descriptor, int mode, int64_t offset, int64_t size)
@@ -38,8 +67,38 @@ _FLAGS = {
     "r": O_RDONLY,
     "r+": O_RDWR,
     "w": O_RDWR | O_CREAT | O_TRUNC,
+    "w+": O_RDWR | O_CREAT | O_TRUNC,
     "x": O_RDWR | O_CREAT | O_EXCL,
+    "x+": O_RDWR | O_CREAT | O_EXCL,
 }
+# In any order, as open() takes them: the mode as io.FileIO has it, and the flags.
+_MODES = {
+    "".join(letters): (mode[0] + "b" + mode[1:], flags)
+    for mode, flags in _FLAGS.items()
+    for letters in (*itertools.permutations(mode), *itertools.permutations(mode + "b"))
+}
+
+# Transfers at the position go past the page cache from this size on.  Smaller ones are
+# faster by read(2) and write(2), because the kernel reads ahead and writes behind.
+cdef Py_ssize_t LARGE_BYTES = 1 << 20
+# What readline() reads at a time, and readall() where a file does not say its size.
+cdef Py_ssize_t PIECE_BYTES = 8192
+
+# Returns the handle for large transfers at the position.
+_handle = None
+
+
+def use_handle(function):
+    """Say what returns the handle for transfers at the position of a File."""
+    global _handle
+    _handle = function
+
+
+# One operation at the position of a file.
+cdef struct Turn:
+    nvmeio_file *c       # a reference: the descriptor stays open
+    int descriptor
+    int64_t begin        # the position before
 
 
 @cython.final
@@ -47,25 +106,26 @@ cdef class File:
     """File(path, mode="r", *, direct="auto")
 --
 
-    A file that is opened once and used by many requests.
+    An open file: for requests at any offset, and a file object of Python with a position.
 
     Parameters
     ----------
     path : str, bytes or os.PathLike
         A regular file or a block device.
-    mode : {"r", "r+", "w", "x"}, default "r"
-        Read; read and write; create or truncate; create, and fail where it exists.
-        "w" and "x" can be read from too.
+    mode : {"r", "r+", "w", "w+", "x", "x+"}, default "r"
+        As for ``open()``: read; read and write; create or truncate; create, and fail where
+        the file exists.  Each may have a "b", as in "rb+".  "w" and "x" can be read from
+        too, like "w+" and "x+".
     direct : {"auto", True, False}, default "auto"
         Whether to bypass the page cache by O_DIRECT: where the file system can, always,
         or never.  With "auto" gathers take from it what it has.
 
     Attributes
     ----------
-    path : str or bytes
+    path, name : str or bytes
         As it was given; read-only.
     mode : str
-        As it was given; read-only.
+        With its "b", as ``io.FileIO`` has it: "rb", "rb+", "wb", ...; read-only.
 
     Raises
     ------
@@ -82,24 +142,51 @@ cdef class File:
     Thread-safe.  Requests in flight keep the file open after ``close()``.  Whatever needs
     an open file raises ValueError once it is closed.
 
+    ``isinstance(file, io.RawIOBase)`` is true, so ``numpy.load``, ``torch.save``,
+    ``zipfile``, ``io.TextIOWrapper`` and the like take a File.  There is no buffer: each
+    ``read`` and ``write`` is at least one system call; wrap the file in
+    ``io.BufferedReader`` or ``io.BufferedWriter`` for many small ones.  From 1 MiB on they
+    go past the page cache by ``nvmeio.default_handle()``.  Unlike ``io.FileIO``, ``write``
+    writes all bytes, and ``readinto`` reads fewer only at the end of the file.  An
+    operation that raises leaves the position where it was.  Requests of a handle have
+    offsets of their own and neither use nor move the position.
+
+    A File is pickled, and copied, by its absolute path at the time of opening: it is opened
+    anew, at its beginning, "w" and "x" as "r+", so that nothing is truncated.  A closed
+    one stays closed.
+
     The kernel drops the POSIX record locks (``fcntl.lockf``) that a process has on a file
     whenever the process closes a descriptor of it, this one included.
 
     See Also
     --------
     open : Python's own, whose modes are meant.
+    io.RawIOBase : whose methods it has.
+
+    Examples
+    --------
+    >>> with nvmeio.File("settings.json", "w") as file:
+    ...     with io.TextIOWrapper(file) as text:
+    ...         json.dump({"rows": 3}, text)
+    >>> with nvmeio.File("settings.json") as file:
+    ...     json.load(file)
+    {'rows': 3}
     """
 
     def __init__(self, path=MISSING, mode="r", *, direct="auto", **unknown):
         if unknown:
             refuse_unknown(File, unknown)
-        flags = _FLAGS[word("mode", mode, _FLAGS)]
+        if not isinstance(mode, str) or mode not in _MODES:
+            refuse_mode(mode)
+        full_mode, flags = _MODES[mode]
         c_direct = direct_option(direct)
         path = path_of(path)
         if self.c != NULL:
             raise ValueError("the file is open already; make another File")
         self.path = path
-        self.mode = mode
+        self.mode = full_mode
+        self.wanted_direct = direct
+        self.absolute = where(path)
         fill(self, flags, c_direct)
 
     def __dealloc__(self):
@@ -146,13 +233,244 @@ cdef class File:
         """Whether the file is closed."""
         return self.c == NULL
 
+    @property
+    def name(self) -> str | bytes:
+        """The path, as it was given."""
+        return self.path
+
+    def readable(self) -> bool:
+        """Return whether the file was opened for reading: always, but by a descriptor."""
+        return bool(describe(self).readable)
+
+    def writable(self) -> bool:
+        """Return whether the file was opened for writing."""
+        return bool(describe(self).writable)
+
+    def seekable(self) -> bool:
+        """Return True."""
+        describe(self)
+        return True
+
+    def isatty(self) -> bool:
+        """Return False."""
+        describe(self)
+        return False
+
+    def flush(self) -> None:
+        """Do nothing: a File has no buffer.  ``fsync`` makes what was written durable."""
+        describe(self)
+
+    def read(self, size=-1, /) -> bytes:
+        """Read at the position, which moves on.
+
+        Parameters
+        ----------
+        size : int, default -1
+            How many bytes; a negative number or None: all up to the end of the file.
+
+        Returns
+        -------
+        bytes
+            Fewer than ``size`` only at the end of the file.
+
+        Raises
+        ------
+        OSError
+            With errno and path.  The position is where it was.
+        TypeError, ValueError
+            ``size`` is no integer; or the file is closed.
+
+        Notes
+        -----
+        Releases the GIL.
+        """
+        if type(size) is not int:
+            size = -1 if size is None else integer("size", size)
+        return in_turn(self, OP_READ, read_bytes, size)
+
+    def readall(self) -> bytes:
+        """Read all from the position up to the end of the file.
+
+        Returns
+        -------
+        bytes
+            What ``read()`` returns.
+        """
+        return in_turn(self, OP_READ, read_bytes, -1)
+
+    def readinto(self, buffer, /) -> int:
+        """Read at the position into memory; the position moves on.
+
+        Parameters
+        ----------
+        buffer : writable object with the buffer protocol
+            Is filled; contiguous, of any type of elements.
+
+        Returns
+        -------
+        int
+            The number of bytes, fewer than the buffer has only at the end of the file.
+
+        Raises
+        ------
+        OSError
+            With errno and path.  The position is where it was.
+        TypeError, ValueError
+            The buffer is none, or cannot be written to; or the file is closed.
+
+        Notes
+        -----
+        Releases the GIL.
+        """
+        return in_turn(self, OP_READ, read_into, buffer)
+
+    def readline(self, size=-1, /) -> bytes:
+        """Read a line at the position, up to and with its newline.
+
+        Parameters
+        ----------
+        size : int, default -1
+            The most bytes to read; a negative number or None: no limit.
+
+        Returns
+        -------
+        bytes
+            Without a newline where the limit or the end of the file comes first.
+        """
+        if type(size) is not int:
+            size = -1 if size is None else integer("size", size)
+        return in_turn(self, OP_READ, read_line, size)
+
+    def readlines(self, hint=-1, /) -> list[bytes]:
+        """Read lines at the position.
+
+        Parameters
+        ----------
+        hint : int, default -1
+            How many bytes are enough; 0, a negative number or None: all.
+
+        Returns
+        -------
+        list of bytes
+            Whole lines.
+        """
+        hint = -1 if hint is None else integer("hint", hint)
+        lines, total = [], 0
+        for line in self:
+            lines.append(line)
+            total += len(line)
+            if 0 < hint <= total:
+                break
+        return lines
+
+    def __iter__(self):
+        describe(self)
+        return self
+
+    def __next__(self) -> bytes:
+        line = self.readline()
+        if not line:
+            raise StopIteration
+        return line
+
+    def write(self, buffer, /) -> int:
+        """Write all of a buffer at the position, which moves on.
+
+        Parameters
+        ----------
+        buffer : object with the buffer protocol
+            Contiguous, of any type of elements.
+
+        Returns
+        -------
+        int
+            The number of bytes: the size of the buffer.
+
+        Raises
+        ------
+        OSError
+            With errno and path.  The position is where it was, and a part of the bytes may
+            have been written.
+        io.UnsupportedOperation
+            The file is not open for writing.
+        TypeError, ValueError
+            The buffer is none; or the file is closed.
+
+        Notes
+        -----
+        Releases the GIL.
+        """
+        return in_turn(self, OP_WRITE, write_all, buffer)
+
+    def writelines(self, lines, /) -> None:
+        """Write each of several buffers, which bring their own newlines."""
+        for line in lines:
+            self.write(line)
+
+    def seek(self, offset, whence=0, /) -> int:
+        """Move the position.
+
+        Parameters
+        ----------
+        offset : int
+            In bytes.
+        whence : int, default io.SEEK_SET
+            From where: the beginning, the position (``io.SEEK_CUR``), the end
+            (``io.SEEK_END``); or ``os.SEEK_DATA`` and ``os.SEEK_HOLE``, see lseek(2).
+
+        Returns
+        -------
+        int
+            The new position, which may be behind the end of the file.
+
+        Raises
+        ------
+        OSError
+            EINVAL where the position would be negative.
+        TypeError, ValueError
+            An argument is no integer or out of range; or the file is closed.
+        """
+        # The checks of whole() take 1 us.
+        if type(offset) is not int or offset.bit_length() > 63:
+            offset = whole("offset", offset, -(2**63), 2**63 - 1)
+        if type(whence) is not int or not 0 <= whence <= 4:
+            whence = whole("whence", whence, 0, 4)
+        return in_turn(self, OP_FSYNC, move, (offset, whence))
+
+    def tell(self) -> int:
+        """Return the position, in bytes."""
+        return in_turn(self, OP_FSYNC, move, (0, os.SEEK_CUR))
+
+    def fsync(self, *, data_only=False) -> None:
+        """Make what was written durable, by fsync(2).
+
+        Parameters
+        ----------
+        data_only : bool, default False
+            As fdatasync(2): metadata only as far as reading the data needs them.
+
+        Raises
+        ------
+        OSError
+            The device failed.
+        TypeError, ValueError
+            ``data_only`` is no boolean; or the file is closed.
+
+        Notes
+        -----
+        Covers also what was submitted to ``nvmeio.default_handle()`` before.  The name of a
+        new file is durable after an fsync of its folder.  Releases the GIL.
+        """
+        describe(self)
+        _handle().fsync(self, data_only=data_only)
+
     def preallocate(self, size) -> None:
         """Reserve room, so that the file can become ``size`` bytes long.
 
         Parameters
         ----------
         size : int
-            In bytes, 1 to 2**63 - 1.  A shorter file is made as long, with zeros.
+            In bytes, 0 to 2**63 - 1.  A shorter file is made as long, with zeros.
 
         Raises
         ------
@@ -167,26 +485,33 @@ cdef class File:
         Releases the GIL.
         """
         cdef int64_t c_size = file_position("size", size)
-        cdef int descriptor = self.fileno(), error = EINTR
+        cdef int descriptor = self.fileno(), error = EINTR if c_size else 0
         while error == EINTR:
             PyErr_CheckSignals()
             with nogil:
                 error = c_errno if fallocate(descriptor, 0, 0, c_size) else 0
         check(-error, self.path)
 
-    def truncate(self, size) -> None:
+    def truncate(self, size=None) -> int:
         """Make the file ``size`` bytes long.
 
         Parameters
         ----------
-        size : int
-            In bytes, 0 to 2**63 - 1; what lies beyond is lost, what is new reads as zeros.
+        size : int, optional
+            In bytes, 0 to 2**63 - 1; default: the position.  What lies beyond is lost, what
+            is new reads as zeros.
+
+        Returns
+        -------
+        int
+            The new size.  The position stays.
 
         Raises
         ------
         OSError
-            EINVAL where the file is not open for writing, EFBIG where its file system has
-            no files of that size.
+            EFBIG where its file system has no files of that size.
+        io.UnsupportedOperation
+            The file is not open for writing.
         TypeError
             ``size`` is not an integer.
         ValueError
@@ -196,15 +521,9 @@ cdef class File:
         -----
         Releases the GIL.  Writes in flight may make the file longer again.
         """
-        cdef int64_t c_size = file_position("size", size)
-        cdef nvmeio_file *c = self.retain()
-        cdef int result
-        with nogil:
-            result = libnvmeio.file_truncate(c, c_size)
-            libnvmeio.file_release(c)
-        if result == -errno.EINVAL and not describe(self).writable:
-            raise_because(errno.EINVAL, "the file is not open for writing", self.path)
-        check(result, self.path)
+        if size is not None:
+            size = file_position("size", size)
+        return in_turn(self, OP_WRITE, cut, size)
 
     def fileno(self) -> int:
         """Return the descriptor that goes through the page cache.
@@ -212,7 +531,7 @@ cdef class File:
         Returns
         -------
         int
-            Lent: it is closed with the file.
+            Lent: it is closed with the file.  Its position is that of ``tell()``.
 
         Raises
         ------
@@ -246,22 +565,290 @@ cdef class File:
         self.close()
 
     def __reduce__(self):
-        state = "a closed" if self.closed else "an open"
-        raise TypeError(f"{state} File cannot be pickled; pass its path")
+        if self.absolute is None:
+            raise TypeError(f"{self!r} cannot be pickled: it was opened without a path")
+        mode = "r" if self.mode == "rb" else "r+"
+        return _restore, (self.absolute, mode, self.wanted_direct, self.closed)
 
     def __repr__(self):
         state = " closed" if self.closed else ""
         return f"<nvmeio.File {self.path!r} mode={self.mode!r}{state}>"
 
 
+io.RawIOBase.register(File)
+
+
+def _restore(path, mode, direct, closed):
+    """Make a File from what pickling carried."""
+    cdef File file
+    if not closed:
+        return File(path, mode, direct=direct)
+    file = File.__new__(File)
+    file.path = file.absolute = path
+    file.mode = "rb" if mode == "r" else "rb+"
+    file.wanted_direct = direct
+    return file
+
+
 def open_for_writing(path, direct="auto"):
     """Open a file as writes of a handle do: made where it is missing, never truncated."""
-    return open_path(path_of(path), O_WRONLY | O_CREAT, "w", direct_option(direct))
+    return open_path(path_of(path), O_WRONLY | O_CREAT, "wb", direct_option(direct))
 
 
 def open_unnamed(folder):
     """Make a file without a name, to be given one; it goes with its last descriptor."""
-    return open_path(folder, O_RDWR | os.O_TMPFILE, "w", DIRECT_AUTO)
+    return open_path(folder, O_RDWR | os.O_TMPFILE, "wb", DIRECT_AUTO)
+
+
+cdef int refuse_mode(object mode) except -1:
+    """Raise ValueError for what is no mode."""
+    hint = ""
+    if isinstance(mode, str) and "a" in mode:
+        hint = "; to append, open it with 'r+' and seek to the end"
+    elif isinstance(mode, str) and "t" in mode:
+        hint = "; for text wrap the File in io.TextIOWrapper"
+    raise ValueError(
+        f"mode is {shown(mode)}; it must be one of {', '.join(_FLAGS)}, each with or "
+        f"without b{hint}"
+    )
+
+
+cdef object where(object path):
+    """Return the absolute path, or None where the working directory is gone."""
+    if isinstance(path, str) and path.startswith("/"):
+        return path
+    try:
+        return absolute(path)
+    except OSError:
+        return None
+
+
+ctypedef object (*Operation)(File file, Turn *turn, object argument)
+
+
+cdef object in_turn(File file, nvmeio_op op, Operation operate, object argument):
+    """Do something at the position, while no other thread does.
+
+    Where it raises, the position is what it was.  `op` is what the file must be open for.
+    """
+    cdef Turn turn
+    cdef nvmeio_file_info info
+    turn.c = file.retain()
+    try:
+        libnvmeio.file_get_info(turn.c, &info)
+        if op == OP_READ and not info.readable:
+            refuse_operation(errno.EBADF, "the file is not open for reading", file.path)
+        if op == OP_WRITE and not info.writable:
+            refuse_operation(errno.EBADF, "the file is not open for writing", file.path)
+        if not file.page_cache_open:
+            open_page_cache(file)
+        turn.descriptor = libnvmeio.file_fd(turn.c)
+        lock = lock_of(file)
+        lock.acquire()
+        file.holder = PyThread_get_thread_ident()
+        try:
+            turn.begin = seek_to(file, &turn, 0, os.SEEK_CUR)
+            try:
+                return operate(file, &turn, argument)
+            except BaseException:
+                lseek(turn.descriptor, turn.begin, os.SEEK_SET)
+                raise
+        finally:
+            file.holder = 0
+            lock.release()
+    finally:
+        if file.c == turn.c:
+            libnvmeio.file_release(turn.c)
+        else:
+            # The last reference, and closing a file may take long.
+            with nogil:
+                libnvmeio.file_release(turn.c)
+
+
+cdef object lock_of(File file):
+    """Return what guards the position.  In a forked child its parent's is of no use."""
+    cdef uint32_t generation = libnvmeio.fork_generation()
+    if file.lock is None or file.generation != generation:
+        lock = _thread.allocate_lock()
+        with cython.critical_section(file):
+            if file.lock is None or file.generation != generation:
+                file.lock = lock
+                file.holder = 0
+                file.generation = generation
+    if file.holder == PyThread_get_thread_ident():
+        # The handler of a signal, or a finalizer, would wait for itself.
+        raise RuntimeError(f"reentrant call inside {file!r}")
+    return file.lock
+
+
+cdef int refuse_operation(int error, str words, object path) except -1:
+    raise io.UnsupportedOperation(error, words, path)
+
+
+cdef int64_t seek_to(File file, Turn *turn, int64_t offset, int whence) except -1:
+    cdef int64_t position = lseek(turn.descriptor, offset, whence)
+    return check(-c_errno if position < 0 else position, file.path)
+
+
+cdef object move(File file, Turn *turn, object target):
+    """Move the position, and return it: `target` is what lseek(2) takes."""
+    return seek_to(file, turn, target[0], target[1])
+
+
+cdef object cut(File file, Turn *turn, object size):
+    """Make the file as long as is said, or as the position is."""
+    cdef int64_t c_size = turn.begin if size is None else size
+    cdef int result
+    with nogil:
+        result = libnvmeio.file_truncate(turn.c, c_size)
+    check(result, file.path)
+    return c_size
+
+
+cdef object read_into(File file, Turn *turn, object buffer):
+    """Fill a buffer as far as the file goes; return the number of bytes."""
+    cdef Py_buffer view
+    try:
+        PyObject_GetBuffer(buffer, &view, PyBUF_WRITABLE)
+    except BufferError as error:
+        raise TypeError(f"the buffer is {shown(buffer)}: {error}") from None
+    try:
+        return transfer_in(file, turn, buffer, <char *> view.buf, view.len)
+    finally:
+        PyBuffer_Release(&view)
+
+
+# Bytes that nobody else has yet, to be filled.
+@cython.final
+cdef class _NewBytes:
+    cdef bytes value
+
+    def __getbuffer__(self, Py_buffer *view, int flags):
+        cdef char *memory = PyBytes_AS_STRING(self.value)
+        PyBuffer_FillInfo(view, self, memory, len(self.value), False, flags)
+
+
+cdef object read_bytes(File file, Turn *turn, object size):
+    """Read up to so many bytes, or all that follow where `size` is negative."""
+    cdef list parts
+    if 0 <= size <= LARGE_BYTES:
+        return next_bytes(file, turn, size)
+    if size >= 0:
+        return next_bytes(file, turn, min(size, max(LARGE_BYTES, left_of(file, turn))))
+    parts = [next_bytes(file, turn, left_of(file, turn))]
+    # It may have grown; and files of the kernel do not say their size.
+    while True:
+        part = next_bytes(file, turn, PIECE_BYTES)
+        if not part:
+            return parts[0] if len(parts) == 1 else b"".join(parts)
+        parts.append(part)
+
+
+cdef object read_line(File file, Turn *turn, object size):
+    """Read up to a newline, or so many bytes where `size` is not negative."""
+    cdef Py_ssize_t wanted, end
+    cdef list parts = []
+    while size:
+        wanted = PIECE_BYTES if size < 0 else min(PIECE_BYTES, size)
+        part = next_bytes(file, turn, wanted)
+        end = part.find(b"\n") + 1
+        if end:
+            seek_to(file, turn, end - len(part), os.SEEK_CUR)
+            parts.append(part[:end])
+            break
+        if not part:
+            break
+        parts.append(part)
+        if size > 0:
+            size -= len(part)
+    return b"".join(parts)
+
+
+cdef int64_t left_of(File file, Turn *turn) except -1:
+    """Return how many bytes the file has behind the position of the turn's begin."""
+    cdef int64_t size
+    with nogil:
+        size = libnvmeio.file_size(turn.c)
+    return max(0, check(size, file.path) - turn.begin)
+
+
+cdef bytes next_bytes(File file, Turn *turn, Py_ssize_t nbytes):
+    """Read up to so many bytes at the position."""
+    cdef _NewBytes fresh
+    cdef Py_ssize_t count
+    if nbytes == 0:
+        return b""
+    fresh = _NewBytes.__new__(_NewBytes)
+    fresh.value = PyBytes_FromStringAndSize(NULL, nbytes)
+    count = transfer_in(file, turn, fresh, PyBytes_AS_STRING(fresh.value), nbytes)
+    return fresh.value if count == nbytes else fresh.value[:count]
+
+
+cdef Py_ssize_t transfer_in(
+    File file, Turn *turn, object owner, char *memory, Py_ssize_t nbytes
+) except -1:
+    """Read at the position into memory, which `owner` has."""
+    cdef Py_ssize_t done = 0, got, left
+    cdef int error
+    if nbytes >= LARGE_BYTES:
+        done = min(nbytes, left_of(file, turn))
+        if done < LARGE_BYTES or not read_past_cache(file, turn, owner, done):
+            done = 0
+    while done < nbytes:
+        left = nbytes - done
+        with nogil:
+            got = c_read(turn.descriptor, memory + done, left)
+            error = c_errno
+        if got > 0:
+            done += got
+        elif got == 0:
+            break
+        elif error == EINTR:
+            PyErr_CheckSignals()
+        else:
+            check(-error, file.path)
+    return done
+
+
+cdef bint read_past_cache(File file, Turn *turn, object owner, Py_ssize_t nbytes) except -1:
+    """Read at the turn's begin; False where the file has become shorter meanwhile."""
+    try:
+        _handle().read(numpy.frombuffer(owner, numpy.uint8, nbytes), file, turn.begin)
+    except OSError as error:
+        if error.errno != errno.ENODATA:
+            raise
+        return False
+    seek_to(file, turn, turn.begin + nbytes, os.SEEK_SET)
+    return True
+
+
+cdef object write_all(File file, Turn *turn, object buffer):
+    """Write all of a buffer; return the number of bytes."""
+    cdef Py_buffer view
+    cdef Py_ssize_t done = 0, got, left
+    cdef const char *memory
+    cdef int error
+    PyObject_GetBuffer(buffer, &view, PyBUF_SIMPLE)
+    try:
+        memory = <const char *> view.buf
+        if view.len >= LARGE_BYTES:
+            _handle().write(numpy.frombuffer(buffer, numpy.uint8), file, turn.begin)
+            seek_to(file, turn, turn.begin + view.len, os.SEEK_SET)
+            return view.len
+        while done < view.len:
+            left = view.len - done
+            with nogil:
+                got = c_write(turn.descriptor, memory + done, left)
+                error = c_errno
+            if got > 0:
+                done += got
+            elif got == 0 or error != EINTR:
+                check(-(error if got else errno.EIO), file.path)
+            else:
+                PyErr_CheckSignals()
+        return done
+    finally:
+        PyBuffer_Release(&view)
 
 
 cdef nvmeio_file_info describe(File file) except *:
@@ -407,7 +994,7 @@ cdef object check_against_file(
         # It may not be open for reading, nor still have its name.
         try:
             own = f"/proc/self/fd/{file.fileno()}"
-            file = open_path(own, O_RDONLY, "r", DIRECT_NEVER)
+            file = open_path(own, O_RDONLY, "rb", DIRECT_NEVER)
         except OSError as error:
             return OSError(error.errno, f"cannot validate: {error.strerror}", path)
     c = file.retain()

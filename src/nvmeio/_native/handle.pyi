@@ -5,12 +5,11 @@ from typing import Any, Literal
 import numpy.typing as npt
 from typing_extensions import Self, disjoint_base
 
-from nvmeio._arguments.types import Path
+from nvmeio._arguments.types import FileLike, Path
 from nvmeio._events.latencies import Latencies
-from nvmeio._native.file import File
 from nvmeio._native.request import Request
 
-_Items = Iterable[tuple[Any, Path | int | File, int]]
+_Items = Iterable[tuple[Any, FileLike, int]]
 
 @disjoint_base
 class Handle:
@@ -43,12 +42,12 @@ class Handle:
     def workers(self) -> int: ...
     @property
     def check_overlap(self) -> bool: ...
-    def read(self, buffer: Any, file: Path | int | File, offset: int = 0) -> int: ...
-    def write(self, buffer: Any, file: Path | int | File, offset: int = 0) -> int: ...
+    def read(self, buffer: Any, file: FileLike, offset: int = 0) -> int: ...
+    def write(self, buffer: Any, file: FileLike, offset: int = 0) -> int: ...
     def submit_read(
         self,
         buffer: Any,
-        file: Path | int | File,
+        file: FileLike,
         offset: int = 0,
         *,
         after: Request | Iterable[Request] | None = None,
@@ -56,14 +55,14 @@ class Handle:
     def submit_write(
         self,
         buffer: Any,
-        file: Path | int | File,
+        file: FileLike,
         offset: int = 0,
         *,
         after: Request | Iterable[Request] | None = None,
     ) -> Request: ...
     def submit_fsync(
         self,
-        file: Path | int | File,
+        file: FileLike,
         *,
         data_only: bool = False,
         after: Request | Iterable[Request] | None = None,
@@ -77,10 +76,10 @@ class Handle:
     def read_many(self, items: _Items) -> int: ...
     def write_many(self, items: _Items) -> int: ...
     def drain(self, timeout: float | None = None) -> None: ...
-    def fsync(self, file: Path | int | File, *, data_only: bool = False) -> None: ...
+    def fsync(self, file: FileLike, *, data_only: bool = False) -> None: ...
     def gather(
         self,
-        file: Path | int | File,
+        file: FileLike,
         offsets: npt.ArrayLike,
         sizes: int | npt.ArrayLike,
         out: Any,
@@ -90,7 +89,7 @@ class Handle:
     ) -> int: ...
     def submit_gather(
         self,
-        file: Path | int | File,
+        file: FileLike,
         offsets: npt.ArrayLike,
         sizes: int | npt.ArrayLike,
         out: Any,
@@ -102,7 +101,7 @@ class Handle:
     ) -> Request: ...
     def scatter(
         self,
-        file: Path | int | File,
+        file: FileLike,
         offsets: npt.ArrayLike,
         sizes: int | npt.ArrayLike,
         buffer: Any,
@@ -111,7 +110,7 @@ class Handle:
     ) -> int: ...
     def submit_scatter(
         self,
-        file: Path | int | File,
+        file: FileLike,
         offsets: npt.ArrayLike,
         sizes: int | npt.ArrayLike,
         buffer: Any,
@@ -128,6 +127,14 @@ class Handle:
     def close(self) -> None: ...
     def __enter__(self) -> Self: ...
     def __exit__(
+        self,
+        exc_type: type[BaseException] | None = None,
+        exc_value: BaseException | None = None,
+        traceback: TracebackType | None = None,
+        /,
+    ) -> None: ...
+    async def __aenter__(self) -> Self: ...
+    async def __aexit__(
         self,
         exc_type: type[BaseException] | None = None,
         exc_value: BaseException | None = None,

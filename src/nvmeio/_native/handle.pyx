@@ -105,7 +105,9 @@ cdef class Handle:
 
     Notes
     -----
-    ``file`` is everywhere a path, an open descriptor or a ``File``.  Writes create the
+    ``file`` is everywhere a path, an open descriptor, a ``File`` or another file object
+    with a descriptor: its ``flush()`` is called first, its position is neither used nor
+    moved, and what it has read ahead does not show what is written.  Writes create the
     file where it does not exist and never truncate it.
 
     Requests are not ordered among each other but by ``after=``: a read that is submitted
@@ -117,7 +119,7 @@ cdef class Handle:
     in forked children, where it starts workers of its own.
 
     Leaving a ``with`` block waits for everything in flight, also after an exception or
-    Ctrl-C; see ``close``.
+    Ctrl-C; see ``close``.  ``async with`` does the same, while the event loop goes on.
 
     With ``NVMEIO_PROFILE`` set to "auto", options come from the only profile there is, or
     of several from that of the device on which the current folder lies; set to an absolute
@@ -276,7 +278,7 @@ cdef class Handle:
         buffer : array, tensor or object with the buffer protocol
             Is filled; of any dtype, shape and strides.
         file : str, bytes, os.PathLike, int or File
-            A path, an open descriptor or a File; must hold ``offset`` plus the buffer's
+            A path, a descriptor or a file object; must hold ``offset`` plus the buffer's
             size bytes.
         offset : int, default 0
             Where in the file to begin, in bytes.
@@ -595,7 +597,7 @@ cdef class Handle:
         Parameters
         ----------
         file : str, bytes, os.PathLike, int or File
-            A path, an open descriptor or a File.
+            A path, an open descriptor or a file object.
         offsets : array_like of int, shape (n,)
             Where each record begins in the file, in bytes; in any order, with any
             alignment.
@@ -896,6 +898,27 @@ cdef class Handle:
             self.close()
             raise
 
+    async def __aenter__(self):
+        return self.__enter__()
+
+    async def __aexit__(self, *exc_info):
+        """Close the handle as ``with`` does, while an asyncio event loop goes on.
+
+        Raises
+        ------
+        asyncio.CancelledError
+            The task was cancelled meanwhile, however often: when the handle is closed.
+
+        Notes
+        -----
+        Waits for what is in flight without a thread; only then ``close`` runs in the loop's
+        default executor, to wait for callbacks and to stop the workers.
+        """
+        from nvmeio._events.event_loop import close
+        self.require_started()
+        self.open = False
+        await close(self.core, self.close)
+
     def __getattr__(self, name):
         hint = "; nvmeio.aio_handle has it" if name in _OF_THE_OP else ""
         raise AttributeError(f"a Handle has no attribute {name!r}{hint}")
@@ -966,11 +989,10 @@ cdef class Handle:
             file = request.files[index]
             if isinstance(file, File) and not ragged:
                 continue
-            if isinstance(file, str):
-                known = found.get((file, ragged))
-                if known is not None:
-                    request.files[index] = known
-                    continue
+            key = file if type(file) in (str, int) else id(file), ragged
+            if key in found:
+                request.files[index] = found[key]
+                continue
             try:
                 known = self.files.find(file, op == OP_WRITE, ragged)
             except OSError as error:
@@ -978,9 +1000,7 @@ cdef class Handle:
                 raise OSError(error.errno, words, error.filename) from error
             except (TypeError, ValueError) as error:
                 raise type(error)(f"items[{index}]: {error}") from error
-            request.files[index] = known
-            if isinstance(file, str):
-                found[file, ragged] = known
+            request.files[index] = found[key] = known
         return self.launch(request, False, after)
 
     cdef Request begin_gather(

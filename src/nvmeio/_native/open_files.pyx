@@ -89,7 +89,7 @@ cdef File open_patiently(OpenFiles files, object file, bint writing):
             if isinstance(file, int):
                 return open_descriptor(file, files.direct)
             flags = O_WRONLY | O_CREAT if writing else O_RDONLY
-            return open_path(file, flags, "w" if writing else "r", files.direct)
+            return open_path(file, flags, "wb" if writing else "rb", files.direct)
         except OSError as error:
             if not await_descriptors(files, error):
                 raise

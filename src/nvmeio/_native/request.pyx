@@ -492,13 +492,13 @@ cdef class Request:
 
         Raises
         ------
-        Exception
-            What ``wait`` raises: concurrent.futures.CancelledError where ``cancel`` has
-            dropped the request.
+        OSError
+            As ``wait``.
         asyncio.CancelledError
-            The task was cancelled.  Then the request is cancelled too, and this is raised
-            when it is done, also if the task is cancelled again meanwhile: no memory is
-            written to any more.
+            The request was cancelled, by ``cancel`` or because the task was.  A task that
+            is cancelled cancels its request, and this is raised when the request is done,
+            also if the task is cancelled again meanwhile: no memory is written to any
+            more.
 
         Notes
         -----
@@ -508,8 +508,24 @@ cdef class Request:
         closed with the handle or with the loop.
         """
         # Not at the top: asyncio takes longer to import than nvmeio.
-        from nvmeio._events.event_loop import outcome_of
-        return outcome_of(self).__await__()
+        from nvmeio._events.event_loop import as_coroutine
+        return as_coroutine(self).__await__()
+
+    def as_coroutine(self):
+        """Return a coroutine that does what ``await request`` does.
+
+        Returns
+        -------
+        coroutine
+            For ``asyncio.create_task``, ``TaskGroup.create_task`` and ``asyncio.wait``,
+            which take no other awaitable.
+
+        Notes
+        -----
+        The transfer goes on whether the coroutine is awaited or not.
+        """
+        from nvmeio._events.event_loop import as_coroutine
+        return as_coroutine(self)
 
     def __reduce__(self):
         raise TypeError("a Request cannot be pickled; it belongs to this process")
@@ -539,7 +555,7 @@ cdef int refuse_asyncio(object fn) except -1:
     if getattr(fn, "__module__", None) == "asyncio.tasks":
         raise TypeError(
             "asyncio.wait() takes tasks and futures of asyncio; pass "
-            "asyncio.ensure_future(request), or use nvmeio.as_completed()"
+            "asyncio.create_task(request.as_coroutine()), or use nvmeio.as_completed()"
         )
     return 0
 

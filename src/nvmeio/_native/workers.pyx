@@ -148,6 +148,9 @@ cdef class Workers:
             result = libnvmeio.handle_watch(self.c, fd)
         check(result)
 
+    def is_idle(self):
+        return self.pending() == 0 and not self.staged
+
     def unwatch(self, int fd):
         with nogil:
             libnvmeio.handle_unwatch(self.c, fd)

@@ -7,6 +7,7 @@ first one.
 import torch
 
 from nvmeio._memory.registry import register
+from nvmeio._native.file import File
 from nvmeio.torch import _tensors
 from nvmeio.torch.activations import save_on_disk
 from nvmeio.torch.data import (
@@ -21,7 +22,6 @@ from nvmeio.torch.data import (
 from nvmeio.torch.memory import empty, empty_like
 from nvmeio.torch.optimizers import OffloadedOptimizer, offload
 from nvmeio.torch.serialization import load, save
-from nvmeio.torch.streams import open_stream
 
 __all__ = [
     "ArrayDataset",
@@ -40,5 +40,8 @@ __all__ = [
     "save",
     "save_on_disk",
 ]
+
+# The file object for torch.save and torch.load.
+open_stream = File
 
 register(torch.Tensor, _tensors)

@@ -2,10 +2,12 @@
 
 import bisect
 import contextlib
+import functools
+import io
 import os
 import sys
 import zipfile
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -18,10 +20,12 @@ from nvmeio._native.file import File
 from nvmeio.default import default_handle
 from nvmeio.files import cut, new_contents
 from nvmeio.torch._saving import saving_with
-from nvmeio.torch.streams import Stream
 
 __all__ = ["load", "save"]
 
+# torch.save writes three times for each tensor.  Without a buffer 10,000 tensors of 4 KiB
+# took a fifth longer (2 cores, ext4, 2026-11-25); torch.load is no faster with one.
+_BUFFER_BYTES = 1 << 20
 _ALIGNMENT_MAX = 1 << 30
 # Before the bytes of an entry: its header, its name and what aligns them.
 _HEADER_BYTES_MAX = _ALIGNMENT_MAX + (1 << 17)
@@ -72,30 +76,55 @@ def save(obj: Any, path: Path, *, storage_alignment: int = 4096, sync: bool = Tr
     if alignment & (alignment - 1):
         raise ValueError(f"storage_alignment is {alignment}; it must be a power of two")
     with new_contents(path_of(path), sync=sync, atomic=True) as file:
-        stream = Stream(file, closes=False)
-        with _errors_of(stream), saving_with(storage_alignment=alignment):
-            torch.save(obj, stream)
-        stream.flush()
-        cut(file, stream.tell())
-        default_handle().fsync(file)
+        stream = io.BufferedWriter(file, _BUFFER_BYTES)
+        with _errors_of(stream) as noting, saving_with(storage_alignment=alignment):
+            torch.save(obj, noting)
+        # Otherwise the stream would close the file, which is not its own.
+        stream.detach()
+        cut(file, file.tell())
+        file.fsync()
+
+
+class _Noting:
+    """A file object that keeps the first error of a read or a write."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+        self.error: OSError | None = None
+        for name in ("read", "readinto", "write"):
+            setattr(self, name, self._noted(getattr(stream, name)))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def _noted(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(call)
+        def noted(*arguments: Any) -> Any:
+            try:
+                return call(*arguments)
+            except OSError as error:
+                self.error = self.error or error
+                raise
+
+        return noted
 
 
 @contextlib.contextmanager
-def _errors_of(stream: Stream) -> Iterator[None]:
-    """Raise what a stream has raised, for which torch may raise something else."""
+def _errors_of(stream: Any) -> Iterator[_Noting]:
+    """Raise what a file object has raised, where torch raises something else for it."""
+    noting = _Noting(stream)
     try:
-        yield
+        yield noting
     except Exception:
-        if stream.error is not None:
-            raise stream.error from None
+        if noting.error is not None:
+            raise noting.error from None
         raise
 
 
 def _loaded(file: File, **options: Any) -> Any:
     """Load all of a file by torch itself."""
-    stream = Stream(file, closes=False)
-    with naming_file(file), _errors_of(stream):
-        return torch.load(stream, **options)
+    with naming_file(file), _errors_of(file) as noting:
+        return torch.load(noting, **options)
 
 
 @contextlib.contextmanager

@@ -12,9 +12,7 @@ from torch_checkpointing.storage import base_storage
 
 from nvmeio._files.folders import make_folders, sync_folder
 from nvmeio._native.file import File
-from nvmeio.default import default_handle
 from nvmeio.files import read_file, write_file
-from nvmeio.torch.streams import Stream, open_stream
 
 __all__ = ["Storage", "StorageConfig"]
 
@@ -31,14 +29,18 @@ class StorageConfig(base_storage.StorageConfig):  # type: ignore[misc]
         return Storage()
 
 
-class _Durable(Stream):
+class _Durable(io.BufferedWriter):
     """A stream whose bytes are on the device once it is closed."""
+
+    def __init__(self, file: File) -> None:
+        super().__init__(file, 1 << 20)
+        self._file = file
 
     def close(self) -> None:
         try:
             if not self.closed:
                 self.flush()
-                default_handle().fsync(self._file)
+                self._file.fsync()
         finally:
             super().close()
 
@@ -52,7 +54,7 @@ class Storage(base_storage.Storage):  # type: ignore[misc]
 
     def stream_read(self, path: Path, read_args: Any = None) -> io.RawIOBase:
         """Open a file to read it."""
-        return open_stream(path)
+        return File(path)
 
     def stream_write(self, path: Path) -> io.IOBase:
         """Open a file to write it anew; closing it makes it durable."""

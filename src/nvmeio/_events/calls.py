@@ -1,0 +1,90 @@
+"""Functions that block, written once for threads and for event loops.
+
+Such a function is a coroutine function that is given a ``Calls``.  With ``BLOCKING`` its
+coroutine never suspends, and ``run`` has the result; with event_loop.py's it is awaited.
+"""
+
+from collections.abc import Callable, Coroutine
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import Any, Generic, Protocol, TypeVar
+
+__all__ = ["BLOCKING", "Calls", "Entered", "run"]
+
+R = TypeVar("R")
+V_co = TypeVar("V_co", covariant=True)
+
+
+class Entered(Protocol[V_co]):
+    """A context that is entered and left by calls that may block."""
+
+    async def __aenter__(self) -> V_co: ...
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+        /,
+    ) -> bool | None: ...
+
+
+class Calls(Protocol):
+    """How a function calls what blocks."""
+
+    async def call(self, function: Callable[..., R], /, *args: Any) -> R:
+        """Call a function that is short, but may block: opening, renaming, allocating."""
+
+    async def transfer(
+        self, wait: Callable[..., Any], submit: Callable[..., Any], /, *args: Any
+    ) -> Any:
+        """Transfer by one of two methods: one that waits, and one that makes a request."""
+
+    def entered(self, context: AbstractContextManager[V_co]) -> Entered[V_co]:
+        """Enter a context, and leave it, both as ``call`` does."""
+
+
+class Blocking:
+    """Calls in the calling thread."""
+
+    async def call(self, function: Callable[..., R], /, *args: Any) -> R:
+        return function(*args)
+
+    async def transfer(
+        self, wait: Callable[..., Any], submit: Callable[..., Any], /, *args: Any
+    ) -> Any:
+        return wait(*args)
+
+    def entered(self, context: AbstractContextManager[V_co]) -> Entered[V_co]:
+        return _EnteredHere(context)
+
+
+class _EnteredHere(Generic[V_co]):
+    """A context that is entered and left in the calling thread."""
+
+    def __init__(self, context: AbstractContextManager[V_co]) -> None:
+        self._context = context
+
+    async def __aenter__(self) -> V_co:
+        return self._context.__enter__()
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> bool | None:
+        return self._context.__exit__(kind, error, traceback)
+
+
+BLOCKING = Blocking()
+
+
+def run(coroutine: Coroutine[Any, Any, R]) -> R:
+    """Return the result of a coroutine that never suspends."""
+    try:
+        coroutine.send(None)
+    except StopIteration as done:
+        result: R = done.value
+        return result
+    raise RuntimeError(f"{coroutine!r} was given to run(), and suspends")

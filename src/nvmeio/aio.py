@@ -1,0 +1,286 @@
+"""Coroutine functions for asyncio.
+
+Every function of nvmeio that blocks has a coroutine function here, of the same name and
+with the same arguments.  ``getitem``, ``setitem`` (the names of the ``operator`` module),
+``append`` and ``flush`` do that for an ``ArrayFile``.  A request needs none, because it can
+be awaited itself: ``await handle.submit_read(...)``, ``await array.prefetch(...)``.
+
+The bytes move as requests: the event loop is woken by an eventfd, and no thread waits.
+Short calls that may block run in the loop's default executor: opening a file and reading
+its header, allocating memory, renaming, truncating, the fsync of a folder.  It is one pool
+of threads for all calls.  Strided memory and memory of devices is copied in the loop's
+thread.
+
+A cancelled task cancels its transfer, waits until the memory is in use no more, and then
+raises ``asyncio.CancelledError``, however often it was cancelled.  ``asyncio.timeout`` and
+``asyncio.wait_for`` cancel in the same way.
+"""
+
+from typing import Any, overload
+
+import numpy as np
+import numpy.typing as npt
+
+from nvmeio._arguments.keywords import suggesting
+from nvmeio._arguments.types import Path
+from nvmeio._events.event_loop import Awaiting
+from nvmeio._native.file import File
+from nvmeio.arrays import ArrayFile
+from nvmeio.default import default_handle
+from nvmeio.files import reading, writing
+from nvmeio.npy import loading, saving
+
+__all__ = [
+    "append",
+    "flush",
+    "getitem",
+    "load",
+    "read_file",
+    "read_into",
+    "save",
+    "setitem",
+    "write_file",
+]
+
+
+@suggesting
+async def load(path: Path) -> npt.NDArray[Any]:
+    """Read a whole .npy file.
+
+    Parameters
+    ----------
+    path : str, bytes or os.PathLike
+        As for ``nvmeio.load``.
+
+    Returns
+    -------
+    numpy.ndarray
+        As of ``nvmeio.load``.
+
+    Raises
+    ------
+    OSError, MemoryError, TypeError, ValueError
+        As ``nvmeio.load``.
+    asyncio.CancelledError
+        The task was cancelled; nothing is in flight any more.
+    """
+    return await loading(Awaiting(), path)
+
+
+@suggesting
+async def save(path: Path, array: Any, *, sync: bool = False) -> None:
+    """Write an array or a tensor as a .npy file.
+
+    Parameters
+    ----------
+    path, array, sync
+        As for ``nvmeio.save``.
+
+    Raises
+    ------
+    OSError, TypeError
+        As ``nvmeio.save``.
+    asyncio.CancelledError
+        As for ``write_file``.
+    """
+    await saving(Awaiting(), path, array, sync=sync)
+
+
+@overload
+async def read_file(
+    path: Path, offset: int = 0, size: int | None = None, dtype: None = None
+) -> npt.NDArray[np.uint8]: ...
+@overload
+async def read_file(
+    path: Path, offset: int = 0, size: int | None = None, *, dtype: Any
+) -> Any: ...
+@overload
+async def read_file(path: Path, offset: int, size: int | None, dtype: Any) -> Any: ...
+@suggesting
+async def read_file(
+    path: Path, offset: int = 0, size: int | None = None, dtype: Any = None
+) -> Any:
+    """Read a file, or a part of it, into new memory.
+
+    Parameters
+    ----------
+    path, offset, size, dtype
+        As for ``nvmeio.read_file``.
+
+    Returns
+    -------
+    numpy.ndarray or torch.Tensor
+        As of ``nvmeio.read_file``.
+
+    Raises
+    ------
+    OSError, MemoryError, TypeError, ValueError
+        As ``nvmeio.read_file``.
+    asyncio.CancelledError
+        The task was cancelled; nothing is in flight any more.
+    """
+    return await reading(Awaiting(), path, offset, size, dtype)
+
+
+@suggesting
+async def read_into(buffer: Any, file: Path | int | File, offset: int = 0) -> int:
+    """Fill a buffer from a file.
+
+    Parameters
+    ----------
+    buffer, file, offset
+        As for ``nvmeio.read_into``.
+
+    Returns
+    -------
+    int
+        The number of bytes read: the size of the buffer.
+
+    Raises
+    ------
+    OSError, TypeError, ValueError
+        As ``nvmeio.read_into``.
+    asyncio.CancelledError
+        The task was cancelled; nothing is written to the buffer any more.
+
+    Notes
+    -----
+    A path is opened in the thread of the event loop; pass a ``File`` where that may take
+    long.
+    """
+    return int(await default_handle().submit_read(buffer, file, offset))
+
+
+@suggesting
+async def write_file(
+    buffer: Any, path: Path, *, sync: bool = False, atomic: bool = True
+) -> int:
+    """Make a file of exactly the bytes of a buffer.
+
+    Parameters
+    ----------
+    buffer, path, sync, atomic
+        As for ``nvmeio.write_file``.  The buffer must not change meanwhile.
+
+    Returns
+    -------
+    int
+        The number of bytes written: the size of the buffer.
+
+    Raises
+    ------
+    OSError, TypeError, ValueError
+        As ``nvmeio.write_file``.
+    asyncio.CancelledError
+        The task was cancelled.  Nothing is in flight any more, and no other file is left.
+        With ``atomic`` the path leads to the old file, or, where it had been renamed
+        already, to the new one, complete.
+
+    Notes
+    -----
+    See ``nvmeio.write_file`` for what ``atomic`` costs, and where a file is written in
+    place.
+    """
+    return await writing(Awaiting(), buffer, path, sync=sync, atomic=atomic)
+
+
+@suggesting
+async def getitem(array: ArrayFile, index: Any) -> Any:
+    """Read what an index names: ``array[index]``.
+
+    Parameters
+    ----------
+    array : ArrayFile
+        What is read.
+    index : index of numpy
+        Which elements.
+
+    Returns
+    -------
+    numpy.ndarray, scalar or tensor
+        As ``array[index]``.
+
+    Raises
+    ------
+    IndexError, OSError, TypeError, ValueError
+        As ``array[index]``.
+    asyncio.CancelledError
+        The task was cancelled; nothing is in flight any more.
+
+    See Also
+    --------
+    nvmeio.ArrayFile.prefetch : The request that this awaits, which takes ``out=`` too.
+    """
+    return await array.prefetch(index)
+
+
+@suggesting
+async def setitem(array: ArrayFile, index: Any, value: Any) -> None:
+    """Write what an index names: ``array[index] = value``.
+
+    Parameters
+    ----------
+    array : ArrayFile
+        What is written to, open in the mode "r+".
+    index : index of numpy
+        Which elements.
+    value : array_like or tensor
+        Their values.
+
+    Raises
+    ------
+    IndexError, OSError, TypeError, ValueError
+        As ``array[index] = value``.
+    asyncio.CancelledError
+        The task was cancelled.  Nothing is in flight any more; of the elements, some may
+        have their new values.
+    """
+    await array.submit_setitem(index, value)
+
+
+@suggesting
+async def flush(array: ArrayFile, *, sync: bool = True) -> None:
+    """Make durable what was assigned to an array.
+
+    Parameters
+    ----------
+    array : ArrayFile
+        What was written to.
+    sync
+        As for ``ArrayFile.flush``.
+
+    Raises
+    ------
+    OSError, ValueError
+        As ``ArrayFile.flush``.
+    asyncio.CancelledError
+        The task was cancelled; it is unknown what is durable.
+    """
+    await array._flushing(Awaiting(), sync=sync)
+
+
+@suggesting
+async def append(array: ArrayFile, values: Any) -> None:
+    """Write rows behind the last one of an array, and make it longer by them.
+
+    Parameters
+    ----------
+    array : ArrayFile
+        What is written to, open in the mode "r+".
+    values
+        As for ``ArrayFile.append``.
+
+    Raises
+    ------
+    OSError, TypeError, ValueError
+        As ``ArrayFile.append``.
+    asyncio.CancelledError
+        The task was cancelled; the rows were appended all the same, unless they could not
+        be.
+
+    Notes
+    -----
+    All of it runs in the default executor, because an append waits for others by a lock of
+    the file.
+    """
+    await Awaiting().call(array.append, values)

@@ -1,0 +1,484 @@
+"""Coroutine functions: the same results, and nothing is left of what is cancelled."""
+
+import asyncio
+import contextlib
+import functools
+import gc
+import inspect
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+import nvmeio
+from helpers import MIB, PAGE, SLOW, pattern, plugged
+from nvmeio import aio
+
+# What has no function of this name: DeepSpeed's own two.
+OF_DEEPSPEED = {"aio_read", "aio_write"}
+OF_ARRAYS = {"getitem", "setitem", "append", "flush"}
+
+OLD, NEW = pattern(3 * PAGE, 1), pattern(5 * PAGE + 1, 2)
+
+
+@pytest.fixture(params=["asyncio", "uvloop", "debug"])
+def new_loop(request):
+    """What makes an event loop: of asyncio, of uvloop, of asyncio in debug mode."""
+    if request.param == "uvloop":
+        return pytest.importorskip("uvloop").new_event_loop
+
+    def new_loop():
+        loop = asyncio.new_event_loop()
+        loop.set_debug(request.param == "debug")
+        return loop
+
+    return new_loop
+
+
+@pytest.fixture
+def run(new_loop):
+    """Run a coroutine in an event loop, which is closed at the end."""
+
+    def run(coroutine):
+        with contextlib.closing(new_loop()) as loop:
+            try:
+                return loop.run_until_complete(coroutine)
+            finally:
+                loop.run_until_complete(loop.shutdown_default_executor())
+
+    return run
+
+
+@pytest.fixture
+def slow_default(default_engine, monkeypatch):
+    """A default handle that `plugged` can keep busy."""
+    for name, value in SLOW.items():
+        monkeypatch.setenv(f"NVMEIO_{name.upper()}", str(value))
+    nvmeio.default_handle().close()
+    return nvmeio.default_handle()
+
+
+class Gate(ThreadPoolExecutor):
+    """An executor that stops before its call of a number, until it is opened."""
+
+    def __init__(self, number):
+        super().__init__(1)
+        self.number = number
+        self.count = 0
+        self.reached = threading.Event()
+        self.opened = threading.Event()
+
+    def submit(self, function, /, *args, **kwargs):
+        self.count += 1
+        if self.count == self.number:
+            function = functools.partial(self._held, function)
+        return super().submit(function, *args, **kwargs)
+
+    def _held(self, function, *args):
+        self.reached.set()
+        assert self.opened.wait(60)
+        return function(*args)
+
+
+def in_use():
+    """Return what a call must give back: descriptors, memory of the pool."""
+    gc.collect()
+    return os.listdir("/proc/self/fd"), nvmeio.pool_stats()["bytes_used"]
+
+
+def submitted(handle):
+    """Count the requests that a handle was given."""
+    return handle.stats()["requests"]
+
+
+def call_of(way, path, memory=NEW):
+    """Return a coroutine that replaces a file, and what the file has then."""
+    if way == "write_file":
+        return aio.write_file(memory, path, sync=True), NEW
+    array = np.frombuffer(memory, np.uint8)
+    nvmeio.save(path.with_name("like"), array)
+    expected = path.with_name("like").read_bytes()
+    path.with_name("like").unlink()
+    return aio.save(path, array, sync=True), expected
+
+
+class TestRule:
+    """Every function that blocks is there, by the same name and with the same arguments."""
+
+    def test_what_uses_the_default_handle_is_there(self):
+        blocking = {
+            name
+            for name in nvmeio.__all__
+            if "Uses ``default_handle()``" in (getattr(nvmeio, name).__doc__ or "")
+        }
+        assert "load" in blocking
+        assert {*aio.__all__} == (blocking - OF_DEEPSPEED) | OF_ARRAYS
+
+    @pytest.mark.parametrize("name", aio.__all__)
+    def test_it_is_a_coroutine_function_with_the_same_arguments(self, name):
+        function = getattr(aio, name)
+        assert inspect.iscoroutinefunction(function)
+        assert function.__name__ == name
+        if name in OF_ARRAYS:
+            method = f"__{name}__" if name.endswith("item") else name
+            expected = inspect.signature(getattr(nvmeio.ArrayFile, method))
+        else:
+            expected = inspect.signature(getattr(nvmeio, name))
+        found = inspect.signature(function)
+        names = [each for each in found.parameters if each != "array" or name == "save"]
+        assert names == [each for each in expected.parameters if each != "self"]
+        for each in names:
+            for what in ("kind", "default"):
+                assert getattr(found.parameters[each], what) == getattr(
+                    expected.parameters[each], what
+                )
+
+    def test_a_keyword_that_is_nearly_right_is_told_the_right_one(self, run):
+        with pytest.raises(TypeError, match="'synch'; did you mean 'sync'"):
+            run(aio.save("x", [1], synch=True))
+
+
+class TestResults:
+    """They do what the functions of the same name do."""
+
+    @pytest.mark.parametrize("size", [0, 1, PAGE, 3 * MIB + 1])
+    def test_files_come_and_go(self, default_engine, path, run, size):
+        data = pattern(size)
+
+        async def main():
+            assert await aio.write_file(data, path, sync=True) == size
+            assert path.read_bytes() == data
+            found = await aio.read_file(path)
+            assert (found.dtype, found.flags.writeable) == (np.uint8, True)
+            assert found.tobytes() == data
+            target = bytearray(size)
+            assert await aio.read_into(target, path) == size
+            assert target == data
+            assert await aio.write_file(data[: size // 2], path, atomic=False) == size // 2
+            assert path.read_bytes() == data[: size // 2]
+
+        run(main())
+        assert os.listdir(path.parent) == [path.name]
+
+    @pytest.mark.parametrize("order", ["C", "F"])
+    def test_arrays_come_and_go(self, default_engine, path, run, order):
+        array = np.asarray(np.arange(6000.0).reshape(60, 100), order=order)
+
+        async def main():
+            await aio.save(path, array[::-1], sync=True)
+            assert (np.load(path) == array[::-1]).all()
+            np.save(path.with_suffix(".npy"), array)
+            found = await aio.load(path.with_suffix(".npy"))
+            assert found.flags.f_contiguous == array.flags.f_contiguous
+            assert (found == array).all()
+
+        run(main())
+
+    def test_what_claims_to_be_empty_is_read_to_its_end(self, run):
+        assert run(aio.read_file("/proc/version")).tobytes().startswith(b"Linux")
+
+    @pytest.mark.parametrize(
+        "name", ["load", "read_file", "read_into", "save", "write_file"]
+    )
+    def test_errors_are_the_same(self, tmp_path, run, name):
+        (tmp_path / "file").write_bytes(b"abc")
+        missing = tmp_path / "no folder" / "file"
+        calls = {
+            "load": [("file",), (missing,), (3,)],
+            "read_file": [(missing,), (tmp_path,), (None,)],
+            "read_into": [(bytearray(4), "file"), (bytearray(4), missing), (b"1", "file")],
+            "save": [(missing, [1]), ("file", [object()]), (3, [1])],
+            "write_file": [(b"1", missing), ([1], "file"), (b"1", None)],
+        }
+        for words in calls[name]:
+            arguments = [tmp_path / each if each == "file" else each for each in words]
+            with pytest.raises(Exception, match=r".") as expected:
+                getattr(nvmeio, name)(*arguments)
+            with pytest.raises(type(expected.value), match=r".") as found:
+                run(getattr(aio, name)(*arguments))
+            assert str(found.value) == str(expected.value)
+        assert (tmp_path / "file").read_bytes() == b"abc"
+        assert os.listdir(tmp_path) == ["file"]
+
+    def test_the_loop_goes_on_meanwhile(self, slow_default, path, run):
+        path.write_bytes(OLD)
+
+        async def main():
+            with plugged(slow_default, path.parent):
+                tasks = [
+                    asyncio.create_task(each)
+                    for each in (
+                        aio.read_file(path),
+                        aio.write_file(NEW, path.with_suffix(".new")),
+                        aio.save(path.with_suffix(".npy"), [1, 2]),
+                    )
+                ]
+                await asyncio.wait(tasks, timeout=0.05)
+                assert not any(task.done() for task in tasks)
+            assert (await tasks[0]).tobytes() == OLD
+            assert await tasks[1] == len(NEW)
+            await tasks[2]
+            assert path.with_suffix(".new").read_bytes() == NEW
+            assert (await aio.load(path.with_suffix(".npy"))).tolist() == [1, 2]
+
+        run(main())
+
+    def test_many_at_once_share_the_threads_of_the_loop(self, default_engine, path, run):
+        count, threads = 200, 2
+
+        async def main():
+            asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(threads))
+            await aio.save(path.with_suffix(".0"), [0])
+            before = threading.active_count() - 1
+            most = 0
+
+            async def work(number):
+                nonlocal most
+                name = path.with_suffix(f".{number}")
+                await aio.save(name, np.full(PAGE, number))
+                most = max(most, threading.active_count())
+                assert (await aio.load(name) == number).all()
+                most = max(most, threading.active_count())
+
+            await asyncio.gather(*map(work, range(count)))
+            assert most <= before + threads
+
+        run(main())
+
+
+class TestArrays:
+    """array[index], array[index] = value, array.flush()."""
+
+    INDICES = (
+        17,
+        slice(100, 200),
+        [3, 1, 3],
+        (slice(None), 2),
+        (..., -1),
+        np.arange(500) % 3 == 0,
+        (4, 5),
+        slice(0, 0),
+        None,
+    )
+
+    @pytest.mark.parametrize("number", range(len(INDICES)))
+    def test_an_index_is_read_and_written(self, handle, path, run, number):
+        index = self.INDICES[number]
+        expected = np.arange(5000.0).reshape(500, 10)
+        np.save(path.with_suffix(".npy"), expected)
+
+        async def main():
+            name = path.with_suffix(".npy")
+            with nvmeio.ArrayFile(name, mode="r+", handle=handle) as array:
+                found = await aio.getitem(array, index)
+                assert type(found) is type(array[index])
+                assert np.array_equal(found, expected[index])
+                values = expected[index] + 0.5
+                expected[index] = values
+                await aio.setitem(array, index, values)
+                await aio.flush(array)
+                assert np.array_equal(array[...], expected)
+
+        run(main())
+        assert np.array_equal(np.load(path.with_suffix(".npy")), expected)
+
+    def test_the_name_of_a_new_one_is_made_durable_once(self, tmp_path, run, monkeypatch):
+        synced = []
+        actual = os.fsync
+        monkeypatch.setattr(os, "fsync", lambda fd: (synced.append(fd), actual(fd)))
+
+        async def main():
+            with nvmeio.ArrayFile.create(tmp_path / "new.npy", (3, 4), "f4") as array:
+                await aio.setitem(array, 1, 5)
+                await aio.flush(array, sync=False)
+                assert not synced
+                for _ in range(2):
+                    await aio.flush(array)
+                assert len(synced) == 1
+
+        run(main())
+
+    @pytest.mark.parametrize("threads", [1, 4])
+    def test_rows_are_appended_by_many_at_once(self, tmp_path, run, threads):
+        async def main():
+            asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(threads))
+            with nvmeio.ArrayFile.create(tmp_path / "a.npy", (0, 4), "f8") as array:
+                values = [np.full((2, 4), number) for number in range(20)]
+                await asyncio.gather(*(aio.append(array, each) for each in values))
+                await aio.flush(array)
+                assert array.shape == (40, 4)
+
+        run(main())
+        found = np.load(tmp_path / "a.npy")
+        assert sorted(found[::2, 0].tolist()) == list(range(20))
+        assert (found[::2] == found[1::2]).all()
+
+    def test_mistakes_are_the_same(self, tmp_path, run):
+        nvmeio.save(tmp_path / "a.npy", np.zeros((5, 2)))
+        with nvmeio.ArrayFile(tmp_path / "a.npy") as array:
+            with pytest.raises(IndexError, match="9"):
+                run(aio.getitem(array, [0, 9]))
+            with pytest.raises(ValueError, match="mode='r\\+'"):
+                run(aio.setitem(array, 0, 1))
+        for call in (aio.getitem(array, 0), aio.flush(array)):
+            with pytest.raises(ValueError, match="is closed"):
+                run(call)
+
+    def test_who_is_cancelled_leaves_nothing_in_flight(self, slow_default, path, run):
+        name = path.with_suffix(".npy")
+        nvmeio.save(name, np.zeros((500, 10)))
+
+        async def main():
+            with nvmeio.ArrayFile(name, mode="r+") as array:
+                with plugged(slow_default, path.parent):
+                    pending, count = slow_default.pending, submitted(slow_default)
+                    tasks = [
+                        asyncio.create_task(aio.getitem(array, slice(10, 400))),
+                        asyncio.create_task(aio.getitem(array, [3, 9])),
+                        asyncio.create_task(aio.setitem(array, slice(10, 400), 1)),
+                        asyncio.create_task(aio.setitem(array, [3, 9], 1)),
+                        asyncio.create_task(aio.flush(array)),
+                    ]
+                    while submitted(slow_default) < count + len(tasks):
+                        await asyncio.sleep(0)
+                    for task in tasks:
+                        task.cancel()
+                    await asyncio.wait(tasks)
+                    assert all(task.cancelled() for task in tasks)
+                    assert slow_default.pending <= pending
+                assert not array[...].any()
+
+        run(main())
+
+
+@pytest.mark.parametrize("way", ["write_file", "save"])
+class TestCancelling:
+    """Who is cancelled leaves the old file or the new one, and nothing else."""
+
+    def test_during_the_transfer(self, slow_default, path, run, way):
+        path.write_bytes(OLD)
+        memory = bytearray(NEW)
+
+        async def main():
+            loop = asyncio.get_running_loop()
+            loop.set_default_executor(ThreadPoolExecutor(1))
+            handle = nvmeio.default_handle()
+            call, _ = call_of(way, path, memory)
+            with plugged(handle, path.parent):
+                pending, count = handle.pending, submitted(handle)
+                task = asyncio.create_task(call)
+                del call
+                while submitted(handle) == count:
+                    await asyncio.sleep(0)
+                for _ in range(2):
+                    task.cancel()
+                    await asyncio.sleep(0)
+                with pytest.raises(asyncio.CancelledError):
+                    await task
+                del task
+                assert handle.pending <= pending
+                # What loop and executor have of it goes with their next turns.
+                await loop.run_in_executor(None, gc.collect)
+                # Nobody has it any more: it could not become longer otherwise.
+                memory.append(1)
+
+        slow_default.close()
+        # uvloop has descriptors for all loops of the process.
+        run(asyncio.sleep(0))
+        before = in_use()
+        run(main())
+        nvmeio.default_handle().close()
+        assert in_use() == before
+        assert path.read_bytes() == OLD
+        assert os.listdir(path.parent) == [path.name]
+
+    @pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
+    def test_a_loop_that_is_left_behind(self, slow_default, path, new_loop, way):
+        path.write_bytes(OLD)
+        loop = new_loop()
+        call, _ = call_of(way, path)
+        with plugged(slow_default, path.parent):
+            count = submitted(slow_default)
+            task = loop.create_task(call)
+            while submitted(slow_default) == count:
+                loop.run_until_complete(asyncio.sleep(0))
+            loop.run_until_complete(loop.shutdown_default_executor())
+            with contextlib.suppress(RuntimeError):
+                loop.close()
+            task._log_destroy_pending = False
+            del task, call
+            gc.collect()
+        slow_default.drain()
+        assert path.read_bytes() == OLD
+        assert os.listdir(path.parent) == [path.name]
+
+    def test_out_of_time(self, slow_default, path, run, way):
+        path.write_bytes(OLD)
+
+        async def main():
+            call, _ = call_of(way, path)
+            with (
+                plugged(slow_default, path.parent),
+                pytest.raises(asyncio.TimeoutError),
+            ):
+                await asyncio.wait_for(call, 0.01)
+
+        run(main())
+        assert path.read_bytes() == OLD
+        assert os.listdir(path.parent) == [path.name]
+
+    @pytest.mark.parametrize("link", ["unnamed", "named"])
+    def test_in_each_call_that_may_block(
+        self, default_engine, path, run, way, link, monkeypatch
+    ):
+        if link == "named":
+            # A file system without O_TMPFILE.
+            monkeypatch.setattr(nvmeio.files, "open_unnamed", refuse_unnamed)
+
+        async def main(number):
+            gate = Gate(number)
+            asyncio.get_running_loop().set_default_executor(gate)
+            path.write_bytes(OLD)
+            call, new = call_of(way, path)
+            task = asyncio.create_task(call)
+            while not (gate.reached.is_set() or task.done()):
+                await asyncio.sleep(0)
+            if task.done():
+                await task
+                return path.read_bytes(), new, gate.count
+            for _ in range(2):
+                task.cancel()
+                await asyncio.sleep(0)
+                assert not task.done()
+            gate.opened.set()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            assert default_engine_is_idle()
+            return path.read_bytes(), new, None
+
+        found = []
+        for number in range(1, 9):
+            content, new, last = run(main(number))
+            assert os.listdir(path.parent) == [path.name]
+            assert content in (OLD, new)
+            found.append(content == new)
+            if last is not None:
+                break
+        # It ends with the call that renames: from then on it is the new file.
+        assert last == number - 1 > 2
+        assert found == [False] * (number - 2) + [True] * 2
+        before = in_use()
+        run(main(2))
+        assert in_use() == before
+
+
+def refuse_unnamed(folder):
+    """Say what file systems do that have no O_TMPFILE."""
+    raise OSError(95, os.strerror(95), folder)
+
+
+def default_engine_is_idle():
+    """Tell whether nothing is in flight."""
+    return nvmeio.default_handle().pending == 0
