@@ -21,6 +21,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import nvmeio
+from children import WATCHDOG_S
 from helpers import MIB, PAGE, left_open, pattern
 from mounts import SIZES_MIN, Filler
 
@@ -277,7 +278,9 @@ class TestThreads:
                 for _ in range(5):
                     child = context.Process(target=file.tell)
                     child.start()
-                    child.join(60)
+                    child.join(WATCHDOG_S)
+                    child.kill()
+                    child.join()
                     assert child.exitcode == 0
             finally:
                 stop.set()

@@ -638,7 +638,6 @@ int main(void)
     test_memory_is_aligned_populated_and_apart();
     test_freed_memory_is_used_again_and_nothing_is_mapped();
     test_free_neighbours_are_joined();
-    test_trimming_unmaps_what_is_free();
     test_small_allocations_leave_large_memory_whole();
     test_rounding_wastes_less_than_a_page_or_a_huge_page();
     test_impossible_sizes_are_refused();
@@ -651,6 +650,7 @@ int main(void)
     test_a_child_does_not_count_what_a_thread_was_mapping();
     test_a_child_counts_the_fork_and_forgets_locks_and_uses();
     test_threads_and_forked_children_share_the_pool();
+    test_trimming_unmaps_what_is_free();
     /* The last, for they are skipped where memory may not be locked. */
     test_locking_is_real_and_ends_with_the_allocation(64 * KIB);
     test_locking_is_real_and_ends_with_the_allocation(6 * MIB);
