@@ -65,8 +65,10 @@ autosummary_context = {
 numpydoc_show_class_members = False
 numpydoc_xref_param_type = True
 numpydoc_xref_ignore = "all"
-numpydoc_xref_aliases = inventories.ALIASES | {
-    name: f"nvmeio.{name}" for name in nvmeio.__all__ if name[0].isupper()
+numpydoc_xref_aliases = {
+    word: f":obj:`{word} <{name}>`"
+    for word, name in inventories.ALIASES.items()
+    | {(name, f"nvmeio.{name}") for name in nvmeio.__all__ if name[0].isupper()}
 }
 intersphinx_mapping = inventories.write(ROOT / "build" / "docs" / "inventories")
 

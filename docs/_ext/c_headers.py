@@ -50,10 +50,11 @@ class CHeader(SphinxDirective):
         about = re.match(_COMMENT, text)
         if about is None:
             raise self.error("the header does not begin with a comment")
-        yield from _prose(about[1].partition("-- ")[2])
+        prose = about[1].partition("-- ")[2]
+        yield from _prose(prose[0].upper() + prose[1:])
         at = about.end()
         while at < len(text):
-            found = _DECLARATION.match(text, at) or _LAYOUT.match(text, at)
+            found = _LAYOUT.match(text, at) or _DECLARATION.match(text, at)
             if found is None:
                 raise self.error(f"cannot read {text[at : at + 60]!r}")
             if found.re is _DECLARATION:

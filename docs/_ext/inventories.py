@@ -77,7 +77,7 @@ NAMES = {
 }
 # What a type is called in a list of parameters, where that is not its whole name.
 ALIASES = {
-    **{name: name for name in NAMES if name.islower() or "." in name},
+    **{name: name for name in NAMES if "." in name or not name.endswith("Error")},
     "Future": "concurrent.futures.Future",
     "Optimizer": "torch.optim.Optimizer",
 }
