@@ -70,7 +70,9 @@ def get_include() -> str:
 
     Examples
     --------
-    ``cc -I "$(python -c 'import nvmeio; print(nvmeio.get_include())')" ...``
+    >>> import os
+    >>> os.path.isfile(os.path.join(nvmeio.get_include(), "nvmeio", "nvmeio.h"))
+    True
     """
     # An editable install keeps the headers where the sources have them.
     sources = os.path.dirname(os.path.dirname(_PACKAGE))
@@ -99,6 +101,12 @@ def get_library_dir() -> str:
     -----
     A Python extension must not link the archive: it would get a pool and fork handlers of
     its own.  With ``-lnvmeio`` it shares those of the package.
+
+    Examples
+    --------
+    >>> import os
+    >>> os.path.isfile(os.path.join(nvmeio.get_library_dir(), "libnvmeio.so"))
+    True
     """
     folder = os.path.join(_PACKAGE, "lib")
     if not os.path.isfile(os.path.join(folder, "libnvmeio.a")):

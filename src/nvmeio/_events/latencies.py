@@ -26,10 +26,17 @@ class Latencies:
 
     Examples
     --------
+    >>> nvmeio.write_file(bytes(1 << 20), "data.bin")
+    1048576
     >>> with nvmeio.Handle() as handle:
     ...     before = handle.latencies()
-    ...     handle.read(bytearray(1 << 20), path)
-    ...     (handle.latencies() - before).percentile_us(99)
+    ...     handle.read(bytearray(1 << 20), "data.bin")
+    ...     interval = handle.latencies() - before
+    1048576
+    >>> isinstance(interval, nvmeio.Latencies)
+    True
+    >>> interval.percentile_us(99) > 0
+    True
     """
 
     counts: npt.NDArray[np.uint64]

@@ -83,6 +83,19 @@ class SaveFuture(Future[pathlib.Path]):
     staged : concurrent.futures.Future
         Done when the state may be changed: with ``stage=True`` from the beginning, else
         when the last byte of it has been written.  Its result is None.
+
+    Examples
+    --------
+    >>> checkpointer = nvmeio.checkpoint.Checkpointer("run")
+    >>> state = {"weights": np.arange(1000)}
+    >>> saving = checkpointer.save_async(100, state, stage=True)
+    >>> isinstance(saving, nvmeio.checkpoint.SaveFuture)
+    True
+    >>> saving.staged.result()
+    >>> state["weights"] += 1
+    >>> saving.result().name
+    'step-100'
+    >>> checkpointer.close()
     """
 
     def __init__(self, step: int) -> None:

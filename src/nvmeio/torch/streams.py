@@ -54,6 +54,15 @@ def open_stream(path: Path, mode: str = "rb") -> io.RawIOBase:
     past the page cache, and wait without the GIL.  Small pieces are collected; ``flush``
     and ``close`` write them, and raise what goes wrong.  A file that is being written is
     incomplete until then: ``nvmeio.torch.save`` is what replaces a file as a whole.
+
+    Examples
+    --------
+    >>> import torch
+    >>> with nvmeio.torch.open_stream("model.pt", "wb") as stream:
+    ...     torch.save({"weight": torch.ones(3)}, stream)
+    >>> with nvmeio.torch.open_stream("model.pt") as stream:
+    ...     torch.load(stream)
+    {'weight': tensor([1., 1., 1.])}
     """
     word("mode", mode, ("rb", "wb", "xb", "r", "w", "x"))
     kinds: dict[str, Literal["r", "w", "x"]] = {"r": "r", "w": "w", "x": "x"}
