@@ -163,6 +163,17 @@ KeyboardInterrupt
 Notes
 -----
 Releases the GIL while it waits.
+
+Examples
+--------
+>>> options = 1 << 20, 32, False, False, False
+>>> nvmeio.deepspeed.aio_write(np.arange(1000), "data.bin", *options)
+0
+>>> array = np.empty(1000, np.int64)
+>>> nvmeio.deepspeed.aio_read(array, "data.bin", *options)
+0
+>>> nvmeio.deepspeed.aio_read(array, "missing.bin", *options)
+-1
 """
 
 aio_read = _with_status(files.aio_read)
