@@ -88,6 +88,14 @@ cdef class File:
     See Also
     --------
     open : Python's own, whose modes are meant.
+
+    Examples
+    --------
+    >>> with nvmeio.File("data.bin", "w") as file, nvmeio.Handle() as handle:
+    ...     handle.write_many((np.full(1000, i), file, i * 8000) for i in range(8))
+    ...     file.size
+    64000
+    64000
     """
 
     def __init__(self, path=MISSING, mode="r", *, direct="auto", **unknown):

@@ -130,10 +130,16 @@ cdef class Handle:
 
     Examples
     --------
+    >>> array = np.arange(1000)
     >>> with nvmeio.Handle(queue_depth=32) as handle:
     ...     handle.write(array, "data.bin")
+    ...     other = np.empty_like(array)
     ...     request = handle.submit_read(other, "data.bin")
     ...     request.wait()
+    8000
+    8000
+    >>> np.array_equal(array, other)
+    True
     """
 
     def __init__(

@@ -66,6 +66,15 @@ cdef class Request:
     Thread-safe.  The request holds buffer and file until it is done, and the handle holds
     the request, so the caller may drop everything.  An error that nobody asked for gives a
     RuntimeWarning when the request is dropped.
+
+    Examples
+    --------
+    >>> with nvmeio.Handle() as handle:
+    ...     request = handle.submit_write(np.arange(1000), "data.bin")
+    ...     request.wait()
+    8000
+    >>> isinstance(request, nvmeio.Request), request.done()
+    (True, True)
     """
 
     def __init__(self):

@@ -47,6 +47,16 @@ class BatchStream:
 
     For distributed training, a ``DistributedSampler`` inside of the ``BatchSampler`` gives
     each rank its part; its ``set_epoch`` is still the program's to call.
+
+    Examples
+    --------
+    >>> import torch
+    >>> nvmeio.save("rows.npy", np.arange(12.0).reshape(4, 3))
+    >>> dataset = nvmeio.torch.ArrayDataset("rows.npy")
+    >>> for batch in nvmeio.torch.BatchStream(dataset, [[0, 2], [1, 3]]):
+    ...     print(batch[:, 0])
+    tensor([0., 6.], dtype=torch.float64)
+    tensor([3., 9.], dtype=torch.float64)
     """
 
     @suggesting

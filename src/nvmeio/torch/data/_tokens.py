@@ -47,6 +47,16 @@ class TokenDataset(Stored):
     file is too short; a random sampler makes random windows of them, and a ``Subset`` of
     ``range(0, len(dataset), block_size)`` those that do not overlap.  Otherwise as
     ``ArrayDataset``: one gather a batch.
+
+    Examples
+    --------
+    >>> import torch
+    >>> nvmeio.write_file(np.arange(100, dtype=np.uint16), "tokens.bin")
+    200
+    >>> dataset = nvmeio.torch.TokenDataset("tokens.bin", 8, dtype=np.uint16)
+    >>> inputs, targets = dataset[0]
+    >>> targets
+    tensor([1, 2, 3, 4, 5, 6, 7, 8])
     """
 
     @suggesting
