@@ -1,8 +1,6 @@
 """Names in code font become links to the reference; and every public name is in it."""
 
-import importlib
 import pkgutil
-from collections.abc import Iterator
 from typing import Any
 
 from docutils import nodes
@@ -14,7 +12,7 @@ from sphinx.transforms.post_transforms import SphinxPostTransform
 from sphinx.util import logging
 
 import inventories
-import nvmeio
+from public_names import public_modules, public_names
 
 __all__ = ["setup"]
 
@@ -56,26 +54,18 @@ def _check_complete(app: Sphinx, env: BuildEnvironment) -> None:
     """Warn of public names that no page of the reference documents."""
     with mock(app.config.autodoc_mock_imports):
         documented = {id(_thing(name)) for name in env.domains.python_domain.objects}
-        missing = [name for name in _public_names() if id(_thing(name)) not in documented]
-    for name in missing:
-        LOG.warning("%s is public, and on no page of docs/reference", name)
-
-
-def _public_names() -> Iterator[str]:
-    """Yield what modules list in __all__ that have no underscore before their names."""
-    for found in [nvmeio, *pkgutil.walk_packages(nvmeio.__path__, "nvmeio.")]:
-        name = found.__name__ if found is nvmeio else found.name
-        if "._" not in name and not name.endswith("__main__"):
-            listed = importlib.import_module(name).__all__
-            yield from (f"{name}.{each}" for each in listed if not each.startswith("_"))
+        for module in public_modules():
+            for name, thing in public_names(module):
+                if id(thing) not in documented:
+                    LOG.warning("%s is public, and on no page of docs/reference", name)
 
 
 def _thing(name: str) -> Any:
-    """Return what has a dotted name, or None."""
+    """Return what has a dotted name; an attribute that instances alone have is itself."""
     try:
         return pkgutil.resolve_name(name)
-    except (AttributeError, ImportError):
-        return None
+    except AttributeError:
+        return name
 
 
 def setup(app: Sphinx) -> dict[str, Any]:
