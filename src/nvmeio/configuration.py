@@ -14,7 +14,7 @@ from nvmeio._native.info import engines, resources
 from nvmeio._native.pool import pool_stats
 from nvmeio._native.settings import selected_kernels
 
-__all__ = ["Configuration", "show_config"]
+__all__ = ["show_config"]
 
 
 class Build(TypedDict):
@@ -28,34 +28,7 @@ class Build(TypedDict):
 
 
 class Configuration(TypedDict):
-    """What ``show_config(mode="dicts")`` returns.
-
-    Attributes
-    ----------
-    versions : dict of str to str or None
-        nvmeio, Python, numpy and torch; None for what is not installed.
-    build : dict
-        The compiler, and for each optional library whether it is built in.
-    engines : dict
-        As ``nvmeio.engines()`` returns them.
-    handle : dict
-        The options of ``nvmeio.Handle()``; or ``error``, where the environment has a value
-        that is refused.
-    pool : dict
-        As ``nvmeio.pool_stats()`` returns it; or ``error``, likewise.
-    limits : dict
-        ``processors``, ``memory_bytes`` and ``memlock_bytes`` (None: no limit).
-    copies : dict
-        The kernels for small and for large copies.
-    environment : dict of str to str
-        The variables that begin with NVMEIO_.
-
-    Examples
-    --------
-    >>> found: nvmeio.configuration.Configuration = nvmeio.show_config("dicts")
-    >>> list(found)
-    ['versions', 'build', 'engines', 'handle', 'pool', 'limits', 'copies', 'environment']
-    """
+    """What ``show_config("dicts")`` returns."""
 
     versions: dict[str, str | None]
     build: Build
@@ -86,8 +59,16 @@ def show_config(mode: Literal["stdout", "dicts"] = "stdout") -> Configuration | 
 
     Returns
     -------
-    Configuration or None
-        A dict of dicts with mode "dicts"; all of it can be written as JSON.
+    dict or None
+        With mode "dicts", a dict of these dicts, which can be written as JSON:
+        ``versions`` of nvmeio, Python, numpy and torch, None for what is not installed;
+        ``build``, the compiler and the optional libraries; ``engines``, as ``engines()``
+        returns them; ``handle``, the options of ``Handle()``; ``pool``, as
+        ``pool_stats()`` returns it; ``limits``, which are ``processors``,
+        ``memory_bytes`` and ``memlock_bytes`` (None: no limit); ``copies``, the kernels for
+        small and for large ones; and ``environment``, the variables that begin with NVMEIO_.
+        Where the environment has a value that is refused, ``handle`` or ``pool`` is
+        ``{"error": message}``.
 
     Raises
     ------
