@@ -65,10 +65,10 @@ def show_config(mode: Literal["stdout", "dicts"] = "stdout") -> Configuration | 
         ``build``, the compiler and the optional libraries; ``engines``, as ``engines()``
         returns them; ``handle``, the options of ``Handle()``; ``pool``, as
         ``pool_stats()`` returns it; ``limits``, which are ``processors``,
-        ``memory_bytes`` and ``memlock_bytes`` (None: no limit); ``copies``, the kernels for
-        small and for large ones; and ``environment``, the variables that begin with NVMEIO_.
-        Where the environment has a value that is refused, ``handle`` or ``pool`` is
-        ``{"error": message}``.
+        ``memory_bytes`` and ``memlock_bytes`` (None: no limit); ``copies``, the kernels
+        for small and for large ones; and ``environment``, the variables that begin with
+        NVMEIO_.  Where the environment has a value that is refused, ``handle`` or ``pool``
+        is ``{"error": message}``.
 
     Raises
     ------
