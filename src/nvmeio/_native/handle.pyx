@@ -23,7 +23,7 @@ from nvmeio._native.request cimport Request, new_request, wait_or_cancel
 from nvmeio._native.staged cimport new_staged
 from nvmeio._native.workers cimport start_workers
 
-from nvmeio._config.constants import DEFAULTS
+from nvmeio._config.constants import DEFAULTS as _DEFAULTS
 from nvmeio._config.options import handle_options, profile_arguments
 from nvmeio._memory.overlap import OVERLAPS
 from nvmeio._events.caller import CALLER
@@ -921,7 +921,7 @@ cdef class Handle:
     def _repr_html_(self):
         """Return a table for a notebook: the options, and what stats() returns."""
         self.require_started()
-        options = {name: getattr(self, name) for name in DEFAULTS}
+        options = {name: getattr(self, name) for name in _DEFAULTS}
         rows = {**options, "closed": self.closed, "pending": self.pending, **self.stats()}
         return html_table(f"nvmeio.{type(self).__name__}", rows)
 

@@ -9,6 +9,7 @@ import errno
 import logging
 import time
 from concurrent.futures import CancelledError
+from types import GenericAlias
 
 cimport cython
 from cpython.exc cimport PyErr_CheckSignals
@@ -519,6 +520,11 @@ cdef class Request:
         # Not at the top: asyncio takes longer to import than nvmeio.
         from nvmeio._events.event_loop import outcome_of
         return outcome_of(self).__await__()
+
+    @classmethod
+    def __class_getitem__(cls, result):
+        """Name the type of the result, in annotations: ``Request[int]``."""
+        return GenericAlias(cls, result)
 
     def __reduce__(self):
         raise TypeError("a Request cannot be pickled; it belongs to this process")

@@ -317,10 +317,11 @@ class Checkpointer:
             self._begin(plan.step)
             return self._carry_out(plan, None)
 
+    # Only busy="skip" returns None: Any, as typeshed does it, spares others the question.
     @suggesting
     def save_async(
         self, step: int, state: Any, metadata: Any = None, *, stage: bool = True
-    ) -> SaveFuture | None:
+    ) -> SaveFuture | Any:
         """Begin to save a state, and return as soon as it may be changed.
 
         Parameters
