@@ -46,6 +46,7 @@ html_static_path = ["_static"]
 html_css_files = ["nvmeio.css"]
 html_extra_path = ["_extra"]
 html_copy_source = False
+html_show_copyright = False
 # autosummary looks for them in the source folder.
 templates_path = [str(ROOT / "docs" / "_templates")]
 
