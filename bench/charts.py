@@ -24,7 +24,7 @@ from tables import latest
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["CHARTS", "bars", "copies", "main", "save"]
+__all__ = ["CHARTS", "bars", "copies", "main", "overview", "save"]
 
 HERE = Path(__file__).resolve().parent
 AXES = {"GB/s": "speed in GB/s", "k/s": "thousand rows a second"}
@@ -134,6 +134,110 @@ def copies(outcome: Outcome) -> Figure:
     return figure
 
 
+# For the README: what stands for the speed of the drive, and what is compared with it.
+# Each is a script, a pattern of the work, the names of the duel, and which of the two.
+Measured = tuple[str, str, str, int]
+OVERVIEW: tuple[tuple[str, Measured, tuple[tuple[str, Measured], ...]], ...] = (
+    (
+        "read a large tensor",
+        ("transfer", "^read, 1 MiB x 128$", "one request / fio", 1),
+        (
+            ("nvmeio", ("transfer", "^read, 1 MiB x 128$", "one request / fio", 0)),
+            (
+                "DeepSpeed's op, unpinned",
+                ("deepspeed", "^read, large, unpinned; depth 32$", "nvmeio / DeepSpeed", 1),
+            ),
+        ),
+    ),
+    (
+        "write a large tensor",
+        ("transfer", "^write, 1 MiB x 128$", "one request / fio", 1),
+        (
+            ("nvmeio", ("transfer", "^write, 1 MiB x 128$", "one request / fio", 0)),
+            (
+                "DeepSpeed's op, unpinned",
+                (
+                    "deepspeed",
+                    "^write, large, unpinned; depth 32$",
+                    "nvmeio / DeepSpeed",
+                    1,
+                ),
+            ),
+        ),
+    ),
+    (
+        "load a checkpoint",
+        ("transfer", "^read, 1 MiB x 128$", "one request / fio", 1),
+        (
+            (
+                "nvmeio",
+                ("checkpoint", "^load tensors.*the pool", "nvmeio / torch.load", 0),
+            ),
+            (
+                "torch.load",
+                ("checkpoint", "^load tensors.*the pool", "nvmeio / torch.load", 1),
+            ),
+            (
+                "safetensors",
+                (
+                    "checkpoint",
+                    "^load tensors.*the pool",
+                    "nvmeio / safetensors' load_file, touched",
+                    1,
+                ),
+            ),
+        ),
+    ),
+    (
+        "random rows of 4 KiB",
+        ("gather", "^4 KiB x 128, disk$", "gather / plain loop", 1),
+        (
+            ("nvmeio", ("gather", "^4 KiB x 128, disk$", "gather / plain loop", 0)),
+            ("os.preadv", ("gather", "^1000 rows", "gather / os.preadv", 1)),
+            ("numpy.memmap", ("gather", "^1000 rows", "gather / numpy.memmap", 1)),
+        ),
+    ),
+)
+
+
+def speed_measured(scripts: dict[str, Outcome], wanted: Measured) -> float | None:
+    """Return the median speed of one contestant, or None if it was not measured."""
+    script, work, names, index = wanted
+    for duel in scripts.get(script, Outcome({}, [], [])).duels:
+        if re.search(work, duel.work) and " / ".join(duel.names) == names:
+            return statistics.median(duel.of(index, speed_of(duel)))
+    return None
+
+
+def overview(scripts: dict[str, Outcome]) -> Figure:
+    """Draw what share of the drive's speed nvmeio and the usual tools reach."""
+    figure, axes = canvas(4)
+    found = scripts.get("transfer", Outcome({}, [], []))
+    axes.set_title(f"Share of the drive's speed\n{origin(found)}", fontsize="medium")
+    labels, shares, colours = [], [], []
+    for work, limit, contestants in OVERVIEW:
+        top = speed_measured(scripts, limit)
+        for name, wanted in contestants:
+            speed = speed_measured(scripts, wanted)
+            if top is None or speed is None:
+                continue
+            labels.append(f"{work}: {name}")
+            shares.append(100 * speed / top)
+            colours.append(COLOURS[name != "nvmeio"])
+    if not shares:
+        axes.text(0.5, 0.5, "not measured", ha="center")
+        return figure
+    drawn = axes.barh(range(len(shares)), shares, color=colours)
+    axes.bar_label(drawn, [f"{share:.3g} %" for share in shares], padding=3, fontsize=8)
+    axes.axvline(100, color="black", linewidth=0.8, label="fio, or a plain io_uring loop")
+    axes.set_yticks(range(len(labels)), labels, fontsize="small")
+    axes.invert_yaxis()
+    axes.margins(x=0.1, y=0.02)
+    axes.set_xlabel("median speed, in percent of the same transfers by fio or a plain loop")
+    axes.legend(fontsize="small")
+    return figure
+
+
 # By the script that each shows, which is also the name of its file.
 CHARTS: dict[str, Callable[[Outcome], Figure]] = {
     "transfer": lambda found: bars(found, "One large tensor beside fio", "/ fio$"),
@@ -165,10 +269,10 @@ def main(given: list[str] | None = None) -> int:
     source = f"{path.name} sha256:{hashlib.sha256(path.read_bytes()).hexdigest()}"
     scripts = scripts_of(path)
     if options.check:
-        charts = {name: options.out / f"{name}.png" for name in CHARTS}
+        charts = [options.out / f"{name}.png" for name in (*CHARTS, "overview")]
         old = [
             chart.name
-            for chart in charts.values()
+            for chart in charts
             if not chart.exists() or source.encode() not in chart.read_bytes()
         ]
         if old:
@@ -180,6 +284,7 @@ def main(given: list[str] | None = None) -> int:
     for name, draw in CHARTS.items():
         found = scripts.get(name, Outcome({}, [], []))
         save(draw(found), options.out / f"{name}.png", source)
+    save(overview(scripts), options.out / "overview.png", source)
     return 0
 
 

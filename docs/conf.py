@@ -22,6 +22,7 @@ root_doc = "docs/index"
 include_patterns = [
     *("CHANGELOG.md", "CONTRIBUTING.md", "docs/**", "src/libnvmeio/README.md"),
     *("bench/README.md", "bench/results/*.md", "tests/uncovered.md"),
+    "tests/stress/README.md",
 ]
 exclude_patterns = [".*", "build", "dist", "docs/_*", "**/__pycache__"]
 # Pages that only other pages link.

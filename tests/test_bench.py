@@ -468,8 +468,26 @@ def test_whiskers_reach_from_the_minimum_to_the_maximum(bench, duel):
     assert segment[:, 0] == pytest.approx([speed / 4, speed])
 
 
+def test_the_overview_has_the_share_of_each_in_the_speed_of_the_drive(bench, duel):
+    charts, report, tables = bench("charts"), bench("report"), bench("tables")
+    (axes,) = charts.overview(report.scripts_of(tables.latest(RESULTS))).axes
+    labels = [text.get_text() for text in axes.get_yticklabels()]
+    wanted = [
+        f"{work}: {name}"
+        for work, _, contestants in charts.OVERVIEW
+        for name, _ in contestants
+    ]
+    assert labels == wanted
+    half = duel(0.5, work="read, 1 MiB x 128", names=("one request", "fio"))
+    (axes,) = charts.overview({"transfer": report.Outcome({}, [half], [])}).axes
+    assert [text.get_text() for text in axes.get_yticklabels()] == labels[:1]
+    assert [bar.get_width() for bar in axes.patches] == [pytest.approx(50)]
+
+
 def test_a_chart_of_nothing_says_so(bench):
     outcome = bench("report").Outcome({}, [], [])
-    for draw in bench("charts").CHARTS.values():
-        (axes,) = draw(outcome).axes
+    charts = bench("charts")
+    empty = [draw(outcome) for draw in charts.CHARTS.values()]
+    for figure in (*empty, charts.overview({})):
+        (axes,) = figure.axes
         assert [text.get_text() for text in axes.texts] == ["not measured"]

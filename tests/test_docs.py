@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from nvmeio._config.constants import BOUNCES, DEFAULTS, ENGINES, LIMITS
+from helpers import ENGINES
+from nvmeio._config.constants import BOUNCES, DEFAULTS, LIMITS
 from pages import (
     FENCED,
     PAGES,
@@ -34,7 +35,13 @@ COMMANDS = [
 ]
 # What compiles on the way.
 PACKAGING = {"docs/embedding.md"}
-LINKED = [*PAGES, "CONTRIBUTING.md", "bench/README.md", "src/libnvmeio/README.md"]
+LINKED = [
+    *PAGES,
+    "CONTRIBUTING.md",
+    "bench/README.md",
+    "src/libnvmeio/README.md",
+    "tests/stress/README.md",
+]
 
 PARSERS = {
     "c": None,
@@ -136,6 +143,14 @@ def test_every_page_is_linked_from_the_index_and_the_index_from_the_readme():
     assert "](docs/index.md)" in read_page("README.md")
 
 
+def test_the_stress_test_that_is_replayed_exists():
+    page = read_page("tests/stress/README.md")
+    name, place, engine = re.search(r"SEED='(\w+)\[([\w-]+?)-(\w+)\]:\d+'", page).groups()
+    assert f"def {name}(place, engine, " in read_page("tests/stress/test_model.py")
+    assert f'"{place}"' in read_page("tests/stress/places.py")
+    assert engine in ENGINES
+
+
 def variables_of(text):
     """Return the variables of the environment that a source names or asks for."""
     named = re.findall(r"\b(NVMEIO_[A-Z_]*[A-Z])\b", text)
@@ -160,7 +175,7 @@ def test_the_table_of_variables_has_what_the_sources_read_and_nothing_else():
 
 
 def test_the_table_of_options_has_the_limits_and_defaults_of_the_code():
-    words = {"engine": ENGINES, "bounce": BOUNCES, "direct": ("auto", "1", "0")}
+    words = {"engine": ("auto", *ENGINES), "bounce": BOUNCES, "direct": ("auto", "1", "0")}
     rows = []
     for option, default in DEFAULTS.items():
         values = ", ".join(words.get(option, ("0", "1")))

@@ -10,7 +10,7 @@ from importlib.metadata import metadata
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from helpers import ENGINES, kernel_release
+from helpers import kernel_release
 from seccomp_profiles import container_report, docker_profile
 
 __all__ = ["DRAWINGS", "UNRUN", "Unrun"]
@@ -111,18 +111,6 @@ def asks_for_known_faults(command, shown):
         assert f'"{name}="' in source or f'.name = "{name}"' in source, name
 
 
-def names_a_stress_test(command, shown):
-    """There is such a test, and its parameters are an engine's and a place's."""
-    name, first, second = re.search(
-        r"SEED='(\w+)\[([\w-]+?)-(\w+)\]:\d+'", command
-    ).groups()
-    source = (ROOT / "tests" / "stress" / "test_model.py").read_text(encoding="utf-8")
-    assert f"def {name}(place, engine, " in source
-    places = (ROOT / "tests" / "stress" / "places.py").read_text(encoding="utf-8")
-    assert f'"{first}"' in places
-    assert second in ENGINES
-
-
 NO_DOCKER = "a test has no docker, which takes a daemon of root"
 NO_CLUSTER = "a test has no cluster"
 FOR_ALL = "it changes the machine for everybody"
@@ -136,8 +124,6 @@ UNRUN = {
     "pip install '.[cli]'": Unrun(
         "it compiles everything once more; `make sdist` installs", names_known_extras
     ),
-    "make replay SEED='test_random_operations_leave_what_the_model_says[ext4-io_uring]:"
-    "205734563028431'": Unrun("nothing has failed there", names_a_stress_test),
     "NVMEIO_TEST_BUILD=1 pip install .": Unrun(
         "tests/stress builds it without installing it", is_read_by_the_build
     ),

@@ -1,4 +1,4 @@
-/* base.h -- words, limits and facts that every other header uses.
+/* base.h -- types and limits that every other header uses.
  *
  * Every function returns 0 or a count, or -errno, unless its comment says
  * otherwise.  Nothing here prints, exits or raises. */
@@ -13,7 +13,7 @@
 extern "C" {
 #endif
 
-#ifndef NVMEIO_API /* the archive is compiled without, and exports nothing */
+#ifndef NVMEIO_API /* empty for the archive, which exports nothing */
 #define NVMEIO_API __attribute__((visibility("default")))
 #endif
 
@@ -28,30 +28,30 @@ extern "C" {
 
 enum nvmeio_op { NVMEIO_OP_READ, NVMEIO_OP_WRITE, NVMEIO_OP_FSYNC };
 
-/* Whether O_DIRECT is used where the file system has it, demanded, or left alone. */
+/* O_DIRECT: use it if the file system has it, require it, or never use it. */
 enum nvmeio_direct { NVMEIO_DIRECT_AUTO, NVMEIO_DIRECT_ALWAYS, NVMEIO_DIRECT_NEVER };
 
-/* When data passes through our own memory: where the device could not reach the
- * caller's, always, or never (the page cache is used instead). */
+/* When data passes through bounce buffers: if the device cannot use the caller's
+ * memory, always, or never (the page cache is used instead). */
 enum nvmeio_bounce { NVMEIO_BOUNCE_AUTO, NVMEIO_BOUNCE_ALWAYS, NVMEIO_BOUNCE_NEVER };
 
 struct nvmeio_engine_info {
     const char *name;    /* static; "io_uring", "libaio", "threads", "sync" */
     const char *library; /* static; the library it needs, or "" */
     bool built;          /* compiled in */
-    int error;           /* 0 where it works in this process, else -errno */
-    char reason[256];    /* why it does not, and what would help; "" where it works */
+    int error;           /* 0 if it works in this process, else -errno */
+    char reason[256];    /* why it does not work, and what would help; else "" */
 };
 
 NVMEIO_API const char *nvmeio_version(void);
 
-/* The number of engines this version knows, in order of preference. */
+/* Return the number of engines; their indices are in order of preference. */
 NVMEIO_API unsigned nvmeio_engine_count(void);
 
-/* Try engine `index` here and now.  Returns 0 (look at info->error) or -EINVAL. */
+/* Try engine `index` in this process.  Returns 0 (see info->error) or -EINVAL. */
 NVMEIO_API int nvmeio_engine_probe(unsigned index, struct nvmeio_engine_info *info);
 
-/* How many forks lie between the process that loaded the library and this one. */
+/* Count the forks between the process that loaded the library and this one. */
 NVMEIO_API uint32_t nvmeio_fork_generation(void);
 
 #ifdef __cplusplus

@@ -1,4 +1,4 @@
-/* copy.h -- copies of memory, by the kernel that suits this processor and the size.
+/* copy.h -- copies of memory, with the fastest kernel for this processor and size.
  *
  * All functions are thread-safe. */
 #ifndef NVMEIO_COPY_H
@@ -10,11 +10,11 @@
 extern "C" {
 #endif
 
-/* Copy `size` bytes.  Ranges that overlap give what memmove(3) gives. */
+/* Copy `size` bytes; the ranges may overlap, as for memmove(3). */
 NVMEIO_API void nvmeio_copy(void *target, const void *source, size_t size);
 
-/* Copy a part of a copy of `total` bytes, of which other threads copy the rest.  The
- * ranges of the whole do not overlap, and it decides how the part is copied. */
+/* Copy a part of a copy of `total` bytes, while other threads copy the rest.  `total`
+ * chooses the kernel.  The ranges of the whole copy must not overlap. */
 NVMEIO_API void nvmeio_copy_part(void *target, const void *source, size_t size,
                                  size_t total);
 
@@ -22,13 +22,13 @@ NVMEIO_API void nvmeio_copy_part(void *target, const void *source, size_t size,
 NVMEIO_API bool nvmeio_copy_overlaps(const void *target, const void *source,
                                      size_t size);
 
-/* The kernels by name, NULL past the last; *works tells which this processor can run.
- */
+/* Return the name of a kernel, NULL past the last; *works is whether this processor can
+ * run it. */
 NVMEIO_API const char *nvmeio_copy_kernel_at(unsigned index, int *works);
 
-/* Use one kernel for all copies of this process, the engine's included; "auto", as it
- * is from the start, takes the best for each size.  -EINVAL: no such kernel; -ENOTSUP:
- * this processor cannot run it. */
+/* Use one kernel for all copies of this process, including the engine's; "auto", the
+ * default, chooses by size.  Returns 0; -EINVAL: no such kernel; -ENOTSUP: this
+ * processor cannot run it. */
 NVMEIO_API int nvmeio_copy_select(const char *name);
 
 /* The kernels in use for small copies and for large ones. */

@@ -1,8 +1,8 @@
 /* gather.h -- many records of one file in one request.
  *
  * A gather reads them, a scatter writes them.  Neighbours in the file are merged into
- * one I/O where that is cheaper, and what several records ask for is read once.  A
- * record that fails leaves the others alone. */
+ * one I/O if that is cheaper, and bytes that several records share are read once.  A
+ * record that fails does not affect the others. */
 #ifndef NVMEIO_GATHER_H
 #define NVMEIO_GATHER_H
 
@@ -19,31 +19,31 @@ struct nvmeio_gather {
     void *address;            /* lent until the request is done */
     size_t size;              /* of that memory */
     size_t count;             /* of records */
-    const int64_t *offsets;   /* in the file; these arrays only for the call */
-    const int64_t *sizes;     /* of each record, or with `one_size` of all of them */
+    const int64_t *offsets;   /* in the file; the arrays need only exist for the call */
+    const int64_t *sizes;     /* of each record, or with `one_size` one for all */
     bool one_size;
-    const int64_t *places; /* in the memory; NULL: one behind another */
-    size_t gap_max;        /* read for nothing between two records, at most */
+    const int64_t *places; /* in the memory; NULL: one after the other */
+    size_t gap_max;        /* most unneeded bytes to read between two records */
     void *user;            /* as for nvmeio_transfer */
     struct nvmeio_after after;
 };
 
-/* Start a gather or a scatter.  Refused, besides what nvmeio_submit() refuses, with the
- * index of the first record at fault in *offender (SIZE_MAX where it is none of them):
- * -EINVAL for a negative offset, size or place, -EOVERFLOW where an offset and a size
- * are too much together, -EFAULT for a record that is not within the memory, -ENODATA
- * for one to be read past the end of the file, -EEXIST for one that shares bytes with
- * another (of the memory in a gather, of the file in a scatter).  With `after` the
- * file's size is not looked at: what is past its end then fails.
- * The outcome's result is all bytes, or the error of the failed record with the lowest
- * index, or of an engine that has died; `got` then counts the bytes of the records that
- * did not fail.  nvmeio_request_failures() tells which have failed. */
+/* Start a gather or a scatter.  Returns the errors of nvmeio_submit(), and for records
+ * these, with the index of the first invalid record in *offender (else SIZE_MAX):
+ * -EINVAL for a negative offset, size or place; -EOVERFLOW if offset plus size is too
+ * large; -EFAULT for a record outside of the memory; -ENODATA for a read past the end
+ * of the file; -EEXIST for a record that shares bytes with another (of the memory in a
+ * gather, of the file in a scatter).  With `after` the file's size is not checked here:
+ * records past its end fail later.
+ * The outcome's result is the sum of bytes, or the error of the failed record with the
+ * lowest index, or of a dead engine; `got` then counts the bytes of the records that
+ * succeeded.  nvmeio_request_failures() lists those that failed. */
 NVMEIO_API int nvmeio_submit_gather(struct nvmeio_handle *handle,
                                     const struct nvmeio_gather *gather,
                                     struct nvmeio_request **request, size_t *offender);
 
-/* Whether nvmeio_submit_gather() would refuse records, whatever the file's size: 0, or
- * -errno and *offender as there, or -ENOMEM.  `file` and `user` are not looked at. */
+/* Check records as nvmeio_submit_gather() does, except for the file's size.  Returns 0,
+ * or -errno with *offender as there, or -ENOMEM.  Ignores `file` and `user`. */
 NVMEIO_API int nvmeio_gather_check(const struct nvmeio_gather *gather,
                                    size_t *offender);
 

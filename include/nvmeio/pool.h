@@ -1,8 +1,8 @@
-/* pool.h -- one process-wide pool of aligned memory, in huge pages where there are any.
+/* pool.h -- a process-wide pool of aligned memory, in huge pages if possible.
  *
- * Memory is populated once, given back to the pool and handed out again; it is unmapped
- * only to make room for other sizes below the limit.  In a forked child the pool goes
- * on with its copy, of which nothing is locked or counted as in use.  Thread-safe. */
+ * Memory is populated once and reused after it is freed; it is unmapped only to make
+ * room for other sizes below the limit.  A forked child continues with its copy of the
+ * pool, of which nothing is locked or counted as in use.  Thread-safe. */
 #ifndef NVMEIO_POOL_H
 #define NVMEIO_POOL_H
 
@@ -14,56 +14,56 @@ extern "C" {
 
 #define NVMEIO_POOL_ALIGN 4096u
 
-/* Memory may be asked for on one NUMA node, up to this number. */
+/* The highest number of a NUMA node. */
 #define NVMEIO_POOL_NODE_MAX 63
 
 struct nvmeio_pool_stats {
     uint64_t bytes_limit;   /* of bytes_mapped */
     uint64_t bytes_mapped;  /* taken from the system */
     uint64_t bytes_hugetlb; /* mapped from hugetlbfs so far */
-    uint64_t bytes_used;    /* handed out now, in whole pages or huge pages */
-    uint64_t bytes_locked;  /* of them, mlock'ed */
-    uint64_t allocations;   /* handed out so far */
-    uint64_t reuses;        /* of them, from memory that was mapped before */
+    uint64_t bytes_used;    /* allocated now, in whole pages or huge pages */
+    uint64_t bytes_locked;  /* of those, locked by mlock(2) */
+    uint64_t allocations;   /* so far */
+    uint64_t reuses;        /* of those, from memory that was already mapped */
     uint64_t pools; /* copies of this library in the process, each with a pool */
 };
 
-/* Hand out at least `size` bytes (1 or more), aligned to NVMEIO_POOL_ALIGN, populated.
- * `lock`: mlock them where RLIMIT_MEMLOCK allows; *locked (may be NULL) tells.
- * What they hold is undefined.  -ENOMEM where the limit is met or the system has not so
- * much, -EINVAL for no bytes.  Owned by the caller until nvmeio_pool_free(). */
+/* Allocate at least `size` bytes (1 or more), aligned to NVMEIO_POOL_ALIGN and
+ * populated, with undefined content.  `lock`: lock them if RLIMIT_MEMLOCK allows;
+ * *locked (may be NULL) is the result.  Returns 0; -ENOMEM if the limit is reached or
+ * the system is out of memory; -EINVAL for 0 bytes.  Free with nvmeio_pool_free(). */
 NVMEIO_API int nvmeio_pool_alloc(size_t size, bool lock, void **address, int *locked);
 
-/* The same on a NUMA node; -1: wherever the system likes.  -EINVAL for a node that
- * there is not; what else mbind(2) says where it is refused, as in containers. */
+/* The same on a NUMA node; -1: any.  Also returns -EINVAL for a node that does not
+ * exist, and errors of mbind(2), which containers may refuse. */
 NVMEIO_API int nvmeio_pool_alloc_on(int node, size_t size, bool lock, void **address,
                                     int *locked);
 
-/* Whether the limit leaves room to map so much: tells whose limit an -ENOMEM was. */
+/* Whether the limit permits to map so much: tells the pool's limit from the system's
+ * after -ENOMEM. */
 NVMEIO_API bool nvmeio_pool_has_room(size_t size);
 
-/* Map no more than this; 0: half of nvmeio_memory_bytes(), as it is from the start. */
+/* Limit the mapped memory; 0: half of nvmeio_memory_bytes(), the default. */
 NVMEIO_API void nvmeio_pool_set_limit(uint64_t bytes);
 
-/* Take what is mapped from now on from hugetlbfs, as long as it has pages to give.  A
- * forked child that writes to such memory needs pages of its own, or gets SIGBUS. */
+/* Map further memory from hugetlbfs, while it has free pages.  A forked child that
+ * writes to such memory needs pages of its own, or gets SIGBUS. */
 NVMEIO_API void nvmeio_pool_set_hugetlb(bool wanted);
 
-/* Give back.  `address` must come from nvmeio_pool_alloc(); NULL is ignored. */
+/* Free an allocation of nvmeio_pool_alloc(); NULL is ignored. */
 NVMEIO_API void nvmeio_pool_free(void *address);
 
-/* Pinned ranges: memory that the pool vouches for as pinned.  Marked by its owner,
- * found by any slice of it.  Setting returns 1 if it changed anything, else 0; -EINVAL
- * where no allocation begins at `address`, -EBUSY for taking the mark from memory that
- * is in use. */
+/* Mark an allocation as pinned, or remove the mark; any slice of a pinned allocation is
+ * pinned.  Setting returns 1 if it changed anything, else 0; -EINVAL if no allocation
+ * begins at `address`; -EBUSY if the mark of memory in use would be removed. */
 NVMEIO_API int nvmeio_pool_set_pinned(void *address, bool pinned);
 NVMEIO_API bool nvmeio_pool_is_pinned(const void *address, size_t size);
 
-/* Whether the address is in memory of the pool, handed out or not. */
+/* Whether the address is in the pool's memory, allocated or free. */
 NVMEIO_API bool nvmeio_pool_holds(const void *address);
 
-/* Count a request's use of the allocation that holds `address` (+1, -1); memory that is
- * not of the pool is ignored.  Returns the uses after the change, never less than 0. */
+/* Change by +1 or -1 how many requests use the allocation that contains `address`;
+ * other memory is ignored.  Returns the number of uses afterwards, at least 0. */
 NVMEIO_API int nvmeio_pool_use(const void *address, int change);
 
 NVMEIO_API void nvmeio_pool_get_stats(struct nvmeio_pool_stats *stats);

@@ -8,18 +8,18 @@
 extern "C" {
 #endif
 
-/* Processors that this thread may run on, no more than what the quota of its control
- * group comes to; at least 1.  The quota is looked up once. */
+/* Return the number of processors that this thread may run on, limited by the quota of
+ * its control group; at least 1.  The quota is read once. */
 NVMEIO_API unsigned nvmeio_cpu_count(void);
 
-/* How many threads a team of OpenMP that this thread leads may have: `wanted`, or
- * fewer. One in a child of a fork(), where GNU OpenMP would wait for its parent's
- * threads for ever; and no more than can be started, for it ends the process where one
- * cannot. */
+/* Return how many threads an OpenMP team of this thread may have, at most `wanted`.
+ * 1 in a forked child, where GNU OpenMP would wait for its parent's threads; and no
+ * more than can be started, because OpenMP ends the process if a thread cannot start.
+ */
 NVMEIO_API unsigned nvmeio_team_size(unsigned wanted);
 
-/* Bytes of memory: that of the machine, or the limit of the control group where that is
- * less.  Looked up once. */
+/* Return the memory in bytes: the machine's, or the limit of the control group if that
+ * is less.  Read once. */
 NVMEIO_API uint64_t nvmeio_memory_bytes(void);
 
 #ifdef __cplusplus

@@ -21,7 +21,7 @@ from nvmeio._cli.terminal import Terminal
 
 # For each command what it does, in the words of --help.
 COMMANDS = {
-    "doctor": "tell whether nvmeio works here, and what would make it faster",
+    "doctor": "check whether nvmeio works here, and what would make it faster",
     "bench": "measure a drive and memory copies, beside fio if it is installed",
     "tune": "find the fastest settings for a drive, and save them as a profile",
     "cp": "copy a file; its name appears when the copy is complete",
@@ -32,9 +32,9 @@ COMMANDS = {
 }
 
 ABOUT = """\
-Moves numpy arrays and torch tensors to and from files on NVMe drives.  The
-commands tell whether that works here, how fast it is, and which settings are
-best.
+nvmeio moves numpy arrays and torch tensors to and from files on NVMe drives.
+These commands check whether that works here, measure how fast it is, and find
+the best settings.
 """
 
 EXAMPLES = """\
@@ -46,9 +46,9 @@ examples:
   nvmeio cp --verify model.safetensors /mnt/nvme/
   nvmeio verify /mnt/nvme/*.npy > SHA256SUMS
 
-nvmeio COMMAND --help tells more about each.  The exit status is 0, or 1 after
-an error and where the answer is no, 2 where the command line is wrong, and 130
-after Ctrl-C.
+nvmeio COMMAND --help explains each command.  The exit status is 0, 1 after an
+error or if the answer is no, 2 if the command line is wrong, and 130 after
+Ctrl-C.
 """
 
 # Signals that end a program; it still has files to take away.

@@ -117,13 +117,13 @@ def add_transfer_options(
     environment has a say.
     """
     group = parser.add_argument_group("how files are read and written")
-    group.add_argument("--engine", choices=ENGINES, help="default: the best that works")
+    group.add_argument("--engine", choices=ENGINES, help="default: the fastest that works")
     option(group, "--block-size SIZE", "of one I/O (default: 1M)", size, block_size)
-    about = "how many blocks are in flight at most (default: 128)"
+    about = "maximum number of blocks in flight (default: 128)"
     depth = number(1, LIMITS["queue_depth"])
     option(group, "--queue-depth N", about, depth, queue_depth)
     way = group.add_mutually_exclusive_group()
-    about = "O_DIRECT, and fail without it (default: where the file system has it)"
+    about = "require O_DIRECT (default: use it if the file system has it)"
     option(way, "--direct", about)
     about = "through the page cache"
     way.add_argument("--buffered", action="store_false", dest="direct", help=about)

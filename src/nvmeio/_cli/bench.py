@@ -40,23 +40,23 @@ COPY_BYTES_MAX = 256 << 20
 MIB = 1 << 20
 
 DETAILS = """\
-The work: sequential writes to a new file with fsync, sequential overwrites,
+Measures sequential writes to a new file with fsync, sequential overwrites,
 sequential reads, random reads, many small tensors in a file each, and a copy
 from memory to memory.  fio, if it is installed, reads and writes the same file
-with the same block size and queue depth, in huge pages that it has touched;
-beside the engines threads and sync it is psync, with one block in flight.
+with the same block size and queue depth, in touched huge pages.  With the
+engines threads and sync, fio uses psync with one block in flight.
 
-Everything is written to a folder nvmeio-bench-* in DIR that is removed at the
-end, also after Ctrl-C; what SIGKILL leaves can be deleted.  The contestants
-take turns.  Reads find nothing in the page cache.
+All files are in a folder nvmeio-bench-* in DIR, which is removed at the end,
+also after Ctrl-C; after SIGKILL you can delete it.  The contestants take turns.
+Reads find nothing in the page cache.
 
-GB/s       10^9 bytes a second: median of the rounds [slowest-fastest]
-IOPS       I/Os a second, as the kernel sees them
-CPU s/GiB  CPU time of all threads, user and system, for each GiB
+GB/s       10^9 bytes per second: median of the rounds [slowest-fastest]
+IOPS       I/Os per second, as the kernel sees them
+CPU s/GiB  CPU time of all threads, user and system, per GiB
 speedup    of nvmeio over the contestant below: the median of the rounds'
-           ratios, which is not the ratio of the medians
-p50, ...   latency of single I/Os from submission to completion: with a deep
-           queue most of it is waiting in the queue
+           ratios, which can differ from the ratio of the medians
+p50, ...   latency of single I/Os from submission to completion; with a deep
+           queue most of it is time in the queue
 
 examples:
   nvmeio bench /mnt/nvme
@@ -85,9 +85,9 @@ def configure(parser: Parser) -> None:
     )
     about = f"some of {', '.join(WORKS)} (default: all)"
     option(parser, "--only WORK,...", about, _works, WORKS)
-    about = "how often each contestant has its turn (default: 3)"
+    about = "rounds; each contestant runs once per round (default: 3)"
     option(parser, "--rounds N", about, number(1, 1000), 3)
-    option(parser, "--no-fio", "leave fio out")
+    option(parser, "--no-fio", "do not run fio")
     add_figure_options(parser, "every round", "a chart")
 
 

@@ -14,9 +14,9 @@ from nvmeio.checkpoint._errors import MovedError
 from nvmeio.checkpoint._restoring import Held
 
 NOTES = """\
-A step is complete when all of its files are there and have their sizes; whether
-their bytes are what was saved is for nvmeio verify to tell.  The exit status is
-1 where a step is damaged, or where there is none.
+A step is complete if all of its files are there and have the right size; nvmeio
+verify also checks their bytes.  The exit status is 1 if a step is damaged, or
+if there is none.
 
 examples:
   nvmeio checkpoints run

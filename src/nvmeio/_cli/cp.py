@@ -24,18 +24,19 @@ from nvmeio._files.replacing import replacement
 from nvmeio._native.file import File
 
 NOTES = """\
-The copy is made in a file .nvmeio-*.tmp beside DST.  When it is complete and
-on the device, it is renamed to DST.  An error, Ctrl-C and SIGTERM remove it
-and leave DST as it was; what SIGKILL or a power failure leaves can be deleted.
+The copy is first a file .nvmeio-*.tmp beside DST.  When it is complete and on
+the device, it is renamed to DST.  After an error, Ctrl-C or SIGTERM it is
+removed and DST is unchanged; after SIGKILL or a power failure you can delete
+it.
 
-A DST that exists is replaced by a new file of the same mode, access control
-list and, where that is permitted, owner; its other hard links keep the old
-content.  Where DST is a symbolic link, the file it leads to is replaced.  A new
-DST has the permission bits of SRC, less the umask.  Holes of SRC stay holes.
+An existing DST is replaced by a new file with the same mode, access control
+list and, if permitted, owner; its other hard links keep the old content.  If
+DST is a symbolic link, its target is replaced.  A new DST has the permission
+bits of SRC, minus the umask.  Holes of SRC stay holes.
 
---verify reads the copy back before it is renamed, past the page cache where
-the file system has O_DIRECT, and compares its SHA-256 with that of the bytes
-that were read from SRC.  Of files in memory (tmpfs) it compares memory.
+--verify reads the copy back before it is renamed, past the page cache if the
+file system has O_DIRECT, and compares its SHA-256 with that of the bytes read
+from SRC.  For files in memory (tmpfs) it compares memory.
 
 examples:
   nvmeio cp model.safetensors /mnt/nvme/
@@ -57,17 +58,17 @@ def configure(parser: Parser) -> None:
     parser.set_defaults(operands="; cp copies one SRC to one DST")
     parser.add_argument("source", metavar="SRC", help="a regular file or a block device")
     parser.add_argument(
-        "target", metavar="DST", help="the new file, or a folder for one of SRC's name"
+        "target", metavar="DST", help="the new file, or a folder for a file with SRC's name"
     )
     about = "read the copy back and compare; print its SHA-256 as sha256sum does"
     option(parser, "--verify", about)
-    about = "fail where DST exists"
+    about = "fail if DST exists"
     parser.add_argument("-n", "--no-clobber", action="store_true", help=about)
     parser.add_argument(
         "-p",
         "--preserve",
         action="store_true",
-        help="keep SRC's mode, times and, where that is permitted, owner, access control "
+        help="keep SRC's mode, times and, if permitted, owner, access control "
         "list and user's extended attributes",
     )
     add_options(parser)

@@ -16,20 +16,19 @@ from nvmeio._cli.terminal import Terminal
 SCHEMA = 1
 
 DETAILS = """\
-Looks at the kernel, the engines, memory and processors, and for each PATH at
-the file system and the device below it.  No setting is changed.  In a folder
-that can be written to, 1 MiB goes to a temporary file, is read back and
-compared.
+Checks the kernel, the engines, memory and processors, and for each PATH the
+file system and its device.  Changes no setting.  In a writable folder it
+writes 1 MiB to a temporary file, reads it back and compares.
 
 exit status:
-  0  io_uring or libaio works here, and every PATH can be used, with O_DIRECT
-     or because it lies in memory
-  1  nothing fast works here, or not with every PATH
+  0  io_uring or libaio works, and every PATH can be used: with O_DIRECT, or
+     because it is in memory
+  1  no fast engine works, or a PATH cannot be used
   2  the command line is wrong
 
 examples:
   nvmeio doctor                    this machine and the current folder
-  nvmeio doctor /mnt/nvme /data    two folders; they may lie on the same device
+  nvmeio doctor /mnt/nvme /data    two folders; they may be on the same device
   nvmeio doctor --json | jq .verdict
 """
 
@@ -90,7 +89,7 @@ def configure(parser: Parser) -> None:
         default=["."],
         help="a folder, a file or a block device (default: the current folder)",
     )
-    about = "write JSON to standard output: all figures, with units in names of keys"
+    about = "write JSON to standard output: all figures, with units in the names of keys"
     option(parser, "--json", about)
 
 

@@ -13,8 +13,8 @@ from nvmeio._native.file import File
 from nvmeio.safetensors import SafetensorError, safe_open
 
 NOTES = """\
-Only headers are read.  Offsets are in bytes from the beginning of the file; a
-tensor at a multiple of 4096 can be read directly into memory of pages.
+Reads only headers.  Offsets are in bytes from the beginning of the file; a
+tensor at a multiple of 4096 can be read directly into page-aligned memory.
 
 examples:
   nvmeio inspect model.safetensors

@@ -91,7 +91,7 @@ SUFFIXES = (".png", ".svg")
 
 def add_figure_options(parser: Parser, figures: str, chart: str) -> None:
     """Add the options for what must stay free, and for where figures go."""
-    about = "what must stay free (default: a tenth of the file system, at most 1G)"
+    about = "space that must stay free (default: a tenth of the file system, at most 1G)"
     option(parser, "--reserve SIZE", about, size)
     about = f"write the figures of {figures}; - is standard output"
     option(parser, "--json FILE", about, new_file)

@@ -64,21 +64,19 @@ AIO_KEYS = {
 }
 
 DETAILS = """\
-Three races: block size and queue depth; then workers and
-engines for the winners; then bounce, with memory in small
-pages.  In every round of a race each candidate reads and writes the same
-tensor, in another order.  A candidate is out when it is not faster than the
-winner by more than 3 %, with 99 % confidence in each comparison; a race ends
-when all others are out.  The default wins unless the race is over and another is
-certainly faster; among those that then look alike, the one that takes least
-memory.  Settings that were saved before run too, and stay unless others are
-certainly faster.
+Three comparisons: block size and queue depth; then workers and engines for
+the winners; then bounce, with memory in small pages.  In every round each
+candidate reads and writes the same tensor, in random order.  A candidate drops
+out when it is, with 99 % confidence, not more than 3 % faster than the winner;
+a comparison ends when all others have dropped out.  The default wins unless
+another candidate is certainly faster at the end; among equals, the one that
+needs the least memory.  Previously saved settings take part, and are kept
+unless others are certainly faster.
 
-The profile is saved for the device that DIR lies on, in nvmeio/profiles in
-$XDG_CONFIG_HOME (~/.config).  Handle.from_profile(path) uses it, and so
-does every handle with NVMEIO_PROFILE=auto in the environment.  All files are
-made in a folder nvmeio-bench-* in DIR that is removed at the end, also after
-Ctrl-C.
+The profile is saved for the device of DIR, in nvmeio/profiles in
+$XDG_CONFIG_HOME (~/.config).  Handle.from_profile(path) uses it, and so does
+every handle if NVMEIO_PROFILE=auto is set in the environment.  All files are in
+a folder nvmeio-bench-* in DIR, which is removed at the end, also after Ctrl-C.
 
 examples:
   nvmeio tune /mnt/nvme
@@ -89,7 +87,7 @@ examples:
 def configure(parser: Parser) -> None:
     parser.epilog = DETAILS
     parser.add_argument("dir", metavar="DIR", help="a folder on the device")
-    about = "how long it may take, such as 90s or 5m (default: 60s)"
+    about = "time limit, such as 90s or 5m (default: 60s)"
     option(parser, "--budget TIME", about, seconds, 60.0)
     option(parser, "--size SIZE", "of the file (default: 1G)", size, 1 << 30)
     option(parser, "--no-save", "save no profile")

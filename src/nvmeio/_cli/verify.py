@@ -29,27 +29,24 @@ from nvmeio._native.file import File
 from nvmeio.checkpoint import Checkpointer, CheckpointError
 
 NOTES = """\
-Each file is read twice: by nvmeio with O_DIRECT, and by ordinary reads, as
-other programs see it.  Both must give the same bytes; if not, the first offset
-where they differ is reported.  Dirty pages are written to the device first, by
-an fsync.
+Reads each file twice: with O_DIRECT, and with ordinary reads, as other programs
+see it.  Both must return the same bytes; otherwise the first differing offset
+is reported.  An fsync writes dirty pages to the device first.
 
-Where the file system has no O_DIRECT, and with --buffered, the page cache is
-asked to drop the file beforehand.  It keeps pages that are locked or mapped,
-and files in memory (tmpfs) have no device; the last line says how many files
-that concerns.
+Without O_DIRECT, and with --buffered, the page cache is asked to drop the file
+beforehand.  It keeps pages that are locked or mapped, and files in memory
+(tmpfs) have no device; the last line says how many files this concerns.
 
-That both agree does not mean that a file is what it once was: only a list of
-checksums (--check) tells that.  A .npy file must also hold exactly the array
-that its header describes.
+Agreement does not mean that a file is unchanged: only a list of checksums
+(--check) shows that.  A .npy file must also hold exactly the array that its
+header describes.
 
-Of a folder with checkpoints (nvmeio.checkpoint), or of one checkpoint's own
-folder, all bytes are read, and compared with the checksums that were saved with
-them.
+For a checkpoint of nvmeio.checkpoint, or a folder of checkpoints, all bytes are
+read and compared with the saved checksums.
 
 Bad files are reported on standard error, and the rest are still read; the exit
-status is then 1.  For good files the SHA-256 is printed, in the format of
-sha256sum; with --check it is OK or FAILED for each file.
+status is then 1.  For good files the SHA-256 is printed in the format of
+sha256sum; with --check, OK or FAILED for each file.
 
 examples:
   nvmeio verify /mnt/nvme/*.npy
@@ -65,12 +62,12 @@ def configure(parser: Parser) -> None:
         "files",
         metavar="FILE",
         nargs="*",
-        help="a regular file, a block device, or a folder with or of checkpoints",
+        help="a regular file, a block device, a checkpoint, or a folder of checkpoints",
     )
     parser.add_argument(
         "--check",
         metavar="SUMS",
-        help="verify the files of a list that sha256sum or this command has written, and "
+        help="verify the files of a list written by sha256sum or this command, and "
         "compare their checksums; - is standard input",
     )
     add_options(parser)
