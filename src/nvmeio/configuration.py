@@ -67,8 +67,8 @@ def show_config(mode: Literal["stdout", "dicts"] = "stdout") -> Configuration | 
         ``pool_stats()`` returns it; ``limits``, which are ``processors``,
         ``memory_bytes`` and ``memlock_bytes`` (None: no limit); ``copies``, the kernels
         for small and for large ones; and ``environment``, the variables that begin with
-        ``NVMEIO_``.  Where the environment has a value that is refused, ``handle`` or ``pool``
-        is ``{"error": message}``.
+        ``NVMEIO_``.  Where the environment has a value that is refused, ``handle`` or
+        ``pool`` is ``{"error": message}``.
 
     Raises
     ------
