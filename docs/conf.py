@@ -58,7 +58,7 @@ myst_heading_anchors = 4
 autodoc_typehints = "none"
 autodoc_member_order = "groupwise"
 # They are documented without being installed.
-autodoc_mock_imports = ["lightning", "lightning_fabric", "torch_checkpointing"]
+autodoc_mock_imports = ["lightning", "lightning_fabric", "megatron", "torch_checkpointing"]
 # Members of base classes that are not nvmeio's are left out.
 autosummary_context = {
     "foreign": "object, dict, tuple, Exception, OSError, ValueError, Future, Dataset, "

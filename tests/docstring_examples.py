@@ -14,7 +14,7 @@ __all__ = ["examples", "run_example"]
 
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 # Examples that import them are run where they are installed: tests/deepspeed, tests/models.
-ELSEWHERE = {"deepspeed", "lightning", "torch_checkpointing"}
+ELSEWHERE = {"deepspeed", "lightning", "megatron", "torch_checkpointing"}
 
 
 def examples(*packages):
