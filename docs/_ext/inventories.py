@@ -43,6 +43,7 @@ _NAMES = {
         py:function reference/generated/*.html numpy.asarray numpy.empty numpy.load
         py:function reference/generated/*.html numpy.save numpy.show_config
         py:module reference/index.html numpy
+        std:label reference/arrays.scalars.html arrays.scalars
         std:term glossary.html array_like
         """,
     "torch": """
@@ -61,7 +62,11 @@ _NAMES = {
         py:function generated/*.html torch.from_numpy torch.func.grad torch.load torch.save
         """,
 }
-_ANCHORS = {"py:module": "module-{}", "std:term": "term-{}"}
+_ANCHORS = {
+    "py:module": "module-{}",
+    "std:label": "arrays-scalars",
+    "std:term": "term-{}",
+}
 
 
 def _lines(project: str) -> list[list[str]]:
