@@ -285,11 +285,11 @@ class TestDamage:
         ("name", "record", "words"),
         [
             *(
-                (name, {}, "is no name of a file")
+                (name, {}, "is not the name of one of its files")
                 for name in ("/etc/passwd", "../x", "a/b")
             ),
             *(
-                (name, {}, "is no name of a file")
+                (name, {}, "is not the name of one of its files")
                 for name in ("", ".", "..", "manifest.json")
             ),
             *(
@@ -300,7 +300,7 @@ class TestDamage:
             ("x", {"nbytes": 10}, "no checksums of 1 blocks"),
             ("x", {"nbytes": 10, "checksums": ["xyz"]}, "no checksums of 1 blocks"),
             ("x", {"nbytes": 0, "checksums": []}, "is missing"),
-            ("link", {"nbytes": 0, "checksums": []}, "is no regular file"),
+            ("link", {"nbytes": 0, "checksums": []}, "is not a regular file"),
             (
                 "tree.json",
                 {"nbytes": 2**40, "checksums": ["00000000"] * 2**17},
@@ -639,7 +639,7 @@ class TestSequence:
             path = checkpointer.save(2, 2)
             with open(path / "manifest.json") as held:
                 fcntl.flock(held, fcntl.LOCK_SH)
-                with pytest.raises(BlockingIOError, match="somebody reads it"):
+                with pytest.raises(BlockingIOError, match="another process is reading it"):
                     checkpointer.remove(2)
             assert os.listdir(root) != [".nvmeio-lock"]
 
@@ -859,7 +859,7 @@ def test_a_root_that_was_removed_is_locked_anew(root):
 
 
 def test_checksums_that_are_not_there(root):
-    with pytest.raises(ValueError, match="there are none"):
+    with pytest.raises(ValueError, match="there are no checksums"):
         Checkpointer(root, checksum=None, verify="checksum")
     with Checkpointer(root) as checkpointer:
         checkpointer.save(1, 1)

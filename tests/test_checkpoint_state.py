@@ -539,8 +539,8 @@ class TestInto:
             (["model/c", "lr"], KeyError, "nothing named model/c"),
             (["model", "model/c"], KeyError, "nothing named model/c"),
             (["list/0"], KeyError, "is a list"),
-            ("lr", TypeError, "several names"),
-            ([1], TypeError, "several names"),
+            ("lr", TypeError, "iterable of names"),
+            ([1], TypeError, "iterable of names"),
         ):
             with pytest.raises(error, match=words):
                 checkpointer.restore(names=names)

@@ -134,7 +134,7 @@ class TestReading:
             ({"single_submit": "no"}, TypeError, "single_submit is 'no'"),
             ({"overlap_events": 2}, ValueError, "overlap_events is 2"),
             ({"use_gds": "maybe"}, TypeError, "use_gds is 'maybe'"),
-            ({"aio": [1]}, TypeError, r'"aio" is \[1\]; it must be an object'),
+            ({"aio": [1]}, TypeError, r'"aio" is \[1\]; it must be a JSON object'),
         ],
     )
     @pytest.mark.filterwarnings("ignore:of the .aio. block")
@@ -155,8 +155,8 @@ class TestReading:
     @pytest.mark.parametrize(
         ("text", "words"),
         [
-            ('{"aio": {"queue_depth": 1, "queue_depth": 2}}', "keys twice: queue_depth"),
-            ("[1, 2]", "holds no object"),
+            ('{"aio": {"queue_depth": 1, "queue_depth": 2}}', "duplicate keys: queue_depth"),
+            ("[1, 2]", "is not a JSON object"),
             (" \n", "json cannot be used: it is empty"),
             (b'{"aio": {}, "name": "m\xfcller"}', "json cannot be used: 'utf-8' codec"),
         ],

@@ -335,8 +335,8 @@ def test_a_source_that_changes_is_told(source, tmp_path, watched):
 @pytest.mark.parametrize(
     ("options", "kind", "words"),
     [
-        ({"last": ".metadata"}, TypeError, "last is '.metadata'; it must be several names"),
-        ({"last": {"a", "b"}}, TypeError, "it must be several names, in order"),
+        ({"last": ".metadata"}, TypeError, "last is '.metadata'; it must be a sequence of names"),
+        ({"last": {"a", "b"}}, TypeError, "it must be a sequence of names"),
         ({"retries": -1}, ValueError, "retries is -1; it must be from 0 to 1000"),
         ({"bandwidth": 0}, ValueError, "bandwidth is 0; it must be more than 0"),
         (
@@ -370,7 +370,7 @@ def test_what_cannot_be_drained_is_refused(source, tmp_path):
     with pytest.raises(ValueError, match=r"Protocol not known"):
         drain(source, "nosuch://bucket/x")
     os.symlink("empty", source / "link")
-    with pytest.raises(ValueError, match="link is no regular file"):
+    with pytest.raises(ValueError, match="link is not a regular file"):
         drain(source, tmp_path / "target")
 
 

@@ -792,7 +792,7 @@ class TestStates:
         theirs, ordinary, ours, offloaded = pair(tmp_path)
         with offloaded:
             run(1, theirs, ordinary, ours, offloaded)
-            with pytest.raises(ValueError, match="it has these states already"):
+            with pytest.raises(ValueError, match="these states are loaded already"):
                 offloaded.load_state_dict(offloaded.state_items())
             offloaded.load_state_dict(list(offloaded.state_items()))
             run(1, theirs, ordinary, ours, offloaded, begin=1)

@@ -201,7 +201,7 @@ class TestParts:
         nvmeio.torch.save(state, path)
         with pytest.raises(KeyError, match="'no'"):
             nvmeio.torch.load(path, names=["weight", "no"])
-        with pytest.raises(TypeError, match="several names"):
+        with pytest.raises(TypeError, match="iterable of names"):
             nvmeio.torch.load(path, names="weight")
         nvmeio.torch.save([1], path)
         with pytest.raises(TypeError, match="pick from a dict"):

@@ -248,7 +248,7 @@ def _block(content: Mapping[str, Any]) -> Mapping[str, Any]:
     if block is None:
         return {}
     if not isinstance(block, Mapping):
-        raise TypeError(f'"aio" is {block!r}; it must be an object of JSON')
+        raise TypeError(f'"aio" is {block!r}; it must be a JSON object')
     return block
 
 
@@ -265,7 +265,7 @@ def _content(path: Path, *, allow_comments: bool) -> Mapping[str, Any]:
     except ValueError as error:
         raise ValueError(f"{path} cannot be used: {error}") from error
     if not isinstance(content, Mapping):
-        raise ValueError(f"{path} holds no object of JSON")
+        raise ValueError(f"{path} is not a JSON object")
     return content
 
 
@@ -292,5 +292,5 @@ def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(content) < len(pairs):
         keys = [key for key, _ in pairs]
         twice = {key for key in keys if keys.count(key) > 1}
-        raise ValueError(f"it has keys twice: {_listed(twice)}")
+        raise ValueError(f"duplicate keys: {_listed(twice)}")
     return content

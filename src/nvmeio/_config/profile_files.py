@@ -371,14 +371,15 @@ def _profile_of(content: Any, device: str) -> Profile:
     """Make a profile of parsed JSON."""
     # Of another version the other fields may be others.
     if isinstance(content, dict) and content.get("version", _VERSION) != _VERSION:
-        raise ValueError(f"version is {content['version']!r}; nvmeio here knows {_VERSION}")
+        raise ValueError(f"version is {content['version']!r}; this nvmeio reads {_VERSION}")
     fields = _fields(content, ("version", *_TEXTS, *_OPS), "it")
     for name in _TEXTS:
         if not isinstance(fields[name], str):
-            raise ValueError(f"{name} is {fields[name]!r}; it must be a text")
+            raise ValueError(f"{name} is {fields[name]!r}; it must be a string")
     if fields["device"] != device:
         raise ValueError(
-            f"device is {fields['device']!r}; it must be {device!r}, as the file is named"
+            f"device is {fields['device']!r}; it must be {device!r}, as in "
+            "the name of the file"
         )
     found: dict[str, Any] = {name: fields[name] for name in _TEXTS}
     found |= {op: _choice_of(fields[op], op) for op in _OPS}
@@ -396,7 +397,7 @@ def _choice_of(content: Any, op: str) -> Choice:
 
 
 def _fields(content: Any, names: tuple[str, ...], place: str) -> dict[str, Any]:
-    """Return an object of JSON that has these fields and no others."""
+    """Return a JSON object that has these fields and no others."""
     if not isinstance(content, dict):
         raise ValueError(f"{place} is no object")
     for name in names:

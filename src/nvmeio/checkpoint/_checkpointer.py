@@ -225,7 +225,9 @@ class Checkpointer:
         self.verify_by = _one_of("verify", verify, ("size", "checksum", None))
         self.busy = _one_of("busy", busy, ("wait", "skip", "raise"))
         if self.verify_by == "checksum" and self.checksum is None:
-            raise ValueError('verify is "checksum", and checksum is None: there are none')
+            raise ValueError(
+                'verify is "checksum", but checksum is None, so there are no checksums'
+            )
         self.drain_to = None if drain_to is None else os.fsdecode(path_of(drain_to))
         if self.drain_to is not None and "://" not in self.drain_to:
             self.drain_to = os.fsdecode(absolute(self.drain_to))
@@ -727,7 +729,9 @@ class Checkpointer:
             self._writer.take()
             with exclusive(os.path.join(folder, MANIFEST)) as free:
                 if not free:
-                    raise BlockingIOError(errno.EAGAIN, "somebody reads it", folder)
+                    raise BlockingIOError(
+                        errno.EAGAIN, "another process is reading it", folder
+                    )
                 set_aside(folder)
 
     def prune(self) -> list[int]:
@@ -848,5 +852,7 @@ def _names_of(names: Any) -> Collection[str] | None:
     if names is None:
         return None
     if isinstance(names, str) or not all(isinstance(each, str) for each in names):
-        raise TypeError(f"names is {names!r:.100}; it must be several names, or None")
+        raise TypeError(
+            f"names is {names!r:.100}; it must be an iterable of names, or None"
+        )
     return list(names)

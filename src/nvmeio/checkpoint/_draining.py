@@ -138,7 +138,7 @@ class Drain:
         unordered = isinstance(last, (str, bytes, Set))
         names = [] if unordered else list(last)
         if unordered or not all(isinstance(name, str) for name in names):
-            raise TypeError(f"last is {last!r:.100}; it must be several names, in order")
+            raise TypeError(f"last is {last!r:.100}; it must be a sequence of names")
         self.retries = whole("retries", retries, 0, RETRIES_MAX)
         self.pace = _Pace(bandwidth)
         real = os.path.realpath(self.source)
@@ -424,7 +424,7 @@ def _files_below(source: str) -> tuple[list[str], dict[str, tuple[int, int, int]
                     states[name] = _state_of(entry.stat())
                 else:
                     raise ValueError(
-                        f"{os.path.join(source, name)} is no regular file; a folder is "
+                        f"{os.path.join(source, name)} is not a regular file; a folder is "
                         "drained with all that is in it"
                     )
     return folders, states

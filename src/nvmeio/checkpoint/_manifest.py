@@ -166,7 +166,7 @@ def read_json(
     try:
         return json.loads(text, parse_constant=_no_constant, object_pairs_hook=_unique)
     except ValueError as error:
-        raise CheckpointError(f"{path} is no JSON of a checkpoint: {error}") from None
+        raise CheckpointError(f"{path} is not the JSON of a checkpoint: {error}") from None
     except RecursionError:
         if _depth_of(text) > _DEPTH_MAX:
             raise CheckpointError(f"{path} is nested too deeply") from None
@@ -185,13 +185,13 @@ def _depth_of(text: bytes) -> int:
 
 
 def _no_constant(text: str) -> None:
-    raise ValueError(f"{text} is no number of JSON")
+    raise ValueError(f"{text} is not a JSON number")
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        raise ValueError("an object has a key twice")
+        raise ValueError("an object has a duplicate key")
     return found
 
 
@@ -215,7 +215,7 @@ def read_manifest(folder: str, step: int, opener: Callable[[str], int]) -> Manif
     found = {}
     for name, record in files.items():
         if not _NAME.fullmatch(name) or name == MANIFEST:
-            raise wrong(f"{name!r:.110} is no name of a file of it")
+            raise wrong(f"{name!r:.110} is not the name of one of its files")
         found[name] = _record_of(record, checksum, block_bytes, wrong)
         check_size(os.path.join(folder, name), found[name].nbytes)
     return Manifest(step, str(said.get("saved"))[:40], checksum, block_bytes, found)
@@ -254,6 +254,6 @@ def check_size(path: str, nbytes: int) -> None:
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing") from None
     if not stat.S_ISREG(found.st_mode):
-        raise CheckpointError(f"{path} is no regular file")
+        raise CheckpointError(f"{path} is not a regular file")
     if found.st_size != nbytes:
         raise CheckpointError(f"{path} has {found.st_size} bytes; {nbytes} were saved")

@@ -98,7 +98,7 @@ def place_of(target: Path) -> Place:
         fsspec: Any = importlib.import_module("fsspec")
     except ModuleNotFoundError:
         raise ModuleNotFoundError(
-            f"{name!r} is a URL, and fsspec, which reaches such, is not installed",
+            f"{name!r} is a URL, and fsspec, which is needed for URLs, is not installed",
             name="fsspec",
         ) from None
     # Unknown ones are refused; it may be long until the first connection.

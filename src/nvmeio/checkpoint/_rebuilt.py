@@ -70,7 +70,7 @@ def _part_of(
     name = node["tensor" if by_torch else "array"]
     tensor = stored.get(name) if isinstance(name, str) else None
     if tensor is None:
-        raise CheckpointError(f"is in a tensor that the file has not: {name!r:.100}")
+        raise CheckpointError(f"is in a tensor that the file lacks: {name!r:.100}")
     flags = tuple(word for word in _FLAGS if node.get(word) is True)
     if flags and not by_torch:
         raise CheckpointError("is an array, of which nothing is a parameter")
@@ -92,7 +92,7 @@ def _sized_part_of(
             raise CheckpointError("has no dtype")
         known = FRAMEWORK_NAMES.get(tensor.dtype)
         if known is None:
-            raise CheckpointError(f"is of the dtype {tensor.dtype}, which nobody has")
+            raise CheckpointError(f"has the unknown dtype {tensor.dtype}")
         dtype = torch_dtype(tensor.dtype) if by_torch else numpy_dtype(tensor.dtype)
         shape = tensor.shape
         if by_torch:
@@ -106,7 +106,7 @@ def _sized_part_of(
         return Part(path, tensor, by_torch, dtype, shape, "pairs", None, flags)
     shape = _integers(node["shape"], "shape", 0)
     if len(shape) > _DIMENSIONS_MAX or math.prod(shape) * dtype.itemsize > _EXTENT_MAX:
-        raise CheckpointError(f"has a shape that is none: {shape!r:.100}")
+        raise CheckpointError(f"has an invalid shape: {shape!r:.100}")
     nbytes = tensor.end - tensor.begin
     if "view" not in node:
         if math.prod(shape) * dtype.itemsize != nbytes or tensor.dtype != "U8":
@@ -159,7 +159,7 @@ def _integers(said: Any, what: str, least: int) -> tuple[int, ...]:
     if not isinstance(said, list) or not all(
         type(each) is int and least <= each <= _EXTENT_MAX for each in said
     ):
-        raise CheckpointError(f"has a {what} that is none: {said!r:.100}")
+        raise CheckpointError(f"has a {what} that is invalid: {said!r:.100}")
     return tuple(said)
 
 

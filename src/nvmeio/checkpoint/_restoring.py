@@ -62,7 +62,9 @@ class Held:
         try:
             descriptor = os.open(self.folder, FOLDER | os.O_NOFOLLOW | os.O_CLOEXEC)
         except NotADirectoryError:
-            raise CheckpointError(f"{self.folder} is no folder of a checkpoint") from None
+            raise CheckpointError(
+                f"{self.folder} is not the folder of a checkpoint"
+            ) from None
         self._descriptors.append(descriptor)
 
     def _lock(self) -> None:
@@ -85,7 +87,7 @@ class Held:
             raise error from None
         try:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                raise CheckpointError(f"{path} is no regular file")
+                raise CheckpointError(f"{path} is not a regular file")
         except BaseException:
             close_quietly(descriptor)
             raise

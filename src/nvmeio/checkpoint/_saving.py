@@ -55,7 +55,7 @@ class Plan:
         said, others = encode(metadata)
         if others:
             where = path_of(others[0].path).replace("state", "metadata", 1)
-            raise TypeError(f"{where} is a tensor or an array; metadata has none")
+            raise TypeError(f"{where} is a tensor or an array; metadata cannot have any")
         stored = store(leaves)
         tensors = [(each.name, each.dtype, each.shape) for each in stored]
         # Tensors of whole pages are written and read without copies of their ends.

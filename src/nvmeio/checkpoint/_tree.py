@@ -245,7 +245,7 @@ class _Decoder:
         if not isinstance(content, list):
             raise self._wrong(path, "is no list")
         if wanted is not None:
-            raise KeyError(f"{path_of(path)} is a list, of which names pick nothing")
+            raise KeyError(f"{path_of(path)} is a list; names cannot select its items")
         return [each for _, each in self._chosen(enumerate(content), path, wanted)]
 
     def _chosen(
@@ -284,7 +284,7 @@ class _Decoder:
                 and type(item[0]) in (int, str)
                 and item[0] not in pairs
             ):
-                raise self._wrong(path, "has items that are none")
+                raise self._wrong(path, "has invalid items")
             pairs[item[0]] = item[1]
         return dict(self._chosen(pairs.items(), path, wanted))
 

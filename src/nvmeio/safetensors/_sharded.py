@@ -102,7 +102,7 @@ def load_sharded(
     ((1000,), array([0, 1, 2]))
     """
     if isinstance(names, str):
-        raise TypeError(f"names is {names!r}; it must be several names, or None")
+        raise TypeError(f"names is {names!r}; it must be an iterable of names, or None")
     check_progress(progress)
     if not isinstance(slices, (Mapping, type(None))):
         raise TypeError(f"slices is {shown(slices)}; it must be a dict of indices, or None")
@@ -118,7 +118,7 @@ def load_sharded(
         if name not in places:
             raise SafetensorError(f"the model does not contain tensor {name}")
     if missing := parts.keys() - set(wanted):
-        raise ValueError(f"slices has {min(missing)!r}, which names has not")
+        raise ValueError(f"slices has {min(missing)!r}, which is not in names")
     by_file: dict[str, list[str]] = {}
     for name in wanted:
         by_file.setdefault(places[name], []).append(name)
@@ -206,16 +206,20 @@ def _index(path: str) -> dict[str, str]:
     with open(path, "rb") as file:
         if (size := os.fstat(file.fileno()).st_size) > INDEX_BYTES_MAX:
             raise SafetensorError(
-                f"{path} is no index of a model: it has {size} bytes, and "
+                f"{path} is not the index of a model: it has {size} bytes, and "
                 f"{INDEX_BYTES_MAX} is the limit"
             )
         try:
             places = json.load(file)["weight_map"]
             items = list(places.items())
         except UnicodeDecodeError:
-            raise SafetensorError(f"{path} is no index of a model: it is no text") from None
+            raise SafetensorError(
+                f"{path} is not the index of a model: it is not text"
+            ) from None
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            raise SafetensorError(f"{path} is no index of a model: {error!r}") from None
+            raise SafetensorError(
+                f"{path} is not the index of a model: {error!r}"
+            ) from None
     folder = os.path.dirname(path)
     for name, place in items:
         if not isinstance(place, str) or not _is_within(place):

@@ -23,7 +23,7 @@ def load_file(
 ) -> dict[str, Any]:
     """Read tensors of a file, in the order of the file."""
     if isinstance(names, str):
-        raise TypeError(f"names is {names!r}; it must be several names, or None")
+        raise TypeError(f"names is {names!r}; it must be an iterable of names, or None")
     check_progress(progress)
     file = ModelFile(filename, direct)
     try:

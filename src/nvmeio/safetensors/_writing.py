@@ -143,7 +143,7 @@ def refuse_kinds(target: str) -> None:
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), target)
         if not stat.S_ISREG(mode) and not stat.S_ISLNK(mode):
             raise OSError(
-                errno.EINVAL, "it is no regular file, and is not replaced", target
+                errno.EINVAL, "it is not a regular file, so it is not replaced", target
             )
 
 

@@ -52,7 +52,7 @@ class CheckpointIO(*_bases()):  # type: ignore[misc]
         """Save what the Trainer gives; it is on the device when this returns."""
         if storage_options is not None:
             raise TypeError(
-                f"storage_options is {storage_options!r:.100}; a local file has none"
+                f"storage_options is {storage_options!r:.100}; local files take no options"
             )
         name = _local(path)
         make_folders(os.path.dirname(os.path.abspath(name)))
@@ -80,5 +80,7 @@ class CheckpointIO(*_bases()):  # type: ignore[misc]
 def _local(path: Any) -> str:
     name = os.fsdecode(path)
     if "://" in name and not name.startswith("file://"):
-        raise ValueError(f"{name!r} is no local file; nvmeio.checkpoint.drain copies to it")
+        raise ValueError(
+            f"{name!r} is not a local file; copy to it with nvmeio.checkpoint.drain"
+        )
     return name.removeprefix("file://")

@@ -153,8 +153,8 @@ class OffloadedOptimizer(Optimizer):  # type: ignore[misc]  # torch is Any to my
         other = getattr(optimizer, "_offloaded", lambda: None)()
         if other is not None and other._store.close.alive:
             raise ValueError(
-                f"optimizer is offloaded to {other.folder!r} already; use what offload() "
-                "has returned, or close it first"
+                f"optimizer is offloaded to {other.folder!r} already; use the "
+                "optimizer that offload() returned, or close it first"
             )
         self.inner = optimizer
         self.memory = size_of("memory", memory, MEMORY_MIN)
@@ -652,7 +652,7 @@ class OffloadedOptimizer(Optimizer):  # type: ignore[misc]  # torch is Any to my
         if isinstance(state_dict, StateItems) and state_dict._optimizer is self:
             raise ValueError(
                 "state_dict is this optimizer's own state_items(), whose files would be "
-                "replaced; it has these states already"
+                "replaced; these states are loaded already"
             )
         groups, state, found = _opened(state_dict)
         if found is not None:
@@ -728,8 +728,8 @@ class OffloadedOptimizer(Optimizer):  # type: ignore[misc]  # torch is Any to my
         self._require_process()
         if self._failed:
             raise RuntimeError(
-                f"{self._failed}: parameters and states may be of two steps; load those of "
-                "a checkpoint, the states by load_state_dict()"
+                f"{self._failed}: parameters and states may be of two steps; load both "
+                "from a checkpoint, the states by load_state_dict()"
             )
 
     def _require_process(self) -> None:
@@ -737,7 +737,7 @@ class OffloadedOptimizer(Optimizer):  # type: ignore[misc]  # torch is Any to my
             raise ValueError("the optimizer is closed")
         if not self._store.is_ours:
             raise RuntimeError(
-                "the optimizer is that of another process, which forked this one"
+                "the optimizer belongs to the parent process; a forked child cannot use it"
             )
 
     def _close_inner(self) -> None:
@@ -746,7 +746,8 @@ class OffloadedOptimizer(Optimizer):  # type: ignore[misc]  # torch is Any to my
 
         def refused(*_: object, **__: object) -> NoReturn:
             raise RuntimeError(
-                "the states of this optimizer are in files; use what offload() has returned"
+                "the states of this optimizer are on disk; use the optimizer that "
+                "offload() returned"
             )
 
         # A scheduler that is made with the inner one would wrap it, as a method; step()

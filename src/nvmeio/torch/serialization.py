@@ -162,7 +162,7 @@ def load(
     """
     weights_only = flag("weights_only", weights_only)
     if isinstance(names, str):
-        raise TypeError(f"names is {names!r}; it must be several names, or None")
+        raise TypeError(f"names is {names!r}; it must be an iterable of names, or None")
     with File(path_of(path)) as file:
         options = {"map_location": map_location, "weights_only": weights_only}
         if names is None and out is None:

@@ -263,7 +263,7 @@ class Store:
                 path = os.fsdecode(segment.file.path)
                 raise RuntimeError(
                     f"{path} has generation {said} of the states of parameter "
-                    f"{piece.index}, and not {expected}: another program has changed it"
+                    f"{piece.index}, not {expected}: another program has changed it"
                 )
 
     def _stamp(

@@ -85,8 +85,8 @@ class _MetadataUnpickler(pickle.Unpickler):
         elif module == "builtins" and name in self._BUILTINS:
             return super().find_class(module, name)
         raise pickle.UnpicklingError(
-            f"it wants {module}.{name}, which describes no checkpoint; weights_only=False "
-            "runs whatever a file says"
+            f"it needs {module}.{name}, which describes no checkpoint; weights_only=False "
+            "allows it, and runs any code that is in the file"
         )
 
 
@@ -110,5 +110,5 @@ def read_metadata(path: str, *, weights_only: bool) -> Any:
         except pickle.UnpicklingError as error:
             raise pickle.UnpicklingError(f"{path}: {error}") from None
     if not isinstance(found, Metadata):
-        raise pickle.UnpicklingError(f"{path}: it is no metadata of a checkpoint")
+        raise pickle.UnpicklingError(f"{path}: not the metadata of a checkpoint")
     return found

@@ -140,15 +140,15 @@ class HuggingFaceStorageReader(hf_storage.HuggingFaceStorageReader):  # type: ig
                     if known is not None:
                         raise SafetensorError(
                             f"{tensor.name!r} is in {storage[index].relative_path} and in "
-                            f"{path}: these files are of two saves"
+                            f"{path}: these files are from two saves"
                         )
                     storage[index] = info
                     _add_part(found, tensor.name, stored, offsets)
         for paths in (saves, *sets.values()):
             if len(paths) > 1:
                 raise SafetensorError(
-                    f"{' and '.join(list(paths.values())[:2])} are of two saves, of which "
-                    "one did not end; save again, or remove the files of one"
+                    f"{' and '.join(list(paths.values())[:2])} are of two saves, one "
+                    "of which did not finish; save again, or remove the files of one"
                 )
         _refuse_gaps(found, sizes, folder)
         metadata = Metadata(state_dict_metadata=found, storage_data=storage)
@@ -206,7 +206,9 @@ def _sharding_in(said: Mapping[str, str], path: str) -> dict[str, Any] | None:
     except (ValueError, RecursionError) as error:
         found = error
     if not isinstance(found, dict):
-        raise SafetensorError(f"{path}: {_hf_utils.CUSTOM_METADATA_KEY} is no JSON object")
+        raise SafetensorError(
+            f"{path}: {_hf_utils.CUSTOM_METADATA_KEY} is not a JSON object"
+        )
     return found
 
 
@@ -221,7 +223,7 @@ def _place_of(
     offsets = _numbers(told.get(_hf_utils.SAVED_OFFSETS_KEY), len(shape))
     size = _numbers(told.get(SIZE_KEY, offsets), len(shape))
     if offsets is None or size is None:
-        raise SafetensorError(f"{path}: it does not say where {name!r} begins")
+        raise SafetensorError(f"{path}: it does not say where {name!r} starts")
     ends = [low + count for low, count in zip(offsets, shape, strict=True)]
     if SIZE_KEY not in told:
         return torch.Size(offsets), None

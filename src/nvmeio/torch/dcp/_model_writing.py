@@ -141,15 +141,15 @@ thread_count_consolidation
         """Name the files of this save, durably."""
         parts = sorted(parts)
         if len(set(map(_whole, parts))) < len(parts):
-            raise RuntimeError(f"several ranks have written a file of one name: {parts}")
+            raise RuntimeError(f"several ranks wrote a file of the same name: {parts}")
         missing = [
             part for part in parts if not os.path.lexists(os.path.join(folder, part))
         ]
         if missing:
             raise FileNotFoundError(
                 errno.ENOENT,
-                "a rank has written it, and it is not to be seen here: all ranks need one "
-                "folder that they share",
+                "a rank wrote it, but this rank cannot see it: all ranks must share one "
+                "folder",
                 os.path.join(folder, missing[0]),
             )
         for part in parts:
@@ -242,7 +242,7 @@ def _refuse(
     for item in items:
         name = item.index.fqn
         if item.type == WriteItemType.BYTE_IO:
-            raise TypeError(f"{name!r} is no tensor; model files hold tensors alone")
+            raise TypeError(f"{name!r} is not a tensor; model files hold only tensors")
         about = item.tensor_data
         if not in_parts and about.chunk.sizes != about.size:
             raise ValueError(
@@ -251,7 +251,8 @@ def _refuse(
             )
         if name in seen:
             raise ValueError(
-                f"{name!r} has several parts on this rank; a model file holds one of a name"
+                f"{name!r} has several parts on this rank; a model file holds one "
+                "tensor per name"
             )
         if mapping is not None and name not in mapping:
             raise ValueError(f"{name!r} is not in fqn_to_index_mapping")

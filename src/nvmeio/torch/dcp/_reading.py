@@ -245,7 +245,9 @@ class _Reading:
     def _file(self, name: str) -> File:
         if name not in self.files:
             if os.path.isabs(name) or os.pardir in name.split("/"):
-                raise ValueError(f"{self.reader.path}: {name!r} is no file in this folder")
+                raise ValueError(
+                    f"{self.reader.path}: {name!r} is not a file in this folder"
+                )
             path = os.fspath(self.reader.fs.concat_path(self.reader.path, name))
             self.files[name] = self.stack.enter_context(File(path))
         return self.files[name]

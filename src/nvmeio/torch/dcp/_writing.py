@@ -94,8 +94,8 @@ cache_staged_state_dict, overwrite, _extensions, serialization_format
         if not self.use_collectives and os.path.lexists(path):
             raise FileExistsError(
                 errno.EEXIST,
-                "here is a checkpoint of all ranks, which is loaded first; with "
-                "use_collectives=False save to another folder",
+                "the folder has a checkpoint of all ranks, which would be loaded first; "
+                "save to another folder with use_collectives=False",
                 path,
             )
         make_folders(os.path.abspath(self.path))
