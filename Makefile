@@ -37,7 +37,7 @@ COVERAGE_TESTS := tests/test_file.py tests/test_openfiles.py tests/test_mounts.p
 
 .PHONY: demo test build test-python test-c test-c-asan test-c-tsan test-neon test-pythons
 .PHONY: check-all mutants
-.PHONY: stress-short stress stress-long replay fuzz test-deepspeed test-models
+.PHONY: docs stress-short stress stress-long replay fuzz test-deepspeed test-models
 .PHONY: test-models-short test-formats test-distributed lint format sdist bench
 .PHONY: asan tsan stress-asan stress-tsan build-asan build-tsan coverage clean
 
@@ -84,7 +84,7 @@ test-c-tsan: $(VENV)/.nvmeio-tools
 # All of the above and below, each as long as it takes, but for hours of stress and fuzz.
 check-all: COMBINATIONS := --all-combinations
 check-all: test test-c-asan test-c-tsan test-deepspeed test-models test-formats test-distributed \
-	test-neon lint sdist asan tsan stress stress-asan stress-tsan test-pythons coverage mutants
+	test-neon lint docs sdist asan tsan stress stress-asan stress-tsan test-pythons coverage mutants
 
 # Whether the tests notice what is wrong with each patch of tests/mutants.  MUTANTS is for
 # the script, such as MUTANTS='file-*'.
@@ -196,6 +196,8 @@ lint: build
 	$(PY) bench/tables.py --check
 	$(PY) bench/charts.py --check
 	$(PY) -m mypy
+	$(PY) -m mypy --follow-imports=silent tests/typing
+	$(PY) -m pyright --project tests/typing
 	$(PY) -m mypy.stubtest --mypy-config-file pyproject.toml \
 		--allowlist tests/stubtest_allowlist.txt --ignore-unused-allowlist nvmeio
 
@@ -203,6 +205,17 @@ format: build
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 	$(VENV)/bin/clang-format -i $(C_FILES)
+
+# Every warning is an error: a dead link, a public name that no page documents.
+$(VENV)/.nvmeio-docs: $(INSTALLED) constraints.txt
+	$(PY) -m pip install -q --constraint constraints.txt --no-build-isolation \
+		--editable '.[docs]'
+	touch $@
+
+docs: build $(VENV)/.nvmeio-docs
+	rm -rf build/docs docs/reference/api
+	$(PY) -m sphinx -q -W --keep-going -d build/docs/doctrees -c docs . build/docs/html
+	@echo build/docs/html/index.html
 
 sdist: build
 	rm -rf dist

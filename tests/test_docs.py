@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from helpers import ENGINES
+from nvmeio._config.constants import BOUNCES, DEFAULTS, LIMITS
 from pages import (
     FENCED,
     PAGES,
@@ -164,12 +165,27 @@ def test_the_table_of_variables_has_what_the_sources_read_and_nothing_else():
     names_of_c = set().union(*(variables_of(path.read_text()) for path in headers))
     # Constants of C are no variables, though Cython code names them.
     read = set().union(*(variables_of(path.read_text()) for path in sources)) - names_of_c
-    rows = re.findall(r"^\| (`[A-Z_`, ]+`) \|", read_page("docs/tuning.md"), re.MULTILINE)
+    page = read_page("docs/environment.md")
+    rows = re.findall(r"^\| (`[A-Z_`, ]+`) \|", page, re.MULTILINE)
     told = [name for row in rows for name in re.findall(r"`(\w+)`", row)]
     for path in headers:
         read |= set(re.findall(r'\bgetenv\("(\w+)"\)', path.read_text()))
     # Of these the command line asks what terminal and what container it is in.
     assert sorted(told) == sorted(read - {"TERM", "KUBERNETES_SERVICE_HOST", "container"})
+
+
+def test_the_table_of_options_has_the_limits_and_defaults_of_the_code():
+    words = {"engine": ("auto", *ENGINES), "bounce": BOUNCES, "direct": ("auto", "1", "0")}
+    rows = []
+    for option, default in DEFAULTS.items():
+        values = ", ".join(words.get(option, ("0", "1")))
+        if option in LIMITS:
+            values = f"1 to {LIMITS[option]}"
+        shown = int(default) if default is False else default
+        rows.append((f"NVMEIO_{option.upper()}", values, str(shown)))
+    section = read_page("docs/environment.md").split("\n## ")[1]
+    table = section.replace("`", "").replace(" bytes", "")
+    assert re.findall(r"^\| (N\w+) \| (.*) \| (.*) \|$", table, re.MULTILINE) == rows
 
 
 def test_the_tables_of_faults_have_the_kinds_that_fault_c_has():

@@ -326,6 +326,7 @@ def test_a_handle_that_was_never_opened_says_so(path):
         lambda: handle.engine,
         lambda: handle.workers,
         lambda: repr(handle),
+        handle._repr_html_,
         lambda: handle.read(bytearray(1), path),
         lambda: handle.submit_read(bytearray(1), path),
     ):
@@ -348,6 +349,18 @@ def test_pending_and_repr_tell_what_is_in_flight(open_handle, engine, folder):
         )
     assert [request.wait() for request in requests] == [8, 8, 8]
     assert handle.pending == 0
+
+
+def test_a_notebook_shows_a_table_of_options_and_counts(path):
+    path.write_bytes(bytes(2000))
+    with nvmeio.Handle(queue_depth=4096, direct=False) as handle:
+        handle.read(bytearray(2000), path)
+        shown = handle._repr_html_()
+    rows = dict(re.findall(r"<tr><th>(.*?)</th><td>(.*?)</td></tr>", shown))
+    assert rows["queue_depth"] == "4,096"
+    assert rows["bytes_buffered"] == "2,000"
+    assert rows["direct"] == rows["closed"] == "False"
+    assert rows["engine"] == handle.engine
 
 
 def test_pickling_carries_the_options(engine, path):

@@ -3,7 +3,9 @@
 import itertools
 import math
 import pickle
+import re
 from concurrent.futures import ThreadPoolExecutor
+from xml.etree import ElementTree as ET
 
 import numpy as np
 import pytest
@@ -210,3 +212,13 @@ def test_a_closed_handle_still_tells(handle, path):
 def test_a_forked_child_begins_anew(tmp_path, engine):
     report = run_child("fork_latencies", folder=str(tmp_path), engine=engine).report
     assert report["parent"] > report["child"] > 0
+
+
+def test_a_notebook_shows_a_table_of_the_percentiles(counted):
+    figures = [40] * 900 + [50] * 98 + [6000] * 2
+    shown = counted(np.multiply(figures, 1000))._repr_html_()
+    rows = dict(re.findall(r"<tr><th>(.*?)</th><td>(.*?)</td></tr>", shown))
+    assert rows["blocks"] == "1,000"
+    assert rows["99 %"] == "50.2 us"
+    assert rows["slowest"].startswith("6,")
+    ET.fromstring(shown)

@@ -595,6 +595,10 @@ def test_a_request_cannot_be_pickled(handle, path):
     assert request.wait() == 1
 
 
+def test_an_annotation_may_name_the_type_of_the_result():
+    assert str(nvmeio.Request[int]) == "nvmeio._native.request.Request[int]"
+
+
 def test_signatures_can_be_inspected():
     for name, member in inspect.getmembers(nvmeio.Request, callable):
         if not name.startswith("__"):

@@ -17,6 +17,7 @@ from nvmeio._native.info import version as _version
 from nvmeio._native.pool import pool_stats, pool_trim
 from nvmeio._native.request import Request
 from nvmeio.arrays import ArrayFile
+from nvmeio.configuration import show_config
 from nvmeio.default import default_handle
 from nvmeio.files import aio_read, aio_write, read_file, read_into, write_file
 from nvmeio.futures import as_completed, wait
@@ -48,6 +49,7 @@ __all__ = [
     "read_file",
     "read_into",
     "save",
+    "show_config",
     "wait",
     "write_file",
 ]

@@ -134,6 +134,15 @@ class ArrayFile(Unread):
     Assigning broadcasts and converts as numpy does, writes no byte that the index does not
     name, and takes the last of several values for the same element.  It returns when the
     bytes can be read back, by whomever; ``flush`` makes them durable.
+
+    Examples
+    --------
+    >>> nvmeio.save("rows.npy", np.arange(12).reshape(4, 3))
+    >>> with nvmeio.ArrayFile("rows.npy", mode="r+") as rows:
+    ...     rows[0] = 7
+    ...     rows[[3, 0]]
+    array([[ 9, 10, 11],
+           [ 7,  7,  7]])
     """
 
     @suggesting

@@ -54,6 +54,14 @@ def default_handle() -> Handle:
     ``load``, ``save``, ``read_file``, ``read_into``, ``write_file``, every ``ArrayFile``
     that is given no handle and the datasets of ``nvmeio.torch`` use it.  It is drained when
     the interpreter ends.
+
+    Examples
+    --------
+    >>> handle = nvmeio.default_handle()
+    >>> handle.write(np.arange(1000), "data.bin")
+    8000
+    >>> nvmeio.default_handle() is handle
+    True
     """
     handle = _shared.handle
     return _shared.get() if handle is None or handle.closed else handle

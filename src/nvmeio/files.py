@@ -177,6 +177,16 @@ def read_into(buffer: Any, file: FileLike, offset: int = 0) -> int:
     Notes
     -----
     Releases the GIL while it waits.  Uses ``default_handle()``.
+
+    Examples
+    --------
+    >>> nvmeio.write_file(np.arange(4), "data.bin")
+    32
+    >>> array = np.empty(2, np.int64)
+    >>> nvmeio.read_into(array, "data.bin", offset=16)
+    16
+    >>> array
+    array([2, 3])
     """
     return default_handle().read(buffer, file, offset)
 
@@ -226,6 +236,11 @@ def write_file(buffer: Any, path: Path, *, sync: bool = False, atomic: bool = Tr
     A name is made durable by an fsync of the folder that has it, which takes permission to
     read that folder: without it ``sync=True`` is refused before the file is touched.
     Releases the GIL while it waits.  Uses ``default_handle()``.
+
+    Examples
+    --------
+    >>> nvmeio.write_file(np.arange(4), "data.bin", sync=True)
+    32
     """
     return run(writing(BLOCKING, buffer, path, sync=sync, atomic=atomic))
 
@@ -352,6 +367,15 @@ def aio_read(
         With errno and path: EINVAL where the file and the buffer differ in size.
     TypeError, ValueError
         The buffer cannot be read into, or an argument is of the wrong type or out of range.
+
+    Examples
+    --------
+    >>> options = 1 << 20, 32, False, False, False
+    >>> nvmeio.aio_write(np.arange(1000), "data.bin", *options)
+    0
+    >>> array = np.empty(1000, np.int64)
+    >>> nvmeio.aio_read(array, "data.bin", *options)
+    0
     """
     with (
         _op(block_size, queue_depth, single_submit, overlap_events) as handle,
@@ -396,6 +420,12 @@ def aio_write(
         With errno and path.
     TypeError, ValueError
         The buffer cannot be written, or an argument is of the wrong type or out of range.
+
+    Examples
+    --------
+    >>> options = 1 << 20, 32, False, False, False
+    >>> nvmeio.aio_write(np.arange(1000), "data.bin", *options)
+    0
     """
     lent = _borrow(buffer, writable=False)
     with (

@@ -38,6 +38,16 @@ class Waited(NamedTuple):
     ----------
     done, not_done : set of Request
         Those that are done, also those that failed or were cancelled, and the others.
+
+    Examples
+    --------
+    >>> with nvmeio.Handle() as handle:
+    ...     request = handle.submit_write(np.arange(1000), "data.bin")
+    ...     waited = nvmeio.wait([request])
+    >>> isinstance(waited, nvmeio.futures.Waited)
+    True
+    >>> waited.done == {request}
+    True
     """
 
     done: set[Request]
@@ -107,6 +117,16 @@ class Completions:
 
     Made by ``as_completed``.  It is no generator, which the first exception would end: who
     is interrupted or cancelled while waiting may ask again, and misses no request.
+
+    Examples
+    --------
+    >>> with nvmeio.Handle() as handle:
+    ...     request = handle.submit_write(np.arange(1000), "data.bin")
+    ...     completions = nvmeio.as_completed([request])
+    ...     print(next(completions) is request)
+    True
+    >>> isinstance(completions, nvmeio.futures.Completions)
+    True
     """
 
     def __init__(self, requests: list[Request], timeout: float | None) -> None:
@@ -239,6 +259,16 @@ def as_completed(requests: Iterable[Request], timeout: float | None = None) -> C
     under a time limit, gets those that were not yielded.  One thread or task at a time may
     wait.  An eventfd is open from the first request on until all were yielded, or the
     iterator is dropped.
+
+    Examples
+    --------
+    >>> arrays = [np.full(1000, i) for i in range(3)]
+    >>> with nvmeio.Handle() as handle:
+    ...     requests = [
+    ...         handle.submit_write(array, f"{i}.bin") for i, array in enumerate(arrays)
+    ...     ]
+    ...     print([request.wait() for request in nvmeio.as_completed(requests)])
+    [8000, 8000, 8000]
     """
     return Completions(_checked(requests), timeout)
 
@@ -283,6 +313,17 @@ def wait(
     -----
     Releases the GIL while it waits.  Errors of requests are not raised here, but by their
     ``wait()``.
+
+    Examples
+    --------
+    >>> arrays = [np.full(1000, i) for i in range(3)]
+    >>> with nvmeio.Handle() as handle:
+    ...     requests = [
+    ...         handle.submit_write(array, f"{i}.bin") for i, array in enumerate(arrays)
+    ...     ]
+    ...     done, not_done = nvmeio.wait(requests)
+    >>> len(done), len(not_done)
+    (3, 0)
     """
     word("return_when", return_when, WAYS)
     awaited = _checked(requests)

@@ -55,6 +55,12 @@ def empty(
     -----
     Releases the GIL while the kernel provides the memory.  In a forked child the memory is
     a copy, neither locked nor known to a driver.
+
+    Examples
+    --------
+    >>> array = nvmeio.empty((1000, 1000), np.float32)
+    >>> array.shape, array.dtype, array.ctypes.data % 4096
+    ((1000, 1000), dtype('float32'), 0)
     """
     if type(dtype).__module__ == "torch":
         raise TypeError(f"dtype is {dtype}; nvmeio.torch.empty() makes tensors")

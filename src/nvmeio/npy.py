@@ -48,6 +48,12 @@ def load(path: Path) -> npt.NDArray[Any]:
     Notes
     -----
     Releases the GIL while it waits.  Uses ``default_handle()``.
+
+    Examples
+    --------
+    >>> nvmeio.save("data.npy", np.arange(4))
+    >>> nvmeio.load("data.npy")
+    array([0, 1, 2, 3])
     """
     return run(loading(BLOCKING, path))
 
@@ -101,6 +107,12 @@ def save(path: Path, array: Any, *, sync: bool = False) -> None:
     -----
     As ``write_file(..., atomic=True)``, which says what that costs and where a file is
     written in place.  Releases the GIL while it waits.  Uses ``default_handle()``.
+
+    Examples
+    --------
+    >>> nvmeio.save("data.npy", np.arange(4), sync=True)
+    >>> np.load("data.npy")
+    array([0, 1, 2, 3])
     """
     run(saving(BLOCKING, path, array, sync=sync))
 

@@ -1,5 +1,8 @@
-"""docs/deepspeed.md says what is so of the real DeepSpeed: all that it shows is done."""
+"""docs/deepspeed.md says what is so of the real DeepSpeed, and so do docstrings."""
 
+import pytest
+
+from docstring_examples import examples, run_example
 from pages import run_page, steps_of
 
 PAGE = "docs/deepspeed.md"
@@ -10,3 +13,8 @@ def test_the_page_can_be_followed_with_what_needs_deepspeed(tmp_path):
     done = run_page(PAGE, tmp_path, deepspeed=True)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "tensor.swp").stat().st_size == 4 << 20
+
+
+@pytest.mark.parametrize("name", examples("deepspeed"))
+def test_the_example_of_a_public_name_runs(name, tmp_path, monkeypatch):
+    run_example(name, tmp_path, monkeypatch)

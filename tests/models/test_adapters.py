@@ -17,6 +17,7 @@ import lightning
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch_checkpointing import CheckpointManager
 
+from docstring_examples import examples, run_example
 from nvmeio._files import folders
 from nvmeio.torch import torch_checkpointing
 from nvmeio.torch.lightning import CheckpointIO
@@ -190,3 +191,8 @@ def test_accelerate_goes_on_where_it_was(tmp_path):
     assert sorted(os.listdir(tmp_path / "resumed")) == [
         f"step-{step}" for step in (10, 15, 20, 5)
     ]
+
+
+@pytest.mark.parametrize("name", examples("lightning") + examples("torch_checkpointing"))
+def test_the_example_of_a_public_name_runs(name, tmp_path, monkeypatch):
+    run_example(name, tmp_path, monkeypatch)

@@ -28,6 +28,7 @@ COMMANDS = {
     "inspect": "list the tensors of a safetensors, .npy or torch.save file",
     "checkpoints": "list the checkpoints of a training run, and which are complete",
     "verify": "read files with and without the page cache, compare, print checksums",
+    "completion": "print what bash or zsh completes the commands by",
 }
 
 ABOUT = """\
@@ -148,6 +149,6 @@ def _parser() -> Parser:
     for name, about in COMMANDS.items():
         description = f"{about[0].upper()}{about[1:]}."
         command = commands.add_parser(name, help=about, description=description)
-        command.set_defaults(parser=command, operands="")
+        command.set_defaults(whole=parser, parser=command, operands="")
         import_module(f"nvmeio._cli.{name}").configure(command)
     return parser

@@ -9,13 +9,13 @@ import stat
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from nvmeio._cli.arguments import sentence
-from nvmeio._config.build import EngineInfo, Feature, build_record
+from nvmeio._config.build import EngineInfo, Feature, build_record, versions
 from nvmeio._config.devices import device_of
+from nvmeio._config.options import environment
 from nvmeio._native.file import File
 from nvmeio._native.handle import Handle
 from nvmeio._native.info import engines, resources
@@ -146,13 +146,6 @@ def _container() -> str:
     return "container" if os.environ.get("container") else ""  # noqa: SIM112
 
 
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
 def _by(find: Callable[[], object]) -> Any:
     """Return a field that is found where it is not given."""
     return field(default_factory=find)
@@ -229,14 +222,7 @@ class Installation:
     engine: str | None
     error: str
     # None for what is not installed.
-    versions: dict[str, str | None] = _by(
-        lambda: {
-            "nvmeio": build_record()["version"],
-            "python": platform.python_version(),
-            "numpy": _version("numpy"),
-            "torch": _version("torch"),
-        }
-    )
+    versions: dict[str, str | None] = _by(versions)
     compiler: str = _by(lambda: build_record()["compiler"])
     debug: bool = _by(lambda: build_record()["debug"])  # without optimization
     test_build: bool = _by(lambda: build_record()["test_build"])  # makes faults
@@ -244,13 +230,7 @@ class Installation:
     # In order of preference.
     engines: dict[str, EngineInfo] = _by(engines)
     # The variables that nvmeio reads.
-    environment: dict[str, str] = _by(
-        lambda: {
-            name: value
-            for name, value in sorted(os.environ.items())
-            if name.startswith("NVMEIO_")
-        }
-    )
+    environment: dict[str, str] = _by(environment)
 
 
 def installation() -> Installation:

@@ -72,7 +72,11 @@ def aio_config(path_or_dict: str | os.PathLike[str] | Mapping[str, Any]) -> dict
 
     Examples
     --------
-    >>> nvmeio.aio_handle(**aio_config("ds_config.json"))
+    >>> from pathlib import Path
+    >>> written = Path("ds_config.json").write_text('{"aio": {"queue_depth": 32}}')
+    >>> options = nvmeio.deepspeed.aio_config("ds_config.json")
+    >>> nvmeio.aio_handle(**options).get_queue_depth()
+    32
     """
     given = path_or_dict
     if not isinstance(given, Mapping):
@@ -110,6 +114,15 @@ def write_aio_config(path: str | os.PathLike[str], config: Any) -> dict[str, Any
     TypeError, ValueError
         As ``aio_config``; or a key is unknown, or the file is not plain JSON, as one with
         comments, which would be lost.
+
+    Examples
+    --------
+    >>> from pathlib import Path
+    >>> written = Path("ds_config.json").write_text('{"train_batch_size": 8}')
+    >>> options = nvmeio.deepspeed.aio_config({"aio": {"queue_depth": 128}})
+    >>> written = nvmeio.deepspeed.write_aio_config("ds_config.json", options)
+    >>> nvmeio.deepspeed.aio_config("ds_config.json")["queue_depth"]
+    128
     """
     if hasattr(config, "get_block_size"):
         config = {name: getattr(config, f"get_{name}")() for name in DEFAULTS}

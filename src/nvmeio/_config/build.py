@@ -1,5 +1,6 @@
 """What the build left behind: where headers and library lie, and what they contain."""
 
+import contextlib
 import os
 from typing import TypedDict
 
@@ -11,6 +12,7 @@ __all__ = [
     "build_record",
     "get_include",
     "get_library_dir",
+    "versions",
 ]
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
@@ -70,7 +72,9 @@ def get_include() -> str:
 
     Examples
     --------
-    ``cc -I "$(python -c 'import nvmeio; print(nvmeio.get_include())')" ...``
+    >>> import os
+    >>> os.path.isfile(os.path.join(nvmeio.get_include(), "nvmeio", "nvmeio.h"))
+    True
     """
     # An editable install keeps the headers where the sources have them.
     sources = os.path.dirname(os.path.dirname(_PACKAGE))
@@ -99,6 +103,12 @@ def get_library_dir() -> str:
     -----
     A Python extension must not link the archive: it would get a pool and fork handlers of
     its own.  With ``-lnvmeio`` it shares those of the package.
+
+    Examples
+    --------
+    >>> import os
+    >>> os.path.isfile(os.path.join(nvmeio.get_library_dir(), "libnvmeio.so"))
+    True
     """
     folder = os.path.join(_PACKAGE, "lib")
     if not os.path.isfile(os.path.join(folder, "libnvmeio.a")):
@@ -113,3 +123,21 @@ def build_record() -> BuildRecord:
     with open(os.path.join(get_library_dir(), "build.json"), encoding="utf-8") as file:
         record: BuildRecord = json.load(file)
     return record
+
+
+def versions() -> dict[str, str | None]:
+    """Return the versions of nvmeio, Python, numpy and torch, None where it is missing."""
+    # Loaded on first use, for few programs ask.
+    import platform
+    from importlib.metadata import PackageNotFoundError, version
+
+    found: dict[str, str | None] = {
+        "nvmeio": build_record()["version"],
+        "python": platform.python_version(),
+        "numpy": None,
+        "torch": None,
+    }
+    for package in ("numpy", "torch"):
+        with contextlib.suppress(PackageNotFoundError):
+            found[package] = version(package)
+    return found

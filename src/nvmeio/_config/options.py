@@ -11,7 +11,7 @@ from nvmeio._arguments.keywords import suggesting
 from nvmeio._arguments.types import Path
 from nvmeio._config.constants import DEFAULTS, TUNABLE, checked
 
-__all__ = ["aio_handle", "handle_options", "profile_arguments", "variable"]
+__all__ = ["aio_handle", "environment", "handle_options", "profile_arguments", "variable"]
 
 _log = logging.getLogger("nvmeio")
 
@@ -22,6 +22,12 @@ _TEXTS: dict[str, Any] = {"0": False, "1": True, "auto": "auto"}
 def variable(name: str) -> str:
     """Return the name of the environment variable that an option is taken from."""
     return f"NVMEIO_{name.upper()}"
+
+
+def environment() -> dict[str, str]:
+    """Return the variables of the environment that are nvmeio's own, by name."""
+    own = (name for name in sorted(os.environ) if name.startswith("NVMEIO_"))
+    return {name: os.environ[name] for name in own}
 
 
 # What tries the engines: nvmeio.engines, which stands above.

@@ -36,6 +36,14 @@ class Choice:
         and ``workers``; none may be missing.
     figures : dict
         Whatever JSON can hold, with the unit last in the names.
+
+    Examples
+    --------
+    >>> options = {"engine": "threads", "bounce": "auto", "block_size": 1 << 20}
+    >>> options |= {"queue_depth": 32, "workers": 2}
+    >>> choice = nvmeio.profiles.Choice(options, {"gb_per_s": 2.5})
+    >>> nvmeio.Handle(**choice.options).workers
+    2
     """
 
     options: dict[str, Any]
@@ -58,6 +66,17 @@ class Profile:
         The versions that it was measured with.
     both, read, write : Choice
         The best for reading and writing alike, for reading, and for writing.
+
+    Examples
+    --------
+    >>> options = {"engine": "threads", "bounce": "auto", "block_size": 1 << 20}
+    >>> options |= {"queue_depth": 32, "workers": 2}
+    >>> best = nvmeio.profiles.Choice(options, {})
+    >>> profile = nvmeio.profiles.new_profile(".", both=best, read=best, write=best)
+    >>> isinstance(profile, nvmeio.profiles.Profile)
+    True
+    >>> profile.read.options["queue_depth"]
+    32
     """
 
     device: str
@@ -89,6 +108,15 @@ def new_profile(path: Path, *, both: Choice, read: Choice, write: Choice) -> Pro
     ------
     OSError
         The path may not be looked at.
+
+    Examples
+    --------
+    >>> options = {"engine": "threads", "bounce": "auto", "block_size": 1 << 20}
+    >>> options |= {"queue_depth": 32, "workers": 2}
+    >>> best = nvmeio.profiles.Choice(options, {"gb_per_s": 2.5})
+    >>> profile = nvmeio.profiles.new_profile(".", both=best, read=best, write=best)
+    >>> profile.both.figures
+    {'gb_per_s': 2.5}
     """
     device = device_of(path)
     return Profile(
@@ -120,6 +148,11 @@ def profiles_folder() -> pathlib.Path:
     References
     ----------
     XDG Base Directory Specification, version 0.8.
+
+    Examples
+    --------
+    >>> nvmeio.profiles.profiles_folder().parts[-2:]
+    ('nvmeio', 'profiles')
     """
     configured = os.environ.get("XDG_CONFIG_HOME", "")
     usable = os.path.isabs(configured)
@@ -134,6 +167,10 @@ def check_saving() -> None:
     ------
     OSError
         There is no folder for profiles, and none can be made, or nothing in it.
+
+    Examples
+    --------
+    >>> nvmeio.profiles.check_saving()
     """
     folder = profiles_folder()
     while not folder.exists():
@@ -157,6 +194,11 @@ def profile_file(device: str) -> pathlib.Path:
     -------
     pathlib.Path
         The file.
+
+    Examples
+    --------
+    >>> nvmeio.profiles.profile_file("nvme0n1").name
+    'nvme0n1.json'
     """
     return profiles_folder() / f"{device}.json"
 
@@ -173,6 +215,11 @@ def saved_profiles() -> list[pathlib.Path]:
     ------
     OSError
         The folder cannot be read.
+
+    Examples
+    --------
+    >>> nvmeio.profiles.saved_profiles()
+    []
     """
     folder = profiles_folder()
     try:
@@ -205,6 +252,16 @@ def save_profile(profile: Profile) -> pathlib.Path:
     ValueError
         An option is missing, unknown or out of its limits; a figure is not finite; or the
         device's name is none for a file.
+
+    Examples
+    --------
+    >>> options = {"engine": "threads", "bounce": "auto", "block_size": 1 << 20}
+    >>> options |= {"queue_depth": 32, "workers": 2}
+    >>> best = nvmeio.profiles.Choice(options, {"gb_per_s": 2.5})
+    >>> profile = nvmeio.profiles.new_profile(".", both=best, read=best, write=best)
+    >>> file = nvmeio.profiles.save_profile(profile)
+    >>> nvmeio.Handle.from_profile(".").queue_depth
+    32
     """
     content = {"version": _VERSION, **asdict(profile)}
     text = json.dumps(content, indent=2, allow_nan=False) + "\n"
@@ -241,6 +298,11 @@ def load_profile(path: Path) -> Profile | None:
         The path may not be looked at, or the file not be read.
     ValueError
         As for ``read_profile``.
+
+    Examples
+    --------
+    >>> nvmeio.profiles.load_profile(".") is None
+    True
     """
     file = profile_file(device_of(path).identity)
     return read_profile(file) if file.exists() else None
@@ -266,6 +328,11 @@ def read_profile(file: pathlib.Path) -> Profile:
     ValueError
         It is no profile, or one of another version of nvmeio; says which file, and what
         in it.
+
+    Examples
+    --------
+    >>> [nvmeio.profiles.read_profile(file) for file in nvmeio.profiles.saved_profiles()]
+    []
     """
     if file.is_fifo():
         # Whoever opened it would wait for somebody to write.

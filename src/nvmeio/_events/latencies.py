@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from nvmeio._events.notebooks import html_table
+
 __all__ = ["Latencies"]
 
 
@@ -26,10 +28,17 @@ class Latencies:
 
     Examples
     --------
+    >>> nvmeio.write_file(bytes(1 << 20), "data.bin")
+    1048576
     >>> with nvmeio.Handle() as handle:
     ...     before = handle.latencies()
-    ...     handle.read(bytearray(1 << 20), path)
-    ...     (handle.latencies() - before).percentile_us(99)
+    ...     handle.read(bytearray(1 << 20), "data.bin")
+    ...     interval = handle.latencies() - before
+    1048576
+    >>> isinstance(interval, nvmeio.Latencies)
+    True
+    >>> interval.percentile_us(99) > 0
+    True
     """
 
     counts: npt.NDArray[np.uint64]
@@ -85,3 +94,12 @@ class Latencies:
         """Return how many blocks there are, and the percentiles that are asked for most."""
         shares = ", ".join(f"p{q} {self.percentile_us(q):.1f} us" for q in (50, 99, 99.9))
         return f"<nvmeio.Latencies of {self.count} blocks: {shares}>"
+
+    def _repr_html_(self) -> str:
+        """Return a table for a notebook."""
+        shares = {"fastest": 0, "median": 50, "90 %": 90, "99 %": 99, "99.9 %": 99.9}
+        rows = {
+            name: f"{self.percentile_us(q):,.1f} us"
+            for name, q in (shares | {"slowest": 100}).items()
+        }
+        return html_table("nvmeio.Latencies", {"blocks": self.count, **rows})

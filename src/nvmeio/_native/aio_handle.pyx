@@ -83,6 +83,19 @@ cdef class aio_handle:
     References
     ----------
     DeepSpeed, ``csrc/aio/py_lib/py_ds_aio.cpp``: the names, their order and defaults.
+
+    Examples
+    --------
+    >>> handle = nvmeio.aio_handle(queue_depth=32)
+    >>> handle.sync_pwrite(np.arange(1000), "data.bin")
+    1
+    >>> array = np.empty(1000, np.int64)
+    >>> handle.async_pread(array, "data.bin")
+    0
+    >>> handle.wait()
+    1
+    >>> int(array[-1])
+    999
     """
 
     cdef object __weakref__

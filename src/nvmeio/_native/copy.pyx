@@ -89,6 +89,13 @@ def memcpy(dest, src, *, threads=None) -> None:
     the fields of a structured dtype need not be copied.
     For autograd it is a change of ``dest`` as by ``copy_``, but without a gradient.
     Tensors on a device are copied by torch.
+
+    Examples
+    --------
+    >>> source, target = np.arange(1000), np.zeros(1000, np.int64)
+    >>> nvmeio.memcpy(target, source)
+    >>> int(target.sum())
+    499500
     """
     cdef Buffer target = None
     cdef Buffer source = None
@@ -131,6 +138,14 @@ def deepspeed_memcpy(dest, src) -> int:
     ------
     TypeError, ValueError
         As ``memcpy``.
+
+    Examples
+    --------
+    >>> source, target = np.arange(1000), np.zeros(1000, np.int64)
+    >>> nvmeio.deepspeed_memcpy(target, source)
+    0
+    >>> int(target.sum())
+    499500
     """
     memcpy(dest, src)
     return 0

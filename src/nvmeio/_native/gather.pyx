@@ -60,6 +60,17 @@ class GatherError(OSError):
     Notes
     -----
     ``errno`` and ``filename`` are those of the first, as for any OSError.
+
+    Examples
+    --------
+    >>> nvmeio.write_file(bytes(100), "data.bin")
+    100
+    >>> with nvmeio.Handle() as handle:
+    ...     try:
+    ...         handle.read_many([(bytearray(60), "data.bin", 60)])
+    ...     except nvmeio.GatherError as error:
+    ...         print(error.failures)
+    ((0, 61),)
     """
 
     def __init__(self, number, strerror, filename, failures):

@@ -23,10 +23,12 @@ from nvmeio._native.request cimport Request, new_request, wait_or_cancel
 from nvmeio._native.staged cimport new_staged
 from nvmeio._native.workers cimport start_workers
 
+from nvmeio._config.constants import DEFAULTS as _DEFAULTS
 from nvmeio._config.options import handle_options, profile_arguments
 from nvmeio._memory.overlap import OVERLAPS
 from nvmeio._events.caller import CALLER
 from nvmeio._events.latencies import Latencies
+from nvmeio._events.notebooks import html_table
 from nvmeio._native.info import engines
 from nvmeio._arguments.checks import MISSING, flag, refuse_missing, refuse_path, shown
 from nvmeio._arguments.keywords import hide_unknown, refuse_unknown
@@ -132,10 +134,16 @@ cdef class Handle:
 
     Examples
     --------
+    >>> array = np.arange(1000)
     >>> with nvmeio.Handle(queue_depth=32) as handle:
     ...     handle.write(array, "data.bin")
+    ...     other = np.empty_like(array)
     ...     request = handle.submit_read(other, "data.bin")
     ...     request.wait()
+    8000
+    8000
+    >>> np.array_equal(array, other)
+    True
     """
 
     def __init__(
@@ -936,6 +944,13 @@ cdef class Handle:
             f"queue_depth={self.queue_depth} workers={self.workers} "
             + ("closed>" if self.closed else f"pending={self.pending}>")
         )
+
+    def _repr_html_(self):
+        """Return a table for a notebook: the options, and what stats() returns."""
+        self.require_started()
+        options = {name: getattr(self, name) for name in _DEFAULTS}
+        rows = {**options, "closed": self.closed, "pending": self.pending, **self.stats()}
+        return html_table(f"nvmeio.{type(self).__name__}", rows)
 
     # From here on, what the methods above have in common.
 

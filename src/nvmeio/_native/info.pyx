@@ -50,6 +50,11 @@ def build_info() -> dict:
         ``link_flags``, ``ldflags``, ``features``: for each optional library whether it was
         built in and why not, ``debug``, ``test_build``: whether faults can be made in it);
         and ``engines`` as ``engines()`` gives them.
+
+    Examples
+    --------
+    >>> sorted(nvmeio.build_info()["engines"])
+    ['io_uring', 'libaio', 'sync', 'threads']
     """
     return {**build_record(), "engines": engines()}
 

@@ -187,6 +187,13 @@ def pool_stats() -> dict[str, int]:
     ------
     ValueError
         NVMEIO_POOL_BYTES, or another setting of the environment, makes no sense.
+
+    Examples
+    --------
+    >>> before = nvmeio.pool_stats()["allocations"]
+    >>> array = nvmeio.empty(1000)
+    >>> nvmeio.pool_stats()["allocations"] - before
+    1
     """
     cdef libnvmeio.nvmeio_pool_stats stats
     apply_settings()

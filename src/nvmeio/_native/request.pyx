@@ -9,6 +9,7 @@ import errno
 import logging
 import time
 from concurrent.futures import CancelledError
+from types import GenericAlias
 
 cimport cython
 from cpython.exc cimport PyErr_CheckSignals
@@ -66,6 +67,15 @@ cdef class Request:
     Thread-safe.  The request holds buffer and file until it is done, and the handle holds
     the request, so the caller may drop everything.  An error that nobody asked for gives a
     RuntimeWarning when the request is dropped.
+
+    Examples
+    --------
+    >>> with nvmeio.Handle() as handle:
+    ...     request = handle.submit_write(np.arange(1000), "data.bin")
+    ...     request.wait()
+    8000
+    >>> isinstance(request, nvmeio.Request), request.done()
+    (True, True)
     """
 
     def __init__(self):
@@ -526,6 +536,11 @@ cdef class Request:
         """
         from nvmeio._events.event_loop import as_coroutine
         return as_coroutine(self)
+
+    @classmethod
+    def __class_getitem__(cls, result):
+        """Name the type of the result, in annotations: ``Request[int]``."""
+        return GenericAlias(cls, result)
 
     def __reduce__(self):
         raise TypeError("a Request cannot be pickled; it belongs to this process")

@@ -83,6 +83,19 @@ class SaveFuture(Future[pathlib.Path]):
     staged : concurrent.futures.Future
         Done when the state may be changed: with ``stage=True`` from the beginning, else
         when the last byte of it has been written.  Its result is None.
+
+    Examples
+    --------
+    >>> checkpointer = nvmeio.checkpoint.Checkpointer("run")
+    >>> state = {"weights": np.arange(1000)}
+    >>> saving = checkpointer.save_async(100, state, stage=True)
+    >>> isinstance(saving, nvmeio.checkpoint.SaveFuture)
+    True
+    >>> saving.staged.result()
+    >>> state["weights"] += 1
+    >>> saving.result().name
+    'step-100'
+    >>> checkpointer.close()
     """
 
     def __init__(self, step: int) -> None:
@@ -306,10 +319,11 @@ class Checkpointer:
             self._begin(plan.step)
             return self._carry_out(plan, None)
 
+    # Only busy="skip" returns None: Any, as typeshed does it, spares others the question.
     @suggesting
     def save_async(
         self, step: int, state: Any, metadata: Any = None, *, stage: bool = True
-    ) -> SaveFuture | None:
+    ) -> SaveFuture | Any:
         """Begin to save a state, and return as soon as it may be changed.
 
         Parameters

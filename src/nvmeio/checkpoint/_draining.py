@@ -106,6 +106,16 @@ def drain(
     error that stays raises in ``result()``: at once where there is
     no room or no right (ENOSPC, EDQUOT, EROFS, EACCES, EPERM).  A file that changes
     meanwhile is a CheckpointError.  Python waits for a drain before it ends.
+
+    Examples
+    --------
+    >>> with nvmeio.checkpoint.atomic_directory("epoch-3") as folder:
+    ...     nvmeio.save(folder / "weights.npy", np.arange(10))
+    >>> copying = nvmeio.checkpoint.drain("epoch-3", "elsewhere/epoch-3")
+    >>> copying.result()
+    4176
+    >>> nvmeio.load("elsewhere/epoch-3/weights.npy").tolist()
+    [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]
     """
     work = Drain(source, place_of(target), last, retries, bandwidth)
     work.start()

@@ -4,7 +4,21 @@ __all__ = ["CheckpointError", "MovedError", "NoChecksumsError"]
 
 
 class CheckpointError(Exception):
-    """A checkpoint is damaged or incomplete; the message names the file."""
+    """A checkpoint is damaged or incomplete; the message names the file.
+
+    Examples
+    --------
+    >>> checkpointer = nvmeio.checkpoint.Checkpointer("run")
+    >>> folder = checkpointer.save(100, {"weights": np.arange(1000)})
+    >>> nvmeio.write_file(bytes(100), "run/step-100/tensors.safetensors")
+    100
+    >>> try:
+    ...     checkpointer.restore(100)
+    ... except nvmeio.checkpoint.CheckpointError as error:
+    ...     print("damaged")
+    damaged
+    >>> checkpointer.close()
+    """
 
 
 class MovedError(Exception):

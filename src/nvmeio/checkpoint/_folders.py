@@ -98,6 +98,8 @@ def atomic_directory(
     >>> with nvmeio.checkpoint.atomic_directory("epoch-3", replace=True) as folder:
     ...     nvmeio.save(folder / "weights.npy", np.arange(10))
     ...     written = (folder / "config.json").write_text("{}")
+    >>> int(nvmeio.load("epoch-3/weights.npy").sum())
+    45
     """
     replace, sync = flag("replace", replace), flag("sync", sync)
     nbytes = None if reserve is None else whole("reserve", reserve, 0, _SIZE_MAX)
@@ -281,6 +283,13 @@ def cleanup(folder: Path) -> list[str]:
     -----
     A leftover stays while its process lives, while anybody has it locked, and where the
     process was on another host, whose processes are not known here.
+
+    Examples
+    --------
+    >>> with nvmeio.checkpoint.atomic_directory("epoch-3") as folder:
+    ...     nvmeio.save(folder / "weights.npy", np.arange(10))
+    >>> nvmeio.checkpoint.cleanup(".")
+    []
     """
     removed, failed = _remove(os.fsdecode(path_of(folder)), _is_dead)
     if failed is not None:

@@ -56,6 +56,13 @@ class Installation:
     Where nvmeio was installed before, by another ``install()`` or by the environment,
     leaving the block leaves it installed.  There is one DeepSpeed in a process: of several
     threads the one that installed it ends it for all.
+
+    Examples
+    --------
+    >>> import deepspeed
+    >>> with nvmeio.deepspeed.install() as installed:
+    ...     isinstance(installed, nvmeio.deepspeed.Installation)
+    True
     """
 
     def __init__(self, errors: Literal["status", "raise"]) -> None:
@@ -125,6 +132,14 @@ def install(*, errors: Literal["status", "raise"] | None = None) -> Installation
 
     Imports DeepSpeed.  Thread-safe; a second call changes nothing, unless DeepSpeed was
     imported anew meanwhile.
+
+    Examples
+    --------
+    >>> import deepspeed
+    >>> from deepspeed.ops.op_builder import AsyncIOBuilder
+    >>> with nvmeio.deepspeed.install():
+    ...     AsyncIOBuilder().load() is nvmeio.deepspeed
+    True
     """
     global _current, _builder
     if errors is not None:
@@ -169,6 +184,12 @@ def uninstall() -> None:
     Notes
     -----
     Handles that were made meanwhile go on, and so do modules that were loaded.
+
+    Examples
+    --------
+    >>> import deepspeed
+    >>> installed = nvmeio.deepspeed.install()
+    >>> nvmeio.deepspeed.uninstall()
     """
     global _current, _builder
     with _lock:

@@ -67,6 +67,14 @@ class aio_handle(op.aio_handle):
     References
     ----------
     DeepSpeed, ``csrc/aio/py_lib/py_ds_aio.cpp``: the names, their order and defaults.
+
+    Examples
+    --------
+    >>> handle = nvmeio.deepspeed.aio_handle()
+    >>> handle.sync_pread(np.empty(1000, np.uint8), "missing.bin")
+    -1
+    >>> handle.last_error.filename
+    'missing.bin'
     """
 
     @suggesting
@@ -106,6 +114,14 @@ def last_error() -> OSError | None:
     OSError or None
         With errno and path; None where there was none.  A handle has a ``last_error`` of
         its own.
+
+    Examples
+    --------
+    >>> options = 1 << 20, 32, False, False, False
+    >>> nvmeio.deepspeed.aio_write(np.arange(1000), "missing/data.bin", *options)
+    -1
+    >>> nvmeio.deepspeed.last_error().filename
+    'missing/data.bin'
     """
     return getattr(_thread, "error", None)
 
@@ -147,6 +163,17 @@ KeyboardInterrupt
 Notes
 -----
 Releases the GIL while it waits.
+
+Examples
+--------
+>>> options = 1 << 20, 32, False, False, False
+>>> nvmeio.deepspeed.aio_write(np.arange(1000), "data.bin", *options)
+0
+>>> array = np.empty(1000, np.int64)
+>>> nvmeio.deepspeed.aio_read(array, "data.bin", *options)
+0
+>>> nvmeio.deepspeed.aio_read(array, "missing.bin", *options)
+-1
 """
 
 aio_read = _with_status(files.aio_read)

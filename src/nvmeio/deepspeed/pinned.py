@@ -21,6 +21,16 @@ class pin_handle:
     References
     ----------
     DeepSpeed, ``csrc/pin_memory/py_ds_pin_memory.cpp``: the names and their order.
+
+    Examples
+    --------
+    >>> import torch
+    >>> handle = nvmeio.deepspeed.pin_handle()
+    >>> tensor = handle.new_cpu_locked_tensor(1000, torch.empty(0))
+    >>> tensor.shape, tensor.dtype
+    (torch.Size([1000]), torch.float32)
+    >>> handle.free_cpu_locked_tensor(tensor)
+    True
     """
 
     def new_cpu_locked_tensor(self, num_elem: int, example_tensor: Any) -> Any:

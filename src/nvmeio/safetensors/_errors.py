@@ -12,6 +12,16 @@ class SafetensorError(Exception):
 
     While nvmeio is installed in safetensors, errors are of a subclass that safetensors' own
     class is a base of too, so that ``except safetensors.SafetensorError`` catches them.
+
+    Examples
+    --------
+    >>> nvmeio.write_file(bytes(4), "model.safetensors")
+    4
+    >>> try:
+    ...     nvmeio.safetensors.safe_open("model.safetensors", "np")
+    ... except nvmeio.safetensors.SafetensorError as error:
+    ...     print(error)
+    Error while deserializing header: header too small
     """
 
     # The subclass that is raised; install() sets it.

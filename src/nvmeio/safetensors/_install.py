@@ -52,6 +52,12 @@ class Installation:
     -----
     If nvmeio was installed before, leaving the block leaves it installed.  Of several
     threads the one that installed it ends it for all.
+
+    Examples
+    --------
+    >>> with nvmeio.safetensors.install() as installed:
+    ...     isinstance(installed, nvmeio.safetensors.Installation)
+    True
     """
 
     def __enter__(self) -> "Installation":
@@ -99,6 +105,14 @@ def install() -> Installation:
 
     Imports safetensors, and torch if it is installed.  Thread-safe; a second call changes
     nothing.
+
+    Examples
+    --------
+    >>> import safetensors.numpy
+    >>> with nvmeio.safetensors.install():
+    ...     safetensors.numpy.save_file({"weight": np.arange(4)}, "model.safetensors")
+    ...     safetensors.numpy.load_file("model.safetensors")
+    {'weight': array([0, 1, 2, 3])}
     """
     global _current
     # Before the lock: another thread may be importing them, and come here for them.
@@ -126,6 +140,12 @@ def uninstall() -> None:
     -----
     Modules that imported a name while nvmeio was installed get safetensors' own too.  Files
     that are open stay with nvmeio.
+
+    Examples
+    --------
+    >>> import safetensors
+    >>> installed = nvmeio.safetensors.install()
+    >>> nvmeio.safetensors.uninstall()
     """
     global _current
     with _lock:

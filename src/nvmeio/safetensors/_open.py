@@ -102,6 +102,16 @@ class safe_open:  # noqa: N801
     Thread-safe.  A forked child goes on with the file, without what was on its way.  Every
     tensor has memory of its own, which holds no file.  If the file's size or time of
     modification changes while tensors are read, that is a SafetensorError.
+
+    Examples
+    --------
+    >>> tensors = {"weight": np.arange(12).reshape(3, 4), "bias": np.zeros(4)}
+    >>> nvmeio.safetensors.numpy.save_file(tensors, "model.safetensors")
+    >>> with nvmeio.safetensors.safe_open("model.safetensors", "np") as file:
+    ...     print(file.keys())
+    ...     file.get_slice("weight")[0]
+    ['bias', 'weight']
+    array([0, 1, 2, 3])
     """
 
     def __init__(
@@ -382,7 +392,19 @@ def _part(
 
 
 class TensorSlice:
-    """Part of a tensor to be; ``safe_open(...).get_slice(name)`` makes it."""
+    """Part of a tensor to be; ``safe_open(...).get_slice(name)`` makes it.
+
+    Examples
+    --------
+    >>> tensors = {"weight": np.arange(12).reshape(3, 4)}
+    >>> nvmeio.safetensors.numpy.save_file(tensors, "model.safetensors")
+    >>> with nvmeio.safetensors.safe_open("model.safetensors", "np") as file:
+    ...     part = file.get_slice("weight")
+    ...     print(isinstance(part, nvmeio.safetensors.TensorSlice), part.get_shape())
+    ...     part[1:, 2]
+    True [3, 4]
+    array([ 6, 10])
+    """
 
     def __init__(self, opened: safe_open, file: ModelFile, tensor: Tensor) -> None:
         self._opened, self._file, self._tensor = opened, file, tensor

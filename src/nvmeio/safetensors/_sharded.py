@@ -90,6 +90,16 @@ def load_sharded(
         The folder has neither an index nor one safetensors file, or a file is missing.
     OSError, MemoryError, TypeError, ValueError, IndexError
         As ``load_file`` and ``get_slice``; before anything is read.
+
+    Examples
+    --------
+    >>> tensors = {name: np.arange(1000) for name in ("first", "second")}
+    >>> files = nvmeio.safetensors.save_sharded(tensors, "model", 8000)
+    >>> found = nvmeio.safetensors.load_sharded(
+    ...     "model", framework="np", slices={"second": np.s_[:3]}
+    ... )
+    >>> found["first"].shape, found["second"]
+    ((1000,), array([0, 1, 2]))
     """
     if isinstance(names, str):
         raise TypeError(f"names is {names!r}; it must be an iterable of names, or None")
@@ -272,6 +282,13 @@ def save_sharded(
     Each file and the index is replaced as a whole, the index last.  Files of a model that
     was saved here before, and that this one has not, are removed at the end; a folder that
     must never be seen with files of two models is better written anew.
+
+    Examples
+    --------
+    >>> tensors = {name: np.arange(1000) for name in ("first", "second")}
+    >>> files = nvmeio.safetensors.save_sharded(tensors, "model", "8KB")
+    >>> files[0], files[-1]
+    ('model-00001-of-00002.safetensors', 'model.safetensors.index.json')
     """
     limit = _size(max_shard_size)
     check_progress(progress)

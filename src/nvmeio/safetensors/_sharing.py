@@ -11,7 +11,15 @@ __all__ = ["storage_ptr", "storage_size"]
 
 
 def storage_ptr(tensor: torch.Tensor) -> int:
-    """Return where the storage of a tensor lies; 0 where it has none."""
+    """Return where the storage of a tensor lies; 0 where it has none.
+
+    Examples
+    --------
+    >>> import torch
+    >>> tensor = torch.arange(4)
+    >>> nvmeio.safetensors.torch.storage_ptr(tensor[1:]) == tensor.data_ptr()
+    True
+    """
     try:
         return int(tensor.untyped_storage().data_ptr())
     except Exception:  # of whatever kind a subclass raises
@@ -19,7 +27,15 @@ def storage_ptr(tensor: torch.Tensor) -> int:
 
 
 def storage_size(tensor: torch.Tensor) -> int:
-    """Return how many bytes the storage of a tensor has."""
+    """Return how many bytes the storage of a tensor has.
+
+    Examples
+    --------
+    >>> import torch
+    >>> tensor = torch.arange(4)
+    >>> nvmeio.safetensors.torch.storage_size(tensor[1:])
+    32
+    """
     try:
         return int(tensor.untyped_storage().nbytes())
     except Exception:  # of whatever kind a subclass raises

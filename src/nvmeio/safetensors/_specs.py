@@ -43,6 +43,14 @@ class TensorSpec:
     ------
     SafetensorError
         The format has no such dtype.
+
+    Examples
+    --------
+    >>> array = np.arange(4, dtype=np.float32)
+    >>> spec = nvmeio.safetensors.TensorSpec(
+    ...     dtype="float32", shape=[4], data_ptr=array.ctypes.data, data_len=array.nbytes
+    ... )
+    >>> nvmeio.safetensors.serialize_file({"weight": spec}, "model.safetensors")
     """
 
     def __init__(
@@ -146,6 +154,16 @@ def serialize(
     -------
     bytes
         What ``serialize_file`` would write.
+
+    Examples
+    --------
+    >>> array = np.arange(4, dtype=np.float32)
+    >>> spec = nvmeio.safetensors.TensorSpec(
+    ...     dtype="float32", shape=[4], data_ptr=array.ctypes.data, data_len=array.nbytes
+    ... )
+    >>> data = nvmeio.safetensors.serialize({"weight": spec})
+    >>> nvmeio.safetensors.numpy.load(data)
+    {'weight': array([0., 1., 2., 3.], dtype=float32)}
     """
     return pack(_sources(tensor_dict), metadata)
 
@@ -165,6 +183,16 @@ def serialize_file(
         The file.
     metadata : dict of str to str, optional
         Text that is kept with them.
+
+    Examples
+    --------
+    >>> array = np.arange(4, dtype=np.float32)
+    >>> spec = nvmeio.safetensors.TensorSpec(
+    ...     dtype="float32", shape=[4], data_ptr=array.ctypes.data, data_len=array.nbytes
+    ... )
+    >>> nvmeio.safetensors.serialize_file({"weight": spec}, "model.safetensors")
+    >>> nvmeio.safetensors.numpy.load_file("model.safetensors")
+    {'weight': array([0., 1., 2., 3.], dtype=float32)}
     """
     save(_sources(tensor_dict), filename, metadata)
 
@@ -186,6 +214,13 @@ def deserialize(bytes: builtins.bytes) -> list[tuple[str, dict[str, Any]]]:  # n
     ------
     SafetensorError
         It is no safetensors file.
+
+    Examples
+    --------
+    >>> data = nvmeio.safetensors.numpy.save({"weight": np.arange(4)})
+    >>> [(name, tensor)] = nvmeio.safetensors.deserialize(data)
+    >>> name, tensor["dtype"], tensor["shape"], len(tensor["data"])
+    ('weight', 'I64', [4], 32)
     """
     if not isinstance(bytes, builtins.bytes):
         kind = type(bytes).__name__

@@ -115,6 +115,12 @@ def save(
         The format has no such dtype, or a name is reserved.
     TypeError
         A name or a text is no str.
+
+    Examples
+    --------
+    >>> data = nvmeio.safetensors.numpy.save({"weight": np.arange(4)})
+    >>> nvmeio.safetensors.numpy.load(data)
+    {'weight': array([0, 1, 2, 3])}
     """
     return pack(_sources(tensor_dict), metadata)
 
@@ -156,6 +162,14 @@ def save_file(
     Notes
     -----
     Memory of 32 MiB is used beside the arrays.  Releases the GIL.
+
+    Examples
+    --------
+    >>> tensors = {"weight": np.arange(4)}
+    >>> nvmeio.safetensors.numpy.save_file(tensors, "model.safetensors", {"by": "me"})
+    >>> with nvmeio.safetensors.safe_open("model.safetensors", "np") as file:
+    ...     file.metadata()
+    {'by': 'me'}
     """
     _save(
         _sources(tensor_dict), filename, metadata, align=align, sync=sync, progress=progress
@@ -179,6 +193,12 @@ def load(data: bytes) -> dict[str, Array]:
     ------
     SafetensorError
         It is no safetensors file.
+
+    Examples
+    --------
+    >>> data = nvmeio.safetensors.numpy.save({"weight": np.arange(4)})
+    >>> nvmeio.safetensors.numpy.load(data)
+    {'weight': array([0, 1, 2, 3])}
     """
     return _view2np(deserialize(data))
 
@@ -230,6 +250,13 @@ def load_file(
     Notes
     -----
     Releases the GIL while it waits.
+
+    Examples
+    --------
+    >>> tensors = {"weight": np.arange(4), "bias": np.zeros(4)}
+    >>> nvmeio.safetensors.numpy.save_file(tensors, "model.safetensors")
+    >>> nvmeio.safetensors.numpy.load_file("model.safetensors", names=["weight"])
+    {'weight': array([0, 1, 2, 3])}
     """
     check_backend(backend)
     return _load_file(

@@ -159,6 +159,13 @@ def save(
         A tensor is sparse, not contiguous, or none.
     SafetensorError
         The format has no such dtype, or a name is reserved.
+
+    Examples
+    --------
+    >>> import torch
+    >>> data = nvmeio.safetensors.torch.save({"weight": torch.arange(4)})
+    >>> nvmeio.safetensors.torch.load(data)
+    {'weight': tensor([0, 1, 2, 3])}
     """
     return pack(_sources(tensors), metadata)
 
@@ -201,6 +208,15 @@ def save_file(
     -----
     Memory of 32 MiB is used beside the tensors, and for those of a device the largest of
     them.  Releases the GIL.
+
+    Examples
+    --------
+    >>> import torch
+    >>> tensors = {"weight": torch.arange(4)}
+    >>> nvmeio.safetensors.torch.save_file(tensors, "model.safetensors", {"by": "me"})
+    >>> with nvmeio.safetensors.safe_open("model.safetensors", "pt") as file:
+    ...     file.metadata()
+    {'by': 'me'}
     """
     _save(_sources(tensors), filename, metadata, align=align, sync=sync, progress=progress)
 
@@ -222,6 +238,13 @@ def load(data: bytes) -> dict[str, torch.Tensor]:
     ------
     SafetensorError
         It is no safetensors file.
+
+    Examples
+    --------
+    >>> import torch
+    >>> data = nvmeio.safetensors.torch.save({"weight": torch.arange(4)})
+    >>> nvmeio.safetensors.torch.load(data)
+    {'weight': tensor([0, 1, 2, 3])}
     """
     return _view2torch(deserialize(data))
 
@@ -277,6 +300,14 @@ def load_file(
     Notes
     -----
     Releases the GIL while it waits.
+
+    Examples
+    --------
+    >>> import torch
+    >>> tensors = {"weight": torch.arange(4), "bias": torch.zeros(4)}
+    >>> nvmeio.safetensors.torch.save_file(tensors, "model.safetensors")
+    >>> nvmeio.safetensors.torch.load_file("model.safetensors", names=["weight"])
+    {'weight': tensor([0, 1, 2, 3])}
     """
     check_backend(backend)
     return _load_file(
@@ -310,6 +341,14 @@ def save_model(
         Of tensors that share memory none has all of it.
     ValueError, OSError
         As ``save_file``.
+
+    Examples
+    --------
+    >>> import torch
+    >>> model = torch.nn.Linear(4, 2)
+    >>> nvmeio.safetensors.torch.save_model(model, "model.safetensors")
+    >>> sorted(nvmeio.safetensors.torch.load_file("model.safetensors"))
+    ['bias', 'weight']
     """
     state = model.state_dict()
     for kept, others in _remove_duplicate_names(state).items():
@@ -364,6 +403,16 @@ def load_model(
         As ``strict`` says, or as ``torch.nn.Module.load_state_dict``.
     SafetensorError, OSError
         As ``load_file``.
+
+    Examples
+    --------
+    >>> import torch
+    >>> model, other = torch.nn.Linear(4, 2), torch.nn.Linear(4, 2)
+    >>> nvmeio.safetensors.torch.save_model(model, "model.safetensors")
+    >>> nvmeio.safetensors.torch.load_model(other, "model.safetensors")
+    (set(), [])
+    >>> torch.equal(model.weight, other.weight)
+    True
     """
     state = load_file(filename, device=device, backend=backend)
     shared = _remove_duplicate_names(model.state_dict(), preferred_names=list(state))

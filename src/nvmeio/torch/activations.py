@@ -103,12 +103,11 @@ def save_on_disk(
 
     Examples
     --------
-    >>> for batch, target in loader:
-    ...     with nvmeio.torch.save_on_disk("/mnt/nvme"):
-    ...         loss = criterion(model(batch), target)
-    ...     loss.backward()
-    ...     optimizer.step()
-    ...     optimizer.zero_grad()
+    >>> import torch
+    >>> model = torch.nn.Sequential(torch.nn.Linear(100, 100), torch.nn.ReLU())
+    >>> with nvmeio.torch.save_on_disk("."):
+    ...     loss = model(torch.ones(1000, 100)).sum()
+    >>> loss.backward()
     """
     name = os.fsdecode(path_of(folder))
     return _saving(name, size_of("min_bytes", min_bytes, 0), size_of("memory", memory, 0))

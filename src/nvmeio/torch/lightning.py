@@ -34,6 +34,16 @@ class CheckpointIO(*_bases()):  # type: ignore[misc]
     A file is replaced as a whole and durably, where Lightning writes a temporary one
     elsewhere and copies it; it is read past the page cache.  It is for local files: to have
     them on a store, ``nvmeio.checkpoint.drain`` copies them there.
+
+    Examples
+    --------
+    >>> import lightning
+    >>> import nvmeio.torch.lightning
+    >>> import torch
+    >>> plugin = nvmeio.torch.lightning.CheckpointIO()
+    >>> plugin.save_checkpoint({"weight": torch.ones(3), "epoch": 3}, "last.ckpt")
+    >>> plugin.load_checkpoint("last.ckpt")["epoch"]
+    3
     """
 
     def save_checkpoint(

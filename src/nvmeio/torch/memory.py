@@ -49,6 +49,13 @@ def empty(
         torch's, or quantized; a node that there is not.
     OSError
         The system refuses to bind memory to a node, as containers may.
+
+    Examples
+    --------
+    >>> import torch
+    >>> tensor = nvmeio.torch.empty(1000, 1000, dtype=torch.bfloat16)
+    >>> tensor.shape, tensor.data_ptr() % 4096
+    (torch.Size([1000, 1000]), 0)
     """
     one = len(size) == 1 and not isinstance(size[0], int)
     extents = extents_of(size[0] if one else size)  # type: ignore[arg-type]
@@ -96,6 +103,13 @@ def empty_like(
     ------
     MemoryError, TypeError, ValueError, OSError
         As ``empty``; or ``tensor`` is none.
+
+    Examples
+    --------
+    >>> import torch
+    >>> tensor = nvmeio.torch.empty_like(torch.ones(1000, 1000))
+    >>> tensor.dtype, tensor.data_ptr() % 4096
+    (torch.float32, 0)
     """
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"expected a tensor, not {type(tensor).__qualname__}")

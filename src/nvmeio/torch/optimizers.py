@@ -95,9 +95,13 @@ def offload(
 
     Examples
     --------
-    >>> optimizer = nvmeio.torch.offload(
-    ...     torch.optim.AdamW(model.parameters()), "/nvme/states"
-    ... )
+    >>> import torch
+    >>> model = torch.nn.Linear(100, 100)
+    >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    >>> optimizer = nvmeio.torch.offload(optimizer, "states", memory="64MiB")
+    >>> model(torch.ones(100)).sum().backward()
+    >>> optimizer.step()
+    >>> optimizer.close()
     """
     return OffloadedOptimizer(optimizer, folder, memory=memory)
 
@@ -128,6 +132,17 @@ class OffloadedOptimizer(Optimizer):  # type: ignore[misc]  # torch is Any to my
     half-way, parameters and states are of two steps: every call raises until
     ``load_state_dict()`` has succeeded.  It cannot be copied or pickled, and a forked child
     cannot use it.
+
+    Examples
+    --------
+    >>> import torch
+    >>> model = torch.nn.Linear(100, 100)
+    >>> optimizer = nvmeio.torch.offload(torch.optim.AdamW(model.parameters()), "states")
+    >>> isinstance(optimizer, nvmeio.torch.OffloadedOptimizer)
+    True
+    >>> model(torch.ones(100)).sum().backward()
+    >>> optimizer.step()
+    >>> optimizer.close()
     """
 
     def __init__(

@@ -67,6 +67,7 @@ def save(obj: Any, path: Path, *, storage_alignment: int = 4096, sync: bool = Tr
 
     Examples
     --------
+    >>> import torch
     >>> nvmeio.torch.save({"weight": torch.ones(3), "epoch": 3}, "model.pt")
     >>> nvmeio.torch.load("model.pt", names=["epoch"])
     {'epoch': 3}
@@ -180,6 +181,13 @@ def load(
         With errno and path.
     Exception
         What torch.load raises, of what it cannot or must not unpickle.
+
+    Examples
+    --------
+    >>> import torch
+    >>> nvmeio.torch.save({"weight": torch.ones(3), "epoch": 3}, "model.pt")
+    >>> nvmeio.torch.load("model.pt")
+    {'weight': tensor([1., 1., 1.]), 'epoch': 3}
     """
     weights_only = flag("weights_only", weights_only)
     if isinstance(names, str):

@@ -22,7 +22,16 @@ _OCCUPIED = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR, errno.EISDIR)
 
 @dataclass
 class StorageConfig(base_storage.StorageConfig):  # type: ignore[misc]
-    """Makes a ``Storage``."""
+    """Makes a ``Storage``.
+
+    Examples
+    --------
+    >>> import torch_checkpointing
+    >>> import nvmeio.torch.torch_checkpointing
+    >>> config = nvmeio.torch.torch_checkpointing.StorageConfig()
+    >>> type(config.create_storage()).__name__
+    'Storage'
+    """
 
     def create_storage(self) -> "Storage":
         """Return a storage."""
@@ -50,6 +59,14 @@ class Storage(base_storage.Storage):  # type: ignore[misc]
 
     A file is on the device when its stream is closed, and a name when ``rename`` returns,
     which is what a checkpoint is committed by.
+
+    Examples
+    --------
+    >>> import torch_checkpointing
+    >>> import nvmeio.torch.torch_checkpointing
+    >>> storage = nvmeio.torch.torch_checkpointing.Storage()
+    >>> storage.exists("run")
+    False
     """
 
     def stream_read(self, path: Path, read_args: Any = None) -> io.RawIOBase:

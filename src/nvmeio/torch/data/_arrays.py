@@ -57,6 +57,15 @@ class ArrayDataset(Stored):
 
     A ``torch.utils.data.ConcatDataset`` asks for its samples one by one, and so reads them
     one by one.  The number of samples is that of the moment when the dataset was made.
+
+    Examples
+    --------
+    >>> import torch
+    >>> nvmeio.save("rows.npy", np.arange(12.0).reshape(4, 3))
+    >>> dataset = nvmeio.torch.ArrayDataset("rows.npy")
+    >>> loader = torch.utils.data.DataLoader(dataset, batch_size=2, shuffle=True)
+    >>> [batch.shape for batch in loader]
+    [torch.Size([2, 3]), torch.Size([2, 3])]
     """
 
     @suggesting

@@ -85,6 +85,16 @@ class BatchStream(IterableDataset):  # type: ignore[misc]  # mypy sees no types 
     ``state_dict()`` and ``load_state_dict()`` continue an epoch with the next batch, and so
     does a ``StatefulDataLoader(stream, batch_size=None)`` of torchdata.  More than one
     worker is refused, because each would give every batch.
+
+    Examples
+    --------
+    >>> import torch
+    >>> nvmeio.save("rows.npy", np.arange(12.0).reshape(4, 3))
+    >>> dataset = nvmeio.torch.ArrayDataset("rows.npy")
+    >>> for batch in nvmeio.torch.BatchStream(dataset, [[0, 2], [1, 3]]):
+    ...     print(batch[:, 0])
+    tensor([0., 6.], dtype=torch.float64)
+    tensor([3., 9.], dtype=torch.float64)
     """
 
     @suggesting

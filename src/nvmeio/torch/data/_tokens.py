@@ -74,6 +74,16 @@ class TokenDataset(Stored):
     The header of a shard of llm.c or modded-nanogpt is recognized and skipped: it says the
     dtype, and how many tokens the file must have.  Otherwise as ``ArrayDataset``.  The
     number of samples is that of the moment when the dataset was made.
+
+    Examples
+    --------
+    >>> import torch
+    >>> nvmeio.write_file(np.arange(100, dtype=np.uint16), "tokens.bin")
+    200
+    >>> dataset = nvmeio.torch.TokenDataset("tokens.bin", 8, dtype=np.uint16)
+    >>> inputs, targets = dataset[0]
+    >>> targets
+    tensor([1, 2, 3, 4, 5, 6, 7, 8])
     """
 
     @suggesting

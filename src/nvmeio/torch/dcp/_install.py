@@ -24,6 +24,15 @@ def install() -> None:
     Notes
     -----
     Once they are in use, another call changes nothing.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from torch.distributed import checkpoint
+    >>> import nvmeio.torch.dcp
+    >>> nvmeio.torch.dcp.install()
+    >>> saved = checkpoint.save({"weight": torch.arange(4)}, checkpoint_id="step-100")
+    >>> nvmeio.torch.dcp.uninstall()
     """
     ours = {"FileSystemReader": FileSystemReader, "FileSystemWriter": FileSystemWriter}
     for name in ours:
@@ -36,7 +45,15 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Have torch use its own again; where it does, that changes nothing."""
+    """Have torch use its own again; where it does, that changes nothing.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import nvmeio.torch.dcp
+    >>> nvmeio.torch.dcp.install()
+    >>> nvmeio.torch.dcp.uninstall()
+    """
     for name, kind in _torchs.items():
         setattr(_storage_utils, name, kind)
     _torchs.clear()

@@ -87,6 +87,18 @@ class HuggingFaceStorageReader(hf_storage.HuggingFaceStorageReader):  # type: ig
     they are for, where these are contiguous, on the CPU and of the same dtype.  A folder
     with files of two saves, or in which a part of a tensor is missing, is refused with a
     ``SafetensorError``.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from torch.distributed import checkpoint
+    >>> import nvmeio.torch.dcp
+    >>> nvmeio.safetensors.torch.save_file({"weight": torch.arange(4)}, "model.safetensors")
+    >>> state = {"weight": torch.zeros(4, dtype=torch.int64)}
+    >>> reader = nvmeio.torch.dcp.HuggingFaceStorageReader(".")
+    >>> checkpoint.load(state, storage_reader=reader)
+    >>> state["weight"]
+    tensor([0, 1, 2, 3])
     """
 
     def read_metadata(self) -> Metadata:

@@ -61,6 +61,16 @@ thread_count_consolidation
     given last, the index behind them, and files of the checkpoint before go that the new
     one has not.  A process that ends in the middle of that may leave files of two saves,
     which ``HuggingFaceStorageReader`` refuses.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from torch.distributed import checkpoint
+    >>> import nvmeio.torch.dcp
+    >>> writer = nvmeio.torch.dcp.HuggingFaceStorageWriter("model", {"weight": 1})
+    >>> saved = checkpoint.save({"weight": torch.arange(4)}, storage_writer=writer)
+    >>> nvmeio.safetensors.load_sharded("model")
+    {'weight': tensor([0, 1, 2, 3])}
     """
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:

@@ -54,6 +54,19 @@ class FileSystemReader(filesystem.FileSystemReader):  # type: ignore[misc]
     -----
     Of each tensor the bytes that this rank needs are read, all at once, and right into the
     tensors that they are for, where these are contiguous, on the CPU and of the same dtype.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from torch.distributed import checkpoint
+    >>> import nvmeio.torch.dcp
+    >>> writer = nvmeio.torch.dcp.FileSystemWriter("step-100")
+    >>> saved = checkpoint.save({"weight": torch.arange(4)}, storage_writer=writer)
+    >>> state = {"weight": torch.zeros(4, dtype=torch.int64)}
+    >>> reader = nvmeio.torch.dcp.FileSystemReader("step-100")
+    >>> checkpoint.load(state, storage_reader=reader)
+    >>> state["weight"]
+    tensor([0, 1, 2, 3])
     """
 
     def __init__(

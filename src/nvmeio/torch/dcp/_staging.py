@@ -24,6 +24,16 @@ class PoolStager(AsyncStager):  # type: ignore[misc]
     What the pool may not give (NVMEIO_POOL_BYTES) is torch's own memory.  For
     ``AsyncCheckpointerType.PROCESS`` torch copies what is staged once more, into memory
     that both processes share.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import nvmeio.torch.dcp
+    >>> stager = nvmeio.torch.dcp.PoolStager()
+    >>> staged = stager.stage({"weight": torch.arange(4)})
+    >>> staged["weight"]
+    tensor([0, 1, 2, 3])
+    >>> stager.close()
     """
 
     def __init__(self) -> None:

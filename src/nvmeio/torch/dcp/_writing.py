@@ -67,6 +67,14 @@ cache_staged_state_dict, overwrite, _extensions, serialization_format
     one at every moment, also after a power failure.  Of two saves at a time to one folder
     the one that ends last fails.  With ``sync_files=False`` nothing is
     synced.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from torch.distributed import checkpoint
+    >>> import nvmeio.torch.dcp
+    >>> writer = nvmeio.torch.dcp.FileSystemWriter("step-100")
+    >>> saved = checkpoint.save({"weight": torch.arange(4)}, storage_writer=writer)
     """
 
     @functools.wraps(filesystem.FileSystemWriter.__init__)  # type: ignore[misc]

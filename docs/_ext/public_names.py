@@ -1,0 +1,26 @@
+"""The public names of nvmeio."""
+
+import importlib
+import pkgutil
+from collections.abc import Iterator
+from typing import Any
+
+import nvmeio
+
+__all__ = ["public_modules", "public_names"]
+
+
+def public_modules() -> Iterator[str]:
+    """Yield the names of the modules that have no underscore before a part of them."""
+    yield "nvmeio"
+    for found in pkgutil.walk_packages(nvmeio.__path__, "nvmeio."):
+        if "._" not in found.name:
+            yield found.name
+
+
+def public_names(module: str) -> Iterator[tuple[str, Any]]:
+    """Yield the dotted names in ``__all__`` of a module, and what they name."""
+    imported = importlib.import_module(module)
+    for name in imported.__all__:
+        if not name.startswith("_"):
+            yield f"{module}.{name}", getattr(imported, name)
