@@ -63,6 +63,13 @@ async def load(path: Path) -> npt.NDArray[Any]:
         As ``nvmeio.load``.
     asyncio.CancelledError
         The task was cancelled; nothing is in flight any more.
+
+    Examples
+    --------
+    >>> import asyncio
+    >>> nvmeio.save("data.npy", np.arange(4))
+    >>> asyncio.run(nvmeio.aio.load("data.npy"))
+    array([0, 1, 2, 3])
     """
     return await loading(Awaiting(), path)
 
@@ -82,6 +89,13 @@ async def save(path: Path, array: Any, *, sync: bool = False) -> None:
         As ``nvmeio.save``.
     asyncio.CancelledError
         As for ``write_file``.
+
+    Examples
+    --------
+    >>> import asyncio
+    >>> asyncio.run(nvmeio.aio.save("data.npy", np.arange(4)))
+    >>> nvmeio.load("data.npy")
+    array([0, 1, 2, 3])
     """
     await saving(Awaiting(), path, array, sync=sync)
 
@@ -118,6 +132,14 @@ async def read_file(
         As ``nvmeio.read_file``.
     asyncio.CancelledError
         The task was cancelled; nothing is in flight any more.
+
+    Examples
+    --------
+    >>> import asyncio
+    >>> nvmeio.write_file(np.arange(4), "data.bin")
+    32
+    >>> asyncio.run(nvmeio.aio.read_file("data.bin", offset=16, dtype=np.int64))
+    array([2, 3])
     """
     return await reading(Awaiting(), path, offset, size, dtype)
 
@@ -147,6 +169,15 @@ async def read_into(buffer: Any, file: Path | int | File, offset: int = 0) -> in
     -----
     A path is opened in the thread of the event loop; pass a ``File`` where that may take
     long.
+
+    Examples
+    --------
+    >>> import asyncio
+    >>> nvmeio.write_file(np.arange(4), "data.bin")
+    32
+    >>> array = np.empty(4, np.int64)
+    >>> asyncio.run(nvmeio.aio.read_into(array, "data.bin"))
+    32
     """
     return int(await default_handle().submit_read(buffer, file, offset))
 
@@ -180,6 +211,12 @@ async def write_file(
     -----
     See ``nvmeio.write_file`` for what ``atomic`` costs, and where a file is written in
     place.
+
+    Examples
+    --------
+    >>> import asyncio
+    >>> asyncio.run(nvmeio.aio.write_file(np.arange(4), "data.bin"))
+    32
     """
     return await writing(Awaiting(), buffer, path, sync=sync, atomic=atomic)
 
@@ -210,6 +247,15 @@ async def getitem(array: ArrayFile, index: Any) -> Any:
     See Also
     --------
     nvmeio.ArrayFile.prefetch : The request that this awaits, which takes ``out=`` too.
+
+    Examples
+    --------
+    >>> import asyncio
+    >>> nvmeio.save("rows.npy", np.arange(12).reshape(4, 3))
+    >>> with nvmeio.ArrayFile("rows.npy") as rows:
+    ...     asyncio.run(nvmeio.aio.getitem(rows, [3, 0]))
+    array([[ 9, 10, 11],
+           [ 0,  1,  2]])
     """
     return await array.prefetch(index)
 
@@ -234,6 +280,15 @@ async def setitem(array: ArrayFile, index: Any, value: Any) -> None:
     asyncio.CancelledError
         The task was cancelled.  Nothing is in flight any more; of the elements, some may
         have their new values.
+
+    Examples
+    --------
+    >>> import asyncio
+    >>> nvmeio.save("rows.npy", np.arange(12).reshape(4, 3))
+    >>> with nvmeio.ArrayFile("rows.npy", mode="r+") as rows:
+    ...     asyncio.run(nvmeio.aio.setitem(rows, 0, 7))
+    ...     rows[0]
+    array([7, 7, 7])
     """
     await array.submit_setitem(index, value)
 
@@ -255,6 +310,15 @@ async def flush(array: ArrayFile, *, sync: bool = True) -> None:
         As ``ArrayFile.flush``.
     asyncio.CancelledError
         The task was cancelled; it is unknown what is durable.
+
+    Examples
+    --------
+    >>> import asyncio
+    >>> async def main():
+    ...     with nvmeio.ArrayFile.create("rows.npy", (4, 3), np.int64) as rows:
+    ...         await nvmeio.aio.setitem(rows, 0, 7)
+    ...         await nvmeio.aio.flush(rows)
+    >>> asyncio.run(main())
     """
     await array._flushing(Awaiting(), sync=sync)
 
@@ -282,5 +346,15 @@ async def append(array: ArrayFile, values: Any) -> None:
     -----
     All of it runs in the default executor, because an append waits for others by a lock of
     the file.
+
+    Examples
+    --------
+    >>> import asyncio
+    >>> async def main():
+    ...     with nvmeio.ArrayFile.create("rows.npy", (0, 3), np.int64) as rows:
+    ...         await nvmeio.aio.append(rows, [[1, 2, 3]])
+    ...         return rows.shape
+    >>> asyncio.run(main())
+    (1, 3)
     """
     await Awaiting().call(array.append, values)

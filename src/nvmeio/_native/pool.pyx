@@ -219,6 +219,14 @@ def pool_trim() -> int:
     See Also
     --------
     pool_stats : how much the pool has (``bytes_mapped``) and how much of it is in use.
+
+    Examples
+    --------
+    >>> array = nvmeio.empty(1 << 22)
+    >>> del array
+    >>> freed = nvmeio.pool_trim()
+    >>> nvmeio.pool_stats()["bytes_mapped"] == nvmeio.pool_stats()["bytes_used"]
+    True
     """
     cdef uint64_t nbytes
     with nogil:

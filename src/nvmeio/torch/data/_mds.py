@@ -64,6 +64,21 @@ class MDSDataset(RecordDataset):
 
     The tables of all shards are read and checked at first, and take 12 bytes a sample in
     memory.  A batch of a DataLoader is one gather for each shard that has samples of it.
+
+    Examples
+    --------
+    >>> import json
+    >>> from pathlib import Path
+    >>> shard = np.array([2, 16, 24, 32], np.uint32).tobytes()
+    >>> nvmeio.write_file(shard + np.array([5, 7]).tobytes(), "shard.mds")
+    32
+    >>> columns = {"column_names": ["x"], "column_encodings": ["int"], "column_sizes": [8]}
+    >>> entry = {"version": 2, "format": "mds", "samples": 2, "compression": None, **columns}
+    >>> entry["raw_data"] = {"basename": "shard.mds", "bytes": 32, "hashes": {}}
+    >>> index = json.dumps({"version": 2, "shards": [entry]})
+    >>> written = Path("index.json").write_text(index)
+    >>> nvmeio.torch.MDSDataset(".")[1]
+    {'x': 7}
     """
 
     @suggesting

@@ -70,6 +70,18 @@ class MegatronDataset(RecordDataset):
     the processes of a machine share one copy of it; it must not be cut meanwhile.
 
     Megatron's own datasets can read by nvmeio too, see ``nvmeio.torch.megatron``.
+
+    Examples
+    --------
+    >>> import struct
+    >>> nvmeio.write_file(np.arange(6, dtype=np.uint16), "tokens.bin")
+    12
+    >>> head = struct.pack("<9sQBQQ", b"MMIDIDX", 1, 8, 2, 3)
+    >>> index = head + struct.pack("<2i2q3q", 4, 2, 0, 8, 0, 1, 2)
+    >>> nvmeio.write_file(index, "tokens.idx")
+    82
+    >>> nvmeio.torch.MegatronDataset("tokens")[1]
+    tensor([4, 5], dtype=torch.uint16)
     """
 
     @suggesting

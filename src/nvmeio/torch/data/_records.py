@@ -127,6 +127,15 @@ class RecordDataset(Stored):
     not change afterwards.  Files are opened when they are first needed, in each process;
     at most 128 stay open.  A file that was cut since raises an OSError, ENODATA, with its
     path.
+
+    Examples
+    --------
+    >>> import torch
+    >>> nvmeio.write_file(bytes(range(10)), "records.bin")
+    10
+    >>> dataset = nvmeio.torch.RecordDataset("records.bin", [0, 4], [4, 6])
+    >>> dataset[0]
+    tensor([0, 1, 2, 3], dtype=torch.uint8)
     """
 
     # Of the tensors that records are, and the unit of `sizes`.

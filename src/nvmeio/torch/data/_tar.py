@@ -62,6 +62,17 @@ class TarDataset(RecordDataset):
 
     A sampler shuffles the samples of all archives.  A batch of a DataLoader is one gather
     for each archive that has samples of it.
+
+    Examples
+    --------
+    >>> import tarfile
+    >>> from pathlib import Path
+    >>> with tarfile.open("samples.tar", "w") as archive:
+    ...     for name in ("0.txt", "0.cls"):
+    ...         written = Path(name).write_text(f"contents of {name}")
+    ...         archive.add(name)
+    >>> nvmeio.torch.TarDataset("samples.tar")[0]["cls"]
+    b'contents of 0.cls'
     """
 
     @suggesting
