@@ -165,6 +165,8 @@ cdef class File:
 
     Examples
     --------
+    >>> import io
+    >>> import json
     >>> with nvmeio.File("settings.json", "w") as file:
     ...     with io.TextIOWrapper(file) as text:
     ...         json.dump({"rows": 3}, text)
