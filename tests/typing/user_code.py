@@ -7,6 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 import nvmeio
+import nvmeio.aio
 from nvmeio.checkpoint import Checkpointer, atomic_directory
 
 
@@ -71,6 +72,16 @@ async def serve(path: Path) -> int:
     with nvmeio.ArrayFile(path) as array:
         found = await array.prefetch([1, 2, 3])
     return first + sum(both) + len(found)
+
+
+async def coroutines(path: Path) -> int:
+    await nvmeio.aio.save(path, np.arange(12).reshape(4, 3))
+    with nvmeio.ArrayFile(path) as array:
+        rows = await nvmeio.aio.getitem(array, [0, 3])
+    async with nvmeio.Handle() as handle:
+        request = handle.submit_read(bytearray(4), path)
+        task = asyncio.create_task(request.as_coroutine())
+        return await task + len(rows) + len(await nvmeio.aio.read_file(path))
 
 
 def checkpoints(folder: Path) -> int | None:
