@@ -73,7 +73,8 @@ class MDSDataset(RecordDataset):
     >>> nvmeio.write_file(shard + np.array([5, 7]).tobytes(), "shard.mds")
     32
     >>> columns = {"column_names": ["x"], "column_encodings": ["int"], "column_sizes": [8]}
-    >>> entry = {"version": 2, "format": "mds", "samples": 2, "compression": None, **columns}
+    >>> entry = {"version": 2, "format": "mds", "samples": 2, "compression": None}
+    >>> entry |= columns
     >>> entry["raw_data"] = {"basename": "shard.mds", "bytes": 32, "hashes": {}}
     >>> index = json.dumps({"version": 2, "shards": [entry]})
     >>> written = Path("index.json").write_text(index)
