@@ -611,6 +611,17 @@ class TestBatchStream:
         with pytest.raises(RuntimeError, match="out of order"):
             next(stream)
 
+    def test_a_stop_iteration_of_indices_does_not_end_the_epoch(self, labels):
+        class Broken(list):
+            def __getitem__(self, index):
+                return 0 if index < 2 else next(iter(()))
+
+        part = Subset(ArrayDataset(labels), Broken(range(10)))
+        batches = iter(BatchStream(part, [[0], [1], [2], [3]]))
+        assert [next(batches).tolist() for _ in range(2)] == [[0], [0]]
+        with pytest.raises(RuntimeError, match="StopIteration"):
+            next(batches)
+
     def test_an_error_of_the_disk_comes_with_its_batch(self, file, labels):
         """Of the second array, with the first one's rows on their way."""
         dataset = ArrayDataset(file, labels)

@@ -22,6 +22,9 @@ from nvmeio.torch.data._stored import Flight, Stored
 __all__ = ["BatchStream"]
 
 
+# Where a batch sampler has no more; a StopIteration out of anything else is an error.
+_END: Any = object()
+
 _KEYS = ("batches", "checksum", "rank", "rng_state", "generators")
 
 
@@ -207,11 +210,13 @@ class BatchStream(IterableDataset):  # type: ignore[misc]  # mypy sees no types 
                 # The first is the one that comes next.
                 while more and len(ahead) <= self.depth:
                     try:
-                        rows = self._rows(next(batches))
+                        indices = next(batches, _END)
+                        if indices is _END:
+                            more = False
+                            break
+                        rows = self._rows(indices)
                         taken = self._after(taken, rows)
                         ahead.append((self._stored.begin(rows), taken))
-                    except StopIteration:
-                        more = False
                     except Exception as error:
                         ahead.append((error, taken))
                         more = False
