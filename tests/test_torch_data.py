@@ -1,5 +1,6 @@
 """Datasets give the rows of their files, in any process, and batches ahead of time."""
 
+import contextlib
 import copy
 import gc
 import io
@@ -652,6 +653,20 @@ class TestBatchStream:
         dataset = None
         gc.collect()
         assert left_open(file.parent) == []
+
+    def test_a_forked_child_drops_the_iteration_of_its_parent(self, labels):
+        stream = iter(BatchStream(ArrayDataset(labels), batches_of(COUNT)))
+        expected = next(stream).tolist()
+        child = os.fork()
+        if child == 0:
+            status = 1
+            with contextlib.suppress(BaseException):
+                stream.close()
+                status = 0
+            os._exit(status)
+        assert os.waitpid(child, 0)[1] == 0
+        expected += itertools.chain.from_iterable(batch.tolist() for batch in stream)
+        assert sorted(expected) == list(range(COUNT))
 
     def test_what_cannot_be_streamed_is_refused(self, file):
         dataset = ArrayDataset(file)

@@ -57,7 +57,8 @@ class Flight:
         for request in requests:
             request.cancel()
         for request in requests:
-            with contextlib.suppress(CancelledError):
+            # The request of a parent process is an OSError.
+            with contextlib.suppress(CancelledError, OSError):
                 request.exception()
 
 
