@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import errno
 import gc
 import io
 import itertools
@@ -475,6 +476,26 @@ class TestProcesses:
         dataset = ArrayDataset(file.name)
         monkeypatch.chdir("/")
         assert_equal(pickle.loads(pickle.dumps(dataset))[3], dataset[3])
+
+    @pytest.mark.parametrize("kind", [ArrayDataset, TokenDataset])
+    def test_a_worker_refuses_a_file_that_was_replaced(self, labels, kind):
+        dataset = kind(labels) if kind is ArrayDataset else kind(labels, 5)
+        loader = DataLoader(dataset, 10, num_workers=1, multiprocessing_context="spawn")
+        expected = list(loader)
+        nvmeio.save(labels, -np.arange(COUNT))
+        with pytest.raises(OSError, match=r"was replaced .*labels\.npy"):
+            list(loader)
+        # This process has the old one open, and on another machine any copy will do.
+        assert_equal(list(DataLoader(dataset, 10)), expected)
+        pickle.loads(pickle.dumps(dataset))[0]
+
+    def test_a_copy_refuses_other_elements(self, labels):
+        pickled = pickle.dumps(ArrayDataset(labels))
+        for other in (np.zeros(COUNT, np.float32), np.zeros((COUNT, 2), np.int64)):
+            nvmeio.save(labels, other)
+            with pytest.raises(OSError, match="was replaced") as caught:
+                pickle.loads(pickled)[0]
+            assert caught.value.errno == errno.ESTALE
 
     def test_threads_share_a_dataset(self, file, rows):
         dataset = pickle.loads(pickle.dumps(ArrayDataset(file)))

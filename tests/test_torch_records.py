@@ -134,6 +134,21 @@ def test_a_file_that_was_cut_is_named(records):
     assert caught.value.filename == str(records.path)
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_file_that_was_replaced_is_named(records, workers):
+    dataset = RecordDataset(records.path, records.offsets, records.sizes)
+    other = records.path.with_name("other")
+    other.write_bytes(bytes(len(records.content)))
+    os.replace(other, records.path)
+    loader = DataLoader(
+        dataset,
+        num_workers=workers,
+        multiprocessing_context="spawn" if workers else None,
+    )
+    with pytest.raises(OSError, match=r"was replaced .*records"):
+        next(iter(loader))
+
+
 def test_it_says_what_it_is_until_it_is_closed(tmp_path):
     shards = [Records(tmp_path / f"shard-{seed}", seed) for seed in range(2)]
     dataset = RecordDataset(

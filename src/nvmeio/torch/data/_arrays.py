@@ -56,7 +56,8 @@ class ArrayDataset(Stored):
     workers may be started in any way.
 
     A ``torch.utils.data.ConcatDataset`` asks for its samples one by one, and so reads them
-    one by one.  The number of samples is that of the moment when the dataset was made.
+    one by one.  The number of samples is that of the moment when the dataset was made.  A
+    worker that opens a file which was replaced since raises an OSError, ESTALE.
     """
 
     @suggesting

@@ -126,7 +126,7 @@ class RecordDataset(Stored):
     Arrays, also of ``numpy.memmap``, of small integers or of views, are not copied and must
     not change afterwards.  Files are opened when they are first needed, in each process;
     at most 128 stay open.  A file that was cut since raises an OSError, ENODATA, with its
-    path.
+    path; one that was replaced before it was opened again, also in a worker, ESTALE.
     """
 
     # Of the tensors that records are, and the unit of `sizes`.
@@ -157,10 +157,18 @@ class RecordDataset(Stored):
                 f"there are {len(self._sources)} paths and no files; pass the position in "
                 "path of each record's file"
             )
-        _check(self._sources, self._offsets, self._sizes, self._files, self._dtype.itemsize)
+        ends = [self._size_of(number) for number in range(len(self._sources))]
+        itemsize = self._dtype.itemsize
+        _check(self._sources, ends, self._offsets, self._sizes, self._files, itemsize)
+
+    def _size_of(self, number: int) -> int:
+        """Return the size of a file, and remember which one it is."""
+        with File(self._sources[number]) as file:
+            self._check_same(number, file)
+            return file.size
 
     def _open_all(self) -> list[Any]:
-        return [_OpenFiles(self._sources)]
+        return [_OpenFiles(self._sources, self._check_same)]
 
     def __len__(self) -> int:
         return len(self._offsets)
@@ -246,8 +254,10 @@ class _Batch:
 class _OpenFiles:
     """The files that are open: when there are many, those that were used last."""
 
-    def __init__(self, paths: Sequence[str | bytes]) -> None:
-        self._paths = paths
+    def __init__(
+        self, paths: Sequence[str | bytes], check: Callable[[int, File], None]
+    ) -> None:
+        self._paths, self._check = paths, check
         # In the order of their use.  Each with the request that may still be reading it.
         self._held: dict[int, tuple[File, Request | None]] = {}
 
@@ -259,6 +269,7 @@ class _OpenFiles:
             while len(self._held) >= _OPEN_MAX:
                 self._drop_one()
             file = File(self._paths[number])
+            self._check(number, file)
         self._held[number] = file, request
         return file
 
@@ -316,13 +327,14 @@ def _integers(name: str, values: Any) -> Integers:
 
 def _check(
     paths: list[str | bytes],
+    sizes_of_files: list[int],
     offsets: SharedArray,
     sizes: SharedArray,
     files: SharedArray | None,
     itemsize: int,
 ) -> None:
     """Refuse records that their files do not have."""
-    ends = np.array([size_of(path) for path in paths], np.int64)
+    ends = np.array(sizes_of_files, np.int64)
     for start in range(0, len(offsets), CHECKED_AT_ONCE):
         part = slice(start, start + CHECKED_AT_ONCE)
         numbers = np.zeros(1, np.int64)

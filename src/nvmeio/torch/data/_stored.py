@@ -4,10 +4,12 @@ A batch is a gather: its tensors are filled as a whole, and samples are views of
 """
 
 import contextlib
+import errno
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import CancelledError
+from multiprocessing.context import get_spawning_popen
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +20,7 @@ from torch.utils.data import Dataset, default_collate
 from nvmeio._arguments.checks import integer
 from nvmeio._arrays.indexing import Positions, positions
 from nvmeio._files.paths import absolute
+from nvmeio._native.file import File
 from nvmeio._native.request import Request
 from nvmeio.arrays import ArrayFile
 
@@ -78,6 +81,8 @@ class Stored(Dataset, ABC):  # type: ignore[misc]  # mypy sees no types of torch
             for source in sources
         ]
         self._opened: list[Any] | None = None
+        # Of each file, by its position: its layout, and which file it is.
+        self._seen: dict[int, tuple[Any, tuple[int, int] | None]] = {}
         self._closed = False
 
     @abstractmethod
@@ -108,10 +113,24 @@ class Stored(Dataset, ABC):  # type: ignore[misc]  # mypy sees no types of torch
 
     def _open_all(self) -> list[Any]:
         """Return the sources, open."""
-        return [
-            self._open(source) if isinstance(source, str | bytes) else source
-            for source in self._sources
-        ]
+        opened = []
+        for number, source in enumerate(self._sources):
+            one = self._open(source) if isinstance(source, str | bytes) else source
+            if isinstance(one, ArrayFile):
+                self._check_same(number, one._file, (one.dtype, one.shape[1:]))
+            opened.append(one)
+        return opened
+
+    def _check_same(self, number: int, file: File, layout: Any = None) -> None:
+        """Refuse a file that is not the one that the dataset was made of."""
+        status = os.fstat(file.fileno())
+        identity = status.st_dev, status.st_ino
+        then, known = self._seen.setdefault(number, (layout, identity))
+        if known is None:
+            self._seen[number] = then, identity
+        if then != layout or known not in (None, identity):
+            words = "the file was replaced since the dataset was made"
+            raise OSError(errno.ESTALE, words, file.path)
 
     def _why_empty(self) -> str:
         """Say why there are no samples."""
@@ -221,8 +240,12 @@ class Stored(Dataset, ABC):  # type: ignore[misc]  # mypy sees no types of torch
         return self._samples(self.read(self._rows(indices)))
 
     def __getstate__(self) -> dict[str, Any]:
-        # Each process opens its own files.
-        return {**self.__dict__, "_opened": None}
+        # Each process opens its own files.  One that is not started by this one may be on
+        # another machine, which has copies of them.
+        seen = self._seen
+        if get_spawning_popen() is None:
+            seen = {number: (layout, None) for number, (layout, _) in list(seen.items())}
+        return {**self.__dict__, "_opened": None, "_seen": seen}
 
 
 def _name_of(source: Any) -> str:
