@@ -921,7 +921,12 @@ class TestResume:
         tensors = [state.pop("rng_state"), *state.pop("generators")]
         assert [tensor.dtype for tensor in tensors] == [torch.uint8] * 2
         assert len(pickle.dumps(stream.state_dict())) < 20_000
-        assert list(json.loads(json.dumps(state))) == ["batches", "checksum", "rank"]
+        assert list(json.loads(json.dumps(state))) == [
+            "batches",
+            "checksum",
+            "rank",
+            "order",
+        ]
 
     def test_a_state_is_no_view_of_the_stream(self, labels):
         dataset = ArrayDataset(labels)
@@ -1111,6 +1116,24 @@ class TestResume:
             again = of_rank(rank)
             again.load_state_dict(state)
             assert [batch.tolist() for batch in again] == expected[3:]
+
+    @pytest.mark.parametrize(
+        "change", [{"epoch": 0}, {"seed": 1}, {"ranks": 4}, {"size": 9}]
+    )
+    def test_another_rank_refuses_another_order(self, labels, change):
+        dataset = ArrayDataset(labels)
+
+        def of_rank(rank, epoch=2, seed=0, ranks=3, size=10):
+            sampler = DistributedSampler(dataset, ranks, rank, seed=seed)
+            sampler.set_epoch(epoch)
+            return BatchStream(dataset, BatchSampler(sampler, size, drop_last=False))
+
+        first = of_rank(0)
+        next(iter(first))
+        stream = of_rank(1, **change)
+        stream.load_state_dict(first.state_dict())
+        with pytest.raises(ValueError, match=r"sampler has b.*, and had b.* epoch 2"):
+            next(iter(stream))
 
     def test_random_numbers_of_another_rank_are_refused(self, labels):
         dataset = ArrayDataset(labels)

@@ -25,7 +25,11 @@ __all__ = ["BatchStream"]
 # Where a batch sampler has no more; a StopIteration out of anything else is an error.
 _END: Any = object()
 
-_KEYS = ("batches", "checksum", "rank", "rng_state", "generators")
+_KEYS = ("batches", "checksum", "rank", "order", "rng_state", "generators")
+
+# What decides on the order of a sampler that draws no numbers of its own, as
+# DistributedSampler.
+_ORDER = ("batch_size", "drop_last", "shuffle", "seed", "epoch", "num_replicas")
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,8 @@ class _Place:
     # Of the samples of these batches, and the rank that they were of.
     checksum: int = 0
     rank: int = 0
+    # What else samplers say of their order, for those of another rank.
+    order: str = ""
     rng_state: Any = None
     generators: tuple[torch.Tensor, ...] = ()
     sampler: Any = None
@@ -151,6 +157,7 @@ class BatchStream(IterableDataset):  # type: ignore[misc]  # mypy sees no types 
                 "batches": place.batches,
                 "checksum": place.checksum,
                 "rank": place.rank,
+                "order": place.order,
                 "rng_state": place.rng_state,
                 "generators": list(place.generators),
             }
@@ -264,6 +271,7 @@ class BatchStream(IterableDataset):  # type: ignore[misc]  # mypy sees no types 
         return _Place(
             0,
             rank=_rank_of(self.batch_sampler),
+            order=_order_of(self.batch_sampler),
             rng_state=torch.get_rng_state(),
             generators=tuple(one.get_state() for one in _generators_of(self.batch_sampler)),
         )
@@ -289,8 +297,14 @@ class BatchStream(IterableDataset):  # type: ignore[misc]  # mypy sees no types 
         rng_state = torch.get_rng_state()
         torch.set_rng_state(place.rng_state.cpu())
         try:
+            here = replace(
+                place,
+                batches=0,
+                checksum=0,
+                rank=_rank_of(self.batch_sampler),
+                order=_order_of(self.batch_sampler),
+            )
             batches = iter(self.batch_sampler)
-            here = replace(place, batches=0, checksum=0, rank=_rank_of(self.batch_sampler))
             for indices in itertools.islice(batches, place.batches):
                 here = self._after(here, self._rows(indices))
         finally:
@@ -298,6 +312,8 @@ class BatchStream(IterableDataset):  # type: ignore[misc]  # mypy sees no types 
         wrong = "others now"
         if here.batches < place.batches:
             wrong = f"only {here.batches}"
+        elif here.rank != place.rank and here.order != place.order:
+            wrong = f"{here.order}, and had {place.order}"
         elif here.rank != place.rank or here.checksum == place.checksum:
             return batches, here
         raise ValueError(
@@ -359,6 +375,16 @@ def _rank_of(batch_sampler: Any) -> int:
             return rank
     there = torch.distributed.is_available() and torch.distributed.is_initialized()
     return torch.distributed.get_rank() if there else 0
+
+
+def _order_of(batch_sampler: Any) -> str:
+    """Return what samplers say of their order, apart from the rank."""
+    return ", ".join(
+        f"{name} {int(value)}"
+        for one in _samplers_of(batch_sampler)
+        for name in _ORDER
+        if isinstance(value := getattr(one, name, None), int)
+    )
 
 
 def _has_state(batch_sampler: Any) -> bool:
