@@ -702,6 +702,32 @@ class TestBatchStream:
         with pytest.raises(TypeError, match="no length"):
             len(BatchStream(dataset, iter([[0]])))
 
+    def test_samples_of_a_subclass_are_not_passed_over(self, labels):
+        with pytest.raises(TypeError, match="Doubled has a __getitem__ of its own"):
+
+            class Doubled(ArrayDataset):
+                def __getitem__(self, index):
+                    return 2 * super().__getitem__(index)
+
+        class Negative(ArrayDataset):
+            def __getitem__(self, index):
+                return -super().__getitem__(index)
+
+            def __getitems__(self, indices):
+                return [-sample for sample in super().__getitems__(indices)]
+
+        class Part(Subset):
+            def __getitem__(self, index):
+                return -super().__getitem__(index)
+
+            def __getitems__(self, indices):
+                return [self[index] for index in indices]
+
+        assert next(iter(DataLoader(Negative(labels), 3))).tolist() == [0, -1, -2]
+        for dataset in (Negative(labels), Part(ArrayDataset(labels), range(5))):
+            with pytest.raises(TypeError, match="which batches of a stream do not"):
+                BatchStream(dataset, [[0]])
+
     def test_a_batch_is_collated_as_samples_are(self, file, labels):
         dataset = ArrayDataset(file, labels)
         (batch,) = BatchStream(dataset, [[7, 3]])

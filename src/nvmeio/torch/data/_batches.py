@@ -420,10 +420,22 @@ def _stored_below(dataset: Any) -> Stored:
     """Return the dataset that subsets are of."""
     found = dataset
     while isinstance(found, Subset):
+        _refuse_override(found, Subset)
         found = found.dataset
     if not isinstance(found, Stored):
         raise TypeError(
             f"the dataset is of type {type(dataset).__qualname__}; a stream reads an "
             "ArrayDataset or a TokenDataset, or a Subset of one"
         )
+    _refuse_override(found, Stored)
     return found
+
+
+def _refuse_override(dataset: Any, kind: type[Any]) -> None:
+    """Refuse a dataset whose own samples would not be those of its batches."""
+    for name in ("__getitem__", "__getitems__") if kind is Subset else ("__getitems__",):
+        if getattr(type(dataset), name) is not getattr(kind, name):
+            raise TypeError(
+                f"{type(dataset).__qualname__} has a {name} of its own, which batches of a "
+                "stream do not come through; pass a transform or a collate_fn instead"
+            )

@@ -162,6 +162,8 @@ class MegatronDataset(RecordDataset):
             return self.__getitems__(range(*index.indices(len(self))))
         return super().__getitem__(index)
 
+    __getitems__ = RecordDataset.__getitems__
+
 
 class _IndexFile:
     """The content of a .idx file, mapped and checked."""

@@ -85,6 +85,14 @@ class Stored(Dataset, ABC):  # type: ignore[misc]  # mypy sees no types of torch
         self._seen: dict[int, tuple[Any, tuple[int, int] | None]] = {}
         self._closed = False
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "__getitem__" in vars(cls) and "__getitems__" not in vars(cls):
+            raise TypeError(
+                f"{cls.__qualname__} has a __getitem__ of its own, which batches would not "
+                "come through; define __getitems__ too, or pass a transform"
+            )
+
     @abstractmethod
     def __len__(self) -> int:
         """Return how many samples there are."""
@@ -195,6 +203,8 @@ class Stored(Dataset, ABC):  # type: ignore[misc]  # mypy sees no types of torch
 
     def _rows(self, indices: Any) -> Positions:
         """Check the positions of samples."""
+        if self._closed:
+            raise ValueError(f"the dataset of {self._names()} is closed")
         count = len(self)
         if count == 0 and np.size(indices):
             raise IndexError(f"the dataset is empty: {self._why_empty()}")
