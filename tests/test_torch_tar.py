@@ -325,13 +325,17 @@ def saved(path):
     return path.with_name(path.name + ".nvmeio-index")
 
 
-def spoil(path):
+def spoil(path, index=None):
     """Make the headers of an archive unreadable, so that only its index can be used."""
     before = path.stat()
     content = bytearray(path.read_bytes())
     content[:100] = b"spoiled".ljust(100)
     path.write_bytes(content)
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    # As if that had been so before the index was made.
+    index = index or saved(path)
+    while index.stat().st_ctime_ns <= path.stat().st_ctime_ns:
+        os.utime(index)
 
 
 class TestSavedIndex:
@@ -372,6 +376,20 @@ class TestSavedIndex:
         else:
             assert samples_of(shard) == before
 
+    def test_another_archive_of_the_same_size_and_time_is_indexed(self, tmp_path):
+        paths = [tmp_path / name for name in ("first.tar", "second.tar")]
+        for path, sizes in zip(paths, ((40, 60), (60, 40)), strict=True):
+            with tarfile.open(path, "w") as archive:
+                for number, size in enumerate(sizes):
+                    info, content = member(f"{number}.txt", path.name.encode() * size)
+                    archive.addfile(info, io.BytesIO(content))
+            os.utime(path, (1e9, 1e9))
+        assert paths[0].stat().st_size == paths[1].stat().st_size
+        samples_of(paths[0])
+        expected = samples_of(paths[1], index=False)
+        os.replace(paths[1], paths[0])
+        assert samples_of(paths[0]) == expected
+
     def test_no_index_is_saved_unless_wanted(self, shard):
         samples_of(shard, index=False)
         assert os.listdir(shard.parent) == [shard.name]
@@ -382,7 +400,7 @@ class TestSavedIndex:
         expected = samples_of(shard, index=folder)
         assert not saved(shard).exists()
         assert os.listdir(folder) == [saved(shard).name]
-        spoil(shard)
+        spoil(shard, folder / saved(shard).name)
         assert samples_of(shard, index=folder) == expected
 
     def test_two_archives_of_one_name_share_no_index(self, shard, tmp_path):
