@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import pickle
+import shutil
 import tarfile
 import time
 
@@ -517,6 +518,21 @@ class TestLoaders:
         dataset = TarDataset([path.name for path in paths], index=False)
         monkeypatch.chdir("/")
         assert pickle.loads(pickle.dumps(dataset))[30] == expected[30]
+
+    def test_a_copy_refuses_another_archive(self, shards):
+        paths, expected = shards
+        dataset, last = TarDataset(paths), paths[-1]
+        assert dataset[-1]["__key__"] == expected[-1]["__key__"]
+        # On another machine there may be a copy of the archive, but no other one.
+        shutil.copy(last, last.with_suffix(".copy"))
+        os.replace(last.with_suffix(".copy"), last)
+        assert pickle.loads(pickle.dumps(dataset))[-1] == dataset[-1]
+        with last.open("ab") as archive:
+            archive.write(bytes(512))
+        again = pickle.loads(pickle.dumps(dataset))
+        assert again[0] == dataset[0]
+        with pytest.raises(OSError, match="was replaced or changed since"):
+            again[-1]
 
     def test_it_is_named_and_closed(self, shards):
         paths, _ = shards

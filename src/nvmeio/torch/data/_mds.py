@@ -66,6 +66,8 @@ class MDSDataset(RecordDataset):
     memory.  A batch of a DataLoader is one gather for each shard that has samples of it.
     """
 
+    _may_grow = False
+
     @suggesting
     def __init__(
         self,

@@ -72,6 +72,8 @@ class MegatronDataset(RecordDataset):
     Megatron's own datasets can read by nvmeio too, see ``nvmeio.torch.megatron``.
     """
 
+    _may_grow = False
+
     @suggesting
     def __init__(
         self,

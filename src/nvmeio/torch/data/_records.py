@@ -132,6 +132,9 @@ class RecordDataset(Stored):
     # Of the tensors that records are, and the unit of `sizes`.
     _dtype = torch.uint8
 
+    # Whether a file that has grown is another one.
+    _may_grow = True
+
     @suggesting
     def __init__(
         self,
@@ -164,11 +167,15 @@ class RecordDataset(Stored):
     def _size_of(self, number: int) -> int:
         """Return the size of a file, and remember which one it is."""
         with File(self._sources[number]) as file:
-            self._check_same(number, file)
+            self._check_file(number, file)
             return file.size
 
+    def _check_file(self, number: int, file: File) -> None:
+        """Refuse a file that is not the one that the index is of."""
+        self._check_same(number, file, None if self._may_grow else file.size)
+
     def _open_all(self) -> list[Any]:
-        return [_OpenFiles(self._sources, self._check_same)]
+        return [_OpenFiles(self._sources, self._check_file)]
 
     def __len__(self) -> int:
         return len(self._offsets)

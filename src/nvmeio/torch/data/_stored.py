@@ -137,7 +137,7 @@ class Stored(Dataset, ABC):  # type: ignore[misc]  # mypy sees no types of torch
         if known is None:
             self._seen[number] = then, identity
         if then != layout or known not in (None, identity):
-            words = "the file was replaced since the dataset was made"
+            words = "the file was replaced or changed since the dataset was made"
             raise OSError(errno.ESTALE, words, file.path)
 
     def _why_empty(self) -> str:

@@ -65,6 +65,8 @@ class TarDataset(RecordDataset):
     for each archive that has samples of it.
     """
 
+    _may_grow = False
+
     @suggesting
     def __init__(
         self,
