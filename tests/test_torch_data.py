@@ -76,7 +76,7 @@ def shards_of(folder, counts):
     """Make shards of so many tokens; return the dataset and the samples it must have."""
     samples, paths = [], []
     for number, count in enumerate(counts):
-        values = np.arange(1000 * number, 1000 * number + count)
+        values = 1000 * (number % 60) + np.arange(count)
         paths.append(folder / f"{number}.npy")
         np.save(paths[-1], values.astype([np.uint16, np.int32][number % 2]))
         whole = torch.from_numpy(values)
@@ -285,6 +285,18 @@ class TestTokenDataset:
             next(stream)
             assert handle.stats()["requests"] == 3 + 1
             stream.close()
+
+    def test_few_of_many_shards_are_open(self, tmp_path):
+        dataset, samples = shards_of(tmp_path, [9] * 300)
+        counts = [len(descriptors_below(tmp_path))]
+        batches = [range(600), range(599, -1, -1), range(0, 600, 7)]
+        for batch, found in zip(batches, BatchStream(dataset, batches, 3), strict=True):
+            assert_equal(found, default_collate([samples[index] for index in batch]))
+            counts.append(len(descriptors_below(tmp_path)))
+        # Each has up to two descriptors, and a request lets go of its file a moment late.
+        assert max(counts) <= 2 * 128 + 20
+        dataset.close()
+        assert left_open(tmp_path) == []
 
     def test_an_array_file_has_its_own_dtype_and_offset(self, tokens):
         path, values = tokens

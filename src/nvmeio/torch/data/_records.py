@@ -3,7 +3,7 @@
 import contextlib
 import mmap
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError
 from multiprocessing.context import get_spawning_popen
 from typing import Any
@@ -23,7 +23,14 @@ from nvmeio._native.request import Request
 from nvmeio.default import default_handle
 from nvmeio.torch.data._stored import Flight, Stored
 
-__all__ = ["CHECKED_AT_ONCE", "RecordDataset", "SharedArray", "paths_of", "size_of"]
+__all__ = [
+    "CHECKED_AT_ONCE",
+    "OpenFiles",
+    "RecordDataset",
+    "SharedArray",
+    "paths_of",
+    "size_of",
+]
 
 Integers = npt.NDArray[np.integer[Any]]
 
@@ -166,8 +173,7 @@ class RecordDataset(Stored):
 
     def _size_of(self, number: int) -> int:
         """Return the size of a file, and remember which one it is."""
-        with File(self._sources[number]) as file:
-            self._check_file(number, file)
+        with self._file_of(number) as file:
             return file.size
 
     def _check_file(self, number: int, file: File) -> None:
@@ -175,7 +181,13 @@ class RecordDataset(Stored):
         self._check_same(number, file, None if self._may_grow else file.size)
 
     def _open_all(self) -> list[Any]:
-        return [_OpenFiles(self._sources, self._check_file)]
+        return [OpenFiles(self._file_of)]
+
+    def _file_of(self, number: int) -> File:
+        """Open a file."""
+        file = File(self._sources[number])
+        self._check_file(number, file)
+        return file
 
     def __len__(self) -> int:
         return len(self._offsets)
@@ -196,8 +208,18 @@ class RecordDataset(Stored):
     def begin(self, rows: Positions) -> Flight:
         """Start reading records, whose positions were checked."""
         batch = _Batch(self, rows)
-        files: _OpenFiles = self._arrays()[0]
-        requests = (files.submit(batch.memory, *gather) for gather in batch.gathers())
+        files: OpenFiles = self._arrays()[0]
+        requests = (
+            files.begin(
+                number,
+                default_handle().submit_gather,
+                offsets,
+                sizes,
+                batch.memory,
+                out_offsets=places,
+            )
+            for number, offsets, sizes, places in batch.gathers()
+        )
         return Flight(requests, batch.samples)
 
     def read(self, rows: Positions) -> list[Any]:
@@ -258,41 +280,31 @@ class _Batch:
         return self._dataset._decode(self._rows, list(records))
 
 
-class _OpenFiles:
+class OpenFiles:
     """The files that are open: when there are many, those that were used last."""
 
-    def __init__(
-        self, paths: Sequence[str | bytes], check: Callable[[int, File], None]
-    ) -> None:
-        self._paths, self._check = paths, check
+    def __init__(self, opened: Callable[[int], Any]) -> None:
+        self._opened = opened
         # In the order of their use.  Each with the request that may still be reading it.
-        self._held: dict[int, tuple[File, Request | None]] = {}
+        self._held: dict[int, tuple[Any, Request | None]] = {}
 
-    def file(self, number: int) -> File:
+    def file(self, number: int) -> Any:
         """Return a file, open."""
         # Two threads may do so at once; what the first one has opened is then dropped.
         file, request = self._held.pop(number, (None, None))
         if file is None:
             while len(self._held) >= _OPEN_MAX:
                 self._drop_one()
-            file = File(self._paths[number])
-            self._check(number, file)
+            file = self._opened(number)
         self._held[number] = file, request
         return file
 
-    def submit(
-        self,
-        memory: torch.Tensor,
-        number: int,
-        offsets: Positions,
-        sizes: Positions,
-        places: Positions | None,
+    def begin(
+        self, number: int, submit: Callable[..., Request], *args: Any, **options: Any
     ) -> Request:
-        """Start reading records of a file, which is open until the request is done."""
+        """Start reading a file, which is open until the request is done."""
         file = self.file(number)
-        request = default_handle().submit_gather(
-            file, offsets, sizes, memory, out_offsets=places
-        )
+        request = submit(file, *args, **options)
         self._held[number] = file, request
         return request
 
@@ -305,12 +317,17 @@ class _OpenFiles:
                 with contextlib.suppress(CancelledError, OSError):
                     request.exception()
 
-    def close(self) -> None:
-        """Close all files; a second call does nothing."""
+    def drop_all(self) -> Iterator[tuple[int, Any]]:
+        """Drop all files, and yield those that are open."""
         for number in list(self._held):
             file, _ = self._held.pop(number, (None, None))
             if file is not None:
-                file.close()
+                yield number, file
+
+    def close(self) -> None:
+        """Close all files; a second call does nothing."""
+        for _, file in self.drop_all():
+            file.close()
 
 
 def paths_of(path: Any) -> list[str | bytes]:

@@ -121,13 +121,15 @@ class Stored(Dataset, ABC):  # type: ignore[misc]  # mypy sees no types of torch
 
     def _open_all(self) -> list[Any]:
         """Return the sources, open."""
-        opened = []
-        for number, source in enumerate(self._sources):
-            one = self._open(source) if isinstance(source, str | bytes) else source
-            if isinstance(one, ArrayFile):
-                self._check_same(number, one._file, (one.dtype, one.shape[1:]))
-            opened.append(one)
-        return opened
+        return [self._open_one(number) for number in range(len(self._sources))]
+
+    def _open_one(self, number: int) -> Any:
+        """Return a source, open."""
+        source = self._sources[number]
+        one = self._open(source) if isinstance(source, str | bytes) else source
+        if isinstance(one, ArrayFile):
+            self._check_same(number, one._file, (one.dtype, one.shape[1:]))
+        return one
 
     def _check_same(self, number: int, file: File, layout: Any = None) -> None:
         """Refuse a file that is not the one that the dataset was made of."""
@@ -162,7 +164,12 @@ class Stored(Dataset, ABC):  # type: ignore[misc]  # mypy sees no types of torch
         """Close the files that the dataset has opened; a second call does nothing."""
         self._closed = True
         opened, self._opened = self._opened, None
-        for source, one in zip(self._sources, opened or (), strict=False):
+        if opened is not None:
+            self._close_all(opened)
+
+    def _close_all(self, opened: list[Any]) -> None:
+        """Close what the dataset has opened."""
+        for source, one in zip(self._sources, opened, strict=False):
             if isinstance(source, str | bytes):
                 one.close()
 
