@@ -134,6 +134,16 @@ def test_a_file_that_was_cut_is_named(records):
     assert caught.value.filename == str(records.path)
 
 
+def test_a_worker_raises_an_os_error_too(records):
+    dataset = RecordDataset(records.path, records.offsets, records.sizes)
+    os.truncate(records.path, 0)
+    with pytest.raises(nvmeio.GatherError, match="records") as caught:
+        list(DataLoader(dataset, 9, num_workers=1, collate_fn=list))
+    assert (caught.value.failures, caught.value.index) == ((), -1)
+    again = pickle.loads(pickle.dumps(caught.value))
+    assert str(again) == str(caught.value)
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_file_that_was_replaced_is_named(records, workers):
     dataset = RecordDataset(records.path, records.offsets, records.sizes)

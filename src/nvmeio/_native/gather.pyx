@@ -59,15 +59,18 @@ class GatherError(OSError):
 
     Notes
     -----
-    ``errno`` and ``filename`` are those of the first, as for any OSError.
+    ``errno`` and ``filename`` are those of the first, as for any OSError.  What a DataLoader
+    of torch raises for a worker has the message alone: no failures, and -1 for the index.
     """
 
-    def __init__(self, number, strerror, filename, failures):
-        super().__init__(number, strerror, filename)
+    def __init__(self, number, strerror=None, filename=None, failures=()):
+        super().__init__(*((number, strerror, filename) if failures else (number,)))
         self.failures = failures
-        self.index = failures[0][0]
+        self.index = failures[0][0] if failures else -1
 
     def __reduce__(self):
+        if not self.failures:
+            return type(self), self.args
         arguments = (self.errno, self.strerror, self.filename, self.failures)
         return type(self), arguments
 
