@@ -204,6 +204,11 @@ class TestArrayDataset:
         ):
             ArrayDataset(tmp_path / "array.npy")
 
+    @pytest.mark.parametrize("array", [np.array(1), torch.tensor(1)])
+    def test_a_number_has_no_rows(self, array):
+        with pytest.raises(ValueError, match="array 1 has no axes"):
+            ArrayDataset(np.arange(3), array)
+
     def test_a_mask_is_not_lost(self):
         with pytest.raises(TypeError, match="is masked, and its mask would be lost"):
             ArrayDataset(np.ma.masked_equal(np.arange(3), 1))
@@ -1198,6 +1203,9 @@ class TestResume:
             plain.load_state_dict(random.state_dict())
         with pytest.raises(ValueError, match="batches is -1"):
             plain.load_state_dict({**plain.state_dict(), "batches": -1})
+        for name, value in (("rng_state", None), ("generators", [None])):
+            with pytest.raises(ValueError, match=r"None.* for random numbers"):
+                plain.load_state_dict({**plain.state_dict(), name: value})
         assert len(list(plain)) == 11
 
     def test_workers_that_would_repeat_batches_are_refused(self, labels):

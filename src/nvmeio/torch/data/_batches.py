@@ -200,6 +200,10 @@ class BatchStream(IterableDataset):  # type: ignore[misc]  # mypy sees no types 
             )
         place = _Place(**copy.deepcopy(state_dict))
         whole("batches", place.batches, 0, 2**63 - 1)
+        if not _has_state(self.batch_sampler):
+            numbers = place.rng_state, *(place.generators or ())
+            if not all(isinstance(one, torch.Tensor) for one in numbers):
+                raise ValueError(f"the state has {numbers!r:.100} for random numbers")
         self._check_generators(place)
         self._place, self._loaded, self._current = place, True, None
 
