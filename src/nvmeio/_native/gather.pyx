@@ -59,8 +59,8 @@ class GatherError(OSError):
 
     Notes
     -----
-    ``errno`` and ``filename`` are those of the first, as for any OSError.  What a DataLoader
-    of torch raises for a worker has the message alone: no failures, and -1 for the index.
+    ``errno`` and ``filename`` are those of the first, as for any OSError.  What torch's
+    DataLoader raises for a worker has a message alone: no failures, and the index -1.
     """
 
     def __init__(self, number, strerror=None, filename=None, failures=()):
