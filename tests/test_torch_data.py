@@ -1,6 +1,8 @@
 """Datasets give the rows of their files, in any process, and batches ahead of time."""
 
+import contextlib
 import copy
+import errno
 import gc
 import io
 import itertools
@@ -74,7 +76,7 @@ def shards_of(folder, counts):
     """Make shards of so many tokens; return the dataset and the samples it must have."""
     samples, paths = [], []
     for number, count in enumerate(counts):
-        values = np.arange(1000 * number, 1000 * number + count)
+        values = 1000 * (number % 60) + np.arange(count)
         paths.append(folder / f"{number}.npy")
         np.save(paths[-1], values.astype([np.uint16, np.int32][number % 2]))
         whole = torch.from_numpy(values)
@@ -202,6 +204,11 @@ class TestArrayDataset:
         ):
             ArrayDataset(tmp_path / "array.npy")
 
+    @pytest.mark.parametrize("array", [np.array(1), torch.tensor(1)])
+    def test_a_number_has_no_rows(self, array):
+        with pytest.raises(ValueError, match="array 1 has no axes"):
+            ArrayDataset(np.arange(3), array)
+
     def test_a_mask_is_not_lost(self):
         with pytest.raises(TypeError, match="is masked, and its mask would be lost"):
             ArrayDataset(np.ma.masked_equal(np.arange(3), 1))
@@ -283,6 +290,18 @@ class TestTokenDataset:
             next(stream)
             assert handle.stats()["requests"] == 3 + 1
             stream.close()
+
+    def test_few_of_many_shards_are_open(self, tmp_path):
+        dataset, samples = shards_of(tmp_path, [9] * 300)
+        counts = [len(descriptors_below(tmp_path))]
+        batches = [range(600), range(599, -1, -1), range(0, 600, 7)]
+        for batch, found in zip(batches, BatchStream(dataset, batches, 3), strict=True):
+            assert_equal(found, default_collate([samples[index] for index in batch]))
+            counts.append(len(descriptors_below(tmp_path)))
+        # Each has up to two descriptors, and a request lets go of its file a moment late.
+        assert max(counts) <= 2 * 128 + 20
+        dataset.close()
+        assert left_open(tmp_path) == []
 
     def test_an_array_file_has_its_own_dtype_and_offset(self, tokens):
         path, values = tokens
@@ -475,6 +494,26 @@ class TestProcesses:
         monkeypatch.chdir("/")
         assert_equal(pickle.loads(pickle.dumps(dataset))[3], dataset[3])
 
+    @pytest.mark.parametrize("kind", [ArrayDataset, TokenDataset])
+    def test_a_worker_refuses_a_file_that_was_replaced(self, labels, kind):
+        dataset = kind(labels) if kind is ArrayDataset else kind(labels, 5)
+        loader = DataLoader(dataset, 10, num_workers=1, multiprocessing_context="spawn")
+        expected = list(loader)
+        nvmeio.save(labels, -np.arange(COUNT))
+        with pytest.raises(OSError, match=r"was replaced .*labels\.npy"):
+            list(loader)
+        # This process has the old one open, and on another machine any copy will do.
+        assert_equal(list(DataLoader(dataset, 10)), expected)
+        pickle.loads(pickle.dumps(dataset))[0]
+
+    def test_a_copy_refuses_other_elements(self, labels):
+        pickled = pickle.dumps(ArrayDataset(labels))
+        for other in (np.zeros(COUNT, np.float32), np.zeros((COUNT, 2), np.int64)):
+            nvmeio.save(labels, other)
+            with pytest.raises(OSError, match="was replaced") as caught:
+                pickle.loads(pickled)[0]
+            assert caught.value.errno == errno.ESTALE
+
     def test_threads_share_a_dataset(self, file, rows):
         dataset = pickle.loads(pickle.dumps(ArrayDataset(file)))
         barrier = threading.Barrier(6)
@@ -611,6 +650,17 @@ class TestBatchStream:
         with pytest.raises(RuntimeError, match="out of order"):
             next(stream)
 
+    def test_a_stop_iteration_of_indices_does_not_end_the_epoch(self, labels):
+        class Broken(list):
+            def __getitem__(self, index):
+                return 0 if index < 2 else next(iter(()))
+
+        part = Subset(ArrayDataset(labels), Broken(range(10)))
+        batches = iter(BatchStream(part, [[0], [1], [2], [3]]))
+        assert [next(batches).tolist() for _ in range(2)] == [[0], [0]]
+        with pytest.raises(RuntimeError, match="StopIteration"):
+            next(batches)
+
     def test_an_error_of_the_disk_comes_with_its_batch(self, file, labels):
         """Of the second array, with the first one's rows on their way."""
         dataset = ArrayDataset(file, labels)
@@ -642,6 +692,20 @@ class TestBatchStream:
         gc.collect()
         assert left_open(file.parent) == []
 
+    def test_a_forked_child_drops_the_iteration_of_its_parent(self, labels):
+        stream = iter(BatchStream(ArrayDataset(labels), batches_of(COUNT)))
+        expected = next(stream).tolist()
+        child = os.fork()
+        if child == 0:
+            status = 1
+            with contextlib.suppress(BaseException):
+                stream.close()
+                status = 0
+            os._exit(status)
+        assert os.waitpid(child, 0)[1] == 0
+        expected += itertools.chain.from_iterable(batch.tolist() for batch in stream)
+        assert sorted(expected) == list(range(COUNT))
+
     def test_what_cannot_be_streamed_is_refused(self, file):
         dataset = ArrayDataset(file)
         with pytest.raises(TypeError, match="of type list; a stream reads"):
@@ -654,6 +718,32 @@ class TestBatchStream:
             next(iter(BatchStream(dataset, SequentialSampler(dataset))))
         with pytest.raises(TypeError, match="no length"):
             len(BatchStream(dataset, iter([[0]])))
+
+    def test_samples_of_a_subclass_are_not_passed_over(self, labels):
+        with pytest.raises(TypeError, match="Doubled has a __getitem__ of its own"):
+
+            class Doubled(ArrayDataset):
+                def __getitem__(self, index):
+                    return 2 * super().__getitem__(index)
+
+        class Negative(ArrayDataset):
+            def __getitem__(self, index):
+                return -super().__getitem__(index)
+
+            def __getitems__(self, indices):
+                return [-sample for sample in super().__getitems__(indices)]
+
+        class Part(Subset):
+            def __getitem__(self, index):
+                return -super().__getitem__(index)
+
+            def __getitems__(self, indices):
+                return [self[index] for index in indices]
+
+        assert next(iter(DataLoader(Negative(labels), 3))).tolist() == [0, -1, -2]
+        for dataset in (Negative(labels), Part(ArrayDataset(labels), range(5))):
+            with pytest.raises(TypeError, match="which batches of a stream do not"):
+                BatchStream(dataset, [[0]])
 
     def test_a_batch_is_collated_as_samples_are(self, file, labels):
         dataset = ArrayDataset(file, labels)
@@ -874,7 +964,12 @@ class TestResume:
         tensors = [state.pop("rng_state"), *state.pop("generators")]
         assert [tensor.dtype for tensor in tensors] == [torch.uint8] * 2
         assert len(pickle.dumps(stream.state_dict())) < 20_000
-        assert list(json.loads(json.dumps(state))) == ["batches", "checksum", "rank"]
+        assert list(json.loads(json.dumps(state))) == [
+            "batches",
+            "checksum",
+            "rank",
+            "order",
+        ]
 
     def test_a_state_is_no_view_of_the_stream(self, labels):
         dataset = ArrayDataset(labels)
@@ -1065,6 +1160,24 @@ class TestResume:
             again.load_state_dict(state)
             assert [batch.tolist() for batch in again] == expected[3:]
 
+    @pytest.mark.parametrize(
+        "change", [{"epoch": 0}, {"seed": 1}, {"ranks": 4}, {"size": 9}]
+    )
+    def test_another_rank_refuses_another_order(self, labels, change):
+        dataset = ArrayDataset(labels)
+
+        def of_rank(rank, epoch=2, seed=0, ranks=3, size=10):
+            sampler = DistributedSampler(dataset, ranks, rank, seed=seed)
+            sampler.set_epoch(epoch)
+            return BatchStream(dataset, BatchSampler(sampler, size, drop_last=False))
+
+        first = of_rank(0)
+        next(iter(first))
+        stream = of_rank(1, **change)
+        stream.load_state_dict(first.state_dict())
+        with pytest.raises(ValueError, match=r"sampler has b.*, and had b.* epoch 2"):
+            next(iter(stream))
+
     def test_random_numbers_of_another_rank_are_refused(self, labels):
         dataset = ArrayDataset(labels)
         streams = []
@@ -1090,6 +1203,9 @@ class TestResume:
             plain.load_state_dict(random.state_dict())
         with pytest.raises(ValueError, match="batches is -1"):
             plain.load_state_dict({**plain.state_dict(), "batches": -1})
+        for name, value in (("rng_state", None), ("generators", [None])):
+            with pytest.raises(ValueError, match=r"None.* for random numbers"):
+                plain.load_state_dict({**plain.state_dict(), name: value})
         assert len(list(plain)) == 11
 
     def test_workers_that_would_repeat_batches_are_refused(self, labels):

@@ -134,6 +134,31 @@ def test_a_file_that_was_cut_is_named(records):
     assert caught.value.filename == str(records.path)
 
 
+def test_a_worker_raises_an_os_error_too(records):
+    dataset = RecordDataset(records.path, records.offsets, records.sizes)
+    os.truncate(records.path, 0)
+    with pytest.raises(nvmeio.GatherError, match="records") as caught:
+        list(DataLoader(dataset, 9, num_workers=1, collate_fn=list))
+    assert (caught.value.failures, caught.value.index) == ((), -1)
+    again = pickle.loads(pickle.dumps(caught.value))
+    assert str(again) == str(caught.value)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_file_that_was_replaced_is_named(records, workers):
+    dataset = RecordDataset(records.path, records.offsets, records.sizes)
+    other = records.path.with_name("other")
+    other.write_bytes(bytes(len(records.content)))
+    os.replace(other, records.path)
+    loader = DataLoader(
+        dataset,
+        num_workers=workers,
+        multiprocessing_context="spawn" if workers else None,
+    )
+    with pytest.raises(OSError, match=r"was replaced .*records"):
+        next(iter(loader))
+
+
 def test_it_says_what_it_is_until_it_is_closed(tmp_path):
     shards = [Records(tmp_path / f"shard-{seed}", seed) for seed in range(2)]
     dataset = RecordDataset(
@@ -150,8 +175,10 @@ def test_it_says_what_it_is_until_it_is_closed(tmp_path):
     dataset.close()
     dataset.close()
     assert left_open(tmp_path) == []
-    with pytest.raises(ValueError, match="is closed"):
-        dataset[4]
+    # Also one of no bytes, for which no file is needed.
+    for index in (4, 1):
+        with pytest.raises(ValueError, match="is closed"):
+            dataset[index]
 
 
 def test_an_empty_dataset_says_so(records):

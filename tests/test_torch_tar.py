@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import pickle
+import shutil
 import tarfile
 import time
 
@@ -325,13 +326,17 @@ def saved(path):
     return path.with_name(path.name + ".nvmeio-index")
 
 
-def spoil(path):
+def spoil(path, index=None):
     """Make the headers of an archive unreadable, so that only its index can be used."""
     before = path.stat()
     content = bytearray(path.read_bytes())
     content[:100] = b"spoiled".ljust(100)
     path.write_bytes(content)
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    # As if that had been so before the index was made.
+    index = index or saved(path)
+    while index.stat().st_ctime_ns <= path.stat().st_ctime_ns:
+        os.utime(index)
 
 
 class TestSavedIndex:
@@ -372,6 +377,20 @@ class TestSavedIndex:
         else:
             assert samples_of(shard) == before
 
+    def test_another_archive_of_the_same_size_and_time_is_indexed(self, tmp_path):
+        paths = [tmp_path / name for name in ("first.tar", "second.tar")]
+        for path, sizes in zip(paths, ((40, 60), (60, 40)), strict=True):
+            with tarfile.open(path, "w") as archive:
+                for number, size in enumerate(sizes):
+                    info, content = member(f"{number}.txt", path.name.encode() * size)
+                    archive.addfile(info, io.BytesIO(content))
+            os.utime(path, (1e9, 1e9))
+        assert paths[0].stat().st_size == paths[1].stat().st_size
+        samples_of(paths[0])
+        expected = samples_of(paths[1], index=False)
+        os.replace(paths[1], paths[0])
+        assert samples_of(paths[0]) == expected
+
     def test_no_index_is_saved_unless_wanted(self, shard):
         samples_of(shard, index=False)
         assert os.listdir(shard.parent) == [shard.name]
@@ -382,7 +401,7 @@ class TestSavedIndex:
         expected = samples_of(shard, index=folder)
         assert not saved(shard).exists()
         assert os.listdir(folder) == [saved(shard).name]
-        spoil(shard)
+        spoil(shard, folder / saved(shard).name)
         assert samples_of(shard, index=folder) == expected
 
     def test_two_archives_of_one_name_share_no_index(self, shard, tmp_path):
@@ -499,6 +518,21 @@ class TestLoaders:
         dataset = TarDataset([path.name for path in paths], index=False)
         monkeypatch.chdir("/")
         assert pickle.loads(pickle.dumps(dataset))[30] == expected[30]
+
+    def test_a_copy_refuses_another_archive(self, shards):
+        paths, expected = shards
+        dataset, last = TarDataset(paths), paths[-1]
+        assert dataset[-1]["__key__"] == expected[-1]["__key__"]
+        # On another machine there may be a copy of the archive, but no other one.
+        shutil.copy(last, last.with_suffix(".copy"))
+        os.replace(last.with_suffix(".copy"), last)
+        assert pickle.loads(pickle.dumps(dataset))[-1] == dataset[-1]
+        with last.open("ab") as archive:
+            archive.write(bytes(512))
+        again = pickle.loads(pickle.dumps(dataset))
+        assert again[0] == dataset[0]
+        with pytest.raises(OSError, match="was replaced or changed since"):
+            again[-1]
 
     def test_it_is_named_and_closed(self, shards):
         paths, _ = shards

@@ -8,10 +8,10 @@ class GatherError(OSError):
     failures: tuple[tuple[int, int], ...]
     def __init__(
         self,
-        number: int,
-        strerror: str,
-        filename: str | bytes | int,
-        failures: tuple[tuple[int, int], ...],
+        number: int | str,
+        strerror: str | None = None,
+        filename: str | bytes | int | None = None,
+        failures: tuple[tuple[int, int], ...] = (),
     ) -> None: ...
 
 class Deferred:

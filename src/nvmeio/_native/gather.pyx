@@ -59,7 +59,8 @@ class GatherError(OSError):
 
     Notes
     -----
-    ``errno`` and ``filename`` are those of the first, as for any OSError.
+    ``errno`` and ``filename`` are those of the first, as for any OSError.  What torch's
+    DataLoader raises for a worker has a message alone: no failures, and the index -1.
 
     Examples
     --------
@@ -73,12 +74,14 @@ class GatherError(OSError):
     ((0, 61),)
     """
 
-    def __init__(self, number, strerror, filename, failures):
-        super().__init__(number, strerror, filename)
+    def __init__(self, number, strerror=None, filename=None, failures=()):
+        super().__init__(*((number, strerror, filename) if failures else (number,)))
         self.failures = failures
-        self.index = failures[0][0]
+        self.index = failures[0][0] if failures else -1
 
     def __reduce__(self):
+        if not self.failures:
+            return type(self), self.args
         arguments = (self.errno, self.strerror, self.filename, self.failures)
         return type(self), arguments
 

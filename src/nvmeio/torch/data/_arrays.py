@@ -56,7 +56,8 @@ class ArrayDataset(Stored):
     workers may be started in any way.
 
     A ``torch.utils.data.ConcatDataset`` asks for its samples one by one, and so reads them
-    one by one.  The number of samples is that of the moment when the dataset was made.
+    one by one.  The number of samples is that of the moment when the dataset was made.  A
+    worker that opens a file which was replaced since raises an OSError, ESTALE.
 
     Examples
     --------
@@ -127,6 +128,8 @@ def _check_elements(array: Array, name: str) -> None:
     if not isinstance(dtype, torch.dtype) and not is_common(dtype):
         path = f" {array.path!r}" if isinstance(array, ArrayFile) else ""
         raise TypeError(f"{name}{path} is of dtype {dtype}, which tensors do not have")
+    if not array.shape:
+        raise ValueError(f"{name} has no axes; its rows are to be samples")
     if isinstance(array, np.ma.MaskedArray):
         raise TypeError(
             f"{name} is masked, and its mask would be lost; pass array.data, or "

@@ -22,7 +22,14 @@ from nvmeio.torch.data._stored import Flight, Stored
 __all__ = ["BatchStream"]
 
 
-_KEYS = ("batches", "checksum", "rank", "rng_state", "generators")
+# Where a batch sampler has no more; a StopIteration out of anything else is an error.
+_END: Any = object()
+
+_KEYS = ("batches", "checksum", "rank", "order", "rng_state", "generators")
+
+# What decides on the order of a sampler that draws no numbers of its own, as
+# DistributedSampler.
+_ORDER = ("batch_size", "drop_last", "shuffle", "seed", "epoch", "num_replicas")
 
 
 @dataclass(frozen=True)
@@ -37,6 +44,8 @@ class _Place:
     # Of the samples of these batches, and the rank that they were of.
     checksum: int = 0
     rank: int = 0
+    # What else samplers say of their order, for those of another rank.
+    order: str = ""
     rng_state: Any = None
     generators: tuple[torch.Tensor, ...] = ()
     sampler: Any = None
@@ -158,6 +167,7 @@ class BatchStream(IterableDataset):  # type: ignore[misc]  # mypy sees no types 
                 "batches": place.batches,
                 "checksum": place.checksum,
                 "rank": place.rank,
+                "order": place.order,
                 "rng_state": place.rng_state,
                 "generators": list(place.generators),
             }
@@ -200,6 +210,10 @@ class BatchStream(IterableDataset):  # type: ignore[misc]  # mypy sees no types 
             )
         place = _Place(**copy.deepcopy(state_dict))
         whole("batches", place.batches, 0, 2**63 - 1)
+        if not _has_state(self.batch_sampler):
+            numbers = place.rng_state, *(place.generators or ())
+            if not all(isinstance(one, torch.Tensor) for one in numbers):
+                raise ValueError(f"the state has {numbers!r:.100} for random numbers")
         self._check_generators(place)
         self._place, self._loaded, self._current = place, True, None
 
@@ -217,11 +231,13 @@ class BatchStream(IterableDataset):  # type: ignore[misc]  # mypy sees no types 
                 # The first is the one that comes next.
                 while more and len(ahead) <= self.depth:
                     try:
-                        rows = self._rows(next(batches))
+                        indices = next(batches, _END)
+                        if indices is _END:
+                            more = False
+                            break
+                        rows = self._rows(indices)
                         taken = self._after(taken, rows)
                         ahead.append((self._stored.begin(rows), taken))
-                    except StopIteration:
-                        more = False
                     except Exception as error:
                         ahead.append((error, taken))
                         more = False
@@ -269,6 +285,7 @@ class BatchStream(IterableDataset):  # type: ignore[misc]  # mypy sees no types 
         return _Place(
             0,
             rank=_rank_of(self.batch_sampler),
+            order=_order_of(self.batch_sampler),
             rng_state=torch.get_rng_state(),
             generators=tuple(one.get_state() for one in _generators_of(self.batch_sampler)),
         )
@@ -294,8 +311,14 @@ class BatchStream(IterableDataset):  # type: ignore[misc]  # mypy sees no types 
         rng_state = torch.get_rng_state()
         torch.set_rng_state(place.rng_state.cpu())
         try:
+            here = replace(
+                place,
+                batches=0,
+                checksum=0,
+                rank=_rank_of(self.batch_sampler),
+                order=_order_of(self.batch_sampler),
+            )
             batches = iter(self.batch_sampler)
-            here = replace(place, batches=0, checksum=0, rank=_rank_of(self.batch_sampler))
             for indices in itertools.islice(batches, place.batches):
                 here = self._after(here, self._rows(indices))
         finally:
@@ -303,6 +326,8 @@ class BatchStream(IterableDataset):  # type: ignore[misc]  # mypy sees no types 
         wrong = "others now"
         if here.batches < place.batches:
             wrong = f"only {here.batches}"
+        elif here.rank != place.rank and here.order != place.order:
+            wrong = f"{here.order}, and had {place.order}"
         elif here.rank != place.rank or here.checksum == place.checksum:
             return batches, here
         raise ValueError(
@@ -366,6 +391,16 @@ def _rank_of(batch_sampler: Any) -> int:
     return torch.distributed.get_rank() if there else 0
 
 
+def _order_of(batch_sampler: Any) -> str:
+    """Return what samplers say of their order, apart from the rank."""
+    return ", ".join(
+        f"{name} {int(value)}"
+        for one in _samplers_of(batch_sampler)
+        for name in _ORDER
+        if isinstance(value := getattr(one, name, None), int)
+    )
+
+
 def _has_state(batch_sampler: Any) -> bool:
     """Tell whether a batch sampler saves and loads its own state."""
     return all(
@@ -399,10 +434,22 @@ def _stored_below(dataset: Any) -> Stored:
     """Return the dataset that subsets are of."""
     found = dataset
     while isinstance(found, Subset):
+        _refuse_override(found, Subset)
         found = found.dataset
     if not isinstance(found, Stored):
         raise TypeError(
             f"the dataset is of type {type(dataset).__qualname__}; a stream reads an "
             "ArrayDataset or a TokenDataset, or a Subset of one"
         )
+    _refuse_override(found, Stored)
     return found
+
+
+def _refuse_override(dataset: Any, kind: type[Any]) -> None:
+    """Refuse a dataset whose own samples would not be those of its batches."""
+    for name in ("__getitem__", "__getitems__") if kind is Subset else ("__getitems__",):
+        if getattr(type(dataset), name) is not getattr(kind, name):
+            raise TypeError(
+                f"{type(dataset).__qualname__} has a {name} of its own, which batches of a "
+                "stream do not come through; pass a transform or a collate_fn instead"
+            )

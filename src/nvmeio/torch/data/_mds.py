@@ -82,6 +82,8 @@ class MDSDataset(RecordDataset):
     {'x': 7}
     """
 
+    _may_grow = False
+
     @suggesting
     def __init__(
         self,

@@ -84,6 +84,8 @@ class MegatronDataset(RecordDataset):
     tensor([4, 5], dtype=torch.uint16)
     """
 
+    _may_grow = False
+
     @suggesting
     def __init__(
         self,
@@ -173,6 +175,8 @@ class MegatronDataset(RecordDataset):
         if isinstance(index, slice):
             return self.__getitems__(range(*index.indices(len(self))))
         return super().__getitem__(index)
+
+    __getitems__ = RecordDataset.__getitems__
 
 
 class _IndexFile:

@@ -3,7 +3,7 @@
 import contextlib
 import mmap
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError
 from multiprocessing.context import get_spawning_popen
 from typing import Any
@@ -23,7 +23,14 @@ from nvmeio._native.request import Request
 from nvmeio.default import default_handle
 from nvmeio.torch.data._stored import Flight, Stored
 
-__all__ = ["CHECKED_AT_ONCE", "RecordDataset", "SharedArray", "paths_of", "size_of"]
+__all__ = [
+    "CHECKED_AT_ONCE",
+    "OpenFiles",
+    "RecordDataset",
+    "SharedArray",
+    "paths_of",
+    "size_of",
+]
 
 Integers = npt.NDArray[np.integer[Any]]
 
@@ -126,7 +133,7 @@ class RecordDataset(Stored):
     Arrays, also of ``numpy.memmap``, of small integers or of views, are not copied and must
     not change afterwards.  Files are opened when they are first needed, in each process;
     at most 128 stay open.  A file that was cut since raises an OSError, ENODATA, with its
-    path.
+    path; one that was replaced before it was opened again, also in a worker, ESTALE.
 
     Examples
     --------
@@ -140,6 +147,9 @@ class RecordDataset(Stored):
 
     # Of the tensors that records are, and the unit of `sizes`.
     _dtype = torch.uint8
+
+    # Whether a file that has grown is another one.
+    _may_grow = True
 
     @suggesting
     def __init__(
@@ -166,10 +176,27 @@ class RecordDataset(Stored):
                 f"there are {len(self._sources)} paths and no files; pass the position in "
                 "path of each record's file"
             )
-        _check(self._sources, self._offsets, self._sizes, self._files, self._dtype.itemsize)
+        ends = [self._size_of(number) for number in range(len(self._sources))]
+        itemsize = self._dtype.itemsize
+        _check(self._sources, ends, self._offsets, self._sizes, self._files, itemsize)
+
+    def _size_of(self, number: int) -> int:
+        """Return the size of a file, and remember which one it is."""
+        with self._file_of(number) as file:
+            return file.size
+
+    def _check_file(self, number: int, file: File) -> None:
+        """Refuse a file that is not the one that the index is of."""
+        self._check_same(number, file, None if self._may_grow else file.size)
 
     def _open_all(self) -> list[Any]:
-        return [_OpenFiles(self._sources)]
+        return [OpenFiles(self._file_of)]
+
+    def _file_of(self, number: int) -> File:
+        """Open a file."""
+        file = File(self._sources[number])
+        self._check_file(number, file)
+        return file
 
     def __len__(self) -> int:
         return len(self._offsets)
@@ -190,8 +217,18 @@ class RecordDataset(Stored):
     def begin(self, rows: Positions) -> Flight:
         """Start reading records, whose positions were checked."""
         batch = _Batch(self, rows)
-        files: _OpenFiles = self._arrays()[0]
-        requests = (files.submit(batch.memory, *gather) for gather in batch.gathers())
+        files: OpenFiles = self._arrays()[0]
+        requests = (
+            files.begin(
+                number,
+                default_handle().submit_gather,
+                offsets,
+                sizes,
+                batch.memory,
+                out_offsets=places,
+            )
+            for number, offsets, sizes, places in batch.gathers()
+        )
         return Flight(requests, batch.samples)
 
     def read(self, rows: Positions) -> list[Any]:
@@ -252,38 +289,31 @@ class _Batch:
         return self._dataset._decode(self._rows, list(records))
 
 
-class _OpenFiles:
+class OpenFiles:
     """The files that are open: when there are many, those that were used last."""
 
-    def __init__(self, paths: Sequence[str | bytes]) -> None:
-        self._paths = paths
+    def __init__(self, opened: Callable[[int], Any]) -> None:
+        self._opened = opened
         # In the order of their use.  Each with the request that may still be reading it.
-        self._held: dict[int, tuple[File, Request | None]] = {}
+        self._held: dict[int, tuple[Any, Request | None]] = {}
 
-    def file(self, number: int) -> File:
+    def file(self, number: int) -> Any:
         """Return a file, open."""
         # Two threads may do so at once; what the first one has opened is then dropped.
         file, request = self._held.pop(number, (None, None))
         if file is None:
             while len(self._held) >= _OPEN_MAX:
                 self._drop_one()
-            file = File(self._paths[number])
+            file = self._opened(number)
         self._held[number] = file, request
         return file
 
-    def submit(
-        self,
-        memory: torch.Tensor,
-        number: int,
-        offsets: Positions,
-        sizes: Positions,
-        places: Positions | None,
+    def begin(
+        self, number: int, submit: Callable[..., Request], *args: Any, **options: Any
     ) -> Request:
-        """Start reading records of a file, which is open until the request is done."""
+        """Start reading a file, which is open until the request is done."""
         file = self.file(number)
-        request = default_handle().submit_gather(
-            file, offsets, sizes, memory, out_offsets=places
-        )
+        request = submit(file, *args, **options)
         self._held[number] = file, request
         return request
 
@@ -296,12 +326,17 @@ class _OpenFiles:
                 with contextlib.suppress(CancelledError, OSError):
                     request.exception()
 
-    def close(self) -> None:
-        """Close all files; a second call does nothing."""
+    def drop_all(self) -> Iterator[tuple[int, Any]]:
+        """Drop all files, and yield those that are open."""
         for number in list(self._held):
             file, _ = self._held.pop(number, (None, None))
             if file is not None:
-                file.close()
+                yield number, file
+
+    def close(self) -> None:
+        """Close all files; a second call does nothing."""
+        for _, file in self.drop_all():
+            file.close()
 
 
 def paths_of(path: Any) -> list[str | bytes]:
@@ -325,13 +360,14 @@ def _integers(name: str, values: Any) -> Integers:
 
 def _check(
     paths: list[str | bytes],
+    sizes_of_files: list[int],
     offsets: SharedArray,
     sizes: SharedArray,
     files: SharedArray | None,
     itemsize: int,
 ) -> None:
     """Refuse records that their files do not have."""
-    ends = np.array([size_of(path) for path in paths], np.int64)
+    ends = np.array(sizes_of_files, np.int64)
     for start in range(0, len(offsets), CHECKED_AT_ONCE):
         part = slice(start, start + CHECKED_AT_ONCE)
         numbers = np.zeros(1, np.int64)

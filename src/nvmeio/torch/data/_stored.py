@@ -4,10 +4,12 @@ A batch is a gather: its tensors are filled as a whole, and samples are views of
 """
 
 import contextlib
+import errno
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import CancelledError
+from multiprocessing.context import get_spawning_popen
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +20,7 @@ from torch.utils.data import Dataset, default_collate
 from nvmeio._arguments.checks import integer
 from nvmeio._arrays.indexing import Positions, positions
 from nvmeio._files.paths import absolute
+from nvmeio._native.file import File
 from nvmeio._native.request import Request
 from nvmeio.arrays import ArrayFile
 
@@ -57,7 +60,8 @@ class Flight:
         for request in requests:
             request.cancel()
         for request in requests:
-            with contextlib.suppress(CancelledError):
+            # The request of a parent process is an OSError.
+            with contextlib.suppress(CancelledError, OSError):
                 request.exception()
 
 
@@ -77,7 +81,17 @@ class Stored(Dataset, ABC):  # type: ignore[misc]  # mypy sees no types of torch
             for source in sources
         ]
         self._opened: list[Any] | None = None
+        # Of each file, by its position: its layout, and which file it is.
+        self._seen: dict[int, tuple[Any, tuple[int, int] | None]] = {}
         self._closed = False
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "__getitem__" in vars(cls) and "__getitems__" not in vars(cls):
+            raise TypeError(
+                f"{cls.__qualname__} has a __getitem__ of its own, which batches would not "
+                "come through; define __getitems__ too, or pass a transform"
+            )
 
     @abstractmethod
     def __len__(self) -> int:
@@ -107,10 +121,26 @@ class Stored(Dataset, ABC):  # type: ignore[misc]  # mypy sees no types of torch
 
     def _open_all(self) -> list[Any]:
         """Return the sources, open."""
-        return [
-            self._open(source) if isinstance(source, str | bytes) else source
-            for source in self._sources
-        ]
+        return [self._open_one(number) for number in range(len(self._sources))]
+
+    def _open_one(self, number: int) -> Any:
+        """Return a source, open."""
+        source = self._sources[number]
+        one = self._open(source) if isinstance(source, str | bytes) else source
+        if isinstance(one, ArrayFile):
+            self._check_same(number, one._file, (one.dtype, one.shape[1:]))
+        return one
+
+    def _check_same(self, number: int, file: File, layout: Any = None) -> None:
+        """Refuse a file that is not the one that the dataset was made of."""
+        status = os.fstat(file.fileno())
+        identity = status.st_dev, status.st_ino
+        then, known = self._seen.setdefault(number, (layout, identity))
+        if known is None:
+            self._seen[number] = then, identity
+        if then != layout or known not in (None, identity):
+            words = "the file was replaced or changed since the dataset was made"
+            raise OSError(errno.ESTALE, words, file.path)
 
     def _why_empty(self) -> str:
         """Say why there are no samples."""
@@ -134,7 +164,12 @@ class Stored(Dataset, ABC):  # type: ignore[misc]  # mypy sees no types of torch
         """Close the files that the dataset has opened; a second call does nothing."""
         self._closed = True
         opened, self._opened = self._opened, None
-        for source, one in zip(self._sources, opened or (), strict=False):
+        if opened is not None:
+            self._close_all(opened)
+
+    def _close_all(self, opened: list[Any]) -> None:
+        """Close what the dataset has opened."""
+        for source, one in zip(self._sources, opened, strict=False):
             if isinstance(source, str | bytes):
                 one.close()
 
@@ -175,6 +210,8 @@ class Stored(Dataset, ABC):  # type: ignore[misc]  # mypy sees no types of torch
 
     def _rows(self, indices: Any) -> Positions:
         """Check the positions of samples."""
+        if self._closed:
+            raise ValueError(f"the dataset of {self._names()} is closed")
         count = len(self)
         if count == 0 and np.size(indices):
             raise IndexError(f"the dataset is empty: {self._why_empty()}")
@@ -220,8 +257,12 @@ class Stored(Dataset, ABC):  # type: ignore[misc]  # mypy sees no types of torch
         return self._samples(self.read(self._rows(indices)))
 
     def __getstate__(self) -> dict[str, Any]:
-        # Each process opens its own files.
-        return {**self.__dict__, "_opened": None}
+        # Each process opens its own files.  One that is not started by this one may be on
+        # another machine, which has copies of them.
+        seen = self._seen
+        if get_spawning_popen() is None:
+            seen = {number: (layout, None) for number, (layout, _) in list(seen.items())}
+        return {**self.__dict__, "_opened": None, "_seen": seen}
 
 
 def _name_of(source: Any) -> str:

@@ -57,8 +57,9 @@ class TarDataset(RecordDataset):
 
     The archives are walked through once, and only their headers are read where files are
     large.  A saved index is used as long as the size and the modification time of the
-    archive are those of then, and is replaced otherwise.  Where it cannot be saved, a
-    message is logged.  The archives must not change while the dataset is used.
+    archive are those of then, and it was not moved there since; it is replaced otherwise.
+    Where it cannot be saved, a message is logged.  The archives must not change while the
+    dataset is used.
 
     A sampler shuffles the samples of all archives.  A batch of a DataLoader is one gather
     for each archive that has samples of it.
@@ -74,6 +75,8 @@ class TarDataset(RecordDataset):
     >>> nvmeio.torch.TarDataset("samples.tar")[0]["cls"]
     b'contents of 0.cls'
     """
+
+    _may_grow = False
 
     @suggesting
     def __init__(

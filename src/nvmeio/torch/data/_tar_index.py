@@ -115,7 +115,7 @@ def index_of(file: File, saved: str | None) -> TarIndex:
     Raises ValueError for an archive that is damaged or has what cannot be read in place.
     """
     stamp = _stamp_of(file)
-    found = None if saved is None else _load(saved, stamp)
+    found = None if saved is None else _load(saved, file, stamp)
     if found is not None:
         return found
     archive = _Archive(file)
@@ -414,11 +414,14 @@ _DTYPES: dict[str, Any] = {
 }
 
 
-def _load(saved: str, stamp: _Stamp) -> TarIndex | None:
+def _load(saved: str, archive: File, stamp: _Stamp) -> TarIndex | None:
     """Return the index that was saved of an archive as it is now, or None."""
     try:
-        # With the archive's own time it may be older than the archive's last change.
-        if os.stat(saved).st_mtime_ns <= stamp.mtime_ns:
+        # With the archive's own time it may be older than the archive's last change.  What
+        # was moved here later may have size and time of what was indexed, not st_ctime.
+        status = os.stat(saved)
+        moved = os.fstat(archive.fileno()).st_ctime_ns
+        if status.st_mtime_ns <= stamp.mtime_ns or status.st_ctime_ns <= moved:
             return None
         with safe_open(saved, "np") as file:
             metadata = file.metadata() or {}

@@ -15,6 +15,7 @@ from nvmeio._arrays.indexing import Positions
 from nvmeio._native.file import File
 from nvmeio.arrays import ArrayFile
 from nvmeio.torch._dtypes import carrier
+from nvmeio.torch.data._records import OpenFiles
 from nvmeio.torch.data._stored import Flight, Stored
 
 __all__ = ["TokenDataset"]
@@ -28,8 +29,8 @@ _HEADERS: dict[int, tuple[int, type[np.generic]]] = {
     20240801: (7, np.uint32),
 }
 
-# The windows of one shard: the shard, their places in the batch, where they start.
-_Share: TypeAlias = tuple[ArrayFile, Any, Positions]
+# The windows of one shard: its number, their places in the batch, where they start.
+_Share: TypeAlias = tuple[int, Any, Positions]
 
 
 class TokenDataset(Stored):
@@ -72,7 +73,8 @@ class TokenDataset(Stored):
     shard that it needs, all of them in flight at once.
 
     The header of a shard of llm.c or modded-nanogpt is recognized and skipped: it says the
-    dtype, and how many tokens the file must have.  Otherwise as ``ArrayDataset``.  The
+    dtype, and how many tokens the file must have.  Of many shards 128 stay open, those that
+    were used last.  Otherwise as ``ArrayDataset``.  The
     number of samples is that of the moment when the dataset was made.
 
     Examples
@@ -116,10 +118,19 @@ class TokenDataset(Stored):
         self._file_dtype = carrier(dtype) or dtype
         self._offset = whole("offset", offset, 0, 2**63 - 1)
         self.block_size = whole("block_size", block_size, 1, 2**63 - 1)
-        self._lengths = [_checked(tokens) for tokens in self._arrays()]
+        (files,) = self._arrays()
+        self._lengths = [_checked(files.file(n)) for n in range(len(sources))]
         counts = [max(0, length - self.block_size) for length in self._lengths]
         # Where the samples of each shard end.
         self._ends = np.cumsum(counts, dtype=np.int64)
+
+    def _open_all(self) -> list[Any]:
+        return [OpenFiles(self._open_one)]
+
+    def _close_all(self, opened: list[Any]) -> None:
+        for number, tokens in opened[0].drop_all():
+            if tokens is not self._sources[number]:
+                tokens.close()
 
     def _open(self, path: str | bytes) -> ArrayFile:
         dtype, offset = self._file_dtype, self._offset
@@ -166,21 +177,25 @@ class TokenDataset(Stored):
 
     def _shares(self, rows: Positions) -> Iterator[_Share]:
         """Share out windows to the shards that have them."""
-        shards, starts = self._arrays(), rows.ravel()
-        if len(shards) == 1 and starts.size:
-            yield shards[0], slice(None), starts
+        starts = rows.ravel()
+        if len(self._sources) == 1 and starts.size:
+            yield 0, slice(None), starts
             return
         owners = np.searchsorted(self._ends, starts, side="right")
         for owner in np.unique(owners):
             where = np.flatnonzero(owners == owner)
             begin = self._ends[owner - 1] if owner else 0
-            yield shards[owner], where, starts[where] - begin
+            yield int(owner), where, starts[where] - begin
 
     def begin(self, rows: Positions) -> Flight:
         """Start reading windows, whose positions were checked."""
         shares, length = list(self._shares(rows)), self.block_size + 1
+        (files,) = self._arrays()
         return Flight(
-            (tokens.prefetch_windows(starts, length) for tokens, _, starts in shares),
+            (
+                files.begin(number, ArrayFile.prefetch_windows, starts, length)
+                for number, _, starts in shares
+            ),
             lambda windows: self._pairs(rows, shares, windows),
         )
 
@@ -189,7 +204,8 @@ class TokenDataset(Stored):
         shares = list(self._shares(rows))
         if len(shares) != 1:
             return self.begin(rows).land()
-        ((tokens, _, starts),) = shares
+        ((number, _, starts),) = shares
+        tokens = self._arrays()[0].file(number)
         return self._pairs(rows, shares, [tokens.windows(starts, self.block_size + 1)])
 
     def _pairs(
