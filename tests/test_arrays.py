@@ -873,6 +873,36 @@ class TestTensors:
                 array.gather(rows, out.int())
             assert isinstance(array[rows], np.ndarray)
 
+    @pytest.mark.parametrize("name", ["bfloat16", "float32"])
+    @pytest.mark.parametrize(
+        "index",
+        [
+            np.s_[2],
+            np.s_[::2],
+            np.s_[:, ::-1],
+            np.s_[[0, 1]],
+            np.s_[:, [0, 2]],
+            np.s_[None, 3:1:-1],
+        ],
+        ids=str,
+    )
+    def test_every_index_fills_a_tensor(self, path, index, name):
+        dtype = getattr(self.torch, name)
+        values = self.torch.arange(24).view(4, 6).to(dtype)
+        with ArrayFile.create(path, (4, 6), dtype) as array:
+            array[...] = values
+            expected = array[index]
+            out = self.torch.zeros(*expected.shape, 2, dtype=dtype)[..., 1]
+            assert array.prefetch(index, out).result() is out
+            assert self.torch.equal(out, expected)
+
+    def test_a_field_fills_a_tensor(self, path):
+        nvmeio.save(path, np.array([(1, 2), (3, 4)], "u1,f4"))
+        out = self.torch.zeros(2)
+        with ArrayFile(path) as array:
+            assert array.prefetch("f1", out).result() is out
+        assert out.tolist() == [2, 4]
+
     def test_tensors_are_saved(self, path):
         torch = self.torch
         for tensor in (

@@ -743,7 +743,7 @@ class ArrayFile(Unread):
         target, result = self._target(selection.shape, self._dtype, out)
 
         def make() -> Any:
-            memcpy(target, bytes_of(selection.taken_of(hull, low)))
+            _copy(target, selection.taken_of(hull, low))
             return result
 
         offsets = [self._offset + low * item]
@@ -818,7 +818,7 @@ class ArrayFile(Unread):
         target, result = self._target(part.shape, part.dtype, out)
 
         def make() -> Any:
-            memcpy(target, bytes_of(np.ascontiguousarray(part)))
+            _copy(target, np.ascontiguousarray(part))
             return result
 
         offsets = [self._offset] if records.nbytes else []
@@ -931,6 +931,15 @@ class ArrayFile(Unread):
                 f"out has {found} bytes; the result, of shape {shape}, has {nbytes}"
             )
         return out if library else bytes_of(out), out
+
+
+def _copy(target: Any, array: Array) -> None:
+    """Copy an array to what ``_target`` has returned: bytes, or a tensor."""
+    library = library_of(target)
+    if library is None:
+        memcpy(target, bytes_of(array))
+    else:
+        memcpy(target, library.dress(np.ascontiguousarray(array), target.dtype))
 
 
 def _check_handle(handle: Any) -> None:
