@@ -598,7 +598,14 @@ class TestCreating:
         expected, path = saved
         with pytest.raises(TypeError, match="handle is of type int"):
             ArrayFile.create(path, (1,), "f4", overwrite=True, handle=3)
+        for shape in ((1 << 62, 0), (1,) * 65):
+            for raw in (False, True):
+                with pytest.raises(ValueError, match=r"too large|dimension"):
+                    ArrayFile.create(path, shape, "f8", overwrite=True, raw=raw)
+                with pytest.raises(ValueError, match=r"too large|dimension"):
+                    ArrayFile.create(f"{path}.new", shape, "f8", raw=raw)
         assert_same(np.load(path), expected)
+        assert list(path.parent.iterdir()) == [path]
 
     def test_a_flush_makes_file_and_name_durable(self, path, monkeypatch):
         synced = []

@@ -31,6 +31,7 @@ from nvmeio._arrays.indexing import (
 )
 from nvmeio._arrays.npy_header import (
     Layout,
+    check_extents,
     check_size,
     has_magic,
     header_of,
@@ -277,6 +278,7 @@ class ArrayFile(Unread):
         size = Layout(element, extents, len(header)).nbytes + len(header)
         if size > 2**63 - 1:
             raise ValueError(f"an array of shape {extents} has {size} bytes, too many")
+        check_extents(extents, element)
         with naming(path), _opened_anew(path, overwrite=overwrite) as stream:
             try:
                 stream.write(header)
