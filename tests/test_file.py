@@ -1,12 +1,15 @@
 """A File opens what can be read and written at offsets, and refuses the rest clearly."""
 
+import codecs
 import errno
 import fcntl
+import gzip
 import importlib
 import io
 import itertools
 import os
 import socket
+import tarfile
 import tempfile
 from collections import Counter
 
@@ -564,8 +567,29 @@ class TestFileObjects:
         with importlib.import_module(module).open(path) as file:
             assert file.read() == b"1234"
 
+    def test_what_wraps_a_compressed_file_is_refused(self, handle, path):
+        with gzip.open(path, "wb") as file:
+            file.write(b"1234")
+        for wrap in (
+            io.BufferedReader,
+            io.TextIOWrapper,
+            lambda file: io.TextIOWrapper(io.BufferedReader(file)),
+            codecs.getreader("utf-8"),
+        ):
+            with gzip.open(path) as file:
+                wrapped = wrap(file)
+                with pytest.raises(TypeError, match="leads to compressed bytes"):
+                    handle.read(bytearray(4), wrapped)
+                assert wrapped.read(4) in ("1234", b"1234")
+
     def test_what_has_no_descriptor_is_refused(self, handle):
-        for file in (io.BytesIO(b"1234"), io.StringIO("1234")):
+        packed = io.BytesIO()
+        with tarfile.open(fileobj=packed, mode="w") as archive:
+            archive.addfile(tarfile.TarInfo("member"))
+        packed.seek(0)
+        with tarfile.open(fileobj=packed) as archive:
+            member = archive.extractfile("member")
+        for file in (io.BytesIO(b"1234"), io.StringIO("1234"), member):
             with pytest.raises(TypeError, match="which has no descriptor; it must be a"):
                 handle.read(bytearray(1), file)
 
