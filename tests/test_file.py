@@ -99,9 +99,11 @@ class TestModes:
     @pytest.mark.parametrize("letter", ["r", "w", "x"])
     def test_a_mode_may_have_a_b(self, path, letter, plus):
         for letters in itertools.permutations([letter, "b", *plus]):
-            path.write_bytes(b"1234") if letter == "r" else path.unlink(missing_ok=True)
+            for name in (path, path.with_name("other")):
+                name.write_bytes(b"1234") if letter == "r" else name.unlink(missing_ok=True)
             with nvmeio.File(path, "".join(letters)) as file:
-                assert file.mode == letter + "b" + plus
+                with io.FileIO(path.with_name("other"), letter + plus) as other:
+                    assert file.mode == other.mode
                 assert (file.readable(), file.seekable()) == (True, True)
                 assert file.writable() == (letter != "r" or bool(plus))
 

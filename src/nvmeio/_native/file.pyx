@@ -75,7 +75,7 @@ _FLAGS = {
 }
 # In any order, as open() takes them: the mode as io.FileIO has it, and the flags.
 _MODES = {
-    "".join(letters): (mode[0] + "b" + mode[1:], flags)
+    "".join(letters): ("rb+" if mode == "w+" else mode[0] + "b" + mode[1:], flags)
     for mode, flags in _FLAGS.items()
     for letters in (*itertools.permutations(mode), *itertools.permutations(mode + "b"))
 }
