@@ -484,6 +484,8 @@ cdef class File:
         OSError
             ENOSPC where there is not so much room, some of which the file may have then;
             EOPNOTSUPP where the file system cannot reserve any.
+        io.UnsupportedOperation
+            The file is not open for writing.
         TypeError, ValueError
             ``size`` is not an integer or out of its limits, or the file is closed.
 
@@ -491,13 +493,7 @@ cdef class File:
         -----
         Releases the GIL.
         """
-        cdef int64_t c_size = file_position("size", size)
-        cdef int descriptor = self.fileno(), error = EINTR if c_size else 0
-        while error == EINTR:
-            PyErr_CheckSignals()
-            with nogil:
-                error = c_errno if fallocate(descriptor, 0, 0, c_size) else 0
-        check(-error, self.path)
+        in_turn(self, OP_WRITE, reserve, file_position("size", size))
 
     def truncate(self, size=None) -> int:
         """Make the file ``size`` bytes long.
@@ -710,6 +706,17 @@ cdef object cut(File file, Turn *turn, object size):
         result = libnvmeio.file_truncate(turn.c, c_size)
     check(result, file.path)
     return c_size
+
+
+cdef object reserve(File file, Turn *turn, object size):
+    """Reserve room for so many bytes from the file's beginning."""
+    cdef int64_t c_size = size
+    cdef int error = EINTR if c_size else 0
+    while error == EINTR:
+        PyErr_CheckSignals()
+        with nogil:
+            error = c_errno if fallocate(turn.descriptor, 0, 0, c_size) else 0
+    check(-error, file.path)
 
 
 cdef object read_into(File file, Turn *turn, object buffer):
