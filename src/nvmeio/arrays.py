@@ -373,6 +373,8 @@ class ArrayFile(Unread):
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
         if copy is False:
             raise ValueError("an array on disk cannot be had without a copy")
+        if self._elements.library is not None and self._dtype.kind == "V":
+            raise TypeError(f"numpy has no {self.dtype}; array[...] is a tensor")
         return np.asarray(self[...], dtype)
 
     @suggesting
