@@ -493,9 +493,9 @@ class ArrayFile(Unread):
             The array has no axes, or ``values`` are not of such elements.
         ValueError
             ``values`` are of another shape; the header of the .npy file has no room for
-            the new shape (that of ``create``, ``save`` and numpy has); other arrays or
-            bytes are behind this one; the file is another array by now; it is closed, or
-            open read-only.
+            the new shape (that of ``create``, ``save`` and numpy has); another array, or
+            in a raw file any bytes, are behind this one; the file is another array by now;
+            it is closed, or open read-only.
 
         Notes
         -----
@@ -505,9 +505,11 @@ class ArrayFile(Unread):
 
         First the rows are written and, in a .npy file, synced, then the shape in the
         header.  Whenever the process dies or the power fails, the file is an array with
-        all of the rows or with none; what an append has left behind the array, the next one
-        overwrites.  After an error the file is as it was.  A raw file has no header: a
-        process that is killed meanwhile may leave a part of the rows.
+        all of the rows or with none; what such an append has left behind the array, the
+        next one overwrites.  It cannot tell that from bytes of another program's: do not
+        append to a .npy file that has something else than arrays behind its array.  After
+        an error the file is as it was.  A raw file has no header: a process that is killed
+        meanwhile may leave a part of the rows.
 
         Appends wait for each other by a lock of the file (flock), those of other processes
         and threads included, and each adds to what is there by then.
