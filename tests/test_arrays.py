@@ -869,6 +869,23 @@ class TestTensors:
         expected = [[1.5, 1.5, 1.5], [1, 2, 3], [0, 4, 0], [0, 5, 0]]
         assert torch.equal(found, torch.tensor(expected, dtype=torch.bfloat16))
 
+    @pytest.mark.parametrize("name", ["bfloat16", "float32"])
+    @pytest.mark.filterwarnings("error")
+    def test_arrays_that_torch_does_not_take_are_converted(self, path, name):
+        torch, dtype = self.torch, getattr(self.torch, name)
+        frozen = np.arange(3.0)
+        frozen.flags.writeable = False
+        with ArrayFile.create(path, (4, 3), dtype) as array:
+            array[0] = np.arange(3)[::-1]
+            array[1] = np.arange(3, dtype=">i2")
+            array.scatter([2], frozen)
+            array[3] = np.array(7, ">f8")
+            array[3, :1] = np.array([8.0])[::-1]
+            array.append(np.arange(3, dtype=">f4")[None, ::-1])
+            found = array[...]
+        expected = [[2, 1, 0], [0, 1, 2], [0, 1, 2], [8, 7, 7], [2, 1, 0]]
+        assert torch.equal(found, torch.tensor(expected, dtype=dtype))
+
     def test_rows_of_a_npy_file_are_gathered_into_tensors(self, saved):
         torch, (expected, path) = self.torch, saved
         rows = torch.tensor([5, 999, 5])
