@@ -104,6 +104,12 @@ class TestOperators:
         assert_same(np.array(array), array[...])
         assert (np.shape(array), np.ndim(array)) == ((20, 3), 2)
 
+    def test_numpy_gets_no_elements_that_it_lacks(self, tmp_path):
+        with ArrayFile.create(tmp_path / "new.npy", (2,), torch.bfloat16) as array:
+            for dtype in (None, "f4"):
+                with pytest.raises(TypeError, match=r"numpy has no torch\.bfloat16; array"):
+                    np.asarray(array, dtype)
+
     def test_it_is_the_key_that_it_was(self, array):
         other = ArrayFile(array.path)
         names = {array: "array", other: "other"}

@@ -598,7 +598,14 @@ class TestCreating:
         expected, path = saved
         with pytest.raises(TypeError, match="handle is of type int"):
             ArrayFile.create(path, (1,), "f4", overwrite=True, handle=3)
+        for shape in ((1 << 62, 0), (1,) * 65):
+            for raw in (False, True):
+                with pytest.raises(ValueError, match=r"too large|dimension"):
+                    ArrayFile.create(path, shape, "f8", overwrite=True, raw=raw)
+                with pytest.raises(ValueError, match=r"too large|dimension"):
+                    ArrayFile.create(f"{path}.new", shape, "f8", raw=raw)
         assert_same(np.load(path), expected)
+        assert list(path.parent.iterdir()) == [path]
 
     def test_a_flush_makes_file_and_name_durable(self, path, monkeypatch):
         synced = []
@@ -862,6 +869,23 @@ class TestTensors:
         expected = [[1.5, 1.5, 1.5], [1, 2, 3], [0, 4, 0], [0, 5, 0]]
         assert torch.equal(found, torch.tensor(expected, dtype=torch.bfloat16))
 
+    @pytest.mark.parametrize("name", ["bfloat16", "float32"])
+    @pytest.mark.filterwarnings("error")
+    def test_arrays_that_torch_does_not_take_are_converted(self, path, name):
+        torch, dtype = self.torch, getattr(self.torch, name)
+        frozen = np.arange(3.0)
+        frozen.flags.writeable = False
+        with ArrayFile.create(path, (4, 3), dtype) as array:
+            array[0] = np.arange(3)[::-1]
+            array[1] = np.arange(3, dtype=">i2")
+            array.scatter([2], frozen)
+            array[3] = np.array(7, ">f8")
+            array[3, :1] = np.array([8.0])[::-1]
+            array.append(np.arange(3, dtype=">f4")[None, ::-1])
+            found = array[...]
+        expected = [[2, 1, 0], [0, 1, 2], [0, 1, 2], [8, 7, 7], [2, 1, 0]]
+        assert torch.equal(found, torch.tensor(expected, dtype=dtype))
+
     def test_rows_of_a_npy_file_are_gathered_into_tensors(self, saved):
         torch, (expected, path) = self.torch, saved
         rows = torch.tensor([5, 999, 5])
@@ -872,6 +896,36 @@ class TestTensors:
             with pytest.raises(TypeError, match=r"out is of dtype torch\.int32"):
                 array.gather(rows, out.int())
             assert isinstance(array[rows], np.ndarray)
+
+    @pytest.mark.parametrize("name", ["bfloat16", "float32"])
+    @pytest.mark.parametrize(
+        "index",
+        [
+            np.s_[2],
+            np.s_[::2],
+            np.s_[:, ::-1],
+            np.s_[[0, 1]],
+            np.s_[:, [0, 2]],
+            np.s_[None, 3:1:-1],
+        ],
+        ids=str,
+    )
+    def test_every_index_fills_a_tensor(self, path, index, name):
+        dtype = getattr(self.torch, name)
+        values = self.torch.arange(24).view(4, 6).to(dtype)
+        with ArrayFile.create(path, (4, 6), dtype) as array:
+            array[...] = values
+            expected = array[index]
+            out = self.torch.zeros(*expected.shape, 2, dtype=dtype)[..., 1]
+            assert array.prefetch(index, out).result() is out
+            assert self.torch.equal(out, expected)
+
+    def test_a_field_fills_a_tensor(self, path):
+        nvmeio.save(path, np.array([(1, 2), (3, 4)], "u1,f4"))
+        out = self.torch.zeros(2)
+        with ArrayFile(path) as array:
+            assert array.prefetch("f1", out).result() is out
+        assert out.tolist() == [2, 4]
 
     def test_tensors_are_saved(self, path):
         torch = self.torch

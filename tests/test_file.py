@@ -1,12 +1,15 @@
 """A File opens what can be read and written at offsets, and refuses the rest clearly."""
 
+import codecs
 import errno
 import fcntl
+import gzip
 import importlib
 import io
 import itertools
 import os
 import socket
+import tarfile
 import tempfile
 from collections import Counter
 
@@ -96,9 +99,11 @@ class TestModes:
     @pytest.mark.parametrize("letter", ["r", "w", "x"])
     def test_a_mode_may_have_a_b(self, path, letter, plus):
         for letters in itertools.permutations([letter, "b", *plus]):
-            path.write_bytes(b"1234") if letter == "r" else path.unlink(missing_ok=True)
+            for name in (path, path.with_name("other")):
+                name.write_bytes(b"1234") if letter == "r" else name.unlink(missing_ok=True)
             with nvmeio.File(path, "".join(letters)) as file:
-                assert file.mode == letter + "b" + plus
+                with io.FileIO(path.with_name("other"), letter + plus) as other:
+                    assert file.mode == other.mode
                 assert (file.readable(), file.seekable()) == (True, True)
                 assert file.writable() == (letter != "r" or bool(plus))
 
@@ -133,8 +138,11 @@ class TestProperties:
             file.preallocate(3)
             file.preallocate(0)
             assert path.read_bytes() == b"1234" + bytes(2 * BLOCK - 4)
-        with nvmeio.File(path) as file:
-            assert refused(file.preallocate, 9) == (errno.EBADF, str(path))
+        words = "not open for writing"
+        with nvmeio.File(path) as file, pytest.raises(OSError, match=words) as caught:
+            file.preallocate(9)
+        assert caught.type is io.UnsupportedOperation
+        assert path.stat().st_size == 2 * BLOCK
 
     @pytest.mark.parametrize("size", [-1, 1 << 63, 1 << 70])
     def test_a_size_that_no_file_has_is_refused(self, path, size):
@@ -564,8 +572,29 @@ class TestFileObjects:
         with importlib.import_module(module).open(path) as file:
             assert file.read() == b"1234"
 
+    def test_what_wraps_a_compressed_file_is_refused(self, handle, path):
+        with gzip.open(path, "wb") as file:
+            file.write(b"1234")
+        for wrap in (
+            io.BufferedReader,
+            io.TextIOWrapper,
+            lambda file: io.TextIOWrapper(io.BufferedReader(file)),
+            codecs.getreader("utf-8"),
+        ):
+            with gzip.open(path) as file:
+                wrapped = wrap(file)
+                with pytest.raises(TypeError, match="leads to compressed bytes"):
+                    handle.read(bytearray(4), wrapped)
+                assert wrapped.read(4) in ("1234", b"1234")
+
     def test_what_has_no_descriptor_is_refused(self, handle):
-        for file in (io.BytesIO(b"1234"), io.StringIO("1234")):
+        packed = io.BytesIO()
+        with tarfile.open(fileobj=packed, mode="w") as archive:
+            archive.addfile(tarfile.TarInfo("member"))
+        packed.seek(0)
+        with tarfile.open(fileobj=packed) as archive:
+            member = archive.extractfile("member")
+        for file in (io.BytesIO(b"1234"), io.StringIO("1234"), member):
             with pytest.raises(TypeError, match="which has no descriptor; it must be a"):
                 handle.read(bytearray(1), file)
 

@@ -10,6 +10,8 @@ import os
 import pickle
 import shutil
 import signal
+import subprocess
+import sys
 import tarfile
 import threading
 import zipfile
@@ -308,6 +310,18 @@ class TestThreads:
         finally:
             signal.signal(signal.SIGALRM, old)
         assert told[0].startswith("reentrant call inside <nvmeio.File")
+
+
+@pytest.mark.parametrize("size", [5, 3 * MIB])
+def test_what_is_dropped_last_of_all_writes_its_buffer_out(path, size):
+    """As io.FileIO does: when modules are gone, and no handle is to be had."""
+    script = f"""
+import io, sys, nvmeio
+sys.kept = io.BufferedWriter(nvmeio.File({str(path)!r}, "w"), {4 * MIB})
+sys.kept.write(b"x" * {size})
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=WATCHDOG_S)
+    assert path.read_bytes() == b"x" * size
 
 
 def found_elsewhere(file):

@@ -31,6 +31,7 @@ from nvmeio._arrays.indexing import (
 )
 from nvmeio._arrays.npy_header import (
     Layout,
+    check_extents,
     check_size,
     has_magic,
     header_of,
@@ -286,6 +287,7 @@ class ArrayFile(Unread):
         size = Layout(element, extents, len(header)).nbytes + len(header)
         if size > 2**63 - 1:
             raise ValueError(f"an array of shape {extents} has {size} bytes, too many")
+        check_extents(extents, element)
         with naming(path), _opened_anew(path, overwrite=overwrite) as stream:
             try:
                 stream.write(header)
@@ -380,6 +382,8 @@ class ArrayFile(Unread):
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
         if copy is False:
             raise ValueError("an array on disk cannot be had without a copy")
+        if self._elements.library is not None and self._dtype.kind == "V":
+            raise TypeError(f"numpy has no {self.dtype}; array[...] is a tensor")
         return np.asarray(self[...], dtype)
 
     @suggesting
@@ -498,9 +502,9 @@ class ArrayFile(Unread):
             The array has no axes, or ``values`` are not of such elements.
         ValueError
             ``values`` are of another shape; the header of the .npy file has no room for
-            the new shape (that of ``create``, ``save`` and numpy has); other arrays or
-            bytes are behind this one; the file is another array by now; it is closed, or
-            open read-only.
+            the new shape (that of ``create``, ``save`` and numpy has); another array, or
+            in a raw file any bytes, are behind this one; the file is another array by now;
+            it is closed, or open read-only.
 
         Notes
         -----
@@ -510,9 +514,11 @@ class ArrayFile(Unread):
 
         First the rows are written and, in a .npy file, synced, then the shape in the
         header.  Whenever the process dies or the power fails, the file is an array with
-        all of the rows or with none; what an append has left behind the array, the next one
-        overwrites.  After an error the file is as it was.  A raw file has no header: a
-        process that is killed meanwhile may leave a part of the rows.
+        all of the rows or with none; what such an append has left behind the array, the
+        next one overwrites.  It cannot tell that from bytes of another program's: do not
+        append to a .npy file that has something else than arrays behind its array.  After
+        an error the file is as it was.  A raw file has no header: a process that is killed
+        meanwhile may leave a part of the rows.
 
         Appends wait for each other by a lock of the file (flock), those of other processes
         and threads included, and each adds to what is there by then.
@@ -752,7 +758,7 @@ class ArrayFile(Unread):
         target, result = self._target(selection.shape, self._dtype, out)
 
         def make() -> Any:
-            memcpy(target, bytes_of(selection.taken_of(hull, low)))
+            _copy(target, selection.taken_of(hull, low))
             return result
 
         offsets = [self._offset + low * item]
@@ -827,7 +833,7 @@ class ArrayFile(Unread):
         target, result = self._target(part.shape, part.dtype, out)
 
         def make() -> Any:
-            memcpy(target, bytes_of(np.ascontiguousarray(part)))
+            _copy(target, np.ascontiguousarray(part))
             return result
 
         offsets = [self._offset] if records.nbytes else []
@@ -940,6 +946,15 @@ class ArrayFile(Unread):
                 f"out has {found} bytes; the result, of shape {shape}, has {nbytes}"
             )
         return out if library else bytes_of(out), out
+
+
+def _copy(target: Any, array: Array) -> None:
+    """Copy an array to what ``_target`` has returned: bytes, or a tensor."""
+    library = library_of(target)
+    if library is None:
+        memcpy(target, bytes_of(array))
+    else:
+        memcpy(target, library.dress(np.ascontiguousarray(array), target.dtype))
 
 
 def _check_handle(handle: Any) -> None:

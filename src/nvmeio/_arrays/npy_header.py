@@ -25,6 +25,7 @@ __all__ = [
     "Layout",
     "PickledError",
     "check_element",
+    "check_extents",
     "check_size",
     "has_magic",
     "header_of",
@@ -91,7 +92,7 @@ def read_layout(file: File, descriptor: int | None = None) -> Layout:
             shape, fortran, dtype = _read_header(stream)
             extents = extents_of(shape)
             check_element(dtype)
-            _check_extents(extents, dtype)
+            check_extents(extents, dtype)
         except _MALFORMED as error:
             stream.seek(0)
             if stream.read(4) == b"PK\3\4":
@@ -153,7 +154,7 @@ def _check_units(header: str) -> None:
             raise ValueError(f"a unit of time is divided by {divisor}")
 
 
-def _check_extents(extents: tuple[int, ...], dtype: np.dtype[Any]) -> None:
+def check_extents(extents: tuple[int, ...], dtype: np.dtype[Any]) -> None:
     """Refuse an array that numpy cannot have, though it may be of no bytes."""
     # Raises, where these are more axes than it has.
     np.empty((1,) * len(extents), "u1")

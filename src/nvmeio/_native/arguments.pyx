@@ -16,6 +16,9 @@ from nvmeio._arguments.checks import MISSING, integer, shown
 
 _numpy_bool = numpy.bool_
 
+# Objects that wrap each other are followed so far, for they may wrap themselves.
+cdef int WRAPPERS_MAX = 8
+
 
 cdef object path_or_descriptor(object file):
     if isinstance(file, (str, bytes)) or type(file) is int:
@@ -38,15 +41,15 @@ cdef object path_or_descriptor(object file):
 
 cdef object descriptor_of(object file):
     """Return the descriptor of a file object, which has written out its buffer."""
-    if any("compression" in kind.__module__ for kind in type(file).__mro__):
-        # Of gzip, bz2, lzma and zstd.
+    if is_compressed(file):
         raise TypeError(
             f"file is {shown(file)}, whose descriptor leads to compressed bytes; nvmeio "
             "transfers the bytes of the file itself"
         )
     try:
         descriptor = integer("fileno()", file.fileno())
-    except io.UnsupportedOperation:
+    except (AttributeError, io.UnsupportedOperation):
+        # The latter of memory, the former of a member of a tar archive.
         raise TypeError(
             f"file is {shown(file)}, which has no descriptor; it must be a path, a "
             "descriptor, a File or another file with a descriptor"
@@ -54,6 +57,21 @@ cdef object descriptor_of(object file):
     if hasattr(file, "flush"):
         file.flush()
     return descriptor
+
+
+cdef bint is_compressed(object file) except -1:
+    """Tell whether a file object is one of gzip, bz2, lzma or zstd, or wraps one."""
+    for _ in range(WRAPPERS_MAX):
+        if any("compression" in kind.__module__ for kind in type(file).__mro__):
+            return True
+        # Of io's buffers, text wrappers, and the readers and writers of codecs.
+        for name in ("raw", "buffer", "stream"):
+            if hasattr(file, name):
+                file = getattr(file, name)
+                break
+        else:
+            return False
+    return False
 
 
 cdef int64_t file_position(str name, object value) except -1:

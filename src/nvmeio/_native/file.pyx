@@ -15,6 +15,7 @@ import itertools
 import logging
 import os
 import stat
+import sys
 
 import numpy
 
@@ -33,6 +34,7 @@ from libc.errno cimport EINTR
 from libc.errno cimport errno as c_errno
 from libc.limits cimport INT_MAX
 from libc.stdint cimport int64_t, uint32_t
+from libc.stdio cimport SEEK_CUR, SEEK_SET
 from posix.fcntl cimport O_CREAT, O_EXCL, O_RDONLY, O_RDWR, O_TRUNC, O_WRONLY
 from posix.unistd cimport lseek
 from posix.unistd cimport read as c_read
@@ -73,7 +75,7 @@ _FLAGS = {
 }
 # In any order, as open() takes them: the mode as io.FileIO has it, and the flags.
 _MODES = {
-    "".join(letters): (mode[0] + "b" + mode[1:], flags)
+    "".join(letters): ("rb+" if mode == "w+" else mode[0] + "b" + mode[1:], flags)
     for mode, flags in _FLAGS.items()
     for letters in (*itertools.permutations(mode), *itertools.permutations(mode + "b"))
 }
@@ -83,6 +85,11 @@ _MODES = {
 cdef Py_ssize_t LARGE_BYTES = 1 << 20
 # What readline() reads at a time, and readall() where a file does not say its size.
 cdef Py_ssize_t PIECE_BYTES = 8192
+
+# When the interpreter ends, names of modules are gone before the last file objects are,
+# which still write out their buffers.
+cdef object allocate_lock = _thread.allocate_lock
+cdef object is_finalizing = sys.is_finalizing
 
 # Returns the handle for large transfers at the position.
 _handle = None
@@ -441,7 +448,7 @@ cdef class File:
 
     def tell(self) -> int:
         """Return the position, in bytes."""
-        return in_turn(self, OP_FSYNC, move, (0, os.SEEK_CUR))
+        return in_turn(self, OP_FSYNC, move, (0, SEEK_CUR))
 
     def fsync(self, *, data_only=False) -> None:
         """Make what was written durable, by fsync(2).
@@ -479,6 +486,8 @@ cdef class File:
         OSError
             ENOSPC where there is not so much room, some of which the file may have then;
             EOPNOTSUPP where the file system cannot reserve any.
+        io.UnsupportedOperation
+            The file is not open for writing.
         TypeError, ValueError
             ``size`` is not an integer or out of its limits, or the file is closed.
 
@@ -486,13 +495,7 @@ cdef class File:
         -----
         Releases the GIL.
         """
-        cdef int64_t c_size = file_position("size", size)
-        cdef int descriptor = self.fileno(), error = EINTR if c_size else 0
-        while error == EINTR:
-            PyErr_CheckSignals()
-            with nogil:
-                error = c_errno if fallocate(descriptor, 0, 0, c_size) else 0
-        check(-error, self.path)
+        in_turn(self, OP_WRITE, reserve, file_position("size", size))
 
     def truncate(self, size=None) -> int:
         """Make the file ``size`` bytes long.
@@ -649,11 +652,11 @@ cdef object in_turn(File file, nvmeio_op op, Operation operate, object argument)
         lock.acquire()
         file.holder = PyThread_get_thread_ident()
         try:
-            turn.begin = seek_to(file, &turn, 0, os.SEEK_CUR)
+            turn.begin = seek_to(file, &turn, 0, SEEK_CUR)
             try:
                 return operate(file, &turn, argument)
             except BaseException:
-                lseek(turn.descriptor, turn.begin, os.SEEK_SET)
+                lseek(turn.descriptor, turn.begin, SEEK_SET)
                 raise
         finally:
             file.holder = 0
@@ -671,7 +674,7 @@ cdef object lock_of(File file):
     """Return what guards the position.  In a forked child its parent's is of no use."""
     cdef uint32_t generation = libnvmeio.fork_generation()
     if file.lock is None or file.generation != generation:
-        lock = _thread.allocate_lock()
+        lock = allocate_lock()
         with cython.critical_section(file):
             if file.lock is None or file.generation != generation:
                 file.lock = lock
@@ -705,6 +708,17 @@ cdef object cut(File file, Turn *turn, object size):
         result = libnvmeio.file_truncate(turn.c, c_size)
     check(result, file.path)
     return c_size
+
+
+cdef object reserve(File file, Turn *turn, object size):
+    """Reserve room for so many bytes from the file's beginning."""
+    cdef int64_t c_size = size
+    cdef int error = EINTR if c_size else 0
+    while error == EINTR:
+        PyErr_CheckSignals()
+        with nogil:
+            error = c_errno if fallocate(turn.descriptor, 0, 0, c_size) else 0
+    check(-error, file.path)
 
 
 cdef object read_into(File file, Turn *turn, object buffer):
@@ -755,7 +769,7 @@ cdef object read_line(File file, Turn *turn, object size):
         part = next_bytes(file, turn, wanted)
         end = part.find(b"\n") + 1
         if end:
-            seek_to(file, turn, end - len(part), os.SEEK_CUR)
+            seek_to(file, turn, end - len(part), SEEK_CUR)
             parts.append(part[:end])
             break
         if not part:
@@ -792,7 +806,7 @@ cdef Py_ssize_t transfer_in(
     """Read at the position into memory, which `owner` has."""
     cdef Py_ssize_t done = 0, got, left
     cdef int error
-    if nbytes >= LARGE_BYTES:
+    if nbytes >= LARGE_BYTES and not is_finalizing():
         done = min(nbytes, left_of(file, turn))
         if done < LARGE_BYTES or not read_past_cache(file, turn, owner, done):
             done = 0
@@ -820,7 +834,7 @@ cdef bint read_past_cache(File file, Turn *turn, object owner, Py_ssize_t nbytes
         if error.errno != errno.ENODATA:
             raise
         return False
-    seek_to(file, turn, turn.begin + nbytes, os.SEEK_SET)
+    seek_to(file, turn, turn.begin + nbytes, SEEK_SET)
     return True
 
 
@@ -833,9 +847,9 @@ cdef object write_all(File file, Turn *turn, object buffer):
     PyObject_GetBuffer(buffer, &view, PyBUF_SIMPLE)
     try:
         memory = <const char *> view.buf
-        if view.len >= LARGE_BYTES:
+        if view.len >= LARGE_BYTES and not is_finalizing():
             _handle().write(numpy.frombuffer(buffer, numpy.uint8), file, turn.begin)
-            seek_to(file, turn, turn.begin + view.len, os.SEEK_SET)
+            seek_to(file, turn, turn.begin + view.len, SEEK_SET)
             return view.len
         while done < view.len:
             left = view.len - done

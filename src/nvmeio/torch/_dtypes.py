@@ -51,6 +51,11 @@ def dress(array: npt.NDArray[Any], dtype: torch.dtype) -> torch.Tensor:
 
 def undress(values: Any, dtype: torch.dtype) -> npt.NDArray[Any]:
     """Make an array of carriers."""
+    if isinstance(values, np.ndarray):
+        # torch takes no other byte order, no strides below 0, and no read-only memory.
+        reverse = min(values.strides, default=0) < 0
+        if reverse or not (values.dtype.isnative and values.flags.writeable):
+            values = values.astype(values.dtype.newbyteorder("="), order="C")
     tensor = torch.as_tensor(values).detach().to("cpu", dtype)
     tensor = tensor.resolve_conj().resolve_neg()
     array: npt.NDArray[Any]
