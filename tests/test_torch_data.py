@@ -1130,12 +1130,12 @@ class TestResume:
             stream.load_state_dict(state)
             for _ in range(2):
                 with pytest.raises(
-                    ValueError, match="after 3 batches: the batch sampler has o"
+                    ValueError, match="after batch 3: the batch sampler gives other"
                 ):
                     next(iter(stream))
         stream = BatchStream(dataset, batches[:2])
         stream.load_state_dict(state)
-        with pytest.raises(ValueError, match="batch sampler has only 2"):
+        with pytest.raises(ValueError, match="batch sampler gives only 2"):
             next(iter(stream))
 
     def test_all_ranks_may_load_the_state_of_one(self, labels):

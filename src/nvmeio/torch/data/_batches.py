@@ -323,16 +323,16 @@ class BatchStream(IterableDataset):  # type: ignore[misc]  # mypy sees no types 
                 here = self._after(here, self._rows(indices))
         finally:
             torch.set_rng_state(rng_state)
-        wrong = "others now"
+        wrong = "gives other samples now"
         if here.batches < place.batches:
-            wrong = f"only {here.batches}"
+            wrong = f"gives only {here.batches}"
         elif here.rank != place.rank and here.order != place.order:
-            wrong = f"{here.order}, and had {place.order}"
+            wrong = f"has {here.order}, and had {place.order}"
         elif here.rank != place.rank or here.checksum == place.checksum:
             return batches, here
         raise ValueError(
-            f"the epoch cannot be continued after {place.batches} batches: the batch "
-            f"sampler has {wrong}.  Its dataset, batch size, number of ranks, seed and "
+            f"the epoch cannot continue after batch {place.batches}: the batch sampler "
+            f"{wrong}.  Its dataset, batch size, number of ranks, seed and "
             "epoch must be as before"
         )
 
@@ -438,8 +438,8 @@ def _stored_below(dataset: Any) -> Stored:
         found = found.dataset
     if not isinstance(found, Stored):
         raise TypeError(
-            f"the dataset is of type {type(dataset).__qualname__}; a stream reads an "
-            "ArrayDataset or a TokenDataset, or a Subset of one"
+            f"the dataset is of type {type(dataset).__qualname__}; a stream reads the "
+            "datasets of nvmeio.torch, and Subsets of them"
         )
     _refuse_override(found, Stored)
     return found

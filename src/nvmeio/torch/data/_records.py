@@ -343,8 +343,10 @@ def paths_of(path: Any) -> list[str | bytes]:
     """Return the absolute paths of files."""
     if isinstance(path, str | bytes | os.PathLike):
         return [absolute(path)]
-    if not isinstance(path, Sequence) or not path:
+    if not isinstance(path, Sequence):
         raise TypeError(f"path is {shown(path)}; it must be a path, or a sequence of paths")
+    if not path:
+        raise ValueError("path is empty; it must name at least one file")
     return [absolute(one) for one in path]
 
 
