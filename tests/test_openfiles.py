@@ -175,6 +175,40 @@ def test_two_thousand_files_in_flight_need_few_descriptors(engine, folder):
     )
 
 
+@pytest.mark.parametrize("by", ["object", "descriptor"])
+def test_requests_of_one_file_object_need_few_descriptors(engine, path, by):
+    """Each has a file of its own, and submission waits for one that is done."""
+    code = """
+        import resource, sys
+        import nvmeio
+
+        path, engine, by = sys.argv[1:]
+        with open(path, "wb") as file:
+            file.write(bytes(range(256)) * (1 << 16))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))
+        with (
+            nvmeio.Handle(block_size=4096, queue_depth=1, engine=engine) as handle,
+            open(path, "rb") as file,
+        ):
+            whole = bytearray(1 << 24)
+            # While this goes on in small blocks, what comes after it stays open.
+            handle.submit_read(whole, path)
+            named = file if by == "object" else file.fileno()
+            targets = [bytearray(4) for _ in range(250)]
+            requests = [
+                handle.submit_read(target, named, offset)
+                for offset, target in enumerate(targets)
+            ]
+            assert sum(request.wait() for request in requests) == 1000
+            assert [target[3] for target in targets] == list(range(3, 253))
+    """
+    subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code), str(path), engine, by],
+        check=True,
+        timeout=60,
+    )
+
+
 def test_a_missing_file_fails_in_the_submitting_call(handle, path):
     for read in (handle.read, handle.submit_read):
         with pytest.raises(FileNotFoundError) as caught:

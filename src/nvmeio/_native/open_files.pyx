@@ -37,12 +37,11 @@ cdef class OpenFiles:
         if isinstance(file, File):
             return file
         path = path_or_descriptor(file)
-        if isinstance(path, int):
-            return open_patiently(self, path, writing)
         if self.generation != libnvmeio.fork_generation():
             self.generation = libnvmeio.fork_generation()
             self.shared = {}
-        key = (path, writing)
+        # Who names a descriptor has a file of its own, which is known to be waited for.
+        key = object() if isinstance(path, int) else (path, writing)
         known = self.shared.get(key)
         cdef File shared = None if known is None else known()
         if shared is None or not is_at(shared, path):
