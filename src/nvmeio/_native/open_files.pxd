@@ -8,9 +8,9 @@ cdef class OpenFiles:
 
     cdef Workers workers
     cdef nvmeio_direct direct
-    # (path, writing) -> a weak reference to the File that requests have.  Without the
-    # callback of a WeakValueDictionary: an exception of a signal's handler would be lost
-    # in it, and with it Ctrl-C.
+    # (path, writing), or an object for each request of a descriptor -> a weak reference to
+    # the File that requests have.  Without the callback of a WeakValueDictionary: an
+    # exception of a signal's handler would be lost in it, and with it Ctrl-C.
     cdef dict shared
     cdef unsigned generation    # of the process that they belong to
     cdef Py_ssize_t forget_at   # so many, and dead references are looked for
