@@ -112,7 +112,7 @@ def test_records_of_several_files_keep_their_order(tmp_path):
         ({"sizes": [True, True]}, TypeError, "sizes is of dtype bool; it must be of"),
         ({"sizes": 5}, ValueError, r"sizes is of shape \(\); it must be of one axis"),
         ({"path": 3}, TypeError, "path is 3; it must be a path, or a sequence of paths"),
-        ({"path": []}, TypeError, "path is of type list; it must be a path, or a"),
+        ({"path": []}, ValueError, "path is empty; it must name at least one file"),
     ],
     ids=str,
 )
