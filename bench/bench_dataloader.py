@@ -93,14 +93,14 @@ def streaming(form: Format) -> Loading:
 
 
 def anonymous_bytes(pid: int) -> int:
-    """Return the memory of a process that is no page of a file, a share of what it shares."""
+    """Return the memory of a process, without pages of files; what is shared in parts."""
     text = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii")
     found = re.findall(r"^Pss_(?:Anon|Shmem):\s+(\d+) kB$", text, re.MULTILINE)
     return sum(map(int, found)) << 10
 
 
-def memory_taken(loading: Loading, batches: int) -> int:
-    """Return by how much memory grows until so many batches are read, workers included.
+def memory_taken(form: Format, loading: Loading) -> int:
+    """Return by how much memory grows until half of the batches are read, with workers.
 
     In a process of its own, in which nothing has been read before.
     """
@@ -110,7 +110,7 @@ def memory_taken(loading: Loading, batches: int) -> int:
     def measure() -> None:
         before = anonymous_bytes(os.getpid())
         loader = iter(loading())
-        for _ in range(batches):
+        for _ in range(form.batches // 2):
             batch = next(loader)
         workers = [child.pid for child in multiprocessing.active_children()]
         after = sum(map(anonymous_bytes, [os.getpid(), *filter(None, workers)]))
@@ -144,7 +144,9 @@ def duels(found: Sequence[Format]) -> Iterator[Duel]:
             False,
             (Goal("speed", goal),) if goal else (),
             form.sample_bytes,
-            memory=() if warm else tuple(memory_taken(one, form.batches // 2) for one in loads),
+            memory=()
+            if warm
+            else tuple(memory_taken(one, form.batches // 2) for one in loads),
         )
 
     for form in found:

@@ -1,4 +1,4 @@
-"""The files of bench_dataloader.py, and for each format its datasets: ours and the peer's."""
+"""The files of bench_dataloader.py, and the datasets of each format: ours, the peer's."""
 
 from __future__ import annotations
 
@@ -200,7 +200,7 @@ def megatron(folder: Path, size: int, indexed: Any) -> Format:
 
 
 class Sequences(Dataset[torch.Tensor]):
-    """Sequences as tensors: what a program does with the arrays that megatron-core reads."""
+    """Sequences as tensors, of arrays that megatron-core reads."""
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
@@ -216,7 +216,7 @@ class Sequences(Dataset[torch.Tensor]):
 
 
 def images(nbytes: int, size: int) -> Iterator[tuple[bytes, int]]:
-    """Give bytes like those of a JPEG, from half to one and a half of a size, and a label."""
+    """Give bytes like those of a JPEG, 0.5 to 1.5 times a size, and a label."""
     numbers = np.random.default_rng(0)
     piece = numbers.bytes(2 * nbytes)
     for number, length in enumerate(
@@ -227,7 +227,7 @@ def images(nbytes: int, size: int) -> Iterator[tuple[bytes, int]]:
 
 
 class Sequential(IterableDataset[dict[str, Any]]):
-    """The first samples of archives, which WebDataset reads from the begin on."""
+    """The first samples of archives, which WebDataset reads from the beginning on."""
 
     def __init__(self, wds: Any, paths: list[str], count: int) -> None:
         self.wds, self.paths, self.count = wds, paths, count
@@ -235,7 +235,9 @@ class Sequential(IterableDataset[dict[str, Any]]):
     def __iter__(self) -> Iterator[dict[str, Any]]:
         worker = get_worker_info()
         share = self.count if worker is None else self.count // worker.num_workers
-        yield from itertools.islice(self.wds.WebDataset(self.paths, shardshuffle=False), share)
+        yield from itertools.islice(
+            self.wds.WebDataset(self.paths, shardshuffle=False), share
+        )
 
 
 def tar(folder: Path, size: int, wds: Any, nbytes: int) -> Format:
@@ -256,7 +258,7 @@ def tar(folder: Path, size: int, wds: Any, nbytes: int) -> Format:
         tuple(paths),
         nbytes,
         64,
-        8 if nbytes > 50_000 else 24,
+        16 if nbytes > 50_000 else 24,
         list,
     )
 
@@ -278,7 +280,7 @@ def mds(folder: Path, size: int, streaming: Any, nbytes: int) -> Format:
         tuple(sorted(out.glob("*.mds"))),
         nbytes,
         64,
-        8 if nbytes > 50_000 else 24,
+        16 if nbytes > 50_000 else 24,
         list,
     )
 
