@@ -144,9 +144,7 @@ def duels(found: Sequence[Format]) -> Iterator[Duel]:
             False,
             (Goal("speed", goal),) if goal else (),
             form.sample_bytes,
-            memory=()
-            if warm
-            else tuple(memory_taken(one, form.batches // 2) for one in loads),
+            memory=() if warm else tuple(memory_taken(form, load) for load in loads),
         )
 
     for form in found:
