@@ -1,76 +1,34 @@
-"""Compares samples a second through torch's DataLoader: ArrayDataset beside numpy.memmap.
+"""Compares samples a second through torch's DataLoader, each format beside its own reader.
 
-Random rows of 4 KiB, of a file that the page cache holds (warm) or not (cold), in the
-process of the loop and by workers.  bench/README.md says how to read the tables.
+Random samples of files that the page cache holds (warm) or not (cold), in the process of
+the loop and by workers, and the memory that they take.  bench/README.md says how to read
+the tables.
 """
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import itertools
-import mmap
-import tempfile
-from collections.abc import Callable, Iterator
+import multiprocessing
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-from duels import Duel, Goal, Sample, fight, measured
+from duels import Duel, Goal, Sample, fight, measured, progress
 from machine import arguments, machine
+from peers import Peers
+from record_files import Format, formats
 from report import finish
-from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
 
 import nvmeio
 from nvmeio._cli.measuring import forget_cached
 
-ROW_BYTES = 4096
-BATCH_ROWS = 256
-BATCHES = 16
-WORKERS = (0, 1, 2)
+WORKERS = (0, 2)
 
-
-class MemmapDataset(Dataset[torch.Tensor]):
-    """What people write: rows of a memory map, copied as it must not be written to."""
-
-    def __init__(self, path: Path, count: int, advice: int = mmap.MADV_NORMAL) -> None:
-        self.path = path
-        self.count = count
-        self.advice = advice
-        self.rows: np.ndarray | None = None
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        if self.rows is None:
-            self.rows = np.load(self.path, mmap_mode="r")
-            self.rows._mmap.madvise(self.advice)
-        return torch.from_numpy(self.rows[index].copy())
-
-
-@dataclasses.dataclass(frozen=True)
-class Ground:
-    """A .npy file of random rows, and how many."""
-
-    path: Path
-    rows: int
-
-
-@contextlib.contextmanager
-def ground(folder: Path, size: int) -> Iterator[Ground]:
-    """Make the file, and clear up."""
-    with tempfile.TemporaryDirectory(prefix="nvmeio-bench-", dir=folder) as inside:
-        path = Path(inside, "rows.npy")
-        rows = size // ROW_BYTES
-        piece = np.frombuffer(np.random.default_rng(0).bytes(64 << 20), np.uint8)
-        piece = piece.reshape(-1, ROW_BYTES)
-        with nvmeio.ArrayFile.create(path, (rows, ROW_BYTES), np.uint8) as array:
-            for begin in range(0, rows, len(piece)):
-                array[begin : begin + len(piece)] = piece[: rows - begin]
-            array.flush()
-        yield Ground(path, rows)
+# Makes what is iterated over, with a dataset of its own.
+Loading = Callable[[], Any]
 
 
 def fill_cache(path: Path) -> None:
@@ -80,105 +38,139 @@ def fill_cache(path: Path) -> None:
             pass
 
 
-def epoch(ground: Ground, loader: Callable[[], Any], warm: bool) -> Callable[[], Sample]:
-    """Return a turn: a few batches of random rows, the start of workers included."""
-
-    def work() -> int:
-        count = sum(len(batch) for batch in loader())
-        assert count == BATCHES * BATCH_ROWS
-        return count * ROW_BYTES
+def epoch(form: Format, loading: Loading, warm: bool) -> Callable[[], Sample]:
+    """Return a turn: a few batches of random samples, the start of workers included."""
 
     def turn() -> Sample:
-        (fill_cache if warm else forget_cached)(ground.path)
+        # What a memory map holds is not dropped from the page cache: a dataset for a turn.
+        loader = loading()
+        for path in form.paths:
+            (fill_cache if warm else forget_cached)(path)
+
+        def work() -> int:
+            count = sum(len(samples_of(batch)) for batch in loader)
+            assert count == form.count, count
+            return count * form.sample_bytes
+
         return measured(work)
 
     return turn
 
 
-def sampler(dataset: Dataset[Any]) -> RandomSampler:
-    """Return the choice of random rows for one turn."""
-    return RandomSampler(dataset, replacement=True, num_samples=BATCHES * BATCH_ROWS)
+def samples_of(batch: Any) -> Any:
+    """Return what has as many elements as a batch has samples: windows come as a pair."""
+    return batch[0] if isinstance(batch, list) and len(batch) == 2 else batch
 
 
-def loading(make: Callable[[], Dataset[Any]], workers: int) -> Callable[[], Any]:
-    """Return what makes a DataLoader for one turn.
-
-    With a dataset of its own: what a memory map holds is not dropped from the page cache.
-    """
+def loading(form: Format, make: Callable[[int], Any], workers: int) -> Loading:
+    """Return what makes a DataLoader for one turn."""
 
     def load() -> DataLoader[Any]:
-        dataset = make()
+        dataset = make(form.count)
+        sampler = None
+        if not isinstance(dataset, IterableDataset):
+            sampler = RandomSampler(dataset, replacement=True, num_samples=form.count)
         return DataLoader(
             dataset,
-            batch_size=BATCH_ROWS,
-            sampler=sampler(dataset),
+            batch_size=form.batch,
+            sampler=sampler,
             num_workers=workers,
+            collate_fn=form.collate,
         )
 
     return load
 
 
-def streaming(make: Callable[[], Dataset[Any]]) -> Callable[[], Any]:
+def streaming(form: Format) -> Loading:
     """Return what makes a BatchStream for one turn."""
 
     def load() -> nvmeio.torch.BatchStream:
-        dataset = make()
-        batches = BatchSampler(sampler(dataset), BATCH_ROWS, False)
-        return nvmeio.torch.BatchStream(dataset, batches)
+        dataset = form.datasets[0](form.count)
+        sampler = RandomSampler(dataset, replacement=True, num_samples=form.count)
+        return nvmeio.torch.BatchStream(dataset, BatchSampler(sampler, form.batch, False))
 
     return load
 
 
-def duels(ground: Ground) -> Iterator[Duel]:
-    """Give every duel."""
+def anonymous_bytes(pid: int) -> int:
+    """Return the memory of a process, without pages of files; what is shared in parts."""
+    text = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii")
+    found = re.findall(r"^Pss_(?:Anon|Shmem):\s+(\d+) kB$", text, re.MULTILINE)
+    return sum(map(int, found)) << 10
 
-    def ours() -> nvmeio.torch.ArrayDataset:
-        return nvmeio.torch.ArrayDataset(ground.path)
 
-    def theirs() -> MemmapDataset:
-        return MemmapDataset(ground.path, ground.rows)
+def memory_taken(form: Format, loading: Loading) -> int:
+    """Return by how much memory grows until half of the batches are read, with workers.
 
-    def advised() -> MemmapDataset:
-        return MemmapDataset(ground.path, ground.rows, mmap.MADV_RANDOM)
+    In a process of its own, in which nothing has been read before.
+    """
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
 
-    def turns(first: Any, second: Any, warm: bool = False) -> Any:
-        return epoch(ground, first, warm), epoch(ground, second, warm)
+    def measure() -> None:
+        before = anonymous_bytes(os.getpid())
+        loader = iter(loading())
+        for _ in range(form.batches // 2):
+            batch = next(loader)
+        workers = [child.pid for child in multiprocessing.active_children()]
+        after = sum(map(anonymous_bytes, [os.getpid(), *filter(None, workers)]))
+        sender.send(after - before)
+        del batch, loader
 
-    cold, cached = (Goal("speed", 5.0),), (Goal("speed", 0.9),)
-    for warm, workers in itertools.product((False, True), WORKERS):
-        yield Duel(
-            f"{'warm' if warm else 'cold'}, {workers} workers",
-            ("ArrayDataset", "numpy.memmap"),
-            turns(loading(ours, workers), loading(theirs, workers), warm),
+    process = context.Process(target=measure)
+    process.start()
+    sender.close()
+    try:
+        return receiver.recv()
+    finally:
+        process.join()
+
+
+def duels(found: Sequence[Format]) -> Iterator[Duel]:
+    """Give every duel, those that are cold with the memory of both."""
+
+    def duel(
+        form: Format,
+        names: tuple[str, str],
+        what: str,
+        loads: tuple[Loading, Loading],
+        warm: bool = False,
+        goal: float = 0.0,
+    ) -> Duel:
+        return Duel(
+            f"{form.samples}, {'warm' if warm else 'cold'}, {what}",
+            names,
+            tuple(epoch(form, load, warm) for load in loads),
             False,
-            cached if warm else () if workers else cold,
-            ROW_BYTES,
+            (Goal("speed", goal),) if goal else (),
+            form.sample_bytes,
+            memory=() if warm else tuple(memory_taken(form, load) for load in loads),
         )
-    yield Duel(
-        "cold, 0 workers",
-        ("ArrayDataset", "numpy.memmap, MADV_RANDOM"),
-        turns(loading(ours, 0), loading(advised, 0)),
-        False,
-        cold,
-        ROW_BYTES,
-    )
-    yield Duel(
-        "cold, no DataLoader",
-        ("BatchStream", "numpy.memmap, 0 workers"),
-        turns(streaming(ours), loading(theirs, 0)),
-        False,
-        record_bytes=ROW_BYTES,
-    )
+
+    for form in found:
+        progress(f"memory of {form.samples}")
+        for warm, workers in itertools.product((False, True), WORKERS):
+            goal = 0.9 if warm else 0.0 if workers else form.cold
+            loads = tuple(loading(form, make, workers) for make in form.datasets)
+            yield duel(form, form.names, f"{workers} workers", loads, warm, goal)
+        ours, theirs = (loading(form, make, 0) for make in form.datasets)
+        for name, make in form.peers:
+            names, loads = (form.names[0], name), (ours, loading(form, make, 0))
+            yield duel(form, names, "0 workers", loads, goal=form.cold)
+        if form.collate is None:
+            names = ("BatchStream", f"{form.names[1]}, 0 workers")
+            yield duel(form, names, "no DataLoader", (streaming(form), theirs))
 
 
 def main() -> None:
     """Measure and report; what was measured never changes the exit status."""
     options = arguments(__doc__, ("4G", "256M"), (8, 2))
-    with ground(options.dir, options.size) as place:
+    peers = Peers()
+    with formats(options.dir, options.size, peers) as place:
         about = machine(options.dir) | {"size": options.size, "rounds": options.rounds}
         found = list(duels(place))
         fight(found, options.rounds)
-    finish("dataloader", about, found, [], options.json)
+    finish("dataloader", about, found, peers.left_out, options.json)
 
 
 if __name__ == "__main__":

@@ -243,7 +243,9 @@ CHARTS: dict[str, Callable[[Outcome], Figure]] = {
     "transfer": lambda found: bars(found, "One large tensor beside fio", "/ fio$"),
     "checkpoint": lambda found: bars(found, "Whole files, not in the page cache"),
     "gather": lambda found: bars(found, "Random rows of 4 KiB", "4 KiB", log=True),
-    "dataloader": lambda found: bars(found, "Random rows by data loaders", log=True),
+    "dataloader": lambda found: bars(
+        found, "Random rows by data loaders", "ArrayDataset|BatchStream", log=True
+    ),
     "copy": copies,
     "deepspeed": lambda found: bars(
         found, "The calls of DeepSpeed's op", "^(?!.*(2 threads|depth 8))"

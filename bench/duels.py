@@ -46,6 +46,9 @@ PACKAGES = (
     "fastsafetensors",
     "aiofile",
     "caio",
+    "megatron-core",
+    "webdataset",
+    "mosaicml-streaming",
 )
 
 
@@ -180,6 +183,8 @@ class Duel:
     rounds_each : int
         How many rounds in a row make one figure, their median: those of one process where
         there are several processes.
+    memory : tuple of int
+        The memory that each has taken, in bytes; nothing where it was not measured.
     """
 
     work: str
@@ -191,6 +196,7 @@ class Duel:
     alternations: int = 1
     rounds: list[tuple[Sample, Sample]] = dataclasses.field(default_factory=list)
     rounds_each: int = 1
+    memory: tuple[int, ...] = ()
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the turns behind: to another process go the figures alone."""
@@ -239,6 +245,7 @@ class Duel:
             "goals": [dataclasses.asdict(goal) for goal in self.goals],
             "record_bytes": self.record_bytes,
             "rounds_each": self.rounds_each,
+            "memory": self.memory,
             "rounds": [
                 [dataclasses.asdict(sample) for sample in pair] for pair in self.rounds
             ],
@@ -256,6 +263,7 @@ class Duel:
             raw["record_bytes"],
             rounds=[(Sample(**ours), Sample(**theirs)) for ours, theirs in raw["rounds"]],
             rounds_each=raw["rounds_each"],
+            memory=tuple(raw.get("memory", ())),
         )
 
 

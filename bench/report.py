@@ -167,7 +167,12 @@ def delivered(duel: Duel) -> str:
     return " / ".join(map(number, medians))
 
 
-def rows(duel: Duel, counts_records: bool) -> Iterator[Row]:
+def memory(duel: Duel) -> str:
+    """Write the memory that both have taken."""
+    return " / ".join(number(value / 1e6) for value in duel.memory) + " MB"
+
+
+def rows(duel: Duel, counts_records: bool, has_memory: bool) -> Iterator[Row]:
     """Give a row for each goal of a duel, or for its speed."""
     figures = [
         duel.work,
@@ -177,6 +182,8 @@ def rows(duel: Duel, counts_records: bool) -> Iterator[Row]:
     ]
     if counts_records:
         figures.append(delivered(duel))
+    if has_memory:
+        figures.append(memory(duel) if duel.memory else "")
     for goal in duel.goals or (SPEED,):
         judged = (str(goal), goal.verdict(duel)) if duel.goals else ("", "")
         yield (*figures, spread(goal.values(duel)), *judged)
@@ -190,8 +197,10 @@ def full(scripts: dict[str, Outcome]) -> Table:
     head = ("work", "contestants", "the first", "the second", "CPU time")
     if counts_records:
         head = (*head, "delivered")
+    if has_memory := any(duel.memory for duel in duels):
+        head = (*head, "memory")
     head = (*head, "ratio", "goal", "")
-    return head, [row for duel in duels for row in rows(duel, counts_records)]
+    return head, [row for duel in duels for row in rows(duel, counts_records, has_memory)]
 
 
 def medians(scripts: dict[str, Outcome]) -> Table:
@@ -202,13 +211,16 @@ def medians(scripts: dict[str, Outcome]) -> Table:
     head: Row = ("work", "contestants", "the first", "the second", "ratio")
     if alike:
         head = ("work", *names.pop(), "ratio")
+    if has_memory := any(duel.memory for duel in duels):
+        head = (*head, "memory")
     found = []
     for duel in duels:
         who = () if alike else (" / ".join(duel.names),)
         speeds = (statistics.median(duel.of(i, speed_of(duel))) for i in (0, 1))
         cells = (f"{number(speed)} {speed_unit(duel)}" for speed in speeds)
         ratio = number(statistics.median(SPEED.values(duel)))
-        found.append((duel.work, *who, *cells, ratio))
+        more = (memory(duel) if duel.memory else "",) if has_memory else ()
+        found.append((duel.work, *who, *cells, ratio, *more))
     return head, found
 
 

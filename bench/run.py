@@ -56,7 +56,7 @@ JOBS = {
     "checkpoint": Job("--size 128M --rounds 4"),
     "offload": Job("--size 256M --rounds 3", ("torch",)),
     "gather": Job("--size 2G --rounds 3 --loop-rounds 7"),
-    "dataloader": Job("--size 1G --rounds 3", ("torch",)),
+    "dataloader": Job("--size 512M --rounds 3", ("torch",)),
     # Compiles the op, which the copies are then beside.
     "deepspeed": Job("--size 256M --rounds 1 --processes 2", ("torch", "deepspeed")),
     "copy": Job("--largest 64M --rounds 4", ("torch",), on_disk=False),

@@ -99,6 +99,24 @@ class TestSamples:
         with pytest.raises(ValueError, match=r"shard\.00000\.mds'.* is closed"):
             dataset[0]
 
+    def test_memory_serves_again_and_samples_stay(self, tmp_path):
+        array = np.arange(2, dtype="<f4")
+        samples = [
+            sample_bytes(bytes([i]) * 60, bytes(array * i), fixed=[1]) for i in (1, 2)
+        ]
+        columns = {"content": "bytes", "array": "ndarray:float32:2"}
+        write(tmp_path / "data", [(shard_bytes(samples), 2)], columns)
+        dataset = MDSDataset(tmp_path / "data")
+        first = dataset[0]
+        (memory,) = dataset._spare
+        assert dataset[1]["content"] == b"\2" * 60
+        assert dataset._spare[0] is memory
+        assert first["content"] == b"\1" * 60
+        assert first["array"].tolist() == array.tolist()
+        assert pickle.loads(pickle.dumps(dataset))._spare == []
+        dataset.close()
+        assert dataset._spare == []
+
     def test_a_batch_is_one_gather_a_shard(self, data):
         dataset = MDSDataset(data[0])
         before = nvmeio.default_handle().stats()["requests"]

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from nvmeio._arguments.checks import flag, path_of
 from nvmeio._arguments.keywords import suggesting
@@ -83,6 +82,7 @@ class MDSDataset(RecordDataset):
     """
 
     _may_grow = False
+    _copies = True
 
     @suggesting
     def __init__(
@@ -117,14 +117,14 @@ class MDSDataset(RecordDataset):
         """The dtype of samples: objects of Python's."""
         return np.dtype(object)
 
-    def _decode(self, rows: Positions, records: list[torch.Tensor]) -> list[Any]:
+    def _decode(self, rows: Positions, records: list[Any]) -> list[Any]:
         """Make samples of what was read of each."""
         files: Any = self._files
         numbers = files[rows].tolist()
         found = []
         for row, number, record in zip(rows.tolist(), numbers, records, strict=True):
             try:
-                sample = self._columns[number].decode(memoryview(record.numpy()))
+                sample = self._columns[number].decode(record)
             except _BadValueError as error:
                 raise ValueError(
                     f"sample {row}, in {self._sources[number]!r}, is damaged: {error}"
@@ -142,16 +142,16 @@ class _Columns(NamedTuple):
 
     names: list[str]
     encodings: list[Encoding]
+    sizes: list[int | None]
 
     def decode(self, sample: memoryview) -> dict[str, Any]:
         """Return the values of a sample: sizes of those that vary come first."""
-        sizes = [encoding.size for encoding in self.encodings]
-        varying = sizes.count(None)
-        if len(sample) < 4 * varying:
+        varying = self.sizes.count(None)
+        begin = 4 * varying
+        if len(sample) < begin:
             raise _BadValueError(f"{len(sample)} bytes are less than its sizes take")
         given = iter(struct.unpack_from(f"<{varying}I", sample))
-        found = [next(given) if size is None else size for size in sizes]
-        begin = 4 * varying
+        found = [next(given) if size is None else size for size in self.sizes]
         if begin + sum(found) != len(sample):
             raise _BadValueError(
                 f"{len(sample)} bytes for sizes that take {begin + sum(found)}"
@@ -256,7 +256,7 @@ def _columns(shard: Any, allow_pickle: bool) -> _Columns:
                 f"{encoding.size}"
             )
         encodings.append(encoding)
-    return _Columns(names, encodings)
+    return _Columns(names, encodings, sizes)
 
 
 def _tables(shards: Sequence[_Shard]) -> Iterator[npt.NDArray[np.uint32]]:

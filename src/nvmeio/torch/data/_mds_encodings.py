@@ -62,13 +62,10 @@ _SCALARS = ("int", *_INTEGERS, *_FLOATS)
 
 
 def _scalar(name: str) -> tuple[int, Decoder]:
-    dtype = np.dtype("int64" if name == "int" else name).newbyteorder("<")
-
-    def decode(value: memoryview) -> Any:
-        number = np.frombuffer(value, dtype)[0]
-        return int(number) if name == "int" else number
-
-    return dtype.itemsize, decode
+    if name == "int":
+        return 8, lambda value: int.from_bytes(value, "little", signed=True)
+    dtype = np.dtype(name).newbyteorder("<")
+    return dtype.itemsize, lambda value: np.frombuffer(value, dtype)[0]
 
 
 def _str(value: memoryview) -> str:

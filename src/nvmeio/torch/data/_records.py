@@ -5,6 +5,7 @@ import mmap
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError
+from itertools import accumulate
 from multiprocessing.context import get_spawning_popen
 from typing import Any
 
@@ -150,6 +151,9 @@ class RecordDataset(Stored):
 
     # Whether a file that has grown is another one.
     _may_grow = True
+    # Whether samples are copies of what was read: then records are decoded as memoryviews,
+    # and their memory serves the next batch.
+    _copies = False
 
     @suggesting
     def __init__(
@@ -179,6 +183,15 @@ class RecordDataset(Stored):
         ends = [self._size_of(number) for number in range(len(self._sources))]
         itemsize = self._dtype.itemsize
         _check(self._sources, ends, self._offsets, self._sizes, self._files, itemsize)
+        self._spare: list[torch.Tensor] = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_spare": []}
+
+    def close(self) -> None:
+        """Close the files that the dataset has opened; a second call does nothing."""
+        super().close()
+        self._spare.clear()
 
     def _size_of(self, number: int) -> int:
         """Return the size of a file, and remember which one it is."""
@@ -242,8 +255,8 @@ class RecordDataset(Stored):
             default_handle().gather(file, offsets, sizes, batch.memory, out_offsets=places)
         return batch.samples([])
 
-    def _decode(self, rows: Positions, records: list[torch.Tensor]) -> list[Any]:
-        """Make samples of records; the positions are those of the records."""
+    def _decode(self, rows: Positions, records: list[Any]) -> list[Any]:
+        """Make samples of records, tensors or memoryviews, at these positions."""
         return records
 
     def _samples(self, columns: list[Any]) -> list[Any]:
@@ -264,7 +277,22 @@ class _Batch:
         self._dataset = dataset
         self._rows = rows.ravel()
         self._lengths = dataset._sizes[self._rows]
-        self.memory = torch.empty(int(self._lengths.sum()), dtype=dataset._dtype)
+        size = int(self._lengths.sum())
+        self._whole = self._memory(size)
+        self.memory = self._whole[:size]
+
+    def _memory(self, size: int) -> torch.Tensor:
+        """Return memory of a size or more: that of an earlier batch is mapped already."""
+        dataset = self._dataset
+        if not dataset._copies:
+            return torch.empty(size, dtype=dataset._dtype)
+        # Two threads may do so at once; each has its own.
+        with contextlib.suppress(IndexError):
+            spare = dataset._spare.pop()
+            if len(spare) >= size:
+                return spare
+        # The next batch may be a little larger.
+        return torch.empty(size + size // 4, dtype=dataset._dtype)
 
     def gathers(self) -> list[tuple[int, Positions, Positions, Positions | None]]:
         """Return for each file its number, and its records: offsets, sizes and places."""
@@ -285,8 +313,15 @@ class _Batch:
 
     def samples(self, results: list[Any]) -> list[Any]:
         """Cut the memory, once it is filled, into samples."""
-        records = self.memory.split(self._lengths.tolist())
-        return self._dataset._decode(self._rows, list(records))
+        dataset, sizes = self._dataset, self._lengths.tolist()
+        if not dataset._copies:
+            return dataset._decode(self._rows, list(self.memory.split(sizes)))
+        view, ends = memoryview(self.memory.numpy()), accumulate(sizes)
+        records = [view[end - size : end] for end, size in zip(ends, sizes, strict=True)]
+        samples = dataset._decode(self._rows, records)
+        if not dataset._spare:
+            dataset._spare.append(self._whole)
+        return samples
 
 
 class OpenFiles:

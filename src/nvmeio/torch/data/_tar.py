@@ -2,10 +2,10 @@
 
 import os
 from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import Any
 
 import numpy as np
-import torch
 
 from nvmeio._arguments.checks import path_of
 from nvmeio._arguments.keywords import suggesting
@@ -77,6 +77,7 @@ class TarDataset(RecordDataset):
     """
 
     _may_grow = False
+    _copies = True
 
     @suggesting
     def __init__(
@@ -108,24 +109,28 @@ class TarDataset(RecordDataset):
         """The dtype of samples: objects of Python's."""
         return np.dtype(object)
 
-    def _decode(self, rows: Positions, records: list[torch.Tensor]) -> list[Any]:
+    def _decode(self, rows: Positions, records: list[Any]) -> list[Any]:
         """Make samples of what was read of each."""
         firsts, offsets, sizes, fields = (one.array for one in self._members)
         files: Any = self._files
-        numbers = files[rows].tolist()
+        begins, counts = firsts[rows], firsts[rows + 1] - firsts[rows]
+        # The files of all samples, one after the other.
+        before = np.cumsum(counts) - counts
+        members = np.repeat(begins - before, counts) + np.arange(counts.sum())
+        places = offsets[members] - np.repeat(offsets[begins], counts)
+        found = zip(
+            fields[members].tolist(), places.tolist(), sizes[members].tolist(), strict=True
+        )
         samples = []
-        for row, number, record in zip(rows.tolist(), numbers, records, strict=True):
+        for row, number, count, record in zip(
+            rows.tolist(), files[rows].tolist(), counts.tolist(), records, strict=True
+        ):
             sample: dict[str, Any] = {
                 "__key__": self._key(row),
                 "__url__": self._urls[number],
             }
-            part = slice(firsts[row], firsts[row + 1])
-            view = memoryview(record.numpy())
-            begins = offsets[part] - offsets[part][:1]
-            for field, begin, size in zip(
-                fields[part].tolist(), begins.tolist(), sizes[part].tolist(), strict=True
-            ):
-                sample[self._field_names[field]] = view[begin : begin + size].tobytes()
+            for field, begin, size in islice(found, count):
+                sample[self._field_names[field]] = record[begin : begin + size].tobytes()
             samples.append(sample)
         return samples
 
