@@ -110,15 +110,15 @@ class ArrayDataset(Stored):
         """The dtype of samples, one of torch's; or a tuple, one for each array."""
         return self._dtypes[0] if self._is_plain() else self._dtypes
 
-    def begin(self, rows: Positions) -> Flight:
+    def _begin(self, rows: Positions) -> Flight:
         """Start reading rows, whose positions were checked."""
         return Flight((_begun(array, rows) for array in self._arrays()), _tensors)
 
-    def read(self, rows: Positions) -> list[torch.Tensor]:
+    def _read(self, rows: Positions) -> list[torch.Tensor]:
         """Read rows, whose positions were checked: in the calling thread where it can."""
         arrays = self._arrays()
         if len(arrays) > 1:
-            return self.begin(rows).land()
+            return self._begin(rows).land()
         return _tensors([_taken(arrays[0], rows)])
 
 

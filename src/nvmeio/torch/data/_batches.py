@@ -237,7 +237,7 @@ class BatchStream(IterableDataset):  # type: ignore[misc]  # mypy sees no types 
                             break
                         rows = self._rows(indices)
                         taken = self._after(taken, rows)
-                        ahead.append((self._stored.begin(rows), taken))
+                        ahead.append((self._stored._begin(rows), taken))
                     except Exception as error:
                         ahead.append((error, taken))
                         more = False
@@ -247,9 +247,9 @@ class BatchStream(IterableDataset):  # type: ignore[misc]  # mypy sees no types 
                 if isinstance(flight, Exception):
                     raise flight
                 if self.collate_fn is None:
-                    batch = self._stored.batch(flight)
+                    batch = self._stored._batch(flight)
                 else:
-                    batch = self.collate_fn(self._stored.samples(flight))
+                    batch = self.collate_fn(self._stored._samples_of(flight))
                 ahead.popleft()
                 if pin:
                     batch = pinned(batch)

@@ -227,7 +227,7 @@ class RecordDataset(Stored):
     def _is_plain(self) -> bool:
         return True
 
-    def begin(self, rows: Positions) -> Flight:
+    def _begin(self, rows: Positions) -> Flight:
         """Start reading records, whose positions were checked."""
         batch = _Batch(self, rows)
         files: OpenFiles = self._arrays()[0]
@@ -244,12 +244,12 @@ class RecordDataset(Stored):
         )
         return Flight(requests, batch.samples)
 
-    def read(self, rows: Positions) -> list[Any]:
+    def _read(self, rows: Positions) -> list[Any]:
         """Read records, whose positions were checked: of one file in the calling thread."""
         batch = _Batch(self, rows)
         gathers = batch.gathers()
         if len(gathers) > 1:
-            return self.begin(rows).land()
+            return self._begin(rows).land()
         for number, offsets, sizes, places in gathers:
             file = self._arrays()[0].file(number)
             default_handle().gather(file, offsets, sizes, batch.memory, out_offsets=places)
@@ -265,9 +265,9 @@ class RecordDataset(Stored):
             return columns
         return [self.transform(sample) for sample in columns]
 
-    def batch(self, flight: Flight) -> Any:
+    def _batch(self, flight: Flight) -> Any:
         """Wait for samples, and return what torch's default collate makes of them."""
-        return default_collate(self.samples(flight))
+        return default_collate(self._samples_of(flight))
 
 
 class _Batch:

@@ -108,11 +108,11 @@ class Stored(Dataset, ABC):  # type: ignore[misc]  # mypy sees no types of torch
         """The dtype of samples; see each dataset."""
 
     @abstractmethod
-    def begin(self, rows: Positions) -> Flight:
+    def _begin(self, rows: Positions) -> Flight:
         """Start reading samples, whose positions were checked."""
 
     @abstractmethod
-    def read(self, rows: Positions) -> list[torch.Tensor]:
+    def _read(self, rows: Positions) -> list[torch.Tensor]:
         """Read samples, whose positions were checked; return a tensor for each part."""
 
     def _open(self, path: str | bytes) -> Any:
@@ -232,14 +232,14 @@ class Stored(Dataset, ABC):  # type: ignore[misc]  # mypy sees no types of torch
         found: list[Any] = list(rows[0] if self._is_plain() else zip(*rows, strict=True))
         return found if self.transform is None else [self.transform(one) for one in found]
 
-    def batch(self, flight: Flight) -> Any:
+    def _batch(self, flight: Flight) -> Any:
         """Wait for samples, and return what torch's default collate makes of them."""
         columns = flight.land()
         if self.transform is not None:
             return default_collate(self._samples(columns))
         return columns[0] if self._is_plain() else columns
 
-    def samples(self, flight: Flight) -> list[Any]:
+    def _samples_of(self, flight: Flight) -> list[Any]:
         """Wait for samples, and return them one by one."""
         return self._samples(flight.land())
 
@@ -250,11 +250,11 @@ class Stored(Dataset, ABC):  # type: ignore[misc]  # mypy sees no types of torch
             raise TypeError(
                 f"{error}; torch.utils.data.Subset(dataset, indices) is a part of a dataset"
             ) from None
-        return self._sample(self.read(self._rows(row)))
+        return self._sample(self._read(self._rows(row)))
 
     def __getitems__(self, indices: Any) -> list[Any]:
         """Read the samples of a batch at once; torch's DataLoader asks for them so."""
-        return self._samples(self.read(self._rows(indices)))
+        return self._samples(self._read(self._rows(indices)))
 
     def __getstate__(self) -> dict[str, Any]:
         # Each process opens its own files.  One that is not started by this one may be on

@@ -187,7 +187,7 @@ class TokenDataset(Stored):
             begin = self._ends[owner - 1] if owner else 0
             yield int(owner), where, starts[where] - begin
 
-    def begin(self, rows: Positions) -> Flight:
+    def _begin(self, rows: Positions) -> Flight:
         """Start reading windows, whose positions were checked."""
         shares, length = list(self._shares(rows)), self.block_size + 1
         (files,) = self._arrays()
@@ -199,11 +199,11 @@ class TokenDataset(Stored):
             lambda windows: self._pairs(rows, shares, windows),
         )
 
-    def read(self, rows: Positions) -> list[torch.Tensor]:
+    def _read(self, rows: Positions) -> list[torch.Tensor]:
         """Read windows, whose positions were checked."""
         shares = list(self._shares(rows))
         if len(shares) != 1:
-            return self.begin(rows).land()
+            return self._begin(rows).land()
         ((number, _, starts),) = shares
         tokens = self._arrays()[0].file(number)
         return self._pairs(rows, shares, [tokens.windows(starts, self.block_size + 1)])
