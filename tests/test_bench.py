@@ -236,6 +236,19 @@ def test_raw_numbers_survive_the_json(bench, duel):
     assert again == one
 
 
+def test_memory_is_a_column_where_it_was_measured(bench, duel):
+    duels, report = bench("duels"), bench("report")
+    one, other = duel(2.0, memory=(12_000_000, 3_400_000)), duel(2.0)
+    again = duels.Duel.from_dict(json.loads(json.dumps(one.as_dict())))
+    assert again == one
+    for style in ("all", "medians"):
+        scripts = {"dataloader": report.Outcome({}, [again, other], [])}
+        head, rows = report.STYLES[style](scripts)
+        assert [row[head.index("memory")] for row in rows] == ["12.0 / 3.40 MB", ""]
+        scripts = {"dataloader": report.Outcome({}, [other], [])}
+        assert "memory" not in report.STYLES[style](scripts)[0]
+
+
 def test_a_goal_is_judged_by_the_median(bench, duel):
     goal = bench("duels").Goal("speed", 1.5)
     assert goal.verdict(duel(0.1, 1.5, 9.0)) == "reached"
