@@ -142,6 +142,9 @@ def train(shards: Path, folder: Path, steps: int, kill: int) -> None:
             epoch += 1
     checkpointer.close()
     dist.destroy_process_group()
+    # A thread of gloo that wants the GIL while Python ends aborts the process.
+    sys.stdout.flush()
+    os._exit(0)
 
 
 # Around it: shards of text, torchrun, and a comparison.

@@ -267,6 +267,8 @@ class TestThreads:
         path.write_bytes(pattern(64 * MIB))
         stop = threading.Event()
         with nvmeio.File(path) as file:
+            # fork() copies descriptors first: one opened meanwhile would be lacking.
+            file.tell()
 
             def read_on():
                 while not stop.is_set():

@@ -229,7 +229,7 @@ class TestNames:
             os.mknod(path, stat.S_IFCHR | 0o666, os.makedev(1, 3))
         else:
             path = Path("/dev/null")
-        with pytest.raises(OSError, match="no regular file") as caught:
+        with pytest.raises(OSError, match="not a regular file") as caught:
             save(NEW, path)
         assert (caught.value.errno, str(caught.value.filename)) == (errno.EINVAL, str(path))
         assert not path.is_file()

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import sys
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,17 @@ from nvmeio.torch.dcp import (
 from workloads.common import report
 
 ROWS, COLUMNS = 1200, 700
+
+
+def leave():
+    """End a rank, without the end of the interpreter.
+
+    A thread of torch's gloo that wants the GIL while Python finalizes is ended within a
+    noexcept function of C++, which aborts the process.
+    """
+    dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)
 
 
 def begin(rendezvous, rank, size):
@@ -63,7 +75,7 @@ def save_together(rendezvous, rank, size, folder, seed, by="nvmeio", collectives
     kind = FileSystemWriter if by == "nvmeio" else dcp.FileSystemWriter
     dcp.save(state, storage_writer=kind(folder), use_collectives=collectives)
     report("saved")
-    dist.destroy_process_group()
+    leave()
 
 
 def load_together(rendezvous, rank, size, folder, seed, by="nvmeio"):
@@ -74,7 +86,7 @@ def load_together(rendezvous, rank, size, folder, seed, by="nvmeio"):
     told = load_and_compare(found, expected["model"], found["model"], kind(folder), folder)
     told["said"] = [found["epoch"], list(found["betas"])]
     report(told)
-    dist.destroy_process_group()
+    leave()
 
 
 def load_and_compare(state, expected, found, reader, folder):
@@ -107,7 +119,7 @@ def save_models(
     writer = kind(folder, save_distributed=True, **(options if joined else {}))
     dcp.save(state, storage_writer=writer, use_collectives=collectives)
     report("saved")
-    dist.destroy_process_group()
+    leave()
 
 
 def save_models_alone_and_join(rendezvous, rank, size, folder):
@@ -120,7 +132,7 @@ def save_models_alone_and_join(rendezvous, rank, size, folder):
         dcp.save(state, storage_writer=writer, use_collectives=False)
     except ValueError as error:
         report(str(error))
-    dist.destroy_process_group()
+    leave()
 
 
 def save_models_of_parts(rendezvous, rank, size, folder):
@@ -130,7 +142,7 @@ def save_models_of_parts(rendezvous, rank, size, folder):
         dcp.save(state, storage_writer=HuggingFaceStorageWriter(folder))
     except CheckpointException as error:
         report("save_distributed=True saves those of all ranks" in str(error))
-    dist.destroy_process_group()
+    leave()
 
 
 def load_models(rendezvous, rank, size, folder, by="nvmeio"):
@@ -139,14 +151,14 @@ def load_models(rendezvous, rank, size, folder, by="nvmeio"):
     found, expected = state_of(mesh, 3, filled=False)["model"], state_of(mesh, 3)["model"]
     kind = HuggingFaceStorageReader if by == "nvmeio" else dcp.HuggingFaceStorageReader
     report(load_and_compare(found, expected, found, kind(folder), folder))
-    dist.destroy_process_group()
+    leave()
 
 
 def whole_state(rendezvous, rank, size, seed):
     """Tell the sums of the tensors of a state."""
     state = state_of(begin(rendezvous, rank, size), seed)["model"]
     report({name: local(each).double().sum().item() for name, each in state.items()})
-    dist.destroy_process_group()
+    leave()
 
 
 def local(tensor):
@@ -168,7 +180,7 @@ def save_and_fail(rendezvous, rank, size, folder, failing):
         dcp.save(state, storage_writer=writer)
     except CheckpointException as error:
         report([type(error).__name__, "the drive of this rank is broken" in str(error)])
-    dist.destroy_process_group()
+    leave()
 
 
 def stage_without_pool():
@@ -210,4 +222,4 @@ def reserved_together(rendezvous, rank, size, folder):
     dcp.save(state, storage_writer=FileSystemWriter(folder))
     _writing.reserve = reserve
     report(sum(found))
-    dist.destroy_process_group()
+    leave()

@@ -120,7 +120,8 @@ def ctrl_c_in_a_call(folder, control, engine, way, presses, size=16 << 20):
     path = f"{folder}/ctrl-c-call-{engine}"
     faults = Faults(control)
     make_file(path, size)
-    file = nvmeio.File(path)
+    # A gather would take from the page cache what it has, and not wait for the device.
+    file = nvmeio.File(path, direct=True)
     handle = nvmeio.Handle(queue_depth=2, engine=engine)
     guarded = Guarded(size)
     # Of which nobody but the request has a reference, once it is lent.
