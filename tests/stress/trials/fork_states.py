@@ -146,14 +146,14 @@ def waited_for(scene):
 def gathering(scene):
     offsets = np.arange(60)[::-1] * 4096
     out, other = Guarded(60 * 512), Guarded(60 * 512)
+    # The page cache would serve a gather, which then could not be held.
+    file = nvmeio.File(scene.file.path, direct=True)
     with ThreadPoolExecutor(1) as pool:
         with scene.held():
             gather = pool.submit(
-                scene.handle.gather, scene.file, offsets, 512, out.array, max_gap=0
+                scene.handle.gather, file, offsets, 512, out.array, max_gap=0
             )
-            scene.old.append(
-                scene.handle.submit_gather(scene.file, offsets, 512, other.array)
-            )
+            scene.old.append(scene.handle.submit_gather(file, offsets, 512, other.array))
             scene.faults.await_waiting()
             yield
             assert not gather.done()
