@@ -410,7 +410,7 @@ class TestOthers:
         assert len(values) == 100
 
     def test_readers_see_one_length_or_the_other(self, path):
-        """Whoever opens the file meanwhile finds whole rows alone."""
+        """Readers that open the file meanwhile find only whole rows."""
         with ArrayFile.create(path, (1, 4), "i8") as array:
             lengths = set()
             done = threading.Event()

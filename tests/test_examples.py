@@ -138,7 +138,7 @@ def test_features_that_fit_are_told(tmp_path):
     assert (status, lines[1]) == (1, "all of them FIT into memory")
 
 
-def test_a_service_answers_whoever_still_waits(tmp_path):
+def test_a_service_answers_the_clients_that_still_wait(tmp_path):
     options = {"count": 20_000, "requests": 2000, "rows": 16}
     status, lines = run(tmp_path, "feature_service.py", **options)
     assert status == 0, lines

@@ -508,8 +508,8 @@ class ArrayFile(Unread):
 
         Notes
         -----
-        Returns when the rows can be read by whoever opens the file: ``shape`` has them
-        here, while another ArrayFile keeps the shape that the file had when it was opened.
+        Returns when anyone who opens the file can read the rows.  ``shape`` includes them
+        here; another ArrayFile keeps the shape that the file had when it was opened.
         ``flush`` makes them durable.
 
         First the rows are written and, in a .npy file, synced, then the shape in the
@@ -565,8 +565,8 @@ class ArrayFile(Unread):
         Notes
         -----
         The request holds ``out`` and the file until it is done.  Fields, and slices that
-        are read with what lies between their elements, are copied to the result by whoever
-        waits; ``after`` takes no such request.
+        are read together with the gaps between their elements, are copied to the result by
+        the thread that waits; ``after`` takes no such request.
         """
         return self._begin(self._reading(index, out), after)
 

@@ -269,7 +269,7 @@ int main(void)
     if (!info.direct)
         SKIP("the file system has no O_DIRECT");
     if (pages_cached() != 0)
-        SKIP("the page cache does not let go of a file, or the kernel does not tell");
+        SKIP("the page cache keeps the file, or the kernel does not report it");
     test_pages_are_counted();
     FOR_EACH_ENGINE(name)
     {

@@ -46,7 +46,7 @@ class ArrayDataset(Stored):
     Notes
     -----
     Sample ``i`` is row ``i`` as a tensor, or a tuple with the row of each array; -1 is the
-    last one.  ``IndexError`` names an index that there is not.
+    last one.  ``IndexError`` names the index that is out of range.
 
     A batch of a DataLoader is one gather for each array, and its samples are views of one
     tensor.  The files are opened at once, and again by each process that the dataset is
