@@ -25,7 +25,7 @@ from workloads.common import report
 ROWS, COLUMNS = 1200, 700
 
 
-def leave():
+def end_rank():
     """End a rank, without the end of the interpreter.
 
     Seen in a core: a thread of gloo drops a tensor (AsyncWork's destructor) and asks for
@@ -76,7 +76,7 @@ def save_together(rendezvous, rank, size, folder, seed, by="nvmeio", collectives
     kind = FileSystemWriter if by == "nvmeio" else dcp.FileSystemWriter
     dcp.save(state, storage_writer=kind(folder), use_collectives=collectives)
     report("saved")
-    leave()
+    end_rank()
 
 
 def load_together(rendezvous, rank, size, folder, seed, by="nvmeio"):
@@ -87,7 +87,7 @@ def load_together(rendezvous, rank, size, folder, seed, by="nvmeio"):
     told = load_and_compare(found, expected["model"], found["model"], kind(folder), folder)
     told["said"] = [found["epoch"], list(found["betas"])]
     report(told)
-    leave()
+    end_rank()
 
 
 def load_and_compare(state, expected, found, reader, folder):
@@ -120,7 +120,7 @@ def save_models(
     writer = kind(folder, save_distributed=True, **(options if joined else {}))
     dcp.save(state, storage_writer=writer, use_collectives=collectives)
     report("saved")
-    leave()
+    end_rank()
 
 
 def save_models_alone_and_join(rendezvous, rank, size, folder):
@@ -133,7 +133,7 @@ def save_models_alone_and_join(rendezvous, rank, size, folder):
         dcp.save(state, storage_writer=writer, use_collectives=False)
     except ValueError as error:
         report(str(error))
-    leave()
+    end_rank()
 
 
 def save_models_of_parts(rendezvous, rank, size, folder):
@@ -143,7 +143,7 @@ def save_models_of_parts(rendezvous, rank, size, folder):
         dcp.save(state, storage_writer=HuggingFaceStorageWriter(folder))
     except CheckpointException as error:
         report("save_distributed=True saves those of all ranks" in str(error))
-    leave()
+    end_rank()
 
 
 def load_models(rendezvous, rank, size, folder, by="nvmeio"):
@@ -152,14 +152,14 @@ def load_models(rendezvous, rank, size, folder, by="nvmeio"):
     found, expected = state_of(mesh, 3, filled=False)["model"], state_of(mesh, 3)["model"]
     kind = HuggingFaceStorageReader if by == "nvmeio" else dcp.HuggingFaceStorageReader
     report(load_and_compare(found, expected, found, kind(folder), folder))
-    leave()
+    end_rank()
 
 
 def whole_state(rendezvous, rank, size, seed):
     """Tell the sums of the tensors of a state."""
     state = state_of(begin(rendezvous, rank, size), seed)["model"]
     report({name: local(each).double().sum().item() for name, each in state.items()})
-    leave()
+    end_rank()
 
 
 def local(tensor):
@@ -181,7 +181,7 @@ def save_and_fail(rendezvous, rank, size, folder, failing):
         dcp.save(state, storage_writer=writer)
     except CheckpointException as error:
         report([type(error).__name__, "the drive of this rank is broken" in str(error)])
-    leave()
+    end_rank()
 
 
 def stage_without_pool():
@@ -223,4 +223,4 @@ def reserved_together(rendezvous, rank, size, folder):
     dcp.save(state, storage_writer=FileSystemWriter(folder))
     _writing.reserve = reserve
     report(sum(found))
-    leave()
+    end_rank()
