@@ -21,6 +21,8 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "fork.h"
+
 /* Linux 6.1, statx(2).  Older headers lack the two fields, so they are read by their
  * place in the structure, which is the kernel's ABI. */
 #ifndef STATX_DIOALIGN
@@ -478,12 +480,16 @@ static int open_buffered(struct nvmeio_file *file, bool may_turn)
     while (fd == -EINTR);
     if (fd < 0 && may_turn && does_without(file, fd))
         fd = turn_to_page_cache(file);
-    /* Another thread may have been faster. */
-    if (fd >= 0 && !atomic_compare_exchange_strong(&file->fd, &none, fd)) {
-        close(fd);
-        fd = none;
-    }
-    return nvmeio_error_told(fd);
+    if (fd < 0)
+        return nvmeio_error_told(fd);
+    /* Only now, because opening may block. */
+    nvmeio_fork_hold();
+    bool first = atomic_compare_exchange_strong(&file->fd, &none, fd);
+    nvmeio_fork_resume();
+    if (first)
+        return fd;
+    close(fd);
+    return none;
 }
 
 int nvmeio_file_fd(struct nvmeio_file *file)

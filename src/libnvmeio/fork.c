@@ -1,4 +1,5 @@
-/* fork.c -- counts forks, and calls those who have to do something about them.
+/* fork.c -- counts forks, holds them back, and calls those who have to do something
+ * about them.
  *
  * One pthread_atfork() serves the whole library, so that the order in which locks
  * are taken before a fork is decided in one place. */
@@ -18,10 +19,23 @@ static bool forked_before; /* the library was loaded: a child that never called 
 
 static struct nvmeio_fork_hooks *hooks_first;
 
+/* Locked during a fork, and by those who hold one back. */
+static pthread_mutex_t forking = PTHREAD_MUTEX_INITIALIZER;
+
 void nvmeio_fork_hook(struct nvmeio_fork_hooks *hooks)
 {
     hooks->next = hooks_first;
     hooks_first = hooks;
+}
+
+void nvmeio_fork_hold(void)
+{
+    pthread_mutex_lock(&forking);
+}
+
+void nvmeio_fork_resume(void)
+{
+    pthread_mutex_unlock(&forking);
 }
 
 uint32_t nvmeio_fork_generation(void)
@@ -33,16 +47,19 @@ static void prepare(void)
 {
     for (struct nvmeio_fork_hooks *hooks = hooks_first; hooks; hooks = hooks->next)
         hooks->prepare();
+    pthread_mutex_lock(&forking);
 }
 
 static void continue_parent(void)
 {
+    pthread_mutex_unlock(&forking);
     for (struct nvmeio_fork_hooks *hooks = hooks_first; hooks; hooks = hooks->next)
         hooks->parent();
 }
 
 static void continue_child(void)
 {
+    pthread_mutex_unlock(&forking);
     atomic_fetch_add_explicit(&generation, 1, memory_order_relaxed);
     for (struct nvmeio_fork_hooks *hooks = hooks_first; hooks; hooks = hooks->next)
         hooks->child();

@@ -22,4 +22,11 @@ struct nvmeio_fork_hooks {
  * added last prepare first. */
 void nvmeio_fork_hook(struct nvmeio_fork_hooks *hooks);
 
+/* Between these two no fork is under way: fork() waits, so call nothing that may block.
+ *
+ * The kernel copies the descriptors before the memory.  A descriptor that is opened and
+ * stored during a fork can be missing in the child, whose memory has its number. */
+void nvmeio_fork_hold(void);
+void nvmeio_fork_resume(void);
+
 #endif
