@@ -1,8 +1,7 @@
-/* fork.c -- counts forks, holds them back, and calls those who have to do something
- * about them.
+/* fork.c -- counts forks, makes them wait, and calls the hooks of other files.
  *
- * One pthread_atfork() serves the whole library, so that the order in which locks
- * are taken before a fork is decided in one place. */
+ * One pthread_atfork() serves the whole library, so the order in which locks are taken
+ * before a fork is decided in one place. */
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stdio.h>
@@ -12,14 +11,15 @@
 
 #include "fork.h"
 
-/* Written in a new child alone, while it has one thread: relaxed is enough. */
+/* Only a new child writes it, while it has one thread. Relaxed order is enough. */
 static _Atomic uint32_t generation;
 
-static bool forked_before; /* the library was loaded: a child that never called exec */
+static bool
+    forked_before; /* set when the library was loaded: a child that never called exec */
 
 static struct nvmeio_fork_hooks *hooks_first;
 
-/* Locked during a fork, and by those who hold one back. */
+/* Held during a fork, and by nvmeio_fork_hold(). */
 static pthread_mutex_t forking = PTHREAD_MUTEX_INITIALIZER;
 
 void nvmeio_fork_hook(struct nvmeio_fork_hooks *hooks)
