@@ -28,17 +28,17 @@ PROCESSES = 2
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 STATES = ("exp_avg", "exp_avg_sq")
 FILES = ("table", *STATES)
-# Rows that are made, and compared, at a time.
+# Rows per part, when they are made and compared.
 CHUNK = 1 << 14
 
 
 def chunks(count: int) -> Iterator[slice]:
-    """Cut rows into parts."""
+    """Divide rows into parts."""
     return (slice(begin, min(begin + CHUNK, count)) for begin in range(0, count, CHUNK))
 
 
 def initial(rows: slice, options: argparse.Namespace) -> torch.Tensor:
-    """Return rows of the table as they are before the first step."""
+    """Return rows of the table as they were before the first step."""
     generator = torch.Generator().manual_seed(rows.start)
     values = torch.randn(rows.stop - rows.start, options.width, generator=generator)
     return values.to(DTYPES[options.dtype])
@@ -97,8 +97,8 @@ def train_on_disk(
         for step in range(options.steps):
             named, targets = batch(step, process, options)
             ids, places = named.unique(return_inverse=True)
-            # All three files at once.  What the last step has written is read again where
-            # an id comes again, so reading begins when that is done.
+            # All three files at once. An id may come again in the next step, so reading
+            # begins when the last step's writes are done.
             reads = [file.prefetch(ids, after=writes) for file in files]
             rows, *states = (read.result() for read in reads)
             table = torch.nn.Parameter(rows)
@@ -124,7 +124,7 @@ def train_in_memory(options: argparse.Namespace) -> list[torch.Tensor]:
     torch.set_num_threads(1)
     rows = torch.cat([initial(part, options) for part in chunks(options.rows)])
     table = torch.nn.Parameter(rows)
-    # One for each process, so that both count their steps.
+    # One per process, so that each counts its own steps.
     optimizers = [
         torch.optim.SparseAdam([table], lr=options.rate) for _ in range(PROCESSES)
     ]
