@@ -77,7 +77,7 @@ class Material:
         return np.concatenate(list(bytes_in(self.content)))
 
     def check(self, found: Any, what: str) -> None:
-        """Compare bytes, then wipe the loaded ones: the next load may get the same memory."""
+        """Compare bytes, then wipe those loaded: the next load may get the same memory."""
         begin = 0
         for part in bytes_in(found):
             end = begin + part.nbytes
