@@ -72,7 +72,7 @@ def batches_of(count, size=10, seed=0):
     return [order[begin : begin + size] for begin in range(0, count, size)]
 
 
-def shards_of(folder, counts):
+def shards_of(folder, counts, stride=1):
     """Make shards of so many tokens; return the dataset and the samples it must have."""
     samples, paths = [], []
     for number, count in enumerate(counts):
@@ -82,9 +82,9 @@ def shards_of(folder, counts):
         whole = torch.from_numpy(values)
         samples += [
             (whole[begin : begin + 7], whole[begin + 1 : begin + 8])
-            for begin in range(count - 7)
+            for begin in range(0, count - 7, stride)
         ]
-    return TokenDataset(paths, 7), samples
+    return TokenDataset(paths, 7, stride=stride), samples
 
 
 # Magic number, version and dtype of the headers that llm.c writes.
@@ -235,7 +235,7 @@ class TestTokenDataset:
     @pytest.mark.parametrize("dtype", [np.uint16, torch.uint16, "u2"], ids=repr)
     def test_a_sample_is_a_window_and_what_follows(self, tokens, dtype):
         path, values = tokens
-        dataset = TokenDataset(path, 16, dtype)
+        dataset = TokenDataset(path, 16, dtype, stride=1)
         assert len(dataset) == 500 - 16
         whole = torch.from_numpy(values.astype(np.int64))
         for index in (0, 77, 483, -1):
@@ -244,9 +244,31 @@ class TestTokenDataset:
             assert_equal(dataset[index], expected)
             assert_equal(dataset.__getitems__([5, index])[1], expected)
 
+    @pytest.mark.parametrize("stride", [None, 3, 16, 700])
+    def test_windows_start_a_stride_apart(self, tokens, stride):
+        path, values = tokens
+        dataset = TokenDataset(path, 16, np.uint16, stride=stride)
+        whole = torch.from_numpy(values.astype(np.int64))
+        starts = range(0, 500 - 16, stride or 16)
+        expected = [(whole[at : at + 16], whole[at + 1 : at + 17]) for at in starts]
+        assert_equal([dataset[index] for index in range(len(dataset))], expected)
+        assert dataset.stride == (stride or 16)
+
+    @pytest.mark.parametrize("stride", [3, 10])
+    def test_each_shard_begins_with_a_window(self, tmp_path, stride):
+        dataset, expected = shards_of(tmp_path, [20, 3, 0, 38, 7, 8], stride)
+        assert_equal(dataset.__getitems__(range(len(dataset))), expected)
+        order = batches_of(len(dataset), 3)
+        stream = BatchStream(dataset, order)
+        next(iter(stream))
+        again = BatchStream(dataset, order)
+        again.load_state_dict(stream.state_dict())
+        rest = [default_collate([expected[index] for index in one]) for one in order[1:]]
+        assert_equal(list(again), rest)
+
     def test_the_halves_share_no_memory(self, tmp_path):
         nvmeio.save(tmp_path / "tokens.npy", np.arange(50))
-        x, y = TokenDataset(tmp_path / "tokens.npy", 4)[3]
+        x, y = TokenDataset(tmp_path / "tokens.npy", 4, stride=1)[3]
         x.zero_()
         assert y.tolist() == [4, 5, 6, 7]
 
@@ -284,6 +306,7 @@ class TestTokenDataset:
                     for number in range(4)
                 ],
                 7,
+                stride=1,
             )
             # Of three of the four shards, whichever thread waits for which.
             stream = iter(BatchStream(dataset, [[0, 50, 1, 91], [24]], 1))
@@ -306,8 +329,8 @@ class TestTokenDataset:
     def test_an_array_file_has_its_own_dtype_and_offset(self, tokens):
         path, values = tokens
         expected = TokenDataset(path, 16, np.uint16, offset=200)
-        assert len(expected) == 400 - 16
-        np.testing.assert_array_equal(expected[5][0], values[105:121])
+        assert len(expected) == 399 // 16
+        np.testing.assert_array_equal(expected[5][0], values[180:196])
         for dtype in (np.uint16, torch.uint16):
             with nvmeio.ArrayFile(path, dtype=dtype, offset=200) as array:
                 assert_equal(TokenDataset(array, 16)[7], expected[7])
@@ -329,12 +352,10 @@ class TestTokenDataset:
             pickle.loads(pickle.dumps(TokenDataset([path], 16))),
         ):
             assert len(dataset) == len(expected)
-            assert_equal(dataset[50], expected[50])
+            assert_equal(dataset[4], expected[4])
         # Half of the header is no offset that it knows.
-        assert (
-            len(TokenDataset(path, 16, kind, offset=512))
-            == len(expected) + 512 // kind.itemsize
-        )
+        count = 90 + 512 // kind.itemsize
+        assert len(TokenDataset(path, 16, kind, offset=512)) == (count - 1) // 16
 
     def test_a_header_that_disagrees_is_refused(self, tmp_path):
         path = tmp_path / "shard.bin"
@@ -353,7 +374,7 @@ class TestTokenDataset:
         with pytest.raises(ValueError, match="of version 2; it must be 1"):
             TokenDataset(path, 16, np.uint16)
         with nvmeio.ArrayFile(path, dtype=np.uint16, offset=1024) as array:
-            assert len(TokenDataset(array, 16)) == 90 - 16
+            assert len(TokenDataset(array, 16)) == 89 // 16
 
     @pytest.mark.parametrize("workers", [0, 2])
     def test_a_loader_gives_every_window_of_shards(self, tmp_path, workers):
@@ -373,7 +394,7 @@ class TestTokenDataset:
     @pytest.mark.parametrize("kind", ["uint64", "int8", "int64"])
     def test_tokens_of_any_integers_become_int64(self, tmp_path, kind):
         nvmeio.save(tmp_path / "tokens.npy", np.arange(100).astype(kind))
-        x, y = TokenDataset(tmp_path / "tokens.npy", 4)[60]
+        x, y = TokenDataset(tmp_path / "tokens.npy", 4, stride=1)[60]
         assert (x.tolist(), y.tolist()) == ([60, 61, 62, 63], [61, 62, 63, 64])
         assert x.dtype == y.dtype == torch.int64
 
@@ -385,11 +406,13 @@ class TestTokenDataset:
             TokenDataset(tmp_path / "floats.npy", 16)
         with pytest.raises(ValueError, match="block_size is 0"):
             TokenDataset(tmp_path / "floats.npy", 0)
-        with pytest.raises(ValueError, match="paths is empty"):
+        with pytest.raises(ValueError, match="stride is 0; it must be from 1"):
+            TokenDataset(file, 16, stride=0)
+        with pytest.raises(ValueError, match="path is empty"):
             TokenDataset([], 16)
         with pytest.raises(TypeError, match="path is 3; it must be"):
             TokenDataset([3], 16)
-        with pytest.raises(TypeError, match="paths is 3; it must be a path, an ArrayFile"):
+        with pytest.raises(TypeError, match="path is 3; it must be a path, an ArrayFile"):
             TokenDataset(3, 16)
         with pytest.raises(FileNotFoundError, match="missing"):
             TokenDataset(tmp_path / "missing", 16)
@@ -403,7 +426,7 @@ class TestDescription:
         assert (one.shape, one.dtype) == ((COUNT, 5, 3), torch.float32)
         assert two.shape == ((COUNT, 5, 3), (COUNT,))
         assert two.dtype == (torch.float32, torch.int64)
-        windows = TokenDataset(tokens[0], 16, np.uint16)
+        windows = TokenDataset(tokens[0], 16, np.uint16, stride=1)
         assert (windows.shape, windows.dtype) == ((484, 16), torch.int64)
 
     def test_the_dtype_of_tensors_is_torchs(self, tmp_path):
@@ -418,7 +441,7 @@ class TestDescription:
             f"<nvmeio.torch.ArrayDataset {str(file)!r} shape=(103, 5, 3) "
             "dtype=torch.float32>"
         )
-        assert repr(TokenDataset(tokens[0], 16, np.uint16)) == (
+        assert repr(TokenDataset(tokens[0], 16, np.uint16, stride=1)) == (
             f"<nvmeio.torch.TokenDataset {str(tokens[0])!r} shape=(484, 16) "
             "dtype=torch.int64>"
         )
@@ -551,7 +574,8 @@ class TestProcesses:
     @pytest.mark.parametrize("workers", [0, 2])
     def test_a_loader_gives_every_window(self, tokens, workers):
         path, values = tokens
-        loader = DataLoader(TokenDataset(path, 8, np.uint16), 50, num_workers=workers)
+        dataset = TokenDataset(path, 8, np.uint16, stride=1)
+        loader = DataLoader(dataset, 50, num_workers=workers)
         x, y = map(torch.cat, zip(*loader, strict=True))
         windows = np.lib.stride_tricks.sliding_window_view(values.astype(np.int64), 9)
         np.testing.assert_array_equal(x, windows[:, :-1])
@@ -564,7 +588,7 @@ DATASETS = {
     "two arrays": lambda file, labels: ArrayDataset(file, labels),
     "file and memory": lambda file, labels: ArrayDataset(file, np.arange(COUNT)),
     "transformed": lambda file, labels: ArrayDataset(file, labels, transform=doubled),
-    "tokens": lambda file, labels: TokenDataset(labels, 4),
+    "tokens": lambda file, labels: TokenDataset(labels, 4, stride=1),
     "subset": lambda file, labels: Subset(
         Subset(ArrayDataset(file, labels), range(90, 0, -1)), range(50)
     ),
