@@ -32,7 +32,12 @@ from torch.utils.data.distributed import DistributedSampler  # noqa: E402
 import nvmeio  # noqa: E402
 from children import run_child  # noqa: E402
 from helpers import ENGINES, PAGE, descriptors_below, left_open, routes, warm  # noqa: E402
-from nvmeio.torch import ArrayDataset, BatchStream, TokenDataset  # noqa: E402
+from nvmeio.torch import (  # noqa: E402
+    ArrayDataset,
+    BatchStream,
+    RecordDataset,
+    TokenDataset,
+)
 
 COUNT = 103
 
@@ -974,9 +979,9 @@ class TestResume:
             for _ in itertools.islice(stream, 8):
                 pass
             state = stream.state_dict()
-            before = handle.stats()["requests"]
             stream = BatchStream(dataset, batches_of(COUNT))
             stream.load_state_dict(state)
+            before = handle.stats()["requests"]
             assert len(list(stream)) == 3
             assert handle.stats()["requests"] == before + 3
 
@@ -993,7 +998,58 @@ class TestResume:
             "checksum",
             "rank",
             "order",
+            "dataset",
         ]
+
+    @pytest.mark.parametrize("kind", ["array", "in memory", "tokens", "records"])
+    @pytest.mark.parametrize("sampler", ["list", "own state"])
+    def test_a_state_of_other_data_is_refused(self, tmp_path, kind, sampler):
+        """Of as many samples, in the same order; the same data may be elsewhere."""
+
+        def stream_of(folder, values):
+            path = tmp_path / folder / "values.npy"
+            path.parent.mkdir(exist_ok=True)
+            nvmeio.save(path, values)
+            end = path.stat().st_size
+            dataset = {
+                "array": lambda: ArrayDataset(path),
+                "in memory": lambda: ArrayDataset(torch.from_numpy(values)),
+                "tokens": lambda: TokenDataset(path, 1),
+                "records": lambda: RecordDataset(path, range(end - 800, end, 8), [8] * 100),
+            }[kind]()
+            return BatchStream(dataset, SAMPLERS[sampler](range(99)))
+
+        values = np.random.default_rng(0).permutation(1000)[:100]
+        first = stream_of("first", values)
+        assert len(list(itertools.islice(first, 4))) == 4
+        state = first.state_dict()
+        moved = stream_of("moved", values)
+        moved.load_state_dict(state)
+        assert len(list(moved)) == 6
+        other = stream_of("other", values[::-1].copy())
+        words = "the state is of other data: the contents of the samples differ"
+        with pytest.raises(ValueError, match=words) as refused:
+            other.load_state_dict(state)
+        assert "remove 'dataset' from the state" in str(refused.value)
+        assert other.state_dict()["batches"] == 0
+        del state["dataset"]
+        other.load_state_dict(state)
+        assert len(list(other)) == 6
+
+    def test_what_differs_of_other_data_is_named(self, labels):
+        dataset = TokenDataset(labels, 4)
+        state = BatchStream(dataset, batches_of(25)).state_dict()
+        for options, words in (
+            ({"block_size": 5}, r"the shape was \(25, 4\) and is \(20, 5\);"),
+            ({"block_size": 4, "stride": 2}, r"the shape was \(25, 4\) and is \(50, 4\);"),
+        ):
+            other = BatchStream(TokenDataset(labels, **options), batches_of(20))
+            with pytest.raises(ValueError, match=f"the state is of other data: {words}"):
+                other.load_state_dict(state)
+        for value in (None, {"shape": "(25, 4)"}):
+            stream = BatchStream(dataset, batches_of(25))
+            with pytest.raises(ValueError, match="for what the data were"):
+                stream.load_state_dict({**state, "dataset": value})
 
     def test_a_state_is_no_view_of_the_stream(self, labels):
         dataset = ArrayDataset(labels)

@@ -16,7 +16,7 @@ from nvmeio._native.file import File
 from nvmeio.arrays import ArrayFile
 from nvmeio.torch._dtypes import carrier
 from nvmeio.torch.data._records import OpenFiles
-from nvmeio.torch.data._stored import Flight, Stored
+from nvmeio.torch.data._stored import Flight, Stored, beginnings_of
 
 __all__ = ["TokenDataset"]
 
@@ -195,6 +195,11 @@ class TokenDataset(Stored):
             where = np.flatnonzero(owners == owner)
             begin = self._ends[owner - 1] if owner else 0
             yield int(owner), where, (starts[where] - begin) * self.stride
+
+    def _beginnings(self, rows: Positions) -> Iterator[Any]:
+        for number, _, starts in self._shares(rows):
+            tokens: ArrayFile = self._arrays()[0].file(number)
+            yield beginnings_of(tokens, starts, (self.block_size + 1) * tokens.itemsize)
 
     def _begin(self, rows: Positions) -> Flight:
         """Start reading windows, whose positions were checked."""
