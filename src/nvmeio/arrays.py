@@ -70,6 +70,9 @@ _CALLER_BYTES_MAX = 1 << 20
 # What an iteration reads at once.
 _PART_BYTES = 4 << 20
 
+# As DLPack numbers devices.
+_DLPACK_CPU = 1
+
 After = Request | Iterable[Request] | None
 
 
@@ -127,10 +130,11 @@ class ArrayFile(Unread):
     a field, or a list of names, reads the whole array first.  A loop over the array reads
     parts of 4 MiB.
 
-    Comparisons, arithmetic and functions of numpy are refused with a TypeError, because
-    they would read the whole file unasked: read what you need first.  numpy.asarray()
-    reads all of it.  An ArrayFile equals itself, so it can be a key; ``==`` with anything
-    else is refused too, so look for one in a list by ``is``.
+    Comparisons, arithmetic and functions of numpy and torch are refused with a TypeError,
+    because they would read the whole file unasked: read what you need first.
+    numpy.asarray() and torch.as_tensor() read all of it.  An ArrayFile equals itself, so it
+    can be a key; ``==`` with anything else is refused too, so look for one in a list by
+    ``is``.
 
     Assigning broadcasts and converts as numpy does, writes no byte that the index does not
     name, and takes the last of several values for the same element.  It returns when the
@@ -385,6 +389,14 @@ class ArrayFile(Unread):
         if self._elements.library is not None and self._dtype.kind == "V":
             raise TypeError(f"numpy has no {self.dtype}; array[...] is a tensor")
         return np.asarray(self[...], dtype)
+
+    def __dlpack__(self, **options: Any) -> Any:
+        if options.get("copy") is False:
+            raise BufferError("an array on disk cannot be had without a copy")
+        return self[...].__dlpack__(**options)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return _DLPACK_CPU, 0
 
     @suggesting
     def gather(self, rows: Any, out: Any = None) -> Any:
