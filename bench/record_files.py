@@ -161,7 +161,7 @@ def tokens(folder: Path, size: int) -> Format:
         f"windows of {BLOCK_TOKENS} tokens",
         ("TokenDataset", "numpy.memmap"),
         (
-            lambda _: nvmeio.torch.TokenDataset(path, BLOCK_TOKENS, np.uint16),
+            lambda _: nvmeio.torch.TokenDataset(path, BLOCK_TOKENS, np.uint16, stride=1),
             functools.partial(MemmapWindows, path),
         ),
         (path,),

@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,8 @@ STATES = ("exp_avg", "exp_avg_sq")
 FILES = ("table", *STATES)
 # Rows per part, when they are made and compared.
 CHUNK = 1 << 14
+# How long a process waits for the others, in seconds.
+TIMEOUT = 300
 
 
 def chunks(count: int) -> Iterator[slice]:
@@ -92,7 +95,7 @@ def train_on_disk(
             )
             for name in FILES
         ]
-        barrier.wait()
+        barrier.wait(TIMEOUT)
         writes: list[nvmeio.Request] = []
         for step in range(options.steps):
             named, targets = batch(step, process, options)
@@ -117,6 +120,18 @@ def train_on_disk(
             write.result()
         for file in files:
             file.flush()
+
+
+def wait_for_all(workers: list[Any], barrier: Any) -> list[int]:
+    """Let the workers begin once all are ready; return the numbers of those that died."""
+    sentinels = [worker.sentinel for worker in workers]
+    while barrier.n_waiting < len(workers):
+        if dead := wait(sentinels, timeout=0.05):
+            # The others give up too.
+            barrier.abort()
+            return [sentinels.index(one) for one in dead]
+    barrier.wait(TIMEOUT)
+    return []
 
 
 def train_in_memory(options: argparse.Namespace) -> list[torch.Tensor]:
@@ -172,13 +187,16 @@ def main(arguments: list[str] | None = None) -> int:
         ]
         for worker in workers:
             worker.start()
-        barrier.wait()
+        failed = wait_for_all(workers, barrier)
         begin = time.perf_counter()
         for worker in workers:
             worker.join()
         seconds = time.perf_counter() - begin
-        if any(worker.exitcode for worker in workers):
-            print("A PROCESS HAS FAILED")
+        failed = failed or [n for n, worker in enumerate(workers) if worker.exitcode]
+        for number in failed:
+            code = workers[number].exitcode
+            print(f"PROCESS {number} HAS FAILED: exit code {code}")
+        if failed:
             return 1
         print(
             f"   {options.steps} steps of {options.batch} ids in {PROCESSES} processes, "

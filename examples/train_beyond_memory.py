@@ -160,7 +160,7 @@ def train(folder: Path, preset: Preset, steps: int, beyond: bool) -> None:
         def forward() -> contextlib.AbstractContextManager[None]:
             return nvmeio.torch.save_on_disk(folder, memory=preset.activations * MIB)
 
-    dataset = TokenDataset(folder / "text.npy", preset.block)
+    dataset = TokenDataset(folder / "text.npy", preset.block, stride=1)
     sampler = RandomSampler(
         dataset,
         replacement=True,

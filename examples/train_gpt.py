@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import BatchSampler, Subset
+from torch.utils.data import BatchSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from nvmeio.checkpoint import Checkpointer
@@ -91,9 +91,7 @@ def train(shards: Path, folder: Path, steps: int, kill: int) -> None:
     model = GPT()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 
-    tokens = TokenDataset(sorted(shards.glob("*.bin")), BLOCK)
-    # Windows that do not overlap.
-    windows = Subset(tokens, range(0, len(tokens), BLOCK))
+    windows = TokenDataset(sorted(shards.glob("*.bin")), BLOCK)
     sampler = DistributedSampler(windows, ranks, rank, seed=0)
     stream = BatchStream(windows, BatchSampler(sampler, BATCH, drop_last=True))
 

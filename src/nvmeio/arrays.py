@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, BinaryIO, Literal
+from typing import IO, TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -69,6 +69,9 @@ _CALLER_BYTES_MAX = 1 << 20
 
 # What an iteration reads at once.
 _PART_BYTES = 4 << 20
+
+# As DLPack numbers devices.
+_DLPACK_CPU = 1
 
 After = Request | Iterable[Request] | None
 
@@ -127,10 +130,11 @@ class ArrayFile(Unread):
     a field, or a list of names, reads the whole array first.  A loop over the array reads
     parts of 4 MiB.
 
-    Comparisons, arithmetic and functions of numpy are refused with a TypeError, because
-    they would read the whole file unasked: read what you need first.  numpy.asarray()
-    reads all of it.  An ArrayFile equals itself, so it can be a key; ``==`` with anything
-    else is refused too, so look for one in a list by ``is``.
+    Comparisons, arithmetic and functions of numpy and torch are refused with a TypeError,
+    because they would read the whole file unasked: read what you need first.
+    numpy.asarray() and torch.as_tensor() read all of it.  An ArrayFile equals itself, so it
+    can be a key; ``==`` with anything else is refused too, so look for one in a list by
+    ``is``.
 
     Assigning broadcasts and converts as numpy does, writes no byte that the index does not
     name, and takes the last of several values for the same element.  It returns when the
@@ -289,13 +293,20 @@ class ArrayFile(Unread):
             raise ValueError(f"an array of shape {extents} has {size} bytes, too many")
         check_extents(extents, element)
         with naming(path), _opened_anew(path, overwrite=overwrite) as stream:
+            before = os.fstat(stream.fileno()).st_size
             try:
-                stream.write(header)
-                stream.truncate(size)
+                # What the file system refuses is refused before anything is cut.
+                stream.truncate(max(size, before))
+                if stream.write(header) != len(header):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             except BaseException:
-                if not overwrite:
+                if overwrite:
+                    os.ftruncate(stream.fileno(), before)
+                else:
                     os.unlink(path)
                 raise
+            stream.truncate(len(header))
+            stream.truncate(size)
         tensors = library_of_dtype(dtype) is not None
         array = cls(
             path,
@@ -385,6 +396,14 @@ class ArrayFile(Unread):
         if self._elements.library is not None and self._dtype.kind == "V":
             raise TypeError(f"numpy has no {self.dtype}; array[...] is a tensor")
         return np.asarray(self[...], dtype)
+
+    def __dlpack__(self, **options: Any) -> Any:
+        if options.get("copy") is False:
+            raise BufferError("an array on disk cannot be had without a copy")
+        return self[...].__dlpack__(**options)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return _DLPACK_CPU, 0
 
     @suggesting
     def gather(self, rows: Any, out: Any = None) -> Any:
@@ -997,13 +1016,20 @@ def _write_changes(descriptor: int, old: bytes, new: bytes) -> None:
         begin += os.pwrite(descriptor, new[begin:end], begin)
 
 
-def _opened_anew(path: str | bytes, *, overwrite: bool) -> BinaryIO:
-    """Open a file that is new or may be cut."""
+def _opened_anew(path: str | bytes, *, overwrite: bool) -> IO[bytes]:
+    """Open a file that is new or may be cut, which the caller does."""
     try:
-        return open(path, "wb" if overwrite else "xb")
+        mode = "wb" if overwrite else "xb"
+        # Without a buffer, which close() would write out after an error, too.
+        return open(path, mode, buffering=0, opener=_opened_uncut)
     except FileExistsError as error:
         words = f"{error.strerror}; overwrite=True makes it anew"
         raise FileExistsError(error.errno, words, path) from None
+
+
+def _opened_uncut(path: str | bytes, flags: int) -> int:
+    """Open a file as open() would, but leave in it what it has."""
+    return os.open(path, flags & ~os.O_TRUNC, 0o666)
 
 
 def _restore(

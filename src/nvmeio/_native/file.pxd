@@ -8,7 +8,7 @@ cdef class File:
 
     cdef nvmeio_file *c        # NULL once closed
     cdef object __weakref__
-    cdef readonly object path  # as it was given: str, bytes or the number of a descriptor
+    cdef readonly object path  # as it was given: str or bytes; of a descriptor what it leads to
     cdef readonly str mode
     cdef bint page_cache_open  # known to have the descriptor of the page cache
     cdef object absolute       # the path for a copy by pickle, or None

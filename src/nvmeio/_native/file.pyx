@@ -950,7 +950,7 @@ cdef File open_descriptor(object descriptor, nvmeio_direct direct):
     if not 0 <= descriptor <= INT_MAX:
         check(-errno.EBADF, descriptor)
     c_descriptor = descriptor
-    file.path = descriptor
+    file.path = name_of(descriptor)
     file.mode = "fd"
     while result == -EINTR:
         PyErr_CheckSignals()
@@ -960,6 +960,14 @@ cdef File open_descriptor(object descriptor, nvmeio_direct direct):
         raise_unsuitable(-result, descriptor, direct)
     file.c = c
     return file
+
+
+cdef object name_of(object descriptor):
+    """Return the path that a descriptor leads to, or else its number."""
+    try:
+        return os.readlink(f"/proc/self/fd/{descriptor}")
+    except OSError:
+        return descriptor
 
 
 cdef int raise_unsuitable(int error, object file, nvmeio_direct direct) except -1:
@@ -972,9 +980,10 @@ cdef int raise_unsuitable(int error, object file, nvmeio_direct direct) except -
         reason = why_unsuitable(file)
     if reason is None and error == errno.EINVAL and direct == DIRECT_ALWAYS:
         reason = "direct=True, and the file or its file system has no O_DIRECT"
+    path = name_of(file) if isinstance(file, int) else file
     if reason is not None:
-        raise_because(error, reason, file)
-    return check(-error, file)
+        raise_because(error, reason, path)
+    return check(-error, path)
 
 
 cdef object why_unsuitable(object file):

@@ -17,7 +17,7 @@ cdef class Request:
     cdef nvmeio_op op
     cdef Buffer buffer         # the memory; None for an fsync
     cdef File file             # kept open for validation; None once finished
-    cdef readonly object path  # of the file, or the number of its descriptor
+    cdef readonly object path  # of the file
     cdef int64_t offset
     cdef bint validate
     cdef bint data_only        # an fsync: of the data alone
