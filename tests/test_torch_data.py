@@ -415,7 +415,7 @@ class TestTokenDataset:
             TokenDataset(file, 16, stride=0)
         with pytest.raises(ValueError, match="paths is empty"):
             TokenDataset([], 16)
-        with pytest.raises(TypeError, match="paths is 3; it must be"):
+        with pytest.raises(TypeError, match="path is 3; it must be"):
             TokenDataset([3], 16)
         with pytest.raises(TypeError, match="paths is 3; it must be a path, an ArrayFile"):
             TokenDataset(3, 16)
