@@ -330,7 +330,7 @@ def test_a_directory_is_refused(handle, folder):
     assert refused(handle.read, bytearray(1), folder) == (errno.EISDIR, str(folder))
     assert refused(handle.write, b"1", folder) == (errno.EISDIR, str(folder))
     descriptor = os.open(folder, os.O_RDONLY)
-    assert refused(handle.read, bytearray(1), descriptor) == (errno.EISDIR, descriptor)
+    assert refused(handle.read, bytearray(1), descriptor) == (errno.EISDIR, str(folder))
     os.close(descriptor)
 
 

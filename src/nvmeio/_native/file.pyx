@@ -983,11 +983,15 @@ cdef File open_descriptor(object descriptor, nvmeio_direct direct):
 
 
 cdef object name_of(object descriptor):
-    """Return the path that a descriptor leads to, or else its number."""
+    """Return the path that a descriptor leads to, or else its number.
+
+    Sockets and pipes have no path: their links read "pipe:[4711]".
+    """
     try:
-        return os.readlink(f"/proc/self/fd/{descriptor}")
+        path = os.readlink(f"/proc/self/fd/{descriptor}")
     except OSError:
         return descriptor
+    return path if path.startswith("/") else descriptor
 
 
 cdef int raise_unsuitable(int error, object file, nvmeio_direct direct) except -1:
