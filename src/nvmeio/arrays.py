@@ -40,6 +40,7 @@ from nvmeio._arrays.npy_header import (
 )
 from nvmeio._arrays.operators import Unread
 from nvmeio._events.calls import BLOCKING, Calls, run
+from nvmeio._files.descriptors import opened
 from nvmeio._files.locks import locked
 from nvmeio._files.paths import absolute, naming, synced_folder
 from nvmeio._memory.registry import library_of, library_of_dtype
@@ -528,7 +529,7 @@ class ArrayFile(Unread):
         Notes
         -----
         Returns when anyone who opens the file can read the rows.  ``shape`` includes them
-        here; another ArrayFile keeps the shape that the file had when it was opened.
+        here; another ArrayFile keeps its shape until its ``refresh``.
         ``flush`` makes them durable.
 
         First the rows are written and, in a .npy file, synced, then the shape in the
@@ -546,13 +547,44 @@ class ArrayFile(Unread):
         self._axes()
         rows = self._elements.rows(values, self._shape)
         with naming(self.path), locked(self._file.fileno()) as descriptor:
+            self._check_can_append()
             layout = self._layout_now(descriptor)
+            if not self._is_raw and has_magic(self._file, layout.offset + layout.nbytes):
+                raise ValueError(f"{self.path!r} has another array behind this one")
             if len(rows):
                 self._append(rows, layout, descriptor)
-            self._shape = (layout.shape[0] + len(rows), *layout.shape[1:])
-            if self._is_raw:
-                # For a copy by pickle.
-                self._arguments["shape"] = (-1, *self._shape[1:])
+            self._take_shape((layout.shape[0] + len(rows), *layout.shape[1:]))
+
+    def refresh(self) -> None:
+        """Take over the rows that others have appended since the file was opened.
+
+        Raises
+        ------
+        OSError
+            With errno and path.  ESTALE: the file was replaced or removed since it was
+            opened.
+        ValueError
+            The file is another array by now, or closed.
+
+        Notes
+        -----
+        Changes ``shape`` alone, without waiting for an append that is under way.  An array
+        of raw bytes that did not reach the end of its file when it was opened stays as it
+        is.
+        """
+        self._check_open()
+        with (
+            naming(self.path),
+            opened(f"/proc/self/fd/{self._file.fileno()}", os.O_RDONLY) as descriptor,
+        ):
+            self._take_shape(self._layout_now(descriptor).shape)
+
+    def _take_shape(self, shape: tuple[int, ...]) -> None:
+        """Have the shape that the file has by now."""
+        self._shape = shape
+        if self._is_raw and self._reaches_end and shape:
+            # For a copy by pickle.
+            self._arguments["shape"] = (-1, *shape[1:])
 
     @suggesting
     def prefetch(self, index: Any, out: Any = None, *, after: After = None) -> Request:
@@ -805,17 +837,12 @@ class ArrayFile(Unread):
             raise OSError(errno.ESTALE, words)
         if not self._is_raw:
             layout = read_layout(self._file, descriptor)
-            if has_magic(self._file, layout.offset + layout.nbytes):
-                raise ValueError(f"{self.path!r} has another array behind this one")
-        elif self._row_bytes == 0 or not self._reaches_end:
-            why = (
-                "rows have no bytes" if self._reaches_end else "bytes are behind the array"
-            )
-            raise ValueError(f"rows cannot be appended to {self.path!r}: {why}")
-        else:
+        elif self._can_grow:
             shape = (-1, *self._shape[1:])
             extents = _raw_extents(self._file, self._dtype, self._offset, shape)
             layout = Layout(self._dtype, extents, self._offset)
+        else:
+            layout = Layout(self._dtype, self._shape, self._offset)
         same = (layout.dtype, layout.offset) == (self._dtype, self._offset)
         if not same or layout.fortran or layout.shape[1:] != self._shape[1:]:
             raise ValueError(
@@ -823,6 +850,19 @@ class ArrayFile(Unread):
                 f"{layout.dtype}; open it again"
             )
         return layout
+
+    @property
+    def _can_grow(self) -> bool:
+        """Whether the size of a file of raw bytes says how many rows it has."""
+        return bool(self._shape and self._row_bytes and self._reaches_end)
+
+    def _check_can_append(self) -> None:
+        """Refuse raw bytes that cannot have more rows."""
+        if self._is_raw and not self._can_grow:
+            why = (
+                "rows have no bytes" if self._reaches_end else "bytes are behind the array"
+            )
+            raise ValueError(f"rows cannot be appended to {self.path!r}: {why}")
 
     def _append(self, rows: Array, layout: Layout, descriptor: int) -> None:
         """Write rows behind those that there are, and then the header."""

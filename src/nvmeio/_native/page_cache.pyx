@@ -3,11 +3,15 @@
 import os
 import random
 
+from cpython.buffer cimport PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
 from libc.stdint cimport int64_t
 
 from nvmeio cimport libnvmeio
 
-# SAMPLES: how many pages to try where the kernel has no cachestat(2).
+cdef extern from "<unistd.h>" nogil:
+    ssize_t pread(int descriptor, void *buffer, size_t size, int64_t offset)
+
+# SAMPLES: how many pages to try if the kernel has no cachestat(2).
 cdef enum:
     SAMPLES = 64
     PAGE = 4096
@@ -30,6 +34,35 @@ def cached_fraction(int descriptor, Py_ssize_t offset, Py_ssize_t nbytes) -> flo
         pages = (offset + nbytes - 1) // PAGE - offset // PAGE + 1
         return min(1.0, cached / pages)
     return sampled_fraction(descriptor, offset, nbytes)
+
+
+def read_cached(int descriptor, buffer, int64_t offset) -> bool:
+    """Fill a buffer, if the page cache has all of it; False if not, or if it cannot tell.
+
+    The descriptor is one without O_DIRECT.  For one record this takes a fifth of the time
+    of a gather, which would read it from the page cache too.
+    """
+    cdef Py_buffer view
+    cdef Py_ssize_t done = 0, got
+    cdef int64_t pages
+    PyObject_GetBuffer(buffer, &view, PyBUF_WRITABLE)
+    try:
+        if view.len == 0:
+            return True
+        pages = (offset + view.len - 1) // PAGE - offset // PAGE + 1
+        with nogil:
+            if libnvmeio.cached_pages(descriptor, offset, view.len) == pages:
+                while done < view.len:
+                    got = pread(
+                        descriptor, <char *> view.buf + done, view.len - done, offset + done
+                    )
+                    if got <= 0:
+                        break
+                    done += got
+        # What has failed is read again by the caller, who says why.
+        return done == view.len
+    finally:
+        PyBuffer_Release(&view)
 
 
 def sampled_fraction(int descriptor, Py_ssize_t offset, Py_ssize_t nbytes) -> float:
