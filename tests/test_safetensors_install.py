@@ -590,7 +590,7 @@ print(*sorted(name for name in sys.modules if name.startswith("_nvmeio")))
         found = run_well(code, {} if value is None else {"NVMEIO_SAFETENSORS": value})
         assert found.split("\n")[:2] == ["", hook]
 
-    def test_where_python_starts_only_the_hook_is_imported(self):
+    def test_only_the_hook_is_imported_when_python_starts(self):
         code = "import sys; print(*(name for name in sys.modules if 'nvmeio' in name))"
         assert run_well(code, ON).strip() == "_nvmeio_follow"
 
@@ -604,7 +604,7 @@ print(*sorted(name for name in sys.modules if name.startswith("_nvmeio")))
             "import nvmeio.safetensors; nvmeio.safetensors.install()",
         ],
     )
-    def test_whatever_is_imported_first_nvmeio_is_installed(self, first):
+    def test_nvmeio_is_installed_in_any_order_of_imports(self, first):
         code = (
             NO_TORCH
             + first
