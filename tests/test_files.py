@@ -155,7 +155,9 @@ class TestPartOfAFile:
         ],
         ids=str,
     )
-    def test_what_it_refuses(self, path, options, words):
+    def test_remote_paths_are_refused_and_local_paths_need_no_folder(
+        self, path, options, words
+    ):
         path.write_bytes(bytes(10))
         with pytest.raises((TypeError, ValueError), match=words):
             nvmeio.read_file(path, **options)

@@ -42,7 +42,7 @@ NUMEL = MIB // 4 + 40_001
 
 
 def aligned(numel):
-    """Return the numel to which DeepSpeed pads one, with four bytes an element."""
+    """Return the numel to which DeepSpeed pads one, for elements of four bytes."""
     return -(-numel // ALIGNED_NUMEL) * ALIGNED_NUMEL
 
 
