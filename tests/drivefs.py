@@ -2,9 +2,8 @@
 
 Its only file NAME holds SIZE bytes in memory.  Each write to it and each fsync is appended
 to LOG in order of arrival, in the format of ``drivelog.py``; a loop device turns a flush
-into
-an fsync.  The attribute ``user.entries`` is the number of entries.  The process ends at the
-end of its standard input.
+into an fsync.  The attribute ``user.entries`` is the number of entries.  The process ends
+at the end of its standard input.
 """
 
 import errno

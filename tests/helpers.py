@@ -85,8 +85,7 @@ def expected_routes(op, size, align, offset=0, residue=0, bounce="auto"):
     """Return how many bytes take each route, by the rules of docs/design.md.
 
     `align` is ``File.alignment``, 1 without O_DIRECT.  An unaligned address must be odd;
-    for
-    even ones the route depends on the device.
+    for even ones the route depends on the device.
     """
     begin, end = offset, offset + size
     edge = max(align, PAGE)

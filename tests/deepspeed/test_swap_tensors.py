@@ -274,8 +274,7 @@ def test_optimizer_states_that_are_swapped_are_those_of_adam_in_memory(kind, tmp
     assert torch.equal(swapped.parameter.data, twin.data)
     swapped.swapper.release_swap_buffers(swapped.parameter)
     # One tensor at first, three from the first step on.  DeepSpeed swaps the part of a
-    # gradient
-    # that fills whole alignments, and swaps it in with the states.
+    # gradient that fills whole alignments, and swaps it in with the states.
     tensors = 1 + (1 + 3) + 2 * (3 + 3) + 3
     gradients = (3 * 2 + 1) * (NUMEL // ALIGNED_NUMEL)
     expected = 4 * (tensors * aligned(NUMEL) + gradients * ALIGNED_NUMEL)

@@ -1,12 +1,11 @@
 """DeepSpeed's tools for NVMe run end to end, and their bytes go through nvmeio.
 
 They are real processes that get nvmeio only by NVMEIO_DEEPSPEED.  In them and their
-children
-recording/sitecustomize.py records the statistics of every handle.
+children recording/sitecustomize.py records the statistics of every handle.
 
 Of ds_io's engines, only aio_handle works in DeepSpeed 0.19, with any op: aio_basic
-transfers
-and then slices a float; torch_io and torch_fastio lack the parameter for the loop's number.
+transfers and then slices a float; torch_io and torch_fastio lack the parameter for the
+loop's number.
 """
 
 import json

@@ -107,8 +107,7 @@ def test_parameters_and_states_on_nvme_train_as_in_memory(tmp_path, dtype, optim
     assert_trained_alike(report, trained_in_memory(dtype, optimizer))
     assert sum(report["states"].values()) == bytes_of_states(tmp_path)
     # Parameters are written when they are made, when the optimizer is made, and after each
-    # step;
-    # they are read at least once for each forward and backward pass.
+    # step; they are read at least once for each forward and backward pass.
     parameters = WEIGHTS * BYTES[dtype]
     assert report["parameters"]["aio_write_handle"] == (2 + STEPS) * parameters
     assert report["parameters"]["aio_read_handle"] >= 2 * STEPS * parameters

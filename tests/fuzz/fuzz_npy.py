@@ -2,9 +2,8 @@
 
 ``python tests/fuzz/fuzz_npy.py CORPUS -runs=N -seed=N`` or ``... FILE``, as any target of
 libFuzzer.  An input that begins like a .npy file is one.  Any other input is a byte that
-chooses the version and the text of a header: the whole, or its three values, one a line.
-A finding is an undocumented error, memory out of proportion to the size of the file, a
-hang,
+chooses the version and the text of a header: the whole, or its three values, one a line. A
+finding is an undocumented error, memory out of proportion to the size of the file, a hang,
 or another answer than numpy's.
 """
 

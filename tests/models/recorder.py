@@ -55,8 +55,7 @@ class Recorder:
         """Record what a model computes.
 
         The order in which kernels add depends on the alignment of memory, and safetensors'
-        maps
-        are aligned as in the file.  So results may differ by 1e-7.
+        maps are aligned as in the file.  So results may differ by 1e-7.
         """
         self.report["computed"][label] = tensor.detach().double().flatten().tolist()
 

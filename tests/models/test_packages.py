@@ -76,8 +76,7 @@ ENVIRONMENT = {
     # Sums by several threads are not identical to the bit each time.
     "OMP_NUM_THREADS": "1",
     # oneDNN uses AMX for bfloat16 if the processor reports it, and dies of SIGILL in
-    # virtual
-    # machines that report AMX but do not allow it.
+    # virtual machines that report AMX but do not allow it.
     "ONEDNN_MAX_CPU_ISA": "AVX512_CORE",
 }
 VARIABLES = {"without": {}, "install": {}, "variable": {"NVMEIO_SAFETENSORS": "1"}}
