@@ -126,7 +126,7 @@ class TestAwait:
 
         run(main())
 
-    def test_the_loop_goes_on_meanwhile(self, slow_handle, path, pages, run):
+    def test_the_loop_runs_during_a_call(self, slow_handle, path, pages, run):
         start, check = pages
 
         async def main():

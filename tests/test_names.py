@@ -150,7 +150,7 @@ CALLS = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_keyword_that_is_nearly_right_is_told_the_right_one(name):
+def test_a_misspelled_keyword_gets_a_suggestion(name):
     call, wrong, right = CALLS[name]
     with pytest.raises(TypeError, match=f"'{wrong}'; did you mean '{right}'") as refused:
         call(**{wrong: 1})

@@ -62,7 +62,7 @@ class Arena:
         return array
 
     def take_back(self, number, begin, size, judge):
-        """Check the bytes and the canaries round them; any thread may call it; never raises."""
+        """Check the bytes and the canaries round them; any thread may call this."""
         whole = self.memory[number * PIECE : (number + 1) * PIECE]
         complaint = judge(whole[begin : begin + size])
         whole[begin : begin + size] = Guarded.CANARY
