@@ -1,4 +1,4 @@
-"""``nvmeio inspect`` lists what a file holds."""
+"""``nvmeio inspect`` lists the contents of files."""
 
 import json
 import os
@@ -29,7 +29,7 @@ def test_the_tensors_of_a_model_file_are_listed(tmp_path):
     assert lines[-1] == "safetensors: 2 tensors, 16 KiB; 2 at multiples of 4096"
 
 
-def test_json_has_it_exactly(tmp_path):
+def test_json_has_exact_values(tmp_path):
     path = tmp_path / "model.safetensors"
     st.save_file(TENSORS, path)
     found = json.loads(nvmeio("inspect", path, "--json").out)
@@ -56,7 +56,7 @@ def test_a_npy_file_is_one_tensor(tmp_path, order):
     assert found["metadata"]["order"] == {"C": "C", "F": "Fortran"}[order]
 
 
-def test_another_file_is_told_by_its_name(tmp_path):
+def test_an_unknown_file_is_an_error_with_its_name(tmp_path):
     path = tmp_path / "other"
     path.write_bytes(b"hello, this is no model")
     found = nvmeio("inspect", path)

@@ -387,7 +387,7 @@ def test_a_disk_without_room_is_refused(loop_mount, configuration):
     assert sorted(os.listdir(folder)) == before
 
 
-def test_a_folder_that_cannot_be_written_is_one_line(loop_mount, configuration):
+def test_an_unwritable_folder_is_an_error_of_one_line(loop_mount, configuration):
     folder = loop_mount("ext4", 128 << 20)
     subprocess.run(["mount", "-o", "remount,ro", str(folder)], check=True)
     done = run_nvmeio("tune", folder, *QUICK)
@@ -406,7 +406,7 @@ def test_a_folder_that_cannot_be_written_is_one_line(loop_mount, configuration):
         ([".", "--json", "none/report.json"], "there is no folder 'none'"),
     ],
 )
-def test_what_cannot_be_meant_is_said_in_one_line(words, complaint):
+def test_impossible_arguments_are_an_error_of_one_line(words, complaint):
     done = run_nvmeio("tune", *words)
     assert done.status == 2
     assert complaint in done.err

@@ -52,7 +52,7 @@ def test_the_memory_goes_back_with_the_last_reference(pin_memory):
     assert used() == before
 
 
-def test_memory_is_used_again():
+def test_staging_memory_is_reused():
     first = nvmeio.empty(8 * MIB, "u1")
     address = first.__array_interface__["data"][0]
     del first

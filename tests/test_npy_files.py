@@ -68,7 +68,7 @@ def test_a_failed_save_is_told_once_and_leaves_no_file(path):
     assert os.listdir(path.parent) == []
 
 
-def test_what_is_no_file_is_not_replaced(folder):
+def test_only_regular_files_are_replaced(folder):
     os.mkfifo(folder / "pipe")
     for path, number in ((folder, errno.EISDIR), (folder / "pipe", errno.EINVAL)):
         with pytest.raises(OSError, match=str(folder)) as caught:

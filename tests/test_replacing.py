@@ -76,7 +76,7 @@ def test_a_failure_leaves_what_was_there(write, path, there, recwarn):
     assert not recwarn.list
 
 
-def test_a_link_stays_and_what_it_leads_to_is_replaced(write, folder):
+def test_a_link_stays_and_its_target_is_replaced(write, folder):
     (folder / "far").mkdir()
     (folder / "link").symlink_to("far/data")
     for data in (NEW[:3], NEW):
