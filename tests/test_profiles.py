@@ -92,7 +92,7 @@ def told(handle):
 
 
 class TestFiles:
-    def test_what_was_saved_is_loaded(self, profile, tmp_path):
+    def test_a_saved_profile_is_loaded(self, profile, tmp_path):
         assert load_profile(tmp_path) is None
         assert saved_profiles() == []
         file = save_profile(profile)

@@ -1,7 +1,4 @@
-"""A Request tells what became of a transfer, whoever asks and whenever.
-
-"Case n" is a numbered line of what DeepSpeed's op is known to do wrong.
-"""
+"""A Request tells what became of a transfer, whoever asks and whenever."""
 
 import contextlib
 import errno

@@ -301,7 +301,7 @@ RUNS = {
 
 @pytest.mark.parametrize("rules", ["safetensors", "torch"])
 @pytest.mark.parametrize("what", RUNS)
-def test_neighbours_are_one_run(what, rules):
+def test_neighbours_are_one_extent(what, rules):
     if rules == "torch":
         pytest.importorskip("torch")
     index, count, run_bytes = RUNS[what]

@@ -488,7 +488,7 @@ class TestProcesses:
         gc.collect()
         assert left_open(file.parent) == []
 
-    def test_an_unpickled_array_finds_its_file_from_any_folder(self, file, monkeypatch):
+    def test_a_copy_is_found_from_any_folder(self, file, monkeypatch):
         monkeypatch.chdir(file.parent)
         dataset = ArrayDataset(file.name)
         monkeypatch.chdir("/")
