@@ -1,9 +1,8 @@
 """A pytest plugin: child processes for the tests of faults, forks, signals and exits.
 
-What a child does is a function in ``workloads``, or in ``stress/trials``; here it is
-started, its faults are made by strace, and it is stopped by a watchdog, so that nothing
-hangs but fails.  What a test has started and not waited for, because it failed or was
-interrupted, is killed behind it.
+A child runs a function of ``workloads`` or ``stress/trials``.  This module starts it, lets
+strace inject its faults, and stops it with a watchdog, so that a hang becomes a failure.
+Children that a failed or interrupted test has left running are killed after the test.
 """
 
 import contextlib
@@ -27,40 +26,40 @@ import pytest
 
 TESTS = Path(__file__).resolve().parent
 
-# A child that takes longer hangs.  Two processors and a sanitizer make all of them slow.
+# A child that takes longer is taken to hang.  Two processors and a sanitizer make all slow.
 WATCHDOG_S = 90
 
-# What `make asan` sets is for Python alone, not for tools of the system.
+# `make asan` sets these for Python only; tools of the system must not inherit them.
 PRELOADED = ("LD_PRELOAD", "PYTHONPATH")
 
 
 def under_sanitizer(*libraries):
-    """Tell whether one of these libraries stands between the tests and the system."""
+    """Return whether one of these sanitizer libraries is preloaded."""
     return any(library in os.environ.get("LD_PRELOAD", "") for library in libraries)
 
 
 def skip_under_asan(why):
-    """Skip where AddressSanitizer stands between the tests and the system."""
+    """Skip under AddressSanitizer."""
     if under_sanitizer("libasan"):
         pytest.skip(f"AddressSanitizer {why}")
 
 
 def sanitized():
-    """Tell whether AddressSanitizer or ThreadSanitizer does."""
+    """Return whether AddressSanitizer or ThreadSanitizer is preloaded."""
     return under_sanitizer("libasan", "libtsan")
 
 
 def skip_sanitized(why):
-    """Skip where one of the two does."""
+    """Skip under AddressSanitizer or ThreadSanitizer."""
     if sanitized():
         pytest.skip(f"sanitizers {why}")
 
 
 def can_fork():
-    """Tell whether a process with busy threads may fork, and its child start some.
+    """Return whether a process with busy threads may fork, and its child start threads.
 
-    Under ThreadSanitizer it may not; under AddressSanitizer the child may inherit a lock of
-    its allocator that nobody will open, and hang (gcc 12).
+    ThreadSanitizer forbids it.  Under AddressSanitizer the child may inherit a held lock of
+    the allocator, and hang (gcc 12).
     """
     return not sanitized()
 
@@ -71,13 +70,13 @@ def system_environment():
 
 
 def find_tool(name):
-    """Return the path of a tool of the system, or None; PATH may lack those of root."""
+    """Return the path of a system tool, or None; also look where only root's PATH leads."""
     path = os.environ["PATH"] + os.pathsep + "/usr/sbin" + os.pathsep + "/sbin"
     return shutil.which(name, path=path)
 
 
 def run_tool(*command):
-    """Run a tool of the system and return what it says; its failure is an error."""
+    """Run a system tool and return its output; raise if it fails."""
     done = subprocess.run(
         [find_tool(str(command[0])) or command[0], *map(str, command[1:])],
         env=system_environment(),
@@ -92,7 +91,7 @@ def run_tool(*command):
 
 @functools.cache
 def strace_refusal():
-    """Return why strace cannot trace here, tried once on a child of its own, or None."""
+    """Return why strace cannot trace here, or None; tried once, on a child of its own."""
     if shutil.which("strace") is None:
         return "strace is not installed"
     done = subprocess.run(
@@ -108,13 +107,13 @@ def strace_refusal():
 
 
 def need_strace():
-    """Skip where strace cannot trace; where it can, what it fails in is an error."""
+    """Skip if strace cannot trace here; any other failure of strace is an error."""
     if refusal := strace_refusal():
         pytest.skip(refusal)
 
 
 def threads_of(pid):
-    """Yield a line for each thread of a process: where in the kernel it is."""
+    """Yield a line for each thread of a process, with its place in the kernel."""
     for task in sorted(Path(f"/proc/{pid}/task").iterdir()):
         with contextlib.suppress(OSError):
             words = [(task / name).read_text().strip() for name in ("wchan", "syscall")]
@@ -133,19 +132,19 @@ class Outcome:
 
     @property
     def report(self):
-        """The one report of a child that went well, and said nothing else."""
+        """The only report of a child that succeeded and printed nothing else."""
         assert self.status == 0, self.stderr
         assert len(self.reports) == 1, self.reports
         return self.reports[0]
 
 
 class Child:
-    """A process that runs one function of a package, workloads if none is named.
+    """A process that runs one function of a package, by default of workloads.
 
-    It prints a JSON line for each report; a line ``"ready"`` means that it waits for
-    ``go()``.  With ``faults``, strace is attached before that: expressions of its
-    ``inject=``, which count system calls from there on.  ``traced`` names system calls
-    that it logs besides.  With ``command`` another program takes Python's place.
+    It prints a JSON line for each report.  The line ``"ready"`` means that it waits for
+    ``go()``.  ``faults`` are expressions for strace's ``inject=``; strace attaches before
+    ``go()`` and counts system calls from there on.  ``traced`` names more system calls to
+    log.  ``command`` is another program to run instead of Python.
     """
 
     running: ClassVar[set] = set()
@@ -201,13 +200,13 @@ class Child:
     def _expire(self):
         self.timed_out = True
         self.threads = list(threads_of(self.process.pid))
-        # Says where its threads are, for faulthandler listens; then it has to go.
+        # faulthandler prints where the threads are; then the child is killed.
         self.process.send_signal(signal.SIGABRT)
         time.sleep(1)
         self._kill()
 
     def _kill(self):
-        """Kill it, and what it has started."""
+        """Kill the child and everything that it has started."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
 
@@ -240,7 +239,7 @@ class Child:
         self._await_tracer()
 
     def _await_tracer(self):
-        """Every thread of the child has a tracer, and strace has nothing to complain of."""
+        """Wait until strace traces every thread of the child; raise if strace has ended."""
         tasks = Path(f"/proc/{self.process.pid}/task")
         while any(
             "TracerPid:\t0\n" in (task / "status").read_text() for task in tasks.iterdir()
@@ -257,19 +256,19 @@ class Child:
         self.process.stdin.flush()
 
     def stop(self):
-        """Kill it and all that it has started, whatever it was about to say."""
+        """Kill the child and everything that it has started, and drop its reports."""
         self._kill()
         self._end()
 
     def finish(self, *, check=True):
-        """Wait for the end of the child, and return its Outcome."""
+        """Wait for the child to end, and return its Outcome."""
         try:
             for line in self.process.stdout:
                 self.reports.append(json.loads(line))
             status = self.process.wait()
             log = self._read_log() if self.tracer else ""
         except BaseException:
-            # Ctrl-C, or the timeout of a test: what it uses may be taken down next.
+            # Ctrl-C or a test's timeout: the fixtures that the child uses go next.
             self.stop()
             raise
         self._end()
@@ -277,18 +276,18 @@ class Child:
         if check and self.timed_out:
             words = [f"{self.name} hangs", str(self.reports), stderr, *self.threads]
             pytest.fail("\n".join([*words, log[-5000:]]))
-        # Between the two halves of a call others may stand: `<... pread64 resumed>`.
+        # Other calls may come between the two halves of one: `<... pread64 resumed>`.
         pattern = r"(\w+)(?:\(| resumed>)[^\n]*\(INJECTED\)"
         injected = Counter(re.findall(pattern, log))
         return Outcome(status, stderr, self.reports, injected, log)
 
     def _read_log(self):
-        """Wait for the end of strace; return what it has logged."""
+        """Wait for strace to end; return its log."""
         self.tracer.wait()
         return self.log.read()
 
     def _end(self):
-        """Let go of what watched it, when it has ended."""
+        """Release the watchdog and strace of a child that has ended."""
         self.process.wait()
         self.watchdog.cancel()
         self.reader.join()
@@ -296,7 +295,7 @@ class Child:
             self.tracer.wait()
             self.tracer.stderr.close()
             self.log.close()
-        # One that ended before it was told to go has not read that.
+        # A child that ended before go() has not read its input.
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.close()
         self.process.stdout.close()
@@ -306,24 +305,24 @@ class Child:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_teardown():
-    """Stop what a test that failed has not waited for, before what it uses goes."""
+    """Stop the children of a failed test before its fixtures are torn down."""
     for child in list(Child.running):
         child.stop()
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionfinish():
-    """Stop the same of a test that was interrupted."""
+    """Stop the children of an interrupted test."""
     pytest_runtest_teardown()
 
 
 def run_child(name, **options):
-    """Run a function of workloads to its end."""
+    """Run a function of workloads until it ends."""
     return Child(name, **options).finish()
 
 
 def run_with_faults(name, *faults, **options):
-    """Run a function of workloads that pauses once; from there on faults are made."""
+    """Run a function of workloads that pauses once; inject faults from there on."""
     need_strace()
     child = Child(name, faults=faults, **options)
     child.ready()
@@ -336,7 +335,7 @@ def run_with_faults(name, *faults, **options):
 
 
 def without_capabilities(*names):
-    """Return the words that start a command without some capabilities of root."""
+    """Return a command prefix that drops some of root's capabilities."""
     if os.geteuid() != 0:
         return []
     if shutil.which("setpriv") is None:
@@ -345,10 +344,10 @@ def without_capabilities(*names):
 
 
 def as_nobody():
-    """Return the words that start a command for which limits hold that do not for root."""
+    """Return a command prefix that runs as nobody, because root escapes some limits."""
     prefix = without_capabilities("ipc_lock", "sys_resource", "sys_admin")
     if prefix:
-        # What is root's must stay readable.
+        # Files of root must stay readable.
         prefix += ["--reuid", "65534", "--clear-groups"]
         prefix += ["--inh-caps", "+dac_read_search", "--ambient-caps", "+dac_read_search"]
     return prefix

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from children import WATCHDOG_S
 
-# What a terminal is told that is not text: colours, and where the cursor goes.
+# Escape sequences of a terminal: colours and movements of the cursor.
 CONTROL = re.compile(r"\x1b(\[[0-9;?]*[A-Za-z]|\][^\x07]*\x07)")
 
 CTRL_C = b"\x03"
@@ -26,7 +26,7 @@ CTRL_C = b"\x03"
 class Done:
     """A command that has ended.
 
-    In a terminal both outputs are one, in ``out``.
+    In a terminal, ``out`` has both stdout and stderr.
     """
 
     status: int
@@ -35,15 +35,15 @@ class Done:
 
 
 def python():
-    """Return the words that run this Python as a terminal would.
+    """Return the command that runs this Python as if it were started from a terminal.
 
-    Tests that were started in the background ignore Ctrl-C, and would hand that down.
+    Tests that run in the background ignore Ctrl-C, and their children would inherit that.
     """
     return [shutil.which("env"), "--default-signal=HUP,INT", sys.executable]
 
 
 def command(*arguments, without=()):
-    """Return the words that run ``nvmeio`` with this Python; `without` hides packages."""
+    """Return the command that runs ``nvmeio`` by this Python; `without` hides packages."""
     words = [str(argument) for argument in arguments]
     if not without:
         return [*python(), "-m", "nvmeio", *words]
@@ -55,7 +55,7 @@ def command(*arguments, without=()):
 
 
 def nvmeio(*arguments, prefix=(), without=(), **options):
-    """Run ``nvmeio`` with pipes, behind the words of `prefix`."""
+    """Run ``nvmeio`` with pipes; `prefix` comes before the command."""
     options.setdefault("timeout", WATCHDOG_S)
     done = subprocess.run(
         [*prefix, *command(*arguments, without=without)],
@@ -68,7 +68,7 @@ def nvmeio(*arguments, prefix=(), without=(), **options):
 
 
 def nvmeio_in_terminal(*arguments, until=None, typed=CTRL_C, without=(), **options):
-    """Run ``nvmeio`` in a terminal; once `until`, a pattern, is seen, keys are typed."""
+    """Run ``nvmeio`` in a terminal; type `keys` once the pattern `until` has appeared."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 160, 0, 0))
     options["env"] = {**options.get("env", os.environ), "TERM": "xterm-256color"}
@@ -78,7 +78,7 @@ def nvmeio_in_terminal(*arguments, until=None, typed=CTRL_C, without=(), **optio
         stdout=theirs,
         stderr=theirs,
         start_new_session=True,
-        # Ctrl-C goes to whom the terminal controls.
+        # Ctrl-C goes to the processes that the terminal controls.
         preexec_fn=lambda: fcntl.ioctl(theirs, termios.TIOCSCTTY, 0),
         **options,
     )
@@ -91,7 +91,7 @@ def nvmeio_in_terminal(*arguments, until=None, typed=CTRL_C, without=(), **optio
                 continue
             try:
                 piece = os.read(ours, 1 << 16)
-            except OSError:  # EIO: the last of them has closed it
+            except OSError:  # EIO: the last process has closed the terminal
                 break
             if not piece:
                 break
@@ -110,5 +110,5 @@ def nvmeio_in_terminal(*arguments, until=None, typed=CTRL_C, without=(), **optio
 
 
 def text_of(output):
-    """Return what a terminal was given, without what is not text."""
+    """Return the text that a terminal was given, without escape sequences."""
     return CONTROL.sub("", output.decode(errors="replace")).replace("\r\n", "\n")

@@ -12,30 +12,30 @@ pytest_plugins = [
     *("pairwise", "skip_report"),
 ]
 
-# Nothing is timed in a test: an example may take as long as a busy machine makes it take.
+# Tests are not timed: on a busy machine an example may take any time.
 hypothesis.settings.register_profile("untimed", deadline=None)
 hypothesis.settings.load_profile("untimed")
 
 if "PYTEST_XDIST_WORKER" in os.environ:
-    # The processors are shared: a thread that waits for its OpenMP team must not spin.
+    # Tests share the processors, so a thread that waits for its OpenMP team must not spin.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    # numpy starts threads for linear algebra in each of a thousand children, 0.1 s each.
+    # Otherwise numpy spends 0.1 s on threads for linear algebra in each of a thousand
+    # children.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
-# A shell has what it starts in the background ignore Ctrl-C, and children inherit it: the
-# tests send that signal.
+# Background jobs of a shell ignore Ctrl-C, and their children inherit that; but tests send
+# that signal.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Fixtures that mount, or bound what processes may use: tests with one of them run one after
-# the other.
+# Fixtures that mount or limit resources: tests that use one of them never run in parallel.
 ONE_AT_A_TIME = {"control_group", "fuse_folder", "loop_devices", "slow", "tmpfs"}
 
 
-# Before pytest-xdist reads the marks.  Two of them would be a group of its own.
+# First, because pytest-xdist reads the marks; two marks would make another group.
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Keep the tests together that would disturb each other in two processes."""
+    """Put tests that would disturb each other into one group, so in one process."""
     for item in items:
         grouped = item.get_closest_marker("xdist_group") is not None
         if ONE_AT_A_TIME.intersection(item.fixturenames) and not grouped:
@@ -43,9 +43,9 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    """Keep the garbage collector off what pytest holds of ten thousand tests.
+    """Hide pytest's own objects for ten thousand tests from the garbage collector.
 
-    Tests call it to see what it collects, and each call would go through that: 0.2 s.
+    Tests call gc.collect() to see what is freed; otherwise each call takes 0.2 s.
     """
     gc.collect()
     gc.freeze()

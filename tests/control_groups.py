@@ -1,4 +1,4 @@
-"""Control groups, which bound what a process may use."""
+"""Control groups, which limit the resources of a process."""
 
 import os
 from pathlib import Path
@@ -8,9 +8,11 @@ import pytest
 
 @pytest.fixture
 def control_group():
-    """Make a control group; gives the words before a command that runs in it.
+    """Return a function that makes a control group and returns a command prefix to run in
+    it.
 
-    Called with the controller, and the files and values of version 1 and of version 2.
+    Its arguments are the controller, and the files and values of version 1 and of version
+    2.
     """
     made = []
 

@@ -1,4 +1,4 @@
-"""What tests of ``nvmeio cp`` share: files to be copied, and copies that are under way."""
+"""Shared by the tests of ``nvmeio cp``: files to copy, and copies in progress."""
 
 import contextlib
 import subprocess
@@ -11,17 +11,17 @@ from commands import command
 from helpers import MIB
 from workloads.common import make_file
 
-# Two pieces and a bit; and more than all buffers hold.
+# A little more than two pieces; and more than all buffers hold.
 SIZE = 9 * MIB + 777
 LARGE = 37 * MIB + 777
 
-# A read, but not the one by which O_DIRECT is tried out.
+# A read other than the one that probes O_DIRECT.
 HELD = {"held": True, "at": 9 * MIB}
 
 
 @contextlib.contextmanager
 def running(*arguments, **options):
-    """A copy that is under way; at the end it must end by itself."""
+    """Start a copy; after the block it must end by itself."""
     process = subprocess.Popen(
         command("cp", *arguments),
         stdout=subprocess.PIPE,
@@ -38,7 +38,7 @@ def running(*arguments, **options):
 
 
 def temporary_in(folder):
-    """Wait until the file that is to become the copy is there."""
+    """Wait until the temporary file of the copy exists."""
     deadline = time.monotonic() + WATCHDOG_S
     while time.monotonic() < deadline:
         found = list(folder.glob(".nvmeio-*.tmp"))
@@ -50,7 +50,7 @@ def temporary_in(folder):
 
 @pytest.fixture
 def source(tmp_path):
-    """A file to be copied, in a folder of its own."""
+    """A file to copy, in a folder of its own."""
     folder = tmp_path / "from"
     folder.mkdir()
     path = folder / "source"

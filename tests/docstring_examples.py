@@ -1,4 +1,4 @@
-"""The examples in the docstrings of public names: which there are, and how they are run."""
+"""Find and run the examples in the docstrings of public names."""
 
 import doctest
 import re
@@ -13,7 +13,8 @@ from public_names import public_modules, public_names
 __all__ = ["examples", "run_example"]
 
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
-# Examples that import them are run where they are installed: tests/deepspeed, tests/models.
+# Examples that import these run in tests/deepspeed and tests/models, where they are
+# installed.
 ELSEWHERE = {"deepspeed", "lightning", "megatron", "torch_checkpointing"}
 
 
@@ -22,7 +23,7 @@ def examples(*packages):
     found = {}
     for module in public_modules():
         try:
-            # The same thing may be in several modules.
+            # Several modules may export the same object.
             for name, thing in public_names(module):
                 found.setdefault(id(thing), (name, needed_by(thing.__doc__) & ELSEWHERE))
         except ModuleNotFoundError as error:
@@ -47,7 +48,7 @@ def run_example(name, folder, monkeypatch):
     names = {"np": np, "nvmeio": nvmeio}
     test = doctest.DocTestParser().get_doctest(documented, names, name, None, 0)
     shown = "".join(example.source for example in test.examples)
-    assert attribute in shown, "the example does not use what it is for"
+    assert attribute in shown, "the example does not use the name that it documents"
     printed = []
     result = doctest.DocTestRunner(optionflags=FLAGS).run(test, out=printed.append)
     assert result.failed == 0, "".join(printed)

@@ -1,9 +1,9 @@
-"""A drive that notes what it is told, by FUSE: ``drivefs.py MOUNTPOINT LOG NAME SIZE``.
+"""A drive that logs its writes, by FUSE: ``drivefs.py MOUNTPOINT LOG NAME SIZE``.
 
-The one file NAME holds SIZE bytes, in memory.  Each write to it and each fsync, which is
-what a loop device makes of a flush, is appended to LOG, in the order in which they come,
-as ``drivelog.py`` says.  The attribute ``user.entries`` tells how many there are.  It ends
-when its standard input does.
+Its only file NAME holds SIZE bytes in memory.  Each write to it and each fsync is appended
+to LOG in order of arrival, in the format of ``drivelog.py``; a loop device turns a flush
+into an fsync.  The attribute ``user.entries`` is the number of entries.  The process ends
+at the end of its standard input.
 """
 
 import errno
@@ -63,7 +63,7 @@ class DriveFS(fuse.Operations):
 def main(mountpoint, log, name, size):
     """Serve until standard input ends."""
     threading.Thread(target=end_with_input, args=[mountpoint], daemon=True).start()
-    # One thread: what is noted first has come first.
+    # One thread, so that the log is in order of arrival.
     fuse.FUSE(
         DriveFS(log, name, int(size)),
         mountpoint,

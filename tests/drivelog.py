@@ -1,6 +1,6 @@
 """The log of a drive, which ``drivefs.py`` writes and ``stress/drive.py`` reads.
 
-An entry is a ``HEADER`` of offset and length with the bytes behind it, or ``FLUSH``.
+An entry is a ``HEADER`` of offset and length followed by the bytes, or ``FLUSH``.
 """
 
 import struct

@@ -12,12 +12,12 @@ from helpers import BLOCK, DEPTH, ENGINES
 
 @functools.cache
 def engines_here():
-    """Return what works here, tried once: libaio takes 30 ms to be tried."""
+    """Return which engines work here; tried once, because trying libaio takes 30 ms."""
     return nvmeio.engines()
 
 
 def engine_refusal(item):
-    """Return why the engine that is a test's parameter does not work here, or None."""
+    """Return why the engine of a test's parameter does not work here, or None."""
     name = item.callspec.params.get("engine") if hasattr(item, "callspec") else None
     found = engines_here().get(name, {"works": True})
     if found["works"]:
@@ -27,32 +27,32 @@ def engine_refusal(item):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item):
-    """Skip each test that has a parameter `engine` where that engine does not work."""
+    """Skip a test if the engine of its parameter `engine` does not work here."""
     if refusal := engine_refusal(item):
         pytest.skip(refusal)
 
 
 @pytest.fixture(scope="session")
 def engines():
-    """What works here."""
+    """The engines that work here."""
     return engines_here()
 
 
 @pytest.fixture(params=ENGINES)
 def engine(request):
-    """The name of each engine in turn."""
+    """The name of an engine; each one in turn."""
     return request.param
 
 
 @pytest.fixture
 def fallback(engines):
-    """The engine that serves where io_uring is refused."""
+    """The engine that is used if io_uring is refused."""
     return next(name for name in ENGINES[1:] if engines[name]["works"])
 
 
 @pytest.fixture(params=["disk", "shm"])
 def folder(request, tmp_path):
-    """A folder on the disk, and one in memory."""
+    """A folder; on the disk and in memory in turn."""
     if request.param == "disk":
         yield tmp_path
     else:
@@ -62,13 +62,13 @@ def folder(request, tmp_path):
 
 @pytest.fixture
 def path(folder):
-    """Where a file may be made."""
+    """The path of a file that does not exist yet."""
     return folder / "data"
 
 
 @pytest.fixture
 def alignment(folder):
-    """What O_DIRECT wants in the folder; 1 where there is no O_DIRECT."""
+    """The alignment for O_DIRECT in the folder; 1 without O_DIRECT."""
     with nvmeio.File(folder / "alignment", "w") as file:
         found = file.alignment
     (folder / "alignment").unlink()
@@ -83,7 +83,7 @@ def handle_class():
 
 @pytest.fixture
 def open_handle(engine, handle_class):
-    """Make handles; in the end each is seen to have used the engine under test."""
+    """Make handles; at the end, check that each has used the engine under test."""
     handles = []
 
     def open_handle(**options):
@@ -104,7 +104,7 @@ def handle(open_handle):
 
 @pytest.fixture
 def default_engine(engine, monkeypatch):
-    """Have the default handle use each engine in turn; in the end it is seen to have."""
+    """Make the default handle use each engine in turn; at the end, check that it did."""
     monkeypatch.setenv("NVMEIO_ENGINE", engine)
     nvmeio.default_handle().close()
     with nvmeio.default_handle() as handle:
@@ -114,5 +114,5 @@ def default_engine(engine, monkeypatch):
 
 @pytest.fixture
 def quiet_pool():
-    """No handle of the process gives memory back to the pool meanwhile."""
+    """Keep every handle of the process from returning memory to the pool meanwhile."""
     nvmeio.default_handle().close()

@@ -3,18 +3,18 @@
 The attribute ``user.faults`` of any file in it sets the faults, as JSON: for each of
 ``read``, ``write`` and ``fsync`` a dict of
 
-``held``        wait until other faults are set, or for half a minute: where ``at`` is
-                given, what touches that byte
-``delay_s``     wait so long
-``error``       fail with this errno: where ``at`` is given, what touches that byte
-``full_at``     a file cannot grow beyond so many bytes: ENOSPC
-``short``       move at most so many bytes
+``held``        wait until other faults are set, or half a minute; with ``at``, only calls
+                that touch that byte
+``delay_s``     wait for this time
+``error``       fail with this errno; with ``at``, only calls that touch that byte
+``full_at``     fail with ENOSPC if a file would grow beyond this many bytes
+``short``       move at most this many bytes
 ``flip``        change the byte at this offset of the file
-``times``       so often at most, and then never again
+``times``       strike at most this often
 
-``user.fired`` tells how often each one has struck, ``user.waiting`` how many calls wait.
-``NAME.plain`` is the file NAME as well, and has no faults.  It ends when its
-standard input does.
+``user.fired`` counts how often each fault has struck, ``user.waiting`` the calls that wait.
+``NAME.plain`` is the file NAME too, without faults.  The process ends at the end of its
+standard input.
 """
 
 import errno
@@ -29,7 +29,7 @@ from collections import Counter
 
 import fuse
 
-# A call that is held for ever could not even be killed.
+# A limit, because a process in a call that is held for ever cannot be killed.
 HELD_S_MAX = 30
 
 PLAIN = ".plain"
@@ -48,7 +48,7 @@ class FaultyFS(fuse.Operations):
         self.changed = threading.Condition()
 
     def strike(self, call, path, offset=0, size=1):
-        """Wait or raise as the faults say; return those that remain, for the caller."""
+        """Wait or raise as the faults say; return the other faults, for the caller."""
         if path.endswith(PLAIN):
             return {}
         with self.changed:
@@ -74,14 +74,14 @@ class FaultyFS(fuse.Operations):
         return fault
 
     def count(self, call, kind):
-        """Note that a fault strikes, which uses up one of its ``times``."""
+        """Count a strike, which uses up one of the fault's ``times``."""
         self.fired[f"{call}.{kind}"] += 1
         fault = self.faults.get(call, {})
         if "times" in fault:
             fault["times"] -= 1
 
     def flip(self, call, fault, data, offset):
-        """Return the bytes, of which one may have changed."""
+        """Return the bytes, with the byte changed that a fault says."""
         position = fault.get("flip", -1) - offset
         if not 0 <= position < len(data):
             return data
@@ -89,7 +89,7 @@ class FaultyFS(fuse.Operations):
         return data[:position] + bytes([data[position] ^ 1]) + data[position + 1 :]
 
     def shorten(self, call, fault, size):
-        """Return how many bytes to move."""
+        """Return how many bytes to move under a fault."""
         if size <= fault.get("short", size):
             return size
         self.count(call, "short")
@@ -120,7 +120,7 @@ class FaultyFS(fuse.Operations):
         return 0
 
     def link(self, target, source):
-        # As on FAT.
+        # FAT has no hard links either.
         raise fuse.FuseOSError(errno.EPERM)
 
     def rename(self, old, new):
@@ -194,13 +194,13 @@ class FaultyFS(fuse.Operations):
 
 
 def unmount_lazily(mountpoint):
-    """Unmount a FUSE file system, whoever uses it, and whether or not anybody serves it."""
+    """Unmount a FUSE file system, even if it is in use or its server is dead."""
     command = ["umount", "-l"] if os.geteuid() == 0 else ["fusermount", "-u", "-z"]
     subprocess.run([*command, mountpoint], check=False)
 
 
 def end_with_input(mountpoint):
-    """Unmount when whoever started us has gone."""
+    """Unmount when the process that started this one has ended."""
     sys.stdin.read()
     unmount_lazily(mountpoint)
     os._exit(0)
@@ -209,7 +209,7 @@ def end_with_input(mountpoint):
 def main(mountpoint):
     """Serve until standard input ends."""
     threading.Thread(target=end_with_input, args=[mountpoint], daemon=True).start()
-    # hard_remove: a file that is open can be removed, without being renamed first.
+    # hard_remove: remove open files at once, without renaming them first.
     fuse.FUSE(
         FaultyFS(),
         mountpoint,

@@ -1,4 +1,4 @@
-"""Fixtures that mount by FUSE, above all a file system with faults; none is left behind."""
+"""Fixtures that mount FUSE file systems, mainly one with faults, and unmount them."""
 
 import contextlib
 import ctypes.util
@@ -18,13 +18,13 @@ from children import WATCHDOG_S, system_environment
 
 
 def is_mounted(folder):
-    """Whether something is mounted there, also by a server that is dead or hangs."""
+    """Return whether something is mounted there, even if its server is dead or hangs."""
     mounts = Path("/proc/self/mounts").read_text().splitlines()
     return str(folder) in (line.split()[1] for line in mounts)
 
 
 def await_mount(server, folder):
-    """Wait until a FUSE file system is mounted; that its server has ended is an error."""
+    """Wait until a FUSE file system is mounted; raise if its server ends."""
     deadline = time.monotonic() + WATCHDOG_S
     while not is_mounted(folder):
         if server.poll() is not None:
@@ -34,16 +34,16 @@ def await_mount(server, folder):
 
 
 def end_server(server, folder):
-    """Have a FUSE file system unmounted, by force if need be, which is an error."""
+    """Have a FUSE file system unmounted; raise if that takes force."""
     try:
-        # Its standard input ends: it lets every call go, unmounts and ends.
+        # At the end of its standard input it releases every call, unmounts and ends.
         server.communicate(timeout=WATCHDOG_S)
     finally:
         server.kill()
         server.wait()
         left = is_mounted(folder)
         if left:
-            # It imports fuse, which is not everywhere.
+            # It imports fuse, which may not be installed.
             from faultyfs import unmount_lazily
 
             unmount_lazily(folder)
@@ -52,7 +52,7 @@ def end_server(server, folder):
 
 @contextlib.contextmanager
 def served(script, folder, *arguments):
-    """Mount the FUSE file system that a script serves, by a process that is yielded."""
+    """Mount the FUSE file system that a script serves, and yield its process."""
     server = subprocess.Popen(
         [sys.executable, script, folder, *map(str, arguments)],
         env=system_environment(),
@@ -71,7 +71,7 @@ FAULTYFS = Path(__file__).with_name("faultyfs.py")
 
 @functools.cache
 def fuse_refusal():
-    """Return why there is no FUSE here, tried once, or None."""
+    """Return why FUSE does not work here, or None; tried once."""
     if not os.access("/dev/fuse", os.R_OK | os.W_OK):
         return "/dev/fuse cannot be opened"
     if importlib.util.find_spec("fuse") is None or not ctypes.util.find_library("fuse"):
@@ -86,7 +86,7 @@ def fuse_refusal():
 
 @contextlib.contextmanager
 def fuse_server(script, folder, *arguments):
-    """Mount the FUSE file system that a script serves; a skip where FUSE is refused."""
+    """Mount the FUSE file system that a script serves; skip if FUSE does not work."""
     if refusal := fuse_refusal():
         pytest.skip(f"there is no FUSE here: {refusal}")
     with served(script, folder, *arguments):
@@ -95,7 +95,7 @@ def fuse_server(script, folder, *arguments):
 
 @pytest.fixture(scope="session")
 def fuse_folder(tmp_path_factory):
-    """A folder in which tests set faults, as faultyfs.py says."""
+    """A folder in which tests set the faults of faultyfs.py."""
     folder = tmp_path_factory.mktemp("faulty")
     with fuse_server(FAULTYFS, folder):
         yield folder
@@ -113,12 +113,12 @@ def faulty(fuse_folder):
 
 @pytest.fixture
 def faulty_slots(faulty, monkeypatch):
-    """A folder with faults, and their control, for the file of saved tensors.
+    """A faulty folder for the file of saved tensors, and the control of its faults.
 
-    Only threads may wait in FUSE: what submits to io_uring would.  It forgets files without
-    a name.
+    The engine is `threads`, because submitting to io_uring would block in FUSE.  The file
+    system loses files without a name.
     """
-    # They import torch, and what has not been built.
+    # They import torch, and extensions that may not be built yet.
     from nvmeio import File
     from workloads.common import Faults
 

@@ -1,4 +1,4 @@
-"""What tests of transfers share: bytes, memory, routes, page cache, descriptors, limits."""
+"""Shared by tests of transfers: bytes, memory, routes, page cache, descriptors, limits."""
 
 import contextlib
 import os
@@ -17,13 +17,13 @@ ENGINES = ("io_uring", "libaio", "threads", "sync")
 PAGE = 4096
 MIB = 1 << 20
 
-# A queue so small that a few hundred KiB are more than it holds.
+# A queue so small that a few hundred KiB overfill it.
 BLOCK = 64 << 10
 DEPTH = 4
 
 
 def edge_sizes():
-    """Return functions from an alignment to the sizes at which code goes wrong, by name."""
+    """Return edge sizes by name, as functions of the alignment."""
     return {
         "0": lambda align: 0,
         "1": lambda align: 1,
@@ -38,16 +38,16 @@ def edge_sizes():
 
 
 def pattern(size, seed=0):
-    """Return bytes of which none can be mistaken for zeros, canaries or other bytes."""
+    """Return bytes that cannot be mistaken for zeros, canaries or other patterns."""
     return np.random.default_rng([size, seed]).bytes(size)
 
 
 class Guarded:
     """Memory `residue` bytes beyond a page boundary, with canaries on either side.
 
-    ASan does not see what a device writes; canaries do.  Whether ordinary memory is in
-    small pages, and so goes through bounces, is the system's choice; memory of the pool
-    goes the way that its address and size say.
+    Canaries notice what a device writes out of bounds; ASan does not.  The system decides
+    whether ordinary memory has small pages, and so goes through bounces.  For memory of the
+    pool, address and size alone decide.
     """
 
     CANARY = 0xA5
@@ -63,16 +63,18 @@ class Guarded:
             self.array[:] = np.frombuffer(content, np.uint8)
 
     def content(self):
-        """Return the bytes, after a look at the canaries."""
+        """Return the bytes, after checking the canaries."""
         before = self._all[: self._begin]
         behind = self._all[self._begin + len(self.array) :]
-        assert (before == self.CANARY).all(), "written to before the memory that was lent"
-        assert (behind == self.CANARY).all(), "written to behind the memory that was lent"
+        assert (before == self.CANARY).all(), (
+            "bytes before the lent memory were overwritten"
+        )
+        assert (behind == self.CANARY).all(), "bytes after the lent memory were overwritten"
         return self.array.tobytes()
 
 
 def routes(handle):
-    """Return how many bytes went which way, as a Counter, which compares without zeros."""
+    """Return how many bytes took each route, as a Counter, which ignores zeros."""
     stats = handle.stats()
     return Counter(
         {way: stats[f"bytes_{way}"] for way in ("direct", "buffered", "bounced")}
@@ -80,10 +82,10 @@ def routes(handle):
 
 
 def expected_routes(op, size, align, offset=0, residue=0, bounce="auto"):
-    """Say which bytes go which way, by the words of docs/design.md.
+    """Return how many bytes take each route, by the rules of docs/design.md.
 
-    `align` is ``File.alignment``, 1 where there is no O_DIRECT.  An address that is not
-    aligned must be odd: how even ones are taken depends on the device.
+    `align` is ``File.alignment``, 1 without O_DIRECT.  An unaligned address must be odd;
+    for even ones the route depends on the device.
     """
     begin, end = offset, offset + size
     edge = max(align, PAGE)
@@ -105,14 +107,14 @@ def expected_routes(op, size, align, offset=0, residue=0, bounce="auto"):
 
 
 def need_direct(folder):
-    """Skip where the file system has no O_DIRECT."""
+    """Skip if the file system has no O_DIRECT."""
     with nvmeio.File(folder / "tried", "w") as file:
         if not file.direct:
             pytest.skip("the file system has no O_DIRECT")
 
 
 def drop(path):
-    """Take a file out of the page cache, and see that it is out, where it can be."""
+    """Drop a file from the page cache, and check that it is gone, if that is possible."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -128,7 +130,7 @@ def drop(path):
 
 
 def cached(path):
-    """Return how much of a file the page cache has."""
+    """Return how many bytes of a file are cached."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         return cached_fraction(descriptor, 0, os.fstat(descriptor).st_size)
@@ -137,13 +139,13 @@ def cached(path):
 
 
 def warm(path, nbytes=None):
-    """Have the page cache hold the first bytes of a file, and no others."""
+    """Cache the first bytes of a file, and no others."""
     nbytes = os.path.getsize(path) if nbytes is None else nbytes
     warm_pages(path, range(-(-nbytes // PAGE)))
 
 
 def warm_pages(path, pages):
-    """Have the page cache hold some pages of a file, and no others."""
+    """Cache some pages of a file, and no others."""
     drop(path)
     with open(path, "rb", buffering=0) as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
@@ -155,16 +157,16 @@ def descriptors_below(folder):
     """Return the paths of the files below a folder that this process has open."""
     found = []
     for name in os.listdir("/proc/self/fd"):
-        # The descriptor of the listing itself is gone.
+        # The descriptor that listed them is closed by now.
         with contextlib.suppress(FileNotFoundError):
             found.append(os.readlink(f"/proc/self/fd/{name}"))
     return [path for path in found if path.startswith(f"{folder}/")]
 
 
 def left_open(folder):
-    """Return what is still open below a folder, when nothing in flight needs it.
+    """Return the files that stay open below a folder when nothing is in flight.
 
-    A worker tells that a request is done, and lets go of the file a moment later.
+    A worker reports a request as done, and closes the file a moment later.
     """
     end = time.monotonic() + 10
     while (found := descriptors_below(folder)) and time.monotonic() < end:
@@ -173,7 +175,7 @@ def left_open(folder):
 
 
 def kernel_release():
-    """Return the release of Linux as two numbers."""
+    """Return Linux's major and minor version."""
     return tuple(map(int, os.uname().release.split(".")[:2]))
 
 
@@ -190,10 +192,10 @@ def limit(kind, value):
 
 @contextlib.contextmanager
 def plugged(handle, folder):
-    """Keep the only worker of a handle busy: what is submitted meanwhile stays in flight.
+    """Keep the only worker of a handle busy, so that later requests stay queued.
 
-    The handle must have blocks of one page and a queue of one: `SLOW`.  The worker has
-    seconds of work, the requests that are yielded, which is dropped at the end.
+    The handle must have blocks of one page and a queue depth of one: `SLOW`.  The yielded
+    requests are seconds of work for the worker; they are cancelled at the end.
     """
     path = folder / "plug"
     with open(path, "wb") as file:
@@ -212,7 +214,7 @@ def plugged(handle, folder):
 
 
 def cancelled(request):
-    """Wait for a request, and tell whether it was cancelled."""
+    """Wait for a request; return whether it was cancelled."""
     try:
         request.exception()
     except CancelledError:

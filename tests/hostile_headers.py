@@ -1,8 +1,8 @@
 """Hostile headers of safetensors files, and a comparison with the safetensors package.
 
-`difference()` reads a file by the package and by nvmeio and says how the results differ.
-`HOSTILE` has a file for each reason to accept or refuse one; `mutant()` makes a random one.
-tests/test_safetensors_header.py and tests/stress/test_headers.py use them.
+`difference()` reads a file with the package and with nvmeio, and returns how the results
+differ.  `HOSTILE` has a file for each reason to accept or refuse one; `mutant()` makes a
+random one.  tests/test_safetensors_header.py and tests/stress/test_headers.py use them.
 """
 
 import hashlib
@@ -37,14 +37,14 @@ def entry_with(**fields):
 
 
 def nested(depth, text="1"):
-    """Return an array in an array, and so on."""
+    """Return nested arrays."""
     return "[" * depth + text + "]" * depth
 
 
 DUPLICATE = '"dtype":"F32","dtype":"F32","shape":[1],"data_offsets":[0,4]'
 EMPTY = '"z":{"dtype":"U8","shape":[0],"data_offsets":[%d,%d]}'
 
-# What a header is about, the file, and whether safetensors 0.8.0 takes it.
+# The name of a case, the file, and whether safetensors 0.8.0 accepts it.
 HOSTILE = {
     "an ordinary one": (file_of(entry_with()), True),
     "spaces behind": (file_of(entry_with() + " " * 4000), True),
@@ -221,7 +221,7 @@ _memory = _Memory()
 
 
 def read_by_safetensors(content):
-    """Return what the package makes of a file, or its error."""
+    """Return the layout of a file by the safetensors package, or its error."""
     try:
         found = safetensors.deserialize(content)
     except safetensors.SafetensorError as error:
@@ -235,7 +235,7 @@ def read_by_safetensors(content):
 
 
 def read_by_nvmeio(content):
-    """Return the layout of a file, or the error."""
+    """Return the layout of a file by nvmeio, or its error."""
     context = "Error while deserializing"
     try:
         length = _header.header_bytes(content[:8], len(content), context=context)
@@ -246,7 +246,7 @@ def read_by_nvmeio(content):
 
 
 def kind_of(error):
-    """Return an error without the details that may differ: the place, the tensor."""
+    """Return an error without the position and the tensor, which may differ."""
     return re.sub(r"(invalid JSON in header:|invalid offset for tensor).*", r"\1", error)
 
 
@@ -258,7 +258,7 @@ def difference(content):
         for _ in range(64):
             if None in (error, their_error) or kind_of(error) == kind_of(their_error):
                 break
-            # Which of two tensors at one place is looked at first is drawn by lot.
+            # safetensors checks two tensors at one offset in random order.
             _, their_error = read_by_safetensors(content)
         if theirs is layout and kind_of(error) == kind_of(their_error):
             return None
@@ -269,7 +269,7 @@ def difference(content):
         each.name: (each.dtype, each.shape, data[each.begin : each.end])
         for each in layout.tensors
     }
-    # safetensors draws the order of tensors of no bytes at one place by lot.
+    # safetensors orders empty tensors at one offset randomly.
     places = [(layout.by_name[name].begin, layout.by_name[name].end) for name in in_file]
     compared = {
         "tensors": (ours, tensors),
@@ -290,7 +290,7 @@ def difference(content):
 
 
 def keep(content):
-    """Keep a file that is read in two ways, and return where."""
+    """Keep a file that the two read differently, and return its path."""
     FOUND.mkdir(parents=True, exist_ok=True)
     path = FOUND / f"safetensors-{hashlib.sha256(content).hexdigest()[:16]}"
     path.write_bytes(content)
@@ -298,7 +298,7 @@ def keep(content):
 
 
 class Pairs(list):
-    """An object of JSON, in which a name may come twice."""
+    """A JSON object in which a name may come twice."""
 
 
 NAMES = ("a", "b", "layer.0.weight", "é", "😀", "", "a[0]", "x\\y", 'q"q', "\x00", "\x7f")
@@ -330,7 +330,7 @@ BYTES = (b"\xff", b"\xc3", b"\xe2\x82", b"\xed\xa0\x80", b"\xf0\x80\x80\x80", b"
 
 
 def random_entries(rng):
-    """Return entries that follow each other, and how many bytes they take."""
+    """Return contiguous entries, and how many bytes they take."""
     entries = Pairs()
     start = 0
     for _ in range(rng.choice((0, 1, 1, 2, 2, 3, 5))):
@@ -354,7 +354,7 @@ def random_entries(rng):
 
 
 def random_json(rng, depth=3):
-    """Return any JSON, as raw text."""
+    """Return random JSON, as raw text."""
     drawn = rng.randrange(8 if depth else 4)
     if drawn < 3:
         return rng.choice(NUMBERS)
@@ -380,7 +380,7 @@ def random_number(rng):
 
 
 def edit(rng, entries, metadata):
-    """Change something of what a header says; return the metadata."""
+    """Change a random part of a header; return the metadata."""
     drawn = rng.randrange(14)
     if drawn == 0:
         value = rng.choice(("null", "[]", '""', Pairs([("a", random_json(rng))])))
@@ -448,7 +448,7 @@ def quoted(text, rng):
 
 
 def _escaped(character):
-    """Return a character as \\uXXXX, in pairs of surrogates where it needs two."""
+    """Return a character as \\uXXXX, or as a surrogate pair if it needs two."""
     units = character.encode("utf-16-be", "surrogatepass").hex()
     return "".join(f"\\u{units[at : at + 4]}" for at in range(0, len(units), 4))
 
@@ -466,7 +466,7 @@ def text_of(value, rng, gap):
 
 
 def scramble(rng, header):
-    """Change bytes of a header, whatever they mean."""
+    """Change random bytes of a header."""
     header = bytearray(header)
     drawn = rng.randrange(6)
     at = rng.randrange(len(header) + 1)
@@ -481,7 +481,7 @@ def scramble(rng, header):
     elif drawn == 4:
         header[at:at] = rng.choice(BYTES)
     else:
-        # A token in the place of another.
+        # Replace a token by another one.
         spots = [*re.finditer(rb'-?\d+|"[^"]*"|[][{}:,]', header)]
         if spots:
             spot = rng.choice(spots)
@@ -490,7 +490,7 @@ def scramble(rng, header):
 
 
 def mutant(rng):
-    """Return a file that was valid before something happened to it, or still is."""
+    """Return a valid file, or one that was valid before a random change."""
     entries, size = random_entries(rng)
     metadata = []
     if rng.random() < 0.3:

@@ -1,4 +1,4 @@
-"""Indices as hypothesis invents them: what numpy takes, and what it refuses."""
+"""Strategies of hypothesis for indices, both valid and invalid ones."""
 
 import warnings
 
@@ -18,13 +18,13 @@ INVENTED = settings(
 
 
 def shapes(min_side=0):
-    """Shapes of small arrays, those of no axes and of no elements included."""
+    """Shapes of small arrays, also without axes or elements."""
     return hnp.array_shapes(min_dims=0, max_dims=4, min_side=min_side, max_side=5)
 
 
 @st.composite
 def mixtures(draw, shape):
-    """Tuples of everything that is an index, now and then out of bounds or too long."""
+    """Tuples of every kind of index, sometimes out of bounds or too long."""
     items = []
     axis = 0
     common = draw(hnp.array_shapes(min_dims=0, max_dims=2, min_side=0, max_side=3))
@@ -71,9 +71,9 @@ def cases(draw, min_side=0):
 
 @st.composite
 def assignments(draw):
-    """An array's shape and dtype, an index, and how a value for it is to be broadcast.
+    """An array's shape and dtype, an index, and how a value is broadcast to it.
 
-    That is a function of the shape of what the index takes.
+    The last is a function from the selection's shape to the value's.
     """
     shape, index = draw(cases())
     dtype = draw(st.sampled_from(sorted(DTYPES)))
@@ -88,7 +88,7 @@ def assignments(draw):
 
 
 def outcome(function, *args):
-    """Return what a function returns, or the type of what it raises.
+    """Return a function's result, or the type of its error.
 
     numpy before 2.3 warns of indices out of bounds where the result is empty.
     """

@@ -1,4 +1,4 @@
-"""What tests of model files share: tensors, and which way bytes came."""
+"""Shared by tests of model files: tensors, and the routes of their bytes."""
 
 import numpy as np
 import pytest
@@ -33,7 +33,7 @@ def filled(dtype, shape, seed=0):
 
 
 def bits_of(tensor):
-    """Return what a tensor or an array is, to the bit."""
+    """Return dtype, shape and exact bits of a tensor or an array."""
     if isinstance(tensor, np.ndarray):
         return tensor.dtype, tensor.shape, tensor.tobytes()
     flat = tensor.contiguous().as_strided((tensor.numel(),), (1,))
@@ -41,12 +41,12 @@ def bits_of(tensor):
 
 
 def bits_of_all(tensors):
-    """Return the same of a dict, in its order."""
+    """Return the same for a dict, in its order."""
     return [(name, *bits_of(tensor)) for name, tensor in tensors.items()]
 
 
 def outcome(function, *arguments, **options):
-    """Return what a function returns, or the error that it raises."""
+    """Return a function's result, or its error."""
     try:
         return function(*arguments, **options)
     except Exception as error:
@@ -54,7 +54,7 @@ def outcome(function, *arguments, **options):
 
 
 class Moved:
-    """How many bytes have gone which way since this was made."""
+    """Counts the bytes of each route since it was made."""
 
     def __init__(self):
         self.before = self.now()
@@ -69,7 +69,7 @@ class Moved:
         return found
 
     def __getattr__(self, way):
-        """Return the bytes of a way, such as direct."""
+        """Return the bytes of a route, such as direct."""
         return self.now()[f"bytes_{way}"] - self.before[f"bytes_{way}"]
 
 

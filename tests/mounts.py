@@ -1,7 +1,7 @@
-"""Fixtures that mount file systems on loop devices, and what commands alone see.
+"""Fixtures that mount file systems on loop devices, or only for one command.
 
-Everything is taken down after the test; what an earlier run that was killed has left behind
-is found by its name and taken down first.
+Everything is taken down after the test.  Leftovers of a killed run are found by their names
+and taken down first.
 """
 
 import contextlib
@@ -21,12 +21,12 @@ MIB = 1 << 20
 # As small as mkfs makes them; ext4 could be smaller.
 SIZES_MIN = {"ext4": 64 * MIB, "xfs": 320 * MIB, "btrfs": 128 * MIB}
 
-# Of the backing files of our loop devices; the number is the process that made them.
+# Names of our backing files of loop devices; the number is the process that made them.
 IMAGE_NAME = re.compile(r"nvmeio-loop-(\d+)-\w+\.img")
 
 
 def unmount(folder, patience_s=WATCHDOG_S):
-    """Unmount when the I/O of processes that are no more has ended in the kernel."""
+    """Unmount, once the kernel has finished the I/O of processes that have ended."""
     deadline = time.monotonic() + patience_s
     while True:
         try:
@@ -38,7 +38,7 @@ def unmount(folder, patience_s=WATCHDOG_S):
 
 
 def take_down(device, patience_s=WATCHDOG_S):
-    """Unmount a loop device wherever it is mounted, and give it back."""
+    """Unmount a loop device wherever it is mounted, and detach it."""
     mounts = Path("/proc/self/mounts").read_text().splitlines()
     for source, folder in (line.split()[:2] for line in mounts):
         if source == device:
@@ -47,18 +47,18 @@ def take_down(device, patience_s=WATCHDOG_S):
 
 
 def take_down_leftovers():
-    """Take down what processes of ours that are no more have left."""
+    """Take down what test processes that have ended left behind."""
     listed = json.loads(run_tool("losetup", "--list", "--json") or '{"loopdevices": []}')
     for entry in listed["loopdevices"]:
         found = IMAGE_NAME.search(entry["back-file"] or "")
         if found and not os.path.exists(f"/proc/{found[1]}"):
-            # Their children may be alive, and hold it: then it is left to a later run.
+            # A living child may still use it; then a later run takes it down.
             with contextlib.suppress(AssertionError):
                 take_down(entry["name"], patience_s=1)
 
 
 def image_name(number):
-    """Return the name of a backing file, by which what is left behind can be found."""
+    """Return the name of a backing file, by which leftovers can be found."""
     return f"nvmeio-loop-{os.getpid()}-{number}.img"
 
 
@@ -77,7 +77,7 @@ def set_up(image, *options):
 
 @functools.cache
 def loop_refusal():
-    """Return why loop devices cannot be used here, tried once, or None."""
+    """Return why loop devices cannot be used here, or None; tried once."""
     if os.geteuid() != 0:
         return "loop devices need root"
     if not os.path.exists("/dev/loop-control"):
@@ -94,7 +94,7 @@ def loop_refusal():
 
 @pytest.fixture(scope="session")
 def loop_devices():
-    """Whether loop devices can be used here: a skip where not."""
+    """Skip if loop devices cannot be used here."""
     if refusal := loop_refusal():
         pytest.skip(refusal)
     take_down_leftovers()
@@ -136,7 +136,7 @@ def make_and_mount(kind, device, folder, sector=512):
 
 @functools.cache
 def mount_refusal(kind):
-    """Return why such a file system cannot be mounted here, tried once, or None."""
+    """Return why such a file system cannot be mounted here, or None; tried once."""
     if find_tool(f"mkfs.{kind}") is None:
         return f"mkfs.{kind} is not installed"
     with tempfile.TemporaryDirectory() as name, device_maker(Path(name)) as make:
@@ -148,13 +148,13 @@ def mount_refusal(kind):
 
 
 def need_mount(kind):
-    """Skip where such a file system cannot be mounted."""
+    """Skip if such a file system cannot be mounted."""
     if refusal := mount_refusal(kind):
         pytest.skip(refusal)
 
 
 def mount_new(kind, device, folder, sector=512):
-    """Make a file system on a device, and mount it; a skip where there are none."""
+    """Make a file system on a device, and mount it; skip if that does not work here."""
     need_mount(kind)
     make_and_mount(kind, device, folder, sector)
 
@@ -172,7 +172,7 @@ def loop_mount(loop_device, tmp_path):
 
 
 class Filler:
-    """Files that leave no room on a file system, and give it back block by block.
+    """Files that fill a file system, and free it block by block.
 
     Parameters
     ----------
@@ -191,19 +191,19 @@ class Filler:
         self.block = block
 
     def shrink(self):
-        """Leave room for a block more."""
+        """Free one more block."""
         os.truncate(self.path, self.path.stat().st_size - self.block)
         run_tool("sync", "--file-system", self.path)
 
 
 def bind_prefix(script, path):
-    """Return the words that run a script with mounts of its own, and then a command."""
+    """Return a command prefix that runs a script in its own mount namespace first."""
     return ["unshare", "--mount", "sh", "-c", f'{script} && exec "$@"', path]
 
 
 @functools.cache
 def bind_refusal():
-    """Return why no command can have mounts of its own here, tried once, or None."""
+    """Return why no command can have its own mounts here, or None; tried once."""
     if os.geteuid() != 0:
         return "only root can mount a file system"
     with tempfile.TemporaryDirectory() as folder:
@@ -215,9 +215,9 @@ def bind_refusal():
 
 
 def with_mounts(script, path):
-    """Return the words that start a command with mounts that it alone sees.
+    """Return a prefix for a command with mounts that only this command sees.
 
-    They are made by a script, which has `path` as $0.
+    The script, with `path` as $0, makes the mounts.
     """
     if refusal := bind_refusal():
         pytest.skip(refusal)
@@ -225,9 +225,9 @@ def with_mounts(script, path):
 
 
 def with_file(folder, path, text):
-    """Return the words that start a command which finds another text in a file.
+    """Return a prefix for a command that finds another text in a file.
 
-    A sysctl is everybody's, so another file, made in `folder`, is mounted over it.
+    A sysctl is global, so a file in `folder` is mounted over it.
     """
     told = folder / os.path.basename(path)
     told.write_text(text)
@@ -235,7 +235,7 @@ def with_file(folder, path, text):
 
 
 def with_read_only(folder):
-    """Return the words that start a command which may only read below a folder."""
+    """Return a prefix for a command that may only read below a folder."""
     return with_mounts('mount --bind "$0" "$0" && mount -o remount,bind,ro "$0"', folder)
 
 
@@ -243,8 +243,8 @@ def with_read_only(folder):
 def slow_disk(loop_devices, faulty, tmp_path):
     """A file system on a loop device whose backing file is in the FUSE file system.
 
-    What FUSE holds or delays is in flight in the block layer then, where io_uring and
-    libaio have handed it over; FUSE itself would hold up their submissions.
+    I/O that FUSE holds or delays is then in flight in the block layer, after io_uring and
+    libaio have submitted it.  On FUSE itself their submissions would block.
     """
     need_mount("ext4")
     image = make_image(faulty, "slow", 32 * MIB)
@@ -252,7 +252,7 @@ def slow_disk(loop_devices, faulty, tmp_path):
     folder = tmp_path / "slow"
     folder.mkdir()
     try:
-        # No journal and no times, which would be written while faults are set.
+        # No journal and no access times, which would be written while faults are set.
         run_tool("mkfs.ext4", "-q", "-O", "^has_journal", device)
         run_tool("mount", "-o", "noatime", device, folder)
         yield folder, image
@@ -261,7 +261,7 @@ def slow_disk(loop_devices, faulty, tmp_path):
         take_down(device)
 
 
-# Where an engine has blocks in flight for as long as a test likes.
+# File systems on which blocks stay in flight for as long as a test wants.
 SLOW_PLACES = (
     ("io_uring", "disk"),
     ("libaio", "disk"),
@@ -272,7 +272,7 @@ SLOW_PLACES = (
 
 @pytest.fixture
 def slow(request):
-    """Arguments of workloads: a folder, and the file whose attribute makes it slow."""
+    """A folder and the file whose attribute makes it slow, as arguments of workloads."""
     if request.param == "disk":
         folder, control = request.getfixturevalue("slow_disk")
     else:
@@ -284,7 +284,7 @@ def slow(request):
 
 @contextlib.contextmanager
 def tmpfs_folder():
-    """Make a folder on tmpfs, and take it away with the files in it."""
+    """Make a folder on tmpfs, and remove it with its files at the end."""
     folder = Path("/dev/shm")
     kinds = [
         line.split()[1:3] for line in Path("/proc/self/mounts").read_text().splitlines()

@@ -1,9 +1,9 @@
-"""The pages for users: what they show, and what carries it out.
+"""Find and run the commands and the code that the pages for users show.
 
-A fenced block of a page is a file, if a name with a suffix follows the language
-(```` ```c gather.c ````); `python` is code; `sh`, or no word at all, shows commands, and
-`console` shows them behind ``$ `` with what they print.  All of a page happens in one
-folder, from top to bottom, its Python in one process.
+A fenced block of a page is a file if a file name follows the language
+(```` ```c gather.c ````); `python` is code; `sh`, or no language, shows commands; `console`
+shows them after ``$ ``, with their output.  Everything on a page runs in one folder, from
+top to bottom, its Python in one process.
 """
 
 import json
@@ -39,7 +39,7 @@ FENCED = re.compile(r"^```(\w*) ?([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL
 INLINE = re.compile(r"(?<!`)`(nvmeio [^`]+)`")
 FILE_NAME = re.compile(r"[\w-]+\.\w+")
 STATUS = re.compile(r"\s+# exit status (\d+)$")
-# Commands that take long, and of the pages that show them the one on which they are run.
+# Slow commands that several pages show, and the page for which they are run.
 RUN_ONCE = {
     "nvmeio bench . --size 256M": "docs/quickstart.md",
     "nvmeio tune . --budget 20s": "docs/tuning.md",
@@ -49,7 +49,7 @@ HERE_DOCUMENT = re.compile(r"<<\s*'?(\w+)'?")
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block: where it is, what stands behind the fence, what is in it."""
+    """A fenced block: its place, its language and information, its text."""
 
     page: str
     line: int
@@ -72,7 +72,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Command:
-    """A command of a shell, its exit status, and what it prints, None where untold."""
+    """A shell command, its exit status, and its output, None if the page shows none."""
 
     line: int
     text: str
@@ -81,7 +81,7 @@ class Command:
 
     @property
     def words(self):
-        """The command without its line breaks, as UNRUN has it."""
+        """The command without line breaks, as in UNRUN."""
         return " ".join(self.text.replace("\\\n", " ").split())
 
 
@@ -106,12 +106,12 @@ def file_of(page, name):
 
 
 def inline_commands_of(page):
-    """Return the commands of nvmeio that stand in the sentences of a page."""
+    """Return the commands of nvmeio in the sentences of a page."""
     return INLINE.findall(FENCED.sub("", read_page(page)))
 
 
 def commands_of(block):
-    """Return the commands of a block of a shell."""
+    """Return the commands of a shell block."""
     prompt = "$ " if block.language == "console" else ""
     lines = block.text.splitlines()
     commands = []
@@ -137,7 +137,7 @@ def commands_of(block):
 
 
 def _end_of(lines, at):
-    """Return the index behind a command: continued lines and here-documents are its own."""
+    """Return the index after a command, with its continued lines and here-documents."""
     here = HERE_DOCUMENT.search(lines[at])
     if here:
         return lines.index(here[1], at) + 1
@@ -147,7 +147,7 @@ def _end_of(lines, at):
 
 
 def steps_of(page, *, deepspeed=False):
-    """Yield what is to be done, for run_page.py; UNRUN leaves its files in place."""
+    """Yield the steps of a page for run_page.py, without the commands of UNRUN."""
     for block in blocks_of(page):
         where = {"page": str(ROOT / page), "line": block.line}
         if block.needs_deepspeed and not deepspeed:
@@ -168,17 +168,17 @@ def steps_of(page, *, deepspeed=False):
 
 
 def run_page(page, folder, *options, deepspeed=False):
-    """Do what a page shows, in a folder; return the finished process that has done it."""
+    """Run everything that a page shows in a folder; return the finished process."""
     return run_steps(steps_of(page, deepspeed=deepspeed), folder, *options)
 
 
 def run_steps(steps, folder, *options):
-    """Do some steps, with options of Python's own for their process."""
+    """Run some steps in a process, with options for Python."""
     environment = {
         **os.environ,
         "PATH": os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]]),
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-        # What nvmeio keeps for its user is not to be touched by a test.
+        # Tests must not touch the user's own files of nvmeio.
         "XDG_CONFIG_HOME": str(folder / ".config"),
     }
     return subprocess.run(

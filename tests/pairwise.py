@@ -1,10 +1,10 @@
-"""A pytest plugin: of a test with three parameters and more, only some combinations run.
+"""A pytest plugin: run only some combinations of three or more parameters of a test.
 
-Of any two parameters, every value still meets every value of the other.  The engine and the
-folder, on a disk or in memory, count as one, so each behaviour is met by each engine in
-each folder.  ``--all-combinations`` runs the others too (`make check-all`), and so does
-``@pytest.mark.all_combinations`` for a test in which three values make the case.  The tests
-of tests/stress say themselves how much they do.
+Every pair of values of two parameters is still tested.  The engine and the folder, on a
+disk or in memory, count as one parameter, so each behaviour is tested with each engine in
+each folder.  ``--all-combinations`` (`make check-all`) runs all combinations, and so does
+``@pytest.mark.all_combinations`` for a test in which three values together matter.  The
+tests of tests/stress set their own amounts.
 """
 
 import importlib.util
@@ -26,10 +26,10 @@ def pytest_addoption(parser):
 
 
 def pairwise(rows):
-    """Return those of the rows that are needed for every two values to meet somewhere.
+    """Return enough of the rows that every pair of values is in one of them.
 
-    The next one is always that in which the most pairs meet that have not met yet; of
-    several the first, so that all processes choose the same.
+    Each next row is the one with the most new pairs; of several, the first, so that all
+    processes choose the same.
     """
     pairs = {row: {*itertools.combinations(enumerate(row), 2)} for row in rows}
     if all(len(row) < 3 for row in pairs):
@@ -44,7 +44,7 @@ def pairwise(rows):
 
 
 def axes_of(item):
-    """Return the names that get their values together, of each parametrization."""
+    """Return for each parametrization the names that get their values together."""
     axes = [{name for name in TOGETHER if name in item.callspec.params}]
     for mark in item.iter_markers("parametrize"):
         names = mark.args[0]
@@ -63,13 +63,13 @@ def axes_of(item):
 
 
 def row_of(item):
-    """Return a number of each axis, which is another one for each of its values."""
+    """Return a number for each axis that identifies its value."""
     params = item.callspec.params
     return tuple(tuple(id(params[name]) for name in names) for names in axes_of(item))
 
 
 def is_skipped_here(item):
-    """Whether a test is skipped because the system lacks the value of a parameter."""
+    """Return whether a test is skipped because this system lacks a parameter's value."""
     values = item.callspec.params.values()
     wants_uvloop = any(isinstance(value, str) and value == "uvloop" for value in values)
     lacks_uvloop = wants_uvloop and importlib.util.find_spec("uvloop") is None
@@ -77,7 +77,7 @@ def is_skipped_here(item):
 
 
 def is_thinned(item):
-    """Whether some combinations of a test's parameters are enough."""
+    """Return whether some combinations of a test's parameters are enough."""
     return (
         hasattr(item, "callspec")
         and "stress" not in item.path.parts
@@ -86,10 +86,10 @@ def is_thinned(item):
     )
 
 
-# After -k and -m have chosen: what they choose is whole in itself.
+# After -k and -m have selected tests, because every pair must be in their selection.
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config, items):
-    """Leave out the combinations of which every pair is met by another one."""
+    """Deselect combinations whose pairs are all in other combinations."""
     if config.getoption("--all-combinations"):
         return
     functions = {}

@@ -1,4 +1,4 @@
-"""Several ranks of torch.distributed, each a process."""
+"""Run several ranks of torch.distributed, each in its own process."""
 
 import os
 
@@ -8,7 +8,7 @@ __all__ = ["together"]
 
 
 def together(tmp_path, name, size, **options):
-    """Run a function of workloads on several ranks; return what each has reported."""
+    """Run a function of workloads on several ranks; return the report of each."""
     rendezvous = tmp_path / f"rendezvous-{name}-{size}-{len(os.listdir(tmp_path))}"
     ranks = [
         Child(name, rendezvous=str(rendezvous), rank=rank, size=size, **options)

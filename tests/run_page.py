@@ -1,4 +1,4 @@
-"""Do what a page shows: the steps that pages.py has found, JSON on standard input."""
+"""Run the steps that pages.py has found on a page, from JSON on standard input."""
 
 import doctest
 import importlib
@@ -13,7 +13,7 @@ RULES = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 
 def run_command(step):
-    """Run a command; its exit status and its output are those that the page tells."""
+    """Run a command; check its exit status and output against the page."""
     done = subprocess.run(
         ["sh", "-c", step["text"]],
         stdin=subprocess.DEVNULL,
@@ -30,14 +30,14 @@ def run_command(step):
 
 
 def run_python(step, namespace):
-    """Run code; a traceback shows its lines in the page."""
+    """Run code; its tracebacks have the page's line numbers."""
     importlib.invalidate_caches()
     code = "\n" * step["line"] + step["text"]
     exec(compile(code, step["page"], "exec"), namespace)
 
 
 def main():
-    """Carry out all steps, the Python of which is one program."""
+    """Run all steps; their Python is one program."""
     program = types.ModuleType("__main__")
     sys.modules["__main__"] = program
     sys.path[0] = ""

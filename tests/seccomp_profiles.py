@@ -1,7 +1,7 @@
-"""Seccomp profiles as containers have them: samples, and what they come to for a process.
+"""Samples of containers' seccomp profiles, and how they apply to a process.
 
-The samples have the structure of the real ones and refuse what these refuse for io_uring;
-all else that this machine knows is allowed, so that a Python can live under them.
+The samples have the structure of the real ones, and refuse the same calls of io_uring. They
+allow every other call of this machine, so that Python can run under them.
 """
 
 import ctypes
@@ -16,19 +16,19 @@ import subprocess
 __all__ = ["container_report", "docker_profile", "install_program", "program_of"]
 
 RINGS = ("io_uring_setup", "io_uring_enter", "io_uring_register")
-# What Docker asks of the arguments of clone(2): no new namespaces.
+# Docker's condition on the flags of clone(2): no new namespaces.
 NAMESPACES = 0x7E020000
-# Words of Docker's profiles for a machine.
+# Docker's names of architectures.
 MACHINES = {"x86_64": ("amd64", "X86_64"), "aarch64": ("arm64", "AARCH64")}
-# Of struct seccomp_data (seccomp(2)): the number of the call, its first argument.
+# Offsets in struct seccomp_data (seccomp(2)): the call's number and its first argument.
 NUMBER_AT, ARGUMENTS_AT = 0, 16
-# Codes of classic BPF (linux/bpf_common.h).
+# Opcodes of classic BPF (linux/bpf_common.h).
 LOAD, JUMP_IF_EQUAL, AND, RETURN = 0x20, 0x15, 0x54, 0x06
 ACTIONS = {"SCMP_ACT_ALLOW": 0x7FFF0000, "SCMP_ACT_ERRNO": 0x00050000}
 
 
 def syscall_numbers():
-    """Return the numbers of the system calls by name, as the compiler has them."""
+    """Return the numbers of the system calls by name, from the compiler's headers."""
     compiler = shutil.which(os.environ.get("CC", "cc"))
     macros = subprocess.run(
         [compiler, "-E", "-dM", "-"],
@@ -93,10 +93,10 @@ def docker_profile():
 
 
 def container_report():
-    """Return what `crictl inspect` says of a container that has the runtime's default.
+    """Return `crictl inspect`'s report of a container with the runtime's default profile.
 
-    The profile in it is of the runtime specification: its rules are those for this very
-    container, with no condition left.
+    Its profile follows the runtime specification: it has the rules for this container only,
+    without conditions.
     """
     profile = json.loads(docker_profile())
     architectures = [entry["architecture"] for entry in profile.pop("archMap")]
@@ -111,7 +111,7 @@ def container_report():
 
 
 def is_for_a_container(rule):
-    """Whether a rule of Docker's holds here, in a container without more capabilities."""
+    """Return whether Docker's rule applies here, without additional capabilities."""
     wanted, unwanted = rule.get("includes", {}), rule.get("excludes", {})
     architecture = MACHINES[platform.machine()][0]
     arches = wanted.get("arches", [architecture])
@@ -119,7 +119,7 @@ def is_for_a_container(rule):
 
 
 def program_of(profile):
-    """Return the filter that a container's runtime makes of a profile: lines of BPF."""
+    """Return the BPF program that a container runtime makes of a profile."""
     numbers = syscall_numbers()
     lines = [(LOAD, 0, 0, NUMBER_AT)]
     for rule in profile["syscalls"]:
@@ -133,12 +133,12 @@ def program_of(profile):
 
 
 def answer_of(action, error):
-    """Return what a filter gives back for an action."""
+    """Return the filter's return value for an action."""
     return ACTIONS[action] | (error if action == "SCMP_ACT_ERRNO" else 0)
 
 
 def lines_of(number, arguments, answer):
-    """Return the lines that answer one system call, if its argument is as wanted."""
+    """Return the BPF lines for one system call, with its condition on the argument."""
     if not arguments:
         return [(JUMP_IF_EQUAL, 0, 1, number), (RETURN, 0, 0, answer)]
     (wanted,) = arguments
@@ -153,7 +153,7 @@ def lines_of(number, arguments, answer):
 
 
 def install_program(lines):
-    """Have this process answer system calls by a filter from now on, for ever."""
+    """Filter the system calls of this process from now on; that cannot be undone."""
     code = b"".join(struct.pack("HBBI", *line) for line in lines)
     filters = ctypes.create_string_buffer(code)
     header = struct.pack("HxxxxxxP", len(lines), ctypes.addressof(filters))

@@ -1,7 +1,7 @@
 """A pytest plugin: print every skip with its reason; in CI, fail on one that is not listed.
 
-``tests/allowed_skips.txt`` has one regular expression a line, then `` # `` and why a skip
-for this reason is right.  ``--strict-skips`` or ``CI=true`` makes any other a failure.
+Each line of ``tests/allowed_skips.txt`` is a regular expression, `` # `` and why skipping
+for this reason is right.  ``--strict-skips`` or ``CI=true`` makes any other skip a failure.
 """
 
 import os
@@ -45,7 +45,7 @@ def read_allowed(path):
 
 
 def skip_reasons(config):
-    """Return how often each reason was given, of tests and of whole modules."""
+    """Return how often each reason was given, by tests and by whole modules."""
     reporter = config.pluginmanager.get_plugin("terminalreporter")
     if reporter is None:
         return Counter()

@@ -1,4 +1,4 @@
-"""Coroutine functions: the same results, and nothing is left of what is cancelled."""
+"""Coroutine functions: the same results, and cancelled calls leave nothing behind."""
 
 import asyncio
 import contextlib
@@ -16,7 +16,7 @@ import nvmeio
 from helpers import MIB, PAGE, SLOW, pattern, plugged
 from nvmeio import aio
 
-# What has no function of this name: DeepSpeed's own two.
+# Functions without a coroutine function: the two of DeepSpeed.
 OF_DEEPSPEED = {"aio_read", "aio_write"}
 OF_ARRAYS = {"getitem", "setitem", "append", "flush"}
 
@@ -25,7 +25,7 @@ OLD, NEW = pattern(3 * PAGE, 1), pattern(5 * PAGE + 1, 2)
 
 @pytest.fixture(params=["asyncio", "uvloop", "debug"])
 def new_loop(request):
-    """What makes an event loop: of asyncio, of uvloop, of asyncio in debug mode."""
+    """A function that makes an event loop: asyncio, uvloop, asyncio in debug mode."""
     if request.param == "uvloop":
         return pytest.importorskip("uvloop").new_event_loop
 
@@ -39,7 +39,7 @@ def new_loop(request):
 
 @pytest.fixture
 def run(new_loop):
-    """Run a coroutine in an event loop, which is closed at the end."""
+    """A function that runs a coroutine in a new event loop, and closes the loop."""
 
     def run(coroutine):
         with contextlib.closing(new_loop()) as loop:
@@ -61,7 +61,7 @@ def slow_default(default_engine, monkeypatch):
 
 
 class Gate(ThreadPoolExecutor):
-    """An executor that stops before its call of a number, until it is opened."""
+    """An executor that holds one call, given by its number, until it is opened."""
 
     def __init__(self, number):
         super().__init__(1)
@@ -83,18 +83,18 @@ class Gate(ThreadPoolExecutor):
 
 
 def in_use():
-    """Return what a call must give back: descriptors, memory of the pool."""
+    """Return the resources that a call must release: descriptors, memory of the pool."""
     gc.collect()
     return os.listdir("/proc/self/fd"), nvmeio.pool_stats()["bytes_used"]
 
 
 def submitted(handle):
-    """Count the requests that a handle was given."""
+    """Return how many requests were submitted to a handle."""
     return handle.stats()["requests"]
 
 
 def call_of(way, path, memory=NEW):
-    """Return a coroutine that replaces a file, and what the file has then."""
+    """Return a coroutine that replaces a file, and the file's new contents."""
     if way == "write_file":
         return aio.write_file(memory, path, sync=True), NEW
     array = np.frombuffer(memory, np.uint8)
@@ -105,9 +105,9 @@ def call_of(way, path, memory=NEW):
 
 
 class TestRule:
-    """Every function that blocks is there, by the same name and with the same arguments."""
+    """Every blocking function has a coroutine function of the same name and arguments."""
 
-    def test_what_uses_the_default_handle_is_there(self):
+    def test_every_function_of_the_default_handle_has_one(self):
         blocking = {
             name
             for name in nvmeio.__all__
@@ -117,7 +117,7 @@ class TestRule:
         assert {*aio.__all__} == (blocking - OF_DEEPSPEED) | OF_ARRAYS
 
     @pytest.mark.parametrize("name", aio.__all__)
-    def test_it_is_a_coroutine_function_with_the_same_arguments(self, name):
+    def test_each_is_a_coroutine_function_with_the_same_arguments(self, name):
         function = getattr(aio, name)
         assert inspect.iscoroutinefunction(function)
         assert function.__name__ == name
@@ -135,16 +135,16 @@ class TestRule:
                     expected.parameters[each], what
                 )
 
-    def test_a_keyword_that_is_nearly_right_is_told_the_right_one(self, run):
+    def test_a_misspelled_keyword_gets_a_suggestion(self, run):
         with pytest.raises(TypeError, match="'synch'; did you mean 'sync'"):
             run(aio.save("x", [1], synch=True))
 
 
 class TestResults:
-    """They do what the functions of the same name do."""
+    """Coroutine functions do what the functions of the same name do."""
 
     @pytest.mark.parametrize("size", [0, 1, PAGE, 3 * MIB + 1])
-    def test_files_come_and_go(self, default_engine, path, run, size):
+    def test_files_are_written_and_read(self, default_engine, path, run, size):
         data = pattern(size)
 
         async def main():
@@ -163,7 +163,7 @@ class TestResults:
         assert os.listdir(path.parent) == [path.name]
 
     @pytest.mark.parametrize("order", ["C", "F"])
-    def test_arrays_come_and_go(self, default_engine, path, run, order):
+    def test_arrays_are_saved_and_loaded(self, default_engine, path, run, order):
         array = np.asarray(np.arange(6000.0).reshape(60, 100), order=order)
 
         async def main():
@@ -176,7 +176,7 @@ class TestResults:
 
         run(main())
 
-    def test_what_claims_to_be_empty_is_read_to_its_end(self, run):
+    def test_a_file_of_reported_size_0_is_read_to_its_end(self, run):
         assert run(aio.read_file("/proc/version")).tobytes().startswith(b"Linux")
 
     @pytest.mark.parametrize(
@@ -202,7 +202,7 @@ class TestResults:
         assert (tmp_path / "file").read_bytes() == b"abc"
         assert os.listdir(tmp_path) == ["file"]
 
-    def test_the_loop_goes_on_meanwhile(self, slow_default, path, run):
+    def test_the_loop_runs_during_a_call(self, slow_default, path, run):
         path.write_bytes(OLD)
 
         async def main():
@@ -284,7 +284,7 @@ class TestArrays:
         run(main())
         assert np.array_equal(np.load(path.with_suffix(".npy")), expected)
 
-    def test_the_name_of_a_new_one_is_made_durable_once(self, tmp_path, run, monkeypatch):
+    def test_the_name_of_a_new_array_is_synced_once(self, tmp_path, run, monkeypatch):
         synced = []
         actual = os.fsync
         monkeypatch.setattr(os, "fsync", lambda fd: (synced.append(fd), actual(fd)))
@@ -326,7 +326,7 @@ class TestArrays:
             with pytest.raises(ValueError, match="is closed"):
                 run(call)
 
-    def test_who_is_cancelled_leaves_nothing_in_flight(self, slow_default, path, run):
+    def test_a_cancelled_call_leaves_nothing_in_flight(self, slow_default, path, run):
         name = path.with_suffix(".npy")
         nvmeio.save(name, np.zeros((500, 10)))
 
@@ -355,9 +355,9 @@ class TestArrays:
 
 @pytest.mark.parametrize("way", ["write_file", "save"])
 class TestCancelling:
-    """Who is cancelled leaves the old file or the new one, and nothing else."""
+    """A cancelled call leaves the old file or the new one, and nothing else."""
 
-    def test_during_the_transfer(self, slow_default, path, run, way):
+    def test_cancelled_during_the_transfer(self, slow_default, path, run, way):
         path.write_bytes(OLD)
         memory = bytearray(NEW)
 
@@ -379,13 +379,13 @@ class TestCancelling:
                     await task
                 del task
                 assert handle.pending <= pending
-                # What loop and executor have of it goes with their next turns.
+                # The loop and the executor drop their references in their next turns.
                 await loop.run_in_executor(None, gc.collect)
-                # Nobody has it any more: it could not become longer otherwise.
+                # Nothing has the memory any more; otherwise it could not grow.
                 memory.append(1)
 
         slow_default.close()
-        # uvloop has descriptors for all loops of the process.
+        # Now, because uvloop opens descriptors once for all loops of the process.
         run(asyncio.sleep(0))
         before = in_use()
         run(main())
@@ -395,7 +395,9 @@ class TestCancelling:
         assert os.listdir(path.parent) == [path.name]
 
     @pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
-    def test_a_loop_that_is_left_behind(self, slow_default, path, new_loop, way):
+    def test_the_loop_is_closed_during_the_transfer(
+        self, slow_default, path, new_loop, way
+    ):
         path.write_bytes(OLD)
         loop = new_loop()
         call, _ = call_of(way, path)
@@ -414,7 +416,7 @@ class TestCancelling:
         assert path.read_bytes() == OLD
         assert os.listdir(path.parent) == [path.name]
 
-    def test_out_of_time(self, slow_default, path, run, way):
+    def test_cancelled_by_a_timeout(self, slow_default, path, run, way):
         path.write_bytes(OLD)
 
         async def main():
@@ -430,7 +432,7 @@ class TestCancelling:
         assert os.listdir(path.parent) == [path.name]
 
     @pytest.mark.parametrize("link", ["unnamed", "named"])
-    def test_in_each_call_that_may_block(
+    def test_cancelled_in_each_blocking_call(
         self, default_engine, path, run, way, link, monkeypatch
     ):
         if link == "named":
@@ -466,7 +468,7 @@ class TestCancelling:
             found.append(content == new)
             if last is not None:
                 break
-        # It ends with the call that renames: from then on it is the new file.
+        # The last call renames: from then on the file is the new one.
         assert last == number - 1 > 2
         assert found == [False] * (number - 2) + [True] * 2
         before = in_use()
@@ -475,10 +477,10 @@ class TestCancelling:
 
 
 def refuse_unnamed(folder):
-    """Say what file systems do that have no O_TMPFILE."""
+    """Fail as on a file system without O_TMPFILE."""
     raise OSError(95, os.strerror(95), folder)
 
 
 def default_engine_is_idle():
-    """Tell whether nothing is in flight."""
+    """Return whether nothing is in flight."""
     return nvmeio.default_handle().pending == 0

@@ -1,4 +1,4 @@
-"""Rows behind the last one: which there are after errors, kills and other writers."""
+"""Appending rows to an array, under errors, kills and other writers."""
 
 import errno
 import os
@@ -19,7 +19,7 @@ from index_strategies import assert_same
 from mounts import Filler
 from nvmeio import ArrayFile
 
-# A handle whose write is interposed takes the place of a drive that fails.
+# A handle with its own write() simulates a drive that fails.
 Handle = nvmeio.Handle
 
 
@@ -33,7 +33,7 @@ def saved(path):
 class TestRows:
     @pytest.mark.parametrize("make", ["numpy", "create", "save", "raw"])
     @pytest.mark.parametrize("shape", [(0, 3), (10, 3), (7,), (999, 2, 5)], ids=str)
-    def test_rows_are_read_behind_the_others(self, handle, path, make, shape):
+    def test_appended_rows_are_read_after_the_others(self, handle, path, make, shape):
         expected = numbers(shape)
         if make == "numpy":
             write_npy(path, expected)
@@ -57,7 +57,7 @@ class TestRows:
         assert path.stat().st_size == array.offset + expected.nbytes
 
     @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-    def test_rows_are_of_every_dtype_of_plain_bytes(self, path, dtype):
+    def test_rows_of_every_plain_dtype_are_appended(self, path, dtype):
         expected = noise((9, 3), dtype)
         write_npy(path, expected[:4])
         with ArrayFile(path, mode="r+") as array:
@@ -99,14 +99,14 @@ class TestRows:
             assert array.shape == (7, 0)
         assert np.load(path).shape == (7, 0)
 
-    def test_a_copy_has_the_rows(self, path):
+    def test_other_array_objects_see_appended_rows(self, path):
         for raw in (False, True):
             with ArrayFile.create(path, (2, 3), "i4", raw=raw, overwrite=True) as array:
                 array.append(numbers((5, 3)))
                 with pickle.loads(pickle.dumps(array)) as copy:
                     assert_same(copy[...], array[...])
                     copy.append([[1, 2, 3]])
-                # This one has the rows when it is opened, or appends.
+                # This array sees the copy's row once it appends, or is opened again.
                 assert array.shape == (7, 3)
                 array.append([[4, 5, 6]])
                 assert array[-3:].tolist() == [[12, 13, 14], [1, 2, 3], [4, 5, 6]]
@@ -168,14 +168,14 @@ REFUSED = {
 
 
 def filled_header(shape):
-    """Return a .npy file whose header has room for no more digits."""
+    """Return a .npy file whose header has no room for another digit."""
     text = f"{{'descr': '<f4', 'fortran_order': False, 'shape': {shape}}}\n".encode()
     return npy.magic(1, 0) + len(text).to_bytes(2, "little") + text
 
 
 class TestRefusing:
     @pytest.mark.parametrize(("values", "error", "words"), REFUSED.values(), ids=REFUSED)
-    def test_what_are_no_rows_changes_nothing(self, saved, values, error, words):
+    def test_values_that_are_no_rows_change_nothing(self, saved, values, error, words):
         _, path = saved
         before = path.read_bytes()
         with ArrayFile(path, mode="r+") as array:
@@ -184,7 +184,7 @@ class TestRefusing:
             assert array.shape == (10, 3)
         assert path.read_bytes() == before
 
-    def test_what_cannot_grow_is_refused(self, saved, tmp_path):
+    def test_read_only_closed_and_scalar_arrays_refuse_rows(self, saved, tmp_path):
         expected, path = saved
         with ArrayFile(path) as array, pytest.raises(ValueError, match="open read-only"):
             array.append(expected)
@@ -209,7 +209,7 @@ class TestRefusing:
             array.append([1, 2])
         assert_same(np.load(path), np.array([0] * 9 + [1, 2], "f4"))
 
-    def test_another_array_behind_it_is_not_overwritten(self, saved):
+    def test_another_array_after_this_one_is_not_overwritten(self, saved):
         expected, path = saved
         with open(path, "ab") as file:
             np.save(file, expected)
@@ -219,7 +219,7 @@ class TestRefusing:
             array.append(expected)
         assert path.read_bytes() == before
 
-    def test_bytes_behind_a_raw_array_are_not_overwritten(self, path):
+    def test_bytes_after_a_raw_array_are_not_overwritten(self, path):
         path.write_bytes(bytes(range(24)))
         with (
             ArrayFile(path, dtype="u1", shape=(2, 3), mode="r+") as array,
@@ -240,7 +240,7 @@ class TestRefusing:
             assert (caught.value.errno, caught.value.filename) == (errno.ESTALE, str(path))
         assert_same(np.load(path), expected)
 
-    def test_a_file_that_is_another_array_by_now_is_not_appended_to(self, saved):
+    def test_a_file_that_has_another_array_now_is_not_appended_to(self, saved):
         _, path = saved
         with ArrayFile(path, mode="r+") as array:
             write_npy(path, numbers((5, 4), "i8"))
@@ -253,7 +253,7 @@ class TestRefusing:
 
 
 class Failing(Handle):
-    """A handle that writes a part and fails, or is interrupted."""
+    """A handle whose write() writes a part and then fails, or is interrupted."""
 
     error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -265,7 +265,7 @@ class Failing(Handle):
 class TestErrors:
     @pytest.mark.parametrize("raw", [False, True], ids=["npy", "raw"])
     @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "full"), KeyboardInterrupt()])
-    def test_after_an_error_the_file_is_as_it_was(self, path, raw, error, monkeypatch):
+    def test_an_error_leaves_the_file_as_it_was(self, path, raw, error, monkeypatch):
         monkeypatch.setattr(Failing, "error", error)
         with ArrayFile.create(path, (10, 3), "f4", raw=raw) as array:
             array[...] = numbers((10, 3))
@@ -279,7 +279,7 @@ class TestErrors:
             assert_same(array[...], numbers((10, 3)))
         assert left_open(path.parent) == []
 
-    def test_a_file_that_may_not_grow_is_as_it_was(self, saved):
+    def test_a_file_size_limit_leaves_the_file_as_it_was(self, saved):
         expected, path = saved
         before = path.read_bytes()
         with ArrayFile(path, mode="r+") as array:
@@ -312,7 +312,7 @@ class TestErrors:
             array.append(rows)
         assert_same(np.load(path), np.concatenate([expected, rows]))
 
-    def test_an_interruption_behind_the_header_keeps_the_rows(self, saved, monkeypatch):
+    def test_an_interruption_after_the_header_keeps_the_rows(self, saved, monkeypatch):
         expected, path = saved
         write = os.pwrite
 
@@ -328,7 +328,7 @@ class TestErrors:
 
 
 class Killing(Handle):
-    """A handle with which the process dies in the middle of a write, or at a sync."""
+    """A handle that kills the process in the middle of a write, or at a sync."""
 
     def write(self, buffer, file, offset=0):
         if "half" in self.when:
@@ -343,7 +343,7 @@ class Killing(Handle):
 
 
 def in_child(function, *args):
-    """Run a function in a forked child, and return its number."""
+    """Run a function in a forked child, and return the child's status."""
     child = os.fork()
     if child == 0:
         status = 1
@@ -356,7 +356,7 @@ def in_child(function, *args):
 
 
 def append_and_die(path, rows, when):
-    """Append, and be killed on the way."""
+    """Append, and be killed during that."""
     pwrite = os.pwrite
 
     def killing(*args):
@@ -374,7 +374,7 @@ def append_and_die(path, rows, when):
 @pytest.mark.parametrize(
     "when", ["half of the rows", "at the sync", "before the header", "behind the header"]
 )
-def test_a_killed_process_leaves_all_of_the_rows_or_none(path, when):
+def test_a_killed_process_leaves_all_rows_or_none(path, when):
     expected, rows = numbers((10, 3)), -1 - numbers((100_000, 3))
     write_npy(path, expected)
     child = in_child(append_and_die, path, rows, when)
@@ -383,7 +383,7 @@ def test_a_killed_process_leaves_all_of_the_rows_or_none(path, when):
         expected = np.concatenate([expected, rows])
     assert_same(np.load(path), expected)
     assert_same(nvmeio.load(path), expected)
-    # The lock ended with the process, and what it left is overwritten.
+    # The lock ended with the process, and the rows that it left are overwritten.
     with ArrayFile(path, mode="r+") as array:
         assert_same(array[...], expected)
         array.append(expected[:2])
@@ -456,7 +456,7 @@ class TestOthers:
         assert len(values) == 100
 
     def test_readers_see_one_length_or_the_other(self, path):
-        """Readers that open the file meanwhile find only whole rows."""
+        """Readers that open the file during an append find only whole rows."""
         with ArrayFile.create(path, (1, 4), "i8") as array:
             lengths = set()
             done = threading.Event()
@@ -477,7 +477,7 @@ class TestOthers:
         assert lengths
 
     def test_a_forked_child_does_not_keep_the_lock(self, path):
-        """It was made while the parent appended, and lives on."""
+        """The child was forked while the parent appended, and lives on."""
         read_end, write_end = os.pipe()
         children = []
 

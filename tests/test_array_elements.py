@@ -1,4 +1,4 @@
-"""What arrays on disk cannot take, and how they say it: in nvmeio's words, not torch's."""
+"""Arrays on disk refuse what they cannot hold, with nvmeio's messages, not torch's."""
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ def array(path):
 
 @pytest.fixture
 def tensors(tmp_path):
-    """One whose results are tensors."""
+    """An array whose results are tensors."""
     with ArrayFile.create(tmp_path / "tensors", (20, 3), torch.bfloat16) as array:
         yield array
 
@@ -60,7 +60,7 @@ class TestValues:
     @pytest.mark.parametrize(
         ("make", "error", "of_tensors", "words"), VALUES.values(), ids=VALUES
     )
-    def test_what_cannot_be_converted_is_refused(
+    def test_values_that_cannot_be_converted_are_refused(
         self, array, tensors, make, error, of_tensors, words
     ):
         for target, kind in ((array, error), (tensors, of_tensors)):
@@ -78,7 +78,7 @@ class TestValues:
                     target[0] = 10**30
 
     @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e5m2"])
-    def test_elements_that_numpy_lacks_are_converted_first(self, array, dtype):
+    def test_elements_that_numpy_lacks_must_be_converted_first(self, array, dtype):
         value = torch.ones(3, dtype=getattr(torch, dtype))
         words = (
             rf"a tensor of torch\.{dtype} cannot be assigned to elements of float32; conv"
@@ -87,7 +87,7 @@ class TestValues:
             with pytest.raises(TypeError, match=words):
                 assign([1, 2], value)
 
-    def test_tensors_are_assigned_whatever_they_are(self, array):
+    def test_every_kind_of_tensor_is_assigned(self, array):
         array[0] = torch.ones(3, requires_grad=True)
         array[1] = torch.arange(6.0)[::2]
         array[2] = torch.tensor([1, 2, 3])
@@ -95,7 +95,7 @@ class TestValues:
         expected = [[1, 1, 1], [0, 2, 4], [1, 2, 3], [7, 7, 7]]
         assert_same(array[:4], np.array(expected, "f4"))
 
-    def test_one_array_on_disk_is_assigned_to_another(self, array, tensors):
+    def test_an_array_on_disk_is_assigned_to_another(self, array, tensors):
         tensors[...] = array
         assert torch.equal(tensors[...], torch.from_numpy(array[...]).bfloat16())
         with pytest.raises(TypeError, match="elements of float32; convert it first"):
@@ -135,7 +135,7 @@ def test_memory_that_cannot_be_filled_is_refused(array, make, error, words):
 
 
 @pytest.mark.parametrize("dtype", ["foo", 3.5, None, torch.qint8, [("a",)]], ids=str)
-def test_what_is_no_dtype_is_refused(path, dtype):
+def test_an_invalid_dtype_is_refused(path, dtype):
     words = "dtype is .*; it must be a dtype of numpy or torch"
     with pytest.raises(TypeError, match=words):
         ArrayFile.create(path, 3, dtype)

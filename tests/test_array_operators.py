@@ -1,4 +1,4 @@
-"""Arrays on disk are no operands: what would read all of one, unasked, is refused."""
+"""Arrays on disk refuse operators and functions that would read the whole file."""
 
 import pickle
 import weakref
@@ -67,7 +67,7 @@ TORCHS = {
 
 
 class TestOperators:
-    """They would read the whole file, or compare something else than elements."""
+    """Operators would read the whole file, or compare something other than elements."""
 
     @pytest.mark.parametrize("symbol", OPERATORS)
     def test_an_operator_is_refused(self, array, symbol):
@@ -88,13 +88,13 @@ class TestOperators:
             UNARY[symbol](array)
         assert f"operator {symbol};" in str(refused.value)
 
-    def test_nothing_is_added_in_place_but_to_what_an_index_names(self, array):
+    def test_only_an_indexed_part_is_added_to_in_place(self, array):
         with pytest.raises(TypeError, match=r"operator \+; read it first"):
             array += 1
         array[3] += 1
         assert array[3].tolist() == [10, 11, 12]
 
-    def test_it_is_neither_true_nor_false(self, array):
+    def test_an_array_has_no_truth_value(self, array):
         with pytest.raises(TypeError, match=r"use len\(array\)"):
             bool(array)
 
@@ -130,18 +130,18 @@ class TestOperators:
             with pytest.raises(BufferError, match="cannot be had without a copy"):
                 torch.from_dlpack(array, copy=False)
 
-    def test_what_asks_for_all_of_it_gets_that(self, array):
+    def test_asarray_reads_the_whole_array(self, array):
         assert_same(np.asarray(array), array[...])
         assert_same(np.array(array), array[...])
         assert (np.shape(array), np.ndim(array)) == ((20, 3), 2)
 
-    def test_numpy_gets_no_elements_that_it_lacks(self, tmp_path):
+    def test_numpy_gets_no_elements_of_dtypes_that_it_lacks(self, tmp_path):
         with ArrayFile.create(tmp_path / "new.npy", (2,), torch.bfloat16) as array:
             for dtype in (None, "f4"):
                 with pytest.raises(TypeError, match=r"numpy has no torch\.bfloat16; array"):
                     np.asarray(array, dtype)
 
-    def test_it_is_the_key_that_it_was(self, array):
+    def test_an_array_is_hashed_and_compared_by_identity(self, array):
         other = ArrayFile(array.path)
         names = {array: "array", other: "other"}
         assert (names[array], names[other]) == ("array", "other")

@@ -1,4 +1,4 @@
-"""Arrays on disk have numpy's values for numpy's indices, and keep what is assigned."""
+"""Arrays on disk return and assign what numpy does for the same index."""
 
 import asyncio
 import contextlib
@@ -33,7 +33,7 @@ from helpers import (
 from index_strategies import INVENTED, assert_same, cases, outcome
 from nvmeio import ArrayFile
 
-# A bounce of a worker: NVMEIO_BOUNCE_BYTES.
+# The size of a worker's bounce: NVMEIO_BOUNCE_BYTES.
 BOUNCE_BYTES = 256 << 10
 
 
@@ -59,7 +59,7 @@ class TestIndexing:
                 assert array.prefetch(index, out).result() is out
                 assert_same(out, expected)
 
-    # Of these the runs are wide apart, near each other, or one.
+    # Indices whose extents are far apart, near each other, or one.
     INDICES = (
         5,
         -1,
@@ -108,8 +108,8 @@ class TestIndexing:
                 assert_same(found, expected[index])
                 after = handle.stats()
                 assert after["requests"] == before["requests"] + 1
-                # The edges that O_DIRECT does not take are blocks of their own; memory
-                # in small pages, wherever numpy gives some, goes through bounces.
+                # Unaligned edges are blocks of their own; memory that numpy allocates in
+                # small pages goes through bounces.
                 bounces = -(-found.nbytes // BOUNCE_BYTES)
                 assert after["blocks"] <= before["blocks"] + 2 + bounces
 
@@ -155,7 +155,7 @@ class TestIndexing:
                     read("other")
 
     @pytest.mark.parametrize("shape", [(0,), (0, 3), (3, 0), (2, 0, 5), ()], ids=repr)
-    def test_arrays_without_rows_or_without_elements_are_arrays(self, path, shape):
+    def test_arrays_without_rows_or_elements_work(self, path, shape):
         expected = numbers(shape)
         write_npy(path, expected)
         with ArrayFile(path) as array:
@@ -175,7 +175,7 @@ class TestIndexing:
                 with pytest.raises(TypeError, match="no axes has no"):
                     array.gather([0])
 
-    def test_it_iterates_and_converts(self, path):
+    def test_an_array_iterates_and_converts(self, path):
         expected = numbers((4, 3))
         write_npy(path, expected)
         with ArrayFile(path) as array:
@@ -193,7 +193,7 @@ class TestIndexing:
                 assert_same(row, wanted)
         assert handle.stats()["requests"] == reads
 
-    def test_without_axes_there_is_nothing_to_iterate(self, path):
+    def test_an_array_without_axes_cannot_be_iterated(self, path):
         write_npy(path, np.array(5))
         with ArrayFile(path) as array, pytest.raises(TypeError, match="no axes has no"):
             next(iter(array))
@@ -239,7 +239,7 @@ class TestRows:
     def test_memory_of_any_strides_is_filled(self, saved):
         expected, path = saved
         with ArrayFile(path) as array:
-            # Of these the records are apart, dense, and one.
+            # Strides with which the records are apart, dense, and one.
             for index in ([900, 3], np.s_[::2, 0, 1], 5):
                 wanted = expected[index]
                 out = np.zeros((*wanted.shape, 2), "f4")
@@ -247,10 +247,10 @@ class TestRows:
                 assert_same(np.ascontiguousarray(out[..., 1]), wanted)
                 assert not out[..., 0].any()
 
-    def test_nothing_comes_after_a_result_that_python_makes(
+    def test_after_refuses_a_request_whose_result_python_makes(
         self, open_handle, saved, tmp_path
     ):
-        """Its bytes are not where they belong until somebody asks for them."""
+        """The bytes of such a result are in place only after somebody asks for it."""
         expected, path = saved
         handle = open_handle(**SLOW)
         with ArrayFile(path, handle=handle) as array, plugged(handle, tmp_path):
@@ -259,7 +259,7 @@ class TestRows:
                 array.prefetch(0, after=dense)
         assert_same(dense.result(), expected[0, 0, ::2])
 
-    def test_a_result_that_python_makes_is_awaited_and_called_back(self, saved):
+    def test_a_result_made_by_python_can_be_awaited_and_called_back(self, saved):
         expected, path = saved
         indices = (np.s_[0, 0, ::2], (3, 2, 1), [1, 999], np.s_[::-1, 0, 5:7], slice(None))
 
@@ -276,7 +276,7 @@ class TestRows:
             assert called.wait(30)
             assert_same(request.result(), expected[0, 0, ::2])
 
-    def test_a_result_that_cannot_be_made_is_an_error(self, saved, monkeypatch):
+    def test_a_failure_to_make_the_result_is_an_error(self, saved, monkeypatch):
         def fail(*_):
             raise MemoryError("no memory for the result")
 
@@ -287,7 +287,7 @@ class TestRows:
                 with pytest.raises(MemoryError, match="for the result"):
                     request.wait()
 
-    def test_a_tensor_of_one_row_has_that_axis(self, saved):
+    def test_a_tensor_of_one_row_keeps_the_axis(self, saved):
         torch = pytest.importorskip("torch", reason="torch is not installed")
         expected, path = saved
         with ArrayFile(path) as array:
@@ -313,11 +313,11 @@ class TestRows:
     @pytest.mark.parametrize(
         ("call", "error", "words"), WRONG_ROWS.values(), ids=WRONG_ROWS
     )
-    def test_what_cannot_be_gathered_is_told(self, saved, call, error, words):
+    def test_rows_that_cannot_be_gathered_are_refused(self, saved, call, error, words):
         with ArrayFile(saved[1]) as array, pytest.raises(error, match=words):
             call(array)
 
-    def test_a_file_that_was_cut_is_told(self, saved):
+    def test_a_gather_from_a_truncated_file_is_an_error(self, saved):
         _, path = saved
         with ArrayFile(path) as array:
             os.truncate(path, 1000)
@@ -330,8 +330,8 @@ class TestRows:
     @pytest.mark.parametrize(
         "index", [999, np.s_[:], np.s_[500:, 0, ::2], [0, 999], np.s_[-1, 3, 24]], ids=repr
     )
-    def test_a_file_that_was_cut_is_told_for_every_index(self, path, index):
-        # Of these one is read by the calling thread, others by workers.
+    def test_a_truncated_file_is_an_error_for_every_index(self, path, index):
+        # The calling thread reads one of these, workers the others.
         write_npy(path, numbers((1000, 4, 250)))
         with ArrayFile(path) as array:
             os.truncate(path, 1000)
@@ -345,7 +345,7 @@ class TestRows:
 
     @pytest.mark.parametrize("way", ["gather", "prefetch", "windows", "prefetch_windows"])
     @pytest.mark.parametrize("held", [False, True])
-    def test_rows_come_from_the_page_cache_where_it_has_them(self, tmp_path, way, held):
+    def test_cached_rows_come_from_the_page_cache(self, tmp_path, way, held):
         need_direct(tmp_path)
         expected = numbers((300, PAGE), "u1")
         path, rows = write_npy(tmp_path / "array.npy", expected), np.arange(0, 299, 7)
@@ -353,7 +353,7 @@ class TestRows:
         if "windows" in way:
             wanted, more = np.stack([expected[row : row + 2] for row in rows]), (2,)
         found = []
-        # A page may come or go at any moment.
+        # Pages may enter or leave the cache at any moment.
         for _ in range(5):
             warm(path) if held else drop(path)
             with nvmeio.Handle() as handle, ArrayFile(path, handle=handle) as array:
@@ -374,7 +374,7 @@ class TestAssigning:
         write_npy(path, expected)
         with contextlib.suppress(IndexError):
             taken = expected[index]
-            # Values that differ tell which one is the last.
+            # All values differ, which shows which one was written last.
             value = -1 - numbers(np.shape(taken), "f8") if whole else -1
 
         def assign(array):
@@ -416,7 +416,7 @@ class TestAssigning:
             array.scatter(rows, values)
             assert_same(array[...], wanted)
             array[...] = expected
-            # The rows that are named twice are written once.
+            # Rows that are named twice are written once.
             assert array.submit_scatter(rows, values).result() == 4 * 400
             array.scatter([], np.empty((0, 4, 25)))
             assert array.submit_scatter([], 0).result() == 0
@@ -435,7 +435,8 @@ class TestAssigning:
                     array.submit_scatter(rows + 1, others),
                     array.submit_setitem([3, 3], values[:2]),
                 ]
-                # What a program must not do shows what was not copied.
+                # Changing the values meanwhile, which a program must not do, shows what was
+                # not copied.
                 values[...], others[...] = 9, 9
             for request in requests:
                 request.wait()
@@ -443,7 +444,7 @@ class TestAssigning:
             assert_same(array[rows + 1], -expected[rows])
             assert_same(array[3], -expected[100])
 
-    def test_what_must_be_done_first_is_named(self, handle, saved):
+    def test_messages_name_what_must_be_done_first(self, handle, saved):
         _, path = saved
         rows = [7, 1]
         with ArrayFile(path, mode="r+", handle=handle) as array:
@@ -475,7 +476,7 @@ class TestAssigning:
                 array[1000] = 0
         assert_same(np.load(path), expected)
 
-    def test_a_file_is_written_to_only_if_that_was_asked_for(self, saved):
+    def test_a_file_is_written_only_in_mode_r_plus(self, saved):
         expected, path = saved
         with ArrayFile(path) as array, pytest.raises(ValueError, match="open read-only"):
             array[0] = 0
@@ -498,7 +499,7 @@ class TestAssigning:
 
 class TestCreating:
     @pytest.mark.parametrize("shape", [(), 5, (0, 3), (300, 7)], ids=repr)
-    def test_a_new_file_is_of_zeros_until_it_is_filled(self, path, shape):
+    def test_a_new_file_has_zeros_until_it_is_filled(self, path, shape):
         with ArrayFile.create(path, shape, "f4") as array:
             assert_same(array[...], np.zeros(shape, "f4"))
             expected = np.full(shape, 7, "f4")
@@ -526,9 +527,7 @@ class TestCreating:
         ],
         ids=str,
     )
-    def test_the_header_is_of_the_oldest_version_that_can_say_it(
-        self, path, dtype, version
-    ):
+    def test_the_header_has_the_oldest_sufficient_version(self, path, dtype, version):
         with ArrayFile.create(path, (3,), dtype) as array:
             assert array.dtype == np.dtype(dtype)
         with open(path, "rb") as file:
@@ -554,7 +553,7 @@ class TestCreating:
                 call()
         assert not path.exists()
 
-    def test_a_file_that_exists_is_not_destroyed_unasked(self, saved):
+    def test_an_existing_file_is_replaced_only_with_overwrite(self, saved):
         expected, path = saved
         with pytest.raises(FileExistsError, match="; overwrite=True makes") as caught:
             ArrayFile.create(path, (3,), "f4")
@@ -563,7 +562,7 @@ class TestCreating:
         ArrayFile.create(path, (3,), "f4", overwrite=True).close()
         assert_same(np.load(path), np.zeros(3, "f4"))
 
-    def test_a_file_that_cannot_be_made_is_not_left(self, path):
+    def test_a_failed_create_leaves_no_file(self, path):
         with (
             limit(resource.RLIMIT_FSIZE, MIB),
             pytest.raises(OSError, match="data") as caught,
@@ -596,7 +595,7 @@ class TestCreating:
         with ArrayFile(path, dtype="f4") as array:
             assert_same(array[...], np.zeros(2, "f4"))
 
-    def test_a_raw_file_has_the_elements_alone(self, path):
+    def test_a_raw_file_has_only_the_elements(self, path):
         with ArrayFile.create(path, (4, 3), ">i2", raw=True) as array:
             assert path.stat().st_size == array.nbytes == 24
             array[...] = numbers((4, 3))
@@ -609,7 +608,7 @@ class TestCreating:
         with pytest.raises(ValueError, match="raw is 2"):
             ArrayFile.create(path, 3, "f4", raw=2, overwrite=True)
 
-    def test_what_is_refused_cuts_no_file(self, saved):
+    def test_refused_arguments_truncate_no_file(self, saved):
         expected, path = saved
         with pytest.raises(TypeError, match="handle is of type int"):
             ArrayFile.create(path, (1,), "f4", overwrite=True, handle=3)
@@ -637,7 +636,7 @@ class TestCreating:
         assert synced == [os.path.realpath(path.parent)]
 
     def test_an_array_larger_than_memory_is_built_in_parts(self, tmp_path):
-        """As far as a test may: the file has its size at once, and no more on the disk."""
+        """The file is sparse: it has its full size at once, and few blocks on the disk."""
         path = tmp_path / "large.npy"
         with ArrayFile.create(path, (1 << 20, 1 << 20), "f4") as array:
             array[1 << 19, 5:8] = [1, 2, 3]
@@ -694,7 +693,7 @@ class TestOpening:
                 == f"<nvmeio.ArrayFile '{path}' shape=(24,) dtype=int16 mode='r'>"
             )
 
-    def test_it_tells_what_it_is(self, saved):
+    def test_an_array_reports_its_properties(self, saved):
         expected, path = saved
         array = ArrayFile(path)
         for name in ("shape", "dtype", "nbytes", "ndim", "size", "itemsize", "strides"):
@@ -717,7 +716,7 @@ class TestOpening:
         assert left_open(path.parent) == []
 
     @pytest.mark.parametrize(("content", "options", "words"), REFUSED.values(), ids=REFUSED)
-    def test_what_is_no_array_is_refused(self, path, content, options, words):
+    def test_a_file_that_is_no_array_is_refused(self, path, content, options, words):
         path.write_bytes(content)
         with pytest.raises((TypeError, ValueError), match=words):
             ArrayFile(path, **options)
@@ -743,7 +742,7 @@ class TestOpening:
             with pytest.raises(ValueError, match=r"has Python objects .* left to numpy"):
                 call(path)
 
-    def test_fortran_order_is_refused_with_a_way_out(self, path):
+    def test_fortran_order_is_refused_with_a_remedy(self, path):
         expected = np.asfortranarray(numbers((5, 3)))
         write_npy(path, expected)
         with pytest.raises(ValueError, match=r"Fortran order.* nvmeio.load\(\)"):
@@ -780,7 +779,7 @@ class TestSharing:
             array.close()
             assert lent is None or not lent.closed
 
-    def test_it_can_be_pickled(self, saved, tmp_path):
+    def test_an_array_can_be_pickled(self, saved, tmp_path):
         expected, path = saved
         with nvmeio.Handle(block_size=8192) as handle:
             with ArrayFile(path, mode="r+", handle=handle) as array:
@@ -794,17 +793,17 @@ class TestSharing:
         array = ArrayFile(raw, dtype="f4", shape=(-1, 100), offset=400)
         assert_same(pickle.loads(pickle.dumps(array))[0], expected[1].ravel())
 
-    def test_a_copy_is_found_from_any_folder(self, saved, monkeypatch):
+    def test_an_unpickled_array_finds_its_file_from_any_folder(self, saved, monkeypatch):
         expected, path = saved
         monkeypatch.chdir(path.parent)
         with ArrayFile(path.name) as array:
             monkeypatch.chdir("/")
             with pickle.loads(pickle.dumps(array)) as copy:
                 assert_same(copy[4], expected[4])
-        # What was closed comes back closed.
+        # A closed array is unpickled closed.
         assert pickle.loads(pickle.dumps(array)).closed
 
-    def test_forked_children_index_it(self, saved):
+    def test_forked_children_index_an_array(self, saved):
         expected, path = saved
         with ArrayFile(path) as array:
             assert_same(array[3], expected[3])
@@ -886,7 +885,7 @@ class TestTensors:
 
     @pytest.mark.parametrize("name", ["bfloat16", "float32"])
     @pytest.mark.filterwarnings("error")
-    def test_arrays_that_torch_does_not_take_are_converted(self, path, name):
+    def test_arrays_that_torch_refuses_are_converted(self, path, name):
         torch, dtype = self.torch, getattr(self.torch, name)
         frozen = np.arange(3.0)
         frozen.flags.writeable = False
@@ -962,7 +961,7 @@ class TestTensors:
     @pytest.mark.parametrize(
         "name", ["bfloat16", "float8_e4m3fn", "float16", "complex32", "int64"]
     )
-    def test_a_file_is_created_of_any_dtype_of_torch(self, path, name, raw):
+    def test_a_file_is_created_with_any_dtype_of_torch(self, path, name, raw):
         torch, dtype = self.torch, getattr(self.torch, name)
         expected = torch.arange(12).view(4, 3).to(dtype)
         with ArrayFile.create(path, (4, 3), dtype, raw=raw) as array:
@@ -978,7 +977,7 @@ class TestTensors:
         if raw:
             assert path.stat().st_size == expected.nbytes
             return
-        # numpy opens it, as bytes where it has no such elements.
+        # numpy opens it, as plain bytes if it lacks the dtype.
         found = np.load(path)
         assert found.tobytes() == expected.view(torch.uint8).numpy().tobytes()
         if name in ("float16", "int64"):
@@ -986,8 +985,8 @@ class TestTensors:
         else:
             assert found.dtype == f"V{dtype.itemsize}"
 
-    def test_a_file_of_ml_dtypes_is_opened(self, path):
-        """numpy.save() of an array of ml_dtypes.bfloat16 (0.6.0) writes this header."""
+    def test_a_file_of_an_ml_dtypes_array_is_opened(self, path):
+        """numpy.save() writes this header for an array of ml_dtypes.bfloat16 (0.6.0)."""
         torch = self.torch
         text = "{'descr': '<V2', 'fortran_order': False, 'shape': (4, 3), }"
         header = npy.magic(1, 0) + (118).to_bytes(2, "little") + text.ljust(117).encode()

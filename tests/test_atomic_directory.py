@@ -1,4 +1,4 @@
-"""Folders that appear whole, or not at all, and what is left of those that did not."""
+"""Folders that appear complete or not at all, and the cleanup of unfinished ones."""
 
 import errno
 import fcntl
@@ -25,7 +25,7 @@ def content_of(folder):
 
 
 @pytest.mark.parametrize("sync", [True, False])
-def test_it_appears_when_it_is_complete(tmp_path, sync):
+def test_a_folder_appears_when_it_is_complete(tmp_path, sync):
     with atomic_directory(tmp_path / "a", sync=sync) as folder:
         assert folder.parent == tmp_path
         fill(folder)
@@ -36,7 +36,7 @@ def test_it_appears_when_it_is_complete(tmp_path, sync):
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
 @pytest.mark.parametrize("replace", [True, False])
-def test_what_raises_leaves_what_was_there(tmp_path, error, replace):
+def test_an_exception_leaves_what_was_there(tmp_path, error, replace):
     before = []
     if replace:
         (tmp_path / "a").mkdir()
@@ -54,7 +54,7 @@ def test_what_raises_leaves_what_was_there(tmp_path, error, replace):
     assert not replace or content_of(tmp_path / "a") == "old"
 
 
-def test_one_that_is_there_is_replaced_if_that_is_said(tmp_path):
+def test_an_existing_folder_is_replaced_only_if_asked(tmp_path):
     (tmp_path / "a").mkdir(mode=0o750)
     os.chmod(tmp_path / "a", 0o751)
     fill(tmp_path / "a", "old")
@@ -72,7 +72,7 @@ def test_one_that_is_there_is_replaced_if_that_is_said(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["file", "link"])
-def test_what_is_no_folder_is_not_replaced(tmp_path, kind):
+def test_only_a_folder_is_replaced(tmp_path, kind):
     (tmp_path / "other").mkdir()
     if kind == "file":
         (tmp_path / "a").write_text("old")
@@ -87,7 +87,7 @@ def test_what_is_no_folder_is_not_replaced(tmp_path, kind):
 
 
 @pytest.mark.parametrize("replace", [True, False])
-def test_what_comes_meanwhile_is_not_lost(tmp_path, replace):
+def test_a_folder_that_appears_meanwhile_is_not_lost(tmp_path, replace):
     def body():
         with atomic_directory(tmp_path / "a", replace=replace) as folder:
             fill(folder)
@@ -100,7 +100,7 @@ def test_what_comes_meanwhile_is_not_lost(tmp_path, replace):
     assert os.listdir(tmp_path) == ["a"]
 
 
-def test_its_folder_must_be_there(tmp_path):
+def test_the_parent_folder_must_exist(tmp_path):
     with pytest.raises(FileNotFoundError), atomic_directory(tmp_path / "no" / "a"):
         raise AssertionError
 
@@ -123,7 +123,7 @@ def test_bad_arguments(tmp_path, options, error):
     assert os.listdir(tmp_path) == []
 
 
-def test_room_is_tried_before_anything_is_written(tmp_path):
+def test_free_space_is_checked_before_anything_is_written(tmp_path):
     free = os.statvfs(tmp_path).f_bavail * os.statvfs(tmp_path).f_frsize
     with (
         pytest.raises(OSError, match=r"are needed, and \d+ are free") as caught,
@@ -137,7 +137,7 @@ def test_room_is_tried_before_anything_is_written(tmp_path):
         assert os.listdir(folder) == []
 
 
-def test_everything_is_synced_before_the_name_and_then_the_name(tmp_path):
+def test_contents_are_synced_before_the_rename_and_the_name_after_it(tmp_path):
     call = "import sys, nvmeio; from pathlib import Path\n"
     call += "with nvmeio.checkpoint.atomic_directory(sys.argv[1]) as folder:\n"
     call += "    (folder / 'deep').mkdir(); (folder / 'deep' / 'file').write_text('x')\n"
@@ -161,7 +161,7 @@ def test_everything_is_synced_before_the_name_and_then_the_name(tmp_path):
     assert f"{folder}>" in calls[4]
 
 
-def test_files_that_may_only_be_written_are_synced(tmp_path, monkeypatch):
+def test_write_only_files_are_synced(tmp_path, monkeypatch):
     open_, fsync, synced = os.open, os.fsync, []
 
     def opened(path, flags, *arguments, **options):
@@ -185,7 +185,7 @@ def test_files_that_may_only_be_written_are_synced(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("when", range(1, 6))
 @pytest.mark.parametrize("replace", [True, False])
-def test_a_sync_that_fails_is_an_error_and_the_old_one_stays(tmp_path, when, replace):
+def test_a_failed_sync_is_an_error_and_keeps_the_old_folder(tmp_path, when, replace):
     top = tmp_path / "top"
     top.mkdir()
     if replace:
@@ -197,20 +197,20 @@ def test_a_sync_that_fails_is_an_error_and_the_old_one_stays(tmp_path, when, rep
     assert kind == "OSError"
     assert "Input/output error" in words
     if when == 5:
-        # The name is there, and the message says what is not known of it.
+        # The new folder has its name, and the message says that durability is unknown.
         assert "it is in its place" in words
         assert content_of(top / "a") == "new"
     else:
         assert not replace or content_of(top / "a") == "old"
     names = [name for name in os.listdir(top) if not name.endswith(".nvmeio-tmp")]
     assert names == (["a"] if replace or when == 5 else [])
-    # Where both may be what a power failure leaves, both stay.
+    # After a power failure either may be the one in place, so both stay.
     assert len(os.listdir(top)) - len(names) == (replace and when == 5)
 
 
 @pytest.mark.parametrize("code", ["EINVAL", "ENOSYS"])
-def test_file_systems_that_cannot_exchange_names(tmp_path, code):
-    """NFS: a new name is taken all the same, and an old folder is not replaced."""
+def test_without_exchange_of_names_only_new_folders_appear(tmp_path, code):
+    """On NFS a new folder gets its name, but an old folder is not replaced."""
     fault = f"renameat2:error={code}"
     for replace, expected in ((False, ["ok", ""]), (True, ["OSError", "cannot exchange"])):
         said = run_with_faults(
@@ -223,7 +223,7 @@ def test_file_systems_that_cannot_exchange_names(tmp_path, code):
     assert os.listdir(tmp_path) == ["a"]
 
 
-def test_a_child_leaves_it_to_its_parent(tmp_path):
+def test_a_forked_child_leaves_the_folder_to_its_parent(tmp_path):
     skip_sanitized("cannot follow forks of a process with threads")
     with atomic_directory(tmp_path / "a") as folder:
         fill(folder)
@@ -236,7 +236,7 @@ def test_a_child_leaves_it_to_its_parent(tmp_path):
 
 
 def leave(folder):
-    """In the child: what the end of the body does, in both ways."""
+    """End the block in a forked child, in both ways; return 0 if nothing happens."""
     (unfinished,) = [each for each in gc_unfinished() if each.path == str(folder)]
     try:
         unfinished.commit(sync=True)
@@ -253,10 +253,10 @@ def gc_unfinished():
 
 
 class TestCleanup:
-    """Leftovers of the dead go, and no others."""
+    """Only the leftovers of dead processes are removed."""
 
     def killed(self, path, wait=True):
-        """Let a process be killed in the middle; without `wait` its number stays."""
+        """Kill a process in the middle; without `wait` it stays a zombie."""
         call = "import os, sys, nvmeio\n"
         call += "with nvmeio.checkpoint.atomic_directory(sys.argv[1]) as folder:\n"
         call += "    (folder / 'file').write_text('x'); os.kill(os.getpid(), 9)\n"
@@ -266,7 +266,7 @@ class TestCleanup:
         return process
 
     @pytest.mark.parametrize("wait", [True, False])
-    def test_of_a_process_that_was_killed(self, tmp_path, wait):
+    def test_leftovers_of_a_killed_process_are_removed(self, tmp_path, wait):
         (tmp_path / "other").mkdir()
         (tmp_path / ".nvmeio-tmp").mkdir()
         process = self.killed(tmp_path / "a", wait)
@@ -277,7 +277,7 @@ class TestCleanup:
         assert cleanup(tmp_path) == []
         process.wait()
 
-    def test_hosts_may_have_dots_and_one_that_stays_does_not_keep_others(
+    def test_hosts_may_have_dots_and_a_failed_removal_does_not_stop_others(
         self, tmp_path, monkeypatch
     ):
         monkeypatch.setattr(folders.socket, "gethostname", lambda: "node-1.some.where")
@@ -298,21 +298,22 @@ class TestCleanup:
         assert [name[:5] for name in os.listdir(tmp_path)] == [".b.c."]
 
     @pytest.mark.parametrize("seen", [True, False])
-    def test_of_one_that_lives_it_stays(self, tmp_path, monkeypatch, seen):
+    def test_the_folder_of_a_living_process_stays(self, tmp_path, monkeypatch, seen):
         with atomic_directory(tmp_path / "a") as folder:
             if not seen:
-                # As from another container: it is locked all the same.
+                # As from another container, where the process is unknown; the lock still
+                # counts.
                 monkeypatch.setattr(folders, "_start_of", lambda process: -1)
             assert cleanup(tmp_path) == []
             assert folder.is_dir()
 
     @pytest.mark.parametrize("change", ["host", "locked", "no folder"])
-    def test_what_may_be_in_use_stays(self, tmp_path, change):
+    def test_leftovers_that_may_be_in_use_stay(self, tmp_path, change):
         self.killed(tmp_path / "a")
         (name,) = os.listdir(tmp_path)
         path, held = tmp_path / name, None
         if change == "host":
-            # Between the name and the number: a short one may be anywhere.
+            # The host's name is between the folder's name and the number.
             words = name.replace(f".a.{folders._host()}-", ".a.elsewhere-")
             assert words != name
             path = path.rename(tmp_path / words)
@@ -328,8 +329,8 @@ class TestCleanup:
         if held is not None:
             os.close(held)
 
-    def test_a_number_that_another_process_has_now(self, tmp_path):
-        """Its start tells it from the dead one."""
+    def test_a_leftover_whose_process_number_was_reused_is_removed(self, tmp_path):
+        """The start time tells the living process from the dead one."""
         self.killed(tmp_path / "a")
         (name,) = os.listdir(tmp_path)
         words = name.rpartition(".")[0].split("-")
@@ -337,13 +338,13 @@ class TestCleanup:
         path = (tmp_path / name).rename(tmp_path / ("-".join(words) + ".nvmeio-tmp"))
         assert cleanup(tmp_path) == [str(path)]
 
-    def test_names_as_long_as_they_may_be(self, tmp_path):
+    def test_names_may_have_the_maximal_length(self, tmp_path):
         for name in ("a" * 255, "ä" * 127):
             with atomic_directory(tmp_path / name) as folder:
                 (folder / "file").write_text("x")
             assert (tmp_path / name / "file").read_text() == "x"
 
-    def test_a_folder_that_is_not_there(self, tmp_path):
+    def test_cleanup_of_a_missing_folder(self, tmp_path):
         with pytest.raises(FileNotFoundError):
             cleanup(tmp_path / "no")
         assert Path(tmp_path).is_dir()

@@ -1,4 +1,4 @@
-"""The benchmarks run, keep what they find, and the documentation shows what they kept."""
+"""The benchmarks run and save their results, and the documentation shows these."""
 
 import dataclasses
 import hashlib
@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 BENCH = ROOT / "bench"
 RESULTS = BENCH / "results"
 
-# A script that keeps to the contract of run.py, and says how it was called.
+# A script that follows the contract of run.py, and reports its arguments.
 STUB = """
 import json, sys
 sample = {"nbytes": 4096, "seconds": 1.0, "cpu_seconds": 0.5, "device_bytes": 4096}
@@ -30,7 +30,7 @@ open(sys.argv[-1], "w").write(json.dumps(raw))
 
 @pytest.fixture
 def bench(monkeypatch):
-    """A function from the name of a module of bench/ to the module."""
+    """A function that imports a module of bench/ by name."""
     monkeypatch.syspath_prepend(BENCH)
     before = set(sys.modules)
     yield importlib.import_module
@@ -43,7 +43,7 @@ def bench(monkeypatch):
 
 @pytest.fixture
 def duel(bench):
-    """A function that makes a duel of which the second takes longer by some factors."""
+    """A function that makes a duel whose second contestant is slower by given factors."""
     duels = bench("duels")
 
     def make(*factors, **given):
@@ -93,13 +93,13 @@ def run_bench(*arguments):
 
 
 def only_json(folder):
-    """Return the one file of a folder, read."""
+    """Return the content of the only file in a folder."""
     (path,) = folder.glob("*.json")
     return path, json.loads(path.read_text())
 
 
 @pytest.mark.slow
-def test_a_quick_run_is_kept_whole(tmp_path, bench):
+def test_a_quick_run_saves_all_results(tmp_path, bench):
     results, work = tmp_path / "results", tmp_path / "work"
     results.mkdir()
     work.mkdir()
@@ -151,7 +151,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-def test_peers_that_are_missing_are_left_out_and_told_of(tmp_path):
+def test_missing_peers_are_left_out_and_reported(tmp_path):
     out = tmp_path / "found.json"
     script = [BENCH / "bench_checkpoint.py", "--size", "1M", "--rounds", "1"]
     done = subprocess.run(
@@ -174,7 +174,7 @@ def test_peers_that_are_missing_are_left_out_and_told_of(tmp_path):
     assert [words.split()[0] for words in raw["left out"]] == ["torch", "aiofile", "caio"]
     assert len(re.findall("^left out: ", done.stderr, re.MULTILINE)) == 3
     others = {duel["names"][1] for duel in raw["duels"]}
-    # What a checkpoint is compared with is no peer.
+    # A checkpoint is compared with a copy, which is no peer.
     others -= {"plain loop", "copy into memory used before", "alone"}
     assert others == {"numpy.save", "numpy.load", "numpy.memmap, touched", "Python"}
 
@@ -197,7 +197,7 @@ def test_a_script_that_fails_is_recorded_and_the_others_go_on(stubbed, tmp_path,
     status = stubbed.main([*options, "--machine", "m", "--only", "gather", "copy"])
     assert status == 1
     _, raw = only_json(tmp_path / "results")
-    # Without the folder, for it is committed.
+    # Without the folder, because the file is committed.
     told = "the disk is on fire: 'data', or 3/4 of it"
     assert raw["scripts"]["gather"]["failed"] == told
     assert raw["scripts"]["copy"]["duels"][0]["work"] == stubbed.JOBS["copy"].options
@@ -223,7 +223,7 @@ def test_the_name_of_a_machine_is_that_of_its_hardware(bench, tmp_path):
     assert re.fullmatch(r"(virtual|physical)-\d+core-\w+", name)
 
 
-def test_a_machine_of_an_impossible_name_is_refused(tmp_path):
+def test_an_invalid_name_of_a_machine_is_refused(tmp_path):
     done = run_bench("--machine", "../up", "--results", tmp_path)
     assert done.returncode == 2
     assert "is no part of a file's name" in done.stderr
@@ -236,7 +236,7 @@ def test_raw_numbers_survive_the_json(bench, duel):
     assert again == one
 
 
-def test_memory_is_a_column_where_it_was_measured(bench, duel):
+def test_memory_is_a_column_if_it_was_measured(bench, duel):
     duels, report = bench("duels"), bench("report")
     one, other = duel(2.0, memory=(12_000_000, 3_400_000)), duel(2.0)
     again = duels.Duel.from_dict(json.loads(json.dumps(one.as_dict())))
@@ -255,7 +255,7 @@ def test_a_goal_is_judged_by_the_median(bench, duel):
     assert goal.verdict(duel(0.1, 1.4, 9.0)) == "missed"
 
 
-def test_context_switches_are_judged_for_each_record(bench, duel):
+def test_context_switches_are_judged_per_record(bench, duel):
     duels = bench("duels")
     one = duel(1.0, record_bytes=1 << 20)
     ours, theirs = one.rounds[0]
@@ -276,7 +276,7 @@ def test_rows_that_do_not_exist_are_refused():
 
 @pytest.fixture
 def child(bench):
-    """The child process that has the plain loop, compiled here."""
+    """The child process that runs the plain loop, compiled here."""
     peers = bench("peers").Peers()
     with bench("loop_child").loop_child(peers) as found:
         if found is None:
@@ -285,7 +285,7 @@ def child(bench):
 
 
 @pytest.mark.packaging
-def test_the_loop_does_what_it_is_told(child, tmp_path):
+def test_the_plain_loop_reads_and_writes_right_bytes(child, tmp_path):
     path, size = tmp_path / "file", 1 << 20
     path.write_bytes(bytes(size))
     every_block = (path, 1 << 16, 8, size)
@@ -308,7 +308,7 @@ def test_the_loop_does_what_it_is_told(child, tmp_path):
 
 
 @pytest.mark.packaging
-def test_the_loop_makes_new_files(child, tmp_path):
+def test_the_plain_loop_makes_new_files(child, tmp_path):
     prefix, size = tmp_path / "new", 1 << 20
     assert child.run("plain fresh", prefix, 4, 1 << 16, 8, size, "small").nbytes == size
     found = {path.name: path.stat().st_size for path in tmp_path.iterdir()}
@@ -318,7 +318,7 @@ def test_the_loop_makes_new_files(child, tmp_path):
 
 
 @pytest.mark.packaging
-def test_the_loop_tells_what_failed(child, tmp_path):
+def test_the_plain_loop_reports_what_failed(child, tmp_path):
     (tmp_path / "short").write_bytes(bytes(4096))
     for words, why in (
         (
@@ -346,7 +346,7 @@ def test_a_figure_of_several_processes_is_the_median_of_each(bench, duel):
     assert speed.values(duel(1.0, 2.0, 9.0, 4.0, 4.0, 4.0, rounds_each=3)) == [2.0, 4.0]
 
 
-def test_a_read_from_a_cache_is_void(bench, duel):
+def test_a_read_served_by_a_cache_is_void(bench, duel):
     duels = bench("duels")
     one = duel(1.0)
     ours, theirs = one.rounds[0]
@@ -365,7 +365,7 @@ def test_a_read_from_a_cache_is_void(bench, duel):
         (12345.6, "12346"),
     ],
 )
-def test_three_digits_of_a_figure_are_written(bench, value, text):
+def test_figures_have_three_digits(bench, value, text):
     assert bench("report").number(value) == text
 
 
@@ -481,7 +481,7 @@ def test_whiskers_reach_from_the_minimum_to_the_maximum(bench, duel):
     assert segment[:, 0] == pytest.approx([speed / 4, speed])
 
 
-def test_the_overview_has_the_share_of_each_in_the_speed_of_the_drive(bench, duel):
+def test_the_overview_shows_shares_of_the_drives_speed(bench, duel):
     charts, report, tables = bench("charts"), bench("report"), bench("tables")
     (axes,) = charts.overview(report.scripts_of(tables.latest(RESULTS))).axes
     labels = [text.get_text() for text in axes.get_yticklabels()]
@@ -497,7 +497,7 @@ def test_the_overview_has_the_share_of_each_in_the_speed_of_the_drive(bench, due
     assert [bar.get_width() for bar in axes.patches] == [pytest.approx(50)]
 
 
-def test_a_chart_of_nothing_says_so(bench):
+def test_a_chart_without_data_says_not_measured(bench):
     outcome = bench("report").Outcome({}, [], [])
     charts = bench("charts")
     empty = [draw(outcome) for draw in charts.CHARTS.values()]

@@ -29,7 +29,7 @@ DTYPES = [
 
 @pytest.fixture(scope="module", params=ENGINES)
 def engine(request):
-    """The name of each engine in turn, for all tests of this module."""
+    """The name of an engine; each one in turn, for all tests of this module."""
     return request.param
 
 
@@ -46,7 +46,7 @@ def path(tmp_path):
 
 
 def random_array(dtype, shape):
-    """Return an array whose bytes are random, so that every bit of it counts."""
+    """Return an array of random bytes, so that every bit counts."""
     dtype = np.dtype(dtype)
     size = int(np.prod(shape)) * dtype.itemsize
     return np.frombuffer(np.random.default_rng(7).bytes(size), dtype).reshape(shape).copy()
@@ -76,7 +76,7 @@ KINDS = list(writable_sources(CONTENT))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_exporters_of_the_buffer_protocol_are_written_as_they_are(handle, path, kind):
+def test_exporters_of_the_buffer_protocol_are_written(handle, path, kind):
     source = writable_sources(CONTENT)[kind]
     assert handle.submit_write(source, path).wait() == len(CONTENT)
     assert path.read_bytes() == CONTENT
@@ -164,7 +164,7 @@ def test_write_of_a_view_is_in_c_order(handle, path, layout):
 
 
 @pytest.mark.parametrize("layout", sorted(LAYOUTS.keys() - {"one element"}))
-def test_read_lands_in_the_view_and_nowhere_else(handle, path, layout):
+def test_a_read_into_a_view_changes_nothing_else(handle, path, layout):
     base = np.full((4, 5, 6), -1)
     view = LAYOUTS[layout](base)
     content = np.arange(view.size).reshape(view.shape)
@@ -184,7 +184,7 @@ slices = st.builds(
 
 
 @given(data=st.data())
-def test_any_basic_view_makes_the_round_trip(handle, tmp_path_factory, data):
+def test_any_basic_view_survives_the_round_trip(handle, tmp_path_factory, data):
     shape = data.draw(st.lists(st.integers(1, 8), min_size=1, max_size=4), label="shape")
     axes = data.draw(st.permutations(range(len(shape))), label="axes")
     index = tuple(data.draw(slices, label="index") for _ in shape)
@@ -244,7 +244,7 @@ def test_numpy_strings_of_variable_length_are_refused(handle, path):
         handle.submit_write(source, path)
 
 
-def test_the_letter_o_in_the_name_of_a_field_is_no_object(handle, path):
+def test_a_field_named_o_does_not_count_as_an_object(handle, path):
     class Point(ctypes.Structure):
         _fields_ = [("O", ctypes.c_int32), ("XO", ctypes.c_double)]
 
@@ -263,14 +263,14 @@ def test_other_objects_are_refused_by_name(handle, path, source, operation):
     path.write_bytes(bytes(4096))
     with pytest.raises(TypeError, match=f"not .*{type(source).__name__}") as raised:
         getattr(handle, operation)(source, path)
-    # Of what would be a copy nothing is said: what is read into it would be lost.
+    # The message suggests no copy, because bytes read into a copy would be lost.
     assert "asarray" not in str(raised.value)
     if isinstance(source, io.BytesIO):
         assert "pass its getbuffer()" in str(raised.value)
         getattr(handle, operation)(source.getbuffer(), path).wait()
 
 
-def test_what_is_told_of_a_storage_helps(handle, path):
+def test_the_message_about_a_storage_names_a_remedy(handle, path):
     torch = pytest.importorskip("torch", reason="torch is not installed")
     tensor = torch.arange(1000, dtype=torch.int32)
     storage = tensor.untyped_storage()
@@ -285,7 +285,7 @@ def test_what_is_told_of_a_storage_helps(handle, path):
     assert tensor.tolist() == list(range(1000))
 
 
-def test_masked_arrays_are_refused_since_their_mask_would_be_lost(handle, path):
+def test_masked_arrays_are_refused_because_the_mask_would_be_lost(handle, path):
     masked = np.ma.masked_less(np.arange(10), 5)
     with pytest.raises(TypeError, match=r"filled\(\)"):
         handle.submit_write(masked, path)
@@ -325,7 +325,7 @@ def test_a_bytearray_cannot_be_resized_while_it_is_lent(handle, path):
 
 @pytest.mark.parametrize("view", [np.s_[:], np.s_[::2]], ids=["whole", "strided"])
 @pytest.mark.parametrize("operation", ["submit_read", "submit_write"])
-def test_memory_lives_until_the_request_has_let_go(handle, path, operation, view):
+def test_memory_lives_until_the_request_releases_it(handle, path, operation, view):
     path.write_bytes(CONTENT)
     source = np.zeros(256)
     alive = weakref.ref(source)
@@ -338,7 +338,7 @@ def test_memory_lives_until_the_request_has_let_go(handle, path, operation, view
     assert alive() is None
 
 
-def test_an_array_may_hold_the_request_that_holds_it(handle, path):
+def test_a_cycle_of_array_and_request_is_collected(handle, path):
     class Tagged(np.ndarray):
         pass
 
@@ -357,7 +357,7 @@ def test_an_array_may_hold_the_request_that_holds_it(handle, path):
     assert path.read_bytes() == expected
 
 
-def test_a_buffer_is_not_made_by_hand():
+def test_a_buffer_cannot_be_constructed():
     with pytest.raises(TypeError, match="lending"):
         Buffer()
 

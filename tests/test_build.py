@@ -1,7 +1,7 @@
 """What setup.py builds: with and without each library, offline, optimized.
 
-Each build is of a copy of the sources, and most of the archive alone: it is what needs the
-libraries.
+Each test builds a copy of the sources, most of them only the archive, because the archive
+needs the libraries.
 """
 
 import errno
@@ -22,7 +22,7 @@ from test_packaging import COMPILER, PAGE, run
 
 pytestmark = pytest.mark.packaging
 
-# Each library, the package that has it, its header, and what is built with it.
+# Each library, its package, its header, and the feature that needs it.
 FEATURES = {
     "liburing": ("liburing-dev", "liburing.h", "engine_uring.o"),
     "libaio": ("libaio-dev", "libaio.h", "engine_libaio.o"),
@@ -31,7 +31,7 @@ FEATURES = {
 ENGINES = {"liburing": "io_uring", "libaio": "libaio"}
 FEATURE = pytest.mark.parametrize("feature", FEATURES)
 
-# Nothing of these is needed for a build.  A compiler that needs the network is none.
+# A build must need none of these packages, and no network.
 OFFLINE = """
     import sys
 
@@ -46,7 +46,7 @@ OFFLINE = """
     sys.addaudithook(refuse)
 """
 
-# Uses a package: a file, and a copy large enough for a team of threads.
+# Uses a package: writes a file, and makes a copy large enough for a team of threads.
 USE = """
     import os
     import numpy as np
@@ -66,7 +66,7 @@ USE = """
 
 
 class Built:
-    """A library that was built, and what the build said of it."""
+    """A built library, and the output of its build."""
 
     def __init__(self, folder, done):
         self.folder = folder / "built"
@@ -80,11 +80,11 @@ class Built:
 
     @property
     def members(self):
-        """The names of what is in the archive."""
+        """Return the names of the archive's members."""
         return run("ar", "t", self.folder / "libnvmeio.a").split()
 
     def engines(self, folder):
-        """Return what a C program with this library says of the engines."""
+        """Return the report on the engines of a C program with this library."""
         program = folder / "list_engines"
         source = folder / "list_engines.c"
         source.write_text(file_of(PAGE, source.name))
@@ -96,7 +96,7 @@ class Built:
 
 
 def copy_sources(folder):
-    """Copy what the build reads, without what an earlier one has made."""
+    """Copy the files that the build reads, without the results of an earlier one."""
     for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder)
     made = shutil.ignore_patterns("*.so", "lib", "__pycache__", "*.egg-info")
@@ -106,7 +106,7 @@ def copy_sources(folder):
 
 
 def run_setup(folder, *command, **environment):
-    """Run a command of setup.py in a copy, with additions to the environment."""
+    """Run a command of setup.py in a copy, with additional environment variables."""
     kept = {
         name: value
         for name, value in os.environ.items()
@@ -124,13 +124,13 @@ def run_setup(folder, *command, **environment):
 
 @pytest.fixture
 def sources(tmp_path):
-    """A copy of what the build reads."""
+    """A copy of the files that the build reads."""
     return copy_sources(tmp_path)
 
 
 @pytest.fixture
 def build(sources):
-    """A function that builds the archive in the copy, with additions to the environment."""
+    """A function that builds the archive in the copy, with additional variables."""
     return functools.partial(
         run_setup, sources, "-q", "build_clib", "--build-clib", "built"
     )
@@ -138,14 +138,14 @@ def build(sources):
 
 @pytest.fixture
 def hidden(sources, feature):
-    """Flags of a compiler that does not find the header of a library."""
+    """A function that returns compiler flags which hide the header of a library."""
     folder = sources / "hidden"
     folder.mkdir()
     (folder / FEATURES[feature][1]).write_text('#error "hidden by a test"\n')
     return f"-O0 -I{folder}"
 
 
-def test_what_is_not_wanted_is_left_out_without_a_word(build, sources):
+def test_a_library_set_to_no_is_left_out_silently(build, sources):
     built = build(
         CFLAGS="-O0", **{f"NVMEIO_WITH_{name.upper()}": "no" for name in FEATURES}
     )
@@ -163,13 +163,13 @@ def test_what_is_not_wanted_is_left_out_without_a_word(build, sources):
 
 
 @FEATURE
-def test_without_a_library_all_else_is_built_and_one_line_names_the_package(
+def test_a_missing_library_is_left_out_and_one_line_names_its_package(
     build, sources, hidden, feature
 ):
     package, _, member = FEATURES[feature]
     built = build(CFLAGS=hidden)
     features = built.record["features"]
-    # Here others may be missing too.
+    # Other libraries may be missing here too.
     missing = {n for n, found in nvmeio.build_info()["features"].items() if found["reason"]}
     assert {n for n in FEATURES if not features[n]["built"]} == missing | {feature}
     assert len(built.lines) == len(missing | {feature})
@@ -183,7 +183,7 @@ def test_without_a_library_all_else_is_built_and_one_line_names_the_package(
 
 
 @FEATURE
-def test_a_library_that_is_demanded_and_missing_is_an_error_that_names_the_package(
+def test_a_missing_library_set_to_yes_is_an_error_that_names_its_package(
     build, hidden, feature
 ):
     built = build(CFLAGS=hidden, **{f"NVMEIO_WITH_{feature.upper()}": "yes"})
@@ -195,20 +195,20 @@ def test_a_library_that_is_demanded_and_missing_is_an_error_that_names_the_packa
 
 
 @FEATURE
-def test_a_wish_that_is_none_is_an_error(build, feature):
+def test_an_invalid_value_of_a_build_variable_is_an_error(build, feature):
     built = build(**{f"NVMEIO_WITH_{feature.upper()}": "maybe"})
     assert built.status != 0
     assert "must be auto, yes or no, not 'maybe'" in built.lines[-1]
 
 
-# Without the compiler's optimization, which takes its time.
+# Without optimization, which is slow.
 WHOLE = ("build", "--build-lib", "package")
 WHOLE_ENVIRONMENT = {"CFLAGS": "-O0", "NVMEIO_WITH_OPENMP": "no"}
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """A copy in which the whole package was built, without a network."""
+    """A copy in which the whole package was built without a network."""
     folder = copy_sources(tmp_path_factory.mktemp("whole"))
     (folder / "sitecustomize.py").write_text(textwrap.dedent(OFFLINE))
     environment = {**WHOLE_ENVIRONMENT, "PYTHONPATH": str(folder)}
@@ -249,7 +249,7 @@ def test_the_whole_package_is_built_without_torch_openmp_and_the_network(whole):
         ),
     ],
 )
-def test_what_has_changed_is_compiled_and_what_is_made_of_it(
+def test_only_changed_files_and_their_dependents_are_compiled(
     whole, changed, compiled, linked
 ):
     if changed:
@@ -258,7 +258,7 @@ def test_what_has_changed_is_compiled_and_what_is_made_of_it(
     assert built.status == 0, built.lines
     commands = [line.split() for line in built.lines if " -o " in line]
     places = [words[words.index("-o") + 1] for words in commands]
-    # Of the library they are compiled twice.
+    # Files of the library are compiled twice.
     outputs = [Path(place).name for place in places if "/archive/" not in place]
     hidden = {Path(place).stem for place in places if "/archive/" in place}
     sources = whole / "src" / "libnvmeio"
@@ -268,29 +268,29 @@ def test_what_has_changed_is_compiled_and_what_is_made_of_it(
     assert len(outputs) == len(compiled) + len(linked)
 
 
-def test_other_flags_compile_everything_anew(build):
+def test_other_flags_compile_everything_again(build):
     first, second = build(CFLAGS="-O0 -g0"), build(CFLAGS="-O0 -g0 -DOTHER=1")
     assert first.status == second.status == 0
     objects = list(second.folder.parent.rglob("*.o"))
-    # For the archive, and for the shared library.
+    # Once for the archive, and once for the shared library.
     assert len(objects) == 2 * len(second.members) > 2
     written = (second.folder / "build.json").stat().st_mtime
     assert all(path.stat().st_mtime >= written for path in objects)
 
 
-def test_a_build_is_optimized_and_tells_nothing_but_what_is_missing(build):
-    """Case 17: DeepSpeed's is built with -O0."""
+def test_a_build_is_optimized_and_prints_only_what_is_missing(build):
+    """DeepSpeed's op is built with -O0."""
     built = build()
     assert optimization(built.record) in ("-O2", "-O3")
     reasons = [found["reason"] for found in built.record["features"].values()]
     assert len(built.lines) == sum(reason != "" for reason in reasons)
 
 
-def test_flags_of_ones_own_leave_the_optimization_on(build):
-    """Case 17 again: only who asks for it gets -O0."""
+def test_cflags_keep_the_optimization_unless_they_change_it(build):
+    """The build uses -O0 only if CFLAGS asks for it."""
     assert optimization(build(CFLAGS="-g").record) in ("-O2", "-O3")
 
 
 def optimization(record):
-    """Return the last word on optimization that a compiler was given."""
+    """Return the last optimization flag of a compiler's command."""
     return [flag for flag in ("-O0", *record["flags"]) if flag.startswith("-O")][-1]

@@ -1,4 +1,4 @@
-"""Callbacks are called without being asked for, and keep nothing alive."""
+"""Callbacks are called without anybody waiting, and keep nothing alive."""
 
 import asyncio
 import concurrent.futures
@@ -39,10 +39,10 @@ class Owner:
         self.called.set()
 
 
-def test_a_callback_is_called_though_nobody_asks(engine, path):
+def test_a_callback_is_called_though_nobody_waits(engine, path):
     path.write_bytes(pattern(BLOCK))
     owner = Owner(lambda: nvmeio.Handle(engine=engine), path)
-    # Of an event of Python's, which looks at no handle.
+    # Waits for a Python event, which polls no handle.
     assert owner.called.wait(60)
     assert owner.thread in (CALLER, threading.current_thread().name)
     assert owner.memory.tobytes() == pattern(BLOCK)
@@ -59,7 +59,8 @@ def test_a_callback_is_called_in_its_own_thread_while_others_are_busy(open_handl
         seen.append(threading.current_thread().name)
         called.set()
 
-    # The first is done by whoever adds the callback, if it is fast; the write is not.
+    # A callback that is added to a finished request is called at once, in this thread.  Two
+    # writes are slow enough that one of them is not finished.
     requests = [handle.submit_write(np.zeros(64 << 20, np.uint8), path) for _ in range(2)]
     for request in requests:
         request.add_done_callback(note)
@@ -79,7 +80,7 @@ def test_a_cycle_of_handle_request_and_callback_is_collected(engine, path):
     del owner
     gc.collect()
     assert [reference() for reference in known] == [None] * 40
-    # The thread of callbacks stays for a second, with a descriptor.
+    # The callback thread stays for a second, with a descriptor.
     assert len(os.listdir("/proc/self/task")) <= before[0] + 1
     assert len(os.listdir("/proc/self/fd")) <= before[1] + 1
 
@@ -135,7 +136,7 @@ def test_the_thread_ends_when_there_is_nothing_to_call(tmp_path):
     assert report == {"during": True, "after": False, "again": True}
 
 
-def test_draining_waits_for_callbacks_and_what_they_submit(open_handle, path):
+def test_drain_waits_for_callbacks_and_their_requests(open_handle, path):
     path.write_bytes(pattern(BLOCK))
     handle, memory, called = open_handle(), np.zeros(BLOCK, np.uint8), []
 
@@ -144,7 +145,7 @@ def test_draining_waits_for_callbacks_and_what_they_submit(open_handle, path):
         called.append(request.wait())
         if len(called) < 10:
             handle.submit_read(memory, path).add_done_callback(go_on)
-        # One that drains waits for no callbacks, its own among them.
+        # A callback that drains waits for no callbacks, because it is one itself.
         handle.drain()
 
     handle.submit_read(memory, path).add_done_callback(go_on)
@@ -165,7 +166,7 @@ def test_the_end_of_a_block_waits_for_callbacks(engine, path):
     assert ended == [BLOCK]
 
 
-def test_draining_for_a_callback_is_bounded_too(open_handle, path):
+def test_drains_timeout_includes_callbacks(open_handle, path):
     handle, begun, go_on = open_handle(), threading.Event(), threading.Event()
 
     def call(request):
@@ -174,7 +175,7 @@ def test_draining_for_a_callback_is_bounded_too(open_handle, path):
 
     request = handle.submit_write(np.zeros(64 << 20, np.uint8), path)
     request.add_done_callback(call)
-    # Nobody looks meanwhile, so it is called in its own thread.
+    # Nobody polls meanwhile, so the callback thread calls it.
     assert begun.wait(60)
     try:
         with pytest.raises(TimeoutError):
@@ -184,7 +185,7 @@ def test_draining_for_a_callback_is_bounded_too(open_handle, path):
     handle.drain()
 
 
-def test_the_interpreter_ends_behind_its_callbacks(tmp_path):
+def test_the_interpreter_exits_after_its_callbacks(tmp_path):
     script = (
         "import os, sys, time, nvmeio\n"
         "def call(request):\n"
@@ -200,15 +201,15 @@ def test_the_interpreter_ends_behind_its_callbacks(tmp_path):
     assert done.stdout == "begun ended"
 
 
-def test_what_is_no_function_is_no_callback(open_handle, path):
+def test_a_callback_must_be_callable(open_handle, path):
     request = open_handle().submit_write(b"bytes", path)
     with pytest.raises(TypeError, match="fn is None; it must be callable"):
         request.add_done_callback(None)
     request.wait()
 
 
-def test_no_thread_to_be_had_is_no_end_of_callbacks(open_handle, path, monkeypatch):
-    """As where the system has no more threads: the next one calls both."""
+def test_callbacks_survive_a_failure_to_start_their_thread(open_handle, path, monkeypatch):
+    """No thread can start, as at the system's limit; the next attempt calls both."""
     handle = open_handle()
     with _caller_alone() as caller, monkeypatch.context() as patched:
         patched.setattr(threading.Thread, "start", _refuse)
@@ -221,8 +222,8 @@ def test_no_thread_to_be_had_is_no_end_of_callbacks(open_handle, path, monkeypat
         assert caller is _caller.CALLER
 
 
-def test_a_descriptor_is_watched_no_more_when_it_is_closed(open_handle, path, monkeypatch):
-    """The thread ends while a request comes: its descriptor may be another file's then."""
+def test_a_closed_descriptor_is_no_longer_watched(open_handle, path, monkeypatch):
+    """The thread ends while a request completes; its descriptor number may be reused."""
     path.write_bytes(pattern(BLOCK))
     handle, memory = open_handle(), np.zeros(BLOCK, np.uint8)
     monkeypatch.setattr(_caller, "IDLE_MS", 1)
@@ -240,7 +241,7 @@ def test_a_descriptor_is_watched_no_more_when_it_is_closed(open_handle, path, mo
 
 @contextlib.contextmanager
 def _caller_alone():
-    """Wait until the thread is not there."""
+    """Wait until the callback thread has ended."""
     while _caller.CALLER._thread is not None:
         time.sleep(0.01)
     yield _caller.CALLER
@@ -255,7 +256,7 @@ def test_a_forked_child_calls_its_own_callbacks(tmp_path):
     assert report == {"parent": 1, "child": 1}
 
 
-def test_half_a_future_says_so(open_handle, path):
+def test_a_request_is_refused_where_a_concurrent_future_is_needed(open_handle, path):
     path.write_bytes(pattern(BLOCK))
     request = open_handle().submit_read(np.zeros(BLOCK, np.uint8), path)
     with pytest.raises(TypeError, match=r"nvmeio\.wait\(\)"):

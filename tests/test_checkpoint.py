@@ -1,4 +1,4 @@
-"""Checkpointer: steps, what restore takes, who may write and who reads."""
+"""Checkpointer: steps, damage, asynchronous saves, locks and durability."""
 
 import contextlib
 import errno
@@ -41,14 +41,14 @@ def root(tmp_path):
 
 @pytest.fixture
 def slow(monkeypatch):
-    """Saves wait, before their first byte is written, until they are let go."""
+    """A gate that holds saves before their first byte is written."""
     gate = gated(monkeypatch, _saving.Plan, "_write_tensors")
     yield gate
     gate.set()
 
 
 def gated(monkeypatch, where, name):
-    """Have calls of a function wait until they are let go; `begun` tells of the first."""
+    """Return a gate that holds calls of a function; the first call sets `begun`."""
     gate, gate_begun = threading.Event(), threading.Event()
     call = getattr(where, name)
 
@@ -64,16 +64,16 @@ def gated(monkeypatch, where, name):
 
 @pytest.fixture
 def no_room(monkeypatch):
-    """Saves fail, by an error that is returned, until the patch is undone."""
+    """Make saves fail with the returned error until the patch is undone."""
     broken = OSError(errno.EIO, "broken")
     monkeypatch.setattr(_saving, "reserve", lambda *_: (_ for _ in ()).throw(broken))
     return broken
 
 
 class TestSteps:
-    """Which steps there are, and which go."""
+    """Which steps exist, and which are pruned."""
 
-    def test_nothing_is_there_at_first(self, root):
+    def test_a_new_root_has_no_steps(self, root):
         with Checkpointer(root) as checkpointer:
             assert (checkpointer.latest(), checkpointer.steps()) == (None, [])
             assert (checkpointer.prune(), checkpointer.cleanup()) == ([], [])
@@ -84,7 +84,7 @@ class TestSteps:
         assert not root.exists()
 
     @pytest.mark.parametrize("how", ["save", "staged", "unstaged"])
-    def test_what_is_saved_is_restored(self, root, default_engine, how):
+    def test_a_saved_state_is_restored(self, root, default_engine, how):
         with Checkpointer(root) as checkpointer:
             for step in (0, 9, 10):
                 if how == "save":
@@ -102,7 +102,7 @@ class TestSteps:
             assert checkpointer.steps() == [0, 9, 10]
             assert same(checkpointer.restore(9), state_of(9))
 
-    def test_the_newest_are_kept_and_every_so_many(self, root):
+    def test_keep_and_keep_every_choose_the_steps_that_stay(self, root):
         with Checkpointer(root, keep=2, keep_every=4) as checkpointer:
             for step in range(1, 12):
                 checkpointer.save(step, step)
@@ -113,11 +113,12 @@ class TestSteps:
             assert checkpointer.steps() == [4, 8, *range(10, 16)]
         with Checkpointer(root, keep=1) as checkpointer:
             assert checkpointer.prune() == [4, 8, *range(10, 15)]
-            # One that is older than those that are kept stays when it was just saved.
+            # A step that was just saved stays, even if it is older than those that are
+            # kept.
             checkpointer.save(3, 3)
             assert checkpointer.steps() == [3, 15]
 
-    def test_one_that_is_damaged_is_neither_counted_nor_removed(self, root):
+    def test_a_damaged_step_is_neither_counted_nor_removed(self, root):
         with Checkpointer(root, keep=2) as checkpointer:
             for step in (1, 2):
                 checkpointer.save(step, step)
@@ -134,7 +135,7 @@ class TestSteps:
             assert same(checkpointer.restore(), state_of(2))
         assert sorted(os.listdir(root)) == [".nvmeio-lock", "step-1"]
 
-    def test_other_names_are_left_alone(self, root):
+    def test_other_files_in_the_root_stay(self, root):
         with Checkpointer(root, keep=1) as checkpointer:
             checkpointer.save(1, 1)
             for name in ("step-01", "step-", "step-2x", "step-3.old", "other"):
@@ -144,7 +145,7 @@ class TestSteps:
             checkpointer.save(2, 2)
         assert len(os.listdir(root)) == 8
 
-    def test_anything_can_read_the_tensors(self, root):
+    def test_other_readers_of_safetensors_read_the_tensors(self, root):
         with Checkpointer(root) as checkpointer:
             path = checkpointer.save(1, state_of(1))
         found = safetensors.numpy.load_file(path / "tensors.safetensors")
@@ -186,7 +187,7 @@ def flip(path, at):
 
 
 class TestDamage:
-    """What is wrong is said by its file, and an older step is taken."""
+    """Errors name the damaged file, and restore() takes an older step."""
 
     @pytest.fixture
     def checkpointer(self, root):
@@ -197,7 +198,7 @@ class TestDamage:
 
     @pytest.mark.parametrize("name", ["tensors.safetensors", "tree.json", "manifest.json"])
     @pytest.mark.parametrize("change", ["gone", "shorter", "longer", "link", "folder"])
-    def test_files_that_are_not_what_they_were(self, checkpointer, root, name, change):
+    def test_missing_and_changed_files_are_damage(self, checkpointer, root, name, change):
         path = root / "step-2" / name
         if change == "gone":
             path.unlink()
@@ -215,14 +216,14 @@ class TestDamage:
             checkpointer.restore(2)
         with pytest.warns(RuntimeWarning, match=f"step 2 is passed over: .*{path}"):
             assert same(checkpointer.restore(), state_of(1))
-        # One that is damaged is saved again.
+        # A damaged step can be saved again.
         if change == "gone":
             checkpointer.save(2, state_of(3))
             assert same(checkpointer.restore(), state_of(3))
 
     @pytest.mark.parametrize("place", [0, 9, 500_000, -1])
     @pytest.mark.parametrize("name", ["tensors.safetensors", "tree.json"])
-    def test_a_bit_is_found_by_checksums(
+    def test_checksums_find_a_flipped_bit(
         self, checkpointer, root, name, place, monkeypatch
     ):
         path = root / "step-2" / name
@@ -241,7 +242,7 @@ class TestDamage:
                 with pytest.raises(CheckpointError, match=words):
                     careful.restore(2, **options)
 
-    def test_blocks_are_told_apart(self, root):
+    def test_the_error_names_the_damaged_block(self, root):
         array = np.zeros(20 << 20, np.uint8)
         with Checkpointer(root) as checkpointer:
             path = checkpointer.save(1, [array]) / "tensors.safetensors"
@@ -321,13 +322,15 @@ class TestDamage:
     @pytest.mark.parametrize(
         "text", ["", "[", "NaN", '{"a": 1, "a": 1}', "\xff", "[" * 100_000, "9" * 9999, "3"]
     )
-    def test_no_json(self, checkpointer, root, text):
+    def test_a_manifest_that_is_no_json_is_damage(self, checkpointer, root, text):
         (root / "step-2" / "manifest.json").write_bytes(text.encode("latin1"))
         with pytest.raises(CheckpointError, match=r"manifest\.json"):
             checkpointer.restore(2)
 
     @pytest.mark.parametrize("code", ["EMFILE", "EACCES", "EIO", "ENODATA", "EUCLEAN"])
-    def test_what_is_no_damage_is_not_passed_over(self, checkpointer, monkeypatch, code):
+    def test_only_damage_makes_restore_take_an_older_step(
+        self, checkpointer, monkeypatch, code
+    ):
         opened, lost = _restoring.ModelFile, code not in ("EMFILE", "EACCES")
 
         def refused(path):
@@ -344,8 +347,8 @@ class TestDamage:
                 checkpointer.restore()
 
     @pytest.mark.parametrize("where", ["", "tree.json", "tensors.safetensors"])
-    def test_no_descriptor_stays(self, checkpointer, root, where):
-        """Neither of what is right, nor of what is refused."""
+    def test_no_descriptor_stays_open(self, checkpointer, root, where):
+        """Neither after success nor after an error."""
         if where:
             os.truncate(root / "step-2" / where, 5)
         before = os.listdir("/proc/self/fd")
@@ -359,8 +362,8 @@ class TestDamage:
         checkpointer.save(2, 2)
         assert os.listdir("/proc/self/fd") == before
 
-    def test_blocks_are_read_ahead_into_memory_that_is_free(self, root, monkeypatch):
-        """Reads that land at once find the bytes of no block that is being looked at."""
+    def test_blocks_are_read_ahead_into_free_memory(self, root, monkeypatch):
+        """A read that ends at once must not overwrite the block that is being checked."""
 
         class Handle:
             def submit_read(self, *arguments):
@@ -376,7 +379,7 @@ class TestDamage:
 
 
 class TestAsync:
-    """save_async: when it returns, what a second one does, and whose error is whose."""
+    """save_async(): when it returns, a second one meanwhile, and errors."""
 
     def test_a_staged_state_may_change_at_once(self, root, slow):
         with Checkpointer(root) as checkpointer:
@@ -391,7 +394,7 @@ class TestAsync:
             assert same(checkpointer.restore(), state_of(1))
 
     @pytest.mark.parametrize("more", [-1, 0, 1])
-    def test_whole_blocks_and_a_byte_more_or_less(self, root, more):
+    def test_states_of_whole_blocks_and_a_byte_more_or_less(self, root, more):
         array = np.ones(_saving.BLOCK_BYTES - 4096 + more, np.uint8)
         with Checkpointer(root) as checkpointer:
             path = checkpointer.save_async(1, [array]).result() / "tensors.safetensors"
@@ -399,7 +402,7 @@ class TestAsync:
             checkpointer.verify(1)
             assert checkpointer.restore(1)[0].all()
 
-    def test_memory_is_used_again(self, root):
+    def test_staging_memory_is_reused(self, root):
         with Checkpointer(root) as checkpointer:
             addresses = set()
             for step in range(3):
@@ -408,12 +411,12 @@ class TestAsync:
             checkpointer.save_async(3, state_of(3, 200)).result()
             addresses.add(checkpointer._staging._region.address)
             assert len(addresses) == 1
-            # One that is larger by less than a page has all the memory that it needs.
+            # A state that is larger by less than a page still fits.
             checkpointer.save_async(4, state_of(4, 301_000)).result()
             assert same(checkpointer.restore(4), state_of(4, 301_000))
         assert checkpointer._staging._region is None
 
-    def test_an_unstaged_one_says_when_it_may(self, root, slow):
+    def test_an_unstaged_save_reports_when_the_state_may_change(self, root, slow):
         with Checkpointer(root) as checkpointer:
             future = checkpointer.save_async(1, state_of(1), stage=False)
             assert slow.begun.wait(60)
@@ -423,7 +426,7 @@ class TestAsync:
             future.result()
             assert checkpointer._staging._region is None
 
-    def test_a_second_one_leaves_the_memory_of_the_first_alone(
+    def test_a_second_save_does_not_overwrite_the_staged_first(
         self, root, slow, monkeypatch
     ):
         with Checkpointer(root) as checkpointer, ThreadPoolExecutor(1) as pool:
@@ -443,8 +446,8 @@ class TestAsync:
                 assert same(checkpointer.restore(step), state_of(step))
 
     @pytest.mark.parametrize("end", ["cancelled", "fails"])
-    def test_memory_stays_until_no_write_needs_it(self, end):
-        """A save that ends early waits for those that are on their way."""
+    def test_staging_memory_is_kept_until_the_last_write_ends(self, end):
+        """A failed save waits for its writes in flight."""
         waited = []
 
         class Handle:
@@ -472,7 +475,7 @@ class TestAsync:
         places = range(0, len(image), _saving.BLOCK_BYTES)
         assert {*waited} == {*places[: 1 if end == "cancelled" else 3]}
 
-    def test_what_a_second_one_does(self, root, slow):
+    def test_a_second_save_waits_is_skipped_or_raises(self, root, slow):
         checkpointers = {
             busy: Checkpointer(root / busy, busy=busy) for busy in ("wait", "skip", "raise")
         }
@@ -501,18 +504,20 @@ class TestAsync:
         with pytest.raises(OSError, match="broken"):
             call(*(arguments or ((None,) * 3 if teller == "with" else ())))
         assert checkpointer.steps() == []
-        # A root that nobody writes to may be taken, whatever came before.
+        # After close() another Checkpointer may write to the root, in spite of the error.
         if not teller.startswith("save"):
             with Checkpointer(root) as other:
                 other.save(1, 1)
         assert future.exception() is no_room
-        # It is told once.
+        # The error is reported once.
         if teller.startswith("save"):
             checkpointer.save(3, 3)
         checkpointer.close()
 
     @pytest.mark.parametrize("how", ["result", "exception"])
-    def test_who_had_the_error_is_not_told_again(self, root, no_room, monkeypatch, how):
+    def test_an_error_that_was_retrieved_is_not_raised_again(
+        self, root, no_room, monkeypatch, how
+    ):
         with Checkpointer(root) as checkpointer:
             future = checkpointer.save_async(2, 2, stage=False)
             if how == "result":
@@ -524,7 +529,9 @@ class TestAsync:
             monkeypatch.undo()
             checkpointer.save(3, 3)
 
-    def test_who_did_not_wait_for_the_error_is_told(self, root, slow, monkeypatch):
+    def test_a_timeout_does_not_count_as_retrieving_the_error(
+        self, root, slow, monkeypatch
+    ):
         checkpointer = Checkpointer(root)
         future = checkpointer.save_async(2, 2)
         for ask in (future.result, future.exception):
@@ -536,12 +543,12 @@ class TestAsync:
             checkpointer.close()
 
     @pytest.mark.parametrize("stage", [True, False])
-    def test_cancel(self, root, slow, monkeypatch, stage):
+    def test_a_cancelled_save_leaves_nothing(self, root, slow, monkeypatch, stage):
         with Checkpointer(root) as checkpointer:
             future = checkpointer.save_async(1, state_of(1), stage=stage)
             assert slow.begun.wait(60)
             assert future.cancel()
-            # What is not needed any more is not written to its end.
+            # A cancelled save stops writing.
             written = []
             monkeypatch.setattr(_saving.Plan, "_write_text", lambda *a: written.append(a))
             slow.set()
@@ -557,7 +564,7 @@ class TestAsync:
             assert not future.cancel()
             assert checkpointer.steps() == [2]
 
-    def test_one_that_is_being_given_its_name_is_not_cancelled(self, root, monkeypatch):
+    def test_a_save_in_its_rename_cannot_be_cancelled(self, root, monkeypatch):
         gate = gated(monkeypatch, Unfinished, "commit")
         with Checkpointer(root) as checkpointer:
             future = checkpointer.save_async(1, 1)
@@ -567,7 +574,7 @@ class TestAsync:
             assert not cancelled
             assert future.result() == root / "step-1"
 
-    def test_there_must_be_memory_for_the_copy(self, root, monkeypatch):
+    def test_a_lack_of_memory_for_the_copy_is_an_error(self, root, monkeypatch):
         monkeypatch.setattr("nvmeio._memory.available.available_bytes", lambda: 1000)
         with Checkpointer(root) as checkpointer:
             with pytest.raises(
@@ -576,7 +583,7 @@ class TestAsync:
                 checkpointer.save_async(1, state_of(1))
             checkpointer.save_async(1, state_of(1), stage=False).result()
 
-    def test_a_closed_one_saves_nothing_and_restores(self, root):
+    def test_a_closed_checkpointer_restores_but_does_not_save(self, root):
         checkpointer = Checkpointer(root)
         checkpointer.save_async(1, state_of(1))
         checkpointer.close()
@@ -586,12 +593,12 @@ class TestAsync:
         assert same(checkpointer.restore(), state_of(1))
 
     @pytest.mark.parametrize("stage", [True, False])
-    def test_leaving_python_waits(self, root, stage):
+    def test_the_interpreter_waits_for_a_save_at_exit(self, root, stage):
         run_child("save_and_leave", root=str(root), stage=stage)
         assert same(Checkpointer(root).restore(), state_of(1))
 
     def test_the_gil_is_free_meanwhile(self, root):
-        """Another thread counts while gigabytes are copied, summed and written."""
+        """This thread runs on while a large array is copied, summed and written."""
         state = {"x": np.ones(256 << 20, np.uint8)}
         with Checkpointer(root) as checkpointer:
             future = checkpointer.save_async(1, state, stage=False)
@@ -610,9 +617,9 @@ def nvmeio_clock():
 
 
 class TestSequence:
-    """Steps that come in no order, and what others have left."""
+    """Steps saved out of order, and leftovers of other processes."""
 
-    def test_one_below_another_is_warned_of_and_remove_forgets(self, root):
+    def test_saving_below_a_later_step_warns(self, root):
         with Checkpointer(root, keep=2) as checkpointer:
             for step in (1, 2, 3):
                 checkpointer.save(step, step)
@@ -632,7 +639,7 @@ class TestSequence:
                 checkpointer.save(2, 8)
             assert (checkpointer.restore(), checkpointer.restored) == (8, 2)
 
-    def test_damaged_ones_are_removed_and_read_ones_stay(self, root):
+    def test_remove_deletes_damaged_steps_but_not_those_being_read(self, root):
         with Checkpointer(root) as checkpointer:
             (checkpointer.save(1, 1) / "tree.json").unlink()
             checkpointer.remove(1)
@@ -643,7 +650,7 @@ class TestSequence:
                     checkpointer.remove(2)
             assert os.listdir(root) != [".nvmeio-lock"]
 
-    def test_restored_is_what_was_taken(self, root):
+    def test_restored_is_the_step_that_was_restored(self, root):
         with Checkpointer(root) as checkpointer:
             assert checkpointer.restored is None
             for step in (1, 2):
@@ -655,7 +662,7 @@ class TestSequence:
                 assert [each.filename for each in told] == [__file__]
             assert (checkpointer.restored, checkpointer.latest()) == (1, 2)
 
-    def test_the_first_save_removes_what_processes_of_any_host_have_left(self, root):
+    def test_the_first_save_removes_leftovers_of_any_host(self, root):
         root.mkdir()
         ends = "elsewhere-1-2-01234567.nvmeio-tmp"
         names = [f".step-1.{ends}", f".step-2.{ends}", f".other.{ends}"]
@@ -669,15 +676,15 @@ class TestSequence:
                 checkpointer.save(3, 3)
                 left = {*names[1:], ".nvmeio-lock", "step-3"}
                 assert set(os.listdir(root)) == left
-                # Once: what comes later is somebody's who has the lock.
+                # Only once: a later leftover belongs to the process that holds the lock.
                 (root / names[0]).mkdir()
                 checkpointer.save(4, 4)
                 assert (root / names[0]).is_dir()
         finally:
             os.close(held)
 
-    def test_one_that_goes_while_another_comes_is_not_the_last(self, root):
-        """A writer that keeps one removes it when the next is there."""
+    def test_a_reader_finds_the_next_step_if_the_last_one_goes(self, root):
+        """With keep=1 a writer removes the last step once the next one is there."""
         with Checkpointer(root, keep=1) as writer:
             writer.save(1, 1)
             for step, look in enumerate(
@@ -696,14 +703,12 @@ class TestSequence:
                 expected = {"steps": [step], "metadata": {"step": step}}.get(look, step)
                 assert getattr(reader, look)() == expected
 
-    def test_one_that_nobody_can_open_keeps_no_others_from_being_saved(
-        self, root, monkeypatch
-    ):
+    def test_a_step_that_cannot_be_opened_does_not_stop_saves(self, root, monkeypatch):
         with Checkpointer(root, keep=1) as checkpointer:
             path = checkpointer.save(1, 1) / "manifest.json"
             path.unlink()
             with socket.socket(socket.AF_UNIX) as server:
-                # Of the whole path bind may take no name.
+                # From inside the folder, because bind() limits the length of a path.
                 monkeypatch.chdir(path.parent)
                 server.bind(path.name)
                 checkpointer.save(2, 2)
@@ -711,7 +716,7 @@ class TestSequence:
                 assert checkpointer.steps() == [3]
                 assert checkpointer.latest() == 3
 
-    def test_an_error_of_pruning_is_none_of_the_save(self, root, monkeypatch, caplog):
+    def test_an_error_of_pruning_does_not_fail_the_save(self, root, monkeypatch, caplog):
         with Checkpointer(root, keep=1) as checkpointer:
             checkpointer.save(1, 1)
             broken = OSError(errno.EIO, "broken")
@@ -726,10 +731,10 @@ class TestSequence:
 
 
 class TestInBetween:
-    """Calls amid others: of signal handlers, callbacks, forked children."""
+    """Calls during a save: by signal handlers, callbacks and forked children."""
 
     @pytest.mark.parametrize("call", ["save", "save_async", "prune", "close"])
-    def test_a_handler_amid_a_save_is_refused(self, root, monkeypatch, call):
+    def test_a_call_in_the_middle_of_a_save_is_refused(self, root, monkeypatch, call):
         with Checkpointer(root) as checkpointer:
             stage = _saving.Plan.stage
             arguments = (9, state_of(9)) if call.startswith("save") else ()
@@ -762,7 +767,7 @@ class TestInBetween:
             assert called.wait(60)
             assert checkpointer.steps() == [3]
 
-    def test_a_save_is_over_before_its_callbacks_are(self, root):
+    def test_a_save_ends_before_its_callbacks(self, root):
         with Checkpointer(root, busy="raise") as checkpointer:
             gate = threading.Event()
             future = checkpointer.save_async(1, 1)
@@ -772,7 +777,7 @@ class TestInBetween:
             gate.set()
             assert checkpointer.steps() == [1, 2]
 
-    def test_a_system_without_threads(self, root, monkeypatch):
+    def test_without_threads_only_synchronous_saves_work(self, root, monkeypatch):
         with Checkpointer(root) as checkpointer:
 
             def refused(thread):
@@ -798,7 +803,9 @@ class TestInBetween:
         )
         assert Checkpointer(root).steps() == [1]
 
-    def test_nobody_but_the_log_is_told_of_the_last(self, root, no_room, caplog):
+    def test_the_last_error_is_logged_and_noted_on_another_error(
+        self, root, no_room, caplog
+    ):
         checkpointer = Checkpointer(root)
         future = checkpointer.save_async(5, 5)
         futures.wait([future])
@@ -810,8 +817,8 @@ class TestInBetween:
         assert "a checkpoint was not saved" in notes[0]
 
 
-def test_a_state_is_restored_from_the_depth_of_the_stack(root):
-    """That the stack is used up is no damage of the newest."""
+def test_restoring_near_the_recursion_limit_takes_the_newest_step(root):
+    """A RecursionError must not count as damage of the newest step."""
     with Checkpointer(root) as checkpointer:
         state = 0
         for _ in range(90):
@@ -832,7 +839,7 @@ def test_a_state_is_restored_from_the_depth_of_the_stack(root):
 
 
 @pytest.mark.parametrize("what", ["link", "other name", "folder"])
-def test_the_lock_is_no_strangers_file(root, tmp_path, what):
+def test_a_foreign_file_is_not_used_as_the_lock(root, tmp_path, what):
     root.mkdir()
     lock, victim = root / ".nvmeio-lock", tmp_path / "victim"
     victim.write_text("mine")
@@ -846,7 +853,7 @@ def test_the_lock_is_no_strangers_file(root, tmp_path, what):
         assert victim.read_text() == "mine"
 
 
-def test_a_root_that_was_removed_is_locked_anew(root):
+def test_a_removed_root_is_locked_again(root):
     with Checkpointer(root) as first, Checkpointer(root) as second:
         first.save(1, 1)
         shutil.rmtree(root)
@@ -858,19 +865,19 @@ def test_a_root_that_was_removed_is_locked_anew(root):
         assert first.steps() == [2, 3]
 
 
-def test_checksums_that_are_not_there(root):
+def test_missing_checksums_are_an_error(root):
     with pytest.raises(ValueError, match="there are no checksums"):
         Checkpointer(root, checksum=None, verify="checksum")
     with Checkpointer(root) as checkpointer:
         checkpointer.save(1, 1)
     with Checkpointer(root, checksum=None) as checkpointer:
         checkpointer.save(2, 2)
-    # It may be fine, so an older one is not taken for it.
+    # The step may be right, so an older one does not replace it.
     with pytest.raises(CheckpointError, match="step-2 was saved without checksums"):
         Checkpointer(root, verify="checksum").restore()
 
 
-def test_a_closed_one_takes_no_lock(root):
+def test_a_closed_checkpointer_takes_no_lock(root):
     checkpointer = Checkpointer(root)
     checkpointer.save(1, 1)
     checkpointer.close()
@@ -881,7 +888,7 @@ def test_a_closed_one_takes_no_lock(root):
         other.save(3, 3)
 
 
-def test_a_manifest_of_any_size_is_not_read(root):
+def test_a_huge_manifest_is_not_read(root):
     with Checkpointer(root) as checkpointer:
         path = checkpointer.save(1, 1) / "manifest.json"
         os.truncate(path, 128 << 20)
@@ -890,9 +897,9 @@ def test_a_manifest_of_any_size_is_not_read(root):
 
 
 class TestLocks:
-    """One writes to a root; who reads a step keeps it."""
+    """Only one process writes to a root; a step that is being read is kept."""
 
-    def test_nobody_begins_to_read_what_is_being_removed(self, root, monkeypatch):
+    def test_a_step_that_is_being_removed_is_not_read(self, root, monkeypatch):
         with Checkpointer(root, keep=1) as checkpointer:
             checkpointer.save(1, 1)
             set_aside, held = _checkpointer.set_aside, []
@@ -908,7 +915,7 @@ class TestLocks:
             checkpointer.save(2, 2)
             assert held == [str(root / "step-1")]
 
-    def test_a_forked_child_keeps_no_lock_of_a_reader(self, root):
+    def test_a_forked_child_does_not_keep_a_readers_lock(self, root):
         with Checkpointer(root, keep=1) as checkpointer:
             checkpointer.save(1, state_of(1))
             child = Child("fork_while_verifying", root=str(root))
@@ -917,7 +924,7 @@ class TestLocks:
             assert checkpointer.steps() == [2]
             child.stop()
 
-    def test_another_process_that_writes_is_named(self, root):
+    def test_the_error_names_another_writing_process(self, root):
         child = Child("hold_lock", root=str(root))
         child.ready()
         with Checkpointer(root) as checkpointer:
@@ -925,14 +932,14 @@ class TestLocks:
             for call in (lambda: checkpointer.save(2, 2), checkpointer.prune):
                 with pytest.raises(BlockingIOError, match=pattern):
                     call()
-            # Reading takes none.
+            # Reading takes no lock of the root.
             assert same(checkpointer.restore(), state_of(1))
             checkpointer.verify(1)
             child.stop()
             checkpointer.save(2, 2)
             assert checkpointer.steps() == [1, 2]
 
-    def test_another_one_in_this_process(self, root):
+    def test_a_second_writer_in_this_process_is_refused(self, root):
         first, second = Checkpointer(root), Checkpointer(root)
         first.save(1, 1)
         with pytest.raises(BlockingIOError):
@@ -941,7 +948,7 @@ class TestLocks:
         second.save(2, 2)
         second.close()
 
-    def test_a_child_keeps_no_lock(self, root):
+    def test_a_forked_child_does_not_keep_the_writers_lock(self, root):
         skip_sanitized("cannot follow forks of a process with threads")
         checkpointer = Checkpointer(root)
         checkpointer.save(1, 1)
@@ -963,7 +970,7 @@ class TestLocks:
             for descriptor in (reader, forked, writer):
                 os.close(descriptor)
 
-    def test_a_step_that_is_read_stays(self, root):
+    def test_a_step_that_is_being_read_stays(self, root):
         with Checkpointer(root, keep=1) as checkpointer:
             checkpointer.save(1, state_of(1))
             descriptor = os.open(root / "step-1" / "manifest.json", os.O_RDONLY)
@@ -975,7 +982,7 @@ class TestLocks:
             os.close(descriptor)
             assert checkpointer.prune() == [1]
 
-    def test_who_restores_holds_the_step(self, root, monkeypatch):
+    def test_a_restore_keeps_its_step(self, root, monkeypatch):
         with Checkpointer(root, keep=1) as checkpointer:
             checkpointer.save(1, state_of(1))
             restored = []
@@ -991,15 +998,15 @@ class TestLocks:
             assert restored == [[1, 2]]
             assert checkpointer.prune() == [1]
 
-    def test_a_step_that_never_is_what_was_opened(self, root, monkeypatch):
-        """As where a file system has no numbers that stay."""
+    def test_a_step_that_keeps_being_replaced_is_an_error(self, root, monkeypatch):
+        """As on a file system without stable inode numbers."""
         with Checkpointer(root) as checkpointer:
             checkpointer.save(1, 1)
             monkeypatch.setattr(_restoring.Held, "is_there", lambda held: False)
             with pytest.raises(CheckpointError, match="was replaced 100 times"):
                 checkpointer.restore(1)
 
-    def test_a_step_that_is_replaced_while_it_is_opened(self, root, monkeypatch):
+    def test_a_step_replaced_while_it_is_opened_is_opened_again(self, root, monkeypatch):
         with Checkpointer(root) as checkpointer:
             checkpointer.save(1, state_of(1))
             opened = _restoring.ModelFile
@@ -1013,7 +1020,7 @@ class TestLocks:
             assert same(checkpointer.restore(1), state_of(2))
 
 
-def test_a_root_that_may_only_be_read(root):
+def test_a_read_only_root_can_be_restored(root):
     with Checkpointer(root) as checkpointer:
         checkpointer.save(1, state_of(1))
     call = "import sys; from nvmeio.checkpoint import Checkpointer\n"
@@ -1028,13 +1035,13 @@ def test_a_root_that_may_only_be_read(root):
     ], done.stderr
 
 
-def test_full_drives(root, monkeypatch):
-    """There is no room: what is needed and free is told, and nothing is left."""
+def test_a_full_drive_is_refused_before_writing(root, monkeypatch):
+    """The error has the needed and the free bytes, and nothing is left behind."""
     with Checkpointer(root) as checkpointer:
         checkpointer.save(1, state_of(1))
         space = os.statvfs(root)
         free = space.f_bavail * space.f_frsize
-        # No block of it is there.
+        # Not one block was written.
         with open(root.parent / "huge", "wb") as file:
             file.truncate(free + (1 << 33))
         huge = np.memmap(root.parent / "huge", np.uint8, "r")
@@ -1047,8 +1054,8 @@ def test_full_drives(root, monkeypatch):
 
 @pytest.mark.parametrize("how", ["save", "staged"])
 @pytest.mark.parametrize("there", [False, True])
-def test_all_is_synced_before_the_name_and_then_the_name(root, there, how):
-    """The root's name, the files, the folder; the step's name; the root."""
+def test_contents_are_synced_before_the_rename_and_the_name_after_it(root, there, how):
+    """The order is: the root's name, the files, the folder; the step's name; the root."""
     need_strace()
     if there:
         with Checkpointer(root) as checkpointer:
@@ -1056,7 +1063,7 @@ def test_all_is_synced_before_the_name_and_then_the_name(root, there, how):
     child = Child(
         "save_step",
         traced=("fsync", "fdatasync", "sync_file_range", "syncfs", "sync", "renameat2"),
-        # The others sync by their rings, where strace does not see it.
+        # Other engines sync by their rings, which strace does not see.
         env={"NVMEIO_ENGINE": "threads"},
         root=str(root),
         step=1,
@@ -1079,8 +1086,8 @@ CALLS = (
 @pytest.mark.parametrize("how", ["save", "staged"])
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("when", [1, 2, 3, 5])
-def test_any_call_may_fail(root, call, when, how):
-    """The step is there and whole, or it is not there and nothing of it is."""
+def test_a_step_is_complete_or_absent_after_any_failed_call(root, call, when, how):
+    """The step is complete, or nothing of it is there."""
     with Checkpointer(root) as checkpointer:
         checkpointer.save(1, state_of(1))
     fault = f"{call}:error=EIO:when={when}"
@@ -1088,7 +1095,7 @@ def test_any_call_may_fail(root, call, when, how):
     child.ready()
     child.go()
     outcome = child.finish()
-    # Where the call is not made so often nothing fails.
+    # If the call is made less often, nothing fails.
     assert outcome.injected[call] or outcome.reports[-1][0] == "ok"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -1105,7 +1112,7 @@ def test_any_call_may_fail(root, call, when, how):
 
 
 @pytest.mark.parametrize("delay", [0.0, 0.003, 0.01, 0.03, 0.1])
-def test_whoever_is_killed_leaves_complete_steps(root, delay):
+def test_a_killed_process_leaves_only_complete_steps(root, delay):
     child = Child("save_until_killed", root=str(root))
     child.ready()
     child.go()
@@ -1129,15 +1136,11 @@ def test_whoever_is_killed_leaves_complete_steps(root, delay):
             assert names <= {f"step-{step}" for step in checkpointer.steps()}
 
 
-def test_it_is_found_by_name():
-    assert nvmeio.checkpoint.Checkpointer is Checkpointer
-
-
 @pytest.mark.parametrize("how", ["save", "staged", "unstaged"])
 @pytest.mark.parametrize("kind", ["ext4", "xfs", "ext4, nothing reserved"])
-def test_a_drive_may_be_full_at_any_point(loop_mount, monkeypatch, kind, how):
+def test_a_drive_may_fill_up_at_any_point(loop_mount, monkeypatch, kind, how):
     if "," in kind:
-        # As on file systems that know no fallocate: the bytes themselves find no room.
+        # As on file systems without fallocate: the writes themselves find no space.
         monkeypatch.setattr(_saving, "reserve", lambda *_: None)
     kind = kind.partition(",")[0]
     folder = loop_mount(kind, SIZES_MIN[kind])
@@ -1160,7 +1163,7 @@ def test_a_drive_may_be_full_at_any_point(loop_mount, monkeypatch, kind, how):
             assert sorted(os.listdir(root)) == [".nvmeio-lock", "step-1"]
             checkpointer.verify(1)
             filler.shrink()
-        # A block for the folder, six for tensors, one for each other file.
+        # One block for the folder, six for tensors, one for each other file.
         assert failed > 5
         checkpointer.verify(2)
         assert same(checkpointer.restore(), state_of(2, 5000))

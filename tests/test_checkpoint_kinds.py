@@ -1,4 +1,4 @@
-"""Whoever looks for a checkpoint in a folder that has another is told what it has."""
+"""Errors name the kind of checkpoint that a folder has, if it is another one."""
 
 import pytest
 
@@ -23,7 +23,7 @@ STATE = {"a": torch.ones(4)}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A folder with one of each kind."""
+    """A folder with one checkpoint of each kind."""
     top = tmp_path_factory.mktemp("kinds")
     (top / "empty").mkdir()
     (top / "others").mkdir()
@@ -54,7 +54,7 @@ WORDS = {
 
 
 @pytest.mark.parametrize("name", sorted(WORDS.keys() - {"steps", "file"}))
-def test_a_folder_that_is_no_root_of_a_checkpointer(folder, name):
+def test_a_checkpointer_names_the_kind_of_another_folder(folder, name):
     with pytest.raises(FileNotFoundError, match=WORDS[name]):
         Checkpointer(folder / name).restore()
 
@@ -63,12 +63,12 @@ def test_a_folder_that_is_no_root_of_a_checkpointer(folder, name):
     ("reader", "own"),
     [
         (FileSystemReader, {"dcp"}),
-        # The tensors of a step are a model file.
+        # The tensors of a step are a valid model file.
         (HuggingFaceStorageReader, {"models", "steps/step-3"}),
     ],
 )
 @pytest.mark.parametrize("name", WORDS)
-def test_a_folder_of_another_kind(folder, reader, own, name):
+def test_loaders_name_the_kind_of_another_folder(folder, reader, own, name):
     state = {"a": torch.zeros(4)}
 
     def load():

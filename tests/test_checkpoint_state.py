@@ -1,4 +1,4 @@
-"""What a state may be: it comes back as it was, or is refused by its path."""
+"""States are restored exactly, or refused by an error with the path in the state."""
 
 import collections
 import datetime as dt
@@ -38,7 +38,7 @@ def through(checkpointer, state, way="save"):
 
 
 def same(one, other):
-    """Tell whether two states are equal, to the type and the bit."""
+    """Return whether two states are equal, in type and to the bit."""
     if type(one) is not type(other):
         return False
     if isinstance(one, torch.Tensor):
@@ -92,7 +92,7 @@ PLAIN = [
 
 
 @pytest.mark.parametrize("state", PLAIN, ids=lambda state: ascii(state)[:40])
-def test_what_is_no_tensor(checkpointer, state):
+def test_plain_values_are_restored(checkpointer, state):
     found = through(checkpointer, state)
     assert same(found, state)
     nested = {"a": [state, (state,)]}
@@ -132,7 +132,7 @@ ARRAYS = [
 
 @pytest.mark.parametrize("array", ARRAYS, ids=lambda array: f"{array.dtype}-{array.shape}")
 @pytest.mark.parametrize("way", ["save", "staged"])
-def test_arrays(checkpointer, array, way):
+def test_arrays_are_restored(checkpointer, array, way):
     found = through(checkpointer, {"x": array}, way)["x"]
     assert same(found, array)
     assert found.flags.writeable
@@ -140,9 +140,9 @@ def test_arrays(checkpointer, array, way):
 
 @pytest.mark.parametrize("way", ["save", "staged", "unstaged"])
 class TestShared:
-    """Who shares memory shares it afterwards, and nobody brings along what is not his."""
+    """Tensors that share memory share it after restore, and save only their own bytes."""
 
-    def test_tied_ones_stay_tied(self, checkpointer, way):
+    def test_tied_tensors_stay_tied(self, checkpointer, way):
         weight = torch.randn(50, 20)
         state = {"a": weight, "b": weight, "c": weight.detach(), "d": torch.randn(3)}
         found = through(checkpointer, state, way)
@@ -156,7 +156,7 @@ class TestShared:
         path = checkpointer.root / "step-1" / "tensors.safetensors"
         return safetensors.torch.load_file(path)
 
-    def test_views_of_one_that_is_there(self, checkpointer, way):
+    def test_views_of_a_saved_tensor_share_its_memory(self, checkpointer, way):
         base = torch.randn(40, 30)
         state = {"rows": base[5:9], "base": base, "turned": base.t(), "one": base[3, 7]}
         found = through(checkpointer, state, way)
@@ -166,7 +166,7 @@ class TestShared:
         assert not any(found[name].any() for name in state)
         assert list(self.stored(checkpointer)) == ["base"]
 
-    def test_overlapping_views_of_one_that_is_not(self, checkpointer, way):
+    def test_overlapping_views_share_memory_without_their_base(self, checkpointer, way):
         base = torch.randn(1_000_000)
         state = {"a": base[100:200], "b": base[150:250], "c": base[500:510]}
         found = through(checkpointer, state, way)
@@ -177,7 +177,7 @@ class TestShared:
         assert sizes == {"a~memory": 600, "c": 40}
 
     @pytest.mark.parametrize("kind", ["torch", "numpy"])
-    def test_columns_take_their_own_bytes_along(self, checkpointer, way, kind):
+    def test_columns_save_only_their_own_bytes(self, checkpointer, way, kind):
         base = torch.randn(100, 1000)
         base = base if kind == "torch" else base.numpy()
         state = {"a": base[:, :10], "b": base[:, 10:20], "c": base[::7, 500]}
@@ -196,7 +196,7 @@ class TestShared:
         found["bytes"].zero_()
         assert not found["halves"].any()
 
-    def test_arrays_and_tensors_of_one_memory(self, checkpointer, way):
+    def test_arrays_and_tensors_share_memory(self, checkpointer, way):
         array = np.arange(100.0)
         state = {"array": array[10:], "tensor": torch.from_numpy(array)[:50]}
         state["back"] = array[::-1][:30]
@@ -205,7 +205,7 @@ class TestShared:
         found["tensor"][10:] = 7
         assert (found["array"][:40] == 7).all()
 
-    def test_a_flat_parameter_and_its_views(self, checkpointer, way):
+    def test_a_flat_parameter_and_its_views_share_memory(self, checkpointer, way):
         flat = torch.nn.Parameter(torch.randn(3000))
         state = {"flat": flat, "views": [flat.detach()[at : at + 3] for at in range(1000)]}
         found = through(checkpointer, state, way)
@@ -221,7 +221,7 @@ class TestShared:
         assert torch.equal(through(checkpointer, {"a": alone}, way)["a"], alone)
 
     def test_views_of_larger_elements(self, checkpointer, way):
-        """Torch sees elements at multiples of their size alone."""
+        """torch needs offsets that are multiples of the element size."""
         numbers = torch.arange(20.0)
         pairs = torch.view_as_complex(numbers.view(10, 2))
         some = torch.arange(20, dtype=torch.uint8)
@@ -230,7 +230,7 @@ class TestShared:
         for state in states:
             assert same(through(checkpointer, state, way), state)
 
-    def test_arrays_of_what_numpy_has_no_dtype_for(self, checkpointer, way):
+    def test_arrays_of_dtypes_beyond_numpys_are_restored(self, checkpointer, way):
         for dtype in (torch.bfloat16, torch.float8_e4m3fn):
             tensor = torch.arange(8).to(dtype)
             state = {"tensor": tensor, "array": tensor.view(torch.int8).numpy()}
@@ -239,7 +239,7 @@ class TestShared:
             found["array"][:] = 0
             assert not found["tensor"].float().any()
 
-    def test_what_is_expanded_takes_its_elements_once(self, checkpointer, way):
+    def test_an_expanded_tensor_is_saved_once(self, checkpointer, way):
         state = {"a": torch.ones(3).expand(100_000, 3), "b": torch.tensor(7.0).expand(9)}
         state["c"] = np.broadcast_to(np.arange(4), (5000, 4))
         found = through(checkpointer, state, way)
@@ -248,7 +248,7 @@ class TestShared:
         assert sum(each.nbytes for each in stored.values()) == 3 * 4 + 4 + 4 * 8
 
 
-def test_an_array_at_an_odd_distance_of_a_tensor(checkpointer):
+def test_an_array_at_an_odd_distance_from_a_tensor_is_refused(checkpointer):
     memory = np.zeros(64, np.uint8)
     tensor = torch.from_numpy(memory[1:41]).view(torch.float32)
     other = torch.from_numpy(memory[3:43]).view(torch.float32)
@@ -264,7 +264,7 @@ def test_a_scheduler_with_a_counter_resumes(checkpointer):
     assert scheduler.milestones[4] == 2
 
 
-def test_parameters_and_what_wants_a_gradient(checkpointer):
+def test_parameters_and_requires_grad_are_restored(checkpointer):
     state = {
         "parameter": torch.nn.Parameter(torch.randn(3)),
         "frozen": torch.nn.Parameter(torch.randn(3), requires_grad=False),
@@ -276,7 +276,7 @@ def test_parameters_and_what_wants_a_gradient(checkpointer):
     assert found["made"].is_leaf
 
 
-def test_checksums_are_those_of_what_is_read_for_the_state(checkpointer, monkeypatch):
+def test_restore_computes_checksums_of_the_bytes_it_reads(checkpointer, monkeypatch):
     whole = torch.arange(1000.0)
     state = {"whole": whole, "half": whole[500:], "turned": torch.ones(30, 40).T}
     state |= {"tied": [whole], "none": np.zeros((2, 0)), "pairs": torch.ones(5) * 1j}
@@ -291,7 +291,8 @@ def test_checksums_are_those_of_what_is_read_for_the_state(checkpointer, monkeyp
     for options in ({}, {"into": state}):
         assert same(checkpointer.restore(1, **options), state)
         assert read == []
-    # Memory that two tensors are read into is no damage of the file, which tells.
+    # Two tensors restored into the same memory are no damage of the file; the error says
+    # so.
     both = torch.zeros(1000)
     into = state | {"whole": both, "half": both[:500], "tied": [both], "turned": both}
     with pytest.raises(ValueError, match="turned"):
@@ -341,7 +342,7 @@ def test_an_optimizer_resumes_to_the_bit(checkpointer):
 
 
 class Other(dict):
-    """No dict."""
+    """A subclass of dict, which a state refuses."""
 
 
 def cycle():
@@ -362,7 +363,7 @@ def lazy():
 
 
 def freed():
-    """Return a tensor without its bytes, as FSDP leaves them."""
+    """Return a tensor whose storage was freed, as FSDP leaves it."""
     tensor = torch.ones(100_000)
     tensor.untyped_storage().resize_(0)
     return tensor
@@ -405,7 +406,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("value", REFUSED.values(), ids=REFUSED)
-def test_what_has_no_place_is_refused_before_anything_is_written(checkpointer, value):
+def test_unsupported_values_are_refused_before_anything_is_written(checkpointer, value):
     value, words = value
     state = {"ok": torch.ones(3), "a": [1, value]}
     for save in (checkpointer.save, checkpointer.save_async):
@@ -415,7 +416,7 @@ def test_what_has_no_place_is_refused_before_anything_is_written(checkpointer, v
     assert not checkpointer.root.exists()
 
 
-def test_dtensors_are_sent_elsewhere(checkpointer):
+def test_the_error_for_dtensors_names_another_function(checkpointer):
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import distribute_tensor
@@ -444,7 +445,7 @@ def test_metadata(checkpointer):
 
 
 class TestInto:
-    """Tensors that are there are filled."""
+    """restore(into=) fills existing tensors."""
 
     STATE = {  # noqa: RUF012
         "model": {"a": torch.arange(12.0).reshape(3, 4), "b": torch.ones(2)},
@@ -509,7 +510,7 @@ class TestInto:
         ],
         ids=str,
     )
-    def test_what_does_not_fit_is_refused_before_anything_changes(
+    def test_a_state_that_does_not_fit_is_refused_before_anything_changes(
         self, checkpointer, change, error, words
     ):
         checkpointer.save(1, self.STATE)
@@ -522,13 +523,13 @@ class TestInto:
             checkpointer.restore(into=into | change)
         assert not kept.any()
 
-    def test_parts(self, checkpointer):
+    def test_parts_of_a_state_are_restored(self, checkpointer):
         checkpointer.save(1, self.STATE)
         found = checkpointer.restore(names=["model/b", "lr"])
         assert same(found, {"model": {"b": torch.ones(2)}, "lr": 0.1})
         into = {"model": {"b": torch.zeros(2)}}
         assert checkpointer.restore(names=["model/b"], into=into)["model"]["b"].all()
-        # One may lie in another.
+        # A part may be nested in another.
         for names in (["model", "model/b"], ["model/b", "model"]):
             assert same(checkpointer.restore(names=names), {"model": self.STATE["model"]})
         checkpointer.save(2, {"": torch.ones(2), "a": 1, "b": {"": 2, "c": 3}})
@@ -631,7 +632,7 @@ def test_hostile_trees_are_refused(checkpointer, node):
         checkpointer.restore(1)
 
 
-def test_a_tree_that_is_too_deep(checkpointer):
+def test_a_tree_that_is_too_deep_is_damage(checkpointer):
     checkpointer.save(1, {"x": 1})
     for depth in (DEPTH_MAX + 2, 100_000):
         text = "[" * depth + "]" * depth

@@ -1,4 +1,4 @@
-"""A test that fails or is interrupted leaves no child behind, nor children of that."""
+"""A test that fails or is interrupted leaves no child or grandchild behind."""
 
 import os
 import select
@@ -31,7 +31,7 @@ INTERRUPTED, FAILED = 2, 1
     ],
 )
 def test_children_end_with_their_test(tmp_path, interrupts, then, status):
-    # Which all of them have open for as long as they are there.
+    # All children keep this file open as long as they live.
     held = tmp_path / "held"
     os.mkfifo(held)
     reading = os.open(held, os.O_RDONLY | os.O_NONBLOCK)

@@ -1,4 +1,4 @@
-"""The frame of the command line: what all commands have in common."""
+"""The frame of the command line, which all commands share."""
 
 import argparse
 import importlib
@@ -63,11 +63,11 @@ def test_a_size_is_read(text, nbytes):
     "text",
     [
         *("", "0", "-1", "K", "1.3K", "0.5", "1e6", "1P", "1 2", "4096 bytes"),
-        # What no file can have, and what Python takes for digits and letters of sizes.
+        # Sizes that no file can have, and characters that Python also accepts as digits.
         *("8388608T", "9" * 400, "1\u212a", "\u0664K"),
     ],
 )
-def test_what_is_no_size_is_refused(text):
+def test_an_invalid_size_is_refused(text):
     with pytest.raises(argparse.ArgumentTypeError, match="such as 4096, 64K"):
         size(text)
 
@@ -81,13 +81,13 @@ def test_a_time_is_read(text, duration):
 
 
 @pytest.mark.parametrize("text", ["", "0", "0s", "-1", "1d", "1M", "s", "1m30s", "inf"])
-def test_what_is_no_time_is_refused(text):
+def test_an_invalid_time_is_refused(text):
     with pytest.raises(argparse.ArgumentTypeError, match="more than 0, such as 30, 90s"):
         seconds(text)
 
 
 @pytest.mark.parametrize("text", ["", "0", "9", "-3", "3.0", "1" * 30, "\u0665"])
-def test_what_is_no_number_within_the_limits_is_refused(text):
+def test_a_number_outside_the_limits_is_refused(text):
     with pytest.raises(argparse.ArgumentTypeError, match="a whole number from 1 to 8"):
         number(1, 8)(text)
 
@@ -98,7 +98,7 @@ def test_a_number_within_the_limits_is_read():
 
 @given(st.text() | st.from_regex(r"\d+(\.\d+)? ?[kKmMgGtTsh]?(i?B)?", fullmatch=True))
 @example("0" * 30)
-def test_any_text_is_a_value_or_refused(text):
+def test_any_text_is_read_or_refused(text):
     for read in (size, seconds, number(1, 1 << 62)):
         try:
             value = read(text)
@@ -118,7 +118,7 @@ def test_flags_take_hyphens_or_underscores():
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_a_command_has_help_with_examples_that_it_takes(name):
+def test_a_commands_help_has_examples_that_parse(name):
     found = run_nvmeio(name, "--help")
     assert (found.status, found.err) == (0, "")
     assert max(map(len, found.out.splitlines())) <= 100
@@ -126,7 +126,7 @@ def test_a_command_has_help_with_examples_that_it_takes(name):
     lines = [line.strip() for line in examples.splitlines() if "nvmeio" in line]
     assert lines
     for line in lines:
-        # What is explained stands behind, and what reads the answer behind a pipe.
+        # Only the command: explanations and the readers of a pipe come after it.
         words = shlex.split(re.split(r" \| | >+ |  +", line)[0])
         assert words[:2] == ["nvmeio", name]
         assert cli._parser().parse_args(hyphenated(words[1:])).command == name
@@ -140,7 +140,7 @@ def test_an_unknown_flag_is_an_error_of_one_line(name):
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_a_command_is_a_module_with_what_the_frame_calls(name):
+def test_a_commands_module_has_the_functions_that_the_frame_calls(name):
     module = importlib.import_module(f"nvmeio._cli.{name}")
     assert callable(module.configure)
     assert callable(module.run)
@@ -154,24 +154,24 @@ def test_help_names_every_command():
         assert about in " ".join(found.out.split())
 
 
-def test_nothing_asks_for_help_too():
+def test_an_empty_command_line_asks_for_help():
     found, asked = run_nvmeio(), run_nvmeio("--help")
     assert (found.status, found.out, found.err) == (0, asked.out, "")
 
 
 @pytest.mark.parametrize("words", [("no-such-command",), ("--no-such-flag",)])
-def test_without_a_command_the_command_line_is_wrong(words):
+def test_options_without_a_command_are_an_error(words):
     found = run_nvmeio(*words)
     assert (found.status, found.out) == (2, "")
     assert re.fullmatch(r"nvmeio: error: .*; see nvmeio --help\n", found.err)
 
 
-def test_the_version_is_told():
+def test_the_version_is_printed():
     found = run_nvmeio("--version")
     assert (found.status, found.out) == (0, f"nvmeio {nvmeio.__version__}\n")
 
 
-def test_the_script_nvmeio_is_the_same():
+def test_the_script_nvmeio_does_the_same():
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     script = re.search(r'\nscript-files = \["(.+)"\]\n', text)[1]
     words = [*python(), ROOT / script, "--version"]
@@ -179,12 +179,12 @@ def test_the_script_nvmeio_is_the_same():
     assert done.stdout == f"nvmeio {nvmeio.__version__}\n"
 
 
-# A command that does what a test asks for.
+# A command that runs a test's function.
 
 
 @pytest.fixture
 def made_up(monkeypatch):
-    """A function that makes a command of a function, and runs it; returns the status."""
+    """A function that runs a function as a command; it returns the exit status."""
 
     def run(function, *words):
         module = types.ModuleType("nvmeio._cli.made_up")
@@ -198,7 +198,7 @@ def made_up(monkeypatch):
 
 
 @pytest.mark.parametrize("status", [0, 1])
-def test_the_status_of_a_command_is_that_of_the_program(made_up, status):
+def test_the_status_of_a_command_is_the_exit_status(made_up, status):
     assert made_up(lambda options, terminal: status) == status
 
 
@@ -223,7 +223,7 @@ def raising(error):
         (MemoryError(), "MemoryError"),
     ],
 )
-def test_what_goes_wrong_is_one_line(made_up, capsys, error, said):
+def test_an_error_is_one_line(made_up, capsys, error, said):
     assert made_up(raising(error)) == 1
     found = capsys.readouterr()
     assert found.out == ""
@@ -231,12 +231,12 @@ def test_what_goes_wrong_is_one_line(made_up, capsys, error, said):
     assert found.err.count("\n") == 1
 
 
-def test_a_mistake_of_ours_has_its_traceback(made_up):
+def test_a_bug_shows_its_traceback(made_up):
     with pytest.raises(ZeroDivisionError):
         made_up(raising(ZeroDivisionError()))
 
 
-def test_arguments_that_do_not_go_together_are_an_error_of_usage(made_up, capsys):
+def test_conflicting_arguments_are_an_error_of_usage(made_up, capsys):
     with pytest.raises(SystemExit) as ended:
         made_up(raising(UsageError("--size needs --depth")))
     assert ended.value.code == 2
@@ -260,7 +260,7 @@ def test_ctrl_c_ends_a_command_without_a_traceback(made_up, capsys):
 
 
 @pytest.mark.parametrize("closing", [">&-", "2>&-", ">&- 2>&- <&-"])
-def test_outputs_that_are_closed_are_none(tmp_path, closing):
+def test_closed_outputs_are_ignored(tmp_path, closing):
     shell = ("sh", "-c", f'exec "$@" {closing}', "sh")
     words = ("bench", ".", "--size=1M", "--block-size=64K", "--only=copy", "--no-fio")
     done = run_nvmeio(*words, "--json=report.json", prefix=shell, cwd=tmp_path)
@@ -270,7 +270,7 @@ def test_outputs_that_are_closed_are_none(tmp_path, closing):
     assert json.loads((tmp_path / "report.json").read_text())["schema"] == 1
 
 
-def test_the_handlers_of_signals_are_put_back(made_up):
+def test_signal_handlers_are_restored(made_up):
     before = [signal.getsignal(number) for number in cli.ENDING]
     assert made_up(lambda options, terminal: 0) == 0
     assert [signal.getsignal(number) for number in cli.ENDING] == before
@@ -282,7 +282,7 @@ def test_the_handlers_of_signals_are_put_back(made_up):
     assert [signal.getsignal(number) for number in cli.ENDING] == before
 
 
-# It waits for a signal, with something to take away.
+# A command that waits for a signal, and then cleans up.
 WAITING = """
 import sys, time, types
 from nvmeio._cli import COMMANDS, main
@@ -302,7 +302,7 @@ sys.exit(main(["waiting"]))
 
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
-def test_a_signal_ends_a_command_that_takes_its_files_away(name):
+def test_a_signal_ends_a_command_after_its_cleanup(name):
     number = signal.Signals[name]
     with subprocess.Popen(
         [*python(), "-c", WAITING],
@@ -318,7 +318,7 @@ def test_a_signal_ends_a_command_that_takes_its_files_away(name):
     assert err == ("nvmeio waiting: interrupted\n" if name == "SIGINT" else "")
 
 
-# Imports of one module last until a signal comes.
+# The import of one module blocks until a signal comes.
 HOLDING = """
 import os, sys, time
 
@@ -342,12 +342,12 @@ SCRIPT = (str(ROOT / "src" / "bin" / "nvmeio"),)
         (SCRIPT, "numpy"),
         (SCRIPT, "nvmeio._native.handle"),
         (SCRIPT, "nvmeio._cli.tune"),
-        # Until then Python imports the package, before anything of ours can be asked.
+        # Before that Python itself imports the package, without any code of ours.
         (("-m", "nvmeio"), "nvmeio._cli"),
         (("-m", "nvmeio"), "nvmeio._cli.tune"),
     ],
 )
-def test_ctrl_c_ends_the_imports_without_a_traceback(tmp_path, start, held):
+def test_ctrl_c_during_imports_shows_no_traceback(tmp_path, start, held):
     (tmp_path / "sitecustomize.py").write_text(HOLDING)
     path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
     with subprocess.Popen(
@@ -364,7 +364,7 @@ def test_ctrl_c_ends_the_imports_without_a_traceback(tmp_path, start, held):
 
 
 @pytest.mark.parametrize("second", cli.ENDING)
-def test_a_second_signal_does_not_interrupt_the_cleaning_up(made_up, second):
+def test_a_second_signal_does_not_interrupt_the_cleanup(made_up, second):
     cleaned = []
 
     def impatient(options, terminal):
@@ -378,7 +378,7 @@ def test_a_second_signal_does_not_interrupt_the_cleaning_up(made_up, second):
     assert cleaned == ["everything"]
 
 
-def test_what_nohup_ignores_stays_ignored():
+def test_a_signal_that_nohup_ignores_stays_ignored():
     with subprocess.Popen(
         ["nohup", *python()[2:], "-c", WAITING],
         stdin=subprocess.DEVNULL,
@@ -397,7 +397,7 @@ def test_what_nohup_ignores_stays_ignored():
 
 
 @pytest.mark.parametrize(("words", "status"), [(["doctor"], 1), (["--help"], 0)])
-def test_a_reader_who_has_had_enough_is_no_error(words, status):
+def test_a_closed_pipe_is_no_error(words, status):
     ours, theirs = os.pipe()
     os.close(ours)
     try:
@@ -412,7 +412,7 @@ def test_a_reader_who_has_had_enough_is_no_error(words, status):
 # Tables.
 
 
-def test_a_plain_table_has_columns_with_figures_to_the_right(capsys):
+def test_a_plain_table_right_aligns_figures(capsys):
     rows = [("read", "3.9", "[bold]"), ("write", "12.25", ""), ("copy", "-", "x")]
     Terminal().table(("what", "GB/s", "note"), rows)
     assert capsys.readouterr().out.splitlines() == [
@@ -429,7 +429,7 @@ def test_progress_is_silent_without_a_terminal(capsys):
     assert capsys.readouterr() == ("", "")
 
 
-def test_progress_shows_the_speed_that_the_summary_has(monkeypatch):
+def test_progress_shows_the_speed_of_the_summary(monkeypatch):
     now = [100.0]
     screen = io.StringIO()
     monkeypatch.setattr(screen, "isatty", lambda: True, raising=False)

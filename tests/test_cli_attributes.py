@@ -1,4 +1,4 @@
-"""What a copy has besides its content, and that nobody reads it before he may."""
+"""Attributes of a copy, and who may read it before it is complete."""
 
 import errno
 import os
@@ -16,8 +16,8 @@ ACCESS, DEFAULT = "system.posix_acl_access", "system.posix_acl_default"
 
 
 def give_list(path, kind, *, user, named, group, mask, others):
-    """Give an access control list with an entry for user 12345."""
-    # A version, and tag, permissions and number of each entry: linux/posix_acl_xattr.h.
+    """Set an access control list with an entry for user 12345."""
+    # The version; then tag, permissions and id of each entry: linux/posix_acl_xattr.h.
     entries = [(1, user), (2, named), (4, group), (16, mask), (32, others)]
     value = struct.pack("<I", 2) + b"".join(
         struct.pack("<HHI", tag, bits, 12345 if tag == 2 else 0xFFFFFFFF)
@@ -32,7 +32,7 @@ def give_list(path, kind, *, user, named, group, mask, others):
 
 
 def list_of(path):
-    """Return a file's access control list, b"" where it has none."""
+    """Return a file's access control list, or b""."""
     return os.getxattr(path, ACCESS) if ACCESS in os.listxattr(path) else b""
 
 
@@ -54,7 +54,7 @@ def test_a_new_copy_has_the_permission_bits_of_the_source(
     assert stat.S_IMODE(os.stat(tmp_path / "copy").st_mode) == copied
 
 
-def test_a_copy_that_replaces_a_file_has_the_mode_of_that_one(source, tmp_path):
+def test_a_copy_over_a_file_keeps_that_files_mode(source, tmp_path):
     (tmp_path / "copy").touch()
     (tmp_path / "copy").chmod(0o2751)
     assert nvmeio("cp", source, tmp_path / "copy").status == 0
@@ -63,7 +63,7 @@ def test_a_copy_that_replaces_a_file_has_the_mode_of_that_one(source, tmp_path):
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
-def test_it_has_the_owner_too(source, tmp_path):
+def test_a_copy_over_a_file_keeps_that_files_owner(source, tmp_path):
     (tmp_path / "copy").touch()
     os.chown(tmp_path / "copy", 12345, 54321)
     (tmp_path / "copy").chmod(0o6755)
@@ -77,7 +77,7 @@ def test_it_has_the_owner_too(source, tmp_path):
 def test_preserve_keeps_mode_times_and_attributes(source, tmp_path, verify):
     source.chmod(0o4751)
     os.setxattr(source, "user.colour", b"blue")
-    # Read since it was changed, or reading would move the first of these.
+    # Read the file now, so that a later read does not change the access time.
     os.utime(source, ns=(1_600_000_000_123_456_789, 1_500_000_000_987_654_321))
     done = nvmeio("cp", "-p", *verify, source, tmp_path / "copy")
     status = os.stat(tmp_path / "copy")
@@ -97,8 +97,8 @@ def test_preserve_keeps_the_owner(source, tmp_path):
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
-def test_what_cannot_be_kept_is_told(source, tmp_path):
-    """Without the right to give files away root is as anybody else."""
+def test_attributes_that_cannot_be_kept_are_reported(source, tmp_path):
+    """Without CAP_CHOWN root cannot change owners, like any user."""
     if shutil.which("setpriv") is None:
         pytest.skip("setpriv is not installed")
     os.chown(source, 12345, 54321)
@@ -111,8 +111,8 @@ def test_what_cannot_be_kept_is_told(source, tmp_path):
     assert (status.st_uid, stat.S_IMODE(status.st_mode)) == (0, 0o755)
 
 
-def test_a_copy_that_replaces_a_file_has_its_access_control_list(source, tmp_path):
-    """Its group may nothing, which the permission bits alone would not tell."""
+def test_a_copy_over_a_file_keeps_its_access_control_list(source, tmp_path):
+    """The group has no access, which the permission bits alone do not show."""
     (tmp_path / "copy").touch()
     give_list(tmp_path / "copy", ACCESS, user=6, named=6, group=0, mask=6, others=0)
     wanted = list_of(tmp_path / "copy")
@@ -122,7 +122,7 @@ def test_a_copy_that_replaces_a_file_has_its_access_control_list(source, tmp_pat
 
 
 @pytest.mark.parametrize("has_one", [True, False])
-def test_preserve_gives_the_list_of_the_source_in_any_folder(source, tmp_path, has_one):
+def test_preserve_copies_the_sources_list_to_any_folder(source, tmp_path, has_one):
     everything = {"user": 7, "named": 7, "group": 7, "mask": 7, "others": 7}
     give_list(tmp_path, DEFAULT, **everything)
     source.chmod(0o640)
@@ -133,7 +133,7 @@ def test_preserve_gives_the_list_of_the_source_in_any_folder(source, tmp_path, h
     assert stat.S_IMODE(os.stat(tmp_path / "copy").st_mode) == 0o640
 
 
-def test_a_list_that_cannot_be_kept_gives_the_group_nothing(source, faulty):
+def test_if_a_list_cannot_be_kept_the_group_gets_no_access(source, faulty):
     give_list(source, ACCESS, user=6, named=6, group=0, mask=6, others=0)
     done = nvmeio("cp", "-p", source, faulty / "copy")
     assert done.status == 0
@@ -141,17 +141,19 @@ def test_a_list_that_cannot_be_kept_gives_the_group_nothing(source, faulty):
     assert stat.S_IMODE(os.stat(faulty / "copy").st_mode) == 0o600
 
 
-def test_the_list_of_the_folder_opens_nothing_that_is_not_finished(slow_source, tmp_path):
+def test_the_folders_default_list_gives_no_access_to_an_unfinished_copy(
+    slow_source, tmp_path
+):
     give_list(tmp_path, DEFAULT, user=7, named=7, group=7, mask=7, others=7)
     Faults(slow_source).set(read=HELD)
     with running(slow_source, tmp_path / "copy"):
-        # The group's bits are the mask of the list.
+        # The group bits are the list's mask.
         mode = stat.S_IMODE(temporary_in(tmp_path).stat().st_mode)
         Faults(slow_source).set()
     assert mode == 0o600
 
 
-def test_nobody_else_can_open_what_is_not_finished(slow_source, tmp_path):
+def test_an_unfinished_copy_is_private(slow_source, tmp_path):
     Faults(slow_source).set(read=HELD)
     with running(slow_source, tmp_path / "copy", umask=0):
         temporary = temporary_in(tmp_path)

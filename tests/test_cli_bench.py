@@ -1,4 +1,4 @@
-"""``nvmeio bench``: what it measures, what it shows, and that it leaves nothing behind."""
+"""``nvmeio bench``: measurements, output and cleanup."""
 
 import dataclasses
 import errno
@@ -40,7 +40,7 @@ needs_fio = pytest.mark.skipif(shutil.which("fio") is None, reason="fio is not i
 
 @pytest.fixture(params=["disk", "tmpfs"])
 def folder(request, tmp_path):
-    """A folder with files that have the names of the benchmark's, which must stay."""
+    """A folder with files named like the benchmark's; these must stay."""
     if request.param == "tmpfs":
         tmp_path = request.getfixturevalue("tmpfs")
     for name in ("file", "new", "small-0"):
@@ -52,7 +52,7 @@ def folder(request, tmp_path):
 
 
 def bench(folder, *arguments, out, **options):
-    """Run the command on a folder, and return what it did and its report."""
+    """Run the command on a folder; return the finished process and the report."""
     done = nvmeio("bench", folder, *QUICK, "--json", out, *arguments, **options)
     assert done.status == 0, done.err
     return done, json.loads(Path(out).read_text())
@@ -60,12 +60,12 @@ def bench(folder, *arguments, out, **options):
 
 @pytest.fixture
 def out(tmp_path_factory):
-    """A name for the report."""
+    """The path of the report."""
     return tmp_path_factory.mktemp("out") / "report.json"
 
 
 @needs_fio
-def test_every_work_is_measured_beside_fio(folder, out):
+def test_every_workload_is_measured_beside_fio(folder, out):
     done, report = bench(folder, out=out)
     works = {result["work"]: result["contestants"] for result in report["results"]}
     assert list(works) == [work for names in WORKS.values() for work in names]
@@ -82,14 +82,14 @@ def test_every_work_is_measured_beside_fio(folder, out):
             assert len(samples) == 2
             for sample in samples:
                 check_sample(sample, work)
-                # fio does not know what it took where the kernel's threads write memory.
+                # fio cannot measure CPU time if kernel threads write its memory.
                 assert (sample["cpu_seconds"] is None) == (
                     name == "fio (io_uring)" and report["storage"]["in_memory"]
                 )
 
 
 def check_sample(sample, work):
-    """The figures of a round agree with each other."""
+    """Check that the figures of a round agree with each other."""
     nbytes = {"random read, 4 KiB": SIZE // 2, "copy in memory": SIZE}
     small = 16 * (64 << 10)
     assert sample["bytes"] == nbytes.get(work, small if "tensors" in work else SIZE)
@@ -104,18 +104,18 @@ def check_sample(sample, work):
         assert latencies == {}
         return
     operations = sample["bytes"] // (4096 if "random" in work else 65536)
-    # nvmeio makes a file longer by larger blocks.
+    # nvmeio extends a file in larger blocks.
     assert 0 < sample["operations"] <= operations
     assert sample["operations"] == operations or "new" in work
     assert list(latencies) == ["p50", "p99", "p99.9"]
     assert 0 < latencies["p50"] <= latencies["p99"] <= latencies["p99.9"]
-    # No I/O takes longer than all of them.
+    # No I/O takes longer than the round.
     assert latencies["p99.9"] <= 1.1 * sample["seconds"] * 1e6 + 1000
 
 
 @pytest.fixture
 def fake_fio(tmp_path_factory):
-    """Put a script in place of fio: a folder for what it keeps, and the environment."""
+    """A function that replaces fio by a script; returns its folder and the environment."""
     tools = tmp_path_factory.mktemp("tools")
 
     def put(script):
@@ -129,7 +129,7 @@ def fake_fio(tmp_path_factory):
 
 @needs_fio
 def test_fio_works_on_the_same_file_in_the_same_blocks(folder, out, fake_fio):
-    # It keeps its arguments, and lets the real one do the work.
+    # The script logs its arguments, and runs the real fio.
     tools, env = fake_fio(
         f'echo "$GLIBC_TUNABLES $@" >> calls\nexec {shutil.which("fio")} "$@"\n'
     )
@@ -144,12 +144,12 @@ def test_fio_works_on_the_same_file_in_the_same_blocks(folder, out, fake_fio):
         assert words["--iodepth"] == "8"
         assert words["--size"] == str(SIZE)
         assert words["--filename"].startswith(f"{folder}/nvmeio-bench-")
-        # glibc asks for huge pages for what fio allocates.
+        # glibc requests huge pages for fio's memory.
         assert call.startswith("glibc.malloc.hugetlb=")
 
 
 @needs_fio
-def test_fio_has_touched_its_memory_before_it_is_measured(tmp_path, out, fake_fio):
+def test_fio_touches_its_memory_before_the_measurement(tmp_path, out, fake_fio):
     tools, env = fake_fio(
         '[ "$1" = --version ] && echo fio && exit\n'
         f'{shutil.which("fio")} "$@" | tee -a said\n'
@@ -158,16 +158,16 @@ def test_fio_has_touched_its_memory_before_it_is_measured(tmp_path, out, fake_fi
     said = (tools / "said").read_text()
     faults = [int(count) for count in re.findall(r'"minf" : (\d+)', said)]
     assert len(faults) == 2
-    # All of the file in pages of 4 KiB would be 512.
+    # The whole file in pages of 4 KiB would be 512 faults.
     assert max(faults) < 64
 
 
 @needs_fio
-def test_the_bytes_of_fio_are_told_while_it_runs(tmp_path):
+def test_the_progress_of_fio_is_shown_while_it_runs(tmp_path):
     path = tmp_path / "file"
     path.write_bytes(os.urandom(2 << 20))
     told = []
-    # Half a second of it.
+    # fio runs for half a second.
     fio = Fio(path, 2 << 20, "sync", True, 1)
     sample = fio.run("read", 64 << 10, told.append, rate="4m")
     assert sum(told) == sample.nbytes == 2 << 20
@@ -176,10 +176,10 @@ def test_the_bytes_of_fio_are_told_while_it_runs(tmp_path):
 
 @needs_fio
 @pytest.mark.parametrize(("free", "kind"), [(0, 1), (32, 1), (33, 2)])
-def test_fio_takes_reserved_huge_pages_where_there_are_enough(
+def test_fio_uses_reserved_huge_pages_if_there_are_enough(
     tmp_path, out, fake_fio, monkeypatch, free, kind
 ):
-    # 64 MiB for itself, and 1 MiB of buffers.
+    # 64 MiB for fio itself, and 1 MiB of buffers.
     tools, env = fake_fio(
         f'echo "$GLIBC_TUNABLES $@" >> calls\nexec {shutil.which("fio")} "$@"\n'
     )
@@ -205,15 +205,15 @@ def test_fio_finds_nothing_in_the_page_cache(tmp_path, out, fake_fio):
 
 
 @needs_fio
-def test_fio_is_given_no_deeper_queue_than_the_file_fills(tmp_path, out):
-    # Of 32 GiB of memory fio said "Bad address".
+def test_fios_queue_is_no_deeper_than_the_file_fills(tmp_path, out):
+    # With 32 GiB of buffers fio fails with "Bad address".
     words = ["--queue-depth", "32768", "--block-size", "1M"]
     done, report = bench(tmp_path, *words, "--only", "read", out=out)
     assert len(report["results"][0]["contestants"]) == 2
     assert done.err == ""
 
 
-def test_it_says_how_the_file_was_opened_where_that_matters(folder, out):
+def test_the_report_says_how_the_file_was_opened_if_that_matters(folder, out):
     done, report = bench(folder, "--direct", "--only", "read", out=out)
     assert report["settings"]["direct"] is True
     in_memory = report["storage"]["in_memory"]
@@ -252,7 +252,7 @@ def test_each_kind_of_memory_can_be_measured(tmp_path, out, memory):
     assert len(report["results"]) == 7
 
 
-def test_reads_can_go_by_the_page_cache(tmp_path, out):
+def test_reads_can_go_through_the_page_cache(tmp_path, out):
     done, report = bench(tmp_path, "--buffered", "--only", "read", out=out)
     assert report["settings"]["direct"] is False
     assert "buffered" in done.out
@@ -260,7 +260,7 @@ def test_reads_can_go_by_the_page_cache(tmp_path, out):
 
 @pytest.mark.parametrize("folder_name", ["it's a:b\\:c, $x %d", os.fsdecode(b"\xff")])
 @needs_fio
-def test_names_of_any_bytes_are_told_to_fio(tmp_path, out, folder_name):
+def test_fio_gets_file_names_of_any_bytes(tmp_path, out, folder_name):
     (tmp_path / folder_name).mkdir()
     done, report = bench(tmp_path / folder_name, "--only", "read", out=out)
     assert len(report["results"][0]["contestants"]) == 2
@@ -268,7 +268,7 @@ def test_names_of_any_bytes_are_told_to_fio(tmp_path, out, folder_name):
 
 
 @needs_fio
-def test_fio_is_left_out_of_what_it_cannot_do(tmp_path, out):
+def test_fio_is_left_out_of_workloads_that_it_cannot_run(tmp_path, out):
     words = ["--size", "1000001", "--block-size", "4097", "--random-block-size", "1000"]
     done, report = bench(tmp_path, *words, out=out)
     assert report["settings"]["size"] == 1000001 // 4097 * 4097
@@ -308,7 +308,7 @@ def test_a_latency_without_bound_is_null_in_json():
 def test_a_terminal_shows_progress(folder):
     done = nvmeio_in_terminal("bench", folder, *QUICK, "--only", "read,copy")
     assert done.status == 0, done.out
-    # A speed there would be by another clock than the table's.
+    # A speed here would use another clock than the table's.
     assert re.search(r"read, nvmeio: \d+ % *\r", done.out)
     assert "copy in memory" in done.out
     assert "latency of an I/O" in done.out
@@ -318,7 +318,7 @@ def test_a_chart_says_what_was_measured(tmp_path, out):
     chart = out.with_name("chart.svg")
     done, _ = bench(tmp_path, "--only", "read", "--no-fio", "--plot", chart, out=out)
     assert f"drawn: {chart}" in done.err
-    # matplotlib draws letters as shapes, and says before each text what it reads.
+    # matplotlib draws letters as shapes, after a comment with the text.
     texts = set(re.findall("<!-- (.*) -->", chart.read_text()))
     assert {"work", "read", "nvmeio", "p50", "p99", "p99.9"} <= texts
     assert any("throughput, GB/s" in text for text in texts)
@@ -328,13 +328,13 @@ def test_a_chart_says_what_was_measured(tmp_path, out):
 
 @needs_fio
 @pytest.mark.parametrize(("way", "known"), [("--direct", True), ("--buffered", False)])
-def test_cpu_time_that_fio_does_not_know_is_not_told(tmp_path, out, way, known):
+def test_cpu_time_unknown_to_fio_is_left_out(tmp_path, out, way, known):
     words = (way, "--engine", "io_uring", "--only", "read")
     done, report = bench(tmp_path, *words, out=out)
     ours, theirs = report["results"][0]["contestants"].values()
     assert all(sample["cpu_seconds"] > 0 for sample in ours)
     assert [sample["cpu_s_per_gib"] is not None for sample in theirs] == [known] * 2
-    # In place of the figure, and of the speedup that stands in nvmeio's row.
+    # Instead of fio's figure, and of the speedup in nvmeio's row.
     (row,) = [line for line in done.out.splitlines() if " fio " in line and "," in line]
     assert (row.split()[-1] == "-") == (not known)
 
@@ -346,7 +346,7 @@ def test_the_table_has_the_figures_of_the_report(folder, out):
         assert spread(speeds, 2) in done.out
 
 
-def test_where_figures_go_is_looked_at_before_anything_is_measured(tmp_path):
+def test_output_paths_are_checked_before_anything_is_measured(tmp_path):
     for name, reason in [("none/a.json", "no folder"), (".", "is a folder")]:
         done = nvmeio("bench", tmp_path, "--json", tmp_path / name)
         assert done.status == 2
@@ -354,7 +354,7 @@ def test_where_figures_go_is_looked_at_before_anything_is_measured(tmp_path):
         assert done.out == ""
 
 
-def test_a_folder_that_takes_no_files_is_named_as_it_was_typed(tmp_path):
+def test_an_unusable_folder_is_named_as_it_was_typed(tmp_path):
     (tmp_path / "file").touch()
     done = nvmeio("bench", tmp_path / "file", *QUICK)
     assert done.status == 1
@@ -362,8 +362,8 @@ def test_a_folder_that_takes_no_files_is_named_as_it_was_typed(tmp_path):
 
 
 @pytest.mark.parametrize(("depth", "alike"), [("32", True), ("31", False)])
-def test_percentiles_of_few_blocks_have_their_reason(tmp_path, out, depth, alike):
-    # Its file has 32 blocks.
+def test_equal_percentiles_of_few_blocks_are_explained(tmp_path, out, depth, alike):
+    # The file has 32 blocks.
     words = ("--only", "read", "--no-fio", "--queue-depth", depth)
     done, _ = bench(tmp_path, *words, out=out)
     reason = "Percentiles are alike where the queue of 32 holds all I/Os at once:\nread.\n"
@@ -390,14 +390,14 @@ def test_ctrl_c_leaves_nothing_behind(folder):
     assert running_in(folder) == []
 
 
-def test_ctrl_c_again_and_again_leaves_nothing_behind(folder):
+def test_repeated_ctrl_c_leaves_nothing_behind(folder):
     process = subprocess.Popen(
         command("bench", folder, "--size", "64M", "--rounds", "1000"),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
     )
-    # The small files are the last that are made, and there are many to take away.
+    # The many small files are made last, and must all be removed.
     while not list(folder.glob("nvmeio-bench-*/small-100")):
         assert process.poll() is None
         time.sleep(0.01)
@@ -409,7 +409,7 @@ def test_ctrl_c_again_and_again_leaves_nothing_behind(folder):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_that_ends_it_leaves_nothing_behind(folder, number):
+def test_a_terminating_signal_leaves_nothing_behind(folder, number):
     process = subprocess.Popen(
         command("bench", folder, "--size", "64M", "--rounds", "1000"),
         stdout=subprocess.DEVNULL,
@@ -419,7 +419,7 @@ def test_a_signal_that_ends_it_leaves_nothing_behind(folder, number):
     while not any(name.startswith("nvmeio-bench-") for name in os.listdir(folder)):
         assert process.poll() is None
         time.sleep(0.01)
-    # In the middle of whatever it does by then.
+    # At a random moment of its work.
     time.sleep(0.5)
     process.send_signal(number)
     assert "Traceback" not in process.communicate()[1]
@@ -428,7 +428,7 @@ def test_a_signal_that_ends_it_leaves_nothing_behind(folder, number):
 
 
 @pytest.mark.parametrize("call", ["mkdir", "rmdir"])
-def test_a_signal_waits_while_the_folder_is_made_or_removed(folder, monkeypatch, call):
+def test_a_signal_is_delayed_while_the_folder_is_made_or_removed(folder, monkeypatch, call):
     original = getattr(os, call)
 
     def disturbed(*arguments, **options):
@@ -462,7 +462,7 @@ def test_a_folder_that_cannot_be_removed_is_named(folder, monkeypatch):
 
 
 def running_in(folder):
-    """Return the command lines of processes that name a folder."""
+    """Return the command lines of processes that contain a folder's name."""
     found = []
     for entry in Path("/proc").glob("[0-9]*/cmdline"):
         try:
@@ -474,7 +474,7 @@ def running_in(folder):
     return found
 
 
-def test_a_disk_without_room_is_refused_before_anything_is_written(loop_mount):
+def test_a_disk_without_space_is_refused_before_anything_is_written(loop_mount):
     folder = loop_mount("ext4", 64 << 20)
     before = sorted(os.listdir(folder))
     done = nvmeio("bench", folder, "--size", "128M")
@@ -483,7 +483,7 @@ def test_a_disk_without_room_is_refused_before_anything_is_written(loop_mount):
     assert "--reserve" in done.err
     assert done.err.count("\n") == 1
     assert sorted(os.listdir(folder)) == before
-    # Room for the file, but not for what shall stay free.
+    # Space for the file, but not for the reserve that must stay free.
     done = nvmeio("bench", folder, *QUICK, "--reserve", "60M")
     assert done.status == 1
     assert "60 MiB are kept" in done.err
@@ -493,7 +493,7 @@ def test_a_disk_without_room_is_refused_before_anything_is_written(loop_mount):
 
 
 @pytest.mark.parametrize("size", ["2M", "64M"])
-def test_a_write_that_fails_is_one_line_and_leaves_nothing(tmp_path, size):
+def test_a_failed_write_is_one_line_and_leaves_nothing(tmp_path, size):
     def limit():
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
@@ -505,7 +505,7 @@ def test_a_write_that_fails_is_one_line_and_leaves_nothing(tmp_path, size):
     assert os.listdir(tmp_path) == []
 
 
-def test_a_folder_that_cannot_be_written_is_one_line(loop_mount, tmp_path):
+def test_an_unwritable_folder_is_an_error_of_one_line(loop_mount, tmp_path):
     folder = loop_mount("ext4", 64 << 20)
     subprocess.run(["mount", "-o", "remount,ro", str(folder)], check=True)
     for place, words in (
@@ -536,7 +536,7 @@ def test_a_folder_that_cannot_be_written_is_one_line(loop_mount, tmp_path):
         (["--plot", "none/chart.png"], "there is no folder 'none'"),
     ],
 )
-def test_what_cannot_be_meant_is_said_in_one_line(tmp_path, words, complaint):
+def test_impossible_arguments_are_an_error_of_one_line(tmp_path, words, complaint):
     done = nvmeio("bench", tmp_path, *words)
     assert done.status == 2
     assert complaint in done.err
@@ -548,7 +548,7 @@ def test_what_cannot_be_meant_is_said_in_one_line(tmp_path, words, complaint):
     ("package", "words"),
     [("matplotlib", ["--plot", "chart.png"]), ("torch", ["--memory", "torch"])],
 )
-def test_a_package_that_is_missing_is_said_before_anything_is_done(
+def test_a_missing_package_is_reported_before_anything_is_measured(
     tmp_path, package, words
 ):
     done = nvmeio("bench", tmp_path, *words, without=(package,), cwd=tmp_path)
@@ -559,7 +559,7 @@ def test_a_package_that_is_missing_is_said_before_anything_is_done(
     assert os.listdir(tmp_path) == []
 
 
-def test_bytes_that_come_back_wrong_end_it(faulty):
+def test_wrong_bytes_end_the_benchmark(faulty):
     os.setxattr(faulty, "user.faults", json.dumps({"read": {"flip": 12345}}).encode())
     done = nvmeio("bench", faulty, *QUICK, "--no-fio")
     fired = json.loads(os.getxattr(faulty, "user.fired"))

@@ -47,7 +47,7 @@ def test_steps_are_listed_with_their_sizes_and_age(root):
     ],
     ids=str,
 )
-def test_ages_are_told_wherever_it_was_saved(root, monkeypatch, ago, age):
+def test_ages_do_not_depend_on_the_time_zone(root, monkeypatch, ago, age):
     monkeypatch.setenv("TZ", "UTC-3")
     saved = "some day"
     if ago is not None:
@@ -60,7 +60,7 @@ def test_ages_are_told_wherever_it_was_saved(root, monkeypatch, ago, age):
     assert re.search(rf"^2 +[0-9.]+ KiB +{age} ", found.out.splitlines()[1].strip())
 
 
-def test_one_that_is_damaged_is_told_with_its_file(root):
+def test_a_damaged_step_is_listed_with_its_file(root):
     os.truncate(root / "step-10" / "tree.json", 10)
     (root / ".step-11.host-1-2-00000000.nvmeio-tmp").mkdir()
     found = nvmeio("checkpoints", root)
@@ -72,7 +72,7 @@ def test_one_that_is_damaged_is_told_with_its_file(root):
     )
 
 
-def test_json_has_it_exactly(root):
+def test_json_has_exact_values(root):
     os.unlink(root / "step-10" / "tree.json")
     os.unlink(root / "step-100" / "manifest.json")
     os.mknod(root / "step-100" / "manifest.json", stat.S_IFSOCK | 0o600)
@@ -90,7 +90,7 @@ def test_json_has_it_exactly(root):
 
 
 @pytest.mark.parametrize("kind", ["empty", "missing"])
-def test_a_folder_without_any(tmp_path, kind):
+def test_a_folder_without_checkpoints(tmp_path, kind):
     path = tmp_path if kind == "empty" else tmp_path / "no"
     found = nvmeio("checkpoints", path)
     assert found.status == 1
@@ -114,11 +114,11 @@ def test_verify_reads_all_of_each_step(root):
         found = nvmeio("verify", root / f"step-{step}")
         assert found.status == (step == 10)
         assert found.err.splitlines()[-1] == f"1 checkpoint, {int(step == 10)} bad"
-    # The list looks at sizes alone.
+    # The list checks only sizes.
     assert nvmeio("checkpoints", root).status == 0
 
 
-def test_verify_of_a_folder_without_any(tmp_path):
+def test_verify_of_a_folder_without_checkpoints(tmp_path):
     found = nvmeio("verify", tmp_path)
     assert found.status == 1
     assert "Is a directory, without checkpoints" in found.err

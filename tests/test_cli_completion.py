@@ -1,4 +1,4 @@
-"""nvmeio completion: what bash offers by the script that it prints."""
+"""nvmeio completion: the script that it prints, and what bash then offers."""
 
 import shlex
 import subprocess
@@ -9,7 +9,7 @@ from commands import nvmeio as run_nvmeio
 
 pytest.importorskip("shtab", reason="shtab is not installed")
 
-# What bash does when Tab is pressed behind the last word.
+# What bash does when Tab is pressed after the last word.
 PRESS_TAB = """
 source ./script
 COMP_WORDS=({words})
@@ -29,7 +29,7 @@ def script():
 
 @pytest.fixture
 def offered(script, tmp_path):
-    """Return a function that returns what bash offers for the last of some words."""
+    """Return a function that returns bash's completions of the last of some words."""
     (tmp_path / "script").write_text(script)
     (tmp_path / "model.safetensors").touch()
     (tmp_path / "run").mkdir()
@@ -69,7 +69,7 @@ def test_bash_offers_commands_options_values_and_paths(offered, words, expected)
     assert offered(*words) == expected
 
 
-def test_the_script_for_zsh_is_one_for_its_function_path():
+def test_the_script_for_zsh_fits_its_function_path():
     found = run_nvmeio("completion", "zsh")
     assert (found.status, found.err) == (0, "")
     assert found.out.startswith("#compdef nvmeio\n")

@@ -1,4 +1,4 @@
-"""``nvmeio cp``: the whole file under its name, or what was there before."""
+"""``nvmeio cp``: a target has the whole copy, or stays as it was."""
 
 import errno
 import hashlib
@@ -22,7 +22,7 @@ from workloads.common import Faults, make_file
 
 
 def listing(folder):
-    """Return what is in a folder, with contents, modes and times of change."""
+    """Return the files of a folder, with contents, modes and times of change."""
     found = {}
     for name in os.listdir(folder):
         status = os.lstat(folder / name)
@@ -37,7 +37,7 @@ def sha256(data):
 
 
 def error_of(done):
-    """Return the only line of a command that failed and gave no answer."""
+    """Return the only line of a failed command, without output."""
     assert (done.status, done.out) == (1, "")
     assert done.err.startswith("nvmeio cp: error: ")
     assert done.err.count("\n") == 1
@@ -45,7 +45,7 @@ def error_of(done):
 
 
 @pytest.mark.parametrize("size", [0, 1, PAGE - 1, PAGE, PAGE + 1, 4 * MIB, LARGE])
-def test_a_copy_has_every_byte_and_no_more(folder, size):
+def test_a_copy_has_exactly_the_bytes_of_the_source(folder, size):
     data = make_file(folder / "source", size)
     done = nvmeio("cp", folder / "source", folder / "copy", "--verify")
     assert (folder / "copy").read_bytes() == data
@@ -85,7 +85,7 @@ def test_a_block_device_is_copied_as_a_whole(loop_device, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["to", "to/"])
-def test_a_folder_gets_a_file_of_the_same_name(source, tmp_path, name):
+def test_copying_to_a_folder_makes_a_file_of_the_same_name(source, tmp_path, name):
     (tmp_path / "to").mkdir()
     done = nvmeio("cp", "--verify", source, name, cwd=tmp_path)
     assert (tmp_path / "to/source").read_bytes() == source.read_bytes()
@@ -93,7 +93,7 @@ def test_a_folder_gets_a_file_of_the_same_name(source, tmp_path, name):
 
 
 @pytest.mark.parametrize("name", ["two words", "a\nb\\c", "-x", b"\xff\xfe", "[red]"])
-def test_sha256sum_checks_what_is_printed_of_any_name(source, tmp_path, name):
+def test_sha256sum_checks_the_output_for_any_name(source, tmp_path, name):
     name = os.fsdecode(name)
     done = subprocess.run(
         command("cp", "--verify", "--", source, name),
@@ -106,7 +106,7 @@ def test_sha256sum_checks_what_is_printed_of_any_name(source, tmp_path, name):
     subprocess.run(check, cwd=tmp_path, check=True, stdout=subprocess.DEVNULL)
 
 
-def test_a_quiet_copy_says_its_checksum_alone(source, tmp_path):
+def test_a_quiet_copy_prints_only_its_checksum(source, tmp_path):
     done = nvmeio("cp", "-q", source, tmp_path / "copy")
     assert (done.status, done.out, done.err) == (0, "", "")
     done = nvmeio("cp", "-q", "--verify", source, tmp_path / "copy")
@@ -114,7 +114,7 @@ def test_a_quiet_copy_says_its_checksum_alone(source, tmp_path):
     assert done.out.startswith(sha256(source.read_bytes()))
 
 
-def test_progress_is_seen_in_a_terminal_and_then_gone(slow_source, tmp_path):
+def test_progress_is_shown_in_a_terminal_and_then_removed(slow_source, tmp_path):
     Faults(slow_source).set(read={"delay_s": 0.02})
     done = nvmeio_in_terminal(
         "cp", slow_source, tmp_path / "copy", until=r"copying.*%", typed=b""
@@ -124,7 +124,7 @@ def test_progress_is_seen_in_a_terminal_and_then_gone(slow_source, tmp_path):
     assert (tmp_path / "copy").read_bytes() == pattern(16 * MIB)
 
 
-def test_a_quiet_copy_says_nothing_in_a_terminal(source, tmp_path):
+def test_a_quiet_copy_prints_nothing_in_a_terminal(source, tmp_path):
     done = nvmeio_in_terminal("cp", "-q", source, tmp_path / "copy")
     assert (done.status, done.out) == (0, "")
 
@@ -146,7 +146,7 @@ class TestHoles:
                 file.write(pattern(nbytes, offset))
             os.fsync(file.fileno())
 
-    def test_they_stay_holes(self, folder):
+    def test_holes_stay_holes(self, folder):
         pieces = [(0, 5), (3 * MIB - 1, 4 * MIB), (5 << 30, 3 * PAGE + 1)]
         size = (5 << 30) + 20 * MIB
         self.sparse(folder / "source", size, pieces)
@@ -163,19 +163,19 @@ class TestHoles:
                 assert not any(file.read(MIB))
 
     @pytest.mark.parametrize("place", [0, 5 * MIB, 11 * MIB - 1])
-    def test_they_count_in_the_checksum(self, folder, place):
+    def test_holes_count_in_the_checksum(self, folder, place):
         self.sparse(folder / "source", 11 * MIB, [(place, 1)])
         done = nvmeio("cp", "--verify", folder / "source", folder / "copy")
         data = (folder / "source").read_bytes()
         assert done.out.startswith(sha256(data))
         assert (folder / "copy").read_bytes() == data
 
-    def test_a_file_of_holes_alone_has_its_size(self, folder):
+    def test_a_file_of_only_holes_keeps_its_size(self, folder):
         self.sparse(folder / "source", LARGE, [])
         assert nvmeio("cp", folder / "source", folder / "copy").status == 0
         assert os.stat(folder / "copy").st_size == LARGE
 
-    def test_they_need_no_room(self, loop_mount, tmp_path):
+    def test_holes_need_no_space(self, loop_mount, tmp_path):
         folder = loop_mount("ext4", 64 * MIB)
         self.sparse(tmp_path / "source", 1 << 40, [(1 << 39, 10)])
         assert nvmeio("cp", tmp_path / "source", folder).status == 0
@@ -183,7 +183,7 @@ class TestHoles:
 
 
 class TestTargets:
-    def test_a_link_stays_and_what_it_leads_to_is_replaced(self, source, tmp_path):
+    def test_a_link_stays_and_its_target_is_replaced(self, source, tmp_path):
         (tmp_path / "to").mkdir()
         (tmp_path / "to/file").write_bytes(b"old")
         (tmp_path / "link").symlink_to("to/file")
@@ -192,7 +192,7 @@ class TestTargets:
         assert (tmp_path / "to/file").read_bytes() == source.read_bytes()
         assert os.listdir(tmp_path / "to") == ["file"]
 
-    def test_other_links_to_a_file_that_is_replaced_keep_it(self, source, tmp_path):
+    def test_hard_links_to_a_replaced_file_keep_the_old_file(self, source, tmp_path):
         (tmp_path / "copy").write_bytes(b"old")
         os.link(tmp_path / "copy", tmp_path / "other")
         assert nvmeio("cp", source, tmp_path / "copy").status == 0
@@ -208,7 +208,7 @@ class TestTargets:
         ],
         ids=["fifo", "folder", "loop"],
     )
-    def test_what_is_no_file_is_not_replaced(self, source, tmp_path, make, words):
+    def test_only_regular_files_are_replaced(self, source, tmp_path, make, words):
         target = tmp_path / "to"
         target.mkdir()
         make(target)
@@ -234,12 +234,12 @@ class TestTargets:
         assert listing(source.parent) == before
 
     @pytest.mark.parametrize("place", ["missing/copy", "missing/"])
-    def test_a_folder_that_is_not_there_is_not_made(self, source, tmp_path, place):
+    def test_a_missing_folder_is_not_created(self, source, tmp_path, place):
         message = error_of(nvmeio("cp", source, f"{tmp_path}/{place}"))
         assert message.startswith(f"{tmp_path}/missing")
         assert not (tmp_path / "missing").exists()
 
-    def test_no_clobber_keeps_what_is_there(self, source, tmp_path):
+    def test_no_clobber_keeps_an_existing_file(self, source, tmp_path):
         (tmp_path / "copy").write_bytes(b"old")
         (tmp_path / "dangling").symlink_to("nowhere")
         before = listing(tmp_path)
@@ -252,7 +252,9 @@ class TestTargets:
         assert sorted(os.listdir(tmp_path)) == ["copy", "dangling", "from", "new"]
 
     @pytest.mark.parametrize("links", [True, False], ids=["links", "no links"])
-    def test_no_clobber_keeps_what_comes_meanwhile(self, slow_source, tmp_path, links):
+    def test_no_clobber_keeps_a_file_that_appears_meanwhile(
+        self, slow_source, tmp_path, links
+    ):
         target = tmp_path if links else slow_source.parent
         Faults(slow_source).set(read=HELD)
         with running("--no-clobber", slow_source, target / "copy") as process:
@@ -263,12 +265,12 @@ class TestTargets:
         assert (target / "copy").read_bytes() == b"newcomer"
         assert list(target.glob(".nvmeio-*")) == []
 
-    def test_without_hard_links_a_new_name_is_given_nevertheless(self, slow_source):
+    def test_no_clobber_works_without_hard_links(self, slow_source):
         copy = slow_source.with_name("copy")
         assert nvmeio("cp", "--no-clobber", slow_source, copy).status == 0
         assert copy.read_bytes() == pattern(16 * MIB)
 
-    def test_a_file_that_is_read_only_is_not_replaced(self, source, tmp_path):
+    def test_a_read_only_file_is_not_replaced(self, source, tmp_path):
         target = tmp_path / "copy"
         target.write_bytes(b"old")
         target.chmod(0o444)
@@ -277,7 +279,7 @@ class TestTargets:
         if os.geteuid() == 0:
             if shutil.which("setpriv") is None:
                 pytest.skip("setpriv is not installed")
-            # Root may write to anything, but for this.
+            # Without these capabilities root cannot write to a read-only file.
             prefix = ["setpriv", "--bounding-set", "-dac_override"]
         message = error_of(nvmeio("cp", source, target, prefix=prefix))
         assert message == f"{target} may not be written to"
@@ -294,7 +296,7 @@ class TestTargets:
         ("/proc/version", "claims to be empty, but is not"),
     ],
 )
-def test_what_cannot_be_copied_is_told(tmp_path, source, words):
+def test_a_source_that_cannot_be_copied_is_an_error(tmp_path, source, words):
     os.mkfifo(tmp_path / "pipe")
     done = nvmeio("cp", source, "copy", cwd=tmp_path)
     message = error_of(done)
@@ -316,7 +318,7 @@ def test_what_cannot_be_copied_is_told(tmp_path, source, words):
     ],
     ids=" ".join,
 )
-def test_wrong_command_lines_are_told_with_status_2(tmp_path, arguments):
+def test_wrong_command_lines_exit_with_status_2(tmp_path, arguments):
     (tmp_path / "a").touch()
     done = nvmeio("cp", *arguments, cwd=tmp_path)
     assert (done.status, done.out) == (2, "")
@@ -324,7 +326,7 @@ def test_wrong_command_lines_are_told_with_status_2(tmp_path, arguments):
     assert os.listdir(tmp_path) == ["a"]
 
 
-def test_more_than_one_target_is_told(tmp_path):
+def test_more_than_one_target_is_an_error(tmp_path):
     done = nvmeio("cp", "a", "b", "to/", cwd=tmp_path)
     assert done.err == (
         "nvmeio cp: error: unknown arguments: to/; cp copies one SRC to one DST; "
@@ -333,11 +335,11 @@ def test_more_than_one_target_is_told(tmp_path):
 
 
 class TestFailures:
-    """Whatever goes wrong, the folder is as it was."""
+    """After any failure the folder is as it was."""
 
     @pytest.fixture(params=["new", "old"])
     def target(self, request, tmp_path):
-        """A folder, with and without a file that the copy would replace."""
+        """The target of a copy, with and without a file that the copy would replace."""
         folder = tmp_path / "to"
         folder.mkdir()
         if request.param == "old":
@@ -345,14 +347,16 @@ class TestFailures:
         return folder / "copy"
 
     def fails(self, *arguments, folder, **options):
-        """Run a copy that fails, and return what it says."""
+        """Run a copy that fails, and return its message."""
         before = listing(folder)
         message = error_of(nvmeio("cp", *arguments, **options))
         assert listing(folder) == before
         assert ".nvmeio-" not in message
         return message
 
-    def test_a_disk_without_enough_room_is_not_begun_to_be_filled(self, loop_mount, source):
+    def test_a_disk_without_enough_space_is_refused_before_writing(
+        self, loop_mount, source
+    ):
         folder = loop_mount("ext4", 32 * MIB)
         make_file(source, LARGE)
         (folder / "copy").write_bytes(b"old")
@@ -363,14 +367,14 @@ class TestFailures:
         assert found[1] == in_binary(LARGE)
 
     @pytest.mark.parametrize("room", [0, 5 * MIB + 100, SIZE - 1])
-    def test_a_disk_that_becomes_full_is_told(self, faulty, source, room):
-        """FUSE tells nothing of its room."""
+    def test_a_disk_that_fills_up_is_an_error(self, faulty, source, room):
+        """FUSE does not report its free space."""
         (faulty / "copy").write_bytes(b"old")
         Faults(faulty / "copy").set(write={"full_at": room})
         message = self.fails(source, faulty / "copy", folder=faulty)
         assert message.startswith(f"{faulty}/copy: No space left on device")
 
-    def test_a_limit_of_file_sizes_is_told(self, source, target):
+    def test_a_file_size_limit_is_an_error(self, source, target):
         limits = (MIB, resource.RLIM_INFINITY)
         message = self.fails(
             source,
@@ -380,7 +384,7 @@ class TestFailures:
         )
         assert message.startswith(f"{target}: File too large")
 
-    def test_a_folder_that_is_read_only_is_told(self, loop_mount, source):
+    def test_a_read_only_folder_is_an_error(self, loop_mount, source):
         folder = loop_mount("ext4", 64 * MIB)
         (folder / "copy").write_bytes(b"old")
         run_tool("mount", "-o", "remount,ro", folder)
@@ -390,12 +394,12 @@ class TestFailures:
             assert "Read-only file system" in message or "may not be written" in message
 
     @pytest.mark.parametrize("engine", ENGINES)
-    def test_a_source_that_cannot_be_read_is_told(self, slow_source, target, engine):
+    def test_a_read_error_of_the_source_is_an_error(self, slow_source, target, engine):
         Faults(slow_source).set(read={"error": errno.EIO, "at": 9 * MIB + 5})
         message = self.fails(slow_source, target, "--engine", engine, folder=target.parent)
         assert message.startswith(f"{slow_source}: Input/output error")
 
-    def test_a_source_that_ends_early_is_told(self, slow_source, target):
+    def test_a_source_that_ends_early_is_an_error(self, slow_source, target):
         Faults(slow_source).set(read={"short": 0})
         message = self.fails(slow_source, target, folder=target.parent)
         assert message.startswith(f"{slow_source}: read past the end of the file")
@@ -410,7 +414,7 @@ class TestFailures:
         Faults(slow_source).set()
         assert copy.read_bytes() == pattern(16 * MIB)
 
-    def test_a_copy_that_cannot_be_synced_is_told(self, faulty, source):
+    def test_a_failed_sync_is_an_error(self, faulty, source):
         (faulty / "copy").write_bytes(b"old")
         Faults(faulty / "copy").set(fsync={"error": errno.EIO})
         message = self.fails(source, faulty / "copy", folder=faulty)
@@ -419,7 +423,7 @@ class TestFailures:
     @pytest.mark.parametrize("engine", ENGINES)
     @pytest.mark.parametrize("call", ["write", "read"])
     def test_verification_finds_a_bit_that_flips(self, faulty, source, engine, call):
-        """When it is written, or when it is read back."""
+        """The bit flips when it is written, or when it is read back."""
         (faulty / "copy").write_bytes(b"old")
         Faults(faulty / "copy").set(**{call: {"flip": 5 * MIB + 3}})
         before = {"copy": b"old"}
@@ -432,13 +436,13 @@ class TestFailures:
         assert {path.name: path.read_bytes() for path in faulty.iterdir()} == before
 
     def test_without_verification_the_flip_goes_unnoticed(self, faulty, source):
-        """So it is verification that finds it."""
+        """This shows that verification finds the flip."""
         (faulty / "copy").write_bytes(b"old")
         Faults(faulty / "copy").set(write={"flip": 5 * MIB + 3})
         assert nvmeio("cp", source, faulty / "copy").status == 0
         assert (faulty / "copy").read_bytes() != source.read_bytes()
 
-    def test_a_source_that_grows_meanwhile_is_told(self, slow_source, target):
+    def test_a_source_that_grows_meanwhile_is_an_error(self, slow_source, target):
         before = listing(target.parent)
         Faults(slow_source).set(read=HELD)
         with running(slow_source, target, stdin=subprocess.DEVNULL) as process:
@@ -451,7 +455,7 @@ class TestFailures:
         assert listing(target.parent) == before
 
     @pytest.mark.parametrize("change", ["same size", "shorter"])
-    def test_a_source_that_is_changed_meanwhile_is_told(self, faulty, source, change):
+    def test_a_source_that_changes_meanwhile_is_an_error(self, faulty, source, change):
         (faulty / "copy").write_bytes(b"old")
         Faults(faulty / "copy").set(write={"held": True})
         with running("--engine", "threads", source, faulty / "copy") as process:
@@ -486,7 +490,7 @@ class TestFailures:
         assert process.returncode == 128 + number
         assert listing(target.parent) == before
 
-    def test_a_kill_leaves_a_file_of_the_name_that_the_help_has(self, slow_source, target):
+    def test_a_kill_leaves_a_file_named_as_the_help_says(self, slow_source, target):
         before = listing(target.parent)
         Faults(slow_source).set(read=HELD)
         with running(slow_source, target) as process:

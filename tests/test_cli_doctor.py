@@ -1,4 +1,4 @@
-"""nvmeio doctor: the real command, on this machine and on what tests make of it."""
+"""nvmeio doctor: the real command, on this machine and under simulated problems."""
 
 import errno
 import importlib.util
@@ -34,8 +34,8 @@ IO_SETUP = {"x86_64": 206, "aarch64": 0}
 NUMBER_OR_NONE = (int, types.NoneType)
 TEXT_OR_NONE = (str, types.NoneType)
 
-# What a reader of the JSON may rely on: for each key its type, or what is below it; of a
-# list what each of its items is; of "*" all keys that there are.
+# The schema of the JSON: each key has a type or a nested schema; a list has the schema of
+# its items; "*" stands for all keys.
 SCHEMA = {
     "schema": int,
     "verdict": str,
@@ -124,7 +124,7 @@ SCHEMA = {
 
 
 def differences(value, schema, place="$"):
-    """Yield where a value is not as a schema has it."""
+    """Yield the differences of a value from a schema."""
     if isinstance(schema, dict):
         keys = value.keys() if "*" in schema else schema.keys()
         if not isinstance(value, dict) or value.keys() != keys:
@@ -135,13 +135,13 @@ def differences(value, schema, place="$"):
     elif isinstance(schema, list):
         for item in value:
             yield from differences(item, schema[0], f"{place}[]")
-    # A boolean is a number for Python.
+    # In Python a boolean is an int.
     elif not isinstance(value, schema) or (schema is int and isinstance(value, bool)):
         yield f"{place}: {value!r} is no {schema}"
 
 
 def examine(*paths, status=None, **options):
-    """Run ``nvmeio doctor --json``, and return what it found."""
+    """Run ``nvmeio doctor --json``, and return its findings."""
     found = run_nvmeio("doctor", *paths, "--json", **options)
     assert found.status in (0, 1), found.err
     report = json.loads(found.out)
@@ -159,7 +159,7 @@ def examine(*paths, status=None, **options):
 
 
 def keys_of(report, *severities):
-    """Return the keys of the remedies of some severities."""
+    """Return the keys of the remedies with the given severities."""
     return [
         remedy["key"] for remedy in report["remedies"] if remedy["severity"] in severities
     ]
@@ -167,7 +167,7 @@ def keys_of(report, *severities):
 
 @pytest.fixture
 def healthy(engines, tmp_path):
-    """Nothing: the test needs a machine on which nothing is amiss to begin with."""
+    """Skip unless nothing is wrong with this machine."""
     for name in FAST:
         if not engines[name]["works"]:
             reason = engines[name]["reason"]
@@ -179,7 +179,7 @@ def healthy(engines, tmp_path):
 
 
 def filtered(*calls, error=1):
-    """Return the words that start a command which a filter refuses system calls."""
+    """Return a command prefix under which a filter refuses some system calls."""
     script = f"""
 import os, sys
 sys.path.insert(0, {str(TESTS)!r})
@@ -192,12 +192,12 @@ os.execvp(sys.argv[1], sys.argv[1:])
 
 
 def unprivileged():
-    """Return the words that start a command as somebody who may do no more than read."""
+    """Return a command prefix that runs as an ordinary user."""
     if os.geteuid() != 0:
         return []
     if shutil.which("setpriv") is None:
         pytest.skip("setpriv is not installed")
-    # What is root's, Python among it, must stay readable.
+    # Files of root, Python among them, must stay readable.
     read = "+dac_read_search"
     prefix = ["setpriv", "--reuid", "65534", "--clear-groups"]
     return [*prefix, "--inh-caps", read, "--ambient-caps", read]
@@ -229,8 +229,8 @@ def test_the_machine_is_described():
     assert os.getegid() in found["groups"]
     assert 1 <= found["processors"] <= found["processors_total"]
     assert {found["copy_small"], found["copy_large"]} <= found["copy_kernels"].keys()
-    # What the kernel says of its nodes need not come to what it says of all together:
-    # memory that a virtual machine was given later is in no node's sum.
+    # The nodes' memory need not add up to the total: memory that was added to a virtual
+    # machine later is in no node.
     told = [
         int(re.search(r"MemTotal:\s+(\d+) kB", path.read_text())[1]) << 10
         for path in Path("/sys/devices/system/node").glob("node[0-9]*/meminfo")
@@ -241,7 +241,7 @@ def test_the_machine_is_described():
     assert found["memlock_bytes"] == (None if soft == resource.RLIM_INFINITY else soft)
 
 
-def test_versions_are_told_without_importing_torch():
+def test_versions_are_reported_without_importing_torch():
     found = examine("/", without=["torch"])["installation"]["versions"]
     installed = importlib.util.find_spec("torch") is not None
     assert found["torch"] == (version("torch") if installed else None)
@@ -249,7 +249,7 @@ def test_versions_are_told_without_importing_torch():
     assert found["python"] == platform.python_version()
 
 
-def test_without_a_path_it_is_the_current_folder(tmp_path):
+def test_the_default_path_is_the_current_folder(tmp_path):
     (path,) = examine(cwd=tmp_path)["paths"]
     assert path["path"] == "."
     assert (
@@ -290,30 +290,30 @@ def test_a_block_device_has_no_file_system(loop_device):
     assert found["logical_block_bytes"] == found["alignment_bytes"] == 4096
 
 
-def test_sectors_of_the_device_are_told(loop_mount):
+def test_the_devices_sector_size_is_reported(loop_mount):
     folder = loop_mount("ext4", 32 << 20, sector=4096)
     report = examine(folder)
     (found,) = report["paths"]
     assert (found["file_system"], found["mount_point"]) == ("ext4", str(folder))
     assert found["alignment_bytes"] == found["logical_block_bytes"] == 4096
-    # 32 MiB are soon full.
+    # 32 MiB fill up quickly.
     assert "nearly-full" in keys_of(report, "hint")
 
 
-def test_fuse_is_a_file_system_like_others(faulty, healthy):
-    """It knows no files without a name, so there is one for a moment."""
+def test_fuse_is_examined_like_other_file_systems(faulty, healthy):
+    """It has no unnamed files, so a named one exists for a moment."""
     (found,) = examine(faulty, status=0)["paths"]
     assert found["file_system"].startswith("fuse")
     assert found["error"] == ""
     assert os.listdir(faulty) == []
 
 
-def test_many_paths_are_told_in_order(tmp_path, tmpfs):
+def test_several_paths_are_reported_in_order(tmp_path, tmpfs):
     paths = [str(tmp_path), str(tmpfs), str(tmp_path)]
     assert [found["path"] for found in examine(*paths)["paths"]] == paths
 
 
-def test_a_link_leads_to_what_it_names(tmp_path, tmpfs):
+def test_a_link_is_followed(tmp_path, tmpfs):
     (tmp_path / "link").symlink_to(tmpfs)
     (found,) = examine(tmp_path / "link")["paths"]
     assert found["file_system"] == "tmpfs"
@@ -374,7 +374,7 @@ def test_a_device_is_described(tmp_path):
         ({"device__numa_node": "-1"}, "numa_node", None),
     ],
 )
-def test_what_the_device_says_is_understood(tmp_path, attributes, field, value):
+def test_the_devices_attributes_are_parsed(tmp_path, attributes, field, value):
     sys = device(tmp_path / "sys", os.stat(tmp_path).st_dev, **attributes)
     assert getattr(storage_of(str(tmp_path), sys=sys), field) == value
 
@@ -383,7 +383,7 @@ def test_what_the_device_says_is_understood(tmp_path, attributes, field, value):
 
 
 @pytest.mark.parametrize("error", [1, 38])
-def test_a_filter_that_refuses_io_uring_is_told(tmp_path, healthy, error):
+def test_a_filter_that_refuses_io_uring_is_reported(tmp_path, healthy, error):
     report = examine(tmp_path, prefix=filtered(IO_URING_SETUP, error=error), status=0)
     assert report["verdict"] == "slower"
     assert report["installation"]["engine"] == "libaio"
@@ -392,19 +392,19 @@ def test_a_filter_that_refuses_io_uring_is_told(tmp_path, healthy, error):
     assert "(seccomp) refuses io_uring" in report["summary"]
 
 
-def test_nothing_is_fast_where_a_filter_refuses_all(tmp_path, healthy):
+def test_a_filter_that_refuses_every_fast_engine_is_reported(tmp_path, healthy):
     prefix = filtered(IO_URING_SETUP, IO_SETUP[platform.machine()])
     report = examine(tmp_path, prefix=prefix, status=1)
     assert report["verdict"] == "none"
     assert report["summary"].startswith("nothing fast works here: ")
     assert report["installation"]["engine"] == "threads"
     assert set(keys_of(report, "broken")) >= {"io_uring-seccomp"}
-    # It works all the same.
+    # nvmeio still works.
     assert report["paths"][0]["error"] == ""
 
 
 @pytest.mark.parametrize("value", [1, 2])
-def test_a_sysctl_that_refuses_io_uring_is_told(tmp_path, healthy, value):
+def test_a_sysctl_that_refuses_io_uring_is_reported(tmp_path, healthy, value):
     sysctl = "/proc/sys/kernel/io_uring_disabled"
     if not os.path.exists(sysctl):
         pytest.skip("the kernel has no sysctl kernel.io_uring_disabled")
@@ -418,7 +418,7 @@ def test_a_sysctl_that_refuses_io_uring_is_told(tmp_path, healthy, value):
     assert any("io_uring_group" in line for line in lines) == (value == 1)
 
 
-def test_huge_pages_that_are_switched_off_are_told(tmp_path, healthy):
+def test_disabled_huge_pages_are_reported(tmp_path, healthy):
     switch = "/sys/kernel/mm/transparent_hugepage/enabled"
     if not os.path.exists(switch):
         pytest.skip("the kernel has no huge pages to give")
@@ -429,7 +429,7 @@ def test_huge_pages_that_are_switched_off_are_told(tmp_path, healthy):
 
 
 def root_of_a_namespace():
-    """Return the words that start a command with capabilities that count for nothing."""
+    """Return a command prefix that runs as root of a user namespace only."""
     prefix = ["unshare", "--user", "--map-root-user"]
     if subprocess.run([*prefix, "true"], env=system_environment(), check=False).returncode:
         pytest.skip("user namespaces cannot be made here")
@@ -437,7 +437,7 @@ def root_of_a_namespace():
 
 
 @pytest.mark.parametrize("who", [unprivileged, root_of_a_namespace])
-def test_a_low_limit_of_locked_memory_is_told(healthy, who):
+def test_a_low_limit_of_locked_memory_is_reported(healthy, who):
     skip_under_asan("makes nothing of mlock")
     report = examine(
         "/",
@@ -454,7 +454,7 @@ def test_a_low_limit_of_locked_memory_is_told(healthy, who):
     ("engine", "status", "verdict"),
     [("io_uring", 0, None), ("libaio", 0, "slower"), ("threads", 1, "none")],
 )
-def test_the_environment_may_keep_the_best_engine_away(
+def test_a_variable_that_excludes_the_best_engine_is_reported(
     tmp_path, healthy, engine, status, verdict
 ):
     env = {**os.environ, "NVMEIO_ENGINE": engine}
@@ -474,12 +474,12 @@ def test_the_environment_may_keep_the_best_engine_away(
         ("NVMEIO_COPY", "fast"),
     ],
 )
-def test_a_setting_that_makes_no_sense_is_told(tmp_path, name, value):
+def test_an_invalid_setting_is_reported(tmp_path, name, value):
     report = examine(tmp_path, env={**os.environ, name: value}, status=1)
     assert report["installation"]["engine"] is None
     assert name in report["summary"]
     assert f"unset {name}" in report["remedies"][0]["steps"][0]["commands"]
-    # What can be known without a handle is.
+    # Facts that need no handle are still reported.
     assert report["paths"][0]["direct"] is not None
 
 
@@ -491,7 +491,7 @@ def test_a_profile_that_cannot_be_used_is_named(tmp_path, profile):
         folder.mkdir(parents=True)
         (folder / "some.json").write_text("{}")
     else:
-        # With auto it would be the defaults.
+        # NVMEIO_PROFILE=auto would fall back to the defaults.
         home.touch()
         value = str(tmp_path)
     env = {**os.environ, "NVMEIO_PROFILE": value, "XDG_CONFIG_HOME": str(home)}
@@ -500,7 +500,7 @@ def test_a_profile_that_cannot_be_used_is_named(tmp_path, profile):
     assert report["remedies"][0]["steps"][0]["commands"] == ["unset NVMEIO_PROFILE"]
 
 
-def test_a_path_that_does_not_exist_is_told_beside_the_others(tmp_path):
+def test_a_missing_path_is_reported_beside_the_others(tmp_path):
     missing = tmp_path / "missing"
     report = examine(missing, tmp_path, status=1)
     assert [bool(path["error"]) for path in report["paths"]] == [True, False]
@@ -520,7 +520,7 @@ def test_a_file_system_without_o_direct_is_not_fast(healthy):
     assert report["paths"][0]["direct"] is False
 
 
-def test_a_folder_of_somebody_else_is_tried_with_a_file_in_it(tmp_path):
+def test_an_unwritable_folder_is_tested_with_a_file_in_it(tmp_path):
     folder = tmp_path / "others"
     folder.mkdir()
     empty = tmp_path / "empty"
@@ -541,7 +541,7 @@ def test_a_folder_of_somebody_else_is_tried_with_a_file_in_it(tmp_path):
     assert os.listdir(folder) == ["file"]
 
 
-def test_a_mount_that_can_only_be_read_is_told(tmp_path):
+def test_a_read_only_mount_is_reported(tmp_path):
     (tmp_path / "file").write_bytes(bytes(8192))
     report = examine(tmp_path, prefix=with_read_only(tmp_path))
     (found,) = report["paths"]
@@ -566,7 +566,7 @@ def test_a_full_disk_cannot_be_used(loop_mount):
     assert sorted(os.listdir(folder)) == ["filling", "lost+found"]
 
 
-def test_other_bytes_than_were_written_are_told(faulty):
+def test_wrong_bytes_are_reported(faulty):
     control = faulty / "control"
     control.touch()
     Faults(control).set(read={"flip": 70_000})
@@ -576,7 +576,7 @@ def test_other_bytes_than_were_written_are_told(faulty):
     assert os.listdir(faulty) == ["control"]
 
 
-def test_a_drive_that_fails_is_told(faulty):
+def test_a_failing_drive_is_reported(faulty):
     control = faulty / "control"
     control.touch()
     Faults(control).set(write={"error": errno.EIO, "at": 70_000})
@@ -594,7 +594,7 @@ def test_a_signal_leaves_nothing_behind(faulty, name):
         Faults(control).await_waiting()
         assert len(os.listdir(faulty)) == 2
         process.send_signal(signal.Signals[name])
-        # A read that is under way must end before its memory is given back.
+        # A read in flight must end before its memory is freed.
         Faults(control).set()
         assert process.wait(timeout=WATCHDOG_S) == 128 + signal.Signals[name]
     assert os.listdir(faulty) == ["control"]
@@ -627,15 +627,15 @@ def test_remedies_are_numbered(tmp_path, healthy):
     assert lines[2:4] == ["   - leave the choice to nvmeio:", "       unset NVMEIO_ENGINE"]
     assert lines[5].startswith(f"2. {tmp_path / 'missing'} cannot be used: ")
     assert "environment" in found.out
-    # The report has said it.
+    # The report itself says so.
     assert found.err == ""
 
 
-def test_a_terminal_has_the_same(tmp_path):
+def test_a_terminal_shows_the_same_report(tmp_path):
     found = nvmeio_in_terminal("doctor", tmp_path)
     plain = run_nvmeio("doctor", tmp_path)
     assert found.status == plain.status
-    # Free space and events in use may have changed.
+    # Free space and the events in use may have changed.
     assert [line[:14] for line in found.out.splitlines()] == [
         line[:14] for line in plain.out.splitlines()
     ]
@@ -646,7 +646,7 @@ def test_json_is_the_same_in_a_terminal(tmp_path):
     assert list(differences(json.loads(found.out), SCHEMA)) == []
 
 
-def test_a_difference_from_the_schema_is_seen():
+def test_the_schema_check_finds_differences():
     assert list(differences({"a": 1}, {"a": int})) == []
     assert list(differences({"a": True}, {"a": int}))
     assert list(differences({"a": "1"}, {"a": int}))

@@ -1,4 +1,4 @@
-"""``nvmeio inspect`` lists what a file holds."""
+"""``nvmeio inspect`` lists the contents of files."""
 
 import json
 import os
@@ -29,7 +29,7 @@ def test_the_tensors_of_a_model_file_are_listed(tmp_path):
     assert lines[-1] == "safetensors: 2 tensors, 16 KiB; 2 at multiples of 4096"
 
 
-def test_json_has_it_exactly(tmp_path):
+def test_json_has_exact_values(tmp_path):
     path = tmp_path / "model.safetensors"
     st.save_file(TENSORS, path)
     found = json.loads(nvmeio("inspect", path, "--json").out)
@@ -56,7 +56,7 @@ def test_a_npy_file_is_one_tensor(tmp_path, order):
     assert found["metadata"]["order"] == {"C": "C", "F": "Fortran"}[order]
 
 
-def test_another_file_is_told_by_its_name(tmp_path):
+def test_an_unknown_file_is_an_error_with_its_name(tmp_path):
     path = tmp_path / "other"
     path.write_bytes(b"hello, this is no model")
     found = nvmeio("inspect", path)
@@ -66,7 +66,7 @@ def test_another_file_is_told_by_its_name(tmp_path):
 
 
 @pytest.mark.parametrize("alignment", [64, 4096])
-def test_a_file_of_torch_is_listed_without_running_anything(tmp_path, alignment):
+def test_a_torch_file_is_listed_without_running_code(tmp_path, alignment):
     torch = pytest.importorskip("torch")
     import nvmeio.torch as ours
 
@@ -102,7 +102,7 @@ def test_a_file_of_torch_is_listed_without_running_anything(tmp_path, alignment)
     assert tensors["list/0"]["bytes"] == 16
 
 
-def test_a_pickle_that_would_run_something_does_not(tmp_path):
+def test_code_in_a_pickle_is_not_run(tmp_path):
     torch = pytest.importorskip("torch")
 
     class Evil:
@@ -115,7 +115,7 @@ def test_a_pickle_that_would_run_something_does_not(tmp_path):
     assert not (tmp_path / "made").exists()
 
 
-def test_a_file_of_torch_may_have_no_sums(tmp_path):
+def test_a_torch_file_may_lack_checksums(tmp_path):
     torch = pytest.importorskip("torch")
     config = pytest.importorskip("torch.utils.serialization.config")
     with config.patch({"save.compute_crc32": False}):
@@ -125,15 +125,15 @@ def test_a_file_of_torch_may_have_no_sums(tmp_path):
 
 
 def hostile_pickle(kind):
-    """Return a pickle that would take much memory or time, or the stack."""
+    """Return a pickle that would take much memory, time or stack."""
     if kind == "memo":
         return b"\x80\x02}r" + (1 << 30).to_bytes(4, "little") + b"."
     if kind == "deep":
         return b"\x80\x02" + b"]" * 5000 + b"a" * 4999 + b"."
     if kind == "doubled":
-        # A tuple of two of the one before, forty times.
+        # A tuple that holds the previous one twice, forty times over.
         return b"\x80\x02)" + b"q\x00h\x00\x86" * 40 + b"."
-    # A tensor of a negative extent.
+    # A tensor with a negative extent.
     return (
         b"\x80\x02}X\x01\x00\x00\x00actorch._utils\n_rebuild_tensor_v2\n"
         b"((X\x07\x00\x00\x00storagectorch\nFloatStorage\nX\x01\x00\x00\x000X\x03\x00\x00\x00cpuK\x01tQ"
@@ -142,7 +142,7 @@ def hostile_pickle(kind):
 
 
 @pytest.mark.parametrize("kind", ["memo", "deep", "doubled", "negative", "deflated"])
-def test_hostile_files_of_torch(tmp_path, kind):
+def test_hostile_torch_files_are_refused(tmp_path, kind):
     path = tmp_path / "state.pt"
     how = zipfile.ZIP_DEFLATED if kind == "deflated" else zipfile.ZIP_STORED
     with zipfile.ZipFile(path, "w", how) as archive:

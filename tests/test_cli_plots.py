@@ -1,4 +1,4 @@
-"""Charts are pictures whose axes say what they show."""
+"""Charts have labelled axes, and show the numbers that they are made of."""
 
 import itertools
 import math
@@ -11,7 +11,7 @@ from nvmeio._cli.trials import DEFAULT, GRID_BLOCKS, GRID_DEPTHS, grid
 
 
 def sample(speed, latency):
-    """A second of work at a speed in GB/s."""
+    """Return a sample of one second at a speed in GB/s."""
     latencies = {50.0: latency, 99.0: 2 * latency, 99.9: 3 * latency} if latency else {}
     return Sample(int(speed * 1e9), 1000 if latency else 0, 1.0, 0.1, latencies)
 

@@ -1,4 +1,4 @@
-"""A race finds the fastest candidate whatever the noise, and says when it cannot."""
+"""A race finds the fastest candidate in spite of noise, or reports that it could not."""
 
 import math
 import random
@@ -7,12 +7,12 @@ import pytest
 
 from nvmeio._cli.race import GOALS, MARGIN, Race
 
-# A trial takes so long, by the clock of these tests.
+# How long a trial takes, by the simulated clock.
 TRIAL_S = 0.1
 
 
 class Disk:
-    """Measures candidates of known speeds, with noise and with moods that last."""
+    """Measures candidates of known speeds, with noise and with slow drift."""
 
     def __init__(self, read, write, noise, seed):
         self.read, self.write = read, write
@@ -39,7 +39,7 @@ class Disk:
 @pytest.mark.parametrize("noise", [0.0, 0.01, 0.05])
 @pytest.mark.parametrize("seed", range(5))
 def test_the_fastest_wins_for_each_goal(noise, seed):
-    # Reads want the third, writes the fifth, and together the fourth is best.
+    # The third reads fastest, the fifth writes fastest, and the fourth is best at both.
     read, write = [1, 0.9, 1.6, 1.5, 0.7], [1, 1.05, 0.8, 1.4, 1.7]
     race = Disk(read, write, noise, seed).hold(600, seed)
     results = {goal: race.result(goal) for goal in GOALS}
@@ -57,14 +57,14 @@ def test_noise_does_not_choose_among_equals(seed):
     assert [race.result(goal).winner for goal in GOALS] == [0, 0, 0]
 
 
-def test_of_those_that_beat_the_first_and_are_alike_the_cheapest_wins():
+def test_among_equal_winners_the_cheapest_is_chosen():
     speeds = [1, 0.5, 1.5, 1.505, 1.5]
     race = Disk(speeds, speeds, 0.001, 1).hold(600)
     assert [race.result(goal).winner for goal in GOALS] == [2, 2, 2]
     assert all(race.result(goal).settled for goal in GOALS)
 
 
-def test_who_cannot_win_runs_no_more():
+def test_a_candidate_that_cannot_win_is_dropped():
     speeds = [1, 0.3, 0.4, 1.02, 0.5]
     disk = Disk(speeds, speeds, 0.03, 3)
     disk.hold(600)
@@ -79,7 +79,7 @@ def test_a_race_ends_when_more_trials_cannot_change_it():
     assert race.trials == len(disk.measured)
 
 
-def test_without_time_every_candidate_runs_once_and_nothing_is_settled():
+def test_without_time_every_candidate_runs_once_without_a_winner():
     disk = Disk([1, 9, 2], [1, 9, 2], 0.0, 2)
     race = disk.hold(0)
     assert sorted(disk.measured) == [0, 1, 2]
@@ -89,14 +89,14 @@ def test_without_time_every_candidate_runs_once_and_nothing_is_settled():
         assert not race.result(goal).settled
 
 
-def test_who_may_be_faster_is_named_when_the_time_is_up():
+def test_possible_winners_are_named_when_the_time_is_up():
     speeds = [1, 1 + 2 * MARGIN, 0.2]
     race = Disk(speeds, speeds, 0.3, 5).hold(3)
     assert race.result("read").open == [1]
     assert not race.result("read").settled
 
 
-def test_each_round_has_another_order():
+def test_the_order_changes_each_round():
     disk = Disk([1] * 6, [1] * 6, 0.3, 1)
     disk.hold(2)
     rounds = [tuple(disk.measured[begin : begin + 6]) for begin in (0, 6, 12)]
@@ -118,7 +118,7 @@ def test_one_candidate_is_measured_once_and_wins():
     assert race.result("both").settled
 
 
-def test_how_much_faster_one_is_comes_from_the_rounds_that_both_have_run():
+def test_speedups_use_only_rounds_that_both_candidates_ran():
     speeds = [1, 1.5, 0.2]
     race = Disk(speeds, speeds, 0.02, 4).hold(600)
     for goal in GOALS:

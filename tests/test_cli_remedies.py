@@ -1,4 +1,4 @@
-"""What nvmeio doctor advises, on machines that are made up."""
+"""The advice of nvmeio doctor, on simulated machines."""
 
 import errno
 import json
@@ -18,7 +18,7 @@ from nvmeio._cli.system import FAST_ENGINES, Installation, Node, Storage, System
 
 WORKING = {"built": True, "works": True, "errno": 0, "reason": ""}
 
-# A machine on which nothing is amiss.
+# A machine without problems.
 SYSTEM = System(
     kernel="6.12.3-generic",
     distribution="Some Linux",
@@ -90,13 +90,13 @@ TWO_NODES = [Node(0, 16 << 30, 8), Node(1, 16 << 30, 0)]
 
 
 def refused(name, error, **changes):
-    """Return an installation in which the kernel refuses an engine."""
+    """Return an installation whose kernel refuses an engine."""
     found = {"built": True, "works": False, "errno": error, "reason": f"errno {error}"}
     return without(name, found, **changes)
 
 
 def not_built(name, library, reason="it was not found", **changes):
-    """Return an installation that was built without a library."""
+    """Return an installation built without a library."""
     found = {"built": False, "works": False, "errno": errno.ENOSYS, "reason": "not built"}
     feature = {"built": False, "version": "", "flags": [], "reason": reason}
     changes["features"] = {**INSTALLED.features, library: feature}
@@ -104,7 +104,7 @@ def not_built(name, library, reason="it was not found", **changes):
 
 
 def without(name, found, **changes):
-    """Return an installation with an engine that does not work; the next one serves."""
+    """Return an installation in which an engine does not work, and the next one is used."""
     base = changes.pop("base", INSTALLED)
     engines = {**base.engines, name: found}
     works = [name for name in engines if engines[name]["works"]]
@@ -118,8 +118,8 @@ NOTHING = refused("libaio", errno.EPERM, base=NO_RING)
 HUGETLB = replace(INSTALLED, environment={"NVMEIO_POOL_HUGETLB": "1"})
 NO_OPENMP = {"built": False, "version": "", "flags": [], "reason": "NVMEIO_WITH_OPENMP=no"}
 
-# For each case by name what differs from a machine on which nothing is amiss, the remedy
-# that there must be, how bad the problem is, and words that must appear.
+# Cases by name: how the machine differs from one without problems, the expected remedy, its
+# severity, and words that must appear.
 CASES = {
     "sysctl": (SYSCTL, NO_RING, {}, "io_uring-sysctl", "slow", "io_uring_disabled=0"),
     "sysctl in a container": (
@@ -323,13 +323,13 @@ CASES = {
 
 
 def text_of(remedy):
-    """Return all that a remedy says."""
+    """Return the whole text of a remedy."""
     steps = [line for step in remedy.steps for line in (step.text, *step.commands)]
     return "\n".join([remedy.problem, *steps])
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_is_amiss_has_its_remedy(case):
+def test_each_problem_has_its_remedy(case):
     system, installed, storage, key, severity, words = CASES[case]
     storage = replace(STORAGE, **storage)
     found = remedies(replace(SYSTEM, **system), installed, [storage])
@@ -337,12 +337,12 @@ def test_what_is_amiss_has_its_remedy(case):
     assert by_key[key].severity == severity
     assert words in text_of(by_key[key])
     assert by_key[key].steps
-    # What else there is to say belongs to engines that were refused before this one.
+    # Other remedies belong to engines that were refused before this one.
     others = {name for name in by_key if name != key}
     assert others <= {"io_uring-seccomp", "io_uring-sysctl", "libaio-seccomp"}
 
 
-def test_every_remedy_is_seen_by_a_case():
+def test_every_remedy_has_a_case():
     keys = {case[3] for case in CASES.values()}
     engines = {f"{name}-{why}" for name in FAST_ENGINES for why in ("kernel", "seccomp")}
     assert engines <= keys
@@ -353,7 +353,7 @@ def test_every_remedy_is_seen_by_a_case():
     ("system", "installed", "storage"),
     [
         ({}, INSTALLED, {}),
-        # What would be amiss, were it not for something else.
+        # Facts that would be problems, if something else did not make them harmless.
         ({"memlock_bytes": 65536, "may_lock": True}, INSTALLED, {}),
         ({"memlock_bytes": 128 << 20}, INSTALLED, {}),
         (SYSCTL, INSTALLED, {}),
@@ -380,11 +380,11 @@ def test_every_remedy_is_seen_by_a_case():
         ({}, INSTALLED, {"free_bytes": 0, "total_bytes": 0}),
         ({"nodes": TWO_NODES}, INSTALLED, {"numa_node": 0}),
         ({"nodes": TWO_NODES}, INSTALLED, {"numa_node": None}),
-        # A block device has no mount that could be changed.
+        # A block device has no mount to change.
         ({}, INSTALLED, {"mount_point": "", "writable": False}),
     ],
 )
-def test_where_nothing_is_amiss_nothing_is_advised(system, installed, storage):
+def test_a_machine_without_problems_gets_no_advice(system, installed, storage):
     assert (
         remedies(replace(SYSTEM, **system), installed, [replace(STORAGE, **storage)]) == []
     )
@@ -401,7 +401,7 @@ def test_root_needs_no_sudo():
     assert not any("sudo" in text_of(remedy) for remedy in found)
 
 
-def test_what_costs_most_comes_first():
+def test_the_most_severe_problem_comes_first():
     storages = [replace(STORAGE, path="/a", free_bytes=1), Storage("/b", error="gone")]
     found = remedies(replace(SYSTEM, **SYSCTL, memlock_bytes=0), NO_RING, storages)
     assert [(remedy.severity, remedy.path) for remedy in found] == [
@@ -426,7 +426,7 @@ ENGINE_STATES = st.sampled_from(
     container=st.sampled_from(["", "docker", "podman", "kubernetes", "container"]),
     seccomp=st.booleans(),
 )
-def test_something_is_broken_exactly_where_no_fast_engine_is_in_use(
+def test_a_problem_is_broken_exactly_if_no_fast_engine_is_used(
     states, chosen, disabled, container, seccomp
 ):
     engines = {**INSTALLED.engines, **dict(zip(FAST_ENGINES, states, strict=True))}
@@ -446,7 +446,7 @@ def test_something_is_broken_exactly_where_no_fast_engine_is_in_use(
     assert best == (found == [])
 
 
-# The commands themselves.
+# The suggested commands.
 
 
 def commands_of(key, case, program):
@@ -458,7 +458,7 @@ def commands_of(key, case, program):
     return [line for line in lines if line.startswith(program)]
 
 
-def test_every_line_is_quoted_as_a_shell_wants_it():
+def test_every_command_is_quoted_for_a_shell():
     shell = shutil.which("sh")
     for system, installed, storage, *_ in CASES.values():
         for remedy in remedies(
@@ -491,7 +491,7 @@ PROFILE = {
 @pytest.mark.parametrize(
     ("container", "kept"), [("docker", ["mount", "ptrace"]), ("kubernetes", ["ptrace"])]
 )
-def test_the_profile_allows_what_it_allowed_and_io_uring(tmp_path, container, kept):
+def test_the_command_adds_io_uring_to_a_profile_and_nothing_else(tmp_path, container, kept):
     if shutil.which("jq") is None:
         pytest.skip("jq is not installed")
     (tmp_path / "default.json").write_text(json.dumps(PROFILE))
@@ -507,7 +507,7 @@ def test_the_profile_allows_what_it_allowed_and_io_uring(tmp_path, container, ke
     assert made["syscalls"][-1]["action"] == "SCMP_ACT_ALLOW"
 
 
-# What is told of the machine.
+# The description of the machine.
 
 
 @pytest.mark.parametrize(
@@ -532,7 +532,7 @@ def test_the_machine_is_described_plainly(changes, name, words):
     assert dict(_system_rows(replace(SYSTEM, **changes)))[name] == words
 
 
-# The line above all.
+# The summary line.
 
 
 def summary(system=SYSTEM, installed=INSTALLED, *storages):
@@ -540,7 +540,7 @@ def summary(system=SYSTEM, installed=INSTALLED, *storages):
     return report.verdict, report.summary
 
 
-def test_the_summary_says_which_way_everything_goes():
+def test_the_summary_names_engine_and_route():
     memory = replace(STORAGE, in_memory=True, direct=False)
     found = summary(SYSTEM, INSTALLED, STORAGE, memory, STORAGE)
     assert found == (
@@ -560,13 +560,13 @@ def test_the_summary_says_what_is_slow():
     )
 
 
-def test_the_summary_says_that_nothing_is_fast():
+def test_the_summary_says_if_nothing_is_fast():
     verdict, text = summary(SYSTEM, NOTHING, STORAGE)
     assert verdict == "none"
     assert text.startswith("nothing fast works here: a filter of system calls (seccomp) ")
 
 
-def test_the_summary_tells_a_path_from_the_machine():
+def test_the_summary_tells_problems_of_a_path_from_those_of_the_machine():
     found = summary(SYSTEM, INSTALLED, STORAGE, Storage("/x", error="No such file"))
     assert found == (
         "none",
@@ -574,6 +574,6 @@ def test_the_summary_tells_a_path_from_the_machine():
     )
 
 
-def test_hints_do_not_make_it_slower():
+def test_hints_do_not_change_the_verdict():
     system = replace(SYSTEM, memlock_bytes=65536)
     assert summary(system, INSTALLED, STORAGE)[0] == "full"

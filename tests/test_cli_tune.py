@@ -1,4 +1,4 @@
-"""``nvmeio tune``: what it tries, what it finds, and what it keeps."""
+"""``nvmeio tune``: what it tries, chooses and saves."""
 
 import itertools
 import json
@@ -31,13 +31,13 @@ from nvmeio._cli.tune import Heat, _choice
 from nvmeio._config.devices import device_of
 from nvmeio.profiles import load_profile
 
-# So short that every candidate is measured once in each race, and none is sure to win.
+# So short that each race measures every candidate once, and none can win with certainty.
 QUICK = ("--size", "64M", "--budget", "0.001s")
 
 
 @pytest.fixture
 def configuration(tmp_path_factory, monkeypatch):
-    """An empty folder for the configuration of the user."""
+    """An empty folder for the user's configuration."""
     folder = tmp_path_factory.mktemp("config")
     monkeypatch.setenv("XDG_CONFIG_HOME", str(folder))
     return folder
@@ -52,7 +52,7 @@ def folder(request, tmp_path):
     assert os.listdir(tmp_path) == []
 
 
-def test_the_default_is_tried_first_and_every_block_with_every_depth():
+def test_the_grid_has_every_block_size_and_depth_and_the_default_first():
     candidates = grid()
     assert candidates[0] == DEFAULT
     pairs = [(one["block_size"], one["queue_depth"]) for one in candidates]
@@ -61,7 +61,7 @@ def test_the_default_is_tried_first_and_every_block_with_every_depth():
     assert memory == sorted(memory)
 
 
-def test_variations_change_what_the_grid_did_not():
+def test_variations_change_the_options_that_the_grid_did_not():
     winner = {**DEFAULT, "queue_depth": 32}
     found = variations([winner, winner], ["io_uring", "threads"], 2)
     assert found[:2] == [winner, DEFAULT]
@@ -75,7 +75,7 @@ def test_variations_change_what_the_grid_did_not():
     ]
 
 
-def test_no_more_workers_are_tried_than_there_are_processors():
+def test_at_most_as_many_workers_as_processors_are_tried():
     workers = {
         processors: {one["workers"] for one in variations([DEFAULT], [], processors)}
         for processors in (1, 2, 4, 64)
@@ -83,7 +83,7 @@ def test_no_more_workers_are_tried_than_there_are_processors():
     assert workers == {1: {1}, 2: {1, 2}, 4: {1, 2, 4}, 64: {1, 2, 4}}
 
 
-def test_every_candidate_is_a_configuration_of_a_handle():
+def test_every_candidate_is_a_valid_configuration():
     candidates = distinct(
         [*grid(), *variations([DEFAULT], ["io_uring", "sync"], 4), *bounces(DEFAULT)]
     )
@@ -94,7 +94,7 @@ def test_every_candidate_is_a_configuration_of_a_handle():
                 assert handle.block_size == one["block_size"]
 
 
-def test_settings_are_described_by_what_is_unusual():
+def test_settings_are_described_by_their_differences_from_the_default():
     assert described(DEFAULT) == "1 MiB x 128"
     changes = {"workers": 4, "engine": "libaio", "bounce": "never"}
     words = "1 MiB x 128, 4 workers, libaio, bounce never"
@@ -102,7 +102,7 @@ def test_settings_are_described_by_what_is_unusual():
 
 
 def held(name, speeds):
-    """A race of candidates with speeds for reading and writing, all but without noise."""
+    """A race of candidates with given speeds of reading and writing, and little noise."""
     heat = Heat(name, [candidate for candidate, _, _ in speeds])
     noise = random.Random(name)
 
@@ -122,7 +122,7 @@ THIRD = {**DEFAULT, "queue_depth": 8}
 
 
 def races(*speeds, bounced=(1, 1, 1)):
-    """Three races: of candidates, of them again, and of bounces by speeds of their own."""
+    """Three races: two of the candidates, and one of bounces with other speeds."""
     winner = held("again", speeds).best("both")
     kinds = zip(bounces(winner), bounced, strict=True)
     return [
@@ -136,8 +136,8 @@ def chosen(heats, saved=None):
     return {goal: _choice(heats, goal, saved).options for goal in GOALS}
 
 
-def test_what_is_not_certainly_faster_than_the_default_is_not_chosen():
-    # Together the other wins, but by writing alone.
+def test_only_a_candidate_certainly_faster_than_the_default_is_chosen():
+    # The other one wins at both, but only because of writing.
     heats = races((OTHER, 1, 1.5), (DEFAULT, 1, 1))
     assert heats[1].best("read") == OTHER
     assert chosen(heats) == {"read": DEFAULT, "write": OTHER, "both": OTHER}
@@ -147,14 +147,14 @@ def test_what_is_not_certainly_faster_than_the_default_is_not_chosen():
     assert all(choice.figures["settled"] for choice in choices.values())
 
 
-def test_a_race_that_is_not_over_chooses_the_default(monkeypatch):
+def test_an_unfinished_race_chooses_the_default(monkeypatch):
     heats = races((DEFAULT, 1, 1), (OTHER, 1.5, 1.5))
     assert chosen(heats)["both"] == OTHER
     monkeypatch.setattr(heats[1], "rivals", lambda winner, goal: [0])
     assert set(map(repr, chosen(heats).values())) == {repr(DEFAULT)}
 
 
-def test_what_was_saved_stays_until_something_is_certainly_faster():
+def test_saved_settings_stay_until_others_are_certainly_faster():
     saved = {**OTHER, "bounce": "never"}
     alike = races((DEFAULT, 1, 1), (OTHER, 1, 1), (THIRD, 1.01, 1.01))
     assert chosen(alike, saved) == dict.fromkeys(GOALS, saved)
@@ -164,13 +164,13 @@ def test_what_was_saved_stays_until_something_is_certainly_faster():
     assert chosen(beaten, saved) == dict.fromkeys(GOALS, THIRD)
 
 
-def test_a_bounce_is_chosen_for_the_settings_that_it_was_raced_with():
+def test_a_bounce_is_chosen_only_for_the_settings_it_raced_with():
     heats = races((DEFAULT, 1, 1), (OTHER, 1, 1.5), bounced=(1, 1.5, 1))
     bounced = {**OTHER, "bounce": "never"}
     assert chosen(heats) == {"read": DEFAULT, "write": bounced, "both": bounced}
 
 
-def test_a_race_of_bounces_that_is_not_over_chooses_the_default(monkeypatch):
+def test_an_unfinished_race_of_bounces_chooses_the_default(monkeypatch):
     heats = races((DEFAULT, 1, 1), (OTHER, 0.5, 0.5), bounced=(1, 1.5, 1.5))
     assert heats[2].best("both")["bounce"] == chosen(heats)["both"]["bounce"] == "never"
     monkeypatch.setattr(heats[2], "rivals", lambda winner, goal: [2])
@@ -180,7 +180,7 @@ def test_a_race_of_bounces_that_is_not_over_chooses_the_default(monkeypatch):
     assert chosen(heats, saved) == dict.fromkeys(GOALS, saved)
 
 
-def test_a_bounce_that_was_saved_goes_where_another_is_certainly_faster():
+def test_a_saved_bounce_is_replaced_by_a_certainly_faster_one():
     saved = {**DEFAULT, "bounce": "never"}
     better = {**DEFAULT, "bounce": "always"}
     heats = races((DEFAULT, 1, 1), (OTHER, 0.5, 0.5), bounced=(1, 1, 3))
@@ -204,13 +204,13 @@ def test_a_profile_of_an_engine_that_does_not_work_here_is_kept(
     assert path.read_text() == before
 
 
-def test_small_pages_are_touched_and_small():
+def test_memory_in_small_pages_is_touched_and_has_small_pages():
     memory = small_pages(4 << 20)
     assert memory.ctypes.data % 4096 == 0
     assert np.array_equal(np.flatnonzero(memory), np.arange(0, 4 << 20, 4096))
 
 
-def test_what_is_best_is_shown_and_kept(folder, configuration, tmp_path_factory):
+def test_the_best_settings_are_shown_and_saved(folder, configuration, tmp_path_factory):
     out = tmp_path_factory.mktemp("out")
     done = run_nvmeio(
         *("tune", folder, *QUICK, "--json", out / "report.json"),
@@ -219,7 +219,7 @@ def test_what_is_best_is_shown_and_kept(folder, configuration, tmp_path_factory)
     assert done.status == 0, done.err
     profile = load_profile(folder)
     assert f"saved: {configuration}/nvmeio/profiles/{profile.device}.json" in done.err
-    # Nothing can be sure by one trial, so that the default stays.
+    # One trial is never certain, so the default stays.
     for choice in (profile.both, profile.read, profile.write):
         assert choice.options == DEFAULT
         assert choice.figures["settled"] is False
@@ -247,7 +247,7 @@ def test_what_is_best_is_shown_and_kept(folder, configuration, tmp_path_factory)
 
 
 def check_block(shown, block, written):
-    """DeepSpeed's block is the same on the screen, in the report and in its file."""
+    """Check that DeepSpeed's block is the same on screen, in the report and in its file."""
     assert block == {
         "block_size": 1048576,
         "queue_depth": 128,
@@ -260,7 +260,7 @@ def check_block(shown, block, written):
     assert json.loads(written.read_text())["aio"] == block
 
 
-def test_a_configuration_of_deepspeed_keeps_what_else_it_has(
+def test_a_deepspeed_configuration_keeps_its_other_keys(
     tmp_path, configuration, tmp_path_factory
 ):
     target = tmp_path_factory.mktemp("ds") / "config.json"
@@ -288,7 +288,7 @@ def test_the_report_has_every_round_that_a_race_had_time_for(tmp_path, configura
         assert handle.queue_depth == best["queue_depth"]
 
 
-def test_the_environment_has_no_say_in_what_is_measured(folder, configuration):
+def test_the_environment_does_not_change_what_is_measured(folder, configuration):
     profile = configuration / "nvmeio" / "profiles" / f"{device_of(folder).identity}.json"
     profile.parent.mkdir(parents=True)
     profile.write_text("broken")
@@ -298,7 +298,7 @@ def test_the_environment_has_no_say_in_what_is_measured(folder, configuration):
     assert load_profile(folder).both.options == DEFAULT
 
 
-def test_settings_that_were_saved_run_too(tmp_path, configuration):
+def test_saved_settings_are_measured_too(tmp_path, configuration):
     run_nvmeio("tune", tmp_path, *QUICK)
     (file,) = (configuration / "nvmeio" / "profiles").iterdir()
     odd = {"block_size": 768 << 10, "queue_depth": 77}
@@ -311,7 +311,7 @@ def test_settings_that_were_saved_run_too(tmp_path, configuration):
     assert any(odd.items() <= options.items() for options in candidates)
 
 
-def test_a_configuration_that_cannot_be_rewritten_is_told_of_before(
+def test_a_configuration_that_cannot_be_rewritten_is_refused_in_advance(
     tmp_path, configuration
 ):
     broken = tmp_path / "ds.json"
@@ -324,15 +324,15 @@ def test_a_configuration_that_cannot_be_rewritten_is_told_of_before(
     assert os.listdir(configuration) == []
 
 
-def test_the_profile_is_kept_though_nothing_else_can_be(tmp_path, configuration):
-    # What no look beforehand can know.
+def test_the_profile_is_saved_even_if_other_outputs_fail(tmp_path, configuration):
+    # A check in advance cannot know this.
     done = run_nvmeio("tune", tmp_path, *QUICK, "--json", "/dev/full")
     assert done.status == 1
     assert "No space left on device" in done.err
     assert load_profile(tmp_path).both.options == DEFAULT
 
 
-def test_a_user_without_a_home_is_told_before_anything_is_measured(
+def test_a_missing_home_is_reported_before_anything_is_measured(
     tmp_path, monkeypatch, capsys
 ):
     def unknown(number):
@@ -350,8 +350,8 @@ def test_a_user_without_a_home_is_told_before_anything_is_measured(
     assert out == ""
 
 
-def test_a_profile_that_cannot_be_saved_is_told_of_before(tmp_path, monkeypatch):
-    # A folder cannot be made in a file, whoever asks.
+def test_a_profile_that_cannot_be_saved_is_refused_in_advance(tmp_path, monkeypatch):
+    # No user can make a folder inside a file.
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "file"))
     done = run_nvmeio("tune", tmp_path, "--budget", "1h")
@@ -368,7 +368,7 @@ def test_a_terminal_shows_the_races(folder, configuration):
         assert name in done.out
 
 
-def test_ctrl_c_leaves_nothing_behind_and_keeps_nothing(folder, configuration):
+def test_ctrl_c_leaves_nothing_behind_and_saves_nothing(folder, configuration):
     done = nvmeio_in_terminal(
         *("tune", folder, "--size", "64M", "--budget", "1h"), until="block size and depth"
     )
@@ -377,7 +377,7 @@ def test_ctrl_c_leaves_nothing_behind_and_keeps_nothing(folder, configuration):
     assert os.listdir(configuration) == []
 
 
-def test_a_disk_without_room_is_refused(loop_mount, configuration):
+def test_a_disk_without_space_is_refused(loop_mount, configuration):
     folder = loop_mount("ext4", 64 << 20)
     before = sorted(os.listdir(folder))
     done = run_nvmeio("tune", folder)
@@ -387,7 +387,7 @@ def test_a_disk_without_room_is_refused(loop_mount, configuration):
     assert sorted(os.listdir(folder)) == before
 
 
-def test_a_folder_that_cannot_be_written_is_one_line(loop_mount, configuration):
+def test_an_unwritable_folder_is_an_error_of_one_line(loop_mount, configuration):
     folder = loop_mount("ext4", 128 << 20)
     subprocess.run(["mount", "-o", "remount,ro", str(folder)], check=True)
     done = run_nvmeio("tune", folder, *QUICK)
@@ -406,16 +406,14 @@ def test_a_folder_that_cannot_be_written_is_one_line(loop_mount, configuration):
         ([".", "--json", "none/report.json"], "there is no folder 'none'"),
     ],
 )
-def test_what_cannot_be_meant_is_said_in_one_line(words, complaint):
+def test_impossible_arguments_are_an_error_of_one_line(words, complaint):
     done = run_nvmeio("tune", *words)
     assert done.status == 2
     assert complaint in done.err
     assert done.err.count("\n") == 1
 
 
-def test_a_chart_that_cannot_be_drawn_is_said_before_anything_is_done(
-    tmp_path, configuration
-):
+def test_a_chart_that_cannot_be_drawn_is_refused_in_advance(tmp_path, configuration):
     words = ("--plot", "heat.png")
     done = run_nvmeio("tune", ".", *words, without=("matplotlib",), cwd=tmp_path)
     assert done.status == 1

@@ -1,4 +1,4 @@
-"""Numbers are written as people read them."""
+"""Numbers are written with units for people."""
 
 import pytest
 
@@ -37,7 +37,7 @@ def test_sizes_have_the_largest_unit_that_fits(nbytes, text):
         (25_310_000, 1.0, "25.3 MB/s"),
         (999_600_000, 1.0, "1.00 GB/s"),
         (3_912_345_678, 1.0, "3.91 GB/s"),
-        # A clock may not have moved.
+        # The clock may not have moved.
         (4, 0.0, "4.00 GB/s"),
     ],
 )
@@ -61,7 +61,7 @@ def test_latencies_have_three_digits(microseconds, text):
     assert in_time(microseconds) == text
 
 
-def test_sizes_that_look_alike_have_their_bytes():
+def test_sizes_that_would_look_alike_show_their_bytes():
     assert sizes(1 << 30, 5 << 29) == ["1 GiB", "2.5 GiB"]
     assert sizes(1 << 30, (1 << 30) + 1) == [
         "1 GiB (1073741824 bytes)",
@@ -69,6 +69,6 @@ def test_sizes_that_look_alike_have_their_bytes():
     ]
 
 
-def test_a_spread_is_median_least_and_greatest():
+def test_a_spread_is_median_minimum_and_maximum():
     assert spread([3.0, 1.0, 2.25], 2) == "2.25 [1.00-3.00]"
     assert spread([3.14159], 3) == "3.142"

@@ -1,4 +1,4 @@
-"""``nvmeio verify``: what differs is found, whatever way it came about."""
+"""``nvmeio verify``: finds every difference, of any cause."""
 
 import errno
 import hashlib
@@ -15,7 +15,7 @@ from helpers import ENGINES, MIB, PAGE, pattern
 from nvmeio._arguments.units import in_binary
 from workloads.common import Faults, make_file
 
-# More than all buffers hold, and no whole number of anything.
+# More than all buffers hold, and a multiple of no block or page.
 LARGE = 37 * MIB + 777
 
 ODD_NAMES = ["plain", "two words", "a\nb\\c", "c\rd", "-x", b"\xff\xfe"]
@@ -26,7 +26,7 @@ def sha256(data):
 
 
 def sha256sum(*arguments, folder):
-    """Run the tool of coreutils."""
+    """Run sha256sum of coreutils."""
     done = subprocess.run(
         ["sha256sum", *arguments], cwd=folder, capture_output=True, check=False
     )
@@ -46,7 +46,7 @@ def verify_raw(*arguments, folder):
 
 
 def bad_of(done):
-    """Return what a command says of bad files, and the summary."""
+    """Return the messages about bad files, and the summary."""
     *lines, summary = done.err.splitlines()
     assert done.status == (1 if lines else 0)
     assert all(line.startswith("nvmeio verify: error: ") for line in lines)
@@ -55,7 +55,7 @@ def bad_of(done):
 
 
 def odd_files(folder):
-    """Make files with names that need care, and return these."""
+    """Make files with names that need escaping, and return the names."""
     names = [os.fsdecode(name) for name in ODD_NAMES]
     for number, name in enumerate(names):
         (folder / name).write_bytes(pattern(1000 + number))
@@ -64,7 +64,7 @@ def odd_files(folder):
 
 class TestGoodFiles:
     @pytest.mark.parametrize("size", [0, 1, PAGE - 1, PAGE, PAGE + 1, 4 * MIB, LARGE])
-    def test_their_checksums_are_told(self, folder, size):
+    def test_checksums_of_good_files_are_printed(self, folder, size):
         data = make_file(folder / "file", size)
         done = nvmeio("verify", folder / "file")
         assert (done.status, done.out) == (0, f"{sha256(data)}  {folder}/file\n")
@@ -75,7 +75,7 @@ class TestGoodFiles:
         assert ("B/s by" in summary) == (size > 0)
 
     @pytest.mark.parametrize("way", [[], ["--direct"], ["--buffered"]], ids=" ".join)
-    def test_every_engine_reads_them(self, engine, tmp_path, way):
+    def test_every_engine_reads_good_files(self, engine, tmp_path, way):
         data = make_file(tmp_path / "file", 9 * MIB + 777)
         small = ["--block-size", "64K", "--queue_depth=3", *way]
         done = nvmeio("verify", tmp_path / "file", "--engine", engine, *small)
@@ -83,7 +83,7 @@ class TestGoodFiles:
         assert f"B/s by {engine}" in done.err
         assert ("1 through the page cache" in done.err) == (way == ["--buffered"])
 
-    def test_what_is_in_memory_alone_is_written_first(self, tmp_path):
+    def test_dirty_pages_are_written_first(self, tmp_path):
         (tmp_path / "file").write_bytes(pattern(3 * MIB))
         done = nvmeio("verify", tmp_path / "file")
         assert (done.status, done.out[:64]) == (0, sha256(pattern(3 * MIB)))
@@ -96,12 +96,12 @@ class TestGoodFiles:
         done = nvmeio("verify", folder / "file")
         assert done.out[:64] == sha256((folder / "file").read_bytes())
 
-    def test_a_block_device_is_one(self, loop_device):
+    def test_a_block_device_can_be_verified(self, loop_device):
         device = loop_device(5 * MIB)
         done = nvmeio("verify", device)
         assert (done.status, done.out[:64]) == (0, sha256(bytes(5 * MIB)))
 
-    def test_quiet_leaves_their_checksums_alone(self, tmp_path):
+    def test_quiet_prints_no_checksums(self, tmp_path):
         (tmp_path / "file").write_bytes(b"text")
         done = nvmeio("verify", "-q", tmp_path / "file")
         assert (done.status, done.err) == (0, "")
@@ -109,7 +109,7 @@ class TestGoodFiles:
 
 
 class TestLists:
-    def test_sha256sum_checks_ours(self, tmp_path):
+    def test_sha256sum_accepts_our_list(self, tmp_path):
         names = odd_files(tmp_path)
         status, sums = verify_raw("--", *names, folder=tmp_path)
         assert status == 0
@@ -118,7 +118,7 @@ class TestLists:
         assert sha256sum("--strict", "-c", "sums", folder=tmp_path)[0] == 0
 
     @pytest.mark.parametrize("mode", ["--text", "--binary"])
-    def test_we_check_those_of_sha256sum(self, tmp_path, mode):
+    def test_a_list_of_sha256sum_is_accepted(self, tmp_path, mode):
         names = odd_files(tmp_path)
         _, sums = sha256sum(mode, "--", *names, folder=tmp_path)
         (tmp_path / "sums").write_bytes(sums)
@@ -142,7 +142,7 @@ class TestLists:
         done = nvmeio("verify", "--check", "sums", cwd=tmp_path)
         assert (done.status, done.out) == (0, "file: OK\n" * 2)
 
-    def test_every_file_of_a_list_is_gone_through(self, tmp_path):
+    def test_every_file_of_a_list_is_checked(self, tmp_path):
         (tmp_path / "good").write_bytes(b"good")
         (tmp_path / "changed").write_bytes(b"changed")
         known = sha256(b"good")
@@ -164,13 +164,13 @@ class TestLists:
             (f"{'0' * 64}  a\n\n", "line 2 is no checksum with a name"),
         ],
     )
-    def test_what_is_no_list_is_refused(self, tmp_path, content, words):
+    def test_an_invalid_list_is_refused(self, tmp_path, content, words):
         (tmp_path / "sums").write_text(content)
         done = nvmeio("verify", "--check", "sums", cwd=tmp_path)
         assert (done.status, done.out) == (1, "")
         assert done.err == f"nvmeio verify: error: sums: {words}\n"
 
-    def test_a_list_that_is_not_there_is_told(self, tmp_path):
+    def test_a_missing_list_is_an_error(self, tmp_path):
         done = nvmeio("verify", "--check", tmp_path / "sums")
         assert (done.status, done.out) == (1, "")
         assert done.err == (
@@ -181,8 +181,8 @@ class TestLists:
 class TestBadFiles:
     @pytest.mark.parametrize("engine", ENGINES)
     @pytest.mark.parametrize("position", [MIB, 5 * MIB + 3, 9 * MIB - 1])
-    def test_the_first_byte_that_differs_is_told(self, faulty, engine, position):
-        """It is read wrong once, by one of the two ways."""
+    def test_the_first_different_byte_is_reported(self, faulty, engine, position):
+        """One of the two reads returns a wrong byte, once."""
         make_file(faulty / "file", 9 * MIB)
         Faults(faulty / "file").set(read={"flip": position, "times": 1})
         done = nvmeio("verify", "--engine", engine, faulty / "file")
@@ -190,7 +190,7 @@ class TestBadFiles:
         bad, _ = bad_of(done)
         assert bad == [f"{faulty}/file: the two ways differ at offset {position}"]
 
-    def test_a_page_cache_that_is_not_as_the_device_is_found(self, loop_mount, tmp_path):
+    def test_a_page_cache_that_differs_from_the_device_is_found(self, loop_mount, tmp_path):
         folder = loop_mount("ext4", 64 * MIB)
         data = make_file(folder / "file", 3 * MIB + 5)
         (folder / "file").read_bytes()
@@ -205,7 +205,7 @@ class TestBadFiles:
         assert done.out == ""
         assert bad_of(done)[0] == [f"{folder}/file: the two ways differ at offset 70001"]
 
-    def test_the_others_are_gone_through_nevertheless(self, faulty, tmp_path):
+    def test_a_bad_file_does_not_stop_the_others(self, faulty, tmp_path):
         make_file(faulty / "file", 9 * MIB)
         Faults(faulty / "file").set(read={"error": errno.EIO, "at": 5 * MIB})
         (tmp_path / "good").write_bytes(b"good")
@@ -224,19 +224,19 @@ class TestBadFiles:
         ):
             assert words in line
 
-    def test_a_file_that_ends_early_is_told(self, faulty):
+    def test_a_file_that_ends_early_is_bad(self, faulty):
         make_file(faulty / "file", MIB)
         Faults(faulty / "file").set(read={"short": 0})
         bad, _ = bad_of(nvmeio("verify", faulty / "file"))
         assert bad[0].startswith(f"{faulty}/file: read past the end of the file")
 
-    def test_a_file_that_cannot_be_synced_is_told(self, faulty):
+    def test_a_file_that_cannot_be_synced_is_bad(self, faulty):
         make_file(faulty / "file", MIB)
         Faults(faulty / "file").set(fsync={"error": errno.EIO})
         bad, _ = bad_of(nvmeio("verify", faulty / "file"))
         assert bad[0].startswith(f"{faulty}/file: Input/output error")
 
-    def test_a_file_that_grows_meanwhile_is_told(self, faulty):
+    def test_a_file_that_grows_meanwhile_is_an_error(self, faulty):
         make_file(faulty / "file", 16 * MIB)
         faults = Faults(faulty / "file")
         faults.set(read={"held": True, "at": 9 * MIB})
@@ -256,7 +256,7 @@ class TestBadFiles:
 
 
 class TestArrays:
-    def test_what_numpy_saves_is_good(self, tmp_path):
+    def test_files_saved_by_numpy_are_good(self, tmp_path):
         np.save(tmp_path / "array.npy", np.arange(1000.0).reshape(10, 100))
         np.save(tmp_path / "scalar.npy", np.float32(3))
         np.save(tmp_path / "empty.npy", np.zeros((0, 7)))
@@ -282,7 +282,7 @@ class TestArrays:
         ],
         ids=["short", "long", "cut", "header"],
     )
-    def test_one_that_is_not_what_its_header_says_is_bad(
+    def test_a_file_that_does_not_match_its_header_is_bad(
         self, tmp_path, name, change, words
     ):
         with open(tmp_path / name, "wb") as file:
@@ -295,19 +295,19 @@ class TestArrays:
         assert str(tmp_path / name) in bad
         assert words in bad
 
-    def test_a_name_may_promise_what_the_file_does_not_hold(self, tmp_path):
+    def test_a_file_that_does_not_match_its_suffix_is_bad(self, tmp_path):
         (tmp_path / "text.npy").write_bytes(b"text")
         (bad,), _ = bad_of(nvmeio("verify", tmp_path / "text.npy"))
         assert "is no .npy file" in bad
 
 
 class TestCommandLine:
-    def test_there_must_be_files(self):
+    def test_at_least_one_file_is_required(self):
         done = nvmeio("verify")
         assert (done.status, done.out) == (2, "")
         assert re.fullmatch(r"nvmeio verify: error: there is no FILE[^\n]*\n", done.err)
 
-    def test_a_list_has_its_own_files(self, tmp_path):
+    def test_a_list_excludes_other_files(self, tmp_path):
         done = nvmeio("verify", "--check", "sums", "file", cwd=tmp_path)
         assert (done.status, done.out) == (2, "")
         assert "leave out FILE" in done.err
@@ -317,7 +317,7 @@ class TestCommandLine:
         assert done.status == 0
         assert "examples:\n  nvmeio verify " in done.out
 
-    def test_progress_is_seen_in_a_terminal(self, faulty):
+    def test_progress_is_shown_in_a_terminal(self, faulty):
         data = make_file(faulty / "file", 16 * MIB)
         Faults(faulty / "file").set(read={"delay_s": 0.01})
         done = nvmeio_in_terminal(
@@ -326,7 +326,7 @@ class TestCommandLine:
         assert done.status == 0
         assert f"{sha256(data)}  {faulty}/file\n1 file, 0 bad; " in done.out
 
-    def test_ctrl_c_ends_it(self, faulty):
+    def test_ctrl_c_ends_the_command(self, faulty):
         make_file(faulty / "file", 16 * MIB)
         Faults(faulty / "file").set(read={"delay_s": 0.05})
         done = nvmeio_in_terminal("verify", faulty / "file", until="file 1 of 1.*%")
@@ -334,7 +334,7 @@ class TestCommandLine:
         assert done.out.endswith("nvmeio verify: interrupted\n")
         assert "Traceback" not in done.out
 
-    def test_a_list_that_cannot_be_written_is_told(self, tmp_path):
+    def test_a_list_that_cannot_be_written_is_an_error(self, tmp_path):
         (tmp_path / "file").write_bytes(b"text")
         with open("/dev/full", "wb") as full:
             done = subprocess.run(

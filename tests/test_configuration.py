@@ -1,4 +1,4 @@
-"""What is shown of the installation and of the environment."""
+"""show_config(): the installation and the environment."""
 
 import json
 import platform
@@ -13,7 +13,7 @@ SECTIONS = ("versions", "build", "engines", "handle", "pool", "limits")
 SECTIONS += ("copies", "environment")
 
 
-def test_the_dicts_have_what_other_calls_return(monkeypatch):
+def test_the_dicts_equal_what_other_calls_return(monkeypatch):
     monkeypatch.setenv("NVMEIO_QUEUE_DEPTH", "77")
     found = nvmeio.show_config(mode="dicts")
     assert tuple(found) == SECTIONS
@@ -34,7 +34,7 @@ def test_the_options_are_those_of_a_handle(monkeypatch):
         assert options == {name: getattr(handle, name) for name in options}
 
 
-def test_it_is_printed_with_a_line_for_each_fact(capsys):
+def test_the_configuration_is_printed_with_a_line_for_each_fact(capsys):
     assert nvmeio.show_config() is None
     printed, errors = capsys.readouterr()
     assert errors == ""
@@ -45,7 +45,7 @@ def test_it_is_printed_with_a_line_for_each_fact(capsys):
 
 
 @pytest.mark.parametrize("variable", ["NVMEIO_WORKERS", "NVMEIO_POOL_BYTES", "NVMEIO_COPY"])
-def test_a_value_that_is_refused_is_shown_and_not_raised(variable):
+def test_an_invalid_value_is_shown_and_not_raised(variable):
     code = "import nvmeio; nvmeio.show_config()"
     done = subprocess.run(
         [sys.executable, "-c", code],

@@ -1,4 +1,4 @@
-"""The interface that nvmeio shares with DeepSpeed's async_io op, line by line."""
+"""The interface that nvmeio shares with DeepSpeed's async_io op."""
 
 import inspect
 
@@ -16,7 +16,7 @@ CONSTRUCTOR = {
     "intra_op_parallelism": 1,
 }
 
-# "validate" has no default there; more calls than the contract's are accepted here.
+# "validate" has no default in the contract; nvmeio accepts more calls than the contract.
 REQUIRED = inspect.Parameter.empty
 METHODS = {
     "read": {"buffer": REQUIRED, "filename": REQUIRED, "validate": False, "file_offset": 0},
@@ -47,7 +47,7 @@ FUNCTION = (
 
 @pytest.fixture(params=[nvmeio.aio_handle, nvmeio.deepspeed.aio_handle], ids=["own", "op"])
 def handle_class(request):
-    """Both the handle that raises and the one that answers by statuses."""
+    """The handle that raises, and the one that returns statuses."""
     return request.param
 
 
@@ -110,12 +110,12 @@ def test_the_constructor_takes_the_contracts_arguments_by_keyword(open_handle):
     ]
 
 
-def test_what_is_not_of_the_contract_is_keyword_only(handle_class, engine):
+def test_arguments_beyond_the_contract_are_keyword_only(handle_class, engine):
     with pytest.raises(TypeError):
         handle_class(4096, 8, False, False, 1, engine)
 
 
-# What each form of a call returns, and whether wait() is to find it.
+# The result of each form of a call, and whether wait() counts it.
 WRITES = {
     "write": (lambda h, *of: h.write(*of, False), 0, 0),
     "write, all by position": (lambda h, *of: h.write(*of, True, 0), 0, 0),
@@ -186,7 +186,7 @@ READS = {
 
 
 @pytest.mark.parametrize(("write", "status", "waited"), WRITES.values(), ids=WRITES)
-def test_every_form_of_a_write(handle, path, write, status, waited):
+def test_every_form_of_a_write_works(handle, path, write, status, waited):
     expected = pattern(2 * BLOCK + 5)
     returned = write(handle, expected, str(path))
     assert (returned, handle.wait()) == (status, waited)
@@ -195,7 +195,7 @@ def test_every_form_of_a_write(handle, path, write, status, waited):
 
 
 @pytest.mark.parametrize(("read", "status", "waited"), READS.values(), ids=READS)
-def test_every_form_of_a_read(handle, path, read, status, waited):
+def test_every_form_of_a_read_works(handle, path, read, status, waited):
     expected = pattern(2 * BLOCK + 5)
     path.write_bytes(expected)
     target = np.zeros(len(expected), np.uint8)
@@ -278,7 +278,7 @@ def test_a_locked_tensor_needs_an_example(handle):
         handle.new_cpu_locked_tensor(5)
 
 
-def test_what_torch_has_pinned_is_pinned(handle):
+def test_memory_that_torch_pinned_counts_as_pinned(handle):
     torch = pytest.importorskip("torch", reason="torch is not installed")
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")

@@ -1,7 +1,4 @@
-"""memcpy copies every byte of any array, and no others.
-
-"Case n" is a numbered line of what DeepSpeed's op is known to do wrong.
-"""
+"""memcpy copies every byte of any array, and no others."""
 
 import mmap
 import os
@@ -18,7 +15,7 @@ from helpers import MIB, PAGE, Guarded, pattern
 from nvmeio._native import settings
 from nvmeio._native.copy import deepspeed_memcpy, memcpy
 
-# Where the GIL is let go, where threads begin to help, where caches are passed.
+# Sizes from which the GIL is released, threads help, and stores bypass caches.
 EDGES = (1 << 19, 1 << 20, 4 << 20)
 SIZES = [0, 1, 63, PAGE + 1, *(edge + more for edge in EDGES for more in (-1, 0, 1))]
 
@@ -75,7 +72,7 @@ def test_any_strides_on_either_side_are_in_c_order(of, to):
 
 
 def test_shapes_may_differ():
-    """Case 1: all elements, not the first axis of them."""
+    """All elements are copied; DeepSpeed's op copies only the first axis."""
     source = np.arange(8 * 1024, dtype="f4").reshape(8, 1024)
     target = np.zeros(8 * 1024, "f4")
     memcpy(target, source)
@@ -85,7 +82,7 @@ def test_shapes_may_differ():
 @pytest.mark.parametrize("count", [1, 15, 16, 1000, 1024])
 @pytest.mark.parametrize("dtype", ["f4", "f8", "f2", "u1"])
 def test_nothing_is_written_past_the_end(dtype, count):
-    """Cases 2 and 3: counts that suit no step, elements that are no floats."""
+    """Sizes that are a multiple of no vector, and dtypes other than float."""
     nbytes = count * np.dtype(dtype).itemsize
     target = Guarded(nbytes)
     source = np.frombuffer(pattern(nbytes), dtype)
@@ -95,7 +92,7 @@ def test_nothing_is_written_past_the_end(dtype, count):
 
 @pytest.mark.parametrize("size", [100, MIB + 100, 9 * MIB])
 @pytest.mark.parametrize("distance", [-PAGE, -65, -1, 0, 1, 64, 4097])
-def test_ranges_that_overlap_give_what_memmove_gives(size, distance):
+def test_overlapping_ranges_are_copied_as_by_memmove(size, distance):
     base = np.frombuffer(pattern(size + 4 * PAGE), np.uint8).copy()
     start = 2 * PAGE
     expected = base.copy()
@@ -104,7 +101,7 @@ def test_ranges_that_overlap_give_what_memmove_gives(size, distance):
     assert (base == expected).all()
 
 
-def test_strided_ranges_that_overlap_are_read_before_they_are_written():
+def test_overlapping_strided_ranges_are_read_before_they_are_written():
     base = np.arange(3000)
     expected = base.copy()
     expected[1:2001:2] = base[0:1000].copy()
@@ -169,7 +166,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("dest", "src", "error", "words"), REFUSED.values(), ids=REFUSED)
-def test_what_does_not_fit_is_refused_before_a_byte_moves(dest, src, error, words):
+def test_arrays_that_do_not_match_are_refused_before_a_byte_moves(dest, src, error, words):
     before = bytes(dest) if isinstance(dest, bytes) else np.array(dest, copy=True)
     for copy in (memcpy, deepspeed_memcpy):
         with pytest.raises(error, match=words):
@@ -190,7 +187,7 @@ def test_a_number_of_threads_out_of_range_is_refused(threads):
 
 
 def test_two_threads_copy_at_once():
-    """A watchdog is in the configuration of pytest: a hang fails."""
+    """A hang fails by pytest's timeout."""
     sources = [np.random.default_rng(i).integers(0, 255, 5 * MIB) for i in range(2)]
     targets = [np.zeros_like(source) for source in sources]
 
@@ -208,7 +205,7 @@ def test_two_threads_copy_at_once():
 
 
 @pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
-def test_children_copy_after_their_parent_has(method):
+def test_forked_children_copy_after_their_parent(method):
     report = run_child("copy_in_children", method=method).report
     assert report == {"children": 3, "right": True}
 
@@ -219,7 +216,7 @@ def test_forked_children_that_ask_for_a_team_copy_alone():
 
 
 def test_a_forked_child_that_imports_nvmeio_itself_copies_alone(tmp_path):
-    """The parent has run a team of another library."""
+    """The parent has run an OpenMP team of another library."""
     pytest.importorskip("torch")
     script = """
         import os, sys, torch
@@ -240,8 +237,8 @@ def test_a_forked_child_that_imports_nvmeio_itself_copies_alone(tmp_path):
     assert subprocess.run([sys.executable, path], check=False).returncode == 0
 
 
-def test_where_no_thread_can_be_started_the_caller_copies_alone():
-    """GNU OpenMP would end the process."""
+def test_the_caller_copies_alone_if_no_thread_can_start():
+    """GNU OpenMP would end the process if a thread could not start."""
     if os.geteuid() != 0:
         pytest.skip("only root can become somebody without threads")
     assert run_child("copy_without_threads").report == {"right": True}
@@ -249,7 +246,7 @@ def test_where_no_thread_can_be_started_the_caller_copies_alone():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
-def test_the_workers_of_a_data_loader_copy_after_their_parent_has(method):
+def test_workers_of_a_data_loader_copy_after_their_parent(method):
     pytest.importorskip("torch")
     report = run_child("copy_in_data_loader", method=method).report
     assert report == {"batches": 32, "right": True}
@@ -259,7 +256,7 @@ KERNELS = [*settings.kernels(), "auto"]
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_a_kernel_can_be_asked_for(kernel, monkeypatch):
+def test_a_kernel_can_be_forced(kernel, monkeypatch):
     monkeypatch.setenv("NVMEIO_COPY", kernel)
     works = settings.kernels().get(kernel, True)
     report = run_child("copy_all_sizes").report
@@ -278,14 +275,14 @@ def test_an_unknown_kernel_is_refused_by_copies_and_handles(monkeypatch):
     assert report["handle_error"].startswith(words)
 
 
-def test_a_team_is_no_larger_than_what_the_process_may_use(monkeypatch):
+def test_a_team_is_no_larger_than_the_usable_processors(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     assert run_child("count_copy_threads", threads=None).report["threads"] == 0
     monkeypatch.delenv("OMP_NUM_THREADS")
     assert run_child("count_copy_threads", threads=3).report["threads"] == 2
     one = run_child("count_copy_threads", threads=None, prefix=["taskset", "-c", "0"])
     assert one.report["threads"] == 0
-    # No more than there are chunks.
+    # At most one thread for each chunk.
     assert run_child("count_copy_threads", threads=64, size=MIB).report["threads"] == 3
 
 
@@ -302,7 +299,7 @@ def test_the_quota_of_a_control_group_bounds_a_team(control_group, quota_us, thr
     assert found.report["threads"] == threads
 
 
-def test_a_team_has_all_that_the_process_may_use():
+def test_a_team_uses_all_usable_processors():
     count = len(os.sched_getaffinity(0))
     if count < 2:
         pytest.skip("there is one processor")

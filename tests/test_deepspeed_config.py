@@ -1,4 +1,4 @@
-"""DeepSpeed's "aio" block: what is read of it, what is said of it, how it is written."""
+"""DeepSpeed's "aio" block: reading, warnings and writing."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from nvmeio._config import aio_json as config_module
 from nvmeio._config.aio_json import check_aio_file
 from nvmeio.deepspeed import aio_config, aio_handle, write_aio_config
 
-# As DeepSpeed reads an empty block.
+# DeepSpeed's values for an empty block.
 DEFAULTS = {
     "block_size": 1048576,
     "queue_depth": 8,
@@ -23,7 +23,7 @@ DEFAULTS = {
     "overlap_events": True,
     "intra_op_parallelism": 1,
 }
-# Nothing as by default.
+# No value is a default.
 BLOCK = {
     "block_size": 262144,
     "queue_depth": 32,
@@ -39,7 +39,7 @@ def path(tmp_path):
 
 
 def quietly(source):
-    """Read a block of which there is nothing to say."""
+    """Read a block, which must cause no warning."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         return aio_config(source)
@@ -49,23 +49,23 @@ class TestReading:
     @pytest.mark.parametrize(
         "whole", [BLOCK, {"aio": BLOCK}, {"train_batch_size": 8, "aio": BLOCK}]
     )
-    def test_a_block_and_what_holds_one(self, path, whole):
+    def test_a_block_is_read_from_dicts_and_files(self, path, whole):
         path.write_text(json.dumps(whole))
         assert quietly(whole) == quietly(path) == quietly(str(path)) == BLOCK
 
     @pytest.mark.parametrize(
         "whole", [{}, {"aio": {}}, {"aio": None}, {"train_batch_size": 8, "aio": {}}]
     )
-    def test_what_is_not_there_is_deepspeeds_default(self, whole):
+    def test_missing_keys_have_deepspeeds_defaults(self, whole):
         found = quietly(whole)
         assert found == DEFAULTS
         assert [type(value) for value in found.values()] == [int, int, bool, bool, int]
 
-    def test_the_lack_of_a_block_is_told(self):
+    def test_a_missing_block_causes_a_warning(self):
         with pytest.warns(UserWarning, match="it is not there, so these are DeepSpeed's"):
             assert aio_config({"train_batch_size": 8, "queue_dept": 3}) == DEFAULTS
 
-    def test_a_number_may_be_written_as_deepspeed_takes_it(self, path):
+    def test_numbers_are_read_in_every_form_that_deepspeed_accepts(self, path):
         path.write_text('{"aio": {"block_size": 1e6, "queue_depth": 8.0}}')
         found = quietly(path)
         assert (found["block_size"], found["queue_depth"]) == (1_000_000, 8)
@@ -78,7 +78,7 @@ class TestReading:
         nvmeio.aio_handle(**quietly(BLOCK)).close()
 
     @pytest.mark.parametrize("alias", ["thread_count", "num_threads"])
-    def test_other_names_of_the_parallelism_count_with_a_warning(self, alias):
+    def test_aliases_of_the_parallelism_work_with_a_warning(self, alias):
         with pytest.warns(UserWarning, match=f"{alias} stands for intra_op_parallelism"):
             assert aio_config({alias: 4})["intra_op_parallelism"] == 4
 
@@ -92,11 +92,11 @@ class TestReading:
         ("text", "value"), [("true", True), ("True", True), ("false", False)]
     )
     @pytest.mark.parametrize("name", ["single_submit", "overlap_events"])
-    def test_booleans_in_quotes_count_with_a_warning(self, name, text, value):
+    def test_booleans_in_quotes_work_with_a_warning(self, name, text, value):
         with pytest.warns(UserWarning, match=f"{name} is '{text}', in quotes"):
             assert aio_config({"aio": {name: text}})[name] is value
 
-    def test_what_deepspeeds_tuner_prints(self, path):
+    def test_the_output_of_deepspeeds_tuner_is_read(self, path):
         printed = {"single_submit": "false", "overlap_events": "true", "num_threads": 8}
         printed |= {"queue_depth": 64, "block_size": 8388608}
         path.write_text(json.dumps({"aio": printed}))
@@ -112,12 +112,12 @@ class TestReading:
         assert len(caught) == 3
         assert {warning.filename for warning in caught} == {__file__}
 
-    def test_keys_that_are_unknown_are_named(self):
+    def test_unknown_keys_are_named(self):
         with pytest.warns(UserWarning, match="these keys are unknown: queue_dept, x"):
             assert aio_config({"aio": {"x": 1, "queue_dept": 3}}) == DEFAULTS
 
     @pytest.mark.parametrize("value", [True, "true"])
-    def test_gds_is_not_promised(self, value):
+    def test_use_gds_causes_a_warning(self, value):
         with pytest.warns(UserWarning, match="of the") as caught:
             assert aio_config({"use_gds": value}) == DEFAULTS
         assert "use_gds is true; nvmeio takes" in str(caught[-1].message)
@@ -138,13 +138,11 @@ class TestReading:
         ],
     )
     @pytest.mark.filterwarnings("ignore:of the .aio. block")
-    def test_what_cannot_be_meant_is_refused(self, block, error, words):
+    def test_invalid_values_are_refused(self, block, error, words):
         with pytest.raises(error, match=words):
             aio_config(block)
 
-    def test_a_file_with_comments_takes_what_deepspeed_takes_for_it(
-        self, path, monkeypatch
-    ):
+    def test_a_file_with_comments_needs_hjson(self, path, monkeypatch):
         path.write_text('{"aio": {\n  # deep\n  "queue_depth": 5\n}}')
         monkeypatch.setitem(sys.modules, "hjson", None)
         with pytest.raises(ValueError, match=r"cannot be used: .*line 2.*install hjson"):
@@ -161,12 +159,12 @@ class TestReading:
             (b'{"aio": {}, "name": "m\xfcller"}', "json cannot be used: 'utf-8' codec"),
         ],
     )
-    def test_a_file_that_is_something_else_is_refused(self, path, text, words):
+    def test_an_invalid_file_is_refused(self, path, text, words):
         path.write_bytes(text if isinstance(text, bytes) else text.encode())
         with pytest.raises(ValueError, match=words):
             aio_config(path)
 
-    def test_a_byte_order_mark_is_no_part_of_it(self, path):
+    def test_a_byte_order_mark_is_ignored(self, path):
         path.write_text(json.dumps({"aio": BLOCK}), encoding="utf-8-sig")
         assert quietly(path) == BLOCK
 
@@ -177,17 +175,17 @@ class TestReading:
 
 
 class TestWriting:
-    def test_what_is_written_is_read_again(self, path):
+    def test_a_written_block_is_read_back(self, path):
         assert write_aio_config(path, BLOCK) == BLOCK
         assert json.loads(path.read_text()) == {"aio": BLOCK}
         assert quietly(path) == BLOCK
 
-    def test_of_a_handle(self, path):
+    def test_the_block_of_a_handle_is_written(self, path):
         with nvmeio.aio_handle(**BLOCK) as handle:
             assert write_aio_config(path, handle) == BLOCK
         assert quietly(path) == BLOCK
 
-    def test_booleans_and_names_are_as_deepspeed_reads_them(self, path):
+    def test_booleans_and_names_are_written_as_deepspeed_reads_them(self, path):
         printed = {"aio": {"single_submit": "true", "num_threads": 4}}
         assert write_aio_config(path, printed) == DEFAULTS | {
             "single_submit": True,
@@ -196,7 +194,7 @@ class TestWriting:
         assert '"single_submit": true' in path.read_text()
         assert quietly(path)["intra_op_parallelism"] == 4
 
-    def test_all_else_stays(self, path):
+    def test_everything_else_in_the_file_stays(self, path):
         before = {"name": "Müller", "aio": {"use_gds": "true", "x": 1}}
         before["aio"] |= {"num_threads": 9, "queue_depth": 9}
         path.write_text(json.dumps(before, ensure_ascii=False))
@@ -210,13 +208,13 @@ class TestWriting:
         assert stat.S_IMODE(path.stat().st_mode) == 0o640
         assert os.listdir(path.parent) == [path.name]
 
-    def test_what_is_not_given_stays(self, path):
+    def test_options_that_are_not_given_stay(self, path):
         path.write_text(json.dumps({"aio": {**BLOCK, "use_gds": True}}))
         block = write_aio_config(path, {"queue_depth": 64, "use_gds": False})
         assert block == {**BLOCK, "queue_depth": 64, "use_gds": False}
         assert json.loads(path.read_text()) == {"aio": block}
 
-    def test_what_is_not_given_stays_under_its_right_name(self, path):
+    def test_options_that_are_not_given_stay_under_their_proper_names(self, path):
         path.write_text('{"aio": {"num_threads": 8, "overlap_events": "false"}}')
         block = write_aio_config(path, {"queue_depth": 64})
         assert block["intra_op_parallelism"] == 8
@@ -245,7 +243,7 @@ class TestWriting:
         write_aio_config(path, BLOCK)
         assert json.loads(path.read_text()) == {"name": "\ud800", "aio": BLOCK}
 
-    def test_nobody_may_read_it_who_might_not_before(self, path, monkeypatch):
+    def test_the_file_never_becomes_more_readable(self, path, monkeypatch):
         modes = []
 
         def note(descriptor, target):
@@ -260,13 +258,13 @@ class TestWriting:
         assert modes == [0o600]
 
     @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
-    def test_its_owner_stays(self, path):
+    def test_the_owner_of_the_file_stays(self, path):
         path.write_text("{}")
         os.chown(path, 12345, 54321)
         write_aio_config(path, BLOCK)
         assert (path.stat().st_uid, path.stat().st_gid) == (12345, 54321)
 
-    def test_a_file_that_may_not_be_written_stays(self, path, monkeypatch):
+    def test_a_read_only_file_is_not_changed(self, path, monkeypatch):
         path.write_text("{}")
         monkeypatch.setattr(os, "access", lambda name, mode: mode != os.W_OK)
         for look in (partial(write_aio_config, config=BLOCK), check_aio_file):
@@ -276,7 +274,7 @@ class TestWriting:
         assert os.listdir(path.parent) == [path.name]
 
     @pytest.mark.parametrize("config", [None, "x.json", 3])
-    def test_what_is_no_configuration_is_refused(self, path, config):
+    def test_only_a_dict_or_a_handle_can_be_written(self, path, config):
         with pytest.raises(TypeError, match="it must be a dict or an aio_handle"):
             write_aio_config(path, config)
         assert not path.exists()
@@ -297,7 +295,7 @@ class TestWriting:
             ({"aio": {"x": 1}}, ValueError, "unknown keys: x"),
         ],
     )
-    def test_what_is_wrong_changes_nothing(self, path, config, error, words):
+    def test_invalid_options_change_nothing(self, path, config, error, words):
         path.write_text('{"aio": {}}')
         with pytest.raises(error, match=words):
             write_aio_config(path, config)
@@ -314,7 +312,7 @@ class TestWriting:
             '{"train_batch_size": 8, "queue_depth": 4}',
         ],
     )
-    def test_a_file_that_would_lose_something_stays(self, path, text):
+    def test_a_file_that_would_lose_content_is_not_changed(self, path, text):
         path.write_text(text)
         for look in (partial(write_aio_config, config=BLOCK), check_aio_file):
             with pytest.raises(ValueError, match=r"ds_config.json"):
@@ -322,7 +320,7 @@ class TestWriting:
         assert path.read_text() == text
 
     @pytest.mark.parametrize("text", [None, "{}", '{"aio": {"queue_depth": -1}, "a": 1}'])
-    def test_a_look_beforehand_changes_nothing(self, path, text):
+    def test_a_check_in_advance_changes_nothing(self, path, text):
         if text is not None:
             path.write_text(text)
         check_aio_file(path)
@@ -330,11 +328,11 @@ class TestWriting:
         assert text is None or path.read_text() == text
         assert write_aio_config(path, BLOCK) == BLOCK
 
-    def test_a_look_beforehand_sees_that_there_is_no_folder(self, tmp_path):
+    def test_a_check_in_advance_finds_a_missing_folder(self, tmp_path):
         with pytest.raises(FileNotFoundError, match="missing"):
             check_aio_file(tmp_path / "missing" / "ds_config.json")
 
-    def test_a_look_beforehand_sees_a_folder_that_takes_no_file(self, path, monkeypatch):
+    def test_a_check_in_advance_finds_an_unwritable_folder(self, path, monkeypatch):
         monkeypatch.setattr(os, "access", lambda name, mode: mode != os.W_OK)
         with pytest.raises(PermissionError, match=str(path.parent)):
             check_aio_file(path)

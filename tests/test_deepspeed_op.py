@@ -28,7 +28,7 @@ OPTIONS = (BLOCK, DEPTH, False, True, False)
 
 
 def failures(caplog):
-    """Return what was logged as an error, and forget it."""
+    """Return the errors that were logged, and clear them."""
     lines = [
         record.getMessage() for record in caplog.records if record.levelno == logging.ERROR
     ]
@@ -41,7 +41,7 @@ class TestHandle:
     def handle_class(self):
         return aio_handle
 
-    def test_what_the_system_refuses_is_minus_one(self, handle, path, caplog, capfd):
+    def test_errors_of_the_system_return_minus_one(self, handle, path, caplog, capfd):
         calls = [
             lambda: handle.read(bytearray(5), path, False),
             lambda: handle.write(b"12345", path / "below", False),
@@ -60,7 +60,9 @@ class TestHandle:
         assert handle.wait() == 0
         assert capfd.readouterr() == ("", "")
 
-    def test_a_read_past_the_end_is_minus_one_of_wait(self, handle, path, caplog, capfd):
+    def test_wait_returns_minus_one_for_a_read_past_the_end(
+        self, handle, path, caplog, capfd
+    ):
         path.write_bytes(bytes(10))
         good, bad = bytearray(10), bytearray(11)
         assert handle.async_pread(bad, path) == handle.async_pread(good, path) == 0
@@ -71,8 +73,8 @@ class TestHandle:
         assert handle.wait() == 0
         assert capfd.readouterr() == ("", "")
 
-    def test_what_goes_well_is_not_printed(self, handle, path, capfd):
-        """Case 16."""
+    def test_success_prints_nothing(self, handle, path, capfd):
+        """DeepSpeed's op prints timings."""
         expected, target = pattern(3 * BLOCK + 1), bytearray(3 * BLOCK + 1)
         assert handle.write(expected, path, True) == 0
         assert handle.read(target, path, True) == 0
@@ -99,31 +101,29 @@ class TestHandle:
             ({"queue_depth": 1_000_000}, "queue_depth is 1000000"),
         ],
     )
-    def test_what_no_handle_can_be_made_of_raises(self, open_handle, options, words):
-        """Cases 10 and 11: DeepSpeed's aborts, stops with SIGFPE, or takes it."""
+    def test_invalid_options_raise(self, open_handle, options, words):
+        """DeepSpeed's op aborts, dies of SIGFPE, or accepts these values."""
         with pytest.raises(ValueError, match=words):
             open_handle(**options)
 
     @pytest.mark.parametrize("name", ["block_size", "queue_depth"])
     def test_none_is_no_number(self, open_handle, name):
-        """For ``nvmeio.aio_handle`` it stands for what the environment says."""
+        """For ``nvmeio.aio_handle`` None means the value of the environment."""
         with pytest.raises(TypeError, match=f"{name} is None; it must be an integer"):
             open_handle(**{name: None})
 
     def test_errors_cannot_be_asked_to_raise(self, open_handle):
-        """``nvmeio.aio_handle`` is the class for that."""
+        """``nvmeio.aio_handle`` is the class that can raise."""
         with pytest.raises(TypeError, match="errors"):
             open_handle(errors="raise")
 
-    def test_the_defaults_are_the_contracts_whatever_the_environment_says(
-        self, open_handle, monkeypatch
-    ):
+    def test_defaults_are_the_contracts_in_any_environment(self, open_handle, monkeypatch):
         monkeypatch.setenv("NVMEIO_BLOCK_SIZE", "4096")
         monkeypatch.setenv("NVMEIO_QUEUE_DEPTH", "3")
         handle = open_handle()
         assert (handle.get_block_size(), handle.get_queue_depth()) == (1 << 20, 128)
 
-    def test_a_pickled_handle_answers_by_statuses_too(self, open_handle, engine, path):
+    def test_a_pickled_handle_returns_statuses_too(self, open_handle, engine, path):
         with pickle.loads(
             pickle.dumps(open_handle(block_size=4096, queue_depth=5))
         ) as handle:
@@ -144,7 +144,7 @@ class TestFunctions:
         assert capfd.readouterr() == ("", "")
 
     @pytest.mark.parametrize("function", [aio_read, aio_write])
-    def test_what_the_system_refuses_is_minus_one(self, function, path, caplog, capfd):
+    def test_errors_of_the_system_return_minus_one(self, function, path, caplog, capfd):
         assert function(bytearray(5), path / "below", *OPTIONS) == -1
         assert last_error().errno in (errno.ENOENT, errno.ENOTDIR)
         assert last_error().filename == str(path / "below")
@@ -152,7 +152,7 @@ class TestFunctions:
         assert capfd.readouterr() == ("", "")
 
     def test_a_file_of_another_size_is_minus_one(self, path, caplog):
-        """Case 15, the other half: a shorter aio_write leaves no tail."""
+        """A shorter aio_write leaves no tail, so the sizes match."""
         assert aio_write(bytes(1000), path, *OPTIONS) == 0
         target = bytearray(b"x" * 10)
         assert aio_read(target, path, *OPTIONS) == -1
@@ -192,7 +192,7 @@ class TestFunctions:
         assert alive() is None
 
     def test_the_copy_copies_every_element_and_returns_0(self, capfd):
-        """Cases 1 to 3."""
+        """DeepSpeed's op copies only the first axis, whole vectors, and floats."""
         source = np.random.default_rng(0).normal(size=(8, 1024))
         target = np.zeros_like(source)
         assert deepspeed_memcpy(target, source) == 0
@@ -201,7 +201,7 @@ class TestFunctions:
 
 
 class TestPinHandle:
-    def test_its_arguments_have_the_names_of_the_contract(self):
+    def test_arguments_of_the_pin_handle_have_the_contracts_names(self):
         handle, example = pin_handle(), np.zeros(1, np.float32)
         tensor = handle.new_cpu_locked_tensor(num_elem=10, example_tensor=example)
         assert (tensor.dtype, tensor.shape) == (np.dtype(np.float32), (10,))
@@ -228,9 +228,9 @@ class TestPinHandle:
         assert handle.free_cpu_locked_tensor_by_ptr(address) is True
         assert handle.free_cpu_locked_tensor_by_ptr(address) is False
         assert not handle.is_pinned(tensor)
-        tensor[:] = 1  # is memory all the same, until its last view has died
+        tensor[:] = 1  # the memory stays valid until its last view has died
 
-    def test_its_memory_is_the_pools(self):
+    def test_pinned_memory_is_the_pools(self):
         before = nvmeio.pool_stats()["bytes_used"]
         tensor = pin_handle().new_cpu_locked_tensor(3 << 20, np.zeros(1, np.int8))
         assert nvmeio.pool_stats()["bytes_used"] >= before + (3 << 20)
@@ -241,11 +241,11 @@ class TestPinHandle:
     @pytest.mark.parametrize(
         ("address", "error"), [("1", TypeError), (True, TypeError), (-1, ValueError)]
     )
-    def test_what_is_no_address_is_refused(self, address, error):
+    def test_an_invalid_address_is_refused(self, address, error):
         with pytest.raises(error, match="address is"):
             pin_handle().free_cpu_locked_tensor_by_ptr(address)
 
-    def test_tensors_of_torch(self):
+    def test_the_pin_handle_makes_tensors_of_torch(self):
         torch = pytest.importorskip("torch")
         handle = pin_handle()
         tensor = handle.new_cpu_locked_tensor(10, torch.zeros(3, dtype=torch.bfloat16))

@@ -1,4 +1,4 @@
-"""One handle that the process shares, and what uses it."""
+"""The handle that the process shares, and the functions that use it."""
 
 import os
 import threading
@@ -18,7 +18,7 @@ def requests():
     return nvmeio.default_handle().stats()["requests"]
 
 
-def test_it_is_always_the_same_one():
+def test_the_default_handle_is_always_the_same_one():
     found = []
     threads = [
         threading.Thread(target=lambda: found.append(nvmeio.default_handle()))
@@ -31,7 +31,7 @@ def test_it_is_always_the_same_one():
     assert {id(handle) for handle in found} == {id(nvmeio.default_handle())}
 
 
-def test_one_that_was_closed_gives_way_to_another(tmp_path):
+def test_a_closed_default_handle_is_replaced(tmp_path):
     first = nvmeio.default_handle()
     with first:
         pass
@@ -41,7 +41,7 @@ def test_one_that_was_closed_gives_way_to_another(tmp_path):
     assert nvmeio.default_handle() is second
 
 
-def test_it_reads_environment_and_profile_when_it_is_first_asked_for(tmp_path):
+def test_environment_and_profile_are_read_at_the_first_use(tmp_path):
     report = run_child("default_handle_once", folder=str(tmp_path)).report
     assert report.pop("another") == 16384
     assert report == {
@@ -53,7 +53,7 @@ def test_it_reads_environment_and_profile_when_it_is_first_asked_for(tmp_path):
     }
 
 
-def test_a_forked_child_has_it_too(tmp_path):
+def test_a_forked_child_has_a_default_handle(tmp_path):
     nvmeio.write_file(pattern(100), tmp_path / "file")
 
     def read():
@@ -81,7 +81,7 @@ USERS = {
 
 
 @pytest.mark.parametrize("use", USERS)
-def test_what_needs_no_handle_shares_it(tmp_path, use):
+def test_functions_without_a_handle_share_the_default_one(tmp_path, use):
     path = tmp_path / "array.npy"
     np.save(path, np.arange(1000))
     tasks = len(os.listdir("/proc/self/task"))
@@ -92,7 +92,7 @@ def test_what_needs_no_handle_shares_it(tmp_path, use):
     assert len(os.listdir("/proc/self/task")) <= max(began, tasks)
 
 
-def test_a_file_array_that_closes_leaves_it_open(tmp_path):
+def test_closing_an_array_leaves_the_default_handle_open(tmp_path):
     path = tmp_path / "array.npy"
     np.save(path, np.arange(1000))
     with nvmeio.ArrayFile(path) as array:

@@ -1,4 +1,4 @@
-"""The demo runs, tells when bytes differ, and leaves nothing behind."""
+"""The demo runs, reports different bytes, and leaves nothing behind."""
 
 import importlib.util
 import os
@@ -22,7 +22,7 @@ SIZE = (5 << 20) + 1
 
 @pytest.fixture
 def demo():
-    """The demo as a module, for faults to be put into."""
+    """The demo as a module, so that tests can inject faults."""
     spec = importlib.util.spec_from_file_location("demo", DEMO)
     module = importlib.util.module_from_spec(spec)
     sys.modules["demo"] = module
@@ -48,7 +48,7 @@ def start(folder, size):
     )
 
 
-def test_the_demo_shows_that_all_came_back(tmp_path):
+def test_the_demo_verifies_that_every_byte_came_back(tmp_path):
     process = start(tmp_path, SIZE)
     printed, errors = process.communicate()
     assert process.returncode == 0, printed + errors
@@ -85,7 +85,7 @@ def test_a_signal_leaves_nothing_behind(tmp_path, number, status):
     assert os.listdir(tmp_path) == []
 
 
-def test_a_byte_that_differs_is_told(demo, tmp_path, capsys, monkeypatch):
+def test_a_different_byte_is_reported(demo, tmp_path, capsys, monkeypatch):
     read = demo.read_with_nvmeio
 
     def read_wrongly(path, into):
@@ -99,7 +99,7 @@ def test_a_byte_that_differs_is_told(demo, tmp_path, capsys, monkeypatch):
     assert "NOT bit-identical" not in printed
 
 
-def test_a_state_that_differs_is_told(demo, tmp_path, capsys, monkeypatch):
+def test_a_different_state_is_reported(demo, tmp_path, capsys, monkeypatch):
     swap_in = demo.SwappedState.swap_in
 
     def swap_in_wrongly(state):
@@ -113,6 +113,6 @@ def test_a_state_that_differs_is_told(demo, tmp_path, capsys, monkeypatch):
     assert "NOT bit-identical" in printed
 
 
-def test_a_folder_that_does_not_exist_is_told(demo, tmp_path, capsys):
+def test_a_missing_folder_is_reported(demo, tmp_path, capsys):
     assert demo.main([str(tmp_path / "missing")]) == 1
     assert "No such file or directory" in capsys.readouterr().err

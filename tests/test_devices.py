@@ -1,4 +1,4 @@
-"""What a path lies on, on real mounts and by made-up folders of sysfs."""
+"""The device of a path, on real mounts and with simulated folders of sysfs."""
 
 import contextlib
 import os
@@ -16,9 +16,10 @@ MODEL, SERIAL, WWID = "Some Drive 9", "S123", "eui.0025385c"
 
 @pytest.fixture
 def sysfs(tmp_path):
-    """A function (name, files, below) that makes tmp_path lie on a device; returns sysfs.
+    """A function (name, files, below) that puts tmp_path on a device; returns sysfs.
 
-    ``below`` names a folder in the device's, to which the file system's number leads.
+    ``below`` names a folder in the device's folder, such as a partition; the file system's
+    device number leads there.
     """
     top = tmp_path / "sys"
 
@@ -76,9 +77,7 @@ IDENTITIES = {
 
 
 @pytest.mark.parametrize(("files", "identity"), IDENTITIES.values(), ids=IDENTITIES)
-def test_a_device_is_called_by_the_surest_that_it_says_of_itself(
-    sysfs, tmp_path, files, identity
-):
+def test_a_device_is_named_by_its_most_reliable_identity(sysfs, tmp_path, files, identity):
     device = device_of(tmp_path, sys=sysfs("disk0", files))
     assert (device.block, device.identity) == ("disk0", identity)
     assert device.sysfs == tmp_path / "sys" / "devices" / "block" / "disk0"
@@ -91,7 +90,7 @@ def test_a_partition_belongs_to_its_device(sysfs, tmp_path):
     assert device.sysfs.name == "disk0"
 
 
-def test_an_identity_is_fit_for_the_name_of_a_file(sysfs, tmp_path):
+def test_an_identity_is_a_valid_file_name(sysfs, tmp_path):
     top = sysfs("disk0", {"wwid": "../\u00e9%" + "x" * 300})
     first = device_of(tmp_path, sys=top).identity
     (tmp_path / f"{first}.json").touch()
@@ -116,7 +115,7 @@ def test_tmpfs_has_no_device(tmpfs):
     assert str(device) == "tmpfs at /dev/shm"
 
 
-def test_what_does_not_exist_lies_where_the_nearest_folder_lies(tmp_path, tmpfs):
+def test_a_missing_path_is_on_the_device_of_its_nearest_folder(tmp_path, tmpfs):
     (tmp_path / "file").touch()
     (tmp_path / "dangling").symlink_to(tmpfs / "a" / "b")
     here = device_of(tmp_path)
@@ -127,14 +126,14 @@ def test_what_does_not_exist_lies_where_the_nearest_folder_lies(tmp_path, tmpfs)
     assert device_of(tmp_path / "dangling") == device_of(tmpfs) != here
 
 
-def test_a_relative_path_counts_from_the_current_folder(tmp_path, tmpfs, monkeypatch):
+def test_a_relative_path_starts_at_the_current_folder(tmp_path, tmpfs, monkeypatch):
     monkeypatch.chdir(tmpfs)
     for path in (".", "", "a/b", "../nvmeio-none"):
         assert device_of(path).mount_point == "/dev/shm"
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a file system")
-def test_without_proc_the_mount_is_unknown_and_the_device_is_not(tmp_path):
+def test_without_proc_only_the_mount_is_unknown(tmp_path):
     words = "from nvmeio._config.devices import device_of as d; print(d('.').block, d('.'))"
     hidden = 'mount -t tmpfs none /proc && exec "$@"'
     command = ["unshare", "-m", "sh", "-c", hidden, "sh", sys.executable, "-c", words]
@@ -150,14 +149,14 @@ def test_a_link_in_a_circle_is_an_error(tmp_path):
     assert caught.value.filename == str(tmp_path / "loop")
 
 
-def test_names_of_mounts_may_have_spaces_and_any_letters(mounted, tmp_path):
+def test_mount_points_may_have_any_characters(mounted, tmp_path):
     folder = mounted("its source", tmp_path / "a b\\c\u00e9")
     device = device_of(folder / "x")
     assert (device.mount_point, device.source) == (str(folder), "its source")
     assert device.identity == "tmpfs-its_source"
 
 
-def test_of_mounts_that_hide_others_the_uppermost_counts(mounted, tmp_path):
+def test_of_stacked_mounts_the_topmost_counts(mounted, tmp_path):
     hidden = tmp_path / "folder" / "deep"
     hidden.parent.mkdir()
     mounted("deep", hidden)
@@ -168,7 +167,7 @@ def test_of_mounts_that_hide_others_the_uppermost_counts(mounted, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["ext4", "xfs", "btrfs"])
-def test_a_file_system_lies_on_its_device(loop_mount, kind):
+def test_a_file_system_is_on_its_device(loop_mount, kind):
     folder = loop_mount(kind, 512 << 20)
     device = device_of(folder / "x" / "y")
     assert (device.mount_point, device.file_system) == (str(folder), kind)

@@ -1,6 +1,6 @@
-"""The pages for users say what is so: all that they show is carried out, or listed.
+"""The pages for users are right: everything that they show is run, or listed.
 
-What is listed stands in unrun.py, with the reason, and is checked as far as that goes.
+The list is unrun.py, with the reasons; its commands are checked as far as possible.
 """
 
 import configparser
@@ -33,7 +33,7 @@ COMMANDS = [
     if block.is_shell
     for command in commands_of(block)
 ]
-# What compiles on the way.
+# Pages that compile something.
 PACKAGING = {"docs/embedding.md"}
 LINKED = [
     *PAGES,
@@ -54,7 +54,7 @@ PARSERS = {
 
 
 def pages_that_do_something():
-    """Return the pages that have something to be carried out, as parameters."""
+    """Return the pages that have something to run, as parameters."""
     return [
         pytest.param(page, marks=[pytest.mark.packaging] if page in PACKAGING else [])
         for page in PAGES
@@ -70,7 +70,7 @@ def test_what_a_page_shows_can_be_done_from_top_to_bottom(page, tmp_path):
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_what_is_run_on_one_page_alone_is_run_there():
+def test_a_command_that_runs_on_one_page_runs_there():
     for words, page in RUN_ONCE.items():
         assert words in [
             command.words
@@ -81,7 +81,7 @@ def test_what_is_run_on_one_page_alone_is_run_there():
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=lambda block: f"{block.page}:{block.line}")
-def test_every_block_is_carried_out_or_listed(block):
+def test_every_block_is_run_or_listed(block):
     first_line = block.text.partition("\n")[0]
     is_code = block.language == "python" and block.info in ("", "deepspeed")
     kinds = [block.is_file, block.is_shell, is_code, first_line in DRAWINGS]
@@ -99,34 +99,34 @@ def test_a_file_on_a_page_can_be_read_and_is_used_there(block):
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_a_command_in_a_sentence_is_one_that_a_block_runs_or_its_beginning(page):
+def test_a_command_in_a_sentence_is_run_by_a_block(page):
     run = [f"{command.words} " for _, command in COMMANDS if command.words not in UNRUN]
     for command in inline_commands_of(page):
         assert any(known.startswith(f"{command} ") for known in run), command
 
 
 @pytest.mark.parametrize("command", UNRUN)
-def test_a_command_that_is_not_run_is_right_as_far_as_can_be_told(command):
+def test_the_syntax_of_commands_that_are_not_run_is_right(command):
     pages = {page for page, found in COMMANDS if found.words == command}
     assert pages, "it is on no page"
     assert UNRUN[command].reason
     UNRUN[command].check(command, "".join(map(read_page, pages)))
 
 
-def test_what_is_listed_as_a_drawing_is_one():
+def test_blocks_listed_as_drawings_are_drawings():
     shown = [block.text.partition("\n")[0] for block in BLOCKS]
     assert [line for line in DRAWINGS if shown.count(line) != 1] == []
 
 
 def anchors_of(path):
-    """Return the anchors that headings get, as GitHub makes them."""
+    """Return the anchors of headings, as GitHub makes them."""
     text = FENCED.sub("", path.read_text(encoding="utf-8"))
     headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}
 
 
 @pytest.mark.parametrize("page", LINKED)
-def test_links_lead_to_files_and_headings_that_there_are(page):
+def test_links_lead_to_existing_files_and_headings(page):
     text = FENCED.sub("", read_page(page))
     for target in re.findall(r"\]\((?!https?:)([^)]+)\)", text):
         name, _, anchor = target.partition("#")
@@ -152,25 +152,25 @@ def test_the_stress_test_that_is_replayed_exists():
 
 
 def variables_of(text):
-    """Return the variables of the environment that a source names or asks for."""
+    """Return the environment variables that a source file names or reads."""
     named = re.findall(r"\b(NVMEIO_[A-Z_]*[A-Z])\b", text)
     asked = re.findall(r"environ(?:\.get\(|\[)\s*\"(\w+)\"", text)
     return {*named, *asked}
 
 
-def test_the_table_of_variables_has_what_the_sources_read_and_nothing_else():
+def test_the_table_of_variables_has_exactly_those_that_the_sources_read():
     patterns = ("setup.py", "src/**/*.py", "src/**/*.pyx", "src/**/*.pth")
     sources = [path for pattern in patterns for path in ROOT.glob(pattern)]
     headers = [*ROOT.glob("include/**/*.h"), *ROOT.glob("src/libnvmeio/*.[ch]")]
     names_of_c = set().union(*(variables_of(path.read_text()) for path in headers))
-    # Constants of C are no variables, though Cython code names them.
+    # Constants of C, which Cython code names too, are no variables.
     read = set().union(*(variables_of(path.read_text()) for path in sources)) - names_of_c
     page = read_page("docs/environment.md")
     rows = re.findall(r"^\| (`[A-Z_`, ]+`) \|", page, re.MULTILINE)
     told = [name for row in rows for name in re.findall(r"`(\w+)`", row)]
     for path in headers:
         read |= set(re.findall(r'\bgetenv\("(\w+)"\)', path.read_text()))
-    # Of these the command line asks what terminal and what container it is in.
+    # The command line reads these to learn about its terminal and container.
     assert sorted(told) == sorted(read - {"TERM", "KUBERNETES_SERVICE_HOST", "container"})
 
 

@@ -1,4 +1,4 @@
-"""docs/troubleshooting.md says how containers come to io_uring: its profiles, applied."""
+"""The seccomp profiles of docs/troubleshooting.md allow io_uring in containers."""
 
 import json
 import subprocess
@@ -16,13 +16,13 @@ SAMPLES = pytest.mark.parametrize("sample", [docker_profile, container_report])
 
 
 def profile_in(sample):
-    """Return the profile that a sample has in it."""
+    """Return the profile in a sample."""
     found = json.loads(sample)
     return found["info"]["runtimeSpec"]["linux"]["seccomp"] if "info" in found else found
 
 
 def allowing(sample):
-    """Return what the program of the page makes of a sample."""
+    """Return the profile that the page's program makes of a sample."""
     done = subprocess.run(
         [sys.executable, "-c", file_of(PAGE, "allow_io_uring.py")],
         input=sample,
@@ -34,7 +34,7 @@ def allowing(sample):
 
 
 def report_under(profile, folder):
-    """Return what a process says that has to live with a profile."""
+    """Return the report of a process that runs under a profile."""
     skip_under_asan("makes system calls of its own")
     program = program_of(profile)
     return run_child("container", folder=str(folder), program=program).report

@@ -1,4 +1,4 @@
-"""Every public name has an example, and what it shows is so."""
+"""Every public name has an example, which runs."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""nvmeio.checkpoint.drain: folders that are copied elsewhere, and copies of steps."""
+"""nvmeio.checkpoint.drain: copying folders elsewhere, and copies of steps."""
 
 import errno
 import json
@@ -31,7 +31,7 @@ FILES = {
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch):
-    """Nobody waits between two tries."""
+    """Drains do not pause between attempts."""
     monkeypatch.setattr(_draining, "PAUSE_S", 0)
 
 
@@ -48,7 +48,7 @@ def source(tmp_path):
 
 @pytest.fixture(params=["disk", "other file system", "file URL", "memory URL"])
 def target(request, tmp_path):
-    """Where to, and what reads a file there, or None."""
+    """The target, and a function that reads a file there, or returns None."""
     if request.param == "memory URL":
         system = fsspec.filesystem("memory")
         system.store.clear()
@@ -79,7 +79,7 @@ def target(request, tmp_path):
 
 
 class Watched:
-    """A place that notes what is done there, and fails as it is told."""
+    """A place that records the calls, and fails as told."""
 
     def __init__(self, place):
         self.place, self.done, self.failures = place, [], {}
@@ -112,18 +112,18 @@ def watched(monkeypatch):
     return made
 
 
-def test_what_is_drained_is_there(source, target):
+def test_a_drained_folder_is_copied(source, target):
     where, content = target
     assert drain(source, where).result() == sum(map(len, FILES.values()))
     assert content() == FILES
-    # Again, over what is there; one file has changed and one is new.
+    # Drain again over the copy; one file has changed and one is new.
     (source / "empty").write_bytes(b"no more")
     (source / "new").write_bytes(b"new")
     drain(source, where).result()
     assert content() == {**FILES, "empty": b"no more", "new": b"new"}
 
 
-def test_the_last_files_come_last_and_what_is_there_is_not_copied_again(
+def test_last_files_are_copied_last_and_unchanged_files_not_again(
     source, tmp_path, watched
 ):
     last = ("one", "__1*", ".metadata")
@@ -138,7 +138,7 @@ def test_the_last_files_come_last_and_what_is_there_is_not_copied_again(
     assert (tmp_path / "target" / "__1_0.distcp").read_bytes() == FILES["__1_0.distcp"]
 
 
-def test_an_error_that_passes_is_tried_again(source, tmp_path, watched):
+def test_a_passing_error_is_retried(source, tmp_path, watched):
     future = drain_with(
         source, tmp_path, watched, {"empty": [OSError(errno.EIO, "no")] * 3}
     )
@@ -158,7 +158,7 @@ def test_an_error_that_passes_is_tried_again(source, tmp_path, watched):
         (PermissionError("of a store"), 1),
     ],
 )
-def test_an_error_that_stays_is_told_and_the_last_files_do_not_come(
+def test_a_lasting_error_is_raised_and_the_last_files_are_not_copied(
     source, tmp_path, watched, error, tries
 ):
     future = drain_with(source, tmp_path, watched, {"__0_0.distcp": [error] * 9})
@@ -172,7 +172,7 @@ def test_an_error_that_stays_is_told_and_the_last_files_do_not_come(
 
 
 def drain_with(source, tmp_path, watched, failures):
-    """Drain to a place that is given failures before it begins."""
+    """Drain to a place with the given failures."""
     inner = _draining.place_of
 
     def watch(target):
@@ -187,7 +187,7 @@ def drain_with(source, tmp_path, watched, failures):
         _draining.place_of = inner
 
 
-def test_what_was_not_written_right_is_written_again(source, tmp_path, monkeypatch):
+def test_a_wrong_copy_is_written_again(source, tmp_path, monkeypatch):
     spoiled = []
     finish = _places._FolderWriter.finish
 
@@ -212,14 +212,14 @@ def test_what_was_not_written_right_is_written_again(source, tmp_path, monkeypat
     assert "__0_0.distcp" not in os.listdir(tmp_path / "target")
 
 
-def test_a_target_that_fills_up(source, tmp_path):
+def test_a_full_target_is_an_error(source, tmp_path):
     if os.geteuid() != 0:
         pytest.skip("mounts need root")
     folder = tmp_path / "small"
     folder.mkdir()
     run_tool("mount", "-t", "tmpfs", "-o", "size=6M", "none", folder)
     try:
-        # Whichever of the files has found no room first.
+        # Any of the files may be the first without space.
         words = r"while it is drained\): .*bytes\) are needed, and \d+ are free"
         with pytest.raises(OSError, match=words) as told:
             drain(source, folder / "run").result()
@@ -230,7 +230,7 @@ def test_a_target_that_fills_up(source, tmp_path):
         unmount(folder)
 
 
-def test_a_target_that_dies_half_way(source, tmp_path):
+def test_a_target_that_fails_halfway_is_an_error_and_can_be_resumed(source, tmp_path):
     if refusal := fuse_refusal():
         pytest.skip(f"there is no FUSE here: {refusal}")
     folder = tmp_path / "mount"
@@ -245,19 +245,19 @@ def test_a_target_that_dies_half_way(source, tmp_path):
             assert not future.done()
         server.kill()
         told = future.exception()
-        # It imports fuse, which is not everywhere.
+        # It imports fuse, which may not be installed.
         from faultyfs import unmount_lazily
 
         unmount_lazily(folder)
     assert told.errno in (errno.ENOTCONN, errno.ECONNABORTED, errno.EIO)
     assert str(folder) in told.filename
-    # Once it is there again, it is copied.
+    # After the target is back, the drain succeeds.
     drain(source, folder / "run").result()
     assert (folder / "run/__0_0.distcp").read_bytes() == FILES["__0_0.distcp"]
     assert (folder / "run/.metadata").exists()
 
 
-def test_a_slow_target_holds_nobody_up_and_can_be_given_up(source, tmp_path, watched):
+def test_a_slow_target_delays_nobody_and_can_be_cancelled(source, tmp_path, watched):
     inner = _draining.place_of
 
     def held(target):
@@ -282,9 +282,7 @@ def test_a_slow_target_holds_nobody_up_and_can_be_given_up(source, tmp_path, wat
     assert not [n for n in os.listdir(tmp_path / "target") if n.endswith("-part")]
 
 
-def test_a_process_that_is_killed_half_way_is_followed_by_one_that_goes_on(
-    source, tmp_path, watched
-):
+def test_a_drain_resumes_after_its_process_was_killed(source, tmp_path, watched):
     target = tmp_path / "target"
     child = Child("drain_and_die", source=str(source), target=str(target))
     child.process.wait()
@@ -299,7 +297,7 @@ def test_a_process_that_is_killed_half_way_is_followed_by_one_that_goes_on(
     assert (target / "__0_0.distcp").read_bytes() == FILES["__0_0.distcp"]
 
 
-def test_no_more_bytes_a_second_than_are_wanted(monkeypatch):
+def test_the_bandwidth_is_limited(monkeypatch):
     now = [100.0]
     monkeypatch.setattr(_draining.time, "monotonic", lambda: now[0])
     pace = _draining._Pace(1000)
@@ -309,7 +307,7 @@ def test_no_more_bytes_a_second_than_are_wanted(monkeypatch):
     assert _draining._Pace(None).delay(1 << 40) == 0
 
 
-def test_a_source_that_changes_is_told(source, tmp_path, watched):
+def test_a_source_that_changes_is_an_error(source, tmp_path, watched):
     def change():
         (source / "__0_0.distcp").write_bytes(pattern(9_000_001, 3))
         return ValueError("and once more")
@@ -358,7 +356,7 @@ def test_wrong_arguments_are_refused(source, tmp_path, options, kind, words):
     assert not (tmp_path / "target").exists()
 
 
-def test_what_cannot_be_drained_is_refused(source, tmp_path):
+def test_impossible_drains_are_refused(source, tmp_path):
     with pytest.raises(ValueError, match="is within"):
         drain(source, source / "below" / "target")
     with pytest.raises(ValueError, match="is source and target"):
@@ -387,7 +385,7 @@ def same(found, seed):
 
 @pytest.fixture(params=["folder", "memory URL"])
 def far(request, tmp_path):
-    """Where steps are drained to."""
+    """The target of the drained steps."""
     fsspec.filesystem("memory").store.clear()
     yield tmp_path / "far" if request.param == "folder" else "memory://far/run"
     fsspec.filesystem("memory").store.clear()
@@ -400,7 +398,7 @@ def names_in(far):
 
 
 @pytest.mark.parametrize("way", ["save", "save_async"])
-def test_each_step_is_drained_and_kept_as_here(tmp_path, far, way):
+def test_each_step_is_drained_and_pruned_as_in_the_root(tmp_path, far, way):
     with Checkpointer(tmp_path / "near", keep=2, keep_every=10, drain_to=far) as saver:
         for step in (9, 10, 11, 12):
             made = getattr(saver, way)(step, state_of(step))
@@ -410,7 +408,7 @@ def test_each_step_is_drained_and_kept_as_here(tmp_path, far, way):
     assert names_in(far) == ["step-10", "step-11", "step-12"]
 
 
-def test_what_is_gone_here_is_read_from_the_copy(tmp_path, far):
+def test_missing_steps_are_read_from_their_copies(tmp_path, far):
     with Checkpointer(tmp_path / "near", drain_to=far) as saver:
         saver.save(1, state_of(1), {"said": "one"})
         saver.drained.result()
@@ -426,11 +424,11 @@ def test_what_is_gone_here_is_read_from_the_copy(tmp_path, far):
         other.restore(3)
     into = {"a": np.zeros(300_000, int), "seed": 0}
     assert other.restore(1, into=into)["a"] is into["a"]
-    # What came from far away was put there for a while.
+    # The restored copy was put there temporarily.
     assert not [*tmp_path.glob("new machine/*")]
 
 
-def test_what_is_damaged_here_is_read_from_the_copy(tmp_path, far):
+def test_damaged_steps_are_read_from_their_copies(tmp_path, far):
     near = tmp_path / "near"
     with Checkpointer(near, drain_to=far, verify="checksum") as saver:
         saver.save(1, state_of(1))
@@ -447,7 +445,7 @@ def test_what_is_damaged_here_is_read_from_the_copy(tmp_path, far):
             assert same(saver.restore(2), 2)
 
 
-def test_a_step_that_is_saved_anew_is_drained_anew(tmp_path, far):
+def test_a_step_that_is_saved_again_is_drained_again(tmp_path, far):
     with Checkpointer(tmp_path / "near", drain_to=far) as saver:
         for seed in (1, 2):
             saver.save(5, state_of(seed))
@@ -455,7 +453,7 @@ def test_a_step_that_is_saved_anew_is_drained_anew(tmp_path, far):
     assert same(Checkpointer(tmp_path / "other", drain_to=far).restore(), 2)
 
 
-def test_a_copy_that_was_not_replaced_wholly_is_none(tmp_path, monkeypatch, far):
+def test_a_partly_replaced_copy_does_not_count(tmp_path, monkeypatch, far):
     saver = Checkpointer(tmp_path / "near", drain_to=far)
     saver.save(5, state_of(1))
     saver.drained.result()
@@ -479,7 +477,7 @@ def test_a_copy_that_was_not_replaced_wholly_is_none(tmp_path, monkeypatch, far)
         other.restore()
 
 
-def test_a_drain_that_fails_is_told_and_saving_goes_on(tmp_path, caplog):
+def test_a_failed_drain_is_reported_and_saving_goes_on(tmp_path, caplog):
     far = tmp_path / "far"
     far.write_bytes(b"no folder")
     caplog.set_level(logging.ERROR, "nvmeio")
@@ -494,7 +492,7 @@ def test_a_drain_that_fails_is_told_and_saving_goes_on(tmp_path, caplog):
     assert same(Checkpointer(tmp_path / "near").restore(), 2)
 
 
-def test_copies_that_cannot_be_seen_are_in_nobodys_way(tmp_path, monkeypatch, caplog):
+def test_unreachable_copies_do_not_disturb_local_steps(tmp_path, monkeypatch, caplog):
     with Checkpointer(tmp_path / "near", drain_to=tmp_path / "far") as saver:
         saver.save(1, state_of(1))
         saver.drained.result()
@@ -525,7 +523,7 @@ def test_a_step_that_waits_gives_way_to_a_newer_one(tmp_path, monkeypatch):
         second = saver.drained
         saver.save(3, state_of(3))
         assert second.cancelled()
-        # It is read, and so is not removed.
+        # It is being read, so it is not removed.
         assert sorted(saver.root.iterdir())[0].name in {".nvmeio-lock", "step-1"}
         assert (saver.root / "step-1").exists()
         go_on.set()
@@ -536,7 +534,7 @@ def test_a_step_that_waits_gives_way_to_a_newer_one(tmp_path, monkeypatch):
     assert manifest["step"] == 3
 
 
-# What reviewers have found.
+# Defects that reviews found.
 
 
 def test_brackets_in_a_name_are_no_pattern(source):
@@ -555,7 +553,7 @@ def test_brackets_in_a_name_are_no_pattern(source):
     system.store.clear()
 
 
-def test_a_copy_that_is_alone_and_damaged_is_told(tmp_path):
+def test_a_damaged_only_copy_is_reported(tmp_path):
     far = tmp_path / "far"
     with Checkpointer(tmp_path / "near", drain_to=far) as saver:
         for step in (1, 2):
@@ -569,7 +567,7 @@ def test_a_copy_that_is_alone_and_damaged_is_told(tmp_path):
         other.restore(2)
 
 
-def test_a_step_that_is_damaged_here_and_there_says_both(tmp_path, far):
+def test_the_error_names_a_damaged_step_and_its_damaged_copy(tmp_path, far):
     with Checkpointer(tmp_path / "near", drain_to=far) as saver:
         for step in (1, 2):
             saver.save(step, state_of(step))
@@ -587,7 +585,7 @@ def test_a_step_that_is_damaged_here_and_there_says_both(tmp_path, far):
             assert same(saver.restore(), 1)
 
 
-def test_what_was_saved_beside_a_state_is_read_alone(tmp_path, monkeypatch):
+def test_metadata_is_read_without_the_tensors(tmp_path, monkeypatch):
     with Checkpointer(tmp_path / "near", drain_to="memory://beside") as saver:
         saver.save(1, state_of(1), {"said": "one"})
     read = []
@@ -604,7 +602,7 @@ def test_what_was_saved_beside_a_state_is_read_alone(tmp_path, monkeypatch):
     fsspec.filesystem("memory").store.clear()
 
 
-def test_a_copy_stays_while_it_is_read(tmp_path):
+def test_a_copy_that_is_being_read_is_kept(tmp_path):
     far = tmp_path / "far"
     with Checkpointer(tmp_path / "near", keep=1, drain_to=far) as saver:
         saver.save(1, state_of(1))
@@ -617,7 +615,7 @@ def test_a_copy_stays_while_it_is_read(tmp_path):
     assert names_in(far) == ["step-3"]
 
 
-def test_a_step_that_is_removed_stays_away(tmp_path, far):
+def test_a_removed_step_does_not_come_back(tmp_path, far):
     with Checkpointer(tmp_path / "near", keep=2, drain_to=far) as saver:
         for step in (100, 200, 300):
             saver.save(step, state_of(step))
@@ -637,7 +635,7 @@ def test_a_step_that_is_removed_stays_away(tmp_path, far):
     other.close()
 
 
-def test_what_is_replaced_is_not_said_to_be_complete(source, tmp_path, watched):
+def test_a_partly_replaced_copy_has_no_manifest(source, tmp_path, watched):
     target = tmp_path / "target"
     drain(source, target).result()
     (source / "__0_0.distcp").write_bytes(pattern(9_000_001, 8))
@@ -645,7 +643,7 @@ def test_what_is_replaced_is_not_said_to_be_complete(source, tmp_path, watched):
     failures = {"__1_0.distcp": [OSError(errno.ENOSPC, "no room")]}
     assert drain_with(source, tmp_path, watched, failures).exception()
     assert ".metadata" not in os.listdir(target)
-    # New files beside the old ones leave those complete.
+    # A new file beside the old ones leaves the copy complete.
     drain(source, target).result()
     (source / "new").write_bytes(b"x")
     failures = {"new": [OSError(errno.ENOSPC, "no room")]}
@@ -653,7 +651,7 @@ def test_what_is_replaced_is_not_said_to_be_complete(source, tmp_path, watched):
     assert (target / ".metadata").read_bytes() == FILES[".metadata"]
 
 
-def test_a_step_that_is_replaced_amid_its_drain(tmp_path, monkeypatch):
+def test_a_step_is_replaced_during_its_drain(tmp_path, monkeypatch):
     far, near = tmp_path / "far", tmp_path / "near"
     begun, go_on = threading.Event(), threading.Event()
     writing = _places._Folder.writing
@@ -683,10 +681,10 @@ def test_a_step_that_is_replaced_amid_its_drain(tmp_path, monkeypatch):
     assert same(Checkpointer(tmp_path / "other", drain_to=far).restore(), 2)
 
 
-def test_an_object_that_is_not_right_keeps_no_name(source, monkeypatch):
+def test_a_wrong_object_is_deleted(source, monkeypatch):
     system = fsspec.filesystem("memory")
     system.store.clear()
-    # As a store, which gives an object its name when it is complete.
+    # As in an object store, where an object appears when it is complete.
     monkeypatch.setattr(_places, "_RENAMING", set())
     finish = _places._RemoteWriter.finish
 
@@ -702,7 +700,7 @@ def test_an_object_that_is_not_right_keeps_no_name(source, monkeypatch):
     system.store.clear()
 
 
-def test_a_target_that_does_not_answer_is_in_nobodys_way(tmp_path, monkeypatch):
+def test_an_unreachable_target_does_not_disturb_saving(tmp_path, monkeypatch):
     near = tmp_path / "near"
     with Checkpointer(near) as saver:
         saver.save(1, state_of(1))
@@ -719,7 +717,7 @@ def test_a_target_that_does_not_answer_is_in_nobodys_way(tmp_path, monkeypatch):
         saver.close()
 
 
-def test_a_slow_drain_ends_when_it_is_given_up(source, tmp_path):
+def test_a_slow_drain_ends_when_it_is_cancelled(source, tmp_path):
     future = drain(source, tmp_path / "target", bandwidth=1.0)
     assert future.cancel()
     for thread in threading.enumerate():
@@ -728,7 +726,7 @@ def test_a_slow_drain_ends_when_it_is_given_up(source, tmp_path):
     assert not [n for n in os.listdir(tmp_path / "target") if n.endswith("-part")]
 
 
-def test_what_a_drain_that_died_has_left_goes(tmp_path):
+def test_leftovers_of_a_dead_drain_are_removed(tmp_path):
     far = tmp_path / "far"
     (far / "step-10").mkdir(parents=True)
     (far / "step-10" / ".tensors.safetensors.01234567.nvmeio-part").write_bytes(b"x")
@@ -737,7 +735,7 @@ def test_what_a_drain_that_died_has_left_goes(tmp_path):
     assert names_in(far) == ["step-20"]
 
 
-def test_what_a_drain_that_died_has_left_of_a_long_name_goes(source, tmp_path):
+def test_leftovers_with_long_names_are_removed(source, tmp_path):
     (source / ("n" * 250)).write_bytes(b"x")
     target = tmp_path / "target"
     target.mkdir()
@@ -749,7 +747,7 @@ def test_what_a_drain_that_died_has_left_of_a_long_name_goes(source, tmp_path):
     ]
 
 
-def test_a_target_that_is_no_folder_is_told_at_once(source, tmp_path, monkeypatch):
+def test_a_target_that_is_no_folder_fails_without_retries(source, tmp_path, monkeypatch):
     monkeypatch.setattr(_draining, "PAUSE_S", 1000)
     (tmp_path / "file").touch()
     with pytest.raises(NotADirectoryError, match="while it is drained") as told:
@@ -757,7 +755,7 @@ def test_a_target_that_is_no_folder_is_told_at_once(source, tmp_path, monkeypatc
     assert told.value.filename == str(tmp_path / "file")
 
 
-def test_a_folder_goes_by_its_whole_path(tmp_path, monkeypatch):
+def test_folders_are_compared_by_their_whole_paths(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     saver = Checkpointer("near", drain_to="far")
     monkeypatch.chdir("/")
@@ -778,9 +776,9 @@ def test_a_link_to_the_source_is_no_copy(source, tmp_path):
         drain(tmp_path / "link", source / "below" / "target")
 
 
-def test_a_file_that_changes_once_it_is_copied_is_told(source, tmp_path, watched):
+def test_a_file_that_changes_after_it_was_copied_is_an_error(source, tmp_path, watched):
     class Changing(list):
-        """A failure of another file, before which one that was copied changes."""
+        """Failures that change a copied file before another file fails."""
 
         def pop(self, _):
             while not (tmp_path / "target" / "__1_0.distcp").exists():
@@ -797,9 +795,7 @@ def test_a_file_that_changes_once_it_is_copied_is_told(source, tmp_path, watched
     assert ".metadata" not in os.listdir(tmp_path / "target")
 
 
-def test_a_last_file_that_was_replaced_before_it_was_copied_is_told(
-    source, tmp_path, watched
-):
+def test_a_last_file_replaced_before_its_copy_is_an_error(source, tmp_path, watched):
     inner = _draining.place_of
 
     def held(target):
@@ -811,7 +807,7 @@ def test_a_last_file_that_was_replaced_before_it_was_copied_is_told(
     future = drain(source, tmp_path / "target")
     _draining.place_of = inner
     watched[0].reached.wait()
-    # A save to the same folder: other shards, which are not drained.
+    # A second save to the same folder writes other shards, which are not drained.
     (source / "new").write_bytes(FILES[".metadata"][::-1])
     os.replace(source / "new", source / ".metadata")
     watched[0].held.set()
@@ -820,7 +816,7 @@ def test_a_last_file_that_was_replaced_before_it_was_copied_is_told(
     assert ".metadata" not in os.listdir(tmp_path / "target")
 
 
-def test_a_source_that_changes_amid_the_last_file_leaves_nothing_complete(
+def test_a_source_that_changes_during_the_last_file_leaves_no_complete_copy(
     source, tmp_path, monkeypatch
 ):
     commit = _places._FolderWriter.commit
@@ -836,7 +832,7 @@ def test_a_source_that_changes_amid_the_last_file_leaves_nothing_complete(
     assert ".metadata" not in os.listdir(tmp_path / "target")
 
 
-def test_a_step_that_is_removed_amid_its_drain(tmp_path, monkeypatch):
+def test_a_step_is_removed_during_its_drain(tmp_path, monkeypatch):
     begun, go_on = threading.Event(), threading.Event()
     writing = _places._Folder.writing
 

@@ -1,4 +1,4 @@
-"""The examples do what they say, and leave nothing behind."""
+"""The examples run, report right results, and leave nothing behind."""
 
 import argparse
 import contextlib
@@ -24,7 +24,7 @@ EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 
 
 def run(folder, name, errors=False, **options):
-    """Run an example in a folder, and return its status and the lines that it prints."""
+    """Run an example in a folder; return its status and its output lines."""
     words = [word for key, value in options.items() for word in (f"--{key}", str(value))]
     done = subprocess.run(
         [sys.executable, EXAMPLES / name, *words],
@@ -34,7 +34,7 @@ def run(folder, name, errors=False, **options):
         text=True,
         check=False,
     )
-    # torch has a folder of its own there.
+    # torch makes a folder of its own there.
     left = [name for name in os.listdir(folder) if not name.startswith("torchinductor_")]
     assert left == []
     assert bool(done.stderr) == errors, done.stderr
@@ -46,14 +46,14 @@ def module_of(name, monkeypatch):
     """Return an example as a module."""
     spec = importlib.util.spec_from_file_location("example", EXAMPLES / name)
     module = importlib.util.module_from_spec(spec)
-    # Dataclasses look for their module.
+    # Dataclasses look up their module by name.
     monkeypatch.setitem(sys.modules, "example", module)
     spec.loader.exec_module(module)
     return module
 
 
 @pytest.mark.slow
-def test_a_killed_rank_goes_on_with_the_same_losses(tmp_path):
+def test_a_killed_rank_resumes_with_the_same_losses(tmp_path):
     status, lines = run(tmp_path, "train_gpt.py", steps=20)
     assert status == 0, lines
     assert lines[0] == "48000 tokens in 3 shards, for 2 ranks"
@@ -65,7 +65,7 @@ def test_a_killed_rank_goes_on_with_the_same_losses(tmp_path):
 
 
 class TestComparison:
-    """What the training that is killed says of its losses."""
+    """The verdict of the killed training on its losses."""
 
     @pytest.mark.parametrize(
         ("log", "words"),
@@ -86,7 +86,9 @@ class TestComparison:
             ([(0, 1, 3.0), (0, 2, 2.0), (2, 4, 1.0)], "THE LOSSES ARE DIFFERENT"),
         ],
     )
-    def test_what_comes_of_it(self, monkeypatch, tmp_path, capsys, log, words):
+    def test_the_verdict_and_the_exit_status(
+        self, monkeypatch, tmp_path, capsys, log, words
+    ):
         example = module_of("train_gpt.py", monkeypatch)
         keys = ("resumed", "step", "loss")
         lines = [json.dumps(dict(zip(keys, line, strict=True))) for line in log]
@@ -96,7 +98,7 @@ class TestComparison:
         assert example.judge(whole, killed, 3) == words.startswith(" ")
         assert capsys.readouterr().out.splitlines()[-1].startswith(words)
 
-    def test_a_loss_that_has_not_fallen(self, monkeypatch, capsys):
+    def test_a_loss_that_has_not_fallen_is_reported(self, monkeypatch, capsys):
         example = module_of("train_gpt.py", monkeypatch)
         runs = [example.Run({1: 3.0, 2: 3.0}, resumed, True) for resumed in (0, 1)]
         assert not example.judge(*runs, 2)
@@ -122,7 +124,7 @@ def test_no_steps_at_all_are_refused(tmp_path, name, least):
 
 def test_features_that_do_not_fit_into_memory_are_gathered(tmp_path):
     skip_under_asan("needs more memory than the example leaves itself")
-    # So little that torch could not even be imported to its end within it.
+    # So little that even importing torch would not fit.
     options = {"nodes": 400_000, "memory": 64, "steps": 20}
     status, lines = run(tmp_path, "gnn_features.py", **options)
     assert status == 0, lines
@@ -132,7 +134,7 @@ def test_features_that_do_not_fit_into_memory_are_gathered(tmp_path):
     assert lines[-1] == "every row was the right one"
 
 
-def test_features_that_fit_are_told(tmp_path):
+def test_features_that_fit_are_reported(tmp_path):
     skip_under_asan("needs more memory than the example leaves itself")
     options = {"nodes": 1000, "memory": 128, "steps": 2}
     status, lines = run(tmp_path, "gnn_features.py", **options)
@@ -178,7 +180,7 @@ def test_a_process_of_an_embedding_table_that_dies_is_told(
     assert capsys.readouterr().out == "PROCESS 0 HAS FAILED: exit code -9\n"
 
 
-def test_an_embedding_table_that_lacks_an_update_is_told(tmp_path, monkeypatch):
+def test_a_missing_update_of_an_embedding_table_is_reported(tmp_path, monkeypatch):
     example = module_of("embedding_table.py", monkeypatch)
     monkeypatch.setattr(example.torch, "set_num_threads", lambda _: None)
     options = argparse.Namespace(
@@ -194,7 +196,7 @@ def test_an_embedding_table_that_lacks_an_update_is_told(tmp_path, monkeypatch):
 
 
 class TestBeyondMemory:
-    """One training that a memory limit kills, and one that it does not."""
+    """A training that a memory limit kills, and one that runs within the limit."""
 
     @pytest.fixture
     def example(self, monkeypatch):
@@ -202,7 +204,7 @@ class TestBeyondMemory:
         return module_of("train_beyond_memory.py", monkeypatch)
 
     @pytest.mark.slow
-    def test_a_limit_kills_the_ordinary_loop_alone(self, tmp_path, control_group):
+    def test_a_limit_kills_only_the_ordinary_loop(self, tmp_path, control_group):
         skip_under_asan("needs memory beside that of the training")
         control_group("memory", {}, {"memory.max": "max"})
         status, lines = run(tmp_path, "train_beyond_memory.py", steps=2)
@@ -212,7 +214,7 @@ class TestBeyondMemory:
         found = re.fullmatch(
             r"ordinary killed by the kernel at (\d+) MiB, in step 1", killed
         )
-        # It is looked at now and then.
+        # Memory is sampled at intervals.
         assert limit * 0.8 < int(found[1]) <= limit
         (beyond,) = [line for line in lines if line.startswith("beyond memory 2 steps")]
         found = re.search(r"loss \d\.\d{3} to \d\.\d{3}, (\d+) MiB at most$", beyond)
@@ -232,7 +234,7 @@ class TestBeyondMemory:
             for line in lines
             if (found := re.fullmatch(r"\d+ MiB read, (\d+) MiB written", line))
         ]
-        # Each step writes the states, which are twice 218 MiB.
+        # Each step writes the states, which have twice 218 MiB.
         assert written[0] < 10
         assert written[1] > 2 * 2 * 218
         waits = r"\d+\.\d% of the time waiting for states, \d+\.\d% for tokens"
@@ -274,7 +276,9 @@ class TestBeyondMemory:
     @pytest.mark.parametrize(
         ("ending", "killer"), [("kill -9 $$", "SIGKILL"), ("exit 3", None), ("true", "")]
     )
-    def test_how_a_loop_has_ended(self, example, tmp_path, monkeypatch, ending, killer):
+    def test_the_end_of_a_loop_is_described(
+        self, example, tmp_path, monkeypatch, ending, killer
+    ):
         python = tmp_path / "python"
         said = '{"step": 1}\n{"loss": 0.5}\n{"step": 2}'
         python.write_text(f"#!/bin/sh\necho '{said}'\n{ending}\n")
@@ -288,7 +292,7 @@ class TestBeyondMemory:
         assert (found.steps, found.losses, found.killer) == (2, [0.5], killer)
         assert len(found.memory) >= 1
 
-    def test_without_the_right_to_limit_it_says_so(self, example, monkeypatch, capsys):
+    def test_a_missing_permission_to_limit_is_reported(self, example, monkeypatch, capsys):
         def refuse(*_):
             raise PermissionError(13, "Permission denied", "/sys/fs/cgroup/memory/group")
 
@@ -309,7 +313,7 @@ class TestBeyondMemory:
             ([], ["SIGKILL"] * 2, True, True, False, "THE DRIVE WAS OF NO USE"),
         ],
     )
-    def test_what_comes_of_it(
+    def test_the_verdict_and_the_exit_status(
         self, example, capsys, losses, killers, limited, exact, right, words
     ):
         ordinary = example.Run("ordinary", losses=losses, killer=killers[0])
@@ -324,7 +328,9 @@ class TestBeyondMemory:
         assert f" {wanted} ({len(losses)} steps of both)" in about
 
     @pytest.mark.parametrize("drawn", [True, False], ids=["drawn", "no matplotlib"])
-    def test_memory_over_time(self, example, tmp_path, monkeypatch, capsys, drawn):
+    def test_memory_over_time_is_charted(
+        self, example, tmp_path, monkeypatch, capsys, drawn
+    ):
         chart = tmp_path / "chart.png"
         memory = [(number / 10, number << 20) for number in range(23)]
         runs = [example.Run(name, memory=memory) for name in ("ordinary", "beyond memory")]

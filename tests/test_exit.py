@@ -1,4 +1,4 @@
-"""Leaving with I/O in flight: no crash, no hang, no write into memory given back."""
+"""Exit with I/O in flight: no crash, no hang, no write to released memory."""
 
 import pytest
 
@@ -12,7 +12,7 @@ STATUS = {"return": 0, "exit": 3, "_exit": 4}
 
 @pytest.fixture
 def leave(slow, engine, tmp_path):
-    """A function that runs `leave`, and looks at the memory that its reads have left."""
+    """A function that runs `leave`, and checks the memory of its reads."""
     memory = tmp_path / "memory"
     memory.mkdir()
 
@@ -23,7 +23,7 @@ def leave(slow, engine, tmp_path):
         for name in ("async_pread", "submit_read"):
             left = (memory / name).read_bytes()
             assert (left[:PAGE], left[-PAGE:]) == (canaries, canaries)
-            # _exit waits for nothing, all other ways do.
+            # Every way to exit waits for the reads, except _exit.
             if options["way"] != "_exit":
                 assert left[PAGE:-PAGE] == pattern(len(left) - 2 * PAGE)
         return done
@@ -33,14 +33,14 @@ def leave(slow, engine, tmp_path):
 
 @pytest.mark.parametrize("hold", ["nothing", "local", "global", "cycle", "threads"])
 @IN_FLIGHT
-def test_the_interpreter_ends_quietly(leave, hold):
+def test_the_interpreter_exits_quietly(leave, hold):
     done = leave(way="return", hold=hold)
     assert (done.status, done.stderr) == (0, "")
 
 
 @pytest.mark.parametrize("way", ["exit", "_exit", "raise"])
 @IN_FLIGHT
-def test_it_may_be_left_in_any_way(leave, way):
+def test_the_process_may_exit_in_any_way(leave, way):
     done = leave(way=way, hold="global")
     assert done.status == STATUS.get(way, 1)
     assert done.stderr.splitlines()[-1:] == (
@@ -50,7 +50,7 @@ def test_it_may_be_left_in_any_way(leave, way):
 
 @pytest.mark.parametrize("hold", ["local", "global"])
 @IN_FLIGHT
-def test_development_mode_has_nothing_to_say(leave, hold):
+def test_development_mode_prints_no_warning(leave, hold):
     done = leave(flags=["-X", "dev"], way="return", hold=hold)
     assert (done.status, done.stderr) == (0, "")
 
@@ -59,23 +59,23 @@ def test_development_mode_has_nothing_to_say(leave, hold):
     "way", ["close", "handle first", "requests first", "cycle", "file first"]
 )
 @IN_FLIGHT
-def test_whatever_is_dropped_first_the_bytes_arrive(slow, engine, way):
+def test_bytes_arrive_in_any_order_of_dropped_references(slow, engine, way):
     report = run_child("let_go_in_flight", **slow, engine=engine, way=way).report
     assert report["pending"] == 3
     assert report["fired"]["read.delay_s"] > 0
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_no_thread_opens_the_shared_handle_again_at_the_end(tmp_path, engine):
+def test_no_thread_opens_the_default_handle_again_at_exit(tmp_path, engine):
     done = run_child("end_amid_submissions", folder=str(tmp_path), engine=engine)
     told = "the interpreter is ending; no handle can be opened any more"
     assert done.report == {"same": True, "pending": 0, "told": told}
 
 
-# Whoever waits until nothing is in flight before refusing more waits for ever.
+# close() must refuse new requests before it waits; otherwise it would wait forever.
 @pytest.mark.parametrize("way", ["close", "with", "exit"])
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_thread_that_goes_on_submitting_holds_nothing_up(tmp_path, engine, way):
+def test_a_thread_that_keeps_submitting_does_not_delay_the_end(tmp_path, engine, way):
     done = run_child("close_amid_submissions", folder=str(tmp_path), engine=engine, way=way)
     assert done.report["ended"]
     assert done.stderr == ""

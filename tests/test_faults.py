@@ -1,7 +1,7 @@
-"""System calls that fail, limits that are met: right bytes or an OSError, never a hang.
+"""Failing system calls and limits: right bytes or an OSError, never a hang.
 
-Faults are injected by strace into a child that does what ``workloads`` says; that they
-were, is asserted by ``run_with_faults``.
+strace injects faults into a child that runs a function of ``workloads``;
+``run_with_faults`` asserts that they struck.
 """
 
 import errno
@@ -35,7 +35,7 @@ def round_trip(folder, *faults, engine, **options):
     ).report
 
 
-# What an engine must survive: calls that fail, how, and when in each thread.
+# Faults that each engine must survive: the call, the errno, and when in each thread.
 PASSING = [
     *(
         ("io_uring", [f"io_uring_enter:error={name}:when={when}"])
@@ -59,7 +59,7 @@ PASSING = [
 
 
 @pytest.mark.parametrize(("engine", "faults"), PASSING)
-def test_a_fault_that_passes_is_ridden_out(tmp_path, engine, faults):
+def test_passing_faults_are_retried(tmp_path, engine, faults):
     report = round_trip(tmp_path, *faults, engine=engine)
     assert report["engine"] == engine
     assert report["steps"] == ALL_WELL
@@ -69,7 +69,7 @@ def test_a_fault_that_passes_is_ridden_out(tmp_path, engine, faults):
 
 @pytest.mark.parametrize("engine", ["io_uring"])
 @pytest.mark.parametrize("single_submit", [False, True])
-def test_every_way_of_submitting_rides_faults_out(tmp_path, engine, single_submit):
+def test_both_ways_of_submitting_retry_faults(tmp_path, engine, single_submit):
     fault = "io_uring_enter:error=EAGAIN:when=2+2"
     report = round_trip(tmp_path, fault, engine=engine, single_submit=single_submit)
     assert report["steps"] == ALL_WELL
@@ -77,14 +77,14 @@ def test_every_way_of_submitting_rides_faults_out(tmp_path, engine, single_submi
 
 
 @pytest.mark.parametrize("engine", ["libaio"])
-def test_an_interrupted_sleep_is_slept_again(tmp_path, engine):
+def test_an_interrupted_sleep_is_repeated(tmp_path, engine):
     report = round_trip(tmp_path, "ppoll:error=EINTR:when=1+2", engine=engine)
     assert report["steps"] == ALL_WELL
 
 
 @pytest.mark.parametrize("engine", ["threads", "sync"])
 @pytest.mark.parametrize("name", ["EIO", "ENOMEM"])
-def test_a_block_that_cannot_be_read_fails_its_request_alone(tmp_path, engine, name):
+def test_an_unreadable_block_fails_only_its_request(tmp_path, engine, name):
     fault = f"pread64:error={name}:when=3"
     report = round_trip(tmp_path, fault, engine=engine, queue_depth=1)
     failed = [step for step, ended in report["steps"].items() if ended != "ok"]
@@ -95,7 +95,7 @@ def test_a_block_that_cannot_be_read_fails_its_request_alone(tmp_path, engine, n
 
 @pytest.mark.parametrize("engine", ["libaio"])
 @pytest.mark.parametrize("name", ["EIO", "EACCES"])
-def test_a_block_that_is_not_taken_fails_its_request_alone(tmp_path, engine, name):
+def test_a_refused_block_fails_only_its_request(tmp_path, engine, name):
     report = round_trip(tmp_path, f"io_submit:error={name}:when=3", engine=engine)
     failed = [step for step, ended in report["steps"].items() if ended != "ok"]
     assert failed
@@ -114,7 +114,7 @@ def test_a_failed_write_leaves_no_more_than_was_written(tmp_path, engine, name):
 
 @pytest.mark.parametrize("engine", ["threads", "sync"])
 def test_a_device_that_refuses_direct_io_is_read_through_the_page_cache(tmp_path, engine):
-    # One worker, so that the first call of each thread is not the second of a block.
+    # One worker, so that no thread's first call is the second one of a block.
     fault = "pread64:error=EINVAL:when=1"
     report = round_trip(tmp_path, fault, engine=engine, queue_depth=1)
     assert report["steps"] == ALL_WELL
@@ -122,37 +122,37 @@ def test_a_device_that_refuses_direct_io_is_read_through_the_page_cache(tmp_path
 
 
 @pytest.mark.parametrize("engine", ["threads", "sync"])
-def test_a_failed_fsync_is_told(tmp_path, engine):
+def test_a_failed_fsync_is_an_error(tmp_path, engine):
     report = round_trip(tmp_path, "fsync:error=EIO", engine=engine)
     assert report["steps"] == {**ALL_WELL, "fsync": "EIO"}
 
 
-def test_a_failed_truncation_is_told(tmp_path):
+def test_a_failed_truncation_is_an_error(tmp_path):
     done = run_with_faults("whole_files", "ftruncate:error=EIO", folder=str(tmp_path))
     assert done.report == {"aio_write": "EIO", "size_left": 600_000}
 
 
-def test_an_interrupted_truncation_goes_again(tmp_path):
+def test_an_interrupted_truncation_is_repeated(tmp_path):
     fault = "ftruncate:error=EINTR:when=1..2"
     done = run_with_faults("whole_files", fault, folder=str(tmp_path))
     assert done.report == {"aio_write": "ok", "size_left": 300_000}
 
 
-def test_where_statx_tells_nothing_whole_pages_are_used(tmp_path):
+def test_without_alignment_from_statx_whole_pages_are_used(tmp_path):
     path = str(tmp_path / "file")
     done = run_with_faults("describe_file", "statx:error=ENOSYS", path=path)
     assert done.report == {"direct": True, "alignment": 4096}
 
 
 @pytest.mark.parametrize("when", ["1..3", "2"])
-def test_an_interrupted_open_goes_again(tmp_path, when):
-    # The second is that of the descriptor with O_DIRECT.
+def test_an_interrupted_open_is_repeated(tmp_path, when):
+    # The second call opens the descriptor with O_DIRECT.
     fault = f"openat:error=EINTR:when={when}"
     done = run_with_faults("describe_file", fault, path=str(tmp_path / "file"))
     assert done.report["direct"]
 
 
-def test_want_of_descriptors_is_told_with_the_path_and_passes(tmp_path):
+def test_a_lack_of_descriptors_is_an_error_with_the_path_and_passes(tmp_path):
     path = tmp_path / "source"
     done = run_with_faults(
         "open_without_descriptors",
@@ -169,7 +169,9 @@ def test_want_of_descriptors_is_told_with_the_path_and_passes(tmp_path):
 @pytest.mark.parametrize(
     ("name", "words"), [("EPERM", "seccomp"), ("ENOSYS", "5.1"), ("ENOMEM", "ulimit -l")]
 )
-def test_where_io_uring_is_refused_the_next_serves_and_says_so_once(name, words, fallback):
+def test_if_io_uring_is_refused_the_next_engine_is_used_with_one_warning(
+    name, words, fallback
+):
     report = run_with_faults("open_handle", f"io_uring_setup:error={name}").report
     assert report["handle"] == fallback
     assert len(report["log"]) == 1
@@ -182,7 +184,7 @@ def test_where_io_uring_is_refused_the_next_serves_and_says_so_once(name, words,
     assert words in refused["reason"]
 
 
-def test_where_both_are_refused_threads_serve():
+def test_if_both_are_refused_threads_are_used():
     faults = ("io_uring_setup:error=EPERM", "io_setup:error=ENOSYS")
     report = run_with_faults("open_handle", *faults).report
     assert report["handle"] == "threads"
@@ -205,7 +207,7 @@ def test_a_fallback_moves_the_right_bytes(tmp_path):
         ("libaio", "io_setup:error=EAGAIN", "EAGAIN"),
     ],
 )
-def test_an_engine_that_was_asked_for_is_not_replaced(engine, fault, name):
+def test_a_requested_engine_is_not_replaced(engine, fault, name):
     report = run_with_faults("open_handle", fault, engine=engine).report
     assert report["handle"].startswith(f"{name}: ")
     assert engine in report["handle"]
@@ -213,7 +215,7 @@ def test_an_engine_that_was_asked_for_is_not_replaced(engine, fault, name):
 
 
 @pytest.mark.parametrize("engine", ["io_uring"])
-def test_a_large_ring_that_finds_no_memory_is_made_smaller(tmp_path, engine):
+def test_a_ring_without_enough_memory_is_made_smaller(tmp_path, engine):
     fault = "io_uring_setup:error=ENOMEM:when=1..3"
     report = round_trip(tmp_path, fault, engine=engine, early=False, queue_depth=64)
     assert report["engine"] == engine
@@ -230,7 +232,7 @@ def test_a_handle_that_cannot_be_opened_says_why(engine, fault, name):
     assert report["handle"].startswith(f"{name}: ")
 
 
-def test_one_worker_does_where_more_cannot_be_had(tmp_path):
+def test_one_worker_is_enough_if_others_cannot_start(tmp_path):
     fault = "clone3:error=EAGAIN:when=2+"
     report = round_trip(tmp_path, fault, engine="threads", early=False)
     assert report["engine"] == "threads"
@@ -272,7 +274,7 @@ def test_more_files_than_descriptors_take_turns(tmp_path, engine):
 
 
 @pytest.mark.parametrize("engine", ["auto", *ENGINES])
-def test_a_handle_without_descriptors_says_so(engine):
+def test_opening_a_handle_without_descriptors_is_an_error(engine):
     said = run_child("no_descriptor", engine=engine).report["handle"]
     assert said.startswith("[Errno 24]")
     assert "ulimit -n" in said
@@ -280,7 +282,9 @@ def test_a_handle_without_descriptors_says_so(engine):
 
 
 @pytest.mark.parametrize("engine", ["auto", "libaio", "threads", "sync"])
-def test_without_locked_memory_all_works_unlocked(tmp_path, engine, engines, fallback):
+def test_without_locked_memory_everything_works_unlocked(
+    tmp_path, engine, engines, fallback
+):
     skip_under_asan("makes nothing of mlock")
     prefix = without_capabilities("ipc_lock")
     done = run_child("no_memlock", prefix=prefix, folder=str(tmp_path), engine=engine)
@@ -291,13 +295,13 @@ def test_without_locked_memory_all_works_unlocked(tmp_path, engine, engines, fal
     if report["engine"] != "io_uring":
         assert report["engine"] == (fallback if engine == "auto" else engine)
     if report["log"] and engines["io_uring"]["works"]:
-        # Rings are charged to the limit, whatever the kernel calls it.
+        # Rings count toward the limit, under any errno of the kernel.
         assert "ulimit -l is 0 KiB" in report["log"][0]
     assert bool(report["log"]) == (engine == "auto" and report["engine"] == fallback)
 
 
 @pytest.mark.parametrize("engine", ["auto", *ENGINES])
-def test_a_handle_without_threads_says_so(engine):
+def test_opening_a_handle_without_threads_is_an_error(engine):
     report = run_child("no_threads", prefix=as_nobody(), engine=engine).report
     assert report["fired"]
     assert report["handle"].startswith("[Errno 11]")
@@ -306,8 +310,8 @@ def test_a_handle_without_threads_says_so(engine):
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_the_page_cache_is_written_to_where_no_thread_more_may_be_started(tmp_path, engine):
-    """io_uring gives what would block to threads of the kernel's, which count too."""
+def test_buffered_writes_work_without_new_threads(tmp_path, engine):
+    """io_uring hands blocking I/O to kernel threads, which count toward the limit."""
     tmp_path.chmod(0o777)
     report = run_child(
         "no_more_threads", prefix=as_nobody(), folder=str(tmp_path), engine=engine
@@ -318,7 +322,7 @@ def test_the_page_cache_is_written_to_where_no_thread_more_may_be_started(tmp_pa
 
 
 @pytest.mark.parametrize(("error", "words"), [(1, "seccomp"), (38, "seccomp")])
-def test_a_seccomp_filter_is_worked_round(tmp_path, error, words, fallback):
+def test_another_engine_is_used_under_a_seccomp_filter(tmp_path, error, words, fallback):
     report = run_child("seccomp", folder=str(tmp_path), error=error).report
     assert report["engine"] == fallback
     assert len(report["log"]) == 1
@@ -342,10 +346,10 @@ def test_a_sysctl_that_forbids_io_uring_is_named(tmp_path, value, fallback):
 
 
 def traced_rings(folder, **arguments):
-    """Run round_trip under strace; return the flags of each ring that was asked for."""
+    """Run round_trip under strace; return the flags of each requested ring."""
     need_strace()
     skip_under_asan("does not run under strace from the start")
-    # A log for each thread, so that no call is cut in two by another.
+    # One log for each thread, so that no other call splits a line.
     prefix = ["strace", "-ff", "-qqq", "-X", "raw", "-e", "trace=io_uring_setup"]
     prefix += ["-o", folder / "strace"]
     child = Child("round_trip", prefix=prefix, folder=str(folder), **arguments)
@@ -359,7 +363,7 @@ def traced_rings(folder, **arguments):
 
 @pytest.mark.parametrize("engine", ["io_uring"])
 def test_workers_have_rings_of_one_issuer_that_runs_its_completions(tmp_path, engine):
-    """Linux 6.1 has both flags; an older one refuses them, and gets fewer."""
+    """Linux 6.1 has both flags; older kernels refuse them, and get fewer."""
     wanted = 1 << 12 | 1 << 13  # IORING_SETUP_SINGLE_ISSUER, IORING_SETUP_DEFER_TASKRUN
     rings = traced_rings(tmp_path, engine=engine, workers=3)
     asked = [made for flags, made in rings if flags & wanted == wanted]

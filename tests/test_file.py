@@ -1,4 +1,4 @@
-"""A File opens what can be read and written at offsets, and refuses the rest clearly."""
+"""A File opens regular files and block devices, and refuses everything else clearly."""
 
 import codecs
 import errno
@@ -30,14 +30,14 @@ from helpers import (
 
 
 def refused(call, *args, **options):
-    """Return errno and path of the OSError that a call raises."""
+    """Return errno and path of a call's OSError."""
     with pytest.raises(OSError, match=r"^\[Errno") as caught:
         call(*args, **options)
     return caught.value.errno, caught.value.filename
 
 
 class TestModes:
-    def test_r_reads_what_is_there(self, handle, path):
+    def test_r_reads_an_existing_file(self, handle, path):
         path.write_bytes(b"12345678")
         with nvmeio.File(path) as file:
             assert (file.mode, file.size) == ("rb", 8)
@@ -109,13 +109,13 @@ class TestModes:
 
 
 class TestProperties:
-    def test_size_is_that_of_now(self, path):
+    def test_size_is_current(self, path):
         with nvmeio.File(path, "w") as file:
             for size in (0, 1, 5 * PAGE + 3):
                 os.truncate(path, size)
                 assert file.size == size
 
-    def test_truncate_changes_it(self, path):
+    def test_truncate_changes_the_size(self, path):
         path.write_bytes(b"12345678")
         with nvmeio.File(path, "r+") as file:
             file.truncate(3)
@@ -130,7 +130,7 @@ class TestProperties:
                 file.truncate(0)
         assert path.read_bytes() == b"12"
 
-    def test_preallocate_gets_room_and_shortens_nothing(self, path):
+    def test_preallocate_allocates_and_shortens_nothing(self, path):
         path.write_bytes(b"1234")
         with nvmeio.File(path, "r+") as file:
             file.preallocate(2 * BLOCK)
@@ -178,7 +178,7 @@ class TestProperties:
             expected["direct" if file.direct else "buffered"] += BLOCK
         assert routes(handle) == expected
 
-    def test_demanding_o_direct_where_there_is_none_fails_with_the_path(self):
+    def test_demanding_o_direct_without_support_fails_with_the_path(self):
         found = refused(nvmeio.File, "/proc/version", direct=True)
         assert found == (errno.EINVAL, "/proc/version")
         with pytest.raises(OSError, match="direct=True, and the file or its file system"):
@@ -186,7 +186,7 @@ class TestProperties:
         with nvmeio.File("/proc/version") as file:
             assert (file.direct, file.alignment) == (False, 1)
 
-    def test_another_word_for_direct_is_refused(self, path):
+    def test_another_value_of_direct_is_refused(self, path):
         with pytest.raises(ValueError, match="direct is 'no'; it must be 'auto', True or"):
             nvmeio.File(path, "w", direct="no")
         for odd in (None, np.zeros(2), ["auto"]):
@@ -203,11 +203,11 @@ class TestProperties:
             assert not file.direct
 
     @pytest.mark.parametrize("name", ["path", "mode", "size"])
-    def test_what_it_tells_cannot_be_set(self, path, name):
+    def test_properties_cannot_be_set(self, path, name):
         with nvmeio.File(path, "w") as file, pytest.raises(AttributeError):
             setattr(file, name, getattr(file, name))
 
-    def test_the_descriptor_is_that_of_the_page_cache_and_not_inherited(self, path):
+    def test_the_descriptor_is_the_buffered_one_and_not_inherited(self, path):
         with nvmeio.File(path, "w") as file:
             flags = fcntl.fcntl(file.fileno(), fcntl.F_GETFL)
             assert flags & (os.O_DIRECT | os.O_NONBLOCK | os.O_APPEND) == 0
@@ -223,7 +223,7 @@ class TestProperties:
 
 
 class TestClosing:
-    def test_it_closes_once_and_for_all(self, handle, path):
+    def test_a_closed_file_refuses_every_use(self, handle, path):
         with nvmeio.File(path, "w") as file:
             assert not file.closed
         assert file.closed
@@ -241,7 +241,7 @@ class TestClosing:
                 use()
         assert handle.pending == 0
 
-    def test_requests_in_flight_keep_it_open(self, open_handle, folder):
+    def test_requests_in_flight_keep_the_file_open(self, open_handle, folder):
         handle = open_handle(**SLOW)
         (folder / "data").write_bytes(b"12345678")
         target = bytearray(8)
@@ -256,7 +256,7 @@ class TestClosing:
         handle.close()
         assert left_open(folder) == []
 
-    def test_dropping_it_closes_it(self, path):
+    def test_dropping_a_file_closes_it(self, path):
         file = nvmeio.File(path, "w")
         assert descriptors_below(path.parent) == [str(path)]
         file.fileno()
@@ -294,7 +294,7 @@ class TestPaths:
 
     @pytest.mark.parametrize("name", ["data\0more", b"data\0more"])
     def test_a_null_character_ends_no_path(self, handle, folder, monkeypatch, name):
-        """open(2) would take what stands before it."""
+        """open(2) would use only the part before it."""
         monkeypatch.chdir(folder)
         with pytest.raises(ValueError, match="null"):
             nvmeio.File(name, "w")
@@ -304,7 +304,7 @@ class TestPaths:
         assert os.listdir(folder) == []
 
     @pytest.mark.parametrize("file", [None, 1.5, ["data"]], ids=repr)
-    def test_what_is_no_path_is_refused(self, handle, file):
+    def test_an_invalid_path_is_refused(self, handle, file):
         with pytest.raises(
             TypeError, match=r"path is .*; it must be a str, bytes or os\.Path"
         ):
@@ -315,7 +315,7 @@ class TestPaths:
             handle.read(bytearray(1), file)
 
     @pytest.mark.parametrize("kind", [str, lambda path: path], ids=["str", "Path"])
-    def test_a_path_in_the_place_of_the_buffer_is_told(self, handle, path, kind):
+    def test_swapped_buffer_and_path_are_reported(self, handle, path, kind):
         words = "buffer is the path .*: are the two arguments swapped?"
         for call in (handle.write, handle.submit_read):
             with pytest.raises(TypeError, match=words) as caught:
@@ -354,7 +354,7 @@ def test_a_character_device_is_refused(handle, device):
 
 
 def test_a_socket_is_refused_with_the_reason(handle, path, monkeypatch):
-    # The path of a socket is at most 107 bytes long.
+    # The path of a socket has at most 107 bytes.
     monkeypatch.chdir(path.parent)
     with socket.socket(socket.AF_UNIX) as bound:
         bound.bind("data")
@@ -393,7 +393,7 @@ class TestDescriptors:
         "flags", [0, os.O_DIRECT, os.O_NONBLOCK, os.O_DIRECT | os.O_NONBLOCK]
     )
     @pytest.mark.parametrize("size", [5, BLOCK, BLOCK + 5])
-    def test_it_is_read_and_written_whatever_its_flags(
+    def test_a_descriptor_with_any_flags_is_read_and_written(
         self, handle, path, open_fd, flags, size
     ):
         fd = open_fd(os.O_RDWR | flags)
@@ -408,7 +408,9 @@ class TestDescriptors:
         assert os.lseek(fd, 0, os.SEEK_CUR) == 0
         assert routes(handle).total() == 2 * size
 
-    def test_it_may_be_closed_while_the_request_is_in_flight(self, open_handle, folder):
+    def test_a_descriptor_may_be_closed_while_its_request_is_in_flight(
+        self, open_handle, folder
+    ):
         handle = open_handle(**SLOW)
         (folder / "data").write_bytes(b"12345678")
         target = bytearray(8)
@@ -429,13 +431,13 @@ class TestDescriptors:
         handle.read(target, fd)
         assert target == b"new" + pattern(3 * BLOCK)[3:]
         with nvmeio.aio_handle(engine=engine) as op:
-            # Validated, for which it is opened once more.
+            # Validation opens the file once more.
             assert op.write(target, fd, True) == 0
         assert not path.exists()
         assert routes(handle).total() == 3 * BLOCK + 3
 
-    def test_one_for_appending_is_refused(self, handle, path, open_fd):
-        """Every write would go to the end."""
+    def test_a_descriptor_for_appending_is_refused(self, handle, path, open_fd):
+        """With O_APPEND every write would go to the end."""
         fd = open_fd(os.O_RDWR | os.O_APPEND)
         for call in (lambda: handle.write(b"1", fd), lambda: handle.read(bytearray(1), fd)):
             assert refused(call) == (errno.EINVAL, str(path))
@@ -443,26 +445,26 @@ class TestDescriptors:
                 call()
         assert path.read_bytes() == pattern(3 * BLOCK)
 
-    def test_one_that_is_closed_is_refused(self, handle, path, open_fd):
+    def test_a_closed_descriptor_is_refused(self, handle, path, open_fd):
         fd = os.open(path.parent, os.O_RDONLY)
         os.close(fd)
         for bad in (fd, -1, 1 << 20, 1 << 31, 1 << 70):
             assert refused(handle.read, bytearray(1), bad) == (errno.EBADF, bad)
             assert refused(handle.submit_write, b"1", bad) == (errno.EBADF, bad)
 
-    def test_one_for_reading_is_not_written(self, handle, path, open_fd):
+    def test_a_read_only_descriptor_is_not_written(self, handle, path, open_fd):
         fd = open_fd(os.O_RDONLY)
         assert refused(handle.write, b"1", fd) == (errno.EBADF, str(path))
         assert refused(handle.submit_write, b"1", fd) == (errno.EBADF, str(path))
         assert path.read_bytes() == pattern(3 * BLOCK)
 
-    def test_one_for_writing_is_not_read(self, handle, path, open_fd):
+    def test_a_write_only_descriptor_is_not_read(self, handle, path, open_fd):
         fd = open_fd(os.O_WRONLY)
         assert refused(handle.read, bytearray(1), fd) == (errno.EBADF, str(path))
         assert refused(handle.submit_read, bytearray(1), fd) == (errno.EBADF, str(path))
         assert handle.fsync(fd) is None
 
-    def test_one_that_only_names_is_refused(self, handle, path, open_fd):
+    def test_a_descriptor_with_o_path_is_refused(self, handle, path, open_fd):
         fd = open_fd(os.O_PATH)
         assert refused(handle.read, bytearray(1), fd) == (errno.EBADF, str(path))
         with pytest.raises(OSError, match="it was opened with O_PATH, neither for reading"):
@@ -470,13 +472,13 @@ class TestDescriptors:
 
     @pytest.mark.parametrize("number", [True, False, np.True_], ids=repr)
     def test_a_boolean_is_no_descriptor(self, handle, number):
-        """True is 1, where a program's output goes."""
+        """True would be descriptor 1, the standard output."""
         words = "file is .*; it must be a path, a descriptor, a File or"
         for call in (handle.write, handle.submit_write):
             with pytest.raises(TypeError, match=words):
                 call(b"1", number)
 
-    def test_its_number_may_be_of_numpy(self, handle, path, open_fd):
+    def test_a_descriptor_may_be_a_numpy_integer(self, handle, path, open_fd):
         fd = np.int64(open_fd(os.O_RDWR))
         handle.write(b"a", fd)
         handle.submit_write(b"b", fd, np.int64(1)).wait()
@@ -484,10 +486,10 @@ class TestDescriptors:
 
 
 class TestFileObjects:
-    """What has a descriptor is taken for a file, its buffer written out first."""
+    """Objects with a descriptor count as files; their buffers are flushed first."""
 
     @pytest.mark.parametrize("size", [5, PAGE, BLOCK + 5])
-    def test_what_is_in_its_buffer_is_not_lost(self, handle, path, size):
+    def test_buffered_bytes_of_a_file_object_are_not_lost(self, handle, path, size):
         data = pattern(size)
         with open(path, "w+b") as file:
             file.write(b"12345678")
@@ -500,7 +502,7 @@ class TestFileObjects:
             assert target == (b"12345678abc" + data[3:])[: 8 + size]
             assert file.tell() == 11
 
-    def test_its_position_and_what_it_has_read_ahead_stay(self, handle, path):
+    def test_position_and_read_ahead_of_a_file_object_stay(self, handle, path):
         path.write_bytes(pattern(3 * PAGE))
         with open(path, "rb") as file:
             assert file.read(3) == pattern(3 * PAGE)[:3]
@@ -521,14 +523,14 @@ class TestFileObjects:
         ],
         ids=["file", "named", "spooled", "raw", "text"],
     )
-    def test_kinds_of_files(self, handle, kind):
+    def test_file_objects_of_every_kind_are_accepted(self, handle, kind):
         with kind[0](**kind[1]) as file:
             file.write("head" if isinstance(file, io.TextIOBase) else b"head")
             assert handle.write(b"body", file, 4) == 4
             assert nvmeio.read_into(target := bytearray(8), file) == 8
             assert target == b"headbody"
 
-    def test_every_method_takes_it(self, handle, path):
+    def test_every_method_takes_a_file_object(self, handle, path):
         record = np.arange(BLOCK, dtype=np.uint8)
         with open(path, "w+b") as file:
             file.write(b"12345678")
@@ -549,7 +551,7 @@ class TestFileObjects:
             assert path.read_bytes()[:24] == b"12345678xy" + bytes(range(2, 12)) + b"abcd"
         assert left_open(path.parent) == []
 
-    def test_a_call_of_many_opens_it_once(self, handle, path):
+    def test_a_call_with_many_items_flushes_a_file_object_once(self, handle, path):
         flushes = []
 
         class Counted(io.FileIO):
@@ -563,7 +565,7 @@ class TestFileObjects:
 
     @pytest.mark.parametrize("module", ["gzip", "bz2", "lzma"])
     def test_compressed_files_are_refused(self, handle, path, module):
-        """Their descriptor leads to the compressed bytes."""
+        """Their descriptors lead to compressed bytes."""
         with importlib.import_module(module).open(path, "wb") as file:
             file.write(b"1234")
             for call in (handle.write, handle.submit_write):
@@ -572,7 +574,7 @@ class TestFileObjects:
         with importlib.import_module(module).open(path) as file:
             assert file.read() == b"1234"
 
-    def test_what_wraps_a_compressed_file_is_refused(self, handle, path):
+    def test_wrappers_of_compressed_files_are_refused(self, handle, path):
         with gzip.open(path, "wb") as file:
             file.write(b"1234")
         for wrap in (
@@ -587,7 +589,7 @@ class TestFileObjects:
                     handle.read(bytearray(4), wrapped)
                 assert wrapped.read(4) in ("1234", b"1234")
 
-    def test_what_has_no_descriptor_is_refused(self, handle):
+    def test_objects_without_a_descriptor_are_refused(self, handle):
         packed = io.BytesIO()
         with tarfile.open(fileobj=packed, mode="w") as archive:
             archive.addfile(tarfile.TarInfo("member"))
@@ -598,7 +600,9 @@ class TestFileObjects:
             with pytest.raises(TypeError, match="which has no descriptor; it must be a"):
                 handle.read(bytearray(1), file)
 
-    def test_one_of_the_wrong_kind_has_the_usual_errors(self, handle, path, monkeypatch):
+    def test_file_objects_of_the_wrong_kind_have_the_usual_errors(
+        self, handle, path, monkeypatch
+    ):
         path.write_bytes(b"1234")
         with open(path, "rb") as file:
             assert refused(handle.write, b"1", file)[0] == errno.EBADF
@@ -612,7 +616,7 @@ class TestFileObjects:
         with first, second, pytest.raises(OSError, match="it is a socket"):
             handle.write(b"1", first)
 
-    def test_a_flush_that_fails_is_told_and_nothing_is_written(self, handle, path):
+    def test_a_failed_flush_is_an_error_and_nothing_is_written(self, handle, path):
         class Full(io.FileIO):
             def flush(self):
                 raise OSError(errno.ENOSPC, "no room")

@@ -1,4 +1,4 @@
-"""A File is a file: io's methods and position, and what takes file objects."""
+"""A File is a file object: io's methods, a position, and use by other libraries."""
 
 import copy
 import errno
@@ -27,7 +27,7 @@ from children import WATCHDOG_S
 from helpers import MIB, PAGE, left_open, pattern
 from mounts import SIZES_MIN, Filler
 
-# Below 1 MiB it is read(2) and write(2), from there on the default handle.
+# Smaller transfers use read(2) and write(2); from 1 MiB on they use the default handle.
 SIZES = [0, 1, 5, PAGE, 100_000, MIB - 1, MIB, MIB + 1, 2 * MIB + 777]
 
 sizes = st.sampled_from(SIZES)
@@ -46,7 +46,7 @@ steps = st.one_of(
 
 
 def result_of(file, step, *arguments):
-    """Do one step; return what came of it, or the errno, and the position after it."""
+    """Run a step; return its result or errno, and the position afterwards."""
     try:
         if step == "readinto":
             buffer = bytearray(b"-" * arguments[0])
@@ -62,7 +62,7 @@ def result_of(file, step, *arguments):
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=30)
 @given(st.lists(steps, max_size=12), st.sampled_from([0, 10, 3 * MIB + 5]))
-def test_it_does_what_an_unbuffered_file_does(folder, script, size):
+def test_a_file_behaves_like_an_unbuffered_file_of_python(folder, script, size):
     names = folder / "ours", folder / "python's"
     for name in names:
         name.write_bytes(pattern(size, seed=3))
@@ -74,7 +74,7 @@ def test_it_does_what_an_unbuffered_file_does(folder, script, size):
 
 @pytest.fixture
 def moved(default_engine):
-    """How many bytes the default handle has moved."""
+    """A function that returns how many bytes the default handle has moved."""
 
     def moved():
         stats = nvmeio.default_handle().stats()
@@ -108,7 +108,7 @@ def test_large_transfers_go_through_the_default_handle(path, moved, kind):
 
 
 class TestMethods:
-    def test_it_counts_as_raw(self, path):
+    def test_a_file_is_an_instance_of_raw_io_base(self, path):
         with nvmeio.File(path, "w") as file:
             assert isinstance(file, io.RawIOBase)
             assert isinstance(file, io.IOBase)
@@ -116,7 +116,7 @@ class TestMethods:
             assert (file.isatty(), file.seekable(), file.flush()) == (False, True, None)
             assert file.name == file.path == str(path)
 
-    def test_lines(self, path):
+    def test_lines_are_read(self, path):
         text = b"a\n\nlong " + b"x" * 20_000 + b"\nlast"
         path.write_bytes(text)
         with nvmeio.File(path) as file, open(path, "rb", buffering=0) as plain:
@@ -129,7 +129,7 @@ class TestMethods:
             file.writelines([b"1\n", bytearray(b"2\n"), np.frombuffer(b"3", np.uint8)])
         assert path.read_bytes() == b"1\n2\n3"
 
-    def test_a_file_that_claims_to_be_empty_is_read(self):
+    def test_a_file_of_reported_size_0_is_read(self):
         with nvmeio.File("/proc/version") as file, open("/proc/version", "rb") as plain:
             expected = plain.read()
             assert file.read() == expected
@@ -138,7 +138,7 @@ class TestMethods:
             file.seek(0)
             assert file.readline() == expected
 
-    def test_more_than_there_is_takes_no_memory(self, path):
+    def test_a_huge_read_size_takes_no_memory(self, path):
         path.write_bytes(b"12345")
         with nvmeio.File(path) as file:
             assert file.read(1 << 62) == b"12345"
@@ -170,7 +170,7 @@ class TestMethods:
             assert os.read(file.fileno(), 2) == b"34"
             assert (file.tell(), file.read(1)) == (5, b"5")
 
-    def test_a_hole_may_be_sought(self, path):
+    def test_seek_finds_data_and_holes(self, path):
         with nvmeio.File(path, "w") as file:
             file.truncate(MIB)
             file.seek(MIB - PAGE)
@@ -180,7 +180,7 @@ class TestMethods:
 
 
 class TestRefusals:
-    def test_what_the_mode_forbids(self, path):
+    def test_the_mode_is_enforced(self, path):
         path.write_bytes(b"1234")
         with nvmeio.File(path) as file:
             for call in (lambda: file.write(b"x"), lambda: file.truncate(1)):
@@ -188,7 +188,7 @@ class TestRefusals:
                     call()
             assert (file.tell(), file.read()) == (0, b"1234")
 
-    def test_a_closed_file(self, path):
+    def test_a_closed_file_refuses_everything(self, path):
         path.write_bytes(b"1234")
         file = nvmeio.File(path, "r+")
         file.close()
@@ -204,7 +204,7 @@ class TestRefusals:
             with pytest.raises(ValueError, match=f"the file '{path}' is closed"):
                 call()
 
-    def test_arguments(self, path):
+    def test_invalid_arguments_are_refused(self, path):
         with nvmeio.File(path, "w") as file:
             file.write(b"1234")
             for call, words in {
@@ -263,11 +263,11 @@ class TestThreads:
         )
 
     def test_a_forked_child_does_not_wait_for_the_threads_of_its_parent(self, path):
-        """A thread of the parent may be in the middle of a read."""
+        """A thread of the parent may hold the file's lock in a read."""
         path.write_bytes(pattern(64 * MIB))
         stop = threading.Event()
         with nvmeio.File(path) as file:
-            # fork() copies descriptors first: one opened meanwhile would be lacking.
+            # fork() copies descriptors first, so open everything before.
             file.tell()
 
             def read_on():
@@ -290,7 +290,7 @@ class TestThreads:
                 stop.set()
                 thread.join()
 
-    def test_a_handler_of_a_signal_does_not_wait_for_itself(self, path):
+    def test_a_signal_handler_in_a_read_raises_instead_of_hanging(self, path):
         path.write_bytes(pattern(MIB))
         told, reads = [], 0
 
@@ -315,8 +315,8 @@ class TestThreads:
 
 
 @pytest.mark.parametrize("size", [5, 3 * MIB])
-def test_what_is_dropped_last_of_all_writes_its_buffer_out(path, size):
-    """As io.FileIO does: when modules are gone, and no handle is to be had."""
+def test_a_buffer_dropped_at_exit_is_flushed(path, size):
+    """As with io.FileIO, even when modules are gone and no handle can be opened."""
     script = f"""
 import io, sys, nvmeio
 sys.kept = io.BufferedWriter(nvmeio.File({str(path)!r}, "w"), {4 * MIB})
@@ -327,7 +327,7 @@ sys.kept.write(b"x" * {size})
 
 
 def found_elsewhere(file):
-    """Tell in another process what a File is there."""
+    """Report a File's state in another process."""
     return file.path, file.mode, file.closed, None if file.closed else file.read()
 
 
@@ -336,7 +336,9 @@ class TestPickling:
         ("mode", "again"),
         [("r", "rb"), ("r+", "rb+"), ("w", "rb+"), ("w+b", "rb+"), ("x", "rb+")],
     )
-    def test_it_is_opened_anew_and_not_truncated(self, path, monkeypatch, mode, again):
+    def test_an_unpickled_file_is_opened_again_and_not_truncated(
+        self, path, monkeypatch, mode, again
+    ):
         monkeypatch.chdir(path.parent)
         if mode != "x":
             path.write_bytes(b"1234")
@@ -352,7 +354,7 @@ class TestPickling:
             assert file.tell() == 2
         assert left_open(path.parent) == []
 
-    def test_a_closed_one_stays_closed(self, path):
+    def test_a_closed_file_is_unpickled_closed(self, path):
         file = nvmeio.File(path, "w")
         file.close()
         path.unlink()
@@ -363,7 +365,7 @@ class TestPickling:
                 other.read()
 
     @pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
-    def test_another_process_gets_it(self, path, method):
+    def test_a_file_is_pickled_to_another_process(self, path, method):
         path.write_bytes(b"1234")
         file, closed = nvmeio.File(path), nvmeio.File(path)
         closed.close()
@@ -374,14 +376,14 @@ class TestPickling:
             (str(path), "rb", True, None),
         ]
 
-    def test_a_file_that_is_gone_is_told(self, path):
+    def test_unpickling_a_missing_file_is_an_error(self, path):
         with nvmeio.File(path, "w") as file:
             stored = pickle.dumps(file)
         path.unlink()
         with pytest.raises(FileNotFoundError):
             pickle.loads(stored)
 
-    def test_one_without_a_path_is_refused(self, tmp_path):
+    def test_a_file_without_a_path_cannot_be_pickled(self, tmp_path):
         from nvmeio._native.file import open_unnamed
 
         with (
@@ -392,9 +394,9 @@ class TestPickling:
 
 
 class TestOthers:
-    """What takes file objects takes a File."""
+    """Libraries that take file objects take a File."""
 
-    def test_json_and_text(self, path):
+    def test_json_and_text_use_a_file(self, path):
         value = {"text": "ä\n" * 5000, "numbers": list(range(1000))}
         with nvmeio.File(path, "w") as file:
             text = io.TextIOWrapper(file, encoding="utf-8")
@@ -409,7 +411,7 @@ class TestOthers:
             assert file.closed
         assert json.loads(path.read_text("utf-8")) == value
 
-    def test_buffers_of_io(self, path):
+    def test_buffered_readers_and_writers_use_a_file(self, path):
         data = pattern(3 * MIB + 5)
         with io.BufferedWriter(nvmeio.File(path, "w"), 2 * MIB) as stream:
             for at in range(0, len(data), 70_001):
@@ -424,7 +426,7 @@ class TestOthers:
         assert path.read_bytes() == data[:3] + b"abc" + data[6:]
 
     @pytest.mark.parametrize("count", [10, 500_000])
-    def test_numpy(self, path, count):
+    def test_numpy_uses_a_file(self, path, count):
         array, values = np.arange(count), {"a": np.arange(count), "b": np.ones(3)}
         with nvmeio.File(path, "w+") as file:
             np.save(file, array)
@@ -440,7 +442,7 @@ class TestOthers:
 
     @pytest.mark.parametrize("count", [10, 500_000])
     @pytest.mark.parametrize("layout", ["zip", "legacy"])
-    def test_torch(self, path, count, layout):
+    def test_torch_uses_a_file(self, path, count, layout):
         torch = pytest.importorskip("torch")
         options = {"_use_new_zipfile_serialization": layout == "zip"}
         state = {"x": torch.arange(count), "y": torch.ones(7), "epoch": 3}
@@ -455,7 +457,7 @@ class TestOthers:
                 assert found["epoch"] == 3
         assert torch.equal(torch.load(path)["x"], state["x"])
 
-    def test_archives(self, path):
+    def test_archives_use_a_file(self, path):
         data = pattern(2 * MIB)
         with nvmeio.File(path, "w") as file, zipfile.ZipFile(file, "w") as archive:
             archive.writestr("large", data)
@@ -481,7 +483,7 @@ class TestOthers:
             assert packed.read() == data
 
     @pytest.mark.parametrize("protocol", [0, 2, 5])
-    def test_pickle(self, path, protocol):
+    def test_pickle_uses_a_file(self, path, protocol):
         values = [{"a": "text\n" * 100, "b": list(range(1000))}, np.arange(300_000)]
         with nvmeio.File(path, "w") as file:
             for value in values:
@@ -490,7 +492,7 @@ class TestOthers:
             assert pickle.load(file) == values[0]
             assert np.array_equal(pickle.load(file), values[1])
 
-    def test_copies(self, path):
+    def test_shutil_copies_a_file(self, path):
         data, copied = pattern(3 * MIB + 1), path.with_name("copy")
         path.write_bytes(data)
         with nvmeio.File(path) as source, nvmeio.File(copied, "w") as target:

@@ -1,4 +1,4 @@
-"""Whole files in one call: exactly the buffer, exactly the file."""
+"""Whole files in one call: read_file, read_into, write_file, and DeepSpeed's functions."""
 
 import array
 import errno
@@ -23,7 +23,7 @@ SETTINGS = [(BLOCK, 4, False, False, False), (PAGE, 32, True, True, True)]
 
 @pytest.fixture(autouse=True)
 def moved(engine, monkeypatch):
-    """Run every engine; how many bytes it has carried, by the statistics of its handles."""
+    """Run with every engine; return the bytes moved, from the statistics of its handles."""
     used = []
 
     class Recorded(nvmeio.aio_handle):
@@ -33,7 +33,7 @@ def moved(engine, monkeypatch):
 
     monkeypatch.setenv("NVMEIO_ENGINE", engine)
     monkeypatch.setattr(files, "aio_handle", Recorded)
-    # The next one, which the environment decides about, is shared by one test.
+    # So that each test has a default handle of its own, set by the environment.
     nvmeio.default_handle().close()
 
     def moved():
@@ -59,14 +59,14 @@ def test_a_file_is_read_as_a_whole(path, moved, size):
     assert left_open(path.parent) == []
 
 
-def test_what_was_read_lives_as_long_as_any_view_of_it(path):
+def test_read_memory_lives_as_long_as_any_view_of_it(path):
     path.write_bytes(pattern(8000))
     view = nvmeio.read_file(path).view("<f4")[10:]
     assert view.tobytes() == pattern(8000)[40:]
 
 
 @pytest.mark.parametrize("name", ["/proc/version", "/proc/self/maps"])
-def test_a_file_that_claims_to_be_empty_is_read_to_its_end(name):
+def test_a_file_of_reported_size_0_is_read_to_its_end(name):
     assert os.stat(name).st_size == 0
     found = nvmeio.read_file(name)
     assert found.flags.writeable
@@ -77,8 +77,8 @@ def test_a_file_that_claims_to_be_empty_is_read_to_its_end(name):
         assert text[:20] == file.read()[:20]
 
 
-def test_an_error_of_such_a_file_has_its_path(monkeypatch):
-    """The memory of a process has no byte at address 0."""
+def test_an_error_of_a_file_of_reported_size_0_has_its_path(monkeypatch):
+    """/proc/self/mem cannot be read at address 0."""
     with pytest.raises(OSError, match="Input/output error") as caught:
         nvmeio.read_file("/proc/self/mem")
     assert (caught.value.errno, caught.value.filename) == (errno.EIO, "/proc/self/mem")
@@ -91,7 +91,7 @@ class TestPartOfAFile:
         ("offset", "size"),
         [(0, None), (0, 0), (3, 5), (PAGE, PAGE), (MIB - 1, MIB + 2), (2 * MIB, None)],
     )
-    def test_it_is_what_the_file_has_there(self, path, moved, offset, size):
+    def test_a_part_has_the_files_bytes(self, path, moved, offset, size):
         data = pattern(2 * MIB + 1)
         path.write_bytes(data)
         expected = data[offset:] if size is None else data[offset : offset + size]
@@ -100,7 +100,7 @@ class TestPartOfAFile:
         assert (found.dtype, found.flags.writeable) == (np.uint8, True)
         assert moved() == len(expected)
 
-    def test_at_the_very_end_is_nothing(self, path):
+    def test_a_part_at_the_end_is_empty(self, path):
         path.write_bytes(b"12345678")
         for options in ({}, {"size": 0}, {"dtype": "f8"}):
             assert nvmeio.read_file(path, 8, **options).shape == (0,)
@@ -108,7 +108,7 @@ class TestPartOfAFile:
     @pytest.mark.parametrize(
         "dtype", ["<i2", ">f4", "M8[s]", [("a", "u1"), ("b", "<i4", 2)]], ids=str
     )
-    def test_elements_of_numpy(self, path, dtype):
+    def test_a_part_can_have_numpys_dtypes(self, path, dtype):
         data = pattern(8 + 18 * 40)
         path.write_bytes(data)
         expected = np.frombuffer(data, dtype, 18 * 8 // np.dtype(dtype).itemsize, 8)
@@ -117,7 +117,7 @@ class TestPartOfAFile:
         assert found.tobytes() == expected.tobytes()
 
     @pytest.mark.parametrize("name", ["float32", "bfloat16", "bool", "float8_e4m3fn"])
-    def test_elements_of_torch(self, path, name):
+    def test_a_part_can_have_torchs_dtypes(self, path, name):
         torch = pytest.importorskip("torch")
         dtype = getattr(torch, name)
         data = bytes([0, 1] * 40)
@@ -128,13 +128,13 @@ class TestPartOfAFile:
         assert nvmeio.read_file(path, 80, dtype=dtype).shape == (0,)
 
     @pytest.mark.parametrize(("offset", "size"), [(9, None), (9, 0), (5, 4), (0, 1 << 50)])
-    def test_beyond_the_end_is_told(self, path, offset, size):
+    def test_a_part_beyond_the_end_is_an_error(self, path, offset, size):
         path.write_bytes(b"12345678")
         with pytest.raises(OSError, match="beyond the end, 8") as caught:
             nvmeio.read_file(path, offset, size)
         assert (caught.value.errno, caught.value.filename) == (errno.ENODATA, str(path))
 
-    def test_elements_are_whole(self, path):
+    def test_a_part_must_have_whole_elements(self, path):
         path.write_bytes(bytes(10))
         with pytest.raises(ValueError, match="size is 6 bytes, no multiple of the 4"):
             nvmeio.read_file(path, 0, 6, "f4")
@@ -155,12 +155,12 @@ class TestPartOfAFile:
         ],
         ids=str,
     )
-    def test_what_it_refuses(self, path, options, words):
+    def test_invalid_parts_are_refused(self, path, options, words):
         path.write_bytes(bytes(10))
         with pytest.raises((TypeError, ValueError), match=words):
             nvmeio.read_file(path, **options)
 
-    def test_of_a_file_that_claims_to_be_empty(self):
+    def test_a_part_of_a_file_of_reported_size_0_is_read(self):
         whole = nvmeio.read_file("/proc/version")
         assert nvmeio.read_file("/proc/version", 3, 4).tobytes() == whole.tobytes()[3:7]
         with pytest.raises(OSError, match="beyond the end"):
@@ -176,12 +176,12 @@ def test_a_file_is_made_of_the_buffer(path, moved, size):
 
 @pytest.mark.parametrize("atomic", [True, False])
 @pytest.mark.parametrize("before", [0, 10, MIB, 3 * MIB + 5])
-def test_a_file_that_was_there_becomes_exactly_the_buffer(path, before, atomic):
+def test_an_existing_file_becomes_exactly_the_buffer(path, before, atomic):
     path.write_bytes(bytes(before))
     path.chmod(0o640)
     with path.open("rb") as old:
         assert nvmeio.write_file(pattern(MIB), path, atomic=atomic) == MIB
-        # Who has the old file open keeps it where another takes its place.
+        # An open old file keeps its contents if the write replaces it by another one.
         assert old.read() == (bytes(before) if atomic else pattern(MIB))
     assert path.read_bytes() == pattern(MIB)
     assert stat.S_IMODE(path.stat().st_mode) == 0o640
@@ -198,7 +198,7 @@ def test_a_file_that_was_there_becomes_exactly_the_buffer(path, before, atomic):
     ],
 )
 def test_the_bytes_of_an_atomic_or_durable_file_are_synced(path, options, requests):
-    """The fsync is the second request."""
+    """The second request is the fsync."""
     assert nvmeio.write_file(pattern(BLOCK), os.fsencode(path), **options) == BLOCK
     assert path.read_bytes() == pattern(BLOCK)
     assert nvmeio.default_handle().stats()["requests"] == requests
@@ -242,7 +242,7 @@ def test_a_missing_file_is_named(path, call):
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("size", SIZES)
 def test_the_functions_of_the_contract_move_whole_files(path, moved, size, settings):
-    """Cases 6 and 7: no size is a success that moved nothing or only a part."""
+    """Every size is moved completely; DeepSpeed's op drops some bytes silently."""
     source, target = np.frombuffer(pattern(size), np.uint8), np.zeros(size, np.uint8)
     assert nvmeio.aio_write(source, path, *settings) == 0
     assert path.read_bytes() == pattern(size)
@@ -253,7 +253,7 @@ def test_the_functions_of_the_contract_move_whole_files(path, moved, size, setti
 
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_a_shorter_write_leaves_no_tail(path, settings):
-    """Case 15: the next aio_read finds exactly the buffer."""
+    """So the next aio_read finds exactly the buffer."""
     nvmeio.aio_write(bytes(3 * BLOCK + 5), path, *settings)
     nvmeio.aio_write(pattern(BLOCK + 1), path, *settings)
     assert path.read_bytes() == pattern(BLOCK + 1)
@@ -262,7 +262,7 @@ def test_a_shorter_write_leaves_no_tail(path, settings):
     assert target == pattern(BLOCK + 1)
 
 
-def test_a_device_keeps_its_length(loop_device):
+def test_a_device_keeps_its_size(loop_device):
     size = 1 << 20
     device, expected = loop_device(size), pattern(5000)
     assert nvmeio.aio_write(expected, device, BLOCK, 4, False, True, True) == 0
@@ -272,8 +272,8 @@ def test_a_device_keeps_its_length(loop_device):
     assert target == expected + bytes(size - 5000)
 
 
-def test_a_file_is_cut_only_after_the_bytes_have_landed(path):
-    """A write that fails leaves what stood behind it."""
+def test_a_file_is_truncated_only_after_the_write(path):
+    """A failed write leaves the bytes after it."""
     path.write_bytes(bytes(4 * BLOCK))
     with (
         limit(resource.RLIMIT_FSIZE, BLOCK),
@@ -287,7 +287,7 @@ def test_a_file_is_cut_only_after_the_bytes_have_landed(path):
 
 @pytest.mark.parametrize("size", [BLOCK + 5, 3 * MIB])
 def test_a_new_file_is_not_left_longer_than_what_was_written(path, size):
-    """Case 8: a failure is told, and leaves no file of the full size."""
+    """A failure is an error, and leaves no file of the full size."""
     with (
         limit(resource.RLIMIT_FSIZE, BLOCK),
         pytest.raises(OSError, match="data") as caught,
@@ -336,11 +336,11 @@ def test_a_mapping_is_filled(path):
 
 
 class TestSync:
-    """sync=True makes the name durable too: the folder that has it is synced."""
+    """sync=True makes the name durable too, by syncing its folder."""
 
     @pytest.fixture
     def synced(self, monkeypatch):
-        """The folders that are synced by Python, in order."""
+        """Record the folders that Python syncs, in order."""
         found = []
         fsync = os.fsync
 
@@ -361,19 +361,19 @@ class TestSync:
         assert len(synced) == 1
         assert left_open(path.parent) == []
 
-    def test_a_bare_name_is_of_the_current_folder(self, path, synced, monkeypatch):
+    def test_a_bare_name_is_in_the_current_folder(self, path, synced, monkeypatch):
         monkeypatch.chdir(path.parent)
         nvmeio.write_file(b"1234", "data", sync=True)
         assert synced == [os.path.realpath(path.parent)]
 
-    def test_dots_go_up_from_where_a_link_leads(self, folder, synced):
+    def test_dots_go_up_from_the_target_of_a_link(self, folder, synced):
         (folder / "far" / "below").mkdir(parents=True)
         (folder / "link").symlink_to(folder / "far" / "below")
         nvmeio.write_file(b"1234", f"{folder}/link/../data", sync=True)
         assert (folder / "far" / "data").read_bytes() == b"1234"
         assert synced == [os.path.realpath(folder / "far")]
 
-    def test_a_file_that_is_a_link_is_where_it_leads(self, folder, synced):
+    def test_for_a_link_the_folder_of_its_target_is_synced(self, folder, synced):
         (folder / "far").mkdir()
         (folder / "link").symlink_to(folder / "far" / "data")
         nvmeio.write_file(b"1234", folder / "link", sync=True)
@@ -398,14 +398,14 @@ class TestSync:
         assert nvmeio.write_file(b"1234", path) == 4
 
     @pytest.mark.parametrize("sync", [False, True])
-    def test_a_folder_that_is_not_there_is_told_with_the_path(self, folder, sync):
+    def test_a_missing_folder_is_an_error_with_the_path(self, folder, sync):
         with pytest.raises(FileNotFoundError) as caught:
             nvmeio.write_file(b"1234", folder / "missing" / "data", sync=sync)
         assert caught.value.filename == str(folder / "missing" / "data")
 
 
 @pytest.mark.parametrize("file", [None, 5, 1.5], ids=repr)
-def test_what_is_no_path_is_refused(file):
+def test_an_invalid_path_is_refused(file):
     words = "path is .*; it must be a str, bytes or os.PathLike"
     for call in (
         lambda: nvmeio.read_file(file),
@@ -416,7 +416,7 @@ def test_what_is_no_path_is_refused(file):
             call()
 
 
-def test_a_path_in_the_place_of_the_buffer_is_told(path):
+def test_swapped_buffer_and_path_are_reported(path):
     path.write_bytes(b"1234")
     words = "buffer is the path .*: are the two arguments swapped?"
     for call in (
@@ -430,7 +430,7 @@ def test_a_path_in_the_place_of_the_buffer_is_told(path):
     assert path.read_bytes() == b"1234"
 
 
-def test_the_package_shows_what_is_its_own():
+def test_public_names_belong_to_the_package():
     foreign = [
         name
         for name in dir(nvmeio)
@@ -445,7 +445,7 @@ BAD = {"object": object(), "array of objects": np.array([None]), "text": "text"}
 
 
 @pytest.mark.parametrize("bad", BAD.values(), ids=BAD)
-def test_what_cannot_be_written_leaves_the_file_alone(path, bad):
+def test_a_refused_buffer_leaves_the_file_unchanged(path, bad):
     path.write_bytes(b"1234")
     with pytest.raises(TypeError):
         nvmeio.write_file(bad, path)
@@ -463,14 +463,14 @@ def test_what_cannot_be_written_leaves_the_file_alone(path, bad):
 @pytest.mark.parametrize(
     "settings", [(0, 4, False, False, False), (PAGE, 0, False, False, False)]
 )
-def test_settings_out_of_range_touch_no_file(path, settings):
+def test_settings_out_of_range_change_no_file(path, settings):
     with pytest.raises(ValueError, match="is 0; it must be from 1 to"):
         nvmeio.aio_write(b"1234", path, *settings)
     assert not path.exists()
 
 
 def test_nothing_is_printed(path, capfd):
-    """Case 16: timings on every call."""
+    """DeepSpeed's op prints timings on every call."""
     nvmeio.aio_write(b"1234", path, *SETTINGS[0])
     nvmeio.aio_read(bytearray(4), path, *SETTINGS[0])
     nvmeio.write_file(nvmeio.read_file(path), path, sync=True)

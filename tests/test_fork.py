@@ -8,13 +8,13 @@ from mounts import SLOW_PLACES
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_children_and_their_children_use_a_handle_of_the_parent(tmp_path, engine):
+def test_children_and_grandchildren_use_the_parents_handle(tmp_path, engine):
     report = run_child("fork_idle", folder=str(tmp_path), engine=engine).report
     assert report == {"engine": engine}
 
 
 @pytest.mark.parametrize(("engine", "slow"), SLOW_PLACES, indirect=["slow"])
-def test_work_in_flight_stays_the_parents(slow, tmp_path, engine):
+def test_requests_in_flight_stay_the_parents(slow, tmp_path, engine):
     report = run_child("fork_in_flight", **slow, other=str(tmp_path), engine=engine).report
     assert report["pending"] == 2
     assert report["fired"]["read.held"] > 0
@@ -28,7 +28,7 @@ def test_threads_may_submit_while_another_forks(tmp_path, engine):
 
 @pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_handle_goes_to_the_workers_of_a_pool(tmp_path, engine, method):
+def test_a_handle_is_pickled_to_the_workers_of_a_pool(tmp_path, engine, method):
     report = run_child(
         "processes", folder=str(tmp_path), engine=engine, method=method
     ).report
@@ -38,7 +38,7 @@ def test_a_handle_goes_to_the_workers_of_a_pool(tmp_path, engine, method):
 @pytest.mark.slow
 @pytest.mark.parametrize("persistent", [False, True])
 @pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
-def test_a_handle_serves_the_workers_of_a_data_loader(tmp_path, method, persistent):
+def test_workers_of_a_data_loader_use_a_handle(tmp_path, method, persistent):
     pytest.importorskip("torch")
     report = run_child(
         "data_loader", folder=str(tmp_path), method=method, persistent=persistent

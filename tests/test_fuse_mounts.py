@@ -1,4 +1,4 @@
-"""What mounts by FUSE leaves nothing behind, whatever becomes of the server."""
+"""The FUSE fixtures leave nothing mounted, even if the server dies or hangs."""
 
 import contextlib
 import signal
@@ -12,7 +12,7 @@ from fuse_mounts import FAULTYFS, is_mounted, served
 
 @pytest.fixture
 def mountpoint(fuse_folder, tmp_path):
-    """A folder where nothing is mounted, as there is FUSE here."""
+    """A folder where nothing is mounted; skip without FUSE."""
     assert is_mounted(fuse_folder)
     folder = tmp_path / "mounted"
     folder.mkdir()

@@ -1,4 +1,4 @@
-"""Requests as futures: awaited, gathered, iterated as they are done, on every engine."""
+"""Requests as futures: awaited, gathered, iterated as they complete, on every engine."""
 
 import asyncio
 import contextlib
@@ -23,7 +23,7 @@ from nvmeio._events.listener import Listener
 
 @pytest.fixture(params=["asyncio", "uvloop"])
 def new_loop(request):
-    """What makes an event loop: of asyncio, of uvloop."""
+    """A function that makes an event loop of asyncio or uvloop."""
     if request.param == "asyncio":
         return asyncio.new_event_loop
     return pytest.importorskip("uvloop").new_event_loop
@@ -31,7 +31,7 @@ def new_loop(request):
 
 @pytest.fixture
 def run(new_loop):
-    """Run a coroutine in an event loop, which is closed at the end."""
+    """A function that runs a coroutine in a new event loop, and closes the loop."""
 
     def run(coroutine):
         return run_in(new_loop(), coroutine)
@@ -40,7 +40,7 @@ def run(new_loop):
 
 
 def run_in(loop, coroutine):
-    """Do what asyncio.run() does, in any loop."""
+    """Do what asyncio.run() does, with any loop."""
     with contextlib.closing(loop):
         try:
             return loop.run_until_complete(coroutine)
@@ -66,13 +66,13 @@ def eventfds():
 
 
 def task_count():
-    """Count the threads of this process, those of C included."""
+    """Count the threads of this process, including those of C."""
     return len(os.listdir("/proc/self/task"))
 
 
 @pytest.fixture
 def pages(path):
-    """A file of a few pages, its bytes, and how to read one of them."""
+    """Functions that start and check a read of one page of a file."""
     data = pattern(64 * PAGE)
     path.write_bytes(data)
 
@@ -89,7 +89,7 @@ def pages(path):
 class TestAwait:
     """await request."""
 
-    def test_it_returns_what_wait_returns(self, handle, path, run):
+    def test_await_returns_what_wait_returns(self, handle, path, run):
         async def main():
             write = handle.submit_write(pattern(3 * PAGE + 1), path)
             assert await write == write.wait() == await write == 3 * PAGE + 1
@@ -115,7 +115,7 @@ class TestAwait:
 
         run(main())
 
-    def test_one_after_the_other(self, handle, pages, run):
+    def test_requests_are_awaited_one_after_the_other(self, handle, pages, run):
         start, check = pages
 
         async def main():
@@ -126,7 +126,7 @@ class TestAwait:
 
         run(main())
 
-    def test_the_loop_goes_on_meanwhile(self, slow_handle, path, pages, run):
+    def test_the_loop_runs_during_an_await(self, slow_handle, path, pages, run):
         start, check = pages
 
         async def main():
@@ -142,7 +142,7 @@ class TestAwait:
 
         run(main())
 
-    def test_it_raises_what_wait_raises(self, slow_handle, path, run):
+    def test_await_raises_what_wait_raises(self, slow_handle, path, run):
         path.write_bytes(pattern(PAGE))
 
         async def main():
@@ -154,9 +154,7 @@ class TestAwait:
 
         run(main())
 
-    def test_a_request_that_was_cancelled_is_so_in_asyncios_words(
-        self, slow_handle, path, pages, run
-    ):
+    def test_a_cancelled_request_raises_asyncios_error(self, slow_handle, path, pages, run):
         start, _ = pages
 
         async def main():
@@ -181,7 +179,9 @@ class TestAwait:
 
         run(main())
 
-    def test_many_tasks_of_many_loops_await_one(self, slow_handle, path, pages, new_loop):
+    def test_many_tasks_of_many_loops_await_one_request(
+        self, slow_handle, path, pages, new_loop
+    ):
         start, check = pages
         begun = threading.Barrier(5)
 
@@ -219,7 +219,7 @@ class TestAwait:
                 job.result()
         assert handle.pending == 0
 
-    def test_one_that_another_thread_finishes_wakes_the_task(
+    def test_a_request_finished_by_another_thread_wakes_the_task(
         self, slow_handle, path, pages, run
     ):
         start, check = pages
@@ -229,7 +229,7 @@ class TestAwait:
                 reads = [start(slow_handle, index) for index in range(8)]
                 tasks = [asyncio.ensure_future(request) for request, _ in reads]
                 await asyncio.sleep(0)
-            # The loop looks at nothing while the others finish all of them.
+            # The loop polls nothing while other threads finish all requests.
             with ThreadPoolExecutor(8) as threads:
                 list(threads.map(lambda read: read[0].wait(), reads))
             assert await asyncio.gather(*tasks) == [PAGE] * 8
@@ -238,14 +238,14 @@ class TestAwait:
 
         run(main())
 
-    def test_it_takes_an_event_loop(self, slow_handle, path):
+    def test_await_needs_an_event_loop(self, slow_handle, path):
         with plugged(slow_handle, path.parent):
             request = slow_handle.submit_write(pattern(1), path)
             with pytest.raises(RuntimeError, match="no running event loop"):
                 next(request.__await__())
         assert request.wait() == 1
 
-    def test_a_loop_that_closes_first_is_let_go(self, slow_handle, path, pages, new_loop):
+    def test_a_loop_that_closes_first_is_released(self, slow_handle, path, pages, new_loop):
         start, check = pages
         before = eventfds()
         loop = new_loop()
@@ -254,7 +254,7 @@ class TestAwait:
             task = asyncio.ensure_future(request, loop=loop)
             loop.run_until_complete(asyncio.sleep(0))
             assert len(eventfds() - before) >= 1
-            # Awaited still, by a task that will never go on.
+            # A task that will never go on still awaits it.
             with contextlib.suppress(RuntimeError):
                 loop.close()
         assert request.wait() == PAGE
@@ -267,9 +267,11 @@ class TestAwait:
 
 
 class TestCancelling:
-    """A cancelled await cancels, drains, then raises."""
+    """A cancelled await cancels the request, waits for it, then raises."""
 
-    def test_the_memory_is_the_callers_again(self, slow_handle, path, pages, run):
+    def test_after_a_cancelled_await_the_memory_is_the_callers(
+        self, slow_handle, path, pages, run
+    ):
         start, _ = pages
 
         async def main():
@@ -281,7 +283,7 @@ class TestCancelling:
                 task.cancel()
                 with pytest.raises(asyncio.CancelledError):
                     await task
-                # What is told here was true when the task ended.
+                # stats() must already be right when the task ends.
                 assert "failed" in repr(request)
                 with pytest.raises(CancelledError):
                     request.wait(0)
@@ -290,7 +292,9 @@ class TestCancelling:
 
         run(main())
 
-    def test_what_is_under_way_ends_first(self, open_handle, path, run):
+    def test_a_transfer_in_flight_ends_before_the_cancelled_await(
+        self, open_handle, path, run
+    ):
         handle = open_handle(**SLOW)
         size = 2000 * PAGE
         path.write_bytes(pattern(size))
@@ -311,7 +315,7 @@ class TestCancelling:
 
         run(main())
 
-    def test_a_time_limit_does_the_same(self, slow_handle, path, pages, run):
+    def test_a_timeout_cancels_too(self, slow_handle, path, pages, run):
         start, check = pages
 
         async def main():
@@ -330,16 +334,16 @@ class TestCancelling:
     @pytest.mark.parametrize(("engine", "slow"), SLOW_PLACES, indirect=["slow"])
     @pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
     @pytest.mark.parametrize("work", ["cancel_awaits", "cancel_leaving"])
-    def test_a_second_cancelling_changes_nothing(self, slow, engine, loop, work):
+    def test_a_second_cancel_changes_nothing(self, slow, engine, loop, work):
         pytest.importorskip(loop)
         report = run_child(work, **slow, engine=engine, loop=loop).report
         assert report == {"ended_early": [False, False], "cancelled": True}
 
 
 class TestAsCoroutine:
-    """request.as_coroutine(), for what takes no other awaitable."""
+    """request.as_coroutine(), for functions that accept only coroutines."""
 
-    def test_tasks_are_made_of_it(self, handle, pages, run):
+    def test_a_task_is_made_of_a_coroutine(self, handle, pages, run):
         start, check = pages
 
         async def main():
@@ -353,9 +357,7 @@ class TestAsCoroutine:
 
         run(main())
 
-    def test_one_that_is_never_awaited_is_told_and_the_transfer_goes_on(
-        self, handle, pages
-    ):
+    def test_a_coroutine_never_awaited_warns_and_the_transfer_goes_on(self, handle, pages):
         start, check = pages
         request, guarded = start(handle, 1)
         with pytest.warns(RuntimeWarning, match="'as_coroutine' was never awaited"):
@@ -363,7 +365,7 @@ class TestAsCoroutine:
         assert request.wait() == PAGE
         check(guarded, 1)
 
-    def test_of_a_group_those_that_were_cancelled_leave_the_others_alone(
+    def test_a_cancelled_task_of_a_group_leaves_the_others_alone(
         self, slow_handle, path, pages, run
     ):
         start, check = pages
@@ -383,9 +385,7 @@ class TestAsCoroutine:
 
         run(main())
 
-    def test_a_group_that_fails_ends_when_no_memory_is_in_use(
-        self, slow_handle, path, pages, run
-    ):
+    def test_a_failed_group_ends_after_its_transfers(self, slow_handle, path, pages, run):
         start, _ = pages
 
         async def fail(requests):
@@ -408,7 +408,7 @@ class TestAsCoroutine:
 class TestAsyncWith:
     """async with Handle()."""
 
-    def test_it_waits_for_what_nobody_awaited(self, open_handle, path, run):
+    def test_async_with_waits_for_requests_nobody_awaited(self, open_handle, path, run):
         size = 300 * PAGE
         path.write_bytes(pattern(size))
 
@@ -419,7 +419,7 @@ class TestAsyncWith:
                 strided = np.zeros((PAGE, 2), np.uint8)
                 requests.append(handle.submit_read(strided[:, 1], path))
             assert (handle.closed, handle.pending) == (True, 0)
-            # What is told here was true before anybody asked.
+            # These must already be true before anybody polls.
             assert all(repr(request).endswith("done>") for request in requests)
             assert all(each.content() == pattern(size) for each in guards)
             assert strided[:, 1].tobytes() == pattern(size)[:PAGE]
@@ -429,10 +429,10 @@ class TestAsyncWith:
 
         run(main())
 
-    def test_the_loop_goes_on_meanwhile_without_a_thread(
+    def test_the_loop_runs_during_the_end_without_a_thread(
         self, slow_handle, path, run, monkeypatch
     ):
-        # It is woken by what ends, and not by the time.
+        # A completion wakes it, not a timeout.
         monkeypatch.setattr("nvmeio._events.event_loop.SLICE_S", 1000)
 
         async def leave():
@@ -456,7 +456,7 @@ class TestAsyncWith:
         run(main())
 
     @pytest.mark.parametrize("way", ["raise", "cancel"])
-    def test_a_body_that_fails_waits_too(self, slow_handle, path, run, way):
+    def test_a_failed_block_waits_too(self, slow_handle, path, run, way):
         async def leave(request):
             async with slow_handle:
                 if way == "raise":
@@ -479,7 +479,7 @@ class TestAsyncWith:
 
         run(main())
 
-    def test_however_often_it_is_cancelled(self, open_handle, path, run):
+    def test_repeated_cancels_do_not_end_the_wait_early(self, open_handle, path, run):
         async def leave(handle):
             async with handle:
                 pass
@@ -498,12 +498,12 @@ class TestAsyncWith:
             with pytest.raises(asyncio.CancelledError):
                 await task
             assert (handle.closed, handle.pending) == (True, 0)
-            # The workers are stopped, and the loop knows them no more.
+            # The workers have stopped, and the loop no longer watches their eventfd.
             assert eventfds() <= own
 
         run(main())
 
-    def test_one_that_another_thread_closes_meanwhile(self, slow_handle, path, run):
+    def test_another_thread_may_close_the_handle_meanwhile(self, slow_handle, path, run):
         async def leave():
             async with slow_handle:
                 pass
@@ -520,7 +520,7 @@ class TestAsyncWith:
 
         run(main())
 
-    def test_where_no_descriptor_is_left(self, slow_handle, path, run, monkeypatch):
+    def test_async_with_ends_without_descriptors(self, slow_handle, path, run, monkeypatch):
         def refuse(*_):
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
@@ -542,7 +542,7 @@ class TestAsyncWith:
 
         run(main())
 
-    def test_its_callbacks_were_called(self, open_handle, path, run):
+    def test_callbacks_were_called_at_the_end(self, open_handle, path, run):
         path.write_bytes(pattern(PAGE))
         called = []
 
@@ -554,7 +554,7 @@ class TestAsyncWith:
 
         run(main())
 
-    def test_it_leaves_no_descriptor(self, engine, handle_class, path, new_loop):
+    def test_async_with_leaves_no_descriptor(self, engine, handle_class, path, new_loop):
         path.write_bytes(pattern(PAGE))
 
         async def main():
@@ -571,7 +571,7 @@ class TestAsyncWith:
 
 
 class Group:
-    """What `asyncio.TaskGroup`, of Python 3.11, does in these tests."""
+    """The parts of `asyncio.TaskGroup` (Python 3.11) that these tests need."""
 
     async def __aenter__(self):
         self.tasks = []
@@ -589,14 +589,16 @@ class Group:
 
 
 def group():
-    """Return asyncio's own group of tasks where Python has one."""
+    """Return asyncio's own TaskGroup if Python has it."""
     return getattr(asyncio, "TaskGroup", Group)()
 
 
 class TestDescriptors:
-    """One eventfd for each handle and loop, and none afterwards."""
+    """There is one eventfd for each handle and loop, and none afterwards."""
 
-    def test_there_is_one_for_each_handle_and_loop(self, open_handle, folder, pages, run):
+    def test_there_is_one_eventfd_for_each_handle_and_loop(
+        self, open_handle, folder, pages, run
+    ):
         start, _ = pages
         handles = [open_handle(**SLOW) for _ in range(2)]
         folders = [folder / name for name in ("first", "second")]
@@ -664,14 +666,14 @@ class TestDescriptors:
                 await asyncio.get_running_loop().run_in_executor(None, leave)
             assert await asyncio.gather(*tasks) == [64 * PAGE] * 8
             assert all(buffer == pattern(64 * PAGE) for buffer in buffers)
-            # What another thread has asked of the loop is done by now.
+            # Let the loop run what the other thread has scheduled.
             await asyncio.sleep(0)
             assert eventfds() <= first
             await asyncio.get_running_loop().shutdown_default_executor()
 
         run(main())
 
-    def test_threads_that_wait_leave_none(self, slow_handle, path, pages):
+    def test_waiting_threads_leave_no_eventfd(self, slow_handle, path, pages):
         start, _ = pages
         before = eventfds()
         with plugged(slow_handle, path.parent):
@@ -684,7 +686,7 @@ class TestDescriptors:
             assert next(left_early) is requests[0]
             del left_early
             assert eventfds() - before == set()
-        # Nobody writes to an eventfd that was closed.
+        # Nothing may write to a closed eventfd.
         reused = os.eventfd(0, os.EFD_NONBLOCK)
         assert nvmeio.wait(requests).not_done == set()
         with pytest.raises(BlockingIOError):
@@ -693,11 +695,11 @@ class TestDescriptors:
 
 
 class TestAsCompleted:
-    """Requests in the order in which they are done, by threads and by event loops."""
+    """Requests in order of completion, in threads and in event loops."""
 
     @pytest.fixture(params=["for", "asyncio", "uvloop"])
     def collected(self, request):
-        """List what as_completed() yields; by `for`, or by `async for`."""
+        """A function that lists the results of as_completed(), by `for` or `async for`."""
         if request.param == "for":
             return lambda *args, **options: list(nvmeio.as_completed(*args, **options))
         loops = {"asyncio": asyncio}.get(request.param) or pytest.importorskip("uvloop")
@@ -722,7 +724,7 @@ class TestAsCompleted:
             assert request.wait(0) == PAGE
             check(guarded, index)
 
-    def test_the_order_is_that_of_completion(
+    def test_requests_are_yielded_in_order_of_completion(
         self, slow_handle, path, pages, collected, monkeypatch
     ):
         start, _ = pages
@@ -738,13 +740,13 @@ class TestAsCompleted:
             assert listening.wait(60)
             for index in order[1:]:
                 requests[index].cancel()
-                # Who sees that one is done tells the others, before the next is.
+                # Polling reports the completion, before the next request completes.
                 while not requests[index].done():
                     time.sleep(0.001)
 
         with plugged(slow_handle, path.parent):
             requests = [start(slow_handle, index)[0] for index in range(6)]
-            # One is done before, the others while they are waited for.
+            # One is done before the wait, the others during it.
             requests[4].cancel()
             requests[4].done()
             monkeypatch.setattr(Listener, "listen", listen_and_tell)
@@ -755,7 +757,7 @@ class TestAsCompleted:
         assert found == [requests[index] for index in order]
         assert requests[5].wait() == PAGE
 
-    def test_the_time_may_be_over(self, slow_handle, path, pages, collected):
+    def test_as_completed_times_out(self, slow_handle, path, pages, collected):
         start, check = pages
         with plugged(slow_handle, path.parent):
             request, guarded = start(slow_handle, 1)
@@ -772,16 +774,16 @@ class TestAsCompleted:
         assert collected([request]) == [request]
         assert request.exception().errno == errno.ENODATA
 
-    def test_none_at_all(self, engine, collected):
+    def test_as_completed_of_nothing_yields_nothing(self, engine, collected):
         assert collected([]) == []
 
-    def test_it_is_iterated_once(self, handle, pages, run):
+    def test_completions_are_iterated_once(self, handle, pages, run):
         start, _ = pages
         completions = nvmeio.as_completed([start(handle, 0)[0]])
         assert len(list(completions)) == 1
         assert list(completions) == []
 
-    def test_one_after_the_other_may_be_asked_for(self, handle, pages, run):
+    def test_next_takes_one_completion_at_a_time(self, handle, pages, run):
         start, _ = pages
         reads = {start(handle, index)[0] for index in range(3)}
         completions = nvmeio.as_completed(reads)
@@ -800,7 +802,7 @@ class TestAsCompleted:
 
         assert run(main()) == reads
 
-    def test_who_is_cancelled_may_ask_again(self, slow_handle, path, pages, run):
+    def test_a_cancelled_iteration_can_be_repeated(self, slow_handle, path, pages, run):
         start, _ = pages
 
         async def main():
@@ -816,7 +818,7 @@ class TestAsCompleted:
         reads, found = run(main())
         assert (set(found), len(found)) == (reads, 3)
 
-    def test_a_thread_and_a_loop_may_take_turns(self, open_handle, pages, run):
+    def test_a_thread_and_a_loop_may_iterate_in_turns(self, open_handle, pages, run):
         start, _ = pages
         handles = [open_handle() for _ in range(2)]
         reads = {start(handles[index % 2], index)[0] for index in range(60)}
@@ -833,7 +835,7 @@ class TestAsCompleted:
         assert list(completions) == []
         assert eventfds() <= before
 
-    def test_one_at_a_time_may_wait(self, slow_handle, path, pages, run):
+    def test_only_one_waiter_at_a_time_is_allowed(self, slow_handle, path, pages, run):
         start, _ = pages
 
         async def main():
@@ -850,7 +852,7 @@ class TestAsCompleted:
 
         run(main())
 
-    def test_what_is_no_request_is_refused(self, handle, pages):
+    def test_only_requests_are_accepted(self, handle, pages):
         start, _ = pages
         request, _ = start(handle, 0)
         for function in (nvmeio.as_completed, nvmeio.wait):
@@ -870,7 +872,7 @@ class TestAsCompleted:
 class TestWait:
     """nvmeio.wait()."""
 
-    def test_all_are_waited_for(self, open_handle, pages):
+    def test_wait_returns_when_all_are_done(self, open_handle, pages):
         start, check = pages
         handles = [open_handle() for _ in range(2)]
         reads = dict(start(handles[index % 2], index) for index in range(500))
@@ -880,7 +882,7 @@ class TestWait:
             check(guarded, index)
         assert nvmeio.wait([]) == (set(), set())
 
-    def test_the_first_one(self, slow_handle, path, pages):
+    def test_wait_returns_when_the_first_is_done(self, slow_handle, path, pages):
         start, _ = pages
         with plugged(slow_handle, path.parent):
             requests = [start(slow_handle, index)[0] for index in range(3)]
@@ -893,7 +895,7 @@ class TestWait:
             assert nvmeio.wait(found.not_done, 0.01) == (set(), found.not_done)
             assert nvmeio.wait(requests, 0, "FIRST_COMPLETED").done == {requests[1]}
 
-    def test_the_first_failure(self, slow_handle, path, pages, recwarn):
+    def test_wait_returns_at_the_first_failure(self, slow_handle, path, pages, recwarn):
         start, _ = pages
         with plugged(slow_handle, path.parent):
             requests = [start(slow_handle, index)[0] for index in range(3)]
@@ -905,19 +907,21 @@ class TestWait:
             assert found == ({requests[0], requests[3]}, set(requests[1:3]))
         found = nvmeio.wait(requests[:3], return_when="FIRST_EXCEPTION")
         assert found == (set(requests[:3]), set())
-        # That it failed is for its caller to see: wait() has not looked at it.
+        # wait() leaves the error for the caller.
         del requests, found
         assert slow_handle.pending == 0
         gc.collect()
         assert ["never looked at" in str(warning.message) for warning in recwarn] == [True]
 
-    def test_another_word_is_refused(self, handle):
+    def test_an_unknown_return_when_is_refused(self, handle):
         with pytest.raises(
             ValueError, match="return_when is 'ANY'; it must be one of ALL_"
         ):
             nvmeio.wait([], return_when="ANY")
 
-    def test_one_that_another_thread_finishes_wakes_it(self, slow_handle, path, pages):
+    def test_a_request_finished_by_another_thread_wakes_wait(
+        self, slow_handle, path, pages
+    ):
         start, _ = pages
         with ThreadPoolExecutor(8) as threads:
             for _ in range(5):

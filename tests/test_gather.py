@@ -1,4 +1,4 @@
-"""Gathers and scatters: any records, any memory, what is refused, and what fails."""
+"""Gathers and scatters: any records, any memory, refusals and failures."""
 
 import errno
 import json
@@ -41,7 +41,7 @@ SETTINGS = settings(
 
 @pytest.fixture
 def data(path):
-    """A file of SIZE bytes, of which the page cache has none, where it is on a disk."""
+    """A file of SIZE bytes; cold, if it is on a disk."""
     path.write_bytes(CONTENT.tobytes())
     if not path.is_relative_to("/dev/shm"):
         drop(path)
@@ -50,7 +50,7 @@ def data(path):
 
 @st.composite
 def records(draw, apart=False):
-    """Offsets and sizes of records within the file; `apart`: they share no bytes."""
+    """Offsets and sizes of records within the file; with `apart` they share no bytes."""
     unit = draw(st.sampled_from([1, 64, 512, 4096]))
     longest = draw(st.sampled_from([unit, 8 * unit, 40 * unit]))
     count = draw(st.integers(0, 60))
@@ -68,7 +68,7 @@ def records(draw, apart=False):
 
 
 def taken(offsets, sizes):
-    """Return what the records hold, one behind another."""
+    """Return the bytes of the records, one after the other."""
     parts = [
         CONTENT[offset : offset + size] for offset, size in zip(offsets, sizes, strict=True)
     ]
@@ -77,7 +77,7 @@ def taken(offsets, sizes):
 
 @SETTINGS
 @given(wanted=records(), residue=st.integers(0, 5), max_gap=st.sampled_from([0, 4096]))
-def test_records_land_one_behind_another(handle, data, wanted, residue, max_gap):
+def test_records_land_one_after_the_other(handle, data, wanted, residue, max_gap):
     offsets, sizes = wanted
     memory = Guarded(int(sizes.sum()), residue)
     assert handle.gather(data, offsets, sizes, memory.array, max_gap=max_gap) == sizes.sum()
@@ -124,7 +124,7 @@ def test_a_scatter_takes_its_records_from_anywhere_and_makes_the_file(handle, pa
 
 
 @pytest.mark.parametrize("kind", [np.int8, np.uint8, np.int32, np.uint64, list, range])
-def test_offsets_may_be_of_any_integers(handle, data, kind):
+def test_offsets_may_have_any_integer_dtype(handle, data, kind):
     offsets = range(3, 90, 7)
     if kind not in (list, range):
         offsets = np.array(offsets, kind)
@@ -141,7 +141,7 @@ def test_no_records_are_no_io(handle, data):
     assert handle.stats()["blocks"] == 0
 
 
-def test_neighbours_are_merged_and_what_is_wanted_twice_is_read_once(handle, data):
+def test_neighbours_are_merged_and_repeated_records_read_once(handle, data):
     rows = np.repeat(np.arange(63, -1, -1), 2)
     out = np.empty((128, 64), np.uint8)
     handle.gather(data, rows * 64, 64, out)
@@ -150,8 +150,8 @@ def test_neighbours_are_merged_and_what_is_wanted_twice_is_read_once(handle, dat
 
 
 @pytest.mark.parametrize(("size", "blocks"), [(2048, 1), (4096, 8)])
-def test_a_gap_between_larger_records_makes_short_runs(open_handle, data, size, blocks):
-    """Of 16 KiB, for copying what is between them costs more than another I/O."""
+def test_larger_records_are_not_merged_across_gaps(open_handle, data, size, blocks):
+    """From 16 KiB on, because copying the gap costs more than another I/O."""
     handle, out = open_handle(), np.empty((16, size), np.uint8)
     offsets = np.arange(16) * 8192
     handle.gather(data, offsets, size, out, max_gap=8192)
@@ -160,7 +160,7 @@ def test_a_gap_between_larger_records_makes_short_runs(open_handle, data, size, 
 
 
 @pytest.mark.parametrize(("max_gap", "blocks"), [(4096, 16), (16384, 4)])
-def test_the_gap_bounds_what_is_read_for_nothing(handle, data, max_gap, blocks):
+def test_max_gap_limits_the_bytes_read_and_discarded(handle, data, max_gap, blocks):
     out = np.empty((16, 64), np.uint8)
     handle.gather(data, np.arange(16) * 16384, 64, out, max_gap=max_gap)
     assert np.array_equal(out, taken(np.arange(16) * 16384, [64] * 16).reshape(16, 64))
@@ -174,7 +174,7 @@ def test_aligned_records_go_straight_to_aligned_memory(open_handle, data, alignm
     handle.gather(data, rows, 4096, out, max_gap=0)
     assert np.array_equal(out.ravel(), taken(rows, [4096] * 100))
     stats = handle.stats()
-    # Those that touch in the file, and not in memory, are read together and copied.
+    # Records that touch in the file but not in memory are read together and copied.
     assert stats["bytes_direct" if alignment > 1 else "bytes_buffered"] > 0
     assert (
         stats["bytes_direct"] + stats["bytes_buffered"] + stats["bytes_bounced"] == 409600
@@ -182,7 +182,7 @@ def test_aligned_records_go_straight_to_aligned_memory(open_handle, data, alignm
 
 
 def cached_pages(path):
-    """Return the numbers of the pages that the page cache has of a file of SIZE bytes."""
+    """Return the numbers of the cached pages of a file of SIZE bytes."""
     with open(path, "rb", buffering=0) as file:
         pages = range(-(-SIZE // PAGE))
         return {page for page in pages if cached_fraction(file.fileno(), page * PAGE, 1)}
@@ -203,7 +203,7 @@ class TestPageCache:
         pages=st.sets(st.integers(0, SIZE // PAGE)),
         max_gap=st.sampled_from([0, 4096]),
     )
-    def test_the_bytes_are_right_and_nothing_is_read_into_it(
+    def test_a_gather_reads_right_bytes_and_caches_none(
         self, handle, on_disk, wanted, pages, max_gap
     ):
         offsets, sizes = wanted
@@ -213,12 +213,12 @@ class TestPageCache:
         assert memory.content() == taken(offsets, sizes).tobytes()
         assert cached_pages(on_disk) <= pages
 
-    def test_it_gives_the_records_that_it_has_and_the_device_the_others(
+    def test_cached_records_come_from_the_cache_and_others_from_the_device(
         self, open_handle, on_disk
     ):
         handle, rows = open_handle(), np.arange(198, -1, -2)
         out = nvmeio.empty((100, PAGE), np.uint8)
-        # Another process may read, or the kernel drop, a page at any moment.
+        # At any moment another process may read, or the kernel drop, a page.
         found = []
         for _ in range(5):
             warm_pages(on_disk, range(0, 200, 4))
@@ -228,7 +228,7 @@ class TestPageCache:
             assert np.array_equal(out, CONTENT[: 200 * PAGE].reshape(200, PAGE)[rows])
         assert 50 * PAGE in found
 
-    def test_the_device_is_not_asked_for_what_it_has(self, open_handle, on_disk):
+    def test_cached_records_are_not_read_from_the_device(self, open_handle, on_disk):
         def delivered():
             lines = Path("/proc/self/io").read_text().splitlines()
             return int(dict(line.split(": ") for line in lines)["read_bytes"])
@@ -247,7 +247,7 @@ class TestPageCache:
         assert delivered() - before >= 256 * 1001 - PAGE
 
     @pytest.mark.parametrize("way", ["the handle", "the file"])
-    def test_who_wants_to_bypass_it_does(self, open_handle, on_disk, way):
+    def test_the_page_cache_can_be_bypassed(self, open_handle, on_disk, way):
         handle = open_handle(direct=True) if way == "the handle" else open_handle()
         out = nvmeio.empty((100, PAGE), np.uint8)
         warm_pages(on_disk, range(-(-SIZE // PAGE)))
@@ -256,8 +256,8 @@ class TestPageCache:
             handle.gather(source, np.arange(100) * 2 * PAGE, PAGE, out)
         assert routes(handle)["buffered"] == 0
 
-    def test_what_was_written_in_any_way_comes(self, handle, on_disk):
-        """To the page cache, past it, and to a memory map; and a file that was cut."""
+    def test_bytes_written_in_any_way_are_read(self, handle, on_disk):
+        """Writes to the page cache, past it and to a memory map, and a truncated file."""
         rows, out = np.arange(64) * 2 * PAGE, np.empty((64, PAGE), np.uint8)
 
         def gathered():
@@ -284,9 +284,9 @@ class TestPageCache:
 
 
 class TestMemory:
-    """Where records go: arrays of any kind."""
+    """Memory of records: arrays of any kind."""
 
-    def test_of_strided_memory_the_rest_stays_as_it_is(self, handle, data):
+    def test_strided_memory_between_records_stays_unchanged(self, handle, data):
         memory = np.full((8, 64), 7, np.uint8)
         handle.gather(data, [9, 300], 16, memory[::2, :32], out_offsets=[0, 64])
         expected = np.full((4, 32), 7, np.uint8).ravel()
@@ -297,7 +297,7 @@ class TestMemory:
 
     @pytest.mark.parametrize("kind", ["array", "tensor"])
     def test_gathers_share_strided_memory(self, handle, data, kind):
-        """Each brings back its own records, and leaves those of the others alone."""
+        """Each copies back only its own records."""
         memory = np.zeros((40, 64), np.uint8)
         out = memory[::2]
         if kind == "tensor":
@@ -320,7 +320,7 @@ class TestMemory:
         assert np.array_equal(written[:, :8], source)
 
     @pytest.mark.parametrize("strided", [False, True])
-    def test_tensors(self, handle, data, strided):
+    def test_tensors_are_gathered_and_scattered(self, handle, data, strided):
         torch = pytest.importorskip("torch")
         memory = torch.zeros(20, 64, dtype=torch.uint8)
         out, rest = memory[:10], memory[10:]
@@ -334,7 +334,7 @@ class TestMemory:
         assert not rest.any()
 
     @pytest.mark.parametrize("out", ["data", b"bytes", np.empty(5, object)])
-    def test_what_cannot_be_filled_is_refused(self, handle, data, out):
+    def test_memory_that_cannot_be_filled_is_refused(self, handle, data, out):
         with pytest.raises((TypeError, ValueError)):
             handle.gather(data, [0], 5, out)
         assert handle.stats()["requests"] == 0
@@ -408,9 +408,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("changed", "kind", "words"), REFUSED.values(), ids=REFUSED)
-def test_what_is_wrong_is_refused_with_the_first_record_before_any_io(
-    handle, data, changed, kind, words
-):
+def test_the_first_wrong_record_is_named_before_any_io(handle, data, changed, kind, words):
     out = np.full(900, 7, np.uint8)
     arguments = {"offsets": [0, 100, 200], "sizes": 64, "out": out} | changed
     for call in (handle.gather, handle.submit_gather):
@@ -428,7 +426,7 @@ def test_a_scatter_refuses_records_that_share_bytes_of_the_file(handle, data):
 
 @pytest.mark.parametrize("size", [5, [5, 5]])
 @pytest.mark.parametrize("offsets", [[-1, 9], [0, 3], [9, 2**63 - 2]])
-def test_a_scatter_that_is_refused_makes_no_file(handle, path, offsets, size):
+def test_a_refused_scatter_creates_no_file(handle, path, offsets, size):
     with pytest.raises(ValueError, match=r"record \d of 5 bytes|offsets\[0\] is -1"):
         handle.scatter(path, offsets, size, bytes(10))
     assert not path.exists()
@@ -442,11 +440,11 @@ def test_a_closed_handle_refuses(open_handle, data):
 
 
 class TestFailures:
-    """Records that fail while others do not."""
+    """Some records fail, and others do not."""
 
     @pytest.fixture
     def failing(self, faulty):
-        """A file of which the bytes at 100 * PAGE cannot be read."""
+        """A file whose bytes at 100 * PAGE cannot be read."""
         path = faulty / "data"
         path.write_bytes(CONTENT.tobytes())
         yield path
@@ -462,7 +460,7 @@ class TestFailures:
         handle = open_handle(direct=False)
         faults = {"read": {"error": errno.EIO, "at": 100 * PAGE}}
         os.setxattr(failing, "user.faults", json.dumps(faults).encode())
-        # The kernel reads whole pages of FUSE, and some ahead.
+        # The kernel reads whole pages from FUSE, and reads ahead.
         os.posix_fadvise(fd := os.open(failing, os.O_RDONLY), 0, 0, os.POSIX_FADV_RANDOM)
         os.close(fd)
         pages = np.array([3, 100, 200, 7, 100, 250])
@@ -486,7 +484,7 @@ class TestFailures:
         again = pickle.loads(pickle.dumps(error))
         assert (again.failures, str(again)) == (error.failures, str(error))
 
-    def test_what_is_read_with_a_failed_record_completes(self, open_handle, failing):
+    def test_records_read_together_with_a_failed_one_complete(self, open_handle, failing):
         handle = open_handle(direct=False)
         faults = {"read": {"error": errno.EIO, "at": 100 * PAGE}}
         os.setxattr(failing, "user.faults", json.dumps(faults).encode())
@@ -514,7 +512,7 @@ class TestFailures:
         assert written[200 * PAGE : 200 * PAGE + 64] == source[128:].tobytes()
 
 
-def test_a_file_that_is_cut_meanwhile_fails_the_records_behind_its_end(open_handle, data):
+def test_truncating_the_file_meanwhile_fails_the_records_after_its_end(open_handle, data):
     handle = open_handle(**SLOW)
     out = np.full((2, 64), 7, np.uint8)
     with nvmeio.File(data, "r+") as file:
@@ -538,7 +536,7 @@ def test_a_gather_can_be_cancelled(open_handle, data):
         request.wait()
 
 
-def test_the_result_is_what_was_asked_for(handle, data):
+def test_the_result_is_the_requested_memory(handle, data):
     out = np.empty(64, np.uint8)
     request = handle.submit_gather(data, [0], 64, out, result=out)
     assert request.result() is out
@@ -548,7 +546,7 @@ def test_the_result_is_what_was_asked_for(handle, data):
 
 
 def reads_in_flight(device, faults):
-    """Return how many reads a device has, or else how many FUSE holds."""
+    """Return how many reads are in flight at the device, or held by FUSE."""
     counts = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}/inflight")
     if counts.exists():
         return int(counts.read_text().split()[0])
@@ -556,14 +554,14 @@ def reads_in_flight(device, faults):
 
 
 @pytest.mark.parametrize(("engine", "slow"), SLOW_PLACES[:-1], indirect=["slow"])
-def test_the_queue_is_full_while_records_are_left(slow, open_handle):
+def test_the_queue_stays_full_while_records_are_left(slow, open_handle):
     path = Path(slow["folder"]) / "file"
     expected = make_file(path, 20 * 16384)
     drop(path)
     handle, out = open_handle(block_size=4096, queue_depth=6), np.empty(20 * 4096, np.uint8)
     faults, device = Faults(slow["control"]), path.stat().st_dev
     offsets = np.arange(20)[::-1] * 16384
-    # Opening a file on FUSE reads from it.
+    # Opening a file on FUSE already reads from it.
     with nvmeio.File(path) as file:
         faults.set(read={"held": True})
         request = handle.submit_gather(file, offsets, 4096, out, max_gap=0)
@@ -613,7 +611,7 @@ def test_gathers_and_transfers_share_a_handle(open_handle, data):
     assert all(np.array_equal(whole, CONTENT) for whole in wholes)
 
 
-def test_records_larger_than_a_block_and_larger_than_the_queue(handle, data):
+def test_records_may_exceed_a_block_and_the_queue(handle, data):
     offsets, sizes = [5, 1000, 0, 300_000], [900_000, 400_000, 0, 12]
     out = np.empty(sum(sizes), np.uint8)
     assert handle.gather(data, offsets, sizes, out) == sum(sizes)

@@ -1,7 +1,7 @@
-"""Calls that block let the other threads of Python run.
+"""Blocking calls release the GIL.
 
-The FUSE file system holds the system call that each of them needs, for half a minute at
-most: a thread that kept the GIL would keep the test from seeing that it waits.
+The FUSE file system holds a system call of each, for half a minute at most.  If the thread
+kept the GIL, the test could not run to see it wait.
 """
 
 import gc
@@ -15,7 +15,7 @@ from workloads.common import Faults, make_file
 
 
 class Place:
-    """A file whose calls can be held, and handles with which it is used."""
+    """A file whose calls can be held, and handles that use it."""
 
     def __init__(self, path, op):
         self.path = path
@@ -45,14 +45,14 @@ class Place:
         assert self.op.wait() == 1
 
     def drop(self):
-        """Let go of a handle that has a read in flight."""
+        """Drop a handle with a read in flight."""
         handle = nvmeio.Handle(engine=self.handle.engine)
         handle.submit_read(self.data, self.file)
         del handle
         gc.collect()
 
     def rewrite(self, **options):
-        """Write the file in place, for the temporary one has no faults."""
+        """Write the file in place, because faults do not apply to a temporary one."""
         nvmeio.write_file(self.data, self.path, atomic=False, **options)
 
 
@@ -105,9 +105,10 @@ CALLS = [
 
 
 @pytest.mark.parametrize(("held", "call"), CALLS)
-def test_other_threads_run_while_one_is_in(faulty, engine, held, call):
+def test_other_threads_run_during(faulty, engine, held, call):
     place = Place(faulty / "file", nvmeio.aio_handle(BLOCK, DEPTH, engine=engine))
-    # Of another file: Linux locks one that is written or synced against changes.
+    # Change the faults through another file, because Linux locks one that is written or
+    # synced.
     control = faulty / "control"
     control.touch()
     faults = Faults(control)

@@ -1,7 +1,4 @@
-"""Handle: its options, how it fails, how it ends, and who may share it.
-
-"Case n" is a numbered line of what DeepSpeed's op is known to do wrong.
-"""
+"""Handle: options, failures, closing and sharing."""
 
 import copy
 import errno
@@ -47,7 +44,7 @@ from nvmeio._config.constants import DEFAULTS
     ],
 )
 def test_values_beyond_the_limits_are_refused_at_construction(name, value, most):
-    """Cases 10 and 11: a huge queue, no queue, no workers."""
+    """DeepSpeed's op aborts with a huge queue, and dies of SIGFPE without one."""
     words = f"{name} is {value}; it must be from 1 to {most}$"
     with pytest.raises(ValueError, match=words):
         nvmeio.Handle(**{name: value})
@@ -81,8 +78,7 @@ def test_a_limit_that_the_environment_breaks_is_named(monkeypatch, variable):
         nvmeio.Handle()
 
 
-# Words, of which any but "" would count as true, and numbers that were meant for another
-# argument.
+# Strings, of which all but "" would be true, and numbers meant for another argument.
 NO_BOOLEANS = [("false", TypeError), ("no", TypeError), (1.0, TypeError)]
 NO_BOOLEANS += [(16, ValueError), (-1, ValueError)]
 
@@ -108,7 +104,7 @@ def test_booleans_of_every_kind_are_taken(open_handle, path, yes):
     handle.fsync(path, data_only=yes)
 
 
-def test_its_options_are_what_was_passed_and_stay_so(engine):
+def test_options_have_the_passed_values_and_do_not_change(engine):
     options = {
         "direct": False,
         "bounce": "never",
@@ -124,7 +120,7 @@ def test_its_options_are_what_was_passed_and_stay_so(engine):
                 setattr(handle, name, value)
 
 
-def test_help_says_where_what_is_not_passed_comes_from(monkeypatch):
+def test_help_names_the_sources_of_defaults(monkeypatch):
     parameters = inspect.signature(nvmeio.Handle).parameters.values()
     assert [each.name for each in parameters] == list(DEFAULTS)
     keyword = inspect.Parameter.KEYWORD_ONLY
@@ -157,7 +153,7 @@ def test_help_says_where_what_is_not_passed_comes_from(monkeypatch):
         (lambda handle: handle.drain(timeout_s=1), "'timeout_s'; did you mean 'timeout'?"),
     ],
 )
-def test_a_keyword_that_is_unknown_is_named_and_the_nearest_told(handle, call, words):
+def test_an_unknown_keyword_gets_a_suggestion(handle, call, words):
     with pytest.raises(TypeError, match=re.escape(f"unexpected keyword argument {words}")):
         call(handle)
 
@@ -179,7 +175,7 @@ def test_an_end_that_no_file_has_is_refused(handle, path):
 
 
 def test_an_ordinary_array_of_any_shape_is_filled(handle, path):
-    """Case 9: destinations that are strided or of two dimensions."""
+    """DeepSpeed's op fails with strided and two-dimensional destinations."""
     expected = np.arange(6000, dtype=np.float32).reshape(60, 100)
     handle.write(expected, path)
     plain, strided = np.zeros((60, 100), np.float32), np.zeros((60, 200), np.float32)
@@ -200,7 +196,7 @@ def test_writes_never_truncate(handle, path):
 
 @pytest.mark.parametrize("size", [3 * BLOCK + 5, 3 * MIB + 5])
 def test_a_failed_write_leaves_no_more_than_was_written(handle, path, size):
-    """Case 8: a write that cannot be completed is an error, and no file of the full size.
+    """An incomplete write is an error, and leaves no file of the full size.
 
     Files of 128 KiB and more are preallocated, which fails at once.
     """
@@ -215,7 +211,7 @@ def test_a_failed_write_leaves_no_more_than_was_written(handle, path, size):
     assert left == pattern(size)[: len(left)]
 
 
-def test_a_failed_write_cuts_no_file_that_was_there(handle, path):
+def test_a_failed_write_does_not_truncate_an_existing_file(handle, path):
     path.write_bytes(bytes(2 * BLOCK))
     with (
         limit(resource.RLIMIT_FSIZE, 2 * BLOCK),
@@ -226,8 +222,8 @@ def test_a_failed_write_cuts_no_file_that_was_there(handle, path):
     assert path.stat().st_size == 2 * BLOCK
 
 
-def test_several_writers_make_one_new_file(open_handle, path):
-    """Each rank writes its part; none takes the file for its own."""
+def test_several_writers_create_one_file(open_handle, path):
+    """As ranks that write their parts: none replaces the file of the others."""
     parts = [pattern(BLOCK + 1000 * rank, seed=rank) for rank in range(6)]
     offsets = np.cumsum([0] + [len(part) for part in parts])
     handles = [open_handle(block_size=BLOCK, queue_depth=DEPTH) for _ in parts]
@@ -240,7 +236,7 @@ def test_several_writers_make_one_new_file(open_handle, path):
 
 
 def test_a_writer_that_fails_leaves_the_others_their_bytes(handle, path):
-    """The request that made the file fails when another has written behind it."""
+    """The request that created the file fails after another has written behind it."""
     with limit(resource.RLIMIT_FSIZE, 4 * BLOCK):
         requests = [
             handle.submit_write(pattern(BLOCK), path, 3 * BLOCK),
@@ -262,7 +258,7 @@ def test_fsync_follows_the_writes_before_it(handle, path):
 
 
 def test_a_handle_that_is_dropped_has_finished_its_work(engine, path):
-    """Case 10: a handle may be destroyed with operations pending."""
+    """A handle may be dropped with requests pending; DeepSpeed's op aborts."""
     handle = nvmeio.Handle(block_size=PAGE, queue_depth=DEPTH, engine=engine)
     expected = pattern(50 * BLOCK)
     target = Guarded(len(expected))
@@ -277,7 +273,7 @@ def test_a_handle_that_is_dropped_has_finished_its_work(engine, path):
     assert request.wait() == len(expected)
 
 
-def test_close_waits_and_refuses_what_comes(open_handle, path):
+def test_close_waits_and_refuses_new_requests(open_handle, path):
     expected = pattern(50 * BLOCK)
     target = Guarded(len(expected))
     path.write_bytes(expected)
@@ -300,7 +296,7 @@ def test_close_waits_and_refuses_what_comes(open_handle, path):
     assert handle.pending == 0
 
 
-def test_an_exception_that_leaves_a_block_goes_on_when_all_is_done(handle, path):
+def test_an_exception_leaves_the_block_after_all_requests(handle, path):
     request = handle.submit_write(pattern(BLOCK), path)
     with pytest.raises(KeyError, match="mine"), handle:
         raise KeyError("mine")
@@ -335,7 +331,7 @@ def test_a_handle_that_was_never_opened_says_so(path):
     assert handle.closed
 
 
-def test_pending_and_repr_tell_what_is_in_flight(open_handle, engine, folder):
+def test_pending_and_repr_show_requests_in_flight(open_handle, engine, folder):
     handle = open_handle(**SLOW)
     (folder / "data").write_bytes(b"12345678")
     assert handle.pending == 0
@@ -381,7 +377,7 @@ def test_pickling_carries_the_options(engine, path):
 
 
 @pytest.mark.parametrize("kind", [nvmeio.Handle, nvmeio.aio_handle])
-def test_what_was_closed_comes_back_closed(kind):
+def test_a_closed_handle_is_unpickled_closed(kind):
     handle = kind()
     handle.close()
     assert pickle.loads(pickle.dumps(handle)).closed
@@ -389,7 +385,7 @@ def test_what_was_closed_comes_back_closed(kind):
 
 
 class Subclass(nvmeio.Handle):
-    """A handle with an attribute, and a constructor of its own."""
+    """A handle with its own attribute and constructor."""
 
     def __init__(self, name, **options):
         super().__init__(block_size=8192, **options)

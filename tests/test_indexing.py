@@ -1,4 +1,4 @@
-"""What an index names is what numpy takes it to name."""
+"""An index selects the elements that numpy selects."""
 
 import math
 
@@ -11,7 +11,7 @@ from nvmeio._arrays.indexing import positions, select
 
 
 def taken(array, index):
-    """Index an array by what select() says of the index."""
+    """Index an array by the result of select()."""
     selection = select(index, array.shape)
     result = np.empty(selection.shape, array.dtype)
     if result.size:
@@ -25,14 +25,14 @@ def taken(array, index):
 
 @settings(max_examples=2000)
 @given(cases())
-def test_every_index_names_what_numpy_takes(case):
+def test_every_index_selects_what_numpy_selects(case):
     shape, index = case
     array = np.arange(math.prod(shape), dtype=np.int32).reshape(shape)
     expected = outcome(lambda: array[index])
     assert_same(outcome(taken, array, index), expected)
 
 
-# What is left out, and whether elements between may lie in one run, for an array (4, 5, 6).
+# Indices of an array (4, 5, 6), and whether their elements are one extent.
 RUNS = {
     "all": (np.s_[:], 1, 120),
     "one row": (np.s_[2], 1, 30),
@@ -50,13 +50,13 @@ RUNS = {
 
 
 @pytest.mark.parametrize(("index", "count", "run"), RUNS.values(), ids=RUNS)
-def test_neighbours_are_one_run(index, count, run):
+def test_neighbours_are_one_extent(index, count, run):
     selection = select(index, (4, 5, 6))
     assert (selection.count, selection.run) == (count, run)
 
 
-# For an array (2, 3, 4, 5): lists of three name one axis of extent 3 together, in front
-# where a slice, None or Ellipsis parts them from each other or from an integer.
+# For an array (2, 3, 4, 5): lists of three select one axis of extent 3 together.  It comes
+# first if a slice, None or Ellipsis is between them, or between one and an integer.
 PLACED = {
     "arrays parted by a slice": (np.s_[:, [0, 2, 1], :, [4, 0, 1]], (3, 2, 4)),
     "arrays parted by None": (np.s_[:, [0, 2, 1], None, [3, 0, 1]], (3, 2, 1, 5)),
@@ -67,7 +67,7 @@ PLACED = {
 
 
 @pytest.mark.parametrize(("index", "shape"), PLACED.values(), ids=PLACED)
-def test_axes_of_arrays_stand_in_front_where_something_parts_them(index, shape):
+def test_separated_array_indices_put_their_axis_first(index, shape):
     array = np.arange(120).reshape(2, 3, 4, 5)
     found = taken(array, index)
     assert found.shape == shape
@@ -91,14 +91,14 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("index", "error", "words"), REFUSED.values(), ids=REFUSED)
-def test_a_wrong_index_is_told_as_numpy_does(index, error, words):
+def test_a_wrong_index_raises_as_in_numpy(index, error, words):
     with pytest.raises(error, match=words):
         select(index, (4, 5, 6))
     assert outcome(lambda: np.zeros((4, 5, 6))[index]) is error
 
 
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "int64", "uint64", ">i2"])
-def test_positions_are_counted_from_the_begin(dtype):
+def test_positions_are_counted_from_the_beginning(dtype):
     rows = np.array([[0, 5], [9, 3]], dtype)
     found = positions(rows, 10, "rows")
     assert found.dtype == np.int64
@@ -134,6 +134,6 @@ def test_the_first_position_that_is_wrong_is_named(rows, error, words):
         positions(rows, 10, "rows")
 
 
-def test_positions_that_may_not_be_negative_are_told_so():
+def test_negative_positions_can_be_refused():
     with pytest.raises(IndexError, match=r"starts\[0\] is -1; it must be from 0 to 9"):
         positions([-1], 10, "starts", wrap=False)

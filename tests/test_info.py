@@ -1,4 +1,4 @@
-"""What was built, what works here, and which engine is taken."""
+"""What was built, what works here, and which engine is chosen."""
 
 import json
 import os
@@ -22,7 +22,7 @@ def test_an_engine_works_or_says_why_not():
 
 
 @pytest.mark.parametrize("name", ["threads", "sync"])
-def test_what_needs_nothing_works_everywhere(name):
+def test_threads_and_sync_work_everywhere(name):
     assert nvmeio.engines()[name] == {
         "built": True,
         "works": True,
@@ -31,7 +31,7 @@ def test_what_needs_nothing_works_everywhere(name):
     }
 
 
-def test_build_info_tells_what_there_is():
+def test_build_info_reports_the_features():
     found = nvmeio.build_info()
     assert found["version"] == nvmeio.__version__
     assert found["engines"] == nvmeio.engines()
@@ -42,7 +42,7 @@ def test_build_info_tells_what_there_is():
     assert json.loads(json.dumps(found)) == found
 
 
-def test_no_more_may_be_used_than_there_is():
+def test_usable_processors_are_at_most_all_processors():
     found = resources()
     assert 1 <= found["processors"] <= len(os.sched_getaffinity(0))
     page, pages = os.sysconf("SC_PAGE_SIZE"), os.sysconf("SC_PHYS_PAGES")
@@ -50,7 +50,7 @@ def test_no_more_may_be_used_than_there_is():
 
 
 def test_without_debugging_the_build_is_optimized():
-    """Case 17: DeepSpeed's is built with -O0."""
+    """DeepSpeed's op is built with -O0."""
     found = nvmeio.build_info()
     levels = [flag for flag in found["flags"] if flag.startswith("-O")]
     assert (levels[-1:] in (["-O2"], ["-O3"])) != found["debug"]
@@ -59,17 +59,17 @@ def test_without_debugging_the_build_is_optimized():
 @pytest.mark.parametrize(
     ("name", "library"), [("io_uring", "liburing"), ("libaio", "libaio")]
 )
-def test_an_engine_is_built_where_its_library_is(name, library):
+def test_an_engine_is_built_if_its_library_is_there(name, library):
     features = nvmeio.build_info()["features"]
     assert nvmeio.engines()[name]["built"] == features[library]["built"]
 
 
-def test_auto_takes_the_first_that_works(monkeypatch):
+def test_auto_chooses_the_first_engine_that_works(monkeypatch):
     monkeypatch.delenv("NVMEIO_ENGINE", raising=False)
     works = [name for name, found in nvmeio.engines().items() if found["works"]]
     with nvmeio.Handle() as handle:
         assert handle.stats()["engine"] == works[0]
-    # Passed, it is auto whatever the environment says.
+    # A passed "auto" overrides the environment.
     monkeypatch.setenv("NVMEIO_ENGINE", "sync")
     with nvmeio.Handle(engine="auto") as handle:
         assert handle.stats()["engine"] == works[0]
@@ -82,7 +82,7 @@ def test_the_environment_names_an_engine(engine, monkeypatch):
 
 
 @pytest.mark.parametrize("value", ["", "auto"])
-def test_the_environment_may_leave_it_open(monkeypatch, value):
+def test_the_environment_may_say_auto(monkeypatch, value):
     monkeypatch.setenv("NVMEIO_ENGINE", value)
     works = [name for name, found in nvmeio.engines().items() if found["works"]]
     with nvmeio.Handle() as handle:
@@ -112,7 +112,7 @@ def test_a_wrong_environment_is_named(monkeypatch):
     ],
 )
 class TestNumbers:
-    """The environment gives what is not passed."""
+    """The environment sets options that are not passed."""
 
     def test_the_environment_is_used(self, monkeypatch, variable, option, most):
         monkeypatch.setenv(variable, "7")
@@ -124,7 +124,7 @@ class TestNumbers:
         with nvmeio.Handle(**{option: 5}) as handle:
             assert getattr(handle, option) == 5
 
-    def test_an_empty_one_counts_as_not_set(self, monkeypatch, variable, option, most):
+    def test_an_empty_variable_counts_as_not_set(self, monkeypatch, variable, option, most):
         with nvmeio.Handle() as handle:
             default = getattr(handle, option)
         monkeypatch.setenv(variable, "")
@@ -132,7 +132,7 @@ class TestNumbers:
             assert getattr(handle, option) == default
 
     @pytest.mark.parametrize("value", ["many", "1.5", "0x10"])
-    def test_a_wrong_one_is_named(self, monkeypatch, variable, option, most, value):
+    def test_an_invalid_variable_is_named(self, monkeypatch, variable, option, most, value):
         monkeypatch.setenv(variable, value)
         with pytest.raises(
             ValueError, match=f"{variable} is '{value}'; it must be an integer"
@@ -140,7 +140,9 @@ class TestNumbers:
             nvmeio.Handle()
 
     @pytest.mark.parametrize("value", [-1, 0, 1 << 31])
-    def test_one_out_of_range_is_refused(self, monkeypatch, variable, option, most, value):
+    def test_a_variable_out_of_range_is_refused(
+        self, monkeypatch, variable, option, most, value
+    ):
         monkeypatch.setenv(variable, str(value))
         with pytest.raises(ValueError, match=rf"is {value}; it must be from 1 to {most}"):
             nvmeio.Handle()
@@ -188,13 +190,13 @@ def test_an_engine_that_does_not_work_is_refused_with_the_reason():
         assert found["reason"] in str(caught.value)
 
 
-def test_an_unknown_engine_is_no_engine():
+def test_an_unknown_engine_is_refused():
     with pytest.raises(ValueError, match="engine is 'aio'"):
         nvmeio.Handle(engine="aio")
     with pytest.raises(ValueError, match="engine is 7"):
         nvmeio.Handle(engine=7)
 
 
-def test_none_is_an_engine_that_was_not_passed():
+def test_none_counts_as_an_engine_not_passed():
     with nvmeio.Handle(engine=None) as handle, nvmeio.Handle() as default:
         assert handle.stats()["engine"] == default.stats()["engine"]

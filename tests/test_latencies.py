@@ -1,4 +1,4 @@
-"""How long blocks took: percentiles of known figures, and what is counted of transfers."""
+"""Latencies of blocks: percentiles of known figures, and what transfers count."""
 
 import itertools
 import math
@@ -17,14 +17,14 @@ from helpers import BLOCK, DEPTH, ENGINES, PAGE, pattern
 
 @pytest.fixture(scope="module")
 def bounds_ns():
-    """Return the longest latency in each bucket, as the library has them."""
+    """Return the longest latency of each bucket of the library."""
     with nvmeio.Handle(engine="sync") as handle:
         return handle.latencies().bounds_ns
 
 
 @pytest.fixture
 def counted(bounds_ns):
-    """Return Latencies of figures in nanoseconds."""
+    """A function that makes Latencies of figures in nanoseconds."""
 
     def counted(figures):
         buckets = np.searchsorted(bounds_ns, figures)
@@ -67,13 +67,13 @@ def test_a_percentile_is_numpys_or_up_to_three_percent_more(counted, figures, q)
     assert exact_us <= found_us <= exact_us * (1 + 1 / 32)
 
 
-def test_what_took_too_long_for_the_buckets_has_no_percentile(counted):
+def test_latencies_beyond_the_buckets_have_no_percentile(counted):
     found = counted([1000] * 9 + [70 * 10**9])
     assert found.percentile_us(90) == pytest.approx(1, rel=1 / 32)
     assert found.percentile_us(91) == math.inf
 
 
-def test_of_nothing_there_is_no_percentile(counted):
+def test_without_blocks_there_is_no_percentile(counted):
     found = counted(np.empty(0, np.int64))
     assert found.count == 0
     assert math.isnan(found.percentile_us(50))
@@ -88,14 +88,14 @@ def test_a_percentile_out_of_range_is_refused(counted, q):
         counted([1]).percentile_us(q)
 
 
-def test_the_repr_tells_the_usual_percentiles(counted):
+def test_the_repr_shows_the_usual_percentiles(counted):
     figures = [40] * 900 + [50] * 98 + [60] * 2
     assert repr(counted(np.multiply(figures, 1000))) == (
         "<nvmeio.Latencies of 1000 blocks: p50 41.0 us, p99 50.2 us, p99.9 60.4 us>"
     )
 
 
-def test_a_difference_is_what_was_counted_in_between(counted):
+def test_a_difference_counts_the_blocks_in_between(counted):
     early, late = [10, 20, 70_000], [30, 70_000, 10**10]
     between = counted(early + late) - counted(early)
     assert np.array_equal(between.counts, counted(late).counts)
@@ -103,7 +103,7 @@ def test_a_difference_is_what_was_counted_in_between(counted):
     assert between.percentile_us(0) == 0.030
 
 
-def test_what_is_no_earlier_look_cannot_be_taken_away(counted):
+def test_only_an_earlier_snapshot_can_be_subtracted(counted):
     with pytest.raises(ValueError, match=r"of 2 blocks.+ what <.+ of 1 blocks"):
         counted([10]) - counted([10, 20])
     with pytest.raises(ValueError, match="must be an earlier look at the same handle"):
@@ -112,7 +112,7 @@ def test_what_is_no_earlier_look_cannot_be_taken_away(counted):
         counted([10]) - 1
 
 
-def test_latencies_keep_what_they_were(counted, handle, path):
+def test_a_snapshot_does_not_change(counted, handle, path):
     found = handle.latencies()
     handle.write(bytes(BLOCK), path)
     assert found.count == 0
@@ -125,7 +125,7 @@ def test_latencies_keep_what_they_were(counted, handle, path):
     assert again.percentile_us(99) == handle.latencies().percentile_us(99)
 
 
-# Synchronous calls run small transfers in the caller's thread, requests run in the workers.
+# Synchronous calls run small transfers in the caller's thread; requests run in workers.
 WAYS = {
     "sync": lambda handle, verb, *args: getattr(handle, verb)(*args),
     "request": lambda handle, verb, *args: getattr(handle, f"submit_{verb}")(*args).wait(),
@@ -139,7 +139,7 @@ WAYS = {
 def test_every_block_is_counted_once(open_handle, path, size, transfer, bounce):
     handle = open_handle(block_size=BLOCK, queue_depth=DEPTH, bounce=bounce)
     expected, found = pattern(size), bytearray(size)
-    # What makes a file longer is written in other blocks.
+    # Extending a file writes other blocks.
     path.write_bytes(found)
     transfer(handle, "write", expected, path)
     written = handle.latencies()
@@ -198,7 +198,7 @@ def test_threads_are_counted_together(open_handle, folder):
     assert handle.latencies().count == blocks_without_fsyncs(handle) >= 8 * 25 * 2
 
 
-def test_a_closed_handle_still_tells(handle, path):
+def test_a_closed_handle_keeps_its_latencies(handle, path):
     path.write_bytes(bytes(3 * BLOCK))
     handle.write(pattern(3 * BLOCK), path)
     handle.read(bytearray(PAGE), path)
@@ -209,7 +209,7 @@ def test_a_closed_handle_still_tells(handle, path):
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_forked_child_begins_anew(tmp_path, engine):
+def test_a_forked_child_starts_with_no_latencies(tmp_path, engine):
     report = run_child("fork_latencies", folder=str(tmp_path), engine=engine).report
     assert report["parent"] > report["child"] > 0
 

@@ -1,4 +1,4 @@
-"""Arrays in memory of the pool: aligned, bounded, given back with the last reference."""
+"""Arrays in memory of the pool: aligned, limited, freed with the last reference."""
 
 import gc
 import threading
@@ -14,14 +14,14 @@ pytestmark = pytest.mark.usefixtures("quiet_pool")
 
 
 def used():
-    """Return the bytes that the pool has handed out."""
+    """Return the bytes of the pool in use."""
     gc.collect()
     return nvmeio.pool_stats()["bytes_used"]
 
 
 @pytest.mark.parametrize("shape", [(), 0, 5, (3, 4), [2, 0, 3], (1 << 20,), (3, 1 << 20)])
 @pytest.mark.parametrize("dtype", ["f8", "f4", "?", "c16", "M8[ns]", "S3", ">i2", "V7"])
-def test_an_array_is_of_its_shape_and_dtype_and_aligned(shape, dtype):
+def test_an_array_has_its_shape_and_dtype_and_is_aligned(shape, dtype):
     array = nvmeio.empty(shape, dtype)
     like = np.empty(shape, dtype)
     assert (array.shape, array.dtype) == (like.shape, like.dtype)
@@ -37,7 +37,7 @@ def test_the_default_dtype_is_numpys():
 
 
 @pytest.mark.parametrize("pin_memory", [False, True])
-def test_the_memory_goes_back_with_the_last_reference(pin_memory):
+def test_memory_is_freed_with_the_last_reference(pin_memory):
     before = used()
     array = nvmeio.empty((4, MIB), "u1", pin_memory=pin_memory)
     assert used() == before + 4 * MIB
@@ -52,7 +52,7 @@ def test_the_memory_goes_back_with_the_last_reference(pin_memory):
     assert used() == before
 
 
-def test_memory_is_used_again():
+def test_memory_is_reused():
     first = nvmeio.empty(8 * MIB, "u1")
     address = first.__array_interface__["data"][0]
     del first
@@ -73,7 +73,7 @@ def test_any_slice_of_a_pinned_array_is_pinned_and_no_other():
         assert not handle.is_pinned(pinned[5:])
 
 
-def test_a_node_can_be_asked_for():
+def test_a_numa_node_can_be_chosen():
     array = nvmeio.empty(MIB, "u1", numa_node=0)
     array[:] = 7
     assert (array == 7).all()
@@ -110,7 +110,7 @@ def test_the_pool_is_bounded_by_the_environment():
     assert report["mapped"] <= limit
     assert "its limit is 64 MiB, of which" in report["error"]
     assert "NVMEIO_POOL_BYTES" in report["error"]
-    # What was refused has taken nothing, and what is let go may be had again.
+    # A refused array took no memory, and freed memory can be used again.
     assert report["again"]
 
 
@@ -121,26 +121,26 @@ def test_the_limit_is_half_of_the_memory_by_default():
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "1", "many", "2048X", "K"])
-def test_a_limit_that_makes_no_sense_is_refused(text):
+def test_an_invalid_limit_is_refused(text):
     report = run_child("fill_pool", env={"NVMEIO_POOL_BYTES": text}).report
     assert f"NVMEIO_POOL_BYTES is {text!r}; it must be a number of bytes" in report["error"]
 
 
-def test_bounces_are_in_bounds_too(tmp_path):
+def test_bounces_count_toward_the_limit(tmp_path):
     env = {"NVMEIO_POOL_BYTES": "4M"}
     report = run_child("bounce_in_bounds", env=env, folder=str(tmp_path)).report
     assert report["mapped"] <= 4 << 20
     assert report["right"]
 
 
-def test_hugetlbfs_is_a_wish(tmp_path):
+def test_hugetlbfs_is_used_only_if_available(tmp_path):
     report = run_child("fill_pool", env={"NVMEIO_POOL_HUGETLB": "1"}).report
     assert report["again"]
     report = run_child("fill_pool", env={"NVMEIO_POOL_HUGETLB": "yes"}).report
     assert "NVMEIO_POOL_HUGETLB is 'yes'; it must be 0 or 1" in report["error"]
 
 
-def test_threads_have_arrays_of_their_own():
+def test_threads_allocate_separate_arrays():
     wrong = []
 
     def use(number):
@@ -166,7 +166,7 @@ def test_the_limit_of_a_control_group_bounds_the_pool(control_group):
     assert run_child("tell_limit", prefix=prefix).report["bytes_limit"] == limit // 2
 
 
-def test_the_environment_counts_before_the_first_use():
+def test_the_environment_is_read_at_the_first_use():
     found = run_child("tell_limit", env={"NVMEIO_POOL_BYTES": "64M"}).report
     assert found["bytes_limit"] == 64 << 20
 
@@ -176,6 +176,6 @@ def test_a_shape_may_be_an_array():
     assert nvmeio.empty(np.int64(7)).shape == (7,)
 
 
-def test_the_limit_is_named_where_rounding_meets_it():
+def test_the_error_names_the_limit_if_rounding_exceeds_it():
     report = run_child("fill_by_halves", env={"NVMEIO_POOL_BYTES": "4M"}).report
     assert "NVMEIO_POOL_BYTES sets the limit" in report["error"]

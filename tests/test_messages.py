@@ -1,4 +1,4 @@
-"""What is said of mistakes that users made, and what helps against them."""
+"""Messages for mistakes that users made, with the remedy."""
 
 import io
 import subprocess
@@ -93,14 +93,14 @@ def folder(tmp_path):
 
 @pytest.mark.parametrize("name", MISTAKES)
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
-def test_a_mistake_is_told_with_what_helps(folder, name):
+def test_a_mistake_is_reported_with_its_remedy(folder, name):
     call, error, words = MISTAKES[name]
     with pytest.raises(error, match=words):
         call(folder)
     assert (folder / "data").read_bytes() == bytes(100)
 
 
-def test_a_fake_tensor_is_refused_without_a_word_of_torchs():
+def test_a_fake_tensor_is_refused_without_torchs_warnings():
     script = (
         "import torch, nvmeio\n"
         "from torch._subclasses import FakeTensorMode\n"

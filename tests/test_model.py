@@ -1,4 +1,4 @@
-"""Random sequences of transfers leave the file that a model of it in memory foretells."""
+"""Random sequences of transfers leave the file that a model in memory predicts."""
 
 import contextlib
 import errno
@@ -17,7 +17,7 @@ from helpers import PAGE, Guarded, pattern, routes
 BLOCK = 2 * PAGE
 SIZE_MAX = 5 * BLOCK
 
-# Positions near the seams of sectors, pages and blocks find more than others do.
+# Positions near boundaries of sectors, pages and blocks find more defects.
 SEAMS = st.builds(
     lambda seam, beside: max(0, seam + beside),
     st.sampled_from([0, 512, PAGE, PAGE + 512, BLOCK, 3 * PAGE, 2 * BLOCK, 4 * BLOCK]),
@@ -45,7 +45,7 @@ def assert_mixed(found, old, new):
 
 @dataclass
 class Pending:
-    """A transfer in flight: what it touches, and how to see that it was right."""
+    """A transfer in flight: what it touches, and how to check it."""
 
     op: str
     begin: int
@@ -57,13 +57,13 @@ class Pending:
     cancelled: bool = False
 
     def collides(self, op, begin, end):
-        """Tell whether the order of this and another transfer would matter."""
+        """Return whether the order of this and another transfer matters."""
         return "write" in (op, self.op) and begin < self.end and self.begin < end
 
 
 @dataclass
 class Model:
-    """A file, what it should hold, and the op and its handle that are tested with it."""
+    """A file, its expected contents, and the op and handle under test."""
 
     op: nvmeio.aio_handle
     path: str
@@ -72,7 +72,7 @@ class Model:
     pending: list[Pending] = field(default_factory=list)
     settled: int = 0  # the size of the file without the writes in flight
     moved: int = 0
-    moved_perhaps: int = 0  # by what was cancelled
+    moved_perhaps: int = 0  # by cancelled writes
     count: int = 0
 
     def __post_init__(self):
@@ -81,7 +81,7 @@ class Model:
         self.reopen()
 
     def reopen(self):
-        """Open the file anew for the steps to come; what is in flight goes on."""
+        """Open the file again for later steps; transfers in flight go on."""
         self.stack.close()
         fd = os.open(self.path, os.O_RDWR)
         self.stack.callback(os.close, fd)
@@ -89,7 +89,7 @@ class Model:
         self.files = {"path": self.path, "fd": fd, "File": file}
 
     def wait(self):
-        """Wait for everything, and look at what was read."""
+        """Wait for everything, and check the bytes of reads."""
         asynchronous = [each for each in self.pending if each.request is None]
         assert self.op.wait() == len(asynchronous)
         assert self.handle.pending == 0
@@ -106,7 +106,7 @@ class Model:
         self.settled = len(self.content)
 
     def give_up(self, each):
-        """Wait for what was cancelled; bytes that it did not move are as they were."""
+        """Wait for a cancelled transfer; bytes that it did not move must be as before."""
         with pytest.raises(CancelledError):
             each.request.wait()
         if each.op == "write":
@@ -116,7 +116,7 @@ class Model:
             assert_mixed(each.memory.content(), untouched, each.expected)
 
     def adopt(self):
-        """Take over what cancelled writes have left: each of their bytes is old or new."""
+        """Adopt the bytes that cancelled writes left; each must be old or new."""
         with open(self.path, "rb") as file:
             found = file.read()
         dropped = [each for each in self.pending if each.cancelled and each.op == "write"]
@@ -137,7 +137,7 @@ class Model:
         self.handle.fsync(self.path)
 
     def transfer(self, op, way, kind, begin, size, residue):
-        """Carry out a transfer, and note what it does to the file."""
+        """Run a transfer, and record its effect on the file."""
         end = begin + size
         beyond = op == "read" and size > 0 and end > self.settled
         if beyond or any(each.collides(op, begin, end) for each in self.pending):
@@ -180,7 +180,7 @@ class Model:
         self.pending.append(pending)
 
     def fail(self, kind, begin, size):
-        """Read past the end, which moves nothing that could be taken for the file."""
+        """Read past the end, which must fail."""
         got = max(0, len(self.content) - begin)
         with pytest.raises(
             OSError, match=f"wanted {size} bytes at offset {begin}, got {got}"
@@ -189,7 +189,7 @@ class Model:
         assert caught.value.errno == errno.ENODATA
 
     def check(self):
-        """See that the file is what it should be, by an ordinary read."""
+        """Check the contents of the file by an ordinary read."""
         self.wait()
         with open(self.path, "rb") as file:
             assert file.read() == self.content
@@ -212,7 +212,7 @@ CONFIGURATIONS = st.fixed_dictionaries(
 
 @settings(
     max_examples=60,
-    # The folder is shared by the examples, the file is not.
+    # Examples share the folder, but not the file.
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(
@@ -220,13 +220,11 @@ CONFIGURATIONS = st.fixed_dictionaries(
     content=st.integers(0, SIZE_MAX),
     steps=st.lists(STEPS, min_size=3, max_size=25),
 )
-def test_the_file_is_what_the_model_says(
-    engine, folder, alignment, options, content, steps
-):
+def test_the_file_matches_the_model(engine, folder, alignment, options, content, steps):
     path = folder / "data"
     path.write_bytes(pattern(content))
     if alignment == 1:
-        # O_DIRECT cannot be demanded here.
+        # This file system has no O_DIRECT to demand.
         options = {**options, "direct": False}
     with (
         nvmeio.aio_handle(engine=engine, **options) as op,

@@ -1,4 +1,4 @@
-"""Faults of the file system, full devices, and devices of other sector sizes."""
+"""Faults of the file system, full devices, and devices with other sector sizes."""
 
 import errno
 import os
@@ -11,19 +11,19 @@ import nvmeio
 from helpers import BLOCK, DEPTH, MIB, Guarded, kernel_release, pattern, routes
 from workloads.common import Faults, make_file
 
-# As mkfs.xfs wants at least.
+# The minimum of mkfs.xfs.
 DEVICE_BYTES = 320 * MIB
 
 
 def faulty_file(folder, size=MIB):
-    """Return a path in the FUSE file system, what it holds, and its faults."""
+    """Return a path in the FUSE file system, its contents, and a function to set faults."""
     path = folder / "file"
     return path, make_file(path, size), Faults(path)
 
 
 @pytest.fixture
 def op(engine):
-    """A handle of DeepSpeed's kind, which validates."""
+    """A handle of DeepSpeed's kind, for validation."""
     with nvmeio.aio_handle(BLOCK, DEPTH, engine=engine) as op:
         yield op
         assert op.stats()["engine"] == engine
@@ -33,7 +33,7 @@ def op(engine):
 
 
 @pytest.mark.parametrize("position", [5 * BLOCK + 17, MIB - 1])
-def test_an_unreadable_byte_fails_what_needs_it_alone(faulty, handle, position):
+def test_an_unreadable_byte_fails_only_requests_that_need_it(faulty, handle, position):
     path, data, faults = faulty_file(faulty)
     file = nvmeio.File(path)
     faults.set(read={"error": errno.EIO, "at": position})
@@ -50,8 +50,8 @@ def test_an_unreadable_byte_fails_what_needs_it_alone(faulty, handle, position):
 @pytest.mark.parametrize(
     "number", [errno.ENODATA, errno.ECANCELED, errno.ETIMEDOUT], ids=errno.errorcode.get
 )
-def test_what_a_drive_says_means_nothing_else_to_us(faulty, handle, number):
-    """No end of the file, no cancel(), and no wait whose time is over."""
+def test_errnos_of_the_drive_keep_their_meaning(faulty, handle, number):
+    """These errnos must not look like the end of the file, a cancellation or a timeout."""
     path, _, faults = faulty_file(faulty)
     with nvmeio.File(path, "r+") as file:
         faults.set(**{call: {"error": number} for call in ("read", "write")})
@@ -65,7 +65,7 @@ def test_what_a_drive_says_means_nothing_else_to_us(faulty, handle, number):
     assert min(faults.fired()[f"{call}.error"] for call in ("read", "write")) > 0
 
 
-def test_the_first_of_many_failures_is_told_after_all_have_ended(faulty, op):
+def test_the_first_of_many_failures_is_raised_after_all_blocks(faulty, op):
     path, data, faults = faulty_file(faulty)
     file = nvmeio.File(path)
     faults.set(read={"error": errno.EIO, "at": 5 * BLOCK})
@@ -83,7 +83,7 @@ def test_the_first_of_many_failures_is_told_after_all_have_ended(faulty, op):
 
 @pytest.mark.parametrize("workers", [1, 3])
 def test_every_worker_takes_part_in_a_request(faulty, open_handle, workers):
-    """A worker with a queue of one has one block in flight: each held one is another."""
+    """With a queue depth of one, each held block belongs to another worker."""
     path, data, faults = faulty_file(faulty)
     handle = open_handle(block_size=BLOCK, queue_depth=1, workers=workers)
     guarded = Guarded(MIB)
@@ -125,7 +125,7 @@ def test_short_writes_are_continued(faulty, handle, short):
 
 
 def fill_up(folder, handle, room):
-    """Write to a file system with so much room, and check what is told and what is left."""
+    """Write to a file system with limited space; check the error and the file."""
     _, _, faults = faulty_file(folder)
     faults.set(write={"full_at": room})
     path = folder / "new"
@@ -140,15 +140,15 @@ def fill_up(folder, handle, room):
 
 
 @pytest.mark.parametrize("room", [0, 3 * BLOCK])
-def test_a_full_file_system_is_told_and_leaves_what_was_written(faulty, handle, room):
+def test_a_full_file_system_is_an_error_and_keeps_what_was_written(faulty, handle, room):
     fill_up(faulty, handle, room)
 
 
-def test_a_file_system_may_become_full_within_a_block(faulty, handle):
+def test_a_file_system_may_fill_up_within_a_block(faulty, handle):
     fill_up(faulty, handle, 3 * BLOCK + 100)
 
 
-def test_a_failed_fsync_is_told_and_the_next_one_is_not(faulty, handle):
+def test_a_failed_fsync_is_an_error_only_once(faulty, handle):
     path, _, faults = faulty_file(faulty)
     faults.set(fsync={"error": errno.EIO})
     with pytest.raises(OSError, match=str(path)) as caught:
@@ -159,7 +159,7 @@ def test_a_failed_fsync_is_told_and_the_next_one_is_not(faulty, handle):
 
 
 @pytest.mark.parametrize("position", [5 * BLOCK + 17, MIB - 1])
-def test_validation_finds_a_bit_that_was_read_wrong(faulty, op, position):
+def test_validation_finds_a_bit_read_wrong(faulty, op, position):
     path, data, faults = faulty_file(faulty)
     file = nvmeio.File(path)
     faults.set(read={"flip": position, "times": 1})
@@ -173,7 +173,7 @@ def test_validation_finds_a_bit_that_was_read_wrong(faulty, op, position):
 
 
 @pytest.mark.parametrize("position", [5 * BLOCK + 17, MIB - 1])
-def test_validation_finds_a_bit_that_was_written_wrong(faulty, op, position):
+def test_validation_finds_a_bit_written_wrong(faulty, op, position):
     path, _, faults = faulty_file(faulty)
     data = pattern(MIB, 1)
     faults.set(write={"flip": position, "times": 1})
@@ -185,7 +185,7 @@ def test_validation_finds_a_bit_that_was_written_wrong(faulty, op, position):
     assert path.read_bytes() == data
 
 
-def test_a_wait_that_is_given_up_leaves_the_transfer_to_go_on(faulty, handle):
+def test_a_wait_that_times_out_leaves_the_transfer_running(faulty, handle):
     path, data, faults = faulty_file(faulty, 4 * BLOCK)
     file = nvmeio.File(path)
     guarded = Guarded(len(data))
@@ -200,7 +200,7 @@ def test_a_wait_that_is_given_up_leaves_the_transfer_to_go_on(faulty, handle):
     assert guarded.content() == data
 
 
-def test_direct_io_that_is_refused_is_demanded_in_vain(faulty):
+def test_demanding_refused_direct_io_is_an_error(faulty):
     path, _, faults = faulty_file(faulty)
     faults.set(read={"error": errno.EINVAL, "times": 1})
     with pytest.raises(OSError, match=str(path)) as caught:
@@ -210,10 +210,10 @@ def test_direct_io_that_is_refused_is_demanded_in_vain(faulty):
 
 
 def test_a_file_system_without_o_direct_works_buffered(faulty, handle):
-    """Edges, odd addresses, the growing of a file: all through the page cache."""
+    """Edges, odd addresses and growth: everything goes through the page cache."""
     path, _, faults = faulty_file(faulty, 0)
     source = Guarded(pattern(MIB + 77), residue=3)
-    # The first read of a file with O_DIRECT is the one that tries whether there is that.
+    # The first read of a file with O_DIRECT is the probe for O_DIRECT.
     faults.set(read={"error": errno.EINVAL, "times": 1})
     with nvmeio.File(path, "r+") as file:
         assert (file.direct, file.alignment) == (False, 1)
@@ -230,14 +230,14 @@ def test_a_file_system_without_o_direct_works_buffered(faulty, handle):
 
 
 def free_bytes(folder):
-    """Return how much an ordinary user may still write."""
+    """Return how many bytes an ordinary user may still write."""
     status = os.statvfs(folder)
     return status.f_bavail * status.f_frsize
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ext4", "xfs"])
-def test_no_space_for_a_new_file_leaves_no_more_than_what_landed(loop_mount, kind, handle):
+def test_without_space_a_new_file_is_no_longer_than_what_landed(loop_mount, kind, handle):
     path = loop_mount(kind, DEVICE_BYTES) / "new"
     source = Guarded(pattern(free_bytes(path.parent) + 8 * MIB), pool=True)
     with pytest.raises(OSError, match=str(path)) as caught:
@@ -250,7 +250,7 @@ def test_no_space_for_a_new_file_leaves_no_more_than_what_landed(loop_mount, kin
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ext4", "xfs"])
-def test_no_space_for_a_file_that_was_there_keeps_what_landed(loop_mount, kind, handle):
+def test_without_space_an_existing_file_keeps_what_landed(loop_mount, kind, handle):
     folder = loop_mount(kind, DEVICE_BYTES)
     with open(folder / "ballast", "wb") as file:
         os.posix_fallocate(file.fileno(), 0, free_bytes(folder) - 16 * MIB)
@@ -265,15 +265,15 @@ def test_no_space_for_a_file_that_was_there_keeps_what_landed(loop_mount, kind, 
         handle.submit_write(source.array, file).wait()
     assert caught.value.errno == errno.ENOSPC
     got = int(re.search(r"(\d+) bytes done", str(caught.value))[1])
-    # What the file system had set aside for other things may come on top.
+    # Space that the file system had reserved may be used too.
     assert got <= free + 2 * MIB
     assert path.read_bytes()[:got] == source.content()[:got]
-    # Blocks behind the one that failed may have landed as well.
+    # Blocks after the failed one may have landed too.
     assert got <= routes(handle)["direct"] <= len(source.array)
 
 
 def sector_cases(sector):
-    """Return (size, offset, residue) round the edges of sectors and blocks."""
+    """Return (size, offset, residue) near the edges of sectors and blocks."""
     sizes = (1, 511, 512, 513, sector - 1, sector, sector + 1, BLOCK, BLOCK + sector + 1)
     offsets = (0, 1, 512, sector)
     return [
@@ -282,7 +282,7 @@ def sector_cases(sector):
 
 
 def check_transfers(engine, path, size=4 * BLOCK):
-    """Write and read at every edge of a file, against a plain model; return the stats."""
+    """Write and read at every edge of a file; compare with a model; return the stats."""
     model = bytearray(make_file(path, size))
     with (
         nvmeio.Handle(block_size=BLOCK, engine=engine) as handle,
@@ -305,7 +305,7 @@ def check_transfers(engine, path, size=4 * BLOCK):
 
 
 def knows_alignment():
-    """Whether the kernel tells the alignment of direct I/O: Linux 6.1 and newer do."""
+    """Return whether the kernel reports the alignment of O_DIRECT: since Linux 6.1."""
     return kernel_release() >= (6, 1)
 
 
@@ -344,7 +344,7 @@ def test_a_block_device_is_a_file_too(loop_device, handle):
         assert caught.value.errno == errno.ENOSPC
 
 
-def test_btrfs_tells_no_alignment_and_works(loop_mount, engine):
+def test_btrfs_works_without_reporting_an_alignment(loop_mount, engine):
     folder = loop_mount("btrfs", DEVICE_BYTES)
     assert check_transfers(engine, folder / "file")["bytes_direct"] > 0
     with nvmeio.File(folder / "file") as file:

@@ -1,4 +1,4 @@
-"""The faults of tests/mutants can be planted; `make mutants` tries the tests on them."""
+"""The faults of tests/mutants can be planted; `make mutants` runs the tests on them."""
 
 import subprocess
 

@@ -1,4 +1,4 @@
-"""What the package offers by name: completion, keywords that are nearly right."""
+"""Public names: completion, and suggestions for misspelled keywords."""
 
 import importlib
 import inspect
@@ -14,7 +14,7 @@ import nvmeio
 import nvmeio.torch
 
 
-def test_completion_offers_what_is_public_alone():
+def test_completion_offers_only_public_names():
     script = "import nvmeio, nvmeio.torch, nvmeio.profiles; print(*dir(nvmeio))"
     offered = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=True
@@ -26,18 +26,18 @@ def test_completion_offers_what_is_public_alone():
         assert is_module == (name in modules)
 
 
-def test_a_module_without_an_underscore_has_public_names_alone():
+def test_a_module_without_an_underscore_has_only_public_names():
     top = Path(nvmeio.__file__).parent
     shown = {}
     for path in [*top.glob("*.py"), *top.glob("torch/*.py"), *top.glob("deepspeed/*.py")]:
-        # What they are plugged into may not be installed.
+        # The packages that these plug into may not be installed.
         plugs_in = path.stem in {"lightning", "megatron", "torch_checkpointing"}
         if not path.stem.startswith("_") and not plugs_in:
             package = ".".join(["nvmeio", *path.relative_to(top).parent.parts])
             module = importlib.import_module(f"{package}.{path.stem}")
             offered = importlib.import_module(package).__all__
             shown[path.stem] = {*module.__all__} - {*offered}
-    # Their own modules, and what functions of futures.py return.
+    # Modules that are public themselves, and return types of futures.py.
     assert shown.pop("aio") == {"append", "flush", "getitem", "setitem"}
     assert shown.pop("profiles") == {*nvmeio.profiles.__all__}
     assert shown.pop("futures") == {"Completions", "Waited"}
@@ -45,7 +45,7 @@ def test_a_module_without_an_underscore_has_public_names_alone():
     assert not any(shown.values()), shown
 
 
-def test_public_modules_are_there_when_asked_for():
+def test_public_modules_are_imported_on_access():
     script = "import nvmeio; print(nvmeio.profiles.load_profile.__name__)"
     subprocess.run([sys.executable, "-c", script], check=True, stdout=subprocess.DEVNULL)
 
@@ -67,7 +67,7 @@ CALLS = {
         "out_offset",
         "out_offsets",
     ),
-    # What is required goes by a wrong name: it is not only missing.
+    # A required argument under a wrong name gets a suggestion too, not only "missing".
     "Handle.write": (
         lambda **k: nvmeio.default_handle().write(file="x", **k),
         "array",
@@ -150,7 +150,7 @@ CALLS = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_keyword_that_is_nearly_right_is_told_the_right_one(name):
+def test_a_misspelled_keyword_gets_a_suggestion(name):
     call, wrong, right = CALLS[name]
     with pytest.raises(TypeError, match=f"'{wrong}'; did you mean '{right}'") as refused:
         call(**{wrong: 1})
@@ -184,18 +184,18 @@ def test_an_argument_that_is_missing_is_named(name):
         call(nvmeio.default_handle())
 
 
-def test_a_keyword_that_is_far_from_any_is_refused_alone():
+def test_an_unrelated_keyword_is_refused_without_a_suggestion():
     with pytest.raises(TypeError) as refused:
         nvmeio.default_handle().read(b"", "x", colour=3)
     assert str(refused.value) == "read() got an unexpected keyword argument 'colour'"
 
 
-def test_a_handle_takes_keywords_alone():
+def test_a_handle_takes_only_keywords():
     with pytest.raises(TypeError, match=r"keyword arguments alone, not 4096; block_size="):
         nvmeio.Handle(4096)
 
 
-def test_what_the_other_handle_has_is_said_so():
+def test_a_missing_method_of_the_other_handle_is_pointed_out():
     with pytest.raises(AttributeError, match="'submit_read'; its handle has it"):
         nvmeio.aio_handle().submit_read  # noqa: B018
     with pytest.raises(AttributeError, match=r"'async_pread'; nvmeio\.aio_handle has it"):
@@ -207,7 +207,7 @@ def test_what_the_other_handle_has_is_said_so():
 
 
 @pytest.mark.parametrize("timeout_name", ["wait", "result", "exception"])
-def test_a_request_tells_too(tmp_path, timeout_name):
+def test_methods_of_a_request_give_suggestions_too(tmp_path, timeout_name):
     request = nvmeio.default_handle().submit_write(np.zeros(9), tmp_path / "file")
     with pytest.raises(TypeError, match="'timeout_s'; did you mean 'timeout'"):
         getattr(request, timeout_name)(timeout_s=1)
@@ -217,20 +217,20 @@ def test_a_request_tells_too(tmp_path, timeout_name):
 
 
 @pytest.mark.parametrize("kind", [nvmeio.Handle, nvmeio.Request, nvmeio.File])
-def test_signatures_show_real_parameters_alone(kind):
+def test_signatures_show_only_real_parameters(kind):
     for name, member in inspect.getmembers(kind, callable):
         if not name.startswith("_"):
             assert "unknown" not in inspect.signature(member).parameters
     assert "unknown" not in inspect.signature(kind).parameters
 
 
-# One word for each thing, but in what is DeepSpeed's.
+# One name for each kind of argument, except in DeepSpeed's interface.
 OTHER_WORDS = {"file_offset", "filename", "intra_op_parallelism", "pinned", "timeout_s"}
 OF_DEEPSPEED = {"aio_handle", "aio_read", "aio_write", "deepspeed_memcpy"}
 
 
 def public_callables():
-    """Name what users call of ours, with its parameters."""
+    """Yield public callables by name, with their parameters."""
     for module in (nvmeio, nvmeio.torch):
         for name in {*module.__all__} - OF_DEEPSPEED:
             member = getattr(module, name)
@@ -245,7 +245,7 @@ def public_callables():
                 yield name, [*inspect.signature(member).parameters.values()]
 
 
-def test_arguments_have_one_order_and_one_word_each():
+def test_arguments_have_one_order_and_one_name_each():
     seen = set()
     for name, parameters in public_callables():
         seen.add(name)

@@ -1,4 +1,4 @@
-"""What a header of a .npy file says is read as numpy reads it, or refused."""
+"""Headers of .npy files are read as numpy reads them, or refused."""
 
 import os
 import tracemalloc
@@ -39,7 +39,7 @@ MALFORMED = {
     "half a subarray": (header_saying("('<f4',)", "(3,)"), "out of range"),
     "many axes": (header_saying("'<f4'", (1,) * 65), "dimension"),
     "too long beside 0": (header_saying("'<f4'", (1 << 62, 4, 0)), "too large"),
-    # numpy would divide by it, and the process be no more.
+    # numpy would divide by it and crash.
     "a divisor of 0": (header_saying("'<M8[s/0]'", "(3,)"), "divided by 0"),
     "as numpy keeps it": (header_saying("'M8[s/4294967296]'", "()"), "divided by 4294"),
     "below what a long has": (
@@ -60,8 +60,8 @@ def test_every_version_of_the_format_is_read(path, version):
     assert_same(nvmeio.load(path), expected)
 
 
-def test_a_header_of_many_letters_is_read(path):
-    """Which are longer as escapes than they are in the file."""
+def test_a_header_of_many_non_ascii_letters_is_read(path):
+    """As escapes its characters would be longer than in the file."""
     dtype = [(chr(0x4E00 + number) * 16, "u1") for number in range(100)]
     expected = noise((5,), dtype)
     nvmeio.save(path, expected)
@@ -70,7 +70,7 @@ def test_a_header_of_many_letters_is_read(path):
 
 
 @pytest.mark.parametrize(("header", "words"), MALFORMED.values(), ids=MALFORMED)
-def test_a_header_that_nobody_made_is_refused(path, header, words):
+def test_an_invalid_header_is_refused(path, header, words):
     path.write_bytes(npy.magic(3, 0) + len(header).to_bytes(4, "little") + header)
     for call in (ArrayFile, nvmeio.load):
         with pytest.raises(ValueError, match=rf"data' is no \.npy file: .*{words}"):
@@ -78,7 +78,7 @@ def test_a_header_that_nobody_made_is_refused(path, header, words):
     assert left_open(path.parent) == []
 
 
-def test_a_header_that_was_cut_is_refused(path):
+def test_a_truncated_header_is_refused(path):
     header = header_saying("'<f4'", "()")
     length = len(header) + 1
     path.write_bytes(npy.magic(3, 0) + length.to_bytes(4, "little") + header)
@@ -87,7 +87,7 @@ def test_a_header_that_was_cut_is_refused(path):
 
 
 @pytest.mark.parametrize("version", [(2, 0), (3, 0)])
-def test_a_small_file_takes_little_memory_whatever_it_says(path, version):
+def test_a_small_file_takes_little_memory_whatever_its_header_says(path, version):
     path.write_bytes(npy.magic(*version) + b"\xff\xff\xff\xff{'descr': ")
     tracemalloc.start()
     with pytest.raises(ValueError, match="4294967295 bytes, which is no header"):

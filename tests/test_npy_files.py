@@ -1,4 +1,4 @@
-"""Whole .npy files: what was saved is loaded, and is what numpy would have written."""
+"""Whole .npy files: save() writes what numpy would write, and load() reads it."""
 
 import errno
 import gc
@@ -20,7 +20,7 @@ from nvmeio import ArrayFile
 
 @INVENTED
 @given(shapes(), st.sampled_from(sorted(DTYPES)), st.booleans())
-def test_what_was_saved_is_loaded(tmp_path, shape, dtype, fortran):
+def test_a_saved_array_is_loaded(tmp_path, shape, dtype, fortran):
     expected = noise(shape, DTYPES[dtype])
     if fortran:
         expected = np.asfortranarray(expected)
@@ -54,7 +54,7 @@ def test_any_array_is_saved_in_c_order(path, array, sync):
     assert [entry.name for entry in path.parent.iterdir()] == [path.name]
 
 
-def test_a_failed_save_is_told_once_and_leaves_no_file(path):
+def test_a_failed_save_raises_one_error_and_leaves_no_file(path):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with (
@@ -68,7 +68,7 @@ def test_a_failed_save_is_told_once_and_leaves_no_file(path):
     assert os.listdir(path.parent) == []
 
 
-def test_what_is_no_file_is_not_replaced(folder):
+def test_only_regular_files_are_replaced(folder):
     os.mkfifo(folder / "pipe")
     for path, number in ((folder, errno.EISDIR), (folder / "pipe", errno.EINVAL)):
         with pytest.raises(OSError, match=str(folder)) as caught:

@@ -1,7 +1,4 @@
-"""aio_handle: DeepSpeed's statuses and tensors, what it counts, how it fails and ends.
-
-"Case n" is a numbered line of what DeepSpeed's op is known to do wrong.
-"""
+"""aio_handle: DeepSpeed's statuses and tensors, counts, failures and closing."""
 
 import copy
 import errno
@@ -34,7 +31,7 @@ from nvmeio._native import buffer
 
 @pytest.fixture
 def handle_class():
-    """The class of the handles that open_handle makes."""
+    """The class of handles for open_handle."""
     return nvmeio.aio_handle
 
 
@@ -46,13 +43,12 @@ def handle_class():
         ({"errors": "print"}, "errors is 'print'; it must be one of raise, status"),
     ],
 )
-def test_values_that_cannot_be_are_refused_at_construction(option, words):
+def test_invalid_options_are_refused_at_construction(option, words):
     with pytest.raises(ValueError, match=words):
         nvmeio.aio_handle(**option)
 
 
-# Words, of which any but "" would count as true, and numbers that were meant for another
-# argument.
+# Strings, of which all but "" would be true, and numbers meant for another argument.
 NO_BOOLEANS = [("false", TypeError), ("no", TypeError), (None, TypeError), (1.0, TypeError)]
 NO_BOOLEANS += [(16, ValueError), (-1, ValueError)]
 
@@ -103,14 +99,14 @@ def test_mistakes_of_the_constructor_name_the_class(args, options, words):
 
 
 class TestStatus:
-    """errors="status": -1, the error logged and kept, nothing printed."""
+    """errors="status": return -1, log and keep the error, print nothing."""
 
     @pytest.fixture
     def handle(self, open_handle):
         return open_handle(block_size=BLOCK, queue_depth=DEPTH, errors="status")
 
     def test_failures_are_minus_one(self, handle, path, caplog, capfd):
-        """Case 16: nothing is printed."""
+        """Nothing is printed."""
         assert handle.last_error is None
         calls = [
             lambda: handle.read(bytearray(5), path),
@@ -137,7 +133,7 @@ class TestStatus:
         assert "wanted 11 bytes at offset 0, got 10" in caplog.text
         assert handle.wait() == 0
 
-    def test_what_goes_well_is_as_ever(self, handle, path, capfd):
+    def test_success_returns_as_usual(self, handle, path, capfd):
         assert handle.write(b"12345", path) == 0
         assert handle.sync_pread(bytearray(5), path) == 1
         assert handle.last_error is None
@@ -155,7 +151,7 @@ class TestStatus:
             handle.read(bytearray(5), None)
         assert handle.last_error is None
 
-    def test_requests_raise_whatever_the_handle_says(self, handle, path):
+    def test_requests_raise_with_errors_status_too(self, handle, path):
         with pytest.raises(FileNotFoundError):
             handle.handle.submit_read(bytearray(5), path)
         with pytest.raises(FileNotFoundError):
@@ -165,11 +161,11 @@ class TestStatus:
 
 class TestWait:
     def test_nothing_pending_is_zero(self, handle):
-        """Case 10: waiting for nothing is no reason to abort."""
+        """DeepSpeed's op aborts when it waits for nothing."""
         assert handle.wait() == 0
         assert handle.wait() == 0
 
-    def test_it_counts_what_was_asynchronous_since_the_last_wait(self, handle, path):
+    def test_wait_counts_asynchronous_calls_since_the_last_wait(self, handle, path):
         handle.async_pwrite(b"1234", path)
         handle.pwrite(b"5678", path, False, True, 4)
         handle.write(b"9", path, file_offset=8)
@@ -191,7 +187,7 @@ class TestWait:
         assert targets[0] == targets[2] == targets[4] == pattern(100)
         assert handle.wait() == handle.handle.pending == 0
 
-    def test_failures_of_requests_are_not_its_business(self, handle, path):
+    def test_wait_ignores_failures_of_requests(self, handle, path):
         path.write_bytes(b"1234")
         request = handle.handle.submit_read(bytearray(5), path)
         handle.async_pread(bytearray(4), path)
@@ -208,7 +204,7 @@ class TestWait:
 
 
 def test_validation_finds_a_difference(handle, path):
-    """The bytes differ from the file by the time that somebody looks."""
+    """The bytes change after the transfer and before the comparison."""
     for transfer in (handle.pread, handle.pwrite):
         path.write_bytes(bytes(3 * PAGE))
         moved = routes(handle).total() + 3 * PAGE
@@ -222,7 +218,7 @@ def test_validation_finds_a_difference(handle, path):
         assert (caught.value.errno, caught.value.filename) == (errno.EIO, str(path))
 
 
-def test_validation_passes_what_is_the_same(handle, path):
+def test_validation_passes_equal_bytes(handle, path):
     expected = pattern(BLOCK + 100)
     target = bytearray(len(expected))
     assert handle.write(expected, path, True) == 0
@@ -239,7 +235,7 @@ class TestLockedTensors:
         module = pytest.importorskip(library, reason=f"{library} is not installed")
         return module.zeros(1, dtype=module.int16)
 
-    def test_they_are_pinned_until_freed_once(self, open_handle, example):
+    def test_locked_tensors_are_pinned_until_freed_once(self, open_handle, example):
         handle, other = open_handle(), open_handle()
         tensor = handle.new_cpu_locked_tensor(1000, example)
         assert (tensor.dtype, tuple(tensor.shape)) == (example.dtype, (1000,))
@@ -259,15 +255,17 @@ class TestLockedTensors:
         assert handle.free_cpu_locked_tensor(tensor[:3]) is True
         assert not handle.is_pinned(tensor[5:])
 
-    def test_their_number_is_an_integer(self, handle, example):
+    def test_the_number_of_elements_is_an_integer(self, handle, example):
         for odd in (True, 1.5, "3", None):
             with pytest.raises(TypeError, match=f"num_elem is {odd!r}; it must be an int"):
                 handle.new_cpu_locked_tensor(odd, example)
         with pytest.raises(ValueError, match="num_elem is -1; it must be 0 or more"):
             handle.new_cpu_locked_tensor(-1, example)
 
-    def test_a_strided_view_of_one_is_filled(self, open_handle, folder, example):
-        """Case 9: a destination that is pinned and not contiguous."""
+    def test_a_strided_view_of_a_locked_tensor_is_filled(
+        self, open_handle, folder, example
+    ):
+        """A destination that is pinned and not contiguous."""
         handle = open_handle(block_size=BLOCK, queue_depth=DEPTH)
         expected = np.arange(60_000, dtype=np.int16).reshape(600, 100)
         handle.write(expected, folder / "data")
@@ -279,7 +277,9 @@ class TestLockedTensors:
         assert not np.asarray(tensor)[:, 1::2].any()
         assert routes(handle).total() == 2 * expected.nbytes
 
-    def test_they_go_straight_to_the_device(self, open_handle, folder, alignment, example):
+    def test_locked_tensors_are_transferred_without_a_copy(
+        self, open_handle, folder, alignment, example
+    ):
         handle = open_handle()
         tensor = handle.new_cpu_locked_tensor(MIB, example_tenosr=example)
         tensor[:] = 3
@@ -293,7 +293,7 @@ class TestLockedTensors:
         assert handle.free_cpu_locked_tensor(tensor)
 
     def test_a_tensor_in_use_is_not_freed(self, open_handle, folder, example):
-        """Case 14: freeing a locked tensor while a file is read into it."""
+        """DeepSpeed's op frees a locked tensor while a file is read into it."""
         handle = open_handle(**SLOW)
         tensor = handle.new_cpu_locked_tensor(PAGE, example)
         (folder / "data").write_bytes(bytes(2 * PAGE))
@@ -309,13 +309,13 @@ class TestLockedTensors:
 @pytest.mark.parametrize(
     "thing", [None, 5, "x", [1], object(), b"bytes"], ids=lambda thing: type(thing).__name__
 )
-def test_what_is_not_ours_is_neither_pinned_nor_freed(handle, thing):
+def test_foreign_memory_is_neither_pinned_nor_freed(handle, thing):
     assert handle.is_pinned(thing) is False
     assert handle.free_cpu_locked_tensor(thing) is False
 
 
 class TestEndOfABlock:
-    """What nobody has waited for is waited for, and does not fail unseen."""
+    """The end of a block waits for all requests, and raises their errors."""
 
     @pytest.fixture
     def handle(self, open_handle, path):
@@ -332,14 +332,14 @@ class TestEndOfABlock:
         assert handle.close() is None
         assert handle.wait() == 0
 
-    def test_an_exception_on_its_way_goes_on(self, handle):
+    def test_an_exception_of_the_block_is_kept(self, handle):
         with pytest.raises(KeyError, match="mine"), handle:
             raise KeyError("mine")
         assert handle.closed
         with pytest.raises(OSError, match="wanted 5 bytes"):
             handle.wait()
 
-    def test_the_status_is_kept(self, open_handle, path, caplog):
+    def test_with_errors_status_the_block_keeps_the_error(self, open_handle, path, caplog):
         path.write_bytes(b"1234")
         with open_handle(errors="status") as handle:
             handle.async_pread(bytearray(5), path)
@@ -348,7 +348,7 @@ class TestEndOfABlock:
 
 
 def test_threads_share_asynchronous_calls(open_handle, folder):
-    """wait() of one thread may count for another; none is lost, none counted twice."""
+    """One thread's wait() may count another's requests; each counts exactly once."""
     handle = open_handle(block_size=BLOCK, queue_depth=DEPTH, intra_op_parallelism=2)
     (folder / "data").write_bytes(pattern(BLOCK))
     counts = []
@@ -367,7 +367,7 @@ def test_threads_share_asynchronous_calls(open_handle, folder):
 
 
 def test_other_threads_run_while_one_waits(open_handle, folder):
-    """Every call that blocks lets go of the GIL."""
+    """Blocking calls release the GIL."""
     handle = open_handle(**SLOW)
     (folder / "data").write_bytes(b"12345678")
     running = threading.Event()
@@ -381,8 +381,8 @@ def test_other_threads_run_while_one_waits(open_handle, folder):
     waiter.join()
 
 
-def test_the_handle_under_it_has_its_options_and_the_rest(open_handle, engine, path):
-    """It is nvmeio's own, and what it moves is counted with the others."""
+def test_the_handle_of_the_op_has_its_options(open_handle, engine, path):
+    """It is an ordinary Handle, and counts the op's bytes too."""
     op = open_handle(
         block_size=8192,
         queue_depth=7,
@@ -403,7 +403,7 @@ def test_the_handle_under_it_has_its_options_and_the_rest(open_handle, engine, p
 
 
 @pytest.mark.parametrize("name", ["handle", "last_error"])
-def test_what_it_holds_cannot_be_set(handle, name):
+def test_attributes_of_the_op_cannot_be_set(handle, name):
     with pytest.raises(AttributeError):
         setattr(handle, name, None)
 
@@ -434,7 +434,7 @@ def test_a_handle_that_was_never_opened_says_so(path):
 
 
 def test_a_handle_that_is_dropped_has_finished_its_work(engine, path):
-    """Case 10: a handle may be destroyed with operations pending."""
+    """A handle may be dropped with requests pending; DeepSpeed's op aborts."""
     handle = nvmeio.aio_handle(PAGE, DEPTH, engine=engine)
     expected = pattern(50 * BLOCK)
     target = Guarded(len(expected))
@@ -446,7 +446,7 @@ def test_a_handle_that_is_dropped_has_finished_its_work(engine, path):
     assert target.content() == expected
 
 
-def test_its_repr_tells_what_is_in_flight(open_handle, engine, folder):
+def test_the_repr_shows_what_is_in_flight(open_handle, engine, folder):
     handle = open_handle(**SLOW)
     with plugged(handle.handle, folder) as plugs:
         assert repr(handle) == (
@@ -482,7 +482,7 @@ def test_pickling_carries_the_configuration(engine, path):
 
 
 class Subclass(nvmeio.aio_handle):
-    """A handle with an attribute, and a constructor of its own."""
+    """A handle with its own attribute and constructor."""
 
     def __init__(self, name, **options):
         super().__init__(8192, **options)
@@ -518,7 +518,7 @@ PAST_THE_END = {
 
 @pytest.mark.parametrize("read", PAST_THE_END.values(), ids=PAST_THE_END)
 def test_a_read_past_the_end_is_an_error(handle, path, read):
-    """Case 10: it is not the end of the process."""
+    """DeepSpeed's op ends the process."""
     path.write_bytes(bytes(100))
     with pytest.raises(OSError, match="wanted 50 bytes at offset 90, got 10") as caught:
         read(handle, bytearray(50), path)
@@ -526,7 +526,7 @@ def test_a_read_past_the_end_is_an_error(handle, path, read):
 
 
 @pytest.mark.parametrize("validate", [False, True])
-def test_what_a_signal_raises_in_a_wait_takes_nothing_away(
+def test_an_exception_of_a_signal_handler_in_wait_loses_no_count(
     handle, path, monkeypatch, validate
 ):
     path.write_bytes(pattern(4000))

@@ -1,4 +1,4 @@
-"""What requests name by path is opened once, looked at anew each time, and closed again."""
+"""Files named by path: opened once, checked again by each request, and closed."""
 
 import errno
 import os
@@ -24,8 +24,8 @@ def test_requests_in_flight_share_one_open_file(slow_handle, path, alignment, si
     targets = [bytearray(size) for _ in range(50)]
     with plugged(slow_handle, path.parent):
         requests = [slow_handle.submit_read(target, path) for target in targets]
-        # One with O_DIRECT where there is that, and one for the page cache where that may
-        # be needed.
+        # One descriptor with O_DIRECT if there is O_DIRECT, and one for the page cache if
+        # that may be needed.
         assert descriptors_below(path.parent).count(str(path)) == (
             1 if alignment == 1 or size == PAGE else 2
         )
@@ -45,8 +45,8 @@ def test_every_call_closes_what_it_opened(handle, path):
     assert left_open(path.parent) == []
 
 
-def test_a_handle_that_is_closed_has_no_descriptor(engine, path):
-    """Rings, events and files: what workers and callers have opened is closed."""
+def test_a_closed_handle_has_no_descriptor(engine, path):
+    """Rings, eventfds and files of workers and callers are closed."""
     before = sorted(os.listdir("/proc/self/fd"))
     for _ in range(3):
         with nvmeio.Handle(block_size=BLOCK, engine=engine, workers=2) as handle:
@@ -56,7 +56,7 @@ def test_a_handle_that_is_closed_has_no_descriptor(engine, path):
         assert sorted(os.listdir("/proc/self/fd")) == before
 
 
-def test_failures_close_what_was_opened(handle, path):
+def test_failures_close_the_files_that_they_opened(handle, path):
     path.write_bytes(b"1234")
     with pytest.raises(OSError, match="past the end"):
         handle.read(bytearray(5), path)
@@ -66,7 +66,7 @@ def test_failures_close_what_was_opened(handle, path):
     assert left_open(path.parent) == []
 
 
-def test_what_cannot_be_lent_makes_no_file(handle, path):
+def test_a_refused_buffer_creates_no_file(handle, path):
     for bad in (object(), 5, "text"):
         with pytest.raises(TypeError):
             handle.submit_write(bad, path)
@@ -75,7 +75,7 @@ def test_what_cannot_be_lent_makes_no_file(handle, path):
 
 @pytest.mark.parametrize("give_up", [os.replace, lambda new, path: os.unlink(path)])
 def test_a_file_that_was_replaced_is_not_taken_for_the_new_one(slow_handle, path, give_up):
-    """While requests on the old file are in flight, the path leads elsewhere."""
+    """The path leads to a new file while requests on the old one are in flight."""
     path.write_bytes(b"old file")
     (path.parent / "new").write_bytes(b"new file")
     old, new = bytearray(8), bytearray(8)
@@ -104,7 +104,7 @@ def test_writes_go_to_the_file_that_has_the_name(slow_handle, path):
 
 
 def test_reading_and_writing_one_path_at_once(slow_handle, path):
-    """A file that was opened for one is not used for the other."""
+    """A file opened for reading is not used for writing, and the other way round."""
     path.write_bytes(b"12345678")
     target = bytearray(4)
     with plugged(slow_handle, path.parent):
@@ -118,7 +118,7 @@ def test_reading_and_writing_one_path_at_once(slow_handle, path):
     assert path.read_bytes() == b"1234abcd"
 
 
-def test_one_path_may_be_spelt_in_several_ways(handle, path):
+def test_different_spellings_of_a_path_share_one_file(handle, path):
     path.write_bytes(b"12345678")
     spellings = [path, str(path), bytes(path), path.parent / "." / path.name]
     targets = [bytearray(8) for _ in spellings]
@@ -128,7 +128,7 @@ def test_one_path_may_be_spelt_in_several_ways(handle, path):
 
 
 def test_two_thousand_files_in_flight_need_few_descriptors(engine, folder):
-    """When descriptors run out, submission waits for completions."""
+    """Submission waits for completions if descriptors run out."""
     code = """
         import errno, os, resource, sys
         import nvmeio
@@ -178,7 +178,7 @@ def test_two_thousand_files_in_flight_need_few_descriptors(engine, folder):
 
 @pytest.mark.parametrize("by", ["object", "descriptor"])
 def test_requests_of_one_file_object_need_few_descriptors(engine, path, by):
-    """Each has a file of its own, and submission waits for one that is done."""
+    """Each request opens its own file; submission waits for one that is done."""
     code = """
         import resource, sys
         import nvmeio
@@ -240,7 +240,7 @@ def test_a_missing_file_fails_in_the_submitting_call(handle, path):
 
 
 @pytest.mark.parametrize("mask", [0o022, 0o077, 0])
-def test_files_are_made_as_the_umask_says(handle, path, mask):
+def test_the_umask_applies_to_new_files(handle, path, mask):
     before = os.umask(mask)
     try:
         handle.write(b"1", path)
@@ -250,7 +250,7 @@ def test_files_are_made_as_the_umask_says(handle, path, mask):
 
 
 def test_no_descriptor_is_inherited(open_handle, path):
-    """O_CLOEXEC on rings, events and files alike."""
+    """Rings, eventfds and files have O_CLOEXEC."""
     path.write_bytes(bytes(PAGE))
     before = set(os.listdir("/proc/self/fd"))
     handle = open_handle(**SLOW)
@@ -264,7 +264,7 @@ def test_no_descriptor_is_inherited(open_handle, path):
 
 
 def is_inherited(fd):
-    """Tell whether a child gets a descriptor; False for one that is closed already."""
+    """Return whether a child inherits a descriptor; false for a closed one."""
     try:
         return os.get_inheritable(fd)
     except OSError:

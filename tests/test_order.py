@@ -37,7 +37,7 @@ class TestAfter:
             assert write.done()
             assert target.content() == data
 
-    def test_a_chain_leaves_what_its_last_write_has_written(self, handle, path):
+    def test_a_chain_of_writes_leaves_the_bytes_of_the_last(self, handle, path):
         requests = []
         for seed in range(50):
             before = requests[-1:]
@@ -52,7 +52,7 @@ class TestAfter:
         assert gathered.content() == last[:100] + last[PAGE : PAGE + 100]
 
     @pytest.mark.parametrize("kind", ["read", "write", "fsync", "gather", "many"])
-    def test_a_failure_is_the_cause_of_those_that_come_after(self, handle, path, kind):
+    def test_a_failure_is_the_cause_of_the_later_failures(self, handle, path, kind):
         path.write_bytes(b"old")
         failed = handle.submit_read(bytearray(100), path)
         buffer = bytearray(3)
@@ -101,7 +101,7 @@ class TestAfter:
         assert path.read_bytes() == b"old"
 
     @pytest.mark.parametrize("way", ["failed", "cancelled"])
-    def test_what_was_waited_for_is_the_cause_too(self, handle, path, way):
+    def test_a_request_that_was_waited_for_is_the_cause_too(self, handle, path, way):
         path.write_bytes(b"old")
         if way == "failed":
             before = handle.submit_read(bytearray(100), path)
@@ -117,7 +117,7 @@ class TestAfter:
         assert second.value.__cause__ is first.value
         assert path.read_bytes() == b"old"
 
-    def test_what_makes_the_file_may_be_a_scatter_or_many(self, handle, path):
+    def test_a_scatter_or_a_write_of_many_may_create_the_file(self, handle, path):
         data = pattern(200)
         for make in (
             lambda: handle.submit_scatter(path, [0, 100], 100, data),
@@ -133,20 +133,20 @@ class TestAfter:
             assert [read.wait() for read in reads] == [100, 100]
             assert into.tobytes() == data[:50] + data[150:] + data[100:]
 
-    def test_a_closed_handle_takes_nothing_after_anything(self, handle, path):
+    def test_a_closed_handle_refuses_requests_with_after(self, handle, path):
         write = handle.submit_write(b"12345", path)
         handle.close()
         with pytest.raises(ValueError, match="the handle is closed"):
             handle.submit_read(bytearray(5), path, after=write)
 
-    def test_what_was_done_before_holds_nothing_back(self, handle, path):
+    def test_a_finished_predecessor_delays_nothing(self, handle, path):
         write = handle.submit_write(b"12345", path)
         write.wait()
         buffer = bytearray(5)
         assert handle.submit_read(buffer, path, after=[write, write]).wait() == 5
         assert buffer == b"12345"
 
-    def test_bytes_that_pass_through_python_are_refused(self, handle, path):
+    def test_strided_sources_are_refused_with_after(self, handle, path):
         path.write_bytes(bytes(1000))
         strided = np.zeros(200, np.uint8)[::2]
         first = handle.submit_fsync(path)
@@ -156,13 +156,14 @@ class TestAfter:
             handle.submit_write_many([(strided, path, 0)], after=first)
         with pytest.raises(TypeError, match="copied at submission"):
             handle.submit_scatter(path, [0], 100, strided, after=first)
-        # It lands in the view when it is looked at, in time for who waits for it.
+        # A read into a view is copied there when the request is waited for, which is in
+        # time.
         assert handle.submit_read(strided, path, after=first).wait() == 100
         staged = handle.submit_gather(path, [0], 100, strided)
         staged.wait()
         handle.submit_fsync(path, after=staged).wait()
 
-    def test_what_has_yet_to_land_by_python_comes_before_nothing(self, open_handle, folder):
+    def test_a_strided_read_in_flight_is_refused_as_predecessor(self, open_handle, folder):
         handle, path = open_handle(**SLOW), folder / "data"
         path.write_bytes(pattern(100))
         columns = np.zeros((100, 4), np.uint8)
@@ -175,17 +176,19 @@ class TestAfter:
             for read in reads:
                 with pytest.raises(TypeError, match=r"pass through Python.*wait for it"):
                     handle.submit_write(b"new", path, after=[read])
-            # What is written was copied at once.
+            # The bytes to write were copied at submission.
             write = handle.submit_write(columns[:, 3], folder / "other")
             later = handle.submit_fsync(folder / "other", after=write)
         for request in [*reads, later]:
             request.wait()
         assert columns[:, :3].T.tobytes() == pattern(100) * 3
-        # Once they have landed they hold nothing back.
+        # Requests that are done delay nothing.
         handle.submit_write(b"new", path, after=reads).wait()
         assert path.read_bytes() == b"new" + pattern(100)[3:]
 
-    def test_what_can_come_before(self, handle, path, open_handle):
+    def test_after_accepts_only_requests_of_the_same_handle(
+        self, handle, path, open_handle
+    ):
         path.write_bytes(bytes(100))
         other = open_handle(block_size=16384, queue_depth=4)
         foreign = other.submit_read(bytearray(100), path)
@@ -210,7 +213,7 @@ class TestAfter:
         with pytest.raises(CancelledError):
             big.wait()
 
-    def test_a_long_chain_fails_in_few_words(self, handle, path, recwarn):
+    def test_a_long_chain_fails_with_a_short_message(self, handle, path, recwarn):
         path.write_bytes(b"old")
         request = handle.submit_read(bytearray(100), path)
         for _ in range(200):
@@ -223,7 +226,7 @@ class TestAfter:
             causes.append(causes[-1].__cause__)
         assert len(causes) == 201
         assert "past the end" in str(causes[-1])
-        # Whoever has seen the last has been told of all.
+        # The error of the last one reports all of them.
         del request, error, causes
         gc.collect()
         assert not recwarn.list
@@ -232,14 +235,14 @@ class TestAfter:
     def test_nothing_starts_before_its_turn(self, slow, engine):
         report = run_child("order_held", **slow, engine=engine).report
         assert report["waiting"] == [False, False, False, True, False]
-        # That of b"old" alone.
+        # Only that of b"old".
         assert (report["blocks"], report["cancelled"]) == (1, True)
         assert report["right"]
 
 
 class TestMany:
     @pytest.mark.parametrize("through", ["paths", "files", "descriptors", "mixed"])
-    def test_what_is_written_is_read_back(self, handle, tmp_path, through):
+    def test_many_items_are_written_and_read_back(self, handle, tmp_path, through):
         paths = [tmp_path / f"{index}" for index in range(3)]
         for path in paths:
             path.touch()
@@ -274,7 +277,7 @@ class TestMany:
             assert target.content() == data
         assert handle.read_many([]) == 0
 
-    def test_any_kind_of_memory(self, handle, path):
+    def test_items_may_have_any_kind_of_memory(self, handle, path):
         data = pattern(4000, 1)
         path.write_bytes(data)
         strided = np.zeros((10, 20), np.float32).T
@@ -291,7 +294,7 @@ class TestMany:
             == data[:2000] + data[:800] + data[2800:3600] + data[1600:2000]
         )
 
-    def test_items_that_fail_are_named_and_the_others_land(self, handle, path, tmp_path):
+    def test_failed_items_are_named_and_the_others_land(self, handle, path, tmp_path):
         path.write_bytes(pattern(1000, 1))
         targets = [Guarded(400) for _ in range(4)]
         offsets = [0, 700, 500, 900]
@@ -357,7 +360,7 @@ class TestMany:
         for index in (0, 2, 3):
             assert written[offsets[index] :].startswith(parts[index])
 
-    def test_what_is_refused_starts_nothing(self, handle, path, tmp_path):
+    def test_a_refused_item_starts_nothing(self, handle, path, tmp_path):
         new = tmp_path / "new"
         for items, message in [
             ([(b"1", new, 0), (b"1", new)], r"items\[1\] is .*; it must be"),
@@ -379,7 +382,7 @@ class TestMany:
         with pytest.raises(ValueError, match="closed"):
             handle.submit_write_many([(b"1", path, 0)])
 
-    def test_it_can_be_cancelled_awaited_and_dropped(self, handle, path):
+    def test_a_request_of_many_can_be_cancelled_awaited_and_dropped(self, handle, path):
         path.write_bytes(bytes(PAGE))
         for _ in range(50):
             request = handle.submit_read_many(
@@ -402,7 +405,7 @@ class TestMany:
 
 
 class TestDrain:
-    def test_it_waits_for_everything_and_for_so_long(self, handle, path):
+    def test_drain_waits_for_everything_up_to_a_timeout(self, handle, path):
         path.write_bytes(pattern(PAGE, 1))
         targets = [Guarded(PAGE) for _ in range(20)]
         requests = [handle.submit_read(target.array, path) for target in targets]
@@ -433,6 +436,6 @@ class TestDrain:
         (None, r"items is None; it must be an iterable of \(buffer, file, offset\)"),
     ],
 )
-def test_an_item_that_is_refused_is_named(handle, items, words):
+def test_a_refused_item_is_named(handle, items, words):
     with pytest.raises((OSError, TypeError, ValueError), match=words):
         handle.read_many(items)

@@ -1,4 +1,4 @@
-"""Handles with check_overlap: what overlaps in flight is refused, and nothing else."""
+"""Handles with check_overlap refuse overlapping requests in flight, and no others."""
 
 import contextlib
 import gc
@@ -22,7 +22,7 @@ WRITES = ("write", "scatter", "write_many")
 
 @pytest.fixture
 def held(open_handle, path):
-    """A handle that checks, on which whatever is submitted stays in flight."""
+    """A handle that checks, and on which submitted requests stay in flight."""
     handle = open_handle(**SLOW, check_overlap=True)
     plug = path.with_name("plug")
     with open(plug, "wb") as file:
@@ -42,7 +42,7 @@ def held(open_handle, path):
 
 
 def start(handle, kind, path, buffer, offset=0, after=None):
-    """Submit a request of a kind that touches a whole buffer, and one place of a file."""
+    """Submit a request of some kind for a whole buffer and one place of a file."""
     half = len(buffer) // 2
     records = [path, [offset + half, offset], half, buffer]
     items = [(buffer, path, offset)]
@@ -55,7 +55,7 @@ def start(handle, kind, path, buffer, offset=0, after=None):
 
 
 def new():
-    """Return memory of its own."""
+    """Return separate memory."""
     return np.zeros(SIZE, np.uint8)
 
 
@@ -63,20 +63,22 @@ def new():
     ("first", "second"),
     [*itertools.product(WRITES, READS), *itertools.product(READS, WRITES), WRITES[:2]],
 )
-def test_the_same_bytes_of_a_file_are_refused_where_one_writes(held, path, first, second):
+def test_overlap_in_the_file_is_refused_if_one_request_writes(held, path, first, second):
     one = start(held, first, path, new())
     with pytest.raises(RuntimeError) as refused:
         start(held, second, path, new(), SIZE - 2)
     assert repr(one) in str(refused.value)
     assert f"byte {SIZE - 2} of {str(path)!r}" in str(refused.value)
     assert second.partition("_")[0] in str(refused.value).partition(" and <")[0]
-    # A byte further they only touch.
+    # One byte further they only touch.
     start(held, second, path, new(), SIZE)
 
 
 @pytest.mark.parametrize("first", READS)
 @pytest.mark.parametrize("second", [*READS, *WRITES])
-def test_the_same_memory_is_refused_where_one_is_read_into(held, path, first, second):
+def test_overlap_in_memory_is_refused_if_one_request_reads_into_it(
+    held, path, first, second
+):
     memory = np.zeros(2 * SIZE, np.uint8)
     start(held, first, path, memory[:SIZE])
     with pytest.raises(RuntimeError, match=f"memory at {memory.ctypes.data + SIZE - 2:#x}"):
@@ -98,7 +100,7 @@ def test_a_file_is_known_by_any_name(held, path):
         held.read(new(), file)
 
 
-def test_what_is_chained_may_overlap(held, path):
+def test_chained_requests_may_overlap(held, path):
     first = start(held, "write", path, new())
     second = start(held, "write", path, new(), after=first)
     third = start(held, "read", path, new(), after=[second])
@@ -136,7 +138,7 @@ def test_columns_are_compared_byte_by_byte(held, path, make):
     held.submit_read(matrix[:, 4:6], path)
     with pytest.raises(RuntimeError, match="memory"):
         held.submit_read(matrix[10:11, 5:7], path)
-    # What is written was copied at once.
+    # The bytes to write were copied at submission.
     held.submit_write(matrix[:, 2], path.with_name("other"))
     held.submit_read(matrix[:, 2], path)
 
@@ -152,7 +154,7 @@ def test_items_of_one_request_are_compared(held, path):
     held.submit_read_many([(memory[:10], path, 0), (memory[10:20], path, 5)])
 
 
-def test_what_is_done_is_in_nobodys_way(open_handle, path):
+def test_finished_requests_overlap_with_nothing(open_handle, path):
     handle = open_handle(check_overlap=True)
     memory = new()
     for _ in range(3):
@@ -183,7 +185,7 @@ def test_the_environment_switches_it_on(monkeypatch):
         nvmeio.Handle()
 
 
-def test_a_request_that_was_interrupted_is_in_nobodys_way(open_handle, path, monkeypatch):
+def test_an_interrupted_request_overlaps_with_nothing(open_handle, path, monkeypatch):
     handle, memory = open_handle(check_overlap=True), new()
     handle.write(memory, path)
     admit = type(OVERLAPS).admit
@@ -199,8 +201,8 @@ def test_a_request_that_was_interrupted_is_in_nobodys_way(open_handle, path, mon
     handle.write(memory, path)
 
 
-def test_a_handler_of_a_signal_may_use_a_handle_meanwhile(held, path, monkeypatch):
-    """The signal comes while another request is being admitted."""
+def test_a_signal_handler_may_use_a_handle_meanwhile(held, path, monkeypatch):
+    """The signal arrives during the check of another request."""
     compare, seen = _overlap._compare, []
 
     def interrupted(*arguments):
@@ -214,7 +216,7 @@ def test_a_handler_of_a_signal_may_use_a_handle_meanwhile(held, path, monkeypatc
     assert isinstance(seen[0], nvmeio.Request)
 
 
-def test_results_are_not_kept(open_handle, path):
+def test_the_check_keeps_no_results_alive(open_handle, path):
     handle = open_handle(check_overlap=True)
     path.write_bytes(pattern(SIZE))
 

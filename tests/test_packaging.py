@@ -1,4 +1,4 @@
-"""What is installed, and what other projects can build on it."""
+"""The installed package, and other projects that build on it."""
 
 import errno
 import importlib.util
@@ -21,19 +21,19 @@ from helpers import pattern
 from pages import file_of
 
 COMPILER = shutil.which(os.environ.get("CC", "cc"))
-# Its programs are what other projects do.
+# Its programs show what other projects do.
 PAGE = "docs/embedding.md"
 
 
 def run(*command, **options):
-    """Return what a command prints; a failure shows all of its output."""
+    """Return a command's output; a failure shows all of it."""
     result = subprocess.run(command, capture_output=True, text=True, **options)
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout
 
 
 def public_callables():
-    """Yield a name and an object for everything that can be called by its public name."""
+    """Yield name and object of everything public that can be called."""
     for name in nvmeio.__all__:
         thing = getattr(nvmeio, name)
         if not callable(thing):
@@ -126,7 +126,7 @@ print(after["pools"])
 
 
 @pytest.mark.packaging
-def test_who_brings_the_archive_beside_the_package_is_told_of_two_pools(tmp_path):
+def test_the_archive_beside_the_package_causes_a_warning_about_two_pools(tmp_path):
     include, folder = nvmeio.get_include(), nvmeio.get_library_dir()
     source, linked = tmp_path / "uses.c", tmp_path / "uses.so"
     source.write_text(
@@ -150,7 +150,7 @@ print(nvmeio.Handle().submit_read(found, sys.argv[1]).wait(), found[-1])
 """
 
 
-def test_the_library_calls_its_own_functions_whoever_has_the_same_names(tmp_path):
+def test_the_library_calls_its_own_functions_despite_equal_names(tmp_path):
     source, preloaded = tmp_path / "other.c", tmp_path / "other.so"
     names = ("nvmeio_file_size", "nvmeio_request_done", "nvmeio_pool_holds")
     bodies = (f"void {name}(void) {{ abort(); }}\n" for name in names)
@@ -170,12 +170,12 @@ def test_every_public_header_compiles_by_itself(tmp_path):
         run(COMPILER, "-Wall", "-Werror", "-fsyntax-only", f"-I{include}", source)
 
 
-def test_the_library_lies_where_get_library_dir_says():
+def test_the_library_is_where_get_library_dir_says():
     archive = Path(nvmeio.get_library_dir(), "libnvmeio.a")
     assert archive.read_bytes().startswith(b"!<arch>\n")
 
 
-def test_faults_are_in_the_test_build_alone():
+def test_only_the_test_build_has_faults():
     archive = Path(nvmeio.get_library_dir(), "libnvmeio.a").read_bytes()
     assert (b"nvmeio_fault_strikes" in archive) == nvmeio.build_info()["test_build"]
 
@@ -194,7 +194,7 @@ def test_the_version_is_that_of_the_headers():
 
 
 def test_the_library_is_loaded_once():
-    """Another copy would have a pool and a fork handler of its own."""
+    """Another copy would have its own pool and fork handler."""
     with open("/proc/self/maps") as lines:
         mapped = {line.split()[-1] for line in lines if "nvmeio" in line}
     libraries = {path for path in mapped if "libnvmeio" in path}
@@ -203,7 +203,7 @@ def test_the_library_is_loaded_once():
         assert b"nvmeio_pool_alloc: " not in path.read_bytes()
         symbols = run("nm", "--dynamic", "--defined-only", path)
         assert "nvmeio_pool_alloc" not in symbols, path.name
-        # Wherever the package lies.
+        # Wherever the package is installed.
         dynamic = run("readelf", "--dynamic", path)
         assert re.search(r"\(RUNPATH\).*[\[:]\$ORIGIN/\.\./lib\]", dynamic), path.name
 
@@ -218,11 +218,11 @@ def test_every_public_callable_has_a_signature(name, thing):
     assert inspect.getdoc(thing), "and a docstring"
 
 
-def test_nothing_is_printed_by_importing():
+def test_importing_prints_nothing():
     assert run(sys.executable, "-c", "import nvmeio") == ""
 
 
-# What starts a program, or a copy of this one.
+# Audit events that start a program or fork.
 STARTS = ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.fork")
 USE = """
     import sys
@@ -251,7 +251,7 @@ USE = """
 
 @pytest.mark.parametrize("library", ["numpy", "torch"])
 def test_no_compiler_and_no_other_program_is_run(tmp_path, library):
-    """Case 17: nothing is compiled on first use."""
+    """DeepSpeed's op is compiled at its first use."""
     pytest.importorskip(library, reason=f"{library} is not installed")
     code = textwrap.dedent(USE).format(starts=STARTS)
     environment = {**os.environ, "PATH": "", "CC": "no-compiler"}
@@ -259,18 +259,18 @@ def test_no_compiler_and_no_other_program_is_run(tmp_path, library):
     assert printed == "True\n"
 
 
-def test_importing_loads_neither_torch_nor_what_takes_long():
+def test_importing_loads_neither_torch_nor_slow_modules():
     code = (
         "import sys, numpy; b = {*sys.modules}; import nvmeio; print(*{*sys.modules} - b)"
     )
     loaded = {*run(sys.executable, "-c", code).split()}
     assert {"nvmeio", "nvmeio._native.handle"} <= loaded
-    # As measured after numpy: 30 ms, 10 ms, and 1 to 5 ms each.
+    # Import times measured after numpy: 30 ms, 10 ms, and 1 to 5 ms each.
     slow = {"importlib.metadata", "numpy.ma", "asyncio", "hashlib", "json", "pathlib"}
     assert not loaded & {"torch", "Cython", "setuptools", "difflib", "secrets", *slow}
 
 
-def test_nvmeio_torch_needs_no_import_of_its_own():
+def test_nvmeio_torch_needs_no_separate_import():
     pytest.importorskip("torch")
     code = "import sys, nvmeio; assert 'torch' not in sys.modules; nvmeio.torch.empty(3)"
     run(sys.executable, "-c", code)

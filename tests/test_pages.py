@@ -1,4 +1,4 @@
-"""pages.py finds what pages show, and run_page.py notices what is not as they say."""
+"""pages.py finds what pages show, and run_page.py fails if it is wrong."""
 
 import pytest
 
@@ -28,7 +28,7 @@ def step(**what):
 
 
 def command(text, status=0, output=None):
-    """Return a step that is a command."""
+    """Return a step that runs a command."""
     return step(kind="command", text=text, status=status, output=output)
 
 
@@ -42,7 +42,7 @@ def test_commands_have_their_lines_their_status_and_their_output():
     assert (fourth.text, fourth.status) == ("true", 0)
 
 
-def test_a_block_of_sh_is_commands_alone():
+def test_a_block_of_sh_has_only_commands():
     commands = commands_in("# why\na \\\n  b\n\nc # exit status 1\n", "sh")
     assert [found.words for found in commands] == ["a b", "c"]
     assert [found.status for found in commands] == [0, 1]
@@ -64,13 +64,13 @@ def test_output_without_a_command_is_an_error():
         ([step(kind="python", text="assert 1 == 2")], "AssertionError"),
     ],
 )
-def test_what_is_not_as_the_page_says_fails(tmp_path, steps, words):
+def test_a_step_that_differs_from_the_page_fails(tmp_path, steps, words):
     done = run_steps(steps, tmp_path)
     assert done.returncode != 0
     assert words in done.stderr
 
 
-def test_what_is_as_the_page_says_passes(tmp_path):
+def test_a_step_that_agrees_with_the_page_passes(tmp_path):
     steps = [
         step(kind="file", name="lent.py", text="number = 7\n"),
         command("ls", output="lent.py\n"),

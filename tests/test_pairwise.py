@@ -1,4 +1,4 @@
-"""The plugin that leaves combinations of parameters out."""
+"""The plugin that leaves out combinations of parameters."""
 
 import itertools
 import os
@@ -37,7 +37,7 @@ def test_two_axes(folder, size):
 
 @pytest.fixture
 def collected(tmp_path):
-    """The function that returns how many tests of each function pytest would run."""
+    """A function that returns how many tests pytest would run for each test function."""
 
     def collected(*options):
         (tmp_path / "test_small.py").write_text(SUITE)
@@ -58,7 +58,7 @@ def collected(tmp_path):
 
 
 @pytest.mark.parametrize("sizes", [(2, 3, 4), (4, 2, 10, 3), (6, 6, 2), (1, 1, 1)])
-def test_every_two_values_meet(sizes):
+def test_every_pair_of_values_is_tested(sizes):
     rows = [*itertools.product(*map(range, sizes))]
     chosen = pairwise(rows)
     for row in rows:
@@ -68,12 +68,12 @@ def test_every_two_values_meet(sizes):
     assert largest * second <= len(chosen) <= len(rows)
 
 
-def test_rows_that_are_not_there_are_not_asked_for():
+def test_pairs_that_are_in_no_row_are_not_needed():
     rows = [(0, 0, 0), (0, 1, 1), (1, 1, 0)]
     assert pairwise(rows) == {*rows}
 
 
-def test_what_is_given_together_stays_together(collected):
+def test_values_that_are_given_together_stay_together(collected):
     assert collected() == {
         "test_three_axes": 12,
         "test_whose_combinations_count": 24,
@@ -81,5 +81,5 @@ def test_what_is_given_together_stays_together(collected):
     }
 
 
-def test_all_combinations_can_be_asked_for(collected):
+def test_all_combinations_can_be_run(collected):
     assert collected("--all-combinations")["test_three_axes"] == 24

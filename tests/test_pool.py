@@ -1,4 +1,4 @@
-"""Memory of the pool lives as long as any view of it, and pins end when they are freed."""
+"""Pool memory lives as long as any view of it; freeing ends a pin."""
 
 import ctypes
 import gc
@@ -26,7 +26,7 @@ def bytes_used():
 
 @pytest.fixture(autouse=True)
 def everything_goes_back(quiet_pool):
-    """Every test leaves the pool as it found it."""
+    """Check that every test leaves the pool as it found it."""
     before = bytes_used()
     yield
     assert bytes_used() == before
@@ -34,7 +34,7 @@ def everything_goes_back(quiet_pool):
 
 @pytest.fixture(scope="module")
 def pool_use():
-    """The C function that requests count their use of memory with."""
+    """The C function by which requests count their use of memory."""
     library = ctypes.CDLL(Path(nvmeio.get_library_dir(), "libnvmeio.so"))
     function = library.nvmeio_pool_use
     function.restype, function.argtypes = ctypes.c_int, [ctypes.c_void_p, ctypes.c_int]
@@ -73,7 +73,7 @@ def test_the_signature_can_be_inspected():
     assert str(inspect.signature(PoolMemory)) == "(nbytes, *, lock=False, numa_node=None)"
 
 
-def test_repr_tells_size_and_address():
+def test_repr_shows_size_and_address():
     memory = PoolMemory(123)
     assert repr(memory) == f"<PoolMemory of 123 bytes at {memory.address:#x}>"
 
@@ -90,7 +90,7 @@ def test_repr_tells_size_and_address():
     ],
     ids=["whole", "slice", "strided", "transposed", "cast", "memoryview"],
 )
-def test_memory_goes_back_with_the_last_numpy_view(derive):
+def test_memory_is_freed_with_the_last_numpy_view(derive):
     before = bytes_used()
     array = np.frombuffer(new_pinned(4 * MIB), np.uint8)
     view = derive(array)
@@ -112,7 +112,7 @@ def test_memory_goes_back_with_the_last_numpy_view(derive):
     ],
     ids=["whole", "slice", "transposed", "cast", "numpy", "storage"],
 )
-def test_memory_goes_back_with_the_last_torch_view(derive):
+def test_memory_is_freed_with_the_last_torch_view(derive):
     torch = pytest.importorskip("torch")
     before = bytes_used()
     tensor = torch.frombuffer(new_pinned(4 * MIB), dtype=torch.uint8)
@@ -123,7 +123,7 @@ def test_memory_goes_back_with_the_last_torch_view(derive):
     assert bytes_used() == before
 
 
-def test_memory_in_a_reference_cycle_goes_back_when_it_is_collected():
+def test_memory_in_a_cycle_is_freed_when_the_cycle_is_collected():
     before = bytes_used()
     gc.disable()
     try:
@@ -136,7 +136,7 @@ def test_memory_in_a_reference_cycle_goes_back_when_it_is_collected():
     assert bytes_used() == before
 
 
-def test_freed_memory_is_handed_out_again():
+def test_freed_memory_is_reused():
     address = PoolMemory(7 * MIB).address
     before = pool_stats()
     assert PoolMemory(7 * MIB).address == address
@@ -147,12 +147,12 @@ def test_freed_memory_is_handed_out_again():
 
 
 def resident_bytes():
-    """How much memory this process has, by the kernel."""
+    """Return the resident memory of this process, from the kernel."""
     with open("/proc/self/statm", encoding="ascii") as file:
         return int(file.read().split()[1]) * resource.getpagesize()
 
 
-def test_trimming_gives_free_memory_back_to_the_system():
+def test_trimming_returns_free_memory_to_the_system():
     kept = nvmeio.empty(5 * MIB, np.uint8)
     kept[...] = 7
     large = nvmeio.empty(256 * MIB, np.uint8)
@@ -163,13 +163,13 @@ def test_trimming_gives_free_memory_back_to_the_system():
     assert pool_stats()["bytes_mapped"] == mapped
     assert nvmeio.pool_trim() == 256 * MIB
     assert pool_stats()["bytes_mapped"] == mapped - 256 * MIB
-    # Others may have taken some meanwhile.
+    # Other threads may have allocated some meanwhile.
     assert before - resident_bytes() > 200 * MIB
     assert (kept == 7).all()
     assert nvmeio.empty(256 * MIB, np.uint8).nbytes == 256 * MIB
 
 
-def test_locked_tells_what_is_counted():
+def test_locked_agrees_with_the_statistics():
     before = pool_stats()["bytes_locked"]
     memory = PoolMemory(2 * MIB, lock=True)
     assert pool_stats()["bytes_locked"] - before == (2 * MIB if memory.locked else 0)
@@ -207,7 +207,7 @@ def test_freeing_ends_the_pin_at_once_but_the_memory_only_with_its_views():
     assert free_pinned(address) is False
 
 
-def test_only_where_pinned_memory_begins_it_can_be_freed():
+def test_pinned_memory_is_freed_only_by_its_first_address():
     pinned = new_pinned(3 * 4096)
     plain = PoolMemory(4096)
     foreign = np.zeros(4096, np.uint8)
@@ -218,7 +218,7 @@ def test_only_where_pinned_memory_begins_it_can_be_freed():
     assert free_pinned(pinned.address)
 
 
-def test_memory_that_died_pinned_comes_back_without_the_mark():
+def test_reused_memory_is_not_pinned():
     address = new_pinned(9 * MIB).address
     assert not is_pinned(address, 1)
     memory = PoolMemory(9 * MIB)
@@ -240,7 +240,7 @@ def test_memory_in_use_by_requests_is_not_freed(pool_use):
     assert free_pinned(memory.address) is True
 
 
-def test_one_of_many_threads_frees():
+def test_only_one_of_many_threads_frees():
     barrier = threading.Barrier(4)
 
     def free(address):
@@ -253,7 +253,7 @@ def test_one_of_many_threads_frees():
             assert sum(threads.map(free, [memory.address] * 4)) == 1
 
 
-def test_threads_get_memory_of_their_own():
+def test_threads_get_separate_memory():
     def work(number):
         for size in (100, 4096, 300_000, 3 * MIB):
             array = np.frombuffer(PoolMemory(size), np.uint8)
@@ -284,6 +284,6 @@ assert is_pinned(memory.address, 1)
 """
 
 
-def test_a_forked_child_goes_on_with_its_copy():
+def test_a_forked_child_uses_its_own_copy():
     done = subprocess.run([sys.executable, "-c", FORK], timeout=60)
     assert done.returncode == 0

@@ -1,4 +1,4 @@
-"""What pytest's processes share: the tests of a group, and the seed of a stress run."""
+"""Several processes of pytest: groups of tests, and the seed of a stress run."""
 
 import os
 import re
@@ -37,7 +37,7 @@ def test_trials(number, seeds):
 
 @pytest.fixture
 def printed(tmp_path):
-    """The function that returns what tests of a small suite print, run by two processes."""
+    """A function that returns the output of a small suite, run by two processes."""
 
     def printed(suite, *folders):
         (tmp_path / "test_small.py").write_text(suite)
@@ -67,7 +67,7 @@ def printed(tmp_path):
     return printed
 
 
-def test_what_mounts_is_run_by_one_process(printed):
+def test_tests_that_mount_run_in_one_process(printed):
     output = printed(GROUPED)
     mounting = re.findall(r"^mounts: (\w+)$", output, re.MULTILINE)
     others = re.findall(r"^does not: (\w+)$", output, re.MULTILINE)
@@ -75,7 +75,7 @@ def test_what_mounts_is_run_by_one_process(printed):
     assert (len(others), len({*mounting, *others})) == (8, 2)
 
 
-def test_processes_draw_from_the_seed_that_is_told(printed):
+def test_processes_draw_from_the_printed_seed(printed):
     output = printed(SEEDED, TESTS / "stress")
     (seed,) = re.findall(r"--seed=(\d+)$", output, re.MULTILINE)
     drawn = re.findall(r"^drawn: (\d+) \d+$", output, re.MULTILINE)

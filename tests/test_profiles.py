@@ -1,4 +1,4 @@
-"""Profiles: kept in files, and used by handles."""
+"""Profiles: saved in files, and used by handles."""
 
 import dataclasses
 import errno
@@ -57,7 +57,7 @@ DEFAULTS = {
 
 @pytest.fixture(autouse=True)
 def config(tmp_path, monkeypatch):
-    """A folder of configuration for this test alone; nothing else is set."""
+    """An empty configuration folder for one test, without variables of nvmeio."""
     for name in ("profile", *DEFAULTS):
         monkeypatch.delenv(f"NVMEIO_{name.upper()}", raising=False)
     folder = tmp_path / "configuration"
@@ -67,65 +67,65 @@ def config(tmp_path, monkeypatch):
 
 @pytest.fixture
 def profile(tmp_path):
-    """A profile of the device that tmp_path lies on, not saved."""
+    """A profile of tmp_path's device, not saved."""
     return new_profile(tmp_path, both=BOTH, read=READ, write=WRITE)
 
 
 @pytest.fixture
 def saved(profile):
-    """The same, saved."""
+    """The same profile, saved."""
     save_profile(profile)
     return profile
 
 
 def chosen(handle):
-    """Return the options that a handle was made with, and end it."""
+    """Return the options of a handle, and close it."""
     with handle:
-        # Its property says what engine "auto" has become.
+        # The property names the engine that "auto" has chosen.
         return handle.__reduce__()[1][1]
 
 
 def told(handle):
-    """Return what a handle's properties say, and end it."""
+    """Return the properties of a handle, and close it."""
     with handle:
         return {name: getattr(handle, name) for name in DEFAULTS}
 
 
 class TestFiles:
-    def test_what_was_saved_is_loaded(self, profile, tmp_path):
+    def test_a_saved_profile_is_loaded(self, profile, tmp_path):
         assert load_profile(tmp_path) is None
         assert saved_profiles() == []
         file = save_profile(profile)
         assert saved_profiles() == [file]
         assert load_profile(tmp_path / "not" / "there") == read_profile(file) == profile
 
-    def test_a_profile_says_of_what_and_when_it_is(self, profile, tmp_path):
+    def test_a_profile_has_its_device_and_date(self, profile, tmp_path):
         device = device_of(tmp_path)
         assert (profile.device, profile.description) == (device.identity, str(device))
         assert profile.nvmeio == nvmeio.__version__
         assert profile.kernel == os.uname().release
         assert profile.made.endswith("+00:00")
 
-    def test_a_file_bears_the_name_of_the_device(self, profile, config):
+    def test_the_file_is_named_after_the_device(self, profile, config):
         file = save_profile(profile)
         assert file == config / "nvmeio" / "profiles" / f"{profile.device}.json"
         assert file == profile_file(profile.device)
         content = json.loads(file.read_text())
         assert content == {"version": 2, **dataclasses.asdict(profile)}
 
-    def test_folders_are_made_for_the_user_alone(self, profile, config):
-        """As the XDG Base Directory Specification asks for."""
+    def test_folders_are_private_to_the_user(self, profile, config):
+        """The XDG Base Directory Specification requires that."""
         file = save_profile(profile)
         for folder in (config, config / "nvmeio", file.parent):
             assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 
-    def test_a_newer_profile_takes_the_place(self, saved, tmp_path):
+    def test_a_newer_profile_replaces_the_old_one(self, saved, tmp_path):
         newer = dataclasses.replace(saved, both=READ)
         save_profile(newer)
         assert load_profile(tmp_path) == newer
         assert len(saved_profiles()) == 1
 
-    def test_of_a_full_disk_the_old_profile_remains(self, saved, tmp_path):
+    def test_a_full_disk_leaves_the_old_profile(self, saved, tmp_path):
         large = Choice(OPTIONS, {"note": "x" * 100_000})
         with (
             limit(resource.RLIMIT_FSIZE, 50_000),
@@ -152,7 +152,7 @@ class TestFiles:
 
 
 def broken(change):
-    """Return the text of a profile that is broken by a function."""
+    """Return a function that makes the text of a broken profile."""
 
     def text(profile):
         content = {"version": 2, **dataclasses.asdict(profile)}
@@ -201,10 +201,10 @@ BROKEN = {
 
 @pytest.mark.parametrize(("text", "words"), BROKEN.values(), ids=BROKEN)
 @pytest.mark.parametrize("variable", ["", "auto", "path"])
-def test_of_a_broken_profile_the_file_and_the_field_are_named(
+def test_the_error_for_a_broken_profile_names_file_and_field(
     saved, tmp_path, monkeypatch, text, words, variable
 ):
-    """NVMEIO_PROFILE too: who sets it would not want the defaults in its place."""
+    """With NVMEIO_PROFILE too, because its user does not want the defaults instead."""
     file, content = profile_file(saved.device), text(saved)
     file.write_bytes(content if isinstance(content, bytes) else content.encode())
     monkeypatch.setenv("NVMEIO_PROFILE", str(tmp_path) if variable == "path" else variable)
@@ -224,7 +224,9 @@ def test_of_a_broken_profile_the_file_and_the_field_are_named(
         ({"device": "../elsewhere"}, ValueError, "device is '../elsewhere'"),
     ],
 )
-def test_what_could_not_be_loaded_is_not_saved(saved, tmp_path, change, error, words):
+def test_a_profile_that_could_not_be_loaded_is_not_saved(
+    saved, tmp_path, change, error, words
+):
     with pytest.raises(error, match=words):
         save_profile(dataclasses.replace(saved, **change))
     assert load_profile(tmp_path) == saved
@@ -232,7 +234,7 @@ def test_what_could_not_be_loaded_is_not_saved(saved, tmp_path, change, error, w
 
 
 class Subclass(nvmeio.Handle):
-    """A handle whose constructor takes more."""
+    """A handle whose constructor has more arguments."""
 
     def __init__(self, *, name="", **options):
         super().__init__(**options)
@@ -250,7 +252,7 @@ class TestFromProfile:
         handle = nvmeio.Handle.from_profile(tmp_path)
         assert chosen(handle) == {**DEFAULTS, **saved.both.options}
 
-    def test_what_is_passed_counts_first(self, saved, tmp_path, monkeypatch):
+    def test_passed_options_come_first(self, saved, tmp_path, monkeypatch):
         monkeypatch.setenv("NVMEIO_BLOCK_SIZE", "4096")
         monkeypatch.setenv("NVMEIO_ENGINE", "sync")
         passed = {"block_size": 8192, "check_overlap": True, "engine": "threads"}
@@ -258,14 +260,14 @@ class TestFromProfile:
         handle = nvmeio.Handle.from_profile(tmp_path, **passed)
         assert chosen(handle) == {**saved.both.options, **passed}
 
-    def test_the_environment_counts_before_the_profile(self, saved, tmp_path, monkeypatch):
+    def test_the_environment_comes_before_the_profile(self, saved, tmp_path, monkeypatch):
         monkeypatch.setenv("NVMEIO_BLOCK_SIZE", "4096")
         monkeypatch.setenv("NVMEIO_ENGINE", "sync")
         handle = nvmeio.Handle.from_profile(tmp_path, block_size=None, bounce=None)
         found = {"engine": "sync", "block_size": 4096}
         assert chosen(handle) == {**DEFAULTS, **saved.both.options, **found}
 
-    def test_subclasses_are_made(self, saved, tmp_path):
+    def test_from_profile_makes_subclasses(self, saved, tmp_path):
         handle = Subclass.from_profile(tmp_path, op="write", name="mine")
         assert (type(handle), handle.name) == (Subclass, "mine")
         assert chosen(handle) == {**DEFAULTS, **saved.write.options}
@@ -301,7 +303,7 @@ class TestFromProfile:
 
 @pytest.fixture
 def refused(monkeypatch):
-    """A process in which the threads are refused, as io_uring is in containers."""
+    """A process in which the engine threads is refused, as io_uring is in containers."""
     found = {"threads": {"works": False, "reason": "refused here"}}
     monkeypatch.setattr(_handle, "engines", lambda: found)
     _options._engine_once.cache_clear()
@@ -311,7 +313,9 @@ def refused(monkeypatch):
 
 @pytest.mark.usefixtures("refused")
 class TestRefusedEngine:
-    def test_it_gives_way_and_is_told_once(self, saved, tmp_path, monkeypatch, caplog):
+    def test_a_refused_engine_is_replaced_with_one_warning(
+        self, saved, tmp_path, monkeypatch, caplog
+    ):
         monkeypatch.setenv("NVMEIO_PROFILE", "auto")
         for handle in (
             nvmeio.Handle.from_profile(tmp_path),
@@ -323,7 +327,9 @@ class TestRefusedEngine:
         told = [record.getMessage() for record in caplog.records]
         assert told == ["the profile's engine threads cannot be used: refused here"]
 
-    def test_it_is_no_matter_where_another_was_asked_for(self, saved, tmp_path, caplog):
+    def test_a_refused_engine_does_not_matter_if_another_is_requested(
+        self, saved, tmp_path, caplog
+    ):
         handle = nvmeio.Handle.from_profile(tmp_path, engine="sync")
         assert chosen(handle)["engine"] == "sync"
         assert caplog.records == []
@@ -332,7 +338,7 @@ class TestRefusedEngine:
 class TestEnvironment:
     @pytest.fixture
     def another(self, saved):
-        """A second profile, of a device that is not here."""
+        """A second profile, of a device that is not present."""
         choice = Choice({**OPTIONS, "queue_depth": 77}, {})
         save_profile(Profile("another", "", "", "", "", choice, choice, choice))
 
@@ -341,13 +347,13 @@ class TestEnvironment:
         monkeypatch.setenv("NVMEIO_PROFILE", "auto")
 
     @pytest.mark.usefixtures("auto")
-    def test_the_only_profile_is_taken(self, saved, monkeypatch):
+    def test_the_only_profile_is_used(self, saved, monkeypatch):
         monkeypatch.chdir("/proc")
         for handle in (nvmeio.Handle(), nvmeio.aio_handle().handle):
             assert told(handle) == {**DEFAULTS, **saved.both.options}
 
     @pytest.mark.usefixtures("auto", "another")
-    def test_of_several_that_of_the_current_folder_is_taken(
+    def test_of_several_profiles_the_current_folders_is_used(
         self, saved, tmp_path, monkeypatch, caplog
     ):
         caplog.set_level(logging.INFO, "nvmeio")
@@ -358,7 +364,7 @@ class TestEnvironment:
         assert chosen(nvmeio.Handle()) == DEFAULTS
 
     @pytest.mark.usefixtures("auto")
-    def test_without_any_the_defaults_count_and_that_is_told_once(self, caplog):
+    def test_without_a_profile_the_defaults_are_used_with_one_warning(self, caplog):
         caplog.set_level(logging.INFO, "nvmeio")
         assert chosen(nvmeio.Handle()) == chosen(nvmeio.Handle()) == DEFAULTS
         assert [record.levelno for record in caplog.records] == [logging.INFO]
@@ -366,7 +372,7 @@ class TestEnvironment:
         assert str(profiles_folder()) in caplog.text
 
     @pytest.mark.usefixtures("auto")
-    def test_a_user_who_can_have_none_has_the_defaults(self, tmp_path, monkeypatch, caplog):
+    def test_a_user_without_a_home_gets_the_defaults(self, tmp_path, monkeypatch, caplog):
         caplog.set_level(logging.INFO, "nvmeio")
         (tmp_path / "file").touch()
         monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "file"))
@@ -390,13 +396,13 @@ class TestEnvironment:
             nvmeio.Handle.from_profile(tmp_path)
 
     @pytest.mark.usefixtures("another")
-    def test_a_path_names_the_device(self, saved, tmp_path, monkeypatch):
+    def test_a_path_chooses_the_profile_of_its_device(self, saved, tmp_path, monkeypatch):
         monkeypatch.setenv("NVMEIO_PROFILE", str(tmp_path))
         monkeypatch.chdir("/proc")
         assert chosen(nvmeio.Handle()) == {**DEFAULTS, **saved.both.options}
 
     @pytest.mark.usefixtures("saved")
-    def test_a_path_that_is_not_there_is_an_error(self, tmp_path, monkeypatch):
+    def test_a_missing_path_is_an_error(self, tmp_path, monkeypatch):
         monkeypatch.setenv("NVMEIO_PROFILE", str(tmp_path / "typo"))
         with pytest.raises(FileNotFoundError, match="NVMEIO_PROFILE names it") as caught:
             nvmeio.Handle()
@@ -410,19 +416,19 @@ class TestEnvironment:
 
     @pytest.mark.usefixtures("saved")
     @pytest.mark.parametrize("value", ["1", "on", "AUTO", "some/folder", "~", "auto "])
-    def test_anything_else_is_refused(self, monkeypatch, value):
+    def test_other_values_are_refused(self, monkeypatch, value):
         monkeypatch.setenv("NVMEIO_PROFILE", value)
         words = f"NVMEIO_PROFILE is {value!r}; it must be auto, or an absolute path"
         with pytest.raises(ValueError, match=words):
             nvmeio.Handle()
 
     @pytest.mark.usefixtures("saved")
-    def test_an_empty_value_is_none(self, monkeypatch):
+    def test_an_empty_value_means_no_profile(self, monkeypatch):
         monkeypatch.setenv("NVMEIO_PROFILE", "")
         assert chosen(nvmeio.Handle()) == DEFAULTS
 
     @pytest.mark.usefixtures("auto")
-    def test_arguments_and_other_variables_count_first(self, saved, monkeypatch):
+    def test_arguments_and_other_variables_come_first(self, saved, monkeypatch):
         found = {"engine": "sync", "block_size": 4096}
         for name, value in {**found, "queue_depth": 5}.items():
             monkeypatch.setenv(f"NVMEIO_{name.upper()}", str(value))
@@ -435,11 +441,11 @@ class TestEnvironment:
         }
 
     @pytest.mark.usefixtures("auto")
-    def test_a_default_that_is_passed_is_passed(self, saved):
+    def test_a_passed_default_overrides_the_profile(self, saved):
         assert chosen(nvmeio.Handle(**DEFAULTS)) == DEFAULTS
 
     @pytest.mark.usefixtures("auto")
-    def test_a_profile_that_is_saved_later_counts(self, profile):
+    def test_a_profile_saved_later_is_used(self, profile):
         assert chosen(nvmeio.Handle()) == DEFAULTS
         save_profile(profile)
         assert chosen(nvmeio.Handle()) == {**DEFAULTS, **profile.both.options}
@@ -453,7 +459,7 @@ class TestEnvironment:
 
     @pytest.mark.usefixtures("auto")
     def test_the_op_keeps_deepspeeds_defaults(self, saved):
-        """Of engines and bounces DeepSpeed knows nothing."""
+        """Only engine and bounce come from the profile, which DeepSpeed does not know."""
         for passed in ({}, {"engine": "sync", "bounce": "always"}):
             found = told(nvmeio.deepspeed.aio_handle(**passed).handle)
             own = {name: saved.both.options[name] for name in ("engine", "bounce")}
@@ -469,7 +475,7 @@ def test_an_unreadable_profile_is_an_error(saved, tmp_path):
     assert pathlib.Path(caught.value.filename) == file
 
 
-def test_nothing_of_it_is_loaded_before_it_is_used(tmp_path):
+def test_modules_of_profiles_are_loaded_at_first_use(tmp_path):
     program = (
         "import sys, nvmeio\n"
         "nvmeio.Handle().close()\n"

@@ -1,4 +1,4 @@
-"""What the README shows is true here."""
+"""The examples, links and names of the README are right."""
 
 import pkgutil
 import re
@@ -17,7 +17,7 @@ def code_blocks(language):
     return re.findall(rf"^```{language}\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
 
 
-def test_its_examples_are_short_and_run(tmp_path):
+def test_the_readmes_examples_are_short_and_run(tmp_path):
     pytest.importorskip("torch", reason="torch is not installed")
     first, many, *_ = code_blocks("python")
     assert len([line for line in first.splitlines() if line]) == 6
@@ -38,13 +38,13 @@ def test_its_examples_are_short_and_run(tmp_path):
     assert sizes == {f"{i}.bin": 1_000_003 * 4 for i in range(8)}
 
 
-def test_its_links_lead_somewhere():
+def test_the_readmes_links_lead_somewhere():
     targets = re.findall(r"\]\(([^)#]+)\)", README)
     assert {"docs/design.md", "CONTRIBUTING.md", "bench/README.md"} <= set(targets)
     assert [target for target in targets if not (ROOT / target).exists()] == []
 
 
-def test_every_name_of_nvmeio_that_it_mentions_exists():
+def test_every_name_of_nvmeio_in_the_readme_exists():
     pytest.importorskip("torch", reason="torch is not installed")
     names = set(re.findall(r"\bnvmeio((?:\.[A-Za-z]\w*)+)", README))
     assert {".Handle", ".checkpoint.Checkpointer", ".torch.ArrayDataset"} <= names

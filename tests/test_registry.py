@@ -1,4 +1,4 @@
-"""A library of tensors that registers itself is asked about its tensors."""
+"""Tensor libraries that register themselves export their tensors."""
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ class Strange:
 
 
 class StrangeLibrary:
-    """As much of a TensorLibrary as a transfer needs."""
+    """The part of a TensorLibrary that transfers need."""
 
     def export(self, tensor, writable):
         address = tensor.array.__array_interface__["data"][0]
@@ -35,7 +35,7 @@ def library():
     libraries.remove((Strange, library))
 
 
-def test_tensors_of_a_registered_library_make_the_round_trip(library, tmp_path):
+def test_tensors_of_a_registered_library_are_written_and_read(library, tmp_path):
     source, target = Strange(np.arange(100)), Strange(np.zeros(100, int))
     with nvmeio.Handle() as handle:
         handle.submit_write(source, tmp_path / "data").wait()

@@ -1,4 +1,4 @@
-"""save and write_file: the old file or the new one, and what a file is besides."""
+"""save() and write_file(): the old file or the new one, and its attributes."""
 
 import errno
 import gc
@@ -32,25 +32,25 @@ WRITERS = {
 
 @pytest.fixture(params=WRITERS)
 def write(request):
-    """What makes a file of an array."""
+    """A function that makes a file of an array."""
     return WRITERS[request.param]
 
 
 def content(path):
-    """Return the array that a file has, if it is complete."""
+    """Return the array in a file, if it is complete."""
     data = path.read_bytes()
     return np.load(path) if data[:6] == b"\x93NUMPY" else np.frombuffer(data, np.uint8)
 
 
 @pytest.fixture
 def old(path):
-    """A file that is there already."""
+    """An existing file."""
     path.write_bytes(OLD)
     return path
 
 
 @pytest.mark.parametrize("sync", [False, True])
-def test_a_reader_of_the_old_file_goes_on_reading_it(write, old, sync):
+def test_a_reader_of_the_old_file_keeps_reading_it(write, old, sync):
     with open(old, "rb") as stream:
         write(old, NEW, sync=sync)
         assert stream.read() == OLD
@@ -70,13 +70,13 @@ def test_a_failure_leaves_what_was_there(write, path, there, recwarn):
     assert (caught.value.errno, caught.value.filename) == (errno.EFBIG, str(path))
     assert os.listdir(path.parent) == ([path.name] if there else [])
     assert not there or path.read_bytes() == OLD
-    # Nor is there a word of what it has tried inside.
+    # The error has no context of internal attempts either.
     del caught
     gc.collect()
     assert not recwarn.list
 
 
-def test_a_link_stays_and_what_it_leads_to_is_replaced(write, folder):
+def test_a_link_stays_and_its_target_is_replaced(write, folder):
     (folder / "far").mkdir()
     (folder / "link").symlink_to("far/data")
     for data in (NEW[:3], NEW):
@@ -86,7 +86,7 @@ def test_a_link_stays_and_what_it_leads_to_is_replaced(write, folder):
     assert os.listdir(folder / "far") == ["data"]
 
 
-def test_a_new_file_has_the_permissions_of_any(write, path):
+def test_a_new_file_has_the_usual_permissions(write, path):
     write(path, NEW)
     mask = os.umask(0)
     os.umask(mask)
@@ -108,7 +108,7 @@ def test_mode_and_owner_are_kept(write, old, mode):
     )
 
 
-def test_a_file_of_several_names_keeps_them(write, old):
+def test_a_file_with_hard_links_keeps_them(write, old):
     os.link(old, old.with_name("other"))
     write(old, NEW)
     assert np.array_equal(content(old.with_name("other")), NEW)
@@ -117,7 +117,7 @@ def test_a_file_of_several_names_keeps_them(write, old):
 
 
 def test_a_file_that_is_a_mount_is_written_in_place(write, old):
-    """As a single file is that a container was given."""
+    """As a single file that is mounted into a container."""
     if os.geteuid() != 0:
         pytest.skip("mounts need root")
     behind = old.with_name("behind")
@@ -131,7 +131,7 @@ def test_a_file_that_is_a_mount_is_written_in_place(write, old):
     assert np.array_equal(content(behind), NEW)
 
 
-def test_what_is_not_to_be_atomic_is_written_in_place(old):
+def test_with_atomic_false_a_file_is_written_in_place(old):
     before = old.stat().st_ino
     assert nvmeio.write_file(NEW, old, atomic=False) == len(NEW)
     assert old.stat().st_ino == before
@@ -145,7 +145,7 @@ def test_aio_write_writes_in_place(old):
     assert old.read_bytes() == NEW.tobytes()
 
 
-def test_a_folder_that_takes_no_file_is_said_to_be_the_reason(tmp_path):
+def test_the_error_says_if_the_folder_takes_no_file(tmp_path):
     path = tmp_path / "data"
     path.write_bytes(OLD)
     tmp_path.chmod(0o555)
@@ -164,8 +164,8 @@ def test_a_folder_that_takes_no_file_is_said_to_be_the_reason(tmp_path):
     assert path.read_bytes() == b"newer"
 
 
-def test_who_is_killed_leaves_nothing_behind(old):
-    """Killed before it gives the new file its name; the write itself came before."""
+def test_a_killed_process_leaves_nothing_behind(old):
+    """The kill comes after the write, before the new file gets its name."""
     script = (
         "import os, sys, nvmeio\n"
         "from nvmeio import files\n"
@@ -178,7 +178,7 @@ def test_who_is_killed_leaves_nothing_behind(old):
     assert os.listdir(old.parent) == [old.name]
 
 
-def test_a_file_system_without_files_without_names_gets_one(write, old, monkeypatch):
+def test_without_unnamed_files_a_temporary_name_is_used(write, old, monkeypatch):
     named, seen = _files.File, []
 
     def refuse(folder):
@@ -198,7 +198,7 @@ def test_a_file_system_without_files_without_names_gets_one(write, old, monkeypa
 
 
 @pytest.mark.parametrize("name", ["data/", "data/.", "missing/data", "data/../data", ""])
-def test_a_path_is_what_the_kernel_takes_it_for(write, old, name):
+def test_paths_are_resolved_as_by_the_kernel(write, old, name):
     try:
         with open(f"{old.parent}/{name}" if name else "", "r+b"):
             expected = None
@@ -213,7 +213,7 @@ def test_a_path_is_what_the_kernel_takes_it_for(write, old, name):
 
 
 def test_an_open_descriptor_keeps_its_file(write, old):
-    """A shell's `> file` and /dev/stdout are one file before and after."""
+    """A shell's `> file` stays open on the file that /dev/stdout names."""
     with open(old, "r+b") as stream:
         write(f"/proc/self/fd/{stream.fileno()}", NEW)
         assert os.path.samestat(os.fstat(stream.fileno()), os.stat(old))
@@ -229,7 +229,7 @@ def test_extended_attributes_are_kept(write, old):
     assert os.getxattr(old, "user.nvmeio") == b"kept"
 
 
-def test_a_file_system_without_attributes_will_do(write, old, monkeypatch):
+def test_a_file_system_without_attributes_works(write, old, monkeypatch):
     def refuse(path):
         raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP), path)
 
@@ -245,7 +245,7 @@ path, user, group = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 os.setgroups([group])
 os.setgid(user)
 os.setuid(user)
-# Its Python may lie where only root reads: nothing more can be imported.
+# Python may be where only root can read, so nothing more can be imported.
 sys.meta_path.clear()
 try:
     print(nvmeio.write_file(b"new", path))
@@ -261,12 +261,12 @@ print(found.st_uid, found.st_gid, oct(found.st_mode & 0o777))
     ("mode", "group", "said"),
     [
         (0o660, 2000, "3 1002 2000 0o660"),
-        # May be written by everybody, and the new file is of another group.
+        # Everybody may write to it, and the new file has another group.
         (0o666, 3000, "3 1002 1002 0o606"),
         (0o640, 2000, "Permission denied 1001 2000 0o640"),
     ],
 )
-def test_a_user_of_a_group_gives_what_he_may(mode, group, said):
+def test_a_user_keeps_the_owner_and_group_that_permissions_allow(mode, group, said):
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         os.chmod(folder, 0o777)
         path = Path(folder, "data")

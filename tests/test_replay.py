@@ -1,4 +1,4 @@
-"""A stress test that fails prints the line by which just what has failed is repeated."""
+"""A failed stress test prints a command that repeats exactly the failure."""
 
 import os
 import re
@@ -31,7 +31,7 @@ def test_all_trials_together(seeds):
 
 
 def run(folder, *options):
-    """Run pytest on a small suite as it runs the stress tests."""
+    """Run pytest on a small suite as on the stress tests."""
     (folder / "test_small.py").write_text(SUITE)
     (folder / "pytest.ini").touch()
     command = [sys.executable, "-m", "pytest", "-p", "conftest", "-p", "no:cacheprovider"]
@@ -48,20 +48,20 @@ def run(folder, *options):
 
 
 def run_and_fail(folder, *options):
-    """Run it, and return what it prints."""
+    """Run the suite, which fails, and return its output."""
     done = run(folder, *options)
     assert done.returncode == 1, done.stdout + done.stderr
     return done.stdout
 
 
 def line_of(printed):
-    """Return the one line by which a failure is repeated."""
+    """Return the only line that repeats a failure."""
     (line,) = re.findall("^make .*$", printed, re.MULTILINE)
     return line
 
 
 def options_of(line):
-    """Return what the shell and make hand to pytest of such a line."""
+    """Return the arguments that pytest gets from such a line by the shell and make."""
     done = subprocess.run(
         [*shlex.split(line), "--dry-run", "--no-print-directory"],
         cwd=TESTS.parent,
@@ -78,11 +78,11 @@ def options_of(line):
 
 
 def drawn_in(printed):
-    """Return what a test has drawn in the end."""
+    """Return the seeds that a test has drawn at its end."""
     return re.findall("^drawn: (.*)$", printed, re.MULTILINE)[-1]
 
 
-def test_a_trial_that_failed_is_repeated_alone(tmp_path):
+def test_a_failed_trial_is_repeated_alone(tmp_path):
     printed = run_and_fail(tmp_path, "--length", "full", "--seed", "7", "-k", "test_trials")
     assert "1 failed, 1 passed" in printed
     assert drawn_in(printed) == "[7, 8, 9]"
@@ -92,7 +92,7 @@ def test_a_trial_that_failed_is_repeated_alone(tmp_path):
     assert line_of(again) == line_of(printed)
 
 
-def test_trials_that_failed_together_are_repeated_from_their_first_seed(tmp_path):
+def test_trials_that_fail_together_are_repeated_from_their_first_seed(tmp_path):
     printed = run_and_fail(tmp_path, "--length", "full", "-k", "together")
     again = run_and_fail(tmp_path, *options_of(line_of(printed)))
     assert "1 failed, 2 deselected" in again
@@ -101,7 +101,7 @@ def test_trials_that_failed_together_are_repeated_from_their_first_seed(tmp_path
 
 
 @pytest.mark.parametrize("words", ["", "test_trials", "test_trials[good]:x"])
-def test_what_is_no_trial_is_refused(tmp_path, words):
+def test_an_invalid_replay_is_refused(tmp_path, words):
     done = run(tmp_path, "--replay", words)
     assert done.returncode == pytest.ExitCode.USAGE_ERROR
     assert f"test_name[parameter]:12345, not {words!r}" in done.stderr

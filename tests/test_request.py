@@ -1,7 +1,4 @@
-"""A Request tells what became of a transfer, whoever asks and whenever.
-
-"Case n" is a numbered line of what DeepSpeed's op is known to do wrong.
-"""
+"""Requests: waiting, cancelling, callbacks, errors and lifetime."""
 
 import contextlib
 import errno
@@ -56,8 +53,8 @@ def test_waiting_returns_the_bytes_that_were_moved(handle, path, wait):
     assert routes(handle).total() == BLOCK + 2007
 
 
-def test_done_is_true_only_when_the_bytes_are_where_they_belong(handle, path):
-    """A strided target is filled by the call that finds the transfer done."""
+def test_done_is_true_only_when_the_bytes_are_in_place(handle, path):
+    """The call that finds the transfer done fills a strided target."""
     expected = np.arange(3 * BLOCK, dtype=np.uint8)
     path.write_bytes(expected.tobytes())
     target = np.zeros((3 * BLOCK, 2), np.uint8)
@@ -69,9 +66,7 @@ def test_done_is_true_only_when_the_bytes_are_where_they_belong(handle, path):
 
 
 @pytest.mark.parametrize("ask", ["wait", "result", "exception"])
-def test_a_wait_that_takes_too_long_is_given_up_and_the_request_goes_on(
-    slow_handle, path, ask
-):
+def test_a_wait_that_times_out_leaves_the_request_running(slow_handle, path, ask):
     path.write_bytes(b"12345678")
     target = bytearray(8)
     with plugged(slow_handle, path.parent):
@@ -89,14 +84,14 @@ def test_a_wait_that_takes_too_long_is_given_up_and_the_request_goes_on(
 
 
 @pytest.mark.parametrize("timeout", [-1, float("nan")])
-def test_a_time_that_cannot_be_waited_is_refused(handle, path, timeout):
+def test_an_invalid_timeout_is_refused(handle, path, timeout):
     request = handle.submit_write(b"1", path)
     with pytest.raises(ValueError, match=r"timeout is .*; it must be 0 or more"):
         request.wait(timeout)
     assert request.wait(float("inf")) == 1
 
 
-def test_a_failure_is_told_by_every_way_of_asking(handle, path):
+def test_every_way_to_retrieve_a_result_reports_the_failure(handle, path):
     path.write_bytes(bytes(10))
     request = handle.submit_read(bytearray(11), path)
     error = request.exception()
@@ -110,7 +105,7 @@ def test_a_failure_is_told_by_every_way_of_asking(handle, path):
 
 
 class TestCancel:
-    def test_what_is_not_yet_with_the_kernel_is_dropped(self, slow_handle, path):
+    def test_a_queued_request_is_cancelled_completely(self, slow_handle, path):
         path.write_bytes(bytes(100 * PAGE))
         memory = Guarded(100 * PAGE)
         with plugged(slow_handle, path.parent):
@@ -123,8 +118,8 @@ class TestCancel:
             assert request.cancel() is False
         assert memory.content() == bytes([Guarded.CANARY]) * 100 * PAGE
 
-    def test_a_request_half_way_keeps_what_was_done(self, open_handle, path):
-        """What is with the kernel lands before the request is done; nothing does later."""
+    def test_a_request_cancelled_halfway_keeps_its_finished_blocks(self, open_handle, path):
+        """Submitted blocks land before the request is done; nothing lands later."""
         expected = pattern(400 * PAGE)
         path.write_bytes(expected)
         memory = Guarded(len(expected))
@@ -190,7 +185,7 @@ def test_many_threads_wait_for_one_failure(slow_handle, path):
 
 
 class TestRepr:
-    def test_it_shows_what_and_where(self, slow_handle, path):
+    def test_repr_shows_the_transfer_and_the_file(self, slow_handle, path):
         path.write_bytes(bytes(20))
         with plugged(slow_handle, path.parent):
             request = slow_handle.submit_read(bytearray(8), path, 12)
@@ -199,13 +194,13 @@ class TestRepr:
         request.wait()
         assert repr(request) == f"<nvmeio.Request {words}, done>"
 
-    def test_it_shows_what_went_wrong(self, handle, path):
+    def test_repr_shows_the_error(self, handle, path):
         path.write_bytes(bytes(20))
         request = handle.submit_read(bytearray(8), path, 13)
         failure = request.exception()
         assert repr(request).endswith(f", failed: {failure}>")
 
-    def test_it_names_every_kind(self, handle, path):
+    def test_repr_names_every_kind(self, handle, path):
         write, fsync = handle.submit_write(b"1", path), handle.submit_fsync(path)
         assert "Request write 1 bytes" in repr(write)
         assert "Request fsync of" in repr(fsync)
@@ -213,21 +208,23 @@ class TestRepr:
 
 
 def unseen(recorded):
-    """Return the warnings of errors that nobody looked at."""
+    """Return the warnings about errors that were never retrieved."""
     return [str(w.message) for w in recorded if "never looked at" in str(w.message)]
 
 
 def look_until_done(handle):
-    """Ask the handle, which lets go of what is done, until nothing is pending."""
+    """Poll the handle, which releases finished requests, until nothing is pending."""
     deadline = time.monotonic() + 60
     while handle.pending:
         assert time.monotonic() < deadline
 
 
 class TestWarnings:
-    """An error that nobody asked for is not lost."""
+    """An error that is never retrieved causes a warning."""
 
-    def test_of_an_error_that_was_never_looked_at(self, handle, path, recwarn, caplog):
+    def test_an_error_that_was_never_retrieved_causes_a_warning(
+        self, handle, path, recwarn, caplog
+    ):
         path.write_bytes(b"1234")
         handle.submit_read(bytearray(8), path)
         handle.close()
@@ -238,7 +235,7 @@ class TestWarnings:
         assert caplog.records == []
 
     @pytest.mark.parametrize("ask", ["wait", "result", "exception"])
-    def test_none_of_an_error_that_was_told(self, handle, path, recwarn, ask):
+    def test_a_retrieved_error_causes_no_warning(self, handle, path, recwarn, ask):
         path.write_bytes(b"1234")
         request = handle.submit_read(bytearray(8), path)
         with contextlib.suppress(OSError):
@@ -247,7 +244,7 @@ class TestWarnings:
         gc.collect()
         assert unseen(recwarn) == []
 
-    def test_done_does_not_tell(self, handle, path, recwarn):
+    def test_done_does_not_count_as_retrieving_the_error(self, handle, path, recwarn):
         path.write_bytes(b"1234")
         request = handle.submit_read(bytearray(8), path)
         while not request.done():
@@ -259,11 +256,11 @@ class TestWarnings:
 
 
 class TestInterruptions:
-    """Python work at the end of a request: signals come in, and anything is called."""
+    """Python code at the end of a request, which signals may interrupt."""
 
     @pytest.fixture
     def landings(self, monkeypatch):
-        """Functions to be called, each once, before what was read lands."""
+        """Functions that are called, each once, before read bytes are copied back."""
         before = []
         land = buffer._copy_back
 
@@ -281,7 +278,7 @@ class TestInterruptions:
 
     @pytest.mark.parametrize("interruption", [KeyboardInterrupt, TimeoutError])
     @pytest.mark.parametrize("way", ["wait", "drain"])
-    def test_what_a_signal_raises_takes_nothing_away(
+    def test_an_exception_of_a_signal_handler_loses_no_bytes(
         self, handle, path, landings, strided, interruption, way
     ):
         path.write_bytes(pattern(4000))
@@ -298,7 +295,7 @@ class TestInterruptions:
         assert wait() == (4000 if way == "wait" else None)
         assert strided.tobytes() == pattern(4000)
 
-    def test_the_landing_of_a_dropped_request_is_made_up_for(
+    def test_an_interrupted_copy_of_a_dropped_request_is_repeated(
         self, handle, path, landings, strided
     ):
         path.write_bytes(pattern(4000))
@@ -313,7 +310,7 @@ class TestInterruptions:
         assert strided.tobytes() == pattern(4000)
         assert handle.pending == 0
 
-    def test_a_landing_that_cannot_be_is_the_requests_error(
+    def test_a_failure_to_copy_back_is_the_requests_error(
         self, handle, path, landings, strided
     ):
         path.write_bytes(pattern(4000))
@@ -345,7 +342,7 @@ class TestInterruptions:
         assert "within its own completion" in refused[0]
         assert strided.tobytes() == pattern(4000)
 
-    def test_what_is_let_go_may_use_the_handle(self, handle, path):
+    def test_a_destructor_at_the_release_may_use_the_handle(self, handle, path):
         path.write_bytes(bytes(100))
         answers = []
         file = nvmeio.File(path)
@@ -358,7 +355,7 @@ class TestInterruptions:
 
 
 class TestLifetime:
-    def test_it_outlives_handle_and_file(self, engine, path):
+    def test_a_request_outlives_handle_and_file(self, engine, path):
         expected = pattern(20 * BLOCK)
         path.write_bytes(expected)
         target = Guarded(len(expected))
@@ -377,7 +374,7 @@ class TestLifetime:
         assert str(path) in repr(request)
 
     def test_the_caller_may_drop_everything(self, slow_handle, path):
-        """Buffer, file and request: the bytes land, and then all is let go."""
+        """The bytes land, and then buffer, file and request are released."""
         path.write_bytes(b"12345678")
         array = np.zeros(8, np.uint8).view(Owner)
         witness, gone = bytearray(8), weakref.ref(array)
@@ -405,7 +402,7 @@ class TestLifetime:
         target.append(0)
         assert target == b"12345678\0"
 
-    def test_a_request_that_is_done_holds_nothing(self, handle, path):
+    def test_a_finished_request_keeps_nothing_alive(self, handle, path):
         array = np.zeros(100, np.uint8).view(Owner)
         gone = weakref.ref(array)
         request = handle.submit_write(array, path)
@@ -415,8 +412,8 @@ class TestLifetime:
         assert left_open(path.parent) == []
 
     @pytest.mark.parametrize("synchronous", [False, True])
-    def test_an_error_that_was_raised_holds_nothing(self, engine, path, synchronous):
-        """Its traceback has the frame that has the handle, which nobody asks any more."""
+    def test_a_raised_error_keeps_nothing_alive(self, engine, path, synchronous):
+        """The traceback holds the frame, and so the handle, which nobody polls any more."""
         path.write_bytes(b"12345678")
 
         def fail():
@@ -435,7 +432,7 @@ class TestLifetime:
 
 
 def await_that(condition):
-    """Wait for what a thread that calls callbacks is about to bring about."""
+    """Wait until a condition holds, which the callback thread brings about."""
     deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline
@@ -443,9 +440,9 @@ def await_that(condition):
 
 
 class TestDoneCallbacks:
-    """Functions that are called once, by the thread that first sees a request done."""
+    """Callbacks run once, in the thread that first sees the request done."""
 
-    def test_each_is_called_once_with_the_request_and_in_order(self, slow_handle, path):
+    def test_callbacks_are_called_once_with_the_request_in_order(self, slow_handle, path):
         path.write_bytes(pattern(PAGE))
         calls = []
         with plugged(slow_handle, path.parent):
@@ -460,15 +457,15 @@ class TestDoneCallbacks:
         assert request.done()
         assert len(calls) == 2
 
-    def test_it_is_called_at_once_when_the_request_is_done(self, handle, path):
+    def test_a_callback_added_to_a_finished_request_is_called_at_once(self, handle, path):
         request = handle.submit_write(pattern(PAGE), path)
         request.wait()
         threads = []
         request.add_done_callback(lambda _: threads.append(threading.current_thread()))
         assert threads == [threading.current_thread()]
 
-    def test_nobody_needs_to_ask(self, slow_handle, path):
-        """A thread of nvmeio's own looks, and brings what was read where it belongs."""
+    def test_callbacks_are_called_without_polling(self, slow_handle, path):
+        """The callback thread of nvmeio polls, and copies read bytes to their place."""
         path.write_bytes(pattern(2000))
         target = np.zeros((1000, 2), np.uint16)
         seen = []
@@ -485,7 +482,7 @@ class TestDoneCallbacks:
         assert seen == [("nvmeio-callbacks", pattern(2000))]
         assert request.wait() == 2000
 
-    def test_it_hears_of_failures_and_of_cancelling(self, slow_handle, path):
+    def test_callbacks_are_called_after_failures_and_cancels(self, slow_handle, path):
         path.write_bytes(pattern(PAGE))
         calls = []
         with plugged(slow_handle, path.parent):
@@ -499,7 +496,7 @@ class TestDoneCallbacks:
         with pytest.raises(CancelledError):
             dropped.wait()
 
-    def test_it_is_called_for_a_request_that_nobody_holds(self, handle, path):
+    def test_callbacks_of_a_dropped_request_are_called(self, handle, path):
         calls = []
         request = handle.submit_write(b"1", path)
         request.add_done_callback(lambda done: calls.append(done.nbytes))
@@ -507,7 +504,7 @@ class TestDoneCallbacks:
         handle.close()
         await_that(lambda: calls == [1])
 
-    def test_threads_that_add_while_it_ends_are_all_heard(self, handle, path):
+    def test_callbacks_added_while_the_request_ends_are_all_called(self, handle, path):
         calls = []
         path.write_bytes(pattern(PAGE))
         with ThreadPoolExecutor(4) as threads:
@@ -522,7 +519,9 @@ class TestDoneCallbacks:
                 assert calls == [request] * 2
                 calls.clear()
 
-    def test_what_it_raises_is_logged_and_the_others_are_called(self, handle, path, caplog):
+    def test_a_callbacks_exception_is_logged_and_the_others_are_called(
+        self, handle, path, caplog
+    ):
         calls = []
         request = handle.submit_write(b"1", path)
         request.add_done_callback(lambda _: [][0])
@@ -533,8 +532,8 @@ class TestDoneCallbacks:
         assert record.name == "nvmeio"
         assert record.exc_info[0] is IndexError
 
-    def test_ctrl_c_within_one_is_lost_in_no_thread(self, slow_handle, path, caplog):
-        """Raised where somebody hears of it, else logged; and the others are called."""
+    def test_ctrl_c_in_a_callback_is_lost_in_no_thread(self, slow_handle, path, caplog):
+        """It is raised where a caller can catch it, else logged; other callbacks run."""
 
         def press(_):
             raise KeyboardInterrupt
@@ -553,7 +552,7 @@ class TestDoneCallbacks:
         with pytest.raises(KeyboardInterrupt):
             request.add_done_callback(press)
 
-    def test_it_may_use_the_handle_and_the_request(self, handle, path):
+    def test_a_callback_may_use_the_handle_and_the_request(self, handle, path):
         seen = []
 
         def go_on(request):
@@ -568,7 +567,7 @@ class TestDoneCallbacks:
         await_that(lambda: len(seen) == 3)
         assert sorted(map(str, seen)) == sorted(map(str, [request, 1, 0]))
 
-    def test_it_is_let_go_when_it_was_called(self, handle, path):
+    def test_a_callback_is_released_after_its_call(self, handle, path):
         array = np.zeros(1, np.uint8).view(Owner)
         gone = weakref.ref(array)
         request = handle.submit_write(b"1", path)
@@ -578,7 +577,7 @@ class TestDoneCallbacks:
         await_that(lambda: gone() is None)
 
 
-def test_a_request_is_not_made_by_hand():
+def test_a_request_cannot_be_constructed():
     with pytest.raises(TypeError, match="made by submit_read"):
         nvmeio.Request()
     request = nvmeio.Request.__new__(nvmeio.Request)
@@ -613,8 +612,8 @@ PAST_THE_END = {
 
 
 @pytest.mark.parametrize("read", PAST_THE_END.values(), ids=PAST_THE_END)
-def test_a_read_past_the_end_says_path_offset_wanted_and_got(handle, path, read):
-    """Case 10: reading past the end is an error, not the end of the process."""
+def test_the_error_past_the_end_has_path_offset_wanted_and_got(handle, path, read):
+    """DeepSpeed's op ends the process."""
     path.write_bytes(bytes(100))
     words = r"past the end of the file: wanted 50 bytes at offset 90, got 10.*data"
     with pytest.raises(OSError, match=words) as caught:
@@ -623,7 +622,7 @@ def test_a_read_past_the_end_says_path_offset_wanted_and_got(handle, path, read)
 
 
 class Owner(np.ndarray):
-    """An array that can refer to others, and so be part of a cycle."""
+    """An array with attributes, which can be part of a cycle."""
 
 
 def test_a_cycle_through_buffer_request_and_handle_is_collected(engine, folder):
@@ -645,8 +644,8 @@ def test_a_cycle_through_buffer_request_and_handle_is_collected(engine, folder):
     assert memory.content() == expected
 
 
-def test_an_error_in_a_cycle_is_warned_of_when_it_is_collected(handle, path, recwarn):
-    """The collector empties the error before the request dies."""
+def test_an_error_in_a_collected_cycle_causes_a_warning(handle, path, recwarn):
+    """The collector clears the error before it destroys the request."""
     path.write_bytes(bytes(10))
     request = handle.submit_read(bytearray(11), path)
     while not request.done():
@@ -660,7 +659,7 @@ def test_an_error_in_a_cycle_is_warned_of_when_it_is_collected(handle, path, rec
     assert str(path) in words
 
 
-def test_one_that_was_cancelled_is_not_warned_of(slow_handle, path, recwarn):
+def test_a_cancelled_request_causes_no_warning(slow_handle, path, recwarn):
     path.write_bytes(bytes(10))
     with plugged(slow_handle, path.parent):
         assert slow_handle.submit_read(bytearray(10), path).cancel() is True
@@ -669,8 +668,8 @@ def test_one_that_was_cancelled_is_not_warned_of(slow_handle, path, recwarn):
     assert unseen(recwarn) == []
 
 
-def test_requests_that_nobody_holds_are_let_go(handle, path):
-    """At the next call into the handle, once they are done."""
+def test_dropped_requests_are_released(handle, path):
+    """They are released at the handle's next call after they are done."""
     gone = []
     for index in range(50):
         array = np.zeros(PAGE, np.uint8).view(Owner)

@@ -1,4 +1,4 @@
-"""Model files that the page cache has come from there, others past it."""
+"""Cached model files are read from the page cache, others with O_DIRECT."""
 
 import os
 
@@ -18,7 +18,7 @@ SIZE = 16 * MIB
 
 @pytest.fixture
 def path(tmp_path):
-    """A file on a disk that has O_DIRECT."""
+    """A file on a disk with O_DIRECT."""
     need_direct(tmp_path)
     data = np.random.default_rng(1).integers(0, 256, (4, SIZE // 4), np.uint8)
     safetensors.numpy.save_file({f"{n}": row for n, row in enumerate(data)}, tmp_path / "m")
@@ -26,7 +26,7 @@ def path(tmp_path):
 
 
 def read(way, path, direct):
-    """Read all of a file in one of the ways there are."""
+    """Read a whole file in one of several ways."""
     if way == "load_file":
         nvmeio.safetensors.numpy.load_file(path, direct=direct)
     elif way == "load_sharded":
@@ -41,7 +41,7 @@ def read(way, path, direct):
 @pytest.mark.parametrize("direct", ["auto", True, False])
 @pytest.mark.parametrize("state", ["cold", "a third", "two thirds", "warm"])
 @pytest.mark.all_combinations
-def test_the_way_is_that_of_the_larger_part(path, state, direct, way):
+def test_the_larger_part_decides_the_route(path, state, direct, way):
     path = path.rename(path.with_name("model.safetensors"))
     if state == "cold":
         drop(path)
@@ -52,7 +52,7 @@ def test_the_way_is_that_of_the_larger_part(path, state, direct, way):
     read(way, path, direct)
     if past:
         assert moved.direct > SIZE - 64 * PAGE
-        # The header, with what the kernel read ahead of it, and the edges of reads.
+        # The header, the kernel's read-ahead after it, and the edges of reads.
         assert cached(path) * SIZE <= before * SIZE + MIB
     else:
         assert moved.direct == 0
@@ -68,14 +68,14 @@ def test_a_file_in_memory_is_cached(tmpfs):
 
 
 @pytest.mark.parametrize("part", [0, SIZE // 2, SIZE])
-def test_a_sample_is_right_and_stays_so(path, part):
+def test_a_sample_is_right_and_repeatable(path, part):
     warm(path, part)
     before = cached(path)
     with open(path, "rb") as file:
         for _ in range(4):
             found = page_cache.sampled_fraction(file.fileno(), 0, SIZE)
             assert abs(found - part / SIZE) < 0.15
-    # It leaves the pages behind that it looked at.
+    # The sample leaves the pages in the cache that it read.
     assert cached(path) * SIZE <= before * SIZE + 4 * 64 * PAGE
 
 
@@ -84,8 +84,8 @@ def test_a_sample_is_right_and_stays_so(path, part):
 def test_a_few_pages_are_counted_and_sampled(path, offset, nbytes):
     with open(path, "rb") as file:
         part = file.fileno(), offset, nbytes
-        # The kernel may drop a page at any moment, one that is not there may come while the
-        # sample is interrupted, and one that is there may be locked by another.
+        # The kernel may drop a page at any moment; a missing page may arrive while the
+        # sample is interrupted; a cached one may be locked by another process.
         looks = page_cache.cached_fraction, page_cache.sampled_fraction
         cold, warmed = set(), set()
         for _ in range(5):
@@ -120,7 +120,7 @@ def test_only_what_is_cached_as_a_whole_is_read(path, offset, nbytes):
 
 
 @pytest.mark.parametrize("function", ["cached_fraction", "sampled_fraction"])
-def test_of_nothing_and_of_no_file_nothing_is_cached(path, function):
+def test_nothing_is_cached_of_an_empty_range_or_a_missing_file(path, function):
     look = getattr(page_cache, function)
     with open(path, "rb") as file:
         assert look(file.fileno(), 0, 0) == 0
@@ -136,7 +136,7 @@ def test_of_nothing_and_of_no_file_nothing_is_cached(path, function):
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
 @pytest.mark.parametrize("state", ["cold", "warm"])
 def test_a_file_of_another_user_is_sampled(path, state):
-    """cachestat(2) says EPERM there, and mincore(2) that all of it is cached."""
+    """cachestat(2) fails with EPERM there, and mincore(2) reports everything as cached."""
     path.chmod(0o644)
     drop(path) if state == "cold" else warm(path)
     report = run_child("load_as_other", prefix=as_nobody(), path=str(path)).report

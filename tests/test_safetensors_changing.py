@@ -1,4 +1,4 @@
-"""Model files that somebody writes to while they are read: an error, or the old bytes."""
+"""Model files that change while they are read: an error, or the old bytes."""
 
 import functools
 import os
@@ -20,30 +20,30 @@ CHANGED = r"{} has changed while it was read: it had {} bytes"
 
 
 def overwrite(path):
-    """Write to its last bytes; its size stays."""
+    """Overwrite the last bytes; the size stays."""
     with open(path, "r+b") as file:
         file.seek(-MIB, os.SEEK_END)
         file.write(bytes(MIB))
 
 
 def truncate(path):
-    """Cut it in the middle."""
+    """Truncate the file to half its size."""
     os.truncate(path, SIZE // 2)
 
 
 def empty(path):
-    """Cut all of it off."""
+    """Truncate the file to 0 bytes."""
     os.truncate(path, 0)
 
 
 def append(path):
-    """Make it longer."""
+    """Extend the file."""
     with open(path, "ab") as file:
         file.write(b"more")
 
 
 def append_and_set_back(path):
-    """Make it longer, with the time of modification that it had."""
+    """Extend the file, and restore its time of modification."""
     status = path.stat()
     append(path)
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
@@ -54,14 +54,14 @@ CHANGES = [overwrite, truncate, empty, append, append_and_set_back]
 
 @pytest.fixture
 def arrays():
-    """Arrays that take several chunks."""
+    """Arrays of several chunks."""
     numbers = np.random.default_rng(1)
     return {f"{n:02}": numbers.integers(0, 256, SIZE // 20, np.uint8) for n in range(20)}
 
 
 @pytest.fixture
 def path(tmp_path, arrays):
-    """Their file."""
+    """The file of the arrays."""
     need_direct(tmp_path)
     path = tmp_path / "model.safetensors"
     safetensors.numpy.save_file(arrays, path)
@@ -70,14 +70,14 @@ def path(tmp_path, arrays):
 
 
 def replace(path, arrays):
-    """Put another file in its place, by renaming: other bytes of the same shapes."""
+    """Replace the file, by a rename, with other bytes of the same shapes."""
     other = {name: array ^ 255 for name, array in arrays.items()}
     safetensors.numpy.save_file(other, path.with_name("other"))
     os.rename(path.with_name("other"), path)
 
 
 def once(change):
-    """Return a function for progress that changes the file when the first part is there."""
+    """Return a progress function that changes the file after the first part."""
     done = []
 
     def progress(*_):
@@ -129,7 +129,7 @@ def test_a_change_between_tensors_is_an_error(path, change, read_ahead, direct):
 
 @pytest.mark.parametrize("direct", [True, False])
 @pytest.mark.parametrize("how", ["renamed over", "removed", "moved"])
-def test_the_old_file_is_read_on_from_its_inode(path, arrays, direct, how):
+def test_a_replaced_file_is_read_to_its_end(path, arrays, direct, how):
     def change():
         if how == "renamed over":
             replace(path, arrays)
@@ -143,8 +143,10 @@ def test_the_old_file_is_read_on_from_its_inode(path, arrays, direct, how):
 
 
 @pytest.mark.parametrize("how", ["renamed over", "removed"])
-def test_it_may_lose_its_name_before_it_is_opened_directly(path, arrays, monkeypatch, how):
-    """Between the header, which comes by the page cache, and the second descriptor."""
+def test_the_file_may_be_unlinked_before_it_is_opened_directly(
+    path, arrays, monkeypatch, how
+):
+    """Between the read of the header and the open of the direct descriptor."""
 
     def look(*arguments):
         if how == "removed":
@@ -158,7 +160,7 @@ def test_it_may_lose_its_name_before_it_is_opened_directly(path, arrays, monkeyp
     assert bits_of_all(found) == bits_of_all(arrays)
 
 
-def test_its_mode_and_its_links_may_change(path, arrays):
+def test_the_mode_and_links_of_the_file_may_change(path, arrays):
     def change():
         path.chmod(0o600)
         os.link(path, path.with_name("link"))
@@ -167,7 +169,7 @@ def test_its_mode_and_its_links_may_change(path, arrays):
     assert bits_of_all(found) == bits_of_all(arrays)
 
 
-def test_it_may_be_saved_over_itself(path, arrays):
+def test_a_file_may_be_saved_over_itself(path, arrays):
     tensors = nvmeio.safetensors.numpy.load_file(path)
     nvmeio.safetensors.numpy.save_file(tensors, path)
     assert bits_of_all(tensors) == bits_of_all(arrays)

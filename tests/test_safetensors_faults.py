@@ -1,4 +1,4 @@
-"""Drives that fail under model files: an OSError that names the file, and nothing left."""
+"""Failing drives under model files: an OSError with the file, and no leftovers."""
 
 import errno
 import gc
@@ -30,7 +30,7 @@ SIZE = 12 * MIB
 
 @pytest.fixture(autouse=True)
 def _small_parts(monkeypatch):
-    """Files are read and written in parts that are smaller, as these files are."""
+    """Use small parts for reading and writing, because these files are small."""
     monkeypatch.setattr(_reading, "CHUNK_BYTES", 8 * MIB)
     monkeypatch.setattr(_open, "BATCH_BYTES", 8 * MIB)
     monkeypatch.setattr(_writing, "STAGES", 4)
@@ -38,28 +38,28 @@ def _small_parts(monkeypatch):
 
 @pytest.fixture(scope="module")
 def arrays():
-    """Arrays that take two chunks."""
+    """Arrays of two chunks."""
     numbers = np.random.default_rng(1)
     return {f"{n:02}": numbers.integers(0, 256, SIZE // 12, np.uint8) for n in range(12)}
 
 
 @pytest.fixture
 def path(faulty, arrays):
-    """Their file, where faults can be set."""
+    """The file of the arrays, for which faults can be set."""
     path = faulty / "model.safetensors"
     nvmeio.safetensors.numpy.save_file(arrays, path, sync=False)
     return path
 
 
 def memory_bytes():
-    """Return how much memory this process has, without stacks that are hardly used."""
+    """Return the memory of this process, without stacks, which are hardly used."""
     gc.collect()
     status = Path("/proc/self/status").read_text()
     return int(re.search(r"RssAnon:\s+(\d+) kB", status)[1]) * 1024
 
 
 def read_all(way, path, direct, arrays):
-    """Read all of a file in one of the ways there are."""
+    """Read a whole file in one of several ways."""
     if way == "load_file":
         return nvmeio.safetensors.numpy.load_file(path, direct=direct)
     if way == "out":
@@ -82,11 +82,11 @@ WAYS = ["load_file", "out", "load_sharded", "get_many", "get_tensor"]
 def test_bytes_that_cannot_be_read_are_an_error(
     path, arrays, default_engine, way, direct, at
 ):
-    # What is made once for all is there before memory is compared.
+    # Make everything that is made once before memory is compared.
     read_all(way, path, direct, arrays)
     before = memory_bytes()
     Faults(path).set(read={"error": errno.EIO, "at": at})
-    # The page cache has it already.
+    # The header is cached already.
     with open(path, "rb") as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     with pytest.raises(OSError, match=re.escape(str(path))) as caught:
@@ -102,15 +102,13 @@ def test_bytes_that_cannot_be_read_are_an_error(
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("direct", [True, False])
-def test_reads_that_move_less_are_continued_or_an_error(
-    path, arrays, default_engine, way, direct
-):
+def test_short_reads_are_continued_or_an_error(path, arrays, default_engine, way, direct):
     Faults(path).set(read={"short": 20_000, "times": 20})
     with open(path, "rb") as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     found = outcome(read_all, way, path, direct, arrays)
     if isinstance(found, tuple):
-        # FUSE takes a short read for the end of the file.
+        # FUSE treats a short read as the end of the file.
         assert found[0] in ("OSError", "SafetensorError")
         assert str(path) in found[1]
     else:
@@ -151,7 +149,7 @@ def test_bytes_that_cannot_be_written_leave_the_old_file(
     assert path.read_bytes() == before
 
 
-def test_writes_that_move_less_are_continued(faulty, arrays, default_engine):
+def test_short_writes_are_continued(faulty, arrays, default_engine):
     (faulty / "control").touch()
     Faults(faulty / "control").set(write={"short": 5000, "times": 30})
     nvmeio.safetensors.numpy.save_file(arrays, faulty / "model")
@@ -198,6 +196,6 @@ def test_system_calls_that_fail_on_a_real_disk(on_disk, engine, direct, fault, e
         ("libaio", "io_submit:error=EAGAIN:when=1+2"),
     ],
 )
-def test_faults_that_pass_are_ridden_out(on_disk, engine, fault):
+def test_passing_faults_are_retried(on_disk, engine, fault):
     options = {"path": str(on_disk), "direct": True, "env": {"NVMEIO_ENGINE": engine}}
     assert run_with_faults("load_with", fault, **options).report == ["ok", True, 0]

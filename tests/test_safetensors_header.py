@@ -1,4 +1,4 @@
-"""Headers of safetensors files are read and written as the package does it."""
+"""Headers of safetensors files are read and written as by the safetensors package."""
 
 import json
 import pickle
@@ -41,7 +41,7 @@ PAGE = 4096
 
 
 @pytest.mark.parametrize("what", HOSTILE)
-def test_a_header_is_taken_or_refused_as_safetensors_does_it(what):
+def test_headers_are_accepted_or_refused_as_by_safetensors(what):
     content, taken = HOSTILE[what]
     assert difference(content) is None
     assert (read_by_nvmeio(content)[0] is not None) == taken
@@ -55,12 +55,12 @@ def test_headers_changed_at_random_are_read_as_safetensors_reads_them():
         found = difference(content)
         assert found is None, f"{found}; the file is kept: {keep(content)}"
         taken += read_by_nvmeio(content)[0] is not None
-    # Else the mutants are all alike.
+    # Otherwise all mutants would be alike.
     assert MUTANTS // 5 < taken < MUTANTS // 2
 
 
 @pytest.mark.parametrize("path", sorted(CORPUS.iterdir()), ids=lambda path: path.name)
-def test_what_was_read_in_two_ways_once_is_read_in_one(path):
+def test_headers_that_once_differed_are_read_alike(path):
     assert difference(path.read_bytes()) is None
 
 
@@ -77,7 +77,7 @@ def test_what_was_read_in_two_ways_once_is_read_in_one(path):
         '{"a":',
     ],
 )
-def test_errors_of_entries_have_the_words_of_safetensors(header):
+def test_errors_of_entries_have_safetensors_messages(header):
     content = file_of(header)
     with pytest.raises(safetensors.SafetensorError) as theirs:
         safetensors.deserialize(content)
@@ -87,7 +87,7 @@ def test_errors_of_entries_have_the_words_of_safetensors(header):
     assert read_by_nvmeio(content)[1] == wanted
 
 
-def test_an_error_says_what_was_read():
+def test_an_error_names_the_source():
     for what in ("Error while deserializing header", "Error while deserializing"):
         with pytest.raises(SafetensorError, match=f"^{what}: header too small$"):
             header_bytes(b"", 0, context=what)
@@ -101,7 +101,7 @@ def test_the_error_can_be_pickled():
     assert (type(error), error.args) == (SafetensorError, ("why", 1))
 
 
-def test_deep_nesting_is_refused_however_deep_python_may_go():
+def test_deep_nesting_is_refused_at_any_recursion_limit():
     limit = sys.getrecursionlimit()
     sys.setrecursionlimit(1 << 30)
     try:
@@ -112,7 +112,7 @@ def test_deep_nesting_is_refused_however_deep_python_may_go():
         sys.setrecursionlimit(limit)
 
 
-def test_strings_are_seen_across_the_pieces_in_which_brackets_are_counted(monkeypatch):
+def test_brackets_are_counted_right_across_pieces_of_a_string(monkeypatch):
     monkeypatch.setattr(_header, "_CHUNK_BYTES", 7)
     text = r"\"\\" + "[" * 200
     for depth, taken in ((125, True), (126, False)):
@@ -123,7 +123,7 @@ def test_strings_are_seen_across_the_pieces_in_which_brackets_are_counted(monkey
 
 @pytest.mark.parametrize("separators", [(",", ":"), (", ", ": ")])
 @pytest.mark.parametrize("metadata", [{}, {"__metadata__": {"a": '": '}}])
-def test_what_safetensors_and_python_write_is_read_by_one_expression(separators, metadata):
+def test_common_headers_are_read_by_one_regular_expression(separators, metadata):
     tensors = {f'"{n}: ' if n else "x": {"dtype": "U8", "shape": [n, 1]} for n in (0, 3)}
     for begin, name in enumerate(tensors):
         tensors[name]["data_offsets"] = [0, begin * 3]
@@ -143,7 +143,7 @@ def test_an_error_is_short():
         assert len(read_by_nvmeio(file_of(text))[1]) < 2000
 
 
-def test_a_length_is_refused_before_memory_is_taken():
+def test_a_huge_length_is_refused_before_memory_is_allocated():
     tracemalloc.start()
     try:
         for length in (_header.HEADER_BYTES_MAX + 1, 2**64 - 1):
@@ -174,15 +174,15 @@ def random_tensors(rng):
 
 
 def random_metadata(rng):
-    """Return metadata, of one key at most, for safetensors draws the order by lot."""
+    """Return metadata of at most one key, because safetensors orders keys randomly."""
     return rng.choice((None, {}, {"format": "pt"}, {'"é\n': "\\\u2028\x01"}))
 
 
 def serialized(tensors, metadata, memory):
-    """Return the file that the package makes of tensors, all with the bytes of memory."""
+    """Return the file that the package makes of tensors, whose bytes are in `memory`."""
     specs = {}
     for name, (dtype, shape) in tensors.items():
-        # Its caller has the shape of torch, which counts pairs of F4.
+        # The package expects torch's shape, which counts pairs of F4.
         size = int(np.prod(shape, dtype=object)) * BITS["U8" if dtype == "F4" else dtype]
         specs[name] = safetensors.TensorSpec(
             dtype=FRAMEWORK_NAMES[dtype],
@@ -193,7 +193,7 @@ def serialized(tensors, metadata, memory):
     return safetensors.serialize(specs, metadata)
 
 
-def test_a_built_header_is_that_of_safetensors_to_the_byte():
+def test_a_built_header_equals_safetensors_to_the_byte():
     rng = random.Random("builds")
     memory = np.zeros(1 << 24, np.uint8)
     written = 0
@@ -202,7 +202,8 @@ def test_a_built_header_is_that_of_safetensors_to_the_byte():
             name: (dtype, shape if dtype != "F4" else (shape or (2,)))
             for name, (dtype, shape) in random_tensors(rng).items()
         }
-        # Of nothing safetensors 0.8.0 makes {},"__metadata__":{}}, which it refuses.
+        # Without tensors safetensors 0.8.0 writes {},"__metadata__":{}}, which it refuses
+        # to read.
         metadata = random_metadata(rng) if tensors else None
         listed = [
             (name, dtype, header_shape(dtype, shape))
@@ -224,7 +225,7 @@ def test_empty_metadata_of_no_tensors_can_be_read():
     assert difference(header) is None
 
 
-def test_several_keys_of_metadata_are_those_of_safetensors():
+def test_several_keys_of_metadata_equal_safetensors():
     metadata = {f"key {n}": f"value {n}" for n in range(9)}
     header, layout = build([], metadata)
     theirs = safetensors.serialize({}, metadata)
@@ -272,8 +273,8 @@ def test_another_alignment_is_refused(align):
         build([], align=align)
 
 
-# Arguments of build(), and what the package says to the same tensors: a dtype, a shape and
-# metadata; None where it writes a file that nobody can read.
+# Arguments of build(), and of the package for the same tensors: dtype, shape and metadata,
+# or None if the package writes a file that cannot be read.
 REFUSED = {
     "a name that is no string": ((1, "U8", (1,)), None),
     "bytes for a name": ((b"a", "U8", (1,)), None),
@@ -304,7 +305,7 @@ def serialized_as(name, dtype, shape, metadata, size):
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_cannot_be_written_is_refused_in_the_words_of_safetensors(what):
+def test_unwritable_tensors_are_refused_with_safetensors_messages(what):
     (name, dtype, shape), metadata = REFUSED[what]
     with pytest.raises(Exception) as theirs:  # noqa: PT011, by its words below
         serialized_as(name, dtype, shape, metadata, 0 if "too many" in what else 1)
@@ -315,7 +316,7 @@ def test_what_cannot_be_written_is_refused_in_the_words_of_safetensors(what):
     assert str(ours.value) == wanted
 
 
-def test_what_nobody_could_read_is_not_written():
+def test_a_header_that_could_not_be_read_is_not_written():
     with pytest.raises(SafetensorError, match="may not be called __metadata__"):
         build([("__metadata__", "U8", (1,))])
     with pytest.raises(ValueError, match="two tensors are called 'a'"):
@@ -327,7 +328,7 @@ def test_what_nobody_could_read_is_not_written():
 
 
 @pytest.mark.parametrize("align", [8, PAGE])
-def test_a_header_may_be_as_long_as_one_that_is_read(align):
+def test_the_same_limit_applies_to_written_and_read_headers(align):
     room = _header.HEADER_BYTES_MAX - len('{"__metadata__":{"":""}}')
     room -= (_header.HEADER_BYTES_MAX + 8) % align
     header, _ = build([], {"": "x" * room}, align=align)
@@ -351,12 +352,12 @@ def test_the_dtypes_are_those_of_safetensors():
     known = read_by_nvmeio(file_of(entry_with(dtype='"x"')))[1]
     with pytest.raises(safetensors.SafetensorError) as theirs:
         safetensors.deserialize(file_of(entry_with(dtype='"x"')))
-    # Which lists all of them, in the order by which tensors are sorted.
+    # This error lists all dtypes, in the order by which tensors are sorted.
     assert known == str(theirs.value)
 
 
 def sample_of(dtype):
-    """Return a file with a tensor of 24 bytes, and the tensor's shape in its header."""
+    """Return a file with a tensor of 24 bytes, and the shape in its header."""
     shape = (24 * 8 // BITS[dtype],)
     header, layout = build([("a", dtype, shape)])
     return header + bytes(layout.data_bytes), shape
@@ -364,7 +365,7 @@ def sample_of(dtype):
 
 @pytest.mark.parametrize("dtype", BITS)
 @pytest.mark.parametrize("framework", ["np", "pt"])
-def test_a_dtype_is_what_safetensors_makes_of_it(dtype, framework, tmp_path):
+def test_a_dtype_is_handled_as_by_safetensors(dtype, framework, tmp_path):
     if framework == "pt":
         pytest.importorskip("torch")
     content, shape = sample_of(dtype)
@@ -373,7 +374,7 @@ def test_a_dtype_is_what_safetensors_makes_of_it(dtype, framework, tmp_path):
     with safetensors.safe_open(tmp_path / "file", framework) as file:
         try:
             tensor = file.get_tensor("a")
-        except Exception as error:  # of whatever kind: ours must be the same
+        except Exception as error:  # any error: ours must be the same
             theirs = (type(error).__name__, str(error))
         else:
             theirs = (tensor.dtype, tuple(tensor.shape))

@@ -1,6 +1,6 @@
 """nvmeio.safetensors.install() under safetensors alone; tests/models has other packages.
 
-What happens while Python starts or safetensors is imported runs in a process of its own.
+Tests of Python's start and of the import of safetensors run in their own processes.
 """
 
 import gc
@@ -25,7 +25,7 @@ from nvmeio.safetensors import _install, _reading
 ON = {"NVMEIO_SAFETENSORS": "1"}
 ARRAYS = {"a": np.arange(5000.0).reshape(50, 100), "b": np.ones(3, np.int8)}
 
-# All names that have stand-ins, and what they are without.
+# All names that install() replaces, with safetensors' own objects.
 THEIRS = {
     (module, name): getattr(importlib.import_module(module), name)
     for module in ("safetensors", "safetensors.numpy")
@@ -35,14 +35,14 @@ THEIRS = {
 
 @pytest.fixture
 def installed():
-    """nvmeio under safetensors, for one test."""
+    """nvmeio installed under safetensors for one test."""
     with nvmeio.safetensors.install():
         yield
 
 
 @pytest.fixture(autouse=True)
 def nothing_stays():
-    """Whatever a test does, the next one begins without nvmeio."""
+    """Check that safetensors is unchanged after each test."""
     yield
     nvmeio.safetensors.uninstall()
     assert_theirs()
@@ -55,12 +55,12 @@ def assert_theirs():
 
 
 def is_ours(function):
-    """Tell whether this is a stand-in."""
+    """Return whether an object is one of nvmeio's replacements."""
     return any(function is mine for _, mine in _install._pairs.values())
 
 
 def moved():
-    """Return how many bytes nvmeio has moved for model files, by either handle."""
+    """Return how many bytes nvmeio has moved for model files, with either handle."""
     handles = [nvmeio.default_handle(), _reading._cached.get()]
     stats = [handle.stats() for handle in handles]
     return sum(each["bytes_direct"] + each["bytes_buffered"] for each in stats)
@@ -75,7 +75,7 @@ def same(found, expected=ARRAYS):
 
 
 def module_of(**names):
-    """Make a module of these names, which programs have imported somewhere."""
+    """Make a module with these names, as a program that has imported them."""
     module = types.ModuleType("a_program")
     vars(module).update(names)
     return module
@@ -83,7 +83,7 @@ def module_of(**names):
 
 @pytest.fixture
 def program(monkeypatch):
-    """A module of somebody's, which imported names before anything was installed."""
+    """A module of a program that imported names before install()."""
     module = module_of(
         opening=safetensors.safe_open,
         save=safetensors.numpy.save_file,
@@ -95,7 +95,7 @@ def program(monkeypatch):
 
 
 def run(code, env=(), **options):
-    """Run code by this Python, which has only the variables that are passed."""
+    """Run code with this Python, in which only the passed variables are set."""
     variables = {key: v for key, v in os.environ.items() if not key.startswith("NVMEIO_")}
     return subprocess.run(
         [sys.executable, "-c", code],
@@ -108,7 +108,7 @@ def run(code, env=(), **options):
 
 
 def run_well(code, env=(), **options):
-    """Run code, which must go well, and return what it printed."""
+    """Run code, which must succeed, and return its output."""
     done = run(code, env, **options)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -130,8 +130,8 @@ class TestInstalled:
         same(safetensors.numpy.load_file(tmp_path / "ours"))
         assert moved() == before
 
-    def test_functions_that_stay_safetensors_own_use_it(self, tmp_path, installed):
-        """load_file() was bound where no module has its name, and calls safe_open()."""
+    def test_functions_that_stay_safetensors_own_use_nvmeio(self, tmp_path, installed):
+        """A bound load_file() that install() cannot find still calls safe_open()."""
         path = tmp_path / "file"
         THEIRS["safetensors.numpy", "save_file"](ARRAYS, path)
         before = moved()
@@ -152,7 +152,7 @@ class TestInstalled:
         expected = safetensors.serialize({"a": spec, "e": empty}, metadata={"k": "v"})
         assert path.read_bytes() == expected
 
-    def test_names_that_were_imported_before_are_replaced_and_put_back(self, program):
+    def test_names_imported_before_are_replaced_and_restored(self, program):
         before = dict(vars(program))
         with nvmeio.safetensors.install():
             assert is_ours(program.opening)
@@ -162,7 +162,7 @@ class TestInstalled:
             assert program.other is len
         assert vars(program) == before
 
-    def test_names_that_were_imported_meanwhile_are_put_back(self, monkeypatch):
+    def test_names_imported_meanwhile_are_restored(self, monkeypatch):
         with nvmeio.safetensors.install():
             late = module_of(opening=safetensors.safe_open)
             monkeypatch.setitem(sys.modules, "late", late)
@@ -171,9 +171,9 @@ class TestInstalled:
         assert late.opening is safetensors.safe_open
         assert own.opening is nvmeio.safetensors.safe_open
 
-    def test_what_somebody_else_has_replaced_meanwhile_stays(self, monkeypatch):
+    def test_names_that_others_replaced_meanwhile_stay(self, monkeypatch):
         def theirs():
-            """Do nothing; it is compared."""
+            """Only compared, never called."""
 
         with nvmeio.safetensors.install():
             monkeypatch.setattr(safetensors.numpy, "load_file", theirs)
@@ -186,7 +186,7 @@ class TestInstalled:
         assert nvmeio.safetensors.safe_open is _install._open.safe_open
         assert not is_ours(nvmeio.safetensors.serialize_file)
 
-    def test_it_can_be_installed_again_and_again(self, tmp_path):
+    def test_install_can_be_repeated(self, tmp_path):
         for _ in range(3):
             nvmeio.safetensors.install()
             first = safetensors.safe_open
@@ -210,7 +210,7 @@ class TestInstalled:
             raise ZeroDivisionError
         assert_theirs()
 
-    def test_a_module_that_was_loaded_anew_gets_it_by_another_install(self):
+    def test_a_reloaded_module_gets_nvmeio_by_another_install(self):
         with nvmeio.safetensors.install():
             importlib.reload(safetensors.numpy)
             assert not is_ours(safetensors.numpy.load_file)
@@ -222,8 +222,8 @@ class TestInstalled:
         for (module, name), theirs in THEIRS.items():
             setattr(sys.modules[module], name, theirs)
 
-    def test_threads_may_install_and_save_and_load_at_once(self, tmp_path, program):
-        """Each call is wholly nvmeio's or safetensors' own, and right in both cases."""
+    def test_threads_may_install_save_and_load_at_once(self, tmp_path, program):
+        """Each call is entirely nvmeio's or safetensors' own, and right in both cases."""
         stop, failed = threading.Event(), []
 
         def save_and_load(number):
@@ -267,7 +267,7 @@ class TestOpened:
             assert not isinstance("a", safetensors.safe_open)
             assert type(ours).__name__ == "safe_open"
 
-    def test_a_file_that_is_open_goes_on_after_uninstall(self, path):
+    def test_an_open_file_works_after_uninstall(self, path):
         with nvmeio.safetensors.install():
             opened = safetensors.safe_open(path, "np")
             part = opened.get_slice("a")
@@ -275,7 +275,7 @@ class TestOpened:
         same({"b": opened.get_tensor("b")}, {"b": ARRAYS["b"]})
 
     def test_files_may_be_used_without_with(self, path, installed):
-        """transformers does so, and calls __exit__; others leave it to the collector."""
+        """transformers does so and calls __exit__; others leave that to the collector."""
         opened = safetensors.safe_open(path, "np")
         keys = opened.keys()
         opened.__exit__(None, None, None)
@@ -315,7 +315,7 @@ class TestOpened:
             assert isinstance(opened, nvmeio.safetensors.safe_open)
 
     @pytest.mark.parametrize("framework", ["nonsense", None, 1])
-    def test_a_framework_that_is_none_is_refused_as_before(self, path, framework):
+    def test_an_unknown_framework_is_refused_as_before(self, path, framework):
         found = []
         for install in (False, True):
             if install:
@@ -332,8 +332,8 @@ class TestErrors:
         (tmp_path / "bad").write_bytes(bytes(100))
         return tmp_path / "bad"
 
-    def test_the_class_of_either_package_catches_them(self, bad):
-        """Also one that was imported before, into a tuple where nobody can replace it."""
+    def test_either_packages_class_catches_errors(self, bad):
+        """Also a class imported before into a tuple, where install() cannot replace it."""
         classes = (KeyError, safetensors.SafetensorError)
         with nvmeio.safetensors.install():
             for caught in (
@@ -346,18 +346,18 @@ class TestErrors:
                 with pytest.raises(caught):
                     nvmeio.safetensors.numpy.load_file(bad)
 
-    def test_safetensors_own_are_caught_as_well(self, installed):
+    def test_safetensors_own_errors_are_caught_too(self, installed):
         with pytest.raises(safetensors.SafetensorError):
             safetensors.deserialize(bytes(100))
 
-    def test_they_are_nvmeios_alone_where_it_is_not_installed(self, bad):
+    def test_without_install_errors_are_only_nvmeios(self, bad):
         with nvmeio.safetensors.install():
             pass
         with pytest.raises(nvmeio.safetensors.SafetensorError) as caught:
             nvmeio.safetensors.safe_open(bad, "np")
         assert not isinstance(caught.value, safetensors.SafetensorError)
 
-    def test_they_can_be_pickled(self, bad):
+    def test_errors_can_be_pickled(self, bad):
         with nvmeio.safetensors.install():
             with pytest.raises(safetensors.SafetensorError) as caught:
                 safetensors.safe_open(bad, "np")
@@ -368,13 +368,13 @@ class TestErrors:
         assert type(alone) is nvmeio.safetensors.SafetensorError
         assert alone.args == again.args == caught.value.args
 
-    def test_a_file_that_is_missing_is_still_a_filenotfounderror(self, tmp_path, installed):
+    def test_a_missing_file_is_still_a_filenotfounderror(self, tmp_path, installed):
         with pytest.raises(FileNotFoundError, match="missing"):
             safetensors.safe_open(tmp_path / "missing", "np")
 
 
 class TestLinks:
-    """What links in a Hub's cache lead to must not change."""
+    """The targets of links in a Hub's cache must not change."""
 
     @pytest.fixture
     def blob(self, tmp_path):
@@ -386,28 +386,28 @@ class TestLinks:
         (tmp_path / "snapshot" / "model").symlink_to("../blobs/1234")
         return path
 
-    def test_installed_it_replaces_them(self, tmp_path, blob, installed):
+    def test_after_install_links_are_replaced(self, tmp_path, blob, installed):
         link = tmp_path / "snapshot" / "model"
         safetensors.numpy.save_file(ARRAYS, link)
         assert not link.is_symlink()
         assert blob.read_bytes() == b"of the Hub"
         same(safetensors.numpy.load_file(link))
-        # A file of its own, with the mode of any new one.
+        # A separate file, with the mode of any new one.
         (tmp_path / "new").touch()
         assert link.stat().st_mode == (tmp_path / "new").stat().st_mode
         assert os.listdir(link.parent) == ["model"]
 
-    def test_called_by_its_own_name_it_follows_them(self, tmp_path, blob):
+    def test_nvmeios_own_functions_follow_links(self, tmp_path, blob):
         blob.chmod(0o644)
         link = tmp_path / "snapshot" / "model"
         nvmeio.safetensors.numpy.save_file(ARRAYS, link)
         assert link.is_symlink()
         same(nvmeio.safetensors.numpy.load_file(blob))
 
-    def test_installed_it_follows_them_under_its_own_name_too(self, blob, installed):
-        self.test_called_by_its_own_name_it_follows_them(blob.parent.parent, blob)
+    def test_nvmeios_own_functions_follow_links_after_install_too(self, blob, installed):
+        self.test_nvmeios_own_functions_follow_links(blob.parent.parent, blob)
 
-    def test_links_to_nothing_and_links_in_linked_folders(self, tmp_path, installed):
+    def test_dangling_links_in_linked_folders_are_replaced(self, tmp_path, installed):
         (tmp_path / "folder").mkdir()
         (tmp_path / "way").symlink_to("folder")
         (tmp_path / "folder" / "link").symlink_to("/nowhere/at/all")
@@ -415,7 +415,7 @@ class TestLinks:
         same(safetensors.numpy.load_file(tmp_path / "folder" / "link"))
         assert (tmp_path / "way").is_symlink()
 
-    def test_serialize_file_replaces_them_too(self, tmp_path, blob, installed):
+    def test_serialize_file_replaces_links_too(self, tmp_path, blob, installed):
         safetensors.serialize_file({}, tmp_path / "snapshot" / "model")
         assert blob.read_bytes() == b"of the Hub"
 
@@ -471,8 +471,8 @@ class TestTorch:
             assert isinstance(file, nvmeio.safetensors.safe_open)
             assert file.get_slice("n")[...].tolist() == [*range(7)]
 
-    def test_torch_load_reads_by_it(self, torch, tensors, tmp_path, installed):
-        """torch 2.13 hands model files to safetensors."""
+    def test_torch_load_reads_with_nvmeio(self, torch, tensors, tmp_path, installed):
+        """torch 2.13 passes model files to safetensors."""
         path = tmp_path / "file.safetensors"
         safetensors.torch.save_file(tensors, path)
         before = moved()
@@ -484,7 +484,7 @@ class TestTorch:
         assert torch.equal(found["w"], tensors["w"])
 
 
-# What takes seconds to import is not needed in every process.
+# torch takes seconds to import, and most processes do not need it.
 NO_TORCH = "import sys; sys.modules['torch'] = None\n"
 PROBE = """
 import sys
@@ -495,9 +495,9 @@ def ours(function):
 
 
 class TestRefused:
-    """What cannot be replaced as a whole is not replaced at all."""
+    """install() replaces all names or none."""
 
-    def test_a_name_that_is_missing(self, monkeypatch):
+    def test_a_missing_name_is_refused(self, monkeypatch):
         before = dict(vars(safetensors))
         monkeypatch.delattr(safetensors.numpy, "save_file")
         with pytest.raises(RuntimeError, match=r"no safetensors\.numpy\.save_file"):
@@ -505,13 +505,13 @@ class TestRefused:
         assert vars(safetensors) == before
 
     @pytest.mark.parametrize("version", ["0.9.0rc1", "1.0", "0.7.2", "0.80.1"])
-    def test_another_version(self, monkeypatch, version):
+    def test_another_version_is_refused(self, monkeypatch, version):
         monkeypatch.setattr(safetensors, "__version__", version)
         words = f"safetensors {version}: it must be 0.8. Nothing was changed"
         with pytest.raises(RuntimeError, match=words):
             nvmeio.safetensors.install()
 
-    def test_no_safetensors_at_all(self):
+    def test_a_missing_safetensors_is_an_error(self):
         code = """
 import sys
 sys.modules["safetensors"] = None
@@ -533,7 +533,7 @@ nvmeio.safetensors.uninstall()
             ("__version__ = '0.8.9'", "no safetensors.safe_open"),
         ],
     )
-    def test_another_package_of_that_name(self, tmp_path, env, text, words):
+    def test_another_package_of_that_name_is_refused(self, tmp_path, env, text, words):
         (tmp_path / "safetensors").mkdir()
         (tmp_path / "safetensors" / "__init__.py").write_text(text)
         (tmp_path / "safetensors" / "numpy.py").write_text("")
@@ -550,8 +550,8 @@ except RuntimeError as error:
 """
         assert words in run_well(code, env)
 
-    def test_a_submodule_without_a_name_ends_it_for_all(self, tmp_path):
-        """Then the variable changes nothing, and the import fails."""
+    def test_a_submodule_without_a_name_undoes_the_whole_install(self, tmp_path):
+        """Then no name is replaced, and the import fails."""
         code = (
             PROBE
             + """
@@ -580,7 +580,7 @@ assert not ours(safetensors.safe_open)
 
 class TestEnvironment:
     @pytest.mark.parametrize("value", [None, "", "0"])
-    def test_where_it_is_off_nothing_of_nvmeio_is_imported(self, value):
+    def test_nothing_of_nvmeio_is_imported_if_the_variable_is_off(self, value):
         code = """
 import sys, safetensors.numpy
 print(*sorted(name for name in sys.modules if name.partition(".")[0] == "nvmeio"))
@@ -590,7 +590,7 @@ print(*sorted(name for name in sys.modules if name.startswith("_nvmeio")))
         found = run_well(code, {} if value is None else {"NVMEIO_SAFETENSORS": value})
         assert found.split("\n")[:2] == ["", hook]
 
-    def test_where_python_starts_only_the_hook_is_imported(self):
+    def test_only_the_hook_is_imported_when_python_starts(self):
         code = "import sys; print(*(name for name in sys.modules if 'nvmeio' in name))"
         assert run_well(code, ON).strip() == "_nvmeio_follow"
 
@@ -604,7 +604,7 @@ print(*sorted(name for name in sys.modules if name.startswith("_nvmeio")))
             "import nvmeio.safetensors; nvmeio.safetensors.install()",
         ],
     )
-    def test_whatever_is_imported_first_nvmeio_is_installed(self, first):
+    def test_nvmeio_is_installed_in_any_order_of_imports(self, first):
         code = (
             NO_TORCH
             + first
@@ -654,7 +654,7 @@ assert ours(safetensors.numpy.load_file) and ours(safetensors.safe_open)
         )
         run_well(code, ON)
 
-    def test_another_word_is_refused_where_safetensors_is_imported(self):
+    def test_an_unknown_value_is_refused_when_safetensors_is_imported(self):
         env = {"NVMEIO_SAFETENSORS": "maybe"}
         run_well("import json", env)
         done = run("import safetensors", env)
@@ -662,7 +662,7 @@ assert ours(safetensors.numpy.load_file) and ours(safetensors.safe_open)
         words = "ValueError: NVMEIO_SAFETENSORS is 'maybe'; it must be 1 or 0"
         assert words in done.stderr
 
-    def test_a_program_may_switch_it_off_before_it_imports_safetensors(self):
+    def test_a_program_may_clear_the_variable_before_it_imports_safetensors(self):
         code = """
 import os, sys
 del os.environ["NVMEIO_SAFETENSORS"]
@@ -671,11 +671,11 @@ assert "nvmeio" not in sys.modules
 """
         run_well(code, ON)
 
-    def test_deepspeeds_variable_alone_does_nothing_to_safetensors(self):
+    def test_deepspeeds_variable_does_not_affect_safetensors(self):
         code = "import sys, safetensors.numpy; assert 'nvmeio' not in sys.modules"
         run_well(code, {"NVMEIO_DEEPSPEED": "1"})
 
-    def test_an_nvmeio_that_is_broken_is_named(self):
+    def test_a_broken_nvmeio_is_reported(self):
         code = """
 import sys
 sys.modules["nvmeio._native.copy"] = None
@@ -685,8 +685,8 @@ import safetensors
         words = "RuntimeError: NVMEIO_SAFETENSORS is set, and nvmeio cannot be imported"
         assert words in done.stderr
 
-    def test_bytes_are_counted(self, tmp_path):
-        """From start to end by the variable alone."""
+    def test_with_the_variable_nvmeio_moves_the_bytes(self, tmp_path):
+        """Only the variable is set."""
         code = """
 import numpy, safetensors.numpy, sys
 safetensors.numpy.save_file({"a": numpy.arange(9000)}, "file")
@@ -696,8 +696,8 @@ print(sum(v for k, v in nvmeio.default_handle().stats().items() if k.startswith(
 """
         assert int(run_well(code, ON, cwd=tmp_path)) >= 65536
 
-    def test_a_thread_that_imports_nvmeio_meanwhile_is_waited_for(self):
-        """It holds the package and needs a part, which the hook must not hold."""
+    def test_the_hook_waits_for_a_thread_that_imports_nvmeio(self):
+        """That thread holds the package's import lock; the hook must not deadlock."""
         code = (
             NO_TORCH
             + PROBE

@@ -1,4 +1,4 @@
-"""The memory of loaded tensors: of exactly their bytes, given back, never too much."""
+"""The memory of loaded tensors: exact sizes, released in parts, never too much."""
 
 import gc
 import io
@@ -37,7 +37,7 @@ def model(tmp_path):
 
 
 def load_by(way, path):
-    """Load a file whole, tensor by tensor, by slices, or in one call for many."""
+    """Load a file as a whole, tensor by tensor, by slices, or many in one call."""
     if way == "load_file":
         return nvmeio.safetensors.torch.load_file(path)
     with safe_open(path, "pt") as file:
@@ -71,7 +71,7 @@ def test_a_storage_is_exactly_the_bytes_of_its_tensor(model, way):
     assert written.tell() < 4000
 
 
-def test_huggingface_hub_cuts_shards_by_these_storages(model):
+def test_huggingface_hub_splits_shards_by_these_storages(model):
     path, tensors = model
     split = huggingface_hub.split_torch_state_dict_into_shards
     found = nvmeio.safetensors.torch.load_file(path)
@@ -92,16 +92,16 @@ def test_nothing_is_bounced(model, default_engine, way):
     drop(path)
     moved = Moved()
     load_by(way, path)
-    # What is read alone and has no huge page may lie in pages that are apart in memory.
+    # A tensor that is read alone without a huge page may have scattered pages.
     small = sum(size + 2 * PAGE for size in SIZES if size < 2 * MIB)
     assert moved.bounced <= (small if way in ("get_tensor", "get_slice") else 0)
-    # The pages at the ends of each read come by the page cache.
+    # The pages at the ends of each read come from the page cache.
     assert moved.direct + moved.bounced >= sum(SIZES) - 2 * len(SIZES) * PAGE
     assert moved.direct > 4 * MIB
 
 
 def test_long_reads_are_cut_at_pages(tmp_path, monkeypatch):
-    """Else every part would have two ends that come by the page cache."""
+    """Otherwise both ends of every part would come from the page cache."""
     need_direct(tmp_path)
     monkeypatch.setattr(_reading, "CHUNK_BYTES", MIB)
     path, tensors = tmp_path / "model", {"a": filled("uint8", (8 * MIB,))}
@@ -114,7 +114,7 @@ def test_long_reads_are_cut_at_pages(tmp_path, monkeypatch):
 
 
 def pages_of(tensors):
-    """Return which page each byte of tensors lies in."""
+    """Return the pages in which the bytes of tensors are."""
     return {
         name: (tensor.data_ptr() // PAGE, (tensor.data_ptr() + tensor.nbytes - 1) // PAGE)
         for name, tensor in tensors.items()
@@ -123,7 +123,7 @@ def pages_of(tensors):
 
 @pytest.mark.parametrize("direct", [True, False])
 @pytest.mark.parametrize("way", ["load_file", "get_tensors", "get_many"])
-def test_pages_go_as_tensors_die_one_by_one(model, way, direct):
+def test_pages_are_released_as_tensors_die_one_by_one(model, way, direct):
     path, tensors = model
     if direct:
         need_direct(path.parent)
@@ -146,7 +146,7 @@ def test_pages_go_as_tensors_die_one_by_one(model, way, direct):
         assert not np.any(there[mine] & ~used[mine])
 
 
-def test_pages_of_what_was_read_ahead_go_with_its_tensor(tmp_path):
+def test_pages_read_ahead_are_released_with_their_tensor(tmp_path):
     tensors = {f"{n:02}": filled("uint8", (MIB,), n) for n in range(20)}
     safetensors.torch.save_file(tensors, tmp_path / "model")
     with safe_open(tmp_path / "model", "pt") as file:
@@ -156,7 +156,7 @@ def test_pages_of_what_was_read_ahead_go_with_its_tensor(tmp_path):
             if batch is not None and name == batch.names[0] != batch.names[-1]:
                 break
         assert batch.names[-1] in file._ahead
-        # Those at the ends have neighbours.
+        # Pages at the ends are shared with neighbours.
         inner, pages = (found.data_ptr() // PAGE + 1) * PAGE, MIB // PAGE - 2
         assert resident(inner, pages).all()
         del found
@@ -164,7 +164,7 @@ def test_pages_of_what_was_read_ahead_go_with_its_tensor(tmp_path):
         assert not resident(inner, pages).any()
 
 
-def test_memory_goes_with_the_last_tensor(model):
+def test_memory_is_released_with_the_last_tensor(model):
     path, _ = model
     found = nvmeio.safetensors.torch.load_file(path)
     kept = found["05"]
@@ -180,7 +180,7 @@ def test_memory_goes_with_the_last_tensor(model):
 
 
 def by_hand(path, entries):
-    """Write a file of tensors in this order, which a writer that sorts would not choose."""
+    """Write a file of tensors in this order, which a sorting writer would not choose."""
     header, data = {}, b""
     for name, dtype, shape, content in entries:
         offsets = [len(data), len(data) + len(content)]
@@ -192,7 +192,7 @@ def by_hand(path, entries):
 
 @pytest.mark.parametrize("way", ["whole", "part", "many", "alone"])
 @pytest.mark.parametrize("odd", [1, 2, 3, 4, 7, 8])
-def test_what_begins_at_an_odd_place_is_aligned(tmp_path, odd, way):
+def test_tensors_at_odd_offsets_are_aligned_in_memory(tmp_path, odd, way):
     values = filled("float64", (700,)), filled("complex64", (3,)), filled("float16", (9,))
     numbers = {f"{n}": each for n, each in enumerate(values)}
     names = dict(zip(numbers, ("F64", "C64", "F16"), strict=True))
@@ -222,10 +222,10 @@ def test_what_begins_at_an_odd_place_is_aligned(tmp_path, odd, way):
 
 
 class TestTooLittle:
-    """Memory that is not there is refused before anything is read."""
+    """A lack of memory is an error before anything is read."""
 
     @pytest.mark.parametrize("way", WAYS)
-    def test_it_is_told_with_needed_and_free(self, model, monkeypatch, way):
+    def test_the_error_has_needed_and_free_memory(self, model, monkeypatch, way):
         path, _ = model
         monkeypatch.setattr(_reading, "CHECKED_BYTES", 1)
         least = 1000 if way in ("get_tensor", "get_slice") else MIB
@@ -236,7 +236,7 @@ class TestTooLittle:
         if way not in ("get_tensor", "get_slice"):
             assert moved.direct == moved.buffered == 0
 
-    def test_a_limit_of_addresses(self, tmp_path):
+    def test_a_limit_of_address_space_is_respected(self, tmp_path):
         skip_sanitized("keep memory of their own")
         path = tmp_path / "model"
         safetensors.numpy.save_file({"a": np.ones(256 * MIB, np.uint8)}, path)
@@ -247,7 +247,7 @@ class TestTooLittle:
         assert said.endswith(" are free")
         assert stats["requests"] == 0
 
-    def test_a_control_group(self, tmp_path, control_group):
+    def test_the_limit_of_a_control_group_is_respected(self, tmp_path, control_group):
         path = tmp_path / "model"
         safetensors.numpy.save_file({"a": np.ones(400 * MIB, np.uint8)}, path)
         drop(path)
@@ -259,7 +259,7 @@ class TestTooLittle:
         assert said.startswith(f"MemoryError: loading {path} needs 400 MiB of memory, and ")
         assert stats["requests"] == 0
 
-    def test_the_groups_of_containers_are_seen(self, monkeypatch):
+    def test_the_control_groups_of_containers_are_found(self, monkeypatch):
         files = {
             "/proc/self/cgroup": "0::/",
             "/sys/fs/cgroup/memory.max": "1000000",
@@ -284,7 +284,7 @@ class TestTooLittle:
             files[f"{folder}/memory.stat"] = "total_active_file 1\ntotal_inactive_file 2"
         assert available._left_in_groups() == [1003, 2003, 3003]
 
-    def test_a_read_ahead_that_finds_none_is_left_out(self, tmp_path, monkeypatch):
+    def test_read_ahead_is_skipped_without_memory(self, tmp_path, monkeypatch):
         tensors = {f"{n:02}": filled("uint8", (MIB,), n) for n in range(80)}
         safetensors.torch.save_file(tensors, tmp_path / "model")
         monkeypatch.setattr(available, "available_bytes", lambda: 2 * MIB)

@@ -1,4 +1,4 @@
-"""safe_open: tensors one by one, those that follow read ahead, and parts of many."""
+"""safe_open: single tensors, read-ahead, and parts of many tensors."""
 
 import errno
 import os
@@ -32,19 +32,19 @@ from workloads.common import Faults
 
 S = np.s_
 COUNT = 60
-# Beside its tensors a read may take the pages at its ends.
+# A read may also take the pages at the ends of its tensors.
 EDGES = 64 * PAGE
 
 
 def bytes_read():
-    """Return what this process had drives read."""
+    """Return how many bytes this process has read from drives."""
     text = open("/proc/self/io").read()  # noqa: SIM115
     return int(text.split("read_bytes:")[1].split()[0])
 
 
 @pytest.fixture(scope="module")
 def arrays():
-    """Arrays of 1 MiB, one of which is not quite."""
+    """Arrays of 1 MiB, one of them a little different."""
     numbers = np.random.default_rng(3)
     return {
         f"{n:03}": numbers.integers(0, 256, (64, (MIB // 64) + n % 2), np.uint8)
@@ -54,7 +54,7 @@ def arrays():
 
 @pytest.fixture
 def path(tmp_path, arrays):
-    """Their file, on a disk with O_DIRECT, and cold."""
+    """The file of the arrays, cold, on a disk with O_DIRECT."""
     need_direct(tmp_path)
     safetensors.numpy.save_file(arrays, tmp_path / "model")
     drop(tmp_path / "model")
@@ -62,14 +62,14 @@ def path(tmp_path, arrays):
 
 
 def direct_bytes(moved):
-    """Return what was read past the page cache, when all is done that was begun."""
+    """Return how many bytes were read with O_DIRECT, after all requests have ended."""
     nvmeio.default_handle().drain()
-    # What is read alone and is less than 2 MiB lies in small pages, and may be bounced.
+    # A tensor below 2 MiB that is read alone has small pages, and may be bounced.
     return moved.direct + moved.bounced
 
 
 class TestLikeTheirs:
-    """What it returns and raises, beside safetensors.safe_open."""
+    """Results and errors, compared with safetensors.safe_open."""
 
     @pytest.fixture
     def mixed(self, tmp_path):
@@ -84,7 +84,7 @@ class TestLikeTheirs:
         return tmp_path / "mixed"
 
     @pytest.mark.parametrize("kind", ["pt", "torch", "pytorch", "np", "numpy"])
-    def test_what_it_knows_of_the_file(self, mixed, kind):
+    def test_keys_metadata_and_shapes_equal_theirs(self, mixed, kind):
         with safetensors.safe_open(mixed, kind) as theirs, safe_open(mixed, kind) as ours:
             assert ours.keys() == theirs.keys()
             assert ours.offset_keys() == theirs.offset_keys()
@@ -114,7 +114,7 @@ class TestLikeTheirs:
         ],
         ids=str,
     )
-    def test_slices(self, mixed, kind, backend, index):
+    def test_slices_equal_theirs(self, mixed, kind, backend, index):
         with (
             safetensors.safe_open(mixed, kind, backend=backend) as theirs,
             safe_open(mixed, kind, backend=backend) as ours,
@@ -130,11 +130,11 @@ class TestLikeTheirs:
                     assert bits_of(found) == bits_of(expected)
 
     @pytest.mark.parametrize("kind", ["pt", "np"])
-    def test_closed(self, mixed, kind):
+    def test_a_closed_file_refuses_as_theirs(self, mixed, kind):
         with safetensors.safe_open(mixed, kind) as theirs, safe_open(mixed, kind) as ours:
             slices = theirs.get_slice("e"), ours.get_slice("e")
         for part in (S[1:2], ..., S[:, 1]):
-            # They can be read on.
+            # Slices can still be read.
             assert bits_of(slices[1][part]) == bits_of(slices[0][part])
         for call in (
             lambda f: f.keys(),
@@ -149,7 +149,7 @@ class TestLikeTheirs:
         with pytest.raises(SafetensorError, match="File is closed"):
             ours.get_many({"a": None})
 
-    def test_the_descriptor_goes_with_the_last_slice(self, mixed):
+    def test_the_descriptor_is_closed_with_the_last_slice(self, mixed):
         def opened():
             names = os.listdir("/proc/self/fd")
             links = [outcome(os.readlink, f"/proc/self/fd/{name}") for name in names]
@@ -165,7 +165,7 @@ class TestLikeTheirs:
         del file
         assert opened() == 0
 
-    def test_an_open_file_of_pythons(self, mixed):
+    def test_an_open_python_file_is_accepted(self, mixed):
         from nvmeio.safetensors import _safe_open_handle
 
         with open(mixed, "rb") as stream, _safe_open_handle(stream, "np") as file:
@@ -179,24 +179,24 @@ class TestLikeTheirs:
 
 
 class TestReadAhead:
-    """When others follow, and how many."""
+    """When read-ahead starts, and how far it goes."""
 
-    def test_it_begins_with_the_second_tensor_in_order(self, path, default_engine):
+    def test_read_ahead_starts_with_the_second_tensor_in_order(self, path, default_engine):
         moved = Moved()
         with safe_open(path, "np", direct=True, read_ahead=16 * MIB) as file:
             names = file.offset_keys()
             file.get_tensor(names[0])
             assert direct_bytes(moved) <= MIB + EDGES
             file.get_tensor(names[1])
-            # Two tensors, which double with each that is asked for.
+            # Two tensors ahead, which double with each request.
             assert 3 * MIB - EDGES <= direct_bytes(moved) <= 4 * MIB + EDGES
             for asked in range(2, 8):
                 file.get_tensor(names[asked])
-            # At most what the budget allows, and nearly that.
+            # At most the budget, and nearly that.
             assert 16 * MIB <= direct_bytes(moved) <= (8 + 16) * MIB + EDGES
 
     @pytest.mark.parametrize("budget", [0, 1, MIB - 1, 3 * MIB, 64 * MIB])
-    def test_it_stays_within_its_budget(self, path, budget):
+    def test_read_ahead_stays_within_its_budget(self, path, budget):
         moved = Moved()
         with safe_open(path, "np", direct=True, read_ahead=budget) as file:
             for asked, name in enumerate(file.offset_keys(), 1):
@@ -216,7 +216,7 @@ class TestReadAhead:
     @pytest.mark.parametrize(
         "order", [[0, 2, 4, 6], [3, 2, 1, 0], [0, 0, 0], [5, 4, 6, 5], [0, 2, 1, 3]]
     )
-    def test_nothing_follows_what_is_not_in_order(self, path, order):
+    def test_reads_out_of_order_start_no_read_ahead(self, path, order):
         moved = Moved()
         with safe_open(path, "np", direct=True) as file:
             names = file.offset_keys()
@@ -224,8 +224,8 @@ class TestReadAhead:
                 file.get_tensor(names[place])
         assert direct_bytes(moved) <= len(order) * MIB + EDGES
 
-    def test_an_order_that_holds_for_two_costs_little(self, path):
-        """Pairs of neighbours, drawn by lot: after the first ones nothing follows them."""
+    def test_pairs_in_order_cost_little_read_ahead(self, path):
+        """Pairs of neighbours in random order: read-ahead stops after the first ones."""
         moved = Moved()
         with safe_open(path, "np", direct=True) as file:
             names = file.offset_keys()
@@ -237,7 +237,7 @@ class TestReadAhead:
         assert direct_bytes(moved) <= 1.2 * len(names) * MIB + 8 * MIB
 
     @pytest.mark.parametrize("part", [S[:10], S[1:], S[:, :5], 3, S[::2]])
-    def test_nothing_follows_a_part(self, path, part):
+    def test_reads_of_parts_start_no_read_ahead(self, path, part):
         moved = Moved()
         with safe_open(path, "np", direct=True) as file:
             names = file.offset_keys()
@@ -247,7 +247,7 @@ class TestReadAhead:
             file.get_tensor(names[10])
         assert direct_bytes(moved) <= 11 * MIB + EDGES
 
-    def test_a_part_between_begins_the_count_anew(self, path):
+    def test_a_part_in_between_resets_read_ahead(self, path):
         moved = Moved()
         with safe_open(path, "np", direct=True) as file:
             names = file.offset_keys()
@@ -258,7 +258,7 @@ class TestReadAhead:
 
     @pytest.mark.parametrize("kind", ["np", "pt"])
     @pytest.mark.parametrize("whole", [S[:], ..., S[0:64], (S[:], S[:]), (...,), ()])
-    def test_a_whole_slice_costs_what_a_tensor_does(self, path, arrays, kind, whole):
+    def test_a_whole_slice_reads_as_much_as_a_tensor(self, path, arrays, kind, whole):
         cost = []
         for take in ("get_tensor", "get_slice"):
             drop(path)
@@ -271,7 +271,7 @@ class TestReadAhead:
                 cost.append(direct_bytes(moved))
         assert cost[0] == cost[1]
 
-    def test_a_tensor_may_be_asked_for_again(self, path, arrays):
+    def test_a_tensor_may_be_read_again(self, path, arrays):
         with safe_open(path, "np", direct=True) as file:
             for name in file.offset_keys():
                 first, second = file.get_tensor(name), file.get_tensor(name)
@@ -281,7 +281,7 @@ class TestReadAhead:
 
     @pytest.mark.parametrize("kind", ["np", "pt"])
     @pytest.mark.parametrize("budget", [3 * MIB, 40 * MIB])
-    def test_eight_threads_get_what_they_ask_for(
+    def test_eight_threads_get_their_tensors(
         self, path, arrays, default_engine, kind, budget
     ):
         wrong = []
@@ -318,8 +318,8 @@ class TestReadAhead:
         assert wrong == []
         assert in_flight() == 0
 
-    def test_who_drops_a_batch_leaves_others_what_they_have_asked_for(self, path, arrays):
-        """One thread has its batch found, another asks out of order, the first takes."""
+    def test_dropping_a_batch_keeps_the_tensors_that_others_need(self, path, arrays):
+        """One thread has its batch; another reads out of order; then the first goes on."""
         with safe_open(path, "np", direct=True) as file:
             names = file.offset_keys()
             file.get_tensor(names[0])
@@ -344,7 +344,7 @@ class TestReadAhead:
                     file.get_tensor(name)
             assert in_flight() == 0
 
-    def test_closing_ends_what_other_threads_ask_for(self, path, arrays):
+    def test_closing_ends_the_reads_of_other_threads(self, path, arrays):
         for _ in range(10):
             file, said = safe_open(path, "np", direct=True), []
 
@@ -390,7 +390,7 @@ class TestReadAhead:
                     assert np.array_equal(file.get_tensor(name), arrays[name])
         assert in_flight() == 0
 
-    def test_numpy_reads_on_behind_a_dtype_that_it_lacks(self, tmp_path):
+    def test_numpy_reads_on_after_a_dtype_that_it_lacks(self, tmp_path):
         tensors = {f"{n:02}": filled("uint8", (MIB,), n) for n in range(40)}
         tensors["00"] = filled("uint8", (5,))
         tensors |= {f"x{n}": filled("bfloat16", (100,), n) for n in range(3)}
@@ -408,8 +408,8 @@ class TestReadAhead:
                             file.get_tensor(name).view("u1"), expected.view("u1")
                         )
 
-    def test_for_a_device_nothing_comes_ahead(self, path):
-        """There would be a copy to make, and what was read lies on the host."""
+    def test_devices_get_no_read_ahead(self, path):
+        """Read-ahead would be in host memory, and need a copy to the device."""
         with safe_open(path, "pt", direct=True) as file:
             file._framework.on_host = False
             for name in file.offset_keys()[:5]:
@@ -418,10 +418,10 @@ class TestReadAhead:
 
 
 class TestMany:
-    """get_many and load_sharded(slices=): parts of many tensors, by one submission."""
+    """get_many() and load_sharded(slices=): parts of many tensors in one submission."""
 
     ROWS, COLUMNS = 512, 8192
-    # With its bytes: a rank's rows, its columns, one row, every other row.
+    # Slices with their bytes: a rank's rows, its columns, one row, every other row.
     PARTS = (S[128:256], S[:, 2048:4096], S[:, 4096:], 7, S[::2], S[3:4, :], None)
 
     @pytest.fixture
@@ -436,7 +436,9 @@ class TestMany:
 
     @pytest.mark.parametrize("align", [8, 4096])
     @pytest.mark.parametrize("way", ["get_many", "out", "load_sharded"])
-    def test_they_cost_their_bytes(self, tmp_path, matrices, default_engine, align, way):
+    def test_slices_read_only_their_bytes(
+        self, tmp_path, matrices, default_engine, align, way
+    ):
         path = tmp_path / "model.safetensors"
         nvmeio.safetensors.numpy.save_file(matrices, path, align=align)
         drop(path)
@@ -464,8 +466,8 @@ class TestMany:
     @pytest.mark.parametrize("align", [8, 4096])
     @pytest.mark.parametrize("run", [1 << 10, 2 << 10, 4 << 10, 16 << 10])
     @pytest.mark.parametrize("world", [2, 8])
-    def test_columns_cost_the_sectors_they_lie_in(self, tmp_path, align, run, world):
-        """Those of 1 KiB may cost the gaps as well, for requests are what is slow then."""
+    def test_columns_read_only_their_sectors(self, tmp_path, align, run, world):
+        """Columns of 1 KiB may also read the gaps, because many reads would be slower."""
         need_direct(tmp_path)
         rows = (4 * MIB) // run
         array = np.random.default_rng(run).integers(0, 256, (rows, run * world), np.uint8)
@@ -479,7 +481,7 @@ class TestMany:
         found = load_sharded(
             tmp_path, names=["b"], slices={"b": index}, framework="np", direct=True
         )
-        # The header comes with what the kernel reads ahead of it.
+        # The header is read with the kernel's read-ahead.
         cost = bytes_read() - before - MIB // 4
         assert np.array_equal(found["b"], array[index])
         sectors = run if align == 4096 else run + 2 * 512
@@ -489,7 +491,7 @@ class TestMany:
 
     @pytest.mark.parametrize("kind", ["np", "pt"])
     @pytest.mark.parametrize("direct", [True, False])
-    def test_the_order_is_that_of_the_indices(self, path, arrays, kind, direct):
+    def test_results_have_the_order_of_the_indices(self, path, arrays, kind, direct):
         lots = random.Random(9)
         names = lots.sample(sorted(arrays), 30)
         indices = [S[3:9], S[:, 5:70], 0, S[::7, ::5], None, S[:], [], S[5:5]]
@@ -515,7 +517,7 @@ class TestMany:
             assert file.get_many({}) == {}
 
     @pytest.mark.parametrize("wrong", ["name", "index", "dtype", "shape", "missing"])
-    def test_what_is_wrong_is_refused_before_a_read(self, path, wrong):
+    def test_invalid_arguments_are_refused_before_a_read(self, path, wrong):
         wanted = {"000": None, "001": S[2:4], "002": S[:, 3]}
         width = [(MIB // 64) + n % 2 for n in range(3)]
         out = {"000": np.zeros((64, width[0]), "u1"), "001": np.zeros((2, width[1]), "u1")}
@@ -563,7 +565,7 @@ class TestMany:
 
 
 def test_arrays_of_many_small_tensors(tmp_path, default_engine):
-    """20 000 of them, of sizes at which something ends."""
+    """20,000 tensors, of sizes near boundaries."""
     sizes = [0, 1, 7, 8, 100, 511, 512, 513, PAGE, PAGE + 1]
     data = np.random.default_rng(0).integers(0, 256, 60_000, np.uint8)
     arrays = {f"{n:05}": data[n : n + sizes[n % len(sizes)]].copy() for n in range(20_000)}

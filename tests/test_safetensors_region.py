@@ -1,4 +1,4 @@
-"""The memory of a model's tensors: where it lies, and which pages live how long."""
+"""The memory of a model's tensors: its placement, and the lifetime of its pages."""
 
 import gc
 import itertools
@@ -17,7 +17,7 @@ HUGE = 2 << 20
 
 
 def resident(address, pages):
-    """Return which pages of memory are there, by /proc/self/pagemap."""
+    """Return which pages are resident, from /proc/self/pagemap."""
     with open("/proc/self/pagemap", "rb") as file:
         file.seek(address // PAGE * 8)
         entries = np.frombuffer(file.read(pages * 8), np.uint64)
@@ -25,12 +25,12 @@ def resident(address, pages):
 
 
 def over(region, begin, end):
-    """Return an array over a part of a region, which alone holds it."""
+    """Return an array over a part of a region, with the only reference to the part."""
     return np.frombuffer(region.span(begin, end), np.uint8)
 
 
 def flags_at(address):
-    """Return the flags of the memory at an address, by /proc/self/smaps."""
+    """Return the flags of the memory at an address, from /proc/self/smaps."""
     within = False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         first, *words = line.split()
@@ -42,8 +42,8 @@ def flags_at(address):
     return []
 
 
-def test_pages_that_were_given_back_stay_so():
-    """Of what is left the kernel would make huge pages again, some minutes later."""
+def test_released_pages_stay_released():
+    """Otherwise the kernel would collapse the rest into huge pages minutes later."""
     region = Region(16 * MIB)
     region.populate(0, 16 * MIB)
     first, rest = over(region, 0, MIB), over(region, MIB, 16 * MIB)
@@ -57,9 +57,9 @@ def test_pages_that_were_given_back_stay_so():
 
 @pytest.mark.parametrize("nbytes", [1, PAGE - 1, PAGE, PAGE + 1, HUGE, 3 * HUGE + 1])
 @pytest.mark.parametrize("phase", [0, 1, 8, PAGE - 1, PAGE, HUGE - 1])
-def test_its_bytes_lie_as_asked_and_may_be_written(nbytes, phase):
+def test_a_region_is_aligned_as_requested_and_writable(nbytes, phase):
     region = Region(nbytes, phase)
-    # Less than a huge page has small ones, and lies as these do.
+    # Regions below a huge page have small pages, with their alignment.
     unit = HUGE if phase + nbytes > HUGE - PAGE else PAGE
     assert region.address % unit == phase % unit
     view = memoryview(region)
@@ -78,7 +78,7 @@ def test_its_bytes_lie_as_asked_and_may_be_written(nbytes, phase):
         *((2**46, 0, MemoryError), (2**47 - 4 * MIB, 5, MemoryError)),
     ],
 )
-def test_what_no_memory_can_be_is_refused(nbytes, phase, error):
+def test_impossible_regions_are_refused(nbytes, phase, error):
     with pytest.raises(error):
         Region(nbytes, phase)
 
@@ -88,39 +88,39 @@ def test_what_no_memory_can_be_is_refused(nbytes, phase, error):
     [(0, 0), (5, 5), (6, 5), (-1, 5), (0, 101), (100, 101), (2**62, 2**63)],
 )
 @pytest.mark.parametrize("method", ["span", "populate"])
-def test_what_is_no_part_of_it_is_refused(method, begin, end):
+def test_parts_outside_of_the_region_are_refused(method, begin, end):
     region = Region(100, 3)
     with pytest.raises((ValueError, OverflowError)):
         getattr(region, method)(begin, end)
 
 
-def test_nothing_is_there_before_it_is_populated_and_then_that_alone():
+def test_only_populated_pages_are_resident():
     region = Region(64 * PAGE, 100)
     first = region.address - 100
     assert not resident(first, 65).any()
     region.populate(PAGE, 2 * PAGE)
     there = resident(first, 65)
-    # It lies in two pages; a huge page is all or nothing.
+    # The part is in two pages; a huge page is resident as a whole.
     assert there[1:3].all()
     assert there.all() or there.sum() == 2
     region.populate(0, 64 * PAGE)
     assert resident(first, 65).all()
 
 
-def test_populating_keeps_what_is_there():
+def test_populating_keeps_the_contents():
     region = Region(8 * PAGE)
     memoryview(region)[:] = bytes(range(256)) * 128
     region.populate(0, 8 * PAGE)
     assert bytes(region) == bytes(range(256)) * 128
 
 
-def test_pages_of_dead_parts_alone_go_and_the_others_keep_their_bytes():
+def test_only_pages_of_dead_parts_are_released():
     region = Region(16 * PAGE, 100)
     first = region.address - 100
     region.populate(0, 16 * PAGE)
     np.frombuffer(region, np.uint8)[:] = np.arange(16 * PAGE, dtype=np.uint32) % 251
     expected = bytes(region)
-    # Page 4 is that of three parts, and the second lies within it.
+    # Three parts share page 4, and the second is entirely in it.
     cuts = [0, 4 * PAGE, 4 * PAGE + 50, 9 * PAGE - 100, 16 * PAGE]
     parts = {begin: over(region, begin, end) for begin, end in itertools.pairwise(cuts)}
     del region
@@ -134,7 +134,7 @@ def test_pages_of_dead_parts_alone_go_and_the_others_keep_their_bytes():
     del parts[4 * PAGE]
     assert alive() == list(range(17))
     del parts[4 * PAGE + 50]
-    # Pages 5 to 8 were its own; it ended where page 9 begins.
+    # Pages 5 to 8 belonged to it alone; it ended where page 9 begins.
     assert alive() == [0, 1, 2, 3, 4, *range(9, 17)]
     del parts[0]
     assert alive() == list(range(9, 17))
@@ -143,7 +143,7 @@ def test_pages_of_dead_parts_alone_go_and_the_others_keep_their_bytes():
     assert not resident(first, 17).any()
 
 
-def test_the_last_part_takes_all_of_it_along():
+def test_the_last_part_releases_the_whole_region():
     region = Region(64 * MIB)
     region.populate(0, 64 * MIB)
     address, part = region.address, over(region, 5, 10)
@@ -183,15 +183,15 @@ def test_parts_die_in_several_threads():
         ("EFAULT", "MemoryError: no memory for 1048576 bytes: Bad address"),
         ("EAGAIN:when=1..3", "ok"),
         ("EINTR:when=1..3", "ok"),
-        # Linux before 5.14: the pages come when they are touched.
+        # Linux before 5.14 populates pages when they are touched.
         ("EINVAL", "ok"),
     ],
 )
-def test_want_of_memory_is_told(fault, said):
+def test_a_lack_of_memory_is_an_error(fault, said):
     assert run_with_faults("populate", f"madvise:error={fault}").report == said
 
 
-def test_a_limit_of_addresses_counts(monkeypatch):
+def test_a_limit_of_address_space_is_respected(monkeypatch):
     from nvmeio._memory import available
 
     before = available.available_bytes()

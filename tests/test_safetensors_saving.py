@@ -1,4 +1,4 @@
-"""Saving: wholly the old file or the new one, with its mode, and nothing beside it."""
+"""Saving: the old file or the new one as a whole, its mode, and no leftovers."""
 
 import errno
 import os
@@ -28,7 +28,7 @@ NEW = {f"{n}": np.full(MIB // 8 + n, n, np.uint8) for n in range(30)}
 
 @pytest.fixture(autouse=True)
 def _small_stages(monkeypatch):
-    """Memory for what is on its way is filled several times, for files of 4 MiB too."""
+    """Use small staging memory, so that files of 4 MiB fill it several times."""
     monkeypatch.setattr(_writing, "STAGES", 4)
 
 
@@ -38,7 +38,7 @@ def save(tensors, path, **options):
 
 
 def holds(path, tensors):
-    """Whether a file has these arrays."""
+    """Return whether a file has these arrays."""
     found = safetensors.numpy.load_file(path)
     return bits_of_all(dict(sorted(found.items()))) == bits_of_all(
         dict(sorted(tensors.items()))
@@ -65,8 +65,8 @@ def test_any_size_is_written(folder, default_engine, nbytes, sync, align):
         assert [entry.name for entry in folder.iterdir()] == ["model"]
 
 
-def test_memory_is_not_filled_anew_before_it_is_written(old, monkeypatch):
-    """Writes here read their memory as late as they may: when they are awaited."""
+def test_staging_memory_is_not_refilled_before_it_is_written(old, monkeypatch):
+    """These writes read their memory as late as possible: when they are waited for."""
 
     class Late:
         def __init__(self, view, file, offset):
@@ -90,12 +90,12 @@ def test_memory_is_not_filled_anew_before_it_is_written(old, monkeypatch):
 
 
 class TestFull:
-    """A disk without room."""
+    """A full disk."""
 
     WORDS = r"No space left on device: {} \({} bytes\) are needed, and {} are free"
 
     @pytest.mark.parametrize("sharded", [False, True])
-    def test_it_is_told_with_needed_and_free(self, loop_mount, default_engine, sharded):
+    def test_the_error_has_needed_and_free_space(self, loop_mount, default_engine, sharded):
         folder = loop_mount("ext4", 64 * MIB)
         path = folder / "model.safetensors"
         save(OLD, path)
@@ -115,7 +115,9 @@ class TestFull:
         assert nvmeio.default_handle().pending == 0
         save({"a": large["a"][: 20 * MIB]}, path)
 
-    def test_where_nothing_can_be_reserved_it_is_told_too(self, faulty, default_engine):
+    def test_without_preallocation_a_full_disk_is_an_error_too(
+        self, faulty, default_engine
+    ):
         path = faulty / "model"
         save(OLD, path)
         Faults(path).set(write={"full_at": 2 * MIB})
@@ -132,10 +134,10 @@ class TestFull:
 
 
 class TestMode:
-    """Whose rights a file has."""
+    """The mode of a saved file."""
 
     @pytest.mark.parametrize("mode", [0o600, 0o640, 0o666, 0o755, 0o400, 0o2664])
-    def test_the_old_files_is_kept(self, old, mode):
+    def test_the_mode_of_the_old_file_is_kept(self, old, mode):
         old.chmod(mode)
         save(NEW, old)
         assert old.stat().st_mode & 0o7777 == mode
@@ -143,7 +145,7 @@ class TestMode:
 
     @pytest.mark.parametrize("mask", [0, 0o022, 0o027, 0o077, 0o246])
     @pytest.mark.parametrize("sharded", [False, True])
-    def test_a_new_one_is_that_of_the_umask(self, tmp_path, mask, sharded):
+    def test_a_new_file_has_the_mode_of_the_umask(self, tmp_path, mask, sharded):
         path = tmp_path / "model.safetensors"
         before = os.umask(mask)
         try:
@@ -162,7 +164,7 @@ class TestMode:
 
 
 class TestNames:
-    """What its name is already."""
+    """Targets that already exist."""
 
     @pytest.mark.parametrize("absolute", [True, False])
     def test_a_link_is_followed(self, old, tmp_path, absolute):
@@ -185,7 +187,7 @@ class TestNames:
 
     @pytest.mark.parametrize("name", ["save_file", "save_model", "serialize_file"])
     def test_under_install_a_link_is_replaced(self, old, tmp_path, name):
-        """Links of the Hub's cache lead to blobs, which must not change."""
+        """Links in the Hub's cache lead to blobs, which must not change."""
         link = tmp_path / "link"
         link.symlink_to(old)
         with install():
@@ -204,7 +206,7 @@ class TestNames:
         save(NEW, link)
         assert _writing._replaces_links.get() is False
 
-    def test_another_name_of_a_file_keeps_the_old_one(self, old):
+    def test_a_hard_link_keeps_the_old_file(self, old):
         os.link(old, old.with_name("other"))
         save(NEW, old)
         assert holds(old, NEW)
@@ -218,14 +220,14 @@ class TestNames:
         assert holds(old, OLD)
 
     @pytest.mark.parametrize("kind", ["pipe", "socket", "device"])
-    def test_what_is_no_file_is_refused(self, tmp_path, kind):
+    def test_only_regular_files_can_be_replaced(self, tmp_path, kind):
         path = tmp_path / "there"
         if kind == "pipe":
             os.mkfifo(path)
         elif kind == "socket":
             socket.socket(socket.AF_UNIX).bind(str(path))
         elif os.geteuid() == 0:
-            # A device of its own: root could replace that of the machine.
+            # A new device node, because root could replace the machine's own.
             os.mknod(path, stat.S_IFCHR | 0o666, os.makedev(1, 3))
         else:
             path = Path("/dev/null")
@@ -236,14 +238,14 @@ class TestNames:
         assert os.listdir(tmp_path) == ([path.name] if path.parent == tmp_path else [])
 
     @pytest.mark.parametrize("path", ["missing/model", "", "folder/model/under"])
-    def test_a_path_that_leads_nowhere_is_named(self, old, monkeypatch, path):
+    def test_a_path_in_a_missing_folder_is_named(self, old, monkeypatch, path):
         monkeypatch.chdir(old.parent.parent)
         with pytest.raises(OSError, match=r"\[Errno (2|20|21)\]") as caught:
             save(NEW, path)
         assert str(caught.value.filename) == path
         assert holds(old, OLD)
 
-    def test_a_relative_path(self, old, monkeypatch):
+    def test_a_relative_path_is_saved(self, old, monkeypatch):
         monkeypatch.chdir(old.parent)
         save(NEW, "model")
         save(OLD, "other")
@@ -252,7 +254,7 @@ class TestNames:
 
 
 class TestInterrupted:
-    """A save that does not come to its end."""
+    """Saves that do not finish."""
 
     @pytest.mark.parametrize("error", [KeyError, KeyboardInterrupt, MemoryError])
     @pytest.mark.parametrize("at", [1, 2, 4])
@@ -285,7 +287,7 @@ class TestInterrupted:
         assert nvmeio.default_handle().pending == 0
 
     @pytest.mark.parametrize("engine", ENGINES)
-    def test_who_is_killed_leaves_the_old_file_and_nothing_else(self, old, engine):
+    def test_a_killed_process_leaves_only_the_old_file(self, old, engine):
         child = Child("save_and_stand_still", path=str(old), env={"NVMEIO_ENGINE": engine})
         child.ready()
         os.kill(child.process.pid, signal.SIGKILL)
@@ -300,9 +302,9 @@ SYNCS = ("fsync", "fdatasync", "sync_file_range", "syncfs", "sync")
 @pytest.mark.parametrize("engine", ["threads", "sync"])
 @pytest.mark.parametrize("sharded", [False, True])
 def test_file_and_folder_are_synced_or_nothing_is(tmp_path, engine, sharded):
-    """The file before it has its name, the folder afterwards.
+    """The file is synced before it gets its name, the folder afterwards.
 
-    The other engines sync by their rings, where strace does not see it.
+    Other engines sync by their rings, which strace does not see.
     """
     need_strace()
     child = Child(
@@ -324,7 +326,7 @@ def test_file_and_folder_are_synced_or_nothing_is(tmp_path, engine, sharded):
     ("engine", "error"),
     zip(ENGINES, ["ENOSPC", "EDQUOT", "EIO", "ENOSPC"], strict=True),
 )
-def test_what_cannot_be_reserved_is_told(old, engine, error):
+def test_a_failed_preallocation_is_an_error(old, engine, error):
     env = {"NVMEIO_ENGINE": engine}
     fault = f"fallocate:error={error}"
     said, pending = run_with_faults("save_with", fault, path=str(old), env=env).report
@@ -336,7 +338,7 @@ def test_what_cannot_be_reserved_is_told(old, engine, error):
 
 
 @pytest.mark.parametrize("error", ["EOPNOTSUPP", "ENOSYS", "EINTR:when=1..3"])
-def test_a_file_system_that_reserves_nothing_will_do(old, error):
+def test_a_file_system_without_preallocation_works(old, error):
     fault = f"fallocate:error={error}"
     assert run_with_faults("save_with", fault, path=str(old)).report == ["ok", 0]
     assert holds(old, {"a": np.full(MIB, 7, np.uint8)})

@@ -1,4 +1,4 @@
-"""Models in several files: their names and index are those of huggingface_hub."""
+"""Models in several files, with the names and the index of huggingface_hub."""
 
 import errno
 import json
@@ -25,7 +25,7 @@ INDEX = "model.safetensors.index.json"
 
 
 def tensors_of(sizes):
-    """Return tensors of so many KB (10^3)."""
+    """Return tensors of the given sizes in KB (10^3)."""
     return {f"t{n:02}": filled("uint8", (size * 1000,), n) for n, size in enumerate(sizes)}
 
 
@@ -47,7 +47,7 @@ SIZES = {
 
 
 class TestLikeTheHubs:
-    """huggingface_hub's names, files and index, as far as they go."""
+    """Names, files and index equal huggingface_hub's, with listed exceptions."""
 
     @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
     @pytest.mark.parametrize("limit", ["10KB", 10_000])
@@ -55,7 +55,7 @@ class TestLikeTheHubs:
         tensors = tensors_of(sizes)
         split = huggingface_hub.split_torch_state_dict_into_shards
         found = save_sharded(tensors, tmp_path / "ours", limit)
-        # The Hub sorts nothing, and takes views of empty storages for one.
+        # The Hub does not sort, and treats views of empty storages as shared.
         full = {name: tensor for name, tensor in tensors.items() if tensor.numel()}
         expected = split(tensors, max_shard_size=limit)
         names = list(expected.filename_to_tensors)
@@ -105,7 +105,7 @@ class TestLikeTheHubs:
         *(("0.5MB", 500_000), (" 2GB ", 2 * 10**9), ("1TiB", 2**40), (np.int64(7), 7)),
     ],
 )
-def test_sizes(size, nbytes):
+def test_shard_sizes_are_parsed(size, nbytes):
     from nvmeio.safetensors._sharded import _size
 
     assert _size(size) == nbytes
@@ -114,20 +114,20 @@ def test_sizes(size, nbytes):
 @pytest.mark.parametrize(
     "size", [0, -1, "", "0", "0.1", "GB", "1 XB", "-1KB", "1e3", "nan"]
 )
-def test_no_sizes(tmp_path, size):
+def test_invalid_shard_sizes_are_refused(tmp_path, size):
     with pytest.raises(ValueError, match="max_shard_size"):
         save_sharded(tensors_of([1]), tmp_path, size)
     assert os.listdir(tmp_path) == []
 
 
 @pytest.mark.parametrize("size", [None, 1.5, True, b"1KB"])
-def test_what_is_of_no_type_for_a_size(tmp_path, size):
+def test_shard_sizes_of_wrong_types_are_refused(tmp_path, size):
     with pytest.raises(TypeError, match="max_shard_size"):
         save_sharded(tensors_of([1]), tmp_path, size)
 
 
 class TestRefused:
-    """Whatever is wrong with one shard, all of the old model stays."""
+    """A fault in one shard leaves the whole old model."""
 
     OLD = {"a": 1.0, "b": 2.0, "c": 3.0}  # noqa: RUF012
 
@@ -149,7 +149,7 @@ class TestRefused:
         ],
         ids=["not contiguous", "no dtype", "no data", "no tensor"],
     )
-    def test_a_tensor_of_the_last_file(self, tmp_path, last):
+    def test_a_bad_tensor_of_the_last_file(self, tmp_path, last):
         new = self.old(tmp_path)
         names = sorted(os.listdir(tmp_path))
         with pytest.raises((ValueError, SafetensorError, NotImplementedError)):
@@ -169,7 +169,7 @@ class TestRefused:
         assert self.values(tmp_path) == self.OLD
         assert sorted(os.listdir(tmp_path)) == names
 
-    def test_more_files_than_may_be_open(self, tmp_path):
+    def test_more_files_than_descriptors_are_refused(self, tmp_path):
         new = self.old(tmp_path)
         limits = resource.getrlimit(resource.RLIMIT_NOFILE)
         few = len(os.listdir("/proc/self/fd")) + 5
@@ -183,14 +183,14 @@ class TestRefused:
         assert self.values(tmp_path) == self.OLD
 
 
-def test_a_model_of_more_files_than_are_opened_together(tmp_path, monkeypatch):
+def test_a_model_has_more_files_than_are_opened_together(tmp_path, monkeypatch):
     monkeypatch.setattr(_sharded, "FILES_MAX", 3)
     tensors = tensors_of([1] * 10)
     save_sharded(tensors, tmp_path, 1000)
     said = []
     found = load_sharded(tmp_path, progress=lambda *numbers: said.append(numbers))
     assert bits(found) == bits(tensors)
-    # Of all files, not of those that are open together.
+    # Progress over all files, not only over those that are open together.
     assert said == sorted(said)
     assert {total for _, total in said} == {10_000} == {said[-1][0]}
     os.truncate(tmp_path / "model-00009-of-00010.safetensors", 200)
@@ -200,7 +200,7 @@ def test_a_model_of_more_files_than_are_opened_together(tmp_path, monkeypatch):
     assert moved.direct == moved.buffered == 0
 
 
-def test_a_model_file_is_taken_and_data_are_no_index(tmp_path):
+def test_a_single_model_file_is_accepted_and_is_no_index(tmp_path):
     tensors = tensors_of([300])
     save_sharded(tensors, tmp_path)
     assert bits(load_sharded(tmp_path / "model.safetensors")) == bits(tensors)
@@ -232,9 +232,9 @@ def test_out_is_refused_before_any_of_it_changes(tmp_path):
 
 
 class TestReplacing:
-    """A model in the place of another."""
+    """A model replaces another one."""
 
-    def test_files_of_the_old_one_go_and_others_stay(self, tmp_path):
+    def test_files_of_the_old_model_are_removed_and_others_stay(self, tmp_path):
         for name in (
             "config.json",
             "model.safetensors.bak",
@@ -250,18 +250,18 @@ class TestReplacing:
             assert bits(load_sharded(tmp_path)) == bits(tensors_of(sizes))
             (tmp_path / "other.safetensors").write_text("other.safetensors")
 
-    def test_what_is_refused_leaves_the_old_one(self, tmp_path):
+    def test_a_refused_save_leaves_the_old_model(self, tmp_path):
         save_sharded(tensors_of([6] * 3), tmp_path, 6000)
         before = {name: (tmp_path / name).read_bytes() for name in os.listdir(tmp_path)}
         base = torch.ones(4)
         for tensors in ({"a": base, "b": base}, {"a": 1}, {"a": base, "b": np.ones(3)}):
-            # Those that share memory would be in two files.
+            # Tensors that share memory would be in two files.
             for limit in ("50GB", base.nbytes):
                 with pytest.raises((RuntimeError, ValueError, AttributeError)):
                     save_sharded(tensors, tmp_path, limit)
         assert {n: (tmp_path / n).read_bytes() for n in os.listdir(tmp_path)} == before
 
-    def test_the_index_is_replaced_when_all_files_are_there(self, tmp_path):
+    def test_the_index_is_replaced_after_all_files(self, tmp_path):
         save_sharded(tensors_of([6] * 3), tmp_path, 6000)
         before = (tmp_path / INDEX).read_bytes()
 
@@ -274,7 +274,7 @@ class TestReplacing:
         assert (tmp_path / INDEX).read_bytes() == before
         assert bits(load_sharded(tmp_path)) == bits(tensors_of([6] * 3))
 
-    def test_an_old_index_goes_for_good_before_its_files(self, tmp_path, monkeypatch):
+    def test_an_old_index_is_durably_removed_before_its_files(self, tmp_path, monkeypatch):
         save_sharded(tensors_of([6] * 2), tmp_path, 6000)
         unlink, sync, said = os.unlink, os.fsync, []
         monkeypatch.setattr(
@@ -299,7 +299,7 @@ class TestReplacing:
         assert [done for done, _ in told] == sorted(done for done, _ in told)
         assert told[-1] == (36_000_000, 36_000_000)
 
-    def test_arrays_are_saved_as_such(self, tmp_path):
+    def test_arrays_are_saved_as_arrays(self, tmp_path):
         arrays = {f"{n}": np.arange(1000 * n).reshape(2, -1).T for n in range(1, 5)}
         save_sharded(arrays, tmp_path, 16_000)
         found = load_sharded(tmp_path, framework="np")
@@ -308,16 +308,16 @@ class TestReplacing:
         with safetensors.safe_open(next(tmp_path.glob("*s")), "np") as file:
             assert file.metadata() == {"format": "np"}
 
-    def test_of_nothing_there_is_one_file(self, tmp_path):
+    def test_an_empty_model_is_one_file(self, tmp_path):
         assert save_sharded({}, tmp_path / "new" / "folder") == ["model.safetensors"]
         assert load_sharded(tmp_path / "new" / "folder") == {}
 
 
 class TestIndex:
-    """What an index may say."""
+    """Valid and invalid indices."""
 
     def folder(self, tmp_path, **places):
-        """Write files of one tensor each, and an index of them."""
+        """A function that writes files of one tensor each, and an index of them."""
         for number, name in enumerate(["a", "b", "c"]):
             path = tmp_path / "folder" / f"{name}.safetensors"
             path.parent.mkdir(exist_ok=True)
@@ -352,7 +352,7 @@ class TestIndex:
         ],
         ids=str,
     )
-    def test_a_place_outside_of_the_folder_is_refused(self, tmp_path, place):
+    def test_a_path_outside_of_the_folder_is_refused(self, tmp_path, place):
         folder = self.folder(tmp_path, out=place)
         for names in (None, ["a"]):
             with pytest.raises(SafetensorError, match=r"tensor out is in .*in the folder"):
@@ -375,7 +375,7 @@ class TestIndex:
         ],
         ids=lambda text: text[:20],
     )
-    def test_what_is_no_index_is_refused(self, tmp_path, text):
+    def test_an_invalid_index_is_refused(self, tmp_path, text):
         (tmp_path / INDEX).write_text(text)
         with pytest.raises(SafetensorError, match=re.escape(str(tmp_path / INDEX))):
             load_sharded(tmp_path)
@@ -385,7 +385,7 @@ class TestIndex:
         with pytest.raises(SafetensorError, match="is not the index"):
             load_sharded(tmp_path)
 
-    def test_a_folder_a_path_to_it_and_links_will_do(self, tmp_path, monkeypatch):
+    def test_folders_index_paths_and_links_are_accepted(self, tmp_path, monkeypatch):
         folder = self.folder(tmp_path)
         (tmp_path / "blob").write_bytes((folder / "b.safetensors").read_bytes())
         (folder / "b.safetensors").unlink()
@@ -406,7 +406,7 @@ class TestIndex:
                 "c": 2,
             }
 
-    def test_what_it_lacks_is_told(self, tmp_path):
+    def test_missing_tensors_are_named(self, tmp_path):
         folder = self.folder(tmp_path, none="a.safetensors", gone="gone.safetensors")
         for options, error, words in (
             ({"names": ["a", "x"]}, SafetensorError, "does not contain tensor x"),
@@ -425,7 +425,7 @@ class TestIndex:
                 load_sharded(folder, **{"framework": "np", **options})
         assert load_sharded(folder, names=[], framework="np") == {}
 
-    def test_a_folder_of_one_file_needs_none(self, tmp_path):
+    def test_a_folder_with_one_file_needs_no_index(self, tmp_path):
         with pytest.raises(FileNotFoundError, match="0 and 0"):
             load_sharded(tmp_path)
         safetensors.numpy.save_file({"a": np.ones(3)}, tmp_path / "any.safetensors")
@@ -437,7 +437,7 @@ class TestIndex:
 
 
 class TestLoading:
-    """All files by one submission."""
+    """All files are read by one submission."""
 
     @pytest.fixture
     def folder(self, tmp_path):
@@ -449,7 +449,7 @@ class TestLoading:
         return tmp_path
 
     @pytest.mark.parametrize("direct", ["auto", True, False])
-    def test_all_or_some(self, folder, default_engine, direct):
+    def test_all_or_some_tensors_are_loaded(self, folder, default_engine, direct):
         moved = Moved()
         assert bits(load_sharded(folder, direct=direct)) == bits(self.tensors)
         assert moved.bounced == 0
@@ -461,15 +461,15 @@ class TestLoading:
         assert in_flight() == 0
 
     @pytest.mark.parametrize("direct", [True, False])
-    def test_what_ends_where_another_files_begins_stays_apart(self, tmp_path, direct):
-        """One of them is not read on into the file of the other."""
+    def test_equal_offsets_in_two_files_are_not_merged(self, tmp_path, direct):
+        """A read of one must not run on into the other file."""
         tensors = tensors_of([500] * 4)
         save_sharded(tensors, tmp_path, "1MB")
         for names in (["t00", "t03"], ["t02", "t01"]):
             found = load_sharded(tmp_path, names=names, direct=direct)
             assert bits(found) == bits({name: tensors[name] for name in names})
 
-    def test_what_the_page_cache_has_comes_from_there(self, folder):
+    def test_cached_files_come_from_the_page_cache(self, folder):
         first, *_ = sorted(folder.glob("*.safetensors"))
         first.read_bytes()
         size, moved = first.stat().st_size, Moved()
@@ -478,7 +478,7 @@ class TestLoading:
         assert moved.buffered >= size - 10_000
         assert total - size - 1_000_000 <= moved.direct <= total - size + 10_000
 
-    def test_a_rank_of_many(self, tmp_path, default_engine):
+    def test_a_rank_loads_its_slices(self, tmp_path, default_engine):
         tensors = {f"{n}": filled("bfloat16", (256, 2048), n) for n in range(8)}
         save_sharded(tensors, tmp_path, "3MB")
         ranks = 4
@@ -493,7 +493,7 @@ class TestLoading:
             for part in found.values():
                 assert part.is_contiguous()
 
-    def test_targets(self, folder):
+    def test_targets_are_filled(self, folder):
         out = {name: torch.zeros_like(tensor) for name, tensor in self.tensors.items()}
         found = load_sharded(folder, out=out)
         assert bits(out) == bits(self.tensors)

@@ -1,4 +1,4 @@
-"""Tensors that share memory: found, refused and saved as the safetensors package does."""
+"""Tensors that share memory are found, refused and saved as by safetensors."""
 
 import itertools
 
@@ -39,7 +39,7 @@ def like_sets(found):
 
 
 @pytest.mark.parametrize("tensors", CASES.values(), ids=CASES)
-def test_the_same_are_found(tensors):
+def test_shared_tensors_are_found_as_by_safetensors(tensors):
     theirs, ours = safetensors.torch, _sharing
     expected = outcome(theirs._find_shared_tensors, tensors)
     found = outcome(ours._find_shared_tensors, tensors)
@@ -53,7 +53,7 @@ def test_the_same_are_found(tensors):
 
 
 @pytest.mark.parametrize("tensors", CASES.values(), ids=CASES)
-def test_the_same_names_are_left_out(tensors):
+def test_the_same_names_are_removed_as_by_safetensors(tensors):
     names = [None, [], ["b"], ["c", "a"], ["z"]]
     for preferred, discarded in itertools.product(names, names):
         options = {"preferred_names": preferred, "discard_names": discarded}
@@ -61,14 +61,14 @@ def test_the_same_names_are_left_out(tensors):
         found = outcome(_sharing._remove_duplicate_names, tensors, **options)
         if isinstance(expected, tuple):
             assert found[0] == expected[0]
-            # What stands between is a set.
+            # The names in between are a set.
             assert found[1].split("{")[0] == expected[1].split("{")[0]
             assert found[1].split("}")[-1] == expected[1].split("}")[-1]
         else:
             assert found == expected
 
 
-def test_the_names_with_underscores_are_there():
+def test_the_private_names_of_safetensors_exist():
     for name in ("_find_shared_tensors", "_remove_duplicate_names", "_getdtype"):
         assert hasattr(nvmeio.safetensors.torch, name)
     for name in ("_TYPES", "_SIZE", "_view2torch", "storage_ptr", "storage_size"):
@@ -80,7 +80,7 @@ def test_the_names_with_underscores_are_there():
 
 
 class Tied(torch.nn.Module):
-    """A model whose embedding is its head, and half of whose rows is a buffer."""
+    """A model whose head is its embedding, and with half of its rows as a buffer."""
 
     def __init__(self, seed=0, *, strided=False):
         super().__init__()
@@ -94,7 +94,7 @@ class Tied(torch.nn.Module):
 
 
 @pytest.mark.parametrize("metadata", [None, {"head.weight": "mine"}, {"format": "pt"}])
-def test_a_model_is_saved_as_theirs(tmp_path, metadata):
+def test_a_model_is_saved_as_by_safetensors(tmp_path, metadata):
     model = Tied()
     for module, name in ((safetensors.torch, "theirs"), (nvmeio.safetensors.torch, "ours")):
         kept = None if metadata is None else dict(metadata)
@@ -108,7 +108,7 @@ def test_a_model_is_saved_as_theirs(tmp_path, metadata):
 
 
 @pytest.mark.parametrize("force", [True, False])
-def test_what_is_not_contiguous_is_copied_or_refused(tmp_path, force):
+def test_noncontiguous_tensors_are_copied_or_refused(tmp_path, force):
     model = Tied(strided=True)
     expected = outcome(
         safetensors.torch.save_model, model, tmp_path / "theirs", None, force
@@ -122,7 +122,7 @@ def test_what_is_not_contiguous_is_copied_or_refused(tmp_path, force):
 
 @pytest.mark.parametrize("strict", [True, False])
 @pytest.mark.parametrize("change", ["none", "more", "fewer", "other name", "shape"])
-def test_a_model_is_loaded_as_theirs(tmp_path, strict, change):
+def test_a_model_is_loaded_as_by_safetensors(tmp_path, strict, change):
     saved = Tied(seed=1)
     safetensors.torch.save_model(saved, tmp_path / "model")
     state = safetensors.torch.load_file(tmp_path / "model")

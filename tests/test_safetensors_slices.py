@@ -1,4 +1,4 @@
-"""A slice of a tensor is the one that the safetensors package gives, or the same error."""
+"""Slices of tensors equal those of the safetensors package, or its errors."""
 
 import math
 import random
@@ -14,20 +14,20 @@ from nvmeio.safetensors._slices import plan
 ROUNDS = 60
 INDICES = 60
 
-# Who reads an index, by the framework and the backend of safe_open().
+# The implementation that reads an index, by framework and backend of safe_open().
 RULES = {
     ("np", "mmap"): "safetensors",
     ("np", "pread"): "safetensors",
     ("pt", "mmap"): "torch",
     ("pt", "pread"): "safetensors",
 }
-# Where a slice starts behind its end, safetensors 0.8.0 panics, passes a negative size,
-# fails to reshape what it took, or returns an empty array of 2^60 rows and more.
+# If a slice starts after its end, safetensors 0.8.0 panics, passes a negative size, fails
+# to reshape, or returns an empty array of 2^60 rows or more.
 BACKWARD = "starts behind its end"
 
 
 class Index:
-    """What is no int, but can be one."""
+    """An object that can be used as an int."""
 
     def __init__(self, number):
         self.number = number
@@ -40,7 +40,7 @@ class Index:
 
 
 class Failing:
-    """What fails to be an int."""
+    """An object whose conversion to an int fails."""
 
     def __index__(self):
         raise OSError("no number")
@@ -72,7 +72,7 @@ INDICES_OF_A_MATRIX = [
 
 
 def torch_indices(torch):
-    """Return indices of a matrix that are tensors, or have some in them."""
+    """Return indices of a matrix that are or contain tensors."""
     tensor = torch.tensor
     mask = torch.arange(50).reshape(MATRIX) % 3 == 0
     return [
@@ -89,14 +89,14 @@ def torch_indices(torch):
 
 @pytest.fixture(scope="module")
 def tensors(tmp_path_factory):
-    """A file of tensors, and for each its dtype, shape and bytes."""
+    """A file of tensors, with dtype, shape and bytes of each."""
     rng = random.Random("tensors")
     shapes = [MATRIX, (), (0, 3), (7,), (2, 3, 4), (3, 1, 2, 4), (1,), (4, 0, 2)]
     listed = []
     for shape in shapes:
         for dtype in BITS:
             bits = BITS[dtype]
-            # Extents that give F4 and F6 whole bytes: 8 along one of the dimensions.
+            # With an extent of 8 along one dimension, F4 and F6 have whole bytes.
             fitting = shape
             if bits * math.prod(shape) % 8:
                 place = rng.randrange(len(shape) + 1)
@@ -104,7 +104,7 @@ def tensors(tmp_path_factory):
             listed.append((f"{dtype} {shape}", dtype, fitting))
     header, layout = build(listed)
     data = bytes(range(251)) * (layout.data_bytes // 251 + 1)
-    # So that no byte is a wrong bool.
+    # Every byte must be a valid bool.
     data = data[: layout.data_bytes].translate(bytes(n % 2 for n in range(256)))
     noise = rng.randbytes(layout.data_bytes)
     content = bytearray(noise)
@@ -121,7 +121,7 @@ def tensors(tmp_path_factory):
 
 
 def as_bytes(result, framework):
-    """Return the bytes of a slice that safetensors gave."""
+    """Return the bytes of a slice by safetensors."""
     if framework == "np":
         return result.tobytes()
     import torch
@@ -131,7 +131,7 @@ def as_bytes(result, framework):
 
 
 def of_safetensors(file, framework, name, index):
-    """Return the shape and the bytes of a slice, or the error."""
+    """Return shape and bytes of a slice by safetensors, or its error."""
     try:
         result = file.get_slice(name)[index]
     except BaseException as error:  # a panic of Rust is no Exception
@@ -140,11 +140,11 @@ def of_safetensors(file, framework, name, index):
 
 
 def of_nvmeio(tensor, index, rules):
-    """Return the shape and the bytes that a plan names, or the error."""
+    """Return shape and bytes of a plan by nvmeio, or its error."""
     dtype, shape, data = tensor
     try:
         result, offsets, run = plan(index, shape, BITS[dtype], rules=rules)
-    except Exception as error:  # of whatever kind: it is compared
+    except Exception as error:  # any error, which is compared
         return type(error).__name__, str(error)
     assert offsets.dtype == np.int64
     assert (run > 0) == (offsets.size > 0)
@@ -161,19 +161,19 @@ def difference(file, framework, rules, name, tensor, index):
 
 
 def is_excused(ours, theirs):
-    """Whether two results may differ, or two errors in words."""
+    """Return whether two results, or the messages of two errors, may differ."""
     if not isinstance(ours[0], str):
         return False
     if not isinstance(theirs[0], str):
         return BACKWARD in ours[1] and max(theirs[0]) > 1 << 60
     if BACKWARD in ours[1] or theirs[0] == "PanicException":
         return True
-    # torch says so of a slice with the largest step, by the size of what it is taken from.
+    # torch's message for a slice with the largest step depends on the size of its source.
     return ours[0] == theirs[0] == "RuntimeError" and "overflow" in ours[1]
 
 
 @pytest.mark.parametrize(("framework", "backend"), RULES)
-def test_an_index_is_taken_or_refused_as_safetensors_does_it(tensors, framework, backend):
+def test_indices_are_accepted_or_refused_as_by_safetensors(tensors, framework, backend):
     indices = [*INDICES_OF_A_MATRIX]
     if framework == "pt":
         indices += torch_indices(pytest.importorskip("torch"))
@@ -218,7 +218,7 @@ def random_index(rng, shape, torch):
     """Return an index of a tensor."""
     items = [random_item(rng, extent, torch) for extent in shape]
     if torch and items.count(...) > 1:
-        # torch 2.13 reads past the shape then, and says one thing or another.
+        # Otherwise torch 2.13 reads past the shape, with unpredictable messages.
         items = [slice(None) if item is ... else item for item in items]
     items = items[: rng.choice((1, 2, len(items), len(items), len(items) + 1))]
     if len(items) == 1 and rng.random() < 0.5:
@@ -227,11 +227,11 @@ def random_index(rng, shape, torch):
 
 
 @pytest.mark.parametrize(("framework", "backend"), RULES)
-def test_indices_drawn_at_random_name_what_safetensors_reads(tensors, framework, backend):
+def test_random_indices_select_what_safetensors_selects(tensors, framework, backend):
     torch = pytest.importorskip("torch") if framework == "pt" else None
     rules = RULES[framework, backend]
     path, known = tensors
-    # The others have no dtype there, and no slice.
+    # Other tensors have no dtype there, so no slices.
     names = [name for name in known if is_readable(framework, known[name][0])]
     rng = random.Random(f"{framework} {backend}")
     taken = 0
@@ -246,7 +246,7 @@ def test_indices_drawn_at_random_name_what_safetensors_reads(tensors, framework,
 
 
 def is_readable(framework, dtype):
-    """Whether a framework has a dtype, whose elements are whole bytes."""
+    """Return whether a framework has the dtype, with elements of whole bytes."""
     if dtype not in FRAMEWORK_NAMES or dtype == "F4":
         return False
     return framework == "pt" or not dtype.startswith(("F8", "BF"))
@@ -266,7 +266,7 @@ def test_parts_of_bytes_are_refused_where_safetensors_refuses_them(tensors, dtyp
                 theirs = of_safetensors(file, "np", name, index)
                 ours = of_nvmeio(known[name], index, "safetensors")
                 if isinstance(ours[0], tuple):
-                    # numpy has no such dtype, which is found after the index was read.
+                    # numpy lacks the dtype, which is noticed after the index was read.
                     assert theirs[0] == "AttributeError" or "not understood" in theirs[1]
                 elif BACKWARD not in ours[1]:
                     assert ours == theirs
@@ -274,7 +274,7 @@ def test_parts_of_bytes_are_refused_where_safetensors_refuses_them(tensors, dtyp
     assert refused > 100
 
 
-def test_torch_gives_no_slices_of_f4(tensors):
+def test_torch_refuses_slices_of_f4(tensors):
     pytest.importorskip("torch")
     path, known = tensors
     with safetensors.safe_open(path, "pt") as file:
@@ -286,7 +286,7 @@ def test_torch_gives_no_slices_of_f4(tensors):
                     assert theirs[0] == "RuntimeError"
 
 
-# Of a tensor of (6, 5, 4) with 2 bytes an element: an index, the runs and their length.
+# For a tensor of (6, 5, 4) with 2 bytes an element: an index, its extents and their length.
 RUNS = {
     "all of it": (..., 1, 240),
     "rows": (S(2, 5), 1, 120),
@@ -301,7 +301,7 @@ RUNS = {
 
 @pytest.mark.parametrize("rules", ["safetensors", "torch"])
 @pytest.mark.parametrize("what", RUNS)
-def test_neighbours_are_one_run(what, rules):
+def test_neighbours_are_one_extent(what, rules):
     if rules == "torch":
         pytest.importorskip("torch")
     index, count, run_bytes = RUNS[what]
@@ -309,7 +309,7 @@ def test_neighbours_are_one_run(what, rules):
     assert (found.offsets.size, found.run_bytes) == (count, run_bytes)
 
 
-def test_chosen_rows_are_runs():
+def test_chosen_rows_are_extents():
     torch = pytest.importorskip("torch")
     for index, count, run_bytes in (
         ([0, 5], 2, 40),
@@ -347,5 +347,5 @@ def test_a_plan_is_the_same_without_gradients_and_on_another_default_device():
         assert other.offsets.tolist() == expected.offsets.tolist()
 
 
-def test_the_shape_is_that_of_the_header():
+def test_the_shape_is_the_headers():
     assert framework_shape("F4", plan(S(0, 2), (4, 6), 4).shape) == (2, 3)

@@ -1,4 +1,4 @@
-"""Whole model files: results and errors are those of the safetensors package."""
+"""Whole model files: results and errors equal those of the safetensors package."""
 
 import os
 import re
@@ -23,7 +23,7 @@ THEIRS = {"pt": safetensors.torch, "np": safetensors.numpy}
 OURS = {"pt": nvmeio.safetensors.torch, "np": nvmeio.safetensors.numpy}
 SHAPES = [(), (0,), (1,), (3, 0, 2), (3, 2), (1, 1, 5, 2), (129, 64)]
 
-# Where nvmeio says or does another thing than safetensors 0.8.0, and why.
+# Differences from safetensors 0.8.0, with the reason.
 DIFFERENCES = """
 a missing file                the words of FileNotFoundError are Python's, with errno
 what cannot be read           OSError, not SafetensorError "I/O error"; EISDIR, not ENODEV
@@ -47,7 +47,7 @@ def tensors_of(kind):
             for dtype in NUMPY_DTYPES
             for shape in SHAPES
         }
-    # Pairs of F4 count along the last dimension.
+    # F4 counts in pairs along the last dimension.
     return {
         f"{dtype} {shape}": filled(dtype, shape)
         for dtype in TORCH_DTYPES
@@ -64,13 +64,13 @@ def kind(request):
 
 @pytest.fixture
 def saved(kind, tmp_path):
-    """A file of theirs with all kinds of tensors."""
+    """A file that safetensors wrote, with all kinds of tensors."""
     path = tmp_path / "model.safetensors"
     THEIRS[kind].save_file(tensors_of(kind), path, {"format": kind})
     return path
 
 
-def test_every_dtype_of_torch_is_tried():
+def test_every_dtype_of_torch_is_tested():
     found = {
         name
         for name, value in vars(torch).items()
@@ -86,7 +86,7 @@ def test_every_dtype_of_torch_is_tried():
 @pytest.mark.parametrize("backend", ["mmap", "pread"])
 @pytest.mark.parametrize("direct", ["auto", True, False])
 def test_a_file_is_loaded_to_the_bit(kind, saved, default_engine, backend, direct):
-    # By pread theirs cannot load F4.
+    # safetensors cannot load F4 by pread.
     expected = THEIRS[kind].load_file(saved)
     found = OURS[kind].load_file(saved, backend=backend, direct=direct)
     assert bits_of_all(found) == bits_of_all(expected)
@@ -95,7 +95,7 @@ def test_a_file_is_loaded_to_the_bit(kind, saved, default_engine, backend, direc
 def test_bytes_are_loaded_to_the_bit(kind, saved):
     data = saved.read_bytes()
     found = OURS[kind].load(data)
-    # Theirs cannot load two kinds that they save.
+    # safetensors cannot load two of the dtypes that it saves.
     newer = ("F4", "F8_E8M0")
     known = {
         name: view
@@ -106,12 +106,12 @@ def test_bytes_are_loaded_to_the_bit(kind, saved):
     expected = view_of((name, known[name]) for name in found if name in known)
     assert bits_of_all({name: found[name] for name in expected}) == bits_of_all(expected)
     assert bits_of_all(found) == bits_of_all(OURS[kind].load_file(saved))
-    # Theirs are in no order.
+    # safetensors returns them in no order.
     assert dict(nvmeio.safetensors.deserialize(data)) == dict(safetensors.deserialize(data))
 
 
 @pytest.mark.parametrize("metadata", [None, {}, {"format": "pt"}, {"a": 'ä\n"\\\u2028'}])
-def test_what_is_saved_is_theirs_to_the_byte(kind, tmp_path, metadata):
+def test_saved_files_equal_theirs_to_the_byte(kind, tmp_path, metadata):
     tensors = tensors_of(kind)
     expected = THEIRS[kind].save(tensors, metadata)
     assert OURS[kind].save(tensors, metadata) == expected
@@ -183,10 +183,10 @@ REFUSED_BY_TORCH = {
 
 
 @pytest.mark.parametrize("tensors", REFUSED_BY_TORCH.values(), ids=REFUSED_BY_TORCH)
-def test_what_theirs_refuses_of_torch_is_refused_in_its_words(tensors, tmp_path):
+def test_tensors_that_theirs_refuses_are_refused_with_its_messages(tensors, tmp_path):
     expected = outcome(safetensors.torch.save, tensors)
     if tensors is REFUSED_BY_TORCH["reserved"]:
-        # Theirs writes a file that it cannot read.
+        # safetensors writes a file that it cannot read.
         expected = "SafetensorError", None
     elif isinstance(tensors, dict) and "\ud800" in tensors:
         expected = "UnicodeEncodeError", None
@@ -216,7 +216,7 @@ def test_what_theirs_refuses_of_torch_is_refused_in_its_words(tensors, tmp_path)
     ],
     ids=["beside", "empty", "one", "one row", "expanded", "grad", "parameter", "moved"],
 )
-def test_what_theirs_takes_of_torch_is_taken(tensors):
+def test_tensors_that_theirs_accepts_are_accepted(tensors):
     assert OURS["pt"].save(tensors) == safetensors.torch.save(tensors)
 
 
@@ -230,7 +230,7 @@ def test_what_theirs_takes_of_torch_is_taken(tensors):
     ],
     ids=lambda tensors: re.sub(r"0x\w+", "", str(tensors)),
 )
-def test_what_theirs_refuses_of_numpy_is_refused_in_its_words(tensors):
+def test_arrays_that_theirs_refuses_are_refused_with_its_messages(tensors):
     expected = outcome(safetensors.numpy.save, tensors)
     assert isinstance(expected, tuple)
     assert outcome(OURS["np"].save, tensors) == expected
@@ -239,7 +239,7 @@ def test_what_theirs_refuses_of_numpy_is_refused_in_its_words(tensors):
 @pytest.mark.parametrize(
     "metadata", [{"a": 1}, {1: "a"}, {"a": None}, [("a", "b")], "a", 1]
 )
-def test_metadata_that_is_no_text_is_refused_in_their_words(kind, metadata, tmp_path):
+def test_metadata_other_than_text_is_refused_with_their_message(kind, metadata, tmp_path):
     expected = outcome(THEIRS[kind].save, {}, metadata)
     assert isinstance(expected, tuple)
     assert outcome(OURS[kind].save, {}, metadata) == expected
@@ -247,7 +247,7 @@ def test_metadata_that_is_no_text_is_refused_in_their_words(kind, metadata, tmp_
 
 
 class TestDifferences:
-    """What DIFFERENCES names, a test each."""
+    """One test for each line of DIFFERENCES."""
 
     def test_a_missing_file(self, kind, tmp_path):
         path = tmp_path / "missing"
@@ -258,7 +258,7 @@ class TestDifferences:
             OURS[kind].load_file(path)
         assert outcome(THEIRS[kind].load_file, path)[0] == "FileNotFoundError"
 
-    def test_what_cannot_be_read(self, kind, tmp_path):
+    def test_an_unreadable_file(self, kind, tmp_path):
         with pytest.raises(IsADirectoryError, match=re.escape(str(tmp_path))):
             OURS[kind].load_file(tmp_path)
         assert outcome(THEIRS[kind].load_file, tmp_path)[0] == "OSError"
@@ -316,7 +316,7 @@ class TestDifferences:
                 assert bits_of_all(OURS[kind].load_file(saved, device)) == expected
 
 
-def test_numpy_has_no_such_dtypes_in_their_words(tmp_path):
+def test_dtypes_that_numpy_lacks_are_refused_with_their_message(tmp_path):
     path = tmp_path / "model"
     for dtype in TORCH_DTYPES:
         safetensors.torch.save_file({"a": filled(dtype, (4,))}, path)
@@ -329,7 +329,7 @@ def test_numpy_has_no_such_dtypes_in_their_words(tmp_path):
 
 
 @pytest.mark.parametrize("damage", ["empty", "short", "cut", "longer", "text", "huge"])
-def test_what_is_no_such_file_is_refused_in_their_words(kind, saved, damage):
+def test_invalid_files_are_refused_with_their_messages(kind, saved, damage):
     data = saved.read_bytes()
     saved.write_bytes(
         {
@@ -379,9 +379,9 @@ def test_direct_is_one_of_three(kind, saved, direct):
 
 
 class TestNames:
-    """Some tensors of many."""
+    """Loading some of many tensors."""
 
-    def test_they_come_in_the_order_of_the_file(self, kind, saved):
+    def test_tensors_are_returned_in_the_order_of_the_file(self, kind, saved):
         whole = OURS[kind].load_file(saved)
         names = list(whole)[::-3]
         found = OURS[kind].load_file(saved, names=iter([*names, names[0]]))
@@ -389,7 +389,7 @@ class TestNames:
         assert bits_of_all(found) == bits_of_all(expected)
         assert OURS[kind].load_file(saved, names=[]) == {}
 
-    def test_one_that_is_missing_is_named(self, kind, saved):
+    def test_a_missing_tensor_is_named(self, kind, saved):
         with pytest.raises(
             nvmeio.safetensors.SafetensorError, match="does not contain tensor none"
         ):
@@ -399,7 +399,7 @@ class TestNames:
 
 
 class TestProgress:
-    """A function that is told how much was read or written."""
+    """The progress function, which gets the bytes read or written so far."""
 
     @pytest.fixture
     def large(self, tmp_path):
@@ -408,7 +408,7 @@ class TestProgress:
         return tmp_path / "large", tensors
 
     @pytest.mark.parametrize("way", ["memory", "out"])
-    def test_it_rises_to_all_there_is(self, kind, large, default_engine, way):
+    def test_progress_rises_to_the_total(self, kind, large, default_engine, way):
         path, tensors = large
         options = {}
         if way == "out":
@@ -425,7 +425,9 @@ class TestProgress:
         if way == "memory":
             assert len(told) >= 3
 
-    def test_its_error_leaves_nothing_in_flight(self, kind, large, default_engine):
+    def test_an_error_of_progress_leaves_nothing_in_flight(
+        self, kind, large, default_engine
+    ):
         path, tensors = large
 
         def fail(done, total):
@@ -439,7 +441,7 @@ class TestProgress:
             OURS["np"].load_file(path, progress=fail, out=out)
         assert nvmeio.default_handle().pending == 0
 
-    def test_of_a_save_it_rises_to_the_size_of_the_file(self, kind, large, tmp_path):
+    def test_progress_of_a_save_rises_to_the_size_of_the_file(self, kind, large, tmp_path):
         _, tensors = large
         if kind == "pt":
             tensors = {name: torch.from_numpy(array) for name, array in tensors.items()}
@@ -451,10 +453,10 @@ class TestProgress:
 
 
 class TestOut:
-    """Tensors that the caller has."""
+    """Tensors that the caller passes to be filled."""
 
     @pytest.mark.parametrize("strided", [False, True])
-    def test_they_are_filled_whatever_their_strides(
+    def test_targets_with_any_strides_are_filled(
         self, kind, saved, default_engine, strided
     ):
         expected = THEIRS[kind].load_file(saved)
@@ -470,7 +472,7 @@ class TestOut:
         assert bits_of_all(found) == bits_of_all(expected)
         assert bits_of_all(out) == bits_of_all(expected)
 
-    def test_of_a_parameter_the_data_are_filled(self, saved):
+    def test_the_data_of_a_parameter_are_filled(self, saved):
         shape = (129, 64)
         out = {f"float32 {shape}": torch.nn.Parameter(torch.zeros(shape))}
         OURS["pt"].load_file(saved, out=out)
@@ -478,14 +480,14 @@ class TestOut:
         assert bits_of(found.detach()) == bits_of(THEIRS["pt"].load_file(saved)[name])
         assert found.requires_grad
 
-    def test_they_are_what_is_read_and_nothing_else(self, kind, saved):
+    def test_only_the_tensors_of_the_targets_are_read(self, kind, saved):
         name = "int32 (3, 2)"
         out = {name: THEIRS[kind].load_file(saved)[name] * 0}
         assert list(OURS[kind].load_file(saved, out=out)) == [name]
         assert bits_of(out[name]) == bits_of(THEIRS[kind].load_file(saved)[name])
 
     @pytest.mark.parametrize("wrong", ["dtype", "shape", "missing", "no tensor", "unknown"])
-    def test_what_does_not_fit_is_refused_before_a_read(self, kind, saved, wrong):
+    def test_targets_that_do_not_fit_are_refused_before_a_read(self, kind, saved, wrong):
         first, name = "float64 (129, 64)", "int32 (3, 2)"
         whole = THEIRS[kind].load_file(saved)
         out = {first: whole[first] * 0, name: whole[name] * 0}

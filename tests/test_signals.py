@@ -1,4 +1,4 @@
-"""Signals lose nothing: storms of them, and Ctrl-C while I/O is held up."""
+"""Signals lose no operation: many at once, and Ctrl-C while I/O is held."""
 
 import sys
 from itertools import product
@@ -17,7 +17,7 @@ def test_a_storm_of_signals_loses_nothing(tmp_path, engine):
     assert report["engine"] == engine
 
 
-# FUSE holds up even what io_uring and libaio submit, so there too.
+# FUSE makes even submissions to io_uring and libaio block, so they are interrupted too.
 PLACES = [*SLOW_PLACES, ("io_uring", "fuse"), ("libaio", "fuse")]
 
 
@@ -37,7 +37,7 @@ def test_ctrl_c_ends_a_wait_and_the_transfer_goes_on(slow, engine, way, size):
     assert report["fired"]["read.held"] > 0
 
 
-# What the kernel has is awaited, what it has not is dropped, and a second Ctrl-C waits for
+# The first Ctrl-C waits for submitted blocks and drops the others; a second one waits for
 # nothing.
 @pytest.mark.parametrize("presses", [1, 2])
 @pytest.mark.parametrize("way", ["read", "gather", "read_many", "read_into", "with"])
@@ -50,9 +50,9 @@ def test_ctrl_c_in_a_blocking_call_cancels_its_transfer(slow, engine, way, press
     assert report["still_inside"] == [True]
     assert report["pending"] == presses - 1
     assert report["still_held"] == (presses == 2)
-    # The end of a block waits for what the block has submitted.
+    # The end of a `with` block waits for its requests.
     assert report["dropped"] == (way != "with")
     assert report["fired"]["read.held"] > 0
-    # Notes of exceptions are of Python 3.11.
+    # Exceptions have notes since Python 3.11.
     if presses == 2 and way != "with" and sys.version_info >= (3, 11):
         assert "its memory is in use" in report["notes"][0]

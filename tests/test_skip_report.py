@@ -1,4 +1,4 @@
-"""The plugin that prints skips and fails in CI on one that is not listed."""
+"""The plugin that prints skips, and in CI fails on one that is not listed."""
 
 import ast
 import os
@@ -57,7 +57,7 @@ def test_skips_are_printed_with_their_reason(run_pytest):
     ("options", "environment"),
     [(["--strict-skips"], {}), ([], {"CI": "true"}), (["-n", "2"], {"CI": "true"})],
 )
-def test_a_skip_that_is_not_listed_fails_the_run(run_pytest, options, environment):
+def test_an_unlisted_skip_fails_the_run(run_pytest, options, environment):
     status, output = run_pytest(*options, **environment)
     assert status == 1
     assert "NOT LISTED in allowed_skips.txt: no such device" in output
@@ -71,14 +71,14 @@ def test_a_module_that_skips_itself_counts(run_pytest, processes):
     assert "a_module_that_is_missing" in output
 
 
-def test_a_reason_that_is_listed_passes(run_pytest):
+def test_a_listed_reason_passes(run_pytest):
     status, output = run_pytest("--strict-skips", "--allow-skip", "no such \\w+$")
     assert status == 0
     assert "NOT LISTED" not in output
 
 
 def reasons_of_python(text):
-    """Yield the reasons for skips that stand in Python code as they are."""
+    """Yield the reasons for skips that are literals in Python code."""
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Call) and "skip" in ast.unparse(node.func):
             values = [word.value for word in node.keywords if word.arg == "reason"]
@@ -87,7 +87,7 @@ def reasons_of_python(text):
             yield from (each.value for each in values if isinstance(each, ast.Constant))
 
 
-def test_the_reasons_that_stand_in_the_tests_are_listed():
+def test_the_reasons_in_the_tests_are_listed():
     found = set()
     for path in TESTS.rglob("*.py"):
         found.update(reasons_of_python(path.read_text(encoding="utf-8")))

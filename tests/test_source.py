@@ -1,7 +1,7 @@
-"""The house rules of CONTRIBUTING.md and the arrows of docs/design.md, read from the tree.
+"""Check the tree against the rules of CONTRIBUTING.md and the arrows of docs/design.md.
 
-Every rule is a function from a file's path and text to the complaints about it.  One test
-applies it to the tree, another shows on a bad snippet that it can fail.
+A rule is a function from a file's path and text to complaints.  One test applies it to the
+tree, another shows on a bad snippet that it can fail.
 """
 
 import ast
@@ -21,8 +21,8 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "src" / "nvmeio"
 LIBRARY = ROOT / "src" / "libnvmeio"
 
-# The folders of the package, each with those below it that it may import and cimport from;
-# "" are the modules that users import.  libnvmeio is the C library, as Cython sees it.
+# For each folder of the package, the folders below that it may import and cimport from.  ""
+# stands for the modules that users import, libnvmeio for the C library as Cython sees it.
 FOLDERS = {
     "libnvmeio": set(),
     "_arguments": set(),
@@ -48,7 +48,7 @@ FOLDERS = {
         *("_arguments", "_arrays", "_config", "_files", "_native"),
     },
 }
-# Those of a folder of users' modules, beside what Python itself looks for.
+# Special functions that a public module may have.
 MODULES_MAX = 20
 
 
@@ -59,7 +59,7 @@ def files(*patterns, top=ROOT):
 
 
 def tracked():
-    """Return what git has or would take, this file apart, which names what it forbids."""
+    """Return the files that git tracks or would add, except this one."""
     patterns = (
         "*",
         "src/**/*",
@@ -116,7 +116,7 @@ def imported_by(text):
 
 
 def imported_by_cython(text):
-    """Yield the same of what Python cannot parse."""
+    """Yield the imports of Cython code, which Python cannot parse."""
     text = re.sub(r"#.*", "", text)
     text = re.sub(r"\\\n", "  ", text)
     text = re.sub(r"\([\w\s,]*\)", lambda found: " ".join(found[0].split()), text)
@@ -136,7 +136,7 @@ def imported_by_cython(text):
 
 
 def modules_in(module, name=None):
-    """Return the module that an import is of: of a folder, what it names may be one."""
+    """Return the imported modules; names imported from a folder may be modules."""
     parts = module.split(".")
     if parts[0] != "nvmeio":
         return module
@@ -150,13 +150,13 @@ def modules_in(module, name=None):
 
 
 def breaks_layering(path, text):
-    """A folder uses what stands below it alone."""
+    """A folder uses only folders below it."""
     own = folder_of(name_of(path))
     if path.name == "__main__.py":
         return
     for number, name in imported_by(text):
         top, _, rest = name.partition(".")
-        # The package itself hands out what stands above it, when it is asked for.
+        # The package itself imports modules above it on demand.
         if name_of(path) == "__init__" and "import_module" in text.splitlines()[number - 1]:
             continue
         used = folder_of(rest)
@@ -165,7 +165,7 @@ def breaks_layering(path, text):
 
 
 def imports_torch(path, text):
-    """torch is imported under torch/ alone, by its half of safetensors and by bench."""
+    """torch is imported only under torch/, in parts of safetensors and by bench."""
     places = {"_cli/workloads.py"}
     places |= {f"safetensors/{name}.py" for name in ("torch", "_sharing", "_dtypes")}
     if folder_of(name_of(path)) == "torch" or "/".join(path.parts[-2:]) in places:
@@ -176,7 +176,7 @@ def imports_torch(path, text):
 
 
 def imports_deepspeed(path, text):
-    """DeepSpeed is imported by install() alone, when it is called."""
+    """DeepSpeed is imported only by install(), when it is called."""
     for number, name in imported_by(text):
         called = "import_module" in text.splitlines()[number - 1]
         if name.partition(".")[0] == "deepspeed" and not (
@@ -186,7 +186,7 @@ def imports_deepspeed(path, text):
 
 
 def loads_torch_part(path, text):
-    """nvmeio.torch is loaded on first use, by what the package hands to the registry."""
+    """nvmeio.torch is loaded only on first use, by the function given to the registry."""
     if folder_of(name_of(path)) in ("torch", "deepspeed", "_cli"):
         return
     if name_of(path) == "__init__":
@@ -197,7 +197,7 @@ def loads_torch_part(path, text):
 
 
 def declares_c_functions(path, text):
-    """libnvmeio.pxd alone declares what the C library has."""
+    """Only libnvmeio.pxd declares functions of the C library."""
     if path.name == "libnvmeio.pxd":
         return
     for found in re.finditer(r"^ *cdef extern from [\"<]nvmeio.*", text, re.MULTILINE):
@@ -205,7 +205,7 @@ def declares_c_functions(path, text):
 
 
 def joins_files(path, text):
-    """Files are joined by cimports of names, not by include and not by cimport *."""
+    """Cython files cimport names, without include and cimport *."""
     for number, line in enumerate(text.splitlines(), 1):
         if re.match(r"\s*include\s+[\"']", line):
             yield f"{number}: include joins files"
@@ -214,7 +214,7 @@ def joins_files(path, text):
 
 
 def opens_parallel_region(path, text):
-    """copy.pyx has the only prange."""
+    """Only copy.pyx has a prange."""
     if path.name != "copy.pyx" and re.search(
         r"\bcython\.parallel\b|\bprange\b|openmp", text
     ):
@@ -288,7 +288,7 @@ def layer_of(name):
 
 
 def includes_upward(path, text):
-    """A C file includes private headers of its own layer and of those below."""
+    """A C file includes only private headers of its own layer and of those below."""
     own = layer_of(path.name)
     if own is None:
         yield f"{path.name} has no layer: name it in docs/design.md"
@@ -307,7 +307,7 @@ HANDLE_LAYERS = range(C_LAYERS.index({"request"}), len(C_LAYERS))
 
 
 def copies_by_itself(path, text):
-    """What is between bounces and callers is copied by the library's kernels."""
+    """Copies between bounces and callers use the library's kernels."""
     if layer_of(path.name) in HANDLE_LAYERS:
         for number, line in enumerate(text.splitlines(), 1):
             if re.search(r"\bmem(cpy|move)\(", line):
@@ -315,7 +315,7 @@ def copies_by_itself(path, text):
 
 
 def wakes_one_by_condition(path, text):
-    """One thread of several is woken by a semaphore or a futex.
+    """A semaphore or a futex wakes one of several threads.
 
     pthread_cond_signal(3) of glibc 2.25 to 2.40 may wake none (bug 25847).
     """
@@ -325,7 +325,7 @@ def wakes_one_by_condition(path, text):
 
 
 def leaves_work(path, text):
-    """What is left to do is an issue, not a comment."""
+    """Open work is an issue, not a comment."""
     for number, line in enumerate(text.splitlines(), 1):
         found = re.search(r"\b(TODO|FIXME|XXX)\b", line)
         if found:
@@ -333,7 +333,7 @@ def leaves_work(path, text):
 
 
 def names_a_machine(path, text):
-    """No path of one machine is in the tree."""
+    """The tree has no path of one machine."""
     pattern = r"(?<![\w.])/(?:work|farm|root|opt/nvenv|home/\w+)(?:/\w+)+"
     for number, line in enumerate(text.splitlines(), 1):
         found = re.search(pattern, line)
@@ -342,7 +342,7 @@ def names_a_machine(path, text):
 
 
 def is_generated(path, text):
-    """What the build makes is not committed."""
+    """Products of the build are not committed."""
     made = path.suffix in {".so", ".o", ".a", ".pyc"} or path.parts[0] in {"build", "dist"}
     if made or (path.suffix == ".c" and path.parts[:2] == ("src", "nvmeio")):
         yield "is made by the build"
@@ -350,7 +350,7 @@ def is_generated(path, text):
 
 def draws_without_seed(path, text):
     """A stress test draws all its random numbers from its seed."""
-    if path.name == "conftest.py":  # which draws the seeds
+    if path.name == "conftest.py":  # this file draws the seeds
         return
     seeded = r'(?:Random|default_rng)\(["\w\[]'
     pattern = rf"\brandom\.(?!{seeded})\w+|\b(?:urandom|uuid|secrets)\b|\bhash\("
@@ -361,15 +361,15 @@ def draws_without_seed(path, text):
 
 
 def asks_for_the_process(path, text):
-    """Whether there was a fork is asked in C, and told by _events/forks.py."""
+    """C detects a fork, and _events/forks.py reports it."""
     for number, line in enumerate(text.splitlines(), 1):
         if re.search(r"getpid\(\)\s*[!=]=|[!=]=\s*os\.getpid\(", line):
             yield f"{number}: {line.strip()}"
 
 
 def words_errors(path, text):
-    """An errno of the library becomes an exception in errors.pyx alone."""
-    # Others name an errno of their own, or pass that of an exception on.
+    """Only errors.pyx makes an exception of an errno of the library."""
+    # Other code names an errno itself, or passes on that of an exception.
     pattern = (
         r"\bstrerror\(|Error\(\s*-|\bOSError\(\s*(?!\w+\.errno\b|(?:errno\.)?E[A-Z])\w"
     )
@@ -379,12 +379,12 @@ def words_errors(path, text):
 
 
 def lacks_all(path, text):
-    """A public Python module says what it gives."""
+    """A public Python module has __all__."""
     if name_of(path).startswith("_"):
         return
     body = ast.parse(text).body
     if len(body) == 1 and ast.get_docstring(ast.Module(body, [])) is not None:
-        # A folder of modules, and what they are for.
+        # A folder of modules, with only a docstring.
         return
     assigned = [
         target.id
@@ -399,7 +399,7 @@ def lacks_all(path, text):
 
 @functools.cache
 def public_names():
-    """Return what the public modules of the package list."""
+    """Return the names that the public modules of the package list."""
     names = set()
     for path in files(*PYTHON):
         if not re.search(r"/_(?!_)", str(path)):
@@ -411,7 +411,7 @@ def public_names():
 
 
 def documents_in_sections(path, text):
-    """A docstring has the sections of numpydoc where users read it; others are short."""
+    """Only docstrings for users have sections of numpydoc; others are short."""
     public = public_names()
     owner = method = ""
     for number, line in enumerate(text.splitlines(), 1):
@@ -427,7 +427,7 @@ def documents_in_sections(path, text):
 
 
 def imports_underscore(path, text):
-    """Docs, examples and who embeds import public names alone."""
+    """Docs, examples and embedding programs import only public names."""
     names = r"(?:\([\w\s,]*?|[\w ,]*?)\b_[a-z]\w*"
     pattern = rf"\bnvmeio(?:\.\w+)*\._[a-z]\w*|\bfrom\s+nvmeio[\w.]*\s+c?import\s*{names}"
     for found in re.finditer(pattern, text):
@@ -476,7 +476,7 @@ RULES = {
 }
 TREE_RULES = (leaves_work, names_a_machine, is_generated)
 
-# For each rule, files that break it.
+# Files that break each rule.
 BAD = [
     (breaks_layering, "src/nvmeio/_native/buffer.pyx", "from nvmeio.files cimport x\n"),
     (
@@ -580,7 +580,7 @@ BAD = [
     (is_generated, "src/nvmeio/libnvmeio.c", ""),
     (is_generated, "build/lib/nvmeio/libnvmeio.so", ""),
 ]
-# Near misses, which a rule must not complain about.
+# Near misses, about which a rule must not complain.
 GOOD = [
     (
         documents_in_sections,
@@ -618,7 +618,7 @@ def sentence(rule):
 
 
 def complaints(rule, paths):
-    """Return what a rule says about files of the tree."""
+    """Return a rule's complaints about files of the tree."""
     found = []
     for path in paths:
         try:
@@ -642,7 +642,7 @@ def test_the_whole_tree_keeps_the_rule(rule):
 
 
 @pytest.mark.parametrize(("rule", "path", "text"), BAD)
-def test_a_rule_sees_what_breaks_it(rule, path, text):
+def test_a_rule_finds_what_breaks_it(rule, path, text):
     assert list(rule(Path(path), text))
 
 
@@ -655,12 +655,12 @@ def test_every_rule_has_a_file_that_breaks_it():
     assert {*RULES, *TREE_RULES} == {rule for rule, _, _ in BAD}
 
 
-def test_every_folder_has_its_place_in_the_layers():
+def test_every_folder_has_a_layer():
     top = PACKAGE.glob("*/__init__.py")
     assert {path.parent.name for path in top} == FOLDERS.keys() - {"", "libnvmeio"}
 
 
-def test_no_folder_stands_above_itself():
+def test_folders_have_no_cycle():
     placed = set()
     while len(placed) < len(FOLDERS):
         free = {name for name, used in FOLDERS.items() if used <= placed} - placed
@@ -668,7 +668,7 @@ def test_no_folder_stands_above_itself():
         placed |= free
 
 
-def test_folders_use_what_the_picture_has_below_them():
+def test_folders_use_only_folders_below_them_in_the_picture():
     below = set()
     for row in picture():
         here = {
@@ -682,7 +682,7 @@ def test_folders_use_what_the_picture_has_below_them():
     assert below == FOLDERS.keys()
 
 
-def test_native_modules_use_what_an_arrow_leads_to():
+def test_native_modules_use_only_modules_that_an_arrow_leads_to():
     native = {path.stem for path in files("src/nvmeio/_native/*.p*x*")}
     (row,) = [row for row in picture() if "_native/" in row]
     below = set()
@@ -714,7 +714,7 @@ def imports_of(path):
     return found & known - {name_of(path)}
 
 
-def test_no_module_imports_in_a_circle():
+def test_modules_have_no_import_cycle():
     graph = {name_of(path): imports_of(path) for path in files(*PYX, *PYTHON)}
     placed = set()
     while len(placed) < len(graph):
@@ -745,21 +745,21 @@ def test_the_folder_of_users_modules_is_short():
     assert 0 < len(modules) <= MODULES_MAX
 
 
-def test_what_is_private_says_so_and_what_is_cython_has_one_folder():
+def test_private_names_have_an_underscore_and_cython_has_one_folder():
     assert {path.parent for path in files(*PYX)} == {Path("src/nvmeio/_native")}
     for path in PACKAGE.iterdir():
         private = path.name.startswith("_") and not path.name.startswith("__")
         assert not (private and path.is_file()), path.name
 
 
-def test_a_native_module_has_a_stub_where_python_imports_it_and_nowhere_else():
+def test_a_native_module_has_a_stub_exactly_if_python_imports_it():
     stubs = {name_of(path) for path in files("src/nvmeio/**/*.pyi")}
     texts = [(ROOT / path).read_text(encoding="utf-8") for path in files(*PYTHON)]
     used = {name.removeprefix("nvmeio.") for text in texts for _, name in imported_by(text)}
     assert stubs == used & {name_of(path) for path in files(*PYX)}
 
 
-def test_a_native_module_has_a_pxd_where_another_cimports_it_and_nowhere_else():
+def test_a_native_module_has_a_pxd_exactly_if_another_cimports_it():
     declared = {name_of(path) for path in files("src/nvmeio/_native/*.pxd")}
     used = set()
     for path in files(*CYTHON):
@@ -771,7 +771,7 @@ def test_a_native_module_has_a_pxd_where_another_cimports_it_and_nowhere_else():
     assert declared == {name for name in used if name.startswith("_native.")}
 
 
-def test_the_public_cimport_has_declarations_alone():
+def test_the_public_cimport_has_only_declarations():
     text = (PACKAGE / "libnvmeio.pxd").read_text(encoding="utf-8")
     begun = {line for line in text.splitlines() if re.match(r"\w", line)}
     assert {line.partition('"')[0] for line in begun if "cimport" not in line} == {
@@ -780,7 +780,7 @@ def test_the_public_cimport_has_declarations_alone():
     assert not re.search(r"\binline\b|\bcdef class\b", text)
 
 
-def test_the_limits_are_those_of_the_c_headers():
+def test_the_limits_equal_those_of_the_c_headers():
     text = (ROOT / "include" / "nvmeio" / "base.h").read_text(encoding="utf-8")
     found = re.findall(r"#define NVMEIO_(BLOCK_BYTES|QUEUE_DEPTH|WORKERS)_MAX (.+)", text)
     values = {
@@ -808,7 +808,7 @@ def test_the_free_threading_promise_waits_for_a_run_of_the_suite():
     assert not any("freethreading_compatible" in text for text in texts)
 
 
-def test_the_page_of_the_design_names_the_files_that_there_are():
+def test_the_design_page_names_exactly_the_existing_files():
     text = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
     tree = text.split("## Tree")[1].split("\n```\n")[0]
     named = {*re.findall(r"\b_*\w+\.(?:pyx|py|c|pxd|pyi)\b", tree)}
@@ -818,7 +818,7 @@ def test_the_page_of_the_design_names_the_files_that_there_are():
     assert ours <= named, ours - named
 
 
-# Where maintainers look something up.
+# Pages in which maintainers look something up.
 PAGES = (
     *("CONTRIBUTING.md", "docs/design.md", "docs/decisions.md"),
     "src/libnvmeio/README.md",
@@ -826,7 +826,7 @@ PAGES = (
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_what_a_page_for_maintainers_names_is_there(page):
+def test_files_named_on_pages_for_maintainers_exist(page):
     text = (ROOT / page).read_text(encoding="utf-8")
     text = text.replace("tests/test_x.py tests src/nvmeio/x", "").replace("Python.h", "")
     names = re.findall(
@@ -839,12 +839,12 @@ def test_what_a_page_for_maintainers_names_is_there(page):
     ] == []
 
 
-def test_the_page_of_the_design_takes_a_quarter_of_an_hour():
+def test_the_design_page_can_be_read_in_15_minutes():
     text = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
     assert 0 < len(text.split()) <= 15 * 270
 
 
-def test_the_targets_that_contributing_lists_are_there():
+def test_the_targets_listed_in_contributing_exist():
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     rules = (ROOT / "Makefile").read_text(encoding="utf-8")
     made = {*" ".join(re.findall(r"^([\w -]+):", rules, re.MULTILINE)).split()}
@@ -854,10 +854,10 @@ def test_the_targets_that_contributing_lists_are_there():
     assert f"plants the {patches} faults" in text
 
 
-def test_one_read_passes_sixteen_files_at_most():
+def test_one_read_passes_at_most_16_files():
     text = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
     drawn = text.split("## One asynchronous read")[1].split("```")[1]
-    # errors.pyx is drawn too, where a read fails.
+    # The picture also shows errors.pyx, for a failing read.
     passed = {*re.findall(r"\w+\.(?:pyx|c)\b", drawn)} - {"errors.pyx"}
     assert 10 < len(passed) <= 16
     assert f"These are {len(passed)} files" in text

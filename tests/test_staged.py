@@ -1,4 +1,4 @@
-"""Tensors on a device pass through pieces of host memory; here the device is made up."""
+"""Tensors on a device are staged in pieces of host memory; the device is simulated."""
 
 import asyncio
 import errno
@@ -29,7 +29,7 @@ PIECE = 3 * PAGE
 
 
 class Device:
-    """A tensor whose bytes the host cannot reach: it has no buffer protocol."""
+    """A tensor whose bytes the host cannot access: it has no buffer protocol."""
 
     dtype = np.dtype(np.uint8)
 
@@ -41,7 +41,7 @@ class Device:
 
 
 class Staging:
-    """What nvmeio.torch._staging does, watched: memory of a piece is not used too early."""
+    """Like nvmeio.torch._staging; checks that memory of a piece is not reused too early."""
 
     def __init__(self, tensor, library):
         self._tensor = tensor
@@ -53,7 +53,7 @@ class Staging:
         self._delivered = -1
 
     def host(self, index):
-        # What was read for the piece before it must have been delivered.
+        # The previous piece in this memory must have been delivered.
         assert index - self.slots <= self._delivered
         return self._memory[index % self.slots][: self.pieces[index][1]]
 
@@ -76,7 +76,7 @@ class Staging:
 
 
 class Library:
-    """A library of tensors on a device, as nvmeio._memory.registry wants it."""
+    """A library of tensors on a device, for nvmeio._memory.registry."""
 
     def __init__(self):
         self.slots = 3
@@ -101,7 +101,7 @@ class Library:
         dest[:] = src
 
     def cross(self, index):
-        """Note who copies a piece to or from the device, which may break."""
+        """Record the thread that copies a piece to or from the device, or fail."""
         self.threads.add(threading.current_thread())
         if index in self.interruptions:
             raise self.interruptions.pop(index)
@@ -118,7 +118,7 @@ def library():
     libraries.remove((Device, library))
 
 
-# From no piece at all to many more than there are slots; the last one is of any size.
+# From no piece to many more than there are slots; the last piece may have any size.
 SIZES = [0, 1, PIECE - 1, PIECE, PIECE + 1, 3 * PIECE, 3 * PIECE + 1, 20 * PIECE + 777]
 
 
@@ -138,7 +138,7 @@ def test_a_tensor_goes_to_disk_and_back(handle, path, size, offset):
 
 
 @pytest.mark.parametrize("slots", [1, 2, 100])
-def test_any_number_of_slots_will_do(handle, path, library, slots):
+def test_any_number_of_slots_works(handle, path, library, slots):
     library.slots = slots
     source, target = Device(pattern(9 * PIECE + 5)), Device(bytes(9 * PIECE + 5))
     handle.write(source, path)
@@ -148,7 +148,7 @@ def test_any_number_of_slots_will_do(handle, path, library, slots):
 
 
 @pytest.mark.usefixtures("library")
-def test_every_call_of_the_contract_takes_such_tensors(engine, path):
+def test_every_call_of_the_contract_takes_device_tensors(engine, path):
     handle = nvmeio.aio_handle(BLOCK, DEPTH, engine=engine)
     source, target = Device(pattern(5 * PIECE)), Device(bytes(5 * PIECE))
     assert handle.write(source, path, True) == 0
@@ -164,7 +164,7 @@ def test_every_call_of_the_contract_takes_such_tensors(engine, path):
 
 
 @pytest.mark.usefixtures("library")
-def test_they_may_be_among_many_and_be_gathered_and_scattered(handle, path, tmp_path):
+def test_device_tensors_work_in_many_and_in_gathers_and_scatters(handle, path, tmp_path):
     data, other = pattern(7 * PIECE + 3), tmp_path / "other"
     half = len(data) // 2
     items = [(Device(data), path, 0), (data[:half], other, 0)]
@@ -175,7 +175,7 @@ def test_they_may_be_among_many_and_be_gathered_and_scattered(handle, path, tmp_
     request = handle.submit_read_many([(whole, other, 0), (part, path, half)])
     assert request.wait() == len(data) + 10
     assert (whole.content(), part.content()) == (data, data[half : half + 10])
-    # A failed item leaves the others whole, on devices too.
+    # A failed item leaves the others complete, on devices too.
     again, short = Device(bytes(10)), Device(bytes(10))
     with pytest.raises(nvmeio.GatherError, match="item 1: "):
         handle.read_many([(again, path, 0), (short, path, len(data) - 1)])
@@ -189,7 +189,7 @@ def test_they_may_be_among_many_and_be_gathered_and_scattered(handle, path, tmp_
 
 
 @pytest.mark.usefixtures("library")
-def test_requests_of_both_kinds_are_in_flight_at_once(open_handle, path):
+def test_device_and_host_requests_are_in_flight_at_once(open_handle, path):
     handle = open_handle(block_size=BLOCK, queue_depth=DEPTH, workers=2)
     size = 7 * PIECE + 1
     path.write_bytes(pattern(10 * size))
@@ -204,7 +204,7 @@ def test_requests_of_both_kinds_are_in_flight_at_once(open_handle, path):
     assert routes(handle).total() == 10 * size
 
 
-def test_a_read_is_finished_once_by_the_thread_that_waits(handle, path, library):
+def test_the_waiting_thread_finishes_a_read_once(handle, path, library):
     path.write_bytes(pattern(8 * PIECE))
     request = handle.submit_read(Device(bytes(8 * PIECE)), path)
     assert library.threads == set()
@@ -214,7 +214,7 @@ def test_a_read_is_finished_once_by_the_thread_that_waits(handle, path, library)
 
 
 @pytest.mark.usefixtures("library")
-def test_done_moves_it_on(handle, path):
+def test_done_advances_the_pieces(handle, path):
     path.write_bytes(pattern(30 * PIECE))
     target = Device(bytes(30 * PIECE))
     request = handle.submit_read(target, path)
@@ -242,7 +242,7 @@ def completed_by_tasks(requests):
 @pytest.mark.parametrize(
     "completed", [completed_by_for, completed_by_wait, completed_by_tasks]
 )
-def test_who_waits_for_several_moves_them_on(handle, path, library, completed):
+def test_waiting_for_several_advances_them_all(handle, path, library, completed):
     size = 30 * PIECE
     source = Device(pattern(size))
     targets = [Device(bytes(size)) for _ in range(4)]
@@ -256,7 +256,9 @@ def test_who_waits_for_several_moves_them_on(handle, path, library, completed):
 
 
 @pytest.mark.parametrize("look", [lambda _: None, lambda request: request.wait()])
-def test_a_callback_is_called_once_whoever_moves_it_on(handle, path, library, look):
+def test_a_callback_is_called_once_whichever_thread_advances_it(
+    handle, path, library, look
+):
     path.write_bytes(pattern(30 * PIECE))
     target = Device(bytes(30 * PIECE))
     request = handle.submit_read(target, path)
@@ -271,7 +273,7 @@ def test_a_callback_is_called_once_whoever_moves_it_on(handle, path, library, lo
 
 
 @pytest.mark.usefixtures("library")
-def test_a_cancelled_await_of_a_tensor_ends_when_nothing_moves_any_more(open_handle, path):
+def test_a_cancelled_await_ends_after_the_last_piece(open_handle, path):
     handle = open_handle(**SLOW)
     path.write_bytes(pattern(20 * PIECE))
     target = Device(bytes(20 * PIECE))
@@ -284,7 +286,7 @@ def test_a_cancelled_await_of_a_tensor_ends_when_nothing_moves_any_more(open_han
                 await asyncio.sleep(0)
                 task.cancel()
             await asyncio.sleep(0)
-            # Pieces are on their way still.
+            # Some pieces are still in flight.
             assert not task.done()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -298,7 +300,7 @@ def test_a_cancelled_await_of_a_tensor_ends_when_nothing_moves_any_more(open_han
 
 
 @pytest.mark.usefixtures("library")
-def test_many_threads_wait_for_one(handle, path):
+def test_many_threads_wait_for_one_device_tensor(handle, path):
     path.write_bytes(pattern(30 * PIECE))
     target = Device(bytes(30 * PIECE))
     request = handle.submit_read(target, path)
@@ -320,7 +322,7 @@ def test_a_file_that_ends_in_the_middle_is_an_error(handle, path):
 
 
 @pytest.mark.usefixtures("library")
-def test_a_failed_one_is_minus_one_with_errors_as_status(engine, path):
+def test_a_failure_is_minus_one_with_errors_status(engine, path):
     handle = nvmeio.aio_handle(BLOCK, DEPTH, engine=engine, errors="status")
     path.write_bytes(pattern(10 * PIECE))
     assert handle.read(Device(bytes(10 * PIECE + 1)), path) == -1
@@ -329,15 +331,15 @@ def test_a_failed_one_is_minus_one_with_errors_as_status(engine, path):
 
 @pytest.mark.parametrize("broken_at", [0, 1, 5])
 class TestBrokenDevice:
-    """What the device or its library raises ends the request, not the handle."""
+    """An error of the device or its library ends the request, not the handle."""
 
-    def test_a_write_raises_where_it_is_submitted(self, handle, path, library, broken_at):
+    def test_a_write_raises_in_the_submitting_call(self, handle, path, library, broken_at):
         library.broken_at = broken_at
         with pytest.raises(RuntimeError, match="fell off the bus"):
             handle.submit_write(Device(pattern(8 * PIECE)), path)
         self.assert_handle_goes_on(handle, path)
 
-    def test_a_read_raises_where_it_is_waited_for(self, handle, path, library, broken_at):
+    def test_a_read_raises_in_the_waiting_call(self, handle, path, library, broken_at):
         path.write_bytes(pattern(8 * PIECE))
         library.broken_at = broken_at
         request = handle.submit_read(Device(bytes(8 * PIECE)), path)
@@ -356,7 +358,9 @@ class TestBrokenDevice:
 
 
 @pytest.mark.parametrize("interruption", [KeyboardInterrupt, TimeoutError])
-def test_what_a_signal_raises_takes_nothing_away(handle, path, library, interruption):
+def test_an_exception_of_a_signal_handler_loses_no_bytes(
+    handle, path, library, interruption
+):
     path.write_bytes(pattern(9 * PIECE))
     library.interruptions = {index: interruption("mine") for index in (0, 4, 8)}
     target = Device(bytes(9 * PIECE))
@@ -370,13 +374,13 @@ def test_what_a_signal_raises_takes_nothing_away(handle, path, library, interrup
 
 @pytest.mark.usefixtures("library")
 class TestInFlight:
-    """The worker is busy with something else."""
+    """The worker is busy with other requests."""
 
     @pytest.fixture
     def handle(self, open_handle):
         return open_handle(**SLOW)
 
-    def test_it_is_pending_until_it_is_done(self, handle, folder):
+    def test_a_staged_request_is_pending_until_it_is_done(self, handle, folder):
         (folder / "data").write_bytes(pattern(9 * PIECE))
         target = Device(bytes(9 * PIECE))
         with plugged(handle, folder):
@@ -390,8 +394,8 @@ class TestInFlight:
         assert target.content() == pattern(9 * PIECE)
         assert "done" in repr(request)
 
-    def test_it_comes_after_nothing_and_before_nothing(self, handle, folder):
-        """Its bytes pass through Python on the way, and would be stale."""
+    def test_a_staged_request_refuses_after_on_either_side(self, handle, folder):
+        """Its bytes pass through Python, and would be stale."""
         path = folder / "data"
         path.write_bytes(pattern(9 * PIECE))
         tensor = Device(pattern(9 * PIECE, 1))
@@ -409,7 +413,7 @@ class TestInFlight:
         assert handle.submit_write(b"new", path, after=[request, first]).wait() == 3
         assert path.read_bytes()[:3] == b"new"
 
-    def test_cancelling_drops_the_pieces_that_were_not_begun(self, handle, folder):
+    def test_cancel_drops_the_pieces_that_have_not_begun(self, handle, folder):
         (folder / "data").write_bytes(pattern(9 * PIECE))
         with plugged(handle, folder):
             request = handle.submit_read(Device(bytes(9 * PIECE)), folder / "data")
@@ -423,7 +427,9 @@ class TestInFlight:
         assert request.cancel() is False
         assert handle.pending == 0
 
-    def test_what_is_on_its_way_completely_is_not_cancelled(self, handle, folder):
+    def test_a_request_whose_pieces_are_all_in_flight_is_not_cancelled(
+        self, handle, folder
+    ):
         (folder / "data").write_bytes(pattern(3 * PIECE))
         target = Device(bytes(3 * PIECE))
         with plugged(handle, folder):
@@ -432,7 +438,7 @@ class TestInFlight:
         assert request.wait() == 3 * PIECE
         assert target.content() == pattern(3 * PIECE)
 
-    def test_it_holds_the_file_open_and_lets_go(self, handle, folder):
+    def test_a_staged_request_keeps_the_file_open_until_it_is_done(self, handle, folder):
         (folder / "data").write_bytes(pattern(9 * PIECE))
         with plugged(handle, folder):
             request = handle.submit_read(Device(bytes(9 * PIECE)), folder / "data")
@@ -444,7 +450,7 @@ class TestInFlight:
 
 
 @pytest.mark.usefixtures("library")
-def test_a_request_that_nobody_holds_is_carried_out(handle, path):
+def test_a_dropped_request_is_completed(handle, path):
     path.write_bytes(pattern(9 * PIECE))
     target = Device(bytes(9 * PIECE))
     handle.submit_read(target, path)
@@ -469,7 +475,7 @@ def test_dropping_the_handle_finishes_its_work(engine, path):
 
 
 @pytest.mark.usefixtures("library")
-def test_an_error_that_nobody_looked_at_is_warned_of(handle, path, recwarn):
+def test_an_error_that_was_never_retrieved_causes_a_warning(handle, path, recwarn):
     path.write_bytes(bytes(PIECE))
     handle.submit_read(Device(bytes(9 * PIECE)), path)
     handle.close()
@@ -477,7 +483,7 @@ def test_an_error_that_nobody_looked_at_is_warned_of(handle, path, recwarn):
     assert [w for w in recwarn if "never looked at" in str(w.message)]
 
 
-def test_the_tensor_is_let_go_when_it_is_done(handle, path, library):
+def test_the_tensor_is_released_when_the_request_is_done(handle, path, library):
     path.write_bytes(pattern(5 * PIECE))
     target = Device(bytes(5 * PIECE))
     gone = weakref.ref(target)
@@ -535,7 +541,7 @@ class TestTorch:
         libraries.remove((Remote, library))
 
     @pytest.mark.parametrize("transposed", [False, True])
-    def test_tensors_of_any_strides_make_the_round_trip(
+    def test_tensors_with_any_strides_are_written_and_read(
         self, handle, path, torch, on_device, transposed
     ):
         source = torch.arange(30_000, dtype=torch.int32).reshape(300, 100)
@@ -548,7 +554,7 @@ class TestTorch:
         assert target.equal(source)
         assert routes(handle).total() == 240_000
 
-    def test_cuda_tensors_make_the_round_trip(self, handle, path, torch):
+    def test_cuda_tensors_are_written_and_read(self, handle, path, torch):
         if not torch.cuda.is_available():
             pytest.skip("no CUDA device")
         source = torch.arange(40 << 20, dtype=torch.int32, device="cuda")

@@ -1,4 +1,4 @@
-"""Training with saved tensors on disk: to the bit what it is without, or an error."""
+"""Training with saved tensors on disk: identical to the bit, or an error."""
 
 import contextlib
 import gc
@@ -14,7 +14,7 @@ from workloads.common import thread_count
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
-# Imported late, for the module cannot be imported where torch is not.
+# Imported after the check, because the module needs torch.
 from torch.multiprocessing.reductions import StorageWeakRef  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
@@ -28,14 +28,14 @@ from workloads.activations import (  # noqa: E402
     transformer,
 )
 
-# Of elements: four bytes each.
+# In elements of four bytes.
 SIZE = 40_000
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """Sums are in one order."""
+    """Use one thread, so that sums have one order."""
     count = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -44,7 +44,7 @@ def one_thread():
 
 @pytest.fixture
 def saving(tmp_path):
-    """Make contexts that have nearly everything on disk; nothing is left of them."""
+    """Make contexts that put nearly everything on disk; check that nothing is left."""
     gc.collect()
     before = thread_count(), len(os.listdir("/proc/self/fd"))
 
@@ -59,7 +59,7 @@ def saving(tmp_path):
 
 
 def both(saving, step):
-    """Return what a step gives without the context and in it."""
+    """Return the results of a step without and with the context."""
     torch.manual_seed(0)
     expected = step()
     torch.manual_seed(0)
@@ -73,14 +73,16 @@ MODELS = {"mlp": mlp, "transformer": transformer}
 
 @pytest.mark.parametrize("memory", ["0", "300KiB", "1GiB"])
 @pytest.mark.parametrize("name", MODELS)
-def test_twenty_steps_are_those_without_it(engine, saving, monkeypatch, name, memory):
+def test_twenty_steps_equal_those_without_the_context(
+    engine, saving, monkeypatch, name, memory
+):
     monkeypatch.setenv("NVMEIO_ENGINE", engine)
     expected = MODELS[name](contextlib.nullcontext, steps=20)
     assert same_bits(MODELS[name](lambda: saving(memory=memory), steps=20), expected)
 
 
 class Saves(torch.autograd.Function):
-    """Saves a tensor as it is, and shows what comes back."""
+    """Saves tensors unchanged, and exposes what is unpacked in the backward pass."""
 
     @staticmethod
     def forward(ctx, x, *tensors):
@@ -96,7 +98,7 @@ class Saves(torch.autograd.Function):
 
 
 def come_back(context, *tensors):
-    """Return tensors as they come back from a graph."""
+    """Return tensors as a graph unpacks them."""
     with context:
         y = Saves.apply(torch.ones(1, requires_grad=True), *tensors)
     y.backward()
@@ -163,7 +165,7 @@ def test_tensors_without_elements_stay_and_come_back(saving):
     assert [t.shape for t in found] == [(3, 0), (0,)]
 
 
-def test_what_is_no_plain_tensor_stays_and_comes_back(saving):
+def test_tensors_of_other_types_stay_in_memory(saving):
     class Mine(torch.Tensor):
         pass
 
@@ -182,21 +184,21 @@ def test_what_is_no_plain_tensor_stays_and_comes_back(saving):
     assert torch.equal(found[3].values(), nested.values())
 
 
-def test_memory_of_what_was_saved_is_given_back(saving):
+def test_memory_of_saved_tensors_is_released(saving):
     with saving(memory="64KiB"):
         x = torch.randn(64, 256, requires_grad=True)
         y, storages = x * 2, []
         for _ in range(20):
             storages.append(StorageWeakRef(y.untyped_storage()))
             y = y.sin()
-            # 64 KiB each: one that is held, and the newest.
+            # Of 64 KiB each: the one that may stay in memory, and the newest.
             assert sum(not storage.expired() for storage in storages) <= 2
     assert bytes_on_disk() >= 19 * 65536
     y.sum().backward()
 
 
 def chain(x, *, count=8, storages=None):
-    """Return the sum of what a chain of operations gives, each of which saves a tensor."""
+    """Return the sum of a chain of operations, each of which saves a tensor."""
     y = x
     for _ in range(count):
         y = y.sin()
@@ -206,11 +208,11 @@ def chain(x, *, count=8, storages=None):
 
 
 @pytest.mark.parametrize("mebibytes", [2, 7, 40])
-def test_the_process_grows_by_memory_and_what_a_step_needs(tmp_path, mebibytes):
+def test_the_process_grows_by_memory_and_the_needs_of_a_step(tmp_path, mebibytes):
     skip_sanitized("keep memory that was freed")
     grown = run_child("grow_by_memory", folder=str(tmp_path), mebibytes=mebibytes).report
-    # Beside 64 MiB some tensors of the step, twice as much as is freed at a time, and 32
-    # MiB for all else; without it 1536 MiB.
+    # The 64 MiB of `memory`, some tensors of the step, twice the amount that is freed at a
+    # time, and 32 MiB for everything else; without the context it is 1536 MiB.
     assert grown <= 64 + 6 * mebibytes + 64 + 32
 
 
@@ -220,7 +222,7 @@ def test_writes_go_out_while_the_forward_pass_computes(faulty_slots):
     faults.set(write={"held": True})
     with save_on_disk(folder, min_bytes=SMALL):
         y = x.sin().sin()
-        # A write is under way; none can end before the forward pass does.
+        # A write is in flight, and none can end before the forward pass does.
         faults.await_waiting()
         loss = chain(y)
         assert faults.waiting() > 0
@@ -230,7 +232,7 @@ def test_writes_go_out_while_the_forward_pass_computes(faulty_slots):
     )
 
 
-def test_reads_come_ahead_of_the_backward_pass_and_last_first(faulty_slots, monkeypatch):
+def test_reads_run_ahead_of_the_backward_pass_in_reverse_order(faulty_slots, monkeypatch):
     folder, faults = faulty_slots
     read, reads = _offload.slots.SlotFile._submit_read, []
 
@@ -239,7 +241,7 @@ def test_reads_come_ahead_of_the_backward_pass_and_last_first(faulty_slots, monk
         read(file, slot)
 
     class Held(torch.autograd.Function):
-        """Computes only when a read is under way that nobody has asked for."""
+        """Computes only while a read-ahead is in flight."""
 
         @staticmethod
         def forward(ctx, x):
@@ -256,7 +258,7 @@ def test_reads_come_ahead_of_the_backward_pass_and_last_first(faulty_slots, monk
     x = torch.randn(SIZE, requires_grad=True)
     monkeypatch.setattr(_offload.slots.SlotFile, "_submit_read", submit)
     with save_on_disk(folder, min_bytes=SMALL, memory=3 * x.nbytes):
-        # x stays, so slots 0 to 6 are those of the others; 4 to 6 are in memory.
+        # x is not saved, so slots 0 to 6 belong to the others; 4 to 6 are in memory.
         y = x
         for index in range(8):
             y = y.sin() if index != 5 else Held.apply(y.sin())
@@ -265,14 +267,14 @@ def test_reads_come_ahead_of_the_backward_pass_and_last_first(faulty_slots, monk
     file.drain()
     faults.set(read={"held": True})
     grads = torch.autograd.grad(loss, x)
-    # Two are in use or read after it when Held computes.
+    # When Held computes, two slots are in use or being read.
     assert held == [[3]]
     assert reads == [3, 2, 1, 0]
     assert same_bits(grads, torch.autograd.grad(chain(x), x))
 
 
 @pytest.mark.parametrize("call", ["write", "read"])
-def test_a_change_while_the_drive_has_it_is_noticed(faulty_slots, call):
+def test_a_change_in_place_after_the_save_is_an_error(faulty_slots, call):
     folder, faults = faulty_slots
     x = torch.randn(SIZE, requires_grad=True)
     errors = []
@@ -318,7 +320,7 @@ CHANGES = {
 @pytest.mark.parametrize("size", [4, 4000])
 @pytest.mark.parametrize("memory", [0, 1 << 30])
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_change_in_place_is_what_torch_says_without_hooks(saving, memory, change, size):
+def test_a_change_in_place_raises_torchs_own_error(saving, memory, change, size):
     words = "modified by an inplace operation: .*is at version [12]; expected version 0"
     for context in (contextlib.nullcontext(), saving(memory=memory)):
         x = torch.randn(size, requires_grad=True)
@@ -332,7 +334,7 @@ def test_a_change_in_place_is_what_torch_says_without_hooks(saving, memory, chan
 
 
 @pytest.mark.parametrize("change", sorted(CHANGES.keys() - {"counted by hand"}))
-def test_save_on_cpu_gives_wrong_gradients_there(change):
+def test_save_on_cpu_gives_wrong_gradients_after_a_change_in_place(change):
     x = torch.randn(4000, requires_grad=True)
     with torch.autograd.graph.save_on_cpu():
         y = x.exp()
@@ -346,7 +348,7 @@ def test_save_on_cpu_gives_wrong_gradients_there(change):
 
 
 @pytest.mark.parametrize("size", [4, 4000])
-def test_a_weight_that_the_optimizer_changes_too_early_is_noticed(saving, size):
+def test_a_weight_that_the_optimizer_changes_too_early_is_an_error(saving, size):
     for context in (contextlib.nullcontext(), saving()):
         model = torch.nn.Linear(size, 4)
         optimizer = torch.optim.SGD(model.parameters())
@@ -359,7 +361,7 @@ def test_a_weight_that_the_optimizer_changes_too_early_is_noticed(saving, size):
             loss.backward()
 
 
-def test_a_change_before_the_save_and_one_after_the_last_use_are_none(saving):
+def test_changes_before_the_save_and_after_the_last_use_are_allowed(saving):
     def step():
         x = torch.randn(4000, requires_grad=True)
         y = (x * 2).add_(1)
@@ -373,7 +375,7 @@ def test_a_change_before_the_save_and_one_after_the_last_use_are_none(saving):
     assert same_bits(found, expected)
 
 
-def test_a_backward_that_changes_what_it_was_given_is_noticed_by_the_next(saving):
+def test_a_backward_that_changes_its_saved_tensor_fails_the_next_one(saving):
     class Changes(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):
@@ -396,7 +398,7 @@ def test_a_backward_that_changes_what_it_was_given_is_noticed_by_the_next(saving
 def test_equal_saves_are_written_once(saving):
     with saving():
         x = torch.randn(64, 1024, requires_grad=True) * 1
-        # By exp its result, by each product its factor, and all views.
+        # exp saves its result, each product saves its factor, and all are views.
         y = x.exp()
         for view in (y, y.view(-1), y.T, y.detach(), *y.chunk(3, -1), y[2:50]):
             view.mul(view.detach() if view.requires_grad else x.view(-1)[:1])
@@ -406,7 +408,7 @@ def test_equal_saves_are_written_once(saving):
         assert bytes_on_disk() == 2 * y.nbytes
 
 
-def test_what_has_changed_in_between_is_written_again(saving):
+def test_a_tensor_changed_between_saves_is_written_again(saving):
     def step():
         x = torch.randn(4000)
         first = Saves.apply(torch.ones(1, requires_grad=True), x.clone())
@@ -420,14 +422,14 @@ def test_what_has_changed_in_between_is_written_again(saving):
     assert same_bits(found[0], expected[0])
 
 
-def test_memory_that_counts_by_itself_is_written_again(saving):
+def test_memory_with_its_own_version_counter_is_written_again(saving):
     x = torch.randn(4000)
     alias = x.data
     with saving():
         ones = torch.ones(1, requires_grad=True)
         first = Saves.apply(ones, x)
         before = bits(x)
-        # At the version that x has: it is told apart by its counter.
+        # It has the same version as x; only its own counter tells them apart.
         torch._C._autograd._unsafe_set_version_counter((alias,), (0,))
         x.numpy()[:] = 3
         second = Saves.apply(ones, alias)
@@ -436,7 +438,7 @@ def test_memory_that_counts_by_itself_is_written_again(saving):
     del first
 
 
-def test_a_graph_may_be_used_twice_and_goes_then(saving):
+def test_a_graph_may_be_used_twice_and_is_then_released(saving):
     with saving():
         x = torch.randn(4000, requires_grad=True)
         z = x.exp().sin().sum()
@@ -449,7 +451,7 @@ def test_a_graph_may_be_used_twice_and_goes_then(saving):
 
 
 class Holder(torch.nn.Module):
-    """Has parameters and buffers of each kind, and uses those of another one."""
+    """Has parameters and buffers of each kind, and uses those of another module."""
 
     def __init__(self):
         super().__init__()
@@ -473,7 +475,7 @@ class Holder(torch.nn.Module):
     copies = False
 
 
-def test_parameters_buffers_and_views_of_them_stay(saving):
+def test_parameters_buffers_and_their_views_stay_in_memory(saving):
     model = Holder()
     x = torch.randn(2, 64, requires_grad=True)
     for call in (model, lambda x: torch.func.functional_call(model, {}, x)):
@@ -481,7 +483,7 @@ def test_parameters_buffers_and_views_of_them_stay(saving):
             loss = call(x).sum()
             assert bytes_on_disk() == 0
         loss.backward()
-    # A copy is none of them.
+    # A copy counts as neither parameter nor buffer.
     model.copies = True
     with saving(min_bytes=4096):
         loss = model(x).sum()
@@ -489,7 +491,7 @@ def test_parameters_buffers_and_views_of_them_stay(saving):
     loss.backward()
 
 
-def test_views_of_parameters_stay_outside_of_modules_too(saving):
+def test_views_of_parameters_outside_of_modules_stay_in_memory(saving):
     weight = torch.nn.Parameter(torch.randn(64, 256))
     leaf = torch.randn(64, 64, requires_grad=True)
     with saving(min_bytes=4096):
@@ -498,7 +500,7 @@ def test_views_of_parameters_stay_outside_of_modules_too(saving):
     loss.backward()
 
 
-def test_copies_that_autocast_made_of_weights_leave(saving):
+def test_copies_of_weights_by_autocast_go_to_disk(saving):
     def step():
         model = torch.nn.Linear(256, 256, bias=False)
         x = torch.randn(4, 256, requires_grad=True)
@@ -514,7 +516,7 @@ def test_copies_that_autocast_made_of_weights_leave(saving):
     assert same_bits(found, expected)
 
 
-def test_double_backward(saving):
+def test_double_backward_works(saving):
     def step():
         x = torch.randn(4000, requires_grad=True)
         y = (x.sin() * x.exp()).sum()
@@ -526,7 +528,7 @@ def test_double_backward(saving):
     assert same_bits(found, expected)
 
 
-def test_double_backward_after_the_context(saving):
+def test_double_backward_after_the_context_works(saving):
     def step(context):
         torch.manual_seed(0)
         x = torch.randn(4000, requires_grad=True)
@@ -540,7 +542,7 @@ def test_double_backward_after_the_context(saving):
 
 @pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_checkpoint(saving, inside, use_reentrant):
+def test_checkpointing_works(saving, inside, use_reentrant):
     def step(context):
         torch.manual_seed(0)
         model = torch.nn.Sequential(torch.nn.Linear(64, 512), torch.nn.GELU())
@@ -563,7 +565,7 @@ def test_checkpoint(saving, inside, use_reentrant):
     assert same_bits(step(saving), step(contextlib.nullcontext))
 
 
-def test_selective_checkpoint(saving):
+def test_selective_checkpointing_works(saving):
     from torch.utils.checkpoint import create_selective_checkpoint_contexts as selective
 
     ops = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
@@ -584,7 +586,7 @@ def test_selective_checkpoint(saving):
     assert same_bits(step(saving), step(contextlib.nullcontext))
 
 
-def test_an_exception_half_way_leaves_nothing(saving):
+def test_an_exception_in_the_forward_pass_leaves_nothing(saving):
     storages = []
 
     def step():
@@ -614,7 +616,7 @@ def test_an_exception_in_the_backward_pass_leaves_nothing(saving):
     del loss
 
 
-def test_a_graph_that_is_dropped_leaves_nothing(saving):
+def test_a_dropped_graph_leaves_nothing(saving):
     storages = []
     with saving(memory=1 << 30):
         for _ in range(3):
@@ -624,7 +626,7 @@ def test_a_graph_that_is_dropped_leaves_nothing(saving):
         (file,) = _offload.slots._live
         file.drain()
         assert len(file._slots) == 8 - 1
-        # Nor is there room in the file for others; 4096 bytes are a page.
+        # The file keeps no blocks either; 4096 bytes are one page.
         taken = file._room._end - sum(room for _, room in file._room._gaps)
         assert taken == (8 - 1) * -(-4 * SIZE // 4096) * 4096
     del y, file
@@ -632,7 +634,7 @@ def test_a_graph_that_is_dropped_leaves_nothing(saving):
     assert all(storage.expired() for storage in storages)
 
 
-def test_of_nested_contexts_the_inner_one_counts(saving):
+def test_of_nested_contexts_the_inner_one_is_used(saving):
     def step(outer, inner, *, count=False):
         torch.manual_seed(0)
         x = torch.randn(4000, requires_grad=True)
@@ -643,7 +645,8 @@ def test_of_nested_contexts_the_inner_one_counts(saving):
             w = z.cos()
             if count:
                 files = sorted(_offload.slots._live, key=lambda file: file.memory)
-                # By exp y; by each other exp its result; the last of them by cos too.
+                # The first exp saves y; each other exp saves its result; cos saves the last
+                # one too.
                 assert [len(file._slots) for file in files] == [2, 2]
                 del files
         return torch.autograd.grad(w.sum(), x)
@@ -657,7 +660,7 @@ def test_of_nested_contexts_the_inner_one_counts(saving):
     assert same_bits(step(torch.autograd.graph.save_on_cpu, saving), plain)
 
 
-def test_contexts_in_threads_are_apart(saving):
+def test_contexts_of_threads_are_independent(saving):
     wrong = []
 
     def work(seed):
@@ -681,7 +684,7 @@ def test_contexts_in_threads_are_apart(saving):
     assert wrong == []
 
 
-def test_backward_in_other_threads(saving):
+def test_backward_in_other_threads_works(saving):
     x = torch.randn(40_000, requires_grad=True)
 
     def forward():
@@ -710,7 +713,7 @@ def test_backward_in_other_threads(saving):
     assert all(same_bits(grads, expected) for grads in found)
 
 
-def test_hooks_of_the_user_inside_take_their_turn(saving):
+def test_the_users_own_hooks_inside_are_called(saving):
     packed = []
 
     def pack(tensor):
@@ -778,7 +781,7 @@ def test_vmap_and_forward_mode_work(saving):
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
 def test_compiled_functions_inside_work(tmp_path, backend):
-    # What compiles has threads and files of its own.
+    # The compiler has its own threads and files.
     def saving():
         return save_on_disk(tmp_path, min_bytes=SMALL, memory=0)
 
@@ -808,7 +811,7 @@ def test_compiled_functions_inside_work(tmp_path, backend):
     assert bytes_on_disk() == 0
 
 
-def test_batch_norm_and_its_buffers(saving):
+def test_batch_norm_trains_as_without_the_context(saving):
     def step():
         torch.manual_seed(0)
         model = torch.nn.Sequential(
@@ -844,14 +847,14 @@ def test_wrong_arguments_are_named(tmp_path, options, error, words):
 
 
 @pytest.mark.parametrize("kind", [str, os.fsencode, lambda path: path])
-def test_folders_are_named_in_every_way(saving, tmp_path, kind):
+def test_folders_may_be_any_kind_of_path(saving, tmp_path, kind):
     with save_on_disk(kind(tmp_path), min_bytes="1 KiB", memory=0):
         y = torch.randn(4000, requires_grad=True).exp()
         assert bytes_on_disk() > 0
     del y
 
 
-def test_a_folder_that_is_missing_is_named(tmp_path):
+def test_a_missing_folder_is_named(tmp_path):
     with (
         pytest.raises(FileNotFoundError, match="missing"),
         save_on_disk(tmp_path / "missing"),
@@ -860,7 +863,7 @@ def test_a_folder_that_is_missing_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_ddp_on_gloo(tmp_path, size):
+def test_ddp_on_gloo_works(tmp_path, size):
     for report in together(tmp_path, "train_together", size, folder=str(tmp_path)):
         assert report == {"same": True, "on disk": True}
 
@@ -870,14 +873,14 @@ def test_forked_workers_of_a_data_loader_do_not_disturb(tmp_path):
     assert report == {"same": True, "on disk": True, "left": 0}
 
 
-def test_a_forked_child_keeps_its_own_in_memory(tmp_path):
+def test_a_forked_child_keeps_its_saved_tensors_in_memory(tmp_path):
     report = run_child("train_in_a_child", folder=str(tmp_path)).report
     assert report["child"] == ["same", "before a fork"]
     assert report["parent"]
 
 
 @pytest.mark.parametrize("when", ["forward", "backward"])
-def test_ctrl_c_leaves_nothing_with_the_kernel(faulty, when):
+def test_ctrl_c_leaves_nothing_in_flight(faulty, when):
     (faulty / "control").touch()
     report = run_child("ctrl_c_while_training", folder=str(faulty), when=when).report
     assert report == {"interrupted": True, "held": True, "files": 0, "same": True}
@@ -887,7 +890,7 @@ def test_ctrl_c_leaves_nothing_with_the_kernel(faulty, when):
     ("fault", "name"),
     [("pwrite64:error=ENOSPC:when=3+", "ENOSPC"), ("pwrite64:error=EIO:when=3+", "EIO")],
 )
-def test_a_drive_that_fails_is_an_error_of_the_step(tmp_path, fault, name):
+def test_a_failing_drive_is_an_error_of_the_step(tmp_path, fault, name):
     report = run_with_faults(
         "train_with_faults", fault, folder=str(tmp_path), env={"NVMEIO_ENGINE": "sync"}
     ).report
@@ -896,7 +899,7 @@ def test_a_drive_that_fails_is_an_error_of_the_step(tmp_path, fault, name):
     assert report["left"] == 0
 
 
-def test_a_read_that_fails_is_an_error_of_the_backward_pass(tmp_path):
+def test_a_failed_read_is_an_error_of_the_backward_pass(tmp_path):
     fault = "pread64:error=EIO:when=2+"
     report = run_with_faults(
         "train_with_faults", fault, folder=str(tmp_path), env={"NVMEIO_ENGINE": "sync"}
@@ -906,7 +909,7 @@ def test_a_read_that_fails_is_an_error_of_the_backward_pass(tmp_path):
     assert report["left"] == 0
 
 
-def test_bfloat16_under_autocast(tmp_path):
+def test_bfloat16_under_autocast_works(tmp_path):
     env = {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE"}
     report = run_child("train_in_bfloat16", folder=str(tmp_path), env=env).report
     assert report == {"same": True, "on disk": True}
@@ -928,12 +931,12 @@ def test_tensors_of_a_device_come_back_to_it(saving):
     assert disk[1] > 0
 
 
-def test_a_storage_that_was_resized_is_written_again(saving):
+def test_a_resized_storage_is_written_again(saving):
     x = torch.zeros(4000)
     with saving():
         ones = torch.ones(1, requires_grad=True)
         first = Saves.apply(ones, x)
-        # As FSDP does, so that the version stays.
+        # As FSDP does, without changing the version.
         with torch.autograd._unsafe_preserve_version_counter(x):
             x.untyped_storage().resize_(0)
             x.untyped_storage().resize_(80_000)
@@ -945,13 +948,13 @@ def test_a_storage_that_was_resized_is_written_again(saving):
     del first
 
 
-def test_a_child_that_leaves_by_an_exception_waits_for_nothing(tmp_path):
+def test_a_child_that_leaves_the_context_by_an_exception_does_not_hang(tmp_path):
     report = run_child("leave_in_a_child", folder=str(tmp_path)).report
     assert report == {"child": 7, "parent": True}
 
 
 @needs_cuda
-def test_a_change_in_place_on_a_device_is_noticed(saving):
+def test_a_change_in_place_on_a_device_is_an_error(saving):
     with saving():
         y = torch.randn(SIZE, device="cuda", requires_grad=True).exp()
         loss = (y * 1).sum()

@@ -1,4 +1,4 @@
-"""memcpy copies every tensor of torch, as copy_ would, and refuses what it would lose."""
+"""memcpy copies every tensor of torch as copy_ would, and refuses what it cannot."""
 
 import numpy as np
 import pytest
@@ -45,7 +45,7 @@ def bits_of(tensor):
 @pytest.mark.parametrize("count", [0, 1, 1000, 1 << 20])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_dtype_is_copied_bit_by_bit(dtype, count):
-    """Cases 1 and 3."""
+    """DeepSpeed's op copies only the first axis, and only floats."""
     source = tensor_of(dtype, count)
     target = torch.zeros(count, dtype=dtype)
     memcpy(target, source)
@@ -57,7 +57,7 @@ def test_every_dtype_is_copied_bit_by_bit(dtype, count):
 @pytest.mark.parametrize("of", LAYOUTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_any_strides_on_either_side_are_in_c_order(dtype, of, to):
-    """Case 4, and case 5: sizes that differ."""
+    """Sizes that differ are refused."""
     source = LAYOUTS[of](torch.arange(120).to(dtype).reshape(4, 5, 6))
     base = torch.full((4, 5, 6), -1, dtype=dtype)
     expected = base.clone()
@@ -78,7 +78,7 @@ def test_any_strides_on_either_side_are_in_c_order(dtype, of, to):
     ids=["conj", "neg", "real", "adjoint"],
 )
 @pytest.mark.parametrize("side", ["source", "target"])
-def test_lazy_views_are_what_they_mean(lazy, side, count):
+def test_lazy_views_are_resolved(lazy, side, count):
     base = torch.randn(count, 2, dtype=torch.complex64)
     plain = torch.randn_like(lazy(base).resolve_conj().resolve_neg())
     if side == "source":
@@ -131,7 +131,7 @@ def test_parameters_and_tensors_mix(kinds, count):
 
 
 @pytest.mark.parametrize("count", [10, 1 << 19])
-def test_memory_of_the_pool_is_used_for_the_copy_alone(count):
+def test_pool_memory_is_in_use_only_during_the_copy(count):
     with nvmeio.aio_handle() as handle:
         pinned = [handle.new_cpu_locked_tensor(count, torch.zeros(1)) for _ in range(2)]
         memcpy(*pinned)
@@ -159,7 +159,7 @@ def test_inference_tensors_are_copied():
 
 @pytest.mark.parametrize("distance", [-5, -1, 1, 5])
 @pytest.mark.parametrize("step", [1, 2])
-def test_tensors_that_overlap_give_what_a_clone_gives(step, distance):
+def test_overlapping_tensors_are_copied_as_from_a_clone(step, distance):
     base = torch.arange(200_000)
     source = base[5:190_005:step]
     expected = base.clone()
@@ -169,8 +169,8 @@ def test_tensors_that_overlap_give_what_a_clone_gives(step, distance):
 
 
 @pytest.mark.parametrize("distance", [-2, 2])
-def test_storages_that_overlap_give_what_a_clone_gives(distance):
-    """Two storages over one array, which torch does not know to be one."""
+def test_overlapping_storages_are_copied_as_from_a_clone(distance):
+    """Two storages over one array; torch does not know that they share memory."""
     array = np.arange(200_000.0)
     expected = array.copy()
     expected[10 + distance : 190_000 + distance : 2] = array[10:190_000:2].copy()
@@ -181,14 +181,14 @@ def test_storages_that_overlap_give_what_a_clone_gives(distance):
 
 
 class ElsewhereTensor(torch.Tensor):
-    """A tensor that says it is on a device, and has its memory in the host."""
+    """A tensor that reports a device, but has its memory in the host."""
 
     @property
     def device(self):
         return torch.device("xpu")
 
 
-def test_arrays_and_tensors_on_a_device_meet_in_the_host():
+def test_arrays_and_device_tensors_are_copied_through_the_host():
     array = np.arange(1000, dtype="f4")
     elsewhere = torch.zeros(1000, 2)[:, 0].as_subclass(ElsewhereTensor)
     memcpy(elsewhere, array[::-1])
@@ -220,13 +220,13 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("dest", "src", "error"), REFUSED.values(), ids=REFUSED)
-def test_what_does_not_fit_is_refused(dest, src, error):
+def test_tensors_that_do_not_match_are_refused(dest, src, error):
     with pytest.raises(error):
         memcpy(dest(), src())
 
 
 def test_a_team_is_no_larger_than_torchs():
-    """By time it cannot be told: what torch says is asked for."""
+    """Checks that torch's number of threads is used, because time would not show it."""
     from nvmeio._memory.registry import thread_limit
 
     before = torch.get_num_threads()

@@ -1,4 +1,4 @@
-"""Datasets give the rows of their files, in any process, and batches ahead of time."""
+"""Datasets return the rows of their files, in any process; streams read ahead."""
 
 import contextlib
 import copy
@@ -17,7 +17,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
-# Imported late, for the module cannot be imported where torch is not.
+# Imported after the check, because the module needs torch.
 from torch.utils.data import (  # noqa: E402
     BatchSampler,
     DataLoader,
@@ -44,7 +44,7 @@ COUNT = 103
 
 @pytest.fixture
 def rows():
-    """What the file has."""
+    """The rows of the file."""
     return np.random.default_rng(0).random((COUNT, 5, 3), np.float32)
 
 
@@ -57,28 +57,28 @@ def file(tmp_path, rows):
 
 @pytest.fixture
 def labels(tmp_path):
-    """A file of one number for each row."""
+    """A file with one number for each row."""
     nvmeio.save(tmp_path / "labels.npy", np.arange(COUNT))
     return tmp_path / "labels.npy"
 
 
 @pytest.fixture
 def tokens(tmp_path):
-    """A file of tokens, raw, and what it has."""
+    """A raw file of tokens, and the tokens."""
     values = np.random.default_rng(1).integers(0, 1 << 16, 500, np.uint16)
     values.tofile(tmp_path / "tokens")
     return tmp_path / "tokens", values
 
 
 def batches_of(count, size=10, seed=0):
-    """Return the indices of batches, in a random order that is the same each time."""
+    """Return the indices of batches, in the same random order each time."""
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(count, generator=generator).tolist()
     return [order[begin : begin + size] for begin in range(0, count, size)]
 
 
 def shards_of(folder, counts, stride=1):
-    """Make shards of so many tokens; return the dataset and the samples it must have."""
+    """Make shards of given lengths; return the dataset and its expected samples."""
     samples, paths = [], []
     for number, count in enumerate(counts):
         values = 1000 * (number % 60) + np.arange(count)
@@ -92,7 +92,7 @@ def shards_of(folder, counts, stride=1):
     return TokenDataset(paths, 7, stride=stride), samples
 
 
-# Magic number, version and dtype of the headers that llm.c writes.
+# Magic number, version and dtype in llm.c's headers.
 LLM_C = [(20240520, 1, np.dtype("u2")), (20240801, 7, np.dtype("u4"))]
 
 
@@ -146,7 +146,7 @@ class TestArrayDataset:
         assert_equal(found, [torch.from_numpy(rows[row]) for row in (5, 100, 5, -1)])
 
     @pytest.mark.parametrize("way", ["loader", "stream"])
-    def test_samples_come_from_the_page_cache_where_it_has_them(self, tmp_path, way):
+    def test_cached_samples_come_from_the_page_cache(self, tmp_path, way):
         rows = np.random.default_rng(0).integers(0, 256, (200, PAGE), np.uint8)
         rows.tofile(tmp_path / "rows")
         found = []
@@ -189,7 +189,7 @@ class TestArrayDataset:
         assert_equal(dataset.__getitems__([4]), [torch.from_numpy(rows[4]).sum()])
 
     @pytest.mark.parametrize("index", [COUNT, -COUNT - 1])
-    def test_an_index_that_there_is_not_is_named(self, file, index):
+    def test_an_index_out_of_range_is_named(self, file, index):
         dataset = ArrayDataset(file)
         with pytest.raises(IndexError, match=f"index is {index}; it must be from -103 to"):
             dataset[index]
@@ -202,7 +202,7 @@ class TestArrayDataset:
                 dataset[wrong]
 
     @pytest.mark.parametrize("dtype", [[("x", "f4")], "M8[s]", ">f4", "U3", "f16"], ids=str)
-    def test_what_tensors_cannot_hold_is_refused(self, tmp_path, dtype):
+    def test_dtypes_that_tensors_lack_are_refused(self, tmp_path, dtype):
         nvmeio.save(tmp_path / "array.npy", np.zeros(3, dtype))
         with pytest.raises(
             TypeError, match=r"array 0 '.*array.npy' is of dtype .* tensors do"
@@ -210,16 +210,16 @@ class TestArrayDataset:
             ArrayDataset(tmp_path / "array.npy")
 
     @pytest.mark.parametrize("array", [np.array(1), torch.tensor(1)])
-    def test_a_number_has_no_rows(self, array):
+    def test_an_array_without_axes_is_refused(self, array):
         with pytest.raises(ValueError, match="array 1 has no axes"):
             ArrayDataset(np.arange(3), array)
 
-    def test_a_mask_is_not_lost(self):
+    def test_a_masked_array_is_refused(self):
         with pytest.raises(TypeError, match="is masked, and its mask would be lost"):
             ArrayDataset(np.ma.masked_equal(np.arange(3), 1))
 
     @pytest.mark.parametrize("name", ["uint16", "uint32", "uint64", "bool", "complex64"])
-    def test_every_common_dtype_is_taken(self, tmp_path, name):
+    def test_every_common_dtype_is_accepted(self, tmp_path, name):
         array = np.arange(6).reshape(3, 2).astype(name)
         nvmeio.save(tmp_path / "array.npy", array)
         dataset = ArrayDataset(tmp_path / "array.npy")
@@ -238,7 +238,7 @@ class TestArrayDataset:
 
 class TestTokenDataset:
     @pytest.mark.parametrize("dtype", [np.uint16, torch.uint16, "u2"], ids=repr)
-    def test_a_sample_is_a_window_and_what_follows(self, tokens, dtype):
+    def test_a_sample_is_a_window_and_the_next_tokens(self, tokens, dtype):
         path, values = tokens
         dataset = TokenDataset(path, 16, dtype, stride=1)
         assert len(dataset) == 500 - 16
@@ -278,7 +278,7 @@ class TestTokenDataset:
         assert y.tolist() == [4, 5, 6, 7]
 
     @pytest.mark.parametrize("count", [0, 1, 16])
-    def test_too_few_tokens_make_no_window(self, tmp_path, count):
+    def test_a_file_shorter_than_a_window_is_empty(self, tmp_path, count):
         np.arange(count, dtype=np.uint8).tofile(tmp_path / "tokens")
         dataset = TokenDataset(tmp_path / "tokens", 16, np.uint8)
         assert len(dataset) == 0
@@ -313,7 +313,7 @@ class TestTokenDataset:
                 7,
                 stride=1,
             )
-            # Of three of the four shards, whichever thread waits for which.
+            # Three of the four shards, in any distribution over the waiting threads.
             stream = iter(BatchStream(dataset, [[0, 50, 1, 91], [24]], 1))
             next(stream)
             assert handle.stats()["requests"] == 3 + 1
@@ -326,7 +326,7 @@ class TestTokenDataset:
         for batch, found in zip(batches, BatchStream(dataset, batches, 3), strict=True):
             assert_equal(found, default_collate([samples[index] for index in batch]))
             counts.append(len(descriptors_below(tmp_path)))
-        # Each has up to two descriptors, and a request lets go of its file a moment late.
+        # Each shard has up to two descriptors, and a request closes its file a moment late.
         assert max(counts) <= 2 * 128 + 20
         dataset.close()
         assert left_open(tmp_path) == []
@@ -358,7 +358,7 @@ class TestTokenDataset:
         ):
             assert len(dataset) == len(expected)
             assert_equal(dataset[4], expected[4])
-        # Half of the header is no offset that it knows.
+        # Half of the header is no valid offset.
         count = 90 + 512 // kind.itemsize
         assert len(TokenDataset(path, 16, kind, offset=512)) == (count - 1) // 16
 
@@ -382,7 +382,7 @@ class TestTokenDataset:
             assert len(TokenDataset(array, 16)) == 89 // 16
 
     @pytest.mark.parametrize("workers", [0, 2])
-    def test_a_loader_gives_every_window_of_shards(self, tmp_path, workers):
+    def test_a_loader_returns_every_window_of_shards(self, tmp_path, workers):
         dataset, expected = shards_of(tmp_path, [20, 3, 40])
         loader = DataLoader(dataset, 9, num_workers=workers)
         x, y = map(torch.cat, zip(*loader, strict=True))
@@ -403,7 +403,7 @@ class TestTokenDataset:
         assert (x.tolist(), y.tolist()) == ([60, 61, 62, 63], [61, 62, 63, 64])
         assert x.dtype == y.dtype == torch.int64
 
-    def test_what_are_no_tokens_is_refused(self, tmp_path, file):
+    def test_arrays_that_are_no_tokens_are_refused(self, tmp_path, file):
         with pytest.raises(ValueError, match=r"of shape \(103, 5, 3\); they need one axis"):
             TokenDataset(file, 16)
         nvmeio.save(tmp_path / "floats.npy", np.zeros(50))
@@ -424,9 +424,9 @@ class TestTokenDataset:
 
 
 class TestDescription:
-    """What a dataset says about itself, and how it is closed."""
+    """Properties of a dataset, and closing."""
 
-    def test_shape_and_dtype_are_those_of_all_samples(self, file, labels, tokens):
+    def test_shape_and_dtype_describe_all_samples(self, file, labels, tokens):
         one, two = ArrayDataset(file), ArrayDataset(file, labels)
         assert (one.shape, one.dtype) == ((COUNT, 5, 3), torch.float32)
         assert two.shape == ((COUNT, 5, 3), (COUNT,))
@@ -455,7 +455,7 @@ class TestDescription:
             names = f"{str(labels)!r}, numpy.ndarray, torch.Tensor and 2 more shape="
             assert names in repr(many)
 
-    def test_an_empty_dataset_says_so(self, tmp_path):
+    def test_an_empty_dataset_says_so_in_its_error(self, tmp_path):
         nvmeio.save(tmp_path / "rows.npy", np.zeros((0, 3)))
         dataset = ArrayDataset(tmp_path / "rows.npy")
         assert "shape=(0, 3)" in repr(dataset)
@@ -483,7 +483,7 @@ class TestDescription:
         copy = pickle.loads(pickle.dumps(dataset))
         assert copy.closed
 
-    def test_what_was_passed_open_stays_open(self, file, labels):
+    def test_arrays_that_were_passed_open_stay_open(self, file, labels):
         with nvmeio.ArrayFile(labels) as array:
             dataset = ArrayDataset(file, array)
             dataset.close()
@@ -496,7 +496,7 @@ class TestDescription:
         dataset.close()
         assert copy[5] == 5
 
-    def test_workers_that_were_started_go_on(self, labels):
+    def test_running_workers_are_not_closed(self, labels):
         dataset = ArrayDataset(labels)
         batches = iter(DataLoader(dataset, 10, num_workers=2))
         first = next(batches)
@@ -505,7 +505,7 @@ class TestDescription:
 
 
 class TestProcesses:
-    def test_a_copy_opens_its_files_when_it_needs_them(self, file, labels, rows):
+    def test_a_copy_opens_its_files_on_demand(self, file, labels, rows):
         dataset = ArrayDataset(file, labels)
         before = descriptors_below(file.parent)
         copy = pickle.loads(pickle.dumps(dataset))
@@ -530,7 +530,7 @@ class TestProcesses:
         nvmeio.save(labels, -np.arange(COUNT))
         with pytest.raises(OSError, match=r"was replaced .*labels\.npy"):
             list(loader)
-        # This process has the old one open, and on another machine any copy will do.
+        # This process has the old file open, and on another machine any copy is accepted.
         assert_equal(list(DataLoader(dataset, 10)), expected)
         pickle.loads(pickle.dumps(dataset))[0]
 
@@ -560,7 +560,8 @@ class TestProcesses:
         ("method", "engine"),
         [
             *(("fork", engine) for engine in ENGINES),
-            # Started anew, which takes long, workers have nothing of their parent's engine.
+            # Spawned workers, which are slow to start, inherit nothing of their parent's
+            # engine.
             ("forkserver", "auto"),
             ("spawn", "auto"),
         ],
@@ -577,7 +578,7 @@ class TestProcesses:
         assert report["left_open"] == []
 
     @pytest.mark.parametrize("workers", [0, 2])
-    def test_a_loader_gives_every_window(self, tokens, workers):
+    def test_a_loader_returns_every_window(self, tokens, workers):
         path, values = tokens
         dataset = TokenDataset(path, 8, np.uint16, stride=1)
         loader = DataLoader(dataset, 50, num_workers=workers)
@@ -601,14 +602,14 @@ DATASETS = {
 
 
 def doubled(sample):
-    """Make something else of a sample."""
+    """Transform a sample."""
     return {"twice": sample[0] * 2, "number": int(sample[1])}
 
 
 class TestBatchStream:
     @pytest.mark.parametrize("make", DATASETS.values(), ids=DATASETS)
     @pytest.mark.parametrize("depth", [1, 2, 50])
-    def test_it_gives_what_a_loader_gives(self, file, labels, make, depth):
+    def test_a_stream_returns_what_a_loader_returns(self, file, labels, make, depth):
         dataset = make(file, labels)
         batches = batches_of(len(dataset))
         stream = BatchStream(dataset, batches, depth)
@@ -624,7 +625,7 @@ class TestBatchStream:
                     one, other = [value for _, value in one], [value for _, value in other]
                 assert_equal(one, other)
 
-    def test_samplers_of_torch_are_taken(self, file, rows):
+    def test_samplers_of_torch_are_accepted(self, file, rows):
         dataset = ArrayDataset(file)
         stream = BatchStream(dataset, BatchSampler(SequentialSampler(dataset), 25, False))
         assert_equal(torch.cat(list(stream)), torch.from_numpy(rows))
@@ -646,12 +647,12 @@ class TestBatchStream:
                     batches = DataLoader(dataset, 10, sampler=sampler)
                 ranks.append(torch.cat(list(batches)))
             found.append(torch.cat(ranks))
-            # The sampler names a row twice, for all ranks to have as many.
+            # The sampler repeats a row, so that all ranks have the same number.
             assert len(found[-1]) == COUNT + 1
             assert set(found[-1].tolist()) == set(range(COUNT))
         assert not torch.equal(*found)
 
-    def test_the_next_batches_are_on_their_way(self, file):
+    def test_the_next_batches_are_read_ahead(self, file):
         with nvmeio.Handle() as handle:
             dataset = ArrayDataset(nvmeio.ArrayFile(file, handle=handle))
             begun = []
@@ -659,7 +660,7 @@ class TestBatchStream:
                 begun.append(handle.stats()["requests"] - taken)
         assert begun == [3] * 8 + [2, 1, 0]
 
-    def test_an_error_comes_with_its_batch(self, file, rows):
+    def test_an_error_is_raised_with_its_batch(self, file, rows):
         dataset = ArrayDataset(file)
         stream = iter(BatchStream(dataset, [[0, 1], [2], [3, 200], [4]], 3))
         assert_equal(next(stream), torch.from_numpy(rows[:2]))
@@ -668,7 +669,7 @@ class TestBatchStream:
             next(stream)
         assert list(stream) == []
 
-    def test_an_error_of_the_sampler_comes_where_its_batch_would(self, file):
+    def test_an_error_of_the_sampler_is_raised_in_place_of_its_batch(self, file):
         def batches():
             yield [0]
             yield [1]
@@ -690,8 +691,8 @@ class TestBatchStream:
         with pytest.raises(RuntimeError, match="StopIteration"):
             next(batches)
 
-    def test_an_error_of_the_disk_comes_with_its_batch(self, file, labels):
-        """Of the second array, with the first one's rows on their way."""
+    def test_an_error_of_the_disk_is_raised_with_its_batch(self, file, labels):
+        """An error of the second array, while the first one's rows are being read."""
         dataset = ArrayDataset(file, labels)
         os.truncate(labels, 4096 + 8 * 50)
         stream = iter(BatchStream(dataset, [[0], [60], [1]], 2))
@@ -735,7 +736,7 @@ class TestBatchStream:
         expected += itertools.chain.from_iterable(batch.tolist() for batch in stream)
         assert sorted(expected) == list(range(COUNT))
 
-    def test_what_cannot_be_streamed_is_refused(self, file):
+    def test_invalid_datasets_and_samplers_are_refused(self, file):
         dataset = ArrayDataset(file)
         with pytest.raises(TypeError, match="of type list; a stream reads"):
             BatchStream([1, 2], [[0]])
@@ -748,7 +749,7 @@ class TestBatchStream:
         with pytest.raises(TypeError, match="no length"):
             len(BatchStream(dataset, iter([[0]])))
 
-    def test_samples_of_a_subclass_are_not_passed_over(self, labels):
+    def test_a_subclass_with_its_own_getitem_is_refused(self, labels):
         with pytest.raises(TypeError, match="Doubled has a __getitem__ of its own"):
 
             class Doubled(ArrayDataset):
@@ -814,8 +815,8 @@ class TestBatchStream:
                 assert all(part.is_pinned() for part in found)
                 assert_equal(found, expected)
 
-    def test_what_a_batch_of_its_own_kind_pins_is_its_affair(self, labels, monkeypatch):
-        """Of a type that torch calls pin_memory() of, as of any tensor."""
+    def test_a_custom_batch_pins_itself(self, labels, monkeypatch):
+        """torch calls the method pin_memory() of such a batch."""
 
         class Batch(list):
             def pin_memory(self):
@@ -830,7 +831,7 @@ class TestBatchStream:
 
 
 class OwnState:
-    """A batch sampler that knows by itself where it is, across epochs."""
+    """A batch sampler with its own state, which lasts across epochs."""
 
     def __init__(self, count):
         self.batches = batches_of(count)
@@ -851,7 +852,7 @@ class OwnState:
 
 
 class Eager:
-    """A batch sampler that draws its batches when an iteration begins, not later."""
+    """A batch sampler that draws all batches when an iteration begins."""
 
     def __init__(self, count):
         self.count = count
@@ -861,16 +862,16 @@ class Eager:
 
 
 def in_batches(sampler):
-    """Return batches of what a sampler gives."""
+    """Return batches of a sampler's indices."""
     return BatchSampler(sampler, 10, False)
 
 
 def seeded():
-    """Return a generator that gives the same in every process."""
+    """Return a generator that draws the same numbers in every process."""
     return torch.Generator().manual_seed(7)
 
 
-# Samplers as a program makes them anew when it starts again.
+# Functions that make the samplers again, as a program does when it restarts.
 SAMPLERS = {
     "list": lambda data: batches_of(len(data)),
     "in order": lambda data: in_batches(SequentialSampler(data)),
@@ -887,7 +888,7 @@ SAMPLERS = {
 
 
 class Training:
-    """What a program does with a stream of numbers, and saves of itself."""
+    """A program that trains from a stream, and its saved state."""
 
     def __init__(self, labels, make, state=None):
         self.stream = BatchStream(ArrayDataset(labels), make(range(COUNT)))
@@ -898,19 +899,19 @@ class Training:
             self.stream.load_state_dict(state["stream"])
 
     def epochs(self, count):
-        """Yield each batch with its epoch; the loop is over after the last one."""
+        """Yield each batch with its epoch; the loop ends after the last one."""
         while self.epoch < count:
             inner = getattr(self.stream.batch_sampler, "sampler", None)
             if isinstance(inner, DistributedSampler):
                 inner.set_epoch(self.epoch)
             for batch in self.stream:
-                # As a step of training does.
+                # Draws a random number, as a training step does.
                 torch.rand(3)
                 yield self.epoch, batch.tolist()
             self.epoch += 1
 
     def state(self):
-        """Return all that is saved, as a file of torch gives it back."""
+        """Return the saved state, after a round trip through torch.save."""
         file = io.BytesIO()
         state = {
             "epoch": self.epoch,
@@ -924,8 +925,8 @@ class Training:
 
 class TestResume:
     @pytest.mark.parametrize("name", SAMPLERS)
-    def test_every_batch_comes_once_and_in_the_same_order(self, labels, name):
-        """After every batch of two epochs, those at the ends among them."""
+    def test_every_batch_is_returned_once_in_the_same_order(self, labels, name):
+        """A resume after any batch of two epochs, including the last of each."""
         make = SAMPLERS[name]
         torch.manual_seed(0)
         expected = list(Training(labels, make).epochs(3))
@@ -934,7 +935,7 @@ class TestResume:
         states = [(0, training.state())]
         for given, _ in enumerate(training.epochs(2), 1):
             states.append((given, training.state()))
-        # The last batch was given out, and then the loop was over.
+        # The last batch was returned, and then the loop ended.
         states.append((given, training.state()))
         assert len(states) == len([1 for epoch, _ in expected if epoch < 2]) + 2
         for given, state in states:
@@ -943,7 +944,7 @@ class TestResume:
             assert rest == expected[given:], given
 
     @pytest.mark.parametrize("name", SAMPLERS)
-    def test_a_second_resume_goes_on_from_the_first(self, labels, name):
+    def test_a_second_resume_continues_the_first(self, labels, name):
         make = SAMPLERS[name]
         torch.manual_seed(0)
         expected = list(Training(labels, make).epochs(3))
@@ -972,7 +973,7 @@ class TestResume:
         assert sorted(itertools.chain(*found)) == list(range(COUNT))
         assert torch.equal(torch.get_rng_state(), before)
 
-    def test_nothing_is_read_of_what_was_given_out(self, file):
+    def test_batches_that_were_returned_before_are_not_read(self, file):
         with nvmeio.Handle() as handle:
             dataset = ArrayDataset(nvmeio.ArrayFile(file, handle=handle))
             stream = BatchStream(dataset, batches_of(COUNT))
@@ -1051,7 +1052,7 @@ class TestResume:
             with pytest.raises(ValueError, match="for what the data were"):
                 stream.load_state_dict({**state, "dataset": value})
 
-    def test_a_state_is_no_view_of_the_stream(self, labels):
+    def test_a_state_shares_no_memory_with_the_stream(self, labels):
         dataset = ArrayDataset(labels)
         for name in ("seeded", "own state"):
             stream = BatchStream(dataset, SAMPLERS[name](dataset))
@@ -1091,7 +1092,7 @@ class TestResume:
         for again in (by_dcp, by_own):
             assert [batch.tolist() for batch in again] == expected
 
-    def test_another_process_goes_on(self, labels, tmp_path):
+    def test_another_process_resumes(self, labels, tmp_path):
         dataset = ArrayDataset(labels)
         stream = BatchStream(dataset, SAMPLERS["global"](dataset))
         batches = iter(stream)
@@ -1103,8 +1104,8 @@ class TestResume:
         assert outcome.status == 0, outcome
         assert outcome.reports == [expected]
 
-    def test_an_iterator_that_is_not_used_takes_nothing(self, labels):
-        """A DataLoader may call iter() twice, and use the second one alone."""
+    def test_an_unused_iterator_does_not_consume_the_state(self, labels):
+        """A DataLoader may call iter() twice, and use only the second iterator."""
         dataset = ArrayDataset(labels)
         stream = BatchStream(dataset, batches_of(COUNT))
         for _ in itertools.islice(stream, 6):
@@ -1116,7 +1117,7 @@ class TestResume:
         assert len(list(stream)) == 5
         assert len(list(unused)) == 11
 
-    def test_the_state_is_that_of_the_iteration_begun_last(self, labels):
+    def test_the_state_belongs_to_the_last_started_iteration(self, labels):
         stream = BatchStream(ArrayDataset(labels), batches_of(COUNT))
         first, second = iter(stream), iter(stream)
         next(first)
@@ -1129,7 +1130,7 @@ class TestResume:
         list(second)
         assert stream.state_dict()["batches"] == 0
 
-    def test_an_iteration_that_goes_on_leaves_a_loaded_state_alone(self, labels):
+    def test_a_running_iteration_does_not_change_a_loaded_state(self, labels):
         stream = BatchStream(ArrayDataset(labels), batches_of(COUNT))
         batches = iter(stream)
         for _ in range(4):
@@ -1141,7 +1142,7 @@ class TestResume:
         assert stream.state_dict()["batches"] == 4
         assert len(list(stream)) == 7
 
-    def test_a_batch_that_fails_comes_again(self, labels):
+    def test_a_failed_batch_is_repeated_after_a_resume(self, labels):
         dataset = ArrayDataset(labels)
         failing = [[0], [1], [2]]
 
@@ -1181,7 +1182,7 @@ class TestResume:
             again.load_state_dict(state)
             assert [batch.tolist() for batch in again] == expected[given:]
 
-    def test_an_order_that_is_another_one_is_refused(self, labels):
+    def test_a_different_order_is_refused(self, labels):
         dataset = ArrayDataset(labels)
         half = Subset(dataset, range(0, COUNT, 2))
 
@@ -1233,7 +1234,7 @@ class TestResume:
             stream.load_state_dict(first.state_dict())
             batches = iter(stream)
             assert next(batches).tolist() == expected[2]
-            # From here on it is a state of this rank, which sees a wrong order.
+            # From here on the state belongs to this rank, which notices a wrong order.
             state = stream.state_dict()
             assert (state["batches"], state["rank"]) == (3, rank)
             again = of_rank(rank)
@@ -1268,7 +1269,7 @@ class TestResume:
         with pytest.raises(ValueError, match="state is of rank 0, and this is rank 1"):
             streams[1].load_state_dict(streams[0].state_dict())
 
-    def test_what_is_no_state_of_this_sampler_is_refused(self, labels):
+    def test_a_state_of_another_sampler_is_refused(self, labels):
         dataset = ArrayDataset(labels)
         plain, own, random = (
             BatchStream(dataset, SAMPLERS[name](dataset))

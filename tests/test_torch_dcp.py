@@ -39,14 +39,14 @@ WAYS = ("Reader", "Writer")
 PAIRS = [("nvmeio", "nvmeio"), ("nvmeio", "torch"), ("torch", "nvmeio")]
 
 pytestmark = [
-    # Torch warns of what it does without a process group, and of what it overwrites.
+    # torch warns if there is no process group, and if it overwrites a checkpoint.
     pytest.mark.filterwarnings("ignore:torch.distributed"),
     pytest.mark.filterwarnings("ignore:Detected an existing checkpoint"),
 ]
 
 
 def state_of(seed):
-    """Return tensors of many kinds, and what is none."""
+    """Return a state of tensors of many kinds and other values."""
     torch.manual_seed(seed)
     large = torch.randn(300, 500)
     return {
@@ -64,7 +64,7 @@ def state_of(seed):
 
 
 def zeroed(state):
-    """Return the same without its numbers, to be filled."""
+    """Return the same state with zeros, to be filled."""
     if isinstance(state, dict):
         return {name: zeroed(each) for name, each in state.items()}
     if isinstance(state, torch.Tensor):
@@ -73,7 +73,7 @@ def zeroed(state):
 
 
 def same(one, other):
-    """Tell whether two states are equal."""
+    """Return whether two states are equal."""
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(same(one[k], other[k]) for k in one)
     if isinstance(one, torch.Tensor):
@@ -103,7 +103,7 @@ def test_each_reads_what_the_other_writes(
 
 
 @pytest.mark.parametrize(("writer", "reader"), PAIRS)
-def test_extensions(tmp_path, writer, reader):
+def test_stream_extensions_are_applied(tmp_path, writer, reader):
     state = state_of(1) | {"same": torch.zeros(300_000)}
     save(tmp_path, state, writer, _extensions=[ZStandard()])
     size = sum(each.stat().st_size for each in tmp_path.iterdir())
@@ -112,7 +112,7 @@ def test_extensions(tmp_path, writer, reader):
     assert same(load(tmp_path, zeroed(state), reader), state)
 
 
-def test_what_an_extension_has_written_is_unpickled_by_the_list_too(tmp_path):
+def test_unpickling_after_an_extension_is_restricted_too(tmp_path):
     marker = tmp_path / "marker"
     save(tmp_path / "folder", {"x": Evil(marker)}, _extensions=[ZStandard()])
     with pytest.raises(CheckpointException, match="Weights only"):
@@ -120,7 +120,7 @@ def test_what_an_extension_has_written_is_unpickled_by_the_list_too(tmp_path):
     assert not marker.exists()
 
 
-def test_what_nobody_could_read_is_not_written(tmp_path):
+def test_a_state_that_could_not_be_read_is_not_written(tmp_path):
     with pytest.raises(ValueError, match="HuggingFaceStorageWriter"):
         FileSystemWriter(
             tmp_path / "folder", serialization_format=SerializationFormat.SAFETENSORS
@@ -139,7 +139,7 @@ def test_a_part_is_read_into_targets_of_any_kind(tmp_path):
 
 
 @pytest.mark.parametrize("writer", WRITERS)
-def test_what_lies_in_a_file_lazily_is_read_as_what_it_is(tmp_path, writer):
+def test_lazy_tensors_of_a_file_are_resolved(tmp_path, writer):
     state = {
         "conjugate": torch.randn(30_000, dtype=torch.complex64).conj(),
         "negative": torch._neg_view(torch.randn(90_000)),
@@ -152,7 +152,7 @@ def test_what_lies_in_a_file_lazily_is_read_as_what_it_is(tmp_path, writer):
     "name",
     [f"{kind}{way}" for kind in ("FileSystem", "HuggingFaceStorage") for way in WAYS],
 )
-def test_the_arguments_are_torchs(name):
+def test_the_arguments_equal_torchs(name):
     theirs = [*inspect.signature(getattr(dcp, name)).parameters.values()]
     found = [*inspect.signature(getattr(ours, name)).parameters.values()]
     more = {"FileSystemReader": ["weights_only"]}.get(name, [])
@@ -161,7 +161,7 @@ def test_the_arguments_are_torchs(name):
     assert [each.name for each in found[len(pairs) :]] == more
 
 
-def test_what_is_there_is_not_replaced_unless_it_may_be(tmp_path):
+def test_an_existing_checkpoint_is_replaced_only_with_overwrite(tmp_path):
     save(tmp_path, state_of(1))
     before = {*os.listdir(tmp_path)}
     with pytest.raises(CheckpointException, match="overwrite=False"):
@@ -171,7 +171,7 @@ def test_what_is_there_is_not_replaced_unless_it_may_be(tmp_path):
 
 
 class Halving(dcp.DefaultSavePlanner):
-    """Saves numbers of half the size."""
+    """A planner that saves tensors with half the bytes."""
 
     def transform_object(self, write_item, held):
         found = super().transform_object(write_item, held)
@@ -179,7 +179,7 @@ class Halving(dcp.DefaultSavePlanner):
 
 
 @pytest.mark.parametrize(("writer", "reader"), PAIRS)
-def test_planners(tmp_path, writer, reader):
+def test_planners_are_used(tmp_path, writer, reader):
     state = {"a": torch.randn(300, 500), "small": torch.randn(7), "step": 3}
     by, of = WRITERS[writer], READERS[reader]
     dcp.save(state, storage_writer=by(tmp_path), planner=Halving(), no_dist=True)
@@ -189,14 +189,14 @@ def test_planners(tmp_path, writer, reader):
     dcp.load(found, storage_reader=of(tmp_path), planner=planner, no_dist=True)
     assert found.pop("more").equal(torch.ones(3))
     assert same(found, halved)
-    # Plans that are kept from one save to the next.
+    # Plans are cached from one save to the next.
     for step in (1, 2, 3):
         state = {"a": torch.full((300, 500), float(step)), "step": step}
         planner = dcp.DefaultSavePlanner(enable_plan_caching=True)
         folder = tmp_path / "kept"
         dcp.save(state, storage_writer=by(folder), planner=planner, no_dist=True)
         assert same(load(folder, zeroed(state), reader), state)
-    # What nobody has a place for yet.
+    # Keys that the target does not have yet.
     found = _load_state_dict_from_keys(storage_reader=of(folder))
     assert same(found, state)
 
@@ -217,7 +217,7 @@ def test_parts_are_read_by_one_submission_into_their_targets(tmp_path, monkeypat
     monkeypatch.setattr(_reading, "default_handle", Watched)
     found = load(tmp_path, zeroed(state))
     assert same(found, state)
-    # The first is for where they lie.
+    # The first read is of the metadata.
     assert [name for name, _ in calls] == ["read_many", "submit_read_many"]
     ((parts,),) = [arguments for name, arguments in calls if name == "submit_read_many"]
     pointers = [memory.data_ptr() for memory, _, _ in parts]
@@ -225,7 +225,7 @@ def test_parts_are_read_by_one_submission_into_their_targets(tmp_path, monkeypat
 
 
 class Planner(dcp.DefaultLoadPlanner):
-    """Counts what is between resolve_tensor() and commit_tensor()."""
+    """Counts the tensors between resolve_tensor() and commit_tensor()."""
 
     held = most = 0
 
@@ -239,9 +239,7 @@ class Planner(dcp.DefaultLoadPlanner):
 
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.float64])
-def test_what_is_read_beside_its_target_is_not_all_held_at_once(
-    tmp_path, monkeypatch, kind
-):
+def test_staged_reads_are_not_all_in_memory_at_once(tmp_path, monkeypatch, kind):
     state = {f"{i}": torch.full((100_000,), float(i)) for i in range(10)}
     save(tmp_path, state)
     monkeypatch.setattr(_reading, "BESIDE_BYTES_MAX", 3 * 400_000)
@@ -250,11 +248,11 @@ def test_what_is_read_beside_its_target_is_not_all_held_at_once(
     dcp.load(found, storage_reader=reader, planner=planner, no_dist=True)
     assert same({name: each.float() for name, each in found.items()}, state)
     assert planner.held == 0
-    # One more has its target by then, and no memory beside.
+    # One more tensor is already in its target, without separate memory.
     assert planner.most == (10 if kind == torch.float32 else 4)
 
 
-def test_what_is_read_whole_is_not_all_held_at_once(tmp_path, monkeypatch):
+def test_whole_reads_are_not_all_in_memory_at_once(tmp_path, monkeypatch):
     state = {f"{i}": torch.randn(300, 100).t() for i in range(10)}
     save(tmp_path, state)
     sizes, read_whole = [], _reading._Reading._read_whole
@@ -273,7 +271,7 @@ def test_what_is_read_whole_is_not_all_held_at_once(tmp_path, monkeypatch):
         sizes.clear()
 
 
-def test_saving_again_takes_new_files_and_the_old_ones_go(tmp_path):
+def test_saving_again_writes_new_files_and_removes_the_old_ones(tmp_path):
     names = []
     for seed in (1, 2):
         save(tmp_path, state_of(seed))
@@ -281,7 +279,7 @@ def test_saving_again_takes_new_files_and_the_old_ones_go(tmp_path):
         names.append({*os.listdir(tmp_path)} - {".metadata"})
     assert len(names[1]) == 1
     assert not names[0] & names[1]
-    # Torch's are replaced, too, and what a save that died has left goes.
+    # torch's files are replaced too, and leftovers of a dead save are removed.
     save(tmp_path / "torch", state_of(1), "torch")
     (tmp_path / "torch" / "__5_01234567_0.distcp").write_bytes(b"x")
     (tmp_path / "torch" / "mine.distcp").write_bytes(b"x")
@@ -291,7 +289,7 @@ def test_saving_again_takes_new_files_and_the_old_ones_go(tmp_path):
 
 
 @pytest.mark.parametrize("name", [".metadata", "mine.txt", "..", "../outside.distcp"])
-def test_no_file_goes_that_is_no_shard_whatever_the_old_one_says(tmp_path, name):
+def test_only_shards_are_removed_whatever_the_old_metadata_names(tmp_path, name):
     for path in (tmp_path / "in" / "mine.txt", tmp_path / "outside.distcp"):
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(b"x")
@@ -307,7 +305,7 @@ def test_no_file_goes_that_is_no_shard_whatever_the_old_one_says(tmp_path, name)
 
 
 @pytest.mark.parametrize("place", ["write_data", "metadata", "sync"])
-def test_a_save_that_fails_leaves_the_old_one(tmp_path, monkeypatch, place):
+def test_a_failed_save_leaves_the_old_checkpoint(tmp_path, monkeypatch, place):
     save(tmp_path, state_of(1))
     broken = OSError(errno.EIO, "broken")
 
@@ -319,7 +317,7 @@ def test_a_save_that_fails_leaves_the_old_one(tmp_path, monkeypatch, place):
     before = {*os.listdir(tmp_path)}
     with pytest.raises(CheckpointException, match="broken"):
         save(tmp_path, state_of(2), thread_count=2)
-    # What one rank knows has failed takes no room.
+    # The files of the failed rank take no space.
     assert ({*os.listdir(tmp_path)} == before) == (place != "metadata")
     monkeypatch.undo()
     for reader in READERS:
@@ -328,7 +326,7 @@ def test_a_save_that_fails_leaves_the_old_one(tmp_path, monkeypatch, place):
     assert len(os.listdir(tmp_path)) == 2
 
 
-def test_of_two_saves_at_a_time_one_is_there(tmp_path):
+def test_of_two_concurrent_saves_one_wins(tmp_path):
     writer = FileSystemWriter(tmp_path)
     finish = writer.finish
 
@@ -343,7 +341,7 @@ def test_of_two_saves_at_a_time_one_is_there(tmp_path):
 
 
 class Evil:
-    """Makes a folder when it is unpickled."""
+    """Creates a folder when it is unpickled."""
 
     def __init__(self, path):
         self.path = path
@@ -352,7 +350,7 @@ class Evil:
         return os.mkdir, (str(self.path),)
 
 
-def test_nothing_is_run_by_what_is_read(tmp_path):
+def test_reading_runs_no_code(tmp_path):
     made = tmp_path / "made"
     save(tmp_path / "bytes", {"x": Evil(made), "y": torch.ones(3)}, "torch")
     with pytest.raises(CheckpointException, match="Weights only load failed"):
@@ -376,10 +374,10 @@ def test_nothing_is_run_by_what_is_read(tmp_path):
         ("torch.serialization", "_get_layout"),
     ],
 )
-def test_what_is_read_changes_no_class(tmp_path, module, name):
+def test_reading_changes_no_class(tmp_path, module, name):
     save(tmp_path, {"y": torch.ones(3)})
     kind = getattr(importlib.import_module(module), name)
-    # BUILD with a state of two parts sets attributes, also those of a class.
+    # The opcode BUILD with a state of two parts sets attributes, even of a class.
     sets = f"\x80\x04c{module}\n{name}\nN}}\x8c\x04evilNs\x86b0".encode("latin1")
     path = tmp_path / ".metadata"
     path.write_bytes(sets + path.read_bytes()[2:])
@@ -389,7 +387,7 @@ def test_what_is_read_changes_no_class(tmp_path, module, name):
 
 
 @pytest.mark.parametrize("name", ["../outside", "{}/outside", "a/../../outside"])
-def test_nothing_outside_of_the_folder_is_read(tmp_path, name):
+def test_files_outside_of_the_folder_are_not_read(tmp_path, name):
     save(tmp_path / "in", {"a": torch.randn(300_000)})
     (shard,) = {*os.listdir(tmp_path / "in")} - {".metadata"}
     os.rename(tmp_path / "in" / shard, tmp_path / "outside")
@@ -401,7 +399,7 @@ def test_nothing_outside_of_the_folder_is_read(tmp_path, name):
         load(tmp_path / "in", {"a": torch.zeros(300_000)})
 
 
-def test_a_tensor_of_another_shape_than_is_said_is_told(tmp_path):
+def test_a_tensor_that_contradicts_the_metadata_is_an_error(tmp_path):
     save(tmp_path, {"a": torch.randn(800, 500)})
     found = pickle.loads((tmp_path / ".metadata").read_bytes())
     about = found.state_dict_metadata["a"]
@@ -414,7 +412,7 @@ def test_a_tensor_of_another_shape_than_is_said_is_told(tmp_path):
         load(tmp_path, {"a": torch.zeros(800)})
 
 
-def test_what_torch_called_otherwise_is_known(tmp_path):
+def test_old_names_of_torchs_classes_are_read(tmp_path):
     state = {"a": torch.randn(300, 500)}
     save(tmp_path, state)
     found = pickle.loads((tmp_path / ".metadata").read_bytes())
@@ -432,7 +430,7 @@ def test_a_shard_that_is_shorter_is_an_error_that_names_it(tmp_path):
         load(tmp_path, {"a": torch.zeros(300_000)})
 
 
-def test_install_serves_who_names_a_folder(tmp_path):
+def test_after_install_a_folders_name_is_enough(tmp_path):
     from torch.distributed.checkpoint import _storage_utils
 
     torchs = _storage_utils.FileSystemWriter
@@ -449,7 +447,7 @@ def test_install_serves_who_names_a_folder(tmp_path):
     assert _storage_utils.FileSystemWriter is torchs
 
 
-def test_async_save(tmp_path):
+def test_async_save_works(tmp_path):
     state = state_of(1)
     future = dcp.async_save(state, storage_writer=FileSystemWriter(tmp_path), no_dist=True)
     future.result()
@@ -457,7 +455,7 @@ def test_async_save(tmp_path):
 
 
 @pytest.mark.parametrize(("saved", "loaded"), [(1, 2), (2, 1), (4, 2), (4, 3)])
-def test_ranks_load_what_other_numbers_of_ranks_have_saved(tmp_path, saved, loaded):
+def test_ranks_load_checkpoints_of_more_or_fewer_ranks(tmp_path, saved, loaded):
     folder = str(tmp_path / "checkpoint")
     options = {"folder": folder, "seed": 5}
     assert together(tmp_path, "save_together", saved, **options) == ["saved"] * saved
@@ -467,7 +465,7 @@ def test_ranks_load_what_other_numbers_of_ranks_have_saved(tmp_path, saved, load
         assert found["read"] < 1.1 * found["share"] + (1 << 20)
 
 
-def test_ranks_that_know_nothing_of_each_other(tmp_path):
+def test_ranks_without_collectives_save_separate_files(tmp_path):
     folder = tmp_path / "checkpoint"
     for seed in (4, 5):
         options = {"folder": str(folder), "seed": seed, "collectives": False}
@@ -480,13 +478,13 @@ def test_ranks_that_know_nothing_of_each_other(tmp_path):
         assert found["said"] == [5, [0.9, 0.99]]
 
 
-def test_a_rank_alone_does_not_save_behind_what_all_have_saved(tmp_path):
+def test_a_single_rank_does_not_save_over_a_checkpoint_of_all(tmp_path):
     save(tmp_path, state_of(1))
     writer = FileSystemWriter(tmp_path)
     with pytest.raises(FileExistsError, match="which would be loaded first"):
         dcp.save(state_of(2), storage_writer=writer, no_dist=True, use_collectives=False)
     assert same(load(tmp_path, zeroed(state_of(1))), state_of(1))
-    # Nor is a rank's own in the way of what all save.
+    # A single rank's checkpoint does not hinder a save of all ranks.
     folder = tmp_path / "other"
     for collectives in (False, True):
         state, writer = state_of(2 + collectives), FileSystemWriter(folder)
@@ -494,7 +492,7 @@ def test_a_rank_alone_does_not_save_behind_what_all_have_saved(tmp_path):
         assert same(load(folder, zeroed(state)), state)
 
 
-def test_an_error_of_one_rank_is_told_on_all(tmp_path):
+def test_an_error_of_one_rank_is_raised_on_all(tmp_path):
     options = {"folder": str(tmp_path / "checkpoint"), "failing": 1}
     found = together(tmp_path, "save_and_fail", 3, **options)
     assert found == [["CheckpointException", True]] * 3
@@ -509,7 +507,7 @@ def stager(request):
     made.close()
 
 
-def test_what_is_staged_is_no_more_the_state(tmp_path, stager):
+def test_a_staged_state_is_independent_of_the_original(tmp_path, stager):
     state = state_of(1)
     state["tied"] = state["large"][:, 3:]
     staged = stager.stage(state)
@@ -522,24 +520,24 @@ def test_what_is_staged_is_no_more_the_state(tmp_path, stager):
     assert len(staged["nested"]["list"]) == 3
 
 
-def test_staged_memory_goes_back_to_the_pool(tmp_path):
+def test_staged_memory_is_returned_to_the_pool(tmp_path):
     found = Child("stage_again_and_again", folder=str(tmp_path)).finish().report
     assert found["held"] == [True] * 3
     assert found["given back"] == [True] * 3
     assert found["right"]
 
 
-def test_a_lazy_conjugate_is_staged_as_what_it_is():
+def test_a_lazy_conjugate_is_resolved_when_staged():
     state = {"a": torch.tensor([1 + 2j, 3 - 1j]).conj()}
     assert torch.equal(PoolStager().stage(state)["a"], state["a"])
 
 
-def test_no_more_room_is_reserved_than_a_rank_needs(tmp_path):
+def test_a_rank_reserves_only_the_space_it_needs(tmp_path):
     folder = str(tmp_path / "checkpoint")
     sizes = together(tmp_path, "reserved_together", 2, folder=folder)
     assert all(0 < size < 1.5 * (4 << 20) for size in sizes)
 
 
-def test_a_pool_that_is_full_is_no_obstacle():
+def test_staging_works_with_a_full_pool():
     found = Child("stage_without_pool", env={"NVMEIO_POOL_BYTES": "2M"}).finish()
     assert found.report == [True, True]

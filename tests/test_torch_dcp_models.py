@@ -93,7 +93,7 @@ def test_each_reads_what_the_other_writes(
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
-def test_parts_are_joined(tmp_path, ranks):
+def test_parts_are_joined_into_whole_tensors(tmp_path, ranks):
     folder = tmp_path / "checkpoint"
     together(tmp_path, "save_models", ranks, folder=str(folder), joined=True)
     (found,) = together(tmp_path, "whole_state", 1, seed=3)
@@ -111,7 +111,7 @@ def test_parts_are_joined(tmp_path, ranks):
 
 @pytest.mark.parametrize(("saved", "loaded"), [(1, 2), (4, 2), (4, 3)])
 @pytest.mark.parametrize(("writer", "reader"), PAIRS)
-def test_ranks_load_what_other_numbers_of_ranks_have_saved(
+def test_ranks_load_checkpoints_of_more_or_fewer_ranks(
     tmp_path, saved, loaded, writer, reader
 ):
     folder = str(tmp_path / "checkpoint")
@@ -123,7 +123,7 @@ def test_ranks_load_what_other_numbers_of_ranks_have_saved(
 
 
 @pytest.mark.parametrize("before", WRITERS)
-def test_saving_again_leaves_nothing_of_the_old_one(tmp_path, before):
+def test_saving_again_leaves_nothing_of_the_old_checkpoint(tmp_path, before):
     mapping = dict(zip(state_of(0), (1, 2, 3, 3, 3, 3), strict=True))
     old = {name: tensor.contiguous() for name, tensor in state_of(1).items()}
     save(tmp_path, old, before, fqn_to_index_mapping=mapping)
@@ -137,7 +137,7 @@ def test_saving_again_leaves_nothing_of_the_old_one(tmp_path, before):
 
 
 @pytest.mark.parametrize("place", ["save", "write_file", "sync_folder"])
-def test_a_save_that_fails_leaves_the_old_one_or_is_refused(tmp_path, monkeypatch, place):
+def test_a_failed_save_leaves_the_old_checkpoint_or_none(tmp_path, monkeypatch, place):
     save(tmp_path, state_of(1))
 
     def fail(*arguments, **options):
@@ -147,12 +147,12 @@ def test_a_save_that_fails_leaves_the_old_one_or_is_refused(tmp_path, monkeypatc
     with pytest.raises(CheckpointException, match="broken"):
         save(tmp_path, state_of(2))
     monkeypatch.undo()
-    # The one file of this save may have its name by then.
+    # The only file of this save may have its name by then.
     seed = 1 if place == "save" else 2
     assert same(load(tmp_path, zeroed(state_of(seed))), state_of(seed))
 
 
-def test_what_no_model_file_can_hold_is_refused(tmp_path):
+def test_values_that_no_model_file_can_hold_are_refused(tmp_path):
     with pytest.raises(CheckpointException, match="'step' is not a tensor"):
         save(tmp_path, {"step": 3, "a": torch.ones(3)})
     with pytest.raises(CheckpointException, match="'a' is not in fqn_to_index_mapping"):
@@ -169,7 +169,7 @@ def test_two_files_of_one_name_are_refused(tmp_path):
     finish = writer.finish
 
     def finish_with_another(metadata, results):
-        # As if a second rank took itself for the first.
+        # As if a second rank behaved as the first.
         told = copy.deepcopy(results[0])
         for each in told:
             token = each.storage_data.relative_path.split(".")[-2]
@@ -215,7 +215,7 @@ def test_a_part_that_is_missing_is_refused(tmp_path):
         '{"a": {"saved_offsets": [0, 1], "nvmeio_size": [3, 4]}}',
     ],
 )
-def test_what_a_stranger_says_of_places_is_checked(tmp_path, told):
+def test_foreign_metadata_of_offsets_are_checked(tmp_path, told):
     path = tmp_path / "shard-00001-model-00001-of-00001.safetensors"
     tensors = {"a": torch.ones(3, 4)}
     safetensors.torch.save_file(tensors, path, {"DCP_SHARDING_INFO": told})
@@ -223,7 +223,7 @@ def test_what_a_stranger_says_of_places_is_checked(tmp_path, told):
         load(tmp_path, {"a": torch.zeros(3, 4)})
 
 
-def test_a_file_that_changes_meanwhile_is_told(tmp_path):
+def test_a_file_that_changes_meanwhile_is_an_error(tmp_path):
     save(tmp_path, state_of(1))
     reader = HuggingFaceStorageReader(str(tmp_path))
     read = reader.read_metadata
@@ -242,7 +242,7 @@ def test_a_file_that_changes_meanwhile_is_told(tmp_path):
 
 @pytest.mark.parametrize("before", WRITERS)
 @pytest.mark.parametrize("options", [{}, {"save_distributed": True}], ids=str)
-def test_a_save_that_is_cut_off_among_the_names_is_told(
+def test_a_save_interrupted_between_renames_is_an_error_on_load(
     tmp_path, monkeypatch, before, options
 ):
     options["fqn_to_index_mapping"] = dict(
@@ -289,7 +289,7 @@ def test_a_mixture_of_joined_files_is_refused(tmp_path, monkeypatch):
         load(tmp_path, zeroed(state_of(1)))
 
 
-def test_fewer_ranks_save_over_what_torch_has_saved(tmp_path):
+def test_fewer_ranks_save_over_torchs_checkpoint(tmp_path):
     folder = tmp_path / "checkpoint"
     together(tmp_path, "save_models", 4, folder=str(folder), by="torch")
     together(tmp_path, "save_models", 2, folder=str(folder))
@@ -298,14 +298,14 @@ def test_fewer_ranks_save_over_what_torch_has_saved(tmp_path):
         assert found["wrong"] == []
 
 
-def test_what_others_have_put_there_stays(tmp_path):
+def test_foreign_files_stay(tmp_path):
     theirs = tmp_path / "model-00001-of-00002.safetensors"
     safetensors.torch.save_file({"base": torch.ones(3)}, theirs)
     save(tmp_path, state_of(1), save_distributed=True)
     assert theirs.exists()
 
 
-def test_ranks_that_know_nothing_of_each_other(tmp_path):
+def test_ranks_without_collectives_save_and_load(tmp_path):
     folder = str(tmp_path / "checkpoint")
     alone = {"folder": folder, "collectives": False}
     together(tmp_path, "save_models", 2, **alone)
@@ -315,7 +315,7 @@ def test_ranks_that_know_nothing_of_each_other(tmp_path):
     assert "use_collectives=False" in said
 
 
-def test_a_planner_that_keeps_plans(tmp_path):
+def test_a_planner_that_caches_plans_works(tmp_path):
     for seed in (1, 2):
         writer = HuggingFaceStorageWriter(str(tmp_path))
         planner = dcp.DefaultSavePlanner(enable_plan_caching=True)
@@ -323,7 +323,7 @@ def test_a_planner_that_keeps_plans(tmp_path):
         assert same(load(tmp_path, zeroed(state_of(seed))), state_of(seed))
 
 
-def test_a_folder_that_is_not_shared_is_told_before_anything_has_a_name(tmp_path):
+def test_a_folder_that_is_not_shared_is_an_error_before_any_rename(tmp_path):
     save(tmp_path, state_of(1), save_distributed=True)
     before = {name: (tmp_path / name).read_bytes() for name in os.listdir(tmp_path)}
     writer = HuggingFaceStorageWriter(str(tmp_path), save_distributed=True)
@@ -356,7 +356,7 @@ def test_parts_that_overlap_are_refused(tmp_path, second):
         load(tmp_path, {"a": torch.zeros(6, 3)})
 
 
-def test_parts_are_not_saved_as_if_they_were_whole(tmp_path):
+def test_parts_are_not_saved_as_whole_tensors(tmp_path):
     folder = tmp_path / "checkpoint"
     assert together(tmp_path, "save_models_of_parts", 2, folder=str(folder)) == [True] * 2
     assert not folder.exists()

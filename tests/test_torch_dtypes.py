@@ -1,11 +1,11 @@
-"""Elements of every dtype of torch travel in numpy arrays, bit by bit."""
+"""numpy arrays carry elements of every dtype of torch, bit by bit."""
 
 import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
-# Imported late, for the module cannot be imported where torch is not.
+# Imported after the check, because the module needs torch.
 from nvmeio._memory.registry import library_of_dtype  # noqa: E402
 from nvmeio.torch import _tensors as tensors  # noqa: E402
 from nvmeio.torch._dtypes import carrier, dress, undress  # noqa: E402
@@ -56,7 +56,7 @@ def test_lazy_views_are_resolved():
 @pytest.mark.parametrize(
     "other", [np.float32, "f4", None, torch.qint8, torch.Tensor], ids=str
 )
-def test_what_is_no_dtype_of_torch_has_no_carrier(other):
+def test_only_dtypes_of_torch_have_a_carrier(other):
     assert carrier(other) is None
     assert library_of_dtype(other) is None
 

@@ -1,4 +1,4 @@
-"""The samples of MDS shards, written here by hand; tests/formats has those of streaming."""
+"""Hand-written MDS shards; tests/formats has those that streaming wrote."""
 
 import json
 import pickle
@@ -10,7 +10,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
-# Imported late, for the module cannot be imported where torch is not.
+# Imported after the check, because the module needs torch.
 import nvmeio  # noqa: E402
 from helpers import pattern  # noqa: E402
 from nvmeio.torch import BatchStream, MDSDataset  # noqa: E402
@@ -19,7 +19,7 @@ SIZES = {"int": 8, "uint8": 1, "float16": 2, "ndarray:float32:2": 8}
 
 
 def shard_bytes(samples, config=b"{}"):
-    """Return a shard of samples, each of which is bytes."""
+    """Return a shard of samples, which are bytes."""
     lengths = [len(sample) for sample in samples]
     begin = 4 * (len(samples) + 2) + len(config)
     offsets = np.cumsum([begin, *lengths]).astype("<u4")
@@ -27,13 +27,13 @@ def shard_bytes(samples, config=b"{}"):
 
 
 def sample_bytes(*values, fixed=()):
-    """Return a sample of values, which are bytes; some have a size of their own."""
+    """Return a sample of values, which are bytes; some have a stored size."""
     sizes = [len(value) for place, value in enumerate(values) if place not in fixed]
     return struct.pack(f"<{len(sizes)}I", *sizes) + b"".join(values)
 
 
 def write(folder, shards, columns, **changes):
-    """Write a dataset: for each shard its bytes and how many samples it has."""
+    """Write a dataset of shards, given as their bytes and numbers of samples."""
     folder.mkdir(exist_ok=True)
     entries = []
     for number, (content, samples) in enumerate(shards):
@@ -59,7 +59,7 @@ def write(folder, shards, columns, **changes):
 
 
 def make(folder, counts=(5, 0, 12, 3)):
-    """Write samples of a number and of bytes; return them as a dataset has them."""
+    """Write samples of a number and bytes; return them as the dataset returns them."""
     expected, shards, number = [], [], 0
     for count in counts:
         samples = []
@@ -92,14 +92,14 @@ class TestSamples:
         folder, expected = data
         assert MDSDataset(folder.parent, "data")[3] == expected[3]
 
-    def test_it_is_named_and_closed(self, data):
+    def test_repr_and_close_work(self, data):
         with MDSDataset(data[0]) as dataset:
             assert repr(dataset).endswith("and 1 more shape=(20,) dtype=object>")
             dataset[0]
         with pytest.raises(ValueError, match=r"shard\.00000\.mds'.* is closed"):
             dataset[0]
 
-    def test_memory_serves_again_and_samples_stay(self, tmp_path):
+    def test_buffers_are_reused_and_samples_stay(self, tmp_path):
         array = np.arange(2, dtype="<f4")
         samples = [
             sample_bytes(bytes([i]) * 60, bytes(array * i), fixed=[1]) for i in (1, 2)
@@ -117,20 +117,20 @@ class TestSamples:
         dataset.close()
         assert dataset._spare == []
 
-    def test_a_batch_is_one_gather_a_shard(self, data):
+    def test_a_batch_is_one_gather_per_shard(self, data):
         dataset = MDSDataset(data[0])
         before = nvmeio.default_handle().stats()["requests"]
         dataset.__getitems__([1, 16, 4, 15, 2])
         assert nvmeio.default_handle().stats()["requests"] == before + 2
 
-    def test_more_shards_than_are_open_at_once(self, tmp_path):
+    def test_more_shards_than_open_files_are_read(self, tmp_path):
         expected = make(tmp_path, [1, 2] * 100)
         dataset = MDSDataset(tmp_path)
         order = np.random.default_rng(0).permutation(300).tolist()
         assert dataset.__getitems__(order) == [expected[number] for number in order]
 
     @pytest.mark.parametrize("shards", [[], [(shard_bytes([]), 0)]])
-    def test_it_may_be_empty(self, tmp_path, shards):
+    def test_a_dataset_may_be_empty(self, tmp_path, shards):
         dataset = MDSDataset(write(tmp_path, shards, {"number": "int"}))
         assert len(dataset) == 0
         with pytest.raises(IndexError, match="the dataset is empty: no samples in"):
@@ -161,7 +161,7 @@ class TestSamples:
         else:
             assert (type(found), found) == (type(expected), expected)
 
-    def test_arrays_have_memory_of_their_own(self, tmp_path):
+    def test_decoded_arrays_have_separate_memory(self, tmp_path):
         samples = [struct.pack("<B2f", 7, number, 0) for number in range(3)]
         columns = {"before": "uint8", "x": "ndarray:float32:2"}
         dataset = MDSDataset(write(tmp_path, [(shard_bytes(samples), 3)], columns))
@@ -186,7 +186,7 @@ class TestLoaders:
         assert found != expected
         assert sorted(found, key=lambda sample: sample["number"]) == expected
 
-    def test_batches_come_ahead_of_time(self, data):
+    def test_batches_are_read_ahead(self, data):
         folder, expected = data
         first, second = BatchStream(MDSDataset(folder), [[3, 17], [5]])
         assert first["number"].tolist() == [3, 17]
@@ -197,7 +197,7 @@ class TestLoaders:
         assert dataset[5] == -5
         assert dataset.__getitems__([5, 6]) == [-5, -6]
 
-    def test_it_is_pickled_by_absolute_path(self, data, monkeypatch):
+    def test_a_dataset_is_pickled_with_absolute_paths(self, data, monkeypatch):
         folder, expected = data
         monkeypatch.chdir(folder.parent)
         dataset = MDSDataset(folder.name)
@@ -206,7 +206,7 @@ class TestLoaders:
 
 
 def refused(folder, message, **options):
-    """See a dataset refused."""
+    """Assert that a dataset is refused."""
     with pytest.raises(ValueError, match=message):
         MDSDataset(folder, **options)
 
@@ -220,7 +220,7 @@ class TestIndex:
         ],
         ids=range(10),
     )
-    def test_an_index_that_is_none_is_refused(self, tmp_path, text):
+    def test_an_invalid_index_is_refused(self, tmp_path, text):
         (tmp_path / "index.json").write_bytes(text.encode("utf-8", "surrogateescape"))
         refused(tmp_path, r"index.json' is no index of MDS shards")
 
@@ -281,15 +281,15 @@ class TestIndex:
         write(tmp_path, [(shard_bytes([sample]), 1)], columns, **{field: value})
         before = nvmeio.default_handle().stats()["requests"]
         refused(tmp_path, message)
-        # The index was read, and no shard.
+        # Only the index was read, no shard.
         assert nvmeio.default_handle().stats()["requests"] == before + 1
 
-    def test_an_entry_that_is_no_object_is_refused(self, tmp_path):
+    def test_a_shard_entry_that_is_no_object_is_refused(self, tmp_path):
         text = '{"version": 2, "shards": [[]]}'
         (tmp_path / "index.json").write_text(text)
         refused(tmp_path, "shard 0 of .*index.json'")
 
-    def test_a_shard_that_is_compressed_is_named(self, tmp_path):
+    def test_a_compressed_shard_is_named(self, tmp_path):
         folder = write(
             tmp_path,
             [(shard_bytes([]), 0)],
@@ -301,7 +301,7 @@ class TestIndex:
         (folder / "shard.00000.mds").unlink()
         refused(folder, r"is compressed, '.*\.zstd': decompress it to '.*00000\.mds'")
 
-    def test_a_shard_that_is_missing_is_named(self, data):
+    def test_a_missing_shard_is_named(self, data):
         folder, _ = data
         (folder / "shard.00002.mds").unlink()
         with pytest.raises(FileNotFoundError, match=r"shard\.00002\.mds"):
@@ -363,7 +363,7 @@ class TestShards:
         with pytest.raises(ValueError, match=pattern):
             dataset[0]
 
-    def test_a_pickle_is_loaded_if_that_is_allowed(self, tmp_path):
+    def test_a_pickle_is_loaded_only_if_allowed(self, tmp_path):
         sample = sample_bytes(pickle.dumps({1, 2}))
         write(tmp_path, [(shard_bytes([sample]), 1)], {"x": "pkl"})
         refused(tmp_path, "has the column 'x' of encoding 'pkl', which can run any code")

@@ -160,7 +160,7 @@ def test_write_of_a_view_is_in_c_order(handle, path, layout):
 @EVERY_ENGINE
 @pytest.mark.usefixtures("route")
 @pytest.mark.parametrize("layout", sorted(LAYOUTS.keys() - {"channels last"}))
-def test_read_lands_in_the_view_and_nowhere_else(handle, path, layout):
+def test_a_read_into_a_view_changes_nothing_else(handle, path, layout):
     base = torch.full((4, 5, 6), -1)
     view = LAYOUTS[layout](base)
     content = torch.arange(view.numel()).reshape(view.shape)
@@ -380,7 +380,7 @@ VANISH = {
 @pytest.mark.parametrize("vanish", VANISH.values(), ids=VANISH)
 @pytest.mark.parametrize("strided", [False, True], ids=["contiguous", "strided"])
 @pytest.mark.parametrize("operation", ["submit_read", "submit_write"])
-def test_memory_lives_until_the_request_has_let_go(
+def test_memory_lives_until_the_request_releases_it(
     handle, path, operation, strided, vanish
 ):
     path.write_bytes(bytes(range(256)) * 2)

@@ -1,7 +1,4 @@
-"""Workers carry out transfers on every engine: any size, offset, address, any queue.
-
-"Case n" is a numbered line of what DeepSpeed's op is known to do wrong.
-"""
+"""Workers carry out transfers on every engine: any size, offset, address, any queue."""
 
 import errno
 import gc

@@ -1,4 +1,4 @@
-"""What the tests against the real DeepSpeed share."""
+"""Shared by the tests against the real DeepSpeed."""
 
 import importlib.util
 import os
@@ -16,33 +16,34 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def deepspeed_is_installed():
-    """Look for the package; this folder has its name, but is none and has no origin."""
+    """Return whether the package is there; this folder has its name, but no origin."""
     spec = importlib.util.find_spec("deepspeed")
     return spec is not None and spec.origin is not None
 
 
 def prepare_environment():
-    """Set what DeepSpeed reads when it is imported, and where it keeps what it compiles."""
+    """Set the variables that DeepSpeed reads on import, and where it compiles ops."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     versions = f"torch-{metadata.version('torch')}-python-{platform.python_version()}"
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(ROOT / "build" / versions))
-    # It compiles by ninja, which lies beside a Python whose environment may not be active.
+    # DeepSpeed compiles with ninja, which is beside Python; the environment may not be
+    # active.
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
 
 
-# Test modules import DeepSpeed, so before their collection.
+# Before collection, because test modules import DeepSpeed.
 if deepspeed_is_installed():
     prepare_environment()
 
 
 def pytest_collect_file():
-    """Skip the whole folder where there is no DeepSpeed."""
+    """Skip the whole folder if DeepSpeed is not installed."""
     if not deepspeed_is_installed():
         pytest.skip("deepspeed is not installed", allow_module_level=True)
 
 
 def pytest_collection_modifyitems(items):
-    """DeepSpeed compiles some ops when they are first used, which takes its time."""
+    """Give each test more time: DeepSpeed compiles some ops when they are first used."""
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.packaging)
@@ -51,14 +52,14 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture
 def installed():
-    """nvmeio in DeepSpeed, by the letter of its contract."""
+    """nvmeio installed in DeepSpeed, with errors reported as DeepSpeed's contract says."""
     with nvmeio.deepspeed.install():
         yield
 
 
 @pytest.fixture
 def raising():
-    """nvmeio in DeepSpeed, with errors that raise."""
+    """nvmeio installed in DeepSpeed, with errors that raise."""
     with nvmeio.deepspeed.install(errors="raise"):
         yield
 
@@ -73,7 +74,7 @@ def op(installed):
 
 @pytest.fixture(scope="module")
 def distributed():
-    """This process alone, as the ranks of a training see themselves."""
+    """This process as the only rank of a training run."""
     import deepspeed
 
     with pytest.MonkeyPatch.context() as patch:

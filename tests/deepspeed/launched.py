@@ -1,4 +1,4 @@
-"""A rank of a training under DeepSpeed's launcher: says which op it has, and uses it."""
+"""A rank under DeepSpeed's launcher: reports which op it has, and uses it."""
 
 import json
 import os
@@ -11,7 +11,7 @@ from deepspeed.ops.aio import AsyncIOBuilder
 
 
 def main(folder):
-    """Write and read a file of the rank's own, and report it."""
+    """Write and read one file for this rank, and report it."""
     deepspeed.init_distributed("gloo", auto_mpi_discovery=False)
     rank = os.environ["RANK"]
     op = AsyncIOBuilder().load()

@@ -5,12 +5,12 @@ import socket
 import subprocess
 import sys
 
-# What takes longer hangs; an op that is compiled at first takes minutes.
+# Longer means a hang; the first use of an op compiles it, which takes minutes.
 LIMIT_S = 600
 
 
 def rank_environment():
-    """Return the variables of the only rank of a training."""
+    """Return the environment of the only rank of a training run."""
     return {
         "RANK": "0",
         "LOCAL_RANK": "0",
@@ -28,7 +28,7 @@ def free_port():
 
 
 def run(*command, env=(), folder=None):
-    """Run a command to its end, and return what became of it."""
+    """Run a command until it ends, and return the finished process."""
     return subprocess.run(
         [*map(str, command)],
         env={**os.environ, **dict(env)},
@@ -41,12 +41,12 @@ def run(*command, env=(), folder=None):
 
 
 def run_well(*command, env=(), folder=None):
-    """Run a command that must go well, and return what it printed."""
+    """Run a command that must succeed, and return its output."""
     done = run(*command, env=env, folder=folder)
     assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
     return done.stdout
 
 
 def run_python(*arguments, env=(), folder=None):
-    """Run this Python, which must go well, and return what it printed."""
+    """Run this Python, which must succeed, and return its output."""
     return run_well(sys.executable, *arguments, env=env, folder=folder)

@@ -1,4 +1,4 @@
-"""docs/deepspeed.md says what is so of the real DeepSpeed, and so do docstrings."""
+"""docs/deepspeed.md and the docstrings are right about the real DeepSpeed."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from pages import run_page, steps_of
 PAGE = "docs/deepspeed.md"
 
 
-def test_the_page_can_be_followed_with_what_needs_deepspeed(tmp_path):
+def test_the_whole_page_runs_with_deepspeed(tmp_path):
     assert len([*steps_of(PAGE, deepspeed=True)]) > len([*steps_of(PAGE)])
     done = run_page(PAGE, tmp_path, deepspeed=True)
     assert done.returncode == 0, done.stderr

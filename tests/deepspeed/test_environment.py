@@ -1,6 +1,6 @@
-"""NVMEIO_DEEPSPEED makes DeepSpeed use nvmeio in every process that has it.
+"""NVMEIO_DEEPSPEED makes DeepSpeed use nvmeio in every process that has the variable.
 
-Each test has processes of its own, for the hook is set where Python starts.
+Each test starts its own processes, because the hook is installed when Python starts.
 """
 
 import json
@@ -18,12 +18,12 @@ OFF = {"NVMEIO_DEEPSPEED": "0"}
 
 @pytest.fixture(autouse=True)
 def unset(monkeypatch):
-    """The environment of a user who has not set the variable."""
+    """Remove the variable from the environment."""
     monkeypatch.delenv("NVMEIO_DEEPSPEED", raising=False)
 
 
 def test_the_pth_file_is_where_this_python_looks_for_it():
-    """Without it no other test here means anything: nvmeio is not installed by pip."""
+    """Every other test here depends on it, because pip has not installed nvmeio."""
     folders = [Path(sysconfig.get_path(name)) for name in ("purelib", "platlib")]
     assert any((folder / "nvmeio-follow.pth").is_file() for folder in folders)
 
@@ -36,8 +36,8 @@ assert loaded == ({expected}), loaded
 
 
 @pytest.mark.parametrize("env", [{}, OFF], ids=["unset", "0"])
-def test_where_the_variable_is_off_nothing_of_nvmeio_is_imported(env):
-    """With "0" the hook is imported, which then does nothing."""
+def test_nothing_of_nvmeio_is_imported_if_the_variable_is_off(env):
+    """With "0", the hook itself is imported but does nothing."""
     hook = ["_nvmeio_follow"] if env else []
     code = NOT_IMPORTED.format(expected=hook)
     code += "import deepspeed.ops.op_builder" + code
@@ -51,7 +51,7 @@ assert all("nvmeio" not in repr(finder) for finder in sys.meta_path)
     run_python("-c", code, env=env)
 
 
-def test_where_python_starts_only_the_hook_is_imported():
+def test_only_the_hook_is_imported_when_python_starts():
     run_python("-c", NOT_IMPORTED.format(expected=["_nvmeio_follow"]), env=ON)
 
 
@@ -76,7 +76,7 @@ ORDERS = [
 
 
 @pytest.mark.parametrize("first", ORDERS)
-def test_whatever_is_imported_first_nvmeio_is_installed(first):
+def test_nvmeio_is_installed_in_any_order_of_imports(first):
     run_python("-c", first + INSTALLED, env=ON)
 
 
@@ -89,7 +89,7 @@ assert AsyncIOBuilder().load() is nvmeio
     run_python("-c", code, env={"NVMEIO_DEEPSPEED": "raise"})
 
 
-def test_another_word_is_refused_where_deepspeed_is_imported():
+def test_an_unknown_value_of_the_variable_is_refused_when_deepspeed_is_imported():
     env = {"NVMEIO_DEEPSPEED": "maybe"}
     run_python("-c", "import torch", env=env)
     done = run(sys.executable, "-c", "import deepspeed", env=env)
@@ -97,7 +97,7 @@ def test_another_word_is_refused_where_deepspeed_is_imported():
     assert "ValueError: NVMEIO_DEEPSPEED is 'maybe'; it must be 1, raise" in done.stderr
 
 
-def test_nvmeio_that_came_by_the_environment_can_be_uninstalled():
+def test_an_installation_by_the_environment_can_be_uninstalled():
     code = """
 import deepspeed, nvmeio.deepspeed
 with nvmeio.deepspeed.install():
@@ -122,11 +122,11 @@ for name in [name for name in sys.modules if name.partition(".")[0] == "deepspee
 """
 
 
-def test_a_deepspeed_that_is_imported_anew_has_nvmeio_too():
+def test_deepspeed_imported_a_second_time_has_nvmeio_too():
     run_python("-c", INSTALLED + IMPORTED_ANEW + INSTALLED, env=ON)
 
 
-def test_nvmeio_is_installed_anew_where_deepspeed_is_imported_anew():
+def test_install_is_repeated_if_deepspeed_is_imported_again():
     code = """
 import nvmeio.deepspeed
 nvmeio.deepspeed.install(errors="raise")
@@ -149,7 +149,7 @@ assert not hasattr(AsyncIOBuilder.load, "__wrapped__")
 @pytest.mark.parametrize(
     "change", ["os.environ['NVMEIO_DEEPSPEED'] = '0'", "del os.environ['NVMEIO_DEEPSPEED']"]
 )
-def test_a_program_may_switch_it_off_before_it_imports_deepspeed(change):
+def test_a_program_may_clear_the_variable_before_it_imports_deepspeed(change):
     code = f"""
 import os
 {change}
@@ -159,7 +159,7 @@ assert not hasattr(AsyncIOBuilder.load, "__wrapped__")
     run_python("-c", code, env=ON)
 
 
-def test_an_nvmeio_that_is_broken_does_not_look_like_a_missing_deepspeed():
+def test_a_broken_nvmeio_does_not_look_like_a_missing_deepspeed():
     code = """
 import sys
 sys.modules["nvmeio._native.copy"] = None
@@ -174,7 +174,7 @@ else:
     run_python("-c", code, env=ON)
 
 
-# DeepSpeeds whose builders are elsewhere: no such folder, and no such package at all.
+# Versions of DeepSpeed without op_builder: no such module, and no such package.
 STRANGE = [
     {"deepspeed/ops/__init__.py": ""},
     {"deepspeed/ops/op_builder/__init__.py": "", "deepspeed/ops/__init__.py": ""},
@@ -184,7 +184,7 @@ STRANGE = [
 
 @pytest.mark.parametrize("files", STRANGE, ids=["no builders", "no op", "no ops"])
 @pytest.mark.parametrize("env", [ON, {}], ids=["variable", "install"])
-def test_a_deepspeed_that_is_built_otherwise_is_refused(tmp_path, files, env):
+def test_a_deepspeed_without_op_builder_is_refused(tmp_path, files, env):
     for name, text in {"deepspeed/__init__.py": "", **files}.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
@@ -203,8 +203,8 @@ else:
     run_python("-c", code, env=env)
 
 
-def test_a_loader_that_serves_several_modules_installs_nvmeio_behind_two_of_them():
-    """As a zip file has one: behind the builders, and at the end of DeepSpeed's import."""
+def test_a_loader_of_several_modules_installs_nvmeio_after_two_of_them():
+    """A zip file has such a loader.  The two: the builders, and DeepSpeed itself."""
     code = """
 import importlib.machinery, sys
 class Loader:
@@ -236,7 +236,7 @@ assert len(installed) == 2, installed
     run_python("-c", code + INSTALLED, env=ON)
 
 
-def test_a_finder_that_asks_all_others_may_stand_beside():
+def test_a_finder_that_asks_all_other_finders_does_not_recurse():
     code = """
 import sys
 class Finder:
@@ -252,8 +252,8 @@ import deepspeed
     run_python("-c", code + INSTALLED, env=ON)
 
 
-def test_the_loader_of_somebody_elses_finder_is_followed():
-    """As an editable install has one; it must come behind the hook, as those do."""
+def test_the_loader_of_a_foreign_finder_is_followed():
+    """An editable install has one, which comes after the hook in sys.meta_path, as here."""
     code = """
 import importlib.machinery, sys
 class Finder:
@@ -303,7 +303,7 @@ if __name__ == "__main__":
         ("fork", "not imported"),
     ],
 )
-def test_the_children_of_multiprocessing_have_nvmeio(tmp_path, method, imported):
+def test_children_of_multiprocessing_have_nvmeio(tmp_path, method, imported):
     script = tmp_path / "script.py"
     script.write_text(CHILD)
     printed = run_python(script, method, imported, tmp_path, env=ON)
@@ -313,7 +313,7 @@ def test_the_children_of_multiprocessing_have_nvmeio(tmp_path, method, imported)
 
 @pytest.fixture
 def port():
-    """A port for the ranks; what DeepSpeed leaves behind in memory is named after it."""
+    """A port for the ranks; DeepSpeed names its leftovers in shared memory after it."""
     number = free_port()
     yield number
     for path in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{number}_*"):

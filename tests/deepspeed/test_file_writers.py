@@ -1,4 +1,4 @@
-"""What DeepSpeed writes checkpoints with writes them through nvmeio."""
+"""DeepSpeed's file writers write checkpoints through nvmeio."""
 
 from errno import EFBIG
 from resource import RLIMIT_FSIZE
@@ -23,19 +23,19 @@ from helpers import MIB, limit, pattern, routes
 AIO = {"block_size": 64 << 10, "queue_depth": 4, "intra_op_parallelism": 2}
 ALIGNMENT = 2 * 512
 
-# Of the writer's pinned buffer: the least that it takes, some in between, and more than is
-# written.
+# Sizes of the writer's pinned buffer: the smallest allowed, some in between, and more than
+# is written.
 BUFFER_SIZES = (2 * ALIGNMENT, 64 << 10, 6 * ALIGNMENT, 4 * MIB)
 
 
 @pytest.fixture(autouse=True)
 def utils_op(monkeypatch):
-    """DeepSpeed's op for casts to bytes, which its CPU accelerator does not know."""
+    """DeepSpeed's op that casts to bytes, which its CPU accelerator lacks."""
     monkeypatch.setattr(deepspeed.io.fast_file_writer, "UtilsBuilder", UtilsBuilder)
 
 
 def contents():
-    """Return what a checkpoint may hold."""
+    """Return a state such as a checkpoint may hold."""
     return {
         "weight": torch.randn(301, 1001),
         "half": torch.randn(777).bfloat16(),
@@ -57,7 +57,7 @@ def assert_same(found, expected):
 
 
 def writer_of(handle, path, size, double):
-    """Make a writer with a pinned buffer of so many bytes."""
+    """Make a writer with a pinned buffer of `size` bytes."""
     pinned = handle.new_cpu_locked_tensor(size, torch.empty(0, dtype=torch.uint8))
     return FastFileWriter(str(path), FastFileWriterConfig(handle, pinned, double))
 
@@ -73,7 +73,7 @@ def test_torch_loads_what_torch_saved_into_a_writer(op, tmp_path, size, double, 
     torch.save(expected, writer, _use_new_zipfile_serialization=zipped)
     writer.close()
     assert_same(torch.load(path), expected)
-    # DeepSpeed itself appends what does not fill an alignment.
+    # DeepSpeed itself appends the bytes after the last full alignment.
     written = path.stat().st_size
     assert routes(handle).total() == written - written % ALIGNMENT
 
@@ -92,7 +92,7 @@ def test_a_writer_writes_bytes_of_any_size(op, tmp_path, size, double):
     assert routes(handle).total() == size - size % ALIGNMENT
 
 
-def test_a_file_that_may_not_grow_fails_an_assertion_of_the_writer(op, tmp_path):
+def test_a_file_that_cannot_grow_fails_an_assertion_of_the_writer(op, tmp_path):
     handle = op.aio_handle(**AIO)
     writer = writer_of(handle, tmp_path / "limited", 64 << 10, double=False)
     with limit(RLIMIT_FSIZE, 128 << 10), pytest.raises(AssertionError):
@@ -102,7 +102,7 @@ def test_a_file_that_may_not_grow_fails_an_assertion_of_the_writer(op, tmp_path)
 
 
 @pytest.mark.usefixtures("raising")
-def test_installed_to_raise_a_file_that_may_not_grow_is_an_error(tmp_path):
+def test_a_file_that_cannot_grow_raises_if_installed_to_raise(tmp_path):
     handle = deepspeed.ops.op_builder.AsyncIOBuilder().load().aio_handle(**AIO)
     writer = writer_of(handle, tmp_path / "limited", 64 << 10, double=False)
     with (
@@ -115,7 +115,7 @@ def test_installed_to_raise_a_file_that_may_not_grow_is_an_error(tmp_path):
 
 
 def discard(writer):
-    """Close a writer that has failed: it would assert in its finalizer that it has not."""
+    """Close a failed writer; otherwise its finalizer asserts that it has not failed."""
     writer._io_buffer.reset()
     writer.close()
     writer._file_offset = writer._stats["bytes"]
@@ -123,7 +123,7 @@ def discard(writer):
 
 @pytest.fixture
 def natively_pinned(installed, monkeypatch):
-    """DeepSpeed's own manager of pinned memory, anew, on the pool."""
+    """A new manager of pinned memory, DeepSpeed's own, on nvmeio's pool."""
     monkeypatch.setenv("DS_PIN_MEMORY_BACKEND", "native")
     monkeypatch.setattr(pin_memory, "_shared_native_pins", None)
 

@@ -1,4 +1,4 @@
-"""nvmeio in the installed DeepSpeed: what its builders load, and what they did before."""
+"""install() and uninstall() in the real DeepSpeed, and what its builders load."""
 
 import contextlib
 import gc
@@ -26,8 +26,8 @@ from processes import run_python
 
 NAMES = ("aio_read", "aio_write", "aio_handle", "deepspeed_memcpy")
 
-# Every class whose methods are replaced; DeepSpeed has one op for its CPU accelerator and
-# one in general.
+# Every class whose methods are replaced; DeepSpeed has one builder for its CPU accelerator
+# and a general one.
 OWNERS = (
     op_builder.AsyncIOBuilder,
     op_builder.async_io.AsyncIOBuilder,
@@ -36,7 +36,7 @@ OWNERS = (
 
 
 def state_of_deepspeed():
-    """Return all that installing may change, to compare it by identity of the methods."""
+    """Return everything that install() may change; methods are compared by identity."""
     owners = {owner: dict(vars(owner)) for owner in OWNERS}
     probed = vars(deepspeed.ops).get("__compatible_ops__")
     handlers = list(logging.getLogger("nvmeio").handlers)
@@ -45,7 +45,7 @@ def state_of_deepspeed():
 
 @pytest.fixture(autouse=True)
 def unchanged_in_the_end():
-    """Whatever a test installs is gone after it."""
+    """Check that nothing that a test installs is left after it."""
     before = state_of_deepspeed()
     yield
     assert state_of_deepspeed() == before
@@ -53,7 +53,7 @@ def unchanged_in_the_end():
 
 @pytest.fixture
 def unprobed(monkeypatch):
-    """DeepSpeed before it has asked its builders what is compatible."""
+    """DeepSpeed as it is before it asks its builders which ops are compatible."""
     monkeypatch.delitem(vars(deepspeed.ops), "__compatible_ops__", raising=False)
     yield
     vars(deepspeed.ops).pop("__compatible_ops__", None)
@@ -73,7 +73,7 @@ def test_the_op_that_deepspeed_loads_is_nvmeio():
         assert ALL_OPS["pin_memory"].load() is nvmeio.deepspeed
 
 
-def test_with_errors_that_raise_the_op_is_the_module_nvmeio():
+def test_installed_to_raise_the_op_is_the_module_nvmeio():
     with nvmeio.deepspeed.install(errors="raise"):
         assert AsyncIOBuilder().load() is nvmeio
         assert (
@@ -82,7 +82,7 @@ def test_with_errors_that_raise_the_op_is_the_module_nvmeio():
         assert aio.aio_handle is nvmeio.aio_handle
 
 
-def test_handles_of_the_op_report_or_raise_as_it_was_installed(tmp_path):
+def test_handles_of_the_op_report_or_raise_as_install_was_told(tmp_path):
     missing = str(tmp_path / "missing")
     with nvmeio.deepspeed.install():
         assert AsyncIOBuilder().load().aio_handle().sync_pread(bytearray(8), missing) == -1
@@ -91,7 +91,7 @@ def test_handles_of_the_op_report_or_raise_as_it_was_installed(tmp_path):
 
 
 def test_every_accelerator_finds_the_op_compatible(monkeypatch):
-    """DeepSpeed's own probe compiles a program, which fails here."""
+    """DeepSpeed's own check compiles a program, which fails here."""
     monkeypatch.setattr(OpBuilder, "has_function", lambda *args, **kwargs: False)
     assert not AsyncIOBuilder().is_compatible()
     with nvmeio.deepspeed.install():
@@ -100,7 +100,7 @@ def test_every_accelerator_finds_the_op_compatible(monkeypatch):
     assert not AsyncIOBuilder().is_compatible()
 
 
-def test_what_deepspeed_found_compatible_before_is_put_right(monkeypatch):
+def test_install_corrects_what_deepspeed_found_compatible_before(monkeypatch):
     probed = {"async_io": False, "pin_memory": False, "cpu_adam": False}
     monkeypatch.setitem(vars(deepspeed.ops), "__compatible_ops__", probed)
     with nvmeio.deepspeed.install():
@@ -110,7 +110,7 @@ def test_what_deepspeed_found_compatible_before_is_put_right(monkeypatch):
 
 
 @pytest.mark.usefixtures("unprobed")
-def test_what_deepspeed_finds_compatible_meanwhile_is_forgotten(monkeypatch):
+def test_uninstall_forgets_what_deepspeed_found_compatible_since(monkeypatch):
     monkeypatch.setattr(OpBuilder, "has_function", lambda *args, **kwargs: False)
     with nvmeio.deepspeed.install():
         assert deepspeed.ops.__compatible_ops__["async_io"] is True
@@ -118,7 +118,7 @@ def test_what_deepspeed_finds_compatible_meanwhile_is_forgotten(monkeypatch):
     assert deepspeed.ops.__compatible_ops__["async_io"] is False
 
 
-def test_the_line_of_the_original_system_imports_four_names_that_work(tmp_path):
+def test_the_import_line_of_existing_programs_gives_four_names_that_work(tmp_path):
     with nvmeio.deepspeed.install():
         from deepspeed.ops.aio import aio_handle, aio_read, aio_write, deepspeed_memcpy
 
@@ -138,7 +138,7 @@ def test_the_line_of_the_original_system_imports_four_names_that_work(tmp_path):
             exec(f"from deepspeed.ops.aio import {name}", {})
 
 
-def test_a_second_install_changes_nothing_and_its_block_leaves_the_first():
+def test_a_second_install_changes_nothing_and_its_block_keeps_the_first():
     with nvmeio.deepspeed.install():
         first = state_of_deepspeed()
         with nvmeio.deepspeed.install():
@@ -147,17 +147,17 @@ def test_a_second_install_changes_nothing_and_its_block_leaves_the_first():
     nvmeio.deepspeed.uninstall()
 
 
-def test_an_install_without_a_block_lasts_until_uninstall():
+def test_install_without_a_block_lasts_until_uninstall():
     nvmeio.deepspeed.install()
     assert AsyncIOBuilder().load() is nvmeio.deepspeed
     handle = AsyncIOBuilder().load().aio_handle()
     nvmeio.deepspeed.uninstall()
     assert not hasattr(aio, "aio_handle")
-    # What was made meanwhile goes on.
+    # A handle made in between goes on working.
     assert handle.wait() == 0
 
 
-def test_other_errors_are_refused_until_nvmeio_is_uninstalled():
+def test_another_value_of_errors_is_refused_until_uninstall():
     with nvmeio.deepspeed.install():
         installed = state_of_deepspeed()
         with pytest.raises(RuntimeError, match=r"errors='status', as .* uninstall\(\)"):
@@ -167,7 +167,7 @@ def test_other_errors_are_refused_until_nvmeio_is_uninstalled():
         nvmeio.deepspeed.install(errors="ignore")
 
 
-def test_the_end_of_an_older_block_leaves_what_was_installed_since():
+def test_the_end_of_an_older_block_keeps_a_newer_installation():
     older = nvmeio.deepspeed.install()
     nvmeio.deepspeed.uninstall()
     with nvmeio.deepspeed.install():
@@ -183,7 +183,7 @@ def test_a_block_that_fails_uninstalls():
 
 @pytest.fixture
 def native_loads(monkeypatch):
-    """The names of the native ops that DeepSpeed would build and load, in order."""
+    """Record the names of native ops that DeepSpeed would build and load, in order."""
     loads = []
 
     def load(self, verbose=False):
@@ -197,23 +197,23 @@ def native_loads(monkeypatch):
         del sys._deepspeed_pin_memory_op_module
 
 
-def test_gds_which_derives_from_the_op_stays_deepspeeds(native_loads):
+def test_the_gds_builder_stays_deepspeeds_own(native_loads):
     assert issubclass(GDSBuilder, OWNERS[1])
     with nvmeio.deepspeed.install():
         assert GDSBuilder().load().name == "gds"
-        # It is linked to the native pinned memory.
+        # gds is linked to the native pinned memory.
         assert native_loads == ["pin_memory", "gds"]
         assert op_builder.PinMemoryBuilder().load() is nvmeio.deepspeed
         assert op_builder.async_io.AsyncIOBuilder().load() is nvmeio.deepspeed
     assert native_loads == ["pin_memory", "gds"]
 
 
-def test_gds_is_not_compatible_because_nvmeio_is():
+def test_nvmeio_does_not_make_gds_compatible():
     with nvmeio.deepspeed.install():
         assert not GDSBuilder().is_compatible()
 
 
-def test_a_native_load_that_fails_does_not_leave_the_builders_native(monkeypatch):
+def test_a_failed_native_load_does_not_leave_the_builders_native(monkeypatch):
     def load(self, verbose=False):
         raise RuntimeError("no compiler")
 
@@ -242,7 +242,7 @@ def test_the_pin_handle_has_the_four_methods_of_deepspeeds():
 
 @pytest.fixture
 def used():
-    """A function that tells how much of the pool is used, but for what was before."""
+    """A function that returns how many bytes of the pool are used, more than before."""
     gc.collect()
     before = nvmeio.pool_stats()["bytes_used"]
 
@@ -267,14 +267,14 @@ def test_deepspeeds_own_pinned_memory_is_the_pools(used):
     assert pins.unpin(pinned) is True
     assert not pins.is_pinned(pinned)
     assert not handle.is_pinned(pinned)
-    # DeepSpeed forbids to touch it now; here it lives until it dies.
+    # DeepSpeed forbids using it now; with nvmeio the memory lives as long as the tensor.
     assert torch.equal(pinned, source)
     del pinned, view
     assert used() == 0
 
 
 @pytest.mark.usefixtures("installed")
-def test_what_deepspeed_pinned_is_freed_when_the_last_view_dies(used):
+def test_memory_that_deepspeed_pinned_is_freed_with_its_last_view(used):
     pins = NativePinnedMemory()
     pinned = pins.pin_empty(torch.empty(0, dtype=torch.float16), (100, 10_000))
     view = pinned[50:, 3]
@@ -287,9 +287,7 @@ def test_what_deepspeed_pinned_is_freed_when_the_last_view_dies(used):
 
 
 @pytest.mark.usefixtures("installed", "distributed")
-def test_what_deepspeed_pinned_is_pinned_for_its_writers_and_swappers(
-    tmp_path, monkeypatch
-):
+def test_writers_and_swappers_see_deepspeeds_memory_as_pinned(tmp_path, monkeypatch):
     monkeypatch.setattr(
         deepspeed.io.fast_file_writer, "UtilsBuilder", op_builder.utils.UtilsBuilder
     )
@@ -325,7 +323,7 @@ assert bool((pinned == 3).all())
 """
 
 
-def test_nothing_is_compiled_where_there_is_no_compiler(tmp_path):
+def test_the_ops_work_without_a_compiler(tmp_path):
     for name in ("bin", "ops", "work"):
         (tmp_path / name).mkdir()
     env = {"PATH": str(tmp_path / "bin"), "TORCH_EXTENSIONS_DIR": str(tmp_path / "ops")}
@@ -335,7 +333,7 @@ def test_nothing_is_compiled_where_there_is_no_compiler(tmp_path):
 
 
 def assert_refused(words):
-    """Installing says the version and what is missing, and changes nothing."""
+    """Assert that install() names the version and the fault, and changes nothing."""
     before = state_of_deepspeed()
     with pytest.raises(RuntimeError, match=words) as caught:
         nvmeio.deepspeed.install()
@@ -369,7 +367,7 @@ def test_a_deepspeed_without_the_module_of_the_op_is_refused(monkeypatch):
     assert_refused(r"deepspeed\.ops\.aio")
 
 
-def test_a_deepspeed_without_pinned_memory_does_without(monkeypatch):
+def test_a_deepspeed_without_pinned_memory_is_installed_without_it(monkeypatch):
     monkeypatch.delattr(op_builder, "PinMemoryBuilder")
     before = dict(vars(OWNERS[2]))
     with nvmeio.deepspeed.install():
@@ -378,8 +376,8 @@ def test_a_deepspeed_without_pinned_memory_does_without(monkeypatch):
 
 
 @pytest.mark.usefixtures("unprobed")
-def test_a_failure_on_the_way_leaves_nothing_behind(monkeypatch):
-    """The last step fails, when all others have been taken."""
+def test_a_failed_install_leaves_nothing_behind(monkeypatch):
+    """The last step fails, after all the others."""
 
     def add(handler):
         raise MemoryError
@@ -396,7 +394,7 @@ def test_a_failure_on_the_way_leaves_nothing_behind(monkeypatch):
 
 @pytest.fixture
 def shown():
-    """What DeepSpeed's logger is given."""
+    """The messages that DeepSpeed's logger receives."""
     lines = []
 
     class Keeper(logging.Handler):
@@ -409,21 +407,21 @@ def shown():
     logging.getLogger("DeepSpeed").removeHandler(keeper)
 
 
-def test_a_version_that_was_not_tested_is_installed_with_a_warning(monkeypatch, shown):
+def test_an_untested_version_is_installed_with_a_warning(monkeypatch, shown):
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.23.4")
     with nvmeio.deepspeed.install():
         assert AsyncIOBuilder().load() is nvmeio.deepspeed
     assert shown == ["DeepSpeed 0.23.4 was not tested with nvmeio, 0.19 was"]
 
 
-def test_the_version_that_is_tested_is_installed_without_a_word(monkeypatch, shown):
+def test_the_tested_version_is_installed_without_a_warning(monkeypatch, shown):
     monkeypatch.delattr(sys, "_deepspeed_pin_memory_op_module", raising=False)
     with nvmeio.deepspeed.install():
         assert AsyncIOBuilder().load() is nvmeio.deepspeed
     assert not shown
 
 
-def test_a_pin_memory_op_that_was_loaded_before_is_told(monkeypatch, shown):
+def test_a_pin_memory_op_that_was_loaded_before_is_reported(monkeypatch, shown):
     monkeypatch.setattr(sys, "_deepspeed_pin_memory_op_module", object(), raising=False)
     with nvmeio.deepspeed.install():
         assert len(shown) == 1

@@ -1,7 +1,7 @@
 """DeepSpeed swaps tensors, parameters and optimizer states through nvmeio.
 
-What stands in the swap files is read past nvmeio; how many bytes went through it, the
-handles of DeepSpeed's own objects tell.
+The tests read the swap files without nvmeio.  The handles of DeepSpeed's own objects count
+the bytes that went through nvmeio.
 """
 
 import gc
@@ -32,40 +32,40 @@ from helpers import MIB, routes
 
 pytestmark = pytest.mark.usefixtures("distributed")
 
-# Small blocks, so that every tensor is many; two workers, so DeepSpeed aligns to 2 KiB.
+# Small blocks, so that every tensor has many; with two workers DeepSpeed aligns to 2 KiB.
 AIO = {"block_size": 64 << 10, "queue_depth": 4, "intra_op_parallelism": 2}
 ALIGNED_BYTES = 2 * 1024
 ALIGNED_NUMEL = ALIGNED_BYTES // 4
 
-# DeepSpeed does not swap what is smaller than 1 MiB.  This is a little more, and odd.
+# DeepSpeed swaps only tensors of 1 MiB and more.  This is a little more, and odd.
 NUMEL = MIB // 4 + 40_001
 
 
 def aligned(numel):
-    """Return the numel that DeepSpeed makes of one, with four bytes for an element."""
+    """Return the numel to which DeepSpeed pads one, for elements of four bytes."""
     return -(-numel // ALIGNED_NUMEL) * ALIGNED_NUMEL
 
 
 def transferred(*handles):
-    """Return how many bytes went through handles."""
+    """Return how many bytes handles have transferred."""
     return sum(routes(handle).total() for handle in handles)
 
 
 def floats_of(path, numel=-1):
-    """Read numbers from the beginning of a file past nvmeio."""
+    """Read numbers from the beginning of a file, without nvmeio."""
     return torch.frombuffer(bytearray(Path(path).read_bytes()), dtype=torch.float32)[:numel]
 
 
 @pytest.fixture
 def handle(op):
-    """A handle as DeepSpeed makes them."""
+    """A handle with DeepSpeed's arguments."""
     handle = op.aio_handle(**AIO, single_submit=False, overlap_events=True)
     assert isinstance(handle, nvmeio.deepspeed.aio_handle)
     return handle
 
 
 def locked(handle, numel, count):
-    """Make buffers for swapping, of numbers that no test expects."""
+    """Make swap buffers, filled with numbers that no test expects."""
     example = torch.empty(0, dtype=torch.float32)
     return [handle.new_cpu_locked_tensor(numel, example).fill_(-1) for _ in range(count)]
 
@@ -74,7 +74,7 @@ def test_tensors_that_are_swapped_out_asynchronously_are_in_their_files(handle, 
     swapper = AsyncTensorSwapper(handle, ALIGNED_NUMEL, timers=None)
     buffers = locked(handle, 8 * ALIGNED_NUMEL, 2)
     swapper.add_buffers(buffers)
-    # More than both buffers hold, so that they are flushed on the way.
+    # More than both buffers hold, so that they are flushed in between.
     sizes = (1, 511, 512, 513, 4096, 3000, 2049, 4095, 17, 1024)
     tensors = [torch.randn(size) for size in sizes]
     paths = [tmp_path / f"{size}.swp" for size in sizes]
@@ -103,13 +103,13 @@ def test_a_pool_of_buffers_is_swapped_out_and_in(handle, tmp_path):
     assert transferred(handle) == 2 * sum(4 * aligned(len(tensor)) for tensor in tensors)
 
 
-def test_a_pool_takes_pinned_buffers_alone(handle):
+def test_a_pool_takes_only_pinned_buffers(handle):
     pinned = locked(handle, ALIGNED_NUMEL, 2)
     with pytest.raises(AssertionError):
         SwapBufferPool([*pinned, torch.empty(ALIGNED_NUMEL)], handle)
 
 
-def test_the_buffers_of_a_manager_are_zero_and_go_back_with_it(handle):
+def test_a_managers_buffers_are_zero_and_are_freed_with_it(handle):
     gc.collect()
     before = nvmeio.pool_stats()["bytes_used"]
     manager = SwapBufferManager(MIB, 3, torch.float32, handle)
@@ -142,7 +142,7 @@ def parameter_swapper(installed, tmp_path):
 
 
 def parameter_in(swapper, number, values):
-    """Make a parameter whose partition lies in a buffer of the swapper, as ZeRO-3 does."""
+    """Make a parameter whose partition is in a buffer of the swapper, as ZeRO-3 does."""
     parameter = torch.nn.Parameter(torch.empty(0))
     parameter.ds_id = number
     parameter.ds_tensor = swapper.get_buffer(parameter, len(values)).copy_(values)
@@ -176,7 +176,7 @@ def test_parameters_are_swapped_out_released_and_swapped_in(parameter_swapper):
 
 
 @pytest.mark.parametrize("pinned", [True, False])
-def test_a_parameter_is_swapped_into_memory_of_others(parameter_swapper, pinned):
+def test_a_parameter_is_swapped_into_a_callers_buffer(parameter_swapper, pinned):
     swapper = parameter_swapper
     values = torch.randn(aligned(NUMEL))
     parameter = parameter_in(swapper, 7, values)
@@ -273,8 +273,8 @@ def test_optimizer_states_that_are_swapped_are_those_of_adam_in_memory(kind, tmp
     swapped.swap_in()
     assert torch.equal(swapped.parameter.data, twin.data)
     swapped.swapper.release_swap_buffers(swapped.parameter)
-    # One tensor at first, three from the first step on.  Of a gradient DeepSpeed swaps what
-    # fills whole alignments, and swaps it in with the states.
+    # One tensor at first, three from the first step on.  DeepSpeed swaps the part of a
+    # gradient that fills whole alignments, and swaps it in with the states.
     tensors = 1 + (1 + 3) + 2 * (3 + 3) + 3
     gradients = (3 * 2 + 1) * (NUMEL // ALIGNED_NUMEL)
     expected = 4 * (tensors * aligned(NUMEL) + gradients * ALIGNED_NUMEL)
@@ -283,7 +283,7 @@ def test_optimizer_states_that_are_swapped_are_those_of_adam_in_memory(kind, tmp
 
 
 def damage(path, how):
-    """Remove a file, or take its end away."""
+    """Remove a file, or truncate it."""
     if how == "missing":
         path.unlink()
     else:
@@ -306,7 +306,7 @@ def test_a_parameter_that_cannot_be_read_fails_an_assertion(parameter_swapper, h
 
 
 @pytest.mark.usefixtures("installed")
-def test_deepspeed_ignores_that_optimizer_states_cannot_be_read(tmp_path):
+def test_deepspeed_ignores_unreadable_optimizer_states(tmp_path):
     swapped = SwappedAdam(PartitionedOptimizerSwapper, tmp_path, torch.ones(NUMEL))
     damage(swapped.file(), "shortened")
     for buffer in swapped.swapper.swap_buffer_manager.all_buffers:
@@ -315,13 +315,13 @@ def test_deepspeed_ignores_that_optimizer_states_cannot_be_read(tmp_path):
     swapped.swap_in()
     assert handle.last_error.errno == ENODATA
     assert handle.last_error.filename == str(swapped.file())
-    # A training would go on with this.
+    # Training would go on with these values.
     assert swapped.parameter[-1] == -7
 
 
 @pytest.mark.usefixtures("installed")
 @pytest.mark.parametrize("how", DAMAGES)
-def test_pipelined_optimizer_states_that_cannot_be_read_fail_an_assertion(how, tmp_path):
+def test_unreadable_pipelined_optimizer_states_fail_an_assertion(how, tmp_path):
     swapped = SwappedAdam(PipelinedOptimizerSwapper, tmp_path, torch.ones(NUMEL))
     damage(swapped.file(), how)
     with pytest.raises(AssertionError):
@@ -331,7 +331,7 @@ def test_pipelined_optimizer_states_that_cannot_be_read_fail_an_assertion(how, t
 @pytest.mark.usefixtures("raising")
 @pytest.mark.parametrize("how", DAMAGES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_installed_to_raise_states_that_cannot_be_read_are_an_error(kind, how, tmp_path):
+def test_unreadable_states_raise_if_installed_to_raise(kind, how, tmp_path):
     swapped = SwappedAdam(kind, tmp_path, torch.ones(NUMEL))
     damage(swapped.file(), how)
     with pytest.raises(OSError, match=r"0_0\.tensor\.swp") as caught:
@@ -349,14 +349,14 @@ def swap_out_much(handle, folder):
     swapper.release_buffers()
 
 
-def test_by_the_contract_a_full_file_system_fails_an_assertion(loop_mount, handle):
+def test_a_full_file_system_fails_an_assertion_by_default(loop_mount, handle):
     with pytest.raises(AssertionError):
         swap_out_much(handle, loop_mount("ext4", 8 * MIB))
     assert handle.last_error.errno == ENOSPC
 
 
 @pytest.mark.usefixtures("raising")
-def test_installed_to_raise_a_full_file_system_is_an_error(loop_mount):
+def test_a_full_file_system_raises_if_installed_to_raise(loop_mount):
     handle = AsyncIOBuilder().load().aio_handle(**AIO)
     folder = loop_mount("ext4", 8 * MIB)
     with pytest.raises(OSError, match="No space left") as caught:

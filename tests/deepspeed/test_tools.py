@@ -1,11 +1,11 @@
 """DeepSpeed's tools for NVMe run end to end, and their bytes go through nvmeio.
 
-They are real processes, which have nvmeio by NVMEIO_DEEPSPEED alone; in them and in their
-children recording/sitecustomize.py keeps the statistics of every handle.
+They are real processes that get nvmeio only by NVMEIO_DEEPSPEED.  In them and their
+children recording/sitecustomize.py records the statistics of every handle.
 
-Of the engines of ds_io, DeepSpeed 0.19 can run aio_handle alone, whoever gives it the op:
-aio_basic transfers and then takes a slice of a float; torch_io and torch_fastio have no
-parameter for the number of the loop that they are called with.
+Of ds_io's engines, only aio_handle works in DeepSpeed 0.19, with any op: aio_basic
+transfers and then slices a float; torch_io and torch_fastio lack the parameter for the
+loop's number.
 """
 
 import json
@@ -29,7 +29,7 @@ OPTIONS = ("--io_size=3M", "--block_size=128K", "--queue_depth=8", "--loops=2")
 
 
 class Recorder:
-    """The environment of a tool, and what has gone through nvmeio in its processes."""
+    """The environment of a tool, and the bytes that its processes moved with nvmeio."""
 
     def __init__(self, folder):
         self.folder = folder
@@ -41,11 +41,11 @@ class Recorder:
         }
 
     def bytes_of_processes(self):
-        """Return for each process how many bytes its handles have moved, sorted."""
+        """Return how many bytes the handles of each process have moved, sorted."""
         return sorted(self._bytes_of(path) for path in self.folder.iterdir())
 
     def _bytes_of(self, path):
-        # The latest line of a handle counts; those of functions have one line each.
+        # The last line of a handle counts; handles of functions have one line each.
         latest = {}
         for number, line in enumerate(path.read_text().splitlines()):
             record = json.loads(line)
@@ -65,13 +65,13 @@ def recorder(tmp_path):
 
 @pytest.fixture
 def nvme(tmp_path):
-    """A folder that a tool takes for its drive."""
+    """A folder that a tool uses as its drive."""
     (tmp_path / "nvme").mkdir()
     return tmp_path / "nvme"
 
 
 def ds_io(nvme, *options):
-    """Return the command of the tool."""
+    """Return the command that runs ds_io."""
     return (TOOLS / "ds_io", f"--folder={nvme}", *OPTIONS, *options)
 
 
@@ -110,8 +110,7 @@ def test_ds_io_reads_in_several_processes(recorder, nvme):
     contents = {file_of(nvme, "read", n): pattern(SIZE, n) for n in range(2)}
     for path, content in contents.items():
         path.write_bytes(content)
-    # The tool looks at no status: if what was read is not what stands in the file, an
-    # exception alone ends it.
+    # The tool checks no status: only an exception ends it when it read wrong bytes.
     env = recorder.env | {"NVMEIO_DEEPSPEED": "raise"}
     printed = run_well(*ds_io(nvme, "--read", "--multi_process=2", "--validate"), env=env)
     assert "E2E Read Speed" in printed
@@ -119,7 +118,7 @@ def test_ds_io_reads_in_several_processes(recorder, nvme):
     assert recorder.bytes_of_processes() == [LOOPS * SIZE] * 2
 
 
-def test_aio_basic_transfers_before_the_tool_fails_by_itself(recorder, nvme):
+def test_aio_basic_transfers_before_the_tools_own_failure(recorder, nvme):
     done = run(*ds_io(nvme, "--engine=aio_basic"), env=recorder.env)
     assert done.returncode == 1
     assert "TypeError: 'float' object is not subscriptable" in done.stderr
@@ -130,7 +129,7 @@ def test_aio_basic_transfers_before_the_tool_fails_by_itself(recorder, nvme):
     assert recorder.bytes_of_processes() == [LOOPS * SIZE]
 
 
-def test_torch_fastio_fails_by_itself(recorder, nvme):
+def test_torch_fastio_fails_by_the_tools_own_fault(recorder, nvme):
     done = run(*ds_io(nvme, "--engine=torch_fastio"), env=recorder.env)
     assert done.returncode == 1
     assert "TypeError: Torch_FastIO_Engine.write() takes 3 positional" in done.stderr
@@ -142,7 +141,7 @@ def test_torch_io_fails_without_nvmeio(nvme):
     assert "TypeError: TorchIO_Engine.write() takes 3 positional" in done.stderr
 
 
-def test_what_ds_nvme_tune_finds_configures_a_handle(recorder, nvme, tmp_path):
+def test_the_result_of_ds_nvme_tune_configures_a_handle(recorder, nvme, tmp_path):
     sweep = tmp_path / "sweep.json"
     sweep.write_text(
         json.dumps({"block_size": ["128K"], "queue_depth": [4, 8], "single_submit": [True]})

@@ -1,7 +1,7 @@
-"""A training by ZeRO-3 whose states and parameters are on NVMe has them there by nvmeio.
+"""Training by ZeRO-3 with states and parameters on NVMe moves them with nvmeio.
 
-DeepSpeed's CPU accelerator trains the same steps on the same numbers with offloading to
-memory and to NVMe, so losses and parameters must be the same to the bit.
+DeepSpeed's CPU accelerator takes the same steps on the same numbers with offloading to
+memory and to NVMe, so losses and parameters must be identical to the bit.
 """
 
 import functools
@@ -16,16 +16,16 @@ from processes import rank_environment, run_python
 STEPS = 4
 TRAIN = Path(__file__).with_name("train.py")
 
-# The bytes of the weights that are swapped, two of 512 x 1024; the biases stay in memory.
+# Bytes of the two swapped weights of 512 x 1024; the biases stay in memory.
 WEIGHTS = 2 * 512 * 1024
 BYTES = {"float32": 4, "bfloat16": 2}
 
-# Torch's Adam, and DeepSpeed's, which is compiled at its first use.
+# torch's Adam, and DeepSpeed's, which is compiled at its first use.
 KINDS = [("float32", "Adam"), ("bfloat16", "DeepSpeedCPUAdam")]
 
 
 def train(dtype, optimizer, nvmeio, **offload):
-    """Run a training in a process of its own, and return its report."""
+    """Train in a process of its own, and return its report."""
     arguments = {"dtype": dtype, "optimizer": optimizer, "steps": STEPS, "offload": offload}
     env = rank_environment() | {"NVMEIO_DEEPSPEED": nvmeio}
     return json.loads(run_python(TRAIN, json.dumps(arguments), env=env).splitlines()[-1])
@@ -33,7 +33,7 @@ def train(dtype, optimizer, nvmeio, **offload):
 
 @functools.cache
 def trained_in_memory(dtype, optimizer):
-    """Return the report of a training without nvmeio whose states are in memory."""
+    """Return the report of training without nvmeio and with states in memory."""
     return train(dtype, optimizer, nvmeio="0", offload_optimizer={"device": "cpu"})
 
 
@@ -60,21 +60,22 @@ def parameters_on(folder):
 
 
 def assert_trained_alike(report, expected):
-    """Losses, another one in each step, and parameters are to the bit those in memory."""
+    """Assert that losses and parameters equal those in memory; no two losses are equal."""
     assert report["losses"] == expected["losses"]
     assert report["digests"] == expected["digests"]
     assert len(set(report["losses"])) == STEPS
 
 
 def bytes_of_states(folder):
-    """Return how many bytes a training takes to and from the files of states."""
+    """Return how many bytes training moves to and from the files of states."""
     files = folder / "zero_stage_3/optimizer/rank0"
     gradients = {*files.glob("*_gradient_*")}
     states = {*files.glob("exp_avg*")}
     values = {*files.iterdir()} - states - gradients
     assert (len(values), len(states)) == (2, 4)
-    # Values alone until the first step makes states: written, in and out again, in.  Then
-    # values and two states go out of each step and into the next; gradients go out and in.
+    # Until the first step makes states there are only values: written, read, written, read.
+    # After that each step writes values and two states, which the next one reads; gradients
+    # are written and read.
     value = sum(path.stat().st_size for path in values)
     gradient = sum(path.stat().st_size for path in gradients)
     return (4 + 3 + 6 * (STEPS - 1)) * value + 2 * STEPS * gradient
@@ -105,8 +106,8 @@ def test_parameters_and_states_on_nvme_train_as_in_memory(tmp_path, dtype, optim
     )
     assert_trained_alike(report, trained_in_memory(dtype, optimizer))
     assert sum(report["states"].values()) == bytes_of_states(tmp_path)
-    # Written when they are made, when the optimizer is, and after every step; read at
-    # least for every forward and every backward.
+    # Parameters are written when they are made, when the optimizer is made, and after each
+    # step; they are read at least once for each forward and backward pass.
     parameters = WEIGHTS * BYTES[dtype]
     assert report["parameters"]["aio_write_handle"] == (2 + STEPS) * parameters
     assert report["parameters"]["aio_read_handle"] >= 2 * STEPS * parameters

@@ -1,6 +1,6 @@
-"""Trains a small model by ZeRO-3 for a test; the last line that it prints is its report.
+"""Train a small model by ZeRO-3 for a test; the last line printed is the report.
 
-Nothing here knows of nvmeio but the report: a training switches by its environment.
+Only the report knows of nvmeio; the environment switches nvmeio on.
 """
 
 import hashlib
@@ -24,9 +24,9 @@ def optimizer_of(name, model):
 
 
 def engine_of(offload, dtype, optimizer):
-    """Make a model of 4 MiB and more, and the engine that trains it.
+    """Make a model of more than 4 MiB, and the engine that trains it.
 
-    Its parameters make three groups for the optimizer, of which two are swapped.
+    Its parameters form three groups of the optimizer, two of which are swapped.
     """
     torch.manual_seed(0)
     model = torch.nn.Sequential(
@@ -40,7 +40,7 @@ def engine_of(offload, dtype, optimizer):
         "zero_optimization": {
             "stage": 3,
             "sub_group_size": 2 * WIDTH * WIDTH,
-            # Let go of parameters as soon as they have been used.
+            # Release parameters right after their use.
             "stage3_param_persistence_threshold": 0,
             "stage3_max_live_parameters": 0,
             "stage3_max_reuse_distance": 0,
@@ -68,7 +68,7 @@ def train(engine, dtype, steps):
 
 
 def bytes_through(owner, *names):
-    """Return for each of an object's handles how many bytes went through it."""
+    """Return how many bytes went through each handle of an object."""
     found = {}
     for name in names:
         if handle := getattr(owner, name, None):
@@ -80,7 +80,7 @@ def bytes_through(owner, *names):
 
 def main(offload, dtype, optimizer, steps):
     """Train, and report losses, bytes through each handle, and digests of parameters."""
-    # With more, torch's first steps now and then differ in a bit from those of another run.
+    # With more threads, torch's first steps sometimes differ in a bit between runs.
     torch.set_num_threads(1)
     deepspeed.init_distributed("gloo", auto_mpi_discovery=False)
     dtype = getattr(torch, dtype)
@@ -96,7 +96,7 @@ def main(offload, dtype, optimizer, steps):
     values = [safe_get_full_fp32_param(parameter) for parameter in engine.parameters()]
     report["digests"] = [hashlib.sha256(v.numpy().tobytes()).hexdigest() for v in values]
     sys.stdout.write("\n" + json.dumps(report) + "\n")
-    # Threads of gloo that outlive the interpreter now and then end the process by SIGABRT.
+    # Threads of gloo that outlive the interpreter sometimes end the process by SIGABRT.
     deepspeed.comm.destroy_process_group()
 
 

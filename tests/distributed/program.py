@@ -1,4 +1,4 @@
-"""What the ranks do that torchrun starts: one function, with its arguments as JSON."""
+"""The program of ranks under torchrun: call one function, with its arguments as JSON."""
 
 import datetime as dt
 import errno
@@ -28,12 +28,12 @@ WATCHDOG_S = 240
 
 
 def report(**said):
-    """Tell the test something, in a line of its own."""
+    """Print a report for the test, as one line of JSON."""
     os.write(1, (json.dumps({"rank": dist.get_rank(), **said}) + "\n").encode())
 
 
 def trained(steps):
-    """Return a model and an optimizer in shards, after steps that are the same on all."""
+    """Return a sharded model and its optimizer, after the same steps on every rank."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     torch.manual_seed(5)
     layers = [torch.nn.Linear(WIDTH, 2 * WIDTH), torch.nn.Linear(2 * WIDTH, WIDTH)]
@@ -51,7 +51,7 @@ def trained(steps):
 
 
 def digests(model, optimizer):
-    """Return sums of all tensors, whole, by their names."""
+    """Return checksums of all tensors, gathered from the shards, by name."""
     options = StateDictOptions(full_state_dict=True)
     of_model, of_optimizer = get_state_dict(model, optimizer, options=options)
     state = {"model": of_model, "optim": of_optimizer}
@@ -88,7 +88,7 @@ def save(folder, steps, way="save"):
             async_checkpointer_type=kind,
             **options,
         )
-        # What happens to the state from here on is not saved.
+        # Changes from here on must not be saved.
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.zero_()
@@ -97,7 +97,7 @@ def save(folder, steps, way="save"):
 
 
 def load(folder):
-    """Load them into a model that was never trained, and train it once more."""
+    """Load a model and its optimizer into untrained ones, and report their contents."""
     model, optimizer = trained(0)
     model_state, optimizer_state = get_state_dict(model, optimizer)
     state = {"model": model_state, "optim": optimizer_state, "steps": 0}
@@ -112,14 +112,14 @@ def load(folder):
 
 
 def numbered(step, mesh):
-    """Return a state in shards that its step tells."""
+    """Return a sharded state whose content depends on its step."""
     torch.manual_seed(step)
     whole = torch.randn(64, 4096)
     return {"step": step, "data": distribute_tensor(whole, mesh, [Shard(0)])}
 
 
 def save_on_and_on(folder):
-    """Save a state after another to one folder until killed."""
+    """Save one state after another to the same folder until killed."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     report(pid=os.getpid())
     step = 0
@@ -130,7 +130,7 @@ def save_on_and_on(folder):
 
 
 def hang(folder, patience_s):
-    """Have one rank's drive answer never; tell what the others are told, and when."""
+    """Make one rank's drive hang; report the other ranks' errors, and when they came."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     report(pid=os.getpid())
     dcp.save(numbered(1, mesh), storage_writer=FileSystemWriter(folder))
@@ -146,7 +146,7 @@ def hang(folder, patience_s):
 
 
 def fail(folder, at):
-    """Have the drive of a rank fail at some point; tell what each rank is told."""
+    """Make the drive of one rank fail at some point; report the error of each rank."""
     rank, mesh = dist.get_rank(), init_device_mesh("cpu", (dist.get_world_size(),))
     dcp.save(numbered(1, mesh), storage_writer=FileSystemWriter(folder))
     writer, reader = FileSystemWriter(folder), FileSystemReader(folder)
@@ -182,7 +182,7 @@ def save_large(folder):
 
 
 def load_large(folder):
-    """Load them from the drive; tell how many bytes that took, and how many they have."""
+    """Load them from the drive; report how many bytes were read, and how many they have."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     expected, found = large(mesh), large(mesh)
     for tensor in found.values():
@@ -204,7 +204,7 @@ def load_large(folder):
 
 
 def large(mesh):
-    """Return tensors in shards, of which each rank has 2 MiB and more."""
+    """Return sharded tensors, at least 2 MiB of them on each rank."""
     torch.manual_seed(3)
     return {
         f"{number}": distribute_tensor(torch.randn(4096, 512 + number), mesh, [Shard(0)])
@@ -213,7 +213,7 @@ def large(mesh):
 
 
 def bytes_read():
-    """Return what this process had drives read."""
+    """Return how many bytes this process has read from drives."""
     return int(Path("/proc/self/io").read_text().split("read_bytes:")[1].split()[0])
 
 

@@ -51,7 +51,7 @@ class Run:
         os.killpg(self.process.pid, signal.SIGKILL)
 
     def reports(self):
-        """Yield what ranks report."""
+        """Yield the reports of the ranks."""
         for line in self.process.stdout:
             yield json.loads(line)
 
@@ -74,7 +74,7 @@ def run(name, size, **arguments):
 
 
 @pytest.mark.parametrize("saved", [1, 2, 4])
-def test_fsdp_and_its_optimizer_are_loaded_by_other_numbers_of_ranks(tmp_path, saved):
+def test_fsdp_and_its_optimizer_are_loaded_by_more_or_fewer_ranks(tmp_path, saved):
     folder = str(tmp_path / "checkpoint")
     reports = run("save", saved, folder=folder, steps=3)
     expected = reports[0]["digests"]
@@ -87,7 +87,7 @@ def test_fsdp_and_its_optimizer_are_loaded_by_other_numbers_of_ranks(tmp_path, s
 
 
 @pytest.mark.parametrize("way", ["THREAD", "PROCESS"])
-def test_an_asynchronous_save_has_the_state_of_its_moment(tmp_path, way):
+def test_an_asynchronous_save_has_the_state_at_the_call(tmp_path, way):
     folder = str(tmp_path / "checkpoint")
     expected = run("save", 2, folder=folder, steps=2, way=way)[0]["digests"]
     for found in run("load", 2, folder=folder):
@@ -100,7 +100,7 @@ def test_an_error_of_one_rank_is_raised_on_all_at_once(tmp_path, at):
     broken = 0 if at == "finish" else size - 1
     for told in run("fail", size, folder=str(folder), at=at):
         assert f"the drive of rank {broken} is broken" in told["error"]
-        # Nobody has waited for the time of the group, which is 120 s.
+        # No rank waited for the group's timeout of 120 s.
         assert told["waited_s"] < 60
     state = {"step": 0, "data": torch.zeros(64, 4096)}
     with pytest.warns(UserWarning, match=r"torch\.distributed is"):
@@ -143,7 +143,7 @@ def test_a_rank_that_is_killed_leaves_the_old_checkpoint_or_the_new_one(tmp_path
     assert torch.equal(state["data"], torch.randn(64, 4096))
 
 
-def test_a_rank_that_hangs_is_told_within_the_time_of_the_group(tmp_path):
+def test_a_hanging_rank_is_reported_within_the_timeout_of_the_group(tmp_path):
     folder, patience_s = tmp_path / "checkpoint", 5
     ranks = Run("hang", 2, folder=str(folder), patience_s=patience_s)
     pids, said = {}, {}
@@ -151,7 +151,7 @@ def test_a_rank_that_hangs_is_told_within_the_time_of_the_group(tmp_path):
         if "error" in said:
             break
         pids[said["rank"]] = said["pid"]
-    # It would never end by itself.
+    # The hanging rank would never end by itself.
     os.kill(pids[1], signal.SIGKILL)
     ranks.finish()
     assert said["rank"] == 0
@@ -163,7 +163,7 @@ def test_a_rank_that_hangs_is_told_within_the_time_of_the_group(tmp_path):
 
 
 def train(folder, *, killed_at=None):
-    """Run the example; kill a rank behind so many reports, or return the last line."""
+    """Run the example; kill a rank after `killed_at` reports, or return the last line."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", "2", str(EXAMPLE), "--folder", str(folder)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -185,7 +185,7 @@ def train(folder, *, killed_at=None):
     return lines
 
 
-def test_training_that_was_killed_ends_as_if_it_never_was(tmp_path):
+def test_killed_and_resumed_training_ends_as_uninterrupted_training(tmp_path):
     straight = train(tmp_path / "straight")
     assert len(straight) == 9
     killed = train(tmp_path / "killed", killed_at=4)

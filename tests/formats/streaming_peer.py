@@ -1,7 +1,7 @@
-"""streaming, imported without the packages of which it needs only a few names.
+"""Import streaming without the packages that it needs only for a few names.
 
-transformers and torchvision, with all that they bring, are the base classes of datasets
-that no test uses.
+It takes the base classes of some datasets from transformers and torchvision; no test uses
+these datasets.
 """
 
 import sys
@@ -24,7 +24,7 @@ MODULES = [
 
 
 class Empty(types.ModuleType):
-    """A module of which every name is a class."""
+    """A module in which every name is a class."""
 
     def __getattr__(self, name):
         if name.startswith("__"):
@@ -37,6 +37,6 @@ sys.modules.update((name, Empty(name)) for name in _missing)
 try:
     import streaming
 finally:
-    # Others find out by an import whether the real ones are installed.
+    # Other packages import the real ones to see whether they are installed.
     for name in _missing:
         del sys.modules[name]

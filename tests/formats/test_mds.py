@@ -1,4 +1,4 @@
-"""Shards that MosaicML's streaming wrote, beside its own reader."""
+"""Read shards that MosaicML's streaming wrote, and compare with its own reader."""
 
 import random
 from decimal import Decimal
@@ -19,7 +19,7 @@ COUNT = 60
 
 
 def image(number, mode="RGB"):
-    """Return an image of some size."""
+    """Return an image."""
     size = (number % 7 + 1, number % 5 + 1)
     pixels = random.Random(number).randbytes(
         size[0] * size[1] * len(Image.new(mode, (1, 1)).tobytes())
@@ -37,13 +37,13 @@ def packed(number, form="JPEG"):
 
 
 def array(dtype, shape):
-    """Return what makes an array."""
+    """Return a function that makes an array."""
     return lambda number: (
         (np.arange(np.prod(shape)) * number % 120).reshape(shape).astype(dtype)
     )
 
 
-# How the value of each encoding is made for sample `number`.
+# Functions that make the value of each encoding for sample `number`.
 VALUES = {
     "bytes": lambda number: random.Random(number).randbytes(number * 50),
     "str": lambda number: "text ü " * number,
@@ -87,7 +87,7 @@ def write(folder, columns, count=COUNT, **options):
 
 
 def same(ours, theirs):
-    """Tell whether two values are the same, with their types."""
+    """Return whether two values are equal and of the same type."""
     if isinstance(theirs, list):
         return len(ours) == len(theirs) and all(map(same, ours, theirs))
     if isinstance(theirs, np.ndarray):
@@ -101,7 +101,7 @@ def same(ours, theirs):
 
 
 def assert_same(folder, reader, **options):
-    """Compare all samples with a reader's: read one by one, and as a batch."""
+    """Assert that all samples equal the reader's, read one by one and as a batch."""
     dataset = MDSDataset(folder, **options)
     order = np.random.default_rng(0).permutation(len(reader)).tolist()
     assert len(dataset) == len(order)
@@ -113,18 +113,18 @@ def assert_same(folder, reader, **options):
                 assert same(ours[name], value), (place, name)
 
 
-def test_each_encoding_that_it_has_is_tried():
+def test_every_encoding_of_streaming_is_tested():
     assert {kind.partition(":")[0] for kind in VALUES} == get_mds_encodings()
 
 
 @pytest.mark.parametrize("kind", VALUES)
-def test_values_of_an_encoding_are_those_that_it_returns(tmp_path, kind):
+def test_values_of_an_encoding_equal_streamings(tmp_path, kind):
     write(tmp_path / "data", {"value": kind, "behind": "bytes"})
     reader = peer.streaming.LocalDataset(local=str(tmp_path / "data"))
     assert_same(tmp_path / "data", reader, allow_pickle=kind == "pkl")
 
 
-def test_samples_of_all_columns_are_those_that_it_returns(tmp_path):
+def test_samples_of_all_columns_equal_streamings(tmp_path):
     columns = {f"{number % 3}{kind}": kind for number, kind in enumerate(VALUES)}
     write(tmp_path / "train", columns)
     reader = peer.streaming.LocalDataset(local=str(tmp_path), split="train")
@@ -141,7 +141,7 @@ def test_samples_are_in_the_order_of_a_stream(tmp_path):
 
 
 @pytest.mark.parametrize("compression", ["zstd", "gz", "br:1"])
-def test_what_is_compressed_is_read_once_it_is_not(tmp_path, compression):
+def test_a_compressed_dataset_is_read_once_it_is_decompressed(tmp_path, compression):
     write(tmp_path, {"text": "str"}, compression=compression, hashes=["sha1", "xxh64"])
     with pytest.raises(
         ValueError, match=r"shard 0 of .* is compressed, .*decompress it to"
@@ -153,7 +153,7 @@ def test_what_is_compressed_is_read_once_it_is_not(tmp_path, compression):
     assert [sample["text"] for sample in dataset.__getitems__(range(COUNT))] == expected
 
 
-def test_an_index_that_was_merged_leads_into_folders(tmp_path):
+def test_a_merged_index_leads_into_subfolders(tmp_path):
     for number in range(3):
         write(tmp_path / f"part{number}", {"number": "int"}, 10 + number)
     peer.streaming.base.util.merge_index(str(tmp_path), keep_local=True)

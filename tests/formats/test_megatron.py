@@ -1,4 +1,4 @@
-"""Datasets that megatron-core wrote, beside its own reader."""
+"""Read datasets that megatron-core wrote, and compare with its own reader."""
 
 import pickle
 
@@ -10,7 +10,7 @@ indexed = pytest.importorskip(
     "megatron.core.datasets.indexed_dataset", reason="megatron_core is not installed"
 )
 
-# Imported late, for these cannot be imported where torch is not.
+# Imported after the check, because they need torch.
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig  # noqa: E402
 from megatron.core.datasets.utils import Split  # noqa: E402
 from torch.utils.data import DataLoader  # noqa: E402
@@ -25,7 +25,7 @@ LENGTHS = [5, 0, 300, 1, 4096, 17, 0]
 
 
 def write(prefix, dtype, *, multimodal=False, lengths=LENGTHS):
-    """Have megatron-core write documents of two sequences each, and return the prefix."""
+    """Write documents of two sequences each with megatron-core, and return the prefix."""
     rng = np.random.default_rng(0)
     builder = indexed.IndexedDatasetBuilder(f"{prefix}.bin", dtype, multimodal)
     for number, length in enumerate(lengths):
@@ -39,7 +39,7 @@ def write(prefix, dtype, *, multimodal=False, lengths=LENGTHS):
 
 
 def assert_equal(ours, theirs):
-    """Assert that a sample has the elements of megatron-core's, and their dtype."""
+    """Assert that a sample has the elements and the dtype of megatron-core's."""
     if isinstance(theirs, tuple):
         assert isinstance(ours, tuple)
         assert (ours[1].dtype, ours[1].item()) == (torch.int8, theirs[1])
@@ -50,7 +50,7 @@ def assert_equal(ours, theirs):
 
 @pytest.mark.parametrize("multimodal", [False, True], ids=["plain", "multimodal"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_samples_are_those_of_its_reader(tmp_path, dtype, multimodal):
+def test_samples_equal_those_of_megatrons_reader(tmp_path, dtype, multimodal):
     prefix = write(tmp_path / "data", dtype, multimodal=multimodal)
     ours = MegatronDataset(prefix, multimodal=multimodal)
     theirs = indexed.IndexedDataset(prefix, multimodal=multimodal)
@@ -98,7 +98,7 @@ def test_loaders_and_streams_give_its_samples(tmp_path, workers):
 
 class TestBinReader:
     @pytest.mark.parametrize("dtype", [np.uint16, np.int32])
-    def test_an_indexed_dataset_reads_by_it(self, tmp_path, dtype):
+    def test_an_indexed_dataset_reads_with_the_bin_reader(self, tmp_path, dtype):
         prefix = write(tmp_path / "data", dtype)
         theirs, ours = indexed.IndexedDataset(prefix), indexed.IndexedDataset(prefix)
         ours.bin_reader = nvmeio.torch.megatron.BinReader(f"{prefix}.bin")
@@ -123,13 +123,13 @@ class TestBinReader:
         assert 0 in requests
 
     def test_reading_past_the_end_is_an_error(self, tmp_path):
-        """With megatron-core's own, the rest is memory that nothing was read into."""
+        """megatron-core's own reader returns uninitialized memory for the rest."""
         prefix = write(tmp_path / "data", np.uint16)
         reader = nvmeio.torch.megatron.BinReader(f"{prefix}.bin")
         with pytest.raises(OSError, match="past the end of the file"):
             reader.read(np.uint16, 100, sum(LENGTHS) * 2 - 100)
 
-    def test_a_gpt_dataset_reads_by_it_once_it_is_installed(self, tmp_path):
+    def test_a_gpt_dataset_reads_with_the_installed_bin_reader(self, tmp_path):
         prefix = write(tmp_path / "data", np.int32, lengths=[70, 3, 500, 41, 90])
         samples = []
         for installed in (False, True):
@@ -148,7 +148,7 @@ class TestBinReader:
 
 
 class Tokenizer:
-    """What a GPTDataset asks a tokenizer for."""
+    """The attributes of a tokenizer that GPTDataset uses."""
 
     eod, pad = 0, 101
     vocab_size = None
@@ -156,7 +156,7 @@ class Tokenizer:
 
 
 def gpt_samples(prefix, installed):
-    """Return the samples of a GPTDataset, of which a copy was pickled."""
+    """Return the samples of a GPTDataset, after a pickled copy returned the same."""
     config = GPTDatasetConfig(
         random_seed=1,
         sequence_length=32,

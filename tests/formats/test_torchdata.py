@@ -1,4 +1,4 @@
-"""torchdata's StatefulDataLoader and samplers resume with our datasets, to the batch."""
+"""torchdata's StatefulDataLoader and samplers resume our datasets at the exact batch."""
 
 import itertools
 import pickle
@@ -11,7 +11,7 @@ stateful = pytest.importorskip(
     "torchdata.stateful_dataloader", reason="torchdata is not installed"
 )
 
-# Imported late, for these cannot be imported where torch is not.
+# Imported after the check, because they need torch.
 from torch.utils.data import BatchSampler, RandomSampler  # noqa: E402
 from torchdata.stateful_dataloader import sampler as samplers  # noqa: E402
 
@@ -43,11 +43,11 @@ DATASETS = {
 
 
 def seeded():
-    """Return a generator that gives the same in every process."""
+    """Return a generator that draws the same numbers in every process."""
     return torch.Generator().manual_seed(3)
 
 
-# Samplers as a program makes them anew when it starts again.
+# Functions that make the samplers again, as a program does when it restarts.
 SAMPLERS = {
     "torch": lambda data: BatchSampler(RandomSampler(data, generator=seeded()), 10, False),
     "torchdata": lambda data: samplers.BatchSampler(
@@ -68,9 +68,9 @@ def content(batches):
 
 
 def assert_resumes(make, given):
-    """Assert that what is made anew goes on after some batches, and with the next epoch.
+    """Assert that a new loader or stream resumes after some batches, and in the next epoch.
 
-    One more than there are lets the loop come to its end.
+    One batch more than there are lets the loop end.
     """
     loader = make()
     first, second = content(loader), content(loader)
@@ -90,7 +90,7 @@ def assert_resumes(make, given):
 @pytest.mark.parametrize("name", DATASETS)
 def test_a_loader_resumes_in_a_dataset(folder, name, workers, given):
     def make():
-        # The seed of the order is drawn here, and is part of the state.
+        # This draws the seed of the order, which is part of the state.
         torch.manual_seed(next(seeds))
         return stateful.StatefulDataLoader(
             DATASETS[name](folder), 10, shuffle=True, num_workers=workers
@@ -111,7 +111,7 @@ def test_a_loader_resumes_in_a_stream(folder, workers, given):
             stream,
             batch_size=None,
             num_workers=workers,
-            # Otherwise each epoch would begin with the stream as it was at first.
+            # Otherwise each epoch would start from the stream's first state.
             persistent_workers=bool(workers),
         )
 
@@ -121,7 +121,7 @@ def test_a_loader_resumes_in_a_stream(folder, workers, given):
 @pytest.mark.parametrize("given", [0, 1, 6, 10, 11])
 @pytest.mark.parametrize("sampler", SAMPLERS)
 @pytest.mark.parametrize("name", DATASETS)
-def test_a_stream_resumes_with_their_samplers(folder, name, sampler, given):
+def test_a_stream_resumes_with_torchdatas_samplers(folder, name, sampler, given):
     def make():
         dataset = DATASETS[name](folder)
         return BatchStream(dataset, SAMPLERS[sampler](range(95)))

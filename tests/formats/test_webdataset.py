@@ -1,4 +1,4 @@
-"""Archives that webdataset and Python's tarfile wrote, beside webdataset's own reader."""
+"""Read archives of webdataset and tarfile, and compare with webdataset's own reader."""
 
 import io
 import random
@@ -11,7 +11,7 @@ wds = pytest.importorskip("webdataset", reason="webdataset is not installed")
 
 from nvmeio.torch import TarDataset  # noqa: E402
 
-# Names on which the two could differ: what is a key, what is left out, and in which order.
+# Names on which the readers could differ: in the key, in what is left out, in the order.
 NAMES = [
     *("a.jpg", "a.CLS", "b.jpg", "a.json", "f.o/o/c.seg.png", "f.o/o/c.x", "no-extension"),
     *("d.x", "d", "d.y", ".hidden", "g/.hidden", "./e.x", "./e.y", "e.x", "h..x", "i."),
@@ -22,7 +22,7 @@ NAMES = [
 
 
 def their_samples(paths):
-    """Return what webdataset yields, without its second name for the path."""
+    """Return the samples of webdataset, without its second key for the path."""
     found = list(wds.WebDataset([str(path) for path in paths], shardshuffle=False))
     return [
         {name: value for name, value in sample.items() if name != "__local_path__"}
@@ -36,7 +36,7 @@ def our_samples(paths):
     return dataset.__getitems__(range(len(dataset)))
 
 
-def test_samples_are_those_that_it_yields(tmp_path):
+def test_samples_equal_webdatasets(tmp_path):
     numbers = random.Random(0)
     with wds.ShardWriter(f"{tmp_path}/%06d.tar", maxcount=70, verbose=0) as writer:
         for number in range(200):
@@ -51,7 +51,7 @@ def test_samples_are_those_that_it_yields(tmp_path):
     assert len(paths) == 3
     expected = their_samples(paths)
     assert len(expected) == 200
-    # The first time an index is made, then the one is used that was saved.
+    # The first time makes an index and saves it; the second time uses it.
     for _ in range(2):
         assert our_samples(paths) == expected
     dataset = TarDataset(paths)
@@ -59,7 +59,7 @@ def test_samples_are_those_that_it_yields(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["ustar", "gnu", "pax"])
-def test_names_mean_what_they_mean_to_it(tmp_path, kind):
+def test_file_names_are_split_as_webdataset_splits_them(tmp_path, kind):
     path = tmp_path / "a.tar"
     with tarfile.open(path, "w", format=getattr(tarfile, f"{kind.upper()}_FORMAT")) as file:
         for number, name in enumerate(NAMES):
@@ -80,7 +80,7 @@ def test_names_mean_what_they_mean_to_it(tmp_path, kind):
     assert our_samples([path]) == expected
 
 
-def test_what_it_refuses_is_refused(tmp_path):
+def test_archives_that_webdataset_refuses_are_refused(tmp_path):
     path = tmp_path / "a.tar"
     with tarfile.open(path, "w") as file:
         for name in ("a.jpg", "a.JPG"):
@@ -91,7 +91,7 @@ def test_what_it_refuses_is_refused(tmp_path):
         our_samples([path])
 
 
-def test_its_decoder_is_a_transform(tmp_path):
+def test_webdatasets_decoder_works_as_a_transform(tmp_path):
     path = str(tmp_path / "a.tar")
     with wds.TarWriter(path) as writer:
         for number in range(3):

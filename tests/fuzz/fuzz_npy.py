@@ -1,10 +1,10 @@
-"""The headers of .npy files against numpy's own reading of them, by libFuzzer (atheris).
+"""Fuzz the headers of .npy files with libFuzzer (atheris), and compare with numpy.
 
 ``python tests/fuzz/fuzz_npy.py CORPUS -runs=N -seed=N`` or ``... FILE``, as any target of
-libFuzzer.  An input is a file as it is or, where it does not begin as these do, a byte that
-chooses the version, and the text of a header: all of it, or in three lines what it says.  A
-finding is an error that is not documented, memory that has nothing to do with the size of
-the file, a hang, and another answer than numpy's.
+libFuzzer.  An input that begins like a .npy file is one.  Any other input is a byte that
+chooses the version and the text of a header: the whole, or its three values, one a line. A
+finding is an undocumented error, memory out of proportion to the size of the file, a hang,
+or another answer than numpy's.
 """
 
 import os
@@ -16,7 +16,7 @@ import zlib
 
 import atheris
 
-# What was imported before is not looked into.
+# atheris does not instrument modules that were imported before.
 with atheris.instrument_imports(
     include=["numpy.lib", "nvmeio._arrays.npy_header", "nvmeio.memory"]
 ):
@@ -26,13 +26,13 @@ with atheris.instrument_imports(
     from nvmeio._native.file import File
     from nvmeio.npy import load
 
-# To parse a header takes some hundred times its length, whatever it says.
+# Parsing any header takes some hundred times its length.
 MEMORY_BYTES_MAX = 16 << 20
 LOADED_BYTES_MAX = 1 << 16
 LOADED_ONE_IN = 16
 VERSIONS = ((1, 0), (2, 0), (3, 0))
 
-# What nvmeio refuses: numpy reads it as something else than the header says, or dies.
+# nvmeio refuses these because numpy misreads the header, or crashes.
 REFUSED = (
     "has a shape; give it to the array",
     "of text of no length; give it one",
@@ -41,7 +41,7 @@ REFUSED = (
 
 
 def file_of(data):
-    """Return the file that an input stands for."""
+    """Return the file that an input describes."""
     if data[:1] in (b"", npy.MAGIC_PREFIX[:1]):
         return data
     version, text = VERSIONS[data[0] % 3], data[1:]
@@ -53,15 +53,15 @@ def file_of(data):
 
 
 def read_by_numpy(path):
-    """Return an array in the file; None where numpy has none."""
+    """Return the array in the file, or None if numpy refuses it."""
     try:
         return npy.open_memmap(path, mode="r")
-    except Exception:  # of whatever kind: it refuses
+    except Exception:  # any error is a refusal
         return None
 
 
 def read_by_nvmeio(path):
-    """Return a layout, and where there is none the documented error."""
+    """Return the layout, or the documented error."""
     with File(path) as file:
         tracemalloc.reset_peak()
         before = tracemalloc.get_traced_memory()[0]
@@ -75,7 +75,7 @@ def read_by_nvmeio(path):
 
 
 def is_forgiven(content):
-    """Integers as Python 2 wrote them, in the version 3 that it could not write."""
+    """Return whether a header of version 3 has integers as Python 2 wrote them."""
     return content[6:8] == bytes(VERSIONS[2]) and re.search(rb"\dL", content)
 
 
@@ -98,7 +98,7 @@ def check(path, content):
 
 
 def check_load(path, content):
-    """What is loaded is what numpy has; where there is nothing, by a documented error."""
+    """Check that load() returns numpy's array, or raises a documented error."""
     try:
         array = load(path)
     except ValueError:
@@ -112,7 +112,7 @@ def check_load(path, content):
 
 
 class Target:
-    """What libFuzzer calls; one file in memory has one content after the other."""
+    """The function that libFuzzer calls; it reuses one file in memory for all inputs."""
 
     def __init__(self):
         self._fd = os.memfd_create("nvmeio-fuzz")

@@ -1,4 +1,4 @@
-"""What the tests against the published packages share."""
+"""Shared by the tests against the published packages."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ import pytest
 
 
 def pytest_collection_modifyitems(items):
-    """Each test waits for processes that import packages of seconds."""
+    """Give each test more time: its processes import packages for seconds."""
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.packaging)

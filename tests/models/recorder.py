@@ -1,4 +1,4 @@
-"""What a program did with model files: their bytes, the tensors, who moved the bytes."""
+"""Record what a program does with model files: bytes, tensors, and who moved the bytes."""
 
 import contextlib
 import gc
@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 class Recorder:
-    """Notes what happens in a folder, in a form that two processes can compare."""
+    """Records what happens in a folder, in a form that two processes can compare."""
 
     def __init__(self, folder):
         self.folder = folder
@@ -18,7 +18,7 @@ class Recorder:
         self.report |= {"computed": {}, "moved": {"saving": 0, "loading": 0}}
 
     def path(self, name):
-        """Return a place below the folder, whose own name is in no file."""
+        """Return a path below the folder; no file contains the folder's own name."""
         return str(self.folder / name)
 
     def new_folder(self, name):
@@ -33,34 +33,34 @@ class Recorder:
         self.report["moved"][what] += moved() - before
 
     def saving(self):
-        """Count what is moved in a block that saves."""
+        """Count the bytes that are moved in a block that saves."""
         return self._moving("saving")
 
     def loading(self):
-        """Count what is moved in a block that loads."""
+        """Count the bytes that are moved in a block that loads."""
         return self._moving("loading")
 
     def tensors(self, label, tensors):
-        """Note names, dtypes, shapes and contents of tensors that were loaded."""
+        """Record names, dtypes, shapes and contents of loaded tensors."""
         for name, tensor in sorted(tensors.items()):
             self.report["tensors"][f"{label}/{name}"] = found = described(tensor)
             # Tied weights are loaded once.
             self.report["nbytes"][found[2]] = tensor.nbytes
 
     def value(self, label, value):
-        """Note numbers that must be the same to the bit."""
+        """Record numbers that must be identical to the bit."""
         self.report["values"][label] = value
 
     def computed(self, label, tensor):
-        """Note what a model computes.
+        """Record what a model computes.
 
-        Kernels add up in another order where memory is aligned otherwise, and safetensors'
-        map is aligned as the file is: that makes 1e-7 in the end.
+        The order in which kernels add depends on the alignment of memory, and safetensors'
+        maps are aligned as in the file.  So results may differ by 1e-7.
         """
         self.report["computed"][label] = tensor.detach().double().flatten().tolist()
 
     def files(self):
-        """Note model files and their indices, when all has been written."""
+        """Record model files and their indices, after everything has been written."""
         for path in sorted(self.folder.rglob("*")):
             name = str(path.relative_to(self.folder))
             if path.suffix == ".safetensors":
@@ -71,13 +71,13 @@ class Recorder:
 
 
 def parsed(path):
-    """Return what a model file holds: its bytes, where these are not by lot."""
+    """Return what a model file holds: its bytes, unless their order is random."""
     contents = path.read_bytes()
     length = int.from_bytes(contents[:8], "little")
     header = json.loads(contents[8 : 8 + length])
     data = hashlib.sha256(contents[8 + length :]).hexdigest()
     found = {"nbytes": len(contents), "header": header, "data": data}
-    # safetensors draws the order of several keys by lot, in each process another.
+    # safetensors orders several keys of metadata randomly, differently in each process.
     if len(header.get("__metadata__", {})) < 2:
         found["contents"] = hashlib.sha256(contents).hexdigest()
     return found
@@ -94,7 +94,7 @@ def described(tensor):
 
 
 def moved():
-    """Return how many bytes nvmeio has moved, by its handle and by that of cached files."""
+    """Return how many bytes the default handle and that of cached files have moved."""
     if "nvmeio" not in sys.modules:
         return 0
     import nvmeio
@@ -107,7 +107,7 @@ def moved():
 
 
 def foreign():
-    """Return the names in other packages that are nvmeio's stand-ins."""
+    """Return the names in other packages that nvmeio has replaced."""
     from nvmeio.safetensors import _install
 
     mine = {id(each) for _, each in _install._pairs.values()}
@@ -128,7 +128,7 @@ def left_open():
 
 
 def play(scenarios, mode, folder):
-    """Play all scenarios of a package, which was imported before, and write a report."""
+    """Run all scenarios of an imported package, and write a report."""
     folder = Path(folder)
     if mode == "install":
         import nvmeio.safetensors

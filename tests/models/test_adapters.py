@@ -1,4 +1,4 @@
-"""nvmeio under Lightning's Trainer and under torch_checkpointing, as they are published."""
+"""nvmeio under the published Lightning Trainer and torch_checkpointing."""
 
 import errno
 import os
@@ -64,7 +64,7 @@ def trained(folder, epochs, plugins, resumed=None):
     return model, keeper.last_model_path
 
 
-def test_a_trainer_saves_and_resumes_by_it(tmp_path):
+def test_a_trainer_saves_and_resumes_with_nvmeio(tmp_path):
     _, last = trained(tmp_path / "ours", 2, [CheckpointIO()])
     assert torch.load(last, weights_only=False)["epoch"] == 1
     assert not [name for name in os.listdir(tmp_path / "ours") if "tmp" in name]
@@ -72,13 +72,13 @@ def test_a_trainer_saves_and_resumes_by_it(tmp_path):
     straight, theirs = trained(tmp_path / "straight", 4, [])
     for name, tensor in straight.state_dict().items():
         assert torch.equal(tensor, resumed.state_dict()[name])
-    # What Lightning has written is read too, and the other way round.
+    # Each also reads the other's files.
     found = CheckpointIO().load_checkpoint(theirs, weights_only=False)
     assert torch.equal(found["state_dict"]["layer.weight"], straight.layer.weight)
     trained(tmp_path / "back", 3, [], last)
 
 
-def test_what_it_refuses(tmp_path):
+def test_remote_paths_are_refused_and_local_paths_need_no_folder(tmp_path):
     plugin = CheckpointIO()
     with pytest.raises(TypeError, match="storage_options"):
         plugin.save_checkpoint({}, tmp_path / "x", storage_options={"a": 1})
@@ -115,7 +115,7 @@ def test_new_folders_are_durable_too(tmp_path, monkeypatch, kind):
 
 
 @pytest.mark.parametrize("way", ["with_sync_save", "with_async_save"])
-def test_torch_checkpointing_saves_and_loads_by_it(tmp_path, way):
+def test_torch_checkpointing_saves_and_loads_with_nvmeio(tmp_path, way):
     config = getattr(CheckpointManager.Config, way)()
     config.storage_config = StorageConfig()
     manager = CheckpointManager(config)
@@ -171,7 +171,7 @@ def test_the_storage_keeps_the_table_of_renames(tmp_path):
     assert not storage.isdir(tmp_path / "d")
 
 
-def test_accelerate_goes_on_where_it_was(tmp_path):
+def test_accelerate_resumes_where_it_stopped(tmp_path):
     def last_line(folder, steps):
         words = [
             sys.executable,

@@ -1,6 +1,6 @@
-"""The packages above safetensors do the same with nvmeio as without.
+"""Packages that use safetensors behave the same with nvmeio as without.
 
-Each package plays its scenarios in three processes: without nvmeio, with install() after
+Each package runs its scenarios in three processes: without nvmeio, with install() after
 its import, and with NVMEIO_SAFETENSORS=1.  Nothing is downloaded.
 """
 
@@ -18,7 +18,7 @@ import pytest
 HERE = Path(__file__).parent
 LIMIT_S = 600
 
-# The scenarios of each package, which with_*.py have.
+# The scenarios of each package, defined in with_*.py.
 SCENARIOS = {
     "transformers": (
         *("sharded_with_an_index", "tied_weights", "bfloat16"),
@@ -44,12 +44,13 @@ SCENARIOS = {
 }
 NAMES = {"hub": "huggingface_hub"}
 
-# torch's writer has safetensors make the bytes, and writes them itself; accelerate offloads
+# torch's writer gets the bytes from safetensors and writes them itself; accelerate offloads
 # into files of numpy.
 SAVED_OTHERWISE = {"a_distributed_checkpoint"}
 LOADED_OTHERWISE = {"offload_of_a_whole_model"}
 
-# What must have nvmeio's names: a package that takes them elsewhere would go on without.
+# Modules in which nvmeio must replace names; a package that takes them from elsewhere would
+# run without nvmeio.
 IMPORTED = {
     "transformers": {
         "safetensors.torch.load_file",
@@ -72,10 +73,10 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "HF_HUB_DISABLE_TELEMETRY": "1",
     "TRANSFORMERS_VERBOSITY": "error",
-    # What several threads add up is not the same to the bit each time.
+    # Sums by several threads are not identical to the bit each time.
     "OMP_NUM_THREADS": "1",
-    # oneDNN multiplies bfloat16 by AMX where the processor has it, and dies of SIGILL in
-    # virtual machines that show AMX and do not let it be used.
+    # oneDNN uses AMX for bfloat16 if the processor reports it, and dies of SIGILL in
+    # virtual machines that report AMX but do not allow it.
     "ONEDNN_MAX_CPU_ISA": "AVX512_CORE",
 }
 VARIABLES = {"without": {}, "install": {}, "variable": {"NVMEIO_SAFETENSORS": "1"}}
@@ -85,7 +86,7 @@ CASES = [(package, name) for package, names in SCENARIOS.items() for name in nam
 
 @pytest.fixture(scope="session")
 def play(tmp_path_factory):
-    """Return a function that plays a package's scenarios once, and returns the report."""
+    """Return a function that runs a package's scenarios once, and returns the report."""
 
     @cache
     def played(package, mode):
@@ -110,7 +111,7 @@ def play(tmp_path_factory):
 
 @pytest.mark.parametrize("mode", ["variable", "install"])
 @pytest.mark.parametrize(("package", "scenario"), CASES)
-def test_with_nvmeio_it_is_the_same_to_the_bit(play, package, scenario, mode):
+def test_results_with_nvmeio_are_identical_to_the_bit(play, package, scenario, mode):
     theirs = play(package, "without")["scenarios"][scenario]
     ours = play(package, mode)["scenarios"][scenario]
     assert ours["files"] == theirs["files"]
@@ -131,14 +132,14 @@ def test_with_nvmeio_it_is_the_same_to_the_bit(play, package, scenario, mode):
 
 
 def models(report):
-    """Return what was noted of model files, without their indices."""
+    """Return the records of model files, without their indices."""
     return [file for file in report["files"].values() if not isinstance(file, str)]
 
 
 @pytest.mark.parametrize("mode", ["variable", "install"])
 @pytest.mark.parametrize("package", SCENARIOS)
-def test_the_packages_modules_have_nvmeios_names(play, package, mode):
-    """And none of them when it is uninstalled, which the process has looked at."""
+def test_nvmeio_replaces_names_in_the_packages_modules(play, package, mode):
+    """After uninstall() none of them has; the process itself has checked that."""
     assert IMPORTED[package] <= set(play(package, mode)["names"])
     assert play(package, "without")["names"] == []
 

@@ -1,4 +1,4 @@
-"""Scenarios of accelerate: states of a training, and models that are larger than memory."""
+"""Scenarios of accelerate: training states, and models larger than memory."""
 
 import sys
 
@@ -34,7 +34,7 @@ def step(accelerator, made, optimizer):
 
 
 def prepared():
-    """Make what a training needs."""
+    """Make the objects that training needs."""
     accelerator = Accelerator(cpu=True)
     made = model()
     optimizer = torch.optim.AdamW(made.parameters(), lr=0.01)
@@ -80,7 +80,7 @@ def saved(recorder, **options):
 
 
 def dispatched(recorder, folder, device_map):
-    """Load a model onto devices, and note what it computes."""
+    """Load a model onto devices, and record what it computes."""
     with init_empty_weights():
         empty = model()
     with recorder.loading():
@@ -113,7 +113,7 @@ def shards_into_a_model(recorder):
 
 
 def offload_of_a_whole_model(recorder):
-    """By files of numpy, which are none of safetensors', beside one that is."""
+    """Offload into files of numpy, beside one of safetensors."""
     found = disk_offload(model(), recorder.path("offload"), torch.device("cpu"))
     with torch.no_grad():
         recorder.computed("computed", found(INPUT))

@@ -22,7 +22,7 @@ def unet():
 
 
 def drawn(pipeline):
-    """Let a pipeline draw."""
+    """Return an image that a pipeline draws."""
     generator = torch.Generator().manual_seed(5)
     images = pipeline(generator=generator, num_inference_steps=2, output_type="np").images
     return torch.from_numpy(images)
@@ -65,7 +65,7 @@ def variant_of_another_dtype(recorder):
 
 
 def all_at_once(recorder):
-    """Without accelerate's empty weights, by load_file or by a whole file in memory."""
+    """Load without accelerate's empty weights, by load_file() or from bytes in memory."""
     save_and_load(recorder, low_cpu_mem_usage=False, disable_mmap=False)
 
 

@@ -77,7 +77,7 @@ def a_model_that_saves_itself(recorder):
 
 
 def tensors_that_were_loaded_are_saved_again(recorder):
-    """They have storages of their own, of exactly their bytes: shards go by storage."""
+    """Loaded tensors must have their own storages: the writer makes shards by storage."""
     state = {f"layer.{n}.weight": torch.arange(1000.0) + n for n in range(9)}
     with recorder.saving():
         save_torch_state_dict(state, recorder.new_folder("one"))
@@ -89,7 +89,7 @@ def tensors_that_were_loaded_are_saved_again(recorder):
 
 
 def a_distributed_checkpoint(recorder):
-    """torch's own reader of model files; what its writer makes, safetensors makes."""
+    """torch's own reader and writer of model files; the writer uses safetensors."""
     state = {"a": torch.arange(3000.0), "b": torch.arange(70).to(torch.bfloat16)}
     dcp.save(state, storage_writer=HuggingFaceStorageWriter(recorder.path("model")))
     found = {name: torch.zeros_like(tensor) for name, tensor in state.items()}

@@ -29,14 +29,14 @@ def llama(**options):
 
 
 def check(recorder, label, model):
-    """Note a model's weights and what it computes."""
+    """Record a model's weights and what it computes."""
     recorder.tensors(label, model.state_dict())
     with torch.no_grad():
         recorder.computed(label, model(TOKENS).logits)
 
 
 def save_and_load(recorder, model, saving=(), **loading):
-    """Save a model, load it as a program does, and note both."""
+    """Save a model, load it as a program does, and record both."""
     folder = recorder.path("model")
     with recorder.saving():
         model.save_pretrained(folder, **dict(saving))
@@ -60,7 +60,7 @@ def sharded_with_an_index(recorder):
 
 
 def saved_over_a_file_that_was_loaded(recorder):
-    """Its tensors must not change under the model."""
+    """The tensors of the loaded model must not change."""
     folder, model = recorder.path("model"), llama()
     with recorder.saving():
         model.save_pretrained(folder)
@@ -100,7 +100,7 @@ def weights_that_are_missing_or_of_another_size(recorder):
 
 
 def renamed_weights(recorder):
-    """BERT's have a prefix in the whole model, which a part of it is loaded from."""
+    """Load a part of BERT from the whole model, where its weights have a prefix."""
     torch.manual_seed(1)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
     model = BertForMaskedLM(BertConfig(vocab_size=200, num_attention_heads=2, **sizes))
@@ -172,7 +172,7 @@ def checkpoint_and_resume_of_trainer(recorder):
 
 
 def best_model_of_trainer(recorder):
-    """The trainer loads it at its end."""
+    """The trainer loads the best model at its end."""
     with recorder.saving():
         each = trainer(
             recorder,

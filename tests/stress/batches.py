@@ -1,18 +1,18 @@
-"""Trials in children, many in each: to start Python takes longer than most of them."""
+"""Run many trials in one child, because starting Python takes longer than most trials."""
 
 from collections import Counter
 
 from children import Child
 
-# For all trials of one child, on a machine that others use too.
+# For all trials of one child, on a shared machine.
 WATCHDOG_S = 240
 
 
 def run_batch(name, seeds, count, *, watchdog_s=WATCHDOG_S, **options):
-    """Run a function of ``trials`` for so many of the seeds that are left, in one child.
+    """Run a function of ``trials`` in one child, for some of the remaining seeds.
 
-    The child says which seed it is at, by ``each_trial``, and in the end one report, which
-    is returned.
+    The child reports each seed with ``each_trial``, and at the end one report, which is
+    returned.
     """
     drawn = seeds.take(count)
     child = Child(
@@ -27,22 +27,22 @@ def run_batch(name, seeds, count, *, watchdog_s=WATCHDOG_S, **options):
         done = child.finish(check=False)
     finally:
         begun = [said["seed"] for said in child.reports if "seed" in said]
-        # The one that is to be repeated, should it have failed, or hang.
+        # The seed to repeat, if its trial fails or hangs.
         seeds.current = begun[-1] if begun else drawn.start
     where = "\n".join([done.stderr, *child.threads])
     assert not child.timed_out, f"{name} hangs\n{where}"
     assert done.status == 0, f"{name} ended with {done.status}\n{done.stderr}"
     assert begun == list(drawn)
-    # What goes wrong from here on is no single trial's.
+    # Errors from here on belong to no single trial.
     seeds.current = None
     return done.reports[-1]
 
 
 def run_trials(name, seeds, *, batch=100, **options):
-    """Run a function of ``trials`` for all seeds, so many in a child.
+    """Run a function of ``trials`` for all seeds, several in each child.
 
-    Returns the sums of the counts that the children report, and in ``trials`` how many
-    there were.
+    Return the sums of the counts that the children report, and in ``trials`` the number of
+    trials.
     """
     sums = Counter()
     while seeds.left:

@@ -1,7 +1,7 @@
-"""A pytest plugin: what the stress tests compile, and the log of the faults in it.
+"""A pytest plugin: the builds of the stress tests, and the log of injected faults.
 
-The test build of nvmeio, in which faults can be made, lies under build/ and is kept: what
-has not changed is not compiled again.
+The test build of nvmeio, which can inject faults, is kept under build/, so that only
+changed files are compiled again.
 """
 
 import fcntl
@@ -23,7 +23,7 @@ BUILD_S = 900
 
 
 def build(*command, **environment):
-    """Run a command that builds, one process at a time; its failure is an error."""
+    """Run a build command, one process at a time; raise if it fails."""
     folder = ROOT / "build"
     folder.mkdir(exist_ok=True)
     with open(folder / "lock", "w") as lock:
@@ -42,7 +42,7 @@ def build(*command, **environment):
 
 @pytest.fixture(scope="session")
 def faulty_programs():
-    """A function from the name of a sanitizer, or "plain", to the folder of C tests."""
+    """A function from a sanitizer's name, or "plain", to the folder of the C tests."""
     built = {}
 
     def programs(name):
@@ -57,7 +57,7 @@ def faulty_programs():
 
 @pytest.fixture(scope="session")
 def faulty_package():
-    """The folder for PYTHONPATH from which nvmeio is imported with faults."""
+    """The folder for PYTHONPATH that has nvmeio's test build."""
     skip_sanitized("are not compiled into the test build")
     folder = ROOT / "build" / "faults"
     command = ["setup.py", "-q", "build", "--build-base", folder]
@@ -78,7 +78,7 @@ def link_program(source, folder):
 
 @dataclass
 class Tally:
-    """How often faults of a kind could strike, and did; at so many of 1000 at random."""
+    """How often a kind of fault could strike, how often it did, and its rate of 1000."""
 
     rate: int
     occasions: int
@@ -86,7 +86,7 @@ class Tally:
 
 
 def read_tallies(path):
-    """Return the log that ``NVMEIO_FAULTS=log=PATH`` asks for: a Tally of each kind."""
+    """Return a Tally of each kind, from the log of ``NVMEIO_FAULTS=log=PATH``."""
     return {
         name.rstrip(b"\0").decode(): Tally(*counts)
         for name, *counts in struct.iter_unpack("16sQQQ", Path(path).read_bytes())
@@ -94,7 +94,7 @@ def read_tallies(path):
 
 
 def faults_in(words, log, seed=0):
-    """Return the environment that has the library make faults: ``{"all": 50, ...}``."""
+    """Return the environment that injects faults at rates such as ``{"all": 50}``."""
     spec = [f"seed={seed}", f"log={log}", *(f"{kind}={n}" for kind, n in words.items())]
     assert os.fspath(log).isprintable()
     assert "," not in os.fspath(log)

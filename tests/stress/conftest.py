@@ -1,12 +1,12 @@
-"""What the stress tests share: how long they are, and the seeds by which they are repeated.
+"""Shared by the stress tests: their length, and the seeds that repeat them.
 
 ``--length`` is ``short`` (in CI), ``full`` (`make stress`) or ``long`` (`make
-stress-long`); ``@pytest.mark.amount(short=10, full=500, long=20_000)`` says what that
-means to a test, which is left out where it says 0.  A test that draws random numbers
-takes the fixture ``seeds``, and carries out one trial for each: everything in it is drawn
-from the seed.  Where a trial fails, the report says how to repeat that trial alone:
-``make replay SEED='test_name[parameter]:12345'``; where all of them fail together, how to
-repeat them.  What a test counts by ``record_property`` is added up and told in the end.
+stress-long`).  ``@pytest.mark.amount(short=10, full=500, long=20_000)`` sets a test's
+amount for each length; 0 leaves the test out.  A test that draws random numbers uses the
+fixture ``seeds`` and runs one trial for each seed; everything in a trial is drawn from its
+seed. If a trial fails, the report says how to repeat that trial alone: ``make replay
+SEED='test_name[parameter]:12345'``.  If no single trial is to blame, it says how to repeat
+all.  Counts by ``record_property`` are added up and printed at the end.
 """
 
 import math
@@ -18,7 +18,7 @@ import pytest
 
 pytest_plugins = ["builds"]
 
-# What hangs in a long run is stopped by the watchdog of its child.
+# In a long run the watchdogs of the children stop what hangs.
 TIMEOUTS_S = {"short": 300, "full": 900, "long": 0}
 TARGETS = {"short": "stress-short", "full": "stress", "long": "stress-long"}
 SEED_MAX = 1 << 48
@@ -41,7 +41,7 @@ def pytest_configure(config):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node):
-    """Have the processes of pytest-xdist draw from the seed that is printed."""
+    """Give the processes of pytest-xdist the seed that is printed."""
     node.workerinput["seed"] = node.config.option.seed
 
 
@@ -50,19 +50,19 @@ def pytest_report_header(config):
 
 
 def amount_of(item):
-    """Return what a test's mark says for ``--length``."""
+    """Return the amount of a test's mark for ``--length``."""
     mark = item.get_closest_marker("amount")
     return mark.kwargs[item.config.option.length] if mark else 1
 
 
 def keep(config, items, kept):
-    """Leave the other tests out."""
+    """Deselect all other tests."""
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = kept
 
 
 def pytest_collection_modifyitems(config, items):
-    """Give tests the time they need, and leave those out of which nothing is to be done."""
+    """Set the timeouts of tests, and deselect those whose amount is 0."""
     for item in items:
         item.add_marker(pytest.mark.timeout(TIMEOUTS_S[config.option.length]))
     replay = config.getoption("--replay")
@@ -81,7 +81,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 class Seeds:
-    """The seeds of a test's trials, one after the other; `current` is the latest."""
+    """Iterates over the seeds of a test's trials; `current` is the latest."""
 
     def __init__(self, first, count):
         self._next = first
@@ -93,14 +93,14 @@ class Seeds:
 
     def __next__(self):
         if not self.left:
-            # What goes wrong from here on is no single trial's.
+            # Errors from here on belong to no single trial.
             self.current = None
             raise StopIteration
         self.current = self.take(1).start
         return self.current
 
     def take(self, count):
-        """Return the range of the next seeds, for a child that goes through them."""
+        """Return a range of the next seeds, for one child."""
         assert count <= self.left
         first = self._next
         self._next += count
@@ -110,19 +110,19 @@ class Seeds:
 
 @pytest.fixture
 def amount(request):
-    """How much a test should do, by its mark and ``--length``."""
+    """The amount of a test, by its mark and ``--length``."""
     return amount_of(request.node)
 
 
 @pytest.fixture
 def patience_s(pytestconfig):
-    """How long a child may take at most: its watchdog tells more than a test's timeout."""
+    """The limit of a child's watchdog, which reports more than a test's timeout does."""
     return (TIMEOUTS_S[pytestconfig.option.length] or math.inf) - 30
 
 
 @pytest.fixture
 def seeds(request):
-    """The seeds of as many trials as the test's amount says, or the one to be repeated."""
+    """As many seeds as the test's amount, or only the one to repeat."""
     replay = request.config.getoption("--replay")
     if replay is not None:
         return Seeds(int(replay.rpartition(":")[2]), 1)
@@ -130,7 +130,7 @@ def seeds(request):
 
 
 def how_to_repeat(item, seeds):
-    """Return what repeats the trial that failed, or all of them where it was none alone."""
+    """Return the option that repeats the failed trial, or all if no single one failed."""
     options = item.config.option
     if options.replay or seeds.current is not None:
         seed = options.replay or f"{item.name}:{seeds.current}"
@@ -141,7 +141,7 @@ def how_to_repeat(item, seeds):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item):
-    """Say how to repeat what failed."""
+    """Add to a failure's report how to repeat it."""
     report = yield
     seeds = getattr(item, "funcargs", {}).get("seeds")
     if report.failed and seeds is not None:
@@ -150,7 +150,7 @@ def pytest_runtest_makereport(item):
 
 
 def pytest_terminal_summary(terminalreporter):
-    """Tell what tests that passed have counted, all parameters of a test together."""
+    """Print the counts of tests that passed, summed over a test's parameters."""
     totals = defaultdict(Counter)
     for report in terminalreporter.stats.get("passed", []):
         counts = {key: n for key, n in report.user_properties if isinstance(n, int)}

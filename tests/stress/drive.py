@@ -1,8 +1,8 @@
-"""A drive whose power is cut, and what it may hold then.
+"""A drive whose power is cut, and what it may hold afterwards.
 
-It is told things through a loop device; ``drivefs.py`` notes them.  What was written
-before the last flush is there; of what came behind it any page may be lost, whatever came
-later, for that is what the cache of a drive may do.
+Writes reach it through a loop device; ``drivefs.py`` logs them.  Everything before the last
+flush is kept.  Any page written after it may be lost, in any order, as from the cache of a
+real drive.
 """
 
 import contextlib
@@ -17,15 +17,15 @@ from drivelog import read_log
 from fuse_mounts import fuse_server
 from mounts import SIZES_MIN, image_name, mount_new, set_up, take_down
 
-# What a drive writes wholly or not at all.
+# The unit that a drive writes wholly or not at all.
 PAGE = 4096
-# In which images are copied.
+# The pieces in which images are copied.
 CHUNK = 256 << 10
 
 
 @dataclass
 class Drive:
-    """A file system that is mounted at `folder`, and the drive below it."""
+    """A file system mounted at `folder`, and the drive below it."""
 
     kind: str
     folder: Path
@@ -33,13 +33,13 @@ class Drive:
     log: Path
 
     def entries(self):
-        """Return how long the log is."""
+        """Return the number of entries in the log."""
         return int(os.getxattr(self.image, "user.entries"))
 
 
 @contextlib.contextmanager
 def mounted_drive(kind, folder):
-    """Make a drive with a file system; all is taken down behind it but the log."""
+    """Make a drive with a file system; everything but the log is taken down at the end."""
     served, log, name = folder / "drive", folder / "log", image_name("drive")
     served.mkdir()
     script = Path(__file__).parents[1] / "drivefs.py"
@@ -53,7 +53,7 @@ def mounted_drive(kind, folder):
 
 
 class PowerCuts:
-    """Makes images of a drive as power cuts leave it, each later than the one before."""
+    """Makes images of a drive as left by power cuts, each later than the one before."""
 
     def __init__(self, drive):
         self.kind = drive.kind
@@ -63,14 +63,14 @@ class PowerCuts:
         self.chunks = set()
 
     def flushes_after(self, start):
-        """Return where flushes are that had something to flush."""
+        """Return the entries of flushes that had something to flush."""
         moments = range(max(1, start), len(self.entries))
         return [i for i in moments if not self.entries[i] and self.entries[i - 1]]
 
     def cut(self, entries, kept_share, rng, image):
-        """Write the image that a cut behind so many entries leaves; count lost pages.
+        """Write the image that a cut after a number of entries leaves; count lost pages.
 
-        Of what is in the cache about `kept_share` is kept.
+        About `kept_share` of the cache is kept.
         """
         flushes = (i for i in range(entries, self.applied, -1) if not self.entries[i - 1])
         flushed = next(flushes, self.applied)
@@ -99,7 +99,7 @@ class PowerCuts:
 
 @contextlib.contextmanager
 def mounted_image(kind, image, folder):
-    """Mount an image, which the file system repairs by its journal, to be read."""
+    """Mount an image for reading; the file system repairs it from its journal."""
     device = set_up(image)
     try:
         run_tool("mount", "-t", kind, "-o", "ro", device, folder)

@@ -1,6 +1,6 @@
-"""Which errnos a system call may return, and what is left of each when it does.
+"""Which errnos each system call may return, and what must follow.
 
-By section 2 of the Linux manual pages; by the kernel's sources for io_uring.
+Sources: section 2 of the Linux manual pages; the kernel's sources for io_uring.
 """
 
 import dataclasses
@@ -52,17 +52,17 @@ ERRNOS = {
     "set_robust_list": "EINVAL",
     "statx": "EACCES EBADF EFAULT EINVAL ELOOP ENAMETOOLONG ENOENT ENOMEM ENOSYS ENOTDIR",
     "sysinfo": "EFAULT",
-    # Eventfds alone are written to: EAGAIN would say that wake-ups wait there already.
+    # Only eventfds are written to: EAGAIN would mean that a wake-up is pending already.
     "write": "EINTR",
 }
 
 LEFT_OUT = {
-    "brk": "returns where the heap ends, never an errno: glibc takes one for an address",
+    "brk": "returns the end of the heap; glibc would take an errno for an address",
     "exit": "never returns",
     "exit_group": "never returns",
-    "cachestat": "tells what is worth knowing, or nothing",
+    "cachestat": "is only a hint; its failure has no effect",
     "flock": "is the workload's own",
-    "futex": "a wake-up that strace suppresses is lost, as no kernel loses one; and glibc "
+    "futex": "strace would lose the wake-up, which no kernel does; and glibc "
     "ends the process",
     "geteuid": "cannot fail",
     "getpid": "cannot fail",
@@ -80,8 +80,7 @@ LEFT_OUT = {
     "writev": "is the workload's own",
 }
 
-# What must go well all the same: that help only, that are asked again, whose failure
-# another way makes up for.
+# Calls whose failure must not show: they only help, are repeated, or have a substitute.
 HARMLESS = {
     "close",
     "fstatfs",
@@ -113,15 +112,15 @@ PASSING = {
     ("io_submit", "EAGAIN"),
     ("pread64", "EAGAIN"),
     ("pwrite64", "EAGAIN"),
-    # Of file systems that cannot rename to a new name alone.
+    # Returned by file systems without RENAME_NOREPLACE.
     ("renameat2", "EINVAL"),
 }
-# What no bytes show, nor another way makes up for: it must be told.
+# Calls whose failure must be reported, because no bytes show it and nothing replaces them.
 TOLD = {"fdatasync", "fsync"}
-# pthread_create() and malloc() have errnos of their own for want of memory.
+# pthread_create() and malloc() report a lack of memory with errnos of their own.
 MEMORY = {"clone", "clone3", "mmap", "mprotect", "mremap"}
 
-# Beside them, what checkpoints are made of: files and folders by Python.
+# More calls that checkpoints make: files and folders by Python.
 _NAMES = "EACCES ELOOP ENAMETOOLONG ENOENT ENOMEM ENOTDIR EPERM EROFS"
 OF_CHECKPOINTS = {
     "access": f"{_NAMES} EFAULT EINVAL EIO",
@@ -131,7 +130,7 @@ OF_CHECKPOINTS = {
     "getdents64": "EBADF EFAULT EINVAL EIO ENOENT ENOTDIR",
     "getrandom": "EAGAIN EFAULT EINTR EINVAL",
     "mkdir": f"{_NAMES} EDQUOT EEXIST EINVAL EIO EMLINK ENOSPC",
-    # Files never say EAGAIN.
+    # Regular files never return EAGAIN.
     "pread64": "EBADF EFAULT EINTR EINVAL EIO EISDIR ENXIO EOVERFLOW ESPIPE",
     "pwrite64": "EBADF EDQUOT EFAULT EFBIG EINTR EINVAL EIO ENOSPC EOVERFLOW EPERM",
     "read": "EBADF EFAULT EINTR EINVAL EIO EISDIR",
@@ -153,13 +152,13 @@ class Calls:
     errnos : dict of str
         The errnos of each call.
     left_out : dict of str
-        Why others are not failed.
+        Why other calls are not failed.
     told : set of str
-        Calls whose failure some step must end with.
+        Calls whose failure some step must report.
     strict : bool
-        Whether a step may end with no other errno than that of its call.
+        Whether a step may end only with the errno of the call that failed.
     index_max : int
-        A thread makes no call more often.
+        An upper bound of how often a thread makes one call.
     """
 
     errnos: dict
@@ -169,7 +168,7 @@ class Calls:
     index_max: int = 100
 
     def every_case(self):
-        """Return each call, index and errno, in an order that this file alone decides."""
+        """Return each call, index and errno, in an order that depends on this file only."""
         cases = [
             (call, index, name)
             for call, names in self.errnos.items()
@@ -180,7 +179,7 @@ class Calls:
         return cases
 
     def may_report(self, call, name):
-        """Return the errnos that a step may end with when a call has failed with this."""
+        """Return the errnos with which a step may end after a call failed with this one."""
         if not self.strict:
             return set() if (call, name) in PASSING else set(errno.errorcode)
         if call in HARMLESS or (call, name) in PASSING:
@@ -189,7 +188,7 @@ class Calls:
         if call in MEMORY:
             names |= {"EAGAIN", "ENOMEM"}
         if (call, name) == ("openat", "ENXIO"):
-            # Of a pipe or a socket, which are refused.
+            # ENXIO stands for a pipe or a socket, which are refused.
             names |= {"EINVAL"}
         return {getattr(errno, name) for name in names}
 
@@ -198,7 +197,7 @@ TRANSFERS = Calls(ERRNOS, LEFT_OUT, TOLD, strict=True)
 CHECKPOINTS = Calls(
     {call: names for call, names in (ERRNOS | OF_CHECKPOINTS).items() if call != "mmap"},
     {call: why for call, why in LEFT_OUT.items() if call not in OF_CHECKPOINTS}
-    | {"mmap": "threading.Thread.start() waits for ever for one that has no memory"},
+    | {"mmap": "threading.Thread.start() hangs if the new thread has no memory"},
     {"fsync", "mkdir", "renameat2"},
     strict=False,
     index_max=130,

@@ -1,4 +1,4 @@
-"""The places where stress tests keep their files, each set up once a session."""
+"""The file systems on which stress tests run, each set up once a session."""
 
 import contextlib
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ import pytest
 from helpers import MIB
 from mounts import device_maker, mount_new, tmpfs_folder
 
-# On loop devices: the file system, and the size of sectors.
+# File systems on loop devices, with the size of sectors.
 MOUNTED = {
     "ext4": ("ext4", 512),
     "xfs": ("xfs", 512),
@@ -18,14 +18,14 @@ MOUNTED = {
 }
 PLACES = (*MOUNTED, "tmpfs", "fuse")
 
-# As mkfs.xfs wants at least.
+# The minimum of mkfs.xfs.
 DEVICE_BYTES = 320 * MIB
 
 
-# Before tests/conftest.py puts those that mount into one group.
+# First, because tests/conftest.py puts tests that mount into one group.
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Let one process have all tests of a place."""
+    """Run all tests of a place in one process."""
     for item in items:
         name = item.callspec.params.get("place") if hasattr(item, "callspec") else None
         if name in PLACES:
@@ -43,7 +43,7 @@ class Place:
 
 @pytest.fixture(scope="session", params=PLACES)
 def place(request, tmp_path_factory):
-    """Each place in turn; it is taken down before the next one is set up."""
+    """Each place in turn; the last one is taken down before the next is set up."""
     name = request.param
     if name == "fuse":
         folder = request.getfixturevalue("fuse_folder")

@@ -6,7 +6,7 @@ from batches import run_batch
 from builds import faults_in, read_tallies
 from helpers import ENGINES
 
-# How many of 1000 occasions; a step has some hundreds of blocks.
+# Fault rates of 1000; a step has some hundreds of blocks.
 RATES = {"all": 20, "short": 200, "eio": 2, "enospc": 2}
 
 

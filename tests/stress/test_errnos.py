@@ -1,11 +1,11 @@
-"""Each system call of a fixed workload fails once: right bytes or an error, never a hang.
+"""Fail each system call of a fixed workload once: expect right bytes or an error.
 
 The workload opens a handle, writes, reads, gathers, scatters, syncs and closes, in C
-(``fixed_workload.c``) and in Python (``trials/errnos.py``); or it saves checkpoints, of
-which the old one or the new one must be there afterwards, whole.  A seed stands for a case
-of ``errnos.py``, whatever is found out here: strace has a call fail, where `index` says 3
-the third of that name in each thread.  Runs without faults tell how often a thread makes
-each call; the cases of calls that are never made are passed over, unless one is repeated.
+(``fixed_workload.c``) and in Python (``trials/errnos.py``).  Other workloads save
+checkpoints or drain a folder; the old or the new one must be whole afterwards.  A seed
+selects a case of ``errnos.py``: a call, an index and an errno.  With index 3, strace fails
+the third call of that name in each thread.  Runs without faults count the calls of each
+thread; cases of calls that are never made are left out, unless a seed is repeated.
 """
 
 import os
@@ -25,7 +25,7 @@ from workloads.checkpoints import same, state_of
 
 HANGS_AFTER_S = 10
 MEASURED_RUNS = 3
-# Some calls depend on time: how often a case is tried whose call is not made so often.
+# Attempts at a case whose call was not made that often; some calls depend on timing.
 TRIES = 5
 
 
@@ -37,7 +37,7 @@ def program(tmp_path_factory):
 
 
 def calls_in(log):
-    """Return how often one thread made each system call, at most, in a log of strace."""
+    """Return the most calls of each name that one thread made, from a log of strace."""
     most = Counter()
     calls = Counter(re.findall(r"^(\d+) +(\w+)\(", log, re.MULTILINE))
     for (_, call), count in calls.items():
@@ -51,7 +51,7 @@ class Workload:
     Parameters
     ----------
     options : dict
-        What Child wants to know to start it.
+        Arguments of Child.
     """
 
     name, calls = "fixed_steps", TRANSFERS
@@ -60,14 +60,14 @@ class Workload:
         self.options = options
 
     def run(self, **options):
-        """Let it run to its end, traced by strace."""
+        """Run it under strace until it ends."""
         child = Child(self.name, **self.options, **options)
         child.ready()
         child.go()
         return child.finish()
 
     def calls_made(self):
-        """Run without faults; return how often one thread makes each system call."""
+        """Run without faults; return the most calls of each name that one thread makes."""
         outcome = self.run(traced=["all"])
         assert set(outcome.report.values()) == {0}
         most = calls_in(outcome.log)
@@ -79,20 +79,20 @@ class Workload:
         return most
 
     def surely_made(self):
-        """Return the cases of calls that were made so often each time."""
+        """Return the cases whose calls were made often enough in every run."""
         runs = [self.calls_made() for _ in range(MEASURED_RUNS)]
         cases = self.calls.every_case()
         return {case for case in cases if all(case[1] < run[case[0]] for run in runs)}
 
     def fail(self, call, index, name):
-        """Have one call fail, and look at how all has ended; whether it was made at all."""
+        """Fail one call, and check the outcome; return whether the call was made."""
         outcome = self.run(
             faults=[f"{call}:error={name}:when={index + 1}"], watchdog_s=HANGS_AFTER_S
         )
         words = f"{call} {index + 1} {name}: {outcome}"
         assert outcome.status == 0, words
         left_open = outcome.report.pop("left_open")
-        # What strace does not let be closed, unless it is closed once more.
+        # strace suppressed this close, so the descriptor stays open.
         unclosed = outcome.injected["close"]
         assert left_open == unclosed or (left_open < unclosed and not self.calls.strict), (
             words
@@ -108,18 +108,18 @@ class Workload:
         return outcome.injected[call] > 0
 
     def look(self, results, words):
-        """See what it has left."""
+        """Check what the workload has left."""
 
 
 class Checkpoints(Workload):
-    """The same of checkpoints, in a folder.
+    """The workload that saves checkpoints in a folder.
 
     Parameters
     ----------
     root : pathlib.Path
         The folder.
     options : dict
-        What Child wants to know to start it.
+        Arguments of Child.
     """
 
     name, calls = "checkpoint_steps", CHECKPOINTS
@@ -129,12 +129,12 @@ class Checkpoints(Workload):
         self.root = root
 
     def run(self, **options):
-        """Begin with no checkpoints."""
+        """Run it, starting without checkpoints."""
         shutil.rmtree(self.root, ignore_errors=True)
         return super().run(**options)
 
     def look(self, results, words):
-        """What was said to be saved is there, and all that is there is right."""
+        """Check that every step reported as saved exists, and that all steps are right."""
         saved = [
             int(what.removeprefix("save "))
             for what, result in results.items()
@@ -152,12 +152,12 @@ class Checkpoints(Workload):
 
 
 class Drains(Checkpoints):
-    """The same of a folder that is drained."""
+    """The workload that drains a folder."""
 
     name, calls = "drain_steps", DRAINS
 
     def look(self, results, words):
-        """What says that it is complete is, and what was said to be there is."""
+        """Check that a copy with a manifest is complete, and that reported copies exist."""
         target = self.root / "target"
         found = {path.name: path.read_bytes() for path in target.iterdir()}
         left = [name for name in found if name.endswith("-part")]
@@ -169,14 +169,14 @@ class Drains(Checkpoints):
             assert found == drained_files(2), words
 
 
-# As many seeds as there are cases: each errno of each call, wherever it is made.
+# One seed for each case: each errno of each call at each index.
 ALL = len(TRANSFERS.every_case())
 ALL_OF_CHECKPOINTS = len(CHECKPOINTS.every_case())
 
 
 @pytest.fixture
 def fail_each(seeds, amount, pytestconfig, record_property):
-    """A function that carries out the case of each seed on a workload."""
+    """A function that runs the case of each seed on a workload."""
     need_strace()
     skip_sanitized("make system calls of their own")
     repeated = pytestconfig.getoption("--replay") is not None
@@ -194,7 +194,8 @@ def fail_each(seeds, amount, pytestconfig, record_property):
             if cases[seed % len(cases)] in made:
                 carry_out(cases[seed % len(cases)])
         if not fired | missed:
-            # A few that were drawn may all be of calls that this workload never makes.
+            # The few cases of a short run may all be of calls that this workload never
+            # makes.
             carry_out(min(made))
         record_property("calls that failed", len(fired))
         record_property("calls that were not made so often this time", len(missed))
@@ -212,14 +213,14 @@ def fail_each(seeds, amount, pytestconfig, record_property):
 
 @pytest.mark.amount(short=ALL // 30, full=ALL // 8, long=ALL)
 @pytest.mark.parametrize("engine", ENGINES)
-def test_each_errno_of_each_call_is_survived(engine, fail_each, program, tmp_path):
+def test_c_survives_each_errno_of_each_call(engine, fail_each, program, tmp_path):
     env = {"NVMEIO_TEST_DIR": str(tmp_path)}
     fail_each(Workload(command=[program, engine], env=env))
 
 
 @pytest.mark.amount(short=ALL // 240, full=ALL // 60, long=ALL)
 @pytest.mark.parametrize("engine", ENGINES)
-def test_each_errno_of_each_call_is_survived_by_python(engine, fail_each, tmp_path):
+def test_python_survives_each_errno_of_each_call(engine, fail_each, tmp_path):
     arguments = {"folder": str(tmp_path), "engine": engine}
     fail_each(Workload(package="trials", **arguments))
 

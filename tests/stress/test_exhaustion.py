@@ -1,4 +1,4 @@
-"""Descriptors, threads and locked memory run out amid everything, and come back."""
+"""Descriptors, threads and locked memory run out during work, and come back."""
 
 import pytest
 
@@ -10,7 +10,7 @@ from helpers import ENGINES
 @pytest.mark.amount(short=2, full=12, long=200)
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("kind", ["descriptors", "threads", "memlock"])
-def test_what_runs_out_is_told_and_comes_back(
+def test_a_lack_is_reported_and_work_goes_on_after_it(
     tmp_path, kind, engine, seeds, record_property
 ):
     if kind == "memlock":
@@ -28,7 +28,7 @@ def test_what_runs_out_is_told_and_comes_back(
     assert counts["went_well"] > 0
     record_property(f"steps without {kind} that went well", counts["went_well"])
     record_property(f"steps without {kind} that said so", counts["refused"])
-    # Memory that cannot be locked is done without, unless a new ring is charged with it.
+    # Without locked memory every step still works, unless a new ring needs it.
     if kind != "memlock":
         assert counts["refused"] >= counts["trials"]
     elif engine != "io_uring":

@@ -1,4 +1,4 @@
-"""Forks in every state of a handle: eight children at once, and the parent's work."""
+"""Fork in every state of a handle: eight children at once, while the parent works."""
 
 import pytest
 

@@ -1,8 +1,8 @@
-"""libFuzzer on what is pure: how transfers are split, records are merged, headers read.
+"""libFuzzer on pure functions: splitting transfers, merging records, reading headers.
 
-A trial runs a target of tests/fuzz so many times: first on the inputs of its corpus,
-then on what libFuzzer makes of them.  An input that breaks something is kept in
-build/fuzz/found; once what it broke is mended it belongs into the corpus.
+A trial runs a target of tests/fuzz many times: first on the inputs of its corpus, then on
+libFuzzer's mutations of them.  An input that fails is kept in build/fuzz/found; after the
+fix it belongs in the corpus.
 """
 
 import importlib.util
@@ -27,7 +27,7 @@ FOUND = BUILT / "found"
 
 @dataclass(frozen=True)
 class Target:
-    """How long one trial is, and its inputs; branches: some less than the corpus meets."""
+    """The length and inputs of a trial; the corpus covers a few more than `branches`."""
 
     runs: int
     input_bytes_max: int
@@ -44,7 +44,7 @@ TARGETS = {
 
 @pytest.fixture(scope="session")
 def built():
-    """The targets that are written in C."""
+    """The compiled targets, which are written in C."""
     if shutil.which("clang") is None:
         pytest.skip("clang is not installed")
     runtime = run_tool("clang", "--rtlib=compiler-rt", "-print-libgcc-file-name")
@@ -55,7 +55,7 @@ def built():
 
 @pytest.fixture
 def command(request, target):
-    """What runs a target."""
+    """Return the command that runs a target."""
     if (FUZZ / f"fuzz_{target}.c").exists():
         request.getfixturevalue("built")
         return [BUILT / f"fuzz_{target}"]
@@ -66,12 +66,12 @@ def command(request, target):
 
 
 def fuzz(command, target, seed, folder):
-    """Run a target, which leaves new inputs in a folder; return what libFuzzer says."""
+    """Run a target, which leaves new inputs in a folder; return libFuzzer's output."""
     known = TARGETS[target]
     options = [
         f"-runs={known.runs}",
         f"-max_len={known.input_bytes_max}",
-        # In 32 bits, where 0 stands for any.
+        # libFuzzer's seed has 32 bits, and 0 means a random one.
         f"-seed={seed % (2**32 - 1) + 1}",
         f"-timeout={WATCHDOG_S}",
         f"-artifact_prefix={FOUND}/{target}-",
@@ -97,7 +97,7 @@ def fuzz(command, target, seed, folder):
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.xdist_group("fuzz")
 @pytest.mark.amount(short=1, full=3, long=90)
-def test_no_input_breaks_what_is_pure(command, target, seeds, tmp_path):
+def test_no_input_breaks_a_target(command, target, seeds, tmp_path):
     for seed in seeds:
         new = tmp_path / str(seed)
         new.mkdir()
@@ -106,7 +106,8 @@ def test_no_input_breaks_what_is_pure(command, target, seeds, tmp_path):
         assert done.returncode == 0, done.stdout[-8000:]
         last = re.search(r"^#(\d+)\s+DONE\s+cov: (\d+)", done.stdout, re.MULTILINE)
         assert int(last[1]) >= TARGETS[target].runs, done.stdout[-8000:]
-        # Else the target is built without what counts branches, and the fuzzer blind.
+        # Fewer branches mean that the target is built without coverage, so the fuzzer is
+        # blind.
         assert int(last[2]) >= TARGETS[target].branches_min, done.stdout[-8000:]
 
 

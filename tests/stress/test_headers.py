@@ -10,7 +10,7 @@ import pytest
 
 from hostile_headers import difference, keep, mutant, read_by_nvmeio
 
-# In one trial.
+# Headers in one trial.
 MUTANTS = 50_000
 
 

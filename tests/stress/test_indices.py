@@ -1,7 +1,7 @@
-"""Indices by the thousand: arrays on disk have numpy's values, and keep what is assigned.
+"""Thousands of indices: arrays on disk return and assign what numpy does.
 
-What is invented is that of the ordinary tests, over every dtype, any begin of the data and
-values that numpy broadcasts; a trial is a run of hypothesis by its seed.
+The strategies are those of the ordinary tests, with every dtype, any beginning of the data
+and values that numpy broadcasts.  A trial is a run of hypothesis with its seed.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ FEW = 20 * EXAMPLES
 
 
 def for_all(strategy, seed, check):
-    """Apply a check to so many examples; the same ones for the same seed."""
+    """Apply a check to many examples, the same ones for the same seed."""
 
     @hypothesis.seed(seed)
     @settings(
@@ -37,7 +37,7 @@ def for_all(strategy, seed, check):
 
 
 def check_assignment(path, case, begin):
-    """Read what an index takes, and assign to it, both as numpy does."""
+    """Read and assign the selection of an index, and compare with numpy."""
     shape, dtype, index, shape_of_value = case
     expected = noise(shape, dtype)
     head = bytes(range(256)) * 20
@@ -60,7 +60,7 @@ def check_assignment(path, case, begin):
 
 
 @pytest.mark.amount(short=2, full=15, long=600)
-def test_indices_do_what_those_of_numpy_do(seeds, tmp_path):
+def test_indices_do_what_numpys_do(seeds, tmp_path):
     path = tmp_path / "array"
     begins = st.one_of(st.just(0), st.integers(0, 5000))
     good = []
@@ -70,7 +70,7 @@ def test_indices_do_what_those_of_numpy_do(seeds, tmp_path):
             seed,
             lambda example: good.append(check_assignment(path, *example)),
         )
-    # Both those that numpy takes and those that it refuses were among them; one run of
-    # hypothesis in some twenty has none of the latter.
+    # There were indices that numpy accepts and ones that it refuses; about one run of
+    # hypothesis in twenty has none that it refuses.
     assert any(good)
     assert not all(good) or len(good) < FEW

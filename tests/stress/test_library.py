@@ -1,4 +1,4 @@
-"""The C library under faults: its own tests, and a fault at each place in turn."""
+"""The C library under faults: its own tests, and one fault at each place in turn."""
 
 import re
 import shutil
@@ -11,8 +11,8 @@ from builds import ROOT, faults_in, read_tallies
 from children import run_tool, system_environment
 from helpers import ENGINES
 
-# Programs of tests/c that assert what bytes are, and what must not strike where they hold
-# back I/O of one engine until another has gone on.
+# Programs of tests/c that check bytes, and the faults that must not strike while a program
+# holds back the I/O of one engine until another has gone on.
 PROGRAMS = {
     "test_transfer": {},
     "test_gather": {},
@@ -23,7 +23,7 @@ PLACES = re.compile(r"^\w+ (\w+): (\d+) of \d+ places", re.MULTILINE)
 
 
 def run(program, *arguments, environment=None):
-    """Run a program of C tests, which has a watchdog of its own; return what it says."""
+    """Run a program of C tests, which has its own watchdog; return its output."""
     prefix = [shutil.which("setarch"), "-R"] if "tsan" in program.parent.name else []
     done = subprocess.run(
         [*prefix, program, *map(str, arguments)],
@@ -59,25 +59,25 @@ def test_the_c_tests_hold_under_faults(
             tallies = read_tallies(log)
             asked_for = {kind for kind, tally in tallies.items() if tally.rate}
             silent = {kind for kind in asked_for if not tallies[kind].fired}
-            # Few workers are woken; that they are is seen to by the sweep.
+            # Workers are rarely woken here; the sweep covers that fault.
             silent.discard("wake")
             assert asked_for, tallies
             assert not silent, tallies
-            # all= pauses so seldom that the log rounds its rate down to 0.
+            # all= pauses so rarely that the log rounds its rate to 0.
             assert tallies["pause"].fired, tallies
 
 
 def sweep(sanitizer, stride, engines, places=("disk", "memory"), **amounts):
-    """Yield parameters: of the places of a sweep, so many go by between two it tries."""
+    """Yield parameters: the stride between the places that a sweep tries."""
     for place in places:
         for engine in engines:
             marks = pytest.mark.amount(**{"short": 0, "full": 0, "long": 0, **amounts})
             yield pytest.param(place, engine, sanitizer, stride, marks=marks)
 
 
-# Of the quick engines the long campaign strikes every place.  libaio waits for the kernel
-# at each close of a context, a twentieth of a second, and TSan takes its time too; it looks
-# for what depends on threads, not on places.
+# The long run strikes every place of the fast engines.  libaio waits 0.05 s for the kernel
+# at each close of a context.  TSan is slow too, and looks for races, which do not depend on
+# places.
 QUICK = [engine for engine in ENGINES if engine != "libaio"]
 SWEEPS = [
     *sweep("plain", 360, QUICK, short=1),
@@ -90,7 +90,7 @@ SWEEPS = [
     *sweep("tsan", 600, QUICK, places=["memory"], full=1, long=2),
     *sweep("tsan", 600, ["libaio"], places=["memory"], long=2),
 ]
-# It tries so many at least, of which each kind has one.
+# At least this many, among them one of each kind.
 STRUCK_MIN = {12: 600, 120: 90, 360: 30, 480: 35, 600: 20}
 
 
@@ -114,15 +114,16 @@ def test_one_fault_at_each_place(
         said = run(program, stride, seed, STORMS, engine)
         struck = {kind: int(count) for kind, count in PLACES.findall(said)}
         assert sum(struck.values()) >= STRUCK_MIN[stride], said
-        # Workers wait for a disk; in memory, blocks may be done when they are handed over.
+        # On a disk workers wait; in memory, blocks may be done as soon as they are
+        # submitted.
         silent = {kind for kind, count in struck.items() if count == 0}
         assert silent <= ({"wake"} if place == "memory" else set()), said
         total += sum(struck.values())
     record_property("faults, each at a place of its own", total)
 
 
-# Every place takes a minute or so of an engine; the short length leaves most to chance,
-# but for the places of test_pause_faults.
+# All places take about a minute for each engine; the short run draws some of them, besides
+# the places of test_pause_faults.
 PAUSES = [
     *sweep("plain", 40, ["io_uring"], places=["memory"], short=1),
     *sweep("plain", 16, QUICK, places=["memory"], full=1),
@@ -158,7 +159,7 @@ def test_one_pause_at_each_place(
     record_property("pauses, each at a place of its own", total)
 
 
-# What asks nothing of the system.
+# Calls that ask nothing of the system.
 PURE = r"(mem|str)\w+|sn?printf|sscanf|sigfillset|qsort|tdelete|tfind|twalk|_.*"
 
 
@@ -184,7 +185,7 @@ def test_each_call_into_the_system_can_be_made_to_fail_or_is_listed(faulty_progr
 @pytest.mark.parametrize(
     "name", sorted(path.stem for path in ROOT.glob("tests/c/faulty/test_*_faults.c"))
 )
-def test_single_faults(faulty_programs, name):
+def test_a_fault_can_be_injected_once(faulty_programs, name):
     run(faulty_programs("plain") / name)
 
 

@@ -1,7 +1,7 @@
-"""Random operations leave what a model in memory foretells, in every engine and place.
+"""Random operations have the results that a model predicts, on every engine and place.
 
-A trial is one place and one engine, with O_DIRECT and then through the page cache: each
-with a plan of `plans.OPERATIONS` operations, drawn from the seed.
+A trial is one place and one engine, first with O_DIRECT and then through the page cache,
+each with a plan of `plans.OPERATIONS` operations drawn from the seed.
 """
 
 from collections import Counter
@@ -20,7 +20,7 @@ CELLS = len(ENGINES) * len(PLACES) * 2
 
 
 def run_trial(seed, place, engine, *, env=(), **options):
-    """Carry out a trial in a child; return its figures for both cells."""
+    """Run a trial in a child; return the counts of both cells."""
     control = str(place.control) if place.control else None
     try:
         child = Child(
@@ -42,9 +42,9 @@ def run_trial(seed, place, engine, *, env=(), **options):
 
 
 def check_cell(place, way, cell):
-    """Assert that a cell has done all that its plan has, in the way it is named for."""
+    """Assert that a cell ran all of its plan, by the route of its name."""
     figures = Counter(cell["figures"])
-    # tmpfs takes O_DIRECT since Linux 6.6; FUSE does as its server says.
+    # tmpfs accepts O_DIRECT since Linux 6.6; FUSE does what its server says.
     if way == "direct" and place.name in MOUNTED:
         assert cell["direct"] is True
     left_out = () if can_fork() else ("fork",)
@@ -65,7 +65,7 @@ def check_cell(place, way, cell):
 
 @pytest.mark.amount(**AMOUNTS)
 @pytest.mark.parametrize("engine", ENGINES)
-def test_random_operations_leave_what_the_model_says(place, engine, seeds, record_property):
+def test_random_operations_match_the_model(place, engine, seeds, record_property):
     total = Counter()
     for seed in seeds:
         for way, cell in run_trial(seed, place, engine).items():
@@ -77,7 +77,7 @@ def test_random_operations_leave_what_the_model_says(place, engine, seeds, recor
         record_property(name, count)
 
 
-# How many of 1000 occasions; more of what has few.
+# Fault rates of 1000; higher for faults with few occasions.
 RATES = {
     "all": 20,
     "reorder": 300,
@@ -87,14 +87,14 @@ RATES = {
     "eio": 5,
     "enospc": 5,
 }
-# What has occasions everywhere, and what io_uring alone has.
+# Faults that can strike on every engine, and those of io_uring only.
 EVERYWHERE = {"short", "again", "early", "late", "eintr", "eagain", "partly"}
 OF_URING = {"ebusy", "enomem"}
 
 
 @pytest.mark.amount(short=0, full=1, long=20)
 @pytest.mark.parametrize("engine", ENGINES)
-def test_random_operations_under_faults_do_so_too(
+def test_random_operations_match_the_model_under_faults(
     place, engine, seeds, tmp_path, faulty_package, record_property
 ):
     fired, expected = Counter(), Counter()
@@ -107,7 +107,7 @@ def test_random_operations_under_faults_do_so_too(
             expected[kind] += tally.occasions * tally.rate / 1000
     assert fired["eio"] + fired["enospc"] > 0, fired
     must = EVERYWHERE | (OF_URING if engine == "io_uring" else set())
-    # Of others there may be few occasions, of which chance leaves all alone.
+    # Other faults may have so few occasions that none strikes.
     must |= {kind for kind in expected if expected[kind] > 20}
     assert {kind for kind in must if not fired[kind]} == set(), (fired, expected)
     for kind, count in fired.items():
@@ -115,7 +115,7 @@ def test_random_operations_under_faults_do_so_too(
             record_property(f"injected {kind}", count)
 
 
-def test_all_cells_together_have_as_many_operations_as_are_promised():
+def test_all_cells_together_run_the_promised_number_of_operations():
     promised = {"short": 10**4, "full": 5 * 10**4, "long": 10**6}
     for length, count in promised.items():
         assert CELLS * AMOUNTS[length] * plans.OPERATIONS >= count

@@ -1,4 +1,4 @@
-"""What the model looks at memory with finds what is wrong with it."""
+"""The model's own checks find wrong bytes in memory and files."""
 
 import ctypes
 import errno
@@ -19,7 +19,7 @@ from workloads.common import Faults
 
 
 def flight_of(kind="floating", op="read", size=1000, **details):
-    """Return a transfer of one record, whose memory is as it should be."""
+    """Return a transfer of one record with the right bytes in memory."""
     memory = Memory(size, kind, 7)
     memory.fill(np.arange(size, dtype=np.uint8))
     transfer = plans.Transfer(op, ((PAGE, 0, size),), "request", "path", (), race=False)
@@ -40,7 +40,7 @@ def test_a_byte_beside_the_memory_is_seen(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_byte_that_is_neither_old_nor_new_is_seen(kind):
-    """Of a read that failed each may be as before; of one that raced, as it was there."""
+    """Bytes of a failed read may be old; those of a racing one, as in either write."""
     other = (PAGE + 100, np.full(100, 200, np.uint8))
     flight = flight_of(kind, failed=(0,), others=[other])
     flight.memory.lent[150:160] = Guarded.CANARY
@@ -66,12 +66,12 @@ def test_the_system_cannot_write_past_a_fence(tmp_path, kind):
         assert libc.pread(file.fileno(), ctypes.c_void_p(inside), 1, 0) == 1
 
 
-def test_memory_that_is_let_go_is_looked_at_when_nobody_holds_it():
+def test_dropped_memory_is_checked_when_its_last_reference_goes():
     flight = flight_of()
     held = flight.memory.lent
     flight.let_go()
     gc.collect()
-    assert flight.verdict == "the memory was not let go"
+    assert flight.verdict == "the memory was not released"
     held[3] ^= 1
     del held
     assert "1 bytes are wrong" in flight.verdict
@@ -90,7 +90,7 @@ def test_memory_that_is_let_go_is_looked_at_when_nobody_holds_it():
         ({"short": 512}, 0, 3 * PAGE, False, False),
     ],
 )
-def test_a_read_may_fail_by_a_fault_of_its_pages_and_must_by_one_of_its_bytes(
+def test_a_read_may_fail_by_a_fault_in_its_pages_and_must_by_one_in_its_bytes(
     faults, begin, end, may, must
 ):
     regime = Regime({"read": faults})
@@ -112,8 +112,8 @@ def test_a_seed_gives_one_plan_with_all_operations(fuse):
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("call", ["read", "write"])
-def test_a_bit_that_flips_on_its_way_is_found(faulty, engine, call):
-    """In a trial that goes well without it: of a place that the library alone writes to."""
+def test_a_flipped_bit_is_found(faulty, engine, call):
+    """Flip a bit at a place that only the library writes, in a trial that else passes."""
     (faulty / "control").touch()
     flips = Faults(faulty / "control")
     options = {"folder": str(faulty), "place": "fuse", "engine": engine, "seed": 5}
@@ -123,6 +123,6 @@ def test_a_bit_that_flips_on_its_way_is_found(faulty, engine, call):
     done = Child("random_operations", **options).finish(check=False)
     assert flips.fired()[f"{call}.flip"] > 0
     assert done.status == 1
-    # In memory or the file, behind a write that was cancelled, or by nvmeio's comparison.
+    # Found in memory, in the file, after a cancelled write, or by nvmeio's own comparison.
     found = "bytes are wrong|neither old nor new|validation failed"
     assert re.search(found, done.stderr), done.stderr

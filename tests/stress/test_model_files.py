@@ -6,7 +6,7 @@ from batches import run_batch
 from builds import faults_in, read_tallies
 from helpers import ENGINES
 
-# How many of 1000 occasions; a file has few blocks.
+# Fault rates of 1000; a file has few blocks.
 RATES = {"all": 20, "short": 200, "eio": 15, "enospc": 15}
 
 

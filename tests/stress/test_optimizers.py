@@ -6,13 +6,13 @@ from batches import run_batch
 from builds import faults_in, read_tallies
 from helpers import ENGINES
 
-# How many of 1000 occasions; a window has few blocks.
+# Fault rates of 1000; a window has few blocks.
 RATES = {"all": 20, "short": 200, "eio": 10, "enospc": 10}
 
 
 @pytest.mark.amount(short=5, full=60, long=1000)
 @pytest.mark.parametrize("engine", ENGINES)
-def test_steps_are_right_or_nothing_goes_on(
+def test_steps_are_right_or_the_optimizer_refuses_to_go_on(
     engine, seeds, tmp_path, faulty_package, patience_s, record_property
 ):
     log = tmp_path / "faults"

@@ -1,4 +1,4 @@
-"""The ordinary tests pass under faults of which a caller must not notice anything."""
+"""The ordinary tests pass under faults that a caller must not notice."""
 
 import os
 import subprocess
@@ -9,14 +9,13 @@ import pytest
 from builds import ROOT, faults_in, read_tallies
 from children import TESTS
 
-# pytest tells where a test hangs; a file takes no more than half of this.
+# After this pytest prints where a test hangs; a file takes at most half of it.
 TEST_S = 120
 FILE_S = 600
 
-# Where some of a transfer was short, the rest may go another way than these tests look for;
-# a queue is not as full as this one wants it while what is to go again waits for its turn.
-# Where no descriptor is left, a direct transfer that was short cannot go on through the
-# page cache, and says so.
+# Tests left out: after a short transfer the rest may take another route than these expect.
+# A queue is less full than this one needs while blocks wait to be repeated.  With no
+# descriptor left, a short direct transfer cannot go on through the page cache, and fails.
 LEFT_OUT = {
     "test_workers.py": ("short", "partly"),
     "test_handle.py": ("short", "partly"),
@@ -24,12 +23,11 @@ LEFT_OUT = {
     "test_safetensors_sharded.py": ("short", "partly"),
 }
 DESELECTED = {
-    "test_gather.py": "queue_is_full",
+    "test_gather.py": "queue_stays_full",
     "test_openfiles.py": "two_thousand_files",
 }
 
-# A kind of fault that strikes at least 20 of 1000 occasions keeps still at 500 of them in
-# one run of 20,000.
+# A fault with a rate of at least 20 of 1000 misses 500 occasions in one run of 20,000.
 SILENT_MAX = 500
 
 amount = pytest.mark.amount

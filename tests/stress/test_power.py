@@ -1,7 +1,7 @@
-"""Power cuts: what was said to be synced is there afterwards, and right.
+"""Power cuts: what was reported as synced is there afterwards, and right.
 
-A child writes files on a drive that notes everything (``drive.py``), and is killed.  Then
-the drive is looked at as it would be after cuts of the power at many moments before.
+A child writes files on a drive that logs everything (``drive.py``), and is killed.  Then
+the test checks the drive as it would be after power cuts at many earlier moments.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ from mounts import make_image
 from nvmeio.checkpoint import Checkpointer, CheckpointError
 from trials.power import appended_row, checkpoint_state, distributed_state
 
-# Torch warns of what it does without a process group.
+# torch warns if there is no process group.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 
 CUTS = 24
@@ -34,7 +34,7 @@ KINDS = ("ext4", "xfs", "btrfs")
 
 @dataclass
 class Version:
-    """What shall stand in a file, or in a part of it."""
+    """The expected contents of a file, or of a part of it."""
 
     begun: int
     size: int
@@ -44,7 +44,7 @@ class Version:
     synced: int | None = None
 
     def is_in(self, content, offset):
-        """Whether a file holds this; None is no file."""
+        """Return whether a file holds this; None stands for no file."""
         if content is None or (self.whole and len(content) != self.size):
             return False
         part = content[offset : offset + self.size]
@@ -53,14 +53,14 @@ class Version:
 
 @dataclass
 class Promised:
-    """The versions of each part of each file, by what the child has reported."""
+    """The versions of each part of each file that the child has reported."""
 
     parts: dict = field(default_factory=lambda: defaultdict(list))
-    # For each root of checkpoints: when which step was said to be there.
+    # For each root of checkpoints: when each step was reported as saved.
     saved: dict = field(default_factory=lambda: defaultdict(list))
 
     def hear(self, said):
-        """Take up a report."""
+        """Record a report."""
         for promise in said.get("begin", ()):
             place = promise.pop("path"), promise.pop("offset")
             self.parts[place].append(Version(begun=said["entries"], **promise))
@@ -71,15 +71,15 @@ class Promised:
             self.saved[root].append((said["entries"], step))
 
     def synced_at(self):
-        """Return when something was said to be synced, in entries of the log."""
+        """Return when things were reported as synced, in entries of the log."""
         moments = {v.synced for versions in self.parts.values() for v in versions}
         moments |= {at for steps in self.saved.values() for at, _ in steps}
         return sorted(moments - {None})
 
     def check(self, folder, at, root):
-        """Look at all files after a cut at an entry: how many parts hold, what does not.
+        """Check all files after a cut at an entry; count right parts, list errors.
 
-        `root` is where the child had the files that are now in `folder`.
+        `root` is the child's folder of the files that are now in `folder`.
         """
         held, broken, contents = 0, [], {}
         for (path, offset), versions in self.parts.items():
@@ -108,7 +108,7 @@ class Promised:
 
 
 def wrong_in(root, told):
-    """Say what is wrong with a root of checkpoints, of which these steps were promised."""
+    """Return what is wrong with a root of checkpoints, given the promised steps."""
     checkpointer, problem = Checkpointer(root), ""
     newest = checkpointer.latest()
     if told and (newest is None or newest < max(told)):
@@ -128,7 +128,7 @@ def wrong_in(root, told):
 
 
 def wrong_in_plain(root, told):
-    """Say the same of files of torch.save."""
+    """Return what is wrong with files of torch.save."""
     import torch
 
     found, problem = [0], ""
@@ -144,7 +144,7 @@ def wrong_in_plain(root, told):
 
 
 def wrong_in_distributed(root, told):
-    """Say the same of a folder of torch.distributed.checkpoint, or of folders of steps."""
+    """Return what is wrong with a distributed checkpoint, or with folders of steps."""
     from torch.distributed import checkpoint as dcp
 
     from nvmeio.torch.dcp import FileSystemReader
@@ -170,8 +170,8 @@ def wrong_in_distributed(root, told):
 
 
 def wrong_in_appended(path, told):
-    """Say the same of a file of rows, where so many were promised at different times."""
-    # Before it was synced for the first time it may be anything.
+    """Return what is wrong with a file of rows, given the promised lengths over time."""
+    # Until its first sync the file may hold anything.
     if not told:
         return ""
     try:
@@ -195,7 +195,7 @@ LOOKS = {
 
 @dataclass
 class Found:
-    """What a trial has found."""
+    """The findings of a trial."""
 
     cuts: Counter = field(default_factory=Counter)
     log_entries: int = 0
@@ -204,7 +204,7 @@ class Found:
     broken: list = field(default_factory=list)
 
     def figures(self):
-        """Return what was counted, by what it is."""
+        """Return the counts by name."""
         return {
             **{f"cuts of which the cache kept {what}": n for what, n in self.cuts.items()},
             "entries of drives' logs": self.log_entries,
@@ -215,9 +215,9 @@ class Found:
 
 
 def write_until_killed(drive, rng, reports, engine, env=(), **options):
-    """Have a child write files, and kill it at some moment behind so many reports.
+    """Run a child that writes files, and kill it at some moment after some reports.
 
-    Returns what it has promised, and when it had made its first files, in entries.
+    Return its promises, and when it had made its first files, in entries.
     """
     promised, delay_s = Promised(), rng.random() / 50
     child = Child(
@@ -245,22 +245,22 @@ def write_until_killed(drive, rng, reports, engine, env=(), **options):
 
 
 def trial(kind, seed, folder, engines, reports=None, **options):
-    """Write, kill, and cut the power at many moments; what was lost."""
+    """Write, kill, and cut the power at many moments; return the findings."""
     rng = random.Random(seed)
     engine = rng.choice([name for name in ENGINES if engines[name]["works"]])
     reports, found = reports or rng.randint(3, 120), Found()
     with mounted_drive(kind, folder) as drive:
         promised, start = write_until_killed(drive, rng, reports, engine, **options)
         end = drive.entries()
-        # Without a cut all that was begun may show: whoever is killed has lost nothing.
+        # Without a cut everything written may show, because a kill loses nothing.
         _, found.broken = promised.check(drive.folder, end + 1, drive.folder)
     cuts, image = PowerCuts(drive), make_image(folder, "cut", 0)
     found.log_entries = end
-    # When something was said to be synced, before a flush, at any moment.
+    # Right after reports of a sync, right before flushes, and at random moments.
     moments = rng.choices(promised.synced_at(), k=CUTS // 3)
     moments += rng.choices(cuts.flushes_after(start), k=CUTS // 3)
     moments += rng.choices(range(start, end + 1), k=CUTS // 3)
-    # The cache keeps nothing, some of what it has, or everything.
+    # The cache keeps nothing, a part, or everything.
     shares = itertools.cycle([0, rng.random(), 1])
     for at, kept_share in sorted(zip(moments, shares, strict=False)):
         found.cuts[{0: "nothing", 1: "everything"}.get(kept_share, "a part")] += 1
@@ -273,7 +273,7 @@ def trial(kind, seed, folder, engines, reports=None, **options):
 
 
 def carry_out(kind, seeds, tmp_path, engines, record_property, **options):
-    """Yield what each trial has found, and tell in the end what all have."""
+    """Yield the findings of each trial, and record the sums at the end."""
     total = Counter()
     for seed in seeds:
         with tempfile.TemporaryDirectory(dir=tmp_path) as folder:
@@ -286,7 +286,7 @@ def carry_out(kind, seeds, tmp_path, engines, record_property, **options):
 
 @pytest.mark.amount(short=1, full=7, long=200)
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_was_said_to_be_synced_is_there_after_a_power_cut(
+def test_synced_data_survive_a_power_cut(
     kind, seeds, tmp_path, loop_devices, engines, record_property
 ):
     for found in carry_out(kind, seeds, tmp_path, engines, record_property):
@@ -296,7 +296,7 @@ def test_what_was_said_to_be_synced_is_there_after_a_power_cut(
 
 
 LEFT_OUT = ("all", "library", "os.fsync")
-# The short length has each file system and each build once.
+# The short run has each file system and each build once.
 BUILDS = [
     pytest.param(
         kind, left_out, marks=pytest.mark.amount(short=int(i == j), full=1, long=10)
@@ -307,7 +307,7 @@ BUILDS = [
 
 
 @pytest.mark.parametrize(("kind", "left_out"), BUILDS)
-def test_a_build_that_leaves_fsyncs_out_is_found_out(
+def test_missing_fsyncs_are_detected(
     kind, left_out, seeds, tmp_path, loop_devices, engines, faulty_package, record_property
 ):
     log = tmp_path / "faults"
@@ -326,10 +326,10 @@ def test_a_build_that_leaves_fsyncs_out_is_found_out(
     ("way", "root"), [("torch.save", "plain"), ("dcp", "dcp by torch")]
 )
 @pytest.mark.parametrize("kind", KINDS)
-def test_torch_itself_loses_what_it_said(
+def test_torchs_own_files_lose_data(
     kind, way, root, seeds, tmp_path, loop_devices, engines, record_property
 ):
-    """So the same test can fail: nvmeio's ways pass it above."""
+    """This shows that the test can fail; nvmeio's functions pass it above."""
     options = {"reports": 12, "plainly": way}
     for found in carry_out(kind, seeds, tmp_path, engines, record_property, **options):
         problems = [problem for path, problem, _ in found.broken if root in path]

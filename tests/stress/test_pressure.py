@@ -1,4 +1,4 @@
-"""Files that are larger than what a control group may have of memory."""
+"""Files larger than the memory limit of a control group."""
 
 import pytest
 
@@ -13,12 +13,12 @@ POOL = 24 * MIB
 
 @pytest.mark.amount(short=1, full=4, long=60)
 @pytest.mark.parametrize("engine", ENGINES)
-def test_little_memory_makes_no_wrong_bytes(
+def test_bytes_are_right_with_little_memory(
     control_group, tmp_path, engine, seeds, patience_s, record_property
 ):
     skip_sanitized("keep memory of their own")
-    # A busy disk may be slow to take what version 1 lets a group have of dirty pages: its
-    # processes wait for that, and are not killed.  Version 2 slows the writers down.
+    # With version 1, processes wait, and are not killed, while a busy disk writes the
+    # group's dirty pages.  Version 2 slows the writers down instead.
     prefix = control_group(
         "memory",
         {"memory.limit_in_bytes": LIMIT, "memory.oom_control": 1},
@@ -53,7 +53,7 @@ def test_little_memory_makes_no_wrong_bytes(
     ],
     ids=["version-1", "version-2"],
 )
-def test_a_limit_that_was_met_is_read_of_either_version(tmp_path, own, name, text):
+def test_hits_of_the_limit_are_read_from_either_version(tmp_path, own, name, text):
     (tmp_path / "own").write_text(own)
     (tmp_path / name).parent.mkdir(parents=True)
     (tmp_path / name).write_text(text)

@@ -1,4 +1,4 @@
-"""Rounds of everything, after which a process holds what it held before."""
+"""Rounds of everything, after which a process holds the same resources as before."""
 
 import statistics
 
@@ -9,17 +9,17 @@ from children import can_fork, sanitized, skip_sanitized
 from helpers import ENGINES
 from trials.soak import EXACT, STEPS
 
-# Until all that is started or loaded once has been, and the heap has its size.
+# Rounds until everything is loaded and started once, and the heap has its size.
 WARM_UP = 20
 LOOKS = 15
 LOOKS_AT_LEAKS = 6
-# However long a soak is.  In 280 rounds it went up and down by 130 KiB with io_uring, and
-# by 400 with threads, whose stacks and arenas glibc keeps (glibc 2.36, 2026-11-22).
+# KiB, for any length.  In 280 rounds memory varied by 130 KiB with io_uring, and by 400 KiB
+# with threads, whose stacks and arenas glibc keeps (glibc 2.36, 2026-11-22).
 NOISE_KIB = 1024
 
 
 def drifts(held):
-    """Return the names of what a process holds more and more of, or less and less."""
+    """Return the names of resources that keep growing or shrinking."""
     found = {name for name in EXACT if len({look[name] for look in held}) > 1}
     third = len(held) // 3
     first, last = (
@@ -31,7 +31,7 @@ def drifts(held):
 
 @pytest.fixture
 def soak(seeds, amount, patience_s):
-    """A function that returns what is held after some rounds, and some more, and so on."""
+    """A function that returns the resources held at several times during the rounds."""
     rounds = seeds.left
     alone = rounds == 1
 
@@ -52,7 +52,7 @@ def soak(seeds, amount, patience_s):
 
 @pytest.mark.amount(short=30, full=150, long=4_000)
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_process_holds_what_it_held_before(
+def test_a_process_holds_no_more_than_before(
     soak, tmp_path, engine, amount, record_property
 ):
     steps = [step for step in STEPS if step != "fork" or can_fork()]
@@ -60,10 +60,10 @@ def test_a_process_holds_what_it_held_before(
     record_property("rounds", amount)
     if held:
         record_property("looks at what is held", len(held))
-        # Sanitizers keep memory of their own, which grows.
+        # The memory of sanitizers grows.
         unknown = {"memory"} if sanitized() else set()
         assert drifts(held) <= unknown, held
-        # The pool keeps what it has mapped; it was never asked for more than this.
+        # The pool keeps its mapped memory; the rounds never ask for more than this.
         assert max(look["mapped"] for look in held) <= 64 << 20
 
 
@@ -78,7 +78,7 @@ LEAKS = {
 
 @pytest.mark.amount(short=50, full=500, long=500)
 @pytest.mark.parametrize("leak", LEAKS)
-def test_a_leak_that_was_planted_is_found(soak, tmp_path, leak, amount):
+def test_a_planted_leak_is_found(soak, tmp_path, leak, amount):
     if leak == "locked_page":
         skip_sanitized("lock no memory")
     if leak == "memory":
@@ -89,7 +89,7 @@ def test_a_leak_that_was_planted_is_found(soak, tmp_path, leak, amount):
         engine="sync",
         steps=["transfer"],
         leak=leak,
-        # The more rounds, the smaller a leak that is found.
+        # More rounds find smaller leaks.
         leak_bytes=(4 << 20) // amount,
     )
     assert not held or LEAKS[leak] <= drifts(held), held

@@ -1,4 +1,4 @@
-"""Calls that are interrupted, by the hundred thousand: no operation is lost or repeated."""
+"""Hundreds of thousands of interrupted calls: no operation is lost or repeated."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from helpers import ENGINES
 
 @pytest.mark.amount(short=10_000, full=100_000, long=1_000_000)
 @pytest.mark.parametrize("engine", ENGINES)
-def test_signals_that_rain_on_every_thread_lose_nothing(
+def test_signals_to_every_thread_lose_no_operation(
     tmp_path, engine, amount, record_property
 ):
     report = run_child(
@@ -24,14 +24,14 @@ def test_signals_that_rain_on_every_thread_lose_nothing(
     record_property("rounds of I/O under them", sum(report["rounds"]))
     assert report["sent"] >= amount
     assert report["alarms"] > 0
-    # Those who wait, who read and gather themselves, and who write: all got somewhere.
+    # Threads that wait, read, gather and write: each made progress.
     assert len(report["rounds"]) == 4
     assert min(report["rounds"]) > 0
-    # Workers take no signals.
+    # Workers block signals.
     assert report["retries"] == 0
 
 
-# The calls in which an engine hands over, collects and sleeps.
+# The calls by which an engine submits, collects and sleeps.
 CALLS = {
     "io_uring": ["io_uring_enter"],
     "libaio": ["io_submit", "io_getevents", "ppoll"],
@@ -42,7 +42,7 @@ CALLS = {
 
 @pytest.mark.amount(short=1_000, full=25_000, long=100_000)
 @pytest.mark.parametrize("engine", ENGINES)
-def test_every_other_call_is_interrupted_and_goes_again(
+def test_every_second_call_is_interrupted_and_repeated(
     tmp_path, engine, amount, record_property
 ):
     faults = [f"{call}:error=EINTR:when=1+2" for call in CALLS[engine]]

@@ -1,8 +1,8 @@
-"""Records what goes through nvmeio in every process that has this folder on PYTHONPATH.
+"""Record the transfers of nvmeio in every process with this folder on PYTHONPATH.
 
-The tools of DeepSpeed make their handles in children that a test cannot reach.  So each
-handle of nvmeio writes its statistics to a file of its process whenever it has waited:
-those are the library's own counts, of what the engine has done.
+DeepSpeed's tools make their handles in children that a test cannot reach.  So each handle
+appends its statistics to a file of its process after each wait.  They are the library's
+own counts of what the engine has done.
 """
 
 import json
@@ -14,7 +14,7 @@ import nvmeio.files
 
 
 def record(handle, call):
-    """Append the statistics of a handle."""
+    """Append a handle's statistics."""
     line = {"process": os.getpid(), "handle": id(handle), "call": call, **handle.stats()}
     path = Path(os.environ["NVMEIO_RECORDS"], str(os.getpid()))
     with open(path, "a", encoding="utf-8") as file:
@@ -22,7 +22,7 @@ def record(handle, call):
 
 
 def recording(kind):
-    """Make a class of handles that record when they have waited, or were a context."""
+    """Return a subclass of handles that record after each wait and block."""
 
     class Recording(kind):
         def wait(self, *args, **options):
@@ -37,6 +37,6 @@ def recording(kind):
     return Recording
 
 
-# The handles that DeepSpeed makes, by the contract and to raise, and those of functions.
+# Handles that DeepSpeed makes, with either way to report errors, and those of functions.
 for module in (nvmeio.deepspeed, nvmeio, nvmeio.files):
     module.aio_handle = recording(module.aio_handle)

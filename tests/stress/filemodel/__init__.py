@@ -1,6 +1,6 @@
-"""The model that random operations are checked by: plans, memory with fences, and a file.
+"""The model against which random operations are checked.
 
-`plans` draws what is to be done, `model` foretells what must come of it, `inflight` holds
-what may yet come either way, `fences` sees what is written beside the memory that was lent,
-`regimes` has a file system fail.
+`plans` draws the operations, `model` predicts their results, `inflight` knows the possible
+results of transfers in flight, `fences` detects writes beside the lent memory, `regimes`
+makes a file system fail.
 """

@@ -1,4 +1,4 @@
-"""Memory between two pages that nothing may touch, and canaries in what is left over."""
+"""Memory between two inaccessible pages, with canaries in the space that is left."""
 
 import contextlib
 import ctypes
@@ -10,8 +10,8 @@ import numpy as np
 import nvmeio
 from helpers import PAGE, Guarded
 
-# Where the lent bytes lie: against either fence, between the two, as every other byte, or
-# in the pool, which has no fences.
+# Where the lent bytes are: at either fence, between the two, as every other byte, or in the
+# pool, which has no fences.
 KINDS = ("front", "back", "floating", "strided", "pool")
 
 PROT_NONE = 0
@@ -30,10 +30,10 @@ def _check(result):
 
 
 class Field:
-    """Whole pages with a fence on either side; an array of them holds this object.
+    """Whole pages with a fence on either side; their array keeps this object alive.
 
-    When the last who holds it lets go, `parting` is called with the bytes as they are,
-    and the pages are given back to the system: what is written later is a fault.
+    When the last reference goes, `parting` is called with the bytes, and the pages are
+    unmapped, so that later writes are faults.
     """
 
     def __init__(self, size):
@@ -65,17 +65,16 @@ class Field:
 
 
 class Memory:
-    """Bytes to be lent: `lent` is what transfers are given, `whole` all that is watched.
+    """Memory to lend: transfers get `lent`; all of `whole` is watched.
 
-    `expected` is what `lent` should hold in the end, canaries at first; it is for the
-    caller to change.
+    `expected` is what `lent` should hold at the end: canaries until the caller changes it.
     """
 
     def __init__(self, size, kind, residue):
         extent = 2 * size if kind == "strided" else size
         self.field = self.whole = None
         if kind == "pool":
-            # Where the pool is small, it may have nothing left.
+            # A small pool may have nothing left.
             with contextlib.suppress(MemoryError):
                 self.whole = nvmeio.empty(extent + residue + PAGE, np.uint8)
         if self.whole is None:
@@ -89,11 +88,11 @@ class Memory:
         self.expected = self.expected_whole[self.part]
 
     def fill(self, content):
-        """Put bytes into it, which are to stay."""
+        """Fill it with bytes, which must stay."""
         self.lent[:] = content
         self.expected[:] = content
 
     def leave(self, parting):
-        """Let go of the bytes but for what they should be; `parting` sees them last."""
+        """Release the memory but keep `expected`; `parting` sees the bytes last."""
         self.field.parting = parting
         self.field = self.whole = self.lent = None

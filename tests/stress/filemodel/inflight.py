@@ -1,4 +1,4 @@
-"""A transfer in flight: what it may do to its memory and its file, and what it must."""
+"""A transfer in flight: what it may and must do to its memory and its file."""
 
 from dataclasses import dataclass, field
 
@@ -10,7 +10,7 @@ from helpers import Guarded
 
 
 def overlap(begin, end, other_begin, other_end):
-    """Return where two ranges meet; empty where they do not."""
+    """Return the intersection of two ranges, which may be empty."""
     return max(begin, other_begin), min(end, other_end)
 
 
@@ -21,19 +21,19 @@ class InFlight:
     transfer: Transfer
     named: object  # path, descriptor or File
     memory: Memory | None
-    regimes: list  # of faults that were in force while it was in flight
+    regimes: list  # faults that were in force at some time while it was in flight
     born: object = None  # the faults that were in force from the beginning
     before: list = field(default_factory=list)  # what a write's records replace
     others: list = field(default_factory=list)  # (offset, bytes) that a read may see too
     earlier: list = field(default_factory=list)  # what an fsync waits for
     request: object = None
     cancelled: bool = False
-    failed: tuple = ()  # indices of the records that did not land, or not wholly
-    verdict: str = "the memory was not let go"  # of what was dropped
+    failed: tuple = ()  # indices of records that did not land completely
+    verdict: str = "the memory was not released"  # on memory that was dropped
 
     @property
     def path(self):
-        """The path or descriptor that errors tell."""
+        """The path or descriptor in errors."""
         return getattr(self.named, "path", self.named)
 
     @property
@@ -41,7 +41,7 @@ class InFlight:
         return self.transfer.op == "write"
 
     def meets(self, transfer):
-        """Tell whether this and another transfer share bytes of the file."""
+        """Return whether this and another transfer share bytes of the file."""
         mine, theirs = np.array(self.transfer.records), np.array(transfer.records)
         if not (len(mine) and len(theirs)):
             return False
@@ -50,7 +50,7 @@ class InFlight:
         return bool((begin < end).any())
 
     def calls(self, index):
-        """Return what a record calls for, as (call, begin, end)."""
+        """Return the calls for one record, as (call, begin, end)."""
         begin, _, size = self.transfer.records[index]
         found = [(self.transfer.op, begin, begin + size)]
         if self.transfer.way == "validate":
@@ -58,7 +58,7 @@ class InFlight:
         return found
 
     def all_calls(self):
-        """Return what all of it calls for."""
+        """Return the calls for all records."""
         if self.transfer.op == "fsync":
             return [("fsync", 0, 0)]
         indices = range(len(self.transfer.records))
@@ -74,22 +74,22 @@ class InFlight:
         }
 
     def must_fail(self, regime, calls=None):
-        """Tell whether it had to fail, now that it has ended under these faults."""
+        """Return whether it had to fail, now that it has ended under these faults."""
         calls = self.all_calls() if calls is None else calls
         lasted = regime is not None and self.born is regime
         return lasted and any(regime.must_fail(*call) for call in calls)
 
     def note(self, regime, error=None):
-        """Note that it has met the faults, if it had to: not if it failed before."""
+        """Record that the faults struck, if they had to and it did not fail before."""
         if regime is None or self.born is not regime or self.cancelled:
             return
         if error is None or error.errno == regime.error:
             regime.met |= any(regime.meets(*call) for call in self.all_calls())
 
     def neighbours(self):
-        """Return for each record the indices of those that may fail together with it.
+        """Return for each record the indices of the records that may fail with it.
 
-        What is written together, because it touches in the file, fails together.
+        Records that touch in the file are written together, so they fail together.
         """
         records = self.transfer.records
         if not self.writes:
@@ -105,7 +105,7 @@ class InFlight:
         return found
 
     def accept(self, error, regime):
-        """Assert that an error is one that it may fail with, and note which records did."""
+        """Assert that an error is a possible one, and note which records failed."""
         assert error.filename == self.path, f"{error!r} of {self}"
         failures = getattr(error, "failures", None)
         everything = range(len(self.transfer.records))
@@ -123,10 +123,10 @@ class InFlight:
         self.failed = tuple(told)
 
     def look(self, whole):
-        """Say what is wrong with the memory; nothing where it is as it should be.
+        """Return what is wrong with the memory, or nothing.
 
-        Of records that failed each byte may be as before; what raced with writes may have
-        seen those, or not.
+        Each byte of a failed record may be as before.  A read that raced with writes may
+        have seen them or not.
         """
         right = whole == self.memory.expected_whole
         if right.all():
@@ -152,7 +152,7 @@ class InFlight:
         )
 
     def let_go(self):
-        """Drop memory and request; what the memory holds in the end is looked at then."""
+        """Drop memory and request; check the memory when the last reference goes."""
 
         def parting(whole):
             if self.errors():

@@ -1,7 +1,7 @@
-"""A file that is transferred to and from, and a model in memory of what it should hold.
+"""A file that is read and written, and a model in memory of its contents.
 
-Requests in flight are not ordered: a read beside a write may see the old bytes or the new
-ones.  Two writes that meet never are in flight together, for the last one is anybody's.
+Requests in flight are not ordered: a read beside a write may see the old or the new bytes.
+Overlapping writes are never in flight together, because either may come last.
 """
 
 import errno
@@ -21,7 +21,7 @@ IN_FLIGHT_MAX = 48
 
 
 class World:
-    """What a model, and those of its forked children, have in common."""
+    """The state that a model shares with those of its forked children."""
 
     def __init__(self, engine, direct, noise, errors, control):
         self.engine = engine
@@ -35,25 +35,25 @@ class World:
         self.warnings = []
 
     def regimes(self):
-        """Return all faults that may strike now."""
+        """The faults that may strike now."""
         return [*self.injected, *([self.regime] if self.regime else [])]
 
     def count(self, handle):
-        """Add up which way a handle's bytes have gone."""
+        """Add up a handle's bytes by route."""
         stats = handle.stats()
         assert stats["engine"] == self.engine
         for way in ("bytes_direct", "bytes_buffered", "bytes_bounced"):
             self.figures[way] += stats[way]
 
     def plain(self, path):
-        """Return a name by which a file is read without faults."""
+        """Return the name under which a file is read without faults."""
         return f"{path}.plain" if self.control else path
 
 
 def number_of(call):
-    """Call; return the errno of its OSError, or None.
+    """Call a function; return the errno of its OSError, or None.
 
-    Not the error itself, for its traceback would hold what was called.
+    Not the error itself, because its traceback would keep the arguments alive.
     """
     try:
         call()
@@ -72,29 +72,29 @@ def end_of(request):
 
 
 class FileModel:
-    """Carries transfers out, and sees that they do what they should."""
+    """Runs transfers, and checks their results."""
 
     def __init__(self, world, path, op, limit):
         self.world = world
         self.path = path
         self.op = op
-        self.files = {}  # what it is named by: path, descriptor, File
+        self.files = {}  # the names of the file: path, descriptor, File
         self.children = []  # that have been forked
         self.content = np.zeros(limit, np.uint8)
         self.size = 0
-        self.settled = 0  # the size without what is in flight
+        self.settled = 0  # the size without requests in flight
         self.in_flight = []
-        self.dropped = []  # in flight, with nobody waiting for it
+        self.dropped = []  # in flight, and nothing waits for it
         self.uncertain = []  # writes that failed, or were cancelled
         self.inherited = []  # of a parent
 
     @property
     def handle(self):
-        """The handle under the op; nobody else holds it."""
+        """The handle of the op, which has the only reference."""
         return self.op.handle
 
     def is_in_the_way(self, transfer):
-        """Tell whether something must end before this can begin."""
+        """Return whether something must end before this transfer can begin."""
         writing = transfer.op == "write"
         if len(self.in_flight) + len(self.dropped) >= IN_FLIGHT_MAX:
             return True
@@ -107,7 +107,7 @@ class FileModel:
         return any(other.meets(transfer) for other in waited)
 
     def prepare(self, transfer, named):
-        """Lend memory; note what it, and the file, should hold in the end."""
+        """Lend memory; record what it and the file should hold at the end."""
         memory = Memory(transfer.span, *transfer.memory)
         regimes = self.world.regimes()
         flight = InFlight(transfer, named, memory, regimes, self.world.regime)
@@ -134,7 +134,7 @@ class FileModel:
         return flight
 
     def begin(self, transfer):
-        """Carry out a transfer, or start it; return it if it is in flight."""
+        """Run or start a transfer; return it if it is in flight."""
         if self.is_in_the_way(transfer):
             self.settle()
         if transfer.op == "read" and transfer.end > self.size:
@@ -153,7 +153,7 @@ class FileModel:
         return flight
 
     def submit(self, flight):
-        """Submit a transfer in its way; return its request, if there is one."""
+        """Submit a transfer by its API; return its request, if there is one."""
         transfer, lent, named = flight.transfer, flight.memory.lent, flight.named
         if transfer.many:
             return self.submit_many(transfer, lent, named)
@@ -163,7 +163,7 @@ class FileModel:
         if transfer.way == "async":
             assert getattr(self.op, f"async_p{transfer.op}")(lent, named, offset) == 0
             return None
-        # Their comparison does not pass over what passes.
+        # The comparison of `validate` does not retry passing errors.
         passing = self.world.regime is not None and self.world.regime.passes
         if transfer.way == "validate" and not passing:
             call = getattr(self.op, f"p{transfer.op}")
@@ -187,7 +187,7 @@ class FileModel:
         return None
 
     def fail_past_end(self, transfer):
-        """See that nothing is moved past the end of the file."""
+        """Check that a transfer past the end of the file moves nothing."""
         memory = Memory(transfer.span, *transfer.memory)
         named = self.files[transfer.file]
         flight = InFlight(transfer, named, memory, self.world.regimes())
@@ -201,10 +201,10 @@ class FileModel:
         assert not flight.look(memory.whole)
         self.world.figures["past the end"] += 1
 
-    # Ends.
+    # How operations end.
 
     def ended(self, flight, error):
-        """See that what has ended did what it had to."""
+        """Check the result of a transfer that has ended."""
         if flight in self.in_flight:
             self.in_flight.remove(flight)
         world, transfer = self.world, flight.transfer
@@ -230,7 +230,7 @@ class FileModel:
             self.landed(flight)
 
     def end_tracked(self, call):
-        """Wait by `call` for what was started by async_*; errors are of any of them."""
+        """Wait with `call` for all async_* transfers; its error may be of any of them."""
         tracked = [flight for flight in self.in_flight if flight.request is None]
         counts = []
         number = number_of(lambda: counts.append(call()))
@@ -240,13 +240,13 @@ class FileModel:
             possible = set().union(*(flight.errors() for flight in tracked))
             assert number in possible, f"{errno.errorcode[number]} of {tracked}"
         for flight in tracked:
-            # Which of them have failed is not told.
+            # The error does not tell which of them failed.
             possible = flight.errors() if number else None
             perhaps = OSError(min(possible), "perhaps", flight.path) if possible else None
             self.ended(flight, perhaps)
 
     def settle(self):
-        """Wait for everything, and take over what is left of writes that failed."""
+        """Wait for everything, and adopt the bytes that failed writes left."""
         self.end_tracked(self.op.wait)
         for flight in list(self.in_flight):
             self.ended(flight, end_of(flight.request))
@@ -263,7 +263,7 @@ class FileModel:
             join(self.children.pop())
 
     def end_dropped(self):
-        """See that what nobody waited for was done, and let go of."""
+        """Check that dropped transfers were completed and released."""
         perhaps = [flight for flight in self.dropped if flight.errors()]
         forced = [flight for flight in perhaps if flight.must_fail(self.world.regime)]
         for flight in self.dropped:
@@ -279,7 +279,7 @@ class FileModel:
         self.dropped.clear()
 
     def landed(self, flight):
-        """Note what a write has made of the file's size, and whether of its bytes."""
+        """Record the effect of a write on the file's size, and on its bytes."""
         if flight.failed:
             self.uncertain.append(flight)
         ends = [
@@ -290,7 +290,7 @@ class FileModel:
         self.settled = max([self.settled, *ends])
 
     def adopt(self):
-        """Take over what failed writes have left: each of their bytes is old or new."""
+        """Adopt the bytes that failed writes left; each must be old or new."""
         found = np.fromfile(self.world.plain(self.path), np.uint8)
         assert self.settled <= len(found) <= self.size, (
             f"{len(found)} bytes are left, of {self.settled} to {self.size}, after "
@@ -310,7 +310,7 @@ class FileModel:
         self.uncertain.clear()
 
     def compare(self):
-        """See that the file is what it should be."""
+        """Check the contents of the file."""
         found = np.fromfile(self.world.plain(self.path), np.uint8)
         assert len(found) == self.size
         wrong = np.flatnonzero(found != self.content[: self.size])

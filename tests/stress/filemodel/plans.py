@@ -1,7 +1,7 @@
-"""What a trial of the model does, drawn from its seed before any of it is done.
+"""Draw the steps of a trial of the model from its seed, before any of them runs.
 
-Nothing here looks at a file or at the time, so a seed always gives the same plan; sizes of
-files are what they are if all goes well.
+Plans depend on no file and no clock, so a seed always gives the same plan.  Sizes of files
+assume that every step succeeds.
 """
 
 import errno
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from filemodel.fences import KINDS
 from helpers import MIB, PAGE
 
-# How often each kind of operation is carried out in a trial of one cell of the matrix.
+# How often a trial of one cell of the matrix runs each kind of operation.
 DECK = Counter(
     read=58,
     write=48,
@@ -28,21 +28,21 @@ OPERATIONS = DECK.total()
 # Random bytes; a write takes some of them.
 NOISE_BYTES = 4 * MIB
 
-# At the beginning of each file: faults strike there, and what is to meet them can.
+# Size of the beginning of each file, where faults strike and transfers can meet them.
 FIRM = 8 * PAGE
 
-# Of the file of a forked child.
+# Maximal size of a forked child's file.
 CHILD_LIMIT = 32 * PAGE
 
 SEAMS = (0, 512, PAGE, PAGE + 512, 2 * PAGE, 3 * PAGE, 4 * PAGE, 16 * PAGE, 17 * PAGE)
 BESIDE = (-512, -64, -1, 0, 0, 0, 0, 0, 1, 7, 512)
 
-# Before an operation, and the shares of the lot below which they are drawn.
+# Steps before an operation; each key is the upper bound of its random numbers.
 LOOKS = {0.25: "wait_one", 0.40: "poll", 0.46: "wait", 0.49: "check", 0.54: "reopen"}
 
 WAYS = ("sync", "validate", "async", "async", "request", "request", "request")
 
-# Faults of FUSE: each is set once in a trial.  What passes must not be noticed.
+# Faults of FUSE; a trial sets each once.  Passing errors must not be noticed.
 PASSING = (errno.EINTR, errno.EAGAIN)
 REGIMES = (
     ("read", "error"),
@@ -67,30 +67,30 @@ class Transfer:
     op: str
     records: tuple  # of (offset in the file, place in memory, size)
     way: str
-    file: str  # by what it is named: "path", "fd" or "File"
+    file: str  # how it is named: "path", "fd" or "File"
     memory: tuple  # kind and residue
-    race: bool  # whether it may be under way together with what it meets in the file
-    noise: int = 0  # where in the noise the bytes of a write begin
+    race: bool  # whether it may be in flight together with overlapping transfers
+    noise: int = 0  # offset of a write's bytes in the noise
     many: bool = False
-    placed: bool = False  # whether the places of the records are passed
+    placed: bool = False  # whether the records' places in memory are passed
     max_gap: int = PAGE
     span: int = 0  # of the memory, in bytes
 
     @property
     def end(self):
-        """Where in the file it ends; 0 for one that moves nothing."""
+        """The end of its range in the file; 0 if it moves nothing."""
         return max((offset + size for offset, _, size in self.records if size), default=0)
 
 
 @dataclass(frozen=True)
 class Step:
-    """One thing to do.  `counted` are the operations, by their kind."""
+    """One step.  `counted` is the kind of operation that it counts as."""
 
     kind: str
     counted: str = ""
     transfer: Transfer | None = None
     word: str = ""
-    share: float = 0.0  # which of those in flight is meant
+    share: float = 0.0  # chooses one of the transfers in flight
     file: str = "path"
     options: dict | None = None
     faults: dict | None = None
@@ -100,19 +100,20 @@ class Step:
 
 @dataclass
 class Draw:
-    """Draws steps; `size` is that of the file, if all goes well."""
+    """Draws steps; `size` is the file's, if every step succeeds."""
 
     rng: object
     limit: int
-    direct: object  # True; "auto" where that finds no O_DIRECT; or False
+    direct: object  # True, "auto" if the file system has no O_DIRECT, or False
     fuse: bool
     size: int = FIRM
     steps: list = field(default_factory=list)
 
     def options(self):
-        """Draw the options of a handle, but for its engine."""
+        """Draw the options of a handle, except its engine."""
         rng = self.rng
-        # FUSE tells of O_DIRECT by a read, which may meet a fault: who demands it fails.
+        # On FUSE a read probes O_DIRECT; direct=True would fail if a fault struck that
+        # read.
         demand = rng.random() < 0.5 and self.direct is True and not self.fuse
         return {
             "block_size": rng.choice([1, 2 * PAGE, 16 * PAGE, 16 * PAGE, MIB]),
@@ -125,7 +126,7 @@ class Draw:
         }
 
     def position(self, most):
-        """Draw a number up to `most`: near the seams of blocks, or anywhere."""
+        """Draw a number up to `most`: near a boundary of blocks, or anywhere."""
         if self.rng.random() < 0.6:
             near = self.rng.choice(SEAMS) + self.rng.choice(BESIDE)
             return min(max(0, near), most)
@@ -138,7 +139,7 @@ class Draw:
         return self.position(self.limit)
 
     def common(self, op, span):
-        """Draw what every transfer has."""
+        """Draw the arguments of every transfer."""
         rng = self.rng
         residue = rng.choice([0, 0, 1, 64, 512, 777, rng.randrange(PAGE)])
         return {
@@ -151,14 +152,14 @@ class Draw:
         }
 
     def single(self, op, way, begin, size):
-        """Draw the rest of a read or write."""
+        """Draw the other arguments of a read or write."""
         common = self.common(op, size)
         if op == "write" and size:
             self.size = max(self.size, begin + size)
         return Transfer(records=((begin, 0, size),), way=way, **common)
 
     def read(self, way):
-        """Draw a read: few go past the end."""
+        """Draw a read; few go past the end."""
         begin, size = self.position(self.size), self.length()
         if self.rng.random() < 0.95:
             size = min(size, self.size - begin)
@@ -187,7 +188,7 @@ class Draw:
         return {"records": records, "placed": placed, "many": True}, end
 
     def gather(self, way):
-        """Draw a gather, whose records may touch, overlap and be the same."""
+        """Draw a gather, whose records may touch, overlap or be equal."""
         rng = self.rng
         unit = rng.choice([1, 64, 512, PAGE])
         longest = unit * rng.choice([1, 4, 16])
@@ -242,7 +243,7 @@ class Draw:
         elif kind in ("cancel", "drop"):
             transfer = self.any_transfer("request")
             if kind == "drop" and transfer.memory[0] == "pool":
-                # Which tells nobody when it is let go.
+                # It does not report when it is released.
                 transfer = replace(transfer, memory=("back", 0))
             details["transfer"] = transfer
             details["word"] = rng.choice(["itself", "itself", "another"])
@@ -260,17 +261,17 @@ class Draw:
         return Step(name, **details)
 
     def child_steps(self):
-        """Draw what a forked child does with a file of its own."""
+        """Draw the steps of a forked child with a file of its own."""
         child = Draw(self.rng, CHILD_LIMIT, self.direct, self.fuse)
         for kind in self.rng.choices(["read", "write", "gather", "scatter", "fsync"], k=6):
             child.add(kind)
         return tuple(child.steps)
 
     def add(self, kind):
-        """Add an operation, and before it perhaps a look at what is in flight."""
+        """Add an operation, perhaps after a step that looks at transfers in flight."""
         if kind in ("close", "fork", "fsync"):
-            # There is something in flight to be closed over, left to the parent, or to be
-            # waited for: of many blocks, most of them direct.
+            # Put a transfer of many blocks in flight first, most of them direct, so that
+            # the close, fork or fsync meets it.
             begin, size = self.rng.randrange(2, 4) * PAGE, self.limit // 2
             transfer = self.single("write", "request", begin, size)
             self.steps.append(Step("transfer", transfer=transfer))
@@ -310,7 +311,7 @@ class Draw:
         if call == "fsync":
             self.steps.append(replace(fsync, counted=call))
         elif (call, fault) == ("write", "delay_s"):
-            # Which an fsync waits for.
+            # The fsync waits for it.
             transfer = self.single(call, "request", begin, size)
             self.steps += [Step("transfer", call, transfer=transfer), fsync]
         else:
@@ -319,7 +320,7 @@ class Draw:
         self.steps.append(Step("wait"))
 
     def clear(self):
-        """End the faults, with or without a look at what was in flight under them."""
+        """End the faults, with or without a look at the transfers in flight."""
         if self.rng.random() < 0.7:
             self.steps.append(Step("wait"))
         self.steps.append(Step("clear"))
@@ -327,14 +328,14 @@ class Draw:
 
 
 def draw(rng, *, limit, direct, fuse):
-    """Draw the options of the first handle, and all steps of a trial with it."""
+    """Draw the options of the first handle, and all steps of a trial."""
     plan = Draw(rng, limit, direct, fuse)
     options = plan.options()
     regimes = list(REGIMES) if fuse else []
     rng.shuffle(regimes)
     deck = list((DECK - Counter(call for call, _ in regimes)).elements())
     rng.shuffle(deck)
-    # Half of the operations are carried out under faults, where there are any.
+    # Where there are faults, half of the operations run under them.
     share = len(deck) // (2 * len(regimes)) if regimes else len(deck)
     while deck:
         for kind in deck[:share]:

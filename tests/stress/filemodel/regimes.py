@@ -1,4 +1,4 @@
-"""Faults that hold for a while, and what they may and must do to a transfer."""
+"""Faults that last for a while, and how they may and must affect transfers."""
 
 import errno
 
@@ -7,9 +7,9 @@ from helpers import PAGE
 
 
 class Regime:
-    """The faults of one call of the FUSE file system, as faultyfs.py says.
+    """The faults of one call of the FUSE file system (faultyfs.py).
 
-    `met` is set when something has ended that had to meet them.
+    `met` becomes true when a transfer has ended that these faults had to strike.
     """
 
     def __init__(self, faults):
@@ -27,33 +27,33 @@ class Regime:
         return begin <= self.fault.get("at", begin) < max(end, begin + 1)
 
     def meets(self, call, begin, end):
-        """Tell whether these bytes of the file, transferred alone, meet the fault."""
+        """Return whether a transfer of these bytes alone meets the fault."""
         if self.kind == "short" and end - begin < 3 * PAGE:
             return False
         return self._hits(call, begin, end)
 
     def may_fail(self, call, begin, end):
-        """Tell whether they may fail: reads take whole pages round what is wanted."""
+        """Return whether the call may fail; reads take all pages round their bytes."""
         if call == "read" and begin < end:
             begin, end = begin - begin % PAGE, end + -end % PAGE
         return not self.passes and self._hits(call, begin, end)
 
     def must_fail(self, call, begin, end):
-        """Tell whether they must: the fault does not pass, nor end before they do."""
+        """Return whether the call must fail: the fault lasts, and outlives the call."""
         lasts = not self.passes and "times" not in self.fault
         return lasts and self._hits(call, begin, end)
 
 
 class Injected:
-    """Errors of a library that is built with faults: they may strike anywhere."""
+    """Errors of the library's test build, which may strike anywhere."""
 
     def __init__(self, error):
         self.error = error
 
     def may_fail(self, call, begin, end):
-        """Tell that anything may fail that does anything."""
+        """Return true for every call that moves bytes."""
         return begin < end or call == "fsync"
 
     def must_fail(self, call, begin, end):
-        """Tell that nothing has to."""
+        """Return false: nothing has to fail."""
         return False

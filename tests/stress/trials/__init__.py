@@ -1,1 +1,1 @@
-"""What the children of the stress tests do; ``python -m trials NAME ARGUMENTS``."""
+"""The children of the stress tests; ``python -m trials NAME ARGUMENTS``."""

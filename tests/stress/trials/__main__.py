@@ -1,4 +1,4 @@
-"""Calls the trial that the command line names."""
+"""Call the trial that the command line names."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Training steps whose activations are on disk, while blocks fail and much else."""
+"""Training steps whose activations are on disk, under faults."""
 
 import errno
 import gc
@@ -18,7 +18,7 @@ EXPECTED = (errno.EIO, errno.ENOSPC)
 
 
 def in_chunks(x):
-    """Have products of views with gaps."""
+    """Multiply views with gaps."""
     one, two = x.chunk(2, -1)
     return torch.cat([one * two.sin(), two * one.cos()], -1)
 
@@ -35,10 +35,10 @@ OPERATIONS = (
 
 
 def step(draw, context):
-    """Return what a graph that is drawn gives, or the error of its drive."""
+    """Return loss and gradients of a random graph, or the error of its drive."""
     torch.manual_seed(draw.randrange(1 << 30))
     x = torch.randn(draw.choice((16, 100, 700)), 128, requires_grad=True)
-    # From the same draws whatever fails.
+    # Drawn here, so that a failure does not change the random numbers.
     chain = draw.choices(OPERATIONS, k=draw.randint(2, 20))
     twice = draw.random() < 0.3
     try:
@@ -56,7 +56,7 @@ def step(draw, context):
 
 
 def activation_trials(first, count, folder):
-    """Take steps: gradients that are right, or an error that names the folder."""
+    """Take steps; expect the right gradients, or an error that names the folder."""
     torch.set_num_threads(1)
     counts = Counter()
     for draw in each_trial(first, count):
@@ -69,14 +69,15 @@ def activation_trials(first, count, folder):
         if isinstance(found, OSError):
             if found.errno not in EXPECTED or found.filename != folder:
                 raise found
-            # It holds the frames, and so the graph.
+            # The traceback keeps the frames alive, and so the graph.
             found.__traceback__ = None
             counts["failed"] += 1
         else:
             assert same_bits(found, expected)
             counts["right"] += 1
         found = expected = None
-        # Nodes that were ready when a backward pass failed are torch's until the next one.
+        # After a failed backward pass torch keeps the nodes that were ready until the next
+        # one.
         x = torch.ones(1, requires_grad=True)
         (x.sin() * x.cos()).backward()
         gc.collect()

@@ -1,8 +1,8 @@
-"""What children do who let go of everything in any order while I/O is in flight.
+"""Drop every reference in random order while I/O is in flight.
 
-The memory that is lent lies in an arena which stays mapped.  As soon as the library has let
-go of a piece, and nobody else has it either, the piece is looked at (all bytes must have
-come) and filled with canaries; a device that writes to it later is found out.
+The lent memory is in an arena that stays mapped.  When the last reference to a piece goes,
+the piece is checked (all bytes must have arrived) and filled with canaries, which show if a
+device writes to it later.
 """
 
 import contextlib
@@ -28,31 +28,31 @@ REQUESTS = 8
 
 
 class Lent(np.ndarray):
-    """Memory of which one can tell when the last reference to it goes."""
+    """An array that supports weak references, to notice when its last reference goes."""
 
 
 def is_untouched(memory):
-    """Tell whether whole pages are full of canaries."""
+    """Return whether whole pages are full of canaries."""
     return (memory.view(np.uint64) == Guarded.CANARY * 0x0101010101010101).all()
 
 
 class Arena:
-    """Pieces of memory; those that came back are full of canaries, and stay so."""
+    """Pieces of memory; returned pieces are full of canaries, and must stay so."""
 
     def __init__(self):
         self.map = mmap.mmap(-1, PIECES * PIECE)
         self.memory = np.frombuffer(self.map, np.uint8)
         self.memory[:] = Guarded.CANARY
-        # The longest unused first, so that late writes have time to show.
+        # The piece that was unused the longest comes first, so that late writes can show.
         self.free = list(range(PIECES))
         self.wrong = []
         self.returned = 0
 
     def lend(self, size, skew, judge, content=None):
-        """Return an array; `judge` sees its bytes when all have let go of it."""
+        """Return an array; `judge` gets its bytes when the last reference goes."""
         number = self.free.pop(0)
         whole = self.memory[number * PIECE : (number + 1) * PIECE]
-        assert is_untouched(whole), "written to after it was let go of"
+        assert is_untouched(whole), "written to after it was released"
         begin = skew if size + skew <= PIECE else 0
         piece = whole[begin : begin + size]
         if content is not None:
@@ -62,12 +62,12 @@ class Arena:
         return array
 
     def take_back(self, number, begin, size, judge):
-        """Look at the bytes and the canaries round them; any thread, and no exception."""
+        """Check the bytes and the canaries round them; any thread may call this."""
         whole = self.memory[number * PIECE : (number + 1) * PIECE]
         complaint = judge(whole[begin : begin + size])
         whole[begin : begin + size] = Guarded.CANARY
         if not is_untouched(whole):
-            complaint = "written to round the memory that was lent"
+            complaint = "bytes round the lent memory were overwritten"
             whole[:] = Guarded.CANARY
         if complaint:
             self.wrong.append(complaint)
@@ -75,8 +75,8 @@ class Arena:
         self.free.append(number)
 
     def check(self):
-        """Nothing was wrong, and nobody has written to what is free."""
-        # A thread that calls a callback has a request until it has returned.
+        """Check that nothing was wrong, and that free pieces are untouched."""
+        # A thread that runs a callback keeps the request until the callback returns.
         deadline = time.monotonic() + 20
         while len(self.free) < PIECES and time.monotonic() < deadline:
             time.sleep(0.001)
@@ -86,7 +86,7 @@ class Arena:
 
 
 class Trial:
-    """A handle, a file, and some requests of which all is let go in an order drawn."""
+    """A handle, a file and some requests, dropped in random order."""
 
     def __init__(self, draw, arena, path, data, engine, counts):
         self.draw = draw
@@ -95,8 +95,8 @@ class Trial:
         self.data = data
         self.counts = counts
         self.written = []
-        # For what is submitted because all had come: whether it had is not drawn, and the
-        # numbers of everything else must not change by it.
+        # Separate random numbers for steps that depend on timing, so that these do not
+        # change the others.
         self.more = random.Random(draw.getrandbits(64))
         self.handle = nvmeio.Handle(
             block_size=draw.choice((PAGE, 16384, 1 << 20)),
@@ -107,12 +107,12 @@ class Trial:
         )
         self.source = nvmeio.File(path)
         self.target = nvmeio.File(f"{path}-target", "r+")
-        # Names and what they hold: taken out one by one.
+        # References by name, which are dropped one by one.
         self.held = {}
         self.cancelled = set()
 
     def start(self, number):
-        """Submit one request of any kind, and hold on to it and its memory."""
+        """Submit one request of any kind, and keep it and its memory."""
         way = self.draw.choice(("read", "read", "unheld", "write", "gather"))
         size = self.draw.choice(SIZES)
         skew = self.draw.choice((0, 0, 1, 512))
@@ -133,12 +133,12 @@ class Trial:
             self.held[f"request {number}"] = request
 
     def judge_read(self, number, expected):
-        """Return what judges a read: all has come, unless it was cancelled."""
+        """Return a check that a read's bytes have all arrived, unless it was cancelled."""
 
         def judge(found):
             if number in self.cancelled or np.array_equal(found, expected):
                 return None
-            return f"request {number} had not finished when its memory was let go of"
+            return f"request {number} had not finished when its memory was released"
 
         return judge
 
@@ -160,11 +160,11 @@ class Trial:
         return array, self.handle.submit_gather(self.source, offsets, 1000, array)
 
     def let_go(self):
-        """Let go of all in any order, with a few other calls in between."""
+        """Drop everything in random order, with a few other calls in between."""
         self.held |= {"source": self.source, "target": self.target}
         del self.source, self.target
         if self.draw.random() < 0.3:
-            # A cycle, which only the collector of garbage takes apart.
+            # A cycle, which only the garbage collector frees.
             cycle = [self.handle, *self.held.values()]
             cycle.append(cycle)
         cycle = None
@@ -183,7 +183,7 @@ class Trial:
         del held_longer
 
     def let_go_of_handle(self):
-        """Drop or close it while something is in flight; return what is let go of later."""
+        """Drop or close the handle with requests in flight; return what to drop later."""
         way = self.draw.choice(("closed", "dropped"))
         at_once = self.more.random() < 0.5
         started = []
@@ -191,8 +191,8 @@ class Trial:
             if self.handle.pending:
                 self.counts[f"{way}_in_flight"] += 1
                 break
-            # Aligned, so that it waits for the disk: what the page cache has may have come
-            # before the caller gets to look, where processors are busy.
+            # Aligned, so that it waits for the disk.  On busy processors, bytes from the
+            # page cache may arrive before the caller can look.
             begin = self.more.randrange((len(self.data) - PIECE) // PAGE) * PAGE
             expected = self.data[begin : begin + PIECE]
             array = self.arena.lend(PIECE, 0, self.judge_read(number, expected))
@@ -203,7 +203,7 @@ class Trial:
         if way == "closed":
             self.close()
         self.handle = None
-        # Where a cycle has it, it goes now.
+        # If a cycle holds the handle, it goes now.
         gc.collect()
         return started
 
@@ -218,13 +218,13 @@ class Trial:
             thread.join()
 
     def disturb(self, name):
-        """Cancel, look at or wait for a request before it is let go of."""
+        """Cancel, poll or wait for a request before it is dropped."""
         value = self.held[name]
         if not name.startswith("request"):
             return
         drawn = self.draw.random()
         if drawn < 0.2:
-            # Before the call: its outcome may be seen by another thread at once.
+            # Recorded before the call, because another thread may see its outcome at once.
             number = int(name.split()[1])
             self.cancelled.add(number)
             if not value.cancel():
@@ -238,24 +238,24 @@ class Trial:
                 value.wait(0)
 
     def check_written(self, path):
-        """What was written is in the file: canaries never are."""
+        """Check that the file has the written bytes, and never canaries."""
         found = np.fromfile(f"{path}-target", np.uint8)
         for number, begin, content in self.written:
             part = found[begin : begin + len(content)]
             if number in self.cancelled:
-                # Block by block it is there, or it was never begun.
+                # Each block was written wholly, or never begun.
                 assert ((part == content) | (part == 0)).all()
             else:
                 assert np.array_equal(part, content)
 
 
 def drop(first, count, folder, engine):
-    """Start requests, and let go of them, their memory, files and handle."""
+    """Start requests, and drop them, their memory, files and handle."""
     path = f"{folder}/drops"
     data = np.frombuffer(make_file(path, 1 << 20), np.uint8)
     counts = {"closed_in_flight": 0, "dropped_in_flight": 0}
     arena = Arena()
-    # What is there now is no garbage, and need not be looked through each time.
+    # Objects that exist now are no garbage; the collector need not scan them each time.
     gc.freeze()
     for draw in each_trial(first, count):
         with open(f"{path}-target", "wb") as file:

@@ -14,9 +14,9 @@ from workloads.common import make_file
 KIB = 1 << 10
 SIZE = 20 * 16 * KIB + 777
 RECORD = 1000
-# Of a checkpoint's arrays; how many there are before one call fails.
+# Bytes of a checkpoint's arrays; how many checkpoints there are before a call fails.
 STATE_BYTES, STEPS_BEFORE = 5000, 2
-# Neighbours, gaps that are read for nothing, and others far away.
+# Neighbours, gaps that are read and discarded, and distant records.
 OFFSETS = [(i * 5 % 12) * (RECORD + i % 2 * 24 * KIB) for i in range(12)]
 
 
@@ -31,19 +31,19 @@ def ended(function, *args, **options):
     except CheckpointError:
         return None, -errno.EUCLEAN
     except RuntimeError:
-        # There is no thread to be had.
+        # No thread could be started.
         return None, -errno.EAGAIN
 
 
 class Steps:
-    """What is carried out twice: to load what is loaded at first use, and with a fault."""
+    """Steps that run twice: once to load everything lazy, and once with a fault."""
 
     def __init__(self, folder, engine):
         self.engine = engine
         self.source, self.target = f"{folder}/source", f"{folder}/target"
         self.data = make_file(self.source, SIZE, 1)
         make_file(self.target, 4096)
-        # By which the target is read; preadv is not the library's.
+        # Used to read the target with preadv, which the library never calls.
         self.descriptor = os.open(self.target, os.O_RDONLY)
         self.written, self.scattered = pattern(SIZE, 2), pattern(12 * RECORD, 3)
         self.whole, self.skewed = Guarded(SIZE), Guarded(SIZE - 16, 3)
@@ -86,7 +86,7 @@ class Steps:
         assert self.gathered.content() == b"".join(parts)
 
     def run(self):
-        """Carry all steps out, as far as files and handle can be opened."""
+        """Run all steps, as far as files and handle can be opened."""
         options = {"engine": self.engine, "block_size": 16 * KIB, "queue_depth": 8}
         results = {}
         handle, results["handle"] = ended(nvmeio.Handle, **options)
@@ -110,7 +110,7 @@ class Steps:
 
 
 def open_count():
-    """Return how many descriptors are open, by poll, which is not the library's."""
+    """Return how many descriptors are open, with poll, which the library never calls."""
     poll = select.poll()
     for descriptor in range(64):
         poll.register(descriptor, 0)
@@ -118,36 +118,36 @@ def open_count():
 
 
 def say(value):
-    """Tell the parent something, by writev, which is not the library's."""
+    """Report to the parent, with writev, which the library never calls."""
     line = f"{json.dumps(value)}\n".encode()
     assert os.writev(1, [line]) == len(line)
 
 
 def carry_out_twice(steps):
-    """Carry all steps out, and once more after the pause; say 0 or -errno for each."""
+    """Run all steps, and again after the pause; report 0 or -errno for each."""
     assert set(steps.run().values()) == {0}
     before = open_count()
     say("ready")
     assert os.readv(0, [bytearray(8)])
     results = steps.run()
     say({**results, "left_open": open_count() - before})
-    # What libraries of numpy's do at the end is not under test.
+    # Exit without cleaning up: what numpy's libraries do at exit is not under test.
     os._exit(0)
 
 
 def fixed_steps(folder, engine):
-    """Carry out the steps of transfers."""
+    """Run the steps of transfers."""
     carry_out_twice(Steps(folder, engine))
 
 
 class Checkpoints:
-    """Saves in two ways, what is restored of one, and old ones that go."""
+    """Save checkpoints in two ways, restore one, and prune old ones."""
 
     def __init__(self, root):
         self.root, self.step = root, 0
 
     def run(self):
-        """Save two steps, and keep as many."""
+        """Save two steps, and keep two."""
         results = {}
         checkpointer, results["made"] = ended(Checkpointer, self.root, keep=STEPS_BEFORE)
         if checkpointer is None:
@@ -170,12 +170,12 @@ class Checkpoints:
 
 
 def checkpoint_steps(root):
-    """Carry out the steps of checkpoints."""
+    """Run the steps of checkpoints."""
     carry_out_twice(Checkpoints(root))
 
 
 class Drains:
-    """A folder that is drained, onto the copy of what was in it before."""
+    """Drain a folder onto the copy of its earlier contents."""
 
     def __init__(self, root):
         self.source, self.target, self.number = f"{root}/source", f"{root}/target", 0
@@ -199,11 +199,11 @@ class Drains:
 
 
 def drained_files(number):
-    """Return the files of a folder that its number tells."""
+    """Return the files of a folder, by its number."""
     files = {"large": pattern(20_000, number), "small": pattern(700, number + 10)}
     return {**files, ".metadata": str(number).encode()}
 
 
 def drain_steps(root):
-    """Carry out a drain."""
+    """Run the step of a drain."""
     carry_out_twice(Drains(root))

@@ -1,8 +1,8 @@
-"""What children do while descriptors, threads or locked memory run out, and come back.
+"""Work while descriptors, threads or locked memory run out and come back.
 
-A trial takes steps in an order that is drawn, in a scarcity that is drawn anew again and
-again: each ends well, with the right bytes, or says what has run out.  Then there is
-plenty, and every step ends well, with the same handle.
+A trial runs steps in random order under changing limits: each step succeeds with the right
+bytes, or reports what has run out.  Then the limits are lifted, and every step succeeds
+with the same handle.
 """
 
 import asyncio
@@ -35,14 +35,14 @@ SIZE = 300_000
 
 
 def open_descriptors():
-    """Return the numbers of this process's descriptors."""
+    """Return the open descriptors of this process."""
     found = set(map(int, os.listdir("/proc/self/fd")))
-    # Without that of the listing.
+    # Without the descriptor of the listing.
     return {number for number in found if os.path.exists(f"/proc/self/fd/{number}")}
 
 
 class Descriptors:
-    """A few descriptors are left, or none."""
+    """Leave few descriptors, or none."""
 
     refusal = errno.EMFILE
     limit = resource.RLIMIT_NOFILE
@@ -67,13 +67,13 @@ class Descriptors:
 
 
 class Threads:
-    """No thread and no process more."""
+    """Allow no new thread and no new process."""
 
     refusal = errno.EAGAIN
     limit = resource.RLIMIT_NPROC
 
     def __init__(self):
-        # So little that rings meet the limit.
+        # Little locked memory too, so that rings meet its limit.
         hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)[1]
         resource.setrlimit(resource.RLIMIT_MEMLOCK, (min(2 * MIB, hard), hard))
 
@@ -85,7 +85,7 @@ class Threads:
 
 
 class LockedMemory:
-    """Little memory may be locked, or none."""
+    """Allow little locked memory, or none."""
 
     refusal = errno.ENOMEM
     limit = resource.RLIMIT_MEMLOCK
@@ -103,7 +103,7 @@ KINDS = {"descriptors": Descriptors, "threads": Threads, "memlock": LockedMemory
 
 
 class Scene:
-    """DeepSpeed's op, the handle under it, and everything that one does with them."""
+    """DeepSpeed's op, the handle under it, and everything that is done with them."""
 
     def __init__(self, draw, folder, engine, scarcity, forks):
         self.draw = draw
@@ -121,7 +121,7 @@ class Scene:
         self.data = make_file(self.path, SIZE, draw.randrange(99))
         self.op = nvmeio.aio_handle(**self.options)
         self.handle = self.op.handle
-        # An event loop has descriptors of its own.
+        # Made in advance, because an event loop opens descriptors.
         self.loop = asyncio.new_event_loop()
         self.descriptor = os.open(self.path, os.O_RDONLY)
 
@@ -137,7 +137,7 @@ class Scene:
         read_checked(self.handle, self.descriptor, self.data[7:], 7)
 
     def read_many(self):
-        """More files at once than there are descriptors: they take turns."""
+        """Read more files at once than there are descriptors, so that they take turns."""
         paths = [f"{self.path}-{number}" for number in range(12)]
         reads = [Guarded(1000) for _ in paths]
         for path in paths:
@@ -171,7 +171,7 @@ class Scene:
         try:
             assert nvmeio.wait(requests).done == set(requests)
         finally:
-            # Whatever became of the waiting, the reads come.
+            # The reads succeed even if the waiting failed.
             assert [request.wait() for request in requests] == [SIZE // 2] * 2
         assert b"".join(read.content() for read in reads) == self.data
 
@@ -194,7 +194,7 @@ class Scene:
         assert memory.tobytes() == self.data
 
     def use_pool(self):
-        """Small blocks in memory of the pool."""
+        """Transfer small blocks in memory of the pool."""
         memory = nvmeio.empty(SIZE, np.uint8)
         for _ in range(2):
             self.op.async_pread(memory, self.path)
@@ -208,7 +208,7 @@ class Scene:
         assert np.array_equal(target, source)
 
     def fork(self):
-        """A child carries on in want, and when there is plenty again."""
+        """Fork a child that works under the limit and after it is lifted."""
         steps = [self.draw.choice(IN_CHILDREN) for _ in range(3)]
         if self.forks:
             join(fork(self.carry_on, steps))
@@ -221,7 +221,7 @@ class Scene:
             step(self)
 
     def attempt(self, step):
-        """Take a step; True where it ended well, False where it said what is missing."""
+        """Run a step; return true if it succeeded, false if it reported what is missing."""
         try:
             step(self)
         except OSError as error:
@@ -252,14 +252,14 @@ STEPS = (
 
 
 def pinned_by_closed():
-    """Return how much is pinned by rings that were closed, for a moment more."""
+    """Return how many bytes rings still pin for a moment after they are closed."""
     with open("/proc/self/status") as file:
         status = dict(line.split(":", 1) for line in file)
     return int(status["VmPin"].split()[0]) << 10
 
 
 def lift(scarcity):
-    """Let there be plenty."""
+    """Raise the limit to its maximum."""
     hard = resource.getrlimit(scarcity.limit)[1]
     resource.setrlimit(scarcity.limit, (hard, hard))
     assert settled(pinned_by_closed, 0)
@@ -267,7 +267,7 @@ def lift(scarcity):
 
 @contextlib.contextmanager
 def in_want(scarcity, draw, utterly):
-    """Let there be little, or nothing; it is seen that there is."""
+    """Lower the limit to little or nothing, and check that it is in force."""
     hard = resource.getrlimit(scarcity.limit)[1]
     resource.setrlimit(scarcity.limit, (scarcity.tighten(draw, utterly), hard))
     try:
@@ -278,7 +278,7 @@ def in_want(scarcity, draw, utterly):
 
 
 def settled(look, before):
-    """Whether a figure is again what it was, when what ends has ended."""
+    """Return whether a figure returns to its old value within some time."""
     deadline = time.monotonic() + 10
     while look() != before and time.monotonic() < deadline:
         time.sleep(0.001)
@@ -286,14 +286,14 @@ def settled(look, before):
 
 
 def run_out(first, count, folder, engine, kind, forks):
-    """Take steps in want and in plenty; nothing is left behind.
+    """Run steps with and without limits; nothing must be left behind.
 
-    Without `forks` what is drawn is the same, but these alone are not carried out.
+    Without `forks` the same steps are drawn, but forks are not carried out.
     """
     scarcity = KINDS[kind]()
     lift(scarcity)
     counts = {"went_well": 0, "refused": 0}
-    # What is started once, such as a team that copies, is there before any trial.
+    # Start what is started once, such as the team that copies, before any trial.
     warm_up = Scene(random.Random(0), folder, engine, scarcity, forks)
     for step in STEPS:
         step(warm_up)
@@ -304,12 +304,12 @@ def run_out(first, count, folder, engine, kind, forks):
         for number in range(3):
             utterly = number == 0
             with in_want(scarcity, draw, utterly):
-                # The first cannot be done with nothing.
+                # The first step cannot be done with nothing.
                 must = [Scene.use_fresh] if utterly else []
                 for step in must + draw.sample(STEPS, 5):
                     well = scene.attempt(step)
                     counts["went_well" if well else "refused"] += 1
-            # The very handle that was in want.
+            # The same handle as under the limit.
             draw.choice(STEPS)(scene)
         for step in draw.sample(STEPS, len(STEPS)):
             step(scene)

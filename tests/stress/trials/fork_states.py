@@ -1,7 +1,7 @@
-"""What children do who fork with a handle in every state that it can be in.
+"""Fork with a handle in every state that it can be in.
 
-A state is a context manager: it brings the scene's handle there, yields, while children are
-forked, and then sees that the parent's work went on.
+A state is a context manager.  It brings the scene's handle into the state, yields while
+children are forked, and then checks that the parent's work went on.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ CHILDREN = 8
 
 
 class Scene:
-    """A handle, and a file on a disk that can be held up."""
+    """A handle, and a file on a disk that can be held."""
 
     def __init__(self, draw, folder, control, engine):
         self.path = f"{folder}/scene"
@@ -44,7 +44,7 @@ class Scene:
 
     @contextlib.contextmanager
     def held(self):
-        """Hold reads up; what is submitted meanwhile is in flight or queued."""
+        """Hold reads, so that requests stay in flight or queued."""
         self.faults.set(read={"held": True})
         try:
             yield
@@ -53,14 +53,14 @@ class Scene:
             self.faults.set()
 
     def read(self):
-        """Submit a read; returns its memory and the request, which children know too."""
+        """Submit a read; return its memory and the request, which children inherit."""
         guarded = Guarded(SIZE)
         request = self.handle.submit_read(guarded.array, self.file)
         self.old.append(request)
         return guarded, request
 
     def finish(self, *reads):
-        """Wait for reads, and see that their bytes have come."""
+        """Wait for reads, and check their bytes."""
         for guarded, request in reads:
             assert request.wait() == SIZE
             assert guarded.content() == self.data
@@ -106,7 +106,7 @@ def cancelled(scene):
         scene.faults.await_waiting()
         dropped = [request.cancel() for _, request in reads]
         yield
-    # Those that were wholly with the kernel could not be cancelled.
+    # Requests whose blocks were all submitted to the kernel could not be cancelled.
     for read, was_dropped in zip(reads, dropped, strict=True):
         if was_dropped:
             with contextlib.suppress(CancelledError):
@@ -146,7 +146,7 @@ def waited_for(scene):
 def gathering(scene):
     offsets = np.arange(60)[::-1] * 4096
     out, other = Guarded(60 * 512), Guarded(60 * 512)
-    # The page cache would serve a gather, which then could not be held.
+    # Otherwise the page cache would serve the gather, which then could not be held.
     file = nvmeio.File(scene.file.path, direct=True)
     with ThreadPoolExecutor(1) as pool:
         with scene.held():
@@ -197,7 +197,7 @@ def closing(scene):
 
 @contextlib.contextmanager
 def stopping(scene):
-    """Its workers go home, and some rings and contexts take their time."""
+    """The workers stop; some rings and contexts take a while."""
     with ThreadPoolExecutor(1) as pool:
         with scene.held():
             read = scene.read()
@@ -217,7 +217,7 @@ def closed(scene):
 
 
 def descriptors(process="self"):
-    """Return what a process has open, by number, but for the listing itself."""
+    """Return the open files of this process by descriptor, without the listing itself."""
     found = {}
     for name in os.listdir(f"/proc/{process}/fd"):
         with contextlib.suppress(FileNotFoundError):
@@ -227,7 +227,7 @@ def descriptors(process="self"):
 
 @contextlib.contextmanager
 def dead(scene):
-    """Take the rings away behind the handle's back; that takes it a second to believe."""
+    """Replace the rings by /dev/null; the handle retries for a second before it fails."""
     null = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
     for number, target in descriptors().items():
         if target == "anon_inode:[io_uring]":
@@ -253,11 +253,11 @@ STATES = (
     closed,
     dead,
 )
-# In these a disk is held up, and in these the parent closes its handle.
+# States in which the disk is held, and states in which the parent closes its handle.
 HELD = {queued_and_in_flight, cancelled, waited_for, gathering, watched, closing, stopping}
 SHUT = {closing, stopping, closed}
 OWNER_DIED = "Owner died"
-# How requests of the parent end in its children, where not all of them were in flight.
+# How the parent's requests end in its children; states not listed: the owner died.
 ENDS = {
     idle: {"ok"},
     done_and_not_looked_at: {"ok"},
@@ -269,7 +269,7 @@ ENDS = {
 
 
 def use_old(scene, state):
-    """Look at requests of the parent: those that were done are as they were."""
+    """Check the parent's requests: those that were done keep their results."""
     for request in scene.old:
         try:
             assert request.wait() == SIZE
@@ -282,7 +282,7 @@ def use_old(scene, state):
 
 
 def use_inherited(scene, state, other, name):
-    """Carry on with the parent's handle, or find it closed."""
+    """Use the parent's handle, or find it closed."""
     try:
         use_handle(scene.handle, other, name, scene.engine)
         again = scene.handle.submit_read(bytearray(10), f"{other}/{name}")
@@ -301,9 +301,9 @@ def use_fresh(scene, state, other, name):
 
 
 def child(scene, state, other, number, seed, before):
-    """Do all of it in an order of its own, and leave in one of several ways."""
+    """Do all of that in random order, and exit in one of several ways."""
     inherited = descriptor_count()
-    # Threads of the parent may have opened something before the fork.
+    # Threads of the parent may have opened files just before the fork.
     opened = descriptors().keys() - before - descriptors(os.getppid()).keys()
     assert not opened, f"the fork has opened {opened}"
     draw = random.Random(seed)
@@ -326,7 +326,7 @@ def child(scene, state, other, number, seed, before):
 
 
 def fork_in_states(first, count, folder, control, other, engine):
-    """Go through all states in an order that is drawn, with eight children in each."""
+    """Go through all states in random order, with eight children in each."""
     counts = dict.fromkeys([state.__name__ for state in STATES], 0)
     held = 0
     for draw in each_trial(first, count):

@@ -1,4 +1,4 @@
-"""Random operations against a model in memory of the file that they are done to."""
+"""Random operations on a file, compared with a model of the file in memory."""
 
 import contextlib
 import errno
@@ -24,7 +24,7 @@ from workloads.forks import fork, join
 LIMIT = {"fuse": 32 * PAGE}
 LIMIT_ELSEWHERE = MIB // 2
 
-# What NVMEIO_POOL_BYTES is.  Small ones leave no memory for some bounces: ENOMEM.
+# Values of NVMEIO_POOL_BYTES.  Small pools lack memory for some bounces: ENOMEM.
 POOLS = ("", "", "", "2M", "5M")
 
 
@@ -35,7 +35,7 @@ def open_op(world, options):
 
 
 class Model(FileModel):
-    """A file that is worked on as the steps of a plan say, and looked at."""
+    """Runs the steps of a plan on a file, and checks it."""
 
     def __init__(self, world, path, op, limit, created=False):
         super().__init__(world, path, op, limit)
@@ -43,12 +43,12 @@ class Model(FileModel):
         self.make(created)
 
     def make(self, created):
-        """Make the file anew; one of an open that created it is preallocated."""
+        """Make the file again; one that an open created is preallocated."""
         world, first = self.world, None
         if created:
             first = nvmeio.File(self.path, "w", direct=world.direct and "auto")
         with open(self.path, "r+b" if created else "wb") as file:
-            # FUSE keeps sizes by name for a while.
+            # FUSE caches sizes by name for a while.
             file.truncate(FIRM)
         world.noise[:FIRM].tofile(world.plain(self.path))
         self.content[:] = 0
@@ -57,7 +57,7 @@ class Model(FileModel):
         self.open_files(first)
 
     def run(self, steps):
-        """Carry out steps, and count those that are operations."""
+        """Run steps, and count the operations among them."""
         for number, step in enumerate(steps):
             try:
                 getattr(self, step.kind)(step)
@@ -68,7 +68,7 @@ class Model(FileModel):
                 self.world.figures[step.counted] += 1
 
     def finish(self):
-        """See that all is as it should be, and take the file away."""
+        """Check everything, and remove the file."""
         self.settle()
         self.compare()
         self.stack.close()
@@ -80,7 +80,7 @@ class Model(FileModel):
         self.begin(step.transfer)
 
     def chosen(self, share):
-        """Return one of the requests in flight, or None."""
+        """Return one of the transfers in flight, or None."""
         requests = [flight for flight in self.in_flight if flight.request is not None]
         return requests[int(share * len(requests))] if requests else None
 
@@ -136,7 +136,7 @@ class Model(FileModel):
             self.ended(flight, None)
 
     def close(self, step):
-        """Close the op, which drains its handle, and open another."""
+        """Close the op, which drains its handle, and open another one."""
         self.world.count(self.handle)
         self.world.figures["closed over"] += len(self.in_flight) + len(self.dropped)
         tracked = [flight for flight in self.in_flight if flight.request is None]
@@ -160,8 +160,8 @@ class Model(FileModel):
             pass
 
     def open_files(self, first=None):
-        """Open the file by other names than its path; `first` is such a File."""
-        # FUSE tells of O_DIRECT by a read, which may meet a fault.
+        """Open the file by descriptor and as a File; `first` is such a File."""
+        # On FUSE a read probes O_DIRECT, and may meet a fault.
         demand = self.world.direct is True and self.world.regime is None
         direct = os.O_DIRECT if demand else 0
         fd = os.open(self.path, os.O_RDWR | direct)
@@ -172,7 +172,7 @@ class Model(FileModel):
         self.files = {"path": self.path, "fd": fd, "File": file}
 
     def reopen(self, step):
-        """Open the file anew for the steps to come; what is in flight goes on."""
+        """Open the file again for later steps; transfers in flight go on."""
         if step.word == "made anew":
             self.settle()
             self.stack.close()
@@ -192,20 +192,20 @@ class Model(FileModel):
             join(child)
 
     def be_child(self, step):
-        """Use what was inherited: the op and the files, but not what is in flight."""
+        """Use the inherited op and files, but not the transfers in flight."""
         self.inherited, self.in_flight = [*self.in_flight, *self.dropped], []
         self.dropped, self.children = [], []
         for flight in self.inherited:
             if flight.request is not None:
-                # One that was done, and seen to be, stays so.
+                # A request that was seen to be done stays done.
                 number = number_of(flight.request.done)
                 assert number == errno.EOWNERDEAD or flight.request.done()
                 flight.request = None
         assert self.handle.pending == self.op.wait() == 0
-        # Of errors at which only the parent will look.
+        # Their errors are for the parent.
         self.world.warnings.clear()
         for transfer in step.reads if step.word == "at once" else ():
-            # What is in flight there never settles here.
+            # Transfers in flight in the parent never end here.
             if transfer.end <= self.settled and not self.is_in_the_way(transfer):
                 self.begin(transfer)
         limit = plans.CHILD_LIMIT
@@ -226,7 +226,7 @@ class Model(FileModel):
         self.world.control.set(**step.faults)
 
     def clear(self, step):
-        """End the faults, which must have struck if something had to meet them."""
+        """End the faults, which must have struck if a transfer had to meet them."""
         self.join_children()
         regime, self.world.regime = self.world.regime, None
         fired = self.world.control.fired()
@@ -237,7 +237,7 @@ class Model(FileModel):
 
 
 def try_cell(seed, folder, place, engine, direct, errors, control, forks):
-    """Carry out what a seed says for one cell of the matrix; return figures."""
+    """Run the plan of a seed for one cell of the matrix; return counts."""
     rng = random.Random(f"{seed} {place} {engine} {direct}")
     noise = np.random.default_rng(seed).integers(0, 256, plans.NOISE_BYTES, np.uint8)
     limit = LIMIT.get(place, LIMIT_ELSEWHERE)
@@ -253,7 +253,7 @@ def try_cell(seed, folder, place, engine, direct, errors, control, forks):
         warnings.simplefilter("always")
         op = open_op(world, options)
         model = Model(world, path, op, limit, created=rng.random() < 0.5)
-        # The model alone holds it, so that it can drop it.
+        # Only the model has a reference, so that it can drop the op.
         del op
         model.run(step for step in steps if forks or step.kind != "fork")
         model.finish()
@@ -263,11 +263,11 @@ def try_cell(seed, folder, place, engine, direct, errors, control, forks):
 
 
 def random_operations(seed, folder, place, engine, errors=(), control=None, forks=True):
-    """Carry out a trial in both cells of a place and an engine; report figures.
+    """Run a trial in both cells of a place and an engine; report counts.
 
-    `errors` are names of errnos that a library built with faults may give at any time;
-    `control` is a file by which those of FUSE are set; without `forks` these alone are
-    left out of what is drawn.
+    `errors` are names of errnos that the test build may return at any time.  `control` is
+    the file that sets the faults of FUSE.  Without `forks` the same steps are drawn, but
+    forks are not carried out.
     """
     pool = random.Random(f"{seed} {place} {engine}").choice(POOLS)
     if pool and not control:

@@ -1,4 +1,4 @@
-"""Model files and checkpoints, while blocks fail and much else that must not show."""
+"""Save and load model files and checkpoints under faults."""
 
 import contextlib
 import errno
@@ -24,7 +24,7 @@ FOLDER = "sharded"
 
 
 def drawn_tensors(draw):
-    """Return tensors of some dtypes, few of them large, one here and there empty."""
+    """Return tensors of some dtypes; few are large, some are empty."""
     tensors = {}
     for index in range(draw.randint(1, TENSORS_MAX)):
         dtype = draw.choice(("uint8", "bfloat16", "float32", "int64"))
@@ -35,7 +35,7 @@ def drawn_tensors(draw):
 
 
 def files_below(folder):
-    """Return what the files of a folder hold, by their names."""
+    """Return the contents of a folder's files by name."""
     return {
         str(path.relative_to(folder)): path.read_bytes()
         for path in sorted(Path(folder).rglob("*"))
@@ -44,7 +44,7 @@ def files_below(folder):
 
 
 class Trial:
-    """One model in a folder: a file, and the same in shards."""
+    """One model in a folder: as one file, and in shards."""
 
     def __init__(self, draw, folder):
         self.draw = draw
@@ -57,7 +57,7 @@ class Trial:
 
     @contextlib.contextmanager
     def may_fail(self, what):
-        """Count whether it failed; an error is one that was made, and names a file."""
+        """Count a success or failure; an error must be an injected one, and name a file."""
         try:
             yield
         except OSError as error:
@@ -67,11 +67,11 @@ class Trial:
             self.counts[f"{what}, failed"] += 1
         else:
             self.counts[what] += 1
-        # A file that is open may read ahead.
+        # An open file may still read ahead.
         assert what == "tensors" or in_flight() == 0
 
     def save(self, tensors):
-        """Save a file: its name stands for the old one or the new one."""
+        """Save a file; its name must have the old or the new contents."""
         before = files_below(self.folder)
         align, sync = self.draw.choice((8, 4096)), self.draw.random() < 0.5
         failed = self.counts["saved, failed"]
@@ -89,7 +89,7 @@ class Trial:
         assert bits_of_all({name: loaded[name] for name in tensors}) == bits_of_all(tensors)
 
     def save_shards(self, tensors):
-        """Save the shards: an index names files that hold what it says, or the old ones."""
+        """Save the shards; old or new, the index must match the files that it names."""
         index = self.shards / "model.safetensors.index.json"
         saved = self.counts["shards saved"]
         with self.may_fail("shards saved"):
@@ -104,7 +104,7 @@ class Trial:
             assert {*places.values(), index.name} == set(os.listdir(self.shards))
 
     def save_step(self, tensors):
-        """Save a checkpoint: it is there, or the one before, and right."""
+        """Save a checkpoint; it or the one before must be there, and right."""
         checkpointer = Checkpointer(self.folder / "run", keep=1)
         before, how = checkpointer.latest() or 0, self.draw.choice(("save", True, False))
         saved = self.counts["steps saved"]
@@ -133,7 +133,7 @@ class Trial:
                 reader.verify(now)
 
     def load(self, tensors):
-        """Load them in each way there is: bytes that are right, or an error."""
+        """Load them in every way; expect the right bytes, or an error."""
         direct = self.draw.choice(("auto", True, False))
         if self.draw.random() < 0.7:
             descriptor = os.open(self.path, os.O_RDONLY)
@@ -166,7 +166,7 @@ class Trial:
             self.same(found, {name: tensors[name][part] for name, part in half.items()})
 
     def same(self, found, expected):
-        """What was loaded, if it was, is right to the bit."""
+        """Check that tensors, if loaded, are right to the bit."""
         if found is not None:
             assert found.keys() == expected.keys()
             for name, tensor in expected.items():

@@ -1,4 +1,4 @@
-"""Steps of offloaded optimizers, while blocks fail and much else that must not show."""
+"""Take steps of offloaded optimizers under faults."""
 
 import contextlib
 import copy
@@ -16,12 +16,12 @@ from workloads.optimizers import FORMS, KINDS, equal, state_equal, supports
 
 EXPECTED = (errno.EIO, errno.ENOSPC)
 STEPS = 6
-# More have so many blocks that all of them hardly ever succeed at once.
+# With more, there are so many blocks that a step hardly ever succeeds.
 ELEMENTS_MAX = 300_000
 
 
 class Trial:
-    """An ordinary optimizer and an offloaded one, of parameters that are alike."""
+    """An ordinary optimizer and an offloaded one, with equal parameters."""
 
     def __init__(self, draw, folder, counts):
         self.draw, self.folder, self.counts = draw, folder, counts
@@ -39,7 +39,7 @@ class Trial:
         self.engine = ""
 
     def drawn_params(self, count):
-        """Return parameters, few of them large, one here and there empty."""
+        """Return parameters; few are large, some are empty."""
         size_max = [self.draw.choice((0, 50, 5000, ELEMENTS_MAX)) for _ in range(count)]
         return [
             torch.nn.Parameter(
@@ -49,12 +49,12 @@ class Trial:
         ]
 
     def copies(self):
-        """Return parameters like those of the ordinary optimizer."""
+        """Return copies of the ordinary optimizer's parameters."""
         return [torch.nn.Parameter(param.detach().clone()) for param in self.theirs]
 
     @contextlib.contextmanager
     def may_fail(self, what):
-        """Count whether it failed; an error is one that was made, and names a file."""
+        """Count a success or failure; an error must be an injected one, and name a file."""
         try:
             yield
         except OSError as error:
@@ -67,19 +67,19 @@ class Trial:
         assert self.offloaded is None or self.offloaded._store.handle.pending == 0
 
     def succeeds(self, what, call):
-        """Tell whether a call did not fail."""
+        """Return whether a call succeeds."""
         before = self.counts[what]
         with self.may_fail(what):
             call()
         return self.counts[what] > before
 
     def until_it_succeeds(self, what, call):
-        """Call again until it does not fail."""
+        """Repeat a call until it succeeds."""
         while not self.succeeds(what, call):
             pass
 
     def offload(self):
-        """Offload an optimizer that has the states of the ordinary one."""
+        """Offload an optimizer with the states of the ordinary one."""
         inner = self.make(self.ours)
         inner.load_state_dict(copy.deepcopy(self.ordinary.state_dict()))
 
@@ -94,7 +94,7 @@ class Trial:
         self.until_it_succeeds("offloaded", offloading)
 
     def step(self):
-        """Do a step: the right one, or an error, after which states must be loaded."""
+        """Take a step; it is right, or fails, and then states must be loaded."""
         for param, other in zip(self.theirs, self.ours, strict=True):
             grad = torch.randn(param.shape, generator=self.random)
             param.grad = None if self.draw.random() < 0.2 else grad
@@ -110,7 +110,7 @@ class Trial:
         assert equal(self.theirs, self.ours)
 
     def refuses(self):
-        """Tell whether nothing is possible until states are loaded."""
+        """Return whether the optimizer refuses everything until states are loaded."""
         try:
             self.offloaded.state_items()
         except RuntimeError as error:
@@ -118,7 +118,7 @@ class Trial:
         return False
 
     def recover(self):
-        """Load parameters and states; until that succeeds nothing else does."""
+        """Load parameters and states; nothing else works until that succeeds."""
         with torch.no_grad():
             for param, other in zip(self.theirs, self.ours, strict=True):
                 other.copy_(param)
@@ -129,7 +129,7 @@ class Trial:
                 self.offloaded.step()
 
     def load(self, saved):
-        """Load states in one of the ways there are."""
+        """Load states in one of several ways."""
         if self.draw.random() < 0.5:
             self.offloaded.load_state_dict(saved)
             return
@@ -139,7 +139,7 @@ class Trial:
         self.offloaded.load_state_dict(pairs)
 
     def compare(self):
-        """Read all states: they are right, or an error says that they were not read."""
+        """Read all states; they are right, or an error reports that they were not read."""
         found = []
         how = self.draw.choice(("state_dict", "state_items"))
         if self.succeeds(
@@ -148,7 +148,7 @@ class Trial:
             assert state_equal(found[0], self.read(self.ordinary.state_dict()))
 
     def read(self, states):
-        """Return states by the names that they have as pairs, whatever their order."""
+        """Return states by name, whatever their order."""
         if not isinstance(states, dict):
             return dict(sorted(dict(states).items(), key=lambda item: item[0]))
         pairs = {
@@ -159,7 +159,7 @@ class Trial:
         return dict(sorted({"param_groups": states["param_groups"], **pairs}.items()))
 
     def change(self):
-        """Add a group, or lay out anew what is there: done, or as it was."""
+        """Add a group or change the layout; a failure must change nothing."""
         groups = self.offloaded.param_groups
         if self.draw.random() < 0.5 and "Adagrad" not in repr(self.ordinary):
             theirs = self.drawn_params(1)
@@ -180,7 +180,7 @@ class Trial:
             self.ours = [p for g in groups for p in g["params"]]
 
     def run(self):
-        """Do steps, and what comes between them."""
+        """Take steps, with other calls in between."""
         self.offload()
         with self.offloaded:
             for _ in range(STEPS):
@@ -196,7 +196,7 @@ class Trial:
 
 
 def optimizer_trials(first, count, folder):
-    """Do steps with optimizers."""
+    """Take steps with optimizers."""
     torch.set_num_threads(1)
     counts = Counter()
     for draw in each_trial(first, count):

@@ -1,8 +1,8 @@
-"""What is written, and said to be synced, until the power is cut.
+"""Write files, and report what is synced, until the power is cut.
 
-Before a file is touched the child says what shall stand in it, and then, by an API that
-promises so, that this is on the drive; each time with how many entries the log of the
-drive had (``drivefs.py``).
+Before the child changes a file it reports the new contents.  After an API that promises
+durability it reports them as synced.  Each report has the number of entries in the log of
+the drive (``drivefs.py``).
 """
 
 import contextlib
@@ -33,23 +33,23 @@ ROW = 1000
 
 
 def digest_of(content):
-    """Return what stands for some bytes in reports."""
+    """Return the digest that stands for some bytes in reports."""
     return hashlib.sha256(content).hexdigest()
 
 
 def appended_row(number):
-    """Return a row that its number tells."""
+    """Return a row, by its number."""
     return np.frombuffer(pattern(ROW, number), np.uint8)
 
 
 def checkpoint_state(seed, size):
-    """Return a state that its seed and size tell."""
+    """Return a state, by its seed and size."""
     parts = np.array_split(np.frombuffer(pattern(size, seed), np.uint8), 3)
     return {"seed": seed, "size": size, "parts": parts}
 
 
 def distributed_state(step):
-    """Return a state for torch.distributed.checkpoint that its step tells."""
+    """Return a state for torch.distributed.checkpoint, by its step."""
     import torch
 
     data = np.frombuffer(pattern(200 * KIB, step), np.uint8)
@@ -57,20 +57,20 @@ def distributed_state(step):
 
 
 class Promises:
-    """Tells the parent what shall be where, and when it is there for good."""
+    """Reports to the parent what is being written, and when it is durable."""
 
     def __init__(self, drive):
         self.drive = drive
 
     def entries(self):
-        """Return how long the log of the drive is."""
+        """Return the number of entries in the log of the drive."""
         return int(os.getxattr(self.drive, "user.entries"))
 
     @contextlib.contextmanager
     def made(self, path, *parts, whole=False, replaces=False, synced=True):
-        """What is promised by the code within: of a file, parts as (offset, bytes).
+        """Report the parts of a file that the block writes, as (offset, bytes).
 
-        It `replaces` a file where never anything may be seen but an old or a new one.
+        With `replaces`, the file must always have an old or a new content as a whole.
         """
         promises = [
             {
@@ -90,7 +90,7 @@ class Promises:
 
 
 class Writer:
-    """Writes files in all the ways that promise something, drawn from a seed."""
+    """Writes files with random ones of the functions that promise durability."""
 
     def __init__(self, folder, drive, seed):
         self.folder = Path(folder)
@@ -107,11 +107,11 @@ class Writer:
         self.distributed_step = 0
         self.noise = []
         self.fresh = 0
-        # Outside of the drive.
+        # This folder is not on the drive.
         self.scratch = Path(drive).parents[1]
 
     def content(self, size_max=256 * KIB):
-        """Return some bytes, of any size."""
+        """Return random bytes of random size."""
         edge = self.rng.choice([1, 4096, 16 * KIB])
         size = self.rng.randint(0, size_max // edge) * edge
         return pattern(size, next(self.seeds))
@@ -121,7 +121,7 @@ class Writer:
         return self.folder / f"{kind}-{self.rng.randrange(count)}"
 
     def set_up(self):
-        """Make the files that others write into or replace, and sync all."""
+        """Make the files that other steps write into or replace, and sync all."""
         with contextlib.ExitStack() as stack:
             for number in range(2):
                 content = pattern(SLOT * SLOTS, next(self.seeds))
@@ -139,7 +139,7 @@ class Writer:
             run_tool("sync", "--file-system", self.folder)
 
     def sync(self, file):
-        """Make a file durable by one of two ways."""
+        """Make a file durable in one of two ways."""
         if self.rng.random() < 0.5:
             self.handle.fsync(file)
         else:
@@ -154,7 +154,7 @@ class Writer:
             os.close(descriptor)
 
     def make_noise(self):
-        """Requests for a file that nobody syncs, or waits for before there are several."""
+        """Write by requests to a file that is never synced."""
         if len(self.noise) == 8:
             nvmeio.wait(self.noise)
             self.noise.clear()
@@ -163,7 +163,7 @@ class Writer:
         self.noise.append(self.handle.submit_write(self.content(SLOT), path, offset))
 
     def write_slots(self):
-        """Requests that nobody waits for, synchronous writes, an fsync behind them."""
+        """Submit requests without waiting, write synchronously, then fsync."""
         path = self.name("slots", 2)
         parts = [
             (slot * SLOT, self.content(SLOT))
@@ -181,7 +181,7 @@ class Writer:
                 request.wait()
 
     def scatter_slots(self):
-        """Records, and an fsync behind them."""
+        """Scatter records, then fsync."""
         path, size = self.name("slots", 2), self.rng.choice([512, 777, 4096])
         slots = self.rng.sample(range(SLOTS), self.rng.randint(1, SLOTS))
         data = pattern(size * len(slots), next(self.seeds))
@@ -193,7 +193,7 @@ class Writer:
             request.wait()
 
     def write_fresh(self):
-        """A new file by requests, an fsync of it and of its folder."""
+        """Write a new file by requests, then fsync it and its folder."""
         if self.fresh == FRESH_MAX:
             return
         path, content = self.folder / f"fresh-{self.fresh}", self.content()
@@ -207,13 +207,13 @@ class Writer:
             self.sync_folder()
 
     def write_file(self):
-        """write_file() in place, of a file that may be longer."""
+        """Call write_file() in place on a file that may be longer."""
         path, content = self.name("file", 2), self.content()
         with self.promises.made(path, (0, content), whole=True):
             nvmeio.write_file(content, path, sync=True, atomic=False)
 
     def replace_file(self):
-        """write_file(), of which the old or the new content stays; synced or not."""
+        """Replace a file by write_file(), synced or not; old or new content must stay."""
         path, content = self.name("replaced", 2), self.content()
         sync = self.rng.random() < 0.5
         made = self.promises.made(
@@ -223,7 +223,7 @@ class Writer:
             nvmeio.write_file(content, path, sync=sync)
 
     def save(self):
-        """save() in the place of an older array."""
+        """Replace an array by save()."""
         path = self.name("saved", 2)
         array = np.frombuffer(self.content(), np.uint8)
         nvmeio.save(self.scratch / "saved", array)
@@ -233,7 +233,7 @@ class Writer:
             nvmeio.save(path, array, sync=True)
 
     def save_model(self):
-        """save_file() of safetensors in the place of an older model."""
+        """Replace a model by save_file() of safetensors."""
         path, data = self.name("model", 2), self.content()
         count = self.rng.randint(1, 20)
         parts = np.array_split(np.frombuffer(data, np.uint8), count)
@@ -243,7 +243,7 @@ class Writer:
             model_files.save_file(tensors, path)
 
     def save_checkpoint(self):
-        """A step of a Checkpointer, a new one or in the place of the last."""
+        """Save a step of a Checkpointer, a new one or the last one again."""
         step = self.step = self.step + (self.rng.random() < 0.7)
         state = checkpoint_state(next(self.seeds), self.rng.randint(0, 256 * KIB))
         way = self.rng.choice(["save", "staged", "unstaged"])
@@ -255,7 +255,7 @@ class Writer:
         report({"saved": [root, step], "entries": self.promises.entries()})
 
     def save_plainly(self):
-        """What a training loop does by itself: torch.save, and a rename."""
+        """Save as a plain training loop does: torch.save, and a rename."""
         import torch
 
         root, self.step = self.folder / "plain", self.step + 1
@@ -267,9 +267,9 @@ class Writer:
         report({"saved": [str(root), self.step], "entries": self.promises.entries()})
 
     def save_distributed(self, by="nvmeio"):
-        """A state by torch.distributed.checkpoint, in the place of the one before.
+        """Replace a state by torch.distributed.checkpoint.
 
-        Torch's own writer has a folder for each, for it would write over the old one.
+        torch's own writer gets a folder for each, because it would overwrite the old one.
         """
         from torch.distributed import checkpoint as dcp
 
@@ -285,14 +285,14 @@ class Writer:
         report({"saved": [str(root), step], "entries": self.promises.entries()})
 
     def drain(self):
-        """drain() of a folder outside, onto the copy of what was in it before."""
+        """Drain a folder outside the drive onto the copy of its earlier contents."""
         source, target = self.scratch / "drained", self.folder / "drained"
         source.mkdir(exist_ok=True)
         contents = {name: self.content() for name in ("one", "two", ".metadata")}
         with contextlib.ExitStack() as stack:
             for name, content in contents.items():
                 (source / name).write_bytes(content)
-                # What says that all is there goes before anything is replaced.
+                # The manifest, which says that the copy is complete, is removed first.
                 replaces = name != ".metadata"
                 parts = (target / name, (0, content))
                 made = self.promises.made(*parts, whole=True, replaces=replaces)
@@ -300,7 +300,7 @@ class Writer:
             drain(source, target).result()
 
     def copy(self):
-        """``nvmeio cp``, from outside, in the place of an older file or to a new name."""
+        """Copy a file from outside by ``nvmeio cp``, to an old or a new name."""
         content, source = self.content(), self.scratch / "source"
         source.write_bytes(content)
         path, options = self.name("copy", 2), self.rng.choice([(), ("--verify",)])
@@ -314,7 +314,7 @@ class Writer:
             assert nvmeio_command(words) == 0
 
     def checkpoint(self):
-        """The recipe of docs/tuning.md, which keeps one of the two whole."""
+        """Follow the recipe of docs/tuning.md, which keeps one of two files whole."""
         path, content = self.name("checkpoint", 2), self.content()
         made = self.promises.made(
             path, (0, content), whole=True, replaces=True, synced=False
@@ -334,7 +334,7 @@ class Writer:
             return path.read_bytes()[: -np.prod(shape)]
 
     def fill_array(self):
-        """Rows of an ArrayFile, made here if it is not there, and flush()."""
+        """Assign rows of an ArrayFile, made here if missing, and flush()."""
         path, shape = self.name("array", 2), (16, 10_000)
         rows = self.rng.sample(range(shape[0]), self.rng.randint(1, 6))
         data = {row: pattern(shape[1], next(self.seeds)) for row in rows}
@@ -356,7 +356,7 @@ class Writer:
             array.flush()
 
     def append_rows(self):
-        """Rows behind the last one of an ArrayFile, now and then with a flush()."""
+        """Append rows to an ArrayFile, sometimes with a flush()."""
         path = self.folder / "appended.npy"
         new = not path.exists()
         with (
@@ -374,7 +374,7 @@ class Writer:
                 report({"saved": saved, "entries": self.promises.entries()})
 
     def save_profile(self):
-        """A profile, of which the old or the new one is found complete."""
+        """Save a profile; the old or the new one must be complete."""
         options = {"block_size": 1 << 20, "queue_depth": next(self.seeds)}
         options |= {"workers": 1, "engine": "auto", "bounce": "auto"}
         choice = profiles.Choice(options, {"note": "x" * self.rng.randrange(50_000)})
@@ -422,12 +422,12 @@ class Writer:
 
 
 def profiles_below(home):
-    """Return where profiles are kept."""
+    """Return the folder of profiles."""
     return home / "nvmeio" / "profiles"
 
 
 def synced_files(folder, drive, seed, leave_out=(), plainly=""):
-    """Write files until killed; fsyncs that are left out are those of Python's os."""
+    """Write files until killed; `leave_out` may name os.fsync, to show that it matters."""
     if "os.fsync" in leave_out:
         os.fsync = functools.partial(lambda descriptor: None)
     writer = Writer(folder, drive, seed)

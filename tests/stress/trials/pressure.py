@@ -1,4 +1,4 @@
-"""What children do whose control group has little memory for them and their page cache."""
+"""Move large files in a control group with little memory, page cache included."""
 
 import errno
 import os
@@ -16,7 +16,7 @@ from workloads.common import report
 
 
 def group_events(top="/sys/fs/cgroup", own="/proc/self/cgroup"):
-    """Return how often this process's group has met its limit, by either version."""
+    """Return how often this process's group has hit its limit, for either version."""
     groups = dict(
         line.strip().split(":", 2)[1:] for line in Path(own).read_text().splitlines()
     )
@@ -27,13 +27,13 @@ def group_events(top="/sys/fs/cgroup", own="/proc/self/cgroup"):
 
 
 def content(size, seed, begin):
-    """Return the bytes of a file from some place on, a word of which tells its place."""
+    """Return bytes of a file from an offset on; each word depends on its offset."""
     words = np.arange(begin // 8, (begin + size) // 8, dtype=np.uint64)
     return (words * np.uint64(0x9E3779B97F4A7C15) + np.uint64(seed)).view(np.uint8)
 
 
 class Mover:
-    """Writes and reads files that are larger than all memory of the group."""
+    """Writes and reads files larger than the memory of the group."""
 
     def __init__(self, draw, folder, engine, file_bytes):
         self.draw = draw
@@ -49,7 +49,7 @@ class Mover:
         self.refused = 0
 
     def memory(self, size):
-        """Return memory of the pool or of numpy, as there is."""
+        """Return memory of the pool, or of numpy if the pool is full."""
         if self.draw.random() < 0.5:
             try:
                 return nvmeio.empty(size, np.uint8)
@@ -58,7 +58,7 @@ class Mover:
         return np.empty(size, np.uint8)
 
     def insist(self, submit, *args):
-        """Transfer; where the pool has no memory for bounces it says so, and later has."""
+        """Transfer; repeat while the pool reports that it has no memory for bounces."""
         while True:
             try:
                 return submit(*args).wait()
@@ -68,7 +68,7 @@ class Mover:
                 self.refused += 1
 
     def move(self, name, direct, chunk):
-        """Write a file and read it again, by chunks in an order that is drawn."""
+        """Write a file and read it back, in chunks in random order."""
         path = f"{self.folder}/{name}"
         seed = self.draw.randrange(1 << 30)
         begins = range(0, self.file_bytes, chunk)
@@ -98,7 +98,7 @@ class Mover:
 
 
 def hog(most, over):
-    """Take what the pool gives and let go of it, again and again."""
+    """Take all memory of the pool and release it, again and again."""
     refused = 0
     while not over.is_set():
         held = []
@@ -113,7 +113,7 @@ def hog(most, over):
 
 
 def press(first, count, folder, engine, file_bytes, pool_bytes):
-    """Move files through the page cache and past it, while the pool is filled."""
+    """Move files with and without the page cache, while the pool is filled."""
     counts = {"met_limit": 0, "refused": 0, "bytes": 0}
     for draw in each_trial(first, count):
         before = group_events()

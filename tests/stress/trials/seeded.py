@@ -1,4 +1,4 @@
-"""Trials one after the other, each with random numbers of its own."""
+"""Run trials one after the other, each with its own random numbers."""
 
 import random
 
@@ -6,9 +6,10 @@ from workloads.common import report
 
 
 def each_trial(first, count):
-    """Yield the random numbers of each trial; tell the parent which seed is next.
+    """Yield the random numbers of each trial; report each seed to the parent.
 
-    By the first seed and how many there are: a list of thousands is too long for a command.
+    The arguments are the first seed and the count, because a list of thousands is too long
+    for a command line.
     """
     for seed in range(first, first + count):
         report({"seed": seed})

@@ -1,7 +1,7 @@
-"""What children do for hours: rounds of everything, and what they hold measured meanwhile.
+"""Run rounds of everything for hours, and measure the resources that the process holds.
 
-A round leaves nothing behind; so what a process holds after many rounds is what it held
-after the first ones.  For the judge of that to be judged, rounds may leak on purpose.
+A round leaves nothing behind, so a process holds as much after many rounds as after the
+first ones.  Rounds can leak on purpose, to test the check itself.
 """
 
 import asyncio
@@ -32,13 +32,13 @@ from workloads.common import (
 from workloads.forks import fork, join, use_handle
 
 SIZE = 300_000
-# What is counted, and never changes.
+# Resources whose counts must never change.
 EXACT = ("descriptors", "threads", "locked", "pool", "pinned")
 LIBC = ctypes.CDLL(None)
 
 
 class Leaks:
-    """What a round leaves behind on purpose."""
+    """Leaks that a round makes on purpose."""
 
     def __init__(self, size):
         self.size = size
@@ -66,7 +66,7 @@ class Leaks:
 
 
 def held_now():
-    """Return what this process holds: counts, bytes of the pool, and KiB."""
+    """Return the resources of this process: counts, bytes of the pool, and KiB."""
     with open("/proc/self/status") as file:
         status = dict(line.split(":", 1) for line in file)
     pool = nvmeio.pool_stats()
@@ -77,16 +77,16 @@ def held_now():
         "pool": pool["bytes_used"],
         "pinned": pool["bytes_locked"],
         "mapped": pool["bytes_mapped"],
-        # Pages of files come and go as the system likes, and what the pool has mapped it
-        # keeps: what remains is what was allocated.
+        # Allocated memory only: the system decides about pages of files, and the pool keeps
+        # what it has mapped.
         "memory": int(status["RssAnon"].split()[0]) - (pool["bytes_mapped"] >> 10),
     }
 
 
 def held_at_rest(threads):
-    """Return what this process holds when there are so many threads again, or soon.
+    """Return the resources of this process once it has `threads` threads again.
 
-    The last of a thread is gone a moment after it was joined.
+    A thread disappears a moment after it was joined.
     """
     gc.collect()
     LIBC.malloc_trim(0)
@@ -97,7 +97,7 @@ def held_at_rest(threads):
 
 
 class Round:
-    """One of everything, in an order that is drawn."""
+    """One of everything, in random order."""
 
     def __init__(self, draw, folder, engine, data):
         self.draw = draw
@@ -182,7 +182,7 @@ class Round:
         nvmeio.memcpy(np.zeros(2 << 20, np.uint8), np.ones(2 << 20, np.uint8), threads=2)
 
     def let_go(self):
-        """Leave without waiting, observing or closing."""
+        """Drop everything without waiting, polling or closing."""
         self.handle.submit_read(bytearray(SIZE), self.path)
         self.op.async_pread(bytearray(SIZE), self.path)
         if self.draw.random() < 0.5:
@@ -205,7 +205,7 @@ STEPS = (
 def soak(
     first, count, folder, engine, warm_up, looks, steps=STEPS, leak=None, leak_bytes=0
 ):
-    """Go through rounds; report what is held at so many times behind the warm-up."""
+    """Run rounds; report the resources at `looks` times after the warm-up."""
     data = make_file(f"{folder}/soak", SIZE)
     leaks = Leaks(leak_bytes)
     after = count - warm_up

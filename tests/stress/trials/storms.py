@@ -1,4 +1,4 @@
-"""What children do while signals rain on the threads that transfer and wait."""
+"""Transfer and wait while signals are sent to every thread."""
 
 import signal
 import threading
@@ -18,13 +18,13 @@ from workloads.common import (
 )
 
 SIZE = 256 << 10
-# Signals of real time are queued: each that is sent is delivered once, none are merged.
+# Real-time signals are queued: each one is delivered, none are merged.
 PELT = signal.SIGRTMIN + 2
 ALARM_S = 50e-6
 
 
 class Pelter(threading.Thread):
-    """Sends signals to other threads, one after the other, until there were enough."""
+    """Sends a number of signals to other threads, one after the other."""
 
     def __init__(self, amount):
         super().__init__()
@@ -40,13 +40,13 @@ class Pelter(threading.Thread):
                     signal.pthread_kill(target, PELT)
                     self.sent += 1
                 except BlockingIOError:
-                    pass  # as many are queued as may be
+                    pass  # the queue of signals is full
             time.sleep(ALARM_S)
         self.over.set()
 
 
 def storm(folder, engine, amount):
-    """Wait, read and gather in threads, write in the main one, all under signals."""
+    """Wait, read and gather in threads, and write in the main thread, all under signals."""
     path = f"{folder}/storm"
     data = make_file(path, SIZE)
     options = {"block_size": 16384, "queue_depth": 4, "engine": engine}
@@ -73,7 +73,7 @@ def storm(folder, engine, amount):
     ]
 
     def write(handle, number):
-        # A drain, and an fsync behind a write.
+        # A drain, and an fsync after a write.
         changed = pattern(SIZE // 2, number)
         write_checked(handle, f"{path}-written", changed)
         handle.fsync(f"{path}-written")
@@ -104,7 +104,7 @@ def storm(folder, engine, amount):
 
 
 def interrupted_calls(folder, engine, rounds):
-    """Read and write by small blocks one at a time, each of which is a call or two."""
+    """Read and write small blocks one at a time, each with a call or two."""
     path = f"{folder}/calls"
     data = make_file(path, 1 << 20)
     options = {"block_size": PAGE, "queue_depth": 1, "workers": 2}
