@@ -60,6 +60,28 @@ def test_every_version_of_the_format_is_read(path, version):
     assert_same(nvmeio.load(path), expected)
 
 
+@pytest.mark.parametrize("failures", [1, 99, 100])
+def test_a_header_is_parsed_again_when_threads_disturb_the_parser(
+    path, monkeypatch, failures
+):
+    """ast.literal_eval() of CPython 3.11 raises SystemError then; numpy calls it."""
+    nvmeio.save(path, np.arange(5))
+    parse, calls = npy.read_array_header_2_0, []
+
+    def fail_first(*args, **options):
+        calls.append(1)
+        if len(calls) <= failures:
+            raise SystemError("AST constructor recursion depth mismatch")
+        return parse(*args, **options)
+
+    monkeypatch.setattr(npy, "read_array_header_2_0", fail_first)
+    if failures < 100:
+        assert_same(nvmeio.load(path), np.arange(5))
+    else:
+        with pytest.raises(SystemError, match="AST constructor"):
+            nvmeio.load(path)
+
+
 def test_a_header_of_many_non_ascii_letters_is_read(path):
     """As escapes its characters would be longer than in the file."""
     dtype = [(chr(0x4E00 + number) * 16, "u1") for number in range(100)]

@@ -5,6 +5,7 @@ header's length and in its encoding.
 """
 
 import ast
+import contextlib
 import io
 import math
 import os
@@ -44,6 +45,11 @@ _HEADER_BYTES_MAX = 10_000
 # Of the versions of the format: how many bytes give the header's length, its encoding, and
 # how many bytes that may take for a character.
 _VERSIONS = {(1, 0): (2, "latin1", 1), (2, 0): (4, "latin1", 1), (3, 0): (4, "utf-8", 4)}
+
+# In CPython up to 3.11 all threads share the counter of ast's recursion depth
+# (python/cpython#106905).  So ast.literal_eval() may raise SystemError if two threads call
+# it at once, and then works the next time.
+_PARSES_MAX = 100
 
 # What ast.literal_eval() raises, and numpy on the way to it, of headers that nobody made.
 _MALFORMED = (
@@ -128,9 +134,17 @@ def _read_header(stream: io.BufferedReader) -> tuple[tuple[int, ...], bool, np.d
     header = encoded.decode(encoding)
     if len(header) > _HEADER_BYTES_MAX:
         raise ValueError(f"its header has {len(header)} characters, which is no header")
+    for _ in range(_PARSES_MAX - 1):
+        with contextlib.suppress(SystemError):
+            return _parse(header)
+    return _parse(header)
+
+
+def _parse(header: str) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
+    """Have numpy parse a header."""
     _check_units(header)
-    # numpy has no function for 3.0, but reads escapes in 2.0.  They make it longer; what
-    # is limited is what stands in the file.
+    # numpy has no function for version 3.0, but its 2.0 reads escapes.  They make the text
+    # longer; the limit is for the text in the file.
     text = header.encode("latin1", "backslashreplace")
     return npy.read_array_header_2_0(
         io.BytesIO(len(text).to_bytes(4, "little") + text), max_header_size=len(text)
