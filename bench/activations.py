@@ -16,7 +16,7 @@ __all__ = ["activation_duels"]
 
 BLOCK, DEPTH = 1 << 20, 128
 WIDTH = 512
-# A share of what is saved stays in memory, as in any training that needs this.
+# One part in this many stays in memory, as in training that needs offloading.
 MEMORY_SHARE = 8
 
 
@@ -41,7 +41,7 @@ class Waves(torch.nn.Module):
 
 
 def written_bytes() -> int:
-    """Return what this process had drives write."""
+    """Return how many bytes this process has had drives write."""
     lines = Path("/proc/self/io").read_text(encoding="ascii").splitlines()
     return int(dict(line.split(": ") for line in lines)["write_bytes"])
 
@@ -76,7 +76,7 @@ def activation_duels(folder: Path, size: int, child: LoopChild | None) -> Iterat
 
         before = written_bytes()
         step(saving, model, batch)
-        # Whole blocks of what was written; nothing but this writes meanwhile.
+        # In whole blocks. Nothing else in this process writes meanwhile.
         span = max((written_bytes() - before) // BLOCK, 1) * BLOCK
         file = folder / f"activations-{name.partition(' ')[0]}"
         with open(file, "wb") as made:

@@ -34,12 +34,12 @@ from two_ranks import rank_duels
 import nvmeio
 from nvmeio._cli.measuring import forget_cached
 
-# What caio has in flight: the default block and depth of nvmeio's handles.
+# For caio: the default block size and queue depth of nvmeio's handles.
 CHUNK_BYTES, DEPTH = 1 << 20, 128
-# Nothing that people use may be faster.
+# No other tool may be faster.
 GOALS = (Goal("speed", 1.0),)
 
-# Writes what it is given to a file; returns what a file holds, in whatever form.
+# Save writes its content to a file; Load returns what a file holds, in any form.
 Save = Callable[[Any, Path], object]
 Load = Callable[[Path], Any]
 Turn = Callable[[], Sample]
@@ -77,7 +77,7 @@ class Material:
         return np.concatenate(list(bytes_in(self.content)))
 
     def check(self, found: Any, what: str) -> None:
-        """Compare bytes, and wipe those that were found, for memory may be lent again."""
+        """Compare bytes, then wipe those loaded: the next load may get the same memory."""
         begin = 0
         for part in bytes_in(found):
             end = begin + part.nbytes
@@ -90,7 +90,7 @@ class Material:
             raise RuntimeError(f"{what} has lost the end")
 
     def saving(self, save: Save, load: Load, name: str) -> Turn:
-        """Return a turn that writes a new file; what `load` finds there is checked."""
+        """Return a turn that writes a new file, and checks what `load` reads from it."""
         path, nbytes = self.folder / name, self.expected.nbytes
 
         def work() -> int:
@@ -173,7 +173,7 @@ def by_aiofile(aiofile: Any) -> tuple[Save, Load]:
 
     async def read(path: Path) -> Any:
         async with aiofile.async_open(path, "rb") as file:
-            # Pieces, for one read of everything came to 0.03 GB/s (2026-11-21).
+            # In pieces: one read of everything reached 0.03 GB/s (2026-11-21).
             return [piece async for piece in file.iter_chunked(CHUNK_BYTES)]
 
     return lambda data, path: asyncio.run(write(data, path)), lambda p: asyncio.run(read(p))
@@ -206,7 +206,7 @@ def by_caio(caio: Any) -> tuple[Save, Load]:
 
 
 def bytes_duels(folder: Path, size: int, peers: Peers) -> Iterator[Duel]:
-    """Pair nvmeio with what writes and reads plain bytes."""
+    """Pair nvmeio with other ways to write and read plain bytes."""
     material = Material(folder, np.random.default_rng(2).bytes(size))
 
     def write(data: bytes, path: Path) -> None:
@@ -248,7 +248,7 @@ def main() -> None:
             *array_duels(Path(folder), options.size),
             *bytes_duels(Path(folder), options.size, peers),
         ]
-        # That it is missing has been told.
+        # If it is missing, that was reported above.
         if importlib.util.find_spec("torch"):
             duels += rank_duels(Path(folder), 2 * options.size, stack)
         fight(duels, options.rounds)

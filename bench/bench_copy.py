@@ -29,17 +29,17 @@ from nvmeio._native import settings
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = [4 * KIB << 2 * step for step in range(10)]
 QUICK_SIZES = [4 * KIB, MIB, 64 * MIB]
-# A turn is as many copies as come to this, or one.
+# A turn copies this many bytes, but makes at least one copy.
 TURN_BYTES = 32 * MIB
 
-# What has to be reached: at any size, and from here on beside torch on one thread.
+# The goals: FLOOR at any size. Beside torch on one thread, from this size on.
 FLOOR = 0.95
 LARGE_BYTES = 64 * MIB
 LARGE_SPEED = 1.3
-# Of tensors up to here, where the way to the copy takes longer than the copy.
+# Up to this size, the call takes longer than the copy.
 SMALL_BYTES = 4 * KIB
 SMALL_SPEED = 1.0
-# With another process on one of the processors.
+# The goal while another process keeps one processor busy.
 BUSY_FLOOR = 0.8
 
 Copy = Callable[[Any, Any], object]
@@ -60,7 +60,7 @@ def copy_tensor(dest: torch.Tensor, src: torch.Tensor) -> None:
 
 
 def deepspeed_copy(peers: Peers) -> Copy | None:
-    """Return DeepSpeed's op, None where it is not installed or cannot be compiled."""
+    """Return DeepSpeed's op, or None if it is not installed or does not compile."""
     try:
         return deepspeed_op().deepspeed_memcpy
     except (ImportError, RuntimeError, AttributeError) as error:
@@ -80,10 +80,10 @@ def turn(
         return repeats * nbytes
 
     def take() -> Sample:
-        # Of torch, and so of nvmeio, which takes no more threads than torch would.
+        # This limits nvmeio too: it uses no more threads than torch would.
         torch.set_num_threads(threads)
-        # Waking the other thread takes longer than many a copy, and whoever begins would
-        # pay for both.
+        # Waking the other thread takes longer than a small copy, and the first
+        # contestant would pay for both.
         for _ in range(repeats // 10):
             copy(dest, src)
         return measured(work)
@@ -92,7 +92,7 @@ def turn(
 
 
 def forget(memory: Any) -> None:
-    """Give the pages of memory back: an allocator may have lent them before."""
+    """Return memory's pages to the system: an allocator may have used them before."""
     array = memory.numpy() if isinstance(memory, torch.Tensor) else memory
     first = -(-array.ctypes.data // mmap.PAGESIZE) * mmap.PAGESIZE
     end = (array.ctypes.data + array.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE

@@ -27,7 +27,7 @@ from nvmeio._cli.measuring import forget_cached
 
 WORKERS = (0, 2)
 
-# Makes what is iterated over, with a dataset of its own.
+# Makes an iterable of batches, with its own dataset.
 Loading = Callable[[], Any]
 
 
@@ -42,7 +42,8 @@ def epoch(form: Format, loading: Loading, warm: bool) -> Callable[[], Sample]:
     """Return a turn: a few batches of random samples, the start of workers included."""
 
     def turn() -> Sample:
-        # What a memory map holds is not dropped from the page cache: a dataset for a turn.
+        # Mapped pages are not dropped from the page cache, so each turn makes its
+        # dataset.
         loader = loading()
         for path in form.paths:
             (fill_cache if warm else forget_cached)(path)
@@ -58,12 +59,12 @@ def epoch(form: Format, loading: Loading, warm: bool) -> Callable[[], Sample]:
 
 
 def samples_of(batch: Any) -> Any:
-    """Return what has as many elements as a batch has samples: windows come as a pair."""
+    """Return an object whose length is the batch's: windows come as a pair of tensors."""
     return batch[0] if isinstance(batch, list) and len(batch) == 2 else batch
 
 
 def loading(form: Format, make: Callable[[int], Any], workers: int) -> Loading:
-    """Return what makes a DataLoader for one turn."""
+    """Return a function that makes a DataLoader for one turn."""
 
     def load() -> DataLoader[Any]:
         dataset = make(form.count)
@@ -82,7 +83,7 @@ def loading(form: Format, make: Callable[[int], Any], workers: int) -> Loading:
 
 
 def streaming(form: Format) -> Loading:
-    """Return what makes a BatchStream for one turn."""
+    """Return a function that makes a BatchStream for one turn."""
 
     def load() -> nvmeio.torch.BatchStream:
         dataset = form.datasets[0](form.count)
@@ -93,7 +94,7 @@ def streaming(form: Format) -> Loading:
 
 
 def anonymous_bytes(pid: int) -> int:
-    """Return the memory of a process, without pages of files; what is shared in parts."""
+    """Return a process's memory without file pages; shared pages count in part."""
     text = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii")
     found = re.findall(r"^Pss_(?:Anon|Shmem):\s+(\d+) kB$", text, re.MULTILINE)
     return sum(map(int, found)) << 10

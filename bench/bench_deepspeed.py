@@ -31,8 +31,8 @@ from report import finish
 
 # nvmeio and DeepSpeed are imported where they are needed: the time that takes is measured.
 
-# For processes that have imported torch and nothing else yet: children of one that did, for
-# that takes longer than most of what they are for.
+# For processes that have imported torch and nothing else. They are forked from one that
+# has, because the import takes longer than most of what they measure.
 FRESH = multiprocessing.get_context("forkserver")
 FRESH.set_forkserver_preload(["torch"])
 
@@ -47,10 +47,10 @@ CONFIGURATIONS = {
 
 SMALL_COUNT = 1000
 SMALL_BYTES = 64 << 10
-# One is too short for a figure.
+# One turn is too short to measure.
 SMALL_TURNS = 4
 
-# What has to be reached: anywhere, in ordinary memory, and with small tensors.
+# The goals: everywhere, in ordinary memory, and with small tensors.
 FLOOR, UNPINNED, SMALL = 1.0, 2.0, 3.0
 
 # DeepSpeed's copy counts the first dimension in steps of 128 elements of 4 bytes; of other
@@ -79,7 +79,7 @@ def ordinary(nbytes: int) -> torch.Tensor:
 
 
 def paths_in(folder: Path, count: int) -> list[str]:
-    """Name a file for each tensor, as DeepSpeed's swappers have it."""
+    """Name one file per tensor, as DeepSpeed's swappers do."""
     return [str(folder / f"{index} of {count}.swp") for index in range(count)]
 
 
@@ -111,7 +111,7 @@ class Files:
 
 
 def populated(nbytes: int) -> mmap.mmap:
-    """Map huge pages, every one of them touched."""
+    """Map huge pages and touch each of them."""
     pages = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     pages.madvise(mmap.MADV_HUGEPAGE)
     torch.frombuffer(pages, dtype=ELEMENT).zero_()
@@ -119,7 +119,7 @@ def populated(nbytes: int) -> mmap.mmap:
 
 
 def stored(paths: list[str], pages: mmap.mmap) -> torch.Tensor:
-    """Return what the device has for files, read by neither contestant."""
+    """Return what the device holds for the files, read without either contestant."""
     begin = 0
     for path in paths:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
@@ -144,7 +144,7 @@ def transfer(handle: Any, op: str, buffer: torch.Tensor, paths: list[str]) -> in
 
 
 def turn(handle: Any, op: str, buffer: torch.Tensor, files: Files) -> Callable[[], Sample]:
-    """Return a turn of a contestant, whose bytes are checked behind the clock's back."""
+    """Return a contestant's turn, whose bytes are checked while the clock is stopped."""
 
     def take() -> Sample:
         if op == "read":
@@ -242,7 +242,7 @@ def fight_here(folder: Path, size: int, rounds: int) -> list[Duel]:
 
 
 def first_read(name: str, path: str, is_pinned: bool) -> Sample:
-    """Make the first handle of a process and read a file; the op is loaded already."""
+    """Make a process's first handle and read a file. The op is already loaded."""
     op = op_of(name)
     nbytes = os.stat(path).st_size
     handles: list[Any] = []
@@ -315,7 +315,7 @@ def in_process(function: Callable[..., Any], *given: Any) -> Any:
 
 
 def obstacle() -> str | None:
-    """Say what stands in the way of DeepSpeed's op; it is compiled if it never was."""
+    """Return why DeepSpeed's op cannot be used; compile it if that was never done."""
     try:
         op_of("DeepSpeed")
     except (ImportError, RuntimeError, AttributeError) as error:
@@ -347,7 +347,8 @@ def duels(folder: Path, size: int, rounds: int, processes: int) -> list[Duel]:
 def main() -> None:
     """Measure and report; what was measured never changes the exit status."""
     options = arguments(__doc__, ("512M", "64M"), (3, 1), (5, 2))
-    # For the children: who has nvmeio in DeepSpeed's place would see it beside itself.
+    # For the children: if nvmeio replaced DeepSpeed's op, it would be compared with
+    # itself.
     os.environ.pop("NVMEIO_DEEPSPEED", None)
     peers = Peers()
     print("DeepSpeed's op is compiled, unless it was before", file=sys.stderr, flush=True)

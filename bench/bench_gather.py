@@ -31,15 +31,15 @@ from nvmeio._cli.measuring import forget_cached
 DEPTH = 128
 ROW_BYTES = 4096
 ROW_SIZES = (64, 512, 4096, 65536)
-# Of a turn, so that fio's clock, which counts milliseconds, is exact to a percent.
+# Per turn: enough for fio's clock, which counts milliseconds, to be exact to 1 %.
 ROWS = 20_000
-# Of what reads one row after another: at 0.1 ms each.
+# Per turn, for peers that read one row after another, at 0.1 ms each.
 SLOW_ROWS = 1_000
 # The memory of the largest turn.
 TURN_BYTES = 256 << 20
-# For fio's buffers, and some to spare.
+# Enough for fio's buffers.
 HUGE_PAGES_WANTED = 48
-# A turn of fio's with memory of its own for each block in flight.
+# fio with separate memory for each block in flight.
 BATCH = {
     "iodepth_batch_submit": 32,
     "iodepth_batch_complete_min": 32,
@@ -48,7 +48,7 @@ BATCH = {
 FIXED = {**BATCH, "fixedbufs": 1, "registerfiles": 1}
 # The names of --only.
 GROUPS = ("loop", "fio", "peers", "merge")
-# The exponent of the skew: a few rows are wanted again and again.
+# The exponent of the skew: a few rows are read again and again.
 ZIPF = 1.2
 
 
@@ -96,7 +96,7 @@ def ground(folder: Path, size: int) -> Iterator[Ground]:
 
 
 def by_fio(ground: Ground, options: dict[str, int]) -> Callable[[], Sample]:
-    """Return a turn of as many blocks of fio's from random places."""
+    """Return a turn in which fio reads as many random blocks."""
     options = {"norandommap": 1, "number_ios": ROWS, **options}
     path, size = ground.path, ground.size
     return lambda: fio(path, size, "randread", ROW_BYTES, DEPTH, **options)
@@ -104,7 +104,7 @@ def by_fio(ground: Ground, options: dict[str, int]) -> Callable[[], Sample]:
 
 Choose = Callable[[np.random.Generator, int, int], np.ndarray]
 
-# How rows are chosen: a function of a generator, how many, and how many there are.
+# How rows are chosen: a function of a generator, how many to choose, and from how many.
 ORDERS: dict[str, Choose] = {
     "random": lambda rng, count, rows: rng.integers(0, rows, count),
     "sorted": lambda rng, count, rows: np.sort(rng.integers(0, rows, count)),
@@ -143,7 +143,7 @@ def gather(
 def peer(
     ground: Ground, read: Callable[[np.ndarray], int], rows: int, row_bytes: int
 ) -> Callable[[], Sample]:
-    """Return a turn of something else that is given the numbers of rows."""
+    """Return a turn of a peer that gets the row numbers."""
     rng = np.random.default_rng()
 
     def turn() -> Sample:
@@ -231,7 +231,7 @@ def peer_duels(ground: Ground, caio: Any) -> Iterator[Duel]:
 
 
 def merge_duels(ground: Ground) -> Iterator[Duel]:
-    """Pair gathers that merge with such that do not."""
+    """Pair gathers that merge neighbours with gathers that do not."""
     for row_bytes, order in itertools.product(ROW_SIZES, ORDERS):
         rows = min(ROWS, TURN_BYTES // row_bytes // 4)
         turns = (
@@ -257,7 +257,7 @@ def on_one_processor(turn: Turn, *pids: int) -> Turn:
             allow({max(allowed)})
             return turn()
         finally:
-            # Also threads that have started meanwhile.
+            # Threads that started meanwhile are moved too.
             allow(allowed)
 
     return take
@@ -280,7 +280,7 @@ def loop_duels(ground: Ground, place: str, child: LoopChild) -> Iterator[Duel]:
 def all_duels(
     places: dict[str, Ground], names: Sequence[str], child: LoopChild | None, peers: Peers
 ) -> tuple[list[Duel], list[Duel]]:
-    """Return the duels beside the loop and the others, of those groups that are wanted."""
+    """Return the duels with the plain loop, and all others, of the chosen groups."""
     loop: list[Duel] = []
     others: list[Duel] = []
     has_fio = "fio" in names and peers.has_fio()

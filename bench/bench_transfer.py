@@ -28,10 +28,11 @@ from scratch import ground as make_ground
 
 import nvmeio
 
-# At 1 MiB a block.  fio uses depth blocks of memory over and over, which the host's caches
-# reward where they are few; the deepest is close to the footprint of a large tensor.
+# With blocks of 1 MiB. fio reuses as many blocks of memory as its depth. If they are
+# few, they stay in the host's caches; at the largest depth they take nearly as much
+# memory as a large tensor.
 FIO_DEPTHS = (16, 128, 512)
-# Passes over the file in a turn beside fio, whose clock counts milliseconds and whose CPU
+# Passes over the file per turn beside fio: its clock counts milliseconds, and its CPU
 # time includes some of its start.
 FIO_PASSES = 2
 SMALL_COUNT = 1000
@@ -40,7 +41,7 @@ PAGE_BYTES = 4096
 # Memory that was never touched, and how many turns take the place of one.
 FRESH = "never touched"
 FRESH_TURNS = 8
-# What a ring has places for, or less.
+# At most as many as a ring has entries.
 HUGE_BYTES = 2 << 20
 
 # The configurations that the default one is compared with.
@@ -49,16 +50,17 @@ GRID = {
     "queue_depth": (16, 128),
     "workers": (1, 2),
 }
-# The best of many noisy figures is the luckiest: those that look best are measured anew.
+# The best of many noisy figures is partly luck, so those that look best are measured
+# again.
 SCREENINGS = 2
 FINALISTS = 3
 
-# What the deepest queue of 1 MiB blocks needs in pages of 2 MiB, and some to spare.
+# 2 MiB pages for the deepest queue of 1 MiB blocks, and some more.
 HUGE_PAGES_WANTED = max(FIO_DEPTHS) // 2 + 48
 
 
 def by_fio(ground: Ground, op: str, depth: int) -> Move:
-    """Return a turn of fio's, in blocks of 1 MiB."""
+    """Return a turn of fio, in blocks of 1 MiB."""
     size = ground.pool.nbytes
     return lambda: fio(ground.path, size, op, 1 << 20, depth, loops=FIO_PASSES)
 
@@ -160,7 +162,7 @@ def kinds_of_memory(nbytes: int) -> Iterator[tuple[str, Callable[[], Any], bool]
 
 
 def route_duels(ground: Ground) -> Iterator[Duel]:
-    """Pair the route that is chosen with each that can be."""
+    """Pair the chosen route with every possible one."""
     chosen = nvmeio.Handle()
     others = {
         "direct": nvmeio.Handle(bounce="never"),
@@ -208,7 +210,7 @@ def grid() -> Iterator[dict[str, Any]]:
 
 
 def described(options: dict[str, Any]) -> str:
-    """Write a configuration in few characters."""
+    """Abbreviate a configuration."""
     return (
         f"{options['block_size'] >> 10} KiB x {options['queue_depth']}, "
         f"{options['workers']} workers"
@@ -229,7 +231,7 @@ def default_duel(ground: Ground, op: str, options: dict[str, Any]) -> Duel:
 
 
 def finalists(ground: Ground, quick: bool) -> Iterator[Duel]:
-    """Screen the grid, and give fresh duels with the configurations that looked best."""
+    """Measure the grid, and return new duels with the configurations that looked best."""
     for op in ("read", "write"):
         found = []
         for options in itertools.islice(grid(), 0, None, 9 if quick else 1):
@@ -249,7 +251,7 @@ def aiming(duels: Iterable[Duel], *goals: Goal) -> Iterator[Duel]:
 
 
 def groups(ground: Ground, quick: bool) -> dict[str, Callable[[], Iterator[Duel]]]:
-    """Return what makes the duels among ourselves and with fio, by the names of --only."""
+    """Return functions that make the duels, alone and with fio, by names of --only."""
     return {
         "fio": lambda: fio_duels(ground),
         "memory": lambda: aiming(memory_duels(ground), Goal("speed", 0.8)),

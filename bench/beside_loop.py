@@ -28,16 +28,16 @@ __all__ = ["GROUPS", "LOOP_DEVICE_BYTES", "ON_LOOP_DEVICE", "duels"]
 LOOP = "plain loop"
 OPS = ("read", "write")
 BLOCK = 1 << 20
-# Of a default handle.
+# The queue depth of a default handle.
 DEPTH = 128
 SHALLOW_DEPTH = 16
 
 FILES = 1000
 FILE_BYTES = 64 << 10
 SMALL_BYTES = 64 << 10
-# Pieces of a size, and how many at most.
+# The size of the pieces, and how many there are at most.
 PIECES = {SMALL_BYTES: 4096, BLOCK: 1024}
-# Goals of those: of speed, and of CPU time beside the loop's.
+# Their goals: speed, and CPU time compared with the loop's.
 SPEEDS = {
     "disk": {"one by one": 0.95, "in one call": 0.95},
     "loop over tmpfs": {"one by one": 0.85, "in one call": 0.95},
@@ -55,16 +55,16 @@ READS = 50
 OPENS = 20_000
 THREADS = 64
 READS_EACH = 100
-# Three times what it was when each completion woke up all threads that wait.
+# Three times the speed from when each completion woke all waiting threads.
 THREAD_SPEED = 0.5
-# Python's waits look for signals so often.
+# How often Python's waits check for signals.
 PATIENCE_NS = 100_000_000
 NEW_FILES = 16
 
-# Files of a loop device, and what the rows there need.
+# The size of the loop device, enough for its rows.
 LOOP_DEVICE_BYTES = 128 << 20
 
-# Goals of speed where there is none of its own: beside the loop, as beside fio.
+# The goals of rows without their own, compared with the loop and with fio.
 READ_SPEED, WRITE_SPEED = 0.97, 0.95
 
 
@@ -97,20 +97,20 @@ def whole_duels(ground: Ground, child: LoopChild) -> Iterator[Duel]:
 
 
 def own_folder(ground: Ground, block: int) -> Path:
-    """Return where the files are that have a piece each."""
+    """Return the folder of the files that hold one piece each."""
     return ground.path.parent / f"own-{block >> 10}"
 
 
 def targets(
     ground: Ground, place: str, stack: contextlib.ExitStack, block: int, count: int
 ) -> dict[str, list[tuple[Any, int]]]:
-    """Return what pieces go to: file and offset of each, by how the file is named."""
+    """Return the file and offset of each piece, for each way to name a file."""
     offsets = range(0, count * block, block)
     found: dict[str, list[tuple[Any, int]]] = {
         "a path": [(str(ground.path), offset) for offset in offsets],
         "a File": [(ground.file, offset) for offset in offsets],
     }
-    # A loop device has room for small ones alone.
+    # A loop device has room for small pieces only.
     if block == SMALL_BYTES or place == "disk":
         folder = own_folder(ground, block)
         folder.mkdir()
@@ -268,7 +268,7 @@ def open_duels(ground: Ground, child: LoopChild) -> Iterator[Duel]:
         child.turn("plain opens", ground.path, OPENS),
     )
     names = ("nvmeio_file_open, _release", "open, close")
-    # Nothing waits, so the CPU time is the time, and a busy machine does not change it.
+    # Nothing waits, so CPU time equals run time, and a busy machine does not change it.
     goals = (Goal("CPU us", 3.5),)
     yield Duel("open and close", names, turns, False, goals, record_bytes=1)
 
@@ -316,7 +316,7 @@ def new_files(turn: Callable[[], Sample], paths: Sequence[Path]) -> Move:
         finally:
             for path in paths:
                 path.unlink(missing_ok=True)
-            # So that the next one does not wait for their space to be freed.
+            # Otherwise the next turn would wait until their space is freed.
             folder = os.open(paths[0].parent, os.O_RDONLY)
             os.fsync(folder)
             os.close(folder)

@@ -63,7 +63,7 @@ def shared_name(duels: list[Duel], index: int) -> str | None:
 
 
 def labels_of(duels: list[Duel]) -> list[str]:
-    """Name each duel: its work, and those contestants whom the legend does not name."""
+    """Name each duel: its work, and the contestants that the legend does not name."""
     if not shared_name(duels, 0):
         return [f"{duel.work}\n{' / '.join(duel.names)}" for duel in duels]
     if not shared_name(duels, 1):
@@ -134,8 +134,9 @@ def copies(outcome: Outcome) -> Figure:
     return figure
 
 
-# For the README: what stands for the speed of the drive, and what is compared with it.
-# Each is a script, a pattern of the work, the names of the duel, and which of the two.
+# For the README: the drive's speed, and what is compared with it. Each entry is a
+# script, a pattern of the work, the names of the duel, and which of its two
+# contestants.
 Measured = tuple[str, str, str, int]
 OVERVIEW: tuple[tuple[str, Measured, tuple[tuple[str, Measured], ...]], ...] = (
     (
@@ -238,7 +239,7 @@ def overview(scripts: dict[str, Outcome]) -> Figure:
     return figure
 
 
-# By the script that each shows, which is also the name of its file.
+# By script. The name of the script is also that of the file.
 CHARTS: dict[str, Callable[[Outcome], Figure]] = {
     "transfer": lambda found: bars(found, "One large tensor beside fio", "/ fio$"),
     "checkpoint": lambda found: bars(found, "Whole files, not in the page cache"),

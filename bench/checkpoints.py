@@ -24,7 +24,7 @@ Turn = Callable[[], Sample]
 
 
 def checkpoint_duels(folder: Path, size: int, child: LoopChild | None) -> Iterator[Duel]:
-    """Pair saves, restores and what save_async holds up with the least they take."""
+    """Pair saves, restores and the delay of save_async with the least they can take."""
     rows = size // COUNT // 4096 * 4096
     numbers = np.random.default_rng(1)
     state = {f"{n:03}": numbers.integers(0, 256, rows, np.uint8) for n in range(COUNT)}
@@ -36,7 +36,7 @@ def checkpoint_duels(folder: Path, size: int, child: LoopChild | None) -> Iterat
     path = root / "step-0" / "tensors.safetensors"
 
     def saved() -> Sample:
-        # Onto blocks that are new, as the loop's.
+        # To new blocks of the file system, as in the loop.
         shutil.rmtree(root / "step-1", ignore_errors=True)
         return measured(lambda: (checkpointer.save(1, state), nbytes)[1])
 
@@ -101,7 +101,7 @@ def checkpoint_duels(folder: Path, size: int, child: LoopChild | None) -> Iterat
 def training_duel(
     checkpointer: Checkpointer, state: dict[str, np.ndarray], root: Path
 ) -> Duel:
-    """Pair a loop that computes during a save, for ten times as long, with one alone."""
+    """Pair a loop that saves for a tenth of its time with a loop that only computes."""
     numbers = np.random.default_rng(2)
     batch, weights = (numbers.random((512, 512), np.float32) for _ in range(2))
     result = np.empty_like(batch)
@@ -109,9 +109,9 @@ def training_duel(
     def train(steps: int) -> int:
         for _ in range(steps):
             np.matmul(batch, weights, out=result)
-            # What of a step is Python's own.
+            # The part of a step that Python computes itself.
             sum(range(1000))
-        # What they read and write, so that there is a speed.
+        # The bytes that they read and write, so that there is a speed.
         return steps * 3 * result.nbytes
 
     def new() -> None:

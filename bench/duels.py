@@ -36,7 +36,7 @@ __all__ = [
 
 GIB = 1 << 30
 
-# What the figures of a script may depend on.
+# Packages that figures may depend on.
 PACKAGES = (
     "nvmeio",
     "numpy",
@@ -199,7 +199,7 @@ class Duel:
     memory: tuple[int, ...] = ()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave the turns behind: to another process go the figures alone."""
+        """Pickle the figures without the turns."""
         return {**vars(self), "turns": ()}
 
     def fight(self) -> None:
@@ -278,7 +278,7 @@ def fight(duels: Sequence[Duel], rounds: int) -> None:
 
 
 def progress(words: str) -> None:
-    """Say what is going on, in one line of a terminal or in a line of its own each."""
+    """Report progress: in one line of a terminal, or else in a line each."""
     if sys.stderr.isatty():
         print(f"{words[:79]:79}", end="\r", file=sys.stderr, flush=True)
     else:

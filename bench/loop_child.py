@@ -27,7 +27,7 @@ Turn = Callable[[], Sample]
 
 
 class LoopChild:
-    """The child, which works only when it is asked to."""
+    """The child, which waits for commands."""
 
     def __init__(self, program: Path) -> None:
         self._process = subprocess.Popen(
@@ -87,7 +87,7 @@ def compiled(folder: Path) -> Path:
 
 @contextlib.contextmanager
 def loop_child(peers: Peers) -> Iterator[LoopChild | None]:
-    """Start the child, and end it; None where it cannot be compiled."""
+    """Start the child, and end it on exit. None if it cannot be compiled."""
     with tempfile.TemporaryDirectory(prefix="nvmeio-bench-") as folder:
         try:
             program = compiled(Path(folder))

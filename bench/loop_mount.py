@@ -50,17 +50,17 @@ def loop_mount(size: int) -> Iterator[Path]:
             output("mkfs.ext4", "-q", "-m", "0", device)
             output("mount", device, mount)
         finally:
-            # At once, or once it is not mounted any more.
+            # Detached now, or when it is no longer mounted.
             output("losetup", "--detach", device)
         try:
             yield mount
         finally:
-            # What handles still have open stays until they are closed, and then goes too.
+            # Files that are still open keep the mount until they are closed.
             output("umount", "--lazy", str(mount))
 
 
 def try_loop_mount(stack: contextlib.ExitStack, size: int, peers: Peers) -> Path | None:
-    """Mount as `loop_mount` does until a stack unwinds; None where that is not possible."""
+    """Mount as `loop_mount` does, until the stack unwinds. None if that is impossible."""
     reason = "it takes root"
     if os.geteuid() == 0:
         try:

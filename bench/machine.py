@@ -47,7 +47,7 @@ def size_of(text: str) -> int:
 
 
 def chooser(groups: tuple[str, ...]) -> Callable[[str], tuple[str, ...]]:
-    """Return what reads names of groups with commas between them."""
+    """Return a function that parses comma-separated names of groups."""
 
     def choose(text: str) -> tuple[str, ...]:
         names = tuple(text.split(","))
@@ -59,8 +59,8 @@ def chooser(groups: tuple[str, ...]) -> Callable[[str], tuple[str, ...]]:
 
 
 def argument_parser(about: str | None, rounds: tuple[int, int]) -> argparse.ArgumentParser:
-    """Return what parses the command line of every script."""
-    # So that nothing is left behind: no file, no device, no huge pages.
+    """Return the parser of options that all scripts have."""
+    # SystemExit lets every script remove its files, devices and huge pages.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     parser = argparse.ArgumentParser(description=about)
     words = f"how many ({rounds[0]}; {rounds[1]} if quick)"

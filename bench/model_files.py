@@ -50,7 +50,7 @@ class Models:
         for count, tensors in self.tensors.items():
             self.paths[count] = folder / f"{count}.safetensors"
             nvmeio.safetensors.torch.save_file(tensors, self.paths[count])
-        # Of others one is enough.
+        # One file of each other format is enough.
         self.pickled = folder / "model.pt"
         torch.save(self.tensors[FEW], self.pickled)
 
@@ -122,7 +122,7 @@ def cache(path: Path) -> None:
 
 
 def others(models: Models, peers: Peers) -> Iterator[tuple[str, Load, Path]]:
-    """Yield what people load models by."""
+    """Yield the other tools that load models."""
     path, torch = models.paths[FEW], models.torch
     theirs = peers.module("safetensors.torch")
     if theirs is not None:
@@ -164,7 +164,7 @@ def model_duels(
     torch = peers.module("torch")
     if torch is None:
         return
-    # It needs torch as it is imported.
+    # Imported here because it needs torch.
     import nvmeio.safetensors.torch
 
     models = Models(folder, size, torch)

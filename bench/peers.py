@@ -1,4 +1,4 @@
-"""The peers that nvmeio is compared with: optional, and told of where they are missing."""
+"""The peers that nvmeio is compared with. Missing ones are left out and reported."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Peers:
         print(f"left out: {name} ({reason})", file=sys.stderr, flush=True)
 
     def module(self, name: str) -> Any:
-        """Return a module, or None and tell of it."""
+        """Return a module, or None, and report if it is missing."""
         try:
             return importlib.import_module(name)
         except ImportError as error:
@@ -45,7 +45,7 @@ class Peers:
             return None
 
     def has_fio(self) -> bool:
-        """Return whether fio is here, or tell of it."""
+        """Return whether fio is installed, and report if not."""
         found = fio_version() != ""
         if not found:
             self.leave_out("fio", "on Debian and Ubuntu: apt-get install fio")
@@ -53,15 +53,16 @@ class Peers:
 
 
 def deepspeed_op() -> Any:
-    """Return DeepSpeed's op; it is compiled if it never was."""
-    # Who has nvmeio in DeepSpeed's place would see it beside itself.
+    """Return DeepSpeed's op, compiled if that was never done."""
+    # If nvmeio replaced DeepSpeed's op, it would be compared with itself.
     os.environ.pop("NVMEIO_DEEPSPEED", None)
     from deepspeed.ops.op_builder import AsyncIOBuilder
     from torch.utils.cpp_extension import get_default_build_root
 
     folder = os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root()
     for lock in Path(folder).glob("**/async_io/lock"):
-        # torch would wait for it, and for ever where its process was killed.
+        # torch would wait for the lock, for ever if the process that held it was
+        # killed.
         raise RuntimeError(f"its op is being compiled, or {lock.name} is left in {folder}")
     return AsyncIOBuilder().load(verbose=False)
 
@@ -83,7 +84,8 @@ def huge_pages(wanted: int) -> Iterator[bool]:
     try:
         yield reserved == wanted
     finally:
-        # Not back to what it was: another benchmark may have come or gone meanwhile.
+        # Subtracted, not restored: another benchmark may have changed the number
+        # meanwhile.
         change(-reserved)
 
 

@@ -26,7 +26,7 @@ __all__ = ["Format", "formats"]
 
 BLOCK_TOKENS = 1024
 HERE = Path(__file__).resolve().parent
-# Where scripts/test-formats installs the packages, and what imports one of them.
+# Where scripts/test-formats installs the packages, and the module that imports them.
 INSTALLED = (HERE.parent / "build/formats", HERE.parent / "tests/formats")
 
 
@@ -86,7 +86,7 @@ ROW_BYTES = 4096
 
 
 class MemmapRows(Dataset[torch.Tensor]):
-    """What people write: rows of a memory map, copied as it must not be written to."""
+    """The usual dataset: rows of a memory map, copied because it is read-only."""
 
     def __init__(self, path: Path, _: int, advice: int = mmap.MADV_NORMAL) -> None:
         self.path = path
@@ -161,7 +161,7 @@ def tokens(folder: Path, size: int) -> Format:
         f"windows of {BLOCK_TOKENS} tokens",
         ("TokenDataset", "numpy.memmap"),
         (
-            lambda _: nvmeio.torch.TokenDataset(path, BLOCK_TOKENS, np.uint16),
+            lambda _: nvmeio.torch.TokenDataset(path, BLOCK_TOKENS, np.uint16, stride=1),
             functools.partial(MemmapWindows, path),
         ),
         (path,),
@@ -249,7 +249,7 @@ def tar(folder: Path, size: int, wds: Any, nbytes: int) -> Format:
         for number, (image, label) in enumerate(images(nbytes, size)):
             writer.write({"__key__": f"{number:08}", "jpg": image, "cls": label})
     paths = sorted(folder.glob(f"{name}-*.tar"))
-    # The index is saved, elsewhere: memory is measured where nothing was read before.
+    # Save the index in another process: memory is measured in this one before it reads.
     context = multiprocessing.get_context("fork")
     process = context.Process(target=nvmeio.torch.TarDataset, args=(paths,))
     process.start()
@@ -311,12 +311,12 @@ def formats(folder: Path, size: int, peers: Peers) -> Iterator[list[Format]]:
         yield found
 
 
-# Which part of the size files of images have, and the size of an image.
+# The files of images have this part of the size, with images of this many bytes.
 SIZES = ((4, 100_000), (8, 5_000))
 
 
 def module(peers: Peers, name: str) -> Any:
-    """Return a module of a peer, or None and tell of it."""
+    """Return a peer's module, or None, and report if it is missing."""
     try:
         return importlib.import_module(name)
     except ImportError as error:

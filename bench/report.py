@@ -33,13 +33,13 @@ __all__ = [
 SCHEMA = 1
 
 Row = tuple[str, ...]
-# A head and rows of as many cells.
+# A header row, and rows of as many cells.
 Table = tuple[Row, list[Row]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What a script has measured, or why it has not.
+    """What a script has measured, or why it failed.
 
     Attributes
     ----------
@@ -63,7 +63,7 @@ class Outcome:
 
     @classmethod
     def from_dict(cls, raw: dict[str, Any]) -> Outcome:
-        """Return what the JSON has of a script."""
+        """Return a script's part of the JSON."""
         return cls(
             raw.get("machine", {}),
             [Duel.from_dict(duel) for duel in raw.get("duels", [])],
@@ -123,19 +123,19 @@ def padded(table: Table) -> str:
 
 
 def moves_bytes(duel: Duel) -> bool:
-    """Return whether what a duel does has a speed; else it has a time alone."""
+    """Return whether a duel is measured by speed; otherwise by time."""
     return any(pair[0].nbytes for pair in duel.rounds)
 
 
 def speed_unit(duel: Duel) -> str:
-    """Return what the speed of a duel is counted in."""
+    """Return the unit of a duel's speed."""
     if not moves_bytes(duel):
         return "s"
     return "k/s" if duel.record_bytes else "GB/s"
 
 
 def speed_of(duel: Duel) -> Callable[[Sample], float]:
-    """Return what makes a figure in that unit."""
+    """Return a function that converts a figure to that unit."""
     if not moves_bytes(duel):
         return lambda sample: sample.seconds
     if duel.record_bytes:
@@ -158,7 +158,7 @@ def cpu_times(duel: Duel) -> str:
 
 
 def delivered(duel: Duel) -> str:
-    """Write what the device delivered of a byte that was read, the median of both."""
+    """Write how many bytes the device delivered per byte read, the median of both."""
 
     def share(sample: Sample) -> float:
         return sample.device_bytes / sample.nbytes
@@ -168,7 +168,7 @@ def delivered(duel: Duel) -> str:
 
 
 def memory(duel: Duel) -> str:
-    """Write the memory that both have taken."""
+    """Write how much memory both took."""
     return " / ".join(number(value / 1e6) for value in duel.memory) + " MB"
 
 
@@ -225,7 +225,7 @@ def medians(scripts: dict[str, Outcome]) -> Table:
 
 
 def verdicts(outcome: Outcome) -> list[tuple[Duel, Goal, str]]:
-    """Return what came out of each goal."""
+    """Return the result of each goal."""
     return [
         (duel, goal, goal.verdict(duel)) for duel in outcome.duels for goal in duel.goals
     ]
@@ -293,7 +293,7 @@ def shown(key: str, value: Any) -> str:
     return size_name(value) if key == "size" else str(value)
 
 
-# How a table of some scripts can be made, by the name that the documentation has for it.
+# The styles of tables, by their names in the documentation.
 STYLES: dict[str, Callable[[dict[str, Outcome]], Table]] = {
     "all": full,
     "medians": medians,

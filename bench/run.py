@@ -26,9 +26,9 @@ from report import SCHEMA, Outcome, padded, summary
 __all__ = ["JOBS", "Job", "machine_name", "main", "run"]
 
 HERE = Path(__file__).resolve().parent
-# None takes a quarter of it where all is well.
+# None takes a quarter of this unless something is wrong.
 LIMIT_S = 600
-# How long a script may clear up.
+# How long a script may take to clean up.
 GRACE_S = 30
 
 
@@ -57,7 +57,7 @@ JOBS = {
     "offload": Job("--size 256M --rounds 3", ("torch",)),
     "gather": Job("--size 2G --rounds 3 --loop-rounds 7"),
     "dataloader": Job("--size 512M --rounds 3", ("torch",)),
-    # Compiles the op, which the copies are then beside.
+    # Compiles the op, which the next script compares its copies with.
     "deepspeed": Job("--size 256M --rounds 1 --processes 2", ("torch", "deepspeed")),
     "copy": Job("--largest 64M --rounds 4", ("torch",), on_disk=False),
 }
@@ -72,7 +72,7 @@ def machine_name(folder: Path) -> str:
 
 
 def say(words: str) -> None:
-    """Tell how far it has come."""
+    """Report progress."""
     print(f"run: {words}", file=sys.stderr, flush=True)
 
 
@@ -82,7 +82,7 @@ def ended(process: subprocess.Popen[bytes], limit_s: float) -> bool:
         process.wait(limit_s)
         return True
     except subprocess.TimeoutExpired:
-        # Its children too, for it may wait for what they are at.
+        # Its children too, because it may be waiting for them.
         os.killpg(process.pid, signal.SIGTERM)
     try:
         process.wait(GRACE_S)
@@ -108,7 +108,7 @@ def run(name: str, options: list[str], limit_s: float) -> dict[str, Any]:
         command = [sys.executable, HERE / f"bench_{name}.py", *options, "--json", found]
         begin = time.monotonic()
         with open(log, "wb") as errors:
-            # In a group of its own, so that its children can be ended with it.
+            # In its own process group, so that its children can be ended with it.
             process = subprocess.Popen(
                 command, stdout=subprocess.DEVNULL, stderr=errors, start_new_session=True
             )
@@ -127,7 +127,7 @@ def run(name: str, options: list[str], limit_s: float) -> dict[str, Any]:
 
 
 def outcome_of(name: str, folder: Path, quick: bool) -> dict[str, Any]:
-    """Run a script where there is something to measure."""
+    """Run a script if its requirements are installed."""
     job = JOBS[name]
     missing = [need for need in job.needs if importlib.util.find_spec(need) is None]
     if missing:
@@ -174,7 +174,7 @@ def main(given: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    # So that the script at work clears up.
+    # So that the running script cleans up.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         sys.exit(main())

@@ -99,7 +99,7 @@ def small_pages(nbytes: int) -> torch.Tensor:
     first = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
     last = (tensor.data_ptr() + nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
     if last > first:
-        # torch does not ask for huge pages, but a system may give them to all.
+        # torch does not ask for huge pages, but a system may use them for all memory.
         libc = ctypes.CDLL(None)
         size = ctypes.c_size_t(last - first)
         libc.madvise(ctypes.c_void_p(first), size, mmap.MADV_NOHUGEPAGE)

@@ -21,7 +21,7 @@ from duels import Duel, Goal, Sample, device_bytes
 __all__ = ["rank_duels"]
 
 RANKS = 2
-# A column's share of a row, at two ranks: 16 KiB.
+# At two ranks, each part of a row is 16 KiB.
 COLUMNS = 8192
 ROWS = 2048
 TENSOR_BYTES = ROWS * COLUMNS * 4
@@ -49,7 +49,7 @@ class Ranks:
         ]
 
     def run(self, nbytes: int, **job: Any) -> Sample:
-        """Have all do something; what the slowest took, and what all took together."""
+        """Run a command in all ranks. Returns the time of the slowest, and the sum."""
         for process in self._processes:
             assert process.stdin is not None
             print(json.dumps(job), file=process.stdin, flush=True)
@@ -102,7 +102,7 @@ def rank_duels(folder: Path, size: int, stack: contextlib.ExitStack) -> Iterator
 
 
 def main() -> None:
-    """Be a rank: do what comes in lines, and say how long it took."""
+    """Run as a rank: carry out the commands of stdin, and report how long they took."""
     import torch
     import torch.distributed as dist
     from torch.distributed import checkpoint as dcp
@@ -154,7 +154,7 @@ def main() -> None:
                 for path in folder.iterdir():
                     forget_cached(path)
         elif rank == 0:
-            # Each begins with no file there.
+            # Each turn begins without files.
             shutil.rmtree(folder, ignore_errors=True)
         dist.barrier()
         device, cpu, begin = device_bytes(), time.process_time(), time.perf_counter()

@@ -45,6 +45,7 @@ html_theme = "furo"
 html_title = f"nvmeio {release}"
 html_static_path = ["_static"]
 html_css_files = ["nvmeio.css"]
+html_search_scorer = "docs/_ext/scorer.js"
 html_extra_path = ["_extra"]
 html_copy_source = False
 html_show_copyright = False

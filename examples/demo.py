@@ -31,7 +31,7 @@ ROUNDS = 3
 EPOCHS = 4
 BATCH = 64
 
-# How the bytes of the round trip are shared out; the last tensor gets what is left.
+# The tensors' shares of the bytes. The last tensor gets the rest.
 SHARES = (
     (torch.float32, 0.41),
     (torch.bfloat16, 0.23),
@@ -89,7 +89,7 @@ def make_tensors(size: int) -> list[torch.Tensor]:
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """View a tensor as bytes, for which any bits are equal to themselves."""
+    """View a tensor as bytes, so that NaN equals itself."""
     return tensor.view(-1).view(torch.uint8)
 
 
@@ -212,7 +212,7 @@ def speeds(size: int, seconds: list[float]) -> str:
 
 
 def equal(found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
-    """Tell whether tensors have the same bits."""
+    """Return whether tensors have the same bits."""
     return len(found) == len(expected) and all(
         torch.equal(as_bytes(one), as_bytes(other))
         for one, other in zip(found, expected, strict=True)
@@ -220,7 +220,7 @@ def equal(found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
 
 
 def round_trip(folder: Path, size: int) -> bool:
-    """Move tensors to disk and back, each side reading what the other one wrote."""
+    """Move tensors to disk and back. Each side reads what the other wrote."""
     print(f"\n2. A round trip of {size} bytes in ordinary torch tensors")
     tensors = make_tensors(size)
     for tensor in tensors:
@@ -276,7 +276,7 @@ class SwappedState:
             self.swapped.append((view, str(folder / f"state-{number}")))
 
     def swap_out(self) -> None:
-        """Write the state, and make its memory useless: only the disk has it now."""
+        """Write the state and overwrite its memory, so that only the disk has it."""
         for view, path in self.swapped:
             self.handle.async_pwrite(view, path)
         self.finish()
@@ -289,13 +289,13 @@ class SwappedState:
         self.finish()
 
     def finish(self) -> None:
-        """Wait for what was started, and count it."""
+        """Wait for the requests in flight, and count their bytes."""
         if self.handle.wait() != len(self.swapped):
             raise RuntimeError("not every transfer of the state is done")
         self.nbytes += self.memory.nbytes
 
     def close(self) -> None:
-        """Give the memory and the workers back."""
+        """Free the memory and end the workers."""
         self.handle.free_cpu_locked_tensor(self.memory)
         self.handle.close()
 
@@ -363,9 +363,9 @@ def training(folder: Path) -> bool:
     """Train in memory and with the state on disk, and compare what comes of it."""
     print("\n3. Training on scikit-learn's digits, Adam's state on disk between steps")
     threads = torch.get_num_threads()
-    # With two threads, the first steps that torch takes in a process are now and then not
-    # those of other processes to the bit, on a busy machine (1 training in memory of 60;
-    # torch 2.13.0, 2026-11-22).
+    # With two threads on a busy machine, torch's first steps in a process sometimes
+    # differ in their last bits from those of other processes (1 training in memory of
+    # 60; torch 2.13.0, 2026-11-22).
     torch.set_num_threads(1)
     try:
         expected = train(None)
@@ -409,7 +409,7 @@ def main(arguments: list[str] | None = None) -> int:
         stopped.append(number)
         raise KeyboardInterrupt
 
-    # So that `kill` cleans up too.
+    # So that `kill` removes the folder too.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, stop)
     print(f"nvmeio {nvmeio.__version__}, torch {torch.__version__}, numpy {np.__version__}")
@@ -421,7 +421,7 @@ def main(arguments: list[str] | None = None) -> int:
             came_back = round_trip(Path(inside), options.size)
             same = training(Path(inside))
     except (KeyboardInterrupt, Exception) as error:
-        # numpy's tofile() makes a TypeError of an interruption.
+        # numpy's tofile() turns an interruption into a TypeError.
         if stopped:
             print("\ninterrupted; the files are removed", file=sys.stderr)
             return 128 + stopped[0]

@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -28,17 +29,19 @@ PROCESSES = 2
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 STATES = ("exp_avg", "exp_avg_sq")
 FILES = ("table", *STATES)
-# Rows that are made, and compared, at a time.
+# Rows per part, when they are made and compared.
 CHUNK = 1 << 14
+# How long a process waits for the others, in seconds.
+TIMEOUT = 300
 
 
 def chunks(count: int) -> Iterator[slice]:
-    """Cut rows into parts."""
+    """Divide rows into parts."""
     return (slice(begin, min(begin + CHUNK, count)) for begin in range(0, count, CHUNK))
 
 
 def initial(rows: slice, options: argparse.Namespace) -> torch.Tensor:
-    """Return rows of the table as they are before the first step."""
+    """Return rows of the table as they were before the first step."""
     generator = torch.Generator().manual_seed(rows.start)
     values = torch.randn(rows.stop - rows.start, options.width, generator=generator)
     return values.to(DTYPES[options.dtype])
@@ -92,13 +95,13 @@ def train_on_disk(
             )
             for name in FILES
         ]
-        barrier.wait()
+        barrier.wait(TIMEOUT)
         writes: list[nvmeio.Request] = []
         for step in range(options.steps):
             named, targets = batch(step, process, options)
             ids, places = named.unique(return_inverse=True)
-            # All three files at once.  What the last step has written is read again where
-            # an id comes again, so reading begins when that is done.
+            # All three files at once. An id may come again in the next step, so reading
+            # begins when the last step's writes are done.
             reads = [file.prefetch(ids, after=writes) for file in files]
             rows, *states = (read.result() for read in reads)
             table = torch.nn.Parameter(rows)
@@ -119,12 +122,24 @@ def train_on_disk(
             file.flush()
 
 
+def wait_for_all(workers: list[Any], barrier: Any) -> list[int]:
+    """Let the workers begin once all are ready; return the numbers of those that died."""
+    sentinels = [worker.sentinel for worker in workers]
+    while barrier.n_waiting < len(workers):
+        if dead := wait(sentinels, timeout=0.05):
+            # The others give up too.
+            barrier.abort()
+            return [sentinels.index(one) for one in dead]
+    barrier.wait(TIMEOUT)
+    return []
+
+
 def train_in_memory(options: argparse.Namespace) -> list[torch.Tensor]:
     """Train the same in memory; return the table and the states."""
     torch.set_num_threads(1)
     rows = torch.cat([initial(part, options) for part in chunks(options.rows)])
     table = torch.nn.Parameter(rows)
-    # One for each process, so that both count their steps.
+    # One per process, so that each counts its own steps.
     optimizers = [
         torch.optim.SparseAdam([table], lr=options.rate) for _ in range(PROCESSES)
     ]
@@ -172,13 +187,16 @@ def main(arguments: list[str] | None = None) -> int:
         ]
         for worker in workers:
             worker.start()
-        barrier.wait()
+        failed = wait_for_all(workers, barrier)
         begin = time.perf_counter()
         for worker in workers:
             worker.join()
         seconds = time.perf_counter() - begin
-        if any(worker.exitcode for worker in workers):
-            print("A PROCESS HAS FAILED")
+        failed = failed or [n for n, worker in enumerate(workers) if worker.exitcode]
+        for number in failed:
+            code = workers[number].exitcode
+            print(f"PROCESS {number} HAS FAILED: exit code {code}")
+        if failed:
             return 1
         print(
             f"   {options.steps} steps of {options.batch} ids in {PROCESSES} processes, "

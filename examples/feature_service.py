@@ -31,15 +31,16 @@ import nvmeio
 import nvmeio.aio
 
 WIDTH = 128
-# Rows that are made and written at a time.
+# Rows per part, when the file is made.
 CHUNK = 1 << 14
 CLIENTS = 4
-# How many requests of a client are under way.
+# How many requests a client has in flight.
 AT_ONCE = 16
 PATIENCE_S = 30.0
 
-# From a client: a number of its choice, what it wants, seconds that it has, and how many
-# rows (int64) follow.  To it: that number, what became of it, and how many bytes follow.
+# From a client: a number of its choice, the kind of request, its timeout in seconds,
+# and how many row numbers (int64) follow. To the client: the same number, the result,
+# and how many bytes follow.
 ASKED = struct.Struct("<IBdI")
 ANSWERED = struct.Struct("<IBI")
 ASK, DROP = range(2)
@@ -50,7 +51,7 @@ Features = npt.NDArray[np.float32]
 
 
 async def build(path: Path, count: int) -> None:
-    """Make a file of random features; by its first one any row can be told."""
+    """Make a file of random features. The first one is the row's number."""
     generator = np.random.default_rng(0)
     with nvmeio.ArrayFile.create(path, (count, WIDTH), "f4") as features:
         for begin in range(0, count, CHUNK):
@@ -88,7 +89,7 @@ class Service:
                 tasks[number] = task
                 task.add_done_callback(lambda _, number=number: tasks.pop(number))
         except asyncio.IncompleteReadError:
-            # It has hung up, and wants no answer any more.
+            # The client has hung up and needs no more answers.
             for task in tasks.values():
                 task.cancel()
         finally:
@@ -98,10 +99,11 @@ class Service:
     async def answer(
         self, writer: asyncio.StreamWriter, number: int, rows: Rows, seconds: float
     ) -> None:
-        """Answer one request, unless it is dropped."""
+        """Answer one request, unless it is cancelled."""
         status, data = REFUSED, b""
         try:
-            # It ends when the memory is in no use any more, also where the time is over.
+            # Also after a timeout, this ends only when nothing writes to the memory any
+            # more.
             request = self.features.prefetch(rows)
             found = await asyncio.wait_for(request.as_coroutine(), seconds)
             status, data = FOUND, found.tobytes()
@@ -128,7 +130,7 @@ class Client:
                 head = await self.reader.readexactly(ANSWERED.size)
                 number, status, nbytes = ANSWERED.unpack(head)
                 data = await self.reader.readexactly(nbytes)
-                # Nobody waits for what was dropped too late.
+                # An answer to a request that was cancelled too late.
                 future = self.waiting.get(number)
                 if future is not None and not future.done():
                     future.set_result((status, data))
@@ -150,7 +152,7 @@ class Client:
 
 
 class Trial:
-    """What clients do, and what came of it."""
+    """What the clients ask, and the answers."""
 
     def __init__(self, count: int, rows: int) -> None:
         self.count, self.rows = count, rows
@@ -184,7 +186,7 @@ class Trial:
         self.wrong += not right
 
     async def run(self, host: str, port: int, requests: int) -> None:
-        """Have clients ask, each so often at once."""
+        """Have each client send several requests at once."""
         indices = iter(range(requests))
 
         async def ask_on(client: Client) -> None:
@@ -202,7 +204,7 @@ class Trial:
 
 
 async def try_service(path: Path, count: int, requests: int, rows: int) -> bool:
-    """Serve a file to clients; tell whether all went well."""
+    """Serve a file to clients, and return whether every answer was right."""
     trial = Trial(count, rows)
     async with nvmeio.Handle() as handle:
         with nvmeio.ArrayFile(path, handle=handle) as features:

@@ -26,13 +26,13 @@ MIB = 1 << 20
 WIDTH = 128
 DEGREE = 10
 SEEDS = 256
-# Rows that are made and written at a time.
+# Rows per part, when the files are made.
 CHUNK = 1 << 14
 
 
 @contextlib.contextmanager
 def limited_memory(room: int) -> Iterator[None]:
-    """Let this process have `room` bytes more than it has, however much the machine has."""
+    """Limit this process to `room` bytes more than it uses now."""
     lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
     (used,) = (int(text.split()[1]) << 10 for text in lines if text.startswith("VmData:"))
     before = resource.getrlimit(resource.RLIMIT_DATA)
@@ -44,7 +44,7 @@ def limited_memory(room: int) -> Iterator[None]:
 
 
 def chunks(count: int) -> Iterator[slice]:
-    """Cut rows into parts."""
+    """Divide rows into parts."""
     return (slice(begin, min(begin + CHUNK, count)) for begin in range(0, count, CHUNK))
 
 
@@ -56,7 +56,8 @@ def build(folder: Path, nodes: int) -> tuple[nvmeio.ArrayFile, nvmeio.ArrayFile]
     for rows in chunks(nodes):
         size = rows.stop - rows.start
         values = generator.standard_normal((size, WIDTH), "f4")
-        # By its first feature, any row that was read can be told from the others.
+        # The first feature is the row's number, so every row that is read can be
+        # checked.
         values[:, 0] = np.arange(rows.start, rows.stop)
         features[rows] = values
         edges[rows] = generator.integers(0, nodes, (size, DEGREE), "i4")
@@ -107,7 +108,8 @@ def train(features: nvmeio.ArrayFile, edges: nvmeio.ArrayFile, steps: int) -> bo
         gathered += nodes.size
         right &= bool((rows[..., 0].numpy() == nodes).all())
         values = rows[..., 1:]
-        # What it is to learn: the mean of the neighbours' first value, and its own.
+        # The value to learn: the mean of the neighbours' first feature, plus the node's
+        # own.
         target = values[:, 0, 0] + values[:, 1:, 0].mean(1)
         optimizer.zero_grad()
         loss = (layer(values[:, 0], values[:, 1:]) - target).square().mean()
@@ -127,11 +129,11 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.steps < 1:
         parser.error(f"--steps is {options.steps}; at least one is needed")
-    # The stacks of threads would count too, and machines have many processors.
+    # Stacks of threads count towards the limit, and machines may have many processors.
     torch.set_num_threads(1)
-    # What torch imports with its first optimizer is not of the graph either.
+    # torch imports modules with its first optimizer. They should not count either.
     torch.optim.Adam([torch.zeros(1)])
-    # The limit ends before the folder is removed, which takes memory too.
+    # Removing the folder takes memory, so the limit ends before that.
     with (
         tempfile.TemporaryDirectory(prefix="nvmeio-graph-", dir=".") as folder,
         limited_memory(options.memory * MIB),

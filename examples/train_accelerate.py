@@ -25,7 +25,7 @@ WIDTH, BATCH, EVERY = 128, 32, 5
 
 
 def batch_of(step: int) -> torch.Tensor:
-    """Return the data of a step, which its number tells."""
+    """Return the data of a step, which depends on its number alone."""
     return torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(step))
 
 
@@ -36,7 +36,7 @@ def newest(folder: Path) -> int:
 
 
 def main() -> None:
-    """Train, save, and say what came of it."""
+    """Train, save, and report the result."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--folder", type=Path, required=True, help="for the checkpoints")
     parser.add_argument("--steps", type=int, default=20, help="how many (default: 20)")

@@ -115,7 +115,7 @@ def write_text(path: Path) -> int:
 
 
 class Model(torch.nn.Module):
-    """Guesses each next byte from those before it."""
+    """Predicts each next byte from those before it."""
 
     def __init__(self, preset: Preset) -> None:
         super().__init__()
@@ -139,7 +139,7 @@ class Model(torch.nn.Module):
 
 
 def moved() -> dict[str, int]:
-    """Return what the drive has delivered to this process, and has got from it."""
+    """Return how many bytes this process has read from drives and written to them."""
     lines = Path("/proc/self/io").read_text(encoding="ascii").splitlines()
     found = dict(text.split(": ") for text in lines)
     return {name: int(found[name]) for name in ("read_bytes", "write_bytes")}
@@ -149,7 +149,7 @@ def train(folder: Path, preset: Preset, steps: int, beyond: bool) -> None:
     """Train, and print a line of JSON for each step and one in the end."""
     torch.manual_seed(0)
     model = Model(preset)
-    # Wider layers sum up more of what a step changes.
+    # Wider layers add up more changes per step.
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.08 / preset.width)
     forward = contextlib.nullcontext
     if beyond:
@@ -160,7 +160,7 @@ def train(folder: Path, preset: Preset, steps: int, beyond: bool) -> None:
         def forward() -> contextlib.AbstractContextManager[None]:
             return nvmeio.torch.save_on_disk(folder, memory=preset.activations * MIB)
 
-    dataset = TokenDataset(folder / "text.npy", preset.block)
+    dataset = TokenDataset(folder / "text.npy", preset.block, stride=1)
     sampler = RandomSampler(
         dataset,
         replacement=True,
@@ -189,7 +189,7 @@ def train(folder: Path, preset: Preset, steps: int, beyond: bool) -> None:
     print(json.dumps(end), flush=True)
 
 
-# Around it: a control group, and a look at its memory.
+# Around it: a control group, and a watch of its memory.
 
 
 class Group:
@@ -201,7 +201,8 @@ class Group:
         self.folder = (top / "memory" if self.version == 1 else top) / name
         self.folder.mkdir()
         try:
-            # Without swap, or the limit would make the loop slow, and not end it.
+            # Without swap. Otherwise the limit would slow the loop down instead of
+            # ending it.
             if self.version == 1:
                 self._write("memory.limit_in_bytes", limit)
                 with contextlib.suppress(FileNotFoundError):
@@ -215,17 +216,17 @@ class Group:
             raise
 
     def _write(self, name: str, value: int) -> None:
-        # A file that is not there must not be made.
+        # A missing file must not be created.
         with open(self.folder / name, "r+", encoding="ascii") as file:
             file.write(str(value))
 
     def enter(self) -> list[str]:
-        """Return the words before a command that runs in this group from its beginning."""
+        """Return the words to put before a command, so that it starts in this group."""
         script = 'echo $$ > "$0" && exec "$@"'
         return ["sh", "-c", script, str(self.folder / "cgroup.procs")]
 
     def memory(self) -> int:
-        """Return what the kernel counts at this moment."""
+        """Return the memory that the kernel counts now."""
         name = "memory.usage_in_bytes" if self.version == 1 else "memory.current"
         return int((self.folder / name).read_text(encoding="ascii"))
 
@@ -324,8 +325,8 @@ def sampled(run: Run, group: Group | None, pid: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def signals_later() -> Iterator[None]:
-    """Let Ctrl-C and `kill` wait until all of this is done."""
-    # A mask would be this thread's alone, and torch has others.
+    """Delay Ctrl-C and `kill` until this block is done."""
+    # A signal mask would only affect this thread, and torch has others.
     came: list[int] = []
     handlers = [
         signal.signal(each, lambda number, _: came.append(number)) for each in SIGNALS
@@ -344,13 +345,13 @@ def start(name: str, arguments: list[str], limit: int) -> Run:
     run = Run(name)
     with contextlib.ExitStack() as stack:
         group = None
-        # What is not on the stack yet would be left behind.
+        # An interruption here would leave behind what is not on the stack yet.
         with signals_later():
             if limit:
                 group = Group(f"nvmeio-beyond-{os.getpid()}", limit)
                 stack.callback(group.close)
             words = [sys.executable, __file__, *arguments, "--run", name]
-            # In a session of its own Ctrl-C does not reach it: it is killed here.
+            # Ctrl-C does not reach its own session, so it is killed here.
             process = subprocess.Popen(
                 [*(group.enter() if group else ()), *words],
                 stdout=subprocess.PIPE,
@@ -387,7 +388,7 @@ def usual_limit(preset: Preset) -> int:
         model = Model(preset)
     nbytes = sum(each.nbytes for each in (*model.parameters(), *model.buffers()))
     line("parameters", f"{nbytes // MIB} MiB, as much for gradients, twice for AdamW")
-    # What torch imports with its first optimizer is not of the training either.
+    # torch imports modules with its first optimizer. They should not count either.
     torch.optim.AdamW([torch.zeros(1)])
     text = Path("/proc/self/status").read_text(encoding="ascii")
     (python,) = (
@@ -438,7 +439,7 @@ def show_memory(runs: list[Run], limit: int, chart: Path | None) -> None:
 
 
 def judge(ordinary: Run, beyond: Run, limited: bool, exact: bool) -> bool:
-    """Say what came of it; return whether that is what was to be shown."""
+    """Report the result, and return whether it shows what it should."""
     both = list(zip(ordinary.losses, beyond.losses, strict=False))
     same = all(one == other for one, other in both)
     words = "the same to the last digit" if same else "DIFFERENT"
@@ -523,7 +524,7 @@ def main(arguments: list[str] | None = None) -> int:
         stopped.append(number)
         raise KeyboardInterrupt
 
-    # So that `kill` cleans up too.
+    # So that `kill` removes the folder too.
     for number in SIGNALS:
         signal.signal(number, stop)
     try:

@@ -43,7 +43,7 @@ def new_model() -> torch.nn.Module:
 
 
 def batch_of(step: int) -> torch.Tensor:
-    """Return this rank's data of a step, which its number tells."""
+    """Return this rank's data of a step, which depends on its number alone."""
     generator = torch.Generator().manual_seed(1000 * step + dist.get_rank())
     return torch.randn(BATCH, WIDTH, generator=generator)
 
@@ -58,13 +58,13 @@ def newest(folder: Path) -> int:
 
 
 def state_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, object]:
-    """Return what is saved and loaded."""
+    """Return the state to save and load."""
     of_model, of_optimizer = get_state_dict(model, optimizer)
     return {"model": of_model, "optimizer": of_optimizer}
 
 
 def main() -> None:
-    """Train, save, and say what came of it."""
+    """Train, save, and report the result."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--folder", type=Path, required=True, help="for the checkpoints")
     parser.add_argument("--steps", type=int, default=40, help="how many (default: 40)")
@@ -74,7 +74,7 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
     step = newest(options.folder)
-    # All ranks must have looked before one of them makes a new one.
+    # All ranks must have looked for checkpoints before one of them makes a new one.
     dist.barrier()
     if step:
         state = state_of(model, optimizer)
@@ -87,7 +87,7 @@ def main() -> None:
             optim_state_dict=state["optimizer"],
         )
 
-    # Of its own: what two threads say to other ranks must not be mixed up.
+    # A separate group, so that messages of the two threads are not mixed up.
     group = dist.new_group()
     stager, saving = PoolStager(), None
     while step < options.steps:

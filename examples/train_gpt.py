@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import BatchSampler, Subset
+from torch.utils.data import BatchSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from nvmeio.checkpoint import Checkpointer
@@ -44,7 +44,7 @@ SHARD_TOKENS, SHARDS = 16_000, 3
 
 
 class Layer(torch.nn.Module):
-    """Lets each token look at those before it, and think about what it saw."""
+    """Attention to the tokens before each token, then a small network."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class Layer(torch.nn.Module):
 
 
 class GPT(torch.nn.Module):
-    """Guesses each next token from those before it."""
+    """Predicts each next token from those before it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,13 +91,11 @@ def train(shards: Path, folder: Path, steps: int, kill: int) -> None:
     model = GPT()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 
-    tokens = TokenDataset(sorted(shards.glob("*.bin")), BLOCK)
-    # Windows that do not overlap.
-    windows = Subset(tokens, range(0, len(tokens), BLOCK))
+    windows = TokenDataset(sorted(shards.glob("*.bin")), BLOCK)
     sampler = DistributedSampler(windows, ranks, rank, seed=0)
     stream = BatchStream(windows, BatchSampler(sampler, BATCH, drop_last=True))
 
-    # All ranks have the same state: rank 0 saves it, and all of them read it.
+    # All ranks have the same state, so rank 0 saves it and all of them read it.
     checkpointer = Checkpointer(folder / "checkpoints", keep=2)
     epoch = step = 0
     if checkpointer.latest() is not None:
@@ -142,7 +140,7 @@ def train(shards: Path, folder: Path, steps: int, kill: int) -> None:
             epoch += 1
     checkpointer.close()
     dist.destroy_process_group()
-    # A thread of gloo that wants the GIL while Python ends aborts the process.
+    # A thread of gloo that takes the GIL while Python ends would abort the process.
     sys.stdout.flush()
     os._exit(0)
 
@@ -218,7 +216,7 @@ def read_log(path: Path) -> Run:
 
 
 def judge(whole: Run, killed: Run, steps: int) -> bool:
-    """Say what came of it, and return whether it is as it should be."""
+    """Report the result, and return whether it is right."""
     for name, run in (("without interruption", whole), ("killed and resumed", killed)):
         first, last = run.losses.get(1, 0), run.losses.get(steps, 0)
         print(f"   {name}   {len(run.losses)} steps, loss {first:.3f} to {last:.3f}")

@@ -11,7 +11,7 @@ import tempfile
 import venv
 from pathlib import Path
 
-# Tracked, and of use in a checkout alone.
+# Tracked files that only a checkout needs.
 LEFT_OUT = (".ci/run", ".gitignore")
 SMOKE = """
 import sys
@@ -43,7 +43,7 @@ assert nvmeio.pool_stats()["pools"] == 1
 
 
 def check_content(names: set[str]) -> None:
-    """Exit with a message if a file is missing, or one that the build makes is there."""
+    """Exit with a message if a file is missing, or if a file made by the build is there."""
     command = ("git", "ls-files", "-z")
     listed = subprocess.run(command, check=True, capture_output=True, text=True)
     wanted = set(listed.stdout.split("\0")) - {"", *LEFT_OUT}

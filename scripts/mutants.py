@@ -27,8 +27,8 @@ WORK = ROOT / "build" / "mutants"
 TREE = WORK / "tree"
 LOGS = WORK / "logs"
 
-# Without the ceiling, git would take the patches for those of the tree around this one.
-# MAKEFLAGS are those of the make that has called this.
+# Without the ceiling, git would apply the patches to the tree around this one.
+# MAKEFLAGS would be those of the make that called this script.
 ENVIRONMENT = {
     **{name: value for name, value in os.environ.items() if not name.startswith("MAKE")},
     "PYTHONPATH": str(TREE / "src"),
@@ -51,7 +51,7 @@ class Mutant:
 
 @dataclass(frozen=True)
 class Check:
-    """A command that succeeds if the tree is right, and the one that builds for it."""
+    """A command that succeeds if the tree is right, and the command that builds for it."""
 
     name: str
     build: tuple[str, ...]
@@ -90,7 +90,7 @@ def run(command: Iterable[str], limit_s: float, log: Path) -> int | None:
     except subprocess.TimeoutExpired:
         return None
     finally:
-        # Also what a test has left behind, and after Ctrl-C.
+        # This ends what a test left behind, also after Ctrl-C.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
@@ -103,7 +103,7 @@ def require(command: Iterable[str], what: str, log: Path) -> None:
 
 
 def sync() -> None:
-    """Bring the scratch tree up to date; files that are the same keep their times."""
+    """Update the scratch tree. Unchanged files keep their times."""
     TREE.mkdir(parents=True, exist_ok=True)
     LOGS.mkdir(exist_ok=True)
     listed = subprocess.run(
@@ -125,7 +125,7 @@ def sync() -> None:
 
 @contextlib.contextmanager
 def planted(mutant: Mutant) -> Iterator[None]:
-    """Apply the patch of a mutant, and take it back in the end."""
+    """Apply a mutant's patch, and revert it at the end."""
     patch, log = str(PATCHES / f"{mutant.name}.patch"), LOGS / f"{mutant.name}.apply"
     require(("git", "apply", patch), "the patch does not apply", log)
     try:
@@ -141,7 +141,7 @@ def c_check(path: str) -> Check:
 
 
 def checks_of(stage: str, mutant: Mutant) -> list[Check]:
-    """Return what a stage runs for a mutant, in order."""
+    """Return the checks that a stage runs for a mutant, in order."""
     if stage == "c":
         return [c_check(test) for test in mutant.tests if test.endswith(".c")]
     if stage == "python":
@@ -152,7 +152,7 @@ def checks_of(stage: str, mutant: Mutant) -> list[Check]:
         return [Check("tests/stress", BUILD_PACKAGE, command)]
     found = sorted((ROOT / "tests" / "c").glob("test_*.c"))
     tests = [str(path.relative_to(ROOT)) for path in found]
-    # It looks at the patches, of which one is applied.
+    # This test would fail anyway, because one of the patches is applied.
     looking = "tests/test_mutants.py::test_every_fault_can_be_planted"
     command = (*PYTEST, "--deselect", looking)
     return [*map(c_check, tests), Check("tests", BUILD_PACKAGE, command)]
@@ -171,7 +171,7 @@ class Baseline:
         self.seconds: dict[Check, float | None] = {}
 
     def take(self, checks: Iterable[Check]) -> None:
-        """Run the checks that are not known yet, on the tree without a fault."""
+        """Time the checks that were not timed yet, on the tree without a fault."""
         new = [check for check in dict.fromkeys(checks) if check not in self.seconds]
         for build in dict.fromkeys(check.build for check in new):
             require(build, "the tree does not build", LOGS / "baseline.build")
@@ -189,7 +189,7 @@ class Baseline:
 
 
 def log_of(name: str, check: Check) -> Path:
-    """Return where the output of a check goes."""
+    """Return the path of a check's output."""
     return LOGS / f"{name}.{check.name.replace('/', '-')}.log"
 
 
@@ -224,7 +224,7 @@ def try_mutant(stage: str, mutant: Mutant, baseline: Baseline, result: Result) -
 def try_stage(
     stage: str, mutants: list[Mutant], baseline: Baseline, results: dict[str, Result]
 ) -> None:
-    """Run a stage for the mutants that have survived so far, and print who is killed."""
+    """Run a stage for the mutants that have survived so far, and print which are killed."""
     left = [mutant for mutant in mutants if results[mutant.name].status == "survived"]
     baseline.take(check for mutant in left for check in checks_of(stage, mutant))
     for mutant in left:
@@ -271,7 +271,7 @@ def known_survivors() -> dict[str, str]:
 
 
 def judge(results: Iterable[Result], survivors: dict[str, str]) -> bool:
-    """Print who has survived; return whether all came out as it should."""
+    """Print which mutants survived, and return whether only the expected ones did."""
     good = True
     for result in results:
         reason = survivors.get(result.name)

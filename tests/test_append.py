@@ -112,6 +112,52 @@ class TestRows:
                 assert array[-3:].tolist() == [[12, 13, 14], [1, 2, 3], [4, 5, 6]]
 
 
+class TestRefresh:
+    @pytest.mark.parametrize("raw", [False, True])
+    def test_the_rows_that_another_has_appended_come_with_a_refresh(self, path, raw):
+        options = {"dtype": "i4", "shape": (-1, 3)} if raw else {}
+        with (
+            ArrayFile.create(path, (2, 3), "i4", raw=raw) as array,
+            ArrayFile(path, **options) as other,
+        ):
+            other.refresh()
+            assert other.shape == (2, 3)
+            array.append(numbers((5, 3)))
+            assert other.shape == (2, 3)
+            other.refresh()
+            assert_same(other[...], array[...])
+            with pickle.loads(pickle.dumps(other)) as copy:
+                assert_same(copy[...], array[...])
+
+    def test_what_is_behind_an_array_is_no_row_of_it(self, path):
+        np.arange(12, dtype="i4").tofile(path)
+        with ArrayFile(path, dtype="i4", shape=(2, 3)) as array:
+            array.refresh()
+            assert array.shape == (2, 3)
+        with open(path, "wb") as file:
+            np.save(file, numbers((4, 3)))
+            np.save(file, numbers((9, 3)))
+        with ArrayFile(path) as array:
+            array.refresh()
+            assert_same(array[...], numbers((4, 3)))
+
+    def test_another_array_is_refused(self, saved):
+        _, path = saved
+        with ArrayFile(path) as array:
+            shape = array.shape
+            with open(path, "r+b") as file:
+                np.save(file, numbers((2, 5)))
+            with pytest.raises(ValueError, match=r"another array by now.*; open it again"):
+                array.refresh()
+            write_npy(path.with_name("new"), numbers((9, 3))).replace(path)
+            with pytest.raises(OSError, match="was replaced or removed since") as caught:
+                array.refresh()
+            assert (caught.value.errno, caught.value.filename) == (errno.ESTALE, str(path))
+            assert array.shape == shape
+        with pytest.raises(ValueError, match="is closed"):
+            array.refresh()
+
+
 REFUSED = {
     "row": (np.zeros(3), ValueError, r"of shape \(3,\); .* must be of shape \(n, 3\)"),
     "width": (np.zeros((1, 4)), ValueError, r"of shape \(1, 4\); .* of shape \(n, 3\)"),

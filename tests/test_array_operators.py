@@ -8,7 +8,7 @@ import pytest
 
 from array_samples import numbers, write_npy
 from index_strategies import assert_same
-from nvmeio import ArrayFile
+from nvmeio import ArrayFile, Handle
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
@@ -58,6 +58,12 @@ FUNCTIONS = {
     "numpy.add": lambda a: np.add(1, a),
     "numpy.equal": lambda a: np.arange(3) == a,
 }
+TORCHS = {
+    "add": lambda a: torch.add(a, 1),
+    "stack": lambda a: torch.stack([a, a]),
+    "copy_": lambda a: torch.ones(20, 3).copy_(a),
+    "embedding": lambda a: torch.nn.functional.embedding(torch.tensor([0]), a),
+}
 
 
 class TestOperators:
@@ -70,8 +76,7 @@ class TestOperators:
         for other in others:
             with pytest.raises(TypeError, match=r"read it first: array\[\.\.\.\]"):
                 apply(array, other)
-            # Some of torch's own comparisons have messages of their own.
-            with pytest.raises(TypeError):
+            with pytest.raises(TypeError, match=r"read it first: array\[\.\.\.\]"):
                 apply(other, array)
         with pytest.raises(TypeError, match="an ArrayFile has no operator") as refused:
             apply(array, 1)
@@ -98,6 +103,32 @@ class TestOperators:
         with pytest.raises(TypeError, match="read it first") as refused:
             FUNCTIONS[name](array)
         assert str(refused.value).startswith(f"{name}() takes no ArrayFile; ")
+
+    @pytest.mark.parametrize("name", TORCHS)
+    def test_a_function_of_torch_is_refused(self, array, name):
+        with pytest.raises(TypeError, match="read it first") as refused:
+            TORCHS[name](array)
+        assert str(refused.value).startswith(f"torch's {name}() takes no ArrayFile; ")
+
+    @pytest.mark.parametrize("dtype", [np.float32, torch.float32, torch.bfloat16], ids=str)
+    def test_torch_gets_all_of_it_at_once_when_it_asks(self, tmp_path, dtype):
+        handle = Handle()
+        with ArrayFile.create(tmp_path / "a.npy", (4, 3), dtype, handle=handle) as array:
+            array[:] = np.arange(12).reshape(4, 3)
+            expected = torch.as_tensor(array[...])
+            before = handle.stats()["requests"]
+            for convert in (
+                torch.as_tensor,
+                torch.tensor,
+                torch.asarray,
+                torch.from_dlpack,
+            ):
+                found = convert(array)
+                assert found.dtype == expected.dtype
+                assert torch.equal(found, expected)
+            assert handle.stats()["requests"] == before + 4
+            with pytest.raises(BufferError, match="cannot be had without a copy"):
+                torch.from_dlpack(array, copy=False)
 
     def test_asarray_reads_the_whole_array(self, array):
         assert_same(np.asarray(array), array[...])

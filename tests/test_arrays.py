@@ -580,6 +580,21 @@ class TestCreating:
             ArrayFile.create(path, (1,), "f4", handle=3)
         assert not path.exists()
 
+    @pytest.mark.parametrize("raw", [False, True])
+    def test_a_file_that_cannot_be_made_anew_keeps_what_it_has(self, saved, raw):
+        _, path = saved
+        before = path.read_bytes()
+        with (
+            limit(resource.RLIMIT_FSIZE, MIB),
+            pytest.raises(OSError, match="data") as caught,
+        ):
+            ArrayFile.create(path, (MIB,), "f4", raw=raw, overwrite=True)
+        assert (caught.value.errno, caught.value.filename) == (errno.EFBIG, str(path))
+        assert path.read_bytes() == before
+        ArrayFile.create(path, (2,), "f4", raw=raw, overwrite=True).close()
+        with ArrayFile(path, dtype="f4") as array:
+            assert_same(array[...], np.zeros(2, "f4"))
+
     def test_a_raw_file_has_only_the_elements(self, path):
         with ArrayFile.create(path, (4, 3), ">i2", raw=True) as array:
             assert path.stat().st_size == array.nbytes == 24

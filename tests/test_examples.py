@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import importlib.util
 import json
+import multiprocessing
 import os
 import re
 import signal
@@ -159,10 +160,28 @@ def test_an_embedding_table_ends_as_in_memory(tmp_path):
     assert lines[-1] == "as in memory, to the last bit"
 
 
+@pytest.mark.parametrize("start", [True, False], ids=["before the start", "after it"])
+def test_a_process_of_an_embedding_table_that_dies_is_told(
+    tmp_path, monkeypatch, capsys, start
+):
+    example = module_of("embedding_table.py", monkeypatch)
+    context = multiprocessing.get_context("fork")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(example.multiprocessing, "get_context", lambda _: context)
+
+    def die(process, folder, options, barrier):
+        if process == 1 or not start:
+            barrier.wait()
+        if process == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    monkeypatch.setattr(example, "train_on_disk", die)
+    assert example.main(["--rows", "30", "--width", "2"]) == 1
+    assert capsys.readouterr().out == "PROCESS 0 HAS FAILED: exit code -9\n"
+
+
 def test_a_missing_update_of_an_embedding_table_is_reported(tmp_path, monkeypatch):
-    spec = importlib.util.spec_from_file_location("t", EXAMPLES / "embedding_table.py")
-    example = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(example)
+    example = module_of("embedding_table.py", monkeypatch)
     monkeypatch.setattr(example.torch, "set_num_threads", lambda _: None)
     options = argparse.Namespace(
         rows=300, width=8, dtype="float32", batch=100, steps=3, rate=0.1

@@ -1,5 +1,6 @@
 """Files named by path: opened once, checked again by each request, and closed."""
 
+import errno
 import os
 import subprocess
 import sys
@@ -207,6 +208,27 @@ def test_requests_of_one_file_object_need_few_descriptors(engine, path, by):
         check=True,
         timeout=60,
     )
+
+
+@pytest.mark.parametrize("by", ["object", "descriptor"])
+def test_an_error_of_a_descriptor_names_its_path(handle, path, by):
+    path.write_bytes(b"abc")
+    with open(path, "rb") as file:
+        named = file if by == "object" else file.fileno()
+        request = handle.submit_read(bytearray(5), named)
+        failing = [
+            (errno.ENODATA, request.wait),
+            (errno.ENODATA, lambda: handle.read(bytearray(5), named)),
+            (errno.ENODATA, lambda: handle.gather(named, [0], 5, bytearray(5))),
+            (errno.EBADF, lambda: handle.write(b"abc", named)),
+        ]
+        for number, call in failing:
+            with pytest.raises(OSError, match=path.name) as caught:
+                call()
+            assert (caught.value.errno, caught.value.filename) == (number, str(path))
+    with open(path, "ab") as file, pytest.raises(OSError, match="for appending") as caught:
+        handle.write(b"abc", file if by == "object" else file.fileno())
+    assert caught.value.filename == str(path)
 
 
 def test_a_missing_file_fails_in_the_submitting_call(handle, path):

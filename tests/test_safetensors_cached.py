@@ -97,6 +97,28 @@ def test_a_few_pages_are_counted_and_sampled(path, offset, nbytes):
         assert (1, 1) in warmed
 
 
+@pytest.mark.parametrize("nbytes", [0, 1, PAGE, 5 * PAGE + 7])
+@pytest.mark.parametrize("offset", [0, PAGE - 1])
+def test_only_what_is_cached_as_a_whole_is_read(path, offset, nbytes):
+    content = path.read_bytes()[offset : offset + nbytes]
+    warm(path, 10 * PAGE)
+    with open(path, "rb") as file:
+        found = set()
+        # The kernel may drop a page at any moment.
+        for _ in range(5):
+            warm(path, 10 * PAGE)
+            memory = bytearray(nbytes)
+            if page_cache.read_cached(file.fileno(), memory, offset):
+                found.add(bytes(memory))
+        assert found == {content}
+        # The last page is not there, or the file ends before.
+        for at in (10 * PAGE - 1, path.stat().st_size - 1, 2**62, -1):
+            assert not page_cache.read_cached(file.fileno(), bytearray(2), at)
+        assert cached(path) * path.stat().st_size <= 11 * PAGE
+        with pytest.raises(BufferError):
+            page_cache.read_cached(file.fileno(), b"ab", 0)
+
+
 @pytest.mark.parametrize("function", ["cached_fraction", "sampled_fraction"])
 def test_nothing_is_cached_of_an_empty_range_or_a_missing_file(path, function):
     look = getattr(page_cache, function)

@@ -32,7 +32,12 @@ from torch.utils.data.distributed import DistributedSampler  # noqa: E402
 import nvmeio  # noqa: E402
 from children import run_child  # noqa: E402
 from helpers import ENGINES, PAGE, descriptors_below, left_open, routes, warm  # noqa: E402
-from nvmeio.torch import ArrayDataset, BatchStream, TokenDataset  # noqa: E402
+from nvmeio.torch import (  # noqa: E402
+    ArrayDataset,
+    BatchStream,
+    RecordDataset,
+    TokenDataset,
+)
 
 COUNT = 103
 
@@ -72,7 +77,7 @@ def batches_of(count, size=10, seed=0):
     return [order[begin : begin + size] for begin in range(0, count, size)]
 
 
-def shards_of(folder, counts):
+def shards_of(folder, counts, stride=1):
     """Make shards of given lengths; return the dataset and its expected samples."""
     samples, paths = [], []
     for number, count in enumerate(counts):
@@ -82,9 +87,9 @@ def shards_of(folder, counts):
         whole = torch.from_numpy(values)
         samples += [
             (whole[begin : begin + 7], whole[begin + 1 : begin + 8])
-            for begin in range(count - 7)
+            for begin in range(0, count - 7, stride)
         ]
-    return TokenDataset(paths, 7), samples
+    return TokenDataset(paths, 7, stride=stride), samples
 
 
 # Magic number, version and dtype in llm.c's headers.
@@ -235,7 +240,7 @@ class TestTokenDataset:
     @pytest.mark.parametrize("dtype", [np.uint16, torch.uint16, "u2"], ids=repr)
     def test_a_sample_is_a_window_and_the_next_tokens(self, tokens, dtype):
         path, values = tokens
-        dataset = TokenDataset(path, 16, dtype)
+        dataset = TokenDataset(path, 16, dtype, stride=1)
         assert len(dataset) == 500 - 16
         whole = torch.from_numpy(values.astype(np.int64))
         for index in (0, 77, 483, -1):
@@ -244,9 +249,31 @@ class TestTokenDataset:
             assert_equal(dataset[index], expected)
             assert_equal(dataset.__getitems__([5, index])[1], expected)
 
+    @pytest.mark.parametrize("stride", [None, 3, 16, 700])
+    def test_windows_start_a_stride_apart(self, tokens, stride):
+        path, values = tokens
+        dataset = TokenDataset(path, 16, np.uint16, stride=stride)
+        whole = torch.from_numpy(values.astype(np.int64))
+        starts = range(0, 500 - 16, stride or 16)
+        expected = [(whole[at : at + 16], whole[at + 1 : at + 17]) for at in starts]
+        assert_equal([dataset[index] for index in range(len(dataset))], expected)
+        assert dataset.stride == (stride or 16)
+
+    @pytest.mark.parametrize("stride", [3, 10])
+    def test_each_shard_begins_with_a_window(self, tmp_path, stride):
+        dataset, expected = shards_of(tmp_path, [20, 3, 0, 38, 7, 8], stride)
+        assert_equal(dataset.__getitems__(range(len(dataset))), expected)
+        order = batches_of(len(dataset), 3)
+        stream = BatchStream(dataset, order)
+        next(iter(stream))
+        again = BatchStream(dataset, order)
+        again.load_state_dict(stream.state_dict())
+        rest = [default_collate([expected[index] for index in one]) for one in order[1:]]
+        assert_equal(list(again), rest)
+
     def test_the_halves_share_no_memory(self, tmp_path):
         nvmeio.save(tmp_path / "tokens.npy", np.arange(50))
-        x, y = TokenDataset(tmp_path / "tokens.npy", 4)[3]
+        x, y = TokenDataset(tmp_path / "tokens.npy", 4, stride=1)[3]
         x.zero_()
         assert y.tolist() == [4, 5, 6, 7]
 
@@ -284,6 +311,7 @@ class TestTokenDataset:
                     for number in range(4)
                 ],
                 7,
+                stride=1,
             )
             # Three of the four shards, in any distribution over the waiting threads.
             stream = iter(BatchStream(dataset, [[0, 50, 1, 91], [24]], 1))
@@ -306,8 +334,8 @@ class TestTokenDataset:
     def test_an_array_file_has_its_own_dtype_and_offset(self, tokens):
         path, values = tokens
         expected = TokenDataset(path, 16, np.uint16, offset=200)
-        assert len(expected) == 400 - 16
-        np.testing.assert_array_equal(expected[5][0], values[105:121])
+        assert len(expected) == 399 // 16
+        np.testing.assert_array_equal(expected[5][0], values[180:196])
         for dtype in (np.uint16, torch.uint16):
             with nvmeio.ArrayFile(path, dtype=dtype, offset=200) as array:
                 assert_equal(TokenDataset(array, 16)[7], expected[7])
@@ -329,12 +357,10 @@ class TestTokenDataset:
             pickle.loads(pickle.dumps(TokenDataset([path], 16))),
         ):
             assert len(dataset) == len(expected)
-            assert_equal(dataset[50], expected[50])
+            assert_equal(dataset[4], expected[4])
         # Half of the header is no valid offset.
-        assert (
-            len(TokenDataset(path, 16, kind, offset=512))
-            == len(expected) + 512 // kind.itemsize
-        )
+        count = 90 + 512 // kind.itemsize
+        assert len(TokenDataset(path, 16, kind, offset=512)) == (count - 1) // 16
 
     def test_a_header_that_disagrees_is_refused(self, tmp_path):
         path = tmp_path / "shard.bin"
@@ -353,7 +379,7 @@ class TestTokenDataset:
         with pytest.raises(ValueError, match="of version 2; it must be 1"):
             TokenDataset(path, 16, np.uint16)
         with nvmeio.ArrayFile(path, dtype=np.uint16, offset=1024) as array:
-            assert len(TokenDataset(array, 16)) == 90 - 16
+            assert len(TokenDataset(array, 16)) == 89 // 16
 
     @pytest.mark.parametrize("workers", [0, 2])
     def test_a_loader_returns_every_window_of_shards(self, tmp_path, workers):
@@ -373,7 +399,7 @@ class TestTokenDataset:
     @pytest.mark.parametrize("kind", ["uint64", "int8", "int64"])
     def test_tokens_of_any_integers_become_int64(self, tmp_path, kind):
         nvmeio.save(tmp_path / "tokens.npy", np.arange(100).astype(kind))
-        x, y = TokenDataset(tmp_path / "tokens.npy", 4)[60]
+        x, y = TokenDataset(tmp_path / "tokens.npy", 4, stride=1)[60]
         assert (x.tolist(), y.tolist()) == ([60, 61, 62, 63], [61, 62, 63, 64])
         assert x.dtype == y.dtype == torch.int64
 
@@ -385,6 +411,8 @@ class TestTokenDataset:
             TokenDataset(tmp_path / "floats.npy", 16)
         with pytest.raises(ValueError, match="block_size is 0"):
             TokenDataset(tmp_path / "floats.npy", 0)
+        with pytest.raises(ValueError, match="stride is 0; it must be from 1"):
+            TokenDataset(file, 16, stride=0)
         with pytest.raises(ValueError, match="paths is empty"):
             TokenDataset([], 16)
         with pytest.raises(TypeError, match="path is 3; it must be"):
@@ -403,7 +431,7 @@ class TestDescription:
         assert (one.shape, one.dtype) == ((COUNT, 5, 3), torch.float32)
         assert two.shape == ((COUNT, 5, 3), (COUNT,))
         assert two.dtype == (torch.float32, torch.int64)
-        windows = TokenDataset(tokens[0], 16, np.uint16)
+        windows = TokenDataset(tokens[0], 16, np.uint16, stride=1)
         assert (windows.shape, windows.dtype) == ((484, 16), torch.int64)
 
     def test_the_dtype_of_tensors_is_torchs(self, tmp_path):
@@ -418,7 +446,7 @@ class TestDescription:
             f"<nvmeio.torch.ArrayDataset {str(file)!r} shape=(103, 5, 3) "
             "dtype=torch.float32>"
         )
-        assert repr(TokenDataset(tokens[0], 16, np.uint16)) == (
+        assert repr(TokenDataset(tokens[0], 16, np.uint16, stride=1)) == (
             f"<nvmeio.torch.TokenDataset {str(tokens[0])!r} shape=(484, 16) "
             "dtype=torch.int64>"
         )
@@ -552,7 +580,8 @@ class TestProcesses:
     @pytest.mark.parametrize("workers", [0, 2])
     def test_a_loader_returns_every_window(self, tokens, workers):
         path, values = tokens
-        loader = DataLoader(TokenDataset(path, 8, np.uint16), 50, num_workers=workers)
+        dataset = TokenDataset(path, 8, np.uint16, stride=1)
+        loader = DataLoader(dataset, 50, num_workers=workers)
         x, y = map(torch.cat, zip(*loader, strict=True))
         windows = np.lib.stride_tricks.sliding_window_view(values.astype(np.int64), 9)
         np.testing.assert_array_equal(x, windows[:, :-1])
@@ -565,7 +594,7 @@ DATASETS = {
     "two arrays": lambda file, labels: ArrayDataset(file, labels),
     "file and memory": lambda file, labels: ArrayDataset(file, np.arange(COUNT)),
     "transformed": lambda file, labels: ArrayDataset(file, labels, transform=doubled),
-    "tokens": lambda file, labels: TokenDataset(labels, 4),
+    "tokens": lambda file, labels: TokenDataset(labels, 4, stride=1),
     "subset": lambda file, labels: Subset(
         Subset(ArrayDataset(file, labels), range(90, 0, -1)), range(50)
     ),
@@ -951,9 +980,9 @@ class TestResume:
             for _ in itertools.islice(stream, 8):
                 pass
             state = stream.state_dict()
-            before = handle.stats()["requests"]
             stream = BatchStream(dataset, batches_of(COUNT))
             stream.load_state_dict(state)
+            before = handle.stats()["requests"]
             assert len(list(stream)) == 3
             assert handle.stats()["requests"] == before + 3
 
@@ -970,7 +999,58 @@ class TestResume:
             "checksum",
             "rank",
             "order",
+            "dataset",
         ]
+
+    @pytest.mark.parametrize("kind", ["array", "in memory", "tokens", "records"])
+    @pytest.mark.parametrize("sampler", ["list", "own state"])
+    def test_a_state_of_other_data_is_refused(self, tmp_path, kind, sampler):
+        """Of as many samples, in the same order; the same data may be elsewhere."""
+
+        def stream_of(folder, values):
+            path = tmp_path / folder / "values.npy"
+            path.parent.mkdir(exist_ok=True)
+            nvmeio.save(path, values)
+            end = path.stat().st_size
+            dataset = {
+                "array": lambda: ArrayDataset(path),
+                "in memory": lambda: ArrayDataset(torch.from_numpy(values)),
+                "tokens": lambda: TokenDataset(path, 1),
+                "records": lambda: RecordDataset(path, range(end - 800, end, 8), [8] * 100),
+            }[kind]()
+            return BatchStream(dataset, SAMPLERS[sampler](range(99)))
+
+        values = np.random.default_rng(0).permutation(1000)[:100]
+        first = stream_of("first", values)
+        assert len(list(itertools.islice(first, 4))) == 4
+        state = first.state_dict()
+        moved = stream_of("moved", values)
+        moved.load_state_dict(state)
+        assert len(list(moved)) == 6
+        other = stream_of("other", values[::-1].copy())
+        words = "the state is of other data: the contents of the samples differ"
+        with pytest.raises(ValueError, match=words) as refused:
+            other.load_state_dict(state)
+        assert "remove 'dataset' from the state" in str(refused.value)
+        assert other.state_dict()["batches"] == 0
+        del state["dataset"]
+        other.load_state_dict(state)
+        assert len(list(other)) == 6
+
+    def test_what_differs_of_other_data_is_named(self, labels):
+        dataset = TokenDataset(labels, 4)
+        state = BatchStream(dataset, batches_of(25)).state_dict()
+        for options, words in (
+            ({"block_size": 5}, r"the shape was \(25, 4\) and is \(20, 5\);"),
+            ({"block_size": 4, "stride": 2}, r"the shape was \(25, 4\) and is \(50, 4\);"),
+        ):
+            other = BatchStream(TokenDataset(labels, **options), batches_of(20))
+            with pytest.raises(ValueError, match=f"the state is of other data: {words}"):
+                other.load_state_dict(state)
+        for value in (None, {"shape": "(25, 4)"}):
+            stream = BatchStream(dataset, batches_of(25))
+            with pytest.raises(ValueError, match="for what the data were"):
+                stream.load_state_dict({**state, "dataset": value})
 
     def test_a_state_shares_no_memory_with_the_stream(self, labels):
         dataset = ArrayDataset(labels)

@@ -399,6 +399,19 @@ class TestSavedIndex:
         os.replace(paths[1], paths[0])
         assert samples_of(paths[0]) == expected
 
+    @pytest.mark.parametrize("there", [True, False], ids=["to a file", "dangling"])
+    def test_a_symbolic_link_is_replaced(self, shard, tmp_path, there):
+        victim = tmp_path / "victim"
+        if there:
+            victim.write_text("precious")
+        saved(shard).symlink_to(victim)
+        expected = samples_of(shard)
+        assert victim.exists() is there
+        assert not there or victim.read_text() == "precious"
+        assert not saved(shard).is_symlink()
+        spoil(shard)
+        assert samples_of(shard) == expected
+
     def test_no_index_is_saved_unless_requested(self, shard):
         samples_of(shard, index=False)
         assert os.listdir(shard.parent) == [shard.name]

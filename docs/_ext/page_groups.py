@@ -31,7 +31,17 @@ def _add_toctrees(app: Sphinx, docname: str, source: list[str]) -> None:
             source[0] += _TOCTREE.format(caption=caption, pages="\n".join(pages))
 
 
+def _break_names(app: Sphinx, page: str, template: str, context: Any, tree: Any) -> None:
+    """Have a dotted name that is too wide for the navigation broken behind a dot."""
+    names = re.compile(r"(?<=>)nvmeio\.[\w.]+(?=</a>)")
+    context["furo_navigation_tree"] = names.sub(
+        lambda found: found[0].replace(".", ".<wbr>"), context["furo_navigation_tree"]
+    )
+
+
 def setup(app: Sphinx) -> dict[str, Any]:
     """Listen to Sphinx."""
     app.connect("source-read", _add_toctrees)
+    # After the theme has made the navigation.
+    app.connect("html-page-context", _break_names, priority=900)
     return {"parallel_read_safe": True}

@@ -1,9 +1,9 @@
-/* align.c -- head, middle and tail of a transfer, and the blocks it is cut into.
+/* align.c -- the head, middle and tail of a transfer, and the blocks it is cut into.
  *
- * A device takes whole sectors at aligned addresses; a caller has any bytes anywhere.
- * What is aligned and congruent goes straight to the device.  Where only the ends are
- * ragged they go through the page cache.  Where the address does not fit, our own
- * memory stands in between. */
+ * A device transfers whole sectors at aligned addresses; a caller may want any bytes
+ * anywhere. Aligned bytes go straight to the device. If only the ends are ragged, the
+ * ends go through the page cache. If the address does not fit, a bounce (memory of our
+ * own) stands in between. */
 #include "align.h"
 
 uint64_t nvmeio_round_down(uint64_t value, uint64_t align)
@@ -37,8 +37,9 @@ void nvmeio_plan_make(struct nvmeio_plan *plan, const struct nvmeio_geometry *ge
     uint64_t edge = align > NVMEIO_EDGE_BYTES ? align : NVMEIO_EDGE_BYTES;
     uint64_t start = (uint64_t)offset;
     uint64_t stop = start + size;
-    /* A write leaves every page that is not wholly its own to the page cache: another
-     * may be writing the rest of it there, and each would undo the other. */
+    /* A write leaves pages that it does not fill to the page cache. Another write may
+     * change the rest of such a page there, and the two would overwrite each other's
+     * bytes. */
     uint64_t whole = op == NVMEIO_OP_WRITE ? edge : align;
     uint64_t middle = start % whole ? nvmeio_round_up(start, edge) : start;
     uint64_t tail = stop % whole ? nvmeio_round_down(stop, edge) : stop;
@@ -49,8 +50,9 @@ void nvmeio_plan_make(struct nvmeio_plan *plan, const struct nvmeio_geometry *ge
                      (address + (middle - start)) % geometry->memory_align == 0 &&
                      geometry->bounce != NVMEIO_BOUNCE_ALWAYS;
 
-    /* A read may fetch more than was asked for into our memory; a write may not put
-     * back what it did not get, so its ends always go through the page cache. */
+    /* A read into a bounce may fetch more than was asked for. A write must not write
+     * back bytes that it was not given, so its ends always go through the page
+     * cache. */
     if (!reachable && (!bounce_allowed || (!has_middle && op == NVMEIO_OP_WRITE))) {
         plan_add(plan, NVMEIO_ROUTE_BUFFERED, 0, size);
         return;
@@ -67,7 +69,7 @@ void nvmeio_plan_make(struct nvmeio_plan *plan, const struct nvmeio_geometry *ge
 
 void nvmeio_plan_sort(struct nvmeio_plan *plan)
 {
-    /* A head stands behind the middle, if there is one, and a tail is last already. */
+    /* A head comes after the middle, if there is one. A tail is already last. */
     if (plan->count > 1 && plan->spans[1].begin < plan->spans[0].begin) {
         struct nvmeio_span middle = plan->spans[0];
         plan->spans[0] = plan->spans[1];
@@ -79,8 +81,8 @@ void nvmeio_plan_cut(struct nvmeio_piece *piece, const struct nvmeio_span *span,
                      size_t position, int64_t offset, uint32_t offset_align,
                      size_t block_bytes)
 {
-    /* Blocks through the page cache begin at page boundaries from the second one on;
-     * bounced ones cover whole sectors; direct ones are aligned already. */
+    /* Blocks through the page cache begin at page boundaries, except for the first.
+     * Bounced blocks cover whole sectors. Direct ones are already aligned. */
     uint64_t align = span->route == NVMEIO_ROUTE_BUFFERED ? NVMEIO_EDGE_BYTES
                      : span->route == NVMEIO_ROUTE_BOUNCE ? offset_align
                                                           : 1;

@@ -1,17 +1,18 @@
-/* align.h -- which bytes of a transfer go which way, and where it is cut.  Pure
- * arithmetic: no system call, no memory, no state. */
+/* align.h -- which route each byte of a transfer takes, and where it is cut.
+ *
+ * Pure arithmetic: no system call, no memory, no state. */
 #ifndef NVMEIO_ALIGN_H
 #define NVMEIO_ALIGN_H
 
 #include <nvmeio/base.h>
 
-/* A buffered and a direct write never share a page of the page cache. */
+/* A buffered and a direct write never share a page of the page cache of this size. */
 #define NVMEIO_EDGE_BYTES 4096u
 
 enum nvmeio_route {
     NVMEIO_ROUTE_BUFFERED, /* the caller's memory, through the page cache */
     NVMEIO_ROUTE_DIRECT,   /* the caller's memory, by the device */
-    NVMEIO_ROUTE_BOUNCE    /* our memory by the device, and a copy */
+    NVMEIO_ROUTE_BOUNCE    /* a bounce by the device, and a copy */
 };
 
 /* What a file and a handle allow. */
@@ -29,15 +30,15 @@ struct nvmeio_span {
     size_t end;
 };
 
-/* The spans in the order in which they are carried out: those of a write only when all
- * before them have landed. */
+/* The spans in the order in which they are carried out. A span of a write begins when
+ * all spans before it have landed. */
 struct nvmeio_plan {
     struct nvmeio_span spans[3];
     unsigned count;
 };
 
-/* One I/O: `wanted` bytes of the transfer from `position` on are found `skip` bytes
- * into the `io_bytes` at file offset `io_offset`. */
+/* One I/O. The `wanted` bytes of the transfer from `position` on are at `skip` within
+ * the `io_bytes` at file offset `io_offset`. */
 struct nvmeio_piece {
     enum nvmeio_route route;
     size_t position;
@@ -47,11 +48,11 @@ struct nvmeio_piece {
     int64_t io_offset;
 };
 
-/* Up and down to a multiple of a power of two. */
+/* Round up or down to a multiple of a power of two. */
 uint64_t nvmeio_round_down(uint64_t value, uint64_t align);
 uint64_t nvmeio_round_up(uint64_t value, uint64_t align);
 
-/* Offset and size must not overflow together. */
+/* Offset and size together must not overflow. */
 void nvmeio_plan_make(struct nvmeio_plan *plan, const struct nvmeio_geometry *geometry,
                       enum nvmeio_op op, uintptr_t address, size_t size,
                       int64_t offset);

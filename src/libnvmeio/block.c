@@ -1,7 +1,7 @@
-/* block.c -- a block readied for the kernel, and what the kernel says of it.
+/* block.c -- prepares a block for the kernel, and evaluates its completion.
  *
- * Here every length and errno that the kernel gives is looked at.  Which block is cut
- * next, and what its end means to its request, is request.c's. */
+ * Every length and errno that the kernel returns is evaluated here. request.c decides
+ * which block is cut next, and what its end means for its request. */
 #include "block.h"
 
 #include <errno.h>
@@ -9,7 +9,7 @@
 #include "file_internal.h"
 #include "request_internal.h"
 
-/* How long a block may go on hearing "again" without moving a byte. */
+/* How long a block may keep failing with EAGAIN without moving a byte. */
 #define STALL_NS_MAX 10000000000
 
 void nvmeio_block_prepare(struct nvmeio_block *block)
@@ -20,8 +20,7 @@ void nvmeio_block_prepare(struct nvmeio_block *block)
     bool direct = piece->route != NVMEIO_ROUTE_BUFFERED &&
                   !atomic_load_explicit(&file->direct_refused, memory_order_relaxed);
 
-    /* Mostly the descriptor of the page cache was opened when the request was planned.
-     */
+    /* The page cache's descriptor was usually opened when the request was planned. */
     block->fd = direct                         ? file->direct_fd
                 : block->op == NVMEIO_OP_FSYNC ? nvmeio_file_any_fd(file)
                                                : nvmeio_file_fd(file);
@@ -36,8 +35,8 @@ void nvmeio_block_prepare(struct nvmeio_block *block)
         request->ops->load(block);
 }
 
-/* A read is delivered as far as it came, also before an error: so far the outcome will
- * say that the bytes are there. */
+/* Deliver a read as far as it came, even before an error: the outcome says that those
+ * bytes are there. */
 static enum nvmeio_verdict finish(struct nvmeio_block *block, int64_t result)
 {
     const struct nvmeio_piece *piece = &block->piece;
@@ -50,7 +49,7 @@ static enum nvmeio_verdict finish(struct nvmeio_block *block, int64_t result)
     return NVMEIO_BLOCK_FINISHED;
 }
 
-/* The kernel took nothing, and may do so another time. */
+/* The kernel transferred nothing, and may do so later. */
 static enum nvmeio_verdict repeat(struct nvmeio_block *block)
 {
     int64_t now = nvmeio_now_ns();
@@ -71,7 +70,7 @@ static enum nvmeio_verdict advance_error(struct nvmeio_block *block)
         return finish(block, block->result);
     if (error == EINTR || error == EAGAIN || error == EBUSY)
         return repeat(block);
-    /* The alignment was right, and yet the device refused: some file systems say only
+    /* The alignment was right, and yet the device refused. Some file systems only say
      * now that they have no O_DIRECT. */
     if ((error == EINVAL || error == EOPNOTSUPP) && block->fd == file->direct_fd &&
         block->op != NVMEIO_OP_FSYNC && !file->demanded) {
@@ -101,8 +100,8 @@ enum nvmeio_verdict nvmeio_block_advance(struct nvmeio_block *block)
     if (block->result == 0)
         return finish(block, block->op == NVMEIO_OP_READ ? -ENODATA : -EIO);
 
-    /* Short: go on behind what has moved, through the page cache where the rest no
-     * longer suits the device. */
+    /* Short: continue behind the bytes that moved, through the page cache if the rest
+     * is no longer aligned. */
     block->address = (char *)block->address + block->result;
     block->offset += block->result;
     block->bytes = (uint32_t)(piece->io_bytes - block->moved);
@@ -126,7 +125,8 @@ void nvmeio_block_count(const struct nvmeio_block *block, struct nvmeio_stats *s
     stats->blocks++;
     if (block->result == 0)
         *bytes += block->piece.wanted;
-    /* An fsync transfers nothing, and lasts as long as many transfers. */
+    /* An fsync transfers nothing and takes as long as many transfers, so it is not
+     * counted. */
     if (block->op != NVMEIO_OP_FSYNC)
         latencies[nvmeio_latency_bucket(
             (uint64_t)(block->seen_ns - block->pushed_ns))]++;

@@ -1,5 +1,4 @@
-/* block.h -- a block of a request on its way: readied, and judged when it comes back.
- */
+/* block.h -- a block of a request: prepared, and evaluated when it comes back. */
 #ifndef NVMEIO_BLOCK_H
 #define NVMEIO_BLOCK_H
 
@@ -7,27 +6,28 @@
 
 #include "engine.h"
 
-/* What is said of a block that came back. */
+/* What to do with a block that came back. */
 enum nvmeio_verdict {
     NVMEIO_BLOCK_FINISHED,  /* block->result is 0 or the error */
-    NVMEIO_BLOCK_CONTINUED, /* it was short; to be pushed again */
-    NVMEIO_BLOCK_REPEATED,  /* nothing moved; to be pushed again */
+    NVMEIO_BLOCK_CONTINUED, /* it was short: push it again */
+    NVMEIO_BLOCK_REPEATED,  /* nothing moved: push it again */
 };
 
-/* Ready a block that was just cut: descriptor (where there is none its errno, in
- * place of pushing it), addresses, and for a bounced write the copy.  Without the mutex
- * of the handle, as the next. */
+/* Prepare a block that was just cut: its descriptor (or, if it cannot be opened, its
+ * errno instead of pushing it), its addresses, and the copy of a bounced write. Called
+ * without the handle's mutex, as is the next. */
 void nvmeio_block_prepare(struct nvmeio_block *block);
 
-/* Look at a result: what was short goes on, what passes goes again, and a bounced read
- * is copied out. */
+/* Evaluate a result. A short block goes on, a transient error is repeated, and a
+ * bounced read is copied out. */
 enum nvmeio_verdict nvmeio_block_advance(struct nvmeio_block *block);
 
-/* Count a block that is finished; its request still has its file. */
+/* Count a finished block. Its request still has its file. */
 void nvmeio_block_count(const struct nvmeio_block *block, struct nvmeio_stats *stats,
                         uint64_t latencies[NVMEIO_LATENCY_BUCKETS]);
 
-/* latency.c: the bucket for so many nanoseconds; the last for all that is longer. */
+/* latency.c: the bucket for this many nanoseconds. The last bucket holds all longer
+ * ones. */
 unsigned nvmeio_latency_bucket(uint64_t ns);
 
 #endif

@@ -1,7 +1,7 @@
 /* copy.c -- which kernel copies what.
  *
- * Small copies go through the caches, for their data is likely to be there and to be
- * used soon; large ones past them.  The kernels are copy_x86.c's and copy_neon.c's. */
+ * Small copies use the caches, because their data is likely to be there and to be used
+ * soon. Large ones bypass them. The kernels are in copy_x86.c and copy_neon.c. */
 #include <errno.h>
 #include <stdatomic.h>
 #include <stdint.h>
@@ -12,7 +12,7 @@
 #include "copy_internal.h"
 #include "copy_kernels.h"
 
-/* Large copies look at the target this often. */
+/* How often a large copy checks its target. */
 #define PIECE_BYTES ((size_t)2 << 20)
 
 static bool always(void)
@@ -25,7 +25,7 @@ static void copy_portable(void *target, const void *source, size_t size)
     memcpy(target, source, size);
 }
 
-/* The C library chooses for itself, but goes past the caches late, if at all. */
+/* The C library chooses by itself, but bypasses the caches late, if at all. */
 const struct nvmeio_copy_kernel nvmeio_copy_portable = {
     .name = "portable",
     .works = always,
@@ -41,8 +41,8 @@ static const struct nvmeio_copy_kernel *const kernels[] = {
 
 #define KERNEL_COUNT (sizeof(kernels) / sizeof(kernels[0]))
 
-/* The kernels in use; NULL: the best of each kind.  Relaxed: each copy takes what it
- * finds, and nothing else is read by their help. */
+/* The kernels in use, or NULL for the best of each kind. Relaxed: a copy uses what it
+ * finds, and reads nothing else that depends on it. */
 static _Atomic(const struct nvmeio_copy_kernel *) selected;
 static _Atomic(const struct nvmeio_copy_kernel *) best_stream;
 
@@ -62,7 +62,7 @@ static const struct nvmeio_copy_kernel *large_kernel(void)
     return kernels[i];
 }
 
-/* memcpy(3) is the fastest in the caches (docs/decisions.md). */
+/* memcpy(3) is the fastest within the caches (docs/decisions.md). */
 static const struct nvmeio_copy_kernel *small_kernel(void)
 {
     const struct nvmeio_copy_kernel *kernel =
@@ -70,7 +70,7 @@ static const struct nvmeio_copy_kernel *small_kernel(void)
     return kernel ? kernel : &nvmeio_copy_portable;
 }
 
-/* Whether a page is not in memory: hardly any but those that were never written. */
+/* Whether a page is not in memory. Nearly all such pages were never written. */
 static bool is_untouched(const char *address)
 {
     uintptr_t page_bytes = (uintptr_t)sysconf(_SC_PAGESIZE);
@@ -80,9 +80,9 @@ static bool is_untouched(const char *address)
     return mincore(page, 1, &resident) == 0 && !(resident & 1);
 }
 
-/* Piece by piece, for memory may be untouched from somewhere on.  The kernel zeroes
- * such pages in the caches, and stores past them would wait for that; memcpy(3) is no
- * better there, for its string instruction is slow where each page faults. */
+/* Copy piece by piece, because memory may be untouched from some point on. The kernel
+ * zeroes such pages in the caches, and non-temporal stores would wait for that.
+ * memcpy(3) is no better there: its string instruction is slow if each page faults. */
 static void copy_large(char *target, const char *source, size_t size)
 {
     const struct nvmeio_copy_kernel *kernel = large_kernel();
@@ -120,7 +120,7 @@ bool nvmeio_copy_overlaps(const void *target, const void *source, size_t size)
 void nvmeio_copy(void *target, const void *source, size_t size)
 {
     if (size == 0)
-        return; /* of no memory, which no function of C may be given */
+        return; /* C forbids null pointers here, even for no bytes */
     if (nvmeio_copy_overlaps(target, source, size))
         memmove(target, source, size);
     else

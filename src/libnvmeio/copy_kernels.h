@@ -1,4 +1,4 @@
-/* copy_kernels.h -- the copies among which copy.c chooses. */
+/* copy_kernels.h -- the copies that copy.c chooses from. */
 #ifndef NVMEIO_COPY_KERNELS_H
 #define NVMEIO_COPY_KERNELS_H
 
@@ -8,21 +8,22 @@
 /* The cache line of x86-64 and of nearly every arm64. */
 #define NVMEIO_LINE_BYTES 64
 
-/* Of memory, as far as copies go: a good distance even where pages are larger. */
+/* A page, as far as copies are concerned: a good distance even where pages are
+ * larger. */
 #define NVMEIO_COPY_PAGE_BYTES 4096
 
 typedef void nvmeio_copy_function(void *target, const void *source, size_t size);
 
-/* Any addresses and sizes that do not overlap.  Other threads see the stores like
- * ordinary ones once a copy has returned. */
+/* For any addresses and sizes that do not overlap. When a copy has returned, its stores
+ * are ordered like ordinary ones. */
 struct nvmeio_copy_kernel {
     const char *name;
     bool (*works)(void);          /* on this processor */
-    nvmeio_copy_function *cached; /* stores go through the caches */
-    nvmeio_copy_function *stream; /* and past them, which leaves them to others */
+    nvmeio_copy_function *cached; /* its stores use the caches */
+    nvmeio_copy_function *stream; /* its stores bypass them */
 };
 
-/* Those of one architecture each; a file for another one has them all fail `works`. */
+/* Each belongs to one architecture. On the others, `works` returns false. */
 extern const struct nvmeio_copy_kernel nvmeio_copy_avx512;
 extern const struct nvmeio_copy_kernel nvmeio_copy_avx2;
 extern const struct nvmeio_copy_kernel nvmeio_copy_movsb;

@@ -1,4 +1,4 @@
-/* copy_neon.c -- copies with the vectors of 64-bit ARM, which all of them have. */
+/* copy_neon.c -- copies with the vector instructions that every 64-bit ARM has. */
 #include "copy_kernels.h"
 
 #if defined(__aarch64__)
@@ -7,7 +7,7 @@
 #include <stdint.h>
 #include <string.h>
 
-/* Two registers a step, for the store past the caches takes a pair (STNP). */
+/* Two registers a step, because the non-temporal store takes a pair (STNP). */
 typedef uint8x16x2_t pair;
 
 static inline pair load_pair(const char *from)
@@ -41,7 +41,7 @@ static inline void stream_pair(char *to, pair vectors)
 #define PAGES 1
 #include "copy_steps.h"
 
-/* STNP is only a hint to the caches: its order is that of ordinary stores. */
+/* STNP is only a hint to the caches: it is ordered like any other store. */
 #define TARGET
 #define KERNEL stream_neon
 #define VECTOR pair

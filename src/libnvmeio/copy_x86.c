@@ -1,8 +1,8 @@
 /* copy_x86.c -- copies with the vectors of x86-64, and with its string instruction.
  *
- * A non-temporal store writes whole cache lines without reading them first and leaves
- * the caches to others.  Kernels are compiled for their instructions by attribute, so
- * the rest of the library runs on any x86-64. */
+ * A non-temporal store writes whole cache lines without reading them first, and leaves
+ * the caches to others. Each kernel is compiled for its instructions by an attribute,
+ * so the rest of the library runs on any x86-64. */
 #include "copy_kernels.h"
 
 #if defined(__x86_64__)
@@ -53,7 +53,7 @@
 #define PAGES 4
 #include "copy_steps.h"
 
-/* The processor chooses itself whether to go past the caches. */
+/* The processor decides whether to bypass the caches. */
 static void copy_movsb(void *target, const void *source, size_t size)
 {
     __asm__ volatile("rep movsb" : "+D"(target), "+S"(source), "+c"(size) : : "memory");

@@ -1,7 +1,7 @@
-/* engine.c -- the table of engines, probing with reasons, and what engines share.
+/* engine.c -- the table of engines, why an engine cannot be used, and shared helpers.
  *
- * An engine is one file and one entry in the table below; files of libraries that the
- * build did not find are not compiled, and their entry says so. */
+ * An engine is one file and one entry in the table below. The build leaves out an
+ * engine whose library it did not find, and its entry says so. */
 #include "engine.h"
 
 #include <errno.h>
@@ -12,7 +12,7 @@
 #include <time.h>
 #include <unistd.h>
 
-/* The test build puts faults round it (tests/faults). */
+/* The test build replaces it to inject faults (tests/faults). */
 #ifndef NVMEIO_ENGINE_HANDED_OUT
 #define NVMEIO_ENGINE_HANDED_OUT(ops) (ops)
 #endif
@@ -42,7 +42,7 @@ static const struct entry entries[] = {
 };
 #define ENTRY_COUNT (sizeof(entries) / sizeof(entries[0]))
 
-/* How long a kernel that keeps saying no is asked again. */
+/* How long a call is repeated after a transient error. */
 #define PATIENCE_TRANSIENT_NS 10000000000
 #define PATIENCE_OTHER_NS 1000000000
 #define PAUSE_MIN_NS 1000
@@ -102,7 +102,7 @@ static const char *explain_uring(int error, char *scratch, size_t size)
     switch (-error) {
     case EPERM:
         if (disabled > 0) {
-            /* At 1 root and one group may still. */
+            /* At 1, root and the members of one group may still use it. */
             snprintf(scratch, size,
                      "sysctl kernel.io_uring_disabled is %d; set it to 0%s", disabled,
                      disabled > 1 ? "" : " (root is refused by seccomp alone)");
@@ -249,7 +249,8 @@ void nvmeio_semaphore_wait(sem_t *semaphore)
 void nvmeio_eventfd_clear(int fd)
 {
     uint64_t value;
-    /* Not blocking: -EAGAIN means that it is empty already, which is what we want. */
+    /* The descriptor does not block. -EAGAIN means that it is empty, which is what we
+     * want. */
     while (read(fd, &value, sizeof(value)) < 0 && errno == EINTR)
         ;
 }
@@ -257,7 +258,8 @@ void nvmeio_eventfd_clear(int fd)
 void nvmeio_eventfd_signal(int fd)
 {
     uint64_t one = 1;
-    /* -EAGAIN means that 2^64-2 wake-ups are waiting: the reader will wake. */
+    /* -EAGAIN means that 2^64-2 wake-ups are waiting, so the reader will wake
+     * anyway. */
     while (write(fd, &one, sizeof(one)) < 0 && errno == EINTR)
         ;
 }

@@ -1,5 +1,6 @@
-/* engine.h -- what every engine provides, and the blocks that it is given.
- * 0 or -errno unless said otherwise. */
+/* engine.h -- what every engine provides, and the blocks that it carries out.
+ *
+ * Functions return 0 or -errno unless said otherwise. */
 #ifndef NVMEIO_ENGINE_H
 #define NVMEIO_ENGINE_H
 
@@ -19,70 +20,72 @@ enum nvmeio_bounce_kind {
     NVMEIO_BOUNCE_LARGE,
 };
 
-/* One I/O that the kernel sees.  The first part is for the engine, the second belongs
- * to request.c and is none of its business. */
+/* One I/O, as the kernel sees it. The first part is for the engine. The second belongs
+ * to request.c, and engines do not use it. */
 struct nvmeio_block {
     enum nvmeio_op op;
     int fd;
     uint32_t bytes;
-    uint32_t index; /* of this block in its worker, below the engine's depth */
+    uint32_t index; /* its index in its worker, below the engine's depth */
     bool data_only; /* an fsync: fdatasync(2) */
     void *address;
     int64_t offset;
-    /* The file is on FUSE.  When FUSE answers short, io_uring (Linux 6.18, 2026-11-21)
+    /* The file is on FUSE. When FUSE answers short, io_uring (Linux 6.18, 2026-11-21)
      * continues at the wrong place of the memory and reports the full length: wrong
-     * bytes without an error.  Its pread and pwrite are right. */
+     * bytes without an error. Its pread and pwrite are right. */
     bool plain;
     int64_t result; /* set by the engine: bytes or -errno */
     struct nvmeio_block *next;
 
     struct nvmeio_request *request;
     struct nvmeio_piece piece;
-    char *lent; /* the piece in the caller's memory; NULL: in many places */
-    struct nvmeio_extent extent; /* of a gather or scatter, of which it is a piece */
-    void *bounce;                /* the worker's memory, or NULL */
+    char *lent; /* the piece in the caller's memory; NULL: in several places */
+    struct nvmeio_extent
+        extent;   /* of a gather or scatter: the extent that it belongs to */
+    void *bounce; /* the worker's memory, or NULL */
     enum nvmeio_bounce_kind bounce_kind;
-    size_t moved;       /* of piece.io_bytes */
-    int64_t stalled_ns; /* since when the kernel has been saying "again"; 0: not */
-    int64_t pushed_ns;  /* when the engine was given it first */
-    int64_t seen_ns;    /* when the worker saw it among those finished; 0: not yet */
+    size_t moved; /* of piece.io_bytes */
+    int64_t
+        stalled_ns; /* since when the kernel has been returning EAGAIN; 0: it has not */
+    int64_t pushed_ns; /* when the engine first got it */
+    int64_t seen_ns;   /* when the worker saw it among the finished; 0: not yet */
 };
 
 struct nvmeio_engine_ops;
 
 struct nvmeio_engine {
     const struct nvmeio_engine_ops *ops;
-    unsigned depth;                /* wished for; open() lowers it to what there is */
-    unsigned in_flight;            /* pushed and not yet in `finished` */
+    unsigned depth;     /* requested; open() lowers it to what is available */
+    unsigned in_flight; /* pushed and not yet in `finished` */
     struct nvmeio_block *finished; /* reap() puts blocks here, the worker takes them */
-    uint64_t retries;              /* calls into the kernel that had to be repeated */
+    uint64_t retries;              /* system calls that had to be repeated */
     int wake_fd;                   /* eventfd of wake() */
     void *state;                   /* the engine's own */
-    void *faults;                  /* what the test build holds back (tests/faults) */
+    void *faults; /* faults that the test build injects (tests/faults) */
 };
 
 struct nvmeio_engine_ops {
     const char *name;
-    const char *library; /* that it needs, or "" */
+    const char *library; /* the library that it needs, or "" */
 
-    /* Set up for at most engine->depth blocks, by the thread that will use the engine.
-     */
+    /* Set up for at most engine->depth blocks, in the thread that will use the
+     * engine. */
     int (*open)(struct nvmeio_engine *engine);
 
     /* Free everything.  No block is in flight. */
     void (*close)(struct nvmeio_engine *engine);
 
-    /* Take one block, which must stay where it is until it is finished.  The kernel may
-     * see it only at the next reap().  Never fails: in_flight is below depth. */
+    /* Take one block, which must stay in place until it is finished. The kernel may see
+     * it only at the next reap(). Never fails: in_flight is below depth. */
     void (*push)(struct nvmeio_engine *engine, struct nvmeio_block *block);
 
-    /* Hand over what was pushed and collect what has finished, waiting until at least
-     * wait_min blocks have (0: do not wait) or wake() is called.  Returns how many
-     * blocks it appended to `finished`, or -errno when the engine is dead: the kernel
-     * no longer answers, and what is in flight may still be written to. */
+    /* Submit what was pushed and collect what has finished. Waits until at least
+     * wait_min blocks have finished (0: does not wait) or wake() is called. Returns how
+     * many blocks it added to `finished`, or -errno if the engine is dead: the kernel
+     * no longer answers, and may still write to the memory of blocks in flight. */
     int (*reap)(struct nvmeio_engine *engine, unsigned wait_min);
 
-    /* End a reap() that waits, or the next that would.  Any thread. */
+    /* End a reap() that waits, or the next one that would. Any thread may call it. */
     void (*wake)(struct nvmeio_engine *engine);
 };
 
@@ -91,13 +94,13 @@ extern const struct nvmeio_engine_ops nvmeio_engine_libaio;
 extern const struct nvmeio_engine_ops nvmeio_engine_threads;
 extern const struct nvmeio_engine_ops nvmeio_engine_sync;
 
-/* The engines that are built in, in order of preference; NULL past the last. */
+/* The built-in engines, in order of preference. NULL past the last one. */
 const struct nvmeio_engine_ops *nvmeio_engine_at(unsigned index);
 
-/* By name: NULL where it is unknown or not built in, and *known tells which. */
+/* Find an engine by name. NULL if it is unknown or not built in; *known tells which. */
 const struct nvmeio_engine_ops *nvmeio_engine_find(const char *name, bool *known);
 
-/* Say in words why open() returned `error`, and what would help. */
+/* Explain in words why open() returned `error`, and what would help. */
 void nvmeio_engine_explain(const char *name, int error, char *reason, size_t size);
 
 /* open() and close() with what all engines share. */
@@ -108,7 +111,7 @@ void nvmeio_engine_stop(struct nvmeio_engine *engine);
 /* Carry a block out by pread, pwrite or fsync; sets its result. */
 void nvmeio_block_perform(struct nvmeio_block *block);
 
-/* For engines: a block has its result.  It comes first in `finished`. */
+/* For engines: a block has its result. It is put first in `finished`. */
 static inline void nvmeio_engine_finish(struct nvmeio_engine *engine,
                                         struct nvmeio_block *block)
 {
@@ -117,25 +120,25 @@ static inline void nvmeio_engine_finish(struct nvmeio_engine *engine,
     engine->in_flight--;
 }
 
-/* Back-off of a call into the kernel that keeps failing. */
+/* Back-off for a system call that keeps failing. */
 struct nvmeio_patience {
     int64_t since_ns; /* 0: all is well */
     int64_t last_ns;  /* the latest failure */
     int64_t pause_ns;
 };
 
-/* A call failed with `error` (negative): sleep a little and return 0 to try again, or
- * return the error when that has gone on for too long: 10 s for what passes (EINTR,
- * EAGAIN, EBUSY, ENOMEM), 1 s for anything else.  A call that slept for long before it
- * failed is the first of a new row. */
+/* A call failed with `error` (negative). Sleep a little and return 0 to try again.
+ * Return the error if it has lasted too long: 10 s for transient errors (EINTR, EAGAIN,
+ * EBUSY, ENOMEM), 1 s for others. A call that slept long before it failed begins a new
+ * series. */
 int nvmeio_patience_try(struct nvmeio_patience *patience, int error);
 
-/* Wait until it is posted to, whatever signals come.  One thread of several is woken by
- * a semaphore, all by a condition: pthread_cond_signal(3) of glibc 2.25 to 2.40 may
- * wake none (bug 25847). */
+/* Wait for a post, whatever signals come. A semaphore wakes one of several threads, a
+ * condition all of them: pthread_cond_signal(3) of glibc 2.25 to 2.40 may wake none
+ * (bug 25847). */
 void nvmeio_semaphore_wait(sem_t *semaphore);
 
-/* Empty an eventfd that has been read or polled as ready. */
+/* Reset an eventfd that was read or polled as ready. */
 void nvmeio_eventfd_clear(int fd);
 void nvmeio_eventfd_signal(int fd);
 

@@ -1,8 +1,9 @@
-/* engine_libaio.c -- blocks by the kernel's native AIO, through libaio.
+/* engine_libaio.c -- carries out blocks by the kernel's native AIO, through libaio.
  *
- * Completions and wake-ups meet in one eventfd, which reap() polls: io_getevents alone
- * could not be woken.  Blocks that are not for O_DIRECT run inside io_submit; an fsync
- * is the work of a thread of the kernel's (before Linux 4.18 of the worker). */
+ * Completions and wake-ups signal the same eventfd, and reap() polls it: a thread in
+ * io_getevents(2) could not be woken. Blocks without O_DIRECT are carried out inside
+ * io_submit(2). A kernel thread carries out an fsync; before Linux 4.18, the worker
+ * does. */
 #include "engine.h"
 
 #include <errno.h>
@@ -12,8 +13,8 @@
 
 struct aio {
     io_context_t context;
-    struct iocb *controls;   /* one a block, by its index */
-    struct iocb **pending;   /* pushed, not yet taken by the kernel */
+    struct iocb *controls;   /* one per block, by its index */
+    struct iocb **pending;   /* pushed, not yet submitted */
     struct io_event *events; /* room for all of them */
     unsigned pending_count;
     struct nvmeio_patience patience;
@@ -27,7 +28,7 @@ static void aio_free(struct aio *aio)
     free(aio);
 }
 
-/* Events are limited system-wide by fs.aio-max-nr: be content with fewer. */
+/* fs.aio-max-nr limits the events of the whole system. Accept fewer. */
 static int aio_setup(struct nvmeio_engine *engine, struct aio *aio)
 {
     int error = io_setup((int)engine->depth, &aio->context);
@@ -85,7 +86,7 @@ static void aio_push(struct nvmeio_engine *engine, struct nvmeio_block *block)
     aio->pending[aio->pending_count++] = control;
 }
 
-/* Drop the first `count` of the pending blocks. */
+/* Remove the first `count` pending blocks. */
 static void aio_taken(struct aio *aio, unsigned count)
 {
     aio->pending_count -= count;
@@ -93,8 +94,8 @@ static void aio_taken(struct aio *aio, unsigned count)
         aio->pending[i] = aio->pending[i + count];
 }
 
-/* io_submit looks at the blocks one by one: what it refuses for good concerns the first
- * block alone (EACCES and EPERM are what security modules say of one file). */
+/* io_submit(2) looks at the blocks one by one, so these errors concern the first block
+ * alone. Security modules return EACCES and EPERM for one file. */
 static bool concerns_block(int error)
 {
     return error < 0 && error != -EINTR && error != -EAGAIN && error != -EBUSY &&
@@ -116,7 +117,7 @@ static int aio_hand_over(struct nvmeio_engine *engine)
             struct nvmeio_block *block = aio->pending[0]->data;
             aio_taken(aio, 1);
             block->result = result;
-            /* Kernels before 4.18 do not know it. */
+            /* Kernels before 4.18 do not know this operation. */
             if (block->op == NVMEIO_OP_FSYNC && result == -EINVAL)
                 nvmeio_block_perform(block);
             nvmeio_engine_finish(engine, block);
@@ -130,7 +131,7 @@ static int aio_hand_over(struct nvmeio_engine *engine)
     return 0;
 }
 
-/* Take all completions that are there. */
+/* Collect all completions. */
 static int aio_collect(struct nvmeio_engine *engine)
 {
     struct aio *aio = engine->state;
@@ -147,7 +148,7 @@ static int aio_collect(struct nvmeio_engine *engine)
     return count;
 }
 
-/* Sleep until there is a completion, a wake-up or a signal. */
+/* Sleep until a completion, a wake-up or a signal. */
 static void aio_sleep(struct nvmeio_engine *engine)
 {
     struct pollfd events = {.fd = engine->wake_fd, .events = POLLIN};
@@ -183,9 +184,8 @@ static int aio_reap(struct nvmeio_engine *engine, unsigned wait_min)
             continue;
         }
         unsigned count = finished_count(engine);
-        /* One sleep: its end may be a wake-up or a signal, and the worker will ask
-         * again.
-         */
+        /* Sleep only once. A wake-up or a signal may have ended it, and the worker asks
+         * again. */
         if (count >= wait_min || slept || engine->in_flight == 0)
             return (int)count;
         aio_sleep(engine);

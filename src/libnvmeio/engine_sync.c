@@ -1,6 +1,6 @@
-/* engine_sync.c -- blocks carried out one after the other by the thread that reaps.
+/* engine_sync.c -- carries out blocks one after the other, in the thread that reaps.
  *
- * The reference that every other engine is compared with, and the last fallback. */
+ * It is the reference for all other engines, and the last fallback. */
 #include "engine.h"
 
 /* engine->state is the list of pushed blocks, newest first. */
@@ -23,7 +23,7 @@ static void sync_push(struct nvmeio_engine *engine, struct nvmeio_block *block)
     engine->in_flight++;
 }
 
-/* In the order of pushing, for disks like that better. */
+/* Disks prefer the order in which blocks were pushed. */
 static struct nvmeio_block *oldest_first(struct nvmeio_block *newest)
 {
     struct nvmeio_block *oldest = NULL;

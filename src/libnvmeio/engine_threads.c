@@ -1,7 +1,7 @@
-/* engine_threads.c -- blocks by pread and pwrite in a few threads of our own.
+/* engine_threads.c -- carries out blocks by pread(2) and pwrite(2) in a few threads.
  *
- * For kernels that allow neither io_uring nor libaio.  Threads start when there is work
- * and none is idle, and end with the engine. */
+ * For kernels that allow neither io_uring nor libaio. A thread starts when there is
+ * work and none is idle. Threads end with the engine. */
 #include "engine.h"
 
 #include <errno.h>
@@ -11,20 +11,21 @@
 
 #include "thread.h"
 
-/* As many read blocks of 1 MiB as fast as io_uring does. */
+/* This many threads read blocks of 1 MiB as fast as io_uring does. */
 #define WORKERS_MAX 16u
 
-/* Everything below the mutex is guarded by it. */
+/* The mutex guards everything below it. */
 struct crew {
-    sem_t work; /* for the workers: one for each block, and one for each to go home */
+    sem_t work; /* workers wait here: posted once per block, and once per worker to end
+                   it */
     pthread_mutex_t mutex;
-    pthread_cond_t change;             /* for reap(): done_count or woken */
-    struct nvmeio_block *first, *last; /* pushed */
-    struct nvmeio_block *done;         /* carried out */
+    pthread_cond_t change;             /* reap() waits here for done_count or woken */
+    struct nvmeio_block *first, *last; /* pushed blocks */
+    struct nvmeio_block *done;         /* finished blocks */
     unsigned done_count;
     unsigned queued; /* blocks from `first` on */
-    unsigned idle;   /* workers that wait for one */
-    unsigned count;  /* of the workers */
+    unsigned idle;   /* workers that wait for a block */
+    unsigned count;  /* all workers */
     unsigned limit;
     bool woken;
     pthread_t workers[WORKERS_MAX];
@@ -58,7 +59,7 @@ static void *worker_main(void *argument)
     return NULL;
 }
 
-/* One thread more. */
+/* Start one more thread. */
 static int crew_hire(struct crew *crew)
 {
     int error = nvmeio_thread_start(&crew->workers[crew->count], worker_main, crew);
@@ -114,7 +115,7 @@ static void threads_push(struct nvmeio_engine *engine, struct nvmeio_block *bloc
         crew->first = block;
     crew->last = block;
     crew->queued++;
-    /* A thread that cannot be had is no misfortune: there is at least one. */
+    /* A thread that cannot start is no error: there is at least one. */
     if (crew->queued > crew->idle && crew->count < crew->limit)
         crew_hire(crew);
     pthread_mutex_unlock(&crew->mutex);
@@ -128,7 +129,7 @@ static int threads_reap(struct nvmeio_engine *engine, unsigned wait_min)
     pthread_mutex_lock(&crew->mutex);
     while (crew->done_count < wait_min && !crew->woken)
         pthread_cond_wait(&crew->change, &crew->mutex);
-    /* Who does not wait leaves a wake-up to the next who does. */
+    /* A caller that does not wait leaves a wake-up for the next one that does. */
     crew->woken &= wait_min == 0;
     struct nvmeio_block *done = crew->done;
     int count = (int)crew->done_count;

@@ -1,9 +1,11 @@
-/* engine_uring.c -- blocks by io_uring(7), through liburing.
+/* engine_uring.c -- carries out blocks by io_uring(7), through liburing.
  *
- * A worker owns its ring alone (SINGLE_ISSUER, DEFER_TASKRUN where the kernel has
- * them). An entry that was published is in flight whatever io_uring_enter returned, so
- * a call that fails is repeated until it works or the ring counts as dead.  No SQPOLL:
- * 30 times the CPU for the same speed (docs/decisions.md). */
+ * Each ring belongs to one worker (SINGLE_ISSUER, and DEFER_TASKRUN where the kernel
+ * has it). A published entry is in flight whatever io_uring_enter(2) returned. So a
+ * call that fails is repeated until it works or the ring counts as dead.
+ *
+ * SQPOLL is not used: it takes 30 times the CPU for the same speed
+ * (docs/decisions.md). */
 #include "engine.h"
 
 #include <errno.h>
@@ -11,7 +13,7 @@
 #include <poll.h>
 #include <stdlib.h>
 
-/* Flags that are younger than the oldest liburing we build with. */
+/* Flags that the oldest liburing we build with does not define. */
 #ifndef IORING_SETUP_COOP_TASKRUN
 #define IORING_SETUP_COOP_TASKRUN (1U << 8) /* Linux 5.19 */
 #endif
@@ -22,7 +24,7 @@
 #define IORING_SETUP_DEFER_TASKRUN (1U << 13) /* Linux 6.1 */
 #endif
 
-/* Entries between two calls of io_uring_enter; more are handed over in parts. */
+/* Entries per call of io_uring_enter(2). More are submitted in several calls. */
 #define SQ_ENTRIES_MAX 512u
 
 struct uring {
@@ -31,10 +33,10 @@ struct uring {
     unsigned wakes_armed;
 };
 
-/* User data of the poll on the wake-up eventfd; blocks are never there. */
+/* User data of the poll on the wake-up eventfd. No block has this address. */
 static char wake_mark;
 
-/* Set a ring up with as many of the helpful flags as the kernel knows. */
+/* Set up a ring with as many of the helpful flags as the kernel knows. */
 static int uring_setup(struct io_uring *ring, unsigned entries, unsigned completions)
 {
     static const unsigned own_flags[] = {
@@ -54,7 +56,7 @@ static int uring_setup(struct io_uring *ring, unsigned entries, unsigned complet
     return error;
 }
 
-/* Before Linux 5.12 rings are charged to RLIMIT_MEMLOCK: take a smaller one then. */
+/* Before Linux 5.12, rings count towards RLIMIT_MEMLOCK: try a smaller one then. */
 static int uring_open(struct nvmeio_engine *engine)
 {
     struct uring *uring = calloc(1, sizeof(*uring));
@@ -63,7 +65,7 @@ static int uring_open(struct nvmeio_engine *engine)
     if (!uring)
         return -ENOMEM;
     for (;;) {
-        /* One entry more, for the poll of the wake-up. */
+        /* One more entry, for the poll of the wake-up eventfd. */
         unsigned wanted = engine->depth + 1;
         unsigned entries = wanted < SQ_ENTRIES_MAX ? wanted : SQ_ENTRIES_MAX;
         error = uring_setup(&uring->ring, entries, 2 * wanted);
@@ -86,7 +88,7 @@ static void uring_close(struct nvmeio_engine *engine)
     free(uring);
 }
 
-/* Hand over what was published.  Patience decides when a ring is dead. */
+/* Submit what was published. nvmeio_patience_try() decides when a ring is dead. */
 static int uring_hand_over(struct nvmeio_engine *engine)
 {
     struct uring *uring = engine->state;
@@ -102,7 +104,7 @@ static int uring_hand_over(struct nvmeio_engine *engine)
     }
 }
 
-/* NULL only where the ring is full and the kernel takes nothing off it. */
+/* NULL only if the ring is full and the kernel takes nothing from it. */
 static struct io_uring_sqe *uring_entry(struct nvmeio_engine *engine)
 {
     struct uring *uring = engine->state;
@@ -125,7 +127,7 @@ static void uring_push(struct nvmeio_engine *engine, struct nvmeio_block *block)
     }
     struct io_uring_sqe *entry = uring_entry(engine);
     if (!entry) {
-        /* It was never published, so it can be refused like any failed I/O. */
+        /* It was never published, so it can fail like any other I/O. */
         block->result = -EIO;
         nvmeio_engine_finish(engine, block);
         return;
@@ -140,8 +142,8 @@ static void uring_push(struct nvmeio_engine *engine, struct nvmeio_block *block)
     io_uring_sqe_set_data(entry, block);
 }
 
-/* As many polls as completions are waited for: a wake-up completes them all, and so
- * ends the wait. */
+/* Arm as many polls as completions are waited for. A wake-up completes all of them, and
+ * so ends the wait. */
 static void uring_arm_wakes(struct nvmeio_engine *engine, unsigned wait_min)
 {
     struct uring *uring = engine->state;
@@ -149,15 +151,15 @@ static void uring_arm_wakes(struct nvmeio_engine *engine, unsigned wait_min)
     while (uring->wakes_armed < wait_min) {
         struct io_uring_sqe *entry = uring_entry(engine);
         if (!entry)
-            return; /* the reap that follows finds out that the ring is dead */
+            return; /* the next reap() finds out that the ring is dead */
         io_uring_prep_poll_add(entry, engine->wake_fd, POLLIN);
         io_uring_sqe_set_data(entry, &wake_mark);
         uring->wakes_armed++;
     }
 }
 
-/* Take all completions that are there; blocks go to `finished`.  Who does not wait
- * leaves a wake-up to the next who does. */
+/* Collect all completions. Blocks go to `finished`. A caller that does not wait leaves
+ * a wake-up for the next one that does. */
 static int uring_collect(struct nvmeio_engine *engine, bool waits)
 {
     struct uring *uring = engine->state;
@@ -176,8 +178,8 @@ static int uring_collect(struct nvmeio_engine *engine, bool waits)
         } else {
             struct nvmeio_block *block = data;
             block->result = entry->res;
-            /* We cancel nothing, so a block that comes back so was not begun: the
-             * kernel had to give it to a thread of its own, and could start none
+            /* We cancel nothing. A block that comes back cancelled was not begun: the
+             * kernel needed a thread of its own for it and could not start one
              * (RLIMIT_NPROC, pids.max). */
             if (entry->res == -ECANCELED)
                 nvmeio_block_perform(block);

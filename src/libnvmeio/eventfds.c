@@ -1,4 +1,4 @@
-/* eventfds.c -- which eventfds are to be signalled. */
+/* eventfds.c -- which eventfds to signal. */
 #include "eventfds.h"
 
 #include <errno.h>
@@ -12,7 +12,8 @@ struct nvmeio_eventfd {
     bool armed;
 };
 
-/* Where the pointer to the entry of `fd` is, or the last one, which is NULL. */
+/* Where the pointer to the entry of `fd` is, or else the last pointer, which is
+ * NULL. */
 static struct nvmeio_eventfd **find(struct nvmeio_eventfds *eventfds, int fd)
 {
     struct nvmeio_eventfd **place = &eventfds->first;
@@ -55,7 +56,7 @@ void nvmeio_eventfds_clear(struct nvmeio_eventfds *eventfds)
 void nvmeio_eventfds_signal(struct nvmeio_eventfds *eventfds)
 {
     for (struct nvmeio_eventfd *e = eventfds->first; e; e = e->next) {
-        /* It fails where the counter is full, and then the loop is awake anyway. */
+        /* It fails if the counter is full; the loop is awake then anyway. */
         if (e->armed)
             eventfd_write(e->fd, 1);
         e->armed = false;

@@ -1,10 +1,9 @@
-/* file.c -- opening, alignment and size of files.
+/* file.c -- opening files; their alignment and size.
  *
- * A file has one descriptor, with O_DIRECT where the file system has that, and a second
- * one through the page cache as soon as that is needed, opened anew so that no flag of
- * anyone's is changed.  What is transferred, and by which of them, is decided
- * elsewhere.
- */
+ * A file has one descriptor, with O_DIRECT if the file system has that. A second one,
+ * through the page cache, is opened when it is first needed. It is a new open file
+ * description, so that nobody's flags change. Other files decide what is transferred by
+ * which of the two. */
 #include "file_internal.h"
 
 #include <errno.h>
@@ -21,8 +20,10 @@
 #include <time.h>
 #include <unistd.h>
 
-/* Linux 6.1, statx(2).  Older headers lack the two fields, so they are read by their
- * place in the structure, which is the kernel's ABI. */
+#include "fork.h"
+
+/* Linux 6.1, statx(2). Older headers lack these two fields, so they are read by their
+ * offset in the structure, which is part of the kernel's ABI. */
 #ifndef STATX_DIOALIGN
 #define STATX_DIOALIGN 0x2000u
 #endif
@@ -44,11 +45,12 @@ struct cachestat_result {
 
 #define COMPARE_BYTES (256u << 10)
 
-/* What a descriptor opened anew has in common with the one it stands for.  O_SYNC
- * includes O_DSYNC: who asked for either relies on it. */
+/* The flags that a reopened descriptor shares with the first. O_SYNC includes O_DSYNC,
+ * and callers that asked for either rely on it. */
 #define KEPT_FLAGS (O_ACCMODE | O_SYNC)
 
-/* Open the file behind `fd` anew, with another flag: a description of our own. */
+/* Open the file behind `fd` again, with another flag, as a new open file
+ * description. */
 static int reopen(int fd, int flag)
 {
     char path[32];
@@ -96,7 +98,7 @@ static void unmake(const char *path, int fd)
         unlink(path);
 }
 
-/* statx(2), or where that is refused fstat(2), which says nothing of O_DIRECT. */
+/* Call statx(2). If that is refused, call fstat(2), which says nothing of O_DIRECT. */
 static int look_at(int fd, struct statx *status)
 {
     struct stat plain;
@@ -119,7 +121,8 @@ static int look_at(int fd, struct statx *status)
     return 0;
 }
 
-/* Which file system it is, by the numbers of statfs(2): linux/magic.h lacks some. */
+/* Find out the file system from the numbers of statfs(2). linux/magic.h lacks some of
+ * them. */
 static void describe_system(struct nvmeio_file *file)
 {
     struct statfs system;
@@ -128,7 +131,8 @@ static void describe_system(struct nvmeio_file *file)
     do
         error = fstatfs(nvmeio_file_any_fd(file), &system);
     while (error && errno == EINTR);
-    /* A server of FUSE may fail to answer; no other file system does. */
+    /* statfs(2) may fail on FUSE if its server does not answer; on no other file
+     * system. */
     file->fuse = error || system.f_type == 0x65735546;
     if (error)
         return;
@@ -147,7 +151,8 @@ static void describe_system(struct nvmeio_file *file)
     }
 }
 
-/* Refuse what cannot be read and written at offsets, and note what the rest is. */
+/* Refuse files that have no offsets, such as pipes, and note the properties of
+ * others. */
 static int describe(struct nvmeio_file *file, const struct statx *status, int flags)
 {
     int access = flags & O_ACCMODE;
@@ -159,7 +164,7 @@ static int describe(struct nvmeio_file *file, const struct statx *status, int fl
     file->info.offset_align = 1;
     file->device_bytes = -1;
     if (S_ISBLK(status->stx_mode)) {
-        /* Whichever node leads to it. */
+        /* The same device may have several nodes. */
         file->info.device = makedev(status->stx_rdev_major, status->stx_rdev_minor);
         int error = ioctl(nvmeio_file_any_fd(file), BLKGETSIZE64, &bytes);
         if (error)
@@ -181,9 +186,9 @@ static bool power_of_two(uint32_t value)
     return value && (value & (value - 1)) == 0;
 }
 
-/* The kernel says 0 where it does not know (btrfs, tmpfs, Linux before 6.1).  Whole
- * pages suit every file system then, if it takes direct reads at all: try one.  A file
- * that cannot be read here shows it at the first transfer. */
+/* The kernel returns 0 if it does not know (btrfs, tmpfs, Linux before 6.1). Every file
+ * system with O_DIRECT accepts whole pages, so try to read one. If the descriptor
+ * cannot be read, the first transfer shows whether O_DIRECT works. */
 static int probe_direct(const struct nvmeio_file *file)
 {
     void *page;
@@ -194,8 +199,8 @@ static int probe_direct(const struct nvmeio_file *file)
     if (file->info.readable && pread(file->direct_fd, page, 4096, 0) < 0)
         error = -errno;
     free(page);
-    /* Nothing else says anything of O_DIRECT, which would be lost for as long as the
-     * file is open: not what passes, nor a bad sector. */
+    /* Only these two errors mean that there is no O_DIRECT. Others may pass, or come
+     * from a bad sector, and must not disable it for as long as the file is open. */
     return error == -EINVAL || error == -EOPNOTSUPP ? -EINVAL : 0;
 }
 
@@ -219,16 +224,15 @@ static int find_alignment(struct nvmeio_file *file, const struct statx *status)
     return 0;
 }
 
-/* Whether the page cache serves where what O_DIRECT takes cannot be had.  Out of
- * descriptors or memory is the caller's to solve, and so is a signal: no reason to be
- * slow. */
+/* Whether to use the page cache after this error. If descriptors or memory ran out, or
+ * a signal came, the caller has to know: being slow would not help. */
 static bool does_without(const struct nvmeio_file *file, int error)
 {
     return !file->demanded && error != -EMFILE && error != -ENFILE &&
            error != -ENOMEM && error != -EINTR;
 }
 
-/* Use a descriptor with O_DIRECT, or the errno that says why there is none. */
+/* Use a descriptor with O_DIRECT. Otherwise return the errno that says why not. */
 static int use_direct(struct nvmeio_file *file, const struct statx *status, int fd)
 {
     int error = fd;
@@ -252,9 +256,9 @@ static int use_direct(struct nvmeio_file *file, const struct statx *status, int 
     return 0;
 }
 
-/* By its umask a program can make a file with fewer rights than it opens it with.  The
- * page cache is then opened at once: we made the file a moment ago, and may give its
- * owner, and nobody else, the missing rights for another moment. */
+/* A process's umask can take away rights that it opens the file with. So the page
+ * cache's descriptor is opened at once: we have just made the file, and may give the
+ * missing rights to its owner, and to nobody else, for a moment. */
 static int open_without_rights(struct nvmeio_file *file, mode_t mode)
 {
     mode_t needed =
@@ -421,7 +425,7 @@ void nvmeio_file_retain(struct nvmeio_file *file)
 
 void nvmeio_file_release(struct nvmeio_file *file)
 {
-    /* Acquire and release: the last holder sees all that the others did. */
+    /* Acquire and release: the last owner sees everything that the others did. */
     if (file &&
         atomic_fetch_sub_explicit(&file->references, 1, memory_order_acq_rel) == 1)
         file_free(file);
@@ -446,8 +450,9 @@ void nvmeio_file_get_info(const struct nvmeio_file *file, struct nvmeio_file_inf
         info->direct = false;
 }
 
-/* The rights to open the file anew were taken away, or there is no /proc: the page
- * cache serves by the one description that there is. */
+/* The file cannot be opened again: its permissions have changed, or there is no /proc.
+ * Clear O_DIRECT on its only description, so that the page cache serves all
+ * transfers. */
 static int turn_to_page_cache(struct nvmeio_file *file)
 {
     int fd = fcntl(file->direct_fd, F_DUPFD_CLOEXEC, 0);
@@ -478,12 +483,16 @@ static int open_buffered(struct nvmeio_file *file, bool may_turn)
     while (fd == -EINTR);
     if (fd < 0 && may_turn && does_without(file, fd))
         fd = turn_to_page_cache(file);
-    /* Another thread may have been faster. */
-    if (fd >= 0 && !atomic_compare_exchange_strong(&file->fd, &none, fd)) {
-        close(fd);
-        fd = none;
-    }
-    return nvmeio_error_told(fd);
+    if (fd < 0)
+        return nvmeio_error_told(fd);
+    /* Opening may block, so only the store is guarded. */
+    nvmeio_fork_hold();
+    bool first = atomic_compare_exchange_strong(&file->fd, &none, fd);
+    nvmeio_fork_resume();
+    if (first)
+        return fd;
+    close(fd);
+    return none;
 }
 
 int nvmeio_file_fd(struct nvmeio_file *file)
@@ -501,7 +510,7 @@ int64_t nvmeio_cached_pages(int fd, int64_t offset, size_t size)
     struct cachestat_range part = {(uint64_t)offset, size};
     struct cachestat_result found;
 
-    if (size == 0) /* which means all the rest to the kernel */
+    if (size == 0) /* 0 means all the rest to the kernel */
         return 0;
     if (syscall(SYS_cachestat, fd, &part, &found, 0L, 0L, 0L))
         return -errno;
@@ -568,8 +577,8 @@ static size_t first_difference(const char *a, const char *b, size_t size)
     return i;
 }
 
-/* Sleep a little where an error passes, for a second in all; false: it is to be told.
- */
+/* Sleep briefly after an error that may pass, for one second altogether. False: return
+ * the error. */
 static bool waits_for(int error, unsigned *tries)
 {
     static const struct timespec pause = {0, 1000000};

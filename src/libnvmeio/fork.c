@@ -1,7 +1,7 @@
-/* fork.c -- counts forks, and calls those who have to do something about them.
+/* fork.c -- counts forks, makes them wait, and calls the hooks of other files.
  *
- * One pthread_atfork() serves the whole library, so that the order in which locks
- * are taken before a fork is decided in one place. */
+ * One pthread_atfork() serves the whole library, so the order in which locks are taken
+ * before a fork is decided in one place. */
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stdio.h>
@@ -11,17 +11,31 @@
 
 #include "fork.h"
 
-/* Written in a new child alone, while it has one thread: relaxed is enough. */
+/* Only a new child writes it, while it has one thread. Relaxed order is enough. */
 static _Atomic uint32_t generation;
 
-static bool forked_before; /* the library was loaded: a child that never called exec */
+static bool
+    forked_before; /* set when the library was loaded: a child that never called exec */
 
 static struct nvmeio_fork_hooks *hooks_first;
+
+/* Held during a fork, and by nvmeio_fork_hold(). */
+static pthread_mutex_t forking = PTHREAD_MUTEX_INITIALIZER;
 
 void nvmeio_fork_hook(struct nvmeio_fork_hooks *hooks)
 {
     hooks->next = hooks_first;
     hooks_first = hooks;
+}
+
+void nvmeio_fork_hold(void)
+{
+    pthread_mutex_lock(&forking);
+}
+
+void nvmeio_fork_resume(void)
+{
+    pthread_mutex_unlock(&forking);
 }
 
 uint32_t nvmeio_fork_generation(void)
@@ -33,16 +47,19 @@ static void prepare(void)
 {
     for (struct nvmeio_fork_hooks *hooks = hooks_first; hooks; hooks = hooks->next)
         hooks->prepare();
+    pthread_mutex_lock(&forking);
 }
 
 static void continue_parent(void)
 {
+    pthread_mutex_unlock(&forking);
     for (struct nvmeio_fork_hooks *hooks = hooks_first; hooks; hooks = hooks->next)
         hooks->parent();
 }
 
 static void continue_child(void)
 {
+    pthread_mutex_unlock(&forking);
     atomic_fetch_add_explicit(&generation, 1, memory_order_relaxed);
     for (struct nvmeio_fork_hooks *hooks = hooks_first; hooks; hooks = hooks->next)
         hooks->child();

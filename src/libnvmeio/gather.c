@@ -1,7 +1,6 @@
-/* gather.c -- a gather or scatter as a request: cut extent by extent.
+/* gather.c -- a gather or scatter as a request, which is cut extent by extent.
  *
- * Which records make an extent is records.c's; how it is cut into blocks, request.c's.
- */
+ * records.c decides which records form an extent, and request.c cuts it into blocks. */
 #include <errno.h>
 #include <stdlib.h>
 
@@ -11,27 +10,29 @@
 #include "records.h"
 #include "request_internal.h"
 
-/* Records that are asked about, at most, to learn whether the page cache has any. */
+/* How many records, at most, are looked up to learn whether the page cache has any of
+ * them. */
 #define CACHED_SAMPLES 16u
 
 struct nvmeio_gathering {
     struct nvmeio_records *records; /* owned */
-    size_t merged_bytes;            /* of an extent that goes through one bounce */
-    bool small_pages;               /* the memory of the records is in them */
+    size_t merged_bytes;            /* the largest extent that uses one bounce */
+    bool small_pages;               /* the memory of the records is in small pages */
     bool late_left;                 /* an extent has spans for the second round */
     bool second_round;
-    bool alone; /* what has failed with others is read again, each record by itself */
+    bool alone; /* records that failed together are read again, each on its own */
 };
 
-/* Whether the current extent makes the file longer: then it lands in order. */
+/* Whether the current extent makes the file longer. It then lands in order. */
 static bool grows_file(const struct nvmeio_request *request)
 {
     return request->ordered_from < INT64_MAX &&
            request->offset + (int64_t)request->size > request->ordered_from;
 }
 
-/* What of a scatter goes through the page cache waits for all that goes past it, for a
- * large folio may span the neighbours' pages.  What lands in order lands alone. */
+/* In a scatter, page-cache writes wait for all direct writes, because a large folio of
+ * the page cache may span the pages of neighbours. Writes that extend the file land one
+ * at a time anyway. */
 static bool is_late(const struct nvmeio_request *request, unsigned span)
 {
     return request->op == NVMEIO_OP_WRITE && request->geometry.direct &&
@@ -39,8 +40,8 @@ static bool is_late(const struct nvmeio_request *request, unsigned span)
            !grows_file(request);
 }
 
-/* Choose the way of an extent's bytes.  What is merged is bounced, and so are the
- * ragged ends of a read, which are hardly in the page cache. */
+/* Choose the route of an extent. Merged records use a bounce. So do reads with ragged
+ * ends, because those ends are rarely in the page cache. */
 static void plan_extent(struct nvmeio_request *request)
 {
     const struct nvmeio_gathering *gathering = request->gathering;
@@ -67,7 +68,7 @@ static void plan_extent(struct nvmeio_request *request)
         nvmeio_plan_sort(&request->plan);
 }
 
-/* From the current span on, go to the first that belongs to this round. */
+/* Skip to the first span of this round, beginning with the current one. */
 static bool find_span(struct nvmeio_request *request)
 {
     struct nvmeio_gathering *gathering = request->gathering;
@@ -97,8 +98,8 @@ static bool next_extent(struct nvmeio_request *request)
     return nvmeio_records_next(gathering->records, &limits, &request->extent);
 }
 
-/* Let what the page cache has come from there.  Where it has none of the samples, the
- * others are not asked about: a cold gather is not to take longer. */
+/* Read from the page cache what it already has. If it has none of the samples, the
+ * other records are not looked up, so that a cold gather takes no longer. */
 static void find_cached(struct nvmeio_request *request)
 {
     struct nvmeio_records *records = request->gathering->records;
@@ -117,7 +118,7 @@ static void find_cached(struct nvmeio_request *request)
     records->next = 0;
 }
 
-/* Go to the next extent that has a span to cut, in this round or the second one. */
+/* Go to the next extent with a span to cut, in this round or the second one. */
 static void find_extent(struct nvmeio_request *request)
 {
     struct nvmeio_gathering *gathering = request->gathering;
@@ -143,8 +144,8 @@ static void gather_next(struct nvmeio_request *request)
         find_extent(request);
 }
 
-/* Once all of a gather is back, read each record by itself that has failed with others,
- * whose bytes may have been at fault. */
+/* When all of a gather is back, read every record that failed together with others
+ * again, on its own: their bytes may have caused the error. */
 static bool gather_next_round(struct nvmeio_request *request)
 {
     struct nvmeio_gathering *gathering = request->gathering;
@@ -172,7 +173,7 @@ static void gather_fail(struct nvmeio_request *request,
     request->failed = true;
     nvmeio_records_fail(request->gathering->records, &block->extent, position,
                         piece->position + piece->wanted, (int)block->result);
-    /* Nothing is written behind what is missing. */
+    /* Nothing is written behind a gap. */
     if (grows_file(request) && !nvmeio_request_is_cut(request) &&
         request->extent.first == block->extent.first) {
         nvmeio_records_fail(request->gathering->records, &request->extent, position,
@@ -188,7 +189,7 @@ static void fail_uncut(struct nvmeio_request *request)
     int error = request->error ? request->error : -ECANCELED;
 
     if (request->gathering->alone)
-        /* Those behind this one have landed, or still have their errors. */
+        /* The bytes before this extent have landed, or have their own errors. */
         nvmeio_records_fail(records, &request->extent, 0, request->extent.size, error);
     else if (request->op == NVMEIO_OP_WRITE)
         nvmeio_records_fail_from(records, 0, error);

@@ -1,7 +1,8 @@
-/* handle.c -- opening, submitting, cancelling, closing, and what a fork means for them.
+/* handle.c -- opening, submitting, cancelling and closing, and what a fork does to
+ * them.
  *
- * When a request may go on is queue.c's, how it is cut is request.c's, how blocks are
- * carried out is worker.c's; threads that wait are wait.c's. */
+ * queue.c decides when a request may go on, request.c how it is cut, and worker.c
+ * carries out its blocks. Waiting is in wait.c. */
 #include "handle_internal.h"
 
 #include <errno.h>
@@ -16,9 +17,9 @@
 #include "file_internal.h"
 #include "records.h"
 
-/* Added to the generation of the process that is making queue and workers anew.  A
- * child forked meanwhile has another one, and does not wait for a thread it does not
- * have. */
+/* Added to the generation while a process makes its queue and workers anew. A child
+ * forked meanwhile has another generation, and so does not wait for a thread that it
+ * does not have. */
 #define REOPENING (UINT32_C(1) << 31)
 
 static struct nvmeio_handle *retain(struct nvmeio_handle *handle)
@@ -27,20 +28,20 @@ static struct nvmeio_handle *retain(struct nvmeio_handle *handle)
     return handle;
 }
 
-/* What makes a file longer lands block by block, each as large as that: so one at a
- * time is as fast as many (docs/decisions.md has the figures). */
+/* Writes that extend a file land one block at a time. Blocks of this size are as fast
+ * that way as many at once (figures in docs/decisions.md). */
 #define ORDERED_BYTES (8u << 20)
 
-/* The most that nvmeio_perform() carries out: more is for the workers, for whom a
- * thread waits that Ctrl-C can interrupt. */
+/* The most that nvmeio_perform() carries out itself. Workers do the rest, because
+ * Ctrl-C can interrupt a thread that waits for them. */
 #define PERFORM_BYTES_MAX (1u << 20)
 
 static void handle_release(struct nvmeio_handle *handle)
 {
-    /* Acquire and release: the last holder sees all that the others did. */
+    /* Acquire and release: the last owner sees everything that the others did. */
     if (atomic_fetch_sub_explicit(&handle->references, 1, memory_order_acq_rel) != 1)
         return;
-    /* In a child that never used it the queue is the parent's. */
+    /* In a child that never used the handle, the queue is still the parent's. */
     if (atomic_load_explicit(&handle->generation, memory_order_relaxed) ==
         nvmeio_fork_generation())
         nvmeio_queue_destroy(&handle->queue);
@@ -68,7 +69,7 @@ static bool valid(const struct nvmeio_config *config)
            config->engine;
 }
 
-/* In whole alignments, for any file. */
+/* Round sizes up to whole alignments, so that they suit any file. */
 static void set_owner(struct nvmeio_handle *handle)
 {
     uint64_t unit = NVMEIO_OFFSET_ALIGN_MAX;
@@ -79,7 +80,7 @@ static void set_owner(struct nvmeio_handle *handle)
 
     if (ordered > ORDERED_BYTES)
         ordered = block > ORDERED_BYTES ? block : ORDERED_BYTES;
-    /* At least two for a worker, where so much is allowed. */
+    /* At least two per worker, if the limit allows it. */
     if (bounce > NVMEIO_BOUNCE_BYTES)
         bounce = NVMEIO_BOUNCE_BYTES;
     if (bounce > quota / 2)
@@ -95,8 +96,8 @@ static void set_owner(struct nvmeio_handle *handle)
     };
 }
 
-/* Try the engines from the first on, and note why one is passed over.  Where a thread,
- * a descriptor or memory is lacking, another engine is no remedy. */
+/* Try the engines in order, and note why one is passed over. If a thread, a descriptor
+ * or memory is lacking, another engine would not help. */
 static int start_any(struct nvmeio_handle *handle)
 {
     size_t used = 0;
@@ -161,15 +162,16 @@ int nvmeio_handle_open(const struct nvmeio_config *config,
     return 0;
 }
 
-/* In a child: forget the parent's queue and workers (they are abandoned, not freed: a
- * ring of the parent must not be touched) and start workers of our own. */
+/* In a child: abandon the parent's queue and workers, and start new ones. Nothing is
+ * freed, because the parent's ring must not be touched. */
 static void reopen(struct nvmeio_handle *handle)
 {
     nvmeio_queue_init(&handle->queue);
     handle->life_waiters = NULL;
     handle->workers.list = NULL;
     handle->workers.alive = handle->workers.started = 0;
-    /* Closed by the parent, or here before it was ever used: nobody is stopping it. */
+    /* The parent closed it, or the child did before it used it: no thread is stopping
+     * it. */
     bool closed = handle->life >= NVMEIO_HANDLE_CLOSING;
     int error = closed ? 0 : nvmeio_workers_start(&handle->workers);
     handle->queue.dead_error = error;
@@ -180,8 +182,8 @@ static void reopen(struct nvmeio_handle *handle)
                           memory_order_release);
 }
 
-/* In a child where nobody has used the handle yet: true, and it is ours alone until
- * reopen().  False: queue and workers are this process's. */
+/* True in a child whose handle nobody has used yet; it belongs to the caller until
+ * reopen(). False if queue and workers are those of this process. */
 static bool claim(struct nvmeio_handle *handle)
 {
     uint32_t now = nvmeio_fork_generation();
@@ -206,7 +208,7 @@ void nvmeio_handle_ensure_own(struct nvmeio_handle *handle)
         reopen(handle);
 }
 
-/* The mutex is held, and dropped meanwhile. */
+/* The mutex is held, and unlocked meanwhile. */
 static void wait_while(struct nvmeio_handle *handle, int life)
 {
     while ((int)handle->life == life) {
@@ -216,9 +218,8 @@ static void wait_while(struct nvmeio_handle *handle, int life)
     }
 }
 
-/* In a child that was short of descriptors, memory or threads when it used the handle
- * first: what was lacking may be there by now.  The mutex is held, and dropped
- * meanwhile. */
+/* A child that was short of descriptors, memory or threads at its first use tries
+ * again. The mutex is held, and unlocked meanwhile. */
 static void start_missing_workers(struct nvmeio_handle *handle)
 {
     wait_while(handle, NVMEIO_HANDLE_STARTING);
@@ -233,7 +234,7 @@ static void start_missing_workers(struct nvmeio_handle *handle)
     nvmeio_queue_wake(&handle->queue, &handle->life_waiters);
 }
 
-/* What a request is to come after must be of this handle and process. */
+/* A request may only come after requests of the same handle and process. */
 static int check_after(const struct nvmeio_handle *handle,
                        const struct nvmeio_after *after)
 {
@@ -246,8 +247,7 @@ static int check_after(const struct nvmeio_handle *handle,
     return 0;
 }
 
-/* Plan a request that was just made, unless it comes after others.  It is released
- * where that fails. */
+/* Plan a new request, unless it comes after others. It is released if that fails. */
 static int prepare(struct nvmeio_request *request, const struct nvmeio_after *after)
 {
     struct nvmeio_request *part;
@@ -267,7 +267,7 @@ static int prepare(struct nvmeio_request *request, const struct nvmeio_after *af
     return -ENOMEM;
 }
 
-/* Hand over a request that was just made. */
+/* Pass a new request to the queue. */
 static int hand_in(struct nvmeio_handle *handle, struct nvmeio_request *request,
                    const struct nvmeio_after *after, struct nvmeio_request **result)
 {
@@ -282,7 +282,7 @@ static int hand_in(struct nvmeio_handle *handle, struct nvmeio_request *request,
         nvmeio_request_release(request);
         return -EPIPE;
     }
-    /* Before it can be done: another thread may pop it at once. */
+    /* Set before it can be done: another thread may pop it at once. */
     *result = request;
     nvmeio_queue_add(&handle->queue, request, after);
     nvmeio_queue_begin(&handle->queue, request);
@@ -365,8 +365,8 @@ int nvmeio_submit_gather(struct nvmeio_handle *handle,
     return hand_in(handle, request, &gather->after, result);
 }
 
-/* Carry out the one block of a request.  What the kernel sends with EFBIG
- * (RLIMIT_FSIZE) would end the process: workers never get it either. */
+/* Carry out the only block of a request. The signal that comes with EFBIG (SIGXFSZ,
+ * RLIMIT_FSIZE) would end the process, so it is blocked here, as in the workers. */
 static void perform(struct nvmeio_block *block, struct nvmeio_stats *stats)
 {
     static const struct timespec at_once = {0, 0};
@@ -414,7 +414,7 @@ int nvmeio_perform(struct nvmeio_handle *handle, const struct nvmeio_transfer *t
         transfer->size > handle->owner.block_bytes ||
         transfer->size > PERFORM_BYTES_MAX)
         return error;
-    /* A thread that ended here would leave its stack in the queue. */
+    /* A thread that was cancelled here would leave its stack in the queue. */
     pthread_setcancelstate(PTHREAD_CANCEL_DISABLE, &cancelling);
     nvmeio_handle_ensure_own(handle);
     nvmeio_transfer_init(&request, retain(handle), &handle->owner, transfer);
@@ -422,7 +422,7 @@ int nvmeio_perform(struct nvmeio_handle *handle, const struct nvmeio_transfer *t
     prepare(&request, &at_once);
     if (request.plan.count > 1 || nvmeio_request_next_bounce(&request) > 0)
         goto unsuited;
-    /* Nobody else has it, so that the queue's reference is never the last. */
+    /* No other thread has the request, so the queue's reference is never the last. */
     nvmeio_queue_lock(&handle->queue);
     if (handle->life >= NVMEIO_HANDLE_CLOSING) {
         error = -EPIPE;
@@ -432,7 +432,7 @@ int nvmeio_perform(struct nvmeio_handle *handle, const struct nvmeio_transfer *t
     nvmeio_queue_add(&handle->queue, &request, &at_once);
     bool has_block = nvmeio_request_has_block(&request);
     if (has_block)
-        /* Whole, also where it is not aligned. */
+        /* One block holds all of it, even where it is not aligned. */
         nvmeio_request_cut(&request, &block,
                            handle->owner.block_bytes + NVMEIO_OFFSET_ALIGN_MAX);
     else
@@ -459,8 +459,8 @@ out:
     return error;
 }
 
-/* Whether there is anything left to drop of a request, or of a part of many.  Of one
- * that is being planned no more is looked at. */
+/* Whether a request, or a part of one, has anything left to drop. While a request is
+ * being planned, its other fields must not be read. */
 static bool can_drop(const struct nvmeio_request *request)
 {
     return !nvmeio_queue_is_settling(request) && !request->cancelled &&
@@ -473,7 +473,7 @@ static bool drop_rest(struct nvmeio_queue *queue, struct nvmeio_request *request
     if (!can_drop(request))
         return false;
     request->cancelled = true;
-    /* Once it is planned, it goes no further. */
+    /* It ends as soon as it is planned. */
     if (request->phase != NVMEIO_PHASE_PLANNING)
         nvmeio_queue_progress(queue, request);
     return true;
@@ -490,7 +490,7 @@ int nvmeio_request_cancel(struct nvmeio_request *request)
     if (nvmeio_request_before_fork(request))
         return -EOWNERDEAD;
     nvmeio_queue_lock(queue);
-    /* Of many, the last part to end must find it cancelled. */
+    /* The last part to end must find the whole cancelled. */
     for (size_t i = 0; !dropped && (part = nvmeio_part(request, i)); i++)
         dropped = can_drop(part);
     if (dropped)
@@ -543,8 +543,8 @@ void nvmeio_handle_latencies(struct nvmeio_handle *handle,
 static void stop(struct nvmeio_handle *handle)
 {
     if (claim(handle)) {
-        /* A child that never used it has nothing to stop: what there is, is the
-         * parent's. */
+        /* A child that never used it has nothing to stop: everything belongs to the
+         * parent. */
         handle->life = NVMEIO_HANDLE_CLOSING;
         reopen(handle);
         return;

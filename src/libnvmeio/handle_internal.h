@@ -1,4 +1,4 @@
-/* handle_internal.h -- a handle from within: a queue and the workers that empty it. */
+/* handle_internal.h -- the inside of a handle: a queue, and workers that empty it. */
 #ifndef NVMEIO_HANDLE_INTERNAL_H
 #define NVMEIO_HANDLE_INTERNAL_H
 
@@ -14,26 +14,27 @@ struct nvmeio_handle {
     char fallback[512];
 
     atomic_uint references;
-    /* Of the process whose queue and workers these are; REOPENING while a forked child
-     * makes its own.  Release and acquire: who sees the number sees the queue. */
+    /* The process that queue and workers belong to. REOPENING is added while a forked
+     * child makes its own. Release and acquire: a thread that sees the number sees the
+     * queue. */
     _Atomic uint32_t generation;
 
     struct nvmeio_queue queue;
 
-    /* Guarded by the queue's mutex. */
+    /* The queue's mutex guards these. */
     struct nvmeio_workers workers;
     enum {
         NVMEIO_HANDLE_OPEN,
-        NVMEIO_HANDLE_MISSING,  /* a child could not start its workers, and tries again
-                                 */
-        NVMEIO_HANDLE_STARTING, /* a thread does so now */
+        NVMEIO_HANDLE_MISSING,  /* a child could not start its workers, and will try
+                                   again */
+        NVMEIO_HANDLE_STARTING, /* a thread is starting them now */
         NVMEIO_HANDLE_CLOSING,  /* no more submissions */
-        NVMEIO_HANDLE_CLOSED,   /* the workers have gone home */
+        NVMEIO_HANDLE_CLOSED,   /* the workers have ended */
     } life;
-    struct nvmeio_waiter *life_waiters; /* threads that wait for the next */
+    struct nvmeio_waiter *life_waiters; /* threads that wait for the next state */
 };
 
-/* After this, queue and workers are those of this process, made anew in a child.  The
+/* Make sure that queue and workers belong to this process; a child makes new ones. The
  * mutex is not held. */
 void nvmeio_handle_ensure_own(struct nvmeio_handle *handle);
 

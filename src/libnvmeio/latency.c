@@ -1,11 +1,11 @@
 /* latency.c -- which bucket of a histogram a latency falls into.
  *
- * Arithmetic alone; when a block begins and ends is worker.c's.  The layout
- * is that of fio and of HdrHistogram (hdrhistogram.org): powers of two, each cut into
- * buckets of one width. */
+ * Pure arithmetic; worker.c decides when a block begins and ends. The layout is that of
+ * fio and HdrHistogram (hdrhistogram.org): powers of two, each divided into equal
+ * buckets. */
 #include "block.h"
 
-/* Below 2 * WIDE each nanosecond has a bucket of its own. */
+/* Below 2 * WIDE, each nanosecond has its own bucket. */
 #define WIDE_BITS 5u
 #define WIDE (1u << WIDE_BITS)
 #define LAST (NVMEIO_LATENCY_BUCKETS - 1)
@@ -14,7 +14,7 @@ unsigned nvmeio_latency_bucket(uint64_t ns)
 {
     if (ns < 2 * WIDE)
         return (unsigned)ns;
-    /* What is left of the bits is WIDE or more, and below 2 * WIDE. */
+    /* The remaining bits are at least WIDE and below 2 * WIDE. */
     unsigned shift = 63 - (unsigned)__builtin_clzll(ns) - WIDE_BITS;
     uint64_t bucket = shift * WIDE + (ns >> shift);
     return bucket < LAST ? (unsigned)bucket : LAST;

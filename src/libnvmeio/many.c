@@ -1,14 +1,14 @@
 /* many.c -- transfers of several files as one request.
  *
- * Each is a request of its own, a part, with all that requests have but a reference and
- * a report: those are of the whole, which has no blocks and is done with the last of
- * its parts. */
+ * Each is a request of its own, called a part. A part has no reference and no report;
+ * those belong to the whole. The whole has no blocks, and is done when its last part
+ * is. */
 #include <stdlib.h>
 
 #include "file_internal.h"
 #include "request_internal.h"
 
-/* Transfers of one file mostly follow each other, and its size is asked for once. */
+/* Neighbouring transfers mostly use the same file, so its size is looked up once. */
 static void many_plan(struct nvmeio_request *request)
 {
     const struct nvmeio_file *file = NULL;
@@ -34,7 +34,7 @@ void nvmeio_many_book(struct nvmeio_request *part)
 
     whole->in_flight--;
     whole->abandoned |= part->abandoned;
-    /* Also of one that was cancelled, which `cancelled` of the whole tells. */
+    /* A cancelled part counts too: the flag is in the whole. */
     if (part->error)
         nvmeio_request_fail(whole, part->error, index);
 }
@@ -70,7 +70,7 @@ static size_t many_failures(const struct nvmeio_request *request,
 
 static void many_free(struct nvmeio_request *request)
 {
-    /* Where the handle has refused them, they still hold their files. */
+    /* If the handle refused them, they still hold their files. */
     for (size_t i = 0; i < request->parts->count; i++)
         nvmeio_file_release(request->parts->list[i].file);
     free(request->parts);
@@ -98,7 +98,7 @@ struct nvmeio_request *nvmeio_many_new(struct nvmeio_handle *handle,
         free(parts);
         return NULL;
     }
-    /* An op that no fence looks for: those look at the parts. */
+    /* No fsync looks for this operation: it looks at the parts. */
     nvmeio_request_init(request, &many_ops, handle, owner, NVMEIO_OP_READ, NULL,
                         many->user);
     request->parts = parts;

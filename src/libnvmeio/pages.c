@@ -1,4 +1,4 @@
-/* pages.c -- the kinds of pages, by PAGEMAP_SCAN of /proc/self/pagemap. */
+/* pages.c -- finds out the kinds of pages, by PAGEMAP_SCAN of /proc/self/pagemap. */
 #include "pages.h"
 
 #include <fcntl.h>
@@ -7,7 +7,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-/* Linux 6.7, ioctl_pagemap_scan(2); the headers of older systems lack it all. */
+/* Linux 6.7, ioctl_pagemap_scan(2). Older headers have none of this. */
 #define SCAN _IOWR('f', 16, struct scan)
 #define SCAN_PRESENT (UINT64_C(1) << 3)
 #define SCAN_HUGE (UINT64_C(1) << 6)
@@ -16,7 +16,7 @@
 #define MADV_POPULATE_READ 22 /* Linux 5.14 */
 #endif
 
-/* Samples: one for so many bytes, but no more than that. */
+/* One sample per this many bytes, of at most this size. */
 #define SAMPLE_BYTES ((size_t)256 << 10)
 #define SAMPLES_MAX 8u
 
@@ -53,7 +53,7 @@ static enum kind kind_of(int fd, uintptr_t page, size_t page_bytes)
     return region.categories & SCAN_HUGE ? HUGE : SMALL;
 }
 
-/* How many of the samples are small. */
+/* How many of the samples are in small pages. */
 static size_t count_small(int fd, uintptr_t address, size_t size, size_t samples,
                           enum nvmeio_op op)
 {
@@ -82,7 +82,8 @@ bool nvmeio_pages_are_small(const void *address, size_t size, enum nvmeio_op op)
         samples = SAMPLES_MAX;
     if (samples == 0)
         samples = 1;
-    /* Opened anew each time, which takes 1 us: in a child it would be the parent's. */
+    /* Opened each time, which takes 1 us: in a child, a kept one would be the
+     * parent's. */
     int fd = open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC);
     if (fd < 0)
         return false;

@@ -1,13 +1,17 @@
-/* pool.c -- aligned, populated memory in huge pages, kept and handed out again.
+/* pool.c -- aligned, populated memory in huge pages, kept and reused.
  *
- * Memory is mapped in chunks of whole huge pages and cut into extents.  A tree of all
- * extents, ordered by address, finds the one that holds an address; each arena has a
- * list of its free ones, from which the best fit is taken, and free neighbours of one
- * arena are joined.  Small and large allocations have an arena each, because a small
- * one that lives long in the middle of large free memory would spoil it for the next
- * large one, and so has each NUMA node that was asked for.  One mutex guards it all;
- * mapping, populating and locking of pages, which may take long, happen outside it.
- * Threads that want a little wait for the one that maps a huge page for them all. */
+ * Memory is mapped in chunks of whole huge pages and cut into extents. A tree of all
+ * extents, ordered by address, finds the one that contains an address. Each arena has a
+ * list of its free extents. An allocation takes the best fit, and free neighbours of
+ * one arena are joined.
+ *
+ * Small and large allocations have separate arenas, because a small one that lives long
+ * in the middle of free memory would spoil it for the next large one. Each NUMA node
+ * that was asked for has its own as well.
+ *
+ * One mutex guards all of it. Mapping, populating and locking of pages may take long,
+ * and happen without it. Threads that want little memory wait for the one that maps a
+ * huge page for all of them. */
 #include <assert.h>
 #include <errno.h>
 #include <limits.h>
@@ -27,7 +31,7 @@
 
 #include "fork.h"
 
-/* The huge page of x86-64, and of arm64 with pages of 4 KiB. */
+/* The huge page of x86-64, and of arm64 with 4 KiB pages. */
 #define HUGE_BYTES ((size_t)2 << 20)
 
 #ifndef MAP_HUGE_2MB
@@ -39,7 +43,7 @@
 #endif
 
 struct extent {
-    uintptr_t address; /* address and bytes first: compare_extents() needs no more */
+    uintptr_t address; /* these two first: compare_extents() reads no others */
     size_t bytes;
     struct arena *arena;
     struct extent *previous; /* in the arena's list of free extents */
@@ -50,24 +54,26 @@ struct extent {
     int uses;
 };
 
-/* What is allocated alike: small or large, on one node. */
+/* Allocations of the same kind: small or large, on one node. */
 struct arena {
     struct extent *free;
-    bool grows; /* somebody maps a huge page for those who want less */
+    bool grows; /* a thread is mapping a huge page for all that want less */
 };
 
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
-static pthread_cond_t grown = PTHREAD_COND_INITIALIZER; /* an arena, or it could not */
-static void *extents; /* the root that tsearch(3) keeps */
+static pthread_cond_t grown =
+    PTHREAD_COND_INITIALIZER; /* an arena grew, or could not */
+static void *extents;         /* the root of tsearch(3) */
 static struct arena small_arenas[NVMEIO_POOL_NODE_MAX + 2]; /* by node + 1 */
 static struct arena large_arenas[NVMEIO_POOL_NODE_MAX + 2];
 static size_t small_granule_bytes = NVMEIO_POOL_ALIGN; /* sizes are rounded up to it */
 static struct nvmeio_pool_stats stats;
-static size_t growing_bytes; /* of bytes_mapped, what threads are about to map */
+static size_t
+    growing_bytes; /* the part of bytes_mapped that threads are about to map */
 static bool hugetlb_wanted;
 
-/* All chunks lie between these.  Written under the mutex, read without it by
- * out_of_bounds(); relaxed is enough, for whoever got an address of the pool got it
+/* All chunks lie between these. They are written under the mutex, and out_of_bounds()
+ * reads them without it. Relaxed is enough: a thread with an address of the pool got it
  * after its chunk had widened the bounds. */
 static _Atomic uintptr_t lowest = UINTPTR_MAX;
 static _Atomic uintptr_t highest;
@@ -83,7 +89,8 @@ static bool out_of_bounds(const void *address)
            (uintptr_t)address >= atomic_load_explicit(&highest, memory_order_relaxed);
 }
 
-/* Extents that overlap are equal, so that a key of one byte finds the one round it. */
+/* Extents that overlap compare equal, so a key of one byte finds the extent around
+ * it. */
 static int compare_extents(const void *left, const void *right)
 {
     const struct extent *a = left;
@@ -140,8 +147,8 @@ static void unlist_free(struct extent *extent)
         extent->next->previous = extent->previous;
 }
 
-/* The smallest free extent that will do, and of those the lowest, so that the top of
- * the memory stays whole. */
+/* The smallest free extent that is large enough, and of those the lowest, so that the
+ * top of the memory stays in one piece. */
 static struct extent *best_fit(const struct arena *arena, size_t bytes)
 {
     struct extent *best = NULL;
@@ -155,7 +162,7 @@ static struct extent *best_fit(const struct arena *arena, size_t bytes)
     return best;
 }
 
-/* Make what is behind the first `bytes` of a free extent a free extent of its own. */
+/* Split a free extent behind its first `bytes`. The rest is a free extent too. */
 static struct extent *cut(struct extent *extent, size_t bytes)
 {
     size_t rest_bytes = extent->bytes - bytes;
@@ -179,7 +186,7 @@ static int take(struct extent *extent, size_t bytes)
     return 0;
 }
 
-/* Make `upper` a part of `lower`, which ends where it begins. */
+/* Join `upper` to `lower`, which ends where `upper` begins. */
 static void join(struct extent *lower, struct extent *upper)
 {
     tdelete(upper, &extents, compare_extents);
@@ -207,8 +214,8 @@ static void put_back(struct extent *extent)
         list_free(extent);
 }
 
-/* Give every page its memory now, huge ones where the kernel has them.  Refusal of
- * huge pages is no error, it costs speed alone. */
+/* Populate every page now, with huge pages where the kernel has them. If it refuses
+ * huge pages, that only costs speed. */
 static int populate(char *chunk, size_t bytes)
 {
     madvise(chunk, bytes, MADV_HUGEPAGE);
@@ -216,14 +223,13 @@ static int populate(char *chunk, size_t bytes)
         return 0;
     if (errno != EINVAL)
         return -ENOMEM;
-    /* A kernel before 5.14 does not know the advice. */
+    /* Kernels before 5.14 do not know this advice. */
     for (size_t position = 0; position < bytes; position += NVMEIO_POOL_ALIGN)
         *(volatile char *)(chunk + position) = 0;
     return 0;
 }
 
-/* Have the kernel take a chunk's memory from one node (mbind(2), without its library).
- */
+/* Bind a chunk's memory to one node (mbind(2), without its library). */
 static int bind_to(char *chunk, size_t bytes, int node)
 {
     unsigned long nodes = node < 0 ? 0 : 1ul << node;
@@ -234,8 +240,8 @@ static int bind_to(char *chunk, size_t bytes, int node)
     return -errno;
 }
 
-/* Map `bytes`, a multiple of HUGE_BYTES and aligned to it.  NULL if there is not so
- * much. */
+/* Map `bytes`, a multiple of HUGE_BYTES, aligned to it. NULL if there is not enough
+ * memory. */
 static char *map_aligned(size_t bytes)
 {
     size_t mapped_bytes = bytes + HUGE_BYTES;
@@ -251,7 +257,7 @@ static char *map_aligned(size_t bytes)
     return chunk;
 }
 
-/* The same from hugetlbfs, whose pages are reserved when they are mapped. */
+/* The same from hugetlbfs, which reserves pages when they are mapped. */
 static char *map_hugetlb(size_t bytes)
 {
     char *chunk = mmap(NULL, bytes, PROT_READ | PROT_WRITE,
@@ -277,7 +283,7 @@ static int map_chunk(int node, size_t bytes, bool hugetlb, char **result)
     return 0;
 }
 
-/* Make a chunk a free extent of the arena.  The chunk is unmapped if that fails. */
+/* Add a chunk to the arena as a free extent. If that fails, the chunk is unmapped. */
 static struct extent *adopt_chunk(struct arena *arena, char *chunk, size_t bytes)
 {
     struct extent *extent = new_extent(arena, (uintptr_t)chunk, bytes);
@@ -315,7 +321,7 @@ static uint64_t free_bytes(const struct arena *arenas)
     return bytes;
 }
 
-/* Unmap the whole huge pages of a free extent.  What surrounds them stays free. */
+/* Unmap the whole huge pages of a free extent. The memory around them stays free. */
 static void unmap(struct extent *extent)
 {
     uintptr_t begin = whole_begin(extent), end = whole_end(extent);
@@ -334,7 +340,7 @@ static void unmap(struct extent *extent)
     }
 }
 
-/* Unmap free memory until `bytes` are left, or none is free.  The mutex is held. */
+/* Unmap free memory until `bytes` are left, or none is free. The mutex is held. */
 static void unmap_down_to(struct arena *arenas, uint64_t bytes)
 {
     for (int i = 0; i <= NVMEIO_POOL_NODE_MAX + 1; i++) {
@@ -347,8 +353,8 @@ static void unmap_down_to(struct arena *arenas, uint64_t bytes)
     }
 }
 
-/* Whether the limit leaves room for `bytes`, were all given up that can be.  The mutex
- * is held. */
+/* Whether `bytes` fit below the limit once all free memory is unmapped. The mutex is
+ * held. */
 static bool has_room(size_t bytes)
 {
     if (stats.bytes_limit == 0)
@@ -358,8 +364,8 @@ static bool has_room(size_t bytes)
     return bytes <= stats.bytes_limit && kept <= stats.bytes_limit - bytes;
 }
 
-/* Reserve `bytes` below the limit.  What is free, of sizes or nodes that could not
- * serve, is given up only if that is enough.  The mutex is held: this is rare. */
+/* Reserve `bytes` below the limit. Free memory of other sizes or nodes is unmapped only
+ * if that makes enough room. The mutex is held, since this is rare. */
 static bool reserve(size_t bytes)
 {
     if (!has_room(bytes))
@@ -372,7 +378,7 @@ static bool reserve(size_t bytes)
     return true;
 }
 
-/* Map a chunk of at least `bytes` for the arena.  The mutex is held, and dropped
+/* Map a chunk of at least `bytes` for the arena. The mutex is held, and unlocked
  * meanwhile. */
 static int grow(struct arena *arena, int node, size_t bytes, struct extent **result)
 {
@@ -409,7 +415,7 @@ static int obtain(struct arena *arena, int node, size_t bytes, struct extent **r
 
     pthread_mutex_lock(&mutex);
     struct extent *extent = best_fit(arena, bytes);
-    /* Each of 256 threads that want 4 KiB at once would map 2 MiB. */
+    /* Otherwise, 256 threads that want 4 KiB at once would map 2 MiB each. */
     while (!extent && arena->grows) {
         pthread_cond_wait(&grown, &mutex);
         extent = best_fit(arena, bytes);
@@ -513,7 +519,8 @@ void nvmeio_pool_free(void *address)
     assert(extent && extent->address == (uintptr_t)address);
     extent->pinned = false;
     if (extent->locked) {
-        /* The extent is still ours, so nobody looks at it while the mutex is free. */
+        /* We still own the extent, so no other thread looks at it while the mutex is
+         * unlocked. */
         extent->locked = false;
         stats.bytes_locked -= extent->bytes;
         pthread_mutex_unlock(&mutex);
@@ -563,7 +570,8 @@ int nvmeio_pool_use(const void *address, int change)
     pthread_mutex_lock(&mutex);
     struct extent *extent = find_used(address);
     if (extent) {
-        /* A child may still release requests of its parent, whose uses it forgot. */
+        /* A child may still release requests of its parent, whose uses it has
+         * forgotten. */
         uses = extent->uses + change;
         extent->uses = uses = uses > 0 ? uses : 0;
     }
@@ -581,15 +589,15 @@ bool nvmeio_pool_holds(const void *address)
     return held;
 }
 
-/* Every copy of this library marks the program or the shared library that it is linked
- * into, whose segments say so however its symbols are bound. */
+/* A mark in every copy of this library. It is in the segments of the program or shared
+ * library that the copy is linked into, however its symbols are bound. */
 static const struct note {
     uint32_t name_bytes, description_bytes, type;
     char name[8];
 } mark __attribute__((section(".note.nvmeio"), used, aligned(4))) = {sizeof("nvmeio"),
                                                                      0, 1, "nvmeio"};
 
-/* Whether a segment is in memory: who made an object may have written any header. */
+/* Whether a segment is in memory. The headers of an object may say anything. */
 static bool is_loaded(const struct dl_phdr_info *info, const ElfW(Phdr) * segment)
 {
     for (unsigned i = 0; i < info->dlpi_phnum; i++) {
@@ -613,7 +621,8 @@ static int count_marks(struct dl_phdr_info *info, size_t bytes, void *pools)
 
         if (segment->p_type != PT_NOTE || !is_loaded(info, segment))
             continue;
-        /* What is padded to 8 bytes has other notes' names behind, but never ours. */
+        /* Notes may be padded to 8 bytes, so every 4 bytes are looked at. No other note
+         * holds our name. */
         for (; at + sizeof(mark) <= end; at += 4)
             if (memcmp(at, &mark, sizeof(mark)) == 0) {
                 ++*(uint64_t *)pools;
@@ -623,8 +632,8 @@ static int count_marks(struct dl_phdr_info *info, size_t bytes, void *pools)
     return 0;
 }
 
-/* In a forked child the linker's lock may be held for ever by a thread that is not
- * there: it has what its parent counted last, or this copy alone. */
+/* In a forked child, the linker's lock may be locked for ever by a thread that does not
+ * exist. The child uses the parent's last count, or counts this copy alone. */
 static uint64_t count_pools(void)
 {
     static _Atomic uint64_t counted = 1;
@@ -666,12 +675,12 @@ static void forget_parent(const void *node, VISIT visit, int depth)
     extent->uses = 0;
 }
 
-/* A child inherits no memory locks (mlock(2)), and its parent's requests never end in
- * it. */
+/* A child does not inherit memory locks (mlock(2)), and requests of its parent never
+ * end in it. */
 static void unlock_pool_in_child(void)
 {
     stats.bytes_locked = 0;
-    /* The threads that were about to map it are not here. */
+    /* The threads that were about to map it do not exist here. */
     stats.bytes_mapped -= growing_bytes;
     growing_bytes = 0;
     for (int i = 0; i <= NVMEIO_POOL_NODE_MAX + 1; i++)
@@ -689,7 +698,7 @@ static struct nvmeio_fork_hooks fork_hooks = {
 
 __attribute__((constructor)) static void start_pool(void)
 {
-    /* Locks go by pages, and two allocations never share one. */
+    /* Locks work by pages, and no two allocations share a page. */
     size_t page_bytes = sysconf(_SC_PAGESIZE);
     if (page_bytes > small_granule_bytes)
         small_granule_bytes = page_bytes;

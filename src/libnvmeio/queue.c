@@ -1,6 +1,6 @@
-/* queue.c -- when a request may go on, and who is told that it is done.
+/* queue.c -- when a request may go on, and which threads learn that it is done.
  *
- * How a request is cut is request.c's, who cuts it worker.c's. */
+ * request.c decides how a request is cut, and worker.c cuts it. */
 #include "queue.h"
 
 #include <errno.h>
@@ -20,7 +20,8 @@ void nvmeio_queue_destroy(struct nvmeio_queue *queue)
     nvmeio_eventfds_clear(&queue->eventfds);
 }
 
-/* A thread that pthread_cancel(3) ended with the mutex would leave it locked. */
+/* pthread_cancel(3) must not end a thread that holds the mutex: it would stay
+ * locked. */
 void nvmeio_queue_lock(struct nvmeio_queue *queue)
 {
     int cancelling;
@@ -44,16 +45,17 @@ bool nvmeio_queue_call(struct nvmeio_queue *queue, struct nvmeio_consumer *consu
 {
     if (consumer->state != NVMEIO_CONSUMER_IDLE)
         return false;
-    /* No longer idle, also before it has woken up: the next block is not its. */
+    /* Not idle from now on, even before it wakes: the next block goes to another
+     * consumer. */
     consumer->state = NVMEIO_CONSUMER_BUSY;
     consumer->waiter.next = queue->wake;
     queue->wake = &consumer->waiter;
     return true;
 }
 
-/* Set consumers to work on the blocks that were added: those that are idle, then those
- * that wait for completions and have room.  An engine is woken under the mutex, for its
- * consumer might close it otherwise. */
+/* Set consumers to work on the added blocks: first the idle ones, then those that wait
+ * for completions and have room. An engine is woken under the mutex, because its
+ * consumer could close it otherwise. */
 static void call_consumers(struct nvmeio_queue *queue)
 {
     size_t missing = nvmeio_queue_next(queue) ? queue->added : 0;
@@ -146,8 +148,8 @@ static bool same_file(const struct nvmeio_request *a, const struct nvmeio_reques
            a->file->info.inode == b->file->info.inode;
 }
 
-/* The last write to the same file before this fsync, or NULL; one that is being settled
- * has all its blocks behind it. */
+/* The last write to the same file before this fsync, or NULL. A write that is being
+ * settled has no block left in flight, so it does not count. */
 static struct nvmeio_request *write_before(const struct nvmeio_request *request)
 {
     struct nvmeio_request *r = request->active_previous;
@@ -176,7 +178,8 @@ static void active_add(struct nvmeio_queue *queue, struct nvmeio_request *reques
     }
 }
 
-/* Its turn has come, or never will: nvmeio_queue_unlock() sees to it. */
+/* Its turn has come, or it cannot run any more. nvmeio_queue_unlock() goes on with
+ * it. */
 static void make_ready(struct nvmeio_queue *queue, struct nvmeio_request *request)
 {
     if (request->ready)
@@ -194,7 +197,8 @@ static void unlink_link(struct nvmeio_link *link)
     link->place = NULL;
 }
 
-/* A request that was waited for is done: as it ended, so does a dependent. */
+/* A request that a dependent waits for is done. Its error becomes that of the
+ * dependent. */
 static void pass_on(struct nvmeio_queue *queue, const struct nvmeio_request *request,
                     const struct nvmeio_link *link)
 {
@@ -240,7 +244,8 @@ void nvmeio_queue_add(struct nvmeio_queue *queue, struct nvmeio_request *request
         make_ready(queue, request);
 }
 
-/* A write is over: each fsync that waited for it waits for the one before, or goes. */
+/* A write is done. Each fsync that waited for it now waits for an earlier write, or
+ * runs. */
 static void open_gates(struct nvmeio_queue *queue, const struct nvmeio_request *write)
 {
     struct nvmeio_request **place = &queue->gated;
@@ -259,7 +264,7 @@ static void open_gates(struct nvmeio_queue *queue, const struct nvmeio_request *
     }
 }
 
-/* An fsync ends without having been let go. */
+/* An fsync ends while it still waits for a write. */
 static void leave_gate(struct nvmeio_queue *queue, struct nvmeio_request *request)
 {
     struct nvmeio_request **place = &queue->gated;
@@ -270,8 +275,8 @@ static void leave_gate(struct nvmeio_queue *queue, struct nvmeio_request *reques
     request->write_before = NULL;
 }
 
-/* The outcome stands: report it once, to a thread that waits for it, or else by
- * nvmeio_handle_pop(). */
+/* The outcome is final. Report it once: to a thread that waits for the request, or else
+ * through nvmeio_handle_pop(). */
 static void complete(struct nvmeio_queue *queue, struct nvmeio_request *request)
 {
     active_remove(queue, request);
@@ -306,8 +311,8 @@ static void complete(struct nvmeio_queue *queue, struct nvmeio_request *request)
         nvmeio_eventfds_signal(&queue->eventfds);
 }
 
-/* Nothing is in flight any more, and none will be.  Who sees that a request is done may
- * count on its descriptor to be closed. */
+/* Nothing is in flight any more, and nothing will be. A caller that sees the request
+ * done may rely on its descriptor being closed. */
 static void finish(struct nvmeio_queue *queue, struct nvmeio_request *request)
 {
     bool troubled = request->failed || request->cancelled;
@@ -353,7 +358,7 @@ void nvmeio_queue_progress(struct nvmeio_queue *queue, struct nvmeio_request *re
 
 struct nvmeio_request *nvmeio_queue_next(struct nvmeio_queue *queue)
 {
-    /* A request that has been cut to its end, or has to wait, leaves the queue here. */
+    /* Requests that are fully cut, or have to wait, leave the queue here. */
     while (queue->first && !nvmeio_request_has_block(queue->first))
         dequeue(queue, queue->first);
     return queue->first;
@@ -365,8 +370,8 @@ void nvmeio_queue_fail_all(struct nvmeio_queue *queue, int error)
 
     queue->dead_error = error;
     for (struct nvmeio_request *r = queue->active_first; r; r = next) {
-        /* What is in flight elsewhere, in a thread that carries it out itself, is over
-         * when that comes back; so is what is being planned. */
+        /* A thread may still carry out this request itself, or plan it. It ends when
+         * that thread comes back. */
         next = r->active_next;
         if (r->phase == NVMEIO_PHASE_PLANNING || nvmeio_queue_is_settling(r) ||
             r->error || r->in_flight > 0)
@@ -376,7 +381,7 @@ void nvmeio_queue_fail_all(struct nvmeio_queue *queue, int error)
     }
 }
 
-/* Without the mutex: what takes a system call, or long. */
+/* Done without the mutex, because it makes system calls or takes long. */
 static void settle(struct nvmeio_request *request)
 {
     struct nvmeio_file *file = request->file;
@@ -396,7 +401,7 @@ static void set_phase(struct nvmeio_request *request, enum nvmeio_phase phase)
         part->phase = phase;
 }
 
-/* Something of a request that was held back has changed, or all of it. */
+/* All or part of a request that was held back has changed. */
 static void progress_all(struct nvmeio_queue *queue, struct nvmeio_request *request)
 {
     struct nvmeio_request *part;
@@ -416,8 +421,8 @@ void nvmeio_queue_begin(struct nvmeio_queue *queue, struct nvmeio_request *reque
     progress_all(queue, request);
 }
 
-/* Of the requests whose turn has come, end those that have failed or were cancelled,
- * and return the others, to be planned. */
+/* Take the requests whose turn has come. Those that failed or were cancelled end here;
+ * the others are returned, to be planned. */
 static struct nvmeio_request *take_ready(struct nvmeio_queue *queue)
 {
     struct nvmeio_request *planning = NULL;

@@ -1,8 +1,8 @@
 /* queue.h -- the requests of a handle: active, waiting for a worker, done.
  *
- * One mutex guards it all, the requests included.  What a change entails (threads to
- * wake, files to close, requests to free) is noted under the mutex and done by
- * nvmeio_queue_unlock(), so that no woken thread runs into the mutex and no system call
+ * One mutex guards the lists and the requests. What a change entails (threads to wake,
+ * files to close, requests to free) is noted under the mutex and done by
+ * nvmeio_queue_unlock(). So no woken thread runs into the mutex, and no system call
  * that can block is made under it. */
 #ifndef NVMEIO_QUEUE_H
 #define NVMEIO_QUEUE_H
@@ -14,11 +14,11 @@
 #include "request_internal.h"
 #include "waiter.h"
 
-/* Who cuts blocks: a worker, as the queue knows it. */
+/* Whoever cuts blocks: a worker, as the queue sees it. */
 struct nvmeio_consumer {
     struct nvmeio_consumer *next;
     struct nvmeio_engine *engine;
-    struct nvmeio_waiter waiter; /* to be woken by, while idle */
+    struct nvmeio_waiter waiter; /* wakes it while it is idle */
     enum {
         NVMEIO_CONSUMER_BUSY,
         NVMEIO_CONSUMER_LISTENING, /* in reap(), with room for more blocks */
@@ -28,26 +28,28 @@ struct nvmeio_consumer {
 
 struct nvmeio_queue {
     pthread_mutex_t mutex;
-    int cancelling; /* what pthread_setcancelstate(3) was for who has the mutex */
+    int cancelling; /* the cancel state (pthread_setcancelstate(3)) of the thread that
+                       holds the mutex */
     struct nvmeio_request *active_first, *active_last;
     unsigned active_count;
-    struct nvmeio_request *first, *last;           /* with blocks to cut */
-    struct nvmeio_request *done_first, *done_last; /* not reported */
-    struct nvmeio_request *gated;                  /* fsyncs behind writes */
+    struct nvmeio_request *first, *last;           /* requests with blocks to cut */
+    struct nvmeio_request *done_first, *done_last; /* done, not yet reported */
+    struct nvmeio_request *gated;                  /* fsyncs that wait for writes */
     struct nvmeio_waiter *drainers; /* threads that wait until nothing is active */
     struct nvmeio_consumer *consumers;
     struct nvmeio_eventfds eventfds;
-    int dead_error; /* why there are no consumers any more, nor any as yet; or 0 */
+    int dead_error; /* why there are no consumers (any more, or yet), or 0 */
     struct nvmeio_stats stats;
     uint64_t latencies[NVMEIO_LATENCY_BUCKETS];
 
     /* For nvmeio_queue_unlock(). */
-    struct nvmeio_request *ready; /* requests that those before let go or fail */
-    size_t added;                 /* blocks that may need more consumers */
-    struct nvmeio_waiter *wake;   /* threads */
+    struct nvmeio_request
+        *ready;   /* requests whose turn has come, or that others made fail */
+    size_t added; /* blocks that may need more consumers */
+    struct nvmeio_waiter *wake; /* threads */
     struct nvmeio_request
         *settle;                 /* requests that are over, with something left to do */
-    struct nvmeio_request *drop; /* requests of which a reference is dropped */
+    struct nvmeio_request *drop; /* requests that lose a reference */
 };
 
 void nvmeio_queue_init(struct nvmeio_queue *queue);
@@ -55,20 +57,20 @@ void nvmeio_queue_destroy(struct nvmeio_queue *queue);
 
 void nvmeio_queue_lock(struct nvmeio_queue *queue);
 
-/* Unlock, and do what the changes entail.  A request, and the handle, may be gone
- * afterwards but for references of the caller's own. */
+/* Unlock, and do what the changes entail. Unless the caller holds references, the
+ * request and the handle may be gone afterwards. */
 void nvmeio_queue_unlock(struct nvmeio_queue *queue);
 
 /* Wait until nothing is active, or until a deadline: 0 or -ETIMEDOUT. */
 int nvmeio_queue_drain(struct nvmeio_queue *queue, int64_t deadline_ns);
 
-/* What nvmeio_handle_pop() does. */
+/* Does the work of nvmeio_handle_pop(). */
 unsigned nvmeio_queue_pop(struct nvmeio_queue *queue, void **users, unsigned count);
 
-/* The mutex is held in all that follow. */
+/* The mutex is held in all functions below. */
 
-/* Add a new request, of which the queue takes a reference: planned, but where it is to
- * come after others; for those it has links. */
+/* Add a new request, and take a reference to it. It is planned, unless it comes after
+ * others; then it has links to them. */
 void nvmeio_queue_add(struct nvmeio_queue *queue, struct nvmeio_request *request,
                       const struct nvmeio_after *after);
 
@@ -78,27 +80,27 @@ void nvmeio_queue_begin(struct nvmeio_queue *queue, struct nvmeio_request *reque
 /* The next request to cut blocks from, or NULL. */
 struct nvmeio_request *nvmeio_queue_next(struct nvmeio_queue *queue);
 
-/* The state of a request has changed: queue it or not, or see it to its end. */
+/* The state of a request has changed: put it into the queue, take it out, or end it. */
 void nvmeio_queue_progress(struct nvmeio_queue *queue, struct nvmeio_request *request);
 
-/* Take a request off the list of those that are done. */
+/* Take a request off the list of done requests. */
 void nvmeio_queue_take_done(struct nvmeio_queue *queue, struct nvmeio_request *request);
 
-/* Fail all that waits for workers, for there are none any more. */
+/* Fail everything that waits for workers, because there are none any more. */
 void nvmeio_queue_fail_all(struct nvmeio_queue *queue, int error);
 
 /* Have a list of waiters woken. */
 void nvmeio_queue_wake(struct nvmeio_queue *queue, struct nvmeio_waiter **waiters);
 
-/* Sleep in a list until another thread wakes it: 0; or until a deadline: -ETIMEDOUT.
- * The mutex is unlocked for good. */
+/* Sleep in a list until another thread wakes the caller: 0; or until a deadline:
+ * -ETIMEDOUT. The mutex is unlocked on return. */
 int nvmeio_queue_sleep(struct nvmeio_queue *queue, struct nvmeio_waiter **list,
                        struct nvmeio_waiter *waiter, int64_t deadline_ns);
 
-/* Wake a consumer, if it is idle; tell whether it was. */
+/* Wake a consumer if it is idle. Returns whether it was. */
 bool nvmeio_queue_call(struct nvmeio_queue *queue, struct nvmeio_consumer *consumer);
 
-/* Whether a request is beyond change: being settled, or done. */
+/* Whether a request cannot change any more: it is being settled, or done. */
 bool nvmeio_queue_is_settling(const struct nvmeio_request *request);
 
 #endif

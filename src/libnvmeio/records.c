@@ -1,5 +1,5 @@
-/* records.c -- the records of a gather: checked, sorted, merged into extents, copied.
- */
+/* records.c -- the records of a gather: checked, sorted, merged into extents,
+ * copied. */
 #include "records.h"
 
 #include <errno.h>
@@ -9,7 +9,7 @@
 #include "align.h"
 #include "copy_internal.h"
 
-/* Of a digit of the sort. */
+/* Bits per digit of the radix sort. */
 #define RADIX_BITS 8
 
 static int64_t end_of(const struct nvmeio_record *record)
@@ -38,7 +38,7 @@ static int compare_indices(const void *one, const void *other)
     return a->index < b->index ? -1 : 1;
 }
 
-/* What a list is sorted by: the place in the file, or that in memory. */
+/* The key to sort by: the place in the file, or the address in memory. */
 static uint64_t key_of(const struct nvmeio_record *record, bool by_place)
 {
     return by_place ? (uintptr_t)record->place : (uint64_t)record->offset;
@@ -55,7 +55,8 @@ static bool in_order(const struct nvmeio_records *records, bool by_place)
     return true;
 }
 
-/* One digit of a radix sort, from one list to another; false if all agree in it. */
+/* Sort by one digit, from one list to the other. False if the digit is the same in all
+ * records. */
 static bool sort_digit(const struct nvmeio_record *from, struct nvmeio_record *to,
                        size_t count, bool by_place, unsigned shift)
 {
@@ -76,8 +77,7 @@ static bool sort_digit(const struct nvmeio_record *from, struct nvmeio_record *t
     return true;
 }
 
-/* Records of one key stay in order.  qsort(3) takes three times as long from 1000 on.
- */
+/* A stable sort. qsort(3) takes three times as long from 1000 records on. */
 static int sort(struct nvmeio_records *records, bool by_place)
 {
     struct nvmeio_record *from = records->list, *to, *spare;
@@ -100,7 +100,8 @@ static int sort(struct nvmeio_records *records, bool by_place)
     return 0;
 }
 
-/* Of records that begin together the longest goes first, for it may hold the others. */
+/* Of records that begin together, put the longest first, because it may contain the
+ * others. */
 static void sort_lengths(struct nvmeio_records *records)
 {
     struct nvmeio_record *list = records->list;
@@ -115,7 +116,7 @@ static void sort_lengths(struct nvmeio_records *records)
     }
 }
 
-/* One record: 0, or what is wrong with it. */
+/* Check one record: 0, or its error. */
 static int check_record(const struct nvmeio_gather *gather, int64_t file_size,
                         int64_t offset, int64_t size, int64_t place)
 {
@@ -163,8 +164,8 @@ static int fill(struct nvmeio_records *records, const struct nvmeio_gather *gath
     return 0;
 }
 
-/* In order of place or of offset: whether any two records share bytes, of those up to
- * an index. */
+/* Whether any two records up to this index share bytes. The list is sorted by place or
+ * by offset. */
 static bool overlap(const struct nvmeio_records *records, bool by_place, size_t last)
 {
     uint64_t end = 0;
@@ -180,8 +181,8 @@ static bool overlap(const struct nvmeio_records *records, bool by_place, size_t 
     return false;
 }
 
-/* In order of place or of offset: the first record, by index, that shares bytes with
- * one of a lower index; SIZE_MAX where none does. */
+/* The first record, by index, that shares bytes with a record of a lower index, or
+ * SIZE_MAX. The list is sorted by place or by offset. */
 static size_t find_overlap(const struct nvmeio_records *records, bool by_place,
                            size_t count)
 {
@@ -199,7 +200,7 @@ static size_t find_overlap(const struct nvmeio_records *records, bool by_place,
     return low;
 }
 
-/* Sort the records by their place in the file, and see that they do not overlap. */
+/* Sort the records by their place in the file, and check that they do not overlap. */
 static int check_overlap(struct nvmeio_records *records,
                          const struct nvmeio_gather *gather, size_t *offender)
 {
@@ -258,7 +259,7 @@ int nvmeio_gather_check(const struct nvmeio_gather *gather, size_t *offender)
     return error;
 }
 
-/* Whether an extent that goes through a bounce can take in one more record. */
+/* Whether an extent that uses a bounce has room for one more record. */
 static bool mergeable(const struct nvmeio_records *records,
                       const struct nvmeio_extent_limits *limits,
                       const struct nvmeio_extent *extent,
@@ -285,7 +286,7 @@ static bool mergeable(const struct nvmeio_records *records,
            (record->size < NVMEIO_RECORD_MEDIUM_BYTES || cover <= NVMEIO_BRIDGED_BYTES);
 }
 
-/* Take one more record into an extent, if it fits. */
+/* Add one more record to an extent, if it fits. */
 static bool take(const struct nvmeio_records *records,
                  const struct nvmeio_extent_limits *limits,
                  struct nvmeio_extent *extent, const struct nvmeio_record *record)
@@ -351,8 +352,8 @@ bool nvmeio_records_next_alone(struct nvmeio_records *records,
     return true;
 }
 
-/* Bytes [begin, end) of an extent, as far as a record has them: from `at` on, `size`
- * bytes that belong to `place`; false for none. */
+/* The part of one record inside bytes [begin, end) of an extent: `size` bytes from `at`
+ * on, which belong at `place`. False if there is none. */
 struct share {
     size_t at;
     size_t size;
@@ -413,7 +414,7 @@ void nvmeio_records_fail(struct nvmeio_records *records,
         if (record->error || !share_of(record, extent, begin, end, &share))
             continue;
         record->error = error;
-        /* Past the end of the file each byte is missing for itself. */
+        /* Past the end of the file, every missing byte is the record's own. */
         record->shared |= extent->count > 1 && error != -ENODATA;
         records->shared |= record->shared;
     }

@@ -1,22 +1,22 @@
 /* records.h -- the records of a gather or scatter, in the order of the file, and the
- * extents that are carried out together.
+ * extents in which they are carried out.
  *
- * Checks, arithmetic and copies: no system call, no lock.  When an extent is carried
- * out is gather.c's. */
+ * Checks, arithmetic and copies: no system call, no lock. gather.c decides when an
+ * extent is carried out. */
 #ifndef NVMEIO_RECORDS_H
 #define NVMEIO_RECORDS_H
 
 #include <nvmeio/gather.h>
 
-/* A record that can go straight between the device and its place is not merged with
- * others from here on: copying it would cost more than another I/O (a copy of 32 KiB
- * takes 3 us, an I/O 2 us of CPU time; bench_gather.py). */
+/* A record of at least this size that the device can transfer to its place is not
+ * merged with others: copying it would cost more than another I/O. A copy of 32 KiB
+ * takes 3 us, an I/O 2 us of CPU time (bench_gather.py). */
 #define NVMEIO_RECORD_LARGE_BYTES (32u << 10)
 
-/* Where there is a record from here on, a gap is read for nothing only in an extent
- * that is no longer than this: what else is read and copied costs more than another
- * I/O.  Rows of 4 KiB, 60 % of a part of a file: 131 000 a second, without this 109
- * 000. */
+/* If an extent holds a record of at least this size, gaps are read only while the
+ * extent is no longer than this: reading and copying more would cost more than another
+ * I/O. For rows of 4 KiB, 60 % of a part of a file, this gives 131 000 rows a second
+ * instead of 109 000. */
 #define NVMEIO_RECORD_MEDIUM_BYTES (4u << 10)
 #define NVMEIO_BRIDGED_BYTES (16u << 10)
 
@@ -24,20 +24,21 @@ struct nvmeio_record {
     int64_t offset;
     size_t size;
     char *place;
-    size_t index; /* as it was submitted */
+    size_t index; /* its index as submitted */
     int error;    /* 0 or -errno */
-    bool shared;  /* that may be another's, whose bytes were read with it */
-    bool cached;  /* the page cache had all of the extent that begins with it */
+    bool shared;  /* the error may be another record's, whose bytes were read with it */
+    bool cached;  /* the page cache had all of the extent that begins here */
 };
 
 struct nvmeio_records {
-    size_t count; /* of those that are not empty */
-    size_t bytes; /* of all of them */
-    bool whole;   /* every one begins and ends at whole pages of the file */
+    size_t count; /* how many are not empty */
+    size_t bytes; /* of all of them together */
+    bool whole;   /* all of them begin and end at whole pages of the file */
     size_t gap_max;
     size_t next; /* the first that is in no extent yet */
-    bool shared; /* there are such errors */
-    int error;   /* once settled: of the failed record with the lowest index, or 0 */
+    bool shared; /* some errors may be another record's */
+    int error; /* once settled: the error of the failed record with the lowest index, or
+                  0 */
     struct nvmeio_record list[];
 };
 
@@ -46,41 +47,40 @@ struct nvmeio_extent {
     size_t first, count; /* of the records */
     int64_t offset;
     size_t size;
-    /* Where all of it lies one behind another, or NULL: then it goes through a bounce
-     * of at most nvmeio_extent_limits.merged_bytes. */
+    /* Where its bytes lie in one contiguous place, or NULL: it then uses a bounce of at
+     * most nvmeio_extent_limits.merged_bytes. */
     char *home;
-    bool copied; /* some records are not in place when the extent is */
+    bool copied; /* the extent's bytes still have to be copied to some records */
 };
 
 struct nvmeio_extent_limits {
     enum nvmeio_op op;
-    uint32_t align;      /* of what the device reads, 1 for the page cache */
-    size_t merged_bytes; /* of an extent that goes through one bounce; 0: none does */
+    uint32_t align;      /* the device's, or 1 for the page cache */
+    size_t merged_bytes; /* the largest extent that uses one bounce; 0: none does */
 };
 
-/* Take over and check the records: NULL with *error, as nvmeio_submit_gather() tells
- * it.  file_size: what there is to read; of a write INT64_MAX. */
+/* Take ownership of the records and check them. NULL with *error, as for
+ * nvmeio_submit_gather(). file_size: how much can be read; INT64_MAX for a write. */
 struct nvmeio_records *nvmeio_records_new(const struct nvmeio_gather *gather,
                                           int64_t file_size, int *error,
                                           size_t *offender);
 
-/* The next extent; false past the last one. */
+/* The next extent. False past the last one. */
 bool nvmeio_records_next(struct nvmeio_records *records,
                          const struct nvmeio_extent_limits *limits,
                          struct nvmeio_extent *extent);
 
-/* The next extent of one record alone, of those whose errors may be others'; it is as
- * if it had not failed. */
+/* The next extent of a single record, from those whose errors may be another's. Its
+ * error is cleared. */
 bool nvmeio_records_next_alone(struct nvmeio_records *records,
                                struct nvmeio_extent *extent);
 
-/* Bring bytes [begin, end) of an extent from `source`, where the first of them lies, to
- * the places of the records that want them. */
+/* Copy bytes [begin, end) of an extent from `source` to the places of their records. */
 void nvmeio_records_spread(const struct nvmeio_records *records,
                            const struct nvmeio_extent *extent, const char *source,
                            size_t begin, size_t end);
 
-/* The other way: collect them at `target`. */
+/* The other way round: collect them at `target`. */
 void nvmeio_records_collect(const struct nvmeio_records *records,
                             const struct nvmeio_extent *extent, char *target,
                             size_t begin, size_t end);
@@ -90,16 +90,16 @@ void nvmeio_records_fail(struct nvmeio_records *records,
                          const struct nvmeio_extent *extent, size_t begin, size_t end,
                          int error);
 
-/* Note that all from a record on have failed. */
+/* Note that all records from this one on have failed. */
 void nvmeio_records_fail_from(struct nvmeio_records *records, size_t first, int error);
 
-/* No extent is under way any more: returns the bytes of the records that did not fail,
- * and notes the error.  Where there is one, the records are in the order of their
- * indices from then on. */
+/* No extent is in flight any more. Notes the error, and returns the bytes of the
+ * records that did not fail. If any did, the records are sorted by index from then
+ * on. */
 size_t nvmeio_records_settle(struct nvmeio_records *records);
 
-/* What has failed, once settled: how many records, of which at most `count` are stored.
- */
+/* The failures, once settled: returns how many records failed, and stores at most
+ * `count`. */
 size_t nvmeio_records_failures(const struct nvmeio_records *records,
                                struct nvmeio_failure *failures, size_t count);
 

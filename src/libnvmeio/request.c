@@ -1,7 +1,7 @@
-/* request.c -- what all requests have in common: blocks are cut and booked.
+/* request.c -- what all requests share: cutting blocks and recording their results.
  *
- * In which transfers and gathers differ is transfer.c's and gather.c's; when a request
- * may go on is queue.c's, what came of a block block.c's. */
+ * transfer.c and gather.c hold the differences. queue.c decides when a request may go
+ * on, and block.c what became of a block. */
 #include "request_internal.h"
 
 #include <errno.h>
@@ -40,14 +40,14 @@ void nvmeio_request_init(struct nvmeio_request *request,
 void nvmeio_request_note_end(struct nvmeio_request *request, int64_t file_size,
                              int64_t end)
 {
-    /* Where the size cannot be told, the write may make the file longer. */
+    /* If the size is not known, the write may extend the file. */
     if (end > file_size)
         request->ordered_from = file_size < 0 ? 0 : file_size;
 }
 
 void nvmeio_request_release(struct nvmeio_request *request)
 {
-    /* Acquire and release: the last holder sees all that the others did. */
+    /* Acquire and release: the last owner sees everything that the others did. */
     if (!request ||
         atomic_fetch_sub_explicit(&request->references, 1, memory_order_acq_rel) != 1)
         return;
@@ -100,8 +100,8 @@ size_t nvmeio_request_next_bounce(const struct nvmeio_request *request)
 {
     const struct nvmeio_span *span = &request->plan.spans[request->span];
 
-    /* What is in many places passes through a bounce also to the page cache.  An fsync
-     * has no bytes at all. */
+    /* Bytes that belong in several places need a bounce on the page-cache route too. An
+     * fsync has no bytes at all. */
     if (span->route != NVMEIO_ROUTE_BOUNCE && (request->address || span->end == 0))
         return 0;
     uint64_t align = request->geometry.offset_align;
@@ -121,7 +121,7 @@ void nvmeio_request_cut(struct nvmeio_request *request, struct nvmeio_block *blo
     block->extent = request->extent;
     block->piece = (struct nvmeio_piece){0};
     if (request->op != NVMEIO_OP_FSYNC)
-        /* No block is smaller than what the file can take. */
+        /* No block is smaller than the file's alignment. */
         nvmeio_plan_cut(&block->piece, span, request->position, request->offset,
                         request->geometry.offset_align,
                         nvmeio_round_up(block_bytes, request->geometry.offset_align));
@@ -182,7 +182,8 @@ int nvmeio_request_outcome(struct nvmeio_request *request,
     outcome->got = (int64_t)request->got;
     outcome->abandoned = request->abandoned;
     outcome->blocker = request->blocker;
-    /* What cancel() answered stands, whatever came of the blocks still in flight. */
+    /* What cancel() returned stays true, whatever becomes of the blocks still in
+     * flight. */
     outcome->result = request->cancelled ? -ECANCELED
                       : request->error   ? request->error
                                          : (int64_t)request->total;

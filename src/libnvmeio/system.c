@@ -1,8 +1,8 @@
-/* system.c -- processors and memory, and what control groups leave of them.
+/* system.c -- processors and memory, and how control groups limit them.
  *
- * A process is in one group of version 2, or in one for each controller of version 1
- * (cgroups(7)); the groups above it limit it too.  In a container the path that the
- * kernel tells may lie above what can be seen; then the root that is seen counts. */
+ * A process is in one group of version 2, or in one per controller of version 1
+ * (cgroups(7)); the groups above it limit it too. In a container, the path that the
+ * kernel reports may lie above what is visible. The visible root counts then. */
 #include <nvmeio/system.h>
 
 #include <inttypes.h>
@@ -15,18 +15,18 @@
 
 #define PATH_BYTES 4096
 
-/* Machines of today have up to 8192 processors (Linux, NR_CPUS). */
+/* Machines have up to 8192 processors today (Linux, NR_CPUS). */
 #define CPUS_MAX 8192
 
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 static unsigned quota_cpus = UINT_MAX;
 static uint64_t memory_bytes = UINT64_MAX;
 
-/* Where the limits of one controller are, and what to make of the first line there. */
+/* Where the limits of one controller are, and how to parse the first line there. */
 struct limit {
     const char *controller; /* of version 1; NULL: version 2, which has one tree */
     const char *file;
-    const char *file_too; /* its first line is put behind that of the other */
+    const char *file_too; /* its first line is appended to the other's */
     void (*apply)(const char *line);
 };
 
@@ -39,8 +39,8 @@ static void limit_memory(const char *line)
         memory_bytes = bytes;
 }
 
-/* "QUOTA PERIOD" in us, as cpu.max of version 2 has them, and apply_file() joins those
- * of version 1.  "max" or -1: no limit. */
+/* "QUOTA PERIOD" in us, as in cpu.max of version 2; apply_file() joins the two files of
+ * version 1 so. "max" or -1: no limit. */
 static void limit_cpus(const char *line)
 {
     int64_t quota_us, period_us;
@@ -60,7 +60,7 @@ static const struct limit limits[] = {
     {"memory", "memory.limit_in_bytes", NULL, limit_memory},
 };
 
-/* Put the first line of a file into `line`; false where there is none. */
+/* Read the first line of a file into `line`. False if there is none. */
 static bool first_line(const char *folder, const char *name, char *line, int size)
 {
     char path[PATH_BYTES + 64];
@@ -86,7 +86,7 @@ static void apply_file(const struct limit *limit, const char *folder)
     limit->apply(line);
 }
 
-/* Apply a limit of the group and of all above it, up to the root of the tree. */
+/* Apply the limits of a group and of all above it, up to the root of the tree. */
 static void apply_upward(const struct limit *limit, const char *group)
 {
     char folder[PATH_BYTES];
@@ -115,7 +115,7 @@ static bool is_listed(const char *controllers, const char *name)
     return false;
 }
 
-/* A line of /proc/self/cgroup: "0::GROUP" of version 2, "N:CONTROLLERS:GROUP" of 1. */
+/* A line of /proc/self/cgroup: "0::GROUP" (version 2) or "N:CONTROLLERS:GROUP" (1). */
 static void apply_line(char *line)
 {
     char *controllers = strchr(line, ':');

@@ -1,7 +1,7 @@
 /* team.c -- how large a team of threads may be.
  *
- * Whether threads can be started is tried out once for each thread that leads a team:
- * OpenMP keeps those that it has. */
+ * OpenMP ends the process if it cannot start a thread. So it is tried out first, once
+ * for each thread that leads a team: OpenMP keeps its threads. */
 #include <pthread.h>
 #include <stdlib.h>
 
@@ -18,7 +18,7 @@ static void *pass_gate(void *gate)
     return NULL;
 }
 
-/* Start `wanted` threads that live at the same time; returns how many could be. */
+/* Start `wanted` threads that live at the same time. Returns how many could start. */
 static unsigned try_threads(unsigned wanted)
 {
     pthread_mutex_t gate = PTHREAD_MUTEX_INITIALIZER;

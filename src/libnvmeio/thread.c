@@ -1,15 +1,15 @@
-/* thread.c -- threads without signals, on small stacks.
+/* thread.c -- threads that take no signals, on small stacks.
  *
- * glibc keeps the stacks of threads that have ended, up to 40 MiB, and unmaps others:
- * if that fails, it ends the process.  Small ones are kept. */
+ * glibc keeps up to 40 MiB of stacks of ended threads and unmaps the rest. If unmapping
+ * fails, it ends the process. Small stacks are kept. */
 #include "thread.h"
 
 #include <errno.h>
 #include <link.h>
 #include <signal.h>
 
-/* glibc takes the thread-local variables of a program from the stack of each thread, so
- * what these need comes on top. */
+/* glibc takes a program's thread-local variables from each thread's stack, so their
+ * size is added. */
 static size_t stack_bytes = 256u << 10;
 
 static int add_thread_locals(struct dl_phdr_info *info, size_t size, void *unused)
@@ -22,8 +22,8 @@ static int add_thread_locals(struct dl_phdr_info *info, size_t size, void *unuse
     return 0;
 }
 
-/* Once: the loader's lock, which this takes, may be held for ever in a child of fork().
- * What is loaded later uses other memory. */
+/* Once, at load: this takes the loader's lock, which a child of fork() may find locked
+ * for ever. Libraries loaded later use other memory. */
 __attribute__((constructor)) static void find_stack_bytes(void)
 {
     dl_iterate_phdr(add_thread_locals, NULL);
@@ -39,7 +39,8 @@ int nvmeio_thread_start(pthread_t *thread, void *(*main)(void *), void *argument
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
     int error = pthread_create(thread, &small, main, argument);
-    /* The user may have reserved more by the tunable glibc.rtld.optional_static_tls. */
+    /* The user may have reserved more with the tunable
+     * glibc.rtld.optional_static_tls. */
     if (error == EINVAL)
         error = pthread_create(thread, NULL, main, argument);
     pthread_sigmask(SIG_SETMASK, &before, NULL);

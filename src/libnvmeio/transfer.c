@@ -1,4 +1,4 @@
-/* transfer.c -- one run of bytes between memory and file, or an fsync. */
+/* transfer.c -- a request of one contiguous range of bytes, or an fsync. */
 #include <errno.h>
 
 #include "copy_internal.h"
@@ -31,8 +31,8 @@ int nvmeio_transfer_check(const struct nvmeio_transfer *transfer)
     return 0;
 }
 
-/* The edges of a write wait for its middle: a large folio of the page cache can span
- * both. */
+/* The edges of a write wait for its middle, because a large folio of the page cache can
+ * span both. */
 static void transfer_next(struct nvmeio_request *request)
 {
     request->span++;
@@ -62,7 +62,7 @@ static void transfer_fail(struct nvmeio_request *request,
     nvmeio_request_fail(request, (int)block->result, position);
 }
 
-/* How many bytes from the start on have been transferred, without a gap. */
+/* How many bytes were transferred from the start on, without a gap. */
 static size_t prefix(const struct nvmeio_request *request)
 {
     size_t lowest = request->got < request->size ? request->got : request->size;
@@ -84,17 +84,18 @@ static bool untouched(const struct nvmeio_request *request)
 
 static void transfer_settle(struct nvmeio_request *request)
 {
-    /* What was never planned has done nothing. */
+    /* A request that was never planned has transferred nothing. */
     request->got = request->phase == NVMEIO_PHASE_PLANNED ? prefix(request) : 0;
     if (request->error != -ENODATA || request->blocker != SIZE_MAX)
         return;
-    /* Blocks past the end may have met it first; the file knows where it is. */
+    /* Blocks behind the end may have completed first. The file knows where its end
+     * is. */
     int64_t left = nvmeio_file_size(request->file) - request->offset;
     size_t there = left < 0                       ? 0
                    : (size_t)left < request->size ? (size_t)left
                                                   : request->size;
-    /* Unless refused before a block was cut, what lies below may have been left
-     * uncut. */
+    /* Unless it failed before the first block was cut, bytes below this position may
+     * not have been cut. */
     if (untouched(request) || there < request->got)
         request->got = there;
 }
@@ -139,11 +140,11 @@ void nvmeio_transfer_plan(struct nvmeio_request *request, int64_t file_size)
     if (request->plan.spans[0].route == NVMEIO_ROUTE_DIRECT && !request->failed &&
         nvmeio_request_has_small_pages(request, request->address, request->size))
         request->plan.spans[0].route = NVMEIO_ROUTE_BOUNCE;
-    /* Before a byte moves: the file may not be opened once more. */
+    /* Before any byte moves, because opening the file once more may fail. */
     for (unsigned i = 0; i < request->plan.count; i++)
         if (request->plan.spans[i].route == NVMEIO_ROUTE_BUFFERED && !request->failed)
             fail_without_page_cache(request);
-    /* What makes the file longer lands in the order of the file. */
+    /* Blocks that extend the file land in the order of the file. */
     if (request->ordered_from < INT64_MAX)
         nvmeio_plan_sort(&request->plan);
     request->position = request->plan.spans[0].begin;

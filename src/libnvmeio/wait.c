@@ -52,8 +52,8 @@ int nvmeio_handle_watch(struct nvmeio_handle *handle, int fd)
 
 void nvmeio_handle_unwatch(struct nvmeio_handle *handle, int fd)
 {
-    /* In a child that has not used the handle the list is the parent's, and so may be
-     * the mutex.  Acquire: pairs with the release in reopen(). */
+    /* In a child that has not used the handle, the list is the parent's, and the mutex
+     * may be locked. Acquire: pairs with the release in reopen(). */
     if (atomic_load_explicit(&handle->generation, memory_order_acquire) !=
         nvmeio_fork_generation())
         return;

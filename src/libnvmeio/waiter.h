@@ -1,9 +1,9 @@
-/* waiter.h -- a thread that sleeps until another thread wakes it, or until a time.
+/* waiter.h -- a thread that sleeps until another thread wakes it, or until a deadline.
  *
- * Each sleeping thread has a waiter of its own, in a list that a mutex guards: whoever
- * takes it off the list must wake it, and may do so after the mutex is unlocked, so
- * that the thread does not run into the mutex.  So no thread is woken for nothing, as
- * with a condition variable that many wait for. */
+ * Each sleeping thread has its own waiter, in a list that a mutex guards. A thread that
+ * takes a waiter off the list must wake it, and may do so after unlocking the mutex, so
+ * that the woken thread does not run into it. Unlike with a shared condition variable,
+ * no thread is woken for nothing. */
 #ifndef NVMEIO_WAITER_H
 #define NVMEIO_WAITER_H
 
@@ -13,26 +13,26 @@
 struct nvmeio_waiter {
     struct nvmeio_waiter *next;
     _Atomic uint32_t woken;
-    bool reported; /* of a request: this thread was told of its completion */
+    bool reported; /* of a request: this thread has learned of its completion */
 };
 
 /* Nanoseconds of CLOCK_MONOTONIC. */
 int64_t nvmeio_now_ns(void);
 
-/* When a timeout ends, in nanoseconds of CLOCK_MONOTONIC; a negative one never does,
- * and stays negative. */
+/* When a timeout ends, in nanoseconds of CLOCK_MONOTONIC. A negative timeout never
+ * ends, and stays negative. */
 int64_t nvmeio_deadline(int64_t timeout_ns);
 
-/* Sleep until the waiter is woken: true; or until the deadline: false.  Then the caller
- * takes it off its list, or, where another thread has done that, sleeps again: the
- * wake-up is on its way. */
+/* Sleep until the waiter is woken (true) or until the deadline (false). If false, the
+ * caller takes it off its list. If another thread has already done that, it sleeps
+ * again: the wake-up is on its way. */
 bool nvmeio_waiter_sleep(struct nvmeio_waiter *waiter, int64_t deadline_ns);
 
 /* The waiter may be gone as soon as it is woken. */
 void nvmeio_waiter_wake(struct nvmeio_waiter *waiter);
 void nvmeio_waiter_wake_all(struct nvmeio_waiter *list);
 
-/* Take a waiter off a list; false where it is not there any more. */
+/* Take a waiter off a list. False if it is no longer there. */
 bool nvmeio_waiter_remove(struct nvmeio_waiter **list,
                           const struct nvmeio_waiter *waiter);
 

@@ -1,6 +1,6 @@
-/* worker.c -- blocks from the queue to an engine and back.
+/* worker.c -- moves blocks from the queue to an engine and back.
  *
- * What a result means is block.c's, who is told of it is queue.c's. */
+ * block.c decides what a result means, and queue.c who learns of it. */
 #include "worker.h"
 
 #include <errno.h>
@@ -19,52 +19,55 @@ struct nvmeio_worker {
     struct nvmeio_engine engine;
     pthread_t thread;
 
-    /* The thread's own. */
+    /* Only this worker's thread uses these. */
     struct nvmeio_block *blocks; /* engine.depth of them */
-    struct nvmeio_block *free;   /* of blocks, those that are idle */
-    struct nvmeio_block *taken;  /* cut, to be pushed: oldest first */
+    struct nvmeio_block *free;   /* idle blocks */
+    struct nvmeio_block *taken;  /* cut blocks that are not yet pushed, oldest first */
     struct nvmeio_block **taken_end;
     unsigned in_flight; /* blocks that are not free */
-    void **bounces;     /* idle ones: a stack */
+    void **bounces;     /* a stack of idle bounces */
     unsigned bounces_idle, bounces_owned, bounces_max;
-    char *reserve; /* bounces of its own, touched when the pool has none to give */
+    char *reserve; /* its own bounces, touched only if the pool has none left */
     size_t reserve_bytes;
-    char *small_bounces; /* one for each of the first blocks; NULL: not yet */
+    char *small_bounces; /* one for each of the first blocks, or NULL before the first
+                            use */
     unsigned small_bounces_count;
-    void *large_bounce; /* for what lands in order; NULL: not yet */
-    bool large_taken;   /* it is in use */
-    bool bounces_short; /* a block could not be cut for want of one, of this kind: */
+    void
+        *large_bounce; /* for blocks that land in order, or NULL before the first use */
+    bool large_taken;  /* it is in use */
+    bool bounces_short; /* a block could not be cut because no bounce of this kind was
+                           left: */
     enum nvmeio_bounce_kind wanted;
-    bool refused_bounces[3]; /* kinds of which the pool has none just now */
+    bool refused_bounces[3]; /* kinds of bounces that the pool has just refused */
     bool more;               /* there are more blocks to take at once */
-    int64_t pause_ns;        /* back-off while the kernel says "again" */
-    /* Whose blocks are in flight; NULL: of more than one request. */
+    int64_t pause_ns;        /* how long to sleep while the kernel returns EAGAIN */
+    /* The one request whose blocks are in flight, or NULL if there are several. */
     const struct nvmeio_request *only;
 
-    /* Guarded by the queue's mutex. */
+    /* The queue's mutex guards these. */
     struct nvmeio_consumer consumer;
-    struct nvmeio_waiter *starter; /* the thread that starts it */
+    struct nvmeio_waiter *starter; /* the thread that starts this worker */
     bool dead;
-    int error;    /* of starting or dying */
-    bool refused; /* of starting, for want of the engine alone */
+    int error;    /* why it could not start, or why it died */
+    bool refused; /* it could not start, and only because of the engine */
 };
 
-/* A worker that had nothing to do for so long gives its bounces back. */
+/* A worker that is idle for this long returns its bounces to the pool. */
 #define IDLE_NS 1000000000
 
 #define PAUSE_MIN_NS 1000
 #define PAUSE_MAX_NS 10000000
 
-/* Bounces that a worker takes from the pool at a time, at least, and that it has in
+/* The fewest bounces that a worker takes from the pool at a time, and the size of its
  * reserve. */
 #define BOUNCES_GROWN_MIN 4u
 
-/* A write that is bounced in less is handed over with others: a call into the kernel
- * costs as much as the copy. */
+/* A bounced write below this size is submitted together with others: the system call
+ * would cost as much as its copy. */
 #define COPIED_ALONE_BYTES (64u << 10)
 
-/* Small bounces lie side by side, so that 128 of them are one huge page: as many of the
- * others would drive each other out of the caches. */
+/* Small bounces lie side by side: 128 of them fill one huge page. As many of the large
+ * ones would evict each other from the caches. */
 #define SMALL_BOUNCE_BYTES ((size_t)16 << 10)
 
 static size_t smaller(size_t a, size_t b)
@@ -72,8 +75,8 @@ static size_t smaller(size_t a, size_t b)
     return a < b ? a : b;
 }
 
-/* How many blocks to take at once: with several workers, a fair share of what there is,
- * or the first to come would take all. */
+/* How many blocks to take at once. Several workers share what there is, so that the
+ * first one does not take all. */
 static size_t fair_share(const struct nvmeio_worker *worker)
 {
     const struct nvmeio_workers *workers = worker->workers;
@@ -90,7 +93,7 @@ static size_t fair_share(const struct nvmeio_worker *worker)
     return left / workers->count + 1;
 }
 
-/* The kind of bounce for so many bytes of a block.  What the pool has refused is not
+/* The kind of bounce for a block of this size. A kind that the pool has refused is not
  * asked for again. */
 static enum nvmeio_bounce_kind bounce_kind(const struct nvmeio_worker *worker,
                                            const struct nvmeio_block *block,
@@ -107,8 +110,7 @@ static enum nvmeio_bounce_kind bounce_kind(const struct nvmeio_worker *worker,
     return NVMEIO_BOUNCE_ORDINARY;
 }
 
-/* Give a block a bounce of a kind, and return its size; 0 when there is none just now.
- */
+/* Give a block a bounce of this kind and return its size, or 0 if none is left. */
 static size_t take_bounce(struct nvmeio_worker *worker, struct nvmeio_block *block,
                           enum nvmeio_bounce_kind kind)
 {
@@ -140,7 +142,7 @@ static void give_bounce(struct nvmeio_worker *worker, struct nvmeio_block *block
     block->bounce = NULL;
 }
 
-/* Cut the next block of a request; false where it needs a bounce and none is there. */
+/* Cut the next block of a request. False if it needs a bounce and none is left. */
 static bool take_block(struct nvmeio_worker *worker, struct nvmeio_request *request)
 {
     const struct nvmeio_workers *workers = worker->workers;
@@ -172,9 +174,8 @@ static bool take_block(struct nvmeio_worker *worker, struct nvmeio_request *requ
     return true;
 }
 
-/* Cut blocks, as many as there are, fit and are this worker's share.  The mutex is
- * held.
- */
+/* Cut as many blocks as there are, as fit, and as are this worker's share. The mutex is
+ * held. */
 static void take(struct nvmeio_worker *worker)
 {
     struct nvmeio_queue *queue = worker->workers->queue;
@@ -187,7 +188,7 @@ static void take(struct nvmeio_worker *worker)
             break;
     bool room = worker->free && !worker->bounces_short;
     worker->more = room && nvmeio_queue_next(queue);
-    /* From now on whoever adds a request wakes this worker. */
+    /* From now on, a thread that adds a request wakes this worker. */
     worker->consumer.state = room && !worker->more && worker->in_flight > 0
                                  ? NVMEIO_CONSUMER_LISTENING
                                  : NVMEIO_CONSUMER_BUSY;
@@ -206,8 +207,8 @@ static bool add_bounce(struct nvmeio_worker *worker)
     return added;
 }
 
-/* Take more bounces from the pool: of the ordinary ones twice as many as there are.
- * With the reserve, which comes in where it has none, any block can be carried out. */
+/* Take twice as many ordinary bounces from the pool as there are. If the pool has none,
+ * the reserve is used, so that every block can be carried out. */
 static void grow_bounces(struct nvmeio_worker *worker)
 {
     size_t bounce_bytes = worker->workers->owner->bounce_bytes;
@@ -224,7 +225,7 @@ static void grow_bounces(struct nvmeio_worker *worker)
     worker->bounces_owned = worker->bounces_idle;
 }
 
-/* Memory for the bounces of another kind than the ordinary one. */
+/* Allocate memory for bounces of the other kinds. */
 static void grow_others(struct nvmeio_worker *worker)
 {
     bool small = worker->wanted == NVMEIO_BOUNCE_SMALL;
@@ -240,8 +241,8 @@ static void grow_others(struct nvmeio_worker *worker)
         worker->large_bounce = memory;
 }
 
-/* The same with the bounces that it takes.  The mutex is held, and dropped meanwhile.
- */
+/* Take blocks, and the bounces that they need. The mutex is held, and unlocked
+ * meanwhile. */
 static void take_with_bounces(struct nvmeio_worker *worker)
 {
     struct nvmeio_queue *queue = worker->workers->queue;
@@ -266,8 +267,8 @@ static bool has_unseen(const struct nvmeio_engine *engine)
     return engine->finished && engine->finished->seen_ns == 0;
 }
 
-/* Note for what has finished that it was seen now, which is returned; what was seen
- * before stands last. */
+/* Note the time at which the finished blocks were seen, and return it. Blocks that were
+ * seen before are at the end of the list. */
 static int64_t see_finished(struct nvmeio_engine *engine)
 {
     int64_t now_ns = nvmeio_now_ns();
@@ -278,14 +279,16 @@ static int64_t see_finished(struct nvmeio_engine *engine)
     return now_ns;
 }
 
-/* Hand the taken blocks over: one by one for single_submit, and where each has cost a
- * copy, so that the device works while the next is copied.  The clock is read once for
- * blocks that are pushed in a row, and anew behind what takes time: a copy, a call into
- * the kernel, and a block that the engine carried out at once. */
+/* Push the taken blocks. With single_submit they are submitted one by one. So are
+ * blocks that needed a copy, so that the device works while the next one is copied.
+ *
+ * Blocks pushed in a row share one reading of the clock. It is read again after
+ * anything slow: a copy, a system call, or a block that the engine carried out at
+ * once. */
 static int push_taken(struct nvmeio_worker *worker)
 {
     struct nvmeio_engine *engine = &worker->engine;
-    int64_t now_ns = 0; /* 0: to be read */
+    int64_t now_ns = 0; /* 0: read the clock */
 
     while (worker->taken) {
         struct nvmeio_block *block = worker->taken;
@@ -318,10 +321,10 @@ static int push_taken(struct nvmeio_worker *worker)
     return 0;
 }
 
-/* Wait for completions: for one, so that no request waits for another's, but where all
- * blocks in flight are one request's, for as many as keep the device busy while they
- * are looked at: to wake up costs as much as an I/O of 4 KiB.  Whoever adds a request
- * ends the wait. */
+/* Wait for completions. Wait for one only, so that no request waits for another's
+ * blocks. If all blocks in flight belong to one request, wait for as many as still
+ * leave the device busy, because a wake-up costs as much as an I/O of 4 KiB. A thread
+ * that adds a request ends the wait. */
 static int reap(struct nvmeio_worker *worker)
 {
     struct nvmeio_engine *engine = &worker->engine;
@@ -332,8 +335,8 @@ static int reap(struct nvmeio_worker *worker)
     return engine->ops->reap(engine, batch);
 }
 
-/* Look at what came back.  Returns the blocks that are finished; the others are pushed
- * again, slower and slower while nothing moves. */
+/* Evaluate the completions. Returns the finished blocks. The others are pushed again,
+ * after a pause that grows as long as nothing moves. */
 static struct nvmeio_block *advance(struct nvmeio_worker *worker, unsigned *continued)
 {
     struct nvmeio_engine *engine = &worker->engine;
@@ -341,7 +344,7 @@ static struct nvmeio_block *advance(struct nvmeio_worker *worker, unsigned *cont
     struct nvmeio_block *finished = NULL, *again = NULL;
     bool moved = false;
 
-    /* Before anything is copied out of a bounce. */
+    /* Read the clock before anything is copied out of a bounce. */
     if (has_unseen(engine))
         see_finished(engine);
     engine->finished = NULL;
@@ -375,7 +378,7 @@ static struct nvmeio_block *advance(struct nvmeio_worker *worker, unsigned *cont
     return finished;
 }
 
-/* Tell the requests, and free the blocks.  The mutex is held. */
+/* Record the blocks with their requests, and free them. The mutex is held. */
 static void book(struct nvmeio_worker *worker, struct nvmeio_block *finished)
 {
     struct nvmeio_workers *workers = worker->workers;
@@ -399,9 +402,9 @@ static void book(struct nvmeio_worker *worker, struct nvmeio_block *finished)
     }
 }
 
-/* The engine no longer answers.  Its blocks' requests fail and are marked: the kernel
- * may still write to their memory, which therefore is never freed, nor is what the
- * worker has of its own.  The mutex is held. */
+/* The engine no longer answers. The requests of its blocks fail and are marked: the
+ * kernel may still write to their memory, so that memory is never freed, nor is the
+ * worker's own. The mutex is held. */
 static void die(struct nvmeio_worker *worker, int error)
 {
     struct nvmeio_workers *workers = worker->workers;
@@ -423,13 +426,13 @@ static void die(struct nvmeio_worker *worker, int error)
         nvmeio_queue_progress(workers->queue, request);
     }
     if (--workers->alive > 0)
-        /* Others do what it was called for. */
+        /* Other workers do what this one was called for. */
         workers->queue->added += workers->count;
     else
         nvmeio_queue_fail_all(workers->queue, error);
 }
 
-/* Hand over, wait and book.  The mutex is held, and dropped meanwhile. */
+/* Submit, wait and record. The mutex is held, and unlocked meanwhile. */
 static void turn(struct nvmeio_worker *worker)
 {
     struct nvmeio_queue *queue = worker->workers->queue;
@@ -450,7 +453,7 @@ static void turn(struct nvmeio_worker *worker)
         book(worker, finished);
 }
 
-/* Give back what is the pool's.  No block has a bounce. */
+/* Return bounces to the pool. No block uses one. */
 static void give_back(struct nvmeio_worker *worker)
 {
     while (worker->bounces_idle > 0) {
@@ -465,7 +468,7 @@ static void give_back(struct nvmeio_worker *worker)
     worker->small_bounces = worker->large_bounce = NULL;
 }
 
-/* A dead worker keeps what the kernel may still write to. */
+/* Free what the worker owns. A dead worker keeps what the kernel may still write to. */
 static void strip(struct nvmeio_worker *worker)
 {
     nvmeio_engine_stop(&worker->engine);
@@ -476,8 +479,8 @@ static void strip(struct nvmeio_worker *worker)
     free(worker->blocks);
 }
 
-/* Wait for work, and do not keep the bounces from others for long.  False when it is
- * time to go.  The mutex is held, and dropped meanwhile. */
+/* Wait for work, and return the bounces if none comes for a while. False when the
+ * thread has to end. The mutex is held, and unlocked meanwhile. */
 static bool rest(struct nvmeio_worker *worker)
 {
     struct nvmeio_workers *workers = worker->workers;
@@ -497,7 +500,7 @@ static bool rest(struct nvmeio_worker *worker)
     return nvmeio_queue_next(queue);
 }
 
-/* Engine, blocks and the stack of bounces. */
+/* Set up the engine, the blocks and the stack of bounces. */
 static int equip(struct nvmeio_worker *worker)
 {
     const struct nvmeio_workers *workers = worker->workers;
@@ -506,7 +509,7 @@ static int equip(struct nvmeio_worker *worker)
         nvmeio_engine_start(&worker->engine, workers->ops, workers->queue_depth);
 
     if (error) {
-        /* Descriptors are what every engine wants. */
+        /* Every engine needs descriptors, so another one would not help. */
         worker->refused = error != -EMFILE && error != -ENFILE;
         return error;
     }
@@ -555,7 +558,8 @@ static void *worker_main(void *argument)
             going = rest(worker);
     }
     nvmeio_queue_unlock(queue);
-    /* Each its own, for all at once: io_destroy(2) takes 30 ms. */
+    /* Each worker frees its own, so that they do it at the same time: io_destroy(2)
+     * takes 30 ms. */
     if (error == 0 && !worker->dead)
         strip(worker);
     return NULL;

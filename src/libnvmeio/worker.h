@@ -1,14 +1,15 @@
-/* worker.h -- threads with an engine each, which carry out the blocks of a queue. */
+/* worker.h -- threads with one engine each, which carry out the blocks of a queue. */
 #ifndef NVMEIO_WORKER_H
 #define NVMEIO_WORKER_H
 
 #include "engine.h"
 #include "queue.h"
 
-/* Bounces: one is at most NVMEIO_BOUNCE_BYTES, and of each kind the workers share
- * NVMEIO_WORKER_BOUNCE_BYTES.  More in flight is slower: reads into ordinary tensors
- * came to 0.96 of the speed of pool memory with 16 MiB, to 0.73 to 0.80 with 48, and
- * bounces of 1 MiB left too few for overwrites (bench_transfer.py, 2026-11-21). */
+/* One bounce is at most NVMEIO_BOUNCE_BYTES. The workers share
+ * NVMEIO_WORKER_BOUNCE_BYTES of each kind. More in flight is slower: reads into
+ * ordinary tensors reached 0.96 of the speed of pool memory with 16 MiB, and 0.73 to
+ * 0.80 with 48. Bounces of 1 MiB left too few for overwrites (bench_transfer.py,
+ * 2026-11-21). */
 #define NVMEIO_BOUNCE_BYTES (256u << 10)
 #define NVMEIO_WORKER_BOUNCE_BYTES (16u << 20)
 
@@ -23,17 +24,17 @@ struct nvmeio_workers {
     unsigned queue_depth;
     bool single_submit;
 
-    /* Guarded by the queue's mutex. */
+    /* The queue's mutex guards these. */
     struct nvmeio_worker *list;
     unsigned started, alive;
     bool stopping;
     bool refused; /* they could not start; with another engine they may */
 };
 
-/* Start all of them, or none: 0 or -errno.  The mutex is not held. */
+/* Start all of them or none: 0 or -errno. The mutex is not held. */
 int nvmeio_workers_start(struct nvmeio_workers *workers);
 
-/* Wait until they have gone home.  The mutex is not held. */
+/* Wait until they have ended. The mutex is not held. */
 void nvmeio_workers_stop(struct nvmeio_workers *workers);
 
 #endif

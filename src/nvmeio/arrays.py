@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, BinaryIO, Literal
+from typing import IO, TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -40,6 +40,7 @@ from nvmeio._arrays.npy_header import (
 )
 from nvmeio._arrays.operators import Unread
 from nvmeio._events.calls import BLOCKING, Calls, run
+from nvmeio._files.descriptors import opened
 from nvmeio._files.locks import locked
 from nvmeio._files.paths import absolute, naming, synced_folder
 from nvmeio._memory.registry import library_of, library_of_dtype
@@ -69,6 +70,9 @@ _CALLER_BYTES_MAX = 1 << 20
 
 # What an iteration reads at once.
 _PART_BYTES = 4 << 20
+
+# As DLPack numbers devices.
+_DLPACK_CPU = 1
 
 After = Request | Iterable[Request] | None
 
@@ -127,10 +131,11 @@ class ArrayFile(Unread):
     a field, or a list of names, reads the whole array first.  A loop over the array reads
     parts of 4 MiB.
 
-    Comparisons, arithmetic and functions of numpy are refused with a TypeError, because
-    they would read the whole file unasked: read what you need first.  numpy.asarray()
-    reads all of it.  An ArrayFile equals itself, so it can be a key; ``==`` with anything
-    else is refused too, so look for one in a list by ``is``.
+    Comparisons, arithmetic and functions of numpy and torch are refused with a TypeError,
+    because they would read the whole file unasked: read what you need first.
+    numpy.asarray() and torch.as_tensor() read all of it.  An ArrayFile equals itself, so it
+    can be a key; ``==`` with anything else is refused too, so look for one in a list by
+    ``is``.
 
     Assigning broadcasts and converts as numpy does, writes no byte that the index does not
     name, and takes the last of several values for the same element.  It returns when the
@@ -289,13 +294,20 @@ class ArrayFile(Unread):
             raise ValueError(f"an array of shape {extents} has {size} bytes, too many")
         check_extents(extents, element)
         with naming(path), _opened_anew(path, overwrite=overwrite) as stream:
+            before = os.fstat(stream.fileno()).st_size
             try:
-                stream.write(header)
-                stream.truncate(size)
+                # What the file system refuses is refused before anything is cut.
+                stream.truncate(max(size, before))
+                if stream.write(header) != len(header):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             except BaseException:
-                if not overwrite:
+                if overwrite:
+                    os.ftruncate(stream.fileno(), before)
+                else:
                     os.unlink(path)
                 raise
+            stream.truncate(len(header))
+            stream.truncate(size)
         tensors = library_of_dtype(dtype) is not None
         array = cls(
             path,
@@ -385,6 +397,14 @@ class ArrayFile(Unread):
         if self._elements.library is not None and self._dtype.kind == "V":
             raise TypeError(f"numpy has no {self.dtype}; array[...] is a tensor")
         return np.asarray(self[...], dtype)
+
+    def __dlpack__(self, **options: Any) -> Any:
+        if options.get("copy") is False:
+            raise BufferError("an array on disk cannot be had without a copy")
+        return self[...].__dlpack__(**options)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return _DLPACK_CPU, 0
 
     @suggesting
     def gather(self, rows: Any, out: Any = None) -> Any:
@@ -509,7 +529,7 @@ class ArrayFile(Unread):
         Notes
         -----
         Returns when anyone who opens the file can read the rows.  ``shape`` includes them
-        here; another ArrayFile keeps the shape that the file had when it was opened.
+        here; another ArrayFile keeps its shape until its ``refresh``.
         ``flush`` makes them durable.
 
         First the rows are written and, in a .npy file, synced, then the shape in the
@@ -527,13 +547,44 @@ class ArrayFile(Unread):
         self._axes()
         rows = self._elements.rows(values, self._shape)
         with naming(self.path), locked(self._file.fileno()) as descriptor:
+            self._check_can_append()
             layout = self._layout_now(descriptor)
+            if not self._is_raw and has_magic(self._file, layout.offset + layout.nbytes):
+                raise ValueError(f"{self.path!r} has another array behind this one")
             if len(rows):
                 self._append(rows, layout, descriptor)
-            self._shape = (layout.shape[0] + len(rows), *layout.shape[1:])
-            if self._is_raw:
-                # For a copy by pickle.
-                self._arguments["shape"] = (-1, *self._shape[1:])
+            self._take_shape((layout.shape[0] + len(rows), *layout.shape[1:]))
+
+    def refresh(self) -> None:
+        """Take over the rows that others have appended since the file was opened.
+
+        Raises
+        ------
+        OSError
+            With errno and path.  ESTALE: the file was replaced or removed since it was
+            opened.
+        ValueError
+            The file is another array by now, or closed.
+
+        Notes
+        -----
+        Changes ``shape`` alone, without waiting for an append that is under way.  An array
+        of raw bytes that did not reach the end of its file when it was opened stays as it
+        is.
+        """
+        self._check_open()
+        with (
+            naming(self.path),
+            opened(f"/proc/self/fd/{self._file.fileno()}", os.O_RDONLY) as descriptor,
+        ):
+            self._take_shape(self._layout_now(descriptor).shape)
+
+    def _take_shape(self, shape: tuple[int, ...]) -> None:
+        """Have the shape that the file has by now."""
+        self._shape = shape
+        if self._is_raw and self._reaches_end and shape:
+            # For a copy by pickle.
+            self._arguments["shape"] = (-1, *shape[1:])
 
     @suggesting
     def prefetch(self, index: Any, out: Any = None, *, after: After = None) -> Request:
@@ -786,17 +837,12 @@ class ArrayFile(Unread):
             raise OSError(errno.ESTALE, words)
         if not self._is_raw:
             layout = read_layout(self._file, descriptor)
-            if has_magic(self._file, layout.offset + layout.nbytes):
-                raise ValueError(f"{self.path!r} has another array behind this one")
-        elif self._row_bytes == 0 or not self._reaches_end:
-            why = (
-                "rows have no bytes" if self._reaches_end else "bytes are behind the array"
-            )
-            raise ValueError(f"rows cannot be appended to {self.path!r}: {why}")
-        else:
+        elif self._can_grow:
             shape = (-1, *self._shape[1:])
             extents = _raw_extents(self._file, self._dtype, self._offset, shape)
             layout = Layout(self._dtype, extents, self._offset)
+        else:
+            layout = Layout(self._dtype, self._shape, self._offset)
         same = (layout.dtype, layout.offset) == (self._dtype, self._offset)
         if not same or layout.fortran or layout.shape[1:] != self._shape[1:]:
             raise ValueError(
@@ -804,6 +850,19 @@ class ArrayFile(Unread):
                 f"{layout.dtype}; open it again"
             )
         return layout
+
+    @property
+    def _can_grow(self) -> bool:
+        """Whether the size of a file of raw bytes says how many rows it has."""
+        return bool(self._shape and self._row_bytes and self._reaches_end)
+
+    def _check_can_append(self) -> None:
+        """Refuse raw bytes that cannot have more rows."""
+        if self._is_raw and not self._can_grow:
+            why = (
+                "rows have no bytes" if self._reaches_end else "bytes are behind the array"
+            )
+            raise ValueError(f"rows cannot be appended to {self.path!r}: {why}")
 
     def _append(self, rows: Array, layout: Layout, descriptor: int) -> None:
         """Write rows behind those that there are, and then the header."""
@@ -997,13 +1056,20 @@ def _write_changes(descriptor: int, old: bytes, new: bytes) -> None:
         begin += os.pwrite(descriptor, new[begin:end], begin)
 
 
-def _opened_anew(path: str | bytes, *, overwrite: bool) -> BinaryIO:
-    """Open a file that is new or may be cut."""
+def _opened_anew(path: str | bytes, *, overwrite: bool) -> IO[bytes]:
+    """Open a file that is new or may be cut, which the caller does."""
     try:
-        return open(path, "wb" if overwrite else "xb")
+        mode = "wb" if overwrite else "xb"
+        # Without a buffer, which close() would write out after an error, too.
+        return open(path, mode, buffering=0, opener=_opened_uncut)
     except FileExistsError as error:
         words = f"{error.strerror}; overwrite=True makes it anew"
         raise FileExistsError(error.errno, words, path) from None
+
+
+def _opened_uncut(path: str | bytes, flags: int) -> int:
+    """Open a file as open() would, but leave in it what it has."""
+    return os.open(path, flags & ~os.O_TRUNC, 0o666)
 
 
 def _restore(

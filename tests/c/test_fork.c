@@ -3,9 +3,11 @@
 #include <pthread.h>
 #include <sys/eventfd.h>
 #include <sys/resource.h>
+#include <sys/syscall.h>
 #include <sys/wait.h>
 #include <time.h>
 
+#include "file_internal.h"
 #include "transfer.h"
 
 #define SIZE (512 * KIB)
@@ -436,6 +438,90 @@ static void test_descriptors_stay_what_they_are_and_close_at_exec(const char *en
     scene_close(&scene);
 }
 
+/* While the process forks, a thread opens the second descriptor of a file. */
+static struct {
+    struct nvmeio_file *file; /* NULL: forks are ordinary ones */
+    pthread_t thread;
+    atomic_int thread_id;
+    int fd; /* the number that the second descriptor gets */
+} window;
+
+static void *open_second(void *argument)
+{
+    (void)argument;
+    atomic_store(&window.thread_id, (int)syscall(SYS_gettid));
+    CHECK(nvmeio_file_fd(window.file) == window.fd);
+    return NULL;
+}
+
+static bool second_is_stored(void)
+{
+    return atomic_load(&window.file->fd) >= 0;
+}
+
+/* Once it has the descriptor, it can only sleep because it may not store the number. */
+static bool thread_sleeps(void)
+{
+    char path[64], state = 0;
+
+    if (fcntl(window.fd, F_GETFD) < 0)
+        return false;
+    snprintf(path, sizeof(path), "/proc/self/task/%d/stat",
+             atomic_load(&window.thread_id));
+    FILE *status = fopen(path, "re");
+    CHECK(status && fscanf(status, "%*d %*s %c", &state) == 1);
+    fclose(status);
+    return state == 'S';
+}
+
+static void open_amid_fork(void)
+{
+    if (!window.file)
+        return;
+    CHECK(pthread_create(&window.thread, NULL, open_second, NULL) == 0);
+    while (!second_is_stored() && !thread_sleeps())
+        sched_yield();
+}
+
+/* Before the library's own handlers, so that this one runs after them. */
+__attribute__((constructor(101))) static void watch_forks(void)
+{
+    pthread_atfork(open_amid_fork, NULL, NULL);
+}
+
+static void child_opens_second(void *argument)
+{
+    char bytes[100];
+
+    /* It is here because fork() begins after the handlers.  Without it, the child is
+     * one whose descriptors were copied before the thread opened it. */
+    CHECK(close(window.fd) == 0);
+    int other = open(argument, O_RDWR);
+    CHECK(other == window.fd);
+    int fd = nvmeio_file_fd(window.file);
+    CHECK(pread(fd, bytes, sizeof(bytes), 0) == sizeof(bytes));
+    CHECK(file_holds(path, bytes, sizeof(bytes), 0));
+    nvmeio_file_release(window.file);
+    CHECK(fcntl(other, F_GETFD) >= 0);
+}
+
+static void test_a_child_takes_no_other_file_for_a_second_descriptor(void)
+{
+    const char *other = path_in(test_folder());
+
+    make_file(other, KIB, 2);
+    window.file = open_file(path, O_RDWR, NVMEIO_DIRECT_AUTO);
+    if (!window.file->info.direct)
+        SKIP("the file system has no O_DIRECT");
+    window.fd = dup(window.file->direct_fd);
+    close(window.fd);
+    pid_t child = start_child(child_opens_second, (void *)other);
+    pthread_join(window.thread, NULL);
+    await_child(child);
+    nvmeio_file_release(window.file);
+    window.file = NULL;
+}
+
 int main(void)
 {
     const char *engine;
@@ -460,5 +546,7 @@ int main(void)
         test_a_child_signals_no_eventfd_of_its_parent(engine);
         test_a_child_without_descriptors_works_once_it_has_some(engine);
     }
+    /* The last, because it is skipped where there is no second descriptor. */
+    test_a_child_takes_no_other_file_for_a_second_descriptor();
     return 0;
 }

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader  # noqa: E402
 
 import nvmeio  # noqa: E402
 import nvmeio.torch.megatron  # noqa: E402
+from helpers import warm  # noqa: E402
 from nvmeio.torch import BatchStream, MegatronDataset  # noqa: E402
 
 DTYPES = [getattr(np, code.name) for code in indexed.DType]
@@ -105,6 +106,21 @@ class TestBinReader:
             for found, expected in zip(ours[index], theirs[index], strict=True):
                 np.testing.assert_array_equal(found, expected)
         assert ours.get(4, 7, 11).tolist() == theirs.get(4, 7, 11).tolist()
+
+    def test_what_is_cached_takes_no_request(self, tmp_path):
+        prefix = write(tmp_path / "data", np.uint16)
+        reader = nvmeio.torch.megatron.BinReader(f"{prefix}.bin")
+        expected = np.fromfile(f"{prefix}.bin", np.uint16)
+        requests = []
+        # The kernel may drop a page at any moment.
+        for _ in range(5):
+            warm(f"{prefix}.bin")
+            before = nvmeio.default_handle().stats()["requests"]
+            np.testing.assert_array_equal(
+                reader.read(np.uint16, 4100, 14), expected[7:4107]
+            )
+            requests.append(nvmeio.default_handle().stats()["requests"] - before)
+        assert 0 in requests
 
     def test_reading_past_the_end_is_an_error(self, tmp_path):
         """megatron-core's own reader returns uninitialized memory for the rest."""

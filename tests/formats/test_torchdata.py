@@ -36,7 +36,9 @@ def folder(tmp_path):
 DATASETS = {
     "array": lambda folder: ArrayDataset(folder / "labels.npy"),
     "arrays": lambda folder: ArrayDataset(folder / "rows.npy", folder / "labels.npy"),
-    "tokens": lambda folder: TokenDataset([folder / "0.npy", folder / "1.npy"], 16),
+    "tokens": lambda folder: TokenDataset(
+        [folder / "0.npy", folder / "1.npy"], 16, stride=1
+    ),
 }
 
 

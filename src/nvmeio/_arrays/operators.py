@@ -77,6 +77,12 @@ class Unread:
             f"numpy.{ufunc.__name__}() takes no {type(self).__name__}; {_READ_FIRST}"
         )
 
+    @classmethod
+    def __torch_function__(cls, function: Any, *_: Any, **__: Any) -> Any:
+        raise TypeError(
+            f"torch's {function.__name__}() takes no {cls.__name__}; {_READ_FIRST}"
+        )
+
     def __array_function__(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
         """Refuse numpy.sum() and its kin too, which would read the whole file quietly.
 

@@ -1,24 +1,29 @@
-"""How much of a file the page cache has."""
+"""Measure how much of a file is in the page cache."""
 
 import os
 import random
 
+from cpython.buffer cimport PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
 from libc.stdint cimport int64_t
 
 from nvmeio cimport libnvmeio
 
-# Pages that are tried where the kernel does not count them.
+cdef extern from "<unistd.h>" nogil:
+    ssize_t pread(int descriptor, void *buffer, size_t size, int64_t offset)
+
+# SAMPLES: how many pages to try if the kernel has no cachestat(2).
 cdef enum:
     SAMPLES = 64
     PAGE = 4096
 
 
 def cached_fraction(int descriptor, Py_ssize_t offset, Py_ssize_t nbytes) -> float:
-    """Tell how much of a part of a file is in the page cache, from 0 to 1.
+    """Return the fraction, from 0 to 1, of a file's range that is in the page cache.
 
-    cachestat(2) counts, from Linux 6.5 on and for files that this user owns or may write
-    to.  Elsewhere a sample of pages is read with RWF_NOWAIT: mincore(2) claims that all of
-    such a file is cached.  0 where the file system knows neither.
+    Counted by cachestat(2), which needs Linux 6.5, and a file that this user owns or may
+    write to.  Otherwise estimated by reading a sample of pages with RWF_NOWAIT, because
+    mincore(2) reports every page of another user's file as cached.  0 where the file system
+    supports neither.
     """
     cdef int64_t cached
     if nbytes < 1:
@@ -31,11 +36,41 @@ def cached_fraction(int descriptor, Py_ssize_t offset, Py_ssize_t nbytes) -> flo
     return sampled_fraction(descriptor, offset, nbytes)
 
 
-def sampled_fraction(int descriptor, Py_ssize_t offset, Py_ssize_t nbytes) -> float:
-    """Tell the same by a sample of pages.
+def read_cached(int descriptor, buffer, int64_t offset) -> bool:
+    """Fill a buffer, if the page cache has all of it; False if not, or if it cannot tell.
 
-    Linux reads what it was asked for in vain, so pages are drawn by lot: who asked for the
-    same ones again would find all of them.  Without readahead it is these pages alone.
+    The descriptor is one without O_DIRECT.  For one record this takes a fifth of the time
+    of a gather, which would read it from the page cache too.
+    """
+    cdef Py_buffer view
+    cdef Py_ssize_t done = 0, got
+    cdef int64_t pages
+    PyObject_GetBuffer(buffer, &view, PyBUF_WRITABLE)
+    try:
+        if view.len == 0:
+            return True
+        pages = (offset + view.len - 1) // PAGE - offset // PAGE + 1
+        with nogil:
+            if libnvmeio.cached_pages(descriptor, offset, view.len) == pages:
+                while done < view.len:
+                    got = pread(
+                        descriptor, <char *> view.buf + done, view.len - done, offset + done
+                    )
+                    if got <= 0:
+                        break
+                    done += got
+        # What has failed is read again by the caller, who says why.
+        return done == view.len
+    finally:
+        PyBuffer_Release(&view)
+
+
+def sampled_fraction(int descriptor, Py_ssize_t offset, Py_ssize_t nbytes) -> float:
+    """Estimate the same fraction from a random sample of pages.
+
+    A read with RWF_NOWAIT that fails makes Linux fetch the page, so a second call with the
+    same pages would find them all: hence random ones.  Readahead is off meanwhile, so that
+    no other pages are fetched.
     """
     if nbytes < 1:
         return 0.0
@@ -58,6 +93,6 @@ def sampled_fraction(int descriptor, Py_ssize_t offset, Py_ssize_t nbytes) -> fl
     except OSError:
         return 0.0
     finally:
-        # Whoever reads the file afterwards shall have readahead.
+        # Later reads through this descriptor need their readahead back.
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_NORMAL)
     return hits / count

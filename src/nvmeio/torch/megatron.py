@@ -8,6 +8,7 @@ from megatron.core.datasets import indexed_dataset
 
 from nvmeio._arguments.types import Path
 from nvmeio._native.file import File
+from nvmeio._native.page_cache import read_cached
 from nvmeio.default import default_handle
 
 __all__ = ["BinReader", "install", "uninstall"]
@@ -17,7 +18,7 @@ _megatrons: dict[str, Any] = {}
 
 
 class BinReader(indexed_dataset._BinReader):  # type: ignore[misc]
-    """Reads the .bin file of an ``IndexedDataset``, past the page cache where it can.
+    """Reads the .bin file of an ``IndexedDataset``: from the page cache what that has.
 
     Parameters
     ----------
@@ -61,7 +62,7 @@ class BinReader(indexed_dataset._BinReader):  # type: ignore[misc]
             The file ends before that, ENODATA; or it cannot be read.
         """
         array: npt.NDArray[Any] = np.empty(count, dtype)
-        if array.nbytes:
+        if not read_cached(self._file.fileno(), array, offset):
             default_handle().gather(self._file, [int(offset)], array.nbytes, array)
         return array
 

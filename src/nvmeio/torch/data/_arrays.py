@@ -1,7 +1,7 @@
 """The rows of arrays as a dataset."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -13,7 +13,7 @@ from nvmeio._arguments.types import Path
 from nvmeio._arrays.indexing import Positions
 from nvmeio.arrays import ArrayFile
 from nvmeio.torch._dtypes import is_common
-from nvmeio.torch.data._stored import Flight, Stored
+from nvmeio.torch.data._stored import Flight, Stored, beginnings_of
 
 __all__ = ["ArrayDataset"]
 
@@ -109,6 +109,15 @@ class ArrayDataset(Stored):
     def dtype(self) -> Any:
         """The dtype of samples, one of torch's; or a tuple, one for each array."""
         return self._dtypes[0] if self._is_plain() else self._dtypes
+
+    def _beginnings(self, rows: Positions) -> Iterator[Any]:
+        for array in self._arrays():
+            if isinstance(array, ArrayFile):
+                yield beginnings_of(array, rows, array._row_bytes)
+            else:
+                (taken,) = _tensors([_taken(array, rows)])
+                plain = taken.cpu().resolve_conj().resolve_neg().flatten()
+                yield plain.view(torch.uint8).numpy()
 
     def _begin(self, rows: Positions) -> Flight:
         """Start reading rows, whose positions were checked."""

@@ -133,6 +133,8 @@ class BatchStream(IterableDataset):  # type: ignore[misc]  # mypy sees no types 
         self._place: _Place | None = None
         self._loaded = False
         self._current: object = None
+        # What the data are, once it was asked.
+        self._found: dict[str, Any] | None = None
 
     def __len__(self) -> int:
         if not isinstance(self.batch_sampler, Sized):
@@ -145,8 +147,14 @@ class BatchStream(IterableDataset):  # type: ignore[misc]  # mypy sees no types 
         Returns
         -------
         dict
-            Integers and tensors, a few KiB, which ``torch.save`` and any other checkpoint
-            take; or what the batch sampler's own ``state_dict()`` returns, if it has one.
+            Integers, strings and tensors, a few KiB, which ``torch.save`` and any other
+            checkpoint take; and what the batch sampler's own ``state_dict()`` returns, if
+            it has one.
+
+        Raises
+        ------
+        OSError, ValueError
+            The data cannot be read, or the dataset is closed; only by the first call.
 
         Notes
         -----
@@ -160,18 +168,16 @@ class BatchStream(IterableDataset):  # type: ignore[misc]  # mypy sees no types 
         sampler inside.
         """
         place = self._place or self._beginning()
+        found: dict[str, Any] = {"batches": place.batches}
         if _has_state(self.batch_sampler):
-            return {"batches": place.batches, "sampler": copy.deepcopy(place.sampler)}
-        return copy.deepcopy(
-            {
-                "batches": place.batches,
-                "checksum": place.checksum,
-                "rank": place.rank,
-                "order": place.order,
-                "rng_state": place.rng_state,
-                "generators": list(place.generators),
-            }
-        )
+            found["sampler"] = place.sampler
+        else:
+            found["checksum"] = place.checksum
+            found["rank"] = place.rank
+            found["order"] = place.order
+            found["rng_state"] = place.rng_state
+            found["generators"] = list(place.generators)
+        return copy.deepcopy({**found, "dataset": self._contents()})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Let the next iteration continue where a state was taken.
@@ -186,8 +192,11 @@ class BatchStream(IterableDataset):  # type: ignore[misc]  # mypy sees no types 
         TypeError
             It is no dict.
         ValueError
-            It is no state of a stream, or of one with another kind of batch sampler; or it
-            is that of another rank, whose sampler draws numbers of its own.
+            It is no state of a stream, or of one with another kind of batch sampler; it is
+            that of another rank, whose sampler draws numbers of its own; or that of other
+            data.
+        OSError
+            The data cannot be read.
 
         Notes
         -----
@@ -197,24 +206,34 @@ class BatchStream(IterableDataset):  # type: ignore[misc]  # mypy sees no types 
         the state of one where the order depends on seed and epoch alone, as with a
         ``DistributedSampler``.
 
+        The data are compared by the shape and dtype of the dataset, and by the first 4 KiB
+        of 64 samples from all over it, or of all where there are fewer.  Where the files
+        are does not matter.  Samples in between, and a transform, are not compared.  To
+        continue with data that were changed on purpose, remove ``"dataset"`` from the
+        state.
+
         An iteration that is under way goes on, and is no longer what ``state_dict()``
         describes.
         """
         if not isinstance(state_dict, dict):
             raise TypeError(f"state_dict is {state_dict!r}; it must be a dict")
         keys = ("batches", "sampler") if _has_state(self.batch_sampler) else _KEYS
-        if set(state_dict) != set(keys):
+        state = dict(state_dict)
+        contents = state.pop("dataset", _END)
+        if set(state) != set(keys):
             raise ValueError(
                 f"the state has {sorted(state_dict)}; that of this batch sampler has "
-                f"{sorted(keys)}"
+                f"{sorted((*keys, 'dataset'))}"
             )
-        place = _Place(**copy.deepcopy(state_dict))
+        place = _Place(**copy.deepcopy(state))
         whole("batches", place.batches, 0, 2**63 - 1)
         if not _has_state(self.batch_sampler):
             numbers = place.rng_state, *(place.generators or ())
             if not all(isinstance(one, torch.Tensor) for one in numbers):
                 raise ValueError(f"the state has {numbers!r:.100} for random numbers")
         self._check_generators(place)
+        if contents is not _END:
+            self._check_contents(contents)
         self._place, self._loaded, self._current = place, True, None
 
     def __iter__(self) -> Iterator[Any]:
@@ -346,6 +365,30 @@ class BatchStream(IterableDataset):  # type: ignore[misc]  # mypy sees no types 
     def _sampler_state(self) -> Any:
         """Return the batch sampler's own state, which nobody will change."""
         return copy.deepcopy(self.batch_sampler.state_dict())
+
+    def _contents(self) -> dict[str, Any]:
+        """Return what the data are, apart from where they are."""
+        if self._found is None:
+            self._found = self._stored._contents()
+        return self._found
+
+    def _check_contents(self, before: Any) -> None:
+        """Refuse a state of other data."""
+        now = self._contents()
+        if not isinstance(before, dict) or set(before) != set(now):
+            raise ValueError(f"the state has {before!r:.100} for what the data were")
+        changes = [
+            f"the {name} was {before[name]} and is {now[name]}"
+            for name in ("shape", "dtype")
+            if before[name] != now[name]
+        ]
+        if not changes and before != now:
+            changes = ["the contents of the samples differ"]
+        if changes:
+            raise ValueError(
+                f"the state is of other data: {', '.join(changes)}; to continue with these "
+                "all the same, remove 'dataset' from the state"
+            )
 
     def _check_generators(self, place: _Place) -> None:
         """Refuse a state whose random numbers are those of another sampler or rank."""

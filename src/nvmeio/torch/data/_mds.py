@@ -30,7 +30,7 @@ class MDSDataset(RecordDataset):
 
     Parameters
     ----------
-    local : str, bytes or os.PathLike
+    path : str, bytes or os.PathLike
         The folder that has ``index.json`` and the shards.
     split : str, optional
         The folder of the split in it.
@@ -53,7 +53,7 @@ class MDSDataset(RecordDataset):
 
     Notes
     -----
-    Sample ``i`` is what ``streaming.LocalDataset(local, split)[i]`` returns: a dict with
+    Sample ``i`` is what ``streaming.LocalDataset(path, split)[i]`` returns: a dict with
     the value of each column.  Arrays are writable.  The samples are in the order of the
     index.
 
@@ -87,13 +87,13 @@ class MDSDataset(RecordDataset):
     @suggesting
     def __init__(
         self,
-        local: Path,
+        path: Path,
         split: str | None = None,
         *,
         allow_pickle: bool = False,
         transform: Callable[[Any], Any] | None = None,
     ) -> None:
-        folder = os.path.join(os.fsdecode(absolute(path_of(local))), split or "")
+        folder = os.path.join(os.fsdecode(absolute(path_of(path))), split or "")
         index = os.path.join(folder, "index.json")
         shards = list(_shards(index, flag("allow_pickle", allow_pickle)))
         tables = list(_tables(shards))

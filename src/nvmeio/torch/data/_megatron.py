@@ -44,7 +44,7 @@ class MegatronDataset(RecordDataset):
 
     Parameters
     ----------
-    path_prefix : str, bytes or os.PathLike
+    path : str, bytes or os.PathLike
         The path of both files, without ``.bin`` and ``.idx``.
     multimodal : bool, default False
         Whether a sample is a tuple of a sequence and its mode.
@@ -89,22 +89,22 @@ class MegatronDataset(RecordDataset):
     @suggesting
     def __init__(
         self,
-        path_prefix: Path,
+        path: Path,
         *,
         multimodal: bool = False,
         transform: Callable[[Any], Any] | None = None,
     ) -> None:
-        prefix = absolute(path_prefix)
-        path, index_path = (_with_suffix(prefix, suffix) for suffix in (".bin", ".idx"))
+        prefix = absolute(path)
+        bin_path, index_path = (_with_suffix(prefix, suffix) for suffix in (".bin", ".idx"))
         index = _IndexFile(index_path, modes=flag("multimodal", multimodal))
-        size = size_of(path)
+        size = size_of(bin_path)
         if size != index.end:
             raise ValueError(
-                f"{path!r} has {size} bytes; the sequences of {index_path!r} take "
+                f"{bin_path!r} has {size} bytes; the sequences of {index_path!r} take "
                 f"{index.end}"
             )
         self._dtype = index.dtype
-        super().__init__(path, index.pointers, index.lengths, transform=transform)
+        super().__init__(bin_path, index.pointers, index.lengths, transform=transform)
         self._documents = SharedArray(index.documents)
         self._modes = None if index.modes is None else SharedArray(index.modes)
 

@@ -22,7 +22,7 @@ from nvmeio._files.paths import absolute
 from nvmeio._native.file import File
 from nvmeio._native.request import Request
 from nvmeio.default import default_handle
-from nvmeio.torch.data._stored import Flight, Stored
+from nvmeio.torch.data._stored import COMPARED_BYTES, Flight, Stored
 
 __all__ = [
     "CHECKED_AT_ONCE",
@@ -226,6 +226,19 @@ class RecordDataset(Stored):
 
     def _is_plain(self) -> bool:
         return True
+
+    def _beginnings(self, rows: Positions) -> Iterator[Any]:
+        offsets, sizes = self._offsets[rows], self._sizes[rows] * self._dtype.itemsize
+        numbers = np.zeros_like(rows) if self._files is None else self._files[rows]
+        yield sizes
+        for number in np.unique(numbers):
+            own = numbers == number
+            counts = np.minimum(sizes[own], COMPARED_BYTES)
+            memory = np.empty(counts.sum(), np.uint8)
+            if memory.size:
+                file = self._arrays()[0].file(int(number))
+                default_handle().gather(file, offsets[own], counts, memory)
+            yield memory
 
     def _begin(self, rows: Positions) -> Flight:
         """Start reading records, whose positions were checked."""

@@ -22,6 +22,7 @@ from nvmeio._native.file import File
 from nvmeio.default import default_handle
 from nvmeio.memory import empty
 from nvmeio.safetensors import SafetensorError
+from nvmeio.safetensors._writing import replacing_links
 from nvmeio.safetensors.numpy import safe_open, save_file
 
 __all__ = ["SUFFIX", "TarIndex", "decoded", "index_of"]
@@ -399,7 +400,9 @@ def _save(saved: str, index: TarIndex, stamp: _Stamp) -> None:
         "names": json.dumps(index.names),
     }
     try:
-        save_file(arrays, saved, metadata, sync=False)
+        # Whoever may write to the folder must not choose another file to be overwritten.
+        with replacing_links():
+            save_file(arrays, saved, metadata, sync=False)
     except (OSError, SafetensorError) as error:
         _log.warning("the index of an archive is not saved: %s", error)
 

@@ -16,7 +16,7 @@ from nvmeio._native.file import File
 from nvmeio.arrays import ArrayFile
 from nvmeio.torch._dtypes import carrier
 from nvmeio.torch.data._records import OpenFiles
-from nvmeio.torch.data._stored import Flight, Stored
+from nvmeio.torch.data._stored import Flight, Stored, beginnings_of
 
 __all__ = ["TokenDataset"]
 
@@ -45,6 +45,9 @@ class TokenDataset(Stored):
         How many tokens a window has, 1 or more.
     dtype : dtype of numpy or torch, optional
         Of raw bytes: integers.
+    stride : int, optional
+        How many tokens lie between the starts of two windows, 1 or more.  Default:
+        ``block_size``, so windows do not overlap; with 1 a window starts at every token.
     offset : int, default 0
         Where the tokens of raw bytes begin, in bytes: the size of a header to be skipped.
 
@@ -56,21 +59,22 @@ class TokenDataset(Stored):
         The tokens are no integers, or an argument is of the wrong type.
     ValueError
         A file is no array of one axis, see ``ArrayFile``; ``dtype``, ``offset`` or the size
-        of a file disagree with its header; ``block_size`` is out of range; there is no
-        file; ``dtype`` or ``offset`` is given for an ArrayFile, which has its own.
+        of a file disagree with its header; ``block_size`` or ``stride`` is out of range;
+        there is no file; ``dtype`` or ``offset`` is given for an ArrayFile, which has its
+        own.
 
     Notes
     -----
-    Sample ``i`` of one file is a pair of int64 tensors: the tokens from ``i`` on, and the
-    token that follows each of them, ``tokens[i : i + block_size]`` and
-    ``tokens[i + 1 : i + block_size + 1]``.  There are as many samples as windows that have
-    a next token; a random sampler makes random windows of them, and a ``Subset`` of
-    ``range(0, len(dataset), block_size)`` those that do not overlap.
+    Sample ``i`` of one file is a pair of int64 tensors: the tokens from
+    ``at = i * stride`` on, and the token that follows each of them,
+    ``tokens[at : at + block_size]`` and ``tokens[at + 1 : at + block_size + 1]``.  There
+    are as many samples as such windows that have a next token.  With ``stride=1`` a random
+    sampler draws windows that begin anywhere.
 
     The samples of several files follow each other.  A window never crosses the border of
     two shards, which are different documents: each shard of ``n`` tokens has
-    ``n - block_size`` samples, and none if it is too short.  A batch is one gather for each
-    shard that it needs, all of them in flight at once.
+    ``(n - block_size - 1) // stride + 1`` samples, and none if it is too short.  A batch is
+    one gather for each shard that it needs, all of them in flight at once.
 
     The header of a shard of llm.c or modded-nanogpt is recognized and skipped: it says the
     dtype, and how many tokens the file must have.  Of many shards 128 stay open, those that
@@ -95,6 +99,7 @@ class TokenDataset(Stored):
         block_size: int,
         dtype: Any = None,
         *,
+        stride: int | None = None,
         offset: int = 0,
     ) -> None:
         if isinstance(paths, str | bytes | os.PathLike | ArrayFile):
@@ -118,9 +123,13 @@ class TokenDataset(Stored):
         self._file_dtype = carrier(dtype) or dtype
         self._offset = whole("offset", offset, 0, 2**63 - 1)
         self.block_size = whole("block_size", block_size, 1, 2**63 - 1)
+        if stride is None:
+            stride = self.block_size
+        self.stride = whole("stride", stride, 1, 2**63 - 1)
         (files,) = self._arrays()
         self._lengths = [_checked(files.file(n)) for n in range(len(sources))]
-        counts = [max(0, length - self.block_size) for length in self._lengths]
+        last_starts = (length - self.block_size - 1 for length in self._lengths)
+        counts = [max(0, start // self.stride + 1) for start in last_starts]
         # Where the samples of each shard end.
         self._ends = np.cumsum(counts, dtype=np.int64)
 
@@ -179,13 +188,18 @@ class TokenDataset(Stored):
         """Share out windows to the shards that have them."""
         starts = rows.ravel()
         if len(self._sources) == 1 and starts.size:
-            yield 0, slice(None), starts
+            yield 0, slice(None), starts * self.stride
             return
         owners = np.searchsorted(self._ends, starts, side="right")
         for owner in np.unique(owners):
             where = np.flatnonzero(owners == owner)
             begin = self._ends[owner - 1] if owner else 0
-            yield int(owner), where, starts[where] - begin
+            yield int(owner), where, (starts[where] - begin) * self.stride
+
+    def _beginnings(self, rows: Positions) -> Iterator[Any]:
+        for number, _, starts in self._shares(rows):
+            tokens: ArrayFile = self._arrays()[0].file(number)
+            yield beginnings_of(tokens, starts, (self.block_size + 1) * tokens.itemsize)
 
     def _begin(self, rows: Positions) -> Flight:
         """Start reading windows, whose positions were checked."""
