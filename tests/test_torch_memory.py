@@ -1,4 +1,4 @@
-"""Tensors in memory of the pool, which goes back with the last view of them."""
+"""Tensors in memory of the pool, which is freed with their last view."""
 
 import gc
 
@@ -10,7 +10,7 @@ from helpers import MIB, PAGE
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
-# Imported late, for the module cannot be imported where torch is not.
+# Imported after the check, because the module needs torch.
 import nvmeio.torch  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("quiet_pool")
@@ -21,14 +21,14 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.bool, torch.
 
 
 def used():
-    """Return the bytes that the pool has handed out."""
+    """Return the bytes of the pool in use."""
     gc.collect()
     return nvmeio.pool_stats()["bytes_used"]
 
 
 @pytest.mark.parametrize("size", [(), (0,), (5,), (3, 4), (2, 0, 3), (3, MIB)])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_tensor_is_of_its_size_and_dtype_and_aligned(size, dtype):
+def test_a_tensor_has_its_size_and_dtype_and_is_aligned(size, dtype):
     for tensor in (
         nvmeio.torch.empty(*size, dtype=dtype),
         nvmeio.torch.empty(size, dtype=dtype),
@@ -43,7 +43,7 @@ def test_a_tensor_is_of_its_size_and_dtype_and_aligned(size, dtype):
         tensor.zero_()
 
 
-def test_the_defaults_are_torchs():
+def test_the_defaults_equal_torchs():
     assert nvmeio.torch.empty(3).dtype == torch.get_default_dtype()
     like = torch.empty(4, 5, dtype=torch.int16).t()
     tensor = nvmeio.torch.empty_like(like)
@@ -52,7 +52,7 @@ def test_the_defaults_are_torchs():
 
 
 @pytest.mark.parametrize("pin_memory", [False, True])
-def test_the_memory_goes_back_with_the_last_view(pin_memory):
+def test_memory_is_freed_with_the_last_view(pin_memory):
     before = used()
     tensor = nvmeio.torch.empty(4, MIB, dtype=torch.uint8, pin_memory=pin_memory)
     assert used() == before + 4 * MIB
@@ -73,7 +73,7 @@ def test_any_slice_of_a_pinned_tensor_is_pinned_and_no_other():
         assert not handle.is_pinned(plain)
 
 
-def test_tensors_go_to_disk_and_back_without_a_bounce(tmp_path):
+def test_tensors_are_written_and_read_without_a_bounce(tmp_path):
     source = nvmeio.torch.empty(MIB).random_(1 << 20)
     target = nvmeio.torch.empty_like(source)
     with nvmeio.Handle() as handle:

@@ -1,4 +1,4 @@
-"""Optimizers whose states are in files: the same bits, and nothing that surprises."""
+"""Optimizers with their states in files: identical results, and every part of the API."""
 
 import contextlib
 import copy
@@ -22,7 +22,7 @@ from mounts import Filler
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
-# Imported late, for the module cannot be imported where torch is not.
+# Imported after the check, because the module needs torch.
 from torch.optim.optimizer import (  # noqa: E402
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -61,7 +61,7 @@ devices = pytest.mark.parametrize(
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """With several threads torch's sums are not the same to the bit each time."""
+    """Use one thread, because with several torch's sums vary in their last bits."""
     count = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -69,7 +69,7 @@ def one_thread():
 
 
 def pair(folder, kind="AdamW", form="loop", memory="8MiB", device="cpu", complex_too=True):
-    """Make an ordinary optimizer and an offloaded one, of parameters that are alike."""
+    """Make an ordinary and an offloaded optimizer with equal parameters."""
     make = KINDS[kind]
     fused = form == "fused"
     ours, theirs = (
@@ -81,7 +81,7 @@ def pair(folder, kind="AdamW", form="loop", memory="8MiB", device="cpu", complex
 
 
 def run(steps, theirs, ordinary, ours, offloaded, begin=0):
-    """Do steps with both, and compare all parameters after each."""
+    """Take steps with both, and compare all parameters after each."""
     for number in range(begin, begin + steps):
         give_gradients(theirs, ours, number)
         ordinary.step()
@@ -92,10 +92,10 @@ def run(steps, theirs, ordinary, ours, offloaded, begin=0):
 class TestTheSame:
     @devices
     @pytest.mark.parametrize(("kind", "form"), CASES)
-    def test_twenty_steps_to_the_bit(self, kind, form, device, tmp_path):
+    def test_twenty_steps_are_identical_to_the_bit(self, kind, form, device, tmp_path):
         theirs, ordinary, ours, offloaded = pair(tmp_path, kind, form, device=device)
         with offloaded:
-            # Of the large one a window has a part, if there is anything of it in memory.
+            # With any `memory`, a window has only a part of the large parameter.
             assert (len(offloaded._pieces[ours[0]]) > 1) != (
                 (kind, form) == ("SGD without states", "fused")
             )
@@ -104,7 +104,7 @@ class TestTheSame:
             assert state_equal(ordinary.state_dict(), offloaded.state_dict())
 
     @pytest.mark.parametrize("engine", ENGINES)
-    def test_on_every_engine(self, engine, folder, monkeypatch):
+    def test_every_engine_trains_alike(self, engine, folder, monkeypatch):
         monkeypatch.setenv("NVMEIO_ENGINE", engine)
         theirs, ordinary, ours, offloaded = pair(folder / "states")
         with offloaded:
@@ -114,7 +114,7 @@ class TestTheSame:
 
     @pytest.mark.parametrize("form", FORMS)
     @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
-    def test_other_dtypes(self, dtype, form, tmp_path):
+    def test_other_dtypes_train_alike(self, dtype, form, tmp_path):
         parts = [
             [torch.nn.Parameter(torch.linspace(-1, 1, 70_001).to(dtype)) for _ in range(2)]
             for _ in range(2)
@@ -124,7 +124,7 @@ class TestTheSame:
         with nvmeio.torch.offload(inner, tmp_path) as offloaded:
             run(3, parts[0], ordinary, parts[1], offloaded)
 
-    def test_states_that_were_there_before(self, tmp_path):
+    def test_existing_states_are_taken_over(self, tmp_path):
         ours, theirs = make_params(), make_params()
         ordinary, inner = optim.AdamW(theirs), optim.AdamW(ours)
         run(2, theirs, ordinary, ours, inner)
@@ -135,7 +135,7 @@ class TestTheSame:
     @pytest.mark.skipif(
         not can_fork(), reason="sanitizers cannot follow forks of a process with threads"
     )
-    def test_with_forked_workers_of_a_loader_about(self, tmp_path):
+    def test_training_with_forked_workers_of_a_loader(self, tmp_path):
         theirs, ordinary, ours, offloaded = pair(tmp_path)
         data = torch.utils.data.TensorDataset(torch.arange(64.0))
         loader = torch.utils.data.DataLoader(
@@ -149,7 +149,7 @@ class TestTheSame:
 
 
 class TestAsAnOptimizer:
-    def test_groups_and_defaults_are_the_inner_ones(self, tmp_path):
+    def test_groups_and_defaults_are_those_of_the_inner_optimizer(self, tmp_path):
         _, ordinary, _, offloaded = pair(tmp_path)
         with offloaded:
             assert isinstance(offloaded, optim.Optimizer)
@@ -173,7 +173,7 @@ class TestAsAnOptimizer:
         ],
         ids=["LinearLR", "OneCycleLR"],
     )
-    def test_schedulers(self, make, when, tmp_path):
+    def test_schedulers_work(self, make, when, tmp_path):
         theirs, ours = make_params(), make_params()
         ordinary, inner = optim.AdamW(theirs), optim.AdamW(ours)
         schedulers = [make(ordinary), make(inner) if when == "before" else None]
@@ -181,7 +181,7 @@ class TestAsAnOptimizer:
             warnings.catch_warnings(),
             nvmeio.torch.offload(inner, tmp_path, memory="8MiB") as offloaded,
         ):
-            # Such as that steps are out of order.
+            # Such as a warning that steps are out of order.
             warnings.simplefilter("error")
             schedulers[1] = schedulers[1] or make(offloaded)
             for number in range(6):
@@ -191,7 +191,7 @@ class TestAsAnOptimizer:
             rates = [each.param_groups[0]["lr"] for each in (ordinary, offloaded)]
             assert rates[0] == rates[1] != ordinary.defaults["lr"]
 
-    def test_a_scheduler_of_the_inner_one(self, tmp_path):
+    def test_a_scheduler_of_the_inner_optimizer_works(self, tmp_path):
         ours = make_params()
         inner = optim.AdamW(ours)
         with (
@@ -205,7 +205,7 @@ class TestAsAnOptimizer:
             scheduler.step()
             assert offloaded.param_groups[0]["lr"] == 0.0005
 
-    def test_a_closure_is_called_once_a_step_with_gradients(self, tmp_path):
+    def test_a_closure_is_called_once_per_step_with_gradients(self, tmp_path):
         _, _, ours, offloaded = pair(tmp_path)
         calls = []
 
@@ -220,7 +220,7 @@ class TestAsAnOptimizer:
             assert len(offloaded._windows) > 2
         assert calls == [1]
 
-    def test_hooks_are_called_once_a_step(self, tmp_path):
+    def test_hooks_are_called_once_per_step(self, tmp_path):
         calls = []
 
         def hook(name):
@@ -244,7 +244,7 @@ class TestAsAnOptimizer:
         names = ["global before", "inner", "own", "global after"]
         assert calls == [(name, "OffloadedOptimizer") for name in names]
 
-    def test_hooks_of_state_dicts(self, tmp_path):
+    def test_hooks_of_state_dicts_are_called(self, tmp_path):
         _, ordinary, _, offloaded = pair(tmp_path)
         calls = []
         for name in ("state_dict_pre", "state_dict_post", "load_state_dict_post"):
@@ -261,7 +261,7 @@ class TestAsAnOptimizer:
             offloaded.load_state_dict({"state": found["state"], "param_groups": "changed"})
         assert calls == ["state_dict_pre", "state_dict_post", "load_state_dict_post"]
 
-    def test_in_a_compiled_loop(self, tmp_path):
+    def test_a_compiled_loop_trains_alike(self, tmp_path):
         theirs, ordinary, ours, offloaded = pair(tmp_path, complex_too=False)
 
         def train(params, optimizer, factor):
@@ -278,7 +278,7 @@ class TestAsAnOptimizer:
                 assert equal(theirs, ours)
         torch.compiler.reset()
 
-    def test_zero_grad(self, tmp_path):
+    def test_zero_grad_works(self, tmp_path):
         _, _, ours, offloaded = pair(tmp_path)
         give_gradients(ours, ours, 0)
         with offloaded:
@@ -289,7 +289,7 @@ class TestAsAnOptimizer:
 
     @devices
     @pytest.mark.parametrize("form", FORMS)
-    def test_grad_scaler(self, form, device, tmp_path):
+    def test_grad_scaler_works(self, form, device, tmp_path):
         theirs, ordinary, ours, offloaded = pair(
             tmp_path, "Adam", form, device=device, complex_too=False
         )
@@ -303,7 +303,7 @@ class TestAsAnOptimizer:
                 if number in (0, 3):
                     theirs[1].grad[0, 0] = ours[1].grad[0, 0] = torch.inf
                 for scaler, optimizer in zip(scalers, (ordinary, offloaded), strict=True):
-                    # What backward() of a loss that was scaled would have made.
+                    # As backward() of a scaled loss would have made them.
                     scaler.scale(torch.zeros((), device=device))
                     scaler.step(optimizer)
                     scaler.update()
@@ -311,7 +311,7 @@ class TestAsAnOptimizer:
                 assert equal(theirs, ours), f"step {number}"
             assert state_equal(ordinary.state_dict(), offloaded.state_dict())
 
-    def test_state_is_read_when_it_is_asked_for(self, tmp_path):
+    def test_state_is_read_on_access(self, tmp_path):
         theirs, ordinary, ours, offloaded = pair(tmp_path)
         with offloaded:
             run(2, theirs, ordinary, ours, offloaded)
@@ -325,7 +325,7 @@ class TestAsAnOptimizer:
         theirs, ordinary, ours, offloaded = pair(tmp_path)
         with offloaded:
             run(1, theirs, ordinary, ours, offloaded)
-            # As Lightning moves states to a device.
+            # Lightning moves states to a device like this.
             for optimizer in (ordinary, offloaded):
                 for param, state in optimizer.state.items():
                     optimizer.state[param] = {name: 2 * state[name] for name in state}
@@ -339,7 +339,7 @@ class TestAsAnOptimizer:
                 list(items)
             run(2, theirs, ordinary, ours, offloaded, begin=3)
 
-    def test_a_parameter_has_a_state_once_it_was_updated(self, tmp_path):
+    def test_a_parameter_has_a_state_after_its_first_update(self, tmp_path):
         theirs, ordinary, ours, offloaded = pair(tmp_path)
         with offloaded:
             theirs[0].grad, ours[0].grad = (torch.ones(700_001) for _ in range(2))
@@ -350,7 +350,7 @@ class TestAsAnOptimizer:
                 ordinary.step()
                 offloaded.step()
 
-    def test_the_helpers_of_distributed_checkpoints_know_it(self, tmp_path):
+    def test_the_helpers_of_distributed_checkpoints_accept_it(self, tmp_path):
         from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
         models = [torch.nn.Linear(30, 40) for _ in range(2)]
@@ -368,7 +368,7 @@ class TestAsAnOptimizer:
 
 
 class TestGroups:
-    def test_a_group_that_comes_later_has_a_file(self, tmp_path):
+    def test_a_group_added_later_has_a_file(self, tmp_path):
         theirs, ordinary, ours, offloaded = pair(tmp_path)
         with offloaded:
             run(2, theirs, ordinary, ours, offloaded)
@@ -381,7 +381,7 @@ class TestGroups:
             run(3, theirs, ordinary, ours, offloaded, begin=2)
             assert state_equal(ordinary.state_dict(), offloaded.state_dict())
 
-    def test_parameters_and_options_that_change(self, tmp_path):
+    def test_parameters_and_options_may_change(self, tmp_path):
         theirs, ordinary, ours, offloaded = pair(tmp_path, "Adam")
         with offloaded:
             run(2, theirs, ordinary, ours, offloaded)
@@ -398,11 +398,11 @@ class TestGroups:
             for optimizer in (ordinary, offloaded):
                 del optimizer.param_groups[0]
             run(2, theirs, ordinary, ours, offloaded, begin=6)
-            # torch keeps the states of parameters that have gone.
+            # torch keeps the states of removed parameters.
             assert list(offloaded.state) == [ours[1]]
             assert state_equal(dict(ordinary.state[theirs[1]]), offloaded.state[ours[1]])
 
-    def test_parameters_whose_memory_is_replaced(self, tmp_path):
+    def test_memory_of_parameters_may_be_replaced(self, tmp_path):
         theirs, ours = (
             [torch.nn.Parameter(torch.linspace(-1, 1, 810_000).view(900, 900))]
             for _ in range(2)
@@ -414,7 +414,7 @@ class TestGroups:
             for param in (*theirs, *ours):
                 param.grad, param.data = None, param.data.t().contiguous().t()
             run(2, theirs, ordinary, ours, offloaded, begin=1)
-            # Other tensors are made where the program likes; states are not.
+            # Under this mode programs allocate elsewhere, but states do not.
             with torch.device("meta"):
                 offloaded.load_state_dict(ordinary.state_dict())
             run(1, theirs, ordinary, ours, offloaded, begin=3)
@@ -465,7 +465,7 @@ class TestGroups:
             ordinary.param_groups[0]["foreach"] = True
             run(1, theirs, ordinary, ours, offloaded, begin=2)
 
-    def test_files_that_an_interruption_has_left_go(self, tmp_path, monkeypatch):
+    def test_files_left_by_an_interruption_are_removed(self, tmp_path, monkeypatch):
         theirs, ordinary, ours, offloaded = pair(tmp_path)
 
         def interrupted(_):
@@ -484,7 +484,7 @@ class TestGroups:
             assert len(list(tmp_path.glob("*.states"))) == 1
             run(2, theirs, ordinary, ours, offloaded, begin=1)
 
-    def test_states_of_a_group_that_comes_back(self, tmp_path):
+    def test_a_group_that_is_added_again_has_its_states(self, tmp_path):
         theirs, ours = make_params(), make_params()
         halves = [
             [{"params": each[::2]}, {"params": each[1::2]}] for each in (theirs, ours)
@@ -518,7 +518,7 @@ class TestGroups:
 
 
 class TestWindows:
-    def test_the_next_is_read_and_the_last_written_while_one_is_updated(
+    def test_the_next_window_is_read_and_the_last_written_during_an_update(
         self, tmp_path, monkeypatch
     ):
         theirs, ordinary, ours, offloaded = pair(tmp_path)
@@ -530,18 +530,18 @@ class TestWindows:
             begun = handle.stats()["requests"]
 
             def waiting(*arguments):
-                # What is in flight ends though this thread does nothing for it.
+                # Requests in flight end without help of this thread.
                 handle.drain()
                 seen.append(handle.stats()["requests"] - begun)
                 update(*arguments)
 
             monkeypatch.setattr(offloaded, "_update", waiting)
             run(1, theirs, ordinary, ours, offloaded, begin=1)
-        # Reads of this window, the next and the one behind it; writes of those before.
+        # Reads of this window and the next two; writes of the earlier ones.
         ahead = plan.BUFFERS
         assert seen == [min(i + ahead, count) + i for i in range(count)]
 
-    def test_memory_is_read_into_after_it_was_written(self, tmp_path, monkeypatch):
+    def test_memory_is_read_into_only_after_it_was_written(self, tmp_path, monkeypatch):
         theirs, ordinary, ours, offloaded = pair(tmp_path)
         with offloaded:
             run(1, theirs, ordinary, ours, offloaded)
@@ -572,7 +572,7 @@ class TestWindows:
         waits = []
 
         class Slow:
-            """A request for which one waits for 7 seconds."""
+            """A request whose wait takes 7 simulated seconds."""
 
             def __init__(self, request):
                 self.request, self.cancel = request, request.cancel
@@ -583,7 +583,7 @@ class TestWindows:
                 return self.request.wait()
 
         class Handle:
-            """The optimizer's own, whose requests are slow."""
+            """The optimizer's handle, with slow requests."""
 
             def submit_read_many(self, items, after=None):
                 return Slow(own.submit_read_many(items, after=after and after.request))
@@ -604,7 +604,7 @@ class TestWindows:
             monkeypatch.setattr(offloaded._store, "handle", Handle())
             monkeypatch.setattr(offloaded, "_update", update)
             run(1, theirs, ordinary, ours, offloaded, begin=1)
-            # A read and a write of each.
+            # One read and one write of each window.
             assert len(set(waits)) == 2 * len(offloaded._windows)
             assert offloaded.waited - before == pytest.approx(7 * len(waits))
 
@@ -619,11 +619,12 @@ class TestWindows:
             ordinary.step()
             offloaded.step()
             assert equal(theirs, ours)
-            # Two states of it, each way, with the ends of pages and tables of generations.
+            # Two states of it, read and written, with the ends of pages and the generation
+            # tables.
             assert moved(offloaded) - before < 2 * 2 * ours[1].nbytes + 8 * 4096
 
     @pytest.mark.parametrize("form", FORMS)
-    def test_memory_is_as_said(self, form, tmp_path):
+    def test_memory_of_a_step_stays_within_the_limit(self, form, tmp_path):
         found = run_child(
             "measure_growth", folder=str(tmp_path), form=form, memory=8 * MIB
         ).report
@@ -631,13 +632,13 @@ class TestWindows:
         for kind, growth in found.items():
             assert growth <= (8 + 64) * MIB, kind
 
-    def test_memory_of_loading_is_as_said(self, tmp_path):
+    def test_memory_of_loading_stays_within_the_limit(self, tmp_path):
         found = run_child("measure_loading", folder=str(tmp_path), memory=8 * MIB).report
         assert found["same"]
         assert found["growth"] <= (8 + 64) * MIB
 
     def test_a_parameter_that_cannot_be_split_is_named(self, tmp_path):
-        # Every other row: its elements do not follow each other.
+        # Every other row: its elements are not contiguous.
         param = torch.nn.Parameter(torch.ones(4000, 1000)[::2])
         inner = optim.AdamW([torch.nn.Parameter(torch.ones(3)), param])
         with pytest.raises(
@@ -647,12 +648,12 @@ class TestWindows:
         assert not (tmp_path / "states").exists()
         nvmeio.torch.offload(inner, tmp_path / "states", memory="128MiB").close()
 
-    def test_a_gradient_whose_strides_of_one_element_differ(self, tmp_path):
+    def test_a_gradient_may_have_other_strides_of_axes_of_length_1(self, tmp_path):
         shape = (900, 900, 1, 1)
         theirs, ours = ([torch.nn.Parameter(torch.ones(shape))] for _ in range(2))
         for params in (theirs, ours):
             grad = torch.linspace(0, 1, 810_000).view(900, 1, 1, 900)
-            # As autograd takes it from a convolution in channels_last.
+            # Autograd gets such gradients from a convolution in channels_last.
             params[0].grad = grad.permute(0, 3, 1, 2)
             assert params[0].grad.stride() != params[0].stride()
         ordinary = optim.AdamW(theirs)
@@ -662,7 +663,7 @@ class TestWindows:
                 offloaded.step()
             assert equal(theirs, ours)
 
-    def test_a_gradient_of_another_layout(self, tmp_path):
+    def test_a_gradient_of_another_layout_is_refused(self, tmp_path):
         theirs, ours = ([torch.nn.Parameter(torch.ones(1500, 1000))] for _ in range(2))
         for params in (theirs, ours):
             params[0].grad = torch.linspace(0, 1, 1_500_000).view(1000, 1500).t()
@@ -671,7 +672,7 @@ class TestWindows:
         with offloaded:
             with pytest.raises(ValueError, match="cannot be split"):
                 offloaded.step()
-            # Nothing has changed, and the next gradient may be as its parameter.
+            # Nothing has changed, and the next gradient may have its parameter's layout.
             ours[0].grad = ours[0].grad.contiguous()
             offloaded.step()
             assert offloaded.state[ours[0]]["step"] == 1
@@ -695,7 +696,7 @@ def moved(offloaded):
 class TestStates:
     @pytest.mark.parametrize("how", ["state_dict", "state_items"])
     @pytest.mark.parametrize("kind", KINDS)
-    def test_go_on_elsewhere(self, kind, how, tmp_path):
+    def test_states_are_loaded_into_another_offloaded_optimizer(self, kind, how, tmp_path):
         theirs, ordinary, ours, offloaded = pair(tmp_path / "1", kind)
         run(3, theirs, ordinary, ours, offloaded)
         again = make_params()
@@ -710,11 +711,11 @@ class TestStates:
             run(2, theirs, ordinary, again, other, begin=3)
             assert state_equal(ordinary.state_dict(), other.state_dict())
 
-    def test_of_an_ordinary_optimizer_and_back(self, tmp_path):
+    def test_states_are_loaded_from_and_into_an_ordinary_optimizer(self, tmp_path):
         theirs, ordinary, ours, offloaded = pair(tmp_path)
         with offloaded:
             run(2, theirs, ordinary, ours, offloaded)
-            # In another dtype, and steps as numbers, as torch once had them.
+            # In another dtype, and with steps as numbers, as in old versions of torch.
             found = copy.deepcopy(ordinary.state_dict())
             for state in found["state"].values():
                 if not state["exp_avg"].is_complex():
@@ -725,7 +726,7 @@ class TestStates:
             ordinary.load_state_dict(offloaded.state_dict())
             run(2, theirs, ordinary, ours, offloaded, begin=2)
 
-    def test_one_by_one_they_take_the_memory_of_one(self, tmp_path):
+    def test_state_items_need_memory_for_one_state_at_a_time(self, tmp_path):
         theirs, ordinary, ours, offloaded = pair(tmp_path)
         with offloaded:
             run(1, theirs, ordinary, ours, offloaded)
@@ -740,23 +741,23 @@ class TestStates:
             assert moved(offloaded) - before < 1.1 * tensor.nbytes
 
     @pytest.mark.parametrize("how", ["save", "save_async"])
-    def test_in_a_checkpoint(self, how, tmp_path):
+    def test_states_are_saved_in_a_checkpoint(self, how, tmp_path):
         theirs, ordinary, ours, offloaded = pair(tmp_path / "states")
         with offloaded, Checkpointer(tmp_path / "run") as checkpointer:
             run(2, theirs, ordinary, ours, offloaded)
             saved = getattr(checkpointer, how)(1, {"optimizer": offloaded.state_items()})
             if how == "save_async":
-                # It has been copied.
+                # The states were copied.
                 run(1, theirs, ordinary, ours, offloaded, begin=2)
                 saved.result()
                 give_gradients(theirs, theirs, 0)
                 ordinary = None
             found = checkpointer.restore()["optimizer"]
             if ordinary is not None:
-                # Tensors come back in C order.
+                # Tensors are restored in C order.
                 assert state_equal(ordinary.state_dict(), found, strided=False)
             assert found["state"][0]["step"] == 2
-            # Each parameter's when it is its turn.
+            # Each parameter's states are read in turn.
             groups = checkpointer.restore(names=["optimizer/param_groups"])
             groups = groups["optimizer"]["param_groups"]
 
@@ -770,7 +771,7 @@ class TestStates:
             offloaded.load_state_dict(pairs())
             assert state_equal(offloaded.state_dict(), found, strided=False)
 
-    def test_pairs_are_a_snapshot(self, tmp_path):
+    def test_state_items_are_a_snapshot(self, tmp_path):
         theirs, ordinary, ours, offloaded = pair(tmp_path)
         with offloaded:
             run(1, theirs, ordinary, ours, offloaded)
@@ -779,7 +780,7 @@ class TestStates:
             run(1, theirs, ordinary, ours, offloaded, begin=1)
             assert state_equal(pairs, before)
 
-    def test_pairs_have_the_numbers_of_when_they_were_asked_for(self, tmp_path):
+    def test_state_items_have_the_numbers_at_the_call(self, tmp_path):
         theirs, ordinary, ours, offloaded = pair(tmp_path)
         with offloaded:
             offloaded.add_param_group({"params": [torch.nn.Parameter(torch.ones(3))]})
@@ -788,7 +789,9 @@ class TestStates:
             offloaded.param_groups.reverse()
             assert state_equal(list(items), expected)
 
-    def test_its_own_pairs_are_refused_before_anything_changes(self, tmp_path):
+    def test_an_optimizers_own_state_items_are_refused_before_anything_changes(
+        self, tmp_path
+    ):
         theirs, ordinary, ours, offloaded = pair(tmp_path)
         with offloaded:
             run(1, theirs, ordinary, ours, offloaded)
@@ -797,7 +800,7 @@ class TestStates:
             offloaded.load_state_dict(list(offloaded.state_items()))
             run(1, theirs, ordinary, ours, offloaded, begin=1)
 
-    def test_pairs_of_a_parameter_are_together(self, tmp_path):
+    def test_state_items_of_a_parameter_must_be_together(self, tmp_path):
         theirs, ordinary, ours, offloaded = pair(tmp_path)
         with offloaded:
             run(1, theirs, ordinary, ours, offloaded)
@@ -808,7 +811,7 @@ class TestStates:
             with pytest.raises(RuntimeError, match="half-way"):
                 offloaded.step()
 
-    def test_that_change_meanwhile_are_not_saved(self, tmp_path):
+    def test_states_that_change_meanwhile_are_not_saved(self, tmp_path):
         theirs, ordinary, ours, offloaded = pair(tmp_path / "states")
         with offloaded, Checkpointer(tmp_path / "run") as checkpointer:
             run(1, theirs, ordinary, ours, offloaded)
@@ -841,7 +844,7 @@ class TestStates:
         ],
         ids=["no dict", "no groups", "no pairs", "groups", "capturable"],
     )
-    def test_that_are_refused_change_nothing(self, change, error, words, tmp_path):
+    def test_refused_states_change_nothing(self, change, error, words, tmp_path):
         theirs, ordinary, ours, offloaded = pair(tmp_path)
         with offloaded:
             run(1, theirs, ordinary, ours, offloaded)
@@ -850,7 +853,7 @@ class TestStates:
             run(1, theirs, ordinary, ours, offloaded, begin=1)
 
     @pytest.mark.parametrize("key", ["exp_avg", "stranger"])
-    def test_that_do_not_fit_must_be_loaded_anew(self, key, tmp_path):
+    def test_after_states_that_do_not_fit_others_must_be_loaded(self, key, tmp_path):
         theirs, ordinary, ours, offloaded = pair(tmp_path)
         with offloaded:
             run(1, theirs, ordinary, ours, offloaded)
@@ -866,11 +869,11 @@ class TestStates:
 
 class TestFailures:
     def cut(self, offloaded, keep):
-        """Cut the file of the states off."""
+        """Truncate the file of the states."""
         (path,) = Path(offloaded.folder).glob("*.states")
         os.truncate(path, int(path.stat().st_size * keep))
 
-    def test_half_way_only_load_state_dict_helps(self, tmp_path):
+    def test_after_a_failed_step_only_load_state_dict_works(self, tmp_path):
         theirs, ordinary, ours, offloaded = pair(tmp_path)
         with offloaded:
             run(2, theirs, ordinary, ours, offloaded)
@@ -904,7 +907,7 @@ class TestFailures:
             offloaded.step()
             assert equal(theirs, ours)
 
-    def test_before_the_first_update_nothing_is_half_way(self, tmp_path):
+    def test_a_failure_before_the_first_update_leaves_the_states_valid(self, tmp_path):
         theirs, ordinary, ours, offloaded = pair(tmp_path)
         with offloaded:
             run(1, theirs, ordinary, ours, offloaded)
@@ -923,7 +926,7 @@ class TestFailures:
             assert equal(theirs, ours)
 
     @pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError])
-    def test_an_interruption_in_a_window(self, error, tmp_path, monkeypatch):
+    def test_an_interruption_in_a_window_fails_the_step(self, error, tmp_path, monkeypatch):
         theirs, ordinary, ours, offloaded = pair(tmp_path)
         with offloaded:
             run(1, theirs, ordinary, ours, offloaded)
@@ -938,7 +941,7 @@ class TestFailures:
             monkeypatch.setattr(offloaded, "_update", interrupted)
             with pytest.raises(error):
                 offloaded.step()
-            # Nothing is in flight, for the memory is used again.
+            # Nothing is in flight, because the memory is reused.
             assert offloaded._store.handle.pending == 0
             with pytest.raises(RuntimeError, match="step 2 has failed half-way"):
                 offloaded.step()
@@ -976,7 +979,7 @@ class TestFailures:
             monkeypatch.setattr(offloaded, "_update", landing)
             run(1, theirs, ordinary, ours, offloaded, begin=2)
 
-    def test_a_process_that_was_killed_half_way(self, tmp_path):
+    def test_states_of_a_process_killed_halfway_are_refused(self, tmp_path):
         child = Child("step_half_way", folder=str(tmp_path))
         child.ready()
         child.stop()
@@ -988,7 +991,7 @@ class TestFailures:
                 offloaded.step()
             offloaded.load_state_dict(ordinary.state_dict())
             run(2, theirs, ordinary, ours, offloaded)
-        # Between steps nothing is half-way, and the states were the other process's.
+        # Between steps nothing is halfway, and the states belonged to the other process.
         child = Child("step_half_way", folder=str(tmp_path), windows=0)
         child.ready()
         child.stop()
@@ -996,7 +999,7 @@ class TestFailures:
         with offloaded:
             run(2, theirs, ordinary, ours, offloaded)
 
-    def test_a_drive_without_room_is_told_before_anything_is_made(self, loop_mount):
+    def test_a_drive_without_space_is_an_error_before_anything_is_made(self, loop_mount):
         folder = loop_mount("ext4", 64 * MIB) / "states"
         params = [
             torch.nn.Parameter(torch.ones(10 << 20)),
@@ -1007,7 +1010,7 @@ class TestFailures:
             nvmeio.torch.offload(inner, folder)
         assert raised.value.errno == errno.ENOSPC
         assert not list(folder.glob("*.states"))
-        # Nothing has become of it; and a group that finds no room is not added.
+        # Nothing was made; and a group without space is not added.
         params[1].grad = torch.ones(3)
         inner.step()
         with nvmeio.torch.offload(optim.AdamW(params[1:]), folder) as offloaded:
@@ -1018,7 +1021,7 @@ class TestFailures:
             offloaded.step()
             assert offloaded.state[params[1]]["step"] == 2
 
-    def test_a_drive_that_is_full_has_room_for_steps(self, loop_mount):
+    def test_a_full_drive_has_space_for_steps(self, loop_mount):
         folder = loop_mount("ext4", 64 * MIB) / "states"
         theirs, ordinary, ours, offloaded = pair(folder)
         with offloaded:
@@ -1031,7 +1034,7 @@ class TestFailures:
             words = (folder / "unfinished-step").read_text()
             assert words.startswith(f"step 3 of process {os.getpid()}")
 
-    def test_a_folder_that_has_become_anothers(self, tmp_path):
+    def test_a_folder_taken_over_by_another_optimizer_is_an_error(self, tmp_path):
         folder = tmp_path / "states"
         theirs, ordinary, ours, offloaded = pair(folder)
         with offloaded:
@@ -1053,7 +1056,7 @@ class TestFailures:
                 offloaded.close()
                 assert sorted(folder.iterdir()) == names
 
-    def test_states_are_loaded_where_there_is_no_room_for_them_twice(self, loop_mount):
+    def test_states_are_loaded_without_space_for_a_second_copy(self, loop_mount):
         folder = loop_mount("ext4", 64 * MIB) / "states"
         theirs, ours = ([torch.nn.Parameter(torch.ones(4 << 20))] for _ in range(2))
         ordinary = optim.AdamW(theirs)
@@ -1062,7 +1065,7 @@ class TestFailures:
             offloaded.load_state_dict(ordinary.state_dict())
             run(1, theirs, ordinary, ours, offloaded, begin=1)
 
-    def test_states_that_another_has_changed(self, tmp_path):
+    def test_states_changed_by_another_program_are_an_error(self, tmp_path):
         theirs, ordinary, ours, offloaded = pair(tmp_path)
         with offloaded:
             run(2, theirs, ordinary, ours, offloaded)
@@ -1104,7 +1107,7 @@ class TestRefused:
         ],
         ids=lambda kind: kind.__name__,
     )
-    def test_kinds(self, make, tmp_path):
+    def test_unsupported_kinds_of_optimizers_are_refused(self, make, tmp_path):
         inner = make([torch.nn.Parameter(torch.ones(3, 4))])
         with pytest.raises(TypeError, match=f"{make.__name__} cannot be offloaded"):
             nvmeio.torch.offload(inner, tmp_path)
@@ -1112,7 +1115,7 @@ class TestRefused:
             nvmeio.torch.offload(torch.nn.Linear(1, 1), tmp_path)
 
     @pytest.mark.parametrize("option", ["differentiable", "capturable"])
-    def test_options(self, option, tmp_path):
+    def test_unsupported_options_are_refused(self, option, tmp_path):
         inner = optim.AdamW(make_params(), **{option: True})
         with pytest.raises(ValueError, match=f"group 0 has {option}=True"):
             nvmeio.torch.offload(inner, tmp_path)
@@ -1121,7 +1124,7 @@ class TestRefused:
             with pytest.raises(ValueError, match=f"group 0 has {option}=True"):
                 offloaded.step()
 
-    def test_sparse_gradients(self, tmp_path):
+    def test_sparse_gradients_are_refused(self, tmp_path):
         module = torch.nn.Embedding(100, 8, sparse=True)
         with nvmeio.torch.offload(optim.SGD(module.parameters()), tmp_path) as offloaded:
             module(torch.tensor([3])).sum().backward()
@@ -1130,7 +1133,7 @@ class TestRefused:
                 offloaded.step()
             assert torch.equal(before, module.weight)
 
-    def test_a_parameter_that_appears_twice(self, tmp_path):
+    def test_a_parameter_that_appears_twice_is_refused(self, tmp_path):
         param = torch.nn.Parameter(torch.ones(3))
         with pytest.warns(UserWarning, match="duplicate"):
             inner = optim.AdamW([param, param])
@@ -1148,15 +1151,15 @@ class TestRefused:
             (True, TypeError, "memory is True"),
         ],
     )
-    def test_sizes(self, memory, error, words, tmp_path):
+    def test_invalid_sizes_are_refused(self, memory, error, words, tmp_path):
         with pytest.raises(error, match=words):
             nvmeio.torch.offload(optim.AdamW(make_params()), tmp_path, memory=memory)
 
-    def test_what_is_nearly_right(self, tmp_path):
+    def test_a_misspelled_keyword_gets_a_suggestion(self, tmp_path):
         with pytest.raises(TypeError, match="did you mean 'memory'"):
             nvmeio.torch.offload(optim.AdamW(make_params()), tmp_path, memroy=1)
 
-    def test_a_folder_that_another_has(self, tmp_path):
+    def test_a_folder_in_use_is_refused(self, tmp_path):
         with nvmeio.torch.offload(optim.AdamW(make_params()), tmp_path):
             with pytest.raises(BlockingIOError, match=f"process {os.getpid()}"):
                 nvmeio.torch.offload(optim.AdamW(make_params()), tmp_path)
@@ -1164,7 +1167,7 @@ class TestRefused:
             assert found == ["BlockingIOError", True]
         nvmeio.torch.offload(optim.AdamW(make_params()), tmp_path).close()
 
-    def test_an_optimizer_that_is_offloaded(self, tmp_path):
+    def test_an_offloaded_optimizer_cannot_be_offloaded_again(self, tmp_path):
         inner = optim.AdamW(make_params())
         with nvmeio.torch.offload(inner, tmp_path / "1"):
             with pytest.raises(ValueError, match=r"is offloaded to '.+1' already; use"):
@@ -1172,13 +1175,13 @@ class TestRefused:
             assert not (tmp_path / "2").exists()
         nvmeio.torch.offload(inner, tmp_path / "2").close()
 
-    def test_copies(self, tmp_path):
+    def test_an_offloaded_optimizer_cannot_be_copied(self, tmp_path):
         with nvmeio.torch.offload(optim.AdamW(make_params()), tmp_path) as offloaded:
             for copied in (copy.deepcopy, copy.copy, pickle.dumps):
                 with pytest.raises(TypeError, match=r"cannot be .*copied; its state_dict"):
                     copied(offloaded)
 
-    def test_parameters_that_wrap_tensors(self, tmp_path):
+    def test_parameters_that_wrap_tensors_are_refused(self, tmp_path):
         from torch.testing._internal.two_tensor import TwoTensor
 
         param = torch.nn.Parameter(TwoTensor(torch.ones(3), torch.ones(3)))
@@ -1188,7 +1191,7 @@ class TestRefused:
             )
         assert not (tmp_path / "states").exists()
 
-    def test_the_inner_one(self, tmp_path):
+    def test_the_inner_optimizer_refuses_to_be_used(self, tmp_path):
         inner = optim.AdamW(make_params())
         with nvmeio.torch.offload(inner, tmp_path):
             for call in (
@@ -1204,7 +1207,7 @@ class TestRefused:
 
 
 class TestTheEnd:
-    def test_nothing_is_left(self, tmp_path):
+    def test_closing_leaves_nothing(self, tmp_path):
         for end in ("close", "collected"):
             offloaded = nvmeio.torch.offload(optim.AdamW(make_params()), tmp_path)
             assert list(tmp_path.glob("*.states"))
@@ -1218,7 +1221,7 @@ class TestTheEnd:
             assert not list(tmp_path.glob("*.states"))
 
     @pytest.mark.parametrize("when", ["made", "closed"])
-    def test_nor_after_ctrl_c(self, when, tmp_path, monkeypatch):
+    def test_ctrl_c_while_offloading_leaves_nothing(self, when, tmp_path, monkeypatch):
         _, _, _, offloaded = pair(tmp_path)
 
         class Interrupted:
@@ -1226,7 +1229,8 @@ class TestTheEnd:
 
             def __init__(self, path, *_):
                 if when == "made":
-                    # As between the call that makes it and the line that notes it.
+                    # As if the signal came between the call and the assignment of its
+                    # result.
                     Path(path).touch()
                     raise KeyboardInterrupt
 
@@ -1246,14 +1250,14 @@ class TestTheEnd:
                 offloaded.close()
         assert not list(tmp_path.glob("*.states"))
 
-    def test_parameters_go_with_their_optimizer(self, tmp_path):
+    def test_parameters_are_released_with_their_optimizer(self, tmp_path):
         _, _, ours, offloaded = pair(tmp_path)
         give_gradients(ours, ours, 0)
         offloaded.step()
         left, ours[0].grad = weakref.ref(ours[0]), None
         gc.disable()
         try:
-            # Removed from its group, and then the last of the others with all.
+            # First one that was removed from its group, then the others with the optimizer.
             del offloaded.param_groups[0]["params"][0], ours[0]
             offloaded.step()
             assert left() is None
@@ -1264,14 +1268,14 @@ class TestTheEnd:
         finally:
             gc.enable()
 
-    def test_nor_when_python_ends(self, tmp_path):
+    def test_the_end_of_python_leaves_nothing(self, tmp_path):
         assert run_child("offload_in", folder=str(tmp_path)).report == ["ok", True]
         assert not list(tmp_path.glob("*.states"))
 
     @pytest.mark.skipif(
         not can_fork(), reason="sanitizers cannot follow forks of a process with threads"
     )
-    def test_a_forked_child_has_no_part_in_it(self, tmp_path):
+    def test_a_forked_child_cannot_use_the_optimizer(self, tmp_path):
         found = run_child("offload_and_fork", folder=str(tmp_path)).report
         assert "belongs to the parent process" in found["words"]
         assert found["files"] == 1

@@ -1,4 +1,4 @@
-"""Records of any sizes, of one file or of several, by one gather for each file."""
+"""Records of any sizes, in one file or several, read by one gather for each file."""
 
 import errno
 import gc
@@ -13,7 +13,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
-# Imported late, for the module cannot be imported where torch is not.
+# Imported after the check, because the module needs torch.
 from torch.utils.data import DataLoader  # noqa: E402
 
 import nvmeio  # noqa: E402
@@ -25,7 +25,7 @@ SIZES = [5, 0, 4096, 1, 70_000, 0, 4095, 4097, 12]
 
 
 class Records:
-    """A file of records, with gaps between them, in no order."""
+    """A file of records in random order, with gaps between them."""
 
     def __init__(self, path, seed=0):
         self.path = path
@@ -48,7 +48,7 @@ def records(tmp_path):
 
 
 def bytes_of(sample):
-    """Return what a sample has."""
+    """Return the bytes of a sample."""
     assert (sample.dtype, sample.dim()) == (torch.uint8, 1)
     return sample.numpy().tobytes()
 
@@ -74,7 +74,7 @@ def test_a_batch_is_one_gather(records):
 
 def test_records_of_several_files_keep_their_order(tmp_path):
     shards = [Records(tmp_path / f"shard-{seed}", seed) for seed in range(3)]
-    # The files take turns.
+    # The files alternate.
     offsets = np.stack([shard.offsets for shard in shards], axis=1).ravel()
     sizes = np.stack([shard.sizes for shard in shards], axis=1).ravel()
     files = np.arange(len(offsets)) % 3
@@ -125,7 +125,7 @@ def test_hostile_indices_are_refused_before_a_read(tmp_path, change, error, mess
     assert nvmeio.default_handle().stats()["requests"] == before
 
 
-def test_a_file_that_was_cut_is_named(records):
+def test_a_truncated_file_is_named(records):
     dataset = RecordDataset(records.path, records.offsets, records.sizes)
     os.truncate(records.path, records.offsets[4] + 100)
     with pytest.raises(OSError, match="past the end of the file") as caught:
@@ -159,7 +159,7 @@ def test_a_file_that_was_replaced_is_named(records, workers):
         next(iter(loader))
 
 
-def test_it_says_what_it_is_until_it_is_closed(tmp_path):
+def test_repr_and_close_work(tmp_path):
     shards = [Records(tmp_path / f"shard-{seed}", seed) for seed in range(2)]
     dataset = RecordDataset(
         [shard.path for shard in shards],
@@ -175,13 +175,13 @@ def test_it_says_what_it_is_until_it_is_closed(tmp_path):
     dataset.close()
     dataset.close()
     assert left_open(tmp_path) == []
-    # Also one of no bytes, for which no file is needed.
+    # Also for an empty record, which needs no file.
     for index in (4, 1):
         with pytest.raises(ValueError, match="is closed"):
             dataset[index]
 
 
-def test_an_empty_dataset_says_so(records):
+def test_an_empty_dataset_says_so_in_its_error(records):
     dataset = RecordDataset(records.path, [], [])
     assert len(dataset) == 0
     assert dataset.__getitems__([]) == []
@@ -190,7 +190,7 @@ def test_an_empty_dataset_says_so(records):
 
 
 def test_an_index_is_not_copied(records):
-    """Of small integers, with steps, or of the other byte order."""
+    """Indices of small integers, with strides, or of the other byte order."""
     table = np.zeros(len(SIZES), [("offset", ">u8"), ("size", "<u4")])
     table["offset"], table["size"] = records.offsets, records.sizes
     dataset = RecordDataset(records.path, table["offset"][::-1], table["size"][::-1])
@@ -210,7 +210,7 @@ def test_a_part_of_a_mapped_index_is_mapped_again(records, tmp_path):
         assert bytes_of(copy[index]) == records.expected[::-1][index]
 
 
-def test_a_private_mapping_is_pickled_as_it_is(records, tmp_path):
+def test_a_private_mapping_is_pickled_with_its_contents(records, tmp_path):
     np.save(tmp_path / "offsets.npy", np.zeros(len(SIZES), np.int64))
     mapped = np.load(tmp_path / "offsets.npy", mmap_mode="c")
     mapped[:] = records.offsets
@@ -231,7 +231,7 @@ def test_records_beyond_4_gib_are_read(tmp_path):
 
 @pytest.fixture
 def many(tmp_path):
-    """The arguments for a dataset of one record in each of more files than may be open."""
+    """Arguments of a dataset with one record in each of more files than may be open."""
     paths = [tmp_path / str(number) for number in range(400)]
     for number, path in enumerate(paths):
         path.write_bytes(bytes([number % 256]) * (number + 1))
@@ -255,7 +255,7 @@ def test_few_of_many_files_are_open(many, tmp_path):
     batches = [range(400), range(399, -1, -1), range(0, 400, 3)]
     for batch, found in zip(batches, BatchStream(dataset, batches, 3), strict=True):
         assert found.tolist() == [number % 256 * (number + 1) for number in batch]
-    # Each has up to two descriptors, and a request lets go of its file a moment late.
+    # Each file has up to two descriptors, and a request closes its file a moment late.
     assert max(counts) <= 2 * 128 + 20
     del dataset
     gc.collect()
@@ -263,7 +263,7 @@ def test_few_of_many_files_are_open(many, tmp_path):
 
 
 def test_a_forked_worker_reads_while_its_parent_does(many):
-    """It drops files that requests of its parent read."""
+    """The worker drops files that its parent's requests are reading."""
     dataset = RecordDataset(**many, transform=torch.sum)
     stream = iter(BatchStream(dataset, [range(400)] * 4, 2))
     expected = [number % 256 * (number + 1) for number in range(400)]
@@ -326,14 +326,14 @@ def test_workers_share_the_index(tmp_path, method):
     outcome = run_child("load_records_with_workers", folder=str(tmp_path), method=method)
     assert outcome.status == 0, outcome
     (report,) = outcome.reports
-    # Of the offsets, which are mapped, and of the sizes, which torch shares.
+    # The offsets are mapped, and torch shares the sizes.
     owners = "memmap,Tensor" if method != "fork" else "memmap,NoneType"
     assert report["owners"] == [owners]
 
 
 @pytest.mark.slow
 def test_workers_have_copies_of_an_index_that_cannot_be_shared(tmp_path):
-    """There may be too little room for memory that is shared."""
+    """There may be too little space for shared memory."""
     outcome = run_child(
         "load_records_with_workers",
         folder=str(tmp_path),
@@ -350,7 +350,7 @@ DOCUMENTS = [0, 2, 2, 5]
 
 
 def write_megatron(prefix, *, modes=b"", **changes):
-    """Write a dataset as Megatron does, or one that is wrong; return the prefix."""
+    """Write a dataset as Megatron does, or a broken one; return the prefix."""
     TOKENS.tofile(f"{prefix}.bin")
     lengths = np.array(changes.get("lengths", LENGTHS), "<i4")
     pointers = 2 * (np.cumsum(LENGTHS) - LENGTHS)
@@ -447,7 +447,7 @@ class TestMegatronDataset:
             MegatronDataset(prefix)
         assert nvmeio.default_handle().stats()["requests"] == before
 
-    def test_what_is_not_there_is_named(self, tmp_path):
+    def test_missing_modes_and_ranges_are_named(self, tmp_path):
         prefix = write_megatron(tmp_path / "data")
         with pytest.raises(ValueError, match="idx' has no modes; pass multimodal="):
             MegatronDataset(prefix, multimodal=True)

@@ -1,4 +1,4 @@
-"""nvmeio.torch.save, load and open_stream: torch's own files, whole or not at all."""
+"""nvmeio.torch.save, load and open_stream: torch's own files, complete or unchanged."""
 
 import errno
 import io
@@ -42,7 +42,7 @@ LEGACY = {"_use_new_zipfile_serialization": False}
 
 
 def same(one, other):
-    """Tell whether two states are equal."""
+    """Return whether two states are equal."""
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(same(one[k], other[k]) for k in one)
     if isinstance(one, list):
@@ -59,7 +59,9 @@ def path(tmp_path):
 
 @pytest.mark.parametrize("writer", [torch.save, nvmeio.torch.save])
 @pytest.mark.parametrize("reader", [torch.load, nvmeio.torch.load])
-def test_either_reads_what_the_other_wrote(path, state, default_engine, writer, reader):
+def test_nvmeio_and_torch_read_each_others_files(
+    path, state, default_engine, writer, reader
+):
     writer(state, path)
     found = reader(path)
     assert same(found, state)
@@ -69,7 +71,7 @@ def test_either_reads_what_the_other_wrote(path, state, default_engine, writer, 
 
 
 @pytest.mark.parametrize("alignment", [64, 4096, 1 << 16])
-def test_tensors_begin_where_they_should(path, state, alignment):
+def test_tensors_begin_at_aligned_offsets(path, state, alignment):
     nvmeio.torch.save(state, path, storage_alignment=alignment)
     with zipfile.ZipFile(path) as archive:
         assert archive.testzip() is None
@@ -84,14 +86,14 @@ def test_tensors_begin_where_they_should(path, state, alignment):
 
 
 @pytest.mark.parametrize("alignment", [0, 63, 96, 1 << 31, 64.0, "4096"])
-def test_bad_alignments(path, alignment):
+def test_invalid_alignments_are_refused(path, alignment):
     with pytest.raises((TypeError, ValueError), match="storage_alignment"):
         nvmeio.torch.save({}, path, storage_alignment=alignment)
     assert not path.exists()
 
 
 @pytest.mark.parametrize("sync", [True, False])
-def test_the_name_is_synced_if_that_is_said(path, state, monkeypatch, sync):
+def test_the_name_is_synced_only_with_sync(path, state, monkeypatch, sync):
     synced, fsync = [], os.fsync
 
     def record(descriptor):
@@ -103,7 +105,7 @@ def test_the_name_is_synced_if_that_is_said(path, state, monkeypatch, sync):
     assert synced == [os.path.realpath(path.parent)] * sync
 
 
-def test_what_cannot_be_pickled_leaves_the_old_file(path, state):
+def test_a_pickling_error_leaves_the_old_file(path, state):
     nvmeio.torch.save(state, path)
     before = path.read_bytes()
     with pytest.raises((pickle.PicklingError, AttributeError)):
@@ -121,7 +123,7 @@ def test_what_cannot_be_pickled_leaves_the_old_file(path, state):
     ],
     ids=str,
 )
-def test_drives_that_fail_leave_the_old_file(faulty, default_engine, fault, code):
+def test_failing_drives_leave_the_old_file(faulty, default_engine, fault, code):
     path = faulty / "state.pt"
     nvmeio.torch.save({"x": torch.zeros(MIB)}, path)
     before = path.read_bytes()
@@ -133,7 +135,7 @@ def test_drives_that_fail_leave_the_old_file(faulty, default_engine, fault, code
     assert path.read_bytes() == before
 
 
-def test_reads_that_fail_are_errors(faulty, default_engine):
+def test_failed_reads_are_errors(faulty, default_engine):
     path = faulty / "state.pt"
     nvmeio.torch.save({"x": torch.zeros(MIB), "y": torch.ones(3)}, path)
     Faults(path).set(read={"error": errno.EIO, "at": MIB})
@@ -147,9 +149,9 @@ def test_reads_that_fail_are_errors(faulty, default_engine):
 
 
 class TestParts:
-    """names= and out=: of a dict, and only their bytes."""
+    """names= and out= read only these entries of a dict."""
 
-    def test_names(self, path, state):
+    def test_named_entries_are_loaded(self, path, state):
         nvmeio.torch.save(state, path)
         before = nvmeio.default_handle().stats()["bytes_direct"]
         found = nvmeio.torch.load(
@@ -158,11 +160,11 @@ class TestParts:
         cost = nvmeio.default_handle().stats()["bytes_direct"] - before
         assert same(found, {name: state[name] for name in found})
         assert isinstance(found["parameter"], torch.nn.Parameter)
-        # The directory and the pickle, and not the weight.
+        # The archive's directory and the pickle were read, but not the weight.
         assert cost < 200_000
         assert found["rows"].untyped_storage().nbytes() < 5000
 
-    def test_those_that_share_still_do(self, path, state):
+    def test_entries_that_share_memory_still_share_it(self, path, state):
         nvmeio.torch.save(state, path)
         found = nvmeio.torch.load(path, names=["turned", "rows", "tied"])
         assert same(found, {name: state[name] for name in found})
@@ -182,7 +184,7 @@ class TestParts:
         assert same(found, {name: state[name] for name in names})
         assert all(found[n].requires_grad == state[n].requires_grad for n in names)
 
-    def test_out(self, path, state):
+    def test_targets_are_filled(self, path, state):
         nvmeio.torch.save(state, path)
         out = {
             "weight": torch.zeros(700, 500),
@@ -196,7 +198,7 @@ class TestParts:
             nvmeio.torch.load(path, out=wrong)
         assert not wrong["weight"].any()
 
-    def test_what_there_is_not(self, path, state):
+    def test_missing_names_are_refused(self, path, state):
         nvmeio.torch.save(state, path)
         with pytest.raises(KeyError, match="'no'"):
             nvmeio.torch.load(path, names=["weight", "no"])
@@ -226,7 +228,7 @@ class TestParts:
         nvmeio.torch.load(path, out=out)
         assert all(torch.equal(out[name], expected[name]) for name in out)
 
-    def test_tied_and_nested_ones_stay_tied(self, path):
+    def test_tied_and_nested_tensors_stay_tied(self, path):
         whole = torch.arange(100_000.0)
         state = {"a": whole, "b": whole[5:], "deep": {"c": [whole], "d": whole.view(-1, 2)}}
         torch.save(state | {"other": torch.ones(10)}, path)
@@ -234,14 +236,14 @@ class TestParts:
         assert same(found, state)
         found["a"][7] = -1
         assert found["b"][2] == found["deep"]["c"][0][7] == found["deep"]["d"][3, 1] == -1
-        # A part is read alone, to a target, too.
+        # A part is also read alone, and into a target.
         out = {"b": torch.zeros(99_995), "a": torch.zeros(100_000)}
         nvmeio.torch.load(path, out=out)
         assert torch.equal(out["b"], whole[5:])
         assert torch.equal(out["a"], whole)
 
     @pytest.mark.parametrize("kind", ["deflated", "big-endian", "beyond its bytes"])
-    def test_archives_of_strangers_are_loaded_as_torch_does(self, path, kind):
+    def test_unusual_archives_are_loaded_as_by_torch(self, path, kind):
         torch.save({"a": torch.arange(4.0), "b": torch.ones(1000)}, path)
         stranger = path.with_name("stranger")
         with zipfile.ZipFile(path) as old, zipfile.ZipFile(stranger, "w") as new:
@@ -250,7 +252,7 @@ class TestParts:
                 if kind == "big-endian" and entry.filename.endswith("byteorder"):
                     data = b"big"
                 if kind == "beyond its bytes" and entry.filename.endswith("data.pkl"):
-                    # BININT1 4, of how many elements there are.
+                    # BININT1 4: the number of elements.
                     assert data.count(b"K\x04") == 2
                     data = data.replace(b"K\x04", b"M\xe8\x03")
                 how = zipfile.ZIP_DEFLATED if kind == "deflated" else zipfile.ZIP_STORED
@@ -264,16 +266,18 @@ class TestParts:
         assert kind != "beyond its bytes"
         assert torch.equal(nvmeio.torch.load(stranger, names=["a"])["a"], expected)
 
-    def test_errors_of_torch_say_which_file(self, path):
+    def test_errors_of_torch_name_the_file(self, path):
         path.write_text("no file of torch's")
         with pytest.raises(pickle.UnpicklingError) as caught:
             nvmeio.torch.load(path)
-        # Errors have notes from Python 3.11 on.
+        # Errors have notes since Python 3.11.
         notes = getattr(caught.value, "__notes__", [str(path)])
         assert any(str(path) in note for note in notes)
 
     @pytest.mark.parametrize("kind", ["legacy", "nested", "without maps"])
-    def test_what_cannot_be_mapped_is_read_as_a_whole(self, path, state, kind, monkeypatch):
+    def test_files_that_cannot_be_mapped_are_read_as_a_whole(
+        self, path, state, kind, monkeypatch
+    ):
         if kind == "nested":
             state["model"] = {"deep": torch.ones(3)}
         if kind == "without maps":
@@ -292,7 +296,7 @@ class TestParts:
             assert nvmeio.torch.load(path, names=["model"])["model"]["deep"].all()
 
 
-def test_nothing_is_unpickled_that_is_not_allowed(path):
+def test_unpickling_is_restricted(path):
     torch.save({"x": io.BytesIO(b"1")}, path)
     for options in ({}, {"names": ["x"]}):
         with pytest.raises(pickle.UnpicklingError):
@@ -301,20 +305,20 @@ def test_nothing_is_unpickled_that_is_not_allowed(path):
 
 
 @pytest.mark.parametrize("options", [{}, {"names": ["weight"]}], ids=["all", "names"])
-def test_tensors_go_where_they_are_sent(path, state, options):
+def test_map_location_is_respected(path, state, options):
     nvmeio.torch.save(state, path)
     found = nvmeio.torch.load(path, map_location="meta", **options)
     assert found["weight"].device.type == "meta"
 
 
-def test_a_script_module(path):
+def test_a_script_module_is_loaded(path):
     module = torch.jit.trace(torch.nn.Linear(3, 2), torch.ones(3))
     torch.jit.save(module, path)
     found = nvmeio.torch.load(path, weights_only=False)
     assert torch.equal(found(torch.ones(3)), module(torch.ones(3)))
 
 
-def test_open_stream_is_the_class_of_files(path):
+def test_open_stream_returns_a_file(path):
     assert open_stream is nvmeio.File
     with open_stream(path, "wb") as stream:
         torch.save({"x": torch.arange(MIB)}, stream)
@@ -322,7 +326,7 @@ def test_open_stream_is_the_class_of_files(path):
         assert torch.equal(torch.load(stream)["x"], torch.arange(MIB))
 
 
-def test_a_short_write_of_a_file_is_no_loss(faulty, default_engine):
+def test_a_short_write_of_a_stream_loses_nothing(faulty, default_engine):
     path = faulty / "stream"
     path.touch()
     Faults(path).set(write={"short": 5000, "times": 20})
@@ -334,7 +338,7 @@ def test_a_short_write_of_a_file_is_no_loss(faulty, default_engine):
 
 
 @pytest.mark.parametrize("size", [1000, 2 * MIB])
-def test_a_write_of_a_file_that_fails_leaves_the_position(faulty, default_engine, size):
+def test_a_failed_write_of_a_stream_leaves_the_position(faulty, default_engine, size):
     path = faulty / "stream"
     path.touch()
     Faults(path).set(write={"full_at": 100})

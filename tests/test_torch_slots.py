@@ -1,4 +1,4 @@
-"""Slots: bytes leave memory within its limit, and come back before they are asked for."""
+"""Slots: bytes move to a file to keep a limit of memory, and are read back ahead of use."""
 
 import errno
 import gc
@@ -14,7 +14,7 @@ from workloads.common import thread_count
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
-# Imported late, for the module cannot be imported where torch is not.
+# Imported after the check, because the module needs torch.
 from nvmeio.torch import _offload  # noqa: E402
 from nvmeio.torch._offload.slots import SlotFile, memory_of  # noqa: E402
 
@@ -22,13 +22,13 @@ SIZE = 40_000
 
 
 def tensor_of(number, size=SIZE):
-    """Return bytes that only this number has."""
+    """Return bytes that depend on the number."""
     numbers = torch.Generator().manual_seed(number)
     return torch.randint(0, 256, (size,), dtype=torch.uint8, generator=numbers)
 
 
 def written(file, number, size=SIZE):
-    """Write a tensor that nobody else holds."""
+    """Write a tensor to which no other reference exists."""
     tensor = tensor_of(number, size)
     return file.write(tensor, tensor)
 
@@ -37,7 +37,7 @@ def in_memory(slots):
     return [slot.serial for slot in slots if slot.data is not None]
 
 
-def test_memory_holds_the_newest_and_reads_go_ahead_to_the_oldest(tmp_path):
+def test_memory_keeps_the_newest_slots_and_reads_run_ahead_to_the_oldest(tmp_path):
     file = SlotFile(str(tmp_path), 3 * SIZE)
     slots = [written(file, number) for number in range(8)]
     assert in_memory(slots) == [5, 6, 7]
@@ -45,17 +45,17 @@ def test_memory_holds_the_newest_and_reads_go_ahead_to_the_oldest(tmp_path):
     for number in reversed(range(8)):
         assert torch.equal(file.read(slots[number]), tensor_of(number))
         assert file.held <= 3 * SIZE
-        # Two more are read while this one is used.
+        # Two more are read while this one is in use.
         assert in_memory(slots) == [*range(max(number - 2, 0), max(number, 2) + 1)]
 
 
-def test_a_guess_that_was_wrong_gives_its_memory_back(tmp_path):
+def test_a_wrong_read_ahead_frees_its_memory(tmp_path):
     file = SlotFile(str(tmp_path), 3 * SIZE)
     slots = [written(file, number) for number in range(9)]
     file.drain()
     assert torch.equal(file.read(slots[5]), tensor_of(5))
     assert in_memory(slots) == [3, 4, 5]
-    # What is on its way cannot be given back.
+    # Memory of reads in flight cannot be freed yet.
     file.drain()
     assert torch.equal(file.read(slots[2]), tensor_of(2))
     assert in_memory(slots) == [0, 1, 2]
@@ -64,7 +64,7 @@ def test_a_guess_that_was_wrong_gives_its_memory_back(tmp_path):
     assert in_memory(slots) == [6, 7, 8]
 
 
-def test_one_that_is_larger_than_all_memory_passes_alone(tmp_path):
+def test_slots_larger_than_the_limit_are_not_kept_in_memory(tmp_path):
     file = SlotFile(str(tmp_path), 1000)
     slots = [written(file, number) for number in range(3)]
     assert file.held == 0
@@ -99,17 +99,17 @@ def test_any_order_gives_the_right_bytes_within_memory(engine, folder, memory, m
     assert file._handle.stats()["engine"] == engine
 
 
-def test_room_in_the_file_is_used_again(tmp_path):
+def test_space_in_the_file_is_reused(tmp_path):
     file = SlotFile(str(tmp_path), 2 * SIZE)
     for number in range(50):
         slot = written(file, number)
         assert torch.equal(file.read(slot), tensor_of(number))
         file.drop(slot)
-    # Those in flight keep their places for a while.
+    # Slots in flight keep their space for a while.
     assert file._file.size <= 6 * SIZE
 
 
-def test_room_is_joined_with_its_neighbours():
+def test_free_space_is_joined_with_its_neighbours():
     room = _offload.slots._Room()
     places = [room.take(size) for size in (1, 4096, 4097, 1)]
     assert places == [0, 4096, 8192, 16384]
@@ -146,26 +146,26 @@ def test_threads_share_a_file(tmp_path):
         assert (file.held, file._slots, file._room._end) == (0, {}, 0)
 
 
-def test_what_is_dropped_while_a_call_is_under_way_is_freed_by_it(tmp_path):
+def test_a_slot_dropped_during_a_call_is_freed_by_that_call(tmp_path):
     file = SlotFile(str(tmp_path), 1 << 30)
     slot = written(file, 1)
     file.drain()
     with file._lock:
-        # As the garbage collector may, in the thread that has the lock.
+        # The garbage collector may do so in the thread that holds the lock.
         file.drop(slot)
         assert file.held == SIZE
     assert torch.equal(file.read(written(file, 2)), tensor_of(2))
     assert file.held == SIZE
 
 
-def test_memory_begins_behind_an_aligned_address():
+def test_memory_keeps_its_offset_from_an_aligned_address():
     for lead in (0, 16, 63):
         memory = memory_of(1000, torch.device("cpu"), lead)
         assert memory.data_ptr() % 64 == lead
         assert memory.nbytes == 1000
 
 
-def test_the_file_and_its_threads_go_with_the_last_slot(tmp_path):
+def test_the_file_and_its_threads_end_with_the_last_slot(tmp_path):
     gc.collect()
     before = thread_count(), sorted(os.listdir("/proc/self/fd"))
     file = SlotFile(str(tmp_path), 3 * SIZE)
@@ -177,10 +177,10 @@ def test_the_file_and_its_threads_go_with_the_last_slot(tmp_path):
     assert (thread_count(), sorted(os.listdir("/proc/self/fd"))) == before
 
 
-def test_a_file_that_a_child_has_open_takes_no_room_afterwards(tmp_path):
+def test_a_file_open_in_a_child_takes_no_space_afterwards(tmp_path):
     file = SlotFile(str(tmp_path), 0)
     slots = [written(file, number) for number in range(4)]
-    # As a child has it.
+    # As an inherited descriptor does.
     descriptor = os.dup(file._file.fileno())
     assert os.fstat(descriptor).st_size >= 4 * SIZE
     del file, slots
@@ -189,7 +189,7 @@ def test_a_file_that_a_child_has_open_takes_no_room_afterwards(tmp_path):
     os.close(descriptor)
 
 
-def test_no_room_is_raised_by_the_next_call_and_by_its_reader(faulty_slots):
+def test_a_lack_of_space_is_raised_by_the_next_call_and_by_the_read(faulty_slots):
     folder, faults = faulty_slots
     file = SlotFile(folder, 3 * SIZE)
     faults.set(write={"full_at": 8 * SIZE})
@@ -208,7 +208,7 @@ def test_no_room_is_raised_by_the_next_call_and_by_its_reader(faulty_slots):
     for slot in lost:
         with pytest.raises(OSError, match="could not be written"):
             file.read(slot)
-    # Room that is given back is used, and what was written before is there.
+    # Freed space is reused, and earlier slots are intact.
     file.drop(slots[1])
     slots[1] = written(file, 1)
     file.drain()
@@ -217,7 +217,7 @@ def test_no_room_is_raised_by_the_next_call_and_by_its_reader(faulty_slots):
             assert torch.equal(file.read(slot), tensor_of(number))
 
 
-def test_a_write_that_fails_is_raised(faulty_slots):
+def test_a_failed_write_is_raised(faulty_slots):
     folder, faults = faulty_slots
     file = SlotFile(folder, 0)
     kept = written(file, 1)
@@ -229,11 +229,11 @@ def test_a_write_that_fails_is_raised(faulty_slots):
     faults.set()
     assert torch.equal(file.read(kept), tensor_of(1))
     assert torch.equal(file.read(written(file, 3)), tensor_of(3))
-    # Of the second one nobody has heard, so it has nothing.
+    # The error of the second one was not reported yet, so it has no data.
     assert (file.held, len(file._slots)) == (0, 2)
 
 
-def test_a_read_that_fails_is_raised_and_may_be_tried_again(faulty_slots):
+def test_a_failed_read_is_raised_and_can_be_repeated(faulty_slots):
     folder, faults = faulty_slots
     file = SlotFile(folder, 0)
     slot = written(file, 1)
@@ -246,7 +246,7 @@ def test_a_read_that_fails_is_raised_and_may_be_tried_again(faulty_slots):
     assert torch.equal(file.read(slot), tensor_of(1))
 
 
-def test_a_read_ahead_that_fails_is_no_one_elses(tmp_path):
+def test_a_failed_read_ahead_affects_only_its_slot(tmp_path):
     file = SlotFile(str(tmp_path), 0)
     first, cut = written(file, 1), written(file, 2)
     file.drop(first)
@@ -267,7 +267,7 @@ def test_writing_waits_only_while_memory_is_full(faulty_slots, monkeypatch):
     folder, faults = faulty_slots
     file = SlotFile(folder, 3 * SIZE)
     faults.set(write={"held": True})
-    # None of these can have been written.
+    # None of these can be written yet.
     slots = [written(file, number) for number in range(3)]
     faults.await_waiting()
     assert file.held == 3 * SIZE
@@ -281,7 +281,7 @@ def test_writing_waits_only_while_memory_is_full(faulty_slots, monkeypatch):
     thread = threading.Thread(target=lambda: slots.append(written(file, 3)))
     thread.start()
     assert waits.wait(WATCHDOG_S)
-    # For the first one that is to be written, without which there is no room.
+    # It waits for the first write, which frees memory.
     assert (len(slots), file.held) == (3, 3 * SIZE)
     faults.set()
     thread.join()
@@ -290,19 +290,19 @@ def test_writing_waits_only_while_memory_is_full(faulty_slots, monkeypatch):
         assert torch.equal(file.read(slot), tensor_of(number))
 
 
-def test_what_is_on_its_way_out_is_read_from_memory(faulty_slots):
+def test_a_slot_being_written_is_read_from_memory(faulty_slots):
     folder, faults = faulty_slots
     file = SlotFile(folder, 3 * SIZE)
     faults.set(write={"held": True})
     slot = written(file, 1)
     faults.await_waiting()
-    # The file has none of it.
+    # Nothing of it is in the file.
     assert torch.equal(file.read(slot), tensor_of(1))
     assert faults.waiting() > 0
     faults.set()
 
 
-def test_what_nobody_needs_is_not_written(faulty_slots, monkeypatch):
+def test_dropped_slots_are_not_written(faulty_slots, monkeypatch):
     monkeypatch.setenv("NVMEIO_QUEUE_DEPTH", "1")
     folder, faults = faulty_slots
     file = SlotFile(folder, 1 << 30)
@@ -318,7 +318,7 @@ def test_what_nobody_needs_is_not_written(faulty_slots, monkeypatch):
     assert file.held == 1 << 20
 
 
-def test_a_file_system_without_unnamed_files_will_do(tmp_path, monkeypatch):
+def test_a_file_system_without_unnamed_files_works(tmp_path, monkeypatch):
     def refuse(folder):
         raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP), folder)
 
@@ -329,7 +329,7 @@ def test_a_file_system_without_unnamed_files_will_do(tmp_path, monkeypatch):
     assert torch.equal(file.read(slot), tensor_of(1, 5001))
 
 
-def test_a_folder_that_is_none_is_named(tmp_path):
+def test_an_invalid_folder_is_named(tmp_path):
     (tmp_path / "file").touch()
     for name, number in (("missing", errno.ENOENT), ("file", errno.ENOTDIR)):
         with pytest.raises(OSError, match=name) as raised:

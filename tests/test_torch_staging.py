@@ -1,10 +1,10 @@
-"""A tensor of a device passes in pieces; here the device is the CPU."""
+"""A tensor on a device is staged in pieces; here the device is the CPU."""
 
 import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
-# Imported late, for the module cannot be imported where torch is not.
+# Imported after the check, because the module needs torch.
 from nvmeio.torch._staging import DeviceStaging  # noqa: E402
 
 SHAPES = {
@@ -23,14 +23,14 @@ def content_of(tensor):
 
 
 def write(staging):
-    """Fetch the pieces in order, as a request does that writes them."""
+    """Fetch the pieces in order, as a write request does."""
     return b"".join(
         staging.fetch(index).numpy().tobytes() for index in range(len(staging.pieces))
     )
 
 
 def read(staging, content):
-    """Read ahead as far as the slots allow and deliver in order, as a request does."""
+    """Read ahead as far as the slots allow and deliver in order, as a read request does."""
 
     def arrive(index):
         offset, nbytes = staging.pieces[index]
@@ -88,7 +88,7 @@ def test_lazy_conjugation_is_resolved_by_a_write():
     assert write(staging) == content_of(tensor.resolve_conj())
 
 
-def test_the_memory_that_was_lent_is_filled():
+def test_the_lent_memory_is_filled():
     target = torch.zeros(10)
     lent = target.detach()
     staging = DeviceStaging(target, True, piece_bytes=16)

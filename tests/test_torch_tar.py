@@ -1,4 +1,4 @@
-"""The samples of tar archives, and their index, saved beside them."""
+"""Samples of tar archives, and the index that is saved beside an archive."""
 
 import gzip
 import io
@@ -16,7 +16,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
-# Imported late, for the module cannot be imported where torch is not.
+# Imported after the check, because the module needs torch.
 import nvmeio  # noqa: E402
 from helpers import pattern  # noqa: E402
 from nvmeio.safetensors.numpy import load_file, save_file  # noqa: E402
@@ -30,7 +30,7 @@ FORMATS = {
 
 
 def member(name, content=b"", kind=tarfile.REGTYPE, **fields):
-    """Return what a file is in an archive."""
+    """Return a file as a member of an archive."""
     info = tarfile.TarInfo(name)
     info.size, info.type = len(content), kind
     for field, value in fields.items():
@@ -39,7 +39,7 @@ def member(name, content=b"", kind=tarfile.REGTYPE, **fields):
 
 
 def write(path, members, kind="pax"):
-    """Write an archive by Python's tarfile."""
+    """Write an archive with Python's tarfile."""
     with tarfile.open(path, "w", format=FORMATS[kind]) as archive:
         for info, content in members:
             archive.addfile(info, io.BytesIO(content))
@@ -47,7 +47,7 @@ def write(path, members, kind="pax"):
 
 
 def block(name=b"a.txt", size=b"%011o\0" % 0, kind=b"0", rest=b""):
-    """Return a header that was written by hand."""
+    """Return a hand-written header."""
     header = bytearray(512)
     header[: len(name)] = name
     header[100:108] = b"0000644\0"
@@ -61,12 +61,12 @@ def block(name=b"a.txt", size=b"%011o\0" % 0, kind=b"0", rest=b""):
 
 
 def padded(content):
-    """Return bytes up to the end of a block."""
+    """Return bytes padded to the end of a block."""
     return content + bytes(-len(content) % 512)
 
 
 def pax(*records):
-    """Return a pax header that was written by hand."""
+    """Return a hand-written pax header."""
     content = b"".join(records)
     return block(b"pax", b"%011o\0" % len(content), b"x") + padded(content)
 
@@ -89,14 +89,14 @@ def samples_of(path, **options):
 
 
 def make_shard(path, count=20, seed=0):
-    """Write an archive of samples; return them as a dataset has them."""
+    """Write an archive of samples; return them as the dataset returns them."""
     members, expected = [], []
     for number in range(count):
         sample = {
             "jpg": pattern(977 * number % 9001, seed + number),
             "cls": str(number).encode(),
         }
-        # The numbers of the names differ from one archive to the next.
+        # Each archive has other numbers in its names.
         if seed % 2:
             sample = dict(reversed(sample.items()))
         key = f"{seed}/{number:04}"
@@ -116,7 +116,7 @@ def shards(tmp_path):
 
 @pytest.fixture
 def shard(tmp_path):
-    """An archive, older than what is made of it from now on."""
+    """An archive that is older than any index made of it."""
     path = tmp_path / "shard.tar"
     make_shard(path)
     past = time.time_ns() - 10**9
@@ -126,15 +126,15 @@ def shard(tmp_path):
 
 class TestSamples:
     @pytest.mark.parametrize("kind", FORMATS)
-    def test_files_of_one_name_are_a_sample(self, tmp_path, kind):
-        # 70 letters, with a folder of as many, take a ustar header's second part.
+    def test_files_with_one_name_are_a_sample(self, tmp_path, kind):
+        # A name and a folder of 70 letters need the prefix field of a ustar header.
         names = ["a", "folder/b", "n" * 70 + "/" + "m" * 70, "ü"]
         if kind != "ustar":
             names.append("x" * 80 + "/" + "y" * 300)
         members, expected = [], []
         for number, name in enumerate(names):
             sample = {"jpg": pattern(500 + number), "seg.png": b"", "txt": b"t" * 512}
-            # Python's tarfile adds a pax header to what has such a time.
+            # Python's tarfile adds a pax header for such a time.
             members += [
                 member(f"{name}.{field}", one, mtime=1.5 if kind == "pax" else 1)
                 for field, one in sample.items()
@@ -142,7 +142,7 @@ class TestSamples:
             expected.append({"__key__": name, **sample})
         assert samples_of(write(tmp_path / "a.tar", members, kind)) == expected
 
-    def test_a_sample_is_what_follows_each_other(self, tmp_path):
+    def test_a_sample_has_only_consecutive_files(self, tmp_path):
         names = ["a.X", "a.y", "b.x", "a.z", "a.b/c.x.Y", "a.b/c.z"]
         path = write(tmp_path / "a.tar", [member(name, b"1") for name in names])
         assert samples_of(path) == [
@@ -152,7 +152,7 @@ class TestSamples:
             {"__key__": "a.b/c", "x.y": b"1", "z": b"1"},
         ]
 
-    def test_what_is_no_part_of_a_sample_is_left_out(self, tmp_path):
+    def test_other_members_are_left_out(self, tmp_path):
         members = [
             member("folder.d", kind=tarfile.DIRTYPE),
             member("a.txt", b"first"),
@@ -178,7 +178,7 @@ class TestSamples:
         assert dataset[-1] == expected[-1]
         assert [dataset[i] for i in (40, 3, 20)] == [expected[i] for i in (40, 3, 20)]
 
-    def test_samples_stay_while_memory_serves_again(self, shards):
+    def test_samples_stay_while_buffers_are_reused(self, shards):
         paths, expected = shards
         dataset = TarDataset(paths)
         order = [3, 70, 33, 40, 3, 12]
@@ -211,7 +211,7 @@ class TestSamples:
         ],
         ids=["256", "spaces", "no NUL", "pax size", "pax path", "two", "global", "link"],
     )
-    def test_headers_are_read_as_tarfile_does(self, tmp_path, headers):
+    def test_headers_are_read_as_by_tarfile(self, tmp_path, headers):
         path = tmp_path / "a.tar"
         path.write_bytes(b"".join(headers) + padded(b"12345") + END)
         (sample,) = samples_of(path)
@@ -221,7 +221,7 @@ class TestSamples:
             assert sample == {"__key__": key, name: archive.extractfile(info).read()}
         assert sample[name] == b"12345"
 
-    def test_a_checksum_of_signed_bytes_is_right(self, tmp_path):
+    def test_a_checksum_of_signed_bytes_is_accepted(self, tmp_path):
         header = bytearray(block("ü.txt".encode()))
         total = (
             int(np.frombuffer(header, np.int8).sum(dtype=int))
@@ -308,7 +308,7 @@ class TestDamaged:
             TarDataset(tmp_path / "a.tar")
         assert os.listdir(tmp_path) == ["a.tar"]
 
-    def test_an_archive_without_an_end_is_doubtful(self, tmp_path):
+    def test_an_archive_without_an_end_causes_a_warning(self, tmp_path):
         path = tmp_path / "a.tar"
         path.write_bytes(block())
         for _ in range(2):
@@ -318,7 +318,7 @@ class TestDamaged:
             assert warned[0].filename == __file__
         assert os.listdir(tmp_path) == ["a.tar"]
 
-    def test_what_follows_the_end_is_not_left_out_quietly(self, tmp_path):
+    def test_bytes_after_the_end_are_reported(self, tmp_path):
         path = tmp_path / "a.tar"
         path.write_bytes(GOOD + block(b"b.txt") + END)
         with pytest.warns(UserWarning, match="ends at byte 512, and other bytes follow"):
@@ -330,7 +330,7 @@ class TestDamaged:
 
 
 def saved(path):
-    """Return the path of the index that is saved of an archive."""
+    """Return the path of an archive's saved index."""
     return path.with_name(path.name + ".nvmeio-index")
 
 
@@ -341,14 +341,14 @@ def spoil(path, index=None):
     content[:100] = b"spoiled".ljust(100)
     path.write_bytes(content)
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
-    # As if that had been so before the index was made.
+    # As if the archive had been like that before the index was made.
     index = index or saved(path)
     while index.stat().st_ctime_ns <= path.stat().st_ctime_ns:
         os.utime(index)
 
 
 class TestSavedIndex:
-    def test_it_is_used_the_next_time(self, shard):
+    def test_a_saved_index_is_used_the_next_time(self, shard):
         expected = samples_of(shard)
         assert saved(shard).exists()
         spoil(shard)
@@ -357,7 +357,7 @@ class TestSavedIndex:
             TarDataset(shard, index=False)
 
     @pytest.mark.parametrize("change", ["grown", "touched", "replaced", "same moment"])
-    def test_it_is_made_anew_when_the_archive_changes(self, shard, change):
+    def test_the_index_is_made_again_when_the_archive_changes(self, shard, change):
         before = samples_of(shard)
         if change == "grown":
             stamp = shard.stat()
@@ -379,7 +379,7 @@ class TestSavedIndex:
                 stamp = shard.stat()
                 os.utime(saved(shard), ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
         if change in ("touched", "same moment"):
-            # The walk sees what the index would have hidden.
+            # Reading the headers finds what the index would have hidden.
             with pytest.raises(ValueError, match="is no tar archive"):
                 TarDataset(shard)
         else:
@@ -412,11 +412,11 @@ class TestSavedIndex:
         spoil(shard)
         assert samples_of(shard) == expected
 
-    def test_no_index_is_saved_unless_wanted(self, shard):
+    def test_no_index_is_saved_unless_requested(self, shard):
         samples_of(shard, index=False)
         assert os.listdir(shard.parent) == [shard.name]
 
-    def test_it_may_be_in_another_folder(self, shard, tmp_path):
+    def test_the_index_may_be_in_another_folder(self, shard, tmp_path):
         folder = tmp_path / "indices"
         folder.mkdir()
         expected = samples_of(shard, index=folder)
@@ -432,7 +432,7 @@ class TestSavedIndex:
         with pytest.raises(ValueError, match="2 archives would have the index"):
             TarDataset([shard, other], index=tmp_path)
 
-    def test_where_it_cannot_be_saved_that_is_logged(self, shard, caplog):
+    def test_a_failure_to_save_the_index_is_logged(self, shard, caplog):
         saved(shard).mkdir()
         with caplog.at_level(logging.WARNING, "nvmeio"):
             assert len(samples_of(shard)) == 20
@@ -446,7 +446,7 @@ class TestSavedIndex:
             *("key", "count"),
         ],
     )
-    def test_a_hostile_one_is_not_believed(self, shard, caplog, damage):
+    def test_a_hostile_index_is_not_used(self, shard, caplog, damage):
         expected = samples_of(shard)
         path = saved(shard)
         content, arrays = path.read_bytes(), load_file(path)
@@ -513,14 +513,14 @@ class TestLoaders:
         found.sort(key=lambda sample: (sample["__url__"], sample["__key__"]))
         assert found == expected
 
-    def test_batches_come_ahead_of_time(self, shards):
+    def test_batches_are_read_ahead(self, shards):
         paths, expected = shards
         stream = BatchStream(TarDataset(paths), [[3, 70], [40]])
         first, second = stream
         assert first["cls"] == [expected[3]["cls"], expected[70]["cls"]]
         assert second["__key__"] == [expected[40]["__key__"]]
 
-    def test_a_batch_is_one_gather_an_archive(self, shards):
+    def test_a_batch_is_one_gather_per_archive(self, shards):
         dataset = TarDataset(shards[0])
         dataset[0]
         before = nvmeio.default_handle().stats()["requests"]
@@ -533,7 +533,7 @@ class TestLoaders:
         assert dataset[5] == int(expected[5]["cls"])
         assert dataset.__getitems__([5, 6]) == [5, 6]
 
-    def test_it_is_pickled_by_absolute_path(self, shards, monkeypatch, tmp_path):
+    def test_a_dataset_is_pickled_with_absolute_paths(self, shards, monkeypatch, tmp_path):
         paths, expected = shards
         monkeypatch.chdir(tmp_path)
         dataset = TarDataset([path.name for path in paths], index=False)
@@ -544,7 +544,7 @@ class TestLoaders:
         paths, expected = shards
         dataset, last = TarDataset(paths), paths[-1]
         assert dataset[-1]["__key__"] == expected[-1]["__key__"]
-        # On another machine there may be a copy of the archive, but no other one.
+        # Another machine may have a copy of the archive, but not a different one.
         shutil.copy(last, last.with_suffix(".copy"))
         os.replace(last.with_suffix(".copy"), last)
         assert pickle.loads(pickle.dumps(dataset))[-1] == dataset[-1]
@@ -555,7 +555,7 @@ class TestLoaders:
         with pytest.raises(OSError, match="was replaced or changed since"):
             again[-1]
 
-    def test_it_is_named_and_closed(self, shards):
+    def test_repr_and_close_work(self, shards):
         paths, _ = shards
         with TarDataset(paths) as dataset:
             assert repr(dataset).endswith("shard-2.tar' shape=(75,) dtype=object>")

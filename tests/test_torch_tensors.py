@@ -1,4 +1,4 @@
-"""Tensors go to disk and back, whatever their dtype, layout, class and history."""
+"""Tensors of any dtype, layout, class and history are written and read."""
 
 import contextlib
 import gc
@@ -14,17 +14,17 @@ from helpers import ENGINES, routes
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
-# Imported late, for the module cannot be imported where torch is not.
+# Imported after the check, because the module needs torch.
 from nvmeio.torch import _tensors as tensors  # noqa: E402
 
 EXCHANGE = "__dlpack_c_exchange_api__"
 
-# Of torch about complex32, once a process.
+# torch warns about complex32, once per process.
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support")
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
-# Every dtype but the quantized ones, which are refused.
+# Every dtype except the quantized ones, which are refused.
 DTYPES = sorted(
     {kind for kind in vars(torch).values() if isinstance(kind, torch.dtype)}
     - {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4},
@@ -32,13 +32,13 @@ DTYPES = sorted(
 )
 
 
-# For what comes down to an engine; most of what is tested here has been decided before.
+# For tests that depend on the engine; most tests here do not.
 EVERY_ENGINE = pytest.mark.parametrize("engine", ENGINES, scope="module")
 
 
 @pytest.fixture(scope="module")
 def engine():
-    """The engine of a test that does not ask for every one."""
+    """The engine of tests that do not use every engine."""
     return "auto"
 
 
@@ -56,7 +56,7 @@ def path(tmp_path):
 
 @pytest.fixture(params=["exchange table", "methods"])
 def route(request, monkeypatch):
-    """Let a test pass on torch's exchange table and, as older torch has none, without."""
+    """Run a test with torch's exchange table and without it, as with an older torch."""
     if request.param == "methods":
         monkeypatch.delattr(torch.Tensor, EXCHANGE, raising=False)
     elif not hasattr(torch.Tensor, EXCHANGE):
@@ -65,14 +65,14 @@ def route(request, monkeypatch):
 
 
 def random_tensor(dtype, *shape):
-    """Return a tensor whose bytes are random, so that every bit of it counts."""
+    """Return a tensor of random bytes, so that every bit counts."""
     size = int(np.prod(shape)) * dtype.itemsize
     content = bytearray(np.random.default_rng(7).bytes(max(size, 1)))
     return torch.frombuffer(content, dtype=torch.uint8)[:size].view(dtype).reshape(shape)
 
 
 def content_of(tensor):
-    """Return the bytes of a tensor in C order, without the help of nvmeio."""
+    """Return the bytes of a tensor in C order, without nvmeio."""
     dense = tensor.detach().resolve_conj().resolve_neg()
     integers = {1: "uint8", 2: "int16", 4: "int32", 8: "int64", 16: "complex128"}
     opaque = dense.view(getattr(torch, integers[tensor.element_size()]))
@@ -81,7 +81,7 @@ def content_of(tensor):
 
 @contextlib.contextmanager
 def calls_of(function):
-    """Collect a True for every call of a Python function."""
+    """Count the calls of a Python function."""
     calls = []
 
     def notice(frame, event, _):
@@ -193,7 +193,7 @@ class Tagged(torch.Tensor):
         "strided Parameter", "strided subclass", "inference", "strided inference",
     ],
 )  # fmt: skip
-def test_tensors_of_autograd_and_of_subclasses_are_tensors(handle, path, make):
+def test_tensors_with_autograd_and_of_subclasses_are_transferred(handle, path, make):
     expected = torch.rand(make().shape)
     handle.submit_write(expected, path).wait()
     target = make()
@@ -203,7 +203,7 @@ def test_tensors_of_autograd_and_of_subclasses_are_tensors(handle, path, make):
     assert path.read_bytes() == expected.numpy().tobytes()
 
 
-def test_a_strided_read_needs_no_help_of_the_callers_mode(handle, path):
+def test_a_strided_read_ignores_the_callers_dispatch_mode(handle, path):
     path.write_bytes(np.arange(64.0).tobytes())
     target = torch.zeros(8, 8, dtype=torch.float64)
     with torch.inference_mode(), torch.device("meta"):
@@ -265,7 +265,7 @@ def test_read_into_overlapping_elements_is_refused(handle, path, target):
 
 
 class Wrapper(torch.Tensor):
-    """A tensor without memory of its own, as DTensor and many quantized ones are."""
+    """A tensor without memory of its own, like DTensor and many quantized tensors."""
 
     @staticmethod
     def __new__(cls, inner):
@@ -300,11 +300,13 @@ REFUSED = {
 
 
 @pytest.mark.usefixtures("route")
-# torch announces the end of some of them.
+# torch warns that some of them are deprecated.
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("operation", ["submit_read", "submit_write"])
 @pytest.mark.parametrize("words", REFUSED)
-def test_what_is_no_plain_array_is_refused_by_name(handle, path, words, operation):
+def test_tensors_that_are_no_plain_array_are_refused_by_name(
+    handle, path, words, operation
+):
     path.write_bytes(bytes(4096))
     tensor = REFUSED[words]()
     with pytest.raises((TypeError, ValueError), match=words):
@@ -344,7 +346,7 @@ def test_a_read_counts_as_a_change_when_it_lands(handle, path, layout):
     assert base._version == 2
 
 
-def test_a_read_that_fails_counts_as_a_change_of_what_it_may_have_reached(handle, path):
+def test_a_failed_read_counts_as_a_change_of_memory_it_may_have_written(handle, path):
     path.write_bytes(bytes(100))
     whole = torch.zeros(50)
     rows = torch.zeros(50, 2)[:, 0]
@@ -352,7 +354,7 @@ def test_a_read_that_fails_counts_as_a_change_of_what_it_may_have_reached(handle
         with pytest.raises(OSError, match="past the end"):
             handle.submit_read(tensor, path).wait()
     assert whole._version == 1
-    # Only the copy in between was reached.
+    # Only the staging copy was written.
     assert rows._version == 0
 
 
@@ -393,7 +395,7 @@ def test_memory_lives_until_the_request_releases_it(
     vanish(tensor)
     del tensor, memory
     gc.collect()
-    # What has been copied already need not be kept.
+    # A tensor that was copied at submission need not be kept.
     if operation == "submit_read" or not strided:
         assert alive() is not None
     request.wait()
@@ -403,7 +405,7 @@ def test_memory_lives_until_the_request_releases_it(
 
 @pytest.mark.usefixtures("route")
 @pytest.mark.parametrize("strided", [False, True], ids=["contiguous", "strided"])
-def test_a_read_lands_in_the_memory_that_was_lent(handle, path, strided):
+def test_a_read_fills_the_lent_memory(handle, path, strided):
     expected = np.arange(64.0).reshape(8, 8)
     path.write_bytes(expected.tobytes())
     memory = np.zeros((8, 8))
@@ -453,7 +455,7 @@ def test_a_locked_tensor_lives_as_long_as_its_views(count):
 
 
 @EVERY_ENGINE
-def test_a_locked_tensor_makes_the_round_trip(handle, path):
+def test_a_locked_tensor_is_written_and_read(handle, path):
     source = tensors.locked_tensor(5000, torch.zeros(1, dtype=torch.float16))
     source.copy_(torch.arange(5000))
     handle.submit_write(source, path).wait()
@@ -462,7 +464,7 @@ def test_a_locked_tensor_makes_the_round_trip(handle, path):
     assert torch.equal(target, source)
 
 
-def test_memory_of_the_pool_lives_as_long_as_a_view_of_it():
+def test_pool_memory_lives_as_long_as_a_view_of_it():
     tensor = tensors.locked_tensor(1 << 20, torch.zeros(1))[5:10]
     tensor.fill_(3)
     gc.collect()
@@ -513,7 +515,7 @@ with nvmeio.Handle() as handle:
 """
 
 
-def test_the_first_tensor_loads_what_knows_torch(path):
+def test_the_first_tensor_loads_nvmeio_torch(path):
     subprocess.run([sys.executable, "-c", LAZY_IMPORT, str(path)], check=True, timeout=120)
     assert path.read_bytes() == np.arange(10).tobytes()
 
@@ -521,7 +523,7 @@ def test_the_first_tensor_loads_what_knows_torch(path):
 @needs_cuda
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool], ids=str)
 @pytest.mark.parametrize("layout", sorted(LAYOUTS.keys() - {"channels last"}))
-def test_tensors_on_a_device_make_the_round_trip(handle, path, dtype, layout):
+def test_tensors_on_a_device_are_written_and_read(handle, path, dtype, layout):
     base = random_tensor(torch.uint8, 4, 5, 6).gt(127).to(dtype).cuda()
     view = LAYOUTS[layout](base)
     assert handle.submit_write(view, path).wait() == view.nbytes
@@ -534,7 +536,7 @@ def test_tensors_on_a_device_make_the_round_trip(handle, path, dtype, layout):
 
 
 @needs_cuda
-def test_a_large_tensor_on_a_device_passes_in_pieces(handle, path):
+def test_a_large_tensor_on_a_device_is_staged_in_pieces(handle, path):
     source = torch.randint(0, 255, ((100 << 20) + 3,), dtype=torch.uint8, device="cuda")
     handle.submit_write(source, path).wait()
     target = torch.zeros_like(source)
@@ -545,7 +547,7 @@ def test_a_large_tensor_on_a_device_passes_in_pieces(handle, path):
 
 
 @needs_cuda
-def test_pinned_memory_of_torch_is_pinned(handle, path):
+def test_memory_pinned_by_torch_counts_as_pinned(handle, path):
     pinned = torch.arange(1000).pin_memory()
     assert tensors.is_pinned(pinned)
     assert tensors.is_pinned(pinned[3:])

@@ -1,4 +1,4 @@
-"""Workers carry out transfers on every engine: any size, offset, address, any queue."""
+"""Transfers by workers on every engine: any size, offset, address and queue."""
 
 import errno
 import gc
@@ -27,7 +27,7 @@ from helpers import (
 EDGES = edge_sizes()
 
 
-# Synchronous calls run small transfers in the caller's thread, requests run in the workers.
+# Synchronous calls run small transfers in the caller's thread; requests run in workers.
 WAYS = {
     "sync": lambda handle, verb, *args: getattr(handle, verb)(*args),
     "request": lambda handle, verb, *args: getattr(handle, f"submit_{verb}")(*args).wait(),
@@ -37,8 +37,8 @@ WAYS = {
 @pytest.mark.all_combinations
 @pytest.mark.parametrize("transfer", WAYS.values(), ids=WAYS)
 @pytest.mark.parametrize("size_of", EDGES.values(), ids=EDGES)
-def test_what_was_written_is_read_back(handle, path, alignment, size_of, transfer):
-    """Cases 6 and 7: no size is a success that moved nothing or only a part."""
+def test_written_bytes_are_read_back(handle, path, alignment, size_of, transfer):
+    """DeepSpeed's op reports success but moves nothing, or a part, of some sizes."""
     expected = pattern(size_of(alignment))
     source, target = Guarded(expected, pool=True), Guarded(len(expected), pool=True)
     transfer(handle, "write", source.array, path)
@@ -56,8 +56,8 @@ RESIDUES = [0, 1, 3, 511, 513, PAGE - 1, PAGE + 1]
 @pytest.mark.all_combinations
 @pytest.mark.parametrize("bounce", ["auto", "always", "never"])
 @pytest.mark.parametrize("offset", [0, 1, 7, 511, 512, 513, 1000, PAGE - 1, PAGE, PAGE + 1])
-def test_every_offset_and_address_is_served(open_handle, path, alignment, offset, bounce):
-    """Case 7: offsets and addresses of any residue, with nothing touched around them."""
+def test_every_offset_and_address_works(open_handle, path, alignment, offset, bounce):
+    """Offsets and addresses of any residue work, and bytes around them stay."""
     handle = open_handle(block_size=BLOCK, queue_depth=DEPTH, bounce=bounce)
     content = bytearray(pattern(offset + BLOCK + 3 * PAGE))
     path.write_bytes(content)
@@ -77,7 +77,7 @@ def test_every_offset_and_address_is_served(open_handle, path, alignment, offset
 
 
 @pytest.mark.parametrize("residue", [2, 4, 8, 16, 64, 512, 1024])
-def test_an_address_that_may_suit_the_device_is_served(handle, path, residue):
+def test_an_address_that_may_suit_the_device_works(handle, path, residue):
     source, target = Guarded(pattern(BLOCK + 9), residue), Guarded(BLOCK + 9, residue)
     handle.write(source.array, path)
     handle.read(target.array, path)
@@ -89,9 +89,9 @@ def test_an_address_that_may_suit_the_device_is_served(handle, path, residue):
 @pytest.mark.parametrize("workers", [1, 3])
 @pytest.mark.parametrize("single_submit", [False, True])
 def test_requests_share_the_queue(engine, path, alignment, single_submit, workers):
-    """Case 12: a size need not be divisible by the number of workers."""
+    """A size need not be divisible by the number of workers, as with DeepSpeed's op."""
     options = {"intra_op_parallelism": workers, "engine": engine}
-    # Blocks one by one are DeepSpeed's alone.
+    # Only DeepSpeed's interface can submit blocks one by one.
     handle = nvmeio.aio_handle(BLOCK, DEPTH, single_submit, **options).handle
     sizes = [1, PAGE, BLOCK, BLOCK + PAGE, 5 * DEPTH * BLOCK + 13, 0, 100, 7 * BLOCK]
     sources = [Guarded(pattern(size), pool=True) for size in sizes]
@@ -123,13 +123,13 @@ def test_requests_share_the_queue(engine, path, alignment, single_submit, worker
 @pytest.mark.all_combinations
 @pytest.mark.parametrize("block_size", [1, PAGE + 1, 1 << 30])
 @pytest.mark.parametrize("queue_depth", [1, 32768])
-def test_blocks_and_queues_at_their_limits(
+def test_blocks_and_queues_work_at_their_limits(
     open_handle, path, alignment, block_size, queue_depth
 ):
     handle = open_handle(block_size=block_size, queue_depth=queue_depth)
     assert (handle.block_size, handle.queue_depth) == (block_size, queue_depth)
     source, target = Guarded(pattern(3 * MIB), pool=True), Guarded(3 * MIB, pool=True)
-    # What makes a file longer is written in other blocks.
+    # Extending a file writes other blocks.
     path.write_bytes(bytes(3 * MIB))
     handle.write(source.array, path)
     handle.read(target.array, path)
@@ -142,7 +142,7 @@ def test_blocks_and_queues_at_their_limits(
     assert handle.stats()["blocks"] == 2 * -(-3 * MIB // block)
 
 
-def test_the_most_workers_there_can_be(open_handle, tmp_path):
+def test_the_maximal_number_of_workers_works(open_handle, tmp_path):
     handle = open_handle(block_size=PAGE, queue_depth=1, workers=256)
     expected = pattern(MIB + 1)
     handle.write(expected, tmp_path / "data")
@@ -152,7 +152,7 @@ def test_the_most_workers_there_can_be(open_handle, tmp_path):
 
 @pytest.mark.all_combinations
 @pytest.mark.parametrize("bounce", ["auto", "never"])
-def test_memory_in_small_pages_goes_through_huge_ones(open_handle, path, alignment, bounce):
+def test_memory_in_small_pages_goes_through_bounces(open_handle, path, alignment, bounce):
     if kernel_release() < (6, 7):
         pytest.skip("the kernel does not tell pages apart")
     handle = open_handle(block_size=BLOCK, queue_depth=DEPTH, bounce=bounce)
@@ -164,13 +164,13 @@ def test_memory_in_small_pages_goes_through_huge_ones(open_handle, path, alignme
     memory[:] = bytes(len(memory))
     handle.read(memory, path)
     assert memory[:] == path.read_bytes() == expected
-    # tmpfs has no device that would mind.
+    # tmpfs has no device that needs alignment.
     bounced = bounce == "auto" and not path.is_relative_to("/dev/shm")
     way = "buffered" if alignment == 1 else "bounced" if bounced else "direct"
     assert routes(handle) == Counter({way: 2 * len(expected)})
 
 
-def test_without_o_direct_all_goes_through_the_page_cache(open_handle, path):
+def test_without_o_direct_everything_goes_through_the_page_cache(open_handle, path):
     handle = open_handle(block_size=BLOCK, queue_depth=DEPTH, direct=False)
     source, target = Guarded(pattern(3 * MIB)), Guarded(3 * MIB)
     handle.write(source.array, path)
@@ -197,7 +197,7 @@ def test_with_o_direct_demanded_edges_and_odd_addresses_are_still_routed(
     )
 
 
-def test_demanding_o_direct_of_a_file_system_without_it_fails_with_the_path(open_handle):
+def test_demanding_o_direct_without_support_fails_with_the_path(open_handle):
     handle = open_handle(direct=True)
     with pytest.raises(OSError, match="/proc/version") as caught:
         handle.read(bytearray(1), "/proc/version")
@@ -208,14 +208,14 @@ BOUNCES_MAX = 64 * MIB
 
 
 def pool_bytes(which="bytes_used"):
-    """Return a figure of the pool, when what nobody holds has gone back to it."""
+    """Return a statistic of the pool after unreferenced memory has been returned."""
     gc.collect()
     return nvmeio.pool_stats()[which]
 
 
 @pytest.fixture(scope="module")
 def more_than_all_bounces():
-    """Bytes, and memory for them that none suits: both take long to get."""
+    """Bytes, and unaligned memory for them; both are slow to make."""
     return Guarded(pattern(96 * MIB)), Guarded(96 * MIB, residue=1)
 
 
@@ -223,10 +223,10 @@ def more_than_all_bounces():
     ("block_size", "depth", "workers"),
     [(MIB, 128, 1), (BLOCK, 512, 4), (1 << 30, 2, 2), (PAGE, 64, 256)],
 )
-def test_bounces_are_taken_late_few_and_again_and_again(
+def test_bounces_are_allocated_late_and_reused_within_a_limit(
     engine, tmp_path, more_than_all_bounces, block_size, depth, workers
 ):
-    """At most 64 MiB a handle, whatever its workers, its queue and its callers."""
+    """Bounces take at most 64 MiB a handle, for any workers, queue and callers."""
     path, (content, target) = tmp_path / "data", more_than_all_bounces
     target.array[:] = 0
     options = {"block_size": block_size, "queue_depth": depth, "workers": workers}
@@ -240,7 +240,7 @@ def test_bounces_are_taken_late_few_and_again_and_again(
         while reads < 10:
             handle.submit_read(target.array, path).wait()
             reads += 1
-            # At once: a second later they have gone back, and then only another read tells.
+            # Immediately, because bounces are returned after a second.
             found = nvmeio.pool_stats()
             if found["bytes_used"] > before:
                 break
@@ -260,7 +260,7 @@ def test_bounces_are_taken_late_few_and_again_and_again(
 
 @pytest.fixture(scope="module")
 def three_gib():
-    """3 GiB of memory, used by one test after the other: it takes long to get."""
+    """3 GiB of memory, which is slow to get, so tests share it."""
     memory = mmap.mmap(-1, 3 << 30)
     memory.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(memory, np.uint8)
@@ -269,7 +269,7 @@ def three_gib():
 @pytest.mark.slow
 @pytest.mark.xdist_group("three GiB")
 def test_three_gib_are_read(open_handle, tmp_path, three_gib):
-    """More than one I/O of the kernel can move, and than 32 bits can count."""
+    """That is more than one I/O of the kernel can move, and more than 32 bits."""
     islands = [0, (1 << 31) - 5, 0x7FFFF000 - 3, (3 << 30) - 11]
     with open(tmp_path / "sparse", "wb") as file:
         file.truncate(3 << 30)
@@ -289,8 +289,8 @@ def test_three_gib_are_read(open_handle, tmp_path, three_gib):
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("three GiB")
-def test_more_than_one_write_can_move_is_written(open_handle, tmp_path, three_gib):
-    """No block is longer than 1 GiB, and so than the kernel's 0x7ffff000 bytes."""
+def test_a_write_larger_than_one_io_is_complete(open_handle, tmp_path, three_gib):
+    """Blocks have at most 1 GiB, below the kernel's limit of 0x7ffff000 bytes."""
     size = (1 << 31) + 77
     islands = [0, 0x7FFFF000 - 3, (1 << 31) - 5, size - 11]
     for begin in islands:
@@ -310,7 +310,7 @@ def test_more_than_one_write_can_move_is_written(open_handle, tmp_path, three_gi
 
 
 @pytest.mark.parametrize("offset", [(1 << 31) - 7, (1 << 32) + 4096, (1 << 40) + 3])
-def test_offsets_beyond_32_bits(handle, tmp_path, offset):
+def test_offsets_beyond_32_bits_work(handle, tmp_path, offset):
     expected = pattern(3 * BLOCK)
     target = Guarded(len(expected))
     handle.write(expected, tmp_path / "sparse", offset=offset)

@@ -1,4 +1,4 @@
-"""What the pages show and no test can do: why, and what of it is checked all the same."""
+"""Commands on pages that no test can run: the reason, and what is checked instead."""
 
 import functools
 import re
@@ -22,8 +22,8 @@ ROOT = Path(__file__).resolve().parents[1]
 class Unrun:
     """A command that is not run.
 
-    ``check`` gets the command and the text of its pages, and asserts what there is to
-    assert; ``leaves`` gives the files that the command would leave, which later ones use.
+    ``check`` gets the command and the text of its pages, and asserts what can be asserted.
+    ``leaves`` returns the files that the command would make and later ones use.
     """
 
     reason: str
@@ -32,13 +32,13 @@ class Unrun:
 
 
 def is_make_target(command, shown):
-    """The Makefile has such a target."""
+    """Check that the Makefile has the target."""
     (target,) = command.split()[1:]
     assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
 
 
 def names_known_packages(command, shown):
-    """They are those that scripts/setup-machine installs for the same purpose."""
+    """Check that scripts/setup-machine installs these packages."""
     script = (ROOT / "scripts" / "setup-machine").read_text()
     known = set(re.findall(r"^need ([\w.+-]+) ", script, re.MULTILINE))
     wanted = set(command.split()[2:])
@@ -47,13 +47,13 @@ def names_known_packages(command, shown):
 
 
 def names_known_extras(command, shown):
-    """The package has these extras."""
+    """Check that the package has these extras."""
     (wanted,) = re.findall(r"\[([\w,]+)\]", command)
     assert set(wanted.split(",")) <= {*metadata("nvmeio").get_all("Provides-Extra")}
 
 
 def names_a_sysctl(command, shown):
-    """The kernel has such a switch, or is too old for it."""
+    """Check that the kernel has the sysctl, or is too old for it."""
     name, value = command.split()[2].split("=")
     path = Path("/proc/sys", *name.split("."))
     too_old = name == "kernel.io_uring_disabled" and kernel_release() < (6, 6)
@@ -62,7 +62,7 @@ def names_a_sysctl(command, shown):
 
 
 def has_its_files(command, shown):
-    """What it reads was made before, and its options are those that the tool has."""
+    """Check that its files were made before, and that the tool has its options."""
     for name in re.findall(r"seccomp=(\S+)|(?:-f|644) (\S+)", command):
         (name,) = filter(None, name)
         made = re.search(rf"^```\w+ {re.escape(name)}$", shown, re.MULTILINE)
@@ -76,20 +76,20 @@ def has_its_files(command, shown):
 
 @functools.cache
 def help_of(*tool):
-    """Return what a tool says of its options; it asks no server for that."""
+    """Return the help of a tool, for which it needs no server."""
     done = subprocess.run([*tool, "--help"], capture_output=True, text=True, timeout=60)
     return done.stdout + done.stderr
 
 
 def fetches_what_it_names(command, shown):
-    """Its address is one, and the next command reads its file."""
+    """Check that the address is valid, and that the next command reads the file."""
     name, address = command.split()[-2:]
     assert urlsplit(address).scheme == "https"
     assert f"< {name} " in shown
 
 
 def is_tried_by_the_launcher(command, shown):
-    """A test of DeepSpeed starts its launcher with the same variable."""
+    """Check that a test starts DeepSpeed's launcher with the same variable."""
     name, _, value = command.split()[0].partition("=")
     source = (ROOT / "tests/deepspeed/test_environment.py").read_text(encoding="utf-8")
     assert f'ON = {{"{name}": "{value}"}}' in source
@@ -97,13 +97,13 @@ def is_tried_by_the_launcher(command, shown):
 
 
 def is_read_by_the_build(command, shown):
-    """The variable is one of the build's."""
+    """Check that setup.py reads the variable."""
     name = command.partition("=")[0]
     assert f'"{name}"' in (ROOT / "setup.py").read_text(encoding="utf-8")
 
 
 def asks_for_known_faults(command, shown):
-    """Each word is one that fault.c reads."""
+    """Check that fault.c knows each word."""
     source = (ROOT / "tests" / "faults" / "fault.c").read_text(encoding="utf-8")
     (words,) = re.findall(r"NVMEIO_FAULTS='([^']+)'", command)
     for word in words.split(","):
@@ -111,18 +111,18 @@ def asks_for_known_faults(command, shown):
         assert f'"{name}="' in source or f'.name = "{name}"' in source, name
 
 
-NO_DOCKER = "a test has no docker, which takes a daemon of root"
-NO_CLUSTER = "a test has no cluster"
+NO_DOCKER = "tests have no docker, which needs a daemon of root"
+NO_CLUSTER = "tests have no cluster"
 FOR_ALL = "it changes the machine for everybody"
 
 UNRUN = {
-    "make demo": Unrun("test_demo.py runs what it runs", is_make_target),
-    "make test": Unrun("it is what runs this", is_make_target),
+    "make demo": Unrun("test_demo.py runs the same program", is_make_target),
+    "make test": Unrun("it is the command that runs this test", is_make_target),
     "apt-get install gcc pkg-config python3-dev python3-venv liburing-dev libaio-dev": (
         Unrun("scripts/setup-machine has installed them", names_known_packages)
     ),
     "pip install '.[cli]'": Unrun(
-        "it compiles everything once more; `make sdist` installs", names_known_extras
+        "it compiles everything again; `make sdist` installs", names_known_extras
     ),
     "NVMEIO_TEST_BUILD=1 pip install .": Unrun(
         "tests/stress builds it without installing it", is_read_by_the_build
@@ -138,7 +138,7 @@ UNRUN = {
     "sysctl -w vm.nr_hugepages=512": Unrun(FOR_ALL, names_a_sysctl),
     "curl -fsSL -o default.json "
     "https://raw.githubusercontent.com/moby/profiles/main/seccomp/default.json": Unrun(
-        "a test goes to no network; a sample of the same structure takes its place",
+        "tests use no network; a sample of the same structure replaces it",
         fetches_what_it_names,
         lambda: {"default.json": docker_profile()},
     ),
@@ -167,6 +167,6 @@ DRAWINGS = {
         "the arrows that test_source.py enforces"
     ),
     " Python thread                                             worker's thread       "
-    "                 kernel": "the way of a read, of which each file is named",
-    '>>> nvmeio.engines()["io_uring"]': "test_docs_containers.py has it answered so",
+    "                 kernel": "the path of a read; a test checks the files that it names",
+    '>>> nvmeio.engines()["io_uring"]': "test_docs_containers.py checks this output",
 }

@@ -1,8 +1,7 @@
-/* check.h -- what the C tests need: CHECK() what holds, SKIP() what cannot be tried
- * here.
+/* check.h -- CHECK() and SKIP() for the C tests.
  *
- * A test is a program: it exits with 0 when all holds, 1 at the first thing that does
- * not and 77 when it is skipped, with the place or the reason on standard error. */
+ * A test is a program.  It exits with 0 if every CHECK() holds, 1 at the first that
+ * does not, and 77 if it is skipped, with the place or the reason on standard error. */
 #ifndef NVMEIO_TESTS_CHECK_H
 #define NVMEIO_TESTS_CHECK_H
 

@@ -1,5 +1,5 @@
-/* corpus.h -- what a fuzzer has found worth keeping, without the fuzzer: every input of
- * a folder goes to the target that was included before. */
+/* corpus.h -- run the fuzz target that was included before on every input of a folder,
+ * without a fuzzer. */
 #ifndef NVMEIO_TESTS_CORPUS_H
 #define NVMEIO_TESTS_CORPUS_H
 

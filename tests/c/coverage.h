@@ -1,6 +1,6 @@
-/* coverage.h -- included before everything else by `make coverage`: what a child of a
- * test has counted is not lost with it.  In the library it would stand before
- * fault_calls.h, and what that renames be declared by its old name alone. */
+/* coverage.h -- included before everything else by `make coverage`, so that the counts
+ * of a test's children are not lost.  Not in the library, where it would come before
+ * fault_calls.h and declare functions under their old names only. */
 #if !defined(NVMEIO_TESTS_COVERAGE_H) && !defined(NVMEIO_HAVE_FAULTS)
 #define NVMEIO_TESTS_COVERAGE_H
 

@@ -1,10 +1,10 @@
 #ifndef LIBURING_CALLS_H
 #define LIBURING_CALLS_H
 
-/* The functions of liburing that stand behind a test's own.  A test that replaces one
- * of them at link time replaces all that the library calls, which are
- * io_uring_queue_init_params, io_uring_queue_exit, io_uring_submit and
- * io_uring_submit_and_wait, so that the linker leaves liburing out. */
+/* The real functions of liburing, for tests that replace them.  A test that replaces
+ * one at link time must replace all that the library calls: io_uring_queue_init_params,
+ * io_uring_queue_exit, io_uring_submit and io_uring_submit_and_wait.  Then the linker
+ * leaves liburing out. */
 
 #include <dlfcn.h>
 #include <liburing.h>

@@ -1,8 +1,8 @@
 #ifndef SCRIPTED_H
 #define SCRIPTED_H
 
-/* An engine that does as a test says, in place of "sync" at link time: a script decides
- * of every block whether it is finished, and with what result. */
+/* An engine that replaces "sync" at link time: a test's script decides for each block
+ * whether it is finished, and with which result. */
 
 #include <pthread.h>
 #include <stdio.h>
@@ -11,7 +11,7 @@
 #include "file_internal.h"
 #include "transfer.h"
 
-/* Dead workers keep for ever what the kernel may still write to. */
+/* Dead workers keep memory to which the kernel may still write for ever. */
 const char *__lsan_default_suppressions(void);
 const char *__lsan_default_suppressions(void)
 {
@@ -25,11 +25,11 @@ const char *__lsan_default_suppressions(void)
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t change = PTHREAD_COND_INITIALIZER;
 static bool (*script)(struct nvmeio_block *block); /* true: finished, with a result */
-static int death;                                  /* what reap() returns, if not 0 */
+static int death;                                  /* returned by reap(), if not 0 */
 static unsigned reaps, pushes, pushed_max, in_flight, in_flight_max, calls;
 static unsigned in_flight_of[3]; /* by operation */
 
-/* Called by the worker with each block that it hands over; NULL: nothing is. */
+/* Called by the worker with each block that it submits; may be NULL. */
 static void (*_Atomic on_push)(void);
 
 struct fake {
@@ -177,7 +177,7 @@ static inline void pause_ms(long ms)
     nanosleep(&pause, NULL);
 }
 
-/* The watchdog ends this if it never comes true. */
+/* The watchdog ends an endless wait. */
 static inline void await(const unsigned *figure, unsigned value)
 {
     while (look(figure) != value)
@@ -208,7 +208,7 @@ static inline void stage_open(unsigned depth)
     fill(stage.memory.address, BLOCKS * BLOCK, 0, 9);
 }
 
-/* The handle anew, after a change of the configuration. */
+/* Open the handle again after a change of the configuration. */
 static inline void stage_reopen(void)
 {
     nvmeio_handle_close(stage.handle);

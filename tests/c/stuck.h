@@ -1,8 +1,8 @@
-/* stuck.h -- what a test tells of a request that does not end: how far it is, what its
- * handle and workers do, and where each thread of the process is in the kernel.
+/* stuck.h -- report the state of a request that does not end, of its handle and
+ * workers, and where each thread of the process is in the kernel.
  *
- * A wait that lasts a minute once in a thousand runs is not to be had again for the
- * asking. */
+ * A hang once in a thousand runs cannot be reproduced at will, so the first report must
+ * say everything. */
 #ifndef NVMEIO_TESTS_STUCK_H
 #define NVMEIO_TESTS_STUCK_H
 
@@ -20,7 +20,7 @@ static inline void tell_worker(const struct nvmeio_consumer *worker)
             (int)worker->state, atomic_load(&worker->waiter.woken));
 }
 
-/* Without the mutex, for which it might wait for ever: all of it stands still. */
+/* Without the mutex, which may never be free; nothing moves anyway. */
 static inline void tell_request(const struct nvmeio_request *request)
 {
     const struct nvmeio_handle *handle = request->handle;
@@ -67,7 +67,7 @@ static inline void tell_threads(void)
         fprintf(stderr, "thread %s: ", entry->d_name);
         snprintf(path, sizeof(path), "/proc/self/task/%s/wchan", entry->d_name);
         tell_file(path);
-        /* For root alone. */
+        /* Only root can read it. */
         snprintf(path, sizeof(path), "/proc/self/task/%s/stack", entry->d_name);
         tell_file(path);
     }

@@ -28,7 +28,7 @@ static bool perform_writes(struct nvmeio_block *block)
     return block->op == NVMEIO_OP_WRITE && perform(block);
 }
 
-static void test_it_starts_when_all_are_done(void)
+static void test_a_request_starts_when_all_predecessors_are_done(void)
 {
     stage_open(64);
     play(hold);
@@ -49,14 +49,14 @@ static void test_it_starts_when_all_are_done(void)
     stage_close();
 }
 
-/* What was done before it was submitted holds nothing back. */
-static void test_after_what_is_done(void)
+/* A predecessor that was done before the submission delays nothing. */
+static void test_finished_predecessors_delay_nothing(void)
 {
     stage_open(4);
     struct nvmeio_request *before = start(NVMEIO_OP_WRITE);
     wait_for(before);
     CHECK(finish(start_after(NVMEIO_OP_READ, before)).result == BLOCKS * BLOCK);
-    /* Nor does it let go what others hold back. */
+    /* Nor does it release a request that others delay. */
     play(hold);
     struct nvmeio_request *held = start(NVMEIO_OP_WRITE);
     struct nvmeio_request *both[] = {before, held, before};
@@ -107,7 +107,8 @@ static void test_a_failure_is_passed_on(bool cancel)
     stage_close();
 }
 
-/* Who is cancelled while it waits is done at once, and is not started later. */
+/* A request that is cancelled while it waits is done at once, and is not started later.
+ * */
 static void test_a_waiting_request_can_be_cancelled(void)
 {
     stage_open(64);
@@ -127,7 +128,7 @@ static void test_a_waiting_request_can_be_cancelled(void)
     stage_close();
 }
 
-/* An fsync covers a write before it that has not begun. */
+/* An fsync covers an earlier write that has not begun. */
 static void test_an_fsync_covers_a_write_that_waits(void)
 {
     stage_open(64);
@@ -143,7 +144,7 @@ static void test_an_fsync_covers_a_write_that_waits(void)
     stage_close();
 }
 
-/* A chain as long as this is not walked on the stack of a worker. */
+/* A worker must not walk such a long chain by recursion. */
 static void test_a_long_chain(bool fails)
 {
     enum { LENGTH = 20000 };
@@ -163,14 +164,14 @@ static void test_a_long_chain(bool fails)
     stage_close();
 }
 
-/* Close waits for what waits. */
+/* close waits for requests that wait for others. */
 static void *close_main(void *argument)
 {
     nvmeio_handle_stop(argument);
     return NULL;
 }
 
-static void test_close_waits_for_what_waits(void)
+static void test_close_waits_for_waiting_requests(void)
 {
     pthread_t thread;
 
@@ -187,8 +188,8 @@ static void test_close_waits_for_what_waits(void)
     stage_close();
 }
 
-/* With the last worker dead, what waits fails as what is in flight. */
-static void test_the_workers_die(void)
+/* If the last worker dies, waiting requests fail like those in flight. */
+static void test_waiting_requests_fail_with_the_last_worker(void)
 {
     stage_open(64);
     play(hold);
@@ -225,8 +226,9 @@ static void test_refusals(void)
     stage_close();
 }
 
-/* A read of what the write before it makes: the file's size is looked at in time. */
-static void test_a_read_of_what_is_written_first(const char *engine)
+/* A read of bytes that its predecessor writes: the size of the file is checked late
+ * enough. */
+static void test_a_read_of_bytes_that_its_predecessor_writes(const char *engine)
 {
     const char *path = path_in(test_folder());
     struct nvmeio_config config = config_of(engine);
@@ -249,7 +251,7 @@ static void test_a_read_of_what_is_written_first(const char *engine)
         struct nvmeio_request *fsync = submit(handle, &t);
         CHECK(finish(read).result == (int64_t)size && finish(fsync).result == 0);
         CHECK(memcmp(memory.address, memory.address + size, size) == 0);
-        /* The file is cut meanwhile: what a gather finds past its end has failed. */
+        /* The file is truncated meanwhile: records of a gather past its end fail. */
         const struct nvmeio_gather what = {.op = NVMEIO_OP_READ,
                                            .file = file,
                                            .address = memory.address + size,
@@ -282,19 +284,19 @@ int main(void)
 
     begin();
     stage.path = path_in(test_folder());
-    test_it_starts_when_all_are_done();
-    test_after_what_is_done();
+    test_a_request_starts_when_all_predecessors_are_done();
+    test_finished_predecessors_delay_nothing();
     test_a_failure_is_passed_on(false);
     test_a_failure_is_passed_on(true);
     test_a_waiting_request_can_be_cancelled();
     test_an_fsync_covers_a_write_that_waits();
     test_a_long_chain(false);
     test_a_long_chain(true);
-    test_close_waits_for_what_waits();
-    test_the_workers_die();
+    test_close_waits_for_waiting_requests();
+    test_waiting_requests_fail_with_the_last_worker();
     test_refusals();
     FOR_EACH_ENGINE(name)
     if (strcmp(name, "sync") != 0)
-        test_a_read_of_what_is_written_first(name);
+        test_a_read_of_bytes_that_its_predecessor_writes(name);
     return 0;
 }

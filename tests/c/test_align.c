@@ -12,7 +12,7 @@ static unsigned char covered[SIZE_MAX_TRIED];
 static unsigned char page_routes[SIZE_MAX_TRIED / PAGE + 16];
 static unsigned long plans;
 
-/* Nothing is shared here, and watching each byte for races would take minutes. */
+/* No thread shares these, and race detection for each byte would take minutes. */
 #define ONE_THREAD __attribute__((no_sanitize("thread")))
 
 struct situation {
@@ -29,7 +29,7 @@ static bool aligned(uint64_t value, uint64_t align)
     return value % align == 0;
 }
 
-/* What the device is given lies on its boundaries. */
+/* Requests to the device are aligned. */
 static void check_direct_piece(const struct situation *s, const struct nvmeio_piece *p)
 {
     CHECK(aligned((uint64_t)p->io_offset, s->geometry.offset_align));
@@ -41,7 +41,7 @@ static void check_direct_piece(const struct situation *s, const struct nvmeio_pi
         CHECK(s->geometry.bounce != NVMEIO_BOUNCE_NEVER);
     }
     CHECK(s->geometry.direct);
-    /* Pages that a write shares with anyone else are left to the page cache. */
+    /* A write leaves pages that it does not fill to the page cache. */
     if (s->op == NVMEIO_OP_WRITE)
         CHECK(aligned((uint64_t)p->io_offset, PAGE) && aligned(p->io_bytes, PAGE));
 }
@@ -58,10 +58,10 @@ ONE_THREAD static void check_piece(const struct situation *s,
         CHECK(p->skip == 0 && p->io_bytes == p->wanted);
     else
         check_direct_piece(s, p);
-    /* A write puts nothing into the file that the caller did not give. */
+    /* A write puts only the caller's bytes into the file. */
     if (s->op == NVMEIO_OP_WRITE)
         CHECK(p->skip == 0 && p->io_bytes == p->wanted);
-    /* A read past what was asked for lands in our memory alone. */
+    /* Bytes that a read transfers beyond the request land only in our memory. */
     if (p->route == NVMEIO_ROUTE_DIRECT)
         CHECK(p->io_bytes == p->wanted);
     for (size_t i = 0; i < p->wanted; i++)
@@ -102,7 +102,7 @@ ONE_THREAD static void check_plan(const struct situation *s)
                 note_pages(s, &piece);
             at += piece.wanted;
         }
-        /* What goes through the page cache beside the device comes behind it. */
+        /* Buffered parts follow the direct part. */
         if (plan.count > 1)
             CHECK((span->route == NVMEIO_ROUTE_BUFFERED) == (i > 0));
     }
@@ -134,7 +134,7 @@ static void for_all_places(struct situation s)
             }
 }
 
-static void test_every_byte_goes_once_by_a_route_that_can_carry_it(void)
+static void test_every_byte_takes_one_possible_route(void)
 {
     static const uint32_t memory_aligns[] = {4, 512};
     static const uint32_t offset_aligns[] = {1, 512, 4096};
@@ -204,7 +204,7 @@ static void test_nothing_needs_no_span(void)
 
 int main(void)
 {
-    test_every_byte_goes_once_by_a_route_that_can_carry_it();
+    test_every_byte_takes_one_possible_route();
     test_every_size_and_offset_of_the_first_pages();
     test_an_aligned_transfer_is_one_direct_span();
     test_a_large_alignment_is_kept();

@@ -1,7 +1,8 @@
-/* Gathers of files of which the page cache has a part: what comes from there, what
- * comes past it, and what becomes of a gather where the kernel does not tell.
+/* Gathers of partly cached files: which records come from the page cache, which from
+ * the device, and gathers if the kernel does not report residence.
  *
- * syscall(2) and open(2) are functions of this program, which can refuse. */
+ * syscall(2) and open(2) are replaced by functions of this program, which can refuse.
+ */
 #include <dlfcn.h>
 #include <stdarg.h>
 #include <sys/syscall.h>
@@ -18,7 +19,7 @@
 
 static struct {
     int no_cachestat; /* an errno, or 0 */
-    bool no_second;   /* what is open cannot be opened anew */
+    bool no_second;   /* open files cannot be opened again */
 } answers;
 
 static atomic_uint asked; /* calls of cachestat(2) */
@@ -59,7 +60,7 @@ int open(const char *path, int flags, ...)
 
 static const char *path;
 
-/* Have the page cache hold every `step`-th record, and nothing else; 0: nothing. */
+/* Cache every `step`-th record, and nothing else; 0: nothing. */
 static void warm(int step)
 {
     int fd = open(path, O_RDONLY | O_CLOEXEC);
@@ -82,7 +83,7 @@ static int64_t pages_cached(void)
     return pages;
 }
 
-/* How many bytes came from the page cache, and how many past it. */
+/* Bytes that came from the page cache, and from the device. */
 struct ways {
     uint64_t buffered, past, blocks;
 };
@@ -99,7 +100,7 @@ static struct ways gather(const char *engine, struct nvmeio_file *file, int coun
     struct nvmeio_stats stats;
     size_t offender;
 
-    /* Not in the order of the file, or neighbours would have one home. */
+    /* Not in the order of the file, so that neighbours are not adjacent in memory. */
     for (int i = 0; i < count; i++) {
         offsets[i] = (count - 1 - i) * stride;
         places[i] = i * size;
@@ -128,14 +129,15 @@ static struct ways gather(const char *engine, struct nvmeio_file *file, int coun
                          stats.blocks};
 }
 
-/* Whether `records` of all came from the page cache, and the others past it. */
+/* Whether `records` of them came from the page cache, and the others from the device.
+ * */
 static bool came(struct ways ways, int records)
 {
     return ways.buffered == (uint64_t)records * PAGE &&
            ways.past == (uint64_t)(RECORDS - records) * PAGE;
 }
 
-static void test_each_record_comes_from_where_it_is(const char *engine)
+static void test_cached_records_come_from_the_page_cache(const char *engine)
 {
     struct nvmeio_file *file = open_file(path, O_RDONLY, NVMEIO_DIRECT_AUTO);
 
@@ -145,16 +147,16 @@ static void test_each_record_comes_from_where_it_is(const char *engine)
         CHECK(pages_cached() == records);
         atomic_store(&asked, 0);
         CHECK(came(gather(engine, file, RECORDS, PAGE, STRIDE), records));
-        /* What was missing is so still. */
+        /* Missing pages are still missing. */
         CHECK(pages_cached() == records);
-        /* Of a cold file only samples are asked about. */
+        /* For a cold file, only samples are checked. */
         CHECK(step || atomic_load(&asked) <= 16 + 1);
     }
     nvmeio_file_release(file);
 }
 
-/* Neighbours are read by one I/O, from where the page cache has all of them. */
-static void test_merged_records_come_together(const char *engine)
+/* Neighbours are read by one I/O, from the page cache if it has all of them. */
+static void test_merged_records_are_read_together(const char *engine)
 {
     struct nvmeio_file *file = open_file(path, O_RDONLY, NVMEIO_DIRECT_AUTO);
     const int64_t size = 1000, count = 12; /* of the first three pages */
@@ -175,7 +177,7 @@ static void test_merged_records_come_together(const char *engine)
     nvmeio_file_release(file);
 }
 
-static void test_what_was_demanded_stays(const char *engine)
+static void test_demanded_direct_io_bypasses_the_page_cache(const char *engine)
 {
     struct nvmeio_file *always = open_file(path, O_RDONLY, NVMEIO_DIRECT_ALWAYS);
     struct nvmeio_file *never = open_file(path, O_RDONLY, NVMEIO_DIRECT_NEVER);
@@ -188,8 +190,8 @@ static void test_what_was_demanded_stays(const char *engine)
     nvmeio_file_release(never);
 }
 
-/* What another has written lies in the page cache alone. */
-static void test_what_is_not_written_back_comes_too(const char *engine)
+/* Bytes that another process wrote are only in the page cache. */
+static void test_dirty_pages_are_read_too(const char *engine)
 {
     struct nvmeio_file *file = open_file(path, O_RDONLY, NVMEIO_DIRECT_AUTO);
     int fd = open(path, O_WRONLY | O_CLOEXEC);
@@ -208,8 +210,8 @@ static void test_what_is_not_written_back_comes_too(const char *engine)
     nvmeio_file_release(file);
 }
 
-/* Before Linux 6.5, by a filter of system calls, and for a file of another's. */
-static void test_where_the_kernel_does_not_tell_all_comes_past_it(const char *engine)
+/* Before Linux 6.5, under a filter of system calls, and for another user's file. */
+static void test_without_residence_records_come_from_the_device(const char *engine)
 {
     static const int errors[] = {ENOSYS, EPERM};
     struct nvmeio_file *file = open_file(path, O_RDONLY, NVMEIO_DIRECT_AUTO);
@@ -225,8 +227,8 @@ static void test_where_the_kernel_does_not_tell_all_comes_past_it(const char *en
     nvmeio_file_release(file);
 }
 
-/* The page cache is no reason to give O_DIRECT up. */
-static void test_a_file_that_cannot_be_opened_anew_stays_direct(const char *engine)
+/* A failure to read from the page cache does not end O_DIRECT. */
+static void test_a_file_that_cannot_be_opened_again_stays_direct(const char *engine)
 {
     struct nvmeio_file *file = open_file(path, O_RDONLY, NVMEIO_DIRECT_AUTO);
     struct nvmeio_file_info info;
@@ -273,12 +275,12 @@ int main(void)
     test_pages_are_counted();
     FOR_EACH_ENGINE(name)
     {
-        test_each_record_comes_from_where_it_is(name);
-        test_merged_records_come_together(name);
-        test_what_was_demanded_stays(name);
-        test_what_is_not_written_back_comes_too(name);
-        test_where_the_kernel_does_not_tell_all_comes_past_it(name);
-        test_a_file_that_cannot_be_opened_anew_stays_direct(name);
+        test_cached_records_come_from_the_page_cache(name);
+        test_merged_records_are_read_together(name);
+        test_demanded_direct_io_bypasses_the_page_cache(name);
+        test_dirty_pages_are_read_too(name);
+        test_without_residence_records_come_from_the_device(name);
+        test_a_file_that_cannot_be_opened_again_stays_direct(name);
     }
     return 0;
 }

@@ -1,4 +1,4 @@
-/* What becomes of requests that are cancelled, and of those that a close finds. */
+/* Requests that are cancelled, or in flight when the handle is closed. */
 #include <sys/syscall.h>
 
 #include "scripted.h"
@@ -32,7 +32,7 @@ static bool fail(struct nvmeio_block *block)
     return true;
 }
 
-static void test_cancelled_is_what_cancel_said_whatever_comes_after(void)
+static void test_the_return_value_of_cancel_stays_true(void)
 {
     stage_open(2);
     play(hold);
@@ -44,7 +44,7 @@ static void test_cancelled_is_what_cancel_said_whatever_comes_after(void)
     stage_close();
 }
 
-static void test_nothing_can_be_cancelled_that_is_wholly_in_flight_or_done(void)
+static void test_requests_wholly_in_flight_or_done_cannot_be_cancelled(void)
 {
     stage_open(16);
     play(hold);
@@ -64,7 +64,7 @@ static void *drain_main(void *argument)
     return NULL;
 }
 
-static void test_drain_waits_for_what_is_submitted_meanwhile(void)
+static void test_drain_waits_for_requests_submitted_meanwhile(void)
 {
     pthread_t thread;
 
@@ -93,7 +93,7 @@ static void *close_main(void *argument)
     return NULL;
 }
 
-static void test_close_waits_for_what_is_in_flight_and_refuses_more(void)
+static void test_close_waits_for_requests_in_flight_and_refuses_more(void)
 {
     pthread_t thread;
     struct nvmeio_request *late;
@@ -140,7 +140,7 @@ static void test_a_write_refused_by_a_closed_handle_leaves_no_bytes(void)
     stage_free();
 }
 
-/* What is read of the first two pages together fails; of one of them, it is held. */
+/* Reads of the first two pages together fail; reads of one of them are held. */
 static bool fail_together(struct nvmeio_block *block)
 {
     if (block->offset >= (int64_t)(2 * PAGE))
@@ -150,7 +150,7 @@ static bool fail_together(struct nvmeio_block *block)
     return block->bytes > PAGE;
 }
 
-/* The library's close() is this one, which takes as long as a test likes. */
+/* Replaces close() in the library; takes as long as a test wants. */
 static atomic_bool closes_slowly, closes;
 
 int close(int fd)
@@ -173,16 +173,15 @@ static void *wait_main(void *request)
     return NULL;
 }
 
-/* Who waits for a request, or for all of them, that another thread brings to its end.
- */
+/* Threads that wait for a request, or for all, which another thread ends. */
 static bool sleeps(struct nvmeio_request *request, bool drains)
 {
     return drains ? is_drained(stage.handle) : is_awaited(request);
 }
 
-/* The thread that cancels closes the file of the request, whose last reference it is.
- * It holds nobody up meanwhile but those who wait for this. */
-static void test_what_takes_long_at_the_end_of_a_request_holds_nobody_up(bool drains)
+/* The cancelling thread drops the last reference to the request's file, and so closes
+ * it.  Meanwhile it delays only threads that wait for this request. */
+static void test_a_slow_end_of_a_request_delays_only_its_waiters(bool drains)
 {
     pthread_t ends, waits;
 
@@ -215,7 +214,7 @@ static void test_what_takes_long_at_the_end_of_a_request_holds_nobody_up(bool dr
     stage_close();
 }
 
-static void test_a_gather_cancelled_in_its_second_attempt_keeps_what_has_landed(void)
+static void test_a_gather_cancelled_in_its_second_attempt_keeps_landed_records(void)
 {
     const int64_t offsets[] = {0, PAGE, 2 * BLOCK}, places[] = {PAGE, 0, 2 * PAGE};
     const int64_t size = PAGE;
@@ -256,13 +255,13 @@ int main(void)
     begin();
     stage.path = path_in(test_folder());
     test_a_cancelled_request_ends_when_its_blocks_are_back();
-    test_cancelled_is_what_cancel_said_whatever_comes_after();
-    test_nothing_can_be_cancelled_that_is_wholly_in_flight_or_done();
-    test_drain_waits_for_what_is_submitted_meanwhile();
-    test_close_waits_for_what_is_in_flight_and_refuses_more();
+    test_the_return_value_of_cancel_stays_true();
+    test_requests_wholly_in_flight_or_done_cannot_be_cancelled();
+    test_drain_waits_for_requests_submitted_meanwhile();
+    test_close_waits_for_requests_in_flight_and_refuses_more();
     test_a_write_refused_by_a_closed_handle_leaves_no_bytes();
-    test_what_takes_long_at_the_end_of_a_request_holds_nobody_up(false);
-    test_what_takes_long_at_the_end_of_a_request_holds_nobody_up(true);
-    test_a_gather_cancelled_in_its_second_attempt_keeps_what_has_landed();
+    test_a_slow_end_of_a_request_delays_only_its_waiters(false);
+    test_a_slow_end_of_a_request_delays_only_its_waiters(true);
+    test_a_gather_cancelled_in_its_second_attempt_keeps_landed_records();
     return 0;
 }

@@ -1,6 +1,6 @@
-/* A forked child for whose workers there are no threads when it uses a handle first,
- * and which stops the handle then.  Threads are refused and held up by a function that
- * stands in for that of the C library at link time. */
+/* A forked child that cannot start workers at its first use of a handle, and then stops
+ * the handle.  A replacement of the C library's function at link time refuses and
+ * delays threads. */
 #include <dlfcn.h>
 #include <pthread.h>
 #include <sched.h>
@@ -8,7 +8,7 @@
 
 #include "transfer.h"
 
-/* The sanitizers of gcc 12 are no help here, as test_fork.c tells. */
+/* The sanitizers of gcc 12 cannot follow this; see test_fork.c. */
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
 #define SANITIZED true
 #else
@@ -64,7 +64,7 @@ static void *stop_main(void *unused)
     return unused;
 }
 
-/* Both tries fail, that of the first call and that of the submission. */
+/* Both attempts fail, in the first call and in the submission. */
 static void use_in_want(void)
 {
     char byte;
@@ -76,7 +76,7 @@ static void use_in_want(void)
     atomic_store(&asked_for, 0);
 }
 
-/* Workers that were started now would outlive the handle. */
+/* Workers that start now would outlive the handle. */
 static void what_is_stopped_starts_no_workers(void)
 {
     char byte;
@@ -90,7 +90,7 @@ static void what_is_stopped_starts_no_workers(void)
     nvmeio_handle_close(handle);
 }
 
-/* And so would those that are being started. */
+/* So would workers that are starting. */
 static void stopping_waits_for_workers_that_start(void)
 {
     static const struct timespec pause = {0, 20000000};

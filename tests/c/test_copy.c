@@ -25,7 +25,7 @@
 static unsigned char *source_area, *target_area, *expected_area;
 static unsigned char canaries[GUARD_BYTES];
 
-/* Bytes of which no two neighbouring lines are alike: a shifted copy shows. */
+/* No two neighbouring cache lines are equal, so a shifted copy shows. */
 static void fill(unsigned char *area, uint32_t state)
 {
     for (size_t i = 0; i < AREA_BYTES; i++) {
@@ -56,12 +56,12 @@ static void test_every_length_at_every_alignment(size_t total)
 {
     for (size_t size = 0; size <= LENGTH_MAX; size++)
         for (size_t target = 0; target < LINE; target++)
-            /* Sanitizers are slow: every alignment, but not every pair of them. */
+            /* Sanitizers are slow, so not every pair of alignments is tested. */
             for (size_t i = 0; i < (SANITIZED ? 1 : LINE); i++)
                 check_part(target, (target * 7 + size + i) % LINE, size, total);
 }
 
-/* At the sizes where another kernel takes over, by each way to ask for a copy. */
+/* Sizes at which another kernel takes over, with each function that copies. */
 static void test_the_edges_of_the_thresholds(void)
 {
     static const size_t thresholds[] = {NVMEIO_COPY_STREAM_BYTES,
@@ -81,7 +81,7 @@ static void test_the_edges_of_the_thresholds(void)
             }
 }
 
-static void test_overlapping_ranges_give_what_memmove_gives(void)
+static void test_overlapping_ranges_are_copied_as_by_memmove(void)
 {
     static const size_t sizes[] = {1, 63, 64, 1000, 70000, NVMEIO_COPY_STREAM_BYTES};
     static const size_t distances[] = {0, 1, 31, 64, 999, 4096};
@@ -114,10 +114,10 @@ static void test_kernel(const char *name)
     test_every_length_at_every_alignment(0);
     test_every_length_at_every_alignment(SIZE_MAX);
     test_the_edges_of_the_thresholds();
-    test_overlapping_ranges_give_what_memmove_gives();
+    test_overlapping_ranges_are_copied_as_by_memmove();
 }
 
-static void test_what_cannot_be_used_is_refused_and_changes_nothing(void)
+static void test_an_unusable_kernel_is_refused_and_changes_nothing(void)
 {
     const char *name, *small, *large, *small_before, *large_before;
     int works;
@@ -143,7 +143,7 @@ int main(void)
     CHECK(source_area && target_area && expected_area);
     fill(source_area, 1);
     memset(canaries, CANARY, GUARD_BYTES);
-    test_what_cannot_be_used_is_refused_and_changes_nothing();
+    test_an_unusable_kernel_is_refused_and_changes_nothing();
     for (unsigned i = 0; (name = nvmeio_copy_kernel_at(i, &works)); i++) {
         if (works)
             test_kernel(name);

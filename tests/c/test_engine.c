@@ -1,5 +1,5 @@
-/* The table of engines: what is said of one that does not work, and what stands in for
- * it.  Its refusals are made by functions that stand in for those of the system. */
+/* The table of engines: the reason why one does not work, and the choice of another.
+ * Replaced system functions make the refusals. */
 #include <stdio.h>
 #include <sys/eventfd.h>
 #include <sys/resource.h>
@@ -14,10 +14,10 @@ int io_uring_queue_init_params(unsigned entries, struct io_uring *ring,
                                struct io_uring_params *params);
 int io_setup(int count, unsigned long *context);
 
-/* What setting an engine up shall answer. */
+/* The results of setting up each engine. */
 static int refusal;
 static unsigned refused;
-/* How many events the system has left. */
+/* Eventfds that the system has left. */
 static int events_left;
 
 int io_uring_queue_init_params(unsigned entries, struct io_uring *ring,
@@ -37,7 +37,7 @@ int io_setup(int count, unsigned long *context)
     return syscall(SYS_io_setup, count, context) ? -errno : 0;
 }
 
-/* The next eventfd is one too many. */
+/* The next eventfd exceeds the limit. */
 static bool no_descriptor;
 
 int eventfd(unsigned count, int flags)
@@ -49,7 +49,7 @@ int eventfd(unsigned count, int flags)
     return -1;
 }
 
-/* What is to be read instead of the switch of the kernel; NULL: it has none. */
+/* Read instead of the kernel's sysctl; NULL: the kernel has none. */
 static const char *disabled;
 
 FILE *fopen(const char *path, const char *mode)
@@ -71,7 +71,7 @@ static void check_reason(const char *name, int error, const char *words)
     CHECK(strstr(reason, words) && strstr(reason, strerror(error)));
 }
 
-/* False where this process may not. */
+/* False if this process may not do that. */
 static bool limit_locked(rlim_t bytes)
 {
     struct rlimit limit;
@@ -126,9 +126,9 @@ static void test_engines_are_found_by_number_and_by_name(void)
     CHECK(nvmeio_engine_probe(nvmeio_engine_count(), &info) == -EINVAL);
 }
 
-/* An engine that is refused is passed over, and said why; the next one works.  What the
- * first had opened is closed. */
-static void test_auto_takes_the_first_that_works(void)
+/* A refused engine is skipped with its reason, and the next one is used.  Everything
+ * that the first opened is closed. */
+static void test_auto_chooses_the_first_engine_that_works(void)
 {
     struct nvmeio_config config = config_of("auto");
     struct nvmeio_engine_info info;
@@ -163,7 +163,7 @@ static void test_auto_takes_the_first_that_works(void)
     refusal = 0;
 }
 
-static void test_auto_passes_over_nothing_for_want_of_what_all_need(void)
+static void test_auto_skips_no_engine_for_a_lack_that_all_would_have(void)
 {
     struct nvmeio_config config = config_of("auto");
     struct nvmeio_handle *handle;
@@ -174,7 +174,7 @@ static void test_auto_passes_over_nothing_for_want_of_what_all_need(void)
     CHECK(refused == 0 && !no_descriptor);
 }
 
-/* By name there is no other. */
+/* A named engine has no fallback. */
 static void test_a_named_engine_that_is_refused_is_an_error(void)
 {
     static const char *const names[] = {"io_uring", "libaio"};
@@ -228,8 +228,8 @@ int main(void)
     begin();
     test_a_reason_says_what_would_help();
     test_engines_are_found_by_number_and_by_name();
-    test_auto_takes_the_first_that_works();
-    test_auto_passes_over_nothing_for_want_of_what_all_need();
+    test_auto_chooses_the_first_engine_that_works();
+    test_auto_skips_no_engine_for_a_lack_that_all_would_have();
     test_a_named_engine_that_is_refused_is_an_error();
     test_few_events_are_enough();
     return 0;

@@ -1,18 +1,18 @@
-/* A write that makes a file longer lands block by block in the order of the file, so
- * that one that fails leaves nothing to be cut off, and nothing is. */
+/* A write that extends a file lands block by block in file order, so a failed write
+ * needs no truncation. */
 #include <limits.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
 
 #include "scripted.h"
 
-/* Blocks of 8 KiB, four in flight: what lands in order is cut into 32 KiB. */
+/* With four blocks of 8 KiB in flight, extending writes use blocks of 32 KiB. */
 #define UNIT (2 * PAGE)
 #define DEPTH 4u
 #define ORDERED (DEPTH * UNIT)
 #define TOTAL (4 * ORDERED)
 
-/* What ThreadSanitizer and AddressSanitizer do not follow is a child with threads. */
+/* ThreadSanitizer and AddressSanitizer cannot follow a child with threads. */
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
 #define SANITIZED true
 #else
@@ -39,7 +39,7 @@ static int64_t larger(int64_t a, int64_t b)
     return a > b ? a : b;
 }
 
-/* What a script knows of the write; guarded by the mutex. */
+/* The script's view of the write; guarded by the mutex. */
 static struct {
     const char *path;
     int64_t size_before;
@@ -48,8 +48,8 @@ static struct {
     int64_t missing;  /* where the first byte is that has failed */
 } watched;
 
-/* Carry blocks out until one fails.  What makes the file longer is in flight alone, and
- * all before it has landed. */
+/* Run blocks until one fails.  A block that extends the file is alone in flight, and
+ * everything before it has landed. */
 static bool watch(struct nvmeio_block *block)
 {
     if (block->offset + block->bytes > watched.size_before) {
@@ -71,7 +71,7 @@ static bool watch(struct nvmeio_block *block)
     return true;
 }
 
-/* A file of so many bytes, that a write is about to make longer. */
+/* A file of `size` bytes, which a write is about to extend. */
 static struct nvmeio_file *watch_file(size_t size, enum nvmeio_direct direct,
                                       unsigned failing, bool half)
 {
@@ -120,7 +120,7 @@ static struct nvmeio_outcome scatter_at(struct nvmeio_file *file, char *bytes,
     return finish(request);
 }
 
-/* False once it has been carried out to its end. */
+/* False after it has succeeded. */
 static bool write_until_it_fails(const struct way *way, bool as_record,
                                  unsigned failing, bool half)
 {
@@ -155,8 +155,8 @@ static void test_whichever_block_fails_the_file_ends_before_the_first_missing_by
     stage_close();
 }
 
-/* What lies within is in flight all at once, and the rest waits for it. */
-static void test_only_what_lies_beyond_the_end_lands_block_by_block(void)
+/* Blocks inside the file are all in flight at once, and the rest waits for them. */
+static void test_only_bytes_beyond_the_end_land_block_by_block(void)
 {
     stage_open(BLOCKS);
     struct nvmeio_file *file =
@@ -166,8 +166,8 @@ static void test_only_what_lies_beyond_the_end_lands_block_by_block(void)
     play(hold);
     struct nvmeio_request *request = submit(stage.handle, &t);
     await(&in_flight, 5);
-    /* The only worker has handed over what it took of the write before it takes this.
-     */
+    /* The only worker has submitted its blocks of the write before it takes this
+     * request. */
     t.op = NVMEIO_OP_READ;
     t.size = PAGE;
     struct nvmeio_request *behind = submit(stage.handle, &t);
@@ -187,7 +187,7 @@ static bool fail(struct nvmeio_block *block)
     return true;
 }
 
-/* As a child of a program may do, by the handle and the open that it has inherited. */
+/* A child may do so with the inherited handle and file. */
 static _Noreturn void write_and_sync(struct nvmeio_file *file, bool by_handle)
 {
     struct nvmeio_transfer sync = {.op = NVMEIO_OP_FSYNC, .file = file};
@@ -204,7 +204,7 @@ static _Noreturn void write_and_sync(struct nvmeio_file *file, bool by_handle)
     _exit(0);
 }
 
-/* The script's mutex is nobody else's at that moment, and the child plays its own. */
+/* No other thread holds the script's mutex now, and the child runs its own script. */
 static pid_t fork_with_script(void)
 {
     fflush(NULL);
@@ -221,8 +221,8 @@ static pid_t fork_with_script(void)
     return 0;
 }
 
-static void test_what_a_child_has_synced_outlasts_a_failed_write(bool by_handle,
-                                                                 bool cancelled)
+static void test_a_childs_synced_write_survives_a_failed_write(bool by_handle,
+                                                               bool cancelled)
 {
     int status;
 
@@ -253,8 +253,8 @@ int main(void)
     stage.path = path_in(test_folder());
     watched.path = path_in(test_folder());
     test_whichever_block_fails_the_file_ends_before_the_first_missing_byte();
-    test_only_what_lies_beyond_the_end_lands_block_by_block();
+    test_only_bytes_beyond_the_end_land_block_by_block();
     for (int way = 0; way < (SANITIZED ? 2 : 4); way++)
-        test_what_a_child_has_synced_outlasts_a_failed_write(way & 2, way & 1);
+        test_a_childs_synced_write_survives_a_failed_write(way & 2, way & 1);
     return 0;
 }

@@ -1,16 +1,16 @@
-/* What becomes of a request when its blocks come back short, late, wrong or never. */
+/* Requests whose blocks return short, late, failed or never. */
 #include <sys/syscall.h>
 
 #include "scripted.h"
 
-/* A thousand bytes at most, whoever asks. */
+/* Every transfer moves at most a thousand bytes. */
 static bool perform_short(struct nvmeio_block *block)
 {
     uint32_t bytes = block->bytes;
 
     block->bytes = bytes < 40000 ? bytes : 40000;
     nvmeio_block_perform(block);
-    /* The page cache takes any length, the device whole sectors. */
+    /* The page cache accepts any length, the device only whole sectors. */
     if (block->result == -EINVAL) {
         block->bytes = bytes < 40448 ? bytes : 40448;
         nvmeio_block_perform(block);
@@ -38,7 +38,7 @@ static void test_short_transfers_are_continued(void)
         }
 }
 
-/* Half of the block that is asked for first, and nothing more. */
+/* Half of the first block, and nothing more. */
 static bool perform_half_and_hold(struct nvmeio_block *block)
 {
     uint32_t bytes = block->bytes;
@@ -81,8 +81,8 @@ static bool sleep_and_perform(struct nvmeio_block *block)
     return perform(block);
 }
 
-/* Each of the two is handed over by a call that takes 20 ms, and is back behind it. */
-static void test_a_latency_is_without_what_others_took_before_and_after(void)
+/* Each of the two is submitted by a call that takes 20 ms, and returns after it. */
+static void test_a_latency_excludes_the_time_of_other_blocks(void)
 {
     stage_open(2);
     stage.config.single_submit = true;
@@ -112,7 +112,7 @@ static void test_nothing_moved_is_an_error(void)
     stage_close();
 }
 
-/* The three that pass, twice each, then the I/O. */
+/* The three passing errors, twice each, then success. */
 static bool perform_at_the_seventh(struct nvmeio_block *block)
 {
     static const int passing[] = {EINTR, EAGAIN, EBUSY};
@@ -124,7 +124,7 @@ static bool perform_at_the_seventh(struct nvmeio_block *block)
     return true;
 }
 
-static void test_what_passes_goes_again(void)
+static void test_passing_errors_are_retried(void)
 {
     struct nvmeio_stats stats;
 
@@ -165,7 +165,7 @@ static bool fail_the_third_time(struct nvmeio_block *block)
     return ++calls == 3 ? fail(block) : perform(block);
 }
 
-static void test_an_error_comes_with_how_far_it_came(void)
+static void test_an_error_reports_how_far_the_transfer_came(void)
 {
     static const int errors[] = {EIO, ENOSPC, EFBIG, EFAULT, ENOMEM, EREMOTEIO};
 
@@ -185,7 +185,7 @@ static void test_an_error_comes_with_how_far_it_came(void)
         }
 }
 
-/* Its head is written last, and so never. */
+/* Its head would be written last, and so is never written. */
 static void test_a_write_that_fails_in_its_middle_has_written_no_head(void)
 {
     struct nvmeio_file_info info;
@@ -204,7 +204,7 @@ static void test_a_write_that_fails_in_its_middle_has_written_no_head(void)
     stage_close();
 }
 
-/* What the kernel says of a bad medium, and of what it has cancelled itself. */
+/* The kernel's errnos for a bad medium, and for I/O that the kernel cancelled. */
 static void test_an_error_of_the_disk_is_neither_an_end_of_file_nor_a_cancel(void)
 {
     static const int errors[] = {ENODATA, ECANCELED};
@@ -221,7 +221,7 @@ static void test_an_error_of_the_disk_is_neither_an_end_of_file_nor_a_cancel(voi
         }
 }
 
-/* The fifth at once, the second only then. */
+/* The fifth fails at once, the second only after that. */
 static bool fail_two(struct nvmeio_block *block)
 {
     if (block->offset == (int64_t)(4 * BLOCK))
@@ -235,7 +235,7 @@ static bool fail_two(struct nvmeio_block *block)
     return true;
 }
 
-static void test_of_two_errors_that_of_the_lower_block_counts(void)
+static void test_of_two_errors_the_lower_blocks_is_reported(void)
 {
     stage_open(BLOCKS);
     play(fail_two);
@@ -244,7 +244,7 @@ static void test_of_two_errors_that_of_the_lower_block_counts(void)
     stage_close();
 }
 
-static void test_a_write_that_fails_leaves_what_others_wrote_behind_it(void)
+static void test_a_failed_write_leaves_the_bytes_that_others_wrote_after_it(void)
 {
     const char *path = path_in(test_folder());
 
@@ -284,7 +284,8 @@ static void test_an_fsync_that_fails_says_so(void)
     stage_close();
 }
 
-/* Every other block is a record, of which the third fails; it was asked for second. */
+/* Every other block is a record; the third in the file fails, which is second in the
+ * list. */
 static void test_a_record_that_fails_is_named(enum nvmeio_op op)
 {
     const int64_t offsets[] = {0, 4 * BLOCK, 2 * BLOCK, 6 * BLOCK}, size = BLOCK;
@@ -330,7 +331,7 @@ static bool fail_within_the_fourth(struct nvmeio_block *block)
     return true;
 }
 
-static void test_what_came_before_an_error_is_in_the_memory(void)
+static void test_bytes_before_an_error_are_in_memory(void)
 {
     for (int bounced = 0; bounced < 2; bounced++) {
         stage_open(4);
@@ -354,7 +355,7 @@ static bool refuse_direct(struct nvmeio_block *block)
     return true;
 }
 
-static void test_a_device_that_refuses_is_left_for_the_page_cache(void)
+static void test_a_device_that_refuses_direct_io_is_used_through_the_page_cache(void)
 {
     struct nvmeio_file_info info;
     struct nvmeio_stats stats;
@@ -409,15 +410,15 @@ static void test_a_dead_engine_fails_its_requests_and_all_that_follow(void)
     stage_close();
 }
 
-/* A dead worker that still took wake-ups would keep them from the others. */
-static void test_other_workers_go_on_where_one_dies(void)
+/* A dead worker must not take wake-ups from the others. */
+static void test_other_workers_go_on_if_one_dies(void)
 {
     stage_open(4);
     stage.config.workers = 2;
     stage_reopen();
     play(hold);
     struct nvmeio_transfer t = whole(NVMEIO_OP_READ);
-    t.size = PAGE; /* so little that one worker alone is called */
+    t.size = PAGE; /* so little that only one worker is woken */
     struct nvmeio_request *request = submit(stage.handle, &t);
     await(&in_flight, 1);
     kill_engines(-EREMOTEIO);
@@ -425,13 +426,13 @@ static void test_other_workers_go_on_where_one_dies(void)
     kill_engines(0);
     play(perform);
     for (int i = 0; i < 4; i++) {
-        pause_ms(5); /* until the worker rests, and would have to be called */
+        pause_ms(5); /* until the worker sleeps, and would have to be woken */
         CHECK(carry_out(stage.handle, &t).result == (int64_t)PAGE);
     }
     stage_close();
 }
 
-/* The library's pread() is this one, which a thread may have take its time. */
+/* Replaces pread() in the library; a thread can delay it. */
 static _Thread_local bool held_here;
 static atomic_bool reads_held, reads;
 
@@ -453,7 +454,7 @@ static void *perform_main(void *t)
     return NULL;
 }
 
-static void test_what_a_thread_carries_out_itself_outlives_the_last_worker(void)
+static void test_a_transfer_in_the_callers_thread_outlives_the_last_worker(void)
 {
     pthread_t thread;
 
@@ -472,7 +473,7 @@ static void test_what_a_thread_carries_out_itself_outlives_the_last_worker(void)
         pause_ms(1);
     kill_engines(-EREMOTEIO);
     CHECK(finish(running).result == -EREMOTEIO);
-    /* Behind it, for the worker has been buried then. */
+    /* After this, because then the worker has been marked dead. */
     CHECK(finish(start(NVMEIO_OP_READ)).result == -EREMOTEIO);
     CHECK(nvmeio_handle_pending(stage.handle) == 1);
     atomic_store(&reads_held, false);
@@ -481,7 +482,7 @@ static void test_what_a_thread_carries_out_itself_outlives_the_last_worker(void)
     stage_close();
 }
 
-/* Put something over the rings of this process that is none. */
+/* Replace the rings of this process by another file. */
 static unsigned break_rings(void)
 {
     int null = open("/dev/null", O_RDONLY | O_CLOEXEC);
@@ -501,7 +502,7 @@ static unsigned break_rings(void)
     return count;
 }
 
-static void test_a_ring_that_can_no_longer_be_entered_is_dead_soon(void)
+static void test_a_ring_that_can_no_longer_be_entered_soon_counts_as_dead(void)
 {
     struct nvmeio_config config = config_of("io_uring");
     const char *best = engine_at(0);
@@ -529,11 +530,11 @@ static void test_patience_ends_with_failures_in_a_row_not_with_age(void)
     struct nvmeio_patience patience = {0};
 
     CHECK(nvmeio_patience_try(&patience, -EINTR) == 0);
-    /* The call that follows sleeps for a minute, and then a signal comes. */
+    /* The next call sleeps for a minute, and then a signal interrupts it. */
     patience.since_ns -= 60 * SECOND_NS;
     patience.last_ns -= 60 * SECOND_NS;
     CHECK(nvmeio_patience_try(&patience, -EINTR) == 0);
-    /* It has been failing for a minute, without a rest. */
+    /* It has failed for a minute without a success. */
     patience.since_ns -= 60 * SECOND_NS;
     CHECK(nvmeio_patience_try(&patience, -EINTR) == -EINTR);
     static const int passing[] = {-EINTR, -EAGAIN, -EBUSY, -ENOMEM};
@@ -557,23 +558,23 @@ int main(void)
     stage.path = path_in(test_folder());
     test_short_transfers_are_continued();
     test_a_latency_lasts_until_the_block_is_finished();
-    test_a_latency_is_without_what_others_took_before_and_after();
+    test_a_latency_excludes_the_time_of_other_blocks();
     test_nothing_moved_is_an_error();
-    test_what_passes_goes_again();
-    test_an_error_comes_with_how_far_it_came();
+    test_passing_errors_are_retried();
+    test_an_error_reports_how_far_the_transfer_came();
     test_a_write_that_fails_in_its_middle_has_written_no_head();
     test_an_error_of_the_disk_is_neither_an_end_of_file_nor_a_cancel();
-    test_of_two_errors_that_of_the_lower_block_counts();
-    test_a_write_that_fails_leaves_what_others_wrote_behind_it();
+    test_of_two_errors_the_lower_blocks_is_reported();
+    test_a_failed_write_leaves_the_bytes_that_others_wrote_after_it();
     test_an_fsync_that_fails_says_so();
     test_a_record_that_fails_is_named(NVMEIO_OP_READ);
     test_a_record_that_fails_is_named(NVMEIO_OP_WRITE);
-    test_what_came_before_an_error_is_in_the_memory();
-    test_a_device_that_refuses_is_left_for_the_page_cache();
+    test_bytes_before_an_error_are_in_memory();
+    test_a_device_that_refuses_direct_io_is_used_through_the_page_cache();
     test_a_dead_engine_fails_its_requests_and_all_that_follow();
-    test_other_workers_go_on_where_one_dies();
-    test_what_a_thread_carries_out_itself_outlives_the_last_worker();
-    test_a_ring_that_can_no_longer_be_entered_is_dead_soon();
+    test_other_workers_go_on_if_one_dies();
+    test_a_transfer_in_the_callers_thread_outlives_the_last_worker();
+    test_a_ring_that_can_no_longer_be_entered_soon_counts_as_dead();
     test_patience_ends_with_failures_in_a_row_not_with_age();
     return 0;
 }

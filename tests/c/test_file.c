@@ -1,5 +1,5 @@
-/* What is opened and what is refused, what is left of a file when a write fails, and
- * that nothing of the caller's is changed. */
+/* Opening files and refusals, failed writes, and the caller's descriptors, which must
+ * not change. */
 #include <pthread.h>
 #include <signal.h>
 #include <sys/resource.h>
@@ -12,7 +12,7 @@
 #include "file_internal.h"
 #include "transfer.h"
 
-static void test_what_has_no_offsets_is_refused_at_once(void)
+static void test_files_without_offsets_are_refused_at_once(void)
 {
     const char *fifo = path_in(test_folder());
     struct nvmeio_file *file;
@@ -40,7 +40,7 @@ static void test_what_has_no_offsets_is_refused_at_once(void)
     CHECK(nvmeio_file_dup(-1, NVMEIO_DIRECT_AUTO, &file) == -EBADF);
 }
 
-static void test_descriptors_that_cannot_serve_are_refused(void)
+static void test_unusable_descriptors_are_refused(void)
 {
     const char *path = path_in(test_folder());
     struct nvmeio_file *file;
@@ -70,8 +70,8 @@ static void test_a_file_system_without_direct_io_is_read_buffered(void)
     nvmeio_file_release(file);
 }
 
-/* Not where somebody far away may keep a call waiting. */
-static void test_what_is_of_here_is_known(void)
+/* Not for file systems on which a server may delay a call. */
+static void test_local_file_systems_are_recognized(void)
 {
     struct nvmeio_file *in_memory =
         open_file(path_in("/dev/shm"), O_RDWR | O_CREAT, NVMEIO_DIRECT_AUTO);
@@ -113,7 +113,7 @@ static void test_flags_of_the_caller_stay_as_they_are(void)
     nvmeio_handle_close(handle);
 }
 
-/* Who opened with O_DSYNC relies on it, whichever way the bytes go. */
+/* A caller who opened with O_DSYNC relies on it, for any route. */
 static void test_synchronous_descriptors_stay_synchronous(void)
 {
     static const int kinds[] = {O_DSYNC, O_SYNC, O_SYNC | O_DIRECT,
@@ -134,7 +134,7 @@ static void test_synchronous_descriptors_stay_synchronous(void)
     }
 }
 
-/* O_NONBLOCK is for the opening alone, O_DIRECT for good. */
+/* O_NONBLOCK is set only during the open, O_DIRECT stays. */
 static void test_an_open_file_is_direct_and_blocks(void)
 {
     const char *path = path_in(test_folder());
@@ -180,8 +180,8 @@ static off_t blocks_of(const char *path)
     return status.st_blocks * 512;
 }
 
-/* An ordinary write far out leaves a hole before it, and so does ours. */
-static void test_a_write_far_out_in_a_new_file_takes_no_more_than_its_bytes(void)
+/* As an ordinary write does, one far past the end leaves a hole before it. */
+static void test_a_write_far_past_the_end_takes_only_its_own_space(void)
 {
     const char *path = path_in(test_folder());
     struct nvmeio_config config = config_of(engine_at(0));
@@ -200,7 +200,7 @@ static void test_a_write_far_out_in_a_new_file_takes_no_more_than_its_bytes(void
     nvmeio_handle_close(handle);
 }
 
-/* Files may grow to `limit`; what hits the limit gets EFBIG instead of a signal. */
+/* Files may grow to `limit`; beyond it writes fail with EFBIG instead of a signal. */
 static void limit_files(rlim_t limit)
 {
     struct rlimit now;
@@ -211,7 +211,7 @@ static void limit_files(rlim_t limit)
     CHECK(setrlimit(RLIMIT_FSIZE, &now) == 0);
 }
 
-static void test_a_failed_write_leaves_no_bytes_that_nobody_wrote(const char *engine)
+static void test_a_failed_write_leaves_no_unwritten_bytes(const char *engine)
 {
     static const size_t sizes[] = {100 * KIB, 1000 * KIB};
     const char *path = path_in(test_folder());
@@ -240,8 +240,8 @@ static void test_a_failed_write_leaves_no_bytes_that_nobody_wrote(const char *en
     test_path_count--;
 }
 
-/* Ranks write their parts into one file, each through a file of its own. */
-static void test_what_others_wrote_survives_a_failed_write(void)
+/* Ranks write their parts into one file, each through its own open file. */
+static void test_bytes_of_others_survive_a_failed_write(void)
 {
     enum { PART = 256 * 1024 };
     const char *path = path_in(test_folder());
@@ -272,7 +272,7 @@ static void test_what_others_wrote_survives_a_failed_write(void)
     nvmeio_handle_close(handle);
 }
 
-/* What a write of a child makes longer is the child's own to answer for. */
+/* A child's write extends the file itself, and fails in the child. */
 static void test_a_failed_write_of_a_child_leaves_the_bytes_before_it(void)
 {
     const char *path = path_in(test_folder());
@@ -318,8 +318,8 @@ static bool is_direct(const struct nvmeio_file *file)
     return info.direct;
 }
 
-/* A file has one, and a second one when bytes go through the page cache. */
-static void test_a_descriptor_that_is_lacking_fails_what_needs_it(void)
+/* A file has one descriptor, and a second one for the page cache. */
+static void test_a_missing_descriptor_fails_only_transfers_that_need_it(void)
 {
     const char *path = path_in(test_folder());
     struct nvmeio_config config = config_of(engine_at(0));
@@ -353,7 +353,7 @@ static void test_a_descriptor_that_is_lacking_fails_what_needs_it(void)
     guarded_free(&memory);
 }
 
-/* In a folder where anybody may write, as somebody whose umask takes his own rights. */
+/* In a folder open to everybody, as a user whose umask removes his own rights. */
 static void as_anybody(void (*test)(bool has_direct))
 {
     const char *folder = path_in(test_folder());
@@ -420,7 +420,7 @@ static void make_without_rights(bool has_direct)
     guarded_free(&memory);
 }
 
-/* The rights are gone, but what is open stays open. */
+/* The rights are gone, but open files stay open. */
 static void take_rights_away(bool has_direct)
 {
     struct nvmeio_config config = config_of(engine_at(0));
@@ -453,7 +453,7 @@ static void take_rights_away(bool has_direct)
     guarded_free(&memory);
 }
 
-/* A descriptor of the caller's is never changed, so the other one must be opened. */
+/* The caller's descriptor is never changed, so the other one must be opened. */
 static void duplicate_without_rights(bool has_direct)
 {
     struct nvmeio_file *file;
@@ -503,7 +503,7 @@ static void test_threads_get_the_same_descriptor(void)
     CHECK(descriptors_open() == before);
 }
 
-static void test_a_file_that_was_there_is_never_cut(void)
+static void test_an_existing_file_is_never_truncated(void)
 {
     enum { SIZE = 400 * 1024 };
     const char *path = path_in(test_folder());
@@ -524,7 +524,7 @@ static void test_a_file_that_was_there_is_never_cut(void)
     nvmeio_handle_close(handle);
 }
 
-static void test_descriptors_are_all_given_back(void)
+static void test_all_descriptors_are_closed(void)
 {
     static const int kinds[] = {0, O_DIRECT, O_NONBLOCK, O_DIRECT | O_NONBLOCK};
     const char *path = path_in(test_folder());
@@ -553,27 +553,27 @@ int main(void)
     const char *engine;
 
     begin();
-    test_what_has_no_offsets_is_refused_at_once();
-    test_descriptors_that_cannot_serve_are_refused();
+    test_files_without_offsets_are_refused_at_once();
+    test_unusable_descriptors_are_refused();
     test_a_file_system_without_direct_io_is_read_buffered();
-    test_what_is_of_here_is_known();
+    test_local_file_systems_are_recognized();
     test_flags_of_the_caller_stay_as_they_are();
     test_synchronous_descriptors_stay_synchronous();
     test_an_open_file_is_direct_and_blocks();
     test_compare_finds_the_first_difference();
-    test_a_write_far_out_in_a_new_file_takes_no_more_than_its_bytes();
+    test_a_write_far_past_the_end_takes_only_its_own_space();
     FOR_EACH_ENGINE(engine)
     {
-        test_a_failed_write_leaves_no_bytes_that_nobody_wrote(engine);
+        test_a_failed_write_leaves_no_unwritten_bytes(engine);
     }
-    test_what_others_wrote_survives_a_failed_write();
+    test_bytes_of_others_survive_a_failed_write();
     test_a_failed_write_of_a_child_leaves_the_bytes_before_it();
-    test_a_descriptor_that_is_lacking_fails_what_needs_it();
+    test_a_missing_descriptor_fails_only_transfers_that_need_it();
     test_threads_get_the_same_descriptor();
     as_anybody(make_without_rights);
     as_anybody(take_rights_away);
     as_anybody(duplicate_without_rights);
-    test_a_file_that_was_there_is_never_cut();
-    test_descriptors_are_all_given_back();
+    test_an_existing_file_is_never_truncated();
+    test_all_descriptors_are_closed();
     return 0;
 }

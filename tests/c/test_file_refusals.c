@@ -1,5 +1,5 @@
-/* What the system may say of a file that is opened, by functions that stand in for it:
- * odd alignments, and calls that fail where they never should. */
+/* Answers of the system while a file is opened, from replaced functions: odd
+ * alignments, and calls that fail unexpectedly. */
 #include <stdarg.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
@@ -8,7 +8,7 @@
 #include "file_internal.h"
 #include "transfer.h"
 
-/* What statx() shall say of direct I/O, once `told`; and which calls fail. */
+/* statx()'s alignments of direct I/O, if `told`; and the calls that fail. */
 static struct {
     bool told;
     uint32_t memory_align, offset_align;
@@ -75,7 +75,7 @@ int open(const char *path, int flags, ...)
     bool second = strncmp(path, "/proc/self/fd/", 14) == 0;
     if (second && answers.no_second) {
         errno = answers.no_second;
-        /* A signal comes once. */
+        /* One call is interrupted. */
         if (errno == EINTR)
             answers.no_second = 0;
         return -1;
@@ -119,7 +119,7 @@ static int open_again(const char *path, int flags, enum nvmeio_direct direct)
     return nvmeio_file_open(path, flags, direct, &file);
 }
 
-/* The lowest descriptor that is free: as before, if nothing was left open. */
+/* The lowest free descriptor, which shows whether anything was left open. */
 static int next_descriptor(void)
 {
     int fd = dup(STDERR_FILENO);
@@ -156,8 +156,8 @@ static void check_alignment(const char *path, uint32_t memory_align,
     CHECK(next_descriptor() == next);
 }
 
-/* Whatever the kernel says, arithmetic is done with powers of two of a bounded size. */
-static void test_alignments_that_cannot_be_are_no_alignments(const char *path)
+/* Whatever the kernel reports, only powers of two below a limit are used. */
+static void test_impossible_alignments_are_ignored(const char *path)
 {
     struct nvmeio_file_info info;
 
@@ -174,7 +174,7 @@ static void test_alignments_that_cannot_be_are_no_alignments(const char *path)
     check_alignment(path, 512, 0, false);
     check_alignment(path, 1u << 31, 512, false);
     check_alignment(path, 512, 1u << 31, false);
-    /* Nothing is known: whole pages, as one is read on trial. */
+    /* Without information: whole pages, because the probe reads one. */
     answers.told = true;
     answers.memory_align = answers.offset_align = 0;
     static const int modes[] = {O_RDWR, O_RDONLY, O_WRONLY};
@@ -184,7 +184,7 @@ static void test_alignments_that_cannot_be_are_no_alignments(const char *path)
         CHECK(info.direct && info.offset_align == PAGE && info.memory_align == PAGE);
         nvmeio_file_release(file);
     }
-    /* The read says that there is no O_DIRECT, or nothing of it. */
+    /* The probing read reports that there is no O_DIRECT, or fails otherwise. */
     static const int errors[] = {EINVAL, EOPNOTSUPP, EIO, ENODATA, EINTR, ENOMEM};
     for (int i = 0; i < 6; i++) {
         answers.no_read = errors[i];
@@ -200,7 +200,7 @@ static void test_alignments_that_cannot_be_are_no_alignments(const char *path)
     answers.told = false;
 }
 
-/* With O_DIRECT as ever, and the care that FUSE needs. */
+/* With O_DIRECT as usual, and the care that FUSE needs. */
 static void test_a_file_of_an_unknown_file_system_is_opened(const char *path)
 {
     struct nvmeio_file_info known, unknown;
@@ -216,8 +216,8 @@ static void test_a_file_of_an_unknown_file_system_is_opened(const char *path)
     answers.no_statfs = false;
 }
 
-/* What fails leaves neither a descriptor nor a file that was not there before. */
-static void test_what_cannot_be_opened_leaves_nothing(const char *path)
+/* A failure leaves neither a descriptor nor a new file. */
+static void test_a_failed_open_leaves_nothing(const char *path)
 {
     const char *fresh = path_in(test_folder());
     int fd = open(path, O_RDWR | O_NONBLOCK | O_CLOEXEC), next = next_descriptor();
@@ -231,7 +231,7 @@ static void test_what_cannot_be_opened_leaves_nothing(const char *path)
         CHECK(open_again(fresh, O_RDWR | O_CREAT | O_TRUNC, NVMEIO_DIRECT_AUTO) ==
               -EIO);
         *refusals[i] = false;
-        /* Without its status nobody can tell that the name is still the file's. */
+        /* Without fstat() it is unknown whether the name still belongs to the file. */
         CHECK((access(fresh, F_OK) == 0) == (i == 0));
         unlink(fresh);
     }
@@ -243,7 +243,7 @@ static void test_what_cannot_be_opened_leaves_nothing(const char *path)
     answers.no_duplicate = true;
     CHECK(nvmeio_file_dup(fd, NVMEIO_DIRECT_AUTO, &file) == -EIO);
     answers.no_duplicate = false;
-    /* Its flag would disturb, and it cannot be opened without. */
+    /* Its O_NONBLOCK would disturb, and it cannot be opened without. */
     answers.no_second = EIO;
     CHECK(nvmeio_file_dup(fd, NVMEIO_DIRECT_AUTO, &file) == -EIO);
     answers.no_second = 0;
@@ -259,9 +259,9 @@ static bool is_direct(void)
     return info.direct;
 }
 
-/* It is told, and comes back: of the page cache when that is first needed, of O_DIRECT
- * when a descriptor is duplicated. */
-static void test_what_is_lacking_for_a_moment_costs_no_direct_io(const char *path)
+/* The lack is reported and passes: of the buffered descriptor when it is first needed,
+ * of the direct one when a descriptor is duplicated. */
+static void test_a_passing_lack_of_descriptors_does_not_end_direct_io(const char *path)
 {
     static const int errors[] = {EMFILE, ENFILE, ENOMEM};
     int fd = open(path, O_RDWR | O_CLOEXEC), next = next_descriptor();
@@ -288,10 +288,9 @@ static void test_what_is_lacking_for_a_moment_costs_no_direct_io(const char *pat
     CHECK(close(fd) == 0);
 }
 
-/* There is no /proc: nothing can be opened anew.  What needs both descriptors has the
- * one of the page cache, unless O_DIRECT was demanded. */
-static void
-test_what_cannot_be_opened_anew_leads_through_the_page_cache(const char *path)
+/* Without /proc nothing can be opened again.  A file that needs both descriptors uses
+ * the buffered one, unless O_DIRECT was demanded. */
+static void test_a_file_that_cannot_be_opened_again_is_buffered(const char *path)
 {
     static char bytes[2 * PAGE];
     int fd = open(path, O_RDWR | O_CLOEXEC), next = next_descriptor();
@@ -306,7 +305,7 @@ test_what_cannot_be_opened_anew_leads_through_the_page_cache(const char *path)
     CHECK(!is_direct() && nvmeio_file_size(file) == sizeof(bytes));
     CHECK((fcntl(nvmeio_file_fd(file), F_GETFL, 0) & O_DIRECT) == 0);
     nvmeio_file_release(file);
-    /* Neither can it be turned to the page cache. */
+    /* Nor can it be switched to the page cache. */
     CHECK(open_again(path, O_RDWR, NVMEIO_DIRECT_AUTO) == 0);
     answers.no_duplicate = true;
     CHECK(!direct || nvmeio_file_fd(file) == -EIO);
@@ -331,8 +330,8 @@ test_what_cannot_be_opened_anew_leads_through_the_page_cache(const char *path)
     CHECK(close(fd) == 0);
 }
 
-/* As tmpfs before Linux 6.6.  The kernel may have made a file that it refuses. */
-static void test_a_file_system_without_direct_io_is_used_as_it_is(const char *path)
+/* As tmpfs before Linux 6.6.  The kernel may create a file and then refuse it. */
+static void test_a_file_system_without_direct_io_is_used_buffered(const char *path)
 {
     const char *fresh = path_in(test_folder());
     int next = next_descriptor();
@@ -353,7 +352,7 @@ static void test_a_file_system_without_direct_io_is_used_as_it_is(const char *pa
     CHECK(next_descriptor() == next);
 }
 
-/* As a filter of system calls does that is older than statx(2). */
+/* As under a filter of system calls that is older than statx(2). */
 static void test_a_file_is_known_without_statx(const char *path)
 {
     struct nvmeio_file_info info, plain;
@@ -373,9 +372,9 @@ static void test_a_file_is_known_without_statx(const char *path)
     answers.no_statx = false;
 }
 
-/* In a folder like /tmp the kernel can refuse O_CREAT, and nothing else, for what is
- * another's (fs.protected_regular): who asked for it is refused. */
-static void test_what_is_anothers_is_opened_as_was_asked(const char *path)
+/* In a folder like /tmp the kernel can refuse O_CREAT, and nothing else, for another
+ * user's file (fs.protected_regular); only calls with O_CREAT are refused. */
+static void test_another_users_file_is_opened_with_the_requested_flags(const char *path)
 {
     int next = next_descriptor();
 
@@ -393,7 +392,7 @@ static void test_what_is_anothers_is_opened_as_was_asked(const char *path)
     CHECK(next_descriptor() == next);
 }
 
-static void test_a_size_that_cannot_be_told_is_an_error(const char *path)
+static void test_an_unknown_size_is_an_error(const char *path)
 {
     CHECK(open_again(path, O_RDWR, NVMEIO_DIRECT_AUTO) == 0);
     CHECK(nvmeio_file_size(file) == (int64_t)(2 * PAGE));
@@ -443,15 +442,15 @@ int main(void)
     CHECK(write(fd, bytes, sizeof(bytes)) == (ssize_t)sizeof(bytes));
     close(fd);
     test_a_file_of_an_unknown_file_system_is_opened(path);
-    test_what_cannot_be_opened_leaves_nothing(path);
-    test_what_is_lacking_for_a_moment_costs_no_direct_io(path);
-    test_what_cannot_be_opened_anew_leads_through_the_page_cache(path);
-    test_a_file_system_without_direct_io_is_used_as_it_is(path);
+    test_a_failed_open_leaves_nothing(path);
+    test_a_passing_lack_of_descriptors_does_not_end_direct_io(path);
+    test_a_file_that_cannot_be_opened_again_is_buffered(path);
+    test_a_file_system_without_direct_io_is_used_buffered(path);
     test_a_file_is_known_without_statx(path);
-    test_what_is_anothers_is_opened_as_was_asked(path);
-    test_a_size_that_cannot_be_told_is_an_error(path);
+    test_another_users_file_is_opened_with_the_requested_flags(path);
+    test_an_unknown_size_is_an_error(path);
     test_a_file_knows_whether_it_is_at_a_path(path);
     test_a_comparison_ends_with_the_file(path);
-    test_alignments_that_cannot_be_are_no_alignments(path);
+    test_impossible_alignments_are_ignored(path);
     return 0;
 }

@@ -1,5 +1,5 @@
-/* Children of a process with handles: they carry on with their own workers, and neither
- * touches what is the other's, on every engine. */
+/* Children of a process with handles: they work with their own workers, and parent and
+ * child do not disturb each other, on every engine. */
 #include <pthread.h>
 #include <sys/eventfd.h>
 #include <sys/resource.h>
@@ -12,9 +12,9 @@
 
 #define SIZE (512 * KIB)
 
-/* The sanitizers of gcc 12 are no help here: AddressSanitizer does not hold its
- * allocator's locks over a fork, so that a child may never get them, and
- * ThreadSanitizer does not know which threads a child is without. */
+/* The sanitizers of gcc 12 cannot follow this: AddressSanitizer does not hold its
+ * allocator's locks over a fork, so a child may wait for them for ever, and
+ * ThreadSanitizer does not know which threads a child lacks. */
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
 #define SANITIZED true
 #else
@@ -106,7 +106,7 @@ static void use_handle(struct scene *scene)
     guarded_free(&memory);
 }
 
-/* What was in flight belongs to the parent; everything else works. */
+/* Requests in flight belong to the parent; everything else works. */
 static void child_uses(void *argument)
 {
     struct scene *scene = argument;
@@ -167,7 +167,7 @@ static void child_stops_asks_and_closes(void *argument)
     nvmeio_handle_close(scene->handle);
 }
 
-static void test_a_child_may_close_what_it_never_used(const char *engine)
+static void test_a_child_may_close_a_handle_that_it_never_used(const char *engine)
 {
     struct scene scene = scene_open(engine);
 
@@ -195,7 +195,7 @@ static void child_with_child(void *argument)
     use_handle(scene);
 }
 
-static void test_children_of_children_have_workers_of_their_own(const char *engine)
+static void test_grandchildren_have_their_own_workers(const char *engine)
 {
     struct scene scene = scene_open(engine);
 
@@ -205,8 +205,7 @@ static void test_children_of_children_have_workers_of_their_own(const char *engi
     scene_close(&scene);
 }
 
-/* Another thread submits, waits and cancels all the time: the locks are in any state.
- */
+/* Other threads submit, wait and cancel all the time, so locks may be in any state. */
 struct storm {
     struct scene scene;
     pthread_t threads[3];
@@ -241,7 +240,7 @@ static void child_in_storm(void *argument)
     nvmeio_handle_close(storm->scene.handle);
 }
 
-static void test_forks_amid_submitting_threads(const char *engine)
+static void test_forks_while_threads_submit(const char *engine)
 {
     struct storm storm = {.scene = scene_open(engine)};
 
@@ -273,7 +272,7 @@ static void child_forks_while_it_starts(void *argument)
     pthread_join(thread, NULL);
 }
 
-static void test_a_fork_amid_the_first_use_in_a_child(const char *engine)
+static void test_a_fork_during_the_first_use_in_a_child(const char *engine)
 {
     struct scene scene = scene_open(engine);
 
@@ -305,7 +304,7 @@ static void *use_until_it_works(void *argument)
     return NULL;
 }
 
-/* Its workers cannot be started, by whoever tries, until there are descriptors. */
+/* No thread can start its workers until there are descriptors. */
 static void child_wants_descriptors(void *argument)
 {
     struct scene *scene = argument;
@@ -337,7 +336,7 @@ static void child_closes_in_want(void *argument)
     nvmeio_handle_close(scene->handle);
 }
 
-static void test_a_child_short_of_descriptors_works_when_there_are(const char *engine)
+static void test_a_child_without_descriptors_works_once_it_has_some(const char *engine)
 {
     struct scene scene = scene_open(engine);
 
@@ -352,7 +351,7 @@ static void child_counts_descriptors(void *argument)
     struct scene *scene = argument;
     char link[32], target[256];
 
-    /* The file of the parent is still the file, whatever the child's workers opened. */
+    /* The parent's file stays the same, whatever the child's workers open. */
     use_handle(scene);
     snprintf(link, sizeof(link), "/proc/self/fd/%d", nvmeio_file_fd(scene->file));
     ssize_t length = readlink(link, target, sizeof(target) - 1);
@@ -376,8 +375,8 @@ struct watched {
     int fd;
 };
 
-/* The parent's eventfd is the child's too, but the child's workers do not know it until
- * they are asked to signal it. */
+/* The child inherits the eventfd, but its workers must not signal it until requested.
+ * */
 static void child_watches(void *argument)
 {
     struct watched *watched = argument;
@@ -407,7 +406,7 @@ static void test_a_child_signals_no_eventfd_of_its_parent(const char *engine)
     close(watched.fd);
 }
 
-/* One thread of the child stops the handle while another makes its workers anew. */
+/* One thread of the child stops the handle while another starts its workers. */
 static void child_stops_amid_first_use(void *argument)
 {
     const struct scene *scene = argument;
@@ -419,7 +418,7 @@ static void child_stops_amid_first_use(void *argument)
     nvmeio_handle_stop(scene->handle);
 }
 
-static void test_a_child_may_stop_amid_the_first_use(const char *engine)
+static void test_a_child_may_stop_during_the_first_use(const char *engine)
 {
     struct scene scene = scene_open(engine);
 
@@ -530,7 +529,7 @@ int main(void)
     begin();
     if (SANITIZED)
         SKIP("sanitizers cannot follow forks of a process with threads");
-    /* What this test was started with is not ours to judge. */
+    /* Ignore descriptors that this test has inherited. */
     for (int fd = 3; fd < 200; fd++)
         fcntl(fd, F_SETFD, FD_CLOEXEC);
     path = path_in(test_folder());
@@ -538,14 +537,14 @@ int main(void)
     FOR_EACH_ENGINE(engine)
     {
         test_a_child_uses_the_handle_while_its_parent_goes_on(engine);
-        test_a_child_may_close_what_it_never_used(engine);
-        test_children_of_children_have_workers_of_their_own(engine);
+        test_a_child_may_close_a_handle_that_it_never_used(engine);
+        test_grandchildren_have_their_own_workers(engine);
         test_descriptors_stay_what_they_are_and_close_at_exec(engine);
-        test_forks_amid_submitting_threads(engine);
-        test_a_fork_amid_the_first_use_in_a_child(engine);
-        test_a_child_may_stop_amid_the_first_use(engine);
+        test_forks_while_threads_submit(engine);
+        test_a_fork_during_the_first_use_in_a_child(engine);
+        test_a_child_may_stop_during_the_first_use(engine);
         test_a_child_signals_no_eventfd_of_its_parent(engine);
-        test_a_child_short_of_descriptors_works_when_there_are(engine);
+        test_a_child_without_descriptors_works_once_it_has_some(engine);
     }
     /* The last, because it is skipped where there is no second descriptor. */
     test_a_child_takes_no_other_file_for_a_second_descriptor();

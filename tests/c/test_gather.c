@@ -49,8 +49,8 @@ static struct nvmeio_outcome gather(struct nvmeio_handle *handle,
     return finish(request);
 }
 
-/* Records of one kind each time: tiny or large, aligned or not, in order or not, in the
- * memory with holes between them.  Returns the memory that they need. */
+/* Make records of one kind: tiny or large, aligned or not, in order or not, in memory
+ * with gaps between them.  Return the size of the memory. */
 static size_t plan_records(struct plan *plan, uint64_t seed, bool apart)
 {
     static const size_t units[] = {1, 8, 512, 4096};
@@ -79,7 +79,7 @@ static size_t plan_records(struct plan *plan, uint64_t seed, bool apart)
         plan->places[i] = (int64_t)end;
         end += size;
     }
-    /* The order of the memory is not that of the file. */
+    /* The order in memory differs from that in the file. */
     for (size_t i = 1; i < plan->count && !sorted; i++) {
         size_t j = next_random(i + 1);
         int64_t offset = plan->offsets[i], size = plan->sizes[i];
@@ -91,7 +91,7 @@ static size_t plan_records(struct plan *plan, uint64_t seed, bool apart)
     return end;
 }
 
-/* What a gather must leave in memory that was full of canaries. */
+/* The expected memory after a gather into canaries. */
 static void expect_gathered(char *expected, const struct plan *plan, size_t size)
 {
     memset(expected, CANARY, size);
@@ -148,7 +148,7 @@ static void check_scatters(struct nvmeio_handle *handle, const char *path,
     free(expected);
 }
 
-/* Have the page cache hold none of a file, or 256 KiB here and there. */
+/* Cache nothing of a file, or pieces of 256 KiB. */
 static void warm(const char *path, bool partly)
 {
     static char bytes[256 * KIB];
@@ -161,8 +161,8 @@ static void warm(const char *path, bool partly)
     close(fd);
 }
 
-/* 1. Bytes come from where they were asked for and go where they were wanted. */
-static void test_bytes(const char *path, const struct nvmeio_config *config)
+/* 1. Bytes come from the right offsets and go to the right places. */
+static void test_bytes_and_places(const char *path, const struct nvmeio_config *config)
 {
     make_file(path, FILE_BYTES, 1);
     struct nvmeio_handle *handle = open_handle(config);
@@ -182,21 +182,21 @@ static void test_bytes(const char *path, const struct nvmeio_config *config)
     nvmeio_handle_close(handle);
 }
 
-static void test_ways(const char *path, const char *engine)
+static void test_records_take_the_expected_routes(const char *path, const char *engine)
 {
     struct nvmeio_config config = config_of(engine);
 
-    test_bytes(path, &config);
+    test_bytes_and_places(path, &config);
     config.block_bytes = 4096;
     config.workers = 3;
-    test_bytes(path, &config);
+    test_bytes_and_places(path, &config);
     config.block_bytes = MIB;
     config.queue_depth = 200;
     config.bounce = NVMEIO_BOUNCE_NEVER;
-    test_bytes(path, &config);
+    test_bytes_and_places(path, &config);
     config.bounce = NVMEIO_BOUNCE_ALWAYS;
     config.single_submit = true;
-    test_bytes(path, &config);
+    test_bytes_and_places(path, &config);
 }
 
 static uint64_t blocks_of(struct nvmeio_handle *handle)
@@ -207,8 +207,8 @@ static uint64_t blocks_of(struct nvmeio_handle *handle)
     return stats.blocks;
 }
 
-/* 2. Neighbours are merged up to the gap, and what is wanted twice is read once. */
-static void test_merging(const char *path, const char *engine)
+/* 2. Neighbours are merged up to max_gap, and repeated records are read once. */
+static void test_neighbours_are_merged(const char *path, const char *engine)
 {
     struct nvmeio_config config = config_of(engine);
     struct nvmeio_handle *handle = open_handle(&config);
@@ -219,11 +219,12 @@ static void test_merging(const char *path, const char *engine)
         size_t gap_max;
         uint64_t blocks;
     } cases[] = {
-        {16384, 64, 4096, 32}, /* too far from each other */
+        {16384, 64, 4096, 32}, /* too far apart */
         {8192, 64, 16384, 4},  /* 32 x 8 KiB by blocks of 64 */
         {64, 64, 0, 1},        /* they touch */
         {0, 64, 0, 1},         /* all the same */
-        {0, 256 * 1024, 0, 4}, /* the same, in four blocks, with one place only */
+        {0, 256 * 1024, 0, 4}, /* the same, in four blocks, with only one place in
+        memory */
     };
 
     for (size_t i = 0; i < sizeof(cases) / sizeof(cases[0]); i++) {
@@ -231,7 +232,7 @@ static void test_merging(const char *path, const char *engine)
         for (size_t j = 0; j < plan.count; j++) {
             plan.offsets[j] = (int64_t)j * cases[i].step;
             plan.sizes[j] = cases[i].size;
-            /* Not in the order of the file, or there would be one home. */
+            /* Not in the order of the file, so that they are not adjacent in memory. */
             plan.places[j] = (int64_t)(plan.count - 1 - j) * cases[i].size;
         }
         struct nvmeio_gather what = gather_of(NVMEIO_OP_READ, file, &memory, &plan);
@@ -248,8 +249,7 @@ static void test_merging(const char *path, const char *engine)
     nvmeio_handle_close(handle);
 }
 
-/* 3. What cannot be is refused before anything is read, with the first record at fault.
- */
+/* 3. Invalid records are refused before anything is read, with the first of them. */
 static void test_refusals(const char *path, const char *engine)
 {
     struct nvmeio_config config = config_of(engine);
@@ -288,7 +288,7 @@ static void test_refusals(const char *path, const char *engine)
               cases[i].error);
         CHECK(offender == cases[i].offender);
     }
-    /* A long one, last but one, lies over all others. */
+    /* A long record, last but one, overlaps all others. */
     struct plan plan = {
         .count = 5,
         .offsets = {10, 40, 15, 0, 60},
@@ -310,8 +310,9 @@ static void test_refusals(const char *path, const char *engine)
     nvmeio_handle_close(handle);
 }
 
-/* 4. Nothing to do is done at once. */
-static void test_nothing(const char *path, const char *engine)
+/* 4. A gather of nothing is done at once. */
+static void test_a_gather_of_nothing_is_done_at_once(const char *path,
+                                                     const char *engine)
 {
     struct nvmeio_config config = config_of(engine);
     struct nvmeio_handle *handle = open_handle(&config);
@@ -332,9 +333,10 @@ static void test_nothing(const char *path, const char *engine)
     nvmeio_handle_close(handle);
 }
 
-/* 5. Where the pool has nothing to give, the page cache serves: what is merged
- * otherwise goes record by record, and all of a scatter in its second round. */
-static void test_no_memory(const char *path, const char *engine)
+/* 5. With an empty pool, the page cache is used: records are transferred one by one
+ * instead of merged, and all of a scatter in its second round. */
+static void test_without_pool_memory_the_page_cache_is_used(const char *path,
+                                                            const char *engine)
 {
     struct nvmeio_config config = config_of(engine);
     struct nvmeio_handle *handle = open_handle(&config);
@@ -402,8 +404,8 @@ static void test_cancel(const char *path, const char *engine)
     nvmeio_handle_close(handle);
 }
 
-/* The pool has so little to give that small bounces find no room in it. */
-static void test_all_but_nothing_left_of_the_pool(const char *path, const char *name)
+/* The pool has so little left that small bounces do not fit. */
+static void test_a_nearly_full_pool(const char *path, const char *name)
 {
     const int64_t offsets[] = {100, 5000}, size = 64;
     const size_t part = 256 * KIB;
@@ -440,8 +442,8 @@ static void test_all_but_nothing_left_of_the_pool(const char *path, const char *
     nvmeio_file_release(file);
 }
 
-/* What is wrong with the lists themselves is no record's fault. */
-static void test_lists_that_are_none(void)
+/* An error of the lists themselves names no record. */
+static void test_invalid_lists(void)
 {
     int64_t one = 1;
     struct nvmeio_gather what = {.op = NVMEIO_OP_READ, .count = 1, .sizes = &one};
@@ -492,24 +494,24 @@ int main(void)
     {
         const char *path = path_in(test_folder());
         make_file(path, FILE_BYTES, 1);
-        test_no_memory(path, name);
+        test_without_pool_memory_the_page_cache_is_used(path, name);
     }
     FOR_EACH_ENGINE(name)
     {
         const char *path = path_in(test_folder());
         make_file(path, FILE_BYTES, 1);
-        test_all_but_nothing_left_of_the_pool(path, name);
+        test_a_nearly_full_pool(path, name);
     }
     nvmeio_pool_set_limit(0);
-    test_lists_that_are_none();
+    test_invalid_lists();
     FOR_EACH_ENGINE(name)
     {
         const char *path = path_in(test_folder());
-        test_ways(path, name);
+        test_records_take_the_expected_routes(path, name);
         make_file(path, FILE_BYTES, 1);
-        test_merging(path, name);
+        test_neighbours_are_merged(path, name);
         test_refusals(path, name);
-        test_nothing(path, name);
+        test_a_gather_of_nothing_is_done_at_once(path, name);
         test_cancel(path, name);
         test_a_transfer_has_no_failures(path, name);
     }

@@ -30,7 +30,7 @@ static struct nvmeio_request *submit_read(struct nvmeio_handle *handle,
     return submit(handle, &t);
 }
 
-/* Each thread has a region of the file to itself, which it writes and reads. */
+/* Each thread writes and reads its own region of the file. */
 struct user {
     pthread_t thread;
     struct nvmeio_handle *handle;
@@ -115,7 +115,7 @@ static void test_many_threads_wait_for_one_request(const char *engine)
     nvmeio_handle_close(handle);
 }
 
-static void test_more_requests_than_the_queue_holds(const char *engine)
+static void test_more_requests_than_the_queue_holds_are_completed(const char *engine)
 {
     enum { COUNT = 300 };
     struct nvmeio_config config = config_of(engine);
@@ -141,7 +141,7 @@ static void test_more_requests_than_the_queue_holds(const char *engine)
     nvmeio_handle_close(handle);
 }
 
-/* Whose bounces are small, for all have to do with as much as one. */
+/* Their bounces are small, because all share the memory that one would have. */
 static void test_many_workers_share_the_memory_for_bounces(const char *engine)
 {
     struct nvmeio_config config = config_of(engine);
@@ -224,7 +224,7 @@ static void test_a_request_outlives_its_handle_and_its_file(const char *engine)
     guarded_free(&memory);
 }
 
-static void test_closing_waits_for_all_and_leaves_the_memory_alone(const char *engine)
+static void test_close_waits_and_then_leaves_the_memory_alone(const char *engine)
 {
     for (int round = 0; round < 10; round++) {
         struct nvmeio_config config = config_of(engine);
@@ -247,8 +247,8 @@ static void test_closing_waits_for_all_and_leaves_the_memory_alone(const char *e
     }
 }
 
-/* Which may still be on its way back when the handle has gone. */
-static void test_closing_beside_a_thread_that_waits(const char *engine)
+/* That thread may still be returning from its wait when the handle is freed. */
+static void test_close_while_a_thread_waits(const char *engine)
 {
     for (int round = 0; round < 80; round++) {
         struct nvmeio_config config = config_of(engine);
@@ -306,8 +306,9 @@ static void test_a_storm_of_signals_loses_nothing(const char *engine)
     nvmeio_handle_close(handle);
 }
 
-/* They would run the program's handlers, or end sigwait(3) there. */
-static void test_signals_of_the_program_are_not_for_workers(const char *engine)
+/* Otherwise workers would run the program's handlers, or take signals from sigwait(3).
+ * */
+static void test_workers_take_no_signals_of_the_program(const char *engine)
 {
     struct nvmeio_config config = config_of(engine);
     struct nvmeio_handle *handle = open_handle(&config);
@@ -333,7 +334,7 @@ static void test_signals_of_the_program_are_not_for_workers(const char *engine)
     nvmeio_handle_close(handle);
 }
 
-static void test_cancelling_at_any_moment_ends_in_one_of_two_ways(const char *engine)
+static void test_a_cancel_at_any_moment_has_one_of_two_outcomes(const char *engine)
 {
     struct nvmeio_config config = config_of(engine);
     unsigned cancelled = 0;
@@ -362,7 +363,7 @@ static void test_cancelling_at_any_moment_ends_in_one_of_two_ways(const char *en
     nvmeio_handle_close(handle);
 }
 
-static void test_an_fsync_stands_behind_writes_of_all_threads(const char *engine)
+static void test_an_fsync_waits_for_writes_of_all_threads(const char *engine)
 {
     struct nvmeio_config config = config_of(engine);
 
@@ -388,7 +389,7 @@ static void test_an_fsync_stands_behind_writes_of_all_threads(const char *engine
     nvmeio_handle_close(handle);
 }
 
-/* The library's fsync() and fdatasync() are these. */
+/* Replace fsync() and fdatasync() in the library. */
 static atomic_uint fsyncs, fdatasyncs;
 
 int fsync(int fd)
@@ -419,11 +420,10 @@ static void test_an_fsync_of_the_data_alone_is_fdatasync(const char *engine)
         CHECK(carry_out(handle, &sync).result == 0);
         bool full = atomic_load(&fsyncs) > fsyncs_before;
         bool data = atomic_load(&fdatasyncs) > fdatasyncs_before;
-        /* An io_uring worker calls one only where the kernel has cancelled its entry.
-         */
+        /* An io_uring worker calls one only if the kernel has cancelled its entry. */
         CHECK(data_only ? !full : !data);
         CHECK(!by_function || full != data);
-        /* Nor is the worker held up with libaio. */
+        /* With libaio the worker is not delayed either. */
         CHECK(!by_kernel || !(full || data));
     }
     nvmeio_file_release(file);
@@ -439,8 +439,8 @@ struct sitter {
     int sits[2], go_on[2];
 };
 
-/* A thread that is to end at the next cancellation point submits what fails at once,
- * so that it signals an eventfd. */
+/* A thread with a pending cancellation submits a request that fails at once, so that it
+ * signals an eventfd. */
 static void *submit_cancelled(void *argument)
 {
     struct sitter *sitter = argument;
@@ -487,7 +487,7 @@ static void *submit_and_sit(void *argument)
                                            sitter->memory.address + i * SIZE));
     pid_t child = vfork();
     if (child == 0) {
-        /* Or it would wait for itself, should the test fail. */
+        /* Otherwise it would wait for itself if the test failed. */
         close(sitter->go_on[1]);
         syscall(SYS_exit_group, write(sitter->sits[1], &byte, 1) != 1 ||
                                     read(sitter->go_on[0], &byte, 1) != 1);
@@ -496,7 +496,7 @@ static void *submit_and_sit(void *argument)
     return NULL;
 }
 
-static void test_draining_asks_nothing_of_the_thread_that_submitted(const char *engine)
+static void test_drain_needs_no_help_of_the_submitting_thread(const char *engine)
 {
     struct nvmeio_config config = config_of(engine);
     struct sitter sitter = {
@@ -523,7 +523,7 @@ static void test_draining_asks_nothing_of_the_thread_that_submitted(const char *
     nvmeio_handle_close(sitter.handle);
 }
 
-static void test_a_handle_can_be_stopped_by_many_and_closed_after(const char *engine)
+static void test_many_threads_may_stop_a_handle_and_then_close_it(const char *engine)
 {
     struct nvmeio_config config = config_of(engine);
     struct nvmeio_handle *handle = open_handle(&config);
@@ -549,8 +549,7 @@ static void *stop_main(void *handle)
     return NULL;
 }
 
-static void
-test_figures_neither_shrink_nor_double_while_workers_stop(const char *engine)
+static void test_statistics_stay_right_while_workers_stop(const char *engine)
 {
     for (int round = 0; round < 10; round++) {
         struct nvmeio_config config = config_of(engine);
@@ -573,7 +572,7 @@ test_figures_neither_shrink_nor_double_while_workers_stop(const char *engine)
     }
 }
 
-/* The library's pread() is this one, which holds up reads of the second half. */
+/* Replaces pread() in the library; delays reads of the second half. */
 static atomic_bool second_half_is_slow;
 
 ssize_t pread(int fd, void *buffer, size_t size, off_t offset)
@@ -583,8 +582,8 @@ ssize_t pread(int fd, void *buffer, size_t size, off_t offset)
     return syscall(SYS_pread64, fd, buffer, size, offset);
 }
 
-/* Slow reads take three of the four places that two workers have. */
-static void test_a_read_goes_where_there_is_a_place_free(void)
+/* Slow reads take three of the four slots of two workers. */
+static void test_a_read_goes_to_a_worker_with_a_free_slot(void)
 {
     struct nvmeio_config config = config_of("threads");
     config.workers = 2;
@@ -626,22 +625,22 @@ int main(void)
     {
         test_threads_share_a_handle(engine);
         test_many_threads_wait_for_one_request(engine);
-        test_more_requests_than_the_queue_holds(engine);
+        test_more_requests_than_the_queue_holds_are_completed(engine);
         test_many_workers_share_the_memory_for_bounces(engine);
         test_each_completion_is_reported_once(engine);
         test_a_request_outlives_its_handle_and_its_file(engine);
-        test_closing_waits_for_all_and_leaves_the_memory_alone(engine);
-        test_closing_beside_a_thread_that_waits(engine);
+        test_close_waits_and_then_leaves_the_memory_alone(engine);
+        test_close_while_a_thread_waits(engine);
         test_a_storm_of_signals_loses_nothing(engine);
-        test_signals_of_the_program_are_not_for_workers(engine);
-        test_cancelling_at_any_moment_ends_in_one_of_two_ways(engine);
-        test_an_fsync_stands_behind_writes_of_all_threads(engine);
+        test_workers_take_no_signals_of_the_program(engine);
+        test_a_cancel_at_any_moment_has_one_of_two_outcomes(engine);
+        test_an_fsync_waits_for_writes_of_all_threads(engine);
         test_an_fsync_of_the_data_alone_is_fdatasync(engine);
         test_a_cancelled_thread_leaves_nothing_locked(engine);
-        test_draining_asks_nothing_of_the_thread_that_submitted(engine);
-        test_a_handle_can_be_stopped_by_many_and_closed_after(engine);
-        test_figures_neither_shrink_nor_double_while_workers_stop(engine);
+        test_drain_needs_no_help_of_the_submitting_thread(engine);
+        test_many_threads_may_stop_a_handle_and_then_close_it(engine);
+        test_statistics_stay_right_while_workers_stop(engine);
     }
-    test_a_read_goes_where_there_is_a_place_free();
+    test_a_read_goes_to_a_worker_with_a_free_slot();
     return 0;
 }

@@ -1,5 +1,5 @@
-/* Which bucket a latency falls into, and that every block which transfers is counted
- * once, on every engine. */
+/* Buckets of latencies; and every transferring block is counted once, on every engine.
+ * */
 #include "engine.h"
 #include "block.h"
 #include "transfer.h"
@@ -36,7 +36,7 @@ static void test_buckets_follow_each_other_without_a_gap(void)
     }
 }
 
-static void test_a_bucket_is_not_wider_than_a_thirty_second_of_what_it_holds(void)
+static void test_a_buckets_width_is_at_most_a_thirty_second_of_its_latencies(void)
 {
     for (unsigned bucket = 1; bucket < LAST; bucket++) {
         int64_t shortest = nvmeio_latency_ns(bucket - 1) + 1;
@@ -44,7 +44,7 @@ static void test_a_bucket_is_not_wider_than_a_thirty_second_of_what_it_holds(voi
     }
 }
 
-static void test_the_last_bucket_has_all_that_takes_longer(void)
+static void test_the_last_bucket_has_all_longer_latencies(void)
 {
     CHECK(nvmeio_latency_ns(LAST - 1) > 67 * SECOND_NS);
     CHECK(nvmeio_latency_ns(LAST) == INT64_MAX);
@@ -81,7 +81,7 @@ static struct nvmeio_request *submit_records(struct nvmeio_handle *handle,
     return request;
 }
 
-/* One request of each kind, and of the fsyncs, which are not counted, two. */
+/* One request of each kind, and two fsyncs, which are not counted. */
 static void carry_out_all(struct nvmeio_handle *handle, struct nvmeio_file *file,
                           char *memory, bool perform)
 {
@@ -133,8 +133,8 @@ int main(void)
     begin();
     test_every_latency_is_within_the_bounds_of_its_bucket();
     test_buckets_follow_each_other_without_a_gap();
-    test_a_bucket_is_not_wider_than_a_thirty_second_of_what_it_holds();
-    test_the_last_bucket_has_all_that_takes_longer();
+    test_a_buckets_width_is_at_most_a_thirty_second_of_its_latencies();
+    test_the_last_bucket_has_all_longer_latencies();
     const char *path = path_in(test_folder());
     make_file(path, SIZE, 1);
     FOR_EACH_ENGINE(engine)

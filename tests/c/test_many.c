@@ -3,7 +3,7 @@
 
 enum { COUNT = 300, FILES = 3 };
 
-/* Transfers of pieces of several sizes, aligned and not, in all files by turns. */
+/* Transfers of several sizes, aligned and not, in alternating files. */
 struct set {
     const char *paths[FILES];
     struct nvmeio_file *files[FILES];
@@ -56,7 +56,7 @@ static struct nvmeio_request *submit_many(struct nvmeio_handle *handle,
 }
 
 /* Written by one request and read back by another, each counted once. */
-static void test_all_land(const char *engine)
+static void test_all_transfers_land(const char *engine)
 {
     struct nvmeio_config config = config_of(engine);
     struct nvmeio_stats stats;
@@ -86,8 +86,8 @@ static void test_all_land(const char *engine)
     nvmeio_handle_close(handle);
 }
 
-/* Those past the end fail, and the others land. */
-static void test_some_fail(const char *engine)
+/* Transfers past the end fail, and the others land. */
+static void test_failed_transfers_leave_the_others(const char *engine)
 {
     struct nvmeio_config config = config_of(engine);
     struct nvmeio_handle *handle = open_handle(&config);
@@ -156,7 +156,7 @@ static bool fail_second(struct nvmeio_block *block)
     return true;
 }
 
-/* A block for each of the transfers; they share no bytes. */
+/* One block for each transfer; they share no bytes. */
 static struct nvmeio_request *start_blocks(enum nvmeio_op op,
                                            struct nvmeio_request *after)
 {
@@ -175,7 +175,7 @@ static struct nvmeio_request *start_blocks(enum nvmeio_op op,
     return request;
 }
 
-static void test_one_that_fails_leaves_the_others_alone(void)
+static void test_a_failed_block_leaves_the_other_transfers(void)
 {
     struct nvmeio_failure failure;
     void *user;
@@ -196,7 +196,7 @@ static void test_one_that_fails_leaves_the_others_alone(void)
     stage_close();
 }
 
-/* What is in flight is awaited, the rest is dropped. */
+/* Blocks in flight end, and the others are dropped. */
 static void test_cancel(void)
 {
     stage_open(3);
@@ -212,7 +212,7 @@ static void test_cancel(void)
     stage_close();
 }
 
-/* An fsync covers all of them, and they can come after others. */
+/* An fsync covers all of them, and they can come after other requests. */
 static void test_order(bool fails)
 {
     stage_open(64);
@@ -256,18 +256,18 @@ int main(void)
     begin();
     stage.path = path_in(test_folder());
     test_refusals();
-    test_one_that_fails_leaves_the_others_alone();
+    test_a_failed_block_leaves_the_other_transfers();
     test_cancel();
     test_order(false);
     test_order(true);
     test_a_dead_engine();
     FOR_EACH_ENGINE(name)
     {
-        /* It is the scripted one here. */
+        /* "sync" is the scripted engine here. */
         if (strcmp(name, "sync") == 0)
             continue;
-        test_all_land(name);
-        test_some_fail(name);
+        test_all_transfers_land(name);
+        test_failed_transfers_leave_the_others(name);
     }
     return 0;
 }

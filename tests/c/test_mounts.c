@@ -1,5 +1,5 @@
-/* A disk that is full and a disk of 4096-byte sectors, both made of a file and a loop
- * device.  That needs root; elsewhere the test is skipped. */
+/* A full disk and a disk with 4096-byte sectors, both on loop devices.  Skipped without
+ * root. */
 #include <sys/stat.h>
 #include <sys/wait.h>
 
@@ -49,7 +49,7 @@ static void attach(const char *image, const char *sector_bytes)
         SKIP("losetup gives no loop device");
 }
 
-/* A file system on a disk with such sectors, in `folder`. */
+/* Mount a file system with the given sector size on `folder`. */
 static void mount_disk(const char *sector_bytes)
 {
     const char *image = path_in(test_folder());
@@ -65,8 +65,7 @@ static void mount_disk(const char *sector_bytes)
 }
 
 /* By the device, through bounces, and through the page cache. */
-static void
-test_a_full_disk_is_told_and_the_file_ends_where_bytes_do(const char *engine)
+static void test_a_full_disk_is_an_error_and_keeps_landed_bytes(const char *engine)
 {
     struct nvmeio_config config = config_of(engine);
     struct nvmeio_handle *handle = open_handle(&config);
@@ -92,7 +91,7 @@ test_a_full_disk_is_told_and_the_file_ends_where_bytes_do(const char *engine)
     nvmeio_handle_close(handle);
 }
 
-static void test_sectors_of_4096_bytes_are_known_and_kept(const char *engine)
+static void test_sectors_of_4096_bytes_are_detected_and_respected(const char *engine)
 {
     static const int64_t offsets[] = {0, 512, 4096, 5000};
     struct nvmeio_config config = config_of(engine);
@@ -136,13 +135,13 @@ int main(void)
     mount_disk("512");
     FOR_EACH_ENGINE(engine)
     {
-        test_a_full_disk_is_told_and_the_file_ends_where_bytes_do(engine);
+        test_a_full_disk_is_an_error_and_keeps_landed_bytes(engine);
     }
     unmount();
     mount_disk("4096");
     FOR_EACH_ENGINE(engine)
     {
-        test_sectors_of_4096_bytes_are_known_and_kept(engine);
+        test_sectors_of_4096_bytes_are_detected_and_respected(engine);
     }
     return 0;
 }

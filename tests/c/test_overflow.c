@@ -1,6 +1,6 @@
-/* A completion queue that overflows.  Ours are as large as what can be in flight, so
- * liburing's set-up is replaced at link time by one that makes them small: 64
- * operations meet a queue of 8, and the kernel has to keep what finds no room. */
+/* An overflowing completion queue.  Ours hold everything that can be in flight, so a
+ * replaced set-up makes them small: 64 operations meet a queue of 8, and the kernel
+ * must keep the other completions. */
 #include <pthread.h>
 
 #include "transfer.h"
@@ -14,8 +14,7 @@
 #define BLOCK PAGE
 
 static const char *path;
-static atomic_uint
-    overflows; /* calls after which completions were kept for want of room */
+static atomic_uint overflows; /* calls after which the kernel kept completions */
 static atomic_uint dropped;
 
 int io_uring_queue_init_params(unsigned entries, struct io_uring *ring,
@@ -35,7 +34,7 @@ void io_uring_queue_exit(struct io_uring *ring)
 {
     void (*tear_down)(struct io_uring *) = real("io_uring_queue_exit");
 
-    /* What the kernel had no memory to keep. */
+    /* Completions that the kernel had no memory to keep. */
     atomic_fetch_add(&dropped, *ring->cq.koverflow);
     tear_down(ring);
 }
@@ -116,7 +115,7 @@ static void test_no_completion_is_lost(enum nvmeio_op op, enum nvmeio_direct dir
 }
 
 /* Every other block. */
-static void test_a_gather_misses_none(void)
+static void test_a_gather_loses_no_completion(void)
 {
     struct nvmeio_handle *handle = open_deep(1);
     struct nvmeio_file *file = open_file(path, O_RDONLY, NVMEIO_DIRECT_NEVER);
@@ -170,7 +169,7 @@ static void *reader_main(void *argument)
     return NULL;
 }
 
-/* Workers that are woken for more while they wait. */
+/* Workers are woken for new requests while they wait. */
 static void test_threads_share_rings_that_overflow(void)
 {
     struct reader readers[4];
@@ -189,9 +188,10 @@ static void test_threads_share_rings_that_overflow(void)
     CHECK(atomic_load(&dropped) == 0);
 }
 
-/* What is in the page cache is read within the call that hands it over, so completions
- * surely have no room; how many a device sends at a time is its own affair. */
-static void test_every_way(enum nvmeio_direct direct, bool surely)
+/* Cached bytes are read within the submitting call, so the queue surely overflows; from
+ * a device completions may come one by one. */
+static void test_every_kind_of_request_survives_an_overflow(enum nvmeio_direct direct,
+                                                            bool surely)
 {
     for (unsigned i = 0; i < 4; i++) {
         enum nvmeio_op op = i & 1 ? NVMEIO_OP_WRITE : NVMEIO_OP_READ;
@@ -209,9 +209,9 @@ int main(void)
         SKIP("io_uring does not work here");
     path = path_in(test_folder());
     make_file(path, SIZE, 1);
-    test_every_way(NVMEIO_DIRECT_NEVER, true);
-    test_every_way(NVMEIO_DIRECT_AUTO, false);
-    test_a_gather_misses_none();
+    test_every_kind_of_request_survives_an_overflow(NVMEIO_DIRECT_NEVER, true);
+    test_every_kind_of_request_survives_an_overflow(NVMEIO_DIRECT_AUTO, false);
+    test_a_gather_loses_no_completion();
     expect_overflows();
     test_threads_share_rings_that_overflow();
     expect_overflows();

@@ -1,4 +1,4 @@
-/* Memory in small pages is told from memory in huge ones, and goes through bounces. */
+/* Memory in small pages is distinguished from huge pages, and goes through bounces. */
 #include <sys/mman.h>
 #include <sys/wait.h>
 
@@ -8,7 +8,7 @@
 #define HUGE ((size_t)2 << 20)
 #define BYTES (4 * HUGE)
 
-/* Memory at a huge page, not touched. */
+/* Untouched memory that begins at a huge page. */
 static char *map(int advice)
 {
     char *mapped = mmap(NULL, BYTES + HUGE, PROT_READ | PROT_WRITE,
@@ -24,7 +24,7 @@ static bool small(const char *memory, enum nvmeio_op op)
     return nvmeio_pages_are_small(memory, BYTES, op);
 }
 
-static void test_pages_are_told_apart(void)
+static void test_small_and_huge_pages_are_distinguished(void)
 {
     char *memory = map(MADV_NOHUGEPAGE);
 
@@ -40,7 +40,7 @@ static void test_pages_are_told_apart(void)
     CHECK(!small(memory, NVMEIO_OP_READ));
     memset(memory, 1, BYTES);
     CHECK(!small(memory, NVMEIO_OP_READ) && !small(memory, NVMEIO_OP_WRITE));
-    /* Most of it counts. */
+    /* The larger part decides. */
     CHECK(madvise(memory, HUGE, MADV_DONTNEED) == 0);
     CHECK(madvise(memory, HUGE, MADV_NOHUGEPAGE) == 0);
     memset(memory, 1, HUGE);
@@ -52,8 +52,8 @@ static void test_pages_are_told_apart(void)
     munmap(memory, BYTES);
 }
 
-/* What may not be read is not touched. */
-static void test_foreign_memory_is_left_alone(void)
+/* Inaccessible memory is not touched. */
+static void test_inaccessible_memory_is_not_touched(void)
 {
     char *memory = map(MADV_NOHUGEPAGE);
 
@@ -63,7 +63,7 @@ static void test_foreign_memory_is_left_alone(void)
     CHECK(!small(memory, NVMEIO_OP_READ) && !small(memory, NVMEIO_OP_WRITE));
 }
 
-/* How many bytes went direct and through bounces when memory was written and read. */
+/* Write and read memory; return the direct and the bounced bytes. */
 static void move(struct nvmeio_handle *handle, const char *path, char *memory,
                  size_t size, uint64_t *direct, uint64_t *bounced)
 {
@@ -102,10 +102,10 @@ static void check_routes(struct nvmeio_handle *handle, enum nvmeio_bounce bounce
     move(handle, path, small_pages, BYTES, &direct, &bounced);
     CHECK(direct == (by_pages ? 0 : 2 * BYTES) &&
           bounced == (by_pages ? 2 * BYTES : 0));
-    /* Too little to ask. */
+    /* Too small for the check. */
     move(handle, path, small_pages, NVMEIO_PAGES_BYTES_MIN - PAGE, &direct, &bounced);
     CHECK((direct > 0) == !all && (bounced > 0) == all);
-    /* Bounces would be the same memory. */
+    /* Bounces would have the same pages. */
     CHECK(nvmeio_pool_alloc(BYTES, false, &pool, NULL) == 0);
     CHECK(madvise(pool, BYTES, MADV_DONTNEED) == 0);
     CHECK(madvise(pool, BYTES, MADV_NOHUGEPAGE) == 0);
@@ -117,7 +117,7 @@ static void check_routes(struct nvmeio_handle *handle, enum nvmeio_bounce bounce
     munmap(huge_pages, BYTES);
 }
 
-static void test_small_pages_are_bounced_unless_told(enum nvmeio_bounce bounce)
+static void test_small_pages_are_bounced_unless_disabled(enum nvmeio_bounce bounce)
 {
     const char *path = path_in(test_folder());
     struct nvmeio_config config = config_of("sync");
@@ -128,7 +128,7 @@ static void test_small_pages_are_bounced_unless_told(enum nvmeio_bounce bounce)
     nvmeio_handle_close(handle);
 }
 
-/* The pool has nothing left for bounces: each worker has some of its own. */
+/* The pool has nothing left for bounces: each worker uses its reserve. */
 static void test_without_the_pool_bounces_come_from_the_reserve(unsigned workers)
 {
     const char *path = path_in(test_folder());
@@ -153,7 +153,7 @@ static void test_without_the_pool_bounces_come_from_the_reserve(unsigned workers
     nvmeio_handle_close(handle);
 }
 
-static void test_an_idle_worker_gives_its_bounces_back(const char *engine)
+static void test_an_idle_worker_returns_its_bounces(const char *engine)
 {
     const char *path = path_in(test_folder());
     struct nvmeio_config config = config_of(engine);
@@ -168,7 +168,7 @@ static void test_an_idle_worker_gives_its_bounces_back(const char *engine)
     for (int round = 0; round < 2; round++) {
         move(handle, path, memory, BYTES, &direct, &bounced);
         CHECK(bounced == 2 * BYTES);
-        /* The watchdog ends this if it never comes true. */
+        /* The watchdog ends an endless wait. */
         do {
             nvmeio_pool_get_stats(&after);
             sched_yield();
@@ -178,8 +178,8 @@ static void test_an_idle_worker_gives_its_bounces_back(const char *engine)
     nvmeio_handle_close(handle);
 }
 
-/* The question is about a child's own memory, in the child. */
-static void test_children_ask_for_themselves(void)
+/* A child must check its own pages, not its parent's. */
+static void test_children_check_their_own_pages(void)
 {
     char *memory = map(MADV_HUGEPAGE);
     int status;
@@ -214,15 +214,15 @@ int main(void)
     if (small(memory, NVMEIO_OP_READ))
         SKIP("the kernel has no huge pages to give");
     munmap(memory, BYTES);
-    test_children_ask_for_themselves();
-    test_pages_are_told_apart();
-    test_foreign_memory_is_left_alone();
-    test_small_pages_are_bounced_unless_told(NVMEIO_BOUNCE_AUTO);
-    test_small_pages_are_bounced_unless_told(NVMEIO_BOUNCE_ALWAYS);
-    test_small_pages_are_bounced_unless_told(NVMEIO_BOUNCE_NEVER);
+    test_children_check_their_own_pages();
+    test_small_and_huge_pages_are_distinguished();
+    test_inaccessible_memory_is_not_touched();
+    test_small_pages_are_bounced_unless_disabled(NVMEIO_BOUNCE_AUTO);
+    test_small_pages_are_bounced_unless_disabled(NVMEIO_BOUNCE_ALWAYS);
+    test_small_pages_are_bounced_unless_disabled(NVMEIO_BOUNCE_NEVER);
     test_without_the_pool_bounces_come_from_the_reserve(1);
     test_without_the_pool_bounces_come_from_the_reserve(3);
     FOR_EACH_ENGINE(engine)
-    test_an_idle_worker_gives_its_bounces_back(engine);
+    test_an_idle_worker_returns_its_bounces(engine);
     return 0;
 }

@@ -1,5 +1,5 @@
-/* nvmeio_perform(): what it carries out in the calling thread, what it leaves to the
- * workers, and that it counts like any other request meanwhile. */
+/* nvmeio_perform(): transfers that it runs in the calling thread, those that it leaves
+ * to workers; meanwhile it counts as a request. */
 #include <pthread.h>
 #include <semaphore.h>
 #include <sys/syscall.h>
@@ -9,8 +9,8 @@
 
 #define BLOCK (64 * KIB)
 
-/* The library's pread() and pwrite() are these, which count what this thread has asked
- * for, and may hold a write up. */
+/* Replace pread() and pwrite() in the library; they count this thread's calls, and can
+ * delay a write. */
 static _Thread_local unsigned calls_here;
 static _Thread_local bool held_here;
 static atomic_bool written;
@@ -67,7 +67,7 @@ struct kind {
     int64_t offset;
     size_t residue; /* of the address */
     size_t size;
-    size_t direct_bytes, buffered_bytes; /* none of either: left to the workers */
+    size_t direct_bytes, buffered_bytes; /* both 0: left to the workers */
 };
 
 #define READ NVMEIO_OP_READ
@@ -75,27 +75,27 @@ struct kind {
 #define AUTO NVMEIO_DIRECT_AUTO
 #define NEVER NVMEIO_DIRECT_NEVER
 
-/* Of a file of which O_DIRECT takes whole sectors. */
+/* Of a file with O_DIRECT for whole sectors. */
 static const struct kind kinds_direct[] = {
     {READ, AUTO, NVMEIO_BOUNCE_AUTO, BLOCK, PAGE, 0, BLOCK, BLOCK, 0},
     {WRITE, AUTO, NVMEIO_BOUNCE_AUTO, BLOCK, PAGE, 0, BLOCK, BLOCK, 0},
     {READ, AUTO, NVMEIO_BOUNCE_AUTO, 4 * MIB, PAGE, 0, MIB, MIB, 0},
     /* It fills no page. */
     {WRITE, AUTO, NVMEIO_BOUNCE_AUTO, BLOCK, 5000, 7, 100, 0, 100},
-    /* A bounce is needed, or asked for. */
+    /* It needs a bounce, or bounces are requested. */
     {READ, AUTO, NVMEIO_BOUNCE_AUTO, BLOCK, 5000, 0, 100, 0, 0},
     {READ, AUTO, NVMEIO_BOUNCE_AUTO, BLOCK, PAGE, 1, BLOCK, 0, 0},
     {WRITE, AUTO, NVMEIO_BOUNCE_AUTO, BLOCK, PAGE, 1, BLOCK, 0, 0},
     {READ, AUTO, NVMEIO_BOUNCE_ALWAYS, BLOCK, PAGE, 0, BLOCK, 0, 0},
-    /* It goes two ways, in blocks of its own. */
+    /* It takes two routes, in separate blocks. */
     {WRITE, AUTO, NVMEIO_BOUNCE_AUTO, BLOCK, PAGE, 0, 2 * PAGE + 1, 0, 0},
 };
 
-/* Of any. */
+/* Of any file. */
 static const struct kind kinds_any[] = {
     {READ, NEVER, NVMEIO_BOUNCE_AUTO, BLOCK, 5000, 7, 100, 0, 100},
     {WRITE, NEVER, NVMEIO_BOUNCE_AUTO, BLOCK, 5000, 7, BLOCK, 0, BLOCK},
-    /* It is more than a block, or more than a thread carries out itself. */
+    /* It exceeds a block, or the limit of transfers in the calling thread. */
     {READ, NEVER, NVMEIO_BOUNCE_AUTO, BLOCK, 0, 0, BLOCK + 1, 0, 0},
     {READ, NEVER, NVMEIO_BOUNCE_AUTO, 4 * MIB, 0, 0, MIB + 1, 0, 0},
 };
@@ -135,8 +135,8 @@ static void try_kind(const struct kind *kind, const char *engine, const char *pa
     nvmeio_pool_free(memory.base);
 }
 
-static void test_it_takes_one_block_that_needs_no_bounce(const char *engine,
-                                                         const char *path)
+static void test_it_runs_one_block_that_needs_no_bounce(const char *engine,
+                                                        const char *path)
 {
     for (size_t i = 0; i < sizeof(kinds_any) / sizeof(kinds_any[0]); i++)
         try_kind(&kinds_any[i], engine, path);
@@ -145,8 +145,8 @@ static void test_it_takes_one_block_that_needs_no_bounce(const char *engine,
             try_kind(&kinds_direct[i], engine, path);
 }
 
-static void test_what_it_leaves_or_refuses_is_not_begun(const char *engine,
-                                                        const char *path)
+static void test_transfers_that_it_leaves_or_refuses_are_not_begun(const char *engine,
+                                                                   const char *path)
 {
     struct nvmeio_config config = config_of(engine);
     struct nvmeio_handle *handle = open_handle(&config);
@@ -169,7 +169,8 @@ static void test_what_it_leaves_or_refuses_is_not_begun(const char *engine,
     t = transfer_of(NVMEIO_OP_READ, file, &byte, 2, INT64_MAX - 1);
     CHECK(nvmeio_perform(handle, &t, &outcome) == -EOVERFLOW);
     t = transfer_of(NVMEIO_OP_READ, file, &byte, 1, 0);
-    file->local = false; /* such as one of a server, which may keep a thread for ever */
+    file->local = false; /* such as a file of a server, which may block a thread for
+    ever */
     CHECK(nvmeio_perform(handle, &t, &outcome) == 0);
     file->local = true;
     nvmeio_handle_stop(handle);
@@ -207,7 +208,7 @@ static void test_a_read_past_the_end_leaves_the_memory_alone(const char *engine,
     nvmeio_handle_close(handle);
 }
 
-/* A write that another thread carries out itself, until it is let go. */
+/* A write in another thread, held until it is released. */
 struct writer {
     pthread_t thread;
     struct nvmeio_handle *handle;
@@ -271,7 +272,7 @@ static void test_drain_stop_and_fsync_wait_for_it(const char *engine, const char
     await_post(&entered);
     CHECK(nvmeio_handle_pending(handle) == 1);
     struct nvmeio_request *behind = submit(handle, &sync);
-    /* The only worker takes what is in the queue in its order. */
+    /* The only worker takes requests in the order of the queue. */
     CHECK(read_at(handle, file, bytes, sizeof(bytes), 1).result == sizeof(bytes));
     CHECK(nvmeio_request_wait(behind, 1000000) == -ETIMEDOUT);
     CHECK(nvmeio_handle_drain(handle, 1000000) == -ETIMEDOUT);
@@ -298,8 +299,8 @@ static void try_folder(const char *folder)
     make_file(path, 2 * MIB, 1);
     FOR_EACH_ENGINE(engine)
     {
-        test_it_takes_one_block_that_needs_no_bounce(engine, path);
-        test_what_it_leaves_or_refuses_is_not_begun(engine, path);
+        test_it_runs_one_block_that_needs_no_bounce(engine, path);
+        test_transfers_that_it_leaves_or_refuses_are_not_begun(engine, path);
         test_a_read_past_the_end_leaves_the_memory_alone(engine, path,
                                                          NVMEIO_DIRECT_AUTO);
         test_a_read_past_the_end_leaves_the_memory_alone(engine, path,

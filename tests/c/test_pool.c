@@ -1,6 +1,6 @@
-/* The pool hands out aligned, populated memory and gets it all back, from many threads
- * and over forks.  madvise() and mlock() are replaced by functions that watch and fail
- * on demand, which also undoes the sanitizers' mlock() that does nothing. */
+/* The pool allocates aligned, populated memory and gets all of it back, with many
+ * threads and forks.  Replaced madvise() and mlock() record calls and fail on demand;
+ * that also bypasses the sanitizers' mlock(), which does nothing. */
 #include <errno.h>
 #include <linux/mempolicy.h>
 #include <pthread.h>
@@ -21,7 +21,7 @@
 #define MIB ((size_t)1 << 20)
 #define POPULATE_WRITE 23 /* MADV_POPULATE_WRITE of Linux 5.14 */
 
-static atomic_int populate_error; /* what populating fails with, 0 for not at all */
+static atomic_int populate_error; /* errno of populating, or 0 */
 static atomic_int lock_error;
 static atomic_int populate_refusals;
 static atomic_int lock_refusals;
@@ -90,7 +90,7 @@ static bool is_resident(void *address, size_t size)
     return resident;
 }
 
-/* What the kernel says is locked in this process, in bytes. */
+/* Bytes locked in this process, from the kernel. */
 static size_t locked_by_kernel(void)
 {
     char line[256];
@@ -139,7 +139,7 @@ static void test_memory_is_aligned_populated_and_apart(void)
     CHECK(get_stats().bytes_used == used_before);
 }
 
-static void test_freed_memory_is_used_again_and_nothing_is_mapped(void)
+static void test_freed_memory_is_reused_without_a_new_mapping(void)
 {
     void *first = alloc(5 * MIB);
     nvmeio_pool_free(first);
@@ -177,7 +177,7 @@ static void test_free_neighbours_are_joined(void)
     CHECK(get_stats().bytes_mapped == mapped_before);
 }
 
-/* A small allocation that lives long must not spoil large free memory. */
+/* A long-lived small allocation must not fragment large free memory. */
 static void test_small_allocations_leave_large_memory_whole(void)
 {
     void *large = alloc(128 * MIB);
@@ -231,7 +231,7 @@ static void test_impossible_sizes_are_refused(void)
     nvmeio_pool_free(NULL);
 }
 
-static void test_memory_that_cannot_be_populated_is_no_memory(void)
+static void test_memory_that_cannot_be_populated_is_an_error(void)
 {
     struct nvmeio_pool_stats before = get_stats();
     int refusals_before = atomic_load(&populate_refusals);
@@ -242,7 +242,7 @@ static void test_memory_that_cannot_be_populated_is_no_memory(void)
     CHECK(atomic_load(&populate_refusals) == refusals_before + 1);
     struct nvmeio_pool_stats after = get_stats();
     CHECK(memcmp(&before, &after, sizeof(before)) == 0);
-    /* What had been mapped for it is not there any more. */
+    /* The mapping that was made for it is gone. */
     CHECK(msync(atomic_load(&populated), 4096, MS_ASYNC) == -1 && errno == ENOMEM);
 }
 
@@ -283,7 +283,7 @@ static struct nvmeio_pool_stats stats_now(void)
 }
 
 /* The first test, while nothing is mapped. */
-static void test_no_more_is_mapped_than_the_limit(void)
+static void test_the_limit_of_mapped_memory_is_kept(void)
 {
     void *large, *small, *behind, *other;
 
@@ -307,10 +307,10 @@ static void test_no_more_is_mapped_than_the_limit(void)
     memset(other, 3, 22 * MIB);
     CHECK(stats_now().bytes_mapped == 64 * MIB && stats_now().allocations == 4);
     nvmeio_pool_free(large);
-    /* Nothing is given up of a huge page that is not all free. */
+    /* A huge page that is partly used is not unmapped. */
     CHECK(nvmeio_pool_alloc(1, false, &behind, NULL) == 0);
     nvmeio_pool_free(small);
-    /* What is free is kept where giving it up would not be enough. */
+    /* Free memory is kept if unmapping it would not be enough. */
     CHECK(!nvmeio_pool_has_room(44 * MIB) && nvmeio_pool_has_room(40 * MIB));
     CHECK(nvmeio_pool_alloc(44 * MIB, false, &large, NULL) == -ENOMEM);
     CHECK(stats_now().bytes_mapped == 64 * MIB);
@@ -321,9 +321,8 @@ static void test_no_more_is_mapped_than_the_limit(void)
     CHECK(stats_now().bytes_limit == nvmeio_memory_bytes() / 2);
 }
 
-/* What is used stays, with the rest of its huge page; the order of frees is no matter.
- */
-static void test_trimming_unmaps_what_is_free(void)
+/* Used memory stays, with the rest of its huge page, for any order of frees. */
+static void test_trimming_unmaps_free_memory(void)
 {
     char *small[64], *large = alloc(64 * MIB);
 
@@ -347,7 +346,7 @@ static void test_trimming_unmaps_what_is_free(void)
     for (size_t i = 0; i < MIB; i++)
         CHECK(small[20][i] == 5);
     CHECK(large[0] == 6 && large[64 * MIB - 1] == 6);
-    /* It goes on as before. */
+    /* The pool works as before. */
     other = alloc(32 * MIB);
     memset(other, 7, 32 * MIB);
     nvmeio_pool_free(other);
@@ -357,7 +356,7 @@ static void test_trimming_unmaps_what_is_free(void)
     CHECK(nvmeio_pool_trim() == 0);
 }
 
-static void test_memory_comes_from_the_node_that_is_asked_for(void)
+static void test_memory_comes_from_the_requested_node(void)
 {
     void *memory;
     int node = -1;
@@ -386,8 +385,8 @@ static unsigned long free_huge_pages(void)
     return count;
 }
 
-/* With or without reserved pages there is memory.  The second test: nothing that is
- * mapped is as large; in a child, for children of ours could not write to it. */
+/* There is memory with or without reserved pages.  The second test, while nothing this
+ * large is mapped; in a child, because our children could not write to such memory. */
 static void use_hugetlbfs(void)
 {
     bool reserved = free_huge_pages() >= 64;
@@ -402,7 +401,7 @@ static void use_hugetlbfs(void)
     nvmeio_pool_free(memory);
 }
 
-static void test_hugetlbfs_is_used_as_far_as_it_goes(void)
+static void test_hugetlbfs_is_used_as_far_as_pages_are_reserved(void)
 {
     pid_t child = fork();
     int status;
@@ -483,7 +482,7 @@ static void test_uses_are_counted_and_keep_the_pin(void)
     CHECK(nvmeio_pool_use(memory, 1) == 1);
     nvmeio_pool_free(memory);
     CHECK(nvmeio_pool_use(memory, 1) == 0);
-    /* Who has it next has used it for nothing. */
+    /* Its next user starts without uses. */
     CHECK(alloc(MIB) == memory && nvmeio_pool_use(memory, 1) == 1);
     nvmeio_pool_free(memory);
 }
@@ -520,8 +519,7 @@ static void test_a_child_counts_the_fork_and_forgets_locks_and_uses(void)
     nvmeio_pool_free(memory);
 }
 
-/* A thread maps memory for the pool, more than there is, and a fork comes in between.
- */
+/* A fork happens while a thread maps more memory for the pool than there is. */
 static void *map_slowly(void *argument)
 {
     nvmeio_pool_free(alloc(*(uint64_t *)argument + 2 * MIB));
@@ -555,7 +553,7 @@ struct held {
     size_t size;
 };
 
-/* Memory that was handed out twice would have lost its marks. */
+/* Memory that was allocated twice would have lost its marks. */
 static void release_held(struct held *held, unsigned char mark)
 {
     CHECK(held->memory[0] == mark && held->memory[held->size - 1] == mark);
@@ -594,7 +592,7 @@ static void *hammer(void *argument)
     return NULL;
 }
 
-/* Run in a child whose parent's other threads were anywhere in the pool. */
+/* Runs in a child; the parent's other threads may have been anywhere in the pool. */
 static void use_pool_in_child(void)
 {
     alarm(30);
@@ -641,25 +639,25 @@ static void test_threads_and_forked_children_share_the_pool(void)
 
 int main(void)
 {
-    test_no_more_is_mapped_than_the_limit();
-    test_hugetlbfs_is_used_as_far_as_it_goes();
+    test_the_limit_of_mapped_memory_is_kept();
+    test_hugetlbfs_is_used_as_far_as_pages_are_reserved();
     test_memory_is_aligned_populated_and_apart();
-    test_freed_memory_is_used_again_and_nothing_is_mapped();
+    test_freed_memory_is_reused_without_a_new_mapping();
     test_free_neighbours_are_joined();
-    test_trimming_unmaps_what_is_free();
+    test_trimming_unmaps_free_memory();
     test_small_allocations_leave_large_memory_whole();
     test_rounding_wastes_less_than_a_page_or_a_huge_page();
     test_impossible_sizes_are_refused();
-    test_memory_that_cannot_be_populated_is_no_memory();
+    test_memory_that_cannot_be_populated_is_an_error();
     test_kernels_without_populate_get_touched_pages();
     test_refused_locks_are_no_error();
-    test_memory_comes_from_the_node_that_is_asked_for();
+    test_memory_comes_from_the_requested_node();
     test_pinned_memory_is_found_by_any_slice();
     test_uses_are_counted_and_keep_the_pin();
     test_a_child_does_not_count_what_a_thread_was_mapping();
     test_a_child_counts_the_fork_and_forgets_locks_and_uses();
     test_threads_and_forked_children_share_the_pool();
-    /* The last, for they are skipped where memory may not be locked. */
+    /* Last, because these skip the rest if memory cannot be locked. */
     test_locking_is_real_and_ends_with_the_allocation(64 * KIB);
     test_locking_is_real_and_ends_with_the_allocation(6 * MIB);
     return 0;

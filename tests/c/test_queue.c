@@ -1,5 +1,5 @@
-/* In which order blocks are handed over, how many at a time, and who is told of what.
- */
+/* The order in which blocks are submitted, how many at a time, and reports of
+ * completions. */
 #include "scripted.h"
 
 static void test_no_more_blocks_are_in_flight_than_the_queue_holds(void)
@@ -25,7 +25,7 @@ static bool perform_one(struct nvmeio_block *block)
     return calls++ == 0 && perform(block);
 }
 
-static void test_a_block_takes_the_place_of_one_that_is_back(void)
+static void test_a_block_is_submitted_when_another_returns(void)
 {
     stage_open(4);
     play(hold);
@@ -57,7 +57,7 @@ static bool perform_reads(struct nvmeio_block *block)
     return block->op == NVMEIO_OP_READ && perform(block);
 }
 
-/* Of the large bounce there is one, which is no ordinary one when it has come back. */
+/* There is one large bounce, which must not become an ordinary one after its return. */
 static void test_a_large_bounce_serves_one_block_at_a_time(void)
 {
     struct nvmeio_file_info info;
@@ -87,7 +87,7 @@ static void test_a_large_bounce_serves_one_block_at_a_time(void)
 
 static atomic_bool handing_over, queued_meanwhile;
 
-/* The worker comes here when it hands its first block over, before it waits. */
+/* The worker calls this when it submits its first block, before it waits. */
 static void hold_up_the_worker(void)
 {
     atomic_store(&handing_over, true);
@@ -95,8 +95,8 @@ static void hold_up_the_worker(void)
         sched_yield();
 }
 
-/* The wake-up comes before the wait, and finds a call in between that does not wait. */
-static void test_what_is_queued_just_before_a_worker_waits_is_not_left_behind(void)
+/* The wake-up comes before the wait, with a call in between that does not wait. */
+static void test_a_request_queued_just_before_a_worker_waits_is_not_missed(void)
 {
     stage_open(4);
     stage.config.single_submit = true;
@@ -117,7 +117,7 @@ static void test_what_is_queued_just_before_a_worker_waits_is_not_left_behind(vo
     stage_close();
 }
 
-static void test_single_submit_hands_over_one_block_a_call(void)
+static void test_single_submit_submits_one_block_per_call(void)
 {
     for (int single = 0; single < 2; single++) {
         stage_open(4);
@@ -150,7 +150,7 @@ static void test_edges_of_a_write_wait_for_its_middle(void)
     stage_close();
 }
 
-/* Each record of a scatter is such a write, and waits for the middles of all. */
+/* Each record of a scatter is such a write; edges wait for the middles of all. */
 static void test_edges_of_a_scatter_wait_for_its_middles(void)
 {
     const int64_t offsets[] = {1000, 4 * BLOCK + 1000}, places[] = {1000, 4 * BLOCK};
@@ -233,7 +233,7 @@ static void test_an_fsync_waits_for_more_than_the_last_write(void)
     struct nvmeio_request *behind = submit(stage.handle, &sync);
     CHECK(finish(second).result == BLOCK);
     /* The only worker takes requests in the order of the queue.  If the second write
-     * had put the fsync there, it would be in flight before this read. */
+     * had queued the fsync, it would be in flight before this read. */
     t.op = NVMEIO_OP_READ;
     struct nvmeio_request *read = submit(stage.handle, &t);
     await(&in_flight_of[NVMEIO_OP_READ], 1);
@@ -246,14 +246,14 @@ static void test_an_fsync_waits_for_more_than_the_last_write(void)
     stage_close();
 }
 
-/* What is of one page; the rest is held. */
+/* Blocks of one page succeed; the others are held. */
 static bool perform_a_page(struct nvmeio_block *block)
 {
     return block->op == NVMEIO_OP_READ && block->bytes == PAGE && perform(block);
 }
 
-/* Beside an fsync, or all blocks of a large read, for several of which at once the
- * worker waits. */
+/* Beside an fsync, or beside all blocks of a large read, several of which the worker
+ * waits for at once. */
 static void test_a_small_read_of_another_file_waits_for_nothing_else(enum nvmeio_op op)
 {
     const char *path = path_in(test_folder());
@@ -288,11 +288,11 @@ int main(void)
     begin();
     stage.path = path_in(test_folder());
     test_no_more_blocks_are_in_flight_than_the_queue_holds();
-    test_a_block_takes_the_place_of_one_that_is_back();
+    test_a_block_is_submitted_when_another_returns();
     test_a_worker_takes_new_requests_while_it_waits();
     test_a_large_bounce_serves_one_block_at_a_time();
-    test_what_is_queued_just_before_a_worker_waits_is_not_left_behind();
-    test_single_submit_hands_over_one_block_a_call();
+    test_a_request_queued_just_before_a_worker_waits_is_not_missed();
+    test_single_submit_submits_one_block_per_call();
     test_edges_of_a_write_wait_for_its_middle();
     test_edges_of_a_scatter_wait_for_its_middles();
     test_an_fsync_waits_for_the_writes_before_it();

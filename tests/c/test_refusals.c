@@ -1,16 +1,16 @@
-/* What system calls refuse, shown by functions that stand in for them at link time. */
+/* Refusals of system calls, by functions that replace them at link time. */
 #include <sys/resource.h>
 #include <sys/syscall.h>
 
 #include "engine.h"
 #include "transfer.h"
 
-/* How often io_submit() is still to be refused, and with what. */
+/* How many more calls of io_submit() fail, and the errno. */
 static atomic_uint refusals;
 static atomic_int refusal;
 
-/* Blocks are taken and never come back, and every other look for them is disturbed by a
- * signal. */
+/* Blocks are accepted and never return, and a signal interrupts every second call that
+ * collects them. */
 static bool disturbed;
 static unsigned disturbances;
 
@@ -30,7 +30,7 @@ int io_getevents(unsigned long context, long count_min, long count_max,
     return result < 0 ? -errno : (int)result;
 }
 
-/* How much later it is than the system says, in half seconds. */
+/* Offset of the clock, in half seconds. */
 static int later;
 
 int clock_gettime(clockid_t clock, struct timespec *now)
@@ -55,8 +55,8 @@ int io_submit(unsigned long context, long count, struct iocb **blocks)
     return result < 0 ? -errno : (int)result;
 }
 
-/* A security module says EACCES or EPERM of one file: all others must go on. */
-static void test_a_refused_block_fails_its_request_alone(void)
+/* A security module refuses one file with EACCES or EPERM: all others must go on. */
+static void test_a_refused_block_fails_only_its_request(void)
 {
     static const int errors[] = {EACCES, EPERM, EINVAL};
     const char *path = path_in(test_folder());
@@ -82,7 +82,7 @@ static void test_a_refused_block_fails_its_request_alone(void)
     nvmeio_handle_close(handle);
 }
 
-static void test_what_passes_is_asked_again(void)
+static void test_passing_errors_are_retried(void)
 {
     static const int errors[] = {EAGAIN, EINTR, ENOMEM};
     const char *path = path_in(test_folder());
@@ -104,9 +104,9 @@ static void test_what_passes_is_asked_again(void)
     nvmeio_handle_close(handle);
 }
 
-/* A drive that takes its time is not one that answers no more, whatever signals come
- * meanwhile: the kernel is asked, and says that nothing has finished. */
-static void test_patience_begins_anew_with_each_call_that_works(void)
+/* A slow drive is not a dead one, whatever signals arrive: successful calls report that
+ * nothing has finished. */
+static void test_each_successful_call_resets_the_patience(void)
 {
     char memory[100];
     struct nvmeio_block block = {
@@ -127,7 +127,7 @@ static void test_patience_begins_anew_with_each_call_that_works(void)
     nvmeio_engine_stop(&engine);
 }
 
-/* Leave so many descriptors of what there is. */
+/* Leave this many descriptors. */
 static void leave_descriptors(unsigned count, struct rlimit limit)
 {
     int fd = 0;
@@ -138,9 +138,9 @@ static void leave_descriptors(unsigned count, struct rlimit limit)
     CHECK(setrlimit(RLIMIT_NOFILE, &limit) == 0);
 }
 
-/* A handle whose eventfds take the last descriptors does not go on without rings: it is
- * told, and has them when there are more. */
-static void test_auto_takes_the_best_engine_or_none_for_want_of_descriptors(void)
+/* If eventfds take the last descriptors, opening the handle fails rather than choose an
+ * engine without rings; it works once there are more. */
+static void test_without_descriptors_auto_takes_the_best_engine_or_none(void)
 {
     enum { WORKERS = 3 };
     const char *path = path_in(test_folder()), *best = engine_at(0);
@@ -177,12 +177,12 @@ int main(void)
     struct nvmeio_handle *handle;
 
     begin();
-    test_auto_takes_the_best_engine_or_none_for_want_of_descriptors();
+    test_without_descriptors_auto_takes_the_best_engine_or_none();
     if (nvmeio_handle_open(&config, &handle))
         SKIP("libaio does not work here");
     nvmeio_handle_close(handle);
-    test_a_refused_block_fails_its_request_alone();
-    test_what_passes_is_asked_again();
-    test_patience_begins_anew_with_each_call_that_works();
+    test_a_refused_block_fails_only_its_request();
+    test_passing_errors_are_retried();
+    test_each_successful_call_resets_the_patience();
     return 0;
 }

@@ -1,5 +1,5 @@
-/* A program whose thread-local variables are larger than the stack that a thread of the
- * library needs: glibc takes them from that stack. */
+/* A program whose thread-local variables are larger than the stack of the library's
+ * threads; glibc takes them from that stack. */
 #include "transfer.h"
 
 #ifndef TLS_KIB
@@ -33,8 +33,8 @@ int main(void)
         nvmeio_handle_close(handle);
     }
     CHECK(locals[sizeof(locals) - 1] == 1);
-    /* Once more with a megabyte that the loader reserves, of which the library does not
-     * know. */
+    /* Again with a megabyte that the loader reserves without the library's knowledge.
+     * */
     remove_files();
     if (!getenv("GLIBC_TUNABLES")) {
         CHECK(setenv("GLIBC_TUNABLES", "glibc.rtld.optional_static_tls=1048576", 1) ==

@@ -1,4 +1,4 @@
-/* The same with variables that nearly fill what was once the whole stack: threads
- * started and ran over its end. */
+/* The same with variables that nearly fill the former stack size: threads started, and
+ * then overflowed it. */
 #define TLS_KIB 244
 #include "test_static_tls.c"

@@ -1,7 +1,7 @@
-/* How much of the machine there is for a process: control groups of both versions and
- * what a fork leaves, seen by functions that stand in for those of the system.
+/* The processors and memory of a process: control groups of both versions, and the
+ * state after a fork, with replaced system functions.
  *
- * The limits are looked up once, so each case is a child. */
+ * The limits are read once, so each case runs in a child. */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>
@@ -28,7 +28,7 @@ struct machine {
     struct text files[FILES_MAX];
     unsigned cpus_expected;
     uint64_t memory_expected; /* 0: as much as the machine has */
-    int cpus; /* that the thread may run on; -1: the kernel does not say */
+    int cpus; /* usable by the thread; -1: the kernel does not report it */
 };
 
 static const struct machine *machine;
@@ -68,7 +68,7 @@ static const struct machine machines[] = {
     {.cpus_expected = CPUS, .cpus = CPUS},
     {.cpus_expected = 1, .cpus = -1},
     {.cpus_expected = 1, .cpus = 0},
-    /* Version 2: the least of the group and of those above it. */
+    /* Version 2: the minimum over the group and its ancestors. */
     {{{"/proc/self/cgroup", "0::/a/b\n"},
       {GROUPS "/a/b/cpu.max", "350000 100000\n"},
       {GROUPS "/a/b/memory.max", "max\n"},
@@ -82,7 +82,7 @@ static const struct machine machines[] = {
      2,
      0,
      CPUS},
-    /* In a container the root that is seen is all there is of its group. */
+    /* In a container the visible root is the container's own group. */
     {{{"/proc/self/cgroup", "0::/docker/0123\n"},
       {GROUPS "/cpu.max", "200000 100000\n"},
       {GROUPS "/memory.max", "3145728\n"}},
@@ -94,7 +94,7 @@ static const struct machine machines[] = {
      3,
      0,
      3},
-    /* What is no quota limits nothing. */
+    /* An invalid quota limits nothing. */
     {{{"/proc/self/cgroup", "0::/a\n"},
       {GROUPS "/a/cpu.max", "0 100000\n"},
       {GROUPS "/cpu.max", "100000 0\n"},
@@ -124,7 +124,7 @@ static const struct machine machines[] = {
      CPUS,
      0,
      CPUS},
-    /* A quota without its period, and lines that are none. */
+    /* A quota without its period, and invalid lines. */
     {{{"/proc/self/cgroup", "nothing\n4:nothing\n3:cpu:/c\n"},
       {GROUPS "/cpu/c/cpu.cfs_quota_us", "100000\n"}},
      CPUS,
@@ -132,7 +132,7 @@ static const struct machine machines[] = {
      CPUS},
 };
 
-/* Run a case in a child, for what is looked up stays. */
+/* Run a case in a child, because values are read once. */
 static void in_child(void (*function)(void))
 {
     pid_t child = fork();
@@ -177,11 +177,11 @@ static void test_a_child_of_a_fork_leads_no_team(void)
     in_child(check_team_of_a_child);
 }
 
-static void test_a_team_is_as_large_as_was_asked_for(void)
+static void test_a_team_has_the_requested_size(void)
 {
     CHECK(nvmeio_team_size(0) == 1 && nvmeio_team_size(1) == 1);
     CHECK(nvmeio_team_size(4) == 4);
-    /* Which was tried out, and so may be as large again. */
+    /* This size has worked before, so it is allowed again. */
     CHECK(nvmeio_team_size(3) == 3 && nvmeio_team_size(4) == 4);
 }
 
@@ -190,6 +190,6 @@ int main(void)
     alarm(60);
     test_control_groups_limit_processors_and_memory();
     test_a_child_of_a_fork_leads_no_team();
-    test_a_team_is_as_large_as_was_asked_for();
+    test_a_team_has_the_requested_size();
     return 0;
 }

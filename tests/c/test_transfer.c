@@ -1,10 +1,10 @@
-/* Bytes go to the file and come back, on every engine: any size, any offset, any
- * address, any shape of the handle, and by the route that was asked for. */
+/* Bytes are written and read back on every engine: any size, offset, address and
+ * configuration, by the requested route. */
 #include "transfer.h"
 
 #define FILE_BYTES (768 * KIB)
 
-/* The file as it should be, and the one that is. */
+/* The expected contents, and the file. */
 struct model {
     const char *path;
     char *bytes;
@@ -74,9 +74,9 @@ static void all_sizes(const struct nvmeio_config *config, struct model *model)
     nvmeio_handle_close(handle);
 }
 
-/* `shape_count`: the last so many; a disk takes its time for each small write. */
-static void test_every_size_at_every_place_in_every_shape(const char *folder,
-                                                          int shape_count)
+/* Uses the last `shape_count` shapes, because a disk is slow at small writes. */
+static void test_every_size_offset_and_configuration(const char *folder,
+                                                     int shape_count)
 {
     static const struct {
         size_t block_bytes;
@@ -100,7 +100,7 @@ static void test_every_size_at_every_place_in_every_shape(const char *folder,
     free(model.bytes);
 }
 
-/* Every residue of a sector, of the offset and of the address, against each other. */
+/* Every pair of residues of the offset and of the address modulo a sector. */
 static void test_every_residue_of_offset_and_address(void)
 {
     struct model model = model_new(test_folder());
@@ -146,12 +146,12 @@ struct route_case {
 };
 
 static const struct route_case route_cases[] = {
-    /* What fits the device goes straight there, unless it may not. */
+    /* Aligned transfers go directly to the device, unless that is disabled. */
     {NVMEIO_DIRECT_AUTO, NVMEIO_BOUNCE_AUTO, 4096, 0, 40960, 40960, 0},
     {NVMEIO_DIRECT_ALWAYS, NVMEIO_BOUNCE_AUTO, 4096, 0, 40960, 40960, 0},
     {NVMEIO_DIRECT_NEVER, NVMEIO_BOUNCE_AUTO, 4096, 0, 40960, 0, 40960},
     {NVMEIO_DIRECT_AUTO, NVMEIO_BOUNCE_ALWAYS, 4096, 0, 40960, 0, 0},
-    /* Where the address does not fit, our memory stands between, or the page cache. */
+    /* Unaligned addresses go through bounces or the page cache. */
     {NVMEIO_DIRECT_AUTO, NVMEIO_BOUNCE_AUTO, 4096, 1, 40960, 0, 0},
     {NVMEIO_DIRECT_AUTO, NVMEIO_BOUNCE_NEVER, 4096, 1, 40960, 0, 40960},
     {NVMEIO_DIRECT_ALWAYS, NVMEIO_BOUNCE_NEVER, 4096, 1, 40960, 0, 40960},
@@ -188,7 +188,7 @@ static void check_route(const struct route_case *c, const char *engine,
     nvmeio_handle_close(handle);
 }
 
-static void test_figures_show_the_route_that_was_asked_for(const char *folder)
+static void test_statistics_show_the_requested_route(const char *folder)
 {
     const char *path = path_in(folder);
     struct nvmeio_file_info info;
@@ -209,7 +209,7 @@ static void test_figures_show_the_route_that_was_asked_for(const char *folder)
     }
 }
 
-static void test_a_read_past_the_end_moves_nothing_and_says_how_much_there_is(void)
+static void test_a_read_past_the_end_moves_nothing_and_reports_what_there_is(void)
 {
     static const int64_t offsets[] = {0, 4096, 9999, 10000, 20000};
     const char *path = path_in(test_folder());
@@ -266,7 +266,7 @@ static void test_arguments_out_of_range_are_refused(void)
     nvmeio_handle_close(handle);
 }
 
-static void test_values_out_of_their_limits_make_no_handle(void)
+static void test_options_beyond_their_limits_are_refused(void)
 {
     struct nvmeio_config good = config_of("sync");
     struct nvmeio_handle *handle;
@@ -289,8 +289,8 @@ static void test_values_out_of_their_limits_make_no_handle(void)
     }
 }
 
-/* Neighbours that share a page, but not a byte, in flight at the same time: one ends in
- * the middle of it through the page cache, the other begins at a sector of it. */
+/* Two writes in flight share a page but no byte: one ends in its middle through the
+ * page cache, the other begins at a sector of it. */
 static void test_neighbours_in_one_page_do_not_undo_each_other(void)
 {
     const char *path = path_in(test_folder());
@@ -329,16 +329,16 @@ int main(void)
 {
     begin();
     test_arguments_out_of_range_are_refused();
-    test_values_out_of_their_limits_make_no_handle();
-    test_every_size_at_every_place_in_every_shape(test_folder(), 1);
-    test_every_size_at_every_place_in_every_shape("/dev/shm", 3);
+    test_options_beyond_their_limits_are_refused();
+    test_every_size_offset_and_configuration(test_folder(), 1);
+    test_every_size_offset_and_configuration("/dev/shm", 3);
     test_every_residue_of_offset_and_address();
-    /* What faults cut short goes on through the page cache. */
+    /* Transfers that faults cut short continue through the page cache. */
     if (!getenv("NVMEIO_FAULTS")) {
-        test_figures_show_the_route_that_was_asked_for(test_folder());
-        test_figures_show_the_route_that_was_asked_for("/dev/shm");
+        test_statistics_show_the_requested_route(test_folder());
+        test_statistics_show_the_requested_route("/dev/shm");
     }
-    test_a_read_past_the_end_moves_nothing_and_says_how_much_there_is();
+    test_a_read_past_the_end_moves_nothing_and_reports_what_there_is();
     test_neighbours_in_one_page_do_not_undo_each_other();
     return 0;
 }

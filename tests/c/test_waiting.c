@@ -1,5 +1,4 @@
-/* Who is woken when a request is done, and who is told: whoever waits for it, once, and
- * nobody else. */
+/* A completion wakes, and is reported to, exactly the threads that wait for it. */
 #include <dlfcn.h>
 #include <linux/futex.h>
 #include <poll.h>
@@ -22,9 +21,9 @@ static struct nvmeio_transfer small(enum nvmeio_op op, int64_t page)
     return t;
 }
 
-/* The library's syscall(2), by which its threads sleep and wake each other, is this
- * one: a thread is held up when its time is over, and another before it has woken the
- * second of two. */
+/* Replaces syscall(2), by which the library's threads sleep and wake each other.  It
+ * can hold a thread after its timeout, and another before it wakes the second of two.
+ * */
 static _Thread_local bool gives_up;
 static _Thread_local unsigned waits;
 static atomic_bool late, wake_is_held, waking;
@@ -103,7 +102,7 @@ static void play_turn(int64_t page)
     play(perform_whose_turn_it_is);
 }
 
-static void test_a_thread_is_woken_by_its_own_request_alone(void)
+static void test_a_thread_is_woken_only_by_its_own_request(void)
 {
     static struct reader readers[READERS];
     long sleeps = 0;
@@ -119,14 +118,15 @@ static void test_a_thread_is_woken_by_its_own_request_alone(void)
     }
     await(&in_flight, READERS);
     for (int i = 0; i < READERS; i++) {
-        /* Neither in their order nor the other way round. */
+        /* In neither ascending nor descending order. */
         int own = i * 37 % READERS, next = (i + 1) * 37 % READERS;
         play_turn(own);
         pthread_join(readers[own].thread, NULL);
         CHECK(i == READERS - 1 || !nvmeio_request_done(readers[next].request));
         sleeps += readers[own].sleeps;
     }
-    /* Once each, and what the system adds; woken by all it would be 32 times each. */
+    /* Once each, plus spurious ones; if every completion woke all, it would be 32 each.
+     * */
     CHECK(sleeps < 2 * READERS);
     for (int i = 0; i < READERS; i++)
         CHECK(finish(readers[i].request).result == (int64_t)PAGE);
@@ -134,7 +134,7 @@ static void test_a_thread_is_woken_by_its_own_request_alone(void)
     stage_close();
 }
 
-/* As event loops do: sleep without a limit, clear, ask again, look. */
+/* As event loops do: sleep without a timeout, clear, watch again, poll. */
 static void *sleep_until_told(void *user)
 {
     struct pollfd readable = {.fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK),
@@ -166,7 +166,7 @@ static bool is_watched(void)
     return found;
 }
 
-static void test_an_fsync_behind_a_write_that_nobody_awaits_wakes_who_sleeps(void)
+static void test_an_fsync_after_a_write_without_waiters_wakes_its_waiter(void)
 {
     pthread_t sleeper;
     char user;
@@ -191,7 +191,7 @@ static void test_an_fsync_behind_a_write_that_nobody_awaits_wakes_who_sleeps(voi
 
 #define TELLERS 4
 
-/* Threads that wait for a request for so long, and threads that pop for so long. */
+/* Threads that wait for a request or pop completions, with a timeout. */
 static struct {
     struct nvmeio_request *request;
     int64_t timeout_ns;
@@ -284,7 +284,7 @@ static void do_nothing(void)
 {
 }
 
-static void test_one_of_the_threads_that_race_for_a_completion_is_told_of_it(void)
+static void test_exactly_one_of_racing_threads_gets_a_completion(void)
 {
     stage_open(4);
     for (int round = 0; round < 50; round++) {
@@ -313,9 +313,9 @@ static void *wait_and_give_up(void *request)
     return (void *)result;
 }
 
-/* Two threads wait. The second one's time is over, but before it says so both are taken
- * off the list, and it is not yet woken when it looks. */
-static void test_whose_time_is_over_as_it_is_woken_may_be_who_is_told(void)
+/* Two threads wait.  The second one times out, but before it reacts both are taken off
+ * the list, and it has not been woken yet when it checks. */
+static void test_a_thread_woken_at_its_timeout_may_get_the_completion(void)
 {
     pthread_t first, second;
     void *a, *b, *user;
@@ -343,7 +343,7 @@ static void test_whose_time_is_over_as_it_is_woken_may_be_who_is_told(void)
     stage_close();
 }
 
-static void test_who_gives_up_leaves_the_completion_to_pop(void)
+static void test_a_wait_that_times_out_leaves_the_completion_to_pop(void)
 {
     void *user;
 
@@ -363,10 +363,10 @@ int main(void)
 {
     begin();
     stage.path = path_in(test_folder());
-    test_a_thread_is_woken_by_its_own_request_alone();
-    test_an_fsync_behind_a_write_that_nobody_awaits_wakes_who_sleeps();
-    test_one_of_the_threads_that_race_for_a_completion_is_told_of_it();
-    test_whose_time_is_over_as_it_is_woken_may_be_who_is_told();
-    test_who_gives_up_leaves_the_completion_to_pop();
+    test_a_thread_is_woken_only_by_its_own_request();
+    test_an_fsync_after_a_write_without_waiters_wakes_its_waiter();
+    test_exactly_one_of_racing_threads_gets_a_completion();
+    test_a_thread_woken_at_its_timeout_may_get_the_completion();
+    test_a_wait_that_times_out_leaves_the_completion_to_pop();
     return 0;
 }

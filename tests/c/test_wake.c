@@ -1,5 +1,5 @@
-/* wake() ends a reap() that waits for blocks which take their time, for one of them or
- * for all, again and again, on the engines that wait for the kernel or for threads. */
+/* wake() ends a reap() that waits for one or all of some slow blocks, repeatedly, on
+ * the engines that wait for the kernel or for threads. */
 #include <pthread.h>
 #include <sys/syscall.h>
 
@@ -10,7 +10,7 @@
 #include "liburing_calls.h"
 #endif
 
-/* Rings are as before Linux 6.1, where completions turn up at any time. */
+/* Rings as before Linux 6.1, where completions may arrive at any time. */
 static bool old_rings;
 
 #if __has_include(<liburing.h>)
@@ -48,7 +48,7 @@ int io_submit(unsigned long context, long count, struct iocb **blocks);
 
 #define BLOCKS 4
 
-/* What libaio and the threads have of the blocks until they are let go. */
+/* Blocks that libaio and the threads hold until they are released. */
 static atomic_bool held;
 static unsigned long context_held;
 static struct iocb *blocks_held[BLOCKS];
@@ -80,13 +80,13 @@ static void *wake_later(void *engine)
     return NULL;
 }
 
-/* Before the reap, and amid it. */
+/* Before the reap, and during it. */
 static void wake_and_reap(struct nvmeio_engine *engine, unsigned wait_min)
 {
     pthread_t thread;
 
     for (int i = 0; i < 3; i++) {
-        /* What does not wait leaves the wake-up to what does. */
+        /* A reap that does not wait leaves the wake-up to one that does. */
         engine->ops->wake(engine);
         CHECK(engine->ops->reap(engine, 0) == 0);
         CHECK(engine->ops->reap(engine, wait_min) == 0);
@@ -136,7 +136,7 @@ static void try_engine(const struct nvmeio_engine_ops *ops, const char *path)
 
     CHECK(nvmeio_engine_start(&engine, ops, BLOCKS) == 0);
     CHECK(pipe2(pipes, O_CLOEXEC) == 0);
-    /* The second time after a wait that was ended by a block. */
+    /* The second time after a wait that a block ended. */
     for (int i = 0; i < 2; i++)
         take_and_wake(&engine, pipes, uring ? pipes[0] : file);
     nvmeio_engine_stop(&engine);

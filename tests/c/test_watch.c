@@ -1,5 +1,5 @@
-/* Eventfds that tell when requests are done, on every engine: once for each asking, and
- * never too seldom. */
+/* Eventfds signal completed requests on every engine: once for each watch, and never
+ * too rarely. */
 #include <poll.h>
 #include <pthread.h>
 
@@ -42,7 +42,7 @@ static void scene_close(struct scene *scene)
     close(scene->fd);
 }
 
-/* Read `size` bytes, and wait until all that a completion does has been done. */
+/* Read `size` bytes, and wait until all effects of the completion have happened. */
 static struct nvmeio_outcome read_some(struct scene *scene, size_t size, int64_t offset)
 {
     struct nvmeio_outcome outcome =
@@ -52,7 +52,7 @@ static struct nvmeio_outcome read_some(struct scene *scene, size_t size, int64_t
     return outcome;
 }
 
-/* How often an eventfd was signalled since it was last asked. */
+/* How often an eventfd was signalled since the last call. */
 static eventfd_t signals_of(int fd)
 {
     eventfd_t count;
@@ -63,7 +63,7 @@ static eventfd_t signals_of(int fd)
     return 0;
 }
 
-static void test_each_asking_is_answered_once(const char *engine)
+static void test_each_watch_is_signalled_once(const char *engine)
 {
     struct scene scene = scene_open(engine);
 
@@ -95,8 +95,8 @@ static void test_failures_signal_too(const char *engine)
     scene_close(&scene);
 }
 
-/* An eventfd that is watched no more may be closed, and its number be another's. */
-static void test_what_is_unwatched_is_left_alone(const char *engine)
+/* An unwatched eventfd may be closed, and its number reused. */
+static void test_an_unwatched_eventfd_is_not_signalled(const char *engine)
 {
     struct scene scene = scene_open(engine);
     int other = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
@@ -130,14 +130,14 @@ static void test_one_eventfd_serves_several_handles(const char *engine)
     scene_close(&scenes[0]);
 }
 
-/* Threads that submit reads one after the other; another finds each by its number. */
+/* Threads submit reads one after the other; another thread finds each by its number. */
 struct submitter {
     pthread_t thread;
     struct scene *scene;
     char memory[ROUNDS];
 };
 
-/* Completions that a thread which waited was told of, so that the others are not. */
+/* Completions that were reported to a waiting thread, and so to no other. */
 static atomic_uint told_to_submitters;
 
 static void *submit_reads(void *argument)
@@ -158,7 +158,7 @@ static void *submit_reads(void *argument)
     return NULL;
 }
 
-/* As event loops do: sleep without a limit, clear, ask again, look. */
+/* As event loops do: sleep without a timeout, clear, watch again, poll. */
 static void await_all(struct scene *scene, unsigned count)
 {
     struct pollfd readable = {.fd = scene->fd, .events = POLLIN};
@@ -177,7 +177,7 @@ static void await_all(struct scene *scene, unsigned count)
     }
 }
 
-static void test_nothing_is_lost_among_threads(const char *engine)
+static void test_threads_lose_no_completion(const char *engine)
 {
     static struct submitter submitters[THREADS];
     struct scene scene = scene_open(engine);
@@ -215,7 +215,7 @@ static void *come_and_go(void *argument)
     return NULL;
 }
 
-static void test_loops_come_and_go_amid_completions(const char *engine)
+static void test_eventfds_come_and_go_during_completions(const char *engine)
 {
     struct scene scene = scene_open(engine);
     pthread_t threads[THREADS];
@@ -240,12 +240,12 @@ int main(void)
     make_file(path, SIZE, 1);
     FOR_EACH_ENGINE(engine)
     {
-        test_each_asking_is_answered_once(engine);
+        test_each_watch_is_signalled_once(engine);
         test_failures_signal_too(engine);
-        test_what_is_unwatched_is_left_alone(engine);
+        test_an_unwatched_eventfd_is_not_signalled(engine);
         test_one_eventfd_serves_several_handles(engine);
-        test_nothing_is_lost_among_threads(engine);
-        test_loops_come_and_go_amid_completions(engine);
+        test_threads_lose_no_completion(engine);
+        test_eventfds_come_and_go_during_completions(engine);
     }
     return 0;
 }

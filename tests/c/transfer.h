@@ -1,8 +1,8 @@
-/* transfer.h -- what the tests of transfers share: files in the folder under test,
- * memory between canaries, one transfer from submission to outcome.
+/* transfer.h -- shared by tests of transfers: files in the folder under test, memory
+ * between canaries, a transfer from submission to outcome.
  *
- * Files lie in $NVMEIO_TEST_DIR, or where the test runs, and go when it ends.  A
- * watchdog makes a failure of every hang. */
+ * Files are in $NVMEIO_TEST_DIR, by default the working directory, and are removed at
+ * the end.  A watchdog turns every hang into a failure. */
 #ifndef NVMEIO_TESTS_TRANSFER_H
 #define NVMEIO_TESTS_TRANSFER_H
 
@@ -37,7 +37,7 @@ static void remove_files(void)
         unlink(test_paths[i]);
 }
 
-/* First thing in every main(). */
+/* Call this first in every main(). */
 static inline void begin(void)
 {
     test_pid = getpid();
@@ -63,7 +63,7 @@ static inline unsigned descriptors_open(void)
     return count;
 }
 
-/* A path for a file of this test in `folder`, where there is none now. */
+/* A path in `folder` for a file of this test, which does not exist yet. */
 static inline const char *path_in(const char *folder)
 {
     CHECK(test_path_count < TEST_FILES_MAX);
@@ -135,7 +135,7 @@ static inline struct nvmeio_file *open_file(const char *path, int flags,
     return file;
 }
 
-/* Bytes that tell where they belong and which writing they are of. */
+/* Bytes that depend on their offset and on the number of the write. */
 static inline void fill(char *bytes, size_t size, uint64_t position, unsigned seed)
 {
     for (size_t i = 0; i < size; i++) {
@@ -144,7 +144,7 @@ static inline void fill(char *bytes, size_t size, uint64_t position, unsigned se
     }
 }
 
-/* Memory at `residue` bytes behind a page boundary, with canaries on both sides. */
+/* Memory `residue` bytes after a page boundary, with canaries on both sides. */
 struct guarded {
     char *base;
     char *address;
@@ -165,8 +165,8 @@ static inline struct guarded guarded_new(size_t size, size_t residue)
     return memory;
 }
 
-/* The same at a page of the pool, which is not bounced, whatever pages there are.
- * Given back by nvmeio_pool_free(base). */
+/* The same in the pool, whose memory is never bounced for its pages.  Free it by
+ * nvmeio_pool_free(base). */
 static inline struct guarded guarded_in_pool(size_t size)
 {
     struct guarded memory = {.size = size, .total = size + 3 * PAGE};
@@ -250,7 +250,7 @@ static inline struct nvmeio_outcome carry_out(struct nvmeio_handle *handle,
     return finish(submit(handle, transfer));
 }
 
-/* In this thread if it can be. */
+/* In this thread if possible. */
 static inline struct nvmeio_outcome
 perform_or_submit(struct nvmeio_handle *handle, const struct nvmeio_transfer *transfer)
 {
@@ -295,8 +295,8 @@ static inline struct nvmeio_outcome write_at(struct nvmeio_handle *handle,
     return carry_out(handle, &t);
 }
 
-/* How many latencies a handle has counted that `shortest` to `longest` nanoseconds may
- * have been; all of them for 0 to INT64_MAX. */
+/* How many latencies of a handle may have been from `shortest` to `longest`
+ * nanoseconds; 0 to INT64_MAX for all. */
 static inline uint64_t latencies_within(struct nvmeio_handle *handle, int64_t shortest,
                                         int64_t longest)
 {
@@ -316,7 +316,7 @@ static inline uint64_t latencies_counted(struct nvmeio_handle *handle)
     return latencies_within(handle, 0, INT64_MAX);
 }
 
-/* Make `path` hold `size` bytes of fill(), which the page cache lets go. */
+/* Make a file of `size` bytes of fill(), and drop it from the page cache. */
 static inline void make_file(const char *path, size_t size, unsigned seed)
 {
     char chunk[64 * KIB];

@@ -1,8 +1,7 @@
-/* fault.c -- which faults strike: NVMEIO_FAULTS is read, occasions are counted, random
- * numbers are drawn.
+/* fault.c -- decide which faults strike: read NVMEIO_FAULTS, count occasions, draw
+ * random numbers.
  *
- * Compiled into the test build alone.  What a fault does is fault_engine.c's and
- * fault_calls.c's. */
+ * Only in the test build.  fault_engine.c and fault_calls.c implement the faults. */
 #include "fault.h"
 
 #include <errno.h>
@@ -18,16 +17,16 @@
 
 #define EXACT_MAX 8
 #define RATE_MAX 1000
-#define RATE_FINE 1000 /* what rates are kept in: parts of a 1000th */
+#define RATE_FINE 1000 /* rates are stored in this fraction of a 1000th */
 
-/* With all= pauses strike so many times less often than other kinds: each lock is two
- * occasions, so tests would do little else but sleep. */
+/* With all= pauses are this many times rarer than other kinds, because each lock is two
+ * occasions, and tests would mostly sleep. */
 #define PAUSE_RARER 500
 #define PAUSE_RANDOM_MS 20
 #define PAUSE_MAX_MS 60000
 
-/* In the log, one for each kind: shared with the children of forks, and read by tests
- * as 16 bytes of name and three numbers. */
+/* The log has one for each kind, shared with forked children; tests read it as 16 bytes
+ * of name and three numbers. */
 struct tally {
     char name[16];
     uint64_t rate; /* of RATE_MAX */
@@ -40,7 +39,8 @@ static struct {
     unsigned rate; /* of RATE_MAX * RATE_FINE */
     uint64_t exact[EXACT_MAX];
     unsigned exact_count;
-    _Atomic uint64_t occasions; /* of this process: what the random numbers depend on */
+    _Atomic uint64_t occasions; /* occasions of this process, on which random numbers
+    depend */
 } kinds[NVMEIO_FAULT_COUNT] = {
     [NVMEIO_FAULT_SHORT] = {.name = "short", .harmless = true},
     [NVMEIO_FAULT_AGAIN] = {.name = "again", .harmless = true},
@@ -79,7 +79,7 @@ static struct tally own_tallies[NVMEIO_FAULT_COUNT];
 static struct tally *tallies = own_tallies;
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 
-/* A test build that cannot do what it was told must not go on without. */
+/* A test build must not run without the faults that were requested. */
 static void refuse(const char *word, const char *why)
 {
     fprintf(stderr, "NVMEIO_FAULTS: %s: %s\n", word, why);
@@ -194,12 +194,12 @@ static void read_environment(void)
 
 void nvmeio_fault_configure(const char *text)
 {
-    /* Or the first fault would take what the environment says. */
+    /* Otherwise the first fault would read the environment. */
     pthread_once(&once, read_environment);
     configure(text);
 }
 
-/* splitmix64 by Sebastiano Vigna, which is in the public domain. */
+/* splitmix64 by Sebastiano Vigna, in the public domain. */
 static uint64_t mix(uint64_t x)
 {
     x += UINT64_C(0x9e3779b97f4a7c15);
@@ -239,7 +239,7 @@ void nvmeio_fault_pause(const char *call, bool after)
         struct timespec left = {(time_t)(ms / 1000), (long)(ms % 1000) * 1000000};
         atomic_store(&paused_after, after);
         atomic_store(&paused_at, call);
-        /* No signal makes it shorter. */
+        /* Signals do not shorten it. */
         while (clock_nanosleep(CLOCK_MONOTONIC, 0, &left, &left) == EINTR)
             ;
     }

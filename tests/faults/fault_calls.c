@@ -1,9 +1,9 @@
-/* fault_calls.c -- the library's calls into the system, which may fail on purpose.
+/* fault_calls.c -- the library's system calls, with injected faults.
  *
- * Each stands for the call that fault_calls.h names on the left.  A call that fails
- * here was not made; which errno it fails with is what its manual page, or the kernel,
- * may say.  Before and after each the thread may pause, because races sit on both
- * sides.  Compiled into the test build alone. */
+ * Each replaces the call on the left in fault_calls.h.  A call that fails here is not
+ * made; its errno is one of its manual page or of the kernel.  The thread may pause
+ * before and after each, because races can be on both sides.  Only in the test build.
+ * */
 #include <errno.h>
 #include <fcntl.h>
 #include <linux/futex.h>
@@ -34,7 +34,7 @@
 
 #include "fault.h"
 
-/* Nobody includes fault_calls.h, so each name is declared by its definition. */
+/* No file includes fault_calls.h, so each name is declared by its definition. */
 #pragma GCC diagnostic ignored "-Wmissing-prototypes"
 
 static const char *pause_before(const char *function)
@@ -50,13 +50,12 @@ static void pause_after(const char *const *call)
     nvmeio_fault_pause(*call, true);
 }
 
-/* The first line of each function that stands for a call: the thread may pause here,
- * and when the function returns. */
+/* The first line of each replacement: the thread may pause here, and at the return. */
 #define PAUSES                                                                         \
     const char *const call __attribute__((cleanup(pause_after))) =                     \
         pause_before(__func__)
 
-/* A call that may fail; where it does, `failure` is what it returns. */
+/* A call that may fail; then it returns `failure`. */
 #define CALL(type, name, parameters, arguments, fails, failure)                        \
     type nvmeio_faulty_##name parameters                                               \
     {                                                                                  \
@@ -89,13 +88,13 @@ static bool is_interrupted(void)
     return fails_with(NVMEIO_FAULT_EINTR, EINTR);
 }
 
-/* Whether a transfer by a system call fails in passing. */
+/* Whether a transfer has a passing error. */
 static bool stumbles(void)
 {
     return is_interrupted() || fails_with(NVMEIO_FAULT_EAGAIN, EAGAIN);
 }
 
-/* How much of `size` is taken. */
+/* How much of `size` is accepted. */
 static size_t part_of(size_t size)
 {
     uint64_t number;
@@ -105,7 +104,7 @@ static size_t part_of(size_t size)
     return (size_t)(1 + number % (size - 1));
 }
 
-/* The same for what may be read or written past the page cache: whole sectors. */
+/* The same for direct I/O: whole sectors. */
 static size_t sectors_of(size_t size)
 {
     size_t part = size > 4096 ? part_of((size + 4095) / 4096) * 4096 : size;
@@ -153,9 +152,9 @@ CALL(int, pthread_cond_wait, (pthread_cond_t * condition, pthread_mutex_t *mutex
      (condition, mutex), wakes_for_nothing(mutex), 0)
 
 #ifdef NVMEIO_HAVE_LIBURING
-/* What io_uring_enter(2) says where it can do nothing now; ENOMEM, which its page
- * lacks, of a thread's first call (io_uring_alloc_task_context() in Linux 6.18).  0: it
- * can. */
+/* The errno of an io_uring_enter(2) that can do nothing now, or 0.  ENOMEM, which its
+ * manual page lacks, can come from a thread's first call (io_uring_alloc_task_context()
+ * in Linux 6.18). */
 static int entry_error(void)
 {
     if (stumbles() || fails_with(NVMEIO_FAULT_EBUSY, EBUSY) ||
@@ -164,8 +163,8 @@ static int entry_error(void)
     return 0;
 }
 
-/* Blocks that have come back, as those do that the kernel has not begun: it could start
- * no thread for them.  To carry them out twice is right. */
+/* Report finished blocks as ones that the kernel did not begin, as when it cannot start
+ * a thread for them.  Running them twice is harmless. */
 static void leave_behind(struct io_uring *ring)
 {
     struct io_uring_cqe *entry;
@@ -190,7 +189,7 @@ int nvmeio_faulty_io_uring_submit_and_wait(struct io_uring *ring, unsigned count
     return result;
 }
 
-/* EINVAL is what kernels say to flags that they do not know. */
+/* Kernels return EINVAL for unknown flags. */
 static bool refuses_to_set_up(void)
 {
     static const int errors[] = {ENOMEM, EINVAL, EPERM, ENOSYS, EMFILE};
@@ -271,7 +270,7 @@ CALL(int, madvise, (void *address, size_t size, int advice), (address, size, adv
 CALL(int, mincore, (void *address, size_t size, unsigned char *resident),
      (address, size, resident), tells_no_residence(), -1)
 
-/* What a wait on a futex may end with before it is woken; a wake-up is never kept. */
+/* Ways in which a futex wait may end early; wake-ups are never lost. */
 static bool ends_wait(int command)
 {
     if ((command & FUTEX_CMD_MASK) != FUTEX_WAIT_BITSET)
@@ -281,7 +280,7 @@ static bool ends_wait(int command)
            fails_with(NVMEIO_FAULT_EINTR, EINTR);
 }
 
-/* mbind(2), futex(2) and cachestat(2), which are given six words. */
+/* mbind(2), futex(2) and cachestat(2), with six arguments. */
 long nvmeio_faulty_syscall(long number, ...)
 {
     PAUSES;

@@ -1,18 +1,18 @@
-/* fault_calls.h -- what the library calls in place of the system, in the test build.
+/* fault_calls.h -- replacements of the library's system calls in the test build.
  *
- * The compiler reads it in front of every file of the library but fault*.c, so that the
- * calls below go through fault_calls.c, and nobody else's do.  What the system's
- * headers declare is then declared for the names on the right. */
+ * The compiler includes it before every file of the library except fault*.c, so that
+ * the calls below go through fault_calls.c, and only the library's.  The system's
+ * headers then declare the names on the right. */
 #ifndef NVMEIO_FAULT_CALLS_H
 #define NVMEIO_FAULT_CALLS_H
 
-/* The engines too, which engine.c hands out. */
+/* The engines of engine.c too. */
 struct nvmeio_engine_ops;
 const struct nvmeio_engine_ops *
 nvmeio_fault_engine(const struct nvmeio_engine_ops *real);
 #define NVMEIO_ENGINE_HANDED_OUT nvmeio_fault_engine
 
-/* What carries out, and what waits. */
+/* Calls that transfer or wait. */
 #define pread nvmeio_faulty_pread
 #define pwrite nvmeio_faulty_pwrite
 #define fsync nvmeio_faulty_fsync
@@ -27,7 +27,7 @@ nvmeio_fault_engine(const struct nvmeio_engine_ops *real);
 #define io_getevents nvmeio_faulty_io_getevents
 #define pthread_cond_wait nvmeio_faulty_pthread_cond_wait
 
-/* What lets other threads go on.  These only pause. */
+/* Calls that wake other threads.  These only pause. */
 #define pthread_mutex_lock nvmeio_faulty_pthread_mutex_lock
 #define pthread_mutex_unlock nvmeio_faulty_pthread_mutex_unlock
 #define pthread_cond_broadcast nvmeio_faulty_pthread_cond_broadcast
@@ -35,14 +35,14 @@ nvmeio_fault_engine(const struct nvmeio_engine_ops *real);
 #define sem_post nvmeio_faulty_sem_post
 #define eventfd_write nvmeio_faulty_eventfd_write
 
-/* What gives back.  These only pause. */
+/* Calls that release.  These only pause. */
 #define close nvmeio_faulty_close
 #define unlink nvmeio_faulty_unlink
 #define munlock nvmeio_faulty_munlock
 #define io_destroy nvmeio_faulty_io_destroy
 #define io_uring_queue_exit nvmeio_faulty_io_uring_queue_exit
 
-/* What sets up. */
+/* Calls that set up. */
 #define io_uring_queue_init_params nvmeio_faulty_io_uring_queue_init_params
 #define io_setup nvmeio_faulty_io_setup
 #define pthread_create nvmeio_faulty_pthread_create

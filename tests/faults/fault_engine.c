@@ -1,9 +1,8 @@
-/* fault_engine.c -- an engine round an engine, which makes faults of blocks.
+/* fault_engine.c -- a wrapper of an engine that injects faults of blocks.
  *
- * The worker sees what a kernel and a device might do at their worst: transfers that
- * are short, refused or failed, completions that are early, late or in another order,
- * waits that end for nothing, wake-ups that are lost.  Compiled into the test build
- * alone. */
+ * The worker sees the worst of a kernel and a device: transfers that are short, refused
+ * or failed, completions that are early, late or reordered, spurious ends of waits,
+ * lost wake-ups.  Only in the test build. */
 #include <assert.h>
 #include <errno.h>
 #include <fcntl.h>
@@ -17,7 +16,7 @@
 #define ENGINES_MAX 8
 #define SECTORS_BYTES 4096u
 
-/* How many calls of reap() a late completion may be held back. */
+/* The most calls of reap() by which a completion is delayed. */
 #define LATE_MAX 4
 
 struct entry {
@@ -27,12 +26,12 @@ struct entry {
 
 /* engine->faults */
 struct faults {
-    struct nvmeio_block *held; /* complete, but not yet told of */
+    struct nvmeio_block *held; /* complete, but not reported yet */
     unsigned held_count;
     bool dead;
     /* Of each block, by its index. */
     struct {
-        unsigned late;         /* calls of reap() that it is still held back */
+        unsigned late;         /* remaining calls of reap() until it is reported */
         uint64_t short_number; /* 0: not short */
     } blocks[];
 };
@@ -68,13 +67,13 @@ static void faulty_close(struct nvmeio_engine *engine)
     free(engine->faults);
 }
 
-/* Whether it goes past the page cache. */
+/* Whether it bypasses the page cache. */
 static bool is_direct(const struct nvmeio_block *block)
 {
     return block->op != NVMEIO_OP_FSYNC && fcntl(block->fd, F_GETFL) & O_DIRECT;
 }
 
-/* What a block is refused with, or 0. */
+/* The errno with which a block is refused, or 0. */
 static int refusal(const struct nvmeio_block *block)
 {
     static const int passing[] = {-EAGAIN, -EINTR, -EBUSY};
@@ -92,8 +91,8 @@ static int refusal(const struct nvmeio_block *block)
     return 0;
 }
 
-/* Half of the short transfers end between sectors: less is asked for.  The others end
- * anywhere, which a device does not do, but a file system may: less is told. */
+/* Half of the short transfers end between sectors: less is requested.  The others end
+ * anywhere, as on some file systems but no device: less is reported. */
 static void shorten(struct faults *faults, struct nvmeio_block *block)
 {
     uint64_t number;
@@ -136,7 +135,7 @@ static void faulty_push(struct nvmeio_engine *engine, struct nvmeio_block *block
     real_of(engine)->push(engine, block);
 }
 
-/* Say less than has been moved. */
+/* Report less than was moved. */
 static void tell_less(struct faults *faults, struct nvmeio_block *block)
 {
     uint64_t number = faults->blocks[block->index].short_number;
@@ -146,7 +145,7 @@ static void tell_less(struct faults *faults, struct nvmeio_block *block)
     faults->blocks[block->index].short_number = 0;
 }
 
-/* Sort what has come back into what is told of now, and what is held back. */
+/* Split the returned blocks into those to report now and those to delay. */
 static unsigned deal(struct faults *faults, struct nvmeio_block *list,
                      struct nvmeio_block **told)
 {
@@ -174,7 +173,7 @@ static unsigned deal(struct faults *faults, struct nvmeio_block *list,
     return count;
 }
 
-/* Take every other block off a list, to stand behind the rest, last first. */
+/* Move every second block of a list to its end, in reverse order. */
 static struct nvmeio_block *reordered(struct nvmeio_block *list)
 {
     struct nvmeio_block *first = NULL, *second = NULL, **end = &first;
@@ -195,8 +194,7 @@ static struct nvmeio_block *reordered(struct nvmeio_block *list)
     return first;
 }
 
-/* Take those off `finished` that stand before `old`, and join them with what is held
- * back. */
+/* Move the blocks before `old` from `finished` to the delayed ones. */
 static struct nvmeio_block *take_new(struct nvmeio_engine *engine,
                                      const struct nvmeio_block *old)
 {
@@ -218,12 +216,12 @@ static int faulty_reap(struct nvmeio_engine *engine, unsigned wait_min)
     struct faults *faults = engine->faults;
     struct nvmeio_block *old = engine->finished, *told = NULL;
 
-    /* What is carried out by our own threads always comes back. */
+    /* Engines of our own threads always return blocks. */
     if (*real_of(engine)->library)
         faults->dead |= nvmeio_fault_strikes(NVMEIO_FAULT_DEAD, NULL);
     if (faults->dead)
         return -EIO;
-    /* Who waits while completions are held back would wait for too many. */
+    /* With delayed completions, a wait would wait for too many. */
     if (faults->held ||
         (wait_min > 0 && nvmeio_fault_strikes(NVMEIO_FAULT_SPURIOUS, NULL)))
         wait_min = 0;

@@ -1,5 +1,5 @@
-/* The records of a gather or scatter: what is refused, what is merged, and where the
- * bytes go, against plain loops over bytes. */
+/* Records of a gather or scatter: refusals, merging and the places of bytes, compared
+ * with plain loops over bytes. */
 #include <errno.h>
 #include <string.h>
 
@@ -8,7 +8,7 @@
 #include "records.h"
 
 #define RECORDS_MAX 24
-#define BYTES_MAX 40000u /* of the file and of the memory, where bytes are moved */
+#define BYTES_MAX 40000u /* size of the file and of the memory, if bytes are moved */
 
 struct situation {
     struct nvmeio_gather gather;
@@ -20,7 +20,7 @@ struct situation {
     size_t chunk_bytes;
 };
 
-/* What a plain reading of the records says. */
+/* The expected result for the records. */
 struct model {
     int error;
     size_t offender;
@@ -36,7 +36,7 @@ static int64_t size_of(const struct situation *s, size_t i)
     return s->sizes[s->gather.one_size ? 0 : i];
 }
 
-/* Mostly what fits into the buffers, now and then anything, or the largest of all. */
+/* Mostly a number that fits into the buffers, sometimes any, or the largest. */
 static int64_t invent_number(struct input *input)
 {
     unsigned choice = input_choice(input, 31);
@@ -93,7 +93,7 @@ static int error_of(const struct situation *s, size_t i)
     return size > 0 && end > s->file_size ? -ENODATA : 0;
 }
 
-/* Whether a record shares bytes with one before it. */
+/* Whether a record shares bytes with an earlier one. */
 static bool collides(const struct situation *s, size_t i)
 {
     const int64_t *begins = s->gather.op == NVMEIO_OP_WRITE ? s->offsets : s->places;
@@ -105,7 +105,7 @@ static bool collides(const struct situation *s, size_t i)
     return false;
 }
 
-/* Fills in the places where the gather has none, as far as the records are good. */
+/* Fills in the places if the gather has none, as far as the records are valid. */
 static struct model model_of(struct situation *s)
 {
     struct model model = {0};
@@ -137,8 +137,8 @@ static uint64_t up(uint64_t number, uint64_t align)
     return (number / align + (number % align != 0)) * align;
 }
 
-/* What an extent may hold: records in the order of the file, which it just covers, with
- * no more between them than may be read for nothing. */
+/* Check an extent: it exactly covers records in file order, with gaps of at most
+ * max_gap. */
 static void check_extent(const struct situation *s,
                          const struct nvmeio_records *records,
                          const struct nvmeio_extent *extent)
@@ -170,7 +170,7 @@ static void check_extent(const struct situation *s,
               extent->home + extent->size <= memory + s->gather.size);
 }
 
-/* Carry a part of an extent out, as block.c does; in memory of just its size. */
+/* Run a part of an extent as block.c does, in memory of exactly its size. */
 static void carry_out(const struct situation *s, struct nvmeio_records *records,
                       const struct nvmeio_extent *extent, size_t begin, size_t end)
 {
@@ -194,7 +194,7 @@ static void carry_out(const struct situation *s, struct nvmeio_records *records,
     free(own);
 }
 
-/* All extents, or those of one record that are read once more. */
+/* Run all extents, or those that are repeated record by record. */
 static void carry_out_all(const struct situation *s, struct nvmeio_records *records,
                           bool alone)
 {
@@ -218,8 +218,8 @@ static void carry_out_all(const struct situation *s, struct nvmeio_records *reco
     CHECK(alone || next == records->count);
 }
 
-/* What of a gather has failed are the records whose own bytes cannot be read; what a
- * scatter has written together with such bytes may fail with them. */
+/* Only records of a gather with unreadable bytes have failed; records that a scatter
+ * wrote together with such bytes may fail too. */
 static void check_outcome(const struct situation *s, struct nvmeio_records *records)
 {
     struct nvmeio_failure failures[RECORDS_MAX];
@@ -245,8 +245,7 @@ static void check_outcome(const struct situation *s, struct nvmeio_records *reco
     }
 }
 
-/* The bytes of the records that did not fail are where they belong, and no others have
- * changed. */
+/* Bytes of successful records are in place, and no others have changed. */
 static void check_bytes(const struct situation *s)
 {
     char *memory = s->gather.address;

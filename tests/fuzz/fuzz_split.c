@@ -1,7 +1,7 @@
-/* How a transfer is split, against a plain model: which bytes lie in pages that are
- * wholly its own, and what may happen to those and to the others.
+/* The split of a transfer, compared with a plain model of which bytes are in pages that
+ * it fills.
  *
- * tests/c/test_align.c enumerates the small cases; these may be of any size. */
+ * tests/c/test_align.c enumerates small cases; these have any size. */
 #include "../c/check.h"
 #include "align.h"
 #include "input.h"
@@ -17,8 +17,8 @@ struct situation {
     size_t block_bytes;
 };
 
-/* What docs/design.md says of a transfer: bytes [from, to) of the file go by `route`,
- * what is before and behind them through the page cache. */
+/* The rule of docs/design.md: bytes [from, to) of the file take `route`, those before
+ * and after them the page cache. */
 struct model {
     enum nvmeio_route route;
     uint64_t from, to;
@@ -56,8 +56,8 @@ static struct model model_of(const struct situation *s)
     struct model model = {.from = s->start, .to = s->stop};
     bool congruent;
 
-    /* The pages that are wholly the transfer's; a read that begins or ends with a
-     * sector may have the part of a page as well. */
+    /* The pages that the transfer fills; a read that begins or ends at a sector may
+     * include part of a page. */
     if (s->start % page && (s->op == NVMEIO_OP_WRITE || s->start % sector))
         model.from = (s->start / page + 1) * page;
     if (s->stop % page && (s->op == NVMEIO_OP_WRITE || s->stop % sector))
@@ -79,7 +79,7 @@ static struct model model_of(const struct situation *s)
     return model;
 }
 
-/* By its route a piece lies in the middle, or else on one side of it. */
+/* A piece with this route is in the middle; others are on one side of it. */
 static void check_route(const struct situation *s, const struct model *model,
                         const struct nvmeio_piece *piece)
 {
@@ -93,7 +93,7 @@ static void check_route(const struct situation *s, const struct model *model,
     }
 }
 
-/* What the kernel is asked for. */
+/* Check the kernel's request. */
 static void check_io(const struct situation *s, const struct nvmeio_piece *piece)
 {
     uint64_t from = s->start + piece->position, to = from + piece->wanted;
@@ -106,16 +106,15 @@ static void check_io(const struct situation *s, const struct nvmeio_piece *piece
         CHECK(io_from % sector == 0 && io_to % sector == 0);
     if (piece->route == NVMEIO_ROUTE_DIRECT)
         CHECK((s->address + piece->position) % s->geometry.memory_align == 0);
-    /* More than was asked for is only ever read into memory of our own, and then not a
-     * sector more than it takes. */
+    /* Only reads into our own memory may exceed the request, by less than a sector. */
     if (piece->route == NVMEIO_ROUTE_BOUNCE && s->op == NVMEIO_OP_READ)
         CHECK(from - io_from < sector && io_to - to < sector);
     else
         CHECK(io_from == from && io_to == to);
 }
 
-/* The blocks of a span follow each other without a gap, and all but the first and the
- * last are as long as they may be. */
+/* The blocks of a span are contiguous, and all but the first and the last have the
+ * maximal size. */
 static void check_span(const struct situation *s, const struct model *model,
                        const struct nvmeio_span *span)
 {
@@ -140,7 +139,7 @@ static void check_span(const struct situation *s, const struct model *model,
     CHECK(pieces <= PIECES_MAX + 2);
 }
 
-/* The spans are the whole transfer, each byte once: sorted, each begins where another
+/* The spans cover each byte of the transfer once: sorted, each begins where another
  * ends. */
 static void check_cover(const struct situation *s, const struct nvmeio_plan *plan)
 {
@@ -173,7 +172,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
               (i > 0) == (plan.spans[i].route != model.route));
     for (unsigned i = 0; i < plan.count; i++)
         check_span(&s, &model, &plan.spans[i]);
-    /* In the order of the file, where that is wanted. */
+    /* In file order, if that is required. */
     nvmeio_plan_sort(&plan);
     for (unsigned i = 0; i < plan.count; i++)
         CHECK(plan.spans[i].begin == (i > 0 ? plan.spans[i - 1].end : 0));

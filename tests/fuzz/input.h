@@ -1,6 +1,6 @@
-/* input.h -- numbers out of the bytes that libFuzzer invents.
+/* input.h -- numbers from libFuzzer's bytes.
  *
- * What is read past their end is 0, so every input means something. */
+ * Numbers past the end are 0, so every input is valid. */
 #ifndef NVMEIO_FUZZ_INPUT_H
 #define NVMEIO_FUZZ_INPUT_H
 
@@ -12,7 +12,7 @@ struct input {
     size_t left;
 };
 
-/* A number of so many bytes, the lowest first. */
+/* A number of `bytes` bytes, in little-endian order. */
 static inline uint64_t input_number(struct input *input, unsigned bytes)
 {
     uint64_t number = 0;
@@ -22,13 +22,13 @@ static inline uint64_t input_number(struct input *input, unsigned bytes)
     return number;
 }
 
-/* From 0 to `most`, of one byte. */
+/* A number from 0 to `most`, from one byte. */
 static inline unsigned input_choice(struct input *input, unsigned most)
 {
     return (unsigned)input_number(input, 1) % (most + 1);
 }
 
-/* Up to `most`; as often near 0 as beside a multiple of a page, or anywhere. */
+/* A number up to `most`: near 0, near a multiple of a page, or anywhere. */
 static inline uint64_t input_size(struct input *input, uint64_t most)
 {
     static const unsigned widths[] = {1, 2, 4, 8};

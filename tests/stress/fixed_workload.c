@@ -1,10 +1,10 @@
-/* fixed_workload.c -- FOLDER ENGINE: opens a handle, writes, reads, gathers, scatters,
- * syncs and closes, after a pause in which strace is attached.
+/* fixed_workload.c -- FOLDER ENGINE: open a handle, write, read, gather, scatter, sync
+ * and close, after a pause in which strace attaches.
  *
- * It prints as JSON "ready", and in the end how each step ended, 0 or -errno, and how
- * many descriptors were not closed.  What a step says is done must be right.  Behind
- * the pause it makes no system calls of its own but readv, writev, preadv and flock,
- * which the library does not make, so that faults meet the library alone. */
+ * It prints "ready" as JSON, and at the end the result of each step, 0 or -errno, and
+ * how many descriptors stayed open.  A step that reports success must be right.  After
+ * the pause it makes only system calls that the library never makes, readv, writev,
+ * preadv and flock, so that faults strike only the library. */
 #include <sys/file.h>
 #include <sys/prctl.h>
 #include <sys/uio.h>
@@ -51,7 +51,7 @@ static void say(const char *text)
     CHECK(writev(STDOUT_FILENO, &part, 1) == (ssize_t)part.iov_len);
 }
 
-/* How many descriptors are open: what is not locked is unlocked. */
+/* Return how many descriptors are open, by trying to unlock each. */
 static int open_count(void)
 {
     int count = 0;
@@ -89,7 +89,7 @@ static void prepare(void)
     gathered = guarded_new(RECORDS * RECORD_BYTES, 0);
     scattered = guarded_new(RECORDS * RECORD_BYTES, 0);
     fill(scattered.address, scattered.size, 0, 4);
-    /* Neighbours, a gap that is read for nothing, and others far away, unsorted. */
+    /* Neighbours, a gap that is read and discarded, and distant records, unsorted. */
     for (int i = 0; i < RECORDS; i++)
         offsets[i] = (i * 5 % RECORDS) * (RECORD_BYTES + (i % 2) * 24 * (int64_t)KIB);
 }
@@ -111,7 +111,7 @@ static bool landed(const char *bytes, size_t size, int64_t offset)
            memcmp(seen, bytes, size) == 0;
 }
 
-/* What became of a request, if it could be submitted. */
+/* The outcome of a request, if it could be submitted. */
 static int64_t ended(int error, struct nvmeio_request *request)
 {
     struct nvmeio_outcome outcome;
@@ -153,8 +153,8 @@ static int64_t gather(struct nvmeio_handle *handle, struct nvmeio_file *file,
     return ended(error, request);
 }
 
-/* A step that fails leaves its errno; one that does not has moved so many bytes, and
- * they are right. */
+/* A failed step leaves its errno; a successful one has moved all bytes, which must be
+ * right. */
 #define STEP(step, outcome, size, holds)                                               \
     do {                                                                               \
         int64_t result = (outcome);                                                    \
@@ -186,7 +186,7 @@ static bool records_landed(void)
     return true;
 }
 
-/* In this thread, if it can be. */
+/* In this thread if possible. */
 static int64_t at_once(struct nvmeio_handle *handle, struct nvmeio_file *file)
 {
     struct nvmeio_transfer t =
@@ -266,7 +266,7 @@ int main(int argc, char **argv)
 
     begin();
     CHECK(argc == 2);
-    /* Yama lets only ancestors trace, and strace is none; without Yama it is EINVAL. */
+    /* Allow any process to trace this one; by default Yama allows only ancestors. */
     (void)prctl(PR_SET_PTRACER, PR_SET_PTRACER_ANY, 0, 0, 0);
     prepare();
     int open_before = open_count();

@@ -1,4 +1,4 @@
-"""The same with torch."""
+"""Code as users of torch write it, for mypy and pyright in strict mode; not run."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""What the children of ``children.py`` do: ``-m workloads FUNCTION JSON-ARGUMENTS``.
+"""Functions that child processes of tests run: ``-m workloads FUNCTION JSON-ARGUMENTS``.
 
-A workload checks contents itself, and reports by lines of JSON how each step ended.
+A workload checks contents itself, and reports the result of each step as a line of JSON.
 """

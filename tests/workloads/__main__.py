@@ -1,4 +1,4 @@
-"""Calls the workload that the command line names."""
+"""Call the workload that the command line names."""
 
 import ctypes
 import faulthandler
@@ -14,13 +14,13 @@ SUBJECTS = (
 )
 
 
-# Of prctl(2); the second is (unsigned long)-1.
+# Constants of linux/prctl.h.
 PR_SET_PTRACER = 0x59616D61
 PR_SET_PTRACER_ANY = ctypes.c_ulong(-1)
 
 
 def let_strace_attach():
-    """Yama lets only ancestors trace, and strace is none; without Yama it is EINVAL."""
+    """Allow any process to trace this one; by default Yama allows only ancestors."""
     ctypes.CDLL(None).prctl(PR_SET_PTRACER, PR_SET_PTRACER_ANY, 0, 0, 0)
 
 
@@ -29,7 +29,7 @@ def main(package, subjects):
     faulthandler.enable()
     let_strace_attach()
     name, arguments = sys.argv[1:]
-    # What the others import may be more than a child has memory for.
+    # Import only the module with the function, because others may need too much memory.
     (folder,) = importlib.import_module(package).__path__
     (subject,) = [
         subject

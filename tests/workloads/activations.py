@@ -1,4 +1,4 @@
-"""Training steps, with what the forward pass saves on disk and without."""
+"""Training steps with and without saved tensors on disk."""
 
 import contextlib
 import errno
@@ -16,17 +16,17 @@ from nvmeio.torch import save_on_disk
 from nvmeio.torch._offload import slots as _slots
 from workloads.common import Faults, pause, report
 
-# Of the tests' tensors nearly all are as large.
+# Nearly all tensors of the tests are at least this large.
 SMALL = 2048
 
 
 def bytes_on_disk():
-    """Return how large the file without a name is that this process has open, if any."""
+    """Return the size of the unnamed file that this process has open, or 0."""
     sizes = [0]
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
             path = f"/proc/self/fd/{name}"
-            # Memory that torch's processes share has no name either.
+            # Shared memory of torch's processes has no name either.
             if re.fullmatch(r"/(?!dev/|memfd:).* \(deleted\)", os.readlink(path)):
                 sizes.append(os.stat(path).st_size)
     return max(sizes)
@@ -39,7 +39,7 @@ def bits(tensor):
 
 
 def same_bits(found, expected):
-    """Tell whether two lists of tensors are the same to the bit."""
+    """Return whether two lists of tensors are identical to the bit."""
     pairs = zip(found, expected, strict=True)
     return all(
         (one.dtype, one.shape, bits(one)) == (other.dtype, other.shape, bits(other))
@@ -145,7 +145,7 @@ def train_together(rendezvous, rank, size, folder):
 
 
 def train_beside_workers(folder):
-    """Train on what forked workers load, which are made while a context is active."""
+    """Train on the batches of forked workers, which start while a context is active."""
     torch.set_num_threads(1)
     torch.manual_seed(1)
     inputs = torch.randn(64, 64)
@@ -156,7 +156,7 @@ def train_beside_workers(folder):
         model = torch.nn.Sequential(torch.nn.Linear(64, 512), torch.nn.GELU())
         x = torch.randn(32, 64, requires_grad=True)
         with context:
-            # What was saved before the fork, and what is while workers live.
+            # Tensors saved before the fork, and while workers live.
             losses = [model(x * 2).square().mean()]
             loader = torch.utils.data.DataLoader(
                 torch.utils.data.TensorDataset(inputs),
@@ -172,7 +172,7 @@ def train_beside_workers(folder):
         del losses
         gc.collect()
         workers = [worker.pid for worker in loader._iterator._workers]
-        # The workers live, and may have the file open.
+        # The workers still live, and may have the file open.
         left = [
             os.stat(f"/proc/{pid}/fd/{name}").st_size
             for pid in workers
@@ -227,10 +227,10 @@ def train_in_a_child(folder):
 
 
 def ctrl_c_while_training(folder, when):
-    """Press Ctrl-C while the drive holds what a pass waits for; then train as before."""
+    """Press Ctrl-C while the drive holds I/O that a pass waits for; then train again."""
     torch.set_num_threads(1)
     faults = Faults(f"{folder}/control")
-    # FUSE holds what threads do, and forgets files without a name.
+    # Only I/O by threads can be held by FUSE, which also loses unnamed files.
     os.environ["NVMEIO_ENGINE"] = "threads"
     _slots._unnamed = lambda folder: File(f"{folder}/slots", "w")
     x = torch.randn(40_000, requires_grad=True)
@@ -307,7 +307,7 @@ def train_with_faults(folder):
 
 
 def train_in_bfloat16(folder):
-    """Train under autocast, whose sums are as wide as the processor is said to be."""
+    """Train under autocast, with the vector width set, because sums depend on it."""
     torch.set_num_threads(1)
     disk = []
 
@@ -327,7 +327,7 @@ def train_in_bfloat16(folder):
 
 
 def leave_in_a_child(folder):
-    """Fork while tensors are on their way; the child ends by an exception."""
+    """Fork while tensors are being written; the child leaves by an exception."""
     x = torch.randn(400_000, requires_grad=True)
     (expected,) = torch.autograd.grad(x.sin().exp().sum(), x)
     child = 0
@@ -355,12 +355,12 @@ def grow_by_memory(folder, mebibytes):
         for _ in range(512 // mebibytes):
             y = y.sin() * y.cos()
     y.sum().backward()
-    # Not ru_maxrss, which begins with the parent's.
+    # Not ru_maxrss, which starts at the parent's.
     report(mebibytes_of("VmHWM") - before)
 
 
 def mebibytes_of(name):
-    """Return what the kernel says of this process's memory."""
+    """Return a figure of this process's memory, from the kernel, in MiB."""
     with open("/proc/self/status") as file:
         (line,) = [line for line in file if line.startswith(f"{name}:")]
     return int(line.split()[1]) >> 10

@@ -1,4 +1,4 @@
-"""What children do whose callbacks are called by nvmeio's own thread."""
+"""Callbacks in nvmeio's callback thread."""
 
 import multiprocessing
 import threading
@@ -14,12 +14,12 @@ SIZE = 64 << 20
 
 
 def is_there():
-    """Tell whether the thread is there."""
+    """Return whether the callback thread exists."""
     return any(thread.name == "nvmeio-callbacks" for thread in threading.enumerate())
 
 
 def call(handle, path):
-    """Have a callback called, and return how often it was."""
+    """Add a callback, and return how often it was called."""
     calls, called = [], threading.Event()
     request = handle.submit_write(np.zeros(SIZE, np.uint8), path)
     request.add_done_callback(calls.append)
@@ -31,7 +31,7 @@ def call(handle, path):
 
 
 def callbacks_alone(folder):
-    """See that the thread ends some time after the last callback, and comes back."""
+    """Check that the thread ends some time after the last callback, and starts again."""
     with nvmeio.Handle() as handle:
         during = call(handle, f"{folder}/file")[1]
         while is_there():
@@ -42,7 +42,7 @@ def callbacks_alone(folder):
 
 
 def callbacks_in_a_child(folder):
-    """Fork while the thread is there, and call callbacks in both processes."""
+    """Fork while the thread exists, and call callbacks in both processes."""
     counts = multiprocessing.get_context("fork").Array("i", 2)
     handle = nvmeio.default_handle()
     calls = threading.Event()

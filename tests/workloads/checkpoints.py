@@ -1,4 +1,4 @@
-"""Folders and checkpoints in children: under faults, killed, and at the end of Python."""
+"""Folders and checkpoints: under faults, killed, and at the end of Python."""
 
 import os
 import signal
@@ -13,7 +13,7 @@ from workloads.common import pause, report
 
 
 def fill_folder(path, replace=False):
-    """Write a folder, with system calls that fail; tell how it ended."""
+    """Write a folder while system calls fail; report the result."""
     nvmeio.default_handle()
     pause()
     try:
@@ -27,7 +27,7 @@ def fill_folder(path, replace=False):
 
 
 def state_of(seed, size=300_000):
-    """Return a state that its seed tells."""
+    """Return a state, by its seed."""
     numbers = np.random.default_rng(seed)
     return {
         "seed": seed,
@@ -37,13 +37,13 @@ def state_of(seed, size=300_000):
 
 
 def same(one, other):
-    """Tell whether two states of state_of() are equal."""
+    """Return whether two states of state_of() are equal."""
     arrays = zip(one.pop("weights"), other.pop("weights"), strict=True)
     return one == other and all(np.array_equal(*pair) for pair in arrays)
 
 
 def save_step(root, step, how="save"):
-    """Save a step, with system calls that fail; tell how it ended."""
+    """Save a step while system calls fail; report the result."""
     checkpointer = Checkpointer(root)
     state = state_of(step)
     pause()
@@ -60,7 +60,7 @@ def save_step(root, step, how="save"):
 
 
 def save_until_killed(root):
-    """Save step after step, and tell of each when it is durable."""
+    """Save step after step, and report each one when it is durable."""
     checkpointer = Checkpointer(root, keep=2)
     step = (checkpointer.latest() or 0) + 1
     pause()
@@ -71,7 +71,7 @@ def save_until_killed(root):
 
 
 def save_and_leave(root, stage):
-    """Begin to save, and end at once."""
+    """Start a save, and exit at once."""
     checkpointer = Checkpointer(root)
     checkpointer.save_async(1, state_of(1), stage=stage)
 
@@ -85,7 +85,7 @@ def hold_lock(root):
 
 
 def fork_while_saving(root, call):
-    """Fork while a save goes on; the child saves or closes, and tells how that ended."""
+    """Fork during a save; the child saves or closes, and reports the result."""
     checkpointer = Checkpointer(root)
     gate, write = threading.Event(), _saving.Plan.write
 
@@ -110,7 +110,7 @@ def fork_while_saving(root, call):
 
 
 def fork_while_verifying(root):
-    """Fork while a step is read, and read no more; the child stays."""
+    """Fork while a step is being read, and stop reading; the child lives on."""
     checkpointer = Checkpointer(root)
 
     def fork(done, total):
@@ -123,13 +123,13 @@ def fork_while_verifying(root):
 
 
 def drain_and_die(source, target):
-    """Drain a folder, and be killed while its largest file is written."""
+    """Drain a folder, and be killed while the largest file is being written."""
     writing = _places._FolderWriter.write
 
     def write(writer, piece):
         writing(writer, piece)
         if "__0_0" in writer.target:
-            # What is smaller has been committed by then.
+            # Smaller files are complete by then.
             while not os.path.exists(os.path.join(target, "__1_0.distcp")):
                 time.sleep(0.001)
             os.kill(os.getpid(), signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""What all workloads share: reports to the parent, files, checked transfers."""
+"""Shared by workloads: reports to the parent, files, checked transfers."""
 
 import contextlib
 import errno
@@ -13,12 +13,12 @@ import numpy as np
 
 from helpers import Guarded, pattern
 
-# Of a thread that has begun to end (include/linux/sched.h of Linux, proc(5)).
+# PF_EXITING, of a thread that is ending (include/linux/sched.h, proc(5)).
 PF_EXITING = 0x4
 
 
 def report(value):
-    """Tell the parent something."""
+    """Send a report to the parent."""
     sys.stdout.write(json.dumps(value) + "\n")
     sys.stdout.flush()
 
@@ -39,7 +39,7 @@ def errors_of(function, *args):
 
 
 def make_file(path, size, seed=0):
-    """Write a file of random bytes past nvmeio, and return its bytes."""
+    """Write a file of random bytes without nvmeio, and return its bytes."""
     data = pattern(size, seed)
     with open(path, "wb") as file:
         file.write(data)
@@ -48,9 +48,9 @@ def make_file(path, size, seed=0):
 
 
 def thread_count():
-    """Return how many threads of ours there are; those of a ring are the kernel's.
+    """Return the number of our threads, without the kernel's threads of rings.
 
-    One that has been joined may still be listed for a moment, as one that exits.
+    A joined thread may still be listed for a moment, as exiting.
     """
     count = 0
     for task in os.listdir("/proc/self/task"):
@@ -62,12 +62,12 @@ def thread_count():
 
 
 def descriptor_count():
-    """Return how many descriptors are open, that of the listing among them."""
+    """Return how many descriptors are open, including that of the listing."""
     return len(os.listdir("/proc/self/fd"))
 
 
 class Records(logging.Handler):
-    """Keeps what the logger of nvmeio says."""
+    """Keeps the messages of nvmeio's logger."""
 
     def __init__(self):
         super().__init__()
@@ -79,13 +79,13 @@ class Records(logging.Handler):
 
 
 class Faults:
-    """The faults of the FUSE file system that has this file."""
+    """The faults of the FUSE file system of a file."""
 
     def __init__(self, path):
         self.path = path
 
     def set(self, **faults):
-        """Set the faults of read, write and fsync anew."""
+        """Replace the faults of read, write and fsync."""
         os.setxattr(self.path, "user.faults", json.dumps(faults).encode())
 
     def fired(self):
@@ -97,7 +97,7 @@ class Faults:
         return int(os.getxattr(self.path, "user.waiting"))
 
     def await_waiting(self, count=1):
-        """Wait until so many calls are held, for less long than they can be."""
+        """Wait until `count` calls are held; fail before the file system releases them."""
         deadline = time.monotonic() + 20
         while self.waiting() < count:
             assert time.monotonic() < deadline, f"{count} calls should be held"

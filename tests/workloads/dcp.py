@@ -1,4 +1,4 @@
-"""Ranks that save and load together, by torch.distributed.checkpoint over gloo."""
+"""Ranks that save and load together with torch.distributed.checkpoint over gloo."""
 
 import gc
 import os
@@ -26,11 +26,11 @@ ROWS, COLUMNS = 1200, 700
 
 
 def end_rank():
-    """End a rank, without the end of the interpreter.
+    """End a rank without finalizing the interpreter.
 
-    Seen in a core: a thread of gloo drops a tensor (AsyncWork's destructor) and asks for
-    the GIL while Python finalizes.  Python ends it by pthread_exit(3), which unwinds
-    through a noexcept function and so aborts: 3 of 14 runs on a busy machine.
+    As a core file showed, a thread of gloo drops a tensor (AsyncWork's destructor) and
+    wants the GIL while Python finalizes.  Python ends it by pthread_exit(3), which unwinds
+    through a noexcept function and aborts: in 3 of 14 runs on a busy machine.
     """
     dist.destroy_process_group()
     sys.stdout.flush()
@@ -38,7 +38,7 @@ def end_rank():
 
 
 def begin(rendezvous, rank, size):
-    """Join the others."""
+    """Join the process group."""
     dist.init_process_group(
         "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=size
     )
@@ -46,7 +46,7 @@ def begin(rendezvous, rank, size):
 
 
 def state_of(mesh, seed, filled=True):
-    """Return a state of tensors in shards and whole ones, that its seed tells."""
+    """Return a state of sharded and whole tensors, by its seed."""
     torch.manual_seed(seed)
     wide, tall = torch.randn(ROWS, COLUMNS), torch.randn(32, 64 * COLUMNS)
     same = torch.randn(90_000)
@@ -65,13 +65,13 @@ def state_of(mesh, seed, filled=True):
 
 
 def bytes_read():
-    """Return what this process had drives read."""
+    """Return how many bytes this process has read from drives."""
     with open("/proc/self/io") as file:
         return int(file.read().split("read_bytes:")[1].split()[0])
 
 
 def save_together(rendezvous, rank, size, folder, seed, by="nvmeio", collectives=True):
-    """Save a state on all ranks; tell how it ended."""
+    """Save a state on all ranks; report the result."""
     state = state_of(begin(rendezvous, rank, size), seed)
     kind = FileSystemWriter if by == "nvmeio" else dcp.FileSystemWriter
     dcp.save(state, storage_writer=kind(folder), use_collectives=collectives)
@@ -80,7 +80,7 @@ def save_together(rendezvous, rank, size, folder, seed, by="nvmeio", collectives
 
 
 def load_together(rendezvous, rank, size, folder, seed, by="nvmeio"):
-    """Load a state on all ranks; tell what it is, and how much was read for it."""
+    """Load a state on all ranks; report differences, and how much was read."""
     mesh = begin(rendezvous, rank, size)
     found, expected = state_of(mesh, seed, filled=False), state_of(mesh, seed)
     kind = FileSystemReader if by == "nvmeio" else dcp.FileSystemReader
@@ -91,7 +91,7 @@ def load_together(rendezvous, rank, size, folder, seed, by="nvmeio"):
 
 
 def load_and_compare(state, expected, found, reader, folder):
-    """Load a state; return which tensors are wrong, and how much was read for them."""
+    """Load a state; return the wrong tensors, and how much was read."""
     for name in os.listdir(folder):
         with open(os.path.join(folder, name), "rb") as file:
             os.fsync(file.fileno())
@@ -124,7 +124,7 @@ def save_models(
 
 
 def save_models_alone_and_join(rendezvous, rank, size, folder):
-    """Have each rank plan for itself, and join the parts; tell what that is told."""
+    """Let each rank plan alone, and join the parts; report the error."""
     state = state_of(begin(rendezvous, rank, size), 3)["model"]
     writer = HuggingFaceStorageWriter(
         folder, save_distributed=True, enable_consolidation=True
@@ -137,7 +137,7 @@ def save_models_alone_and_join(rendezvous, rank, size, folder):
 
 
 def save_models_of_parts(rendezvous, rank, size, folder):
-    """Save shards as if each were whole; tell what is told."""
+    """Save shards as if each were whole; report the error."""
     state = state_of(begin(rendezvous, rank, size), 3)["model"]
     try:
         dcp.save(state, storage_writer=HuggingFaceStorageWriter(folder))
@@ -147,7 +147,7 @@ def save_models_of_parts(rendezvous, rank, size, folder):
 
 
 def load_models(rendezvous, rank, size, folder, by="nvmeio"):
-    """Load a state of model files on all ranks; tell what it is, and what was read."""
+    """Load a state from model files on all ranks; report differences, and bytes read."""
     mesh = begin(rendezvous, rank, size)
     found, expected = state_of(mesh, 3, filled=False)["model"], state_of(mesh, 3)["model"]
     kind = HuggingFaceStorageReader if by == "nvmeio" else dcp.HuggingFaceStorageReader
@@ -156,19 +156,19 @@ def load_models(rendezvous, rank, size, folder, by="nvmeio"):
 
 
 def whole_state(rendezvous, rank, size, seed):
-    """Tell the sums of the tensors of a state."""
+    """Report the sums of a state's tensors."""
     state = state_of(begin(rendezvous, rank, size), seed)["model"]
     report({name: local(each).double().sum().item() for name, each in state.items()})
     end_rank()
 
 
 def local(tensor):
-    """Return what this rank has of a tensor."""
+    """Return this rank's part of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def save_and_fail(rendezvous, rank, size, folder, failing):
-    """Save a state, where the drive of one rank fails; tell what every rank is told."""
+    """Save a state while the drive of one rank fails; report each rank's error."""
     state = state_of(begin(rendezvous, rank, size), 2)
     writer = FileSystemWriter(folder)
     if rank == failing:
@@ -185,14 +185,14 @@ def save_and_fail(rendezvous, rank, size, folder, failing):
 
 
 def stage_without_pool():
-    """Stage more than the pool may hold; tell whether it is right, and the rest too."""
+    """Stage more than the pool may hold; report whether all of it is right."""
     state = {"large": torch.randn(1 << 20), "small": torch.randn(9)}
     staged = PoolStager().stage(state)
     report([torch.equal(staged[name], state[name]) for name in state])
 
 
 def stage_again_and_again(folder):
-    """Save in the background; tell what the pool has lent meanwhile and afterwards."""
+    """Save in the background; report the use of the pool meanwhile and afterwards."""
     state = {"a": torch.randn(1 << 20), "b": torch.randn(1 << 20)}
     used, stager, held, given_back = nvmeio.pool_stats()["bytes_used"], PoolStager(), [], []
     for seed in range(3):
@@ -204,7 +204,7 @@ def stage_again_and_again(folder):
         held.append(nvmeio.pool_stats()["bytes_used"] >= used + (8 << 20))
         future.result()
         del future
-        # The thread of torch that has saved it may not have ended yet.
+        # torch's saving thread may not have ended yet.
         while nvmeio.pool_stats()["bytes_used"] > used:
             gc.collect()
         given_back.append(True)
@@ -215,7 +215,7 @@ def stage_again_and_again(folder):
 
 
 def reserved_together(rendezvous, rank, size, folder):
-    """Save a tensor of 8 MiB in shards; tell how much room this rank has reserved."""
+    """Save a sharded tensor of 8 MiB; report how much space this rank has reserved."""
     mesh, found = begin(rendezvous, rank, size), []
     reserve = _writing.reserve
     _writing.reserve = lambda file, nbytes, path: found.append(nbytes)

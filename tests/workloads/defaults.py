@@ -1,4 +1,4 @@
-"""What children do whose environment the default handle is made by."""
+"""The default handle, which the environment of a process configures."""
 
 import os
 

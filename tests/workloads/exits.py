@@ -1,4 +1,4 @@
-"""What children leave in flight when they end."""
+"""End a process with I/O in flight."""
 
 import atexit
 import contextlib
@@ -21,14 +21,14 @@ KEPT = []
 
 
 def map_memory(path, size):
-    """Return memory between canaries that outlives the process, as a file."""
+    """Return memory between canaries, mapped from a file, which outlives the process."""
     memory = np.memmap(path, np.uint8, "w+", shape=size + 2 * PAGE)
     memory[:] = Guarded.CANARY
     return memory[PAGE : PAGE + size]
 
 
 def leave(folder, control, memory, engine, way, hold):
-    """Leave the interpreter with reads in flight, each of which takes a while."""
+    """End the interpreter with slow reads in flight."""
     path = f"{folder}/leave-{engine}"
     faults = Faults(control)
     data = make_file(path, 1 << 17)
@@ -58,7 +58,7 @@ def leave(folder, control, memory, engine, way, hold):
 
 
 def let_go_in_flight(folder, control, engine, way):
-    """Let go of everything with reads in flight; the process goes on."""
+    """Drop everything with reads in flight; the process goes on."""
     path = f"{folder}/drop-{engine}"
     faults = Faults(control)
     data = make_file(path, 1 << 17)
@@ -88,7 +88,7 @@ def let_go_in_flight(folder, control, engine, way):
         del file, requests
         gc.collect()
         handle.close()
-    # Whichever way, nothing is in flight any more.
+    # In any case nothing is in flight any more.
     for part in guarded:
         assert part.content() == data
     faults.set()
@@ -113,7 +113,7 @@ def submit_until_refused(handle, path, started, ended):
 
 
 def end_amid_submissions(folder, engine):
-    """End the process while threads go on to use the handle that all share."""
+    """End the process while threads use the default handle."""
     path = f"{folder}/file"
     make_file(path, 4 << 20)
     os.environ["NVMEIO_ENGINE"] = engine
@@ -129,7 +129,7 @@ def end_amid_submissions(folder, engine):
                 requests.append(nvmeio.default_handle().submit_read(memory, path))
                 if len(requests) == 8:
                     requests.popleft().wait()
-        # It was closed under its hands, and asks for another.
+        # The default handle was closed meanwhile, so the thread asks for another.
         try:
             nvmeio.default_handle()
         except ValueError as error:
@@ -147,14 +147,14 @@ def end_amid_submissions(folder, engine):
         same = default._shared.handle is first
         report({"same": same, "pending": first.pending, "told": outcomes[0]})
 
-    # What was registered first is called last.
+    # The first registered function is called last.
     atexit.unregister(_drain_at_exit)
     atexit.register(look)
     atexit.register(_drain_at_exit)
 
 
 def close_amid_submissions(folder, engine, way):
-    """Close a handle, or end the process, while a thread goes on submitting."""
+    """Close a handle, or end the process, while a thread keeps submitting."""
     path = f"{folder}/file"
     make_file(path, 4 << 20)
     handle = nvmeio.Handle(engine=engine)

@@ -1,4 +1,4 @@
-"""What children do while the system fails them."""
+"""Transfers while system calls fail or resources run out."""
 
 import ctypes
 import errno
@@ -28,14 +28,14 @@ from workloads.common import (
 
 
 def made_handle(single_submit=False, **options):
-    """Make a Handle; blocks one by one are DeepSpeed's alone."""
+    """Make a Handle, or DeepSpeed's op if blocks are submitted one by one."""
     if single_submit:
         return nvmeio.aio_handle(single_submit=True, **options).handle
     return nvmeio.Handle(**options)
 
 
 def round_trip(folder, engine="auto", size=1 << 20, early=True, **options):
-    """Write, read and fsync after the pause; report how each step ended."""
+    """Write, read and fsync after the pause; report the result of each step."""
     records = Records()
     source, target = f"{folder}/source", f"{folder}/target"
     data = make_file(source, size)
@@ -64,7 +64,7 @@ def round_trip(folder, engine="auto", size=1 << 20, early=True, **options):
 
 
 def open_handle(engine="auto", **options):
-    """Open a handle after the pause; report what engines() and the log say."""
+    """Open a handle after the pause; report engines() and the log."""
     records = Records()
     pause()
     said = ""
@@ -99,7 +99,7 @@ def describe_file(path, size=100_000):
 
 
 def open_without_descriptors(folder):
-    """Submit after the pause, when no descriptor is to be had; then once more."""
+    """Submit after the pause, without free descriptors; then again with some."""
     path = f"{folder}/source"
     data = make_file(path, 10_000)
     handle = nvmeio.Handle()
@@ -114,7 +114,7 @@ def open_without_descriptors(folder):
 
 
 def dead_ring(folder, engine):
-    """Submit a read to a ring that can no longer be entered; report what becomes of all."""
+    """Submit a read to a ring that can no longer be entered; report all results."""
     records = Records()
     path = f"{folder}/source"
     data = make_file(path, 1 << 20)
@@ -123,7 +123,7 @@ def dead_ring(folder, engine):
     read_checked(handle, path, data)
 
     class Watched(np.ndarray):
-        """An array, of which one can tell whether it is still there."""
+        """An array that supports weak references, which show whether it is alive."""
 
     buffer = np.zeros(len(data), np.uint8).view(Watched)
     alive = weakref.ref(buffer)
@@ -184,7 +184,7 @@ def few_descriptors(folder, engine, count=48):
 
 
 def refusal_of_handle(engine):
-    """Open a handle; return what is said of why there is none."""
+    """Open a handle, which fails; return the message."""
     try:
         nvmeio.Handle(engine=engine)
     except OSError as error:
@@ -193,14 +193,14 @@ def refusal_of_handle(engine):
 
 
 def no_descriptor(engine):
-    """Open a handle where no descriptor is left."""
+    """Open a handle without free descriptors."""
     used = len(os.listdir("/proc/self/fd")) - 1
     resource.setrlimit(resource.RLIMIT_NOFILE, (used, used))
     report({"handle": refusal_of_handle(engine)})
 
 
 def no_memlock(folder, engine):
-    """Transfer where nothing may be locked."""
+    """Transfer while no memory may be locked."""
     records = Records()
     resource.setrlimit(resource.RLIMIT_MEMLOCK, (0, 0))
     libc = ctypes.CDLL(None, use_errno=True)
@@ -226,7 +226,7 @@ def no_memlock(folder, engine):
 
 
 def can_start_thread():
-    """Tell whether a thread may be started."""
+    """Return whether a thread can be started."""
     try:
         threading.Thread(target=int).start()
     except RuntimeError:
@@ -235,14 +235,14 @@ def can_start_thread():
 
 
 def no_threads(engine):
-    """Open a handle where no thread may be started."""
+    """Open a handle while no thread may be started."""
     resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
     said = refusal_of_handle(engine)
     report({"fired": not can_start_thread(), "handle": said})
 
 
 def no_more_threads(folder, engine):
-    """Transfer through the page cache where no thread may be started any more."""
+    """Transfer through the page cache while no more threads may be started."""
     data = pattern(1 << 20)
     path = f"{folder}/threads-{engine}"
     with nvmeio.Handle(block_size=65536, engine=engine, direct=False) as handle:
@@ -256,15 +256,15 @@ def no_more_threads(folder, engine):
 
 
 def refuse_by_seccomp(number, error):
-    """Let a system call fail from now on, as the profiles of containers do."""
+    """Make a system call fail from now on, as profiles of containers do."""
     allow, answer = 0x7FFF0000, 0x00050000 | error
-    # Load the number of the call; equal: the errno, else on.
+    # Load the number of the call; if it is equal, return the errno, else allow.
     program = [(0x20, 0, 0, 0), (0x15, 0, 1, number), (0x06, 0, 0, answer)]
     install_program([*program, (0x06, 0, 0, allow)])
 
 
 def seccomp(folder, error):
-    """Transfer where a seccomp filter refuses io_uring_setup."""
+    """Transfer while a seccomp filter refuses io_uring_setup."""
     records = Records()
     io_uring_setup = 425
     refuse_by_seccomp(io_uring_setup, error)
@@ -278,7 +278,7 @@ def seccomp(folder, error):
 
 
 def container(folder, program):
-    """Transfer under the filter of a container's profile."""
+    """Transfer under the seccomp filter of a container's profile."""
     install_program(program)
     data = pattern(1 << 20)
     with nvmeio.Handle() as handle:

@@ -1,4 +1,4 @@
-"""What children do who fork."""
+"""Handles in processes that fork."""
 
 import functools
 import gc
@@ -23,7 +23,7 @@ from workloads.common import (
 
 
 def fork(function, *args):
-    """Fork; the child calls the function and ends.  Returns its process."""
+    """Fork a child that calls a function and ends; return the child's process id."""
     child = os.fork()
     if child:
         return child
@@ -39,12 +39,12 @@ def fork(function, *args):
 
 
 def join(child):
-    """Assert that a forked child ended well."""
+    """Assert that a forked child succeeded."""
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def use_handle(handle, folder, name, engine):
-    """Use a handle in a child, with workers of its own."""
+    """Use a handle in a child, which has its own workers."""
     path = f"{folder}/{name}"
     data = pattern(300_000, len(name))
     write_checked(handle, path, data)
@@ -62,7 +62,7 @@ def use_op(op, folder, name, engine):
 
 
 def fork_idle(folder, engine, count=8):
-    """Several children at once, and their children, use a handle of the parent."""
+    """Use the parent's handle in several children at once, and in their children."""
     op = nvmeio.aio_handle(65536, engine=engine, intra_op_parallelism=2)
     handle = op.handle
     path = f"{folder}/parent-{engine}"
@@ -88,7 +88,7 @@ def fork_idle(folder, engine, count=8):
 
 
 def fork_latencies(folder, engine):
-    """A child's handle counts what the child transfers, and the parent's goes on."""
+    """Check that latencies count separately in the child and in the parent."""
     path = f"{folder}/data"
     data = make_file(path, 1 << 20)
     said, heard = os.pipe()
@@ -119,7 +119,7 @@ def fork_latencies(folder, engine):
 
 
 def fork_in_flight(folder, control, other, engine):
-    """Fork with reads held; children use the handle or drop it, the parent goes on."""
+    """Fork while reads are held; children use or drop the handle; the parent goes on."""
     path = f"{folder}/held-{engine}"
     faults = Faults(control)
     data = make_file(path, 1 << 18)
@@ -189,13 +189,13 @@ def fork_from_crowd(folder, engine, threads=3, forks=6):
 
 
 def work_in_process(op, folder, name, engine):
-    """What a worker of multiprocessing does."""
+    """Use a handle in a worker of multiprocessing."""
     use_op(op, folder, name, engine)
     return os.getpid()
 
 
 def processes(folder, engine, method):
-    """Give a handle to the workers of a multiprocessing pool."""
+    """Pass a handle to the workers of a multiprocessing pool."""
     op = nvmeio.aio_handle(65536, engine=engine)
     use_op(op, folder, "parent", engine)
     context = multiprocessing.get_context(method)
@@ -210,7 +210,7 @@ def processes(folder, engine, method):
 
 
 def data_loader(folder, method, persistent, count=32, record=5000):
-    """Read records in the workers of a torch DataLoader, with a handle of the parent."""
+    """Read records in the workers of a torch DataLoader with the parent's handle."""
     import torch
     from torch.utils.data import DataLoader
 

@@ -1,4 +1,4 @@
-"""What children do who await requests."""
+"""Processes that await requests."""
 
 import asyncio
 import contextlib
@@ -12,7 +12,7 @@ from workloads.forks import fork, join
 
 
 def cancel_awaits(folder, control, engine, loop):
-    """Cancel a task, twice, that awaits a read which is held."""
+    """Cancel, twice, a task that awaits a held read."""
 
     async def read(handle, request):
         await request
@@ -21,7 +21,7 @@ def cancel_awaits(folder, control, engine, loop):
 
 
 def cancel_leaving(folder, control, engine, loop):
-    """Cancel a task, twice, that leaves a handle which has a read that is held."""
+    """Cancel, twice, a task at the end of a handle's block with a held read."""
 
     async def leave(handle, request):
         async with handle:
@@ -31,7 +31,7 @@ def cancel_leaving(folder, control, engine, loop):
 
 
 def cancel(function, folder, control, engine, loop):
-    """Cancel a task, twice, that waits for a read which is held."""
+    """Cancel a task twice while a read is held, and report whether it ended early."""
     path = f"{folder}/cancel-{engine}-{loop}"
     faults = Faults(control)
     data = make_file(path, 1 << 16)
@@ -64,7 +64,7 @@ def cancel(function, folder, control, engine, loop):
 
 
 def fork_awaits(folder, engine):
-    """Fork while a task awaits; the child awaits too, with a loop of its own."""
+    """Fork while a task awaits; the child awaits too, with its own loop."""
     path = f"{folder}/awaited-{engine}"
     data = make_file(path, 8 * 4096)
     handle = nvmeio.Handle(engine=engine, **SLOW)
@@ -91,7 +91,7 @@ def fork_awaits(folder, engine):
             assert errors_of(call) == "EOWNERDEAD"
         new = handle.submit_read(bytearray(4096), path)
         assert nvmeio.wait([new]).done == {new}
-        # The parent's loop looks as if it still ran, for this is the child of a coroutine.
+        # The parent's loop seems to be running, because the fork was in a coroutine.
         asyncio._set_running_loop(None)
         asyncio.run(child_main(old))
         handle.close()
@@ -114,13 +114,13 @@ def fork_awaits(folder, engine):
 
 
 def order_held(folder, control, engine):
-    """Hold a read, and see that what comes after it has not begun."""
+    """Hold a read, and check that the requests after it have not begun."""
     path, other = f"{folder}/held-{engine}", f"{folder}/other-{engine}"
     faults = Faults(control)
     data = make_file(path, 8192)
     handle = nvmeio.Handle(engine=engine)
     first, target = Guarded(8192), Guarded(8192)
-    # Beforehand, for the file system answers nobody while it holds the read.
+    # Before that, because the file system answers no call while it holds the read.
     with nvmeio.File(path) as file, nvmeio.File(other, "w") as made:
         handle.write(b"old", made)
         faults.set(read={"held": True})

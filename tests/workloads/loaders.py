@@ -1,4 +1,4 @@
-"""What children do who load data with workers of torch's DataLoader."""
+"""Data loading with workers of torch's DataLoader."""
 
 import contextlib
 import gc
@@ -13,7 +13,7 @@ from workloads.common import report
 
 
 class Watched:
-    """A transform that tells, with each sample, who has read it and what is open there."""
+    """A transform that adds to each sample its process and that process's open files."""
 
     def __init__(self, folder):
         self.folder = folder
@@ -25,7 +25,7 @@ class Watched:
 
 
 def load_with_workers(folder, method, engine, workers=8, count=403):
-    """Load every row twice, in workers that are started by a method and persist."""
+    """Load every row twice, in persistent workers with a given start method."""
     os.environ["NVMEIO_ENGINE"] = engine
     import torch
     from torch.utils.data import DataLoader
@@ -72,7 +72,7 @@ def load_with_workers(folder, method, engine, workers=8, count=403):
 
 
 def resume_stream(folder):
-    """Go on where the state in a file says, and report what is left."""
+    """Resume from a state in a file, and report the remaining batches."""
     import torch
     from torch.utils.data import BatchSampler, RandomSampler
 
@@ -85,7 +85,7 @@ def resume_stream(folder):
 
 
 class Owners:
-    """Joins the records of a batch, and says what memory the dataset's index is in."""
+    """Joins the records of a batch, and reports which memory holds the dataset's index."""
 
     def __init__(self, dataset):
         self.dataset = dataset
@@ -99,7 +99,7 @@ class Owners:
 
 
 def load_records_with_workers(folder, method, shared_bytes_max=None, count=140_000):
-    """Load records in workers that are started by a method, and say where the index is."""
+    """Load records in workers with a given start method; report where the index is."""
     from torch.utils.data import DataLoader
 
     from nvmeio.torch import RecordDataset

@@ -1,4 +1,4 @@
-"""What children do with the copy and the pool."""
+"""Processes that copy memory and use the pool."""
 
 import contextlib
 import multiprocessing
@@ -16,7 +16,7 @@ from workloads.common import (
 
 
 def copy_all_sizes():
-    """Copy at each edge of the kernels, and tell which are in use."""
+    """Copy at each edge size of the kernels, and report which kernel is used."""
     error = handle_error = None
     try:
         for size in (1, 1000, 1 << 16, (1 << 20) + 1, 8 << 20, (8 << 20) + 77):
@@ -52,7 +52,7 @@ def copy_in_children(method):
 
 
 def copy_with_threads(index):
-    """Copy with a team that is asked for."""
+    """Copy with a team of a given size."""
     source = np.full(4 << 20, index, np.uint8)
     target = np.zeros_like(source)
     nvmeio.memcpy(target, source, threads=2)
@@ -60,7 +60,7 @@ def copy_with_threads(index):
 
 
 def copy_with_threads_in_children():
-    """Ask for a team in the parent, then in forked children."""
+    """Copy with a team in the parent, then in forked children."""
     assert copy_with_threads(7)
     with multiprocessing.get_context("fork").Pool(3) as pool:
         right = pool.map(copy_with_threads, range(3), chunksize=1)
@@ -109,7 +109,7 @@ def count_copy_threads(threads, size=64 << 20, torch_threads=None):
 
 
 def copy_without_threads():
-    """Copy where no thread can be started: those that live count, and root is none."""
+    """Copy while no thread can be started, as an ordinary user at the limit."""
     source = np.random.default_rng(1).integers(0, 255, 8 << 20, np.uint8)
     target = np.zeros_like(source)
     os.setuid(65534)
@@ -119,12 +119,12 @@ def copy_without_threads():
 
 
 def tell_limit():
-    """Tell how much the pool may hold."""
+    """Report how much the pool may hold."""
     report({"bytes_limit": nvmeio.pool_stats()["bytes_limit"]})
 
 
 def fill_pool(most=1 << 27):
-    """Take arrays of 1 MiB until there is no more, and again when all are let go."""
+    """Take arrays of 1 MiB until the pool is full, and again after all are freed."""
     arrays, error, stats = [], "", {"bytes_limit": None, "bytes_mapped": None}
     try:
         while len(arrays) << 20 < most:
@@ -141,7 +141,7 @@ def fill_pool(most=1 << 27):
 
 
 def fill_by_halves():
-    """Ask for less than the limit has left, but more than it has whole."""
+    """Request less than the limit leaves, but more after rounding."""
     array, error = nvmeio.empty(1, "u1"), ""
     try:
         nvmeio.empty(3 << 20, "u1")
@@ -151,7 +151,7 @@ def fill_by_halves():
 
 
 def bounce_in_bounds(folder):
-    """Transfer ordinary memory where the pool has room for few bounces."""
+    """Transfer ordinary memory while the pool has space for few bounces."""
     data = pattern(16 << 20)
     target = bytearray(len(data) + 1)
     with nvmeio.Handle(bounce="always") as handle:

@@ -1,4 +1,4 @@
-"""Model files, where the system refuses what they need."""
+"""Model files while system calls fail or resources run out."""
 
 import os
 import resource
@@ -15,7 +15,7 @@ from workloads.common import pause, report
 
 
 def said_by(function, *args, **options):
-    """Call a function; return "ok", or what its error says."""
+    """Call a function; return "ok", or its error message."""
     try:
         function(*args, **options)
     except Exception as error:
@@ -24,14 +24,14 @@ def said_by(function, *args, **options):
 
 
 def populate():
-    """Populate memory, while madvise(2) is faulty."""
+    """Populate memory while madvise(2) fails."""
     region = Region(1 << 20)
     pause()
     report(said_by(region.populate, 0, 1 << 20))
 
 
 def load_within(path, address_bytes):
-    """Load a file in a process that may not have the memory."""
+    """Load a file in a process with too little memory."""
     nvmeio.default_handle()
     with open("/proc/self/statm") as file:
         used = int(file.read().split()[0]) * 4096
@@ -41,7 +41,7 @@ def load_within(path, address_bytes):
 
 
 def load_and_save(source, target):
-    """Load a file and save it again, whatever the pool is bounded by."""
+    """Load a file and save it again, with any limit of the pool."""
     tensors = ours.load_file(source, direct=True)
     ours.save_file(tensors, target)
     again = ours.load_file(target)
@@ -50,14 +50,14 @@ def load_and_save(source, target):
 
 
 def save_with(path):
-    """Save a model file, while system calls fail."""
+    """Save a model file while system calls fail."""
     pause()
     said = said_by(ours.save_file, {"a": np.full(1 << 20, 7, np.uint8)}, path)
     report([said, nvmeio.default_handle().pending])
 
 
 def save_unsynced_and_synced(path, sharded):
-    """Save a model file twice, while a tracer looks on."""
+    """Save a model file twice, under strace."""
     tensors = {"a": np.full(1 << 20, 7, np.uint8)}
     save = save_sharded if sharded else ours.save_file
     pause()
@@ -65,7 +65,7 @@ def save_unsynced_and_synced(path, sharded):
 
 
 def save_and_stand_still(path):
-    """Stand still in the middle of a save, until killed."""
+    """Stop in the middle of a save until killed."""
 
     def stop(written, total):
         if written >= total // 2:
@@ -76,7 +76,7 @@ def save_and_stand_still(path):
 
 def load_with(path, direct):
     """Load a model file while system calls fail."""
-    # It maps the file.
+    # Import it first, because it maps the file.
     expected = safetensors.numpy.load_file(path)
     found = {}
     pause()
@@ -86,7 +86,7 @@ def load_with(path, direct):
 
 
 def load_as_other(path):
-    """Load a file of another user's, cold and cached, each more than once."""
+    """Load another user's file, cold and cached, each more than once."""
     from nvmeio._native.page_cache import cached_fraction
 
     with open(path, "rb") as file:
@@ -103,7 +103,7 @@ def load_as_other(path):
 
 
 def fork_while_reading(path):
-    """Read a file in order, and go on in a child and in the parent."""
+    """Read a file in order; go on in a child and in the parent."""
     expected = ours.load_file(path, direct=False)
 
     def check(file, names):

@@ -1,4 +1,4 @@
-"""Optimizers whose states are in files, and what their tests and children share."""
+"""Offloaded optimizers: helpers of their tests, and child processes."""
 
 import os
 import tempfile
@@ -39,12 +39,12 @@ _FUSED = ("SGD", "Adam", "AdamW", "Adagrad")
 
 
 def supports(kind, form):
-    """Tell whether torch has an optimizer in a form."""
+    """Return whether torch has an optimizer in a given form."""
     return form != "fused" or kind.split(",")[0].split()[0] in _FUSED
 
 
 def make_params(device="cpu", *, complex_too=True):
-    """Make parameters that are alike each time: large and small, of several layouts."""
+    """Make the same parameters each time: large and small, of several layouts."""
     generator = torch.Generator().manual_seed(1)
     made = [
         torch.randn(size, generator=generator)
@@ -52,7 +52,7 @@ def make_params(device="cpu", *, complex_too=True):
     ]
     image = torch.randn(8, 3, 5, 5, generator=generator)
     made.append(image.to(memory_format=torch.channels_last))
-    # Its elements do not follow each other.
+    # Its elements are not contiguous.
     made.append(torch.randn(40, 6, generator=generator)[::2])
     if complex_too:
         made.append(torch.randn(9, generator=generator, dtype=torch.complex64))
@@ -60,7 +60,7 @@ def make_params(device="cpu", *, complex_too=True):
 
 
 def give_gradients(params, others, seed):
-    """Give two lists of parameters the same gradients, and some of them none."""
+    """Give two lists of parameters the same gradients; some get none."""
     generator = torch.Generator().manual_seed(seed)
     for index, param in enumerate(params):
         grad = torch.randn(param.shape, generator=generator, dtype=param.dtype)
@@ -71,12 +71,12 @@ def give_gradients(params, others, seed):
 
 
 def equal(params, others):
-    """Tell whether parameters have the same bits."""
+    """Return whether parameters have the same bits."""
     return all(map(same_bits, params, others))
 
 
 def same_bits(one, other):
-    """Tell whether two tensors are of one dtype, shape and content."""
+    """Return whether two tensors have the same dtype, shape and bits."""
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
     flat = [each.detach().contiguous().view(-1).view(torch.uint8) for each in (one, other)]
@@ -84,7 +84,7 @@ def same_bits(one, other):
 
 
 def state_equal(one, other, *, strided=True):
-    """Tell whether two states nest the same tensors and numbers, in the same order."""
+    """Return whether two states have the same tensors and numbers in the same order."""
     if isinstance(one, torch.Tensor):
         if not isinstance(other, torch.Tensor) or not same_bits(one, other):
             return False
@@ -102,7 +102,7 @@ def state_equal(one, other, *, strided=True):
 
 
 def offload_in(folder):
-    """Offload an optimizer, and tell how that ended; Python's end does the rest."""
+    """Offload an optimizer, and report the result; Python's end cleans up."""
     try:
         global optimizer
         optimizer = nvmeio.torch.offload(optim.AdamW(make_params()), folder)
@@ -113,7 +113,7 @@ def offload_in(folder):
 
 
 def step_half_way(folder, windows=2):
-    """Do a step, and another that stops after some windows, to be killed there."""
+    """Take a step, and another that stops after some windows, to be killed there."""
     params = make_params()
     optimizer = nvmeio.torch.offload(optim.AdamW(params), folder, memory="8MiB")
     give_gradients(params, params, 0)
@@ -133,7 +133,7 @@ def step_half_way(folder, windows=2):
 
 
 def offload_and_fork(folder):
-    """Offload an optimizer, and have a child try to use it, and end."""
+    """Offload an optimizer; a child tries to use it, and ends."""
     params, others = make_params(), make_params()
     optimizer = nvmeio.torch.offload(optim.AdamW(params), folder)
     ordinary = optim.AdamW(others)
@@ -148,7 +148,7 @@ def offload_and_fork(folder):
                     optimizer.step()
                 except RuntimeError as error:
                     os.write(writer, str(error).encode())
-                # Its end, and that of what it has, removes nothing.
+                # The child's end removes nothing.
                 raise SystemExit
             os.wait()
             words = os.read(reader, 1000).decode()
@@ -163,16 +163,16 @@ def _memory(name):
 
 
 def _memory_from_here():
-    """Return how much memory the process has, and forget how much it had at most."""
+    """Return the memory of the process, and reset its maximum."""
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")
     return _memory("VmRSS")
 
 
 def measure_growth(folder, form, memory):
-    """Report by how many bytes a process grows while each kind does two steps."""
+    """Report by how many bytes a process grows while each kind takes two steps."""
     torch.set_num_threads(1)
-    # Their states are more than the memory, and what a process may grow by besides.
+    # Their states exceed `memory` plus the growth that is allowed besides.
     params = [torch.nn.Parameter(torch.ones(2 << 20)) for _ in range(5)]
     params.append(torch.nn.Parameter(torch.ones(10 << 20)))
     for param in params:
@@ -192,11 +192,11 @@ def measure_growth(folder, form, memory):
             ) as optimizer,
         ):
             if kind == "Adagrad":
-                # torch has made its states already.
+                # torch has already made its states.
                 before = _memory_from_here()
             for _ in range(2):
                 optimizer.step()
-                # All states move to other places.
+                # All states move to other offsets.
                 params.reverse()
                 optimizer.param_groups[0]["params"].reverse()
             optimizer.step()
@@ -205,12 +205,12 @@ def measure_growth(folder, form, memory):
 
 
 def measure_loading(folder, memory):
-    """Report by how many bytes a process grows while states of one parameter are loaded."""
+    """Report by how many bytes a process grows while it loads one parameter's states."""
     torch.set_num_threads(1)
     param = torch.nn.Parameter(torch.ones(5000, 4000))
     inner = optim.AdamW([param])
     saved = inner.state_dict()
-    # Their elements lie in another order than the parameter's.
+    # Their elements have another order than the parameter's.
     states = {
         name: torch.arange(20e6, dtype=torch.float).view(4000, 5000).t()
         for name in ("exp_avg", "exp_avg_sq")

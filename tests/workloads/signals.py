@@ -1,4 +1,4 @@
-"""What children do under signals."""
+"""Processes under signals."""
 
 import os
 import signal
@@ -37,7 +37,7 @@ class Storm:
 
 
 def signal_storm(folder, engine, size=2 << 20, rounds=2):
-    """Transfer in every way while signals rain."""
+    """Transfer in every way under many signals."""
     path = f"{folder}/storm-{engine}"
     data = make_file(path, size)
     op = nvmeio.aio_handle(65536, queue_depth=4, engine=engine)
@@ -62,7 +62,7 @@ def signal_storm(folder, engine, size=2 << 20, rounds=2):
 
 
 def interrupted(call):
-    """Call, and tell whether KeyboardInterrupt came out of it."""
+    """Call a function; return whether it raised KeyboardInterrupt."""
     try:
         call()
     except KeyboardInterrupt:
@@ -71,14 +71,14 @@ def interrupted(call):
 
 
 def press_ctrl_c(faults):
-    """Send SIGINT once a call is held, and the main thread is on its way to wait for it."""
+    """Send SIGINT once a call is held and the main thread is about to wait for it."""
     faults.await_waiting()
     time.sleep(0.1)
     os.kill(os.getpid(), signal.SIGINT)
 
 
 def ctrl_c(folder, control, engine, way, size):
-    """Wait for a read that is held, be interrupted, and wait again."""
+    """Wait for a held read, be interrupted, and wait again."""
     path = f"{folder}/ctrl-c-{engine}"
     faults = Faults(control)
     data = make_file(path, size)
@@ -102,7 +102,7 @@ def ctrl_c(folder, control, engine, way, size):
             "as_completed": lambda: list(nvmeio.as_completed([request])),
         }
         came = interrupted(waits[way])
-    # It came while the read was held, so within no time that the read decides.
+    # The interrupt came while the read was still held.
     pending = handle.pending
     presser.join()
     faults.set()
@@ -116,15 +116,15 @@ def ctrl_c(folder, control, engine, way, size):
 
 
 def ctrl_c_in_a_call(folder, control, engine, way, presses, size=16 << 20):
-    """Press Ctrl-C in a call that is held, once or twice, and let it go after one."""
+    """Press Ctrl-C once or twice in a held call; release the call after a single one."""
     path = f"{folder}/ctrl-c-call-{engine}"
     faults = Faults(control)
     make_file(path, size)
-    # A gather would take from the page cache what it has, and not wait for the device.
+    # A gather would read cached records without waiting for the device.
     file = nvmeio.File(path, direct=True)
     handle = nvmeio.Handle(queue_depth=2, engine=engine)
     guarded = Guarded(size)
-    # Of which nobody but the request has a reference, once it is lent.
+    # After the call only the request refers to it.
     lent = [guarded.array[:]]
     held = weakref.ref(lent[0])
     calls = {
@@ -134,7 +134,7 @@ def ctrl_c_in_a_call(folder, control, engine, way, presses, size=16 << 20):
         "read_into": lambda: nvmeio.read_into(lent.pop(), file),
     }
     if way == "read_into":
-        # It uses the handle that all share, with what the environment says.
+        # It uses the default handle, configured by the environment.
         handle.close()
         os.environ |= {"NVMEIO_QUEUE_DEPTH": "2", "NVMEIO_ENGINE": engine}
         handle = nvmeio.default_handle()
@@ -181,7 +181,7 @@ def ctrl_c_in_a_call(folder, control, engine, way, presses, size=16 << 20):
             "pending": pending,
             "still_held": still_held,
             "notes": notes,
-            # What was never handed over is as Guarded has filled it.
+            # Blocks that were never submitted keep the canaries of Guarded.
             "dropped": way != "with"
             and bool((guarded.array[-4096:] == Guarded.CANARY).all()),
             "fired": faults.fired(),

@@ -1,9 +1,8 @@
-/* races.h -- what threads, forks and mappings do while one thread of the library
- * pauses.
+/* races.h -- threads, forks and mappings while one thread of the library pauses.
  *
- * A race goes through the same I/O each time, in a child process of its own, so that
- * all begin alike: the pool is empty, and no handle is open.  Wherever a thread pauses,
- * every transfer ends as it would without, and the bytes are right. */
+ * A race does the same I/O each time, in its own child process, so that all start
+ * alike: with an empty pool and no open handle.  Wherever a thread pauses, every
+ * transfer must have the same result as without the pause, and the right bytes. */
 #ifndef NVMEIO_TESTS_RACES_H
 #define NVMEIO_TESTS_RACES_H
 
@@ -25,11 +24,11 @@ struct race {
     void (*run)(void);
 };
 
-/* What became of it; shared with the child. */
+/* The outcome, which is shared with the child. */
 struct raced {
-    uint64_t first;     /* occasions of a pause before the race began */
-    uint64_t occasions; /* and when it was over */
-    bool met;           /* the other side came in time for the pause, or at all */
+    uint64_t first;     /* occasions of a pause before the race */
+    uint64_t occasions; /* and after it */
+    bool met;           /* the other side ran during the pause, or at all */
     bool struck;
     bool after;
     const char *call; /* parent and child have the library at the same address */
@@ -256,7 +255,7 @@ static inline void race_forks(void)
  * was used by so many small blocks that an engine may have registered it. */
 #define GIVEN_UP (2 * MIB)
 #define WANTED (4 * MIB)
-#define USED (16 * KIB) /* for more, the library asks first what the memory is */
+#define USED (16 * KIB) /* for larger sizes, the library first asks about the pages */
 
 static inline void *take_more(void *argument)
 {

@@ -1,5 +1,5 @@
-/* A forked child that is short of something when it uses a handle first, and has it
- * later. */
+/* A forked child that lacks a resource at its first use of a handle, and has it later.
+ * */
 #include <sys/wait.h>
 
 #include "fault.h"
@@ -7,8 +7,8 @@
 
 #define SIZE ((size_t)10000)
 
-/* Runs in the child: both tries to start workers fail, that of its first call and that
- * of the submission. */
+/* Runs in the child: both attempts to start workers fail, in its first call and in the
+ * submission. */
 static void use(struct nvmeio_handle *handle, struct nvmeio_file *file,
                 const char *fault, int error)
 {

@@ -1,4 +1,4 @@
-/* What fails while a file is opened, compared or cut, and what then is made of it. */
+/* Faults while a file is opened, compared or truncated. */
 #include "fault.h"
 #include "transfer.h"
 
@@ -12,7 +12,7 @@ static bool is_direct(const char *path)
     return info.direct;
 }
 
-/* Where the kernel does not tell the alignment, a read is tried. */
+/* If the kernel does not report the alignment, a read probes it. */
 static void test_a_signal_does_not_cost_direct_io(void)
 {
     const char *path = path_in("/dev/shm");
@@ -30,7 +30,7 @@ static void test_a_signal_does_not_cost_direct_io(void)
     }
 }
 
-static void test_a_comparison_waits_for_what_passes(void)
+static void test_a_comparison_retries_passing_errors(void)
 {
     static const char *const faults[] = {"eintr@1,eintr@2", "eagain@1,eagain@2"};
     const char *path = path_in(test_folder());
@@ -51,8 +51,8 @@ static void test_a_comparison_waits_for_what_passes(void)
     nvmeio_file_release(file);
 }
 
-/* The device refuses O_DIRECT at a transfer, though the file could be opened so. */
-static void test_what_takes_no_direct_io_goes_through_the_page_cache(void)
+/* The device refuses O_DIRECT at a transfer, although the file was opened with it. */
+static void test_a_device_that_refuses_direct_io_is_used_through_the_page_cache(void)
 {
     const char *path = path_in(test_folder()), *engine;
     struct guarded memory = guarded_new(PAGE, 0);
@@ -91,8 +91,8 @@ static void test_what_takes_no_direct_io_goes_through_the_page_cache(void)
     guarded_free(&memory);
 }
 
-/* Who calls looks at the signal, and tries again; no file is left of an open that made
- * it. */
+/* The caller handles the signal and repeats the call; an interrupted open leaves no new
+ * file. */
 static void test_a_signal_ends_an_open(void)
 {
     const char *path = path_in(test_folder());
@@ -112,8 +112,8 @@ static void test_a_signal_ends_an_open(void)
     CHECK(refused == 2);
 }
 
-/* Of eight random numbers some are EINTR, and the others EIO. */
-static void test_a_signal_does_not_keep_a_file_from_being_cut(void)
+/* Of eight random errors some are EINTR, and the others EIO. */
+static void test_a_signal_does_not_prevent_a_truncation(void)
 {
     const char *path = path_in(test_folder());
     unsigned cut = 0;
@@ -136,9 +136,9 @@ int main(void)
 {
     begin();
     test_a_signal_ends_an_open();
-    test_what_takes_no_direct_io_goes_through_the_page_cache();
-    test_a_comparison_waits_for_what_passes();
-    test_a_signal_does_not_keep_a_file_from_being_cut();
+    test_a_device_that_refuses_direct_io_is_used_through_the_page_cache();
+    test_a_comparison_retries_passing_errors();
+    test_a_signal_does_not_prevent_a_truncation();
     test_a_signal_does_not_cost_direct_io();
     return 0;
 }

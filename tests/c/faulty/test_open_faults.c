@@ -1,5 +1,5 @@
-/* A handle is opened while no thread can be started: it says so, and takes no lesser
- * engine for it, whichever of its workers it was. */
+/* Opening a handle while no thread can start, for whichever worker, is an error, and
+ * chooses no lesser engine. */
 #include "fault.h"
 #include "transfer.h"
 

@@ -1,5 +1,5 @@
-/* Two windows through which bytes were lost, each held open by a pause at the calls
- * round it; and that a pause lasts, and is where it was asked for. */
+/* Two races that once lost bytes, each held open by a pause at the calls around it; and
+ * pauses themselves last long enough, at the requested call. */
 #include <sys/time.h>
 
 #include "races.h"
@@ -19,12 +19,12 @@ static unsigned pause_at_each(const struct race *race, const char *call)
     }
 }
 
-static void test_memory_that_the_pool_gives_up_is_mapped_anew_at_once(void)
+static void test_memory_that_the_pool_unmaps_is_mapped_again_at_once(void)
 {
     CHECK(pause_at_each(&race_of_mappings, "munmap") > 0);
 }
 
-static void test_what_a_child_has_synced_outlives_the_failed_write_of_its_parent(void)
+static void test_a_childs_synced_write_survives_a_failed_write_of_its_parent(void)
 {
     static const char *const calls[] = {"fstat", "ftruncate"};
 
@@ -37,7 +37,7 @@ static void ignore(int signal)
     (void)signal;
 }
 
-/* Neither signals nor errno tell a pause from none. */
+/* A pause changes neither the handling of signals nor errno. */
 static void test_no_signal_makes_a_pause_shorter(void)
 {
     static const struct itimerval often = {{0, 1000}, {0, 1000}}, never;
@@ -58,7 +58,7 @@ static void test_no_signal_makes_a_pause_shorter(void)
     CHECK(sigaction(SIGALRM, &before, NULL) == 0);
 }
 
-static void test_a_pause_is_at_the_call_that_is_named(void)
+static void test_a_pause_is_at_the_named_call(void)
 {
     bool after;
 
@@ -75,12 +75,12 @@ static void test_a_pause_is_at_the_call_that_is_named(void)
 
 int main(void)
 {
-    test_a_pause_is_at_the_call_that_is_named();
+    test_a_pause_is_at_the_named_call();
     test_no_signal_makes_a_pause_shorter();
     begin_races();
     race_engine = engine_at(0);
-    test_memory_that_the_pool_gives_up_is_mapped_anew_at_once();
-    test_what_a_child_has_synced_outlives_the_failed_write_of_its_parent();
+    test_memory_that_the_pool_unmaps_is_mapped_again_at_once();
+    test_a_childs_synced_write_survives_a_failed_write_of_its_parent();
     CHECK(wrong == 0);
     return 0;
 }

@@ -6,7 +6,7 @@
  * chooses them, and how long the pauses last. */
 #include "races.h"
 
-/* Return how many places were struck; add those where something went wrong. */
+/* Return how many places were struck; add those with errors to *wrong. */
 static unsigned sweep(const struct race *race, uint64_t stride, uint64_t seed,
                       unsigned *wrong)
 {

@@ -1,11 +1,10 @@
-/* Memory of the pool that cannot be had, or not be kept account of: nothing stays
- * mapped. */
+/* The pool cannot get memory, or the memory to record it: nothing stays mapped. */
 #include <sys/wait.h>
 
 #include "fault.h"
 #include "transfer.h"
 
-/* More than the heap may grow by meanwhile. */
+/* More than the heap can grow meanwhile. */
 #define SIZE (64 * MIB)
 
 static size_t bytes_mapped(void)
@@ -18,10 +17,11 @@ static size_t bytes_mapped(void)
     return pages * PAGE;
 }
 
-/* How a child ends; CHECK() ends it with 1. */
+/* Exit statuses of a child; CHECK() exits with 1. */
 enum { REFUSED = 2, SERVED, SPARED, ENDS };
 
-/* Runs in a child, whose pool is empty: what the pool says when this place fails. */
+/* Runs in a child, whose pool is empty, and returns the pool's answer to a fault at
+ * this place. */
 static int take(unsigned place)
 {
     char fault[32];
@@ -56,7 +56,7 @@ int main(void)
         CHECK(WEXITSTATUS(status) >= REFUSED);
         found[WEXITSTATUS(status)]++;
     }
-    /* That of the mapping, and that of what keeps account of it. */
+    /* The place of the mapping, and that of its record. */
     CHECK(found[REFUSED] >= 2);
     return 0;
 }

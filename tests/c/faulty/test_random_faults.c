@@ -1,5 +1,5 @@
-/* Which occasions are struck: by seed, kind and count alone, as often as was asked for,
- * and told so in the log. */
+/* Which occasions are struck depends only on seed, kind and count; the rate is the
+ * requested one, and the log agrees. */
 #include <string.h>
 
 #include "fault.h"
@@ -7,7 +7,7 @@
 
 #define OCCASIONS 20000u
 
-/* What became of each occasion: 0, or the random number of one that was struck. */
+/* For each occasion 0, or the random number of a strike. */
 static uint64_t first[OCCASIONS], second[OCCASIONS];
 
 static unsigned draw(const char *spec, enum nvmeio_fault kind, uint64_t *numbers)
@@ -25,12 +25,12 @@ static unsigned draw(const char *spec, enum nvmeio_fault kind, uint64_t *numbers
     return struck;
 }
 
-/* That another seed or kind draws the same has a chance of less than 1 in 10^100. */
-static void test_random_numbers_depend_on_seed_kind_and_count_alone(void)
+/* The chance that another seed or kind draws the same is below 1 in 10^100. */
+static void test_random_numbers_depend_only_on_seed_kind_and_count(void)
 {
     unsigned struck = draw("seed=7,eio=50,short=50", NVMEIO_FAULT_EIO, first);
 
-    /* Of 20000 at 50 in 1000; the deviation is 31. */
+    /* 20000 occasions at 50 of 1000; the standard deviation is 31. */
     CHECK(struck > 850 && struck < 1150);
     CHECK(draw("eio=50,seed=7,late=900", NVMEIO_FAULT_EIO, second) == struck);
     CHECK(memcmp(first, second, sizeof(first)) == 0);
@@ -41,7 +41,7 @@ static void test_random_numbers_depend_on_seed_kind_and_count_alone(void)
     CHECK(draw("eio=1000", NVMEIO_FAULT_EIO, first) == OCCASIONS);
 }
 
-static void test_an_occasion_that_is_named_is_struck(void)
+static void test_a_named_occasion_is_struck(void)
 {
     CHECK(draw("eio@3,eio@20000", NVMEIO_FAULT_EIO, first) == 2);
     CHECK(first[2] && first[OCCASIONS - 1]);
@@ -53,12 +53,13 @@ static void test_a_later_word_changes_an_earlier_one(void)
     CHECK(draw("short=1000,all=0", NVMEIO_FAULT_SHORT, first) == 0);
     CHECK(draw("short=0,all=50", NVMEIO_FAULT_SHORT, first) > 0);
     CHECK(draw("all=1000", NVMEIO_FAULT_EIO, first) == 0);
-    /* Pauses by all= are 500 times rarer: 40, and the deviation is 6. */
+    /* Pauses by all= are 500 times rarer: 40, with a standard deviation of 6. */
     unsigned pauses = draw("all=1000", NVMEIO_FAULT_PAUSE, first);
     CHECK(pauses > 0 && pauses < 100);
 }
 
-/* As docs/reliability.md has it: 16 bytes of name and three numbers for each kind. */
+/* The format of docs/reliability.md: 16 bytes of name and three numbers for each kind.
+ * */
 static void test_a_log_adds_up(void)
 {
     struct {
@@ -92,8 +93,8 @@ static void test_a_log_adds_up(void)
 int main(void)
 {
     begin();
-    test_random_numbers_depend_on_seed_kind_and_count_alone();
-    test_an_occasion_that_is_named_is_struck();
+    test_random_numbers_depend_only_on_seed_kind_and_count();
+    test_a_named_occasion_is_struck();
     test_a_later_word_changes_an_earlier_one();
     test_a_log_adds_up();
     return 0;

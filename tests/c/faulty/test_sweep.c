@@ -1,13 +1,13 @@
-/* One fault at each place where it could strike: each kind in turn, on its first
- * occasion, its second, and so on to the last, while a fixed workload runs on every
- * engine.  What is reported to be done is done; what is not, fails with the fault's own
- * errno; and nothing is broken afterwards: the same workload goes well, with as many
- * descriptors and threads as before.  Then storms: all kinds at once, at random.  What
- * was made is given back, all of it; but for what a dead engine keeps, and so engines
- * die last.
+/* One fault at each place where it can strike: each kind in turn, on its first
+ * occasion, its second, and so on, while a fixed workload runs on every engine.  An
+ * operation that is reported as done is done, and a failed one has the fault's errno.
+ * Afterwards the same workload succeeds, with as many descriptors and threads as
+ * before. Then storms: all kinds at once, at random.  All resources are released,
+ * except those that a dead engine keeps, so engines die last.
  *
- * test_sweep [STRIDE [SEED [STORMS [ENGINE]]]]: one of so many occasions of blocks, and
- * more of others, but one of each kind; which, and what a fault leaves open. */
+ * test_sweep [STRIDE [SEED [STORMS [ENGINE]]]]: strike one of STRIDE occasions of
+ * blocks, more of other kinds, and at least one of each kind.  SEED chooses them, and
+ * the details of a fault. */
 #include <dirent.h>
 #include <signal.h>
 
@@ -16,17 +16,18 @@
 
 #define CASE_S 10
 
-/* What is set up has fewer places than blocks have, and they differ more: so many times
- * as many of them are tried. */
+/* Set-up has fewer and more varied places than blocks, so this many times as many are
+ * tried. */
 #define SETUP_SHARE 20
 
-/* How often a place is looked for that depends on how threads meet. */
+/* Attempts at a place that depends on the timing of threads. */
 #define TRIES_MAX 30
 
-/* Of the pool: so little that a step of the workload has to unmap what another had. */
+/* The pool's limit: so low that one step of the workload must unmap memory of another.
+ * */
 #define POOL_BYTES (8 * MIB)
 
-/* Of clang and gcc under ASan: not 0, and said on standard error, if memory is lost. */
+/* Of clang and gcc under ASan: if memory is lost, prints that and returns nonzero. */
 int __lsan_do_recoverable_leak_check(void) __attribute__((weak));
 
 static void expire(int signal)
@@ -41,7 +42,7 @@ static void expire(int signal)
     _exit(1);
 }
 
-/* The kernel's own stay for a while, those of a dead ring as long as the ring. */
+/* Kernel threads live on for a while, those of a dead ring as long as the ring. */
 static unsigned threads_of_ours(void)
 {
     unsigned count = 0;
@@ -61,7 +62,7 @@ static unsigned threads_of_ours(void)
     return count;
 }
 
-/* A thread that has been joined may be listed for a moment. */
+/* A joined thread may still be listed for a moment. */
 static void check_threads(unsigned before)
 {
     for (int i = 0; threads_of_ours() > before; i++) {
@@ -70,14 +71,14 @@ static void check_threads(unsigned before)
     }
 }
 
-/* What a single fault of a kind may end in.  Of a ring or context, ENOMEM, EAGAIN and
- * EINVAL lead to a smaller or simpler one. */
+/* The errnos that a single fault of a kind may cause.  For a ring or context ENOMEM,
+ * EAGAIN and EINVAL lead to a smaller or simpler one. */
 static void set_allowed(enum nvmeio_fault kind)
 {
     static const int of_kind[NVMEIO_FAULT_COUNT][ALLOWED_MAX] = {
         [NVMEIO_FAULT_EIO] = {-EIO},
         [NVMEIO_FAULT_ENOSPC] = {-ENOSPC},
-        [NVMEIO_FAULT_DEAD] = {-EIO, -ENODATA}, /* of what was not written */
+        [NVMEIO_FAULT_DEAD] = {-EIO, -ENODATA}, /* from bytes that were not written */
         [NVMEIO_FAULT_SETUP] = {-ENOSYS, -EPERM, -EMFILE},
         [NVMEIO_FAULT_MEMORY] = {-ENOMEM},
         [NVMEIO_FAULT_THREADS] = {-EAGAIN},
@@ -112,8 +113,8 @@ static bool occurs(enum nvmeio_fault kind)
     }
 }
 
-/* Carry the workload out with the faults of `spec`, then without.  What a dead engine
- * keeps is kept for ever, but no more. */
+/* Run the workload with the faults of `spec`, then without.  A dead engine keeps its
+ * resources for ever, and nothing else stays. */
 static void try_faults(void (*look)(void *), void *argument)
 {
     unsigned files = descriptors_open();
@@ -151,9 +152,9 @@ static void look_at_place(void *argument)
     CHECK(!abandoned || place->kind == NVMEIO_FAULT_DEAD);
 }
 
-/* Strike one occasion, and tell whether it came.  Where the workload has fewer of them
- * this time, for threads have met in another way, strike another.  A worker that is
- * woken has to wait for the device just then: of memory it may never do so. */
+/* Strike one occasion, and return whether it came.  If the workload has fewer this
+ * time, because of the timing of threads, strike another.  A wake-up needs a worker
+ * that waits for the device, which in memory may never happen. */
 static bool strike(enum nvmeio_fault kind, uint64_t occasion, uint64_t seed)
 {
     struct place place = {.kind = kind, .occasion = occasion};
@@ -181,7 +182,7 @@ static uint64_t places_of(enum nvmeio_fault kind)
     nvmeio_fault_configure("");
     work();
     uint64_t count = nvmeio_fault_occasions(kind);
-    /* Who submits has to meet a worker at work. */
+    /* The submitting thread must meet a busy worker. */
     if (kind == NVMEIO_FAULT_WAKE && count == 0)
         count = 1;
     if (occurs(kind) != (count > 0)) {
@@ -222,8 +223,8 @@ static void look_at_storm(void *argument)
     CHECK(!abandoned);
 }
 
-/* All kinds at once but for a dead engine; returns how many have struck.  ENODATA:
- * where the writes have failed, there is nothing to read. */
+/* All kinds at once except a dead engine; return how many have struck.  ENODATA: after
+ * failed writes there may be nothing to read. */
 static unsigned storm(uint64_t seed)
 {
     static const int all_allowed[ALLOWED_MAX] = {-EIO,    -ENOSPC, -EDQUOT, -ENOMEM,
@@ -249,7 +250,7 @@ static void try_nodes(void)
         nvmeio_pool_free(memory);
 }
 
-/* Every kind but for a dead engine, and for pauses, which test_pauses.c sweeps; how
+/* Every kind except a dead engine, and pauses, which test_pauses.c sweeps; return how
  * many faults have struck. */
 static unsigned sweep_engine(uint64_t stride, uint64_t seed, uint64_t storms)
 {
@@ -297,5 +298,5 @@ int main(int count, char **arguments)
     printf("%u faults\n", fired);
     fflush(stdout);
     remove_files();
-    _exit(0); /* past the look for leaks: the kernel might still write to that memory */
+    _exit(0); /* without a leak check: the kernel might still write to that memory */
 }

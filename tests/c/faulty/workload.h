@@ -1,7 +1,8 @@
-/* workload.h -- a fixed workload on one engine: files, transfers, records, requests
- * that are let go of, and memory of the pool.
+/* workload.h -- a fixed workload on one engine: files, transfers, records, dropped
+ * requests and memory of the pool.
  *
- * What is reported to be done is done; what fails ends in an errno of allowed[]. */
+ * An operation that is reported as done is done; one that fails has an errno of
+ * allowed[]. */
 #ifndef NVMEIO_TESTS_WORKLOAD_H
 #define NVMEIO_TESTS_WORKLOAD_H
 
@@ -16,13 +17,13 @@ static char spec[256]; /* what NVMEIO_FAULTS says */
 static const char *engine;
 static const char *path;
 static int allowed[ALLOWED_MAX]; /* -errno that the fault may end in */
-static unsigned failures;        /* that ended so */
+static unsigned failures;        /* operations that ended with it */
 static bool abandoned;           /* a dead engine has memory, and may write */
 static bool direct;              /* the file system has O_DIRECT */
 static bool performs;            /* a transfer was carried out in this thread */
-static bool many_nodes;          /* memory of a NUMA node can be asked for */
+static bool many_nodes;          /* memory of a NUMA node can be requested */
 
-/* True where all went well; an error must be the fault's. */
+/* Whether it succeeded; an error must be the fault's. */
 static bool fine(int64_t result)
 {
     if (result >= 0)
@@ -46,7 +47,7 @@ static bool done(struct nvmeio_request *request, struct nvmeio_outcome *outcome)
     return fine(outcome->result);
 }
 
-/* What suits is carried out in this thread. */
+/* Transfers that qualify run in this thread. */
 static bool transfer(struct nvmeio_handle *handle, const struct nvmeio_transfer *t)
 {
     struct nvmeio_outcome outcome;
@@ -65,14 +66,14 @@ static bool transfer(struct nvmeio_handle *handle, const struct nvmeio_transfer 
     return true;
 }
 
-/* Bytes are right, but where a dead engine may still write to the file: what fails then
- * may land when something else has been written there. */
+/* Bytes must be right, unless a dead engine may still write to the file: a failed write
+ * may land after a later one. */
 static void check_bytes(bool equal)
 {
     CHECK(equal || abandoned);
 }
 
-/* Memory that a dead engine may still write to stays. */
+/* Keep memory to which a dead engine may still write. */
 static void give_back(struct guarded *memory)
 {
     if (abandoned)
@@ -81,7 +82,7 @@ static void give_back(struct guarded *memory)
         guarded_free(memory);
 }
 
-/* A write, seen by an ordinary read, and read back: aligned, ragged and bounced. */
+/* A write, checked by an ordinary read and read back: aligned, ragged and bounced. */
 static void write_and_read(struct nvmeio_handle *handle, struct nvmeio_file *file,
                            size_t size, size_t residue, int64_t offset)
 {
@@ -115,7 +116,7 @@ static void plan_records(struct nvmeio_gather *gather, int64_t *offsets, int64_t
     gather->gap_max = 4096;
 }
 
-/* Records that are scattered and gathered again. */
+/* Records are scattered and gathered again. */
 static void scatter_and_gather(struct nvmeio_handle *handle, struct nvmeio_file *file)
 {
     int64_t offsets[RECORDS], sizes[RECORDS];
@@ -143,7 +144,7 @@ static void scatter_and_gather(struct nvmeio_handle *handle, struct nvmeio_file 
     give_back(&out);
 }
 
-/* Requests of which some are cancelled, an fsync behind them, and a close on top. */
+/* Requests, some of them cancelled, then an fsync, and a close meanwhile. */
 static void leave_in_flight(struct nvmeio_handle *handle, struct nvmeio_file *file,
                             struct guarded *memory)
 {
@@ -191,8 +192,8 @@ static void use_pool(size_t size)
     nvmeio_pool_free(memory);
 }
 
-/* Memory of the pool goes to the file and comes back, by so many requests that some
- * meet a worker at work. */
+/* Write and read memory of the pool with so many requests that some meet a busy worker.
+ * */
 static void move_pages(struct nvmeio_handle *handle, struct nvmeio_file *file)
 {
     enum { COUNT = 96 };
@@ -201,7 +202,7 @@ static void move_pages(struct nvmeio_handle *handle, struct nvmeio_file *file)
     const size_t half = COUNT * PAGE, part = PAGE;
     char *memory;
 
-    /* Huge pages of its own, or the pool could not unmap them. */
+    /* Whole huge pages, or the pool could not unmap them. */
     if (!take_from_pool(-1, 2 * MIB, &memory))
         return;
     fill(memory, half, 0, 5);
@@ -224,7 +225,7 @@ static void move_pages(struct nvmeio_handle *handle, struct nvmeio_file *file)
         nvmeio_pool_free(memory);
 }
 
-/* The same memory is asked for once more when the pool has unmapped it meanwhile. */
+/* The same memory is requested again after the pool has unmapped it. */
 static void use_small_blocks(struct nvmeio_file *file)
 {
     struct nvmeio_config config = config_of(engine);
@@ -240,7 +241,7 @@ static void use_small_blocks(struct nvmeio_file *file)
     nvmeio_handle_close(handle);
 }
 
-/* A descriptor of the caller's, which has to be opened anew. */
+/* The caller's descriptor, which has to be opened again. */
 static void use_descriptor(void)
 {
     int fd = open(path, O_RDONLY | O_NONBLOCK | O_CLOEXEC);

@@ -37,7 +37,7 @@ _STATES: dict[type[optim.Optimizer], Callable[[Group], tuple[str, ...]]] = {
 }
 
 # How many copies of a parameter torch makes while it updates it, at most: measured by
-# test_memory_is_as_said of tests/test_torch_optimizers.py.
+# test_memory_of_a_step_stays_within_the_limit of tests/test_torch_optimizers.py.
 _LOOP_COPIES = 4
 _FOREACH_COPIES = 5
 
