@@ -108,7 +108,7 @@ def test_the_pool_is_bounded_by_the_environment():
     limit = 64 << 20
     assert report["limit"] == limit
     assert report["mapped"] <= limit
-    assert "it may hold 64 MiB and holds" in report["error"]
+    assert "its limit is 64 MiB, of which" in report["error"]
     assert "NVMEIO_POOL_BYTES" in report["error"]
     # What was refused has taken nothing, and what is let go may be had again.
     assert report["again"]

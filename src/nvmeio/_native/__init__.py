@@ -1,1 +1,1 @@
-"""All Cython: the C library as objects of Python."""
+"""All Cython modules: the C library's objects as Python objects."""

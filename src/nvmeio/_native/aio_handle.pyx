@@ -1,6 +1,6 @@
-"""aio_handle: DeepSpeed's op, by the letter of its contract, on top of a Handle.
+"""aio_handle: DeepSpeed's op, exactly by its contract, on top of a Handle.
 
-Names, arguments and statuses are here; what is transferred how is handle.pyx's.
+This module has DeepSpeed's names, arguments and statuses; handle.pyx does the transfers.
 """
 
 import logging
@@ -30,7 +30,7 @@ cdef class aio_handle:
         bounce=None, errors="raise")
 --
 
-    DeepSpeed's op of the same name: its arguments, its methods and its statuses.
+    A replacement for DeepSpeed's ``aio_handle``: the same arguments, methods and statuses.
 
     Parameters
     ----------
@@ -39,50 +39,52 @@ cdef class aio_handle:
     queue_depth : int, optional
         Blocks in flight in each worker; as for ``Handle``, 128 by default.
     single_submit : bool, default False
-        Hand blocks to the kernel one by one, not in batches.
+        Submit blocks to the kernel one by one, not in batches.
     overlap_events : bool, default False
-        Accepted and reported, because DeepSpeed has it; it changes nothing.  The queue is
+        Accepted and reported for DeepSpeed, but without effect: the queue is always
         refilled after every completion.
     intra_op_parallelism : int, optional
-        Threads that share every request; ``workers`` of ``Handle``, 1 by default.
+        Threads that share every request; as ``workers`` of ``Handle``, 1 by default.
     engine, direct, bounce
         As for ``Handle``.
     errors : {"raise", "status"}, default "raise"
-        Raise OSError, or log it, keep it in ``last_error`` and return -1.
+        "raise" raises OSError.  "status" logs the error, keeps it in ``last_error`` and
+        returns -1.
 
     Attributes
     ----------
     handle : Handle
-        The handle under it, for all that DeepSpeed's op has not; read-only.
+        The underlying handle, for everything that DeepSpeed's op lacks; read-only.
     last_error : OSError or None
-        With ``errors="status"``, the latest; read-only.
+        The latest error with ``errors="status"``; read-only.
 
     Raises
     ------
     TypeError
         An argument is unknown or of the wrong type.
     ValueError
-        A value is out of its limits or unknown, the environment's included.
+        A value, passed or from the environment, is unknown or out of range.
     OSError
-        The engine that was asked for does not work here; says why.  Or there is no profile
-        where ``NVMEIO_PROFILE`` says.
+        The requested engine does not work here; the message says why.  Or
+        ``NVMEIO_PROFILE`` asks for a profile that does not exist.
 
     See Also
     --------
-    nvmeio.Handle : nvmeio's own, for what need not be DeepSpeed's.
+    nvmeio.Handle : nvmeio's own handle, for code that does not need DeepSpeed's contract.
 
     Notes
     -----
-    ``check_overlap`` is as ``NVMEIO_CHECK_OVERLAP`` says.
+    The environment variable ``NVMEIO_CHECK_OVERLAP`` sets ``check_overlap`` of the
+    underlying handle.
 
-    ``filename`` is a path, a descriptor or a file object with one.  Writes create the file
-    where it does not exist and never truncate it.
+    ``filename`` is a path, a descriptor or a file object with a descriptor.  Writes create
+    the file if it does not exist, and never truncate it.
 
-    Thread-safe, pickled and used after a fork as its ``Handle``; may be subclassed.
+    Thread-safe.  Pickling and forking work as for ``Handle``.  May be subclassed.
 
     References
     ----------
-    DeepSpeed, ``csrc/aio/py_lib/py_ds_aio.cpp``: the names, their order and defaults.
+    DeepSpeed, ``csrc/aio/py_lib/py_ds_aio.cpp``: names, order and defaults of arguments.
 
     Examples
     --------
@@ -101,9 +103,9 @@ cdef class aio_handle:
     cdef object __weakref__
     cdef readonly Handle handle    # None before __init__()
     cdef readonly object last_error
-    cdef dict contract      # the options that a Handle has not
+    cdef dict contract      # the options that Handle does not have
     cdef list tracked       # requests of async_* that wait() waits for
-    cdef unsigned generation  # of the process that `tracked` belongs to
+    cdef unsigned generation  # fork_generation() of the process that `tracked` belongs to
 
     def __init__(self, *args, **kwargs):
         if self.handle is not None:
@@ -121,12 +123,12 @@ cdef class aio_handle:
     # The contract's getters.
 
     def get_block_size(self) -> int:
-        """Return the largest size of an I/O.
+        """Return the largest I/O.
 
         Returns
         -------
         int
-            In bytes, as it was passed.
+            In bytes, as passed to the constructor.
         """
         self.require_started()
         return self.handle.block_size
@@ -137,29 +139,29 @@ cdef class aio_handle:
         Returns
         -------
         int
-            In blocks, as it was passed.
+            In blocks, as passed to the constructor.
         """
         self.require_started()
         return self.handle.queue_depth
 
     def get_single_submit(self) -> bool:
-        """Return whether blocks are handed to the kernel one by one.
+        """Return whether blocks are submitted to the kernel one by one.
 
         Returns
         -------
         bool
-            As it was passed.
+            As passed to the constructor.
         """
         self.require_started()
         return self.contract["single_submit"]
 
     def get_overlap_events(self) -> bool:
-        """Return whether the queue is refilled after every completion.
+        """Return ``overlap_events``, which has no effect.
 
         Returns
         -------
         bool
-            As it was passed.
+            As passed to the constructor.
         """
         self.require_started()
         return self.contract["overlap_events"]
@@ -170,7 +172,7 @@ cdef class aio_handle:
         Returns
         -------
         int
-            In threads, as it was passed.
+            In threads, as passed to the constructor.
         """
         self.require_started()
         return self.handle.workers
@@ -181,8 +183,8 @@ cdef class aio_handle:
         Returns
         -------
         int
-            In bytes.  Nothing has to be aligned to it; ``File.alignment`` is the device's
-            true value.
+            In bytes.  Nothing needs to be aligned to it.  ``File.alignment`` is the actual
+            alignment of the device.
         """
         self.require_started()
         return 512 * self.handle.workers
@@ -192,27 +194,27 @@ cdef class aio_handle:
     def new_cpu_locked_tensor(
         self, num_elem=MISSING, example_tensor=None, *, example_tenosr=None, **unknown
     ):
-        """Make a tensor in pinned memory of the pool.
+        """Allocate a tensor in pinned memory of the pool.
 
         Parameters
         ----------
         num_elem : int
-            How many elements, 0 or more.
+            The number of elements, 0 or more.
         example_tensor : torch.Tensor or numpy.ndarray
-            Gives the dtype, and whether a tensor or an array is made.
+            Determines the dtype, and whether to make a tensor or an array.
         example_tenosr : torch.Tensor or numpy.ndarray
-            DeepSpeed's spelling of it.
+            The same, in DeepSpeed's spelling.
 
         Returns
         -------
         torch.Tensor or numpy.ndarray
-            One-dimensional, not initialized; page-aligned, populated, in huge pages where
-            the system has them, and locked where RLIMIT_MEMLOCK allows it.
+            One-dimensional and not initialized.  Page-aligned, populated, in huge pages if
+            the system has them, and locked if RLIMIT_MEMLOCK permits.
 
         Raises
         ------
         MemoryError
-            The system has not so much.
+            Not enough memory, or over the limit that ``NVMEIO_POOL_BYTES`` sets.
         TypeError
             There is no example, or ``num_elem`` is not an integer.
         ValueError
@@ -220,8 +222,8 @@ cdef class aio_handle:
 
         Notes
         -----
-        Releases the GIL while the kernel provides the memory.  It goes back to the pool
-        when the last view of it has died, freed by ``free_cpu_locked_tensor`` or not.
+        Releases the GIL while the kernel provides the memory.  The memory returns to the
+        pool when its last view dies, whether or not ``free_cpu_locked_tensor`` was called.
         """
         if unknown:
             refuse_unknown(aio_handle.new_cpu_locked_tensor, unknown)
@@ -230,18 +232,18 @@ cdef class aio_handle:
         return new_locked(num_elem, example)
 
     def free_cpu_locked_tensor(self, tensor) -> bool:
-        """Free what ``new_cpu_locked_tensor`` made, of any handle.
+        """Free a tensor that ``new_cpu_locked_tensor`` of any handle made.
 
         Parameters
         ----------
         tensor : torch.Tensor or numpy.ndarray
-            The tensor or a view that begins where it begins.
+            The tensor, or a view that begins at its first byte.
 
         Returns
         -------
         bool
-            True the first time, then False; False for a view that begins elsewhere and
-            for whatever is not ours.
+            True the first time, then False.  False for views that begin elsewhere, and for
+            tensors that ``new_cpu_locked_tensor`` did not make.
 
         Raises
         ------
@@ -250,27 +252,27 @@ cdef class aio_handle:
 
         Notes
         -----
-        ``is_pinned`` is False from now on; the memory goes back to the pool when the last
-        view has died.
+        ``is_pinned`` is False from now on.  The memory returns to the pool when its last
+        view dies.
         """
         self.require_started()
-        # Requests that are done, and that nobody has looked at, still hold their memory.
+        # Requests that are done but not observed still hold their memory.
         self.handle.core.collect()
         return free_locked(tensor)
 
     def is_pinned(self, buffer) -> bool:
-        """Tell whether memory is pinned.
+        """Return whether memory is pinned.
 
         Parameters
         ----------
         buffer : array, tensor or object with the buffer protocol
-            Memory, or anything else.
+            The memory; any other object is not pinned.
 
         Returns
         -------
         bool
-            True for what torch has pinned, and for any part of what
-            ``new_cpu_locked_tensor`` of any handle made and nobody freed; else False.
+            True for memory that torch pinned, and for any part of a tensor from
+            ``new_cpu_locked_tensor`` of any handle that was not freed.
         """
         return is_locked(buffer)
 
@@ -284,32 +286,32 @@ cdef class aio_handle:
         Parameters
         ----------
         buffer : array, tensor or object with the buffer protocol
-            Is filled; of any dtype, shape and strides.
+            The memory to fill; of any dtype, shape and strides.
         filename : str, bytes, os.PathLike, int or File
-            The file, which must hold ``file_offset`` plus the buffer's size bytes.
+            The file, which must have at least ``file_offset`` plus the buffer's size bytes.
         validate : bool, default False
-            Compare with an ordinary read of the file afterwards.
+            Compare the buffer afterwards with an ordinary read of the file.
         file_offset : int, default 0
-            Where in the file to begin, in bytes.
+            The position in the file, in bytes.
 
         Returns
         -------
         int
-            0, or -1 with ``errors="status"``.
+            0; after an error with ``errors="status"``, -1.
 
         Raises
         ------
         OSError
-            With errno and path: ENODATA past the end of the file, EIO where validation
-            finds a difference, and what the system says.  With ``errors="status"`` it is
-            logged and kept in ``last_error``.
+            The read failed; has errno and path.  ENODATA: the file ends before the buffer
+            is full.  EIO: the device failed, or validation found a difference.  With
+            ``errors="status"`` it is logged and kept in ``last_error`` instead.
         TypeError, ValueError
             The buffer cannot be read into, an argument is of the wrong type or out of
-            range, or the handle or the file is closed; whatever ``errors`` says.
+            range, or the handle or the file is closed.  Raised with either ``errors``.
         KeyboardInterrupt
-            Ctrl-C, which cancels the transfer, once the device has answered to what it has
-            been given.  A second one within 0.1 s: then the memory is still in use, and
-            stays held.
+            Ctrl-C.  The transfer is cancelled, and the exception raised once the device is
+            done with the blocks that it has.  A second Ctrl-C is raised within 0.1 s; the
+            memory is then still in use, and nvmeio holds it.
 
         Notes
         -----
@@ -327,29 +329,28 @@ cdef class aio_handle:
         Parameters
         ----------
         buffer : array, tensor or object with the buffer protocol
-            Written in C order.
+            The bytes to write, in C order.
         filename : str, bytes, os.PathLike, int or File
-            The file; created where it does not exist, never truncated.
+            The file; created if it does not exist, never truncated.
         validate : bool, default False
-            Compare with an ordinary read of the file afterwards.  The file is opened once
-            more for that, so it takes the permission to read it.
+            Compare the buffer afterwards with an ordinary read of the file, which needs
+            permission to read it.
         file_offset : int, default 0
-            Where in the file to begin, in bytes.
+            The position in the file, in bytes.
 
         Returns
         -------
         int
-            0, or -1 with ``errors="status"``.
+            0; after an error with ``errors="status"``, -1.
 
         Raises
         ------
         OSError, TypeError, ValueError, KeyboardInterrupt
-            As ``read``; ENOSPC or EFBIG where the file cannot become so long.
+            As ``read``; ENOSPC or EFBIG if the file cannot become that long.
 
         Notes
         -----
-        Releases the GIL while it waits.  The bytes are durable when ``handle.fsync``
-        has returned.
+        Releases the GIL while it waits.  The bytes are durable after ``handle.fsync``.
         """
         if unknown:
             refuse_unknown(aio_handle.write, unknown)
@@ -358,7 +359,7 @@ cdef class aio_handle:
     def sync_pread(
         self, buffer=MISSING, filename=MISSING, file_offset=0, **unknown
     ) -> int:
-        """Read as ``read`` does, with another status.
+        """Read as ``read`` does, but return 1 for success.
 
         Parameters
         ----------
@@ -368,7 +369,7 @@ cdef class aio_handle:
         Returns
         -------
         int
-            1, or -1 with ``errors="status"``.
+            1; after an error with ``errors="status"``, -1.
 
         Raises
         ------
@@ -382,7 +383,7 @@ cdef class aio_handle:
     def sync_pwrite(
         self, buffer=MISSING, filename=MISSING, file_offset=0, **unknown
     ) -> int:
-        """Write as ``write`` does, with another status.
+        """Write as ``write`` does, but return 1 for success.
 
         Parameters
         ----------
@@ -392,7 +393,7 @@ cdef class aio_handle:
         Returns
         -------
         int
-            1, or -1 with ``errors="status"``.
+            1; after an error with ``errors="status"``, -1.
 
         Raises
         ------
@@ -411,27 +412,26 @@ cdef class aio_handle:
         Parameters
         ----------
         buffer : array, tensor or object with the buffer protocol
-            Is filled by the time ``wait()`` returns; held until then.
+            The memory to fill.  It is full when ``wait()`` returns, and held until then.
         filename, file_offset
             As for ``read``.
 
         Returns
         -------
         int
-            0, or -1 with ``errors="status"`` where the file cannot be opened.
+            0; if the file cannot be opened, with ``errors="status"``, -1.
 
         Raises
         ------
         OSError
-            The file cannot be opened.  What fails later is raised by ``wait()``, or by
-            ``close()``.
+            The file cannot be opened.  ``wait()`` or ``close()`` raises later errors.
         TypeError, ValueError
             As ``read``.
 
         Notes
         -----
-        Not ordered after other requests: a read of what a write in flight is about to
-        change may see the old bytes.  ``wait()`` for the write first.
+        Requests are not ordered: a read may see the bytes from before a write in flight.
+        ``wait()`` for the write first.
         """
         if unknown:
             refuse_unknown(aio_handle.async_pread, unknown)
@@ -445,7 +445,7 @@ cdef class aio_handle:
         Parameters
         ----------
         buffer : array, tensor or object with the buffer protocol
-            Written in C order; must not change until ``wait()`` has returned.
+            The bytes to write, in C order.  Do not change them before ``wait()`` returns.
         filename, file_offset
             As for ``write``.
         fd : int, optional
@@ -454,20 +454,19 @@ cdef class aio_handle:
         Returns
         -------
         int
-            0, or -1 with ``errors="status"`` where the file cannot be opened.
+            0; if the file cannot be opened, with ``errors="status"``, -1.
 
         Raises
         ------
         OSError
-            The file cannot be opened.  What fails later is raised by ``wait()``, or by
-            ``close()``.
+            The file cannot be opened.  ``wait()`` or ``close()`` raises later errors.
         TypeError, ValueError
-            As ``write``, and for both or neither of ``filename`` and ``fd``.
+            As ``write``; also for both or neither of ``filename`` and ``fd``.
 
         Notes
         -----
-        Not ordered after other requests: of two writes in flight to the same place either
-        may be the last.  ``handle.fsync`` alone waits for the writes before it.
+        Requests are not ordered: of two writes in flight to the same place, either may be
+        the last.  Only ``handle.fsync`` waits for the writes before it.
         """
         if unknown:
             refuse_unknown(aio_handle.async_pwrite, unknown)
@@ -477,21 +476,21 @@ cdef class aio_handle:
         return self.later(OP_WRITE, buffer, file, file_offset, False)
 
     def pread(self, *args, **kwargs) -> int:
-        """Read: ``pread(buffer, filename, validate, async, file_offset=0)``.
+        """Read now or later: ``pread(buffer, filename, validate, async, file_offset=0)``.
 
         Parameters
         ----------
         buffer, filename, validate, file_offset
             As for ``read``.
         async : bool
-            Start the read only, as ``async_pread`` does.  The name is a keyword of Python:
+            Only start the read, as ``async_pread`` does.  The name is a Python keyword, so
             pass it by position, or as ``**{"async": True}``.
 
         Returns
         -------
         int
-            0 where it is asynchronous (``wait()`` waits for it), else 1; -1 for an error
-            with ``errors="status"``.
+            1 if the read is done; 0 if it was only started.  After an error with
+            ``errors="status"``, -1.
 
         Raises
         ------
@@ -501,14 +500,14 @@ cdef class aio_handle:
         return self._either(OP_READ, "pread", args, kwargs)
 
     def pwrite(self, *args, **kwargs) -> int:
-        """Write: ``pwrite(buffer, filename, validate, async, file_offset=0)``.
+        """Write now or later: ``pwrite(buffer, filename, validate, async, file_offset=0)``.
 
         Parameters
         ----------
         buffer, filename, validate, file_offset
             As for ``write``.
         async : bool
-            Start the write only, as ``async_pwrite`` does; see ``pread``.
+            Only start the write, as ``async_pwrite`` does; see ``pread``.
 
         Returns
         -------
@@ -523,63 +522,63 @@ cdef class aio_handle:
         return self._either(OP_WRITE, "pwrite", args, kwargs)
 
     def wait(self) -> int:
-        """Wait for the operations of ``async_*`` and of ``p*`` with ``async``.
+        """Wait for all asynchronous operations, of ``async_*``, ``pread`` and ``pwrite``.
 
         Returns
         -------
         int
-            How many have completed since the last wait; 0 when none was pending; -1 with
-            ``errors="status"`` if one failed.
+            The number of operations that completed since the last ``wait()``; 0 if none was
+            pending.  If one failed, with ``errors="status"``, -1.
 
         Raises
         ------
         OSError
-            The first failure, in order of submission, after all have been waited for.
+            The first failure, in order of submission; raised once all operations are done.
         ValueError
             The handle was never opened.
         KeyboardInterrupt
-            Ctrl-C, within 0.1 s; the operations are still to be waited for.
+            Ctrl-C, within 0.1 s.  The next ``wait()`` waits for the same operations.
 
         Notes
         -----
-        Releases the GIL.  Waits also for what was submitted to ``handle``, which is not
-        counted, and whose errors its Requests raise.
+        Releases the GIL.  Also waits for requests that were submitted to ``handle``; it
+        does not count them, and their errors are raised by each request's ``wait``.
         """
         self.require_started()
         tracked = self.take_tracked()
         try:
-            # The last one first: the others are mostly done by then, and wake nobody.
+            # The last one first: most others are done by then, and need no wake-up.
             for request in reversed(tracked):
                 (<Request> request).poll_for(None)
             self.handle.drain()
         except BaseException:
-            # Interrupted: they are still to be waited for.
+            # Interrupted: the next wait() must wait for them.
             with cython.critical_section(self):
                 self.tracked = tracked + self.tracked
             raise
         return self.ended(tracked)
 
     def close(self) -> None:
-        """Refuse what comes, wait for everything in flight and stop the workers.
+        """Refuse new requests, wait for those in flight, and stop the workers.
 
         Raises
         ------
         OSError
-            The first failure of an ``async_*`` operation that nobody waited for, once the
-            handle is closed.  With ``errors="status"`` it is logged and kept in
-            ``last_error``.
+            The first failure of an asynchronous operation that nobody waited for; raised
+            once the handle is closed.  With ``errors="status"`` it is logged and kept in
+            ``last_error`` instead.
         ValueError
             The handle was never opened.
         KeyboardInterrupt
-            Ctrl-C while waiting.  The handle is closed, and a second call waits on.
+            Ctrl-C while waiting.  The handle is closed; call again to go on waiting.
 
         Notes
         -----
         Releases the GIL while it waits.  A second call does nothing.
 
-        A ``with`` block closes the handle at its end, however it is left, as that of
-        ``Handle`` does.  An exception that leaves the block goes on, and of the failures
-        there are warnings instead.
+        A ``with`` block closes the handle however the block ends, as for ``Handle``.  If an
+        exception leaves the block, failures of operations become warnings, so that the
+        exception is not hidden.
         """
         self.require_started()
         self.handle.close()
@@ -591,7 +590,7 @@ cdef class aio_handle:
         return self.handle is None or self.handle.closed
 
     def stats(self) -> dict:
-        """Return what the handle has done so far; see ``Handle.stats``."""
+        """Return the handle's counters; see ``Handle.stats``."""
         self.require_started()
         return self.handle.stats()
 
@@ -601,7 +600,7 @@ cdef class aio_handle:
     def __exit__(self, *exc_info):
         self.require_started()
         self.handle.__exit__(*exc_info)
-        # An exception on its way is not to be hidden: failures are warned of instead.
+        # Do not hide the exception that leaves the block: warn of failures instead.
         if exc_info[0] is None:
             self.close()
 
@@ -611,7 +610,7 @@ cdef class aio_handle:
 
     def __reduce__(self):
         self.require_started()
-        # What a subclass keeps in its instances goes along.
+        # Include the attributes of a subclass.
         state = getattr(self, "__dict__", None)
         arguments = (type(self), self.handle.options, self.contract, self.closed)
         return _restore, arguments, state or None
@@ -625,10 +624,10 @@ cdef class aio_handle:
             + ("closed>" if self.closed else f"pending={self.handle.pending}>")
         )
 
-    # From here on, what the methods above have in common.
+    # Shared by the methods above.
 
     cdef int require_started(self) except -1:
-        """Raise where there is no handle; in a fork, forget the parent's requests."""
+        """Raise if there is no handle; in a forked child, forget the parent's requests."""
         if self.handle is None:
             raise ValueError("the handle was never opened")
         if self.generation != libnvmeio.fork_generation():
@@ -682,7 +681,7 @@ cdef class aio_handle:
         return tracked
 
     cdef object ended(self, list requests):
-        """Return the status of requests that are done; raise the first failure of them."""
+        """Return the status of requests that are done; raise the first failure."""
         cdef Request request
         first = None
         for request in requests:
@@ -692,11 +691,11 @@ cdef class aio_handle:
             if first is None:
                 first = request.error
             else:
-                _log.error("another operation has failed as well: %s", request.error)
+                _log.error("another operation failed too: %s", request.error)
         return len(requests) if first is None else self.failed(first)
 
     cdef object failed(self, object error):
-        """Return -1 for an error, which is logged and kept; or raise it."""
+        """Log and keep an error and return -1, or raise it, as ``errors`` says."""
         if self.contract["errors"] != "status" or not isinstance(error, OSError):
             raise error
         self.last_error = error
@@ -708,7 +707,7 @@ hide_unknown(aio_handle)
 
 
 def _restore(kind, options, contract, closed):
-    """Make a handle from what pickling carried; a subclass's __init__() is not called."""
+    """Make a handle from its pickled state; a subclass's __init__() is not called."""
     cdef aio_handle handle = kind.__new__(kind)
     handle.open(options, contract)
     if closed:

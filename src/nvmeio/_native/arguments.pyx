@@ -1,6 +1,6 @@
-"""What callers pass with each transfer, checked: places in files, paths, time limits.
+"""Check the arguments of every transfer: files, offsets and timeouts.
 
-What is checked less often is in _arguments/checks.py.
+They are in Cython because they are on the fast path; _arguments/checks.py has the others.
 """
 
 import io
@@ -16,7 +16,7 @@ from nvmeio._arguments.checks import MISSING, integer, shown
 
 _numpy_bool = numpy.bool_
 
-# Objects that wrap each other are followed so far, for they may wrap themselves.
+# How many wrappers of a file object to follow: one may wrap itself.
 cdef int WRAPPERS_MAX = 8
 
 
@@ -40,7 +40,7 @@ cdef object path_or_descriptor(object file):
 
 
 cdef object descriptor_of(object file):
-    """Return the descriptor of a file object, which has written out its buffer."""
+    """Return the descriptor of a file object, after flushing the object's buffer."""
     if is_compressed(file):
         raise TypeError(
             f"file is {shown(file)}, whose descriptor leads to compressed bytes; nvmeio "
@@ -49,7 +49,7 @@ cdef object descriptor_of(object file):
     try:
         descriptor = integer("fileno()", file.fileno())
     except (AttributeError, io.UnsupportedOperation):
-        # The latter of memory, the former of a member of a tar archive.
+        # io.BytesIO raises UnsupportedOperation, a member of a tar archive AttributeError.
         raise TypeError(
             f"file is {shown(file)}, which has no descriptor; it must be a path, a "
             "descriptor, a File or another file with a descriptor"
@@ -60,11 +60,11 @@ cdef object descriptor_of(object file):
 
 
 cdef bint is_compressed(object file) except -1:
-    """Tell whether a file object is one of gzip, bz2, lzma or zstd, or wraps one."""
+    """Return whether a file object is of gzip, bz2, lzma or zstd, or wraps one that is."""
     for _ in range(WRAPPERS_MAX):
         if any("compression" in kind.__module__ for kind in type(file).__mro__):
             return True
-        # Of io's buffers, text wrappers, and the readers and writers of codecs.
+        # Attributes of io's buffers, of text wrappers, and of codecs' readers and writers.
         for name in ("raw", "buffer", "stream"):
             if hasattr(file, name):
                 file = getattr(file, name)
@@ -83,7 +83,7 @@ cdef int64_t file_position(str name, object value) except -1:
 
 
 cpdef int64_t deadline_ns(object timeout) except -2:
-    """Return the monotonic time at which a timeout is over."""
+    """Return the monotonic time, in ns, at which a timeout in seconds ends; -1: never."""
     if timeout is None:
         return -1
     if isinstance(timeout, (bool, _numpy_bool)):

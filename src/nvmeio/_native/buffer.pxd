@@ -7,36 +7,36 @@ cdef class Buffer:
     cdef void *address          # contiguous; what the engine reads or writes
     cdef readonly Py_ssize_t nbytes
     cdef readonly bint writable  # lent for a read of the file
-    cdef readonly object stage  # of a tensor on a device, whose address is NULL; else None
-    cdef Py_buffer view         # the export, where the source has the buffer protocol
-    cdef void *pooled           # what pool_use() was told of, or NULL
+    cdef readonly object stage  # for a tensor on a device, with address NULL; else None
+    cdef Py_buffer view         # the export, if the source has the buffer protocol
+    cdef void *pooled           # the address that pool_use() counts, or NULL
     cdef object source          # the caller's object, for landing; None once released
     cdef object owner           # keeps alive the storage of a tensor, or our staging copy
     cdef object landing         # called with the source after a read, or None
 
-    # Whether the engine has the caller's own memory, not a staging copy.
+    # Return whether the engine uses the caller's own memory, not a staging copy.
     cdef bint is_in_place(self) noexcept
-    # Where the bytes are in the caller's memory that a request uses, and how many: numbers
-    # or arrays; none where it was copied at submission.
+    # Return addresses and sizes of the caller's memory that a request uses, as numbers or
+    # arrays; empty if the memory was copied at submission.
     cdef tuple memory_in_use(self)
-    # After a read: copy the staging into the source, bump a tensor's version.
+    # After a read: copy the staging into the source, or bump a tensor's version.
     cdef int land(self) except -1
-    # No request uses the memory any more, which is still held.
+    # Tell the pool that no request uses the memory any more.  The memory is still held.
     cdef int disuse(self) noexcept
-    # Let go of the memory.  May be called more than once.
+    # Release the memory.  May be called more than once.
     cdef int release(self) except -1
 
 
-# Take hold of the memory of `source`; `writable` for a read of the file.
+# Hold the memory of `source`; `writable` for a read of the file.
 cdef Buffer lend(object source, bint writable)
 
-# Look at an ordinary tensor without holding it: dense, contiguous, in host memory.  False
-# for any other, and for what is no tensor.
+# Describe an ordinary tensor (dense, contiguous, in host memory) without holding it; return
+# False for any other object.
 cdef bint borrow_tensor(object source, dlpack.Tensor *tensor) except -1
 cdef Py_ssize_t count_bytes(const dlpack.Tensor *tensor) noexcept
 
-# The library that a tensor belongs to; raises TypeError for what is none.
+# Return the library that a tensor belongs to; raise TypeError if it is no tensor.
 cdef object library_for(object source)
 
-# The same as `lend` without any copy; None where the bytes do not lie there in C order.
+# As `lend`, but never copy: return None if the bytes are not in C order in memory.
 cdef Buffer lend_in_place(object source, bint writable)

@@ -1,8 +1,8 @@
-"""Memory that callers lend for the life of a request: one Buffer for each array or tensor.
+"""Memory that callers lend for the duration of a request: one Buffer per array or tensor.
 
-Here are the exporters for the buffer protocol and for torch's DLPack exchange table, both
-without a Python call on the way to an ordinary array or tensor.  Everything uncommon about
-a tensor is left to its library, which registry.py finds; the I/O is left to request.pyx.
+This module exports memory through the buffer protocol and through torch's DLPack exchange
+table, without a Python call for ordinary arrays and tensors.  Uncommon tensors are exported
+by their library, which registry.py finds; request.pyx does the I/O.
 """
 
 import functools
@@ -37,8 +37,8 @@ _ndarray = numpy.ndarray
 _bytes = numpy.dtype(numpy.uint8)
 
 
-# What it holds is let go of when its request is done, so no cycle outlives that; and a
-# collector has less to look at.
+# A Buffer drops its references when its request is done, so no cycle lasts longer; and
+# untracked objects save the cycle collector work.
 @cython.no_gc
 @cython.final
 cdef class Buffer:
@@ -61,12 +61,12 @@ cdef class Buffer:
             return <uintptr_t> self.address, self.nbytes
         if not self.writable:
             return (), ()
-        # What the copy is brought back to is the first argument of what does that.
+        # After a read, the first argument of `landing` is where the staging copy goes.
         bound = isinstance(self.landing, functools.partial)
         return elements_of(self.landing.args[0] if bound else self.source)
 
     cdef int land(self) except -1:
-        """Bring what was read to where the caller wants it; a second call does nothing."""
+        """Copy what was read into the caller's memory; a second call does nothing."""
         landing = self.landing
         if landing is not None:
             landing(self.source)
@@ -81,7 +81,7 @@ cdef class Buffer:
         return 0
 
     cdef int release(self) except -1:
-        """Let go of the memory; a second call does nothing."""
+        """Release the memory; a second call does nothing."""
         self.disuse()
         self.address = NULL
         self.landing = None
@@ -93,10 +93,10 @@ cdef class Buffer:
 
 
 cdef Buffer lend(object source, bint writable):
-    """Take hold of the memory of ``source`` until Buffer.release().
+    """Hold the memory of ``source`` until Buffer.release().
 
-    Memory that is freed behind the back of its owner (``untyped_storage().resize_(0)``,
-    ``ndarray.resize(refcheck=False)``) while a request uses it cannot be protected.
+    This does not protect against a caller that frees the memory anyway while a request uses
+    it, by ``untyped_storage().resize_(0)`` or ``ndarray.resize(refcheck=False)``.
     """
     cdef Buffer buffer
     if isinstance(source, Buffer):
@@ -111,7 +111,7 @@ cdef Buffer lend(object source, bint writable):
 
 
 cdef Buffer lend_in_place(object source, bint writable):
-    """As ``lend``, but None for what would need a staging copy, or more than a look."""
+    """As ``lend``, but return None if that needs a copy or the tensor's library."""
     cdef Buffer buffer = new_buffer(source, writable)
     if PyObject_CheckBuffer(source):
         return buffer if lend_view(buffer) else None
@@ -126,21 +126,21 @@ cdef Buffer new_buffer(object source, bint writable):
 
 
 def borrow(source, *, writable):
-    """``lend`` for Python: the request that the Buffer is passed to lets go of it."""
+    """``lend`` for Python code.  The request that gets the Buffer releases it."""
     return lend(source, writable)
 
 
 cdef bint lend_view(Buffer buffer) except -1:
-    """Lend through the buffer protocol, the view held until release.
+    """Lend through the buffer protocol; the view is held until release.
 
-    Returns False, with the view taken, where its bytes are not in C order.
+    Return False, with the view held, if its bytes are not in C order.
     """
     source = buffer.source
     array = isinstance(source, _ndarray)
-    # Of bytes there is nothing to ask, and they are what is transferred most.
+    # An array of bytes is the most common case, and has nothing to check.
     if array and not (type(source) is _ndarray and source.dtype is _bytes):
         check_array(source)
-    # numpy refuses to write down the format of datetime64; its dtype was asked instead.
+    # numpy cannot export the format of datetime64; check_array() looked at the dtype.
     take_view(buffer, PyBUF_STRIDES if array else PyBUF_STRIDES | PyBUF_FORMAT)
     if not array and has_objects(buffer.view.format):
         raise TypeError(
@@ -156,13 +156,13 @@ cdef bint lend_view(Buffer buffer) except -1:
 
 
 cdef int check_array(object array) except -1:
-    """Refuse the numpy arrays whose memory alone is not their contents."""
+    """Refuse numpy arrays whose contents are more than the bytes of their memory."""
     if array.dtype.hasobject:
         raise TypeError(
             f"cannot transfer an array of dtype {array.dtype}: its elements are Python "
             "objects; convert it with astype() first"
         )
-    # numpy imports numpy.ma when it is first asked for, and that takes 10 ms.
+    # The first use of numpy.ma imports it, which takes 10 ms: ndarray itself needs none.
     if type(array) is not _ndarray and isinstance(array, numpy.ma.MaskedArray):
         raise TypeError(
             "cannot transfer a masked array: its mask would be lost; pass array.data, "
@@ -172,7 +172,7 @@ cdef int check_array(object array) except -1:
 
 
 cdef int take_view(Buffer buffer, int flags) except -1:
-    """Fill in buffer.view, or say why the object does not lend its memory."""
+    """Fill in buffer.view, or raise ValueError with the reason."""
     source = buffer.source
     try:
         PyObject_GetBuffer(
@@ -192,19 +192,19 @@ cdef int take_view(Buffer buffer, int flags) except -1:
                 f"cannot write to {describe(source)}: it is read-only; pass writable "
                 "memory, such as a bytearray or a copy of the array"
             ) from reason
-    raise ValueError(f"{describe(source)} does not lend its memory: {reason}") from reason
+    raise ValueError(f"{describe(source)} does not export a buffer: {reason}") from reason
 
 
 cdef bint has_objects(const char *format) except -1:
-    """Tell whether a struct format has Python objects among its elements."""
+    """Return whether a struct format has elements that are Python objects."""
     if format == NULL:
         return False
-    # Names of fields stand between colons.
+    # Skip the names of fields, which are enclosed in colons.
     return "O" in "".join(format.decode("utf-8", "replace").split(":")[::2])
 
 
 cdef int stage_view(Buffer buffer) except -1:
-    """Put a C-ordered copy of a strided view between it and the engine."""
+    """Give the engine a C-ordered staging copy of a strided view."""
     target = strided_array(&buffer.view, buffer.writable)
     if not buffer.writable:
         buffer.owner = target.copy(order="C")
@@ -221,12 +221,12 @@ cdef int stage_view(Buffer buffer) except -1:
 
 
 def _copy_back(target, staging, source):
-    """Copy staged bytes into a view of the source, whose memory `target` only borrows."""
+    """Copy staged bytes into `target`, which borrows the memory of `source`."""
     target[...] = staging
 
 
 cdef object strided_array(const Py_buffer *view, bint writable):
-    """Return an array of opaque items over the memory of a view, which it does not hold."""
+    """Return an array of opaque items over a view's memory, without holding the view."""
     cdef Py_ssize_t below = 0, above = view.itemsize, reach
     cdef int axis
     for axis in range(view.ndim):
@@ -263,9 +263,9 @@ cdef object library_for(object source):
 
 
 cdef str remedy_for(object source):
-    """Return what may be passed in place of what has no memory to lend, for a message.
+    """Return a hint for a message: what to pass instead of an object without a buffer.
 
-    Never a copy of it: what is read into a copy is lost.
+    Never suggests a copy, because what is read into a copy is lost.
     """
     if isinstance(source, (list, tuple)):
         return ", which has no memory of its own; use an array in its place"
@@ -277,9 +277,9 @@ cdef str remedy_for(object source):
 
 
 cdef const dlpack.ExchangeTable *exchange_table(object kind) except? NULL:
-    """Return the DLPack exchange table of a type, NULL where it has none that we read.
+    """Return the DLPack exchange table of a type; NULL if there is none of our version.
 
-    Looking it up costs 40 ns, so there is no cache that would keep types alive.
+    The lookup takes 40 ns, too little to justify a cache, which would keep types alive.
     """
     cdef dlpack.ExchangeHeader *header
     capsule = getattr(kind, "__dlpack_c_exchange_api__", None)
@@ -294,17 +294,17 @@ cdef const dlpack.ExchangeTable *exchange_table(object kind) except? NULL:
 
 
 cdef bint borrow_tensor(object source, dlpack.Tensor *tensor) except -1:
-    """Look at an ordinary tensor: dense, contiguous, in host memory; False for others."""
+    """Describe an ordinary tensor: dense, contiguous, in host memory; False for others."""
     cdef const dlpack.ExchangeTable *table = exchange_table(type(source))
     if table == NULL or table.borrow == NULL:
         return False
-    # torch prints a warning where somebody asks for its address.
+    # torch warns when somebody asks a FakeTensor for its address.
     if type(source).__name__ == "FakeTensor":
         return False
     try:
         table.borrow(<void *> source, tensor)
     except (BufferError, RuntimeError, TypeError, ValueError):
-        # Sparse, quantized, meta, ...: the library finds words for what it is.
+        # Sparse, quantized, meta and so on: the tensor's library raises a precise error.
         return False
     if tensor.device.device_type not in (
         dlpack.DEVICE_CPU, dlpack.DEVICE_CUDA_HOST, dlpack.DEVICE_ROCM_HOST
@@ -312,22 +312,22 @@ cdef bint borrow_tensor(object source, dlpack.Tensor *tensor) except -1:
         return False
     if not is_contiguous(tensor):
         return False
-    # Fake tensors and wrappers have no memory of their own.
+    # Wrapper subclasses have elements, but no memory of their own.
     if tensor.data == NULL and count_bytes(tensor) > 0:
         return False
-    # DLPack has no word for lazy negation and conjugation.
+    # DLPack cannot express lazy negation and conjugation.
     if source.is_neg():
         return False
     return not (tensor.dtype.code == dlpack.CODE_COMPLEX and source.is_conj())
 
 
 cdef bint lend_tensor(Buffer buffer, object library) except -1:
-    """Lend an ordinary tensor; False, with the buffer as it was, for any other."""
+    """Lend an ordinary tensor; return False, and change nothing, for any other."""
     cdef dlpack.Tensor tensor
     source = buffer.source
     if not borrow_tensor(source, &tensor):
         return False
-    # The storage, and not the tensor: set_() and `.data =` give the tensor another one.
+    # Hold the storage, not the tensor, because set_() and `.data =` replace its storage.
     buffer.owner = source.untyped_storage()
     buffer.address = <char *> tensor.data + tensor.byte_offset
     buffer.nbytes = count_bytes(&tensor)
@@ -338,7 +338,7 @@ cdef bint lend_tensor(Buffer buffer, object library) except -1:
 
 
 cdef bint is_contiguous(const dlpack.Tensor *tensor) noexcept:
-    """Tell whether the elements of a tensor lie in C order without gaps."""
+    """Return whether the elements of a tensor are in C order without gaps."""
     cdef int64_t expected = 1
     cdef int axis
     if tensor.strides == NULL:
@@ -364,7 +364,7 @@ cdef Py_ssize_t count_bytes(const dlpack.Tensor *tensor) noexcept:
 
 
 cdef int lend_export(Buffer buffer, object export) except -1:
-    """Lend what its library made of a tensor."""
+    """Lend the memory that the tensor's library exported."""
     buffer.address = <void *> <uintptr_t> export.address
     buffer.nbytes = export.nbytes
     buffer.owner = export.owner
@@ -376,14 +376,14 @@ cdef int lend_export(Buffer buffer, object export) except -1:
 
 
 cdef void mark_use(Buffer buffer, void *origin) noexcept:
-    """Tell the pool that a request uses the caller's memory, in case it is the pool's."""
+    """Count a use of the caller's memory, in case it belongs to the pool."""
     buffer.pooled = origin
     if origin != NULL:
         libnvmeio.pool_use(origin, 1)
 
 
 cdef str describe(object source):
-    """Name an object in a message by its type."""
+    """Return the name of an object's type, for a message."""
     kind = type(source)
     if kind.__module__ == "builtins":
         return kind.__qualname__

@@ -1,6 +1,6 @@
-# Call what is in the list, in order, and empty it.  Errors are logged; what is no Exception
-# is raised when all were called.  Several threads may do so at once.
+# Call the callbacks of a list in order, and empty it.  An Exception is logged; any other
+# BaseException is raised once all were called.  Several threads may do this at once.
 cdef int call_all(list callbacks, object argument) except -1
 
-# Take a callback out of the list, if it is still there.
+# Remove a callback from the list, if it is still there.
 cdef int forget(list callbacks, object fn) except -1

@@ -1,6 +1,6 @@
-"""Callbacks of what is done, each called once.
+"""Call completion callbacks, each exactly once.
 
-They are kept in a list that needs no lock: whoever calls one takes it out first.
+The list needs no lock: a thread pops a callback before it calls it.
 """
 
 import logging
@@ -14,7 +14,7 @@ cdef int call_all(list callbacks, object argument) except -1:
         try:
             fn = callbacks.pop(0)
         except IndexError:
-            # Another thread was faster.
+            # Another thread took the last one.
             break
         try:
             fn(argument)
@@ -31,6 +31,6 @@ cdef int forget(list callbacks, object fn) except -1:
     try:
         callbacks.remove(fn)
     except ValueError:
-        # It was called, or is about to be.
+        # It was called already, or a thread is about to call it.
         pass
     return 0

@@ -1,7 +1,7 @@
-"""Copies between arrays and tensors, by the library's kernels and on several processors.
+"""Copy between arrays and tensors, with the C library's kernels on several threads.
 
-The only prange.  What is not a run of bytes on both sides is left to numpy or to the
-library of the tensors; which kernel copies what is the C library's.
+This module has the only prange.  If either side is not contiguous, numpy or the tensors'
+library copies.  The C library chooses the kernel.
 """
 
 import numpy
@@ -44,19 +44,18 @@ cdef extern from "<stdatomic.h>" nogil:
 cdef enum:
     TEAM_MAX = 4096
 
-# Below this the calling thread copies alone: it is done before others have woken up.
+# Below this size the calling thread copies alone: it finishes before others wake up.
 cdef Py_ssize_t PARALLEL_BYTES = 1 << 20
 
-# Threads take chunks one by one, so that a processor that is busy with something else
-# holds up no more than one.
+# Threads take chunks one by one, so that a busy processor delays no more than one chunk.
 cdef Py_ssize_t CHUNK_BYTES = 1 << 20
 cdef Py_ssize_t CHUNK_BYTES_MIN = 1 << 17
 
-# With less than this for each, another thread is not worth waking.
+# Waking another thread only pays if each thread gets at least this much.
 cdef Py_ssize_t SHARE_BYTES_MIN = 1 << 18
 
-# Below this a copy takes some microseconds: with the GIL nobody can take a tensor away,
-# and nothing has to be held.
+# Below this size a copy takes microseconds.  It keeps the GIL, so that no other thread can
+# free the memory, and needs no references of its own.
 cdef Py_ssize_t NOGIL_BYTES = 1 << 19
 
 
@@ -66,29 +65,30 @@ def memcpy(dest, src, *, threads=None) -> None:
     Parameters
     ----------
     dest, src : array, tensor or object with the buffer protocol
-        Of the same dtype and number of bytes, of any shape and strides; the elements are
-        taken in C order.  Objects that are plain memory, such as bytes, count as uint8.
+        Arrays of the same dtype and number of bytes, with any shape and strides.  Elements
+        are copied in C order.  Plain memory, such as bytes, counts as uint8.
     threads : int, optional
-        How many threads copy together at most, 1 to 4096.  By default those that this
-        process may use: by its affinity and the quota of its control group,
-        OMP_NUM_THREADS and ``torch.get_num_threads()``.
+        The most threads that may copy together, 1 to 4096; default: what affinity, the CPU
+        quota of the control group, OMP_NUM_THREADS and ``torch.get_num_threads()`` allow.
+
     Raises
     ------
     TypeError
-        The dtypes differ, or an object is not an array of plain bytes in this process.
+        The dtypes differ, or an argument is not an array of plain bytes in this process.
     ValueError
-        The numbers of bytes differ, ``dest`` is read-only or its elements overlap, or an
-        argument is out of range.  No byte has moved.
+        The numbers of bytes differ, ``dest`` is read-only or its elements overlap, or
+        ``threads`` is out of range.  No byte was copied.
 
     Notes
     -----
-    Where the memory of the two overlaps, the result is that of memmove(3).  Below 1 MiB,
-    and in a child that was forked, the calling thread copies alone.  Releases the GIL
-    from 512 KiB on.  NVMEIO_COPY (avx512, avx2, neon, portable, movsb or auto) chooses
-    the kernel; one that this processor lacks is a ValueError at the first use.  What pads
-    the fields of a structured dtype need not be copied.
-    For autograd it is a change of ``dest`` as by ``copy_``, but without a gradient.
-    Tensors on a device are copied by torch.
+    If the two overlap in memory, the result is that of memmove(3).  Below 1 MiB, and in a
+    forked child, the calling thread copies alone.  Releases the GIL from 512 KiB on.
+    The environment variable ``NVMEIO_COPY`` (avx512, avx2, neon, portable, movsb or auto)
+    selects the kernel; the first copy raises ValueError if this processor lacks it.  The
+    padding between fields of a structured dtype is not always copied.
+
+    Autograd sees an in-place change of ``dest``, as by ``copy_``, but without a gradient.
+    torch itself copies tensors on devices.
 
     Examples
     --------
@@ -122,7 +122,7 @@ def memcpy(dest, src, *, threads=None) -> None:
 
 
 def deepspeed_memcpy(dest, src) -> int:
-    """Copy all bytes of ``src`` into ``dest``: DeepSpeed's name for ``memcpy``.
+    """Copy all bytes of ``src`` into ``dest``: ``memcpy`` by DeepSpeed's name.
 
     Parameters
     ----------
@@ -132,7 +132,7 @@ def deepspeed_memcpy(dest, src) -> int:
     Returns
     -------
     int
-        0.
+        0, as DeepSpeed's op does.
 
     Raises
     ------
@@ -154,7 +154,7 @@ def deepspeed_memcpy(dest, src) -> int:
 cdef bint copy_arrays(object dest, object src, int team) except -1:
     """Copy between two plain arrays of one dtype.
 
-    Returns False for anything else: the long way knows what to do or to say.
+    Return False for anything else, which the general path copies or refuses.
     """
     cdef Py_buffer target, source
     cdef bint copied
@@ -182,12 +182,13 @@ cdef bint copy_arrays(object dest, object src, int team) except -1:
 
 
 cdef bint copy_tensors(object dest, object src, int team) except -1:
-    """Copy between two ordinary tensors of one dtype; returns False as ``copy_arrays``."""
+    """Copy between two ordinary tensors of one dtype; return False for anything else."""
     cdef dlpack.Tensor target, source
     cdef char *to
     cdef char *of
     cdef Py_ssize_t nbytes
-    # Both are of one library if one is of the other's type, as a Parameter is a Tensor.
+    # Two tensors are of one library if one's type derives from the other's (Parameter and
+    # Tensor).
     if not PyType_IsSubtype(type(src), type(dest)):
         if not PyType_IsSubtype(type(dest), type(src)):
             return False
@@ -205,7 +206,7 @@ cdef bint copy_tensors(object dest, object src, int team) except -1:
     if nbytes < NOGIL_BYTES:
         libnvmeio.copy(to, of, nbytes)
     else:
-        # The storages, and not the tensors: set_() gives a tensor another one.
+        # Hold the storages, not the tensors, because set_() replaces a tensor's storage.
         held = (dest.untyped_storage(), src.untyped_storage())
         libnvmeio.pool_use(to, 1)
         libnvmeio.pool_use(of, 1)
@@ -220,7 +221,7 @@ cdef bint copy_tensors(object dest, object src, int team) except -1:
 
 
 cdef int team_of(object threads) except -1:
-    """Return a number of threads that a caller asked for."""
+    """Check ``threads``, and return it."""
     count = integer("threads", threads)
     if not 1 <= count <= TEAM_MAX:
         raise ValueError(f"threads is {count}; it must be from 1 to {TEAM_MAX}")
@@ -228,7 +229,7 @@ cdef int team_of(object threads) except -1:
 
 
 cdef int check_dtypes(object dest, object src) except -1:
-    """Refuse to copy elements of one kind into elements of another."""
+    """Raise TypeError if the two dtypes differ."""
     if type(dest) is type(src):
         ours = getattr(dest, "dtype", None)
         if ours is not None and ours is getattr(src, "dtype", None):
@@ -236,7 +237,7 @@ cdef int check_dtypes(object dest, object src) except -1:
     ours, theirs = dtype_of(dest), dtype_of(src)
     if ours is None or theirs is None:
         return 0
-    # A dtype of numpy and one of torch have the same name if they mean the same.
+    # Equivalent dtypes of numpy and torch have the same name.
     if str(ours).removeprefix("torch.") != str(theirs).removeprefix("torch."):
         raise TypeError(
             f"cannot copy elements of {theirs} into elements of {ours}; pass views of one "
@@ -255,15 +256,16 @@ cdef object dtype_of(object source):
     try:
         return numpy.asarray(view).dtype
     except (ValueError, NotImplementedError):
-        # Elements that numpy has no name for.
+        # numpy has no dtype for these elements.
         return view.format
 
 
 cdef bint copy_strided(object dest, object src) except -1:
-    """Let the library of both do it.  False: they have none in common."""
+    """Copy with numpy or the tensors' library; return False if they share none."""
     if isinstance(dest, _ndarray) and isinstance(src, _ndarray):
         check_sizes(dest.nbytes, src.nbytes)
-        # What is more than its memory, or overlaps itself, is refused when it is lent.
+        # For masked arrays, arrays of objects and arrays that overlap themselves lend()
+        # raises the right error.
         if type(dest) is not _ndarray or type(src) is not _ndarray or dest.dtype.hasobject:
             return False
         if dest.size > 0 and may_overlap(dest.shape, dest.strides, dest.itemsize):
@@ -278,7 +280,7 @@ cdef bint copy_strided(object dest, object src) except -1:
 
 
 cdef int copy_by_host(object dest, object src, bint to_device) except -1:
-    """Copy between a tensor on a device and memory of the host, by a tensor there."""
+    """Copy between a device tensor and host memory, through a tensor in host memory."""
     tensor = dest if to_device else src
     library = library_of(tensor)
     host = library.host_like(tensor)
@@ -292,7 +294,7 @@ cdef int copy_by_host(object dest, object src, bint to_device) except -1:
 
 
 cdef int copy_bytes(void *target, void *source, Py_ssize_t size, int team) except -1:
-    """Copy in this thread, or in as many as there are for it; 0: find out."""
+    """Copy with up to `team` threads; 0: as many as this process may use."""
     if size < NOGIL_BYTES:
         libnvmeio.copy(target, source, size)
         return 0
@@ -310,7 +312,7 @@ cdef int copy_bytes(void *target, void *source, Py_ssize_t size, int team) excep
 
 
 cdef int threads_wanted() except -1:
-    """Return how many threads this process should use at a time."""
+    """Return how many threads this process may use."""
     limit = thread_limit()
     if limit == 1 or threads_max() == 1:
         return 1
@@ -323,24 +325,24 @@ cdef int threads_wanted() except -1:
 cdef void copy_parallel(
     char *target, const char *source, Py_ssize_t size, int team
 ) noexcept nogil:
-    """Copy chunk by chunk: each thread its own share, then what others have not begun.
+    """Copy chunk by chunk: each thread its own share, then chunks that others have left.
 
-    A thread that copies the same share again finds it in its processor's cache.
+    Fixed shares help a repeated copy: a thread finds its share in its processor's cache.
     """
     cdef Py_ssize_t chunk = min(CHUNK_BYTES, max(CHUNK_BYTES_MIN, size // (4 * team)))
     cdef atomic_size_t following[TEAM_MAX]
     cdef int member
-    # Chunks end between pages, and so between cache lines, of aligned memory.
+    # In aligned memory, chunks then end at page boundaries, so threads share no cache line.
     chunk -= chunk % 4096
     for member in range(team):
         atomic_init(&following[member], share_start(size, chunk, member, team))
-    # Nothing but this call: if anything here could raise, each thread would take the GIL.
+    # Only this call: if anything here could raise, each thread would acquire the GIL.
     for member in prange(team, schedule="static", num_threads=team):
         copy_shares(target, source, size, chunk, following, member, team)
 
 
 cdef size_t share_start(size_t size, size_t chunk, int share, int team) noexcept nogil:
-    """Return the number of a share's first chunk."""
+    """Return the index of a share's first chunk."""
     return (size + chunk - 1) // chunk * share // team
 
 
@@ -353,13 +355,13 @@ cdef void copy_shares(
     int member,
     int team,
 ) noexcept nogil:
-    """Copy the chunks that no thread has begun, share by share from the member's own on."""
+    """Copy chunks that no thread has taken, beginning with the member's own share."""
     cdef size_t at, end
     cdef int step, share
     for step in range(team):
         share = (member + step) % team
         end = share_start(size, chunk, share + 1, team)
-        # Looking first leaves the counters of finished shares in every processor's cache.
+        # A plain load first: it leaves the counters of finished shares in all caches.
         while atomic_load(&following[share]) < end:
             at = atomic_fetch_add(&following[share], 1) * chunk
             if at < end * chunk:

@@ -1,8 +1,8 @@
-"""The part of the DLPack 1.x ABI that buffer.pyx reads: how a tensor says where it lies.
+"""The part of the DLPack 1.x ABI that buffer.pyx reads: a tensor's address and shape.
 
-Declared anew here because nothing of nvmeio may need the headers of torch or of DLPack to
-build.  The layouts are those of dlpack.h, version 1.3 (github.com/dmlc/dlpack); a minor
-version only adds values to enumerations, so the major version is what a reader checks.
+Declared here because the build must not need the headers of torch or DLPack.  The layouts
+are those of dlpack.h, version 1.3 (github.com/dmlc/dlpack).  Minor versions only add values
+to enumerations, so buffer.pyx checks the major version alone.
 """
 
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
@@ -17,7 +17,7 @@ cdef enum:
     DEVICE_CUDA_HOST = 3
     DEVICE_ROCM_HOST = 11
 
-# A value of DataType.code; the other codes make no difference to bytes.
+# A value of DataType.code; the others do not change how bytes are transferred.
 cdef enum:
     CODE_COMPLEX = 5
 
@@ -43,8 +43,8 @@ cdef struct Tensor:
     int64_t *strides            # in elements; NULL means contiguous (before DLPack 1.2)
     uint64_t byte_offset
 
-# Fills in a tensor that borrows from the object: shape and strides are the object's own
-# and are good until Python code runs again.
+# Fills in a tensor that borrows from the object: shape and strides belong to the object,
+# and are valid until Python code runs again.
 ctypedef int (*tensor_from_object)(void *source, Tensor *tensor) except -1
 
 cdef struct ExchangeHeader:

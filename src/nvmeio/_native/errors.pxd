@@ -3,52 +3,52 @@ from libc.stdint cimport int64_t
 from nvmeio.libnvmeio cimport nvmeio_op, nvmeio_outcome
 
 
-# An answer of the library that is none of its errors, which are negative; raises OSError.
+# Return a result of the library; raise OSError if it is negative (an error).
 cdef inline int64_t check(int64_t result, object path=None) except -1:
     return result if result >= 0 else raise_because(-result, None, path)
 
-# Raise OSError with a reason beside the words of errno, or None.
+# Raise OSError: the system's text for `error`, then the reason unless it is None.
 cdef int raise_because(int error, str reason, object path) except -1
 
-# The same, with these words alone.
+# Raise OSError with `words` in place of the system's text.
 cdef int raise_saying(int error, str words, object path) except -1
 
-# The words of errno.
+# Return the system's text for an errno.
 cdef str reason_of(int error)
 
-# OSError of something that was done with a file, in words behind those of errno.
+# Return an OSError: the system's text for `error`, then `words`, which say what was done.
 cdef object error_in_words(int error, str words, object path)
 
-# The error, of a kind that takes `found` too, of a request of which parts have failed: the
-# index and errno of each; `first` says what the first one was to do.
+# Return the error of a request some of whose parts failed.  `found` has the index and errno
+# of each failed part, and `kind` takes it as an argument; `first` describes the first one.
 cdef object error_of_parts(
     object kind, int error, str name, str part, str first, tuple found, Py_ssize_t count,
     object path
 )
 
-# What can read a file of the kernel, which claims to have no bytes, or "".
+# Return a hint for a file of /proc or /sys, which reports size 0; else "".
 cdef str hint_for(object path)
 
-# "read", "write" or "fsync".
+# Return "read", "write" or "fsync".
 cdef str verb_of(nvmeio_op op)
 
-# The exception that the outcome of a transfer, which has failed, stands for.
+# Return the exception for a transfer that failed.
 cdef object error_of(
     nvmeio_op op, Py_ssize_t nbytes, int64_t offset, object path,
     const nvmeio_outcome *outcome
 )
 
-# The same of a request that was not started, for one that it was to come after has failed:
-# what that was to do, and its exception, or None.
+# Return the exception for a request that was not started because one in its `after` failed.
+# `before` describes that one; `cause` is its exception, or None.
 cdef object error_of_blocked(
     str doing, object path, str before, object cause, const nvmeio_outcome *outcome
 )
 
-# Raise what a refused submission means.
+# Raise the exception for a submission that the library refused.
 cdef int raise_refused(nvmeio_op op, object path, int result) except -1
 
-# What to tell of an error if nobody looks at it; None where it was to be expected.
+# Return the text to warn with if nobody looks at the error; None for cancellations.
 cdef str words_of(object error)
 
-# Tell of an error that nobody has looked at and nobody will.
+# Warn of an error that nobody looked at before its request was freed.
 cdef int warn_of(str words) except -1

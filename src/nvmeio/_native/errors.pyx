@@ -1,4 +1,4 @@
-"""Errors of the library as exceptions: what an errno means, and what is said of it."""
+"""Convert the C library's error numbers to exceptions with messages."""
 
 import errno
 import os
@@ -47,7 +47,7 @@ cdef object error_of(
 
 
 cdef str hint_for(object path):
-    """Say what can read the files of the kernel, which claim to have no bytes."""
+    """Return a hint for a file of /proc or /sys, which reports size 0; else ""."""
     try:
         of_kernel = os.path.realpath(path).startswith(("/proc/", "/sys/"))
     except (OSError, TypeError):
@@ -73,13 +73,13 @@ cdef object error_of_blocked(
 cdef object error_in_words(int error, str words, object path):
     words = f"{os.strerror(error)} {words}"
     if error == errno.ENOMEM:
-        words += "; NVMEIO_POOL_BYTES may leave the pool no memory for bounces"
+        words += "; NVMEIO_POOL_BYTES may leave no memory for bounce buffers: raise it"
     return OSError(told_of(error), words, path)
 
 
 cdef int told_of(int error) except -1:
-    # ETIMEDOUT is a drive's or a server's own; Python would make a TimeoutError of it,
-    # which says that the request goes on.
+    # ETIMEDOUT comes from a drive or a server.  Python would turn it into a TimeoutError,
+    # which in nvmeio means that the request is still running.
     return errno.EIO if error == errno.ETIMEDOUT else error
 
 

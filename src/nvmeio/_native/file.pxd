@@ -8,32 +8,32 @@ cdef class File:
 
     cdef nvmeio_file *c        # NULL once closed
     cdef object __weakref__
-    cdef readonly object path  # as it was given: str, bytes or the number of a descriptor
+    cdef readonly object path  # as given: str, bytes or the number of a descriptor
     cdef readonly str mode
-    cdef bint page_cache_open  # known to have the descriptor of the page cache
-    cdef object absolute       # the path for a copy by pickle, or None
-    cdef object wanted_direct  # as it was given
-    cdef object lock           # of the position; made when it is first needed
+    cdef bint page_cache_open  # whether the page cache's descriptor is known to be open
+    cdef object absolute       # the path to pickle, or None
+    cdef object wanted_direct  # `direct` as given
+    cdef object lock           # guards the position; made on first need
     cdef unsigned long holder  # the thread that holds the lock, or 0
-    cdef uint32_t generation   # of the process that the lock is of
+    cdef uint32_t generation   # fork_generation() of the process that made the lock
 
-    # A reference of the caller's own, to be released; raises ValueError once closed.
+    # Return a new reference, which the caller releases; raise ValueError once closed.
     cdef nvmeio_file *retain(self) except NULL
 
 
-# The descriptor of the page cache, which may only now be opened.
+# Return the descriptor that goes through the page cache; open it on first need.
 cdef int open_page_cache(File file) except -1
 
-# What the file is known by, whatever its path: device and inode.
+# Return device and inode, which identify a file whatever its path.
 cdef tuple identity_of(File file)
 
 cdef nvmeio_direct direct_option(object direct) except *
 
-# Open for one kind of access: `flags` of open(2).
+# Open with the `flags` of open(2).
 cdef File open_path(object path, int flags, str mode, nvmeio_direct direct)
 cdef File open_descriptor(object descriptor, nvmeio_direct direct)
 
-# Compare memory with an ordinary read of the file; return the error, or None.
+# Compare memory with what the page cache has of the file; return an exception, or None.
 cdef object check_against_file(
     nvmeio_op op, File file, const void *address, size_t nbytes, int64_t offset,
     object path

@@ -1,10 +1,10 @@
-"""Open files: modes, alignment, size; and files as io has them, with a position.
+"""Open files: modes, alignment and size, and a file object like io's, with a position.
 
-A File owns one reference of the library's file; requests take their own, so closing it
-never disturbs what is in flight.  Sharing files between requests is open_files.pyx's.
+A File owns one reference to the library's file.  Requests take their own, so closing a File
+does not disturb requests in flight.  open_files.pyx shares files between requests.
 
-The position is the kernel's, of the descriptor that fileno() returns.  So programs that
-read and write by that descriptor, and children of a fork, agree with the File.
+The position is the kernel's, of the descriptor that fileno() returns.  So code that uses
+that descriptor, and forked children, see the same position as the File.
 """
 
 import _thread
@@ -62,7 +62,7 @@ cdef extern from "<fcntl.h>" nogil:
 
 _log = logging.getLogger("nvmeio")
 
-# Devices whose files turned out to have no O_DIRECT: told once each.
+# Devices that were logged as having no O_DIRECT: once each.
 _buffered = set()
 
 _FLAGS = {
@@ -73,30 +73,30 @@ _FLAGS = {
     "x": O_RDWR | O_CREAT | O_EXCL,
     "x+": O_RDWR | O_CREAT | O_EXCL,
 }
-# In any order, as open() takes them: the mode as io.FileIO has it, and the flags.
+# A mode, its letters in any order as open() accepts them -> io.FileIO's mode, the flags.
 _MODES = {
     "".join(letters): ("rb+" if mode == "w+" else mode[0] + "b" + mode[1:], flags)
     for mode, flags in _FLAGS.items()
     for letters in (*itertools.permutations(mode), *itertools.permutations(mode + "b"))
 }
 
-# Transfers at the position go past the page cache from this size on.  Smaller ones are
+# Transfers at the position bypass the page cache from this size on.  Smaller ones are
 # faster by read(2) and write(2), because the kernel reads ahead and writes behind.
 cdef Py_ssize_t LARGE_BYTES = 1 << 20
-# What readline() reads at a time, and readall() where a file does not say its size.
+# How much readline() reads at a time, and readall() where a file's size is not known.
 cdef Py_ssize_t PIECE_BYTES = 8192
 
-# When the interpreter ends, names of modules are gone before the last file objects are,
-# which still write out their buffers.
+# At interpreter exit the last file objects still flush their buffers, when the names of
+# modules are already gone.
 cdef object allocate_lock = _thread.allocate_lock
 cdef object is_finalizing = sys.is_finalizing
 
-# Returns the handle for large transfers at the position.
+# A function that returns the handle for large transfers at the position.
 _handle = None
 
 
 def use_handle(function):
-    """Say what returns the handle for transfers at the position of a File."""
+    """Set the function that returns the handle for large transfers at the position."""
     global _handle
     _handle = function
 
@@ -113,62 +113,63 @@ cdef class File:
     """File(path, mode="r", *, direct="auto")
 --
 
-    An open file: for requests at any offset, and a file object of Python with a position.
+    Open a file, for requests at any offset and as a Python file object with a position.
 
     Parameters
     ----------
     path : str, bytes or os.PathLike
         A regular file or a block device.
     mode : {"r", "r+", "w", "w+", "x", "x+"}, default "r"
-        As for ``open()``: read; read and write; create or truncate; create, and fail where
-        the file exists.  Each may have a "b", as in "rb+".  "w" and "x" can be read from
-        too, like "w+" and "x+".
+        As for ``open()``: "r" reads; "r+" reads and writes; "w" creates or truncates; "x"
+        creates, and fails if the file exists.  A "b" is allowed, as in "rb+".  "w" and "x"
+        also permit reading, like "w+" and "x+".
     direct : {"auto", True, False}, default "auto"
-        Whether to bypass the page cache by O_DIRECT: where the file system can, always,
-        or never.  With "auto" gathers take from it what it has.
+        Whether to bypass the page cache with O_DIRECT: "auto" where the file system
+        supports it, True always, False never.  With "auto", a gather still takes from the
+        page cache what is there.
 
     Attributes
     ----------
     path, name : str or bytes
-        As it was given; read-only.
+        As given; read-only.
     mode : str
-        With its "b", as ``io.FileIO`` has it: "rb", "rb+", "wb", ...; read-only.
+        With a "b", as in ``io.FileIO``: "rb", "rb+", "wb", ...; read-only.
 
     Raises
     ------
     OSError
-        The file cannot be opened; EINVAL where it is neither a regular file nor a block
-        device, or where ``direct=True`` and the file system has no O_DIRECT.
+        The file cannot be opened; EINVAL if it is neither a regular file nor a block
+        device, or if ``direct=True`` and the file system has no O_DIRECT.
     TypeError
-        ``path`` is no path.
+        ``path`` is not a path.
     ValueError
-        An unknown mode or value of ``direct``.
+        The mode or the value of ``direct`` is unknown.
 
     Notes
     -----
-    Thread-safe.  Requests in flight keep the file open after ``close()``.  Whatever needs
-    an open file raises ValueError once it is closed.
+    Thread-safe.  Requests in flight keep the file open after ``close()``.  Methods that
+    need an open file raise ValueError once it is closed.
 
     ``isinstance(file, io.RawIOBase)`` is true, so ``numpy.load``, ``torch.save``,
-    ``zipfile``, ``io.TextIOWrapper`` and the like take a File.  There is no buffer: each
-    ``read`` and ``write`` is at least one system call; wrap the file in
-    ``io.BufferedReader`` or ``io.BufferedWriter`` for many small ones.  From 1 MiB on they
-    go past the page cache by ``nvmeio.default_handle()``.  Unlike ``io.FileIO``, ``write``
-    writes all bytes, and ``readinto`` reads fewer only at the end of the file.  An
-    operation that raises leaves the position where it was.  Requests of a handle have
-    offsets of their own and neither use nor move the position.
+    ``zipfile``, ``io.TextIOWrapper`` and the like accept a File.  There is no buffer: each
+    ``read`` and ``write`` is at least one system call.  For many small ones, wrap the file
+    in ``io.BufferedReader`` or ``io.BufferedWriter``.  Transfers of 1 MiB or more use
+    ``nvmeio.default_handle()`` and bypass the page cache.  Unlike with ``io.FileIO``,
+    ``write`` writes all bytes, and ``readinto`` reads fewer only at the end of the file.
+    An operation that raises leaves the position unchanged.  Requests of a handle have
+    offsets of their own, and neither use nor move the position.
 
-    A File is pickled, and copied, by its absolute path at the time of opening: it is opened
-    anew, at its beginning, "w" and "x" as "r+", so that nothing is truncated.  A closed
-    one stays closed.
+    Pickling or copying a File stores the absolute path that it had when opened.  The copy
+    opens that path again, at position 0; "w" and "x" become "r+", so that nothing is
+    truncated.  A closed File stays closed.
 
-    The kernel drops the POSIX record locks (``fcntl.lockf``) that a process has on a file
-    whenever the process closes a descriptor of it, this one included.
+    When a process closes any descriptor of a file, this one included, the kernel drops all
+    POSIX record locks (``fcntl.lockf``) that the process holds on that file.
 
     See Also
     --------
-    open : Python's own, whose modes are meant.
-    io.RawIOBase : whose methods it has.
+    open : The built-in function, which has the same modes.
+    io.RawIOBase : The interface that File implements.
 
     Examples
     --------
@@ -224,10 +225,10 @@ cdef class File:
 
     @property
     def alignment(self) -> int:
-        """What offsets, sizes and addresses are multiples of to go straight to the device.
+        """The alignment in bytes that offsets, sizes and addresses need for zero-copy.
 
-        1 where the file goes through the page cache, which takes anything.  Nothing needs
-        to be aligned for a transfer to be right; this is for those who want it fast.
+        1 where the file goes through the page cache, which takes any.  Unaligned transfers
+        are correct too, but slower.
         """
         cdef nvmeio_file_info info = describe(self)
         return max(info.memory_align, info.offset_align) if info.direct else 1
@@ -244,15 +245,15 @@ cdef class File:
 
     @property
     def name(self) -> str | bytes:
-        """The path, as it was given."""
+        """The path, as given."""
         return self.path
 
     def readable(self) -> bool:
-        """Return whether the file was opened for reading: always, but by a descriptor."""
+        """Return whether the file is open for reading; False only for some descriptors."""
         return bool(describe(self).readable)
 
     def writable(self) -> bool:
-        """Return whether the file was opened for writing."""
+        """Return whether the file is open for writing."""
         return bool(describe(self).writable)
 
     def seekable(self) -> bool:
@@ -266,16 +267,16 @@ cdef class File:
         return False
 
     def flush(self) -> None:
-        """Do nothing: a File has no buffer.  ``fsync`` makes what was written durable."""
+        """Do nothing: a File has no buffer.  Use ``fsync`` to make writes durable."""
         describe(self)
 
     def read(self, size=-1, /) -> bytes:
-        """Read at the position, which moves on.
+        """Read at the position, and advance it.
 
         Parameters
         ----------
         size : int, default -1
-            How many bytes; a negative number or None: all up to the end of the file.
+            How many bytes to read; negative or None: all up to the end of the file.
 
         Returns
         -------
@@ -285,9 +286,11 @@ cdef class File:
         Raises
         ------
         OSError
-            With errno and path.  The position is where it was.
-        TypeError, ValueError
-            ``size`` is no integer; or the file is closed.
+            The read failed.  The position is unchanged.
+        TypeError
+            ``size`` is not an integer.
+        ValueError
+            The file is closed.
 
         Notes
         -----
@@ -298,34 +301,37 @@ cdef class File:
         return in_turn(self, OP_READ, read_bytes, size)
 
     def readall(self) -> bytes:
-        """Read all from the position up to the end of the file.
+        """Read from the position to the end of the file, like ``read()`` without a size.
 
         Returns
         -------
         bytes
-            What ``read()`` returns.
+            Empty at the end of the file.
         """
         return in_turn(self, OP_READ, read_bytes, -1)
 
     def readinto(self, buffer, /) -> int:
-        """Read at the position into memory; the position moves on.
+        """Read at the position into a buffer, and advance the position.
 
         Parameters
         ----------
         buffer : writable object with the buffer protocol
-            Is filled; contiguous, of any type of elements.
+            The memory to fill; contiguous, with elements of any type.
 
         Returns
         -------
         int
-            The number of bytes, fewer than the buffer has only at the end of the file.
+            The number of bytes read; less than the buffer's size only at the end of the
+            file.
 
         Raises
         ------
         OSError
-            With errno and path.  The position is where it was.
-        TypeError, ValueError
-            The buffer is none, or cannot be written to; or the file is closed.
+            The read failed.  The position is unchanged.
+        TypeError
+            The object has no buffer, or is read-only.
+        ValueError
+            The file is closed.
 
         Notes
         -----
@@ -334,29 +340,30 @@ cdef class File:
         return in_turn(self, OP_READ, read_into, buffer)
 
     def readline(self, size=-1, /) -> bytes:
-        """Read a line at the position, up to and with its newline.
+        """Read a line at the position, with its newline, and advance the position.
 
         Parameters
         ----------
         size : int, default -1
-            The most bytes to read; a negative number or None: no limit.
+            The most bytes to read; negative or None: no limit.
 
         Returns
         -------
         bytes
-            Without a newline where the limit or the end of the file comes first.
+            Ends with a newline unless the limit or the end of the file comes first.
         """
         if type(size) is not int:
             size = -1 if size is None else integer("size", size)
         return in_turn(self, OP_READ, read_line, size)
 
     def readlines(self, hint=-1, /) -> list[bytes]:
-        """Read lines at the position.
+        """Read lines at the position, and advance it.
 
         Parameters
         ----------
         hint : int, default -1
-            How many bytes are enough; 0, a negative number or None: all.
+            Stop after the line that brings the total to this many bytes; 0, negative or
+            None: read all lines.
 
         Returns
         -------
@@ -383,27 +390,29 @@ cdef class File:
         return line
 
     def write(self, buffer, /) -> int:
-        """Write all of a buffer at the position, which moves on.
+        """Write all of a buffer at the position, and advance the position.
 
         Parameters
         ----------
         buffer : object with the buffer protocol
-            Contiguous, of any type of elements.
+            The bytes to write; contiguous, with elements of any type.
 
         Returns
         -------
         int
-            The number of bytes: the size of the buffer.
+            The number of bytes written, which is the size of the buffer.
 
         Raises
         ------
         OSError
-            With errno and path.  The position is where it was, and a part of the bytes may
-            have been written.
+            The write failed.  The position is unchanged, but some of the bytes may have
+            been written.
         io.UnsupportedOperation
             The file is not open for writing.
-        TypeError, ValueError
-            The buffer is none; or the file is closed.
+        TypeError
+            The object has no buffer.
+        ValueError
+            The file is closed.
 
         Notes
         -----
@@ -412,7 +421,7 @@ cdef class File:
         return in_turn(self, OP_WRITE, write_all, buffer)
 
     def writelines(self, lines, /) -> None:
-        """Write each of several buffers, which bring their own newlines."""
+        """Write several buffers, one after another, without adding newlines."""
         for line in lines:
             self.write(line)
 
@@ -424,20 +433,23 @@ cdef class File:
         offset : int
             In bytes.
         whence : int, default io.SEEK_SET
-            From where: the beginning, the position (``io.SEEK_CUR``), the end
-            (``io.SEEK_END``); or ``os.SEEK_DATA`` and ``os.SEEK_HOLE``, see lseek(2).
+            What ``offset`` is relative to: the beginning, the position (``io.SEEK_CUR``) or
+            the end (``io.SEEK_END``).  ``os.SEEK_DATA`` and ``os.SEEK_HOLE`` are as in
+            lseek(2).
 
         Returns
         -------
         int
-            The new position, which may be behind the end of the file.
+            The new position, which may be beyond the end of the file.
 
         Raises
         ------
         OSError
-            EINVAL where the position would be negative.
-        TypeError, ValueError
-            An argument is no integer or out of range; or the file is closed.
+            EINVAL if the position would be negative.
+        TypeError
+            An argument is not an integer.
+        ValueError
+            An argument is out of range, or the file is closed.
         """
         # The checks of whole() take 1 us.
         if type(offset) is not int or offset.bit_length() > 63:
@@ -451,45 +463,51 @@ cdef class File:
         return in_turn(self, OP_FSYNC, move, (0, SEEK_CUR))
 
     def fsync(self, *, data_only=False) -> None:
-        """Make what was written durable, by fsync(2).
+        """Make earlier writes durable, by fsync(2).
 
         Parameters
         ----------
         data_only : bool, default False
-            As fdatasync(2): metadata only as far as reading the data needs them.
+            Use fdatasync(2), which leaves out metadata that reading the data does not need.
 
         Raises
         ------
         OSError
             The device failed.
-        TypeError, ValueError
-            ``data_only`` is no boolean; or the file is closed.
+        TypeError
+            ``data_only`` is not a boolean.
+        ValueError
+            The file is closed.
 
         Notes
         -----
-        Covers also what was submitted to ``nvmeio.default_handle()`` before.  The name of a
-        new file is durable after an fsync of its folder.  Releases the GIL.
+        Waits for earlier writes to the file through ``nvmeio.default_handle()``, and covers
+        them.  The name of a new file is durable only after an fsync of its folder.
+        Releases the GIL.
         """
         describe(self)
         _handle().fsync(self, data_only=data_only)
 
     def preallocate(self, size) -> None:
-        """Reserve room, so that the file can become ``size`` bytes long.
+        """Reserve space on the device for the first ``size`` bytes of the file.
 
         Parameters
         ----------
         size : int
-            In bytes, 0 to 2**63 - 1.  A shorter file is made as long, with zeros.
+            In bytes, 0 to 2**63 - 1.  A shorter file is extended to this size; the new
+            bytes are zeros.
 
         Raises
         ------
         OSError
-            ENOSPC where there is not so much room, some of which the file may have then;
-            EOPNOTSUPP where the file system cannot reserve any.
+            ENOSPC if the device has too little space, some of which may then be reserved;
+            EOPNOTSUPP if the file system cannot reserve space.
         io.UnsupportedOperation
             The file is not open for writing.
-        TypeError, ValueError
-            ``size`` is not an integer or out of its limits, or the file is closed.
+        TypeError
+            ``size`` is not an integer.
+        ValueError
+            ``size`` is out of range, or the file is closed.
 
         Notes
         -----
@@ -503,24 +521,24 @@ cdef class File:
         Parameters
         ----------
         size : int, optional
-            In bytes, 0 to 2**63 - 1; default: the position.  What lies beyond is lost, what
-            is new reads as zeros.
+            In bytes, 0 to 2**63 - 1; default: the position.  Bytes beyond it are lost; new
+            bytes read as zeros.
 
         Returns
         -------
         int
-            The new size.  The position stays.
+            The new size.  The position does not move.
 
         Raises
         ------
         OSError
-            EFBIG where its file system has no files of that size.
+            EFBIG if the file system does not support files of that size.
         io.UnsupportedOperation
             The file is not open for writing.
         TypeError
             ``size`` is not an integer.
         ValueError
-            ``size`` is out of its limits, or the file is closed.
+            ``size`` is out of range, or the file is closed.
 
         Notes
         -----
@@ -536,25 +554,26 @@ cdef class File:
         Returns
         -------
         int
-            Lent: it is closed with the file.  Its position is that of ``tell()``.
+            The File owns it, and closes it with itself.  Its position is that of
+            ``tell()``.
 
         Raises
         ------
         OSError
-            Nothing has needed the descriptor before, and it cannot be opened now: EMFILE
-            where there are too many, EACCES where ``direct=True`` and the rights to the
-            file are gone.
+            The descriptor, which is opened on first need, cannot be opened: EMFILE if the
+            process has too many, EACCES if ``direct=True`` and the permissions of the file
+            have changed.
         ValueError
             The file is closed.
         """
         return open_page_cache(self)
 
     def close(self) -> None:
-        """Close the file; a second call does nothing.
+        """Close the file without waiting; a second call does nothing.
 
         Notes
         -----
-        Does not wait.  Requests in flight keep the descriptors until they are done.
+        Requests in flight keep the descriptors until they are done.
         """
         cdef nvmeio_file *c
         with cython.critical_section(self):
@@ -584,7 +603,7 @@ io.RawIOBase.register(File)
 
 
 def _restore(path, mode, direct, closed):
-    """Make a File from what pickling carried."""
+    """Make a File from its pickled state."""
     cdef File file
     if not closed:
         return File(path, mode, direct=direct)
@@ -596,17 +615,17 @@ def _restore(path, mode, direct, closed):
 
 
 def open_for_writing(path, direct="auto"):
-    """Open a file as writes of a handle do: made where it is missing, never truncated."""
+    """Open a file as a handle's writes do: create it if missing, never truncate it."""
     return open_path(path_of(path), O_WRONLY | O_CREAT, "wb", direct_option(direct))
 
 
 def open_unnamed(folder):
-    """Make a file without a name, to be given one; it goes with its last descriptor."""
+    """Create a file without a name; unless linked, it is gone with its last descriptor."""
     return open_path(folder, O_RDWR | os.O_TMPFILE, "wb", DIRECT_AUTO)
 
 
 cdef int refuse_mode(object mode) except -1:
-    """Raise ValueError for what is no mode."""
+    """Raise ValueError for an unknown mode."""
     hint = ""
     if isinstance(mode, str) and "a" in mode:
         hint = "; to append, open it with 'r+' and seek to the end"
@@ -619,7 +638,7 @@ cdef int refuse_mode(object mode) except -1:
 
 
 cdef object where(object path):
-    """Return the absolute path, or None where the working directory is gone."""
+    """Return the absolute path, or None if the working directory was removed."""
     if isinstance(path, str) and path.startswith("/"):
         return path
     try:
@@ -632,9 +651,9 @@ ctypedef object (*Operation)(File file, Turn *turn, object argument)
 
 
 cdef object in_turn(File file, nvmeio_op op, Operation operate, object argument):
-    """Do something at the position, while no other thread does.
+    """Call `operate` while this thread alone uses the position.
 
-    Where it raises, the position is what it was.  `op` is what the file must be open for.
+    If it raises, the position is restored.  `op` says what the file must be open for.
     """
     cdef Turn turn
     cdef nvmeio_file_info info
@@ -665,13 +684,13 @@ cdef object in_turn(File file, nvmeio_op op, Operation operate, object argument)
         if file.c == turn.c:
             libnvmeio.file_release(turn.c)
         else:
-            # The last reference, and closing a file may take long.
+            # This may be the last reference, and closing a file may take long.
             with nogil:
                 libnvmeio.file_release(turn.c)
 
 
 cdef object lock_of(File file):
-    """Return what guards the position.  In a forked child its parent's is of no use."""
+    """Return the lock of the position; in a forked child a new one, not the parent's."""
     cdef uint32_t generation = libnvmeio.fork_generation()
     if file.lock is None or file.generation != generation:
         lock = allocate_lock()
@@ -681,7 +700,7 @@ cdef object lock_of(File file):
                 file.holder = 0
                 file.generation = generation
     if file.holder == PyThread_get_thread_ident():
-        # The handler of a signal, or a finalizer, would wait for itself.
+        # A signal handler or finalizer in the thread that holds the lock would deadlock.
         raise RuntimeError(f"reentrant call inside {file!r}")
     return file.lock
 
@@ -696,12 +715,12 @@ cdef int64_t seek_to(File file, Turn *turn, int64_t offset, int whence) except -
 
 
 cdef object move(File file, Turn *turn, object target):
-    """Move the position, and return it: `target` is what lseek(2) takes."""
+    """Move the position, and return it; `target` is lseek(2)'s offset and whence."""
     return seek_to(file, turn, target[0], target[1])
 
 
 cdef object cut(File file, Turn *turn, object size):
-    """Make the file as long as is said, or as the position is."""
+    """Truncate or extend the file to `size`, or to the position if `size` is None."""
     cdef int64_t c_size = turn.begin if size is None else size
     cdef int result
     with nogil:
@@ -711,7 +730,7 @@ cdef object cut(File file, Turn *turn, object size):
 
 
 cdef object reserve(File file, Turn *turn, object size):
-    """Reserve room for so many bytes from the file's beginning."""
+    """Reserve space for the first `size` bytes of the file."""
     cdef int64_t c_size = size
     cdef int error = EINTR if c_size else 0
     while error == EINTR:
@@ -722,7 +741,7 @@ cdef object reserve(File file, Turn *turn, object size):
 
 
 cdef object read_into(File file, Turn *turn, object buffer):
-    """Fill a buffer as far as the file goes; return the number of bytes."""
+    """Fill a buffer, up to the end of the file; return the number of bytes read."""
     cdef Py_buffer view
     try:
         PyObject_GetBuffer(buffer, &view, PyBUF_WRITABLE)
@@ -734,7 +753,7 @@ cdef object read_into(File file, Turn *turn, object buffer):
         PyBuffer_Release(&view)
 
 
-# Bytes that nobody else has yet, to be filled.
+# A new bytes object as a writable buffer: no other code has it yet.
 @cython.final
 cdef class _NewBytes:
     cdef bytes value
@@ -745,14 +764,14 @@ cdef class _NewBytes:
 
 
 cdef object read_bytes(File file, Turn *turn, object size):
-    """Read up to so many bytes, or all that follow where `size` is negative."""
+    """Read up to `size` bytes; all up to the end of the file if `size` is negative."""
     cdef list parts
     if 0 <= size <= LARGE_BYTES:
         return next_bytes(file, turn, size)
     if size >= 0:
         return next_bytes(file, turn, min(size, max(LARGE_BYTES, left_of(file, turn))))
     parts = [next_bytes(file, turn, left_of(file, turn))]
-    # It may have grown; and files of the kernel do not say their size.
+    # The file may have grown, and files of /proc report a size of 0.
     while True:
         part = next_bytes(file, turn, PIECE_BYTES)
         if not part:
@@ -761,7 +780,7 @@ cdef object read_bytes(File file, Turn *turn, object size):
 
 
 cdef object read_line(File file, Turn *turn, object size):
-    """Read up to a newline, or so many bytes where `size` is not negative."""
+    """Read up to a newline, but at most `size` bytes unless `size` is negative."""
     cdef Py_ssize_t wanted, end
     cdef list parts = []
     while size:
@@ -781,7 +800,7 @@ cdef object read_line(File file, Turn *turn, object size):
 
 
 cdef int64_t left_of(File file, Turn *turn) except -1:
-    """Return how many bytes the file has behind the position of the turn's begin."""
+    """Return the number of bytes between the turn's start and the end of the file."""
     cdef int64_t size
     with nogil:
         size = libnvmeio.file_size(turn.c)
@@ -789,7 +808,7 @@ cdef int64_t left_of(File file, Turn *turn) except -1:
 
 
 cdef bytes next_bytes(File file, Turn *turn, Py_ssize_t nbytes):
-    """Read up to so many bytes at the position."""
+    """Read up to `nbytes` bytes at the position."""
     cdef _NewBytes fresh
     cdef Py_ssize_t count
     if nbytes == 0:
@@ -803,7 +822,7 @@ cdef bytes next_bytes(File file, Turn *turn, Py_ssize_t nbytes):
 cdef Py_ssize_t transfer_in(
     File file, Turn *turn, object owner, char *memory, Py_ssize_t nbytes
 ) except -1:
-    """Read at the position into memory, which `owner` has."""
+    """Read at the position into `owner`'s memory; return the number of bytes read."""
     cdef Py_ssize_t done = 0, got, left
     cdef int error
     if nbytes >= LARGE_BYTES and not is_finalizing():
@@ -827,7 +846,7 @@ cdef Py_ssize_t transfer_in(
 
 
 cdef bint read_past_cache(File file, Turn *turn, object owner, Py_ssize_t nbytes) except -1:
-    """Read at the turn's begin; False where the file has become shorter meanwhile."""
+    """Read at the turn's start; return False if the file has been truncated meanwhile."""
     try:
         _handle().read(numpy.frombuffer(owner, numpy.uint8, nbytes), file, turn.begin)
     except OSError as error:
@@ -839,7 +858,7 @@ cdef bint read_past_cache(File file, Turn *turn, object owner, Py_ssize_t nbytes
 
 
 cdef object write_all(File file, Turn *turn, object buffer):
-    """Write all of a buffer; return the number of bytes."""
+    """Write all of a buffer; return the number of bytes written."""
     cdef Py_buffer view
     cdef Py_ssize_t done = 0, got, left
     cdef const char *memory
@@ -868,7 +887,7 @@ cdef object write_all(File file, Turn *turn, object buffer):
 
 
 cdef nvmeio_file_info describe(File file) except *:
-    """Return what the library knows of an open file."""
+    """Return the library's information on an open file."""
     cdef nvmeio_file *c = file.retain()
     cdef nvmeio_file_info info
     libnvmeio.file_get_info(c, &info)
@@ -882,7 +901,7 @@ cdef tuple identity_of(File file):
 
 
 cdef int open_page_cache(File file) except -1:
-    """Return the descriptor of the page cache, which may only now be opened."""
+    """Return the descriptor that goes through the page cache; open it on first need."""
     cdef nvmeio_file *c = file.retain()
     cdef int descriptor
     with nogil:
@@ -894,7 +913,7 @@ cdef int open_page_cache(File file) except -1:
 
 
 cdef nvmeio_direct direct_option(object direct) except *:
-    """Return the library's word for ``direct``, or raise TypeError or ValueError."""
+    """Return the library's constant for ``direct``; raise TypeError or ValueError."""
     choice = direct_choice("direct", direct)
     if choice == "auto":
         return DIRECT_AUTO
@@ -904,13 +923,13 @@ cdef nvmeio_direct direct_option(object direct) except *:
 cdef int fill(File file, int flags, nvmeio_direct direct) except -1:
     """Open ``file.path``."""
     name = os.fsencode(file.path)
-    # open(2) would see only what stands before it.
+    # open(2) would ignore the rest of the path.
     if b"\0" in name:
         raise ValueError(f"the path {file.path!r} has a null character")
     cdef const char *c_name = name
     cdef nvmeio_file *c = NULL
     cdef int result = -EINTR
-    # Signals are handled and the call goes again, as Python's own do (PEP 475).
+    # Run signal handlers and retry, as Python's own system calls do (PEP 475).
     while result == -EINTR:
         PyErr_CheckSignals()
         with nogil:
@@ -924,13 +943,14 @@ cdef int fill(File file, int flags, nvmeio_direct direct) except -1:
 
 
 cdef int note_fallback(File file) except -1:
-    """Say once for each device that its files go through the page cache."""
+    """Log, once for each device, that its files go through the page cache."""
     cdef nvmeio_file_info info
     libnvmeio.file_get_info(file.c, &info)
     if not info.direct and info.device not in _buffered:
         _buffered.add(info.device)
         _log.info(
-            "%r and its file system have no O_DIRECT: the page cache serves", file.path
+            "%r is on a file system without O_DIRECT: it goes through the page cache",
+            file.path,
         )
     return 0
 
@@ -963,9 +983,9 @@ cdef File open_descriptor(object descriptor, nvmeio_direct direct):
 
 
 cdef int raise_unsuitable(int error, object file, nvmeio_direct direct) except -1:
-    """Raise why a path or descriptor could not be opened.
+    """Raise OSError for a path or descriptor that could not be opened.
 
-    Where it was nvmeio that refused, the words of errno alone would be a riddle.
+    If nvmeio itself refused it, add the reason: errno alone would not explain it.
     """
     reason = None
     if error in (errno.EINVAL, errno.EBADF):
@@ -978,12 +998,12 @@ cdef int raise_unsuitable(int error, object file, nvmeio_direct direct) except -
 
 
 cdef object why_unsuitable(object file):
-    """Say why what a path or descriptor leads to cannot be transferred, or None."""
+    """Return why nvmeio refuses a path or descriptor; None if it would not."""
     try:
         mode = os.stat(file).st_mode
         flags = fcntl.fcntl(file, fcntl.F_GETFL) if isinstance(file, int) else 0
     except OSError:
-        # It is not, or no more.
+        # The path does not exist, or the descriptor is closed.
         return None
     if flags & os.O_PATH:
         return "it was opened with O_PATH, neither for reading nor for writing"
@@ -1007,7 +1027,7 @@ cdef object check_against_file(
     cdef size_t position = 0
     cdef int result
     if op == OP_WRITE:
-        # It may not be open for reading, nor still have its name.
+        # The file may be open for writing only, and its path may be gone.
         try:
             own = f"/proc/self/fd/{file.fileno()}"
             file = open_path(own, O_RDONLY, "rb", DIRECT_NEVER)

@@ -1,6 +1,6 @@
-"""Gathers and scatters: the arrays of their records, what is refused, and how they fail.
+"""Requests of gathers and scatters: the arrays of records, their checks and their errors.
 
-The library sorts, merges and carries out; what users call is handle.pyx's.
+The library sorts, merges and transfers the records.  Users call the methods in handle.pyx.
 """
 
 import errno
@@ -31,13 +31,13 @@ from nvmeio._events.forks import call_in_child
 from nvmeio._native.copy import memcpy
 from nvmeio._arguments.checks import refuse_path, whole
 
-# Between looking at memory and bringing records to it no other thread may do so; the
-# handler of a signal may.
+# _bring_back() reads memory, changes some of it and writes it back: one thread at a time.
+# An RLock, because a signal handler may interrupt that and do the same.
 _bringing = threading.RLock()
 
 
 def _after_fork():
-    """Forget the threads of the parent, one of which may have been at it."""
+    """Replace the lock, which a thread of the parent may have held."""
     global _bringing
     _bringing = threading.RLock()
 
@@ -46,21 +46,22 @@ call_in_child(_after_fork)
 
 
 class GatherError(OSError):
-    """Some records of a gather or scatter, or some of many items, have failed.
+    """Some records of a gather or scatter, or some items of ``read_many``, failed.
 
-    The others were transferred.
+    The others were transferred.  Also raised by ``scatter`` and ``write_many``.
 
     Attributes
     ----------
     index : int
-        Of the first record or item that failed, among those that were passed.
+        Index of the first failed record or item, as passed.
     failures : tuple of (int, int)
-        Index and errno of every one that failed, in order of index.
+        Index and errno of each failed record or item, in order of index.
 
     Notes
     -----
-    ``errno`` and ``filename`` are those of the first, as for any OSError.  What torch's
-    DataLoader raises for a worker has a message alone: no failures, and the index -1.
+    ``errno`` and ``filename`` are those of the first failure, as for any OSError.  The copy
+    that torch's DataLoader raises for a worker has only a message: its ``failures`` is
+    empty and its ``index`` -1.
 
     Examples
     --------
@@ -87,7 +88,7 @@ class GatherError(OSError):
 
 
 class Deferred:
-    """A result that a function makes once all records have landed."""
+    """A function that makes the result of a gather once all records have landed."""
 
     __slots__ = ("make",)
 
@@ -95,7 +96,7 @@ class Deferred:
         self.make = make
 
 
-# By this name users know it; tracebacks and pickles have it.
+# The public name, for tracebacks and pickles.
 GatherError.__module__ = "nvmeio"
 
 
@@ -120,7 +121,7 @@ cdef class GatherRequest(Request):
         return 0
 
     cdef object take_memory(self, object memory):
-        """Take hold of memory, or of a host copy, which is returned."""
+        """Hold the memory; or make, hold and return a copy in host memory."""
         cdef Buffer lent
         try:
             lent = lend(memory, self.op == OP_READ)
@@ -130,7 +131,7 @@ cdef class GatherRequest(Request):
         host = None
         self.is_copied = lent.nbytes > 0 and not lent.is_in_place()
         if lent.stage is not None or (self.op == OP_READ and self.is_copied):
-            # It begins with what the memory holds: a record may be a part of an element.
+            # Copy the contents too, because a record may be only part of an element.
             host = host_copy(memory)
             lent.release()
             lent = lend(host, self.op == OP_READ)
@@ -196,7 +197,7 @@ cdef class GatherRequest(Request):
             )
         first, found = failures_of(self.c)
         if not found:
-            # There are no records, or none of them is at fault.
+            # The request failed as a whole, or has no records.
             return error_in_words(-outcome.result, f"({name})", self.path)
         error = -outcome.result
         return error_of_parts(
@@ -204,7 +205,7 @@ cdef class GatherRequest(Request):
         )
 
     cdef object settle(self, object error):
-        # The copy had what the memory held, so that a record that failed leaves it there.
+        # The copy began with the memory's contents, so a failed record leaves them there.
         if self.op == OP_READ and isinstance(error, GatherError):
             self.buffer.land()
             return error
@@ -278,7 +279,7 @@ cdef GatherRequest new_gather(
 
 
 cdef object integers(str name, object values):
-    """Return an array of int64 of one dimension, or raise."""
+    """Return a one-dimensional array of int64; raise TypeError or ValueError."""
     if isinstance(values, (str, bytes, os.PathLike)):
         raise TypeError(
             f"{name} is the path {os.fspath(values)!r}; it must be integers: are the first "
@@ -292,7 +293,7 @@ cdef object integers(str name, object values):
             f"{name} has elements of dtype {array.dtype}; they must be integers"
         )
     if array.ndim != 1:
-        raise ValueError(f"{name} is of shape {array.shape}; it must be of one dimension")
+        raise ValueError(f"{name} is of shape {array.shape}; it must have one dimension")
     if array.dtype.kind == "u" and array.dtype.itemsize == 8 and array.size:
         most = int(array.argmax())
         if array[most] > 2**63 - 1:
@@ -306,13 +307,13 @@ cdef object integers(str name, object values):
 cdef int check_count(str name, object array, Py_ssize_t count) except -1:
     if len(array) != count:
         raise ValueError(
-            f"there are {count} offsets and {len(array)} {name}; there must be as many"
+            f"there are {count} offsets and {len(array)} {name}; the numbers must be equal"
         )
     return 0
 
 
 cdef int raise_offender(GatherRequest request, size_t index, int result) except -1:
-    """Raise what is wrong with the first record at fault."""
+    """Raise the error for the first invalid record."""
     cdef bint reading = request.op == OP_READ
     offset = int(request.offsets[index])
     size = request.sizes if isinstance(request.sizes, int) else int(request.sizes[index])
@@ -334,7 +335,7 @@ cdef int raise_offender(GatherRequest request, size_t index, int result) except 
     if result == -errno.EEXIST:
         what = f"its place in {memory}" if reading else "its bytes of the file"
         raise ValueError(f"{where} shares {what} with another record")
-    place = "behind those before it"
+    place = "after the records before it"
     if request.places is not None:
         place = f"at {places}[{index}] = {request.places[index]}"
     raise ValueError(
@@ -344,7 +345,7 @@ cdef int raise_offender(GatherRequest request, size_t index, int result) except 
 
 
 def _bring_back(memory, host, nbytes, sizes, places, source):
-    """Copy the records alone: other requests may have changed the rest meanwhile."""
+    """Copy only the records: other requests may have changed the rest meanwhile."""
     with _bringing:
         now = host_copy(memory)
         target, staged = bytes_of(now), bytes_of(host)
@@ -357,7 +358,7 @@ def _bring_back(memory, host, nbytes, sizes, places, source):
 
 
 cdef object bytes_of(object host):
-    """Return the bytes of memory in C order, which must be held."""
+    """Return the bytes of memory in C order.  The caller must keep the memory alive."""
     cdef Buffer buffer = lend(host, True)
     if buffer.nbytes == 0:
         return memoryview(bytearray())
@@ -365,7 +366,7 @@ cdef object bytes_of(object host):
 
 
 cdef object host_copy(object memory):
-    """Return the contents of an array or tensor in C order in memory of the host."""
+    """Return a C-ordered copy of an array or tensor in host memory."""
     if PyObject_CheckBuffer(memory):
         return numpy.array(memory, order="C")
     host = library_for(memory).host_like(memory)

@@ -5,19 +5,20 @@ from nvmeio._native.workers cimport Workers
 
 
 cdef class Handle:
-    """Workers and the files that are in use, and what starts and ends requests."""
+    """Starts and ends requests; owns the workers and the files in use."""
 
     cdef object __weakref__
-    cdef dict options        # all of them, for pickling and the properties
+    cdef dict options        # all options, for pickling and the properties
     cdef Workers core        # None before start()
     cdef OpenFiles files
-    cdef object overlaps     # what looks for overlapping requests, or None
+    cdef object overlaps     # the checker of overlapping requests, or None
     cdef bint open
 
-    # Called once, with all options.
+    # Start the workers.  Called once, with all options.
     cdef int start(self, dict options) except -1
 
-    # Start a transfer or an fsync; `waited_for`: at once, so that it may be done already.
+    # Start a transfer or an fsync.  `waited_for`: the caller waits immediately, so this
+    # thread may execute it.
     cdef Request begin(
         self, nvmeio_op op, object buffer, object file, object offset, bint validate,
         bint waited_for, object after
@@ -33,10 +34,10 @@ cdef class Handle:
     cdef Request launch(self, Request request, bint waited_for, object after)
     cdef object transfer(self, nvmeio_op op, object buffer, object file, object offset)
 
-    # Raise where it was never opened or is closed; else let go of what is done.
+    # Raise if it was never opened or is closed; else finish requests that are done.
     cdef int require_open(self) except -1
     cdef int require_started(self) except -1
 
 
-# A handle with all options as they are, those of DeepSpeed's contract alone included.
+# Make a handle with exactly these options; may include options that only DeepSpeed has.
 cdef Handle new_handle(dict options)

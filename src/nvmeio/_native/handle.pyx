@@ -1,7 +1,7 @@
-"""Handle: what starts, counts, orders and ends requests.
+"""Handle: starts, counts, orders and ends requests.
 
-Arguments are checked here; a transfer's own life is request.pyx's, its memory buffer.pyx's,
-its file open_files.pyx's, the workers that carry it out workers.pyx's.
+This module checks arguments.  request.pyx has the life of a transfer, buffer.pyx its
+memory, open_files.pyx its file, and workers.pyx the workers that execute it.
 """
 
 import atexit
@@ -33,19 +33,19 @@ from nvmeio._native.info import engines
 from nvmeio._arguments.checks import MISSING, flag, refuse_missing, refuse_path, shown
 from nvmeio._arguments.keywords import hide_unknown, refuse_unknown
 
-# Handles to be drained before the interpreter goes away.
+# Handles to drain before the interpreter exits.
 _live = weakref.WeakSet()
 
-# Of what is not whole pages the ends may go through the page cache.
+# If offset or size is not a multiple of a page, the ends may go through the page cache.
 cdef int64_t PAGE_MASK = 4095
 
-# What somebody may look for here who knows DeepSpeed's op.
+# Methods of DeepSpeed's op, for a hint if somebody looks for them here.
 _OF_THE_OP = {
     *("wait", "pread", "pwrite", "sync_pread", "sync_pwrite", "async_pread"),
     *("async_pwrite", "get_alignment", "new_cpu_locked_tensor", "is_pinned"),
 }
 
-# As much as a device delivers in the time of one more I/O, or less (bench_gather.py).
+# At most what a drive delivers in the time of one more I/O (bench_gather.py).
 _MAX_GAP = 4096
 
 
@@ -56,81 +56,83 @@ cdef class Handle:
         workers=None, check_overlap=None)
 --
 
-    Moves arrays and tensors to and from files, many at once.
+    Transfer arrays and tensors to and from files, many at once.
 
-    What is None is taken from the environment's variable, else from a profile where
-    ``NVMEIO_PROFILE`` asks for one, else it is the default.
+    An argument of None takes its value from the environment variable that is named below;
+    else from a profile, if ``NVMEIO_PROFILE`` asks for one; else the default.
 
     Parameters
     ----------
     engine : {"auto", "io_uring", "libaio", "threads", "sync"}, optional
-        How blocks are carried out; ``NVMEIO_ENGINE``, else "auto": the first that works
+        How blocks are executed; ``NVMEIO_ENGINE``, else "auto": the first engine that works
         here.
     direct : {"auto", True, False}, optional
-        Whether files that are opened by path or descriptor bypass the page cache: where
-        the file system can, always (else OSError(EINVAL)), or never; ``NVMEIO_DIRECT``
-        (auto, 1, 0), else "auto".  With "auto" gathers take from it what it has.
+        Whether files opened by path or descriptor bypass the page cache with O_DIRECT:
+        "auto" where the file system supports it, True always (else OSError(EINVAL)), False
+        never; ``NVMEIO_DIRECT`` (auto, 1, 0), else "auto".  With "auto", a gather still
+        takes from the page cache what is there.
     bounce : {"auto", "always", "never"}, optional
-        Whether data passes through the pool's memory: where the device cannot reach the
-        caller's or may be slow to, for it is in small pages; always; or never (then the
-        page cache serves where the device cannot); ``NVMEIO_BOUNCE``, else "auto".
+        When data passes through bounce buffers of the pool: "auto" if the device cannot use
+        the caller's memory, or is slow with it because it is in small pages; "always"; or
+        "never", which uses the page cache where the device cannot use the memory;
+        ``NVMEIO_BOUNCE``, else "auto".
     block_size : int, optional
-        The largest I/O in bytes, 1 to 1 GiB; rounded up to whole pages inside;
-        ``NVMEIO_BLOCK_SIZE``, else 1048576.  What makes a file longer is written one block
-        after another, and these are larger.
+        The largest I/O in bytes, 1 to 1 GiB; rounded up to whole pages internally;
+        ``NVMEIO_BLOCK_SIZE``, else 1048576.  Writes that extend a file use larger blocks,
+        one after another.
     queue_depth : int, optional
         Blocks in flight in each worker, 1 to 32768; ``NVMEIO_QUEUE_DEPTH``, else 128.
     workers : int, optional
-        Threads with an engine each, that share every request, 1 to 256;
+        Threads, each with an engine of its own, that share every request, 1 to 256;
         ``NVMEIO_WORKERS``, else 1.
     check_overlap : bool, optional
-        Raise RuntimeError at submission where two requests in flight, which are not
-        chained by ``after=``, touch the same bytes of a file and one of them writes, or
-        the same memory and one of them reads into it; ``NVMEIO_CHECK_OVERLAP`` (0 or 1),
-        else False.  For debugging: each submission is compared with all that is in flight
-        on handles that check.
+        Raise RuntimeError at submission if a request conflicts with one in flight: both use
+        the same bytes of a file and one of them writes, or both use the same memory and one
+        of them reads into it.  Requests chained by ``after=`` do not conflict;
+        ``NVMEIO_CHECK_OVERLAP`` (0 or 1), else False.  For debugging, because each
+        submission is compared with all requests in flight on handles that check.
 
     Raises
     ------
     TypeError
         An argument is unknown or of the wrong type.
     ValueError
-        A value is out of its limits or unknown, the environment's included.
+        A value, passed or from the environment, is unknown or out of range.
     OSError
-        The engine that was asked for does not work here; says why.  Or there is no profile
-        where ``NVMEIO_PROFILE`` says.
+        The requested engine does not work here; the message says why.  Or
+        ``NVMEIO_PROFILE`` asks for a profile that does not exist.
 
     See Also
     --------
     nvmeio.default_handle : The handle that the whole process shares.
-    nvmeio.aio_handle : DeepSpeed's op, with a Handle under it.
+    nvmeio.aio_handle : DeepSpeed's op, implemented with a Handle.
 
     Notes
     -----
-    ``file`` is everywhere a path, an open descriptor, a ``File`` or another file object
-    with a descriptor: its ``flush()`` is called first, its position is neither used nor
-    moved, and what it has read ahead does not show what is written.  Writes create the
-    file where it does not exist and never truncate it.
+    In all methods, ``file`` is a path, an open descriptor, a ``File`` or another file
+    object with a descriptor.  nvmeio calls ``flush()`` of a file object first, and neither
+    uses nor moves its position.  Data that the object has read ahead may be stale after a
+    write.  Writes create the file if it does not exist, and never truncate it.
 
-    Requests are not ordered among each other but by ``after=``: a read that is submitted
-    after a write to the same place may see the old bytes.  ``submit_fsync`` alone waits
-    for the writes to its file that were submitted to this handle before it.
+    Only ``after=`` orders requests: a read that is submitted after a write to the same
+    place may see the old bytes.  ``submit_fsync`` waits for earlier writes to its file on
+    this handle.
 
-    Thread-safe; every call that blocks releases the GIL.  A handle can be pickled and
-    copied, which carries its options, and what a subclass keeps in ``__dict__``, and used
-    in forked children, where it starts workers of its own.
+    Thread-safe; every call that blocks releases the GIL.  Pickling or copying a handle
+    copies its options, and a subclass's ``__dict__``; the copy starts workers of its own.
+    So does a forked child on first use.
 
     Leaving a ``with`` block waits for everything in flight, also after an exception or
-    Ctrl-C; see ``close``.  ``async with`` does the same, while the event loop goes on.
+    Ctrl-C; see ``close``.  ``async with`` does the same without blocking the event loop.
 
-    With ``NVMEIO_PROFILE`` set to "auto", options come from the only profile there is, or
-    of several from that of the device on which the current folder lies; set to an absolute
-    path, from that of the device on which it lies.  They are what ``nvmeio tune`` found to
-    be best for reading and writing alike.
+    ``NVMEIO_PROFILE=auto`` takes options from the only profile; if there are several, from
+    the profile of the device that holds the current directory.  An absolute path selects
+    the profile of the device that holds it.  These options are the ones that ``nvmeio
+    tune`` found best for mixed reading and writing.
 
-    The kernel drops the POSIX record locks (``fcntl.lockf``) that a process has on a file
-    whenever the process closes a descriptor of it, and so when nvmeio closes its own.
-    ``fcntl.flock`` and the locks of open file descriptions are not touched.
+    When a process closes any descriptor of a file, the kernel drops all POSIX record locks
+    (``fcntl.lockf``) that the process holds on that file.  That includes nvmeio's own
+    descriptors.  ``fcntl.flock`` and open file description locks are not affected.
 
     Examples
     --------
@@ -175,7 +177,7 @@ cdef class Handle:
         )
 
     cdef int start(self, dict options) except -1:
-        # Those that are left would outlive the interpreter, unseen by what drains the rest.
+        # _drain_at_exit() would miss this handle, and its I/O outlive the interpreter.
         if _ending and threading.current_thread() is not threading.main_thread():
             raise ValueError("the interpreter is ending; no handle can be opened any more")
         direct = direct_option(options["direct"])
@@ -193,38 +195,39 @@ cdef class Handle:
 
     @classmethod
     def from_profile(cls, path=MISSING, *, op="both", **options):
-        """Make a handle with what ``nvmeio tune`` found to be best on a device.
+        """Make a handle with the fastest settings for a device, from ``nvmeio tune``.
 
         Parameters
         ----------
         path : str, bytes or os.PathLike
-            A file or a folder on the device; where it does not exist, the nearest folder
-            above counts.
+            A file or directory on the device.  If it does not exist, its nearest existing
+            parent is used.
         op : {"both", "read", "write"}, default "both"
-            What the handle is for.
+            Which settings to use: those for reads, for writes, or for both mixed.
         **options
-            Arguments of the constructor; what is passed counts before the profile, and so
-            does what the environment sets.
+            Arguments of the constructor.  They take precedence over the profile, and so do
+            environment variables.
 
         Returns
         -------
         Handle
-            Of the class that this is called on, whose constructor gets all options by name.
+            An instance of the class that this is called on, whose constructor gets all
+            options by name.
 
         Raises
         ------
         FileNotFoundError
-            There is no profile of the device; names it.
+            There is no profile of the device, which the message names.
         OSError
-            The path may not be looked at, or the profile not be read.
+            The path or the profile cannot be read.
         TypeError, ValueError
-            An argument is wrong, as for the constructor, or the profile is broken or of
-            another version of nvmeio: says which file, and what in it.
+            An argument is wrong, as for the constructor; or the profile is invalid or of
+            another version of nvmeio, and the message says which file and why.
 
         Notes
         -----
-        An engine that does not work in this process gives way to "auto", which is logged.
-        Profiles are of this user: see ``nvmeio.profiles``.
+        If the profile's engine does not work in this process, "auto" replaces it, which is
+        logged.  Each user has their own profiles: see ``nvmeio.profiles``.
         """
         if path is MISSING:
             known = inspect.signature(Handle).parameters
@@ -238,23 +241,23 @@ cdef class Handle:
 
     @property
     def engine(self) -> str:
-        """What carries blocks out: "io_uring", "libaio", "threads" or "sync"."""
+        """The engine in use: "io_uring", "libaio", "threads" or "sync"."""
         self.require_started()
         return self.core.engine()
 
     @property
     def direct(self):
-        """Whether files that it opens bypass the page cache: "auto", True or False."""
+        """Whether files that the handle opens use O_DIRECT: "auto", True or False."""
         return self.option("direct")
 
     @property
     def bounce(self) -> str:
-        """Whether data passes through the pool's memory: "auto", "always" or "never"."""
+        """When data passes through bounce buffers: "auto", "always" or "never"."""
         return self.option("bounce")
 
     @property
     def block_size(self) -> int:
-        """The largest size of an I/O, in bytes."""
+        """The largest I/O, in bytes."""
         return self.option("block_size")
 
     @property
@@ -264,12 +267,12 @@ cdef class Handle:
 
     @property
     def workers(self) -> int:
-        """How many threads with an engine share every request."""
+        """How many threads, each with its own engine, share every request."""
         return self.option("workers")
 
     @property
     def check_overlap(self) -> bool:
-        """Whether requests in flight that overlap are refused."""
+        """Whether requests that conflict with one in flight are refused."""
         return self.option("check_overlap")
 
     cdef object option(self, str name):
@@ -279,71 +282,89 @@ cdef class Handle:
     # One transfer.
 
     def read(self, buffer=MISSING, file=MISSING, offset=0, **unknown) -> int:
-        """Read a part of a file into ``buffer``, and wait.
+        """Read part of a file into ``buffer``, and wait.
 
         Parameters
         ----------
         buffer : array, tensor or object with the buffer protocol
-            Is filled; of any dtype, shape and strides.
+            The memory to fill; of any dtype, shape and strides.
         file : str, bytes, os.PathLike, int or File
-            A path, a descriptor or a file object; must hold ``offset`` plus the buffer's
-            size bytes.
+            A path, a descriptor or a file object.  The file must have at least ``offset``
+            plus the buffer's size bytes.
         offset : int, default 0
-            Where in the file to begin, in bytes.
+            The position in the file, in bytes.
 
         Returns
         -------
         int
-            The bytes read: the size of the buffer.
+            The number of bytes read, which is the size of the buffer.
 
         Raises
         ------
         OSError
-            With errno and path: ENODATA past the end of the file, and what the system says.
+            The read failed; has errno and path.  ENODATA: the file ends before the buffer
+            is full.
         TypeError, ValueError
             The buffer cannot be read into, an argument is of the wrong type or out of
             range, or the handle or the file is closed.
         RuntimeError
-            It overlaps with a request in flight, and the handle checks that.
+            It conflicts with a request in flight, and the handle has ``check_overlap``.
         KeyboardInterrupt
-            Ctrl-C, which cancels the transfer, once the device has answered to what it has
-            been given.  A second one within 0.1 s: then the memory is still in use, and
-            stays held.
+            Ctrl-C.  The transfer is cancelled, and the exception raised once the device is
+            done with the blocks that it has.  A second Ctrl-C is raised within 0.1 s; the
+            memory is then still in use, and nvmeio holds it.
 
         Notes
         -----
         Releases the GIL while it waits.
+
+        Examples
+        --------
+        >>> nvmeio.write_file(np.arange(1000), "data.bin")
+        8000
+        >>> array = np.empty(10, np.int64)
+        >>> with nvmeio.Handle() as handle:
+        ...     handle.read(array, "data.bin", offset=80)
+        80
+        >>> array
+        array([10, 11, 12, 13, 14, 15, 16, 17, 18, 19])
         """
         if unknown:
             refuse_unknown(Handle.read, unknown)
         return self.transfer(OP_READ, buffer, file, offset)
 
     def write(self, buffer=MISSING, file=MISSING, offset=0, **unknown) -> int:
-        """Write ``buffer`` to a part of a file, and wait.
+        """Write ``buffer`` to part of a file, and wait.
 
         Parameters
         ----------
         buffer : array, tensor or object with the buffer protocol
-            Written in C order.
+            The bytes to write, in C order.
         file : str, bytes, os.PathLike, int or File
-            As for ``read``; created where it does not exist, never truncated.
+            As for ``read``; created if it does not exist, never truncated.
         offset : int, default 0
-            Where in the file to begin, in bytes.
+            The position in the file, in bytes.
 
         Returns
         -------
         int
-            The bytes written: the size of the buffer.
+            The number of bytes written, which is the size of the buffer.
 
         Raises
         ------
         OSError, TypeError, ValueError, RuntimeError, KeyboardInterrupt
-            As ``read``; ENOSPC or EFBIG where the file cannot become so long.
+            As ``read``; ENOSPC or EFBIG if the file cannot become that long.
 
         Notes
         -----
-        Releases the GIL while it waits.  The bytes are durable when ``fsync`` has
-        returned.
+        Releases the GIL while it waits.  The bytes are durable after ``fsync``.
+
+        Examples
+        --------
+        >>> with nvmeio.Handle() as handle:
+        ...     handle.write(np.arange(1000), "data.bin")
+        ...     handle.fsync("data.bin")
+        8000
         """
         if unknown:
             refuse_unknown(Handle.write, unknown)
@@ -352,18 +373,17 @@ cdef class Handle:
     def submit_read(
         self, buffer=MISSING, file=MISSING, offset=0, *, after=None, **unknown
     ) -> Request:
-        """Start reading a part of a file into ``buffer``.
+        """Start reading part of a file into ``buffer``.
 
         Parameters
         ----------
         buffer, file, offset
             As for ``read``.
         after : Request or iterable of Request, optional
-            Of this handle: starts when all of them are done, and looks at the file only
-            then, so that a read may follow the write that makes the file.  Where one of
-            them has failed or was cancelled, so does this request, with that error as its
-            cause, and no byte is transferred.  The file is opened, and by a write made, at
-            submission.
+            Requests of this handle.  The transfer starts when all of them are done.  If one
+            of them fails or is cancelled, this request fails too, with that error as its
+            cause, and transfers nothing.  The file is opened at submission, but its size is
+            read only when the transfer starts.
 
         Returns
         -------
@@ -373,14 +393,22 @@ cdef class Handle:
         Raises
         ------
         OSError
-            The file cannot be opened.  What fails later is raised by ``Request.wait``:
-            OSError(ENODATA) where the file ends before the buffer is full.
+            The file cannot be opened.  ``Request.wait`` raises later errors, such as
+            OSError(ENODATA) if the file ends before the buffer is full.
         TypeError, ValueError
-            As ``read``; or ``after`` cannot be kept: it names a request of another handle,
-            or one in flight whose bytes still have to pass through Python, as those read
-            into strided arrays and tensors on devices; or this one writes such memory.
+            As ``read``.  Or ``after`` names a request of another handle, or one whose bytes
+            still have to pass through Python (a read into a strided array or a device
+            tensor), or this request writes such memory.
         RuntimeError
             As ``read``.
+
+        Examples
+        --------
+        >>> array, copy = np.arange(1000), np.empty(1000, np.int64)
+        >>> with nvmeio.Handle() as handle:
+        ...     written = handle.submit_write(array, "data.bin")
+        ...     handle.submit_read(copy, "data.bin", after=written).wait()
+        8000
         """
         if unknown:
             refuse_unknown(Handle.submit_read, unknown)
@@ -389,14 +417,14 @@ cdef class Handle:
     def submit_write(
         self, buffer=MISSING, file=MISSING, offset=0, *, after=None, **unknown
     ) -> Request:
-        """Start writing ``buffer`` to a part of a file.
+        """Start writing ``buffer`` to part of a file.
 
         Parameters
         ----------
         buffer : array, tensor or object with the buffer protocol
-            Written in C order; must not change until the request is done.
+            The bytes to write, in C order.  Do not change them until the request is done.
         file, offset
-            As for ``write``.
+            As for ``write``.  The file is created at submission.
         after : Request or iterable of Request, optional
             As for ``submit_read``.
 
@@ -431,12 +459,12 @@ cdef class Handle:
         TypeError, ValueError, RuntimeError
             As ``submit_fsync``.
         KeyboardInterrupt
-            Ctrl-C, when the device has answered; a second one within 0.1 s.
+            Ctrl-C, raised once the device is done; a second Ctrl-C within 0.1 s.
 
         Notes
         -----
-        Releases the GIL while it waits.  A new file's name is durable only when its folder
-        was synced too; ``write_file(..., sync=True)`` does both.
+        Releases the GIL while it waits.  The name of a new file is durable only after its
+        directory was synced too; ``write_file(..., sync=True)`` does both.
         """
         if unknown:
             refuse_unknown(Handle.fsync, unknown)
@@ -452,27 +480,27 @@ cdef class Handle:
         file : str, bytes, os.PathLike, int or File
             As for ``read``.
         data_only : bool, default False
-            Sync the data and the size, but not the times, mode and owner of the file, as
-            fdatasync(2) does: one write of the device less where nothing else has changed.
+            Sync the data and the size, but not the times, mode and owner, as fdatasync(2)
+            does.  This can save the device a write.
         after : Request or iterable of Request, optional
-            As for ``submit_read``; what it waits for may be of other files.
+            As for ``submit_read``; the requests may be of other files.
 
         Returns
         -------
         Request
-            Done when every write to the file that was submitted to this handle before,
-            and everything else that is in the page cache, has reached the device.
+            Done when all earlier writes to the file on this handle, and the file's data in
+            the page cache, have reached the device.
 
         Raises
         ------
         OSError
-            The file cannot be opened.  What fails later is raised by ``Request.wait``.
+            The file cannot be opened.  ``Request.wait`` raises later errors.
         TypeError, ValueError
-            ``file`` is nothing that names a file, ``data_only`` is no boolean, or the file
-            or the handle is closed.
+            ``file`` does not name a file, ``data_only`` is not a boolean, or the file or
+            the handle is closed.
         RuntimeError
-            A write to the file is in flight on another handle, which this would not wait
-            for, and the handle checks that.
+            A write to the file is in flight on another handle, for which the fsync would
+            not wait, and the handle has ``check_overlap``.
         """
         if unknown:
             refuse_unknown(Handle.submit_fsync, unknown)
@@ -486,23 +514,23 @@ cdef class Handle:
     # Many transfers.
 
     def read_many(self, items=MISSING, **unknown) -> int:
-        """Read into many buffers, of one file or several, and wait.
+        """Read from one or several files into many buffers, and wait.
 
         Parameters
         ----------
         items : iterable of (buffer, file, offset)
-            Each as the arguments of ``read``.
+            The arguments of a ``read`` for each transfer.
 
         Returns
         -------
         int
-            The bytes of all of them.
+            The total number of bytes read.
 
         Raises
         ------
         GatherError
-            Items have failed, by index; the others have landed.  An OSError with errno and
-            path.
+            Some items failed; ``failures`` has the index and errno of each.  The others
+            have landed.
         OSError, TypeError, ValueError, RuntimeError
             As ``submit_read_many``.
         KeyboardInterrupt
@@ -510,25 +538,34 @@ cdef class Handle:
 
         Notes
         -----
-        Many small transfers cost less so: one call, one hand-over and one completion.
+        Cheaper than many small requests: one call, one submission and one completion.
         Releases the GIL while it waits.
+
+        Examples
+        --------
+        >>> first, second = np.zeros(500), np.zeros(500)
+        >>> nvmeio.write_file(np.ones(1000), "data.bin")
+        8000
+        >>> with nvmeio.Handle() as handle:
+        ...     handle.read_many([(first, "data.bin", 0), (second, "data.bin", 4000)])
+        8000
         """
         if unknown:
             refuse_unknown(Handle.read_many, unknown)
         return wait_or_cancel(self.begin_many(OP_READ, items, None))
 
     def write_many(self, items=MISSING, **unknown) -> int:
-        """Write many buffers, to one file or several, and wait.
+        """Write many buffers to one or several files, and wait.
 
         Parameters
         ----------
         items : iterable of (buffer, file, offset)
-            Each as the arguments of ``write``.
+            The arguments of a ``write`` for each transfer.
 
         Returns
         -------
         int
-            The bytes of all of them.
+            The total number of bytes written.
 
         Raises
         ------
@@ -540,43 +577,43 @@ cdef class Handle:
         return wait_or_cancel(self.begin_many(OP_WRITE, items, None))
 
     def submit_read_many(self, items=MISSING, *, after=None, **unknown) -> Request:
-        """Start reading into many buffers, of one file or several, as one request.
+        """Start reading from one or several files into many buffers, as one request.
 
         Parameters
         ----------
         items : iterable of (buffer, file, offset)
-            Each as the arguments of ``read``.
+            The arguments of a ``read`` for each transfer.
         after : Request or iterable of Request, optional
             As for ``submit_read``.
 
         Returns
         -------
         Request
-            Whose ``wait()`` returns the bytes of all of them, or raises GatherError, which
-            names the items that have failed; the others have landed.
+            Its ``wait()`` returns the total number of bytes.  If items fail, it raises
+            GatherError, which lists them; the others have landed.
 
         Raises
         ------
         OSError
             A file cannot be opened.
         TypeError, ValueError, RuntimeError
-            As ``submit_read``, before anything is started; names the item.
+            As ``submit_read``, before any transfer starts; the message names the item.
 
         Notes
         -----
-        The items are not ordered among each other: where they overlap, any may be last.
+        The items are not ordered: if two overlap, either may be the last.
         """
         if unknown:
             refuse_unknown(Handle.submit_read_many, unknown)
         return self.begin_many(OP_READ, items, after)
 
     def submit_write_many(self, items=MISSING, *, after=None, **unknown) -> Request:
-        """Start writing many buffers, to one file or several, as one request.
+        """Start writing many buffers to one or several files, as one request.
 
         Parameters
         ----------
         items : iterable of (buffer, file, offset)
-            Each as the arguments of ``write``.
+            The arguments of a ``write`` for each transfer.
         after : Request or iterable of Request, optional
             As for ``submit_read``.
 
@@ -610,47 +647,61 @@ cdef class Handle:
             Where each record begins in the file, in bytes; in any order, with any
             alignment.
         sizes : int or array_like of int, shape (n,)
-            How long all of them are, or each, in bytes.
+            The size of every record, or of each one, in bytes.
         out : array, tensor or object with the buffer protocol
-            Where the records go, one behind another in C order; it may be larger, and
-            what is behind them stays as it is.
+            Receives the records one after another, in C order.  It may be larger; the
+            bytes after the last record do not change.
         out_offsets : array_like of int, shape (n,), optional
-            Where each of them goes instead, in bytes from the beginning of ``out``; the
-            rest of ``out`` stays as it is.
+            Where to put each record instead, in bytes from the beginning of ``out``.  The
+            rest of ``out`` does not change.
         max_gap : int, default 4096
-            How many bytes between two records may be read for nothing so that one I/O
-            serves both.
+            Records at most this many bytes apart are read together, with the unneeded bytes
+            between them; 0 to 1 GiB.
 
         Returns
         -------
         int
-            How many bytes the records have together.
+            The total size of the records, in bytes.
 
         Raises
         ------
         GatherError
-            Records have failed, by index; the others have landed.  An OSError with errno
-            and path.  Or a record reaches past the end of the file (ENODATA), which is
-            found before anything is read.
+            Some records failed; ``failures`` has the index and errno of each.  The others
+            have landed.  If a record reaches past the end of the file (ENODATA), nothing is
+            read.
         OSError
             The file cannot be opened.
         TypeError, ValueError
-            An array is not of integers; a record is negative or not within ``out``; two
-            records share a place in ``out``: names the first record at fault, before
-            anything is read.  Or the handle or the file is closed.
+            An array does not contain integers, a record has a negative offset or size or
+            does not fit into ``out``, or two records share bytes of ``out``.  The message
+            names the first invalid record, and nothing is read.  Or the handle or the file
+            is closed.
         RuntimeError, KeyboardInterrupt
             As ``read``.
 
         Notes
         -----
-        Neighbours in the file become one I/O, and records that are wanted several times
-        are read once.  As many blocks as the queue depth are in flight.  Releases the GIL.
+        Neighbouring records are read by one I/O, and a record that is requested several
+        times is read once.  Up to ``queue_depth`` blocks per worker are in flight.
+        Releases the GIL.
 
-        What the page cache has comes from there, unless ``direct=True``: of regular files
-        on local file systems, which this user owns or may write to, from Linux 6.5 on.
-        The rest is read past it.
+        Data in the page cache is copied from there, unless ``direct=True``.  This needs
+        Linux 6.5 and a regular file on a local file system that this user owns or may write
+        to.  Everything else bypasses the page cache.
 
-        An ``out`` that is strided or on a device is filled by way of a copy of all of it.
+        If ``out`` is strided or on a device, a copy of all of it is made and filled first.
+
+        Examples
+        --------
+        >>> nvmeio.write_file(np.arange(1000), "data.bin")
+        8000
+        >>> rows = np.empty((2, 5), np.int64)
+        >>> with nvmeio.Handle() as handle:
+        ...     handle.gather("data.bin", offsets=[800, 0], sizes=40, out=rows)
+        80
+        >>> rows
+        array([[100, 101, 102, 103, 104],
+               [  0,   1,   2,   3,   4]])
         """
         if unknown:
             refuse_unknown(Handle.gather, unknown)
@@ -669,9 +720,10 @@ cdef class Handle:
         Parameters
         ----------
         file, offsets, sizes, out, out_offsets, max_gap
-            As for ``gather``; the arrays are not needed once this returns.
+            As for ``gather``.  The arrays may change once this returns.
         result : object, optional
-            What ``Request.result`` and ``wait`` return in place of the number of bytes.
+            ``Request.wait`` and ``result`` return this object instead of the number of
+            bytes.
         after : Request or iterable of Request, optional
             As for ``submit_read``.
 
@@ -683,8 +735,7 @@ cdef class Handle:
         Raises
         ------
         OSError, TypeError, ValueError, RuntimeError
-            As ``gather``, before anything is read.  What fails later is raised by
-            ``Request.wait``.
+            As ``gather``, before anything is read.  ``Request.wait`` raises later errors.
         """
         if unknown:
             refuse_unknown(Handle.submit_gather, unknown)
@@ -696,23 +747,23 @@ cdef class Handle:
         self, file=MISSING, offsets=MISSING, sizes=MISSING, buffer=MISSING, *,
         buffer_offsets=None, **unknown
     ) -> int:
-        """Write many records of ``buffer`` to places in a file, and wait.
+        """Write many records of ``buffer`` to a file, each at its offset, and wait.
 
         Parameters
         ----------
         file : str, bytes, os.PathLike, int or File
-            As for ``gather``; created where it does not exist, never truncated.
+            As for ``gather``; created if it does not exist, never truncated.
         offsets, sizes
-            As for ``gather``; no two records may share bytes of the file.
+            As for ``gather``.  No two records may share bytes of the file.
         buffer : array, tensor or object with the buffer protocol
-            Where the records are, one behind another in C order.
+            The records, one after another in C order.
         buffer_offsets : array_like of int, shape (n,), optional
-            Where each of them is instead, in bytes from the beginning of ``buffer``.
+            Where each record is instead, in bytes from the beginning of ``buffer``.
 
         Returns
         -------
         int
-            How many bytes the records have together.
+            The total size of the records, in bytes.
 
         Raises
         ------
@@ -721,7 +772,13 @@ cdef class Handle:
 
         Notes
         -----
-        Records that follow each other in the file become one I/O.  Releases the GIL.
+        Adjacent records in the file are written by one I/O.  Releases the GIL.
+
+        Examples
+        --------
+        >>> with nvmeio.Handle() as handle:
+        ...     handle.scatter("data.bin", offsets=[16, 0], sizes=8, buffer=np.arange(2))
+        16
         """
         if unknown:
             refuse_unknown(Handle.scatter, unknown)
@@ -735,12 +792,12 @@ cdef class Handle:
         self, file=MISSING, offsets=MISSING, sizes=MISSING, buffer=MISSING, *,
         buffer_offsets=None, after=None, **unknown
     ) -> Request:
-        """Start writing many records of ``buffer`` to places in a file.
+        """Start writing many records of ``buffer`` to a file, each at its offset.
 
         Parameters
         ----------
         file, offsets, sizes, buffer, buffer_offsets
-            As for ``scatter``; ``buffer`` must not change until the request is done.
+            As for ``scatter``.  Do not change ``buffer`` until the request is done.
         after : Request or iterable of Request, optional
             As for ``submit_read``.
 
@@ -752,8 +809,8 @@ cdef class Handle:
         Raises
         ------
         OSError, TypeError, ValueError, RuntimeError
-            As ``scatter``, before anything is written.  GatherError is raised by
-            ``Request.wait``.
+            As ``scatter``, before anything is written.  ``Request.wait`` raises later
+            errors.
         """
         if unknown:
             refuse_unknown(Handle.submit_scatter, unknown)
@@ -765,9 +822,9 @@ cdef class Handle:
 
     @property
     def pending(self) -> int:
-        """How many requests are in flight, the pieces of device tensors included."""
+        """How many requests are in flight, including each piece of a device tensor."""
         self.require_started()
-        # Counted first: what is not in flight any more has landed when this returns.
+        # Count first: then a request that is not counted has landed when this returns.
         count = self.core.pending()
         self.core.collect()
         return count + len(self.core.staged)
@@ -778,15 +835,27 @@ cdef class Handle:
         return not self.open
 
     def stats(self) -> dict:
-        """Return what the handle has done so far.
+        """Return the handle's counters.
 
         Returns
         -------
         dict
-            ``engine``; ``requests`` submitted; ``blocks`` finished; ``bytes_direct``
-            between device and caller's memory, ``bytes_bounced`` through the pool's, and
-            ``bytes_buffered`` through the page cache; ``short_transfers`` that were
-            continued; ``retries`` of what the kernel put off.
+            ``engine``
+                The engine's name.
+            ``requests``
+                Requests submitted.
+            ``blocks``
+                Blocks finished.
+            ``bytes_direct``
+                Bytes transferred between the device and the caller's memory.
+            ``bytes_bounced``
+                Bytes that passed through bounce buffers.
+            ``bytes_buffered``
+                Bytes that passed through the page cache.
+            ``short_transfers``
+                Partial transfers, which were continued.
+            ``retries``
+                Blocks and calls repeated after EINTR, EAGAIN and the like.
 
         Raises
         ------
@@ -795,20 +864,27 @@ cdef class Handle:
 
         Notes
         -----
-        A closed handle still tells.
+        Works on a closed handle too.
+
+        Examples
+        --------
+        >>> with nvmeio.Handle() as handle:
+        ...     request = handle.submit_write(bytes(4096), "data.bin")
+        >>> handle.stats()["requests"]
+        1
         """
         self.require_started()
         return {"engine": self.core.engine(), **self.core.stats()}
 
     def latencies(self) -> Latencies:
-        """Return how long the blocks took that the handle has finished so far.
+        """Return the latencies of all blocks that the handle has finished.
 
         Returns
         -------
         Latencies
-            Percentiles of reads and writes together, failed ones included; fsyncs are
-            left out, for they transfer nothing.  Of an interval it is the difference of
-            two.
+            Percentiles of reads and writes together, failed ones included.  Fsyncs are not
+            counted, because they transfer no data.  For an interval, subtract two
+            snapshots.
 
         Raises
         ------
@@ -817,13 +893,13 @@ cdef class Handle:
 
         Notes
         -----
-        A block's time begins when an engine is given it, behind a copy to a bounce, and
-        ends when a worker, or the thread that waits, sees it finished, before a copy from
-        one; what had to be continued or repeated counts as one block.  It includes what
-        the block waits in the kernel behind others of the queue; ``queue_depth=1`` shows
-        the device alone.
+        The time of a block starts when its engine receives it, and ends when a worker or a
+        waiting thread sees its completion.  Copies to and from bounce buffers are not
+        included.  A block that was continued or repeated counts once.  Time in the kernel
+        behind other blocks of the queue is included; use ``queue_depth=1`` to measure the
+        device alone.
 
-        A closed handle still tells; a forked child begins anew.
+        Works on a closed handle too.  A forked child starts from zero.
         """
         self.require_started()
         return Latencies(*self.core.latencies())
@@ -834,22 +910,22 @@ cdef class Handle:
         Parameters
         ----------
         timeout : float, optional
-            How long, in seconds; None waits as long as it takes.
+            The longest time to wait, in seconds; default: no limit.
 
         Raises
         ------
         TimeoutError
-            The time is over; what is in flight goes on.
+            The time is over; requests in flight are still running.
         TypeError, ValueError
-            ``timeout`` is no number, or negative; or the handle was never opened.
+            ``timeout`` is not a number, or negative; or the handle was never opened.
         KeyboardInterrupt
-            Ctrl-C, within 0.1 s; what is in flight goes on.
+            Ctrl-C, within 0.1 s; requests in flight are still running.
 
         Notes
         -----
-        Waits also for callbacks, and for what they and other threads submit meanwhile; in a
-        callback, for what is in flight alone.  What has failed is raised by
-        ``Request.wait`` of each.  Releases the GIL.
+        Also waits for callbacks, and for requests that they or other threads submit
+        meanwhile.  Inside a callback it waits only for requests in flight.  Errors are not
+        raised here, but by each request's ``wait``.  Releases the GIL.
         """
         if unknown:
             refuse_unknown(Handle.drain, unknown)
@@ -867,22 +943,22 @@ cdef class Handle:
         raise TimeoutError(f"{self!r} was not done within {timeout} s; it goes on")
 
     def close(self) -> None:
-        """Refuse what comes, wait for everything in flight and stop the workers.
+        """Refuse new requests, wait for those in flight, and stop the workers.
 
         Raises
         ------
         ValueError
             The handle was never opened.
         KeyboardInterrupt
-            Ctrl-C while waiting.  The handle is closed, and a second call waits on.
+            Ctrl-C while waiting.  The handle is closed; call again to go on waiting.
 
         Notes
         -----
-        Releases the GIL while it waits, for callbacks too, which cannot submit any more.  A
-        second call does nothing.
+        Also waits for callbacks, which can no longer submit requests.  Releases the GIL
+        while it waits.  A second call does nothing.
 
-        A ``with`` block closes the handle at its end, however it is left.  Where Ctrl-C
-        comes while it waits, it waits on for what is in flight; a second Ctrl-C ends that.
+        A ``with`` block closes the handle however the block ends.  After Ctrl-C it still
+        waits for requests in flight, and raises then; a second Ctrl-C is raised at once.
         """
         self.require_started()
         self.open = False
@@ -901,8 +977,8 @@ cdef class Handle:
         try:
             self.close()
         except BaseException:
-            # Nobody else could close it: Ctrl-C is raised when nothing is in flight any
-            # more, and a second one at once.
+            # The program cannot close it after the block, so wait for everything in flight
+            # before raising Ctrl-C.  A second Ctrl-C is raised at once.
             self.close()
             raise
 
@@ -910,17 +986,18 @@ cdef class Handle:
         return self.__enter__()
 
     async def __aexit__(self, *exc_info):
-        """Close the handle as ``with`` does, while an asyncio event loop goes on.
+        """Close the handle as ``with`` does, without blocking the asyncio event loop.
 
         Raises
         ------
         asyncio.CancelledError
-            The task was cancelled meanwhile, however often: when the handle is closed.
+            The task was cancelled meanwhile, once or more.  Raised once the handle is
+            closed.
 
         Notes
         -----
-        Waits for what is in flight without a thread; only then ``close`` runs in the loop's
-        default executor, to wait for callbacks and to stop the workers.
+        Awaits requests in flight without a thread.  Then ``close`` runs in the loop's
+        default executor, because it blocks to wait for callbacks and to stop the workers.
         """
         from nvmeio._events.event_loop import close
         self.require_started()
@@ -933,7 +1010,7 @@ cdef class Handle:
 
     def __reduce__(self):
         self.require_started()
-        # What a subclass keeps in its instances goes along.
+        # Include the attributes of a subclass.
         state = getattr(self, "__dict__", None)
         return _restore, (type(self), self.options, self.closed), state or None
 
@@ -946,13 +1023,13 @@ cdef class Handle:
         )
 
     def _repr_html_(self):
-        """Return a table for a notebook: the options, and what stats() returns."""
+        """Return a table for a notebook: the options and the counters of stats()."""
         self.require_started()
         options = {name: getattr(self, name) for name in _DEFAULTS}
         rows = {**options, "closed": self.closed, "pending": self.pending, **self.stats()}
         return html_table(f"nvmeio.{type(self).__name__}", rows)
 
-    # From here on, what the methods above have in common.
+    # Shared by the methods above.
 
     cdef object transfer(self, nvmeio_op op, object buffer, object file, object offset):
         return wait_or_cancel(self.begin(op, buffer, file, offset, False, True, None))
@@ -966,7 +1043,8 @@ cdef class Handle:
         cdef Request request
         cdef File opened
         self.require_open()
-        # The memory first: a buffer that cannot be lent must not leave an empty file.
+        # Lend the memory before opening the file, because an error must not leave an empty
+        # file behind.
         try:
             lent = lend(buffer, op == OP_READ)
         except TypeError:
@@ -994,9 +1072,9 @@ cdef class Handle:
         cdef Buffer lent
         cdef Py_ssize_t index
         self.require_open()
-        # All of the memory first, so that what is refused leaves no empty files.
+        # Lend all memory before opening files, because an error must not leave empty files.
         request = new_many(op, items)
-        # A path is looked at once a call; it takes 1.5 us (2026-11-23).
+        # Look up each path once per call: that takes 1.5 us (2026-11-23).
         found = {}
         for index in range(len(request.buffers)):
             lent = request.buffers[index]
@@ -1030,7 +1108,7 @@ cdef class Handle:
             refuse_missing(file=file, offsets=offsets, sizes=sizes, **{last: memory})
         self.require_open()
         request = new_gather(op, offsets, sizes, memory, places, max_gap, result)
-        # What is refused must not leave an empty file.
+        # An error must not leave an empty file behind.
         if op == OP_WRITE and not isinstance(file, (int, File)):
             request.check_records()
         request.aim(self.files.find(file, op == OP_WRITE, True))
@@ -1048,7 +1126,7 @@ cdef class Handle:
             if not (waited_for and request.perform(self.core.c)):
                 request.start(self.core.c)
         except BaseException:
-            # It is in nobody's way.
+            # It was not submitted, so the check of overlaps must ignore it.
             if request.c == NULL:
                 request.finished = True
             raise
@@ -1080,7 +1158,7 @@ cdef Handle new_handle(dict options):
 
 
 def _restore(kind, options, closed):
-    """Make a handle from what pickling carried; a subclass's __init__() is not called."""
+    """Make a handle from its pickled state; a subclass's __init__() is not called."""
     cdef Handle handle = kind.__new__(kind)
     handle.start(options)
     if closed:
@@ -1089,11 +1167,11 @@ def _restore(kind, options, closed):
 
 
 def _drain_at_exit():
-    """Let no I/O outlive the interpreter, which frees the memory it goes to."""
+    """Wait for all I/O before the interpreter exits and frees the memory."""
     global _ending
     _ending = True
     for handle in list(_live):
-        # A thread that goes on submitting would keep it busy for ever.
+        # Refuse new requests: a thread that keeps submitting would delay the exit for ever.
         (<Handle> handle).open = False
         handle.drain()
 

@@ -1,4 +1,4 @@
-"""What was built, what works here and why the rest does not, and what may be used."""
+"""Report what was built, which engines work here, and the resources of this process."""
 
 from nvmeio cimport libnvmeio
 from nvmeio.libnvmeio cimport nvmeio_engine_info
@@ -7,14 +7,21 @@ from nvmeio._config.build import build_record
 
 
 def engines() -> dict:
-    """Try every engine here and now.
+    """Try every engine in this process.
 
     Returns
     -------
-    dict
-        For each engine by name, in order of preference, a dict: ``built``, whether it was
-        compiled in; ``works``, whether it can be used in this process; ``errno``, of the
-        attempt, 0 where it works; ``reason``, why it does not and what would help, or "".
+    dict of str to dict
+        For each engine, in order of preference, a dict with
+
+        ``built`` : bool
+            Whether it was compiled in.
+        ``works`` : bool
+            Whether this process can use it.
+        ``errno`` : int
+            The error of the attempt; 0 if it works.
+        ``reason`` : str
+            Why it does not work and what would help; "" if it works.
 
     Examples
     --------
@@ -36,20 +43,20 @@ def engines() -> dict:
 
 
 def version() -> str:
-    """Return the version of the library, which is the package's."""
+    """Return the version of the C library, which is that of the package."""
     return libnvmeio.version().decode()
 
 
 def build_info() -> dict:
-    """Tell what this installation of nvmeio consists of.
+    """Return how this installation of nvmeio was built, and which engines work.
 
     Returns
     -------
     dict
-        ``version``; what setup.py recorded (``compiler``, ``cython``, ``flags``,
-        ``link_flags``, ``ldflags``, ``features``: for each optional library whether it was
-        built in and why not, ``debug``, ``test_build``: whether faults can be made in it);
-        and ``engines`` as ``engines()`` gives them.
+        ``version``; ``engines``, as ``engines()`` returns them; and what setup.py recorded:
+        ``compiler``, ``cython``, ``flags``, ``link_flags``, ``ldflags``, ``debug``,
+        ``features`` (for each optional library whether it was built in, and why not) and
+        ``test_build`` (whether tests can inject faults).
 
     Examples
     --------
@@ -60,9 +67,10 @@ def build_info() -> dict:
 
 
 def resources() -> dict[str, int]:
-    """Tell how much of the machine this process may use.
+    """Return the processors and the memory that this process may use.
 
-    ``processors`` are what the affinity of this thread and the quota of its control group
-    leave; ``memory_bytes`` is the machine's or the control group's, whichever is less.
+    ``processors`` is limited by the affinity of this thread and the CPU quota of its
+    control group; ``memory_bytes`` is the machine's memory or the control group's limit,
+    whichever is less.
     """
     return {"processors": libnvmeio.cpu_count(), "memory_bytes": libnvmeio.memory_bytes()}

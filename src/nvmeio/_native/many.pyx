@@ -1,6 +1,6 @@
-"""Requests of many transfers: their items, what is refused of them, and how they fail.
+"""Requests of many transfers: their items, checks and errors.
 
-What users call is handle.pyx's, the rest of a request's life request.pyx's.
+Users call the methods in handle.pyx; request.pyx has what all requests share.
 """
 
 import errno
@@ -41,7 +41,7 @@ cdef class ManyRequest(Request):
                 f"items[{index}] is of type {type(item).__qualname__}{length}; it must be "
                 "(buffer, file, offset)"
             ) from None
-        # Nearly always fine, and the words of a refusal cost as much as all else.
+        # The fast path: formatting the name for an error would double the time of add().
         if type(offset) is int and 0 <= offset <= INT64_MAX:
             position = offset
         else:
@@ -58,7 +58,7 @@ cdef class ManyRequest(Request):
         return position
 
     cdef Buffer borrow(self, Py_ssize_t index, object memory):
-        """Take hold of an item's memory, or of a copy in memory of the host."""
+        """Hold an item's memory, or a copy in host memory."""
         cdef Buffer lent
         try:
             lent = lend(memory, self.op == OP_READ)
@@ -91,7 +91,7 @@ cdef class ManyRequest(Request):
         cdef Buffer buffer
         cdef File file
         cdef int result
-        # One more, for none is NULL as well.
+        # One more, because malloc(0) may return NULL.
         transfers = <nvmeio_transfer *> PyMem_Malloc((count + 1) * sizeof(nvmeio_transfer))
         if transfers == NULL:
             raise MemoryError()
@@ -109,7 +109,7 @@ cdef class ManyRequest(Request):
                 transfers[i].data_only = False
                 transfers[i].user = NULL
                 transfers[i].after.count = 0
-                # Those of one file mostly follow each other, and hold it together.
+                # Items of one file are mostly adjacent; these share one reference.
                 file = self.files[i]
                 if held == NULL or file.c != held:
                     held = file.retain()
@@ -142,7 +142,7 @@ cdef class ManyRequest(Request):
         return found
 
     cdef int come_after(self, object after, object workers) except -1:
-        # The files were opened by now.
+        # The files are open by now.
         self.paths = tuple([(<File> file).path for file in self.files])
         self.path = self.paths[0] if self.paths else None
         Request.come_after(self, after, workers)
@@ -164,7 +164,7 @@ cdef class ManyRequest(Request):
             named = isinstance(error, GatherError)
             failed = {index for index, _ in error.failures} if named else ()
             for index, buffer in enumerate(self.buffers):
-                # Of a read that failed, part may be in the caller's memory.
+                # A failed read may have changed part of the caller's memory.
                 whole = error is None or (named and index not in failed)
                 if whole or buffer.is_in_place():
                     buffer.land()
@@ -200,7 +200,7 @@ cdef class ManyRequest(Request):
 
 
 def _bring_back(memory, host, source):
-    """Copy what was read to where it was wanted."""
+    """Copy what was read from host memory into the caller's."""
     memcpy(memory, host)
 
 

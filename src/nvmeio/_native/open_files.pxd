@@ -4,19 +4,19 @@ from nvmeio._native.workers cimport Workers
 
 
 cdef class OpenFiles:
-    """The files that a handle has opened for requests which name a path."""
+    """The files that a handle has opened for requests that name a path or descriptor."""
 
     cdef Workers workers
     cdef nvmeio_direct direct
-    # (path, writing), or an object for each request of a descriptor -> a weak reference to
-    # the File that requests have.  Without the callback of a WeakValueDictionary: an
-    # exception of a signal's handler would be lost in it, and with it Ctrl-C.
+    # (path, writing), or a new object for each descriptor -> a weak reference to the File
+    # that requests hold.  Not a WeakValueDictionary: an exception that a signal handler
+    # raises inside its callback would be lost, and Ctrl-C with it.
     cdef dict shared
-    cdef unsigned generation    # of the process that they belong to
-    cdef Py_ssize_t forget_at   # so many, and dead references are looked for
+    cdef unsigned generation    # fork_generation() of the process that opened them
+    cdef Py_ssize_t forget_at   # at this many entries, dead references are removed
 
-    # An open file for a path, a descriptor or a File.  Ragged transfers go through the page
-    # cache in part, which takes a second descriptor.
+    # Return an open file for a path, a descriptor or a File.  `ragged` transfers partly use
+    # the page cache, which needs a second descriptor.
     cdef File find(self, object file, bint writing, bint ragged)
     cdef File find_open(self, object file, bint writing)
     cdef int keep(self, object key, File file) except -1

@@ -1,7 +1,7 @@
-"""Files that requests name by path: opened once for all that are in flight.
+"""Open the files that requests name by path, once for all requests in flight.
 
-A path is looked at anew for each request, so that a file which has been replaced is never
-taken for the new one.
+Each request checks that the path still leads to the file that is open: the file may have
+been replaced meanwhile.
 """
 
 import errno
@@ -20,7 +20,7 @@ from nvmeio._native.workers cimport Workers
 
 @cython.final
 cdef class OpenFiles:
-    """The files that a handle has opened for requests which name a path."""
+    """The files that a handle has opened for requests that name a path or descriptor."""
 
     cdef File find(self, object file, bint writing, bint ragged):
         cdef File found = self.find_open(file, writing)
@@ -28,7 +28,7 @@ cdef class OpenFiles:
             try:
                 open_page_cache(found)
             except OSError as error:
-                # Otherwise the library says whether the request needs it.
+                # The request may not need it; if it does, the library reports the error.
                 if not await_descriptors(self, error):
                     break
         return found
@@ -40,7 +40,7 @@ cdef class OpenFiles:
         if self.generation != libnvmeio.fork_generation():
             self.generation = libnvmeio.fork_generation()
             self.shared = {}
-        # Who names a descriptor has a file of its own, which is known to be waited for.
+        # A descriptor gets a File of its own, listed so that release_some() counts it.
         key = object() if isinstance(path, int) else (path, writing)
         known = self.shared.get(key)
         cdef File shared = None if known is None else known()
@@ -50,7 +50,7 @@ cdef class OpenFiles:
         return shared
 
     cdef int keep(self, object key, File file) except -1:
-        """Know a file while others hold it; forget those that nobody does."""
+        """Remember a file as long as a request holds it; drop dead entries now and then."""
         if len(self.shared) >= self.forget_at:
             for other, known in list(self.shared.items()):
                 if known() is None:
@@ -70,7 +70,7 @@ cdef OpenFiles new_open_files(Workers workers, nvmeio_direct direct):
 
 
 cdef bint is_at(File file, object path) except -1:
-    """Tell whether a path still leads to the file that was opened by it."""
+    """Return whether a path still leads to this open file."""
     name = os.fsencode(path)
     cdef const char *c_name = name
     cdef nvmeio_file *c = file.retain()
@@ -82,7 +82,7 @@ cdef bint is_at(File file, object path) except -1:
 
 
 cdef File open_patiently(OpenFiles files, object file, bint writing):
-    """Open a path or descriptor; when descriptors have run out, wait for completions."""
+    """Open a path or descriptor; if descriptors run out, wait for completions and retry."""
     while True:
         try:
             if isinstance(file, int):
@@ -95,12 +95,12 @@ cdef File open_patiently(OpenFiles files, object file, bint writing):
 
 
 cdef bint await_descriptors(OpenFiles files, object error) except -1:
-    """When descriptors have run out, wait until one may be free; False for other errors."""
+    """If descriptors ran out, wait until one may be free; return False otherwise."""
     return error.errno in (errno.EMFILE, errno.ENFILE) and release_some(files)
 
 
 cdef bint release_some(OpenFiles files) except -1:
-    """Wait until a file can be closed.  False where none ever will be."""
+    """Wait until a file is closed; return False if nothing in flight holds one."""
     before = count_open(files)
     while True:
         busy = files.workers.pending() > 0
@@ -113,5 +113,5 @@ cdef bint release_some(OpenFiles files) except -1:
 
 
 cdef Py_ssize_t count_open(OpenFiles files) except -1:
-    """Count the files that somebody holds."""
+    """Count the files that are still open."""
     return sum(known() is not None for known in list(files.shared.values()))

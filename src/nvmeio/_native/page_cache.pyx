@@ -1,4 +1,4 @@
-"""How much of a file the page cache has."""
+"""Measure how much of a file is in the page cache."""
 
 import os
 import random
@@ -7,18 +7,19 @@ from libc.stdint cimport int64_t
 
 from nvmeio cimport libnvmeio
 
-# Pages that are tried where the kernel does not count them.
+# SAMPLES: how many pages to try where the kernel has no cachestat(2).
 cdef enum:
     SAMPLES = 64
     PAGE = 4096
 
 
 def cached_fraction(int descriptor, Py_ssize_t offset, Py_ssize_t nbytes) -> float:
-    """Tell how much of a part of a file is in the page cache, from 0 to 1.
+    """Return the fraction, from 0 to 1, of a file's range that is in the page cache.
 
-    cachestat(2) counts, from Linux 6.5 on and for files that this user owns or may write
-    to.  Elsewhere a sample of pages is read with RWF_NOWAIT: mincore(2) claims that all of
-    such a file is cached.  0 where the file system knows neither.
+    Counted by cachestat(2), which needs Linux 6.5, and a file that this user owns or may
+    write to.  Otherwise estimated by reading a sample of pages with RWF_NOWAIT, because
+    mincore(2) reports every page of another user's file as cached.  0 where the file system
+    supports neither.
     """
     cdef int64_t cached
     if nbytes < 1:
@@ -32,10 +33,11 @@ def cached_fraction(int descriptor, Py_ssize_t offset, Py_ssize_t nbytes) -> flo
 
 
 def sampled_fraction(int descriptor, Py_ssize_t offset, Py_ssize_t nbytes) -> float:
-    """Tell the same by a sample of pages.
+    """Estimate the same fraction from a random sample of pages.
 
-    Linux reads what it was asked for in vain, so pages are drawn by lot: who asked for the
-    same ones again would find all of them.  Without readahead it is these pages alone.
+    A read with RWF_NOWAIT that fails makes Linux fetch the page, so a second call with the
+    same pages would find them all: hence random ones.  Readahead is off meanwhile, so that
+    no other pages are fetched.
     """
     if nbytes < 1:
         return 0.0
@@ -58,6 +60,6 @@ def sampled_fraction(int descriptor, Py_ssize_t offset, Py_ssize_t nbytes) -> fl
     except OSError:
         return 0.0
     finally:
-        # Whoever reads the file afterwards shall have readahead.
+        # Later reads through this descriptor need their readahead back.
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_NORMAL)
     return hits / count

@@ -1,7 +1,7 @@
-"""Memory of the C library's pool as Python objects, and the marks of locked tensors.
+"""Memory of the C library's pool as Python objects, and the marks of pinned tensors.
 
-What to make of the memory, an array or a tensor, is left to numpy.frombuffer() and
-torch.frombuffer(), which keep the PoolMemory alive as long as any view of it.
+numpy.frombuffer() and torch.frombuffer() make arrays and tensors of it, and keep the
+PoolMemory alive as long as any view exists.
 """
 
 cimport cython
@@ -29,20 +29,20 @@ cdef class PoolMemory:
     """PoolMemory(nbytes, *, lock=False, numa_node=None)
 --
 
-    Page-aligned, populated memory in huge pages where the kernel has them.
+    Page-aligned, populated memory from the pool, in huge pages where the kernel has them.
 
-    Exports the buffer protocol: one dimension of writable unsigned bytes, which are not
-    initialized.  With `lock` it is kept from being swapped out where RLIMIT_MEMLOCK allows;
-    ``locked`` tells.  The constructor releases the GIL while the kernel provides the
-    memory.  That goes back to the pool when this object dies; every export of it, and so
-    every array or tensor made of it, keeps it alive.
+    Exports the buffer protocol: one dimension of writable unsigned bytes, not initialized.
+    With `lock` the memory cannot be swapped out, if RLIMIT_MEMLOCK permits; ``locked``
+    says whether it did.  The constructor releases the GIL while the kernel provides the
+    memory.  The memory returns to the pool when this object dies.  Every export, and so
+    every array or tensor made of it, keeps this object alive.
     """
 
     cdef void *memory
     cdef readonly Py_ssize_t nbytes
-    cdef object on_free      # called with the address before it goes back, or None
+    cdef object on_free      # called with the address before the memory is freed, or None
     cdef bint was_locked      # in the process that allocated it
-    cdef uint32_t generation  # of that process; its forks inherit no locks
+    cdef uint32_t generation  # fork_generation() of that process; forks inherit no locks
 
     def __cinit__(self, Py_ssize_t nbytes, *, bint lock=False, numa_node=None):
         cdef void *memory = NULL
@@ -54,11 +54,11 @@ cdef class PoolMemory:
             raise ValueError(f"nbytes must be 0 or more, not {nbytes}")
         apply_settings()
         with nogil:
-            # The pool has no allocations of no bytes.
+            # The pool cannot allocate 0 bytes.
             error = libnvmeio.pool_alloc_on(node, nbytes or 1, lock, &memory, &locked)
         if error == -ENOMEM:
             if libnvmeio.pool_has_room(nbytes or 1):
-                raise MemoryError(f"the system has not {nbytes} bytes for the pool")
+                raise MemoryError(f"out of memory: the system has no {nbytes} bytes left")
             raise MemoryError(words_of_limit(nbytes))
         if error == -EINVAL:
             raise ValueError(f"numa_node is {node}, which this machine does not have")
@@ -70,7 +70,7 @@ cdef class PoolMemory:
 
     def __dealloc__(self):
         cdef void *memory = self.memory
-        # Who was told of the memory was told by the process that it is of.
+        # Only the process that allocated the memory has registered it elsewhere.
         if self.on_free is not None and self.generation == libnvmeio.fork_generation():
             self.on_free(<uintptr_t> memory)
         if memory != NULL:
@@ -85,25 +85,26 @@ cdef class PoolMemory:
         return f"<PoolMemory of {self.nbytes} bytes at {self.address:#x}{locked}>"
 
     def call_before_free(self, function) -> None:
-        """Have a function called with the address before the memory goes back.
+        """Call a function with the address before the memory is freed.
 
-        It is for who has told others of the memory; what it raises is reported and ignored.
+        For code that registered the memory elsewhere.  Python reports and ignores what the
+        function raises.
         """
         self.on_free = function
 
     @property
     def address(self) -> int:
-        """Where the memory begins."""
+        """The address of the first byte."""
         return <uintptr_t>self.memory
 
     @property
     def locked(self) -> bool:
-        """Whether the memory is locked; not in a forked child, which inherits no locks."""
+        """Whether the memory is locked; never in a forked child, which inherits no lock."""
         return self.was_locked and self.generation == libnvmeio.fork_generation()
 
 
 cdef int node_of(object numa_node) except -2:
-    """Return a NUMA node, -1 for any."""
+    """Check ``numa_node``, and return it; -1 for any node."""
     if numa_node is None:
         return -1
     node = integer("numa_node", numa_node)
@@ -113,27 +114,27 @@ cdef int node_of(object numa_node) except -2:
 
 
 cdef str words_of_limit(Py_ssize_t nbytes):
-    """Say why the pool may not have more memory."""
+    """Return the message for an allocation beyond the pool's limit."""
     stats = pool_stats()
     return (
-        f"{in_binary(nbytes)} are more than the pool has left: it may hold "
-        f"{in_binary(stats['bytes_limit'])} and holds {in_binary(stats['bytes_mapped'])}, "
-        f"of which {in_binary(stats['bytes_used'])} are in use; NVMEIO_POOL_BYTES sets the "
-        "limit"
+        f"{in_binary(nbytes)} do not fit into the pool: its limit is "
+        f"{in_binary(stats['bytes_limit'])}, of which {in_binary(stats['bytes_mapped'])} "
+        f"are mapped and {in_binary(stats['bytes_used'])} in use; NVMEIO_POOL_BYTES sets "
+        "the limit"
     )
 
 
 cpdef PoolMemory new_pinned(Py_ssize_t nbytes, object numa_node=None):
-    """Get memory that is locked, if the system allows it, and marked as pinned."""
+    """Allocate memory that is marked as pinned, and locked if the system permits it."""
     cdef PoolMemory memory = PoolMemory(nbytes, lock=True, numa_node=numa_node)
     check(libnvmeio.pool_set_pinned(memory.memory, True))
     return memory
 
 
 cpdef bint free_pinned(size_t address) except -1:
-    """Take the mark from pinned memory, which goes back when its PoolMemory dies.
+    """Unmark pinned memory, which returns to the pool when its PoolMemory dies.
 
-    Tells whether this call took it away.
+    Return whether the memory was marked.
     """
     cdef int changed = libnvmeio.pool_set_pinned(<void *>address, False)
     cdef int uses
@@ -145,24 +146,24 @@ cpdef bint free_pinned(size_t address) except -1:
 
 
 cpdef bint holds(size_t address) noexcept:
-    """Tell whether memory is the pool's, handed out or not."""
+    """Return whether memory belongs to the pool, allocated or free."""
     return libnvmeio.pool_holds(<void *>address)
 
 
 cpdef bint is_pinned(size_t address, size_t nbytes) noexcept:
-    """Tell whether memory lies in one piece of pinned memory."""
+    """Return whether memory is inside a single allocation that is marked as pinned."""
     return libnvmeio.pool_is_pinned(<void *>address, nbytes)
 
 
 cpdef object address_of(object source):
-    """Return where the memory of an object begins."""
+    """Return the address of an object's memory; 0 if it exports none."""
     cdef Py_buffer view
     if not PyObject_CheckBuffer(source):
         return 0
     try:
         PyObject_GetBuffer(source, &view, PyBUF_STRIDES)
     except (BufferError, ValueError):
-        # It has none to lend, or has given it back.
+        # The object refuses to export its memory, or has released it.
         return 0
     address = <uintptr_t> view.buf
     PyBuffer_Release(&view)
@@ -170,23 +171,35 @@ cpdef object address_of(object source):
 
 
 def pool_stats() -> dict[str, int]:
-    """Count what the pool of this process holds and has done.
+    """Return the memory and the counters of this process's pool.
 
     Returns
     -------
     dict of str to int
-        ``bytes_limit`` (of what may be mapped), ``bytes_mapped`` (taken from the system),
-        ``bytes_hugetlb`` (mapped from hugetlbfs so far), ``bytes_used`` (of what is
-        mapped handed out now, bounces included, in whole pages or huge pages),
-        ``bytes_locked`` (of those, locked), ``allocations`` (so far), ``reuses`` (of
-        them, from memory that was mapped before) and ``pools`` (1, or more where other
-        parts of the process were linked with ``libnvmeio.a``: each has a pool of its own,
-        with a limit of its own, and what is counted is the package's).
+        ``bytes_limit``
+            The most that the pool may map.
+        ``bytes_mapped``
+            Memory mapped now, used and free.
+        ``bytes_hugetlb``
+            Memory mapped from hugetlbfs so far.
+        ``bytes_used``
+            The part of ``bytes_mapped`` that is allocated now, bounce buffers included, in
+            whole pages or huge pages.
+        ``bytes_locked``
+            The part of ``bytes_used`` that is locked.
+        ``allocations``
+            The number of allocations so far.
+        ``reuses``
+            How many of them used memory that was mapped before.
+        ``pools``
+            The number of pools in this process: more than 1 if other code is linked with
+            ``libnvmeio.a``, which has a pool and a limit of its own.  The other values are
+            the package's.
 
     Raises
     ------
     ValueError
-        NVMEIO_POOL_BYTES, or another setting of the environment, makes no sense.
+        ``NVMEIO_POOL_BYTES`` or another environment variable has an invalid value.
 
     Examples
     --------
@@ -202,23 +215,23 @@ def pool_stats() -> dict[str, int]:
 
 
 def pool_trim() -> int:
-    """Give the free memory of the pool back to the system.
+    """Return the pool's free memory to the system.
 
     Returns
     -------
     int
-        How many bytes that was.
+        The number of bytes returned.
 
     Notes
     -----
-    The pool keeps what arrays, tensors and requests give back, because new memory takes
-    time to populate: 1 GiB about 0.1 to 0.3 s.  Memory that is in use stays, with the rest
-    of its huge page of 2 MiB.  Releases the GIL.  Requests that need memory of the pool
-    wait meanwhile.
+    The pool keeps the memory that arrays, tensors and requests free, because populating new
+    memory takes time: about 0.1 to 0.3 s per GiB.  A huge page of 2 MiB stays if any part
+    of it is in use.  Releases the GIL.  Requests that need memory of the pool wait
+    meanwhile.
 
     See Also
     --------
-    pool_stats : how much the pool has (``bytes_mapped``) and how much of it is in use.
+    pool_stats : How much memory the pool has mapped, and how much of it is in use.
 
     Examples
     --------

@@ -1,6 +1,6 @@
-"""Memory of many tensors in one piece, which gives back pages as tensors die.
+"""One mapping for many tensors, whose pages are returned to the system as tensors die.
 
-It is mapped for itself, not the pool's: a model may be larger than the pool may be.
+It is separate from the pool, because a model may be larger than the pool's limit.
 """
 
 import errno
@@ -27,36 +27,40 @@ cdef extern from "<sys/mman.h>" nogil:
     int PROT_READ, PROT_WRITE, MAP_PRIVATE, MAP_ANONYMOUS, MAP_NORESERVE
     int MADV_HUGEPAGE, MADV_NOHUGEPAGE, MADV_DONTNEED, MADV_POPULATE_WRITE
 
-# Of the kernels that nvmeio is built for; a larger page would only be given back later.
+# The page sizes of the kernels that nvmeio supports.  A kernel with larger pages would only
+# return them later.
 cdef enum:
     PAGE = 4096
     HUGE = 2 << 20
 
 
-# No cycle goes through it, and what its spans need of it must be there when they die.
+# A Region is part of no cycle, and must still be intact when its last Span dies.
 @cython.no_gc
 @cython.final
 cdef class Region:
-    """Bytes in pages of their own: huge ones, where the system has them.
+    """A mapping of its own, in huge pages where the system has them.
 
-    The address of the first byte is `phase` modulo 2 MiB.  A buffer of all bytes, which may
-    be written.  Nothing is populated before it is asked for, or touched.
+    The address of the first byte is `phase` modulo 2 MiB.  Exports all bytes as a writable
+    buffer.  Pages are populated by populate(), or when they are touched.
     """
 
     cdef char *mapped
     cdef size_t mapped_bytes
     cdef size_t phase
     cdef readonly Py_ssize_t nbytes
-    # For each page how many spans that live begin or end in it.
+    # For each page, the number of live spans that begin or end in it.
     cdef uint32_t *users
-    cdef bint shrinks  # pages have been given back
+    cdef bint shrinks  # pages were returned to the system
 
     def __cinit__(self, Py_ssize_t nbytes, size_t phase=0):
         if nbytes < 1 or phase >= HUGE:
-            raise ValueError(f"no memory has {nbytes} bytes from {phase} on")
+            raise ValueError(
+                f"nbytes is {nbytes} and phase {phase}; they must be at least 1 and less "
+                f"than {HUGE}"
+            )
         self.nbytes, self.phase = nbytes, phase
         cdef size_t size = (phase + nbytes + PAGE - 1) & ~<size_t> (PAGE - 1)
-        # Where no huge page fits, none is wanted: it would be 2 MiB for a few bytes.
+        # No huge page unless a whole one fits: it would take 2 MiB for a few bytes.
         cdef size_t huge = size & ~<size_t> (HUGE - 1)
         cdef size_t more = HUGE if huge else 0
         self.users = <uint32_t *> calloc(size // PAGE, sizeof(uint32_t))
@@ -67,15 +71,15 @@ cdef class Region:
         if found == <char *> MAP_FAILED or self.users == NULL:
             if found != <char *> MAP_FAILED:
                 munmap(found, size + more)
-            raise MemoryError(f"the system has no room for {nbytes} bytes")
+            raise MemoryError(f"out of memory: the system cannot map {nbytes} bytes")
         cdef size_t before = 0
         if huge:
-            # What is mapped too much goes again.
+            # Unmap what was mapped for alignment only.
             before = <size_t> (-<uintptr_t> found) & (HUGE - 1)
             if before:
                 munmap(found, before)
             munmap(found + before + size, HUGE - before)
-            # Refused where the kernel has none.
+            # Kernels without huge pages refuse; that is fine.
             madvise(found + before, huge, MADV_HUGEPAGE)
         self.mapped, self.mapped_bytes = found + before, size
 
@@ -89,29 +93,29 @@ cdef class Region:
 
     @property
     def address(self) -> int:
-        """Where the first byte lies."""
+        """The address of the first byte."""
         return <uintptr_t> (self.mapped + self.phase)
 
     def populate(self, Py_ssize_t begin, Py_ssize_t end) -> None:
-        """Have the system provide the pages of a part, without the GIL."""
+        """Populate the pages of a part, with the GIL released."""
         require_within(self, begin, end)
         cdef char *first = self.mapped + ((self.phase + begin) & ~<size_t> (PAGE - 1))
         cdef size_t size = self.mapped + self.phase + end - first
         cdef int error = 0
         with nogil:
             size = (size + PAGE - 1) & ~<size_t> (PAGE - 1)
-            # EAGAIN: the kernel was short of memory for a moment.
+            # EAGAIN: the kernel is short of memory for a moment; retry.
             while madvise(first, size, MADV_POPULATE_WRITE):
                 error = c_errno
                 if error != EINTR and error != EAGAIN:
                     break
                 error = 0
-        # An old kernel: the pages come when they are touched.
+        # EINVAL: the kernel is older than 5.14.  Pages are then populated when touched.
         if error and error != errno.EINVAL:
             raise MemoryError(f"no memory for {end - begin} bytes: {reason_of(error)}")
 
     def span(self, Py_ssize_t begin, Py_ssize_t end):
-        """Return a part that gives back its pages when it dies; parts must not overlap."""
+        """Return a part, which frees its pages when it dies; parts must not overlap."""
         require_within(self, begin, end)
         cdef Span span = Span.__new__(Span)
         span.region, span.begin, span.end = self, self.phase + begin, self.phase + end
@@ -121,14 +125,14 @@ cdef class Region:
         return span
 
 
-# No cycle goes through it: what views it holds it.
+# A Span is part of no cycle: views refer to it, and it only to its Region.
 @cython.no_gc
 @cython.final
 cdef class Span:
     """Part of a Region."""
 
     cdef Region region
-    cdef size_t begin, end  # from the first page on
+    cdef size_t begin, end  # in bytes from the Region's first page
 
     def __getbuffer__(self, Py_buffer *buffer, int flags):
         cdef char *address = self.region.mapped + self.begin
@@ -140,11 +144,11 @@ cdef class Span:
         cdef size_t first = self.begin // PAGE
         cdef size_t last = (self.end - 1) // PAGE
         cdef uint32_t *users = self.region.users
-        # What frees a page must be its last user, and no two may both think so.
+        # Exactly one Span, the last user, may free a page.
         with cython.critical_section(self.region):
             users[first] -= 1
             users[last] -= 1
-            # Pages at the ends may have others, which live.
+            # Keep the pages at the ends if other live spans use them.
             if users[first] > 0:
                 first += 1
             if users[last] == 0:
@@ -152,7 +156,7 @@ cdef class Span:
         if first >= last:
             return
         if not self.region.shrinks:
-            # The kernel would make huge pages of what is left, filled up with new ones.
+            # Otherwise khugepaged would collapse what is left into huge pages again.
             self.region.shrinks = True
             madvise(self.region.mapped, self.region.mapped_bytes, MADV_NOHUGEPAGE)
         madvise(self.region.mapped + first * PAGE, (last - first) * PAGE, MADV_DONTNEED)
@@ -160,5 +164,7 @@ cdef class Span:
 
 cdef int require_within(Region region, Py_ssize_t begin, Py_ssize_t end) except -1:
     if not 0 <= begin < end <= region.nbytes:
-        raise ValueError(f"{begin} to {end} is no part of {region.nbytes} bytes")
+        raise ValueError(
+            f"the part from {begin} to {end} is empty or outside of {region.nbytes} bytes"
+        )
     return 0

@@ -23,10 +23,10 @@ cdef enum:
 
 
 def rename_to_new(source: str, target: str) -> None:
-    """Give a file or folder a name that nothing has; else FileExistsError.
+    """Rename a file or folder; raise FileExistsError if the new name exists.
 
-    Where the file system cannot rename so (NFS), a folder whose new name comes into being
-    in this very moment, as an empty folder, is replaced.
+    Where the file system lacks RENAME_NOREPLACE (NFS), the check and the rename are two
+    steps: an empty folder that another process makes between them is replaced.
     """
     error = rename(os.fsencode(source), os.fsencode(target), RENAME_NOREPLACE)
     if error in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
@@ -38,7 +38,7 @@ def rename_to_new(source: str, target: str) -> None:
 
 
 def exchange(one: str, other: str) -> None:
-    """Give each of two files or folders the name of the other, in one step."""
+    """Swap the names of two files or folders in one step."""
     error = rename(os.fsencode(one), os.fsencode(other), RENAME_EXCHANGE)
     if error in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
         words = "this file system cannot exchange two folders in one step"

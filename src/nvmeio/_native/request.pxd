@@ -8,97 +8,99 @@ from nvmeio._native.file cimport File
 
 
 cdef class Request:
-    """One transfer: what it needs until it is done, and what became of it."""
+    """One transfer: what it holds until it is done, and its outcome."""
 
     cdef object __weakref__
     cdef nvmeio_request *c     # NULL before start()
-    cdef bint performed        # by perform(), with this outcome
+    cdef bint performed        # the outcome is c_outcome, not the library's
     cdef nvmeio_outcome c_outcome
     cdef nvmeio_op op
     cdef Buffer buffer         # the memory; None for an fsync
     cdef File file             # kept open for validation; None once finished
-    cdef readonly object path  # of the file, or the number of its descriptor
+    cdef readonly object path  # the path of the file, or its descriptor
     cdef int64_t offset
     cdef bint validate
-    cdef bint data_only        # an fsync: of the data alone
+    cdef bint data_only        # for an fsync: use fdatasync
     cdef bint is_copied        # the buffer is a copy of the caller's memory
     cdef readonly Py_ssize_t nbytes
 
-    cdef cython.pymutex lock   # of what follows, while it is being finished
+    cdef cython.pymutex lock   # guards the fields below while the request is finished
     cdef unsigned long finisher  # the thread that holds the lock, or 0
-    cdef bint finished         # the Python work is done too; the outcome stands
-    cdef object outcome        # bytes, or `value` where there is one
-    cdef object value          # the result of a transfer that goes well, or None: bytes
+    cdef bint finished         # the Python work is done too; the outcome is final
+    cdef object outcome        # the number of bytes, or `value` if that is set
+    cdef object value          # the result after success; None: the number of bytes
     cdef object error          # the exception, or None
-    cdef str words             # of an error that should not go unseen, or None
+    cdef str words             # the warning if nobody looks at the error, or None
     cdef bint told             # somebody has seen the error
-    cdef uint32_t generation   # of the process that made it
-    cdef readonly object _workers  # Workers, that carry it out: who waits listens to them
+    cdef uint32_t generation   # fork_generation() of the process that made it
+    cdef readonly object _workers  # the Workers that execute it; waiters watch them
     cdef list callbacks        # not yet called, or None; see callbacks.pyx
-    cdef list before           # Requests that it comes after; None once finished
+    cdef list before           # the Requests of `after=`; None once finished
 
-    # Hand over to the handle, which holds this object until handle_pop() gives it back.
+    # Submit to the handle, which holds this object until handle_pop() returns it.
     cdef int start(self, nvmeio_handle *handle) except -1
 
-    # The library's own call for that; its answer, and which part is at fault if any is.
+    # Call the library's function for that.  Return its result, and in `offender` the index
+    # of the part at fault, if any.
     cdef int submit(
         self, nvmeio_handle *handle, const nvmeio_after *after, size_t *offender
     ) except? -1
 
-    # Raise what such an answer stands for.
+    # Raise the exception for a negative result of submit().
     cdef int raise_refusal(self, int result, size_t offender) except -1
 
-    # Carry it out in this thread, where the library can; False: it is to be started.
+    # Execute in this thread if the library can; False: call start() instead.
     cdef bint perform(self, nvmeio_handle *handle) except -1
 
-    # Come after other requests, of `workers`; what `after=` may be.
-    # Where a request that it comes after has failed in Python: it is done, with that error.
+    # If a request of `after=` has failed in Python, finish this one with that error.
     cdef bint is_blocked_already(self) except -1
+
+    # Wait for other requests, of `workers`, before this one begins: the argument `after=`.
     cdef int come_after(self, object after, object workers) except -1
 
-    # Do the Python work of what the library is done with; `finished` tells whether that was
-    # all.  The lock is held.  Returns what the handler of a signal has raised meanwhile, or
-    # None.  Where that is no Exception (Ctrl-C), it is raised, and the work is done by who
-    # asks next.
+    # Do the Python work after the library is done, with the lock held.  Sets `finished` if
+    # that was all.  Returns the Exception that a signal handler raised meanwhile, or None.
+    # Any other BaseException (Ctrl-C) is raised, and the next caller does the work.
     cdef object go_on(self, int64_t timeout_ns)
 
-    # Bring what was transferred to where it belongs, and return the error.  May be called
-    # again after it was interrupted.
+    # Land what was transferred, and return the error.  May be called again after an
+    # interruption.
     cdef object settle(self, object error)
 
-    # Let go of the memory; or keep it for ever, which the kernel may still write to.
+    # Release the memory; tell the pool that no request uses it; or keep it for ever,
+    # because the kernel may still write to it.
     cdef int release_memory(self) except -1
     cdef int disuse_memory(self) noexcept
     cdef int abandon_memory(self) except -1
 
-    # The exception that an outcome stands for, or None.
+    # Return the exception for an outcome, or None.
     cdef object judge(self, const nvmeio_outcome *outcome)
 
-    # What it touches, for overlap.py.
+    # Return the bytes of files and memory that it touches, for overlap.py.
     cdef list parts(self)
 
-    # Whether the engine has the caller's own memory.
+    # Return whether the engine uses the caller's own memory.
     cdef bint lies_in_place(self) noexcept
 
-    # Whether its bytes are in the caller's memory as soon as the library is done.
+    # Return whether the bytes are in the caller's memory as soon as the library is done.
     cdef bint lands_by_itself(self) noexcept
 
-    # What it does, for repr() and for errors.
+    # Describe the request, for repr() and for errors.
     cdef str subject(self)
     cdef str doing(self)
 
-    # Wait without the GIL, at most timeout_ns (negative: no limit), and finish.  Whether it
-    # is finished.  What went wrong with the transfer is kept, not raised.
+    # Wait without the GIL, at most timeout_ns (negative: no limit), finish the request, and
+    # return whether it is finished.  An error of the transfer is kept, not raised.
     cdef bint poll(self, int64_t timeout_ns) except -1
 
-    # Raise where another process made it, of which this one is a child.
+    # Raise if it was submitted before a fork, by this process's parent.
     cdef int check_process(self) except -1
 
-    # Whether this very thread is finishing the request further up its stack: letting go of
-    # a buffer may free a handle, or run anything, and so come back here.
+    # Return whether this thread is finishing the request further up its stack.  Releasing a
+    # buffer may run any Python code, which may come back here.
     cdef bint is_being_finished_here(self) noexcept
 
-    # poll() in slices, between which signals are looked at.  timeout: None or seconds.
+    # poll() in slices, between which signals are handled.  timeout: seconds, or None.
     cdef bint poll_for(self, object timeout) except -1
 
 
@@ -106,13 +108,13 @@ cdef Request new_request(
     nvmeio_op op, Buffer buffer, File file, int64_t offset, bint validate
 )
 
-# Go on with a request in this thread, and once it is finished, report that.
+# Wait for a request and finish it; if it is finished, release the memory and call back.
 cdef int see_to_it(Request request, int64_t timeout_ns) except -1
 
-# Wait as Request.wait() does; who is interrupted cancels the request, and waits on.
+# Wait as Request.wait() does; after an interruption, cancel the request and wait for it.
 cpdef object wait_or_cancel(Request request)
 
-# The same for an object that was just made, of a subclass.
+# Initialize a new object of Request or of a subclass.
 cdef Request fill_request(
     Request request, nvmeio_op op, Buffer buffer, File file, int64_t offset, bint validate
 )

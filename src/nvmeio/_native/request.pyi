@@ -4,7 +4,7 @@ from typing import Any, Generic, NoReturn
 
 from typing_extensions import Self, TypeVar, disjoint_base
 
-# What a request returns: of most the number of bytes, of some an array.
+# The result of a request: a number of bytes for most, an array for some.
 _T_co = TypeVar("_T_co", covariant=True, default=Any)
 
 def wait_or_cancel(request: Request[_T_co]) -> _T_co: ...

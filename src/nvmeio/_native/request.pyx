@@ -1,8 +1,8 @@
-"""Requests: from submission to bytes or an exception.
+"""Requests: from submission to the number of bytes or an exception.
 
-The library carries a transfer out; here its memory and file are held, and once it is done
-what is left for Python is done by whoever observes it first: landing in strided memory,
-validation, letting go.
+The library executes a transfer, while the Request holds its memory and file.  The thread
+that first observes the completion does the rest in Python: landing in strided memory,
+validation, releasing the memory.
 """
 
 import errno
@@ -40,7 +40,7 @@ cdef extern from "Python.h":
 
 _log = logging.getLogger("nvmeio")
 
-# Between two slices of a wait signals are handled: Ctrl-C works within 0.1 s.
+# Signals are handled between two slices of a wait, so Ctrl-C works within 0.1 s.
 cdef int64_t SLICE_NS = 50_000_000
 
 
@@ -51,22 +51,22 @@ cdef class Request:
     """Request()
 --
 
-    One transfer in flight, or what became of it.
+    A transfer in flight, and later its result.
 
-    Made by the ``submit_*`` of a ``Handle``.
+    The ``submit_*`` methods of a ``Handle`` return requests.
 
     Attributes
     ----------
     nbytes : int
-        How many bytes are to be transferred.
+        The number of bytes to transfer.
     path : str, bytes or int
         The path or descriptor of the file.
 
     Notes
     -----
-    Thread-safe.  The request holds buffer and file until it is done, and the handle holds
-    the request, so the caller may drop everything.  An error that nobody asked for gives a
-    RuntimeWarning when the request is dropped.
+    Thread-safe.  The request holds the buffer and the file until it is done, and the handle
+    holds the request, so the caller may drop all references.  If a request fails and is
+    freed before anybody looked at its error, it warns with a RuntimeWarning.
 
     Examples
     --------
@@ -82,7 +82,7 @@ cdef class Request:
         raise TypeError("a Request is made by submit_read() and submit_write()")
 
     def __dealloc__(self):
-        # A cycle collector may have emptied the error by now, but never its words.
+        # A cycle collector may have cleared `error`, but never `words`.
         if self.words is not None and not self.told:
             warn_of(self.words)
         libnvmeio.request_release(self.c)
@@ -92,8 +92,8 @@ cdef class Request:
         cdef nvmeio_request **before = fill_after(self, &after)
         cdef size_t offender = SIZE_MAX
         cdef int result
-        # For `user`, until handle_pop() or request_wait() reports it.  Held by the library,
-        # it is no part of any garbage: the cycle collector need not look at it.
+        # The library's reference (`user`), until handle_pop() or request_wait() reports the
+        # request.  Until then it cannot be garbage, so the cycle collector may skip it.
         Py_INCREF(self)
         PyObject_GC_UnTrack(<PyObject *> self)
         try:
@@ -143,18 +143,18 @@ cdef class Request:
         named = predecessors(after, workers)
         if named and self.op == OP_WRITE and not self.lies_in_place():
             raise TypeError(
-                "after= takes no write of strided memory or of a device's, which is copied "
-                "at submission and may change until it begins; wait for what it comes "
-                "after, and submit it then"
+                "after= cannot be used for a write of strided or device memory: its bytes "
+                "are copied at submission, and would be stale when it begins; wait for the "
+                "requests of after= first"
             )
-        # Of those that went well there is nothing to wait for.
+        # Requests that have succeeded need no waiting.
         self.before = [
             one for one in named if not one.finished or one.error is not None
         ]
         return 0
 
     cdef bint is_blocked_already(self) except -1:
-        """Fail at once after what has failed in Python, which the library does not know."""
+        """Fail at once if a predecessor failed in Python, unknown to the library."""
         cdef nvmeio_outcome outcome
         cdef Request one
         for index, one in enumerate(self.before or ()):
@@ -194,7 +194,7 @@ cdef class Request:
                 cause_of(self, outcome.blocker),
                 &outcome,
             )
-            # Who looks at this error has seen the other one too.
+            # This error includes the other one as its cause.
             before.told = True
         if outcome.abandoned:
             _log.critical("%s; its memory is never freed", error)
@@ -203,7 +203,8 @@ cdef class Request:
             try:
                 error = self.settle(error)
             except Exception as first:
-                # The work's own error comes again; that of a signal's handler does not.
+                # Try again: an error of the work repeats itself, one that a signal handler
+                # raised does not.
                 try:
                     error, interruption = self.settle(error), first
                 except Exception as second:
@@ -214,7 +215,8 @@ cdef class Request:
         self.outcome = outcome.result if self.value is None else self.value
         self.value = None
         self.words = None if error is None else words_of(error)
-        # An error holds frames, a result may be anything: both may hold this request.
+        # An error holds frames, and a result may be any object: either may refer to this
+        # request and make a cycle.
         if (error is not None or type(self.outcome) is not int) and not is_tracked(self):
             PyObject_GC_Track(<PyObject *> self)
         self.finished = True
@@ -230,7 +232,7 @@ cdef class Request:
             error = check_against_file(
                 self.op, self.file, self.buffer.address, self.nbytes, self.offset, self.path
             )
-        # Of a read that failed, part may be in the caller's memory, and autograd must know.
+        # A failed read may have changed part of the caller's memory: autograd must know.
         if self.op == OP_READ and (error is None or self.buffer.is_in_place()):
             self.buffer.land()
         return error
@@ -283,19 +285,19 @@ cdef class Request:
         try:
             see_to_it(self, timeout_ns)
         except BaseException:
-            # Its completion was reported, so that the library will not do so again.
+            # The library reports a completion once, and has done so: keep the request.
             if not self.finished:
                 self._workers.keep(self)
             raise
         finally:
-            # The reference that start() took.
+            # Drop the reference that start() took.
             if result == 1:
                 Py_DECREF(self)
         return True
 
     cdef int check_process(self) except -1:
-        # Also if it was done by then: a thread that the child does not have may have held
-        # the lock.
+        # Even if it was done before the fork: a thread of the parent, which the child does
+        # not have, may have held the lock.
         if self.generation != libnvmeio.fork_generation():
             raise OSError(
                 errno.EOWNERDEAD,
@@ -317,8 +319,8 @@ cdef class Request:
                 return True
             if self.is_being_finished_here():
                 raise RuntimeError(
-                    f"{self!r} is waited for within its own completion, by a signal "
-                    "handler or a destructor"
+                    f"{self!r} is being completed by this very thread, so a signal handler "
+                    "or destructor in it cannot wait for the request"
                 )
             PyErr_CheckSignals()
             if left == 0:
@@ -330,26 +332,27 @@ cdef class Request:
         Parameters
         ----------
         timeout : float, optional
-            How long, in seconds; None waits as long as it takes.
+            The longest time to wait, in seconds; default: no limit.
 
         Returns
         -------
         int
-            The number of bytes transferred: ``nbytes``.  Where the request was given a
-            ``result``, that.
+            The number of bytes transferred, ``nbytes``; or the ``result`` that
+            ``submit_gather`` was given.
 
         Raises
         ------
         OSError
-            The transfer failed; with errno and path.  ENODATA: a read past the end of the
-            file.  EOWNERDEAD: it was submitted before a fork().  GatherError: some records
-            of a gather or scatter, or some of many items, have failed.
+            The transfer failed; has errno and path.  ENODATA: the file ends before the
+            buffer is full.  EOWNERDEAD: the request was submitted before a fork().
+        GatherError
+            Some records of a gather or scatter, or some of many items, failed.
         TimeoutError
-            The time is over; the request goes on.
+            The time is over; the request is still running.
         concurrent.futures.CancelledError
-            It was cancelled.
+            The request was cancelled.
         KeyboardInterrupt
-            Ctrl-C, within 0.1 s; the request goes on.
+            Ctrl-C, within 0.1 s; the request is still running.
 
         Notes
         -----
@@ -365,11 +368,11 @@ cdef class Request:
         return self.outcome
 
     def result(self, timeout=None, **unknown):
-        """Wait until the transfer is done; the name that futures have for ``wait``."""
+        """Wait until the transfer is done: ``wait`` by the name that futures use."""
         return self.wait(timeout, **unknown)
 
     def exception(self, timeout=None, **unknown):
-        """Wait until the transfer is done, and return what went wrong.
+        """Wait until the transfer is done, and return its error.
 
         Parameters
         ----------
@@ -379,8 +382,8 @@ cdef class Request:
         Returns
         -------
         Exception or None
-            None where all went well; an OSError of the transfer, or what torch has raised
-            on the way to the tensor.
+            None after success; else the OSError of the transfer, or what torch raised while
+            it copied to the tensor.
 
         Raises
         ------
@@ -397,22 +400,32 @@ cdef class Request:
         return self.error
 
     def done(self) -> bool:
-        """Tell whether the transfer is done: read bytes are where they belong."""
-        return self.poll(0)
-
-    def cancel(self) -> bool:
-        """Drop what has not yet been handed to the kernel.
+        """Return whether the transfer is done, and for a read its bytes are in the buffer.
 
         Returns
         -------
         bool
-            True if anything was dropped: ``wait()`` will raise CancelledError.  Bytes that
-            were on their way may still arrive until then.  False if there was nothing to
-            drop, or the request was submitted before a fork().
+            True also if it failed or was cancelled.
 
         Notes
         -----
-        Does not block.  What a cancelled write has left of a file is undefined.
+        Does not wait for I/O, but may copy into a strided buffer or to a device.
+        """
+        return self.poll(0)
+
+    def cancel(self) -> bool:
+        """Cancel the blocks that the kernel has not received yet.
+
+        Returns
+        -------
+        bool
+            True if any block was cancelled: ``wait()`` will raise CancelledError.  Until
+            then, blocks that the kernel has may still be transferred.  False if there was
+            nothing to cancel, or the request was submitted before a fork().
+
+        Notes
+        -----
+        Does not block.  A cancelled write leaves its part of the file undefined.
         """
         cdef int dropped
         if self.finished or self.c == NULL:
@@ -422,28 +435,32 @@ cdef class Request:
         return dropped == 1
 
     def add_done_callback(self, fn) -> None:
-        """Have a function called when the request is done.
+        """Call a function when the request is done.
 
         Parameters
         ----------
         fn : callable
-            Is called with the request, once; at once if the request is done already.
+            Called once, with the request as its argument; immediately if the request is
+            done already.
 
         Raises
         ------
         OSError
             EOWNERDEAD: the request was submitted before a fork(), and was not done then.
         TypeError
-            ``asyncio.wait`` calls: it takes tasks and futures of asyncio alone.
+            ``fn`` is not callable, or is a callback of ``asyncio.wait``, which accepts
+            only tasks and futures of asyncio.
 
         Notes
         -----
-        It is called in the thread that is the first to see the completion: one that waits
-        for the request, asks whether it is done or calls the handle, or else a thread of
-        nvmeio's own, "nvmeio-callbacks", in which all callbacks of the process take turns:
-        it should return soon.  Several are called in order.  What one raises is logged by
-        the logger ``nvmeio``; an exception that is no Exception, as Ctrl-C is, is raised in
-        that thread when all were called, but for nvmeio's own, which logs it too.
+        The thread that first observes the completion calls the function: one that waits for
+        the request, asks whether it is done or calls the handle; otherwise the thread
+        "nvmeio-callbacks".  That thread calls all callbacks of the process, so a callback
+        should return soon.  Several callbacks of a request are called in order.
+
+        An Exception that a callback raises is logged by the logger ``nvmeio``.  Any other
+        BaseException, such as KeyboardInterrupt, is raised in the calling thread after the
+        last callback; "nvmeio-callbacks" logs it instead.
         """
         if not callable(fn):
             raise TypeError(f"fn is {fn!r}; it must be callable")
@@ -453,13 +470,13 @@ cdef class Request:
             CALLER.call_when_done(self)
 
     def _listen(self, fn):
-        """Have a function called by whoever sees that the request is done."""
+        """Call a function in the thread that sees that the request is done."""
         self.poll(0)
         with cython.critical_section(self):
             if self.callbacks is None:
                 self.callbacks = []
         self.callbacks.append(fn)
-        # It may have been finished in between, by a thread that has not seen this one.
+        # Another thread may have finished it meanwhile, before `fn` was in the list.
         if self.finished:
             call_all(self.callbacks, self)
 
@@ -469,20 +486,20 @@ cdef class Request:
 
     @property
     def _condition(self):
-        # What concurrent.futures.wait() and as_completed() ask of their own futures.
+        # concurrent.futures.wait() and as_completed() use this attribute of futures.
         raise _NoFuture(
-            f"{self!r} is no concurrent.futures.Future; use nvmeio.wait() or "
+            f"{self!r} is not a concurrent.futures.Future; use nvmeio.wait() or "
             "nvmeio.as_completed()"
         )
 
     def _is_over(self):
-        """Tell whether it touches nothing any more, without finishing it."""
+        """Return whether it no longer touches memory or file, without finishing it."""
         if self.finished:
             return True
         return self.c != NULL and self.lands_by_itself() and libnvmeio.request_done(self.c)
 
     def _footprint(self):
-        """What it touches; see overlap.py."""
+        """Return the bytes that it touches; see overlap.py."""
         return footprint_of(self.parts(), self.op == OP_WRITE)
 
     def _predecessors(self):
@@ -493,7 +510,7 @@ cdef class Request:
         return self.error is not None and not isinstance(self.error, CancelledError)
 
     def __await__(self):
-        """Wait until the transfer is done, while an asyncio event loop goes on.
+        """Wait until the transfer is done, without blocking the asyncio event loop.
 
         Returns
         -------
@@ -505,41 +522,41 @@ cdef class Request:
         OSError
             As ``wait``.
         asyncio.CancelledError
-            The request was cancelled, by ``cancel`` or because the task was.  A task that
-            is cancelled cancels its request, and this is raised when the request is done,
-            also if the task is cancelled again meanwhile: no memory is written to any
-            more.
+            The request was cancelled, by ``cancel`` or because the task was.  Cancelling a
+            task cancels its request.  The exception is raised when the request is done,
+            even if the task is cancelled again meanwhile, so the memory is no longer in
+            use.
 
         Notes
         -----
-        Any number of tasks, of any event loops, may await the same request.  A task that
-        is cancelled before it has begun to await cancels no request.  No thread is started:
-        the loop reads an eventfd (``loop.add_reader``), one for each handle and loop,
-        closed with the handle or with the loop.
+        Any number of tasks, in any event loops, may await the same request.  Cancelling a
+        task that has not begun to await does not cancel the request.  No thread is started:
+        the loop watches an eventfd (``loop.add_reader``), one for each handle and loop,
+        which is closed with the handle or the loop.
         """
         # Not at the top: asyncio takes longer to import than nvmeio.
         from nvmeio._events.event_loop import as_coroutine
         return as_coroutine(self).__await__()
 
     def as_coroutine(self):
-        """Return a coroutine that does what ``await request`` does.
+        """Return a coroutine equivalent to ``await request``.
 
         Returns
         -------
         coroutine
-            For ``asyncio.create_task``, ``TaskGroup.create_task`` and ``asyncio.wait``,
-            which take no other awaitable.
+            For ``asyncio.create_task`` and ``TaskGroup.create_task``, which accept
+            coroutines only; pass such tasks to ``asyncio.wait``.
 
         Notes
         -----
-        The transfer goes on whether the coroutine is awaited or not.
+        The transfer runs whether or not the coroutine is awaited.
         """
         from nvmeio._events.event_loop import as_coroutine
         return as_coroutine(self)
 
     @classmethod
     def __class_getitem__(cls, result):
-        """Name the type of the result, in annotations: ``Request[int]``."""
+        """Return the annotation for requests with a type of result: ``Request[int]``."""
         return GenericAlias(cls, result)
 
     def __reduce__(self):
@@ -566,7 +583,7 @@ hide_unknown(Request)
 
 
 cdef int refuse_asyncio(object fn) except -1:
-    """Refuse the callback of asyncio.wait(), which no other thread may call."""
+    """Raise TypeError for a callback of asyncio.wait(), which only its loop may call."""
     if getattr(fn, "__module__", None) == "asyncio.tasks":
         raise TypeError(
             "asyncio.wait() takes tasks and futures of asyncio; pass "
@@ -576,11 +593,10 @@ cdef int refuse_asyncio(object fn) except -1:
 
 
 cpdef object wait_or_cancel(Request request):
-    """Wait for a request that nobody but the caller knows of.
+    """Wait for a request that only the caller knows.
 
-    What interrupts it, as Ctrl-C does, cancels the request first, and is raised when that
-    is done: then no memory is written to any more.  A second interruption is raised at
-    once.
+    An interruption such as Ctrl-C cancels the request, and is raised once the request is
+    done and no longer uses the memory.  A second interruption is raised immediately.
     """
     try:
         return request.wait()
@@ -596,7 +612,7 @@ cpdef object wait_or_cancel(Request request):
                 if hasattr(second, "add_note"):
                     second.add_note(f"{request!r} goes on, and its memory is in use")
             raise
-        # Of an error beside the interruption nobody can be told.
+        # The interruption is raised, so nobody can look at the request's own error.
         request.told = True
         raise
 
@@ -610,7 +626,7 @@ cdef Request new_request(
 cdef Request fill_request(
     Request request, nvmeio_op op, Buffer buffer, File file, int64_t offset, bint validate
 ):
-    """Note what a request that was just made is to do."""
+    """Fill in a request that was just made."""
     request.generation = libnvmeio.fork_generation()
     request.op = op
     request.buffer = buffer
@@ -642,7 +658,7 @@ cdef nvmeio_request **fill_after(Request request, nvmeio_after *after) except? N
 
 
 class _NoFuture(TypeError, AttributeError):
-    """A Request was taken for a Future; hasattr() and inspect hear that it is none."""
+    """A Request was used as a Future.  An AttributeError, for hasattr() and inspect."""
 
 
 cdef object cause_of(Request request, size_t blocker):
@@ -650,7 +666,7 @@ cdef object cause_of(Request request, size_t blocker):
     cdef Request before = request.before[blocker]
     cdef nvmeio_outcome outcome
     cdef list chain = [before]
-    # From the first of the chain on, and not by recursion, for it may be long.
+    # A loop, not a recursion, because the chain may be long.
     while not before.finished and before.c != NULL and libnvmeio.request_done(before.c):
         libnvmeio.request_outcome(before.c, &outcome)
         if outcome.blocker == SIZE_MAX:
@@ -661,13 +677,13 @@ cdef object cause_of(Request request, size_t blocker):
         before.poll(0)
     before = chain[0]
     if before.error is None:
-        # It is being cancelled, and the kernel still has a part of it.
+        # It is being cancelled, but the kernel still has some of its blocks.
         return CancelledError(f"the {before.doing()} of {before.path!r} was cancelled")
     return before.error
 
 
 cdef list predecessors(object after, object workers):
-    """Return what ``after=`` names as a list of Requests, or say what cannot be meant."""
+    """Return ``after=`` as a list of Requests; raise TypeError or ValueError."""
     cdef Request one
     if isinstance(after, Request):
         after, single = [after], True
@@ -693,15 +709,15 @@ cdef list predecessors(object after, object workers):
         one.poll(0)
         if not one.finished and (one.c == NULL or not one.lands_by_itself()):
             raise TypeError(
-                f"{name} is {request!r}, whose bytes pass through Python, as those of "
-                "strided arrays and tensors on devices do; wait for it first"
+                f"{name} is {request!r}, whose bytes pass through Python because its array "
+                "is strided or its tensor on a device; wait for it first"
             )
         requests.append(one)
     return requests
 
 
 cdef int fill_transfer(Request request, nvmeio_transfer *transfer) except -1:
-    """Fill in what the library is asked for, with a reference of the file."""
+    """Fill in the library's description of the transfer, with a reference to the file."""
     transfer.op = request.op
     transfer.file = request.file.retain()
     transfer.address = NULL if request.buffer is None else request.buffer.address
@@ -714,7 +730,7 @@ cdef int fill_transfer(Request request, nvmeio_transfer *transfer) except -1:
 
 
 cdef int see_to_it(Request request, int64_t timeout_ns) except -1:
-    """Go on with a request in this thread, and once it is finished, report that."""
+    """Wait for a request and finish it; if it is finished, release and call back."""
     cdef bint finished_here = False
     file = interruption = None
     with request.lock:
@@ -727,7 +743,7 @@ cdef int see_to_it(Request request, int64_t timeout_ns) except -1:
                 file, request.file = request.file, None
         finally:
             request.finisher = 0
-    # Letting go may run anything, and so has no lock.
+    # Releasing may run any Python code, so it happens without the lock.
     if finished_here:
         request.release_memory()
     del file

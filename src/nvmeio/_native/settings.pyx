@@ -1,6 +1,6 @@
-"""Settings of the process that the environment gives: the copy kernel, the pool's bounds.
+"""Apply the environment's settings to this process: the copy kernel and the pool's limits.
 
-The C library reads no environment.  They are made when they are first needed, and once.
+The C library does not read the environment.  The settings are applied once, on first need.
 """
 
 import errno
@@ -31,7 +31,7 @@ cdef int apply_settings() except -1:
 
 
 cdef int tell_of_pools() except -1:
-    """Warn of code of this process that was linked with the archive."""
+    """Warn if other code in this process is linked with libnvmeio.a, a second copy."""
     cdef libnvmeio.nvmeio_pool_stats stats
     libnvmeio.pool_get_stats(&stats)
     if stats.pools > 1:
@@ -50,14 +50,14 @@ cdef int threads_max() noexcept:
 
 
 cdef int threads_of(str text) except -1:
-    """Return what OMP_NUM_THREADS says of the outermost level; 0 where it says nothing."""
+    """Return the outermost level's number in OMP_NUM_THREADS; 0 if there is none."""
     first = text.partition(",")[0].strip()
-    # OpenMP ignores what it cannot read, and so do we.
+    # OpenMP ignores a value that it cannot parse, and so do we.
     return min(int(first), 4096) if first.isdecimal() else 0
 
 
 cdef int set_pool(str limit, str hugetlb) except -1:
-    """Bound the pool, and say where its memory comes from."""
+    """Set the pool's limit, and whether it takes memory from hugetlb pages."""
     if limit:
         libnvmeio.pool_set_limit(size_of("NVMEIO_POOL_BYTES", limit))
     if hugetlb and hugetlb not in ("0", "1"):
@@ -67,10 +67,10 @@ cdef int set_pool(str limit, str hugetlb) except -1:
 
 
 cdef uint64_t size_of(str variable, str text) except 0:
-    """Return a number of bytes, which may end in K, M, G or T."""
+    """Parse a number of bytes, which may end in K, M, G or T."""
     factor = _factors.get(text[-1].upper(), 1)
     digits = text[:-1] if factor > 1 else text
-    # Less would not hold a single huge page.
+    # A smaller limit would not hold a single huge page.
     if not digits.isdecimal() or not 2**21 <= int(digits) * factor < 2**63:
         raise ValueError(
             f"{variable} is {text!r}; it must be a number of bytes, at least 2M, such as "
@@ -80,7 +80,7 @@ cdef uint64_t size_of(str variable, str text) except 0:
 
 
 cdef int select_kernel(str name) except -1:
-    """Choose the kernel of all copies, or say why it cannot be."""
+    """Select the kernel for all copies; raise ValueError if it is unknown or unusable."""
     cdef bytes encoded = name.encode()
     cdef int error = libnvmeio.copy_select(encoded)
     if error == 0:
@@ -95,7 +95,7 @@ cdef int select_kernel(str name) except -1:
 
 
 cpdef dict kernels():
-    """Return the copy kernels by name, and whether this processor can run each."""
+    """Return the names of the copy kernels, each with whether this processor can run it."""
     cdef int works = 0
     cdef unsigned index = 0
     cdef const char *name = libnvmeio.copy_kernel_at(index, &works)
@@ -108,7 +108,7 @@ cpdef dict kernels():
 
 
 cpdef list selected_kernels():
-    """Return the names of the kernels in use for small copies and for large ones."""
+    """Return the names of two kernels: the one for small copies and the one for large."""
     cdef const char *small
     cdef const char *large
     libnvmeio.copy_selected(&small, &large)

@@ -6,7 +6,7 @@ from nvmeio._native.file cimport File
 from nvmeio._native.request cimport Request
 
 
-# A transfer of a tensor on a device.
+# Make the request for a tensor on a device.
 cdef Request new_staged(
     nvmeio_op op, Buffer buffer, File file, int64_t offset, bint validate
 )

@@ -1,8 +1,8 @@
-"""Requests of tensors on a device: many small requests, with device copies in between.
+"""Requests for tensors on a device: many small requests, and device copies between them.
 
-The bytes pass through a few pieces of pinned host memory (``buffer.stage``).  Copies to and
-from the device run in the Python thread that submits a write or waits for a read, while
-other pieces are between host and disk.
+The bytes pass through a few pieces of pinned host memory (``buffer.stage``).  The Python
+thread that submits a write or waits for a read copies to or from the device, while other
+pieces are between host memory and the drive.
 """
 
 from concurrent.futures import CancelledError
@@ -22,17 +22,17 @@ from nvmeio._native.request cimport Request, fill_request, new_request, see_to_i
 @cython.no_gc_clear
 @cython.final
 cdef class StagedRequest(Request):
-    """A request that Python moves on, piece by piece, whenever somebody looks at it."""
+    """A request that advances piece by piece, in Python, whenever a thread polls it."""
 
-    cdef list begun             # a Request for each piece that was begun
-    cdef Py_ssize_t done_count  # of the parts, those that are done and delivered
+    cdef list begun             # a Request for each piece that was started
+    cdef Py_ssize_t done_count  # how many of them are done and delivered
     cdef bint cancelled
 
     cdef int come_after(self, object after, object workers) except -1:
         if after is not None:
             raise TypeError(
                 "after= takes no tensor on a device, whose bytes pass through Python; "
-                "wait for what it is to come after"
+                "wait for the requests of after= first"
             )
         return 0
 
@@ -45,7 +45,7 @@ cdef class StagedRequest(Request):
         count = len(self.buffer.stage.pieces)
         slots = self.buffer.stage.slots
         for index in range(count if self.op == OP_WRITE else min(count, slots)):
-            # A piece of memory is used again when what was in it is on its way no more.
+            # Reuse a piece of memory once the transfer that used it is done.
             if index >= slots:
                 earlier = <Request> self.begun[index - slots]
                 earlier.poll_for(None)
@@ -71,17 +71,18 @@ cdef class StagedRequest(Request):
             return None
         except Exception as error:
             first = error
-        # An error of the device or of torch comes again, that of a handler does not.
+        # Try again: an error of the device or of torch repeats itself, one that a signal
+        # handler raised does not.
         try:
             self.advance(timeout_ns)
             return first
         except Exception as second:
-            # What is in flight ends first.
+            # end() waits for the pieces in flight.
             self.end(second)
             return None
 
     cdef bint advance(self, int64_t timeout_ns) except -1:
-        """Begin parts, wait for the next and deliver it.  False: it is not done yet."""
+        """Start pieces, wait for the next one and deliver it; False if it is not done."""
         cdef Request part
         if self.op == OP_READ and not self.cancelled:
             while len(self.begun) < self.done_count + <Py_ssize_t> self.buffer.stage.slots:
@@ -104,7 +105,7 @@ cdef class StagedRequest(Request):
         return True
 
     cdef bint begin_part(self) except -1:
-        """Begin the next piece; False if there is none left."""
+        """Start the next piece; return False if there is none left."""
         cdef Py_ssize_t index = len(self.begun)
         cdef Request part
         stage = self.buffer.stage
@@ -124,7 +125,7 @@ cdef class StagedRequest(Request):
         return True
 
     cdef int end(self, object error) except -1:
-        """All that was begun is done, or one has failed: wait for the rest and let go."""
+        """Finish the request, after waiting for all pieces that were started."""
         cdef Request part
         for part in self.begun:
             part.poll(-1)
@@ -139,7 +140,7 @@ cdef class StagedRequest(Request):
         return 0
 
     def cancel(self) -> bool:
-        """Drop the pieces that were not yet begun; see ``Request.cancel``."""
+        """Cancel the pieces that were not started yet; see ``Request.cancel``."""
         if self.generation != fork_generation():
             return False
         with self.lock:

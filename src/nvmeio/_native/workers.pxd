@@ -4,36 +4,36 @@ from nvmeio.libnvmeio cimport nvmeio_handle
 
 
 cdef class Workers:
-    """The library's handle: workers at work, owned by one Python object."""
+    """The library's handle, which runs the workers, owned by one Python object."""
 
     cdef nvmeio_handle *c     # never NULL once made
-    cdef set staged           # requests that Python moves on, piece by piece
-    cdef object event_loops   # weak references of their watchers; None once stopped
-    cdef unsigned generation  # of the process that both belong to
+    cdef set staged           # StagedRequests, which only advance when polled
+    cdef object event_loops   # weak references to event loops' watchers; None once stopped
+    cdef unsigned generation  # fork_generation() of the process that both belong to
 
-    # In a forked child, forget what is the parent's.
+    # In a forked child, forget the parent's staged requests and event loops.
     cdef int own(self) except -1
 
-    # Move on what Python moves on, and let go of the requests that are done, observed or
-    # not.
+    # Advance staged requests, and finish all requests that are done, observed or not.
     cpdef int collect(self) except -1
 
-    # Wait until nothing is in flight, looking at signals; or until a monotonic time (-1:
-    # never): then False.
+    # Wait until nothing is in flight, and return True; or until a monotonic time (-1: no
+    # limit), and return False.  Handles signals meanwhile.
     cdef bint drain_until(self, int64_t end_ns) except -1
 
-    # Wait a few milliseconds for completions, when something else has run out.
+    # Wait a moment (BREATH_NS) for completions, when another resource has run out.
     cdef int breathe(self) except -1
 
-    # Wait for everything, and refuse what comes.  May be called again.
+    # Refuse new requests, and wait for those in flight.  May be called again.
     cdef int stop(self) except -1
     cdef unsigned pending(self) except *
     cdef str engine(self)
     cdef dict stats(self)
 
-    # How many blocks are in each bucket of the histogram, and the longest latencies there.
+    # Return the number of blocks in each bucket of the histogram, and each bucket's longest
+    # latency in nanoseconds.
     cdef tuple latencies(self)
 
 
-# Start workers as all options of a Handle say.
+# Start workers with the options of a Handle, all of which must be given.
 cdef Workers start_workers(dict options)

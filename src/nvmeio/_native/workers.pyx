@@ -1,6 +1,6 @@
-"""The library's handle and its life: starting, collecting what is done, stopping.
+"""The library's handle: starting workers, collecting completed requests, stopping.
 
-What a request is, is request.pyx's; what users call is handle.pyx's.
+Requests are in request.pyx; users call the methods in handle.pyx.
 """
 
 import errno
@@ -27,19 +27,19 @@ _log = logging.getLogger("nvmeio")
 
 cdef dict _bounces = {"auto": BOUNCE_AUTO, "always": BOUNCE_ALWAYS, "never": BOUNCE_NEVER}
 
-# Between two slices of a wait signals are handled: Ctrl-C works within 0.1 s.
+# Signals are handled between two slices of a wait, so Ctrl-C works within 0.1 s.
 cdef int64_t SLICE_NS = 50_000_000
 cdef int64_t BREATH_NS = 1_000_000
 
-# What workers need, whatever their engine, by the errno that says that it is not there.
+# Resources that workers of any engine need, by the errno of their exhaustion.
 _LACKING = {
     errno.EAGAIN: "no thread can be started (ulimit -u, pids.max of control groups)",
-    errno.EMFILE: "no descriptor is left (ulimit -n)",
-    errno.ENFILE: "no descriptor is left to any process (sysctl fs.file-max)",
-    errno.ENOMEM: "memory ran out, or what of it may be locked (ulimit -l)",
+    errno.EMFILE: "this process has no descriptor left (ulimit -n)",
+    errno.ENFILE: "the system has no descriptor left (sysctl fs.file-max)",
+    errno.ENOMEM: "memory, or the memory that may be locked, ran out (ulimit -l)",
 }
 
-# Reasons of fallbacks that were logged: once each.
+# Reasons of fallbacks that were logged already.
 _told = set()
 
 
@@ -47,7 +47,7 @@ _told = set()
 @cython.no_gc_clear
 @cython.final
 cdef class Workers:
-    """The library's handle: workers at work, owned by one Python object."""
+    """The library's handle, which runs the workers, owned by one Python object."""
 
     def __cinit__(self):
         self.staged = set()
@@ -79,13 +79,13 @@ cdef class Workers:
         while count > 0:
             for i in range(count):
                 request = <Request> users[i]
-                # The reference that Request.start() took.
+                # Drop the reference that Request.start() took.
                 Py_DECREF(request)
                 found.append(request)
             count = libnvmeio.handle_pop(self.c, users, 64) if count == 64 else 0
-        # Nobody else may have it any more: it is finished in spite of Ctrl-C.
+        # There may be no other reference: finish them even if Ctrl-C interrupts.
         finish_all(found)
-        # Of a copy, for other threads may add to it meanwhile.
+        # Iterate over a copy, because other threads may add to the set.
         for request in list(self.staged):
             if request.poll(0):
                 self.staged.discard(request)
@@ -103,7 +103,7 @@ cdef class Workers:
                 left = min(SLICE_NS, max(0, end_ns - <int64_t> time.monotonic_ns()))
             staged = list(self.staged)
             if staged:
-                # It moves on while somebody looks.
+                # Staged requests only advance when polled.
                 (<Request> staged[0]).poll(left)
                 self.staged.difference_update(
                     [request for request in staged if (<Request> request).poll(0)]
@@ -180,7 +180,7 @@ cdef class Workers:
 
 
 cdef int finish_all(list requests) except -1:
-    """Wait for requests in spite of Ctrl-C, which is raised in the end."""
+    """Wait for requests even if interrupted by Ctrl-C, which is raised at the end."""
     cdef Request request
     interruption = None
     for request in requests:
@@ -195,7 +195,7 @@ cdef int finish_all(list requests) except -1:
 
 
 cdef int dismiss(object loops) except -1:
-    """Have event loops let go of workers that are stopped; None: they have done so."""
+    """Tell event loops to stop watching workers; `loops` is None if they have."""
     for known in list(loops or ()):
         watcher = known()
         if watcher is not None:
@@ -223,15 +223,19 @@ cdef Workers start_workers(dict options):
     fallback = libnvmeio.handle_fallback(workers.c).decode()
     if fallback and fallback not in _told:
         _told.add(fallback)
-        _log.warning("using the engine %s, for %s", workers.engine(), fallback)
+        _log.warning(
+            "using the engine %s, because others do not work here: %s",
+            workers.engine(),
+            fallback,
+        )
     return workers
 
 
 cdef int raise_unusable(str engine, int result) except -1:
-    """Raise why no worker could be started."""
+    """Raise OSError with the reason why no worker could be started."""
     reason = engines().get(engine, {}).get("reason")
     if reason:
         raise_saying(-result, f"the engine {engine} cannot be used: {reason}", None)
-    # The engine works, or any would have done.
+    # The engine works, or "auto" was asked for: some other resource is missing.
     lacking = _LACKING.get(-result) or reason_of(-result)
-    raise_saying(-result, f"a handle cannot be opened, for {lacking}", None)
+    raise_saying(-result, f"cannot open a handle: {lacking}", None)
