@@ -198,7 +198,7 @@ def test_a_library_that_is_demanded_and_missing_is_an_error_that_names_the_packa
 def test_a_wish_that_is_none_is_an_error(build, feature):
     built = build(**{f"NVMEIO_WITH_{feature.upper()}": "maybe"})
     assert built.status != 0
-    assert "must be auto, yes or no, not 'maybe'" in built.lines[-1]
+    assert "is 'maybe'; it must be auto, yes or no" in built.lines[-1]
 
 
 # Without the compiler's optimization, which takes its time.
