@@ -280,7 +280,7 @@ class TestTargets:
             # Root may write to anything, but for this.
             prefix = ["setpriv", "--bounding-set", "-dac_override"]
         message = error_of(nvmeio("cp", source, target, prefix=prefix))
-        assert message == f"{target} may not be written to"
+        assert message == f"{target} is not writable by this user"
         assert listing(tmp_path) == before
 
 
@@ -291,7 +291,7 @@ class TestTargets:
         ("missing", "No such file or directory"),
         ("pipe", "it is a pipe"),
         ("/dev/zero", "it is a character device"),
-        ("/proc/version", "claims to be empty, but is not"),
+        ("/proc/version", "reports a size of 0, but is not empty"),
     ],
 )
 def test_what_cannot_be_copied_is_told(tmp_path, source, words):
@@ -387,7 +387,7 @@ class TestFailures:
         for name in ("copy", "new"):
             message = self.fails(source, folder / name, folder=folder)
             assert message.startswith(f"{folder}/{name}")
-            assert "Read-only file system" in message or "may not be written" in message
+            assert "Read-only file system" in message or "is not writable" in message
 
     @pytest.mark.parametrize("engine", ENGINES)
     def test_a_source_that_cannot_be_read_is_told(self, slow_source, target, engine):
