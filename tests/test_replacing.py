@@ -159,7 +159,9 @@ def test_a_folder_that_takes_no_file_is_said_to_be_the_reason(tmp_path):
     )
     command = [*as_nobody(), sys.executable, "-c", script, path]
     said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    refused = f"Permission denied (its folder, where the new file is to be made): '{path}'"
+    refused = (
+        f"Permission denied (its folder, in which a new file must be created): '{path}'"
+    )
     assert said == f"[Errno 13] {refused}\n5\n"
     assert path.read_bytes() == b"newer"
 

@@ -35,7 +35,7 @@ VERSIONS = ((1, 0), (2, 0), (3, 0))
 # What nvmeio refuses: numpy reads it as something else than the header says, or dies.
 REFUSED = (
     "has a shape; give it to the array",
-    "of text of no length; give it one",
+    "text of length 0; give it a length",
     "a unit of time is divided by",
 )
 
