@@ -276,7 +276,7 @@ class TestFromProfile:
             nvmeio.Handle.from_profile(tmp_path)
         assert caught.value.errno == errno.ENOENT
         assert caught.value.filename == str(profile_file(device.identity))
-        assert f"there is no profile of {device}, which {str(tmp_path)!r} lies on" in str(
+        assert f"no profile of {device}, the device of {str(tmp_path)!r};" in str(
             caught.value
         )
         assert "`nvmeio tune DIR`" in str(caught.value)
@@ -405,7 +405,7 @@ class TestEnvironment:
     @pytest.mark.usefixtures("saved")
     def test_a_path_on_a_device_without_a_profile_is_an_error(self, monkeypatch):
         monkeypatch.setenv("NVMEIO_PROFILE", "/proc")
-        with pytest.raises(FileNotFoundError, match="which NVMEIO_PROFILE='/proc' lies on"):
+        with pytest.raises(FileNotFoundError, match="of NVMEIO_PROFILE='/proc'; make"):
             nvmeio.Handle()
 
     @pytest.mark.usefixtures("saved")

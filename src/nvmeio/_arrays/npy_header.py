@@ -120,14 +120,17 @@ def _read_header(stream: io.BufferedReader) -> tuple[tuple[int, ...], bool, np.d
     width, encoding, character_bytes_max = _VERSIONS[version]
     length = int.from_bytes(stream.read(width), "little")
     # A malformed length must not make us allocate gigabytes.
-    if length > _HEADER_BYTES_MAX * character_bytes_max:
-        raise ValueError(f"its header has {length} bytes, which is no header")
+    most = _HEADER_BYTES_MAX * character_bytes_max
+    if length > most:
+        raise ValueError(f"its header has {length} bytes; the limit is {most}")
     encoded = stream.read(length)
     if len(encoded) != length:
         raise ValueError(f"it ends within its header, of {length} bytes")
     header = encoded.decode(encoding)
     if len(header) > _HEADER_BYTES_MAX:
-        raise ValueError(f"its header has {len(header)} characters, which is no header")
+        raise ValueError(
+            f"its header has {len(header)} characters; the limit is {_HEADER_BYTES_MAX}"
+        )
     _check_units(header)
     # numpy has no public function for 3.0, but reads escapes in 2.0.  They make the header
     # longer, but the limit is for its length in the file.

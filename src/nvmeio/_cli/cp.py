@@ -128,7 +128,7 @@ class Copy:
             return self._fill(temporary)
 
     def _look_at_target(self) -> os.stat_result | None:
-        """Return the status of the file to replace, if any; refuse what is no file."""
+        """Return the status of the file to replace, if any; refuse anything but a file."""
         if not os.path.basename(self.name):
             raise CommandError(f"{self.name} is not a folder")
         if self.options.no_clobber and os.path.lexists(self.name):

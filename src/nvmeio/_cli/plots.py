@@ -53,7 +53,7 @@ def bars(contests: list[Contest], about: str) -> Any:
 
 
 def _name_some_ticks(axes: Any) -> None:
-    """Label each decade of a logarithmic axis; if there are few, also 2 and 5 of each."""
+    """Label each decade of a logarithmic axis; if there are few, also 2 and 5 times it."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
     axes.xaxis.set_major_formatter("{x:g}")

@@ -126,7 +126,7 @@ def run(options: argparse.Namespace, terminal: Terminal) -> int:
         took = f"{time.monotonic() - begin:.0f} s"
         terminal.say(f"{profile.description}: {count} trials in {took}\n")
         _tell(profile, saved, terminal)
-        terminal.say("DeepSpeed's aio block, for reading and writing mixed:")
+        terminal.say("DeepSpeed's aio block, for reading and writing alike:")
         terminal.say('"aio": ' + json.dumps(block, indent=2) + "\n")
     found = {
         "schema": 1,

@@ -31,8 +31,9 @@ def profile_at(path: Path, named_by: str = "") -> Profile:
         device = device_of(path)
         raise FileNotFoundError(
             errno.ENOENT,
-            f"there is no profile of {device}, which {named_by}{os.fsdecode(path)!r} lies "
-            "on; `nvmeio tune DIR` with a folder there makes one",
+            f"there is no profile of {device}, the device of {named_by}"
+            f"{os.fsdecode(path)!r}; make one with `nvmeio tune DIR`, DIR being a folder "
+            "on it",
             str(profile_file(device.identity)),
         )
     return profile

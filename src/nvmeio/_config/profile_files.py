@@ -66,7 +66,8 @@ class Profile:
     nvmeio, kernel : str
         The versions that were measured.
     both, read, write : Choice
-        The best options for reading and writing mixed, for reading, and for writing.
+        The best options for reading and writing alike (by the geometric mean of the two
+        speeds), for reading, and for writing.
 
     Examples
     --------

@@ -44,7 +44,7 @@ class Spans:
         self.reach = np.maximum.accumulate(self.ends)
 
     def meeting(self, other: "Spans") -> int | None:
-        """Return the address of a byte that both contain, or None."""
+        """Return the offset or address of a byte that both contain, or None."""
         if not (len(self.order) and len(other.order)):
             return None
         for mine, others in ((self, other), (other, self)):

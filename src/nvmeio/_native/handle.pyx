@@ -128,7 +128,7 @@ cdef class Handle:
     ``NVMEIO_PROFILE=auto`` takes options from the only profile; if there are several, from
     the profile of the device that holds the current directory.  An absolute path selects
     the profile of the device that holds it.  These options are the ones that ``nvmeio
-    tune`` found best for mixed reading and writing.
+    tune`` found best for reading and writing alike.
 
     When a process closes any descriptor of a file, the kernel drops all POSIX record locks
     (``fcntl.lockf``) that the process holds on that file.  That includes nvmeio's own
@@ -203,7 +203,7 @@ cdef class Handle:
             A file or directory on the device.  If it does not exist, its nearest existing
             parent is used.
         op : {"both", "read", "write"}, default "both"
-            Which settings to use: those for reads, for writes, or for both mixed.
+            What the settings are best for: reads, writes, or both alike.
         **options
             Arguments of the constructor.  They take precedence over the profile, and so do
             environment variables.
