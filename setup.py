@@ -34,19 +34,19 @@ SWITCHES = ("NVMEIO_DEBUG", "NVMEIO_TEST_BUILD")
 DEBUG, TEST_BUILD = (os.environ.get(name, "0") not in ("", "0") for name in SWITCHES)
 # _FORTIFY_SOURCE, which some distributions' Python asks for, warns without optimization.
 DEBUG_FLAGS = ["-O0", "-UNDEBUG", "-U_FORTIFY_SOURCE", "-Werror"] if DEBUG else []
-if os.environ.get("CFLAGS"):  # which take the place of Python's, and these optimize
+if os.environ.get("CFLAGS"):  # they replace Python's own flags, which optimize
     os.environ["CFLAGS"] = f"-O2 -DNDEBUG {os.environ['CFLAGS']}"
 LIBRARY_FLAGS = ["-std=gnu11", "-D_GNU_SOURCE=", "-pthread", "-fvisibility=hidden"]
 LIBRARY_FLAGS += ["-Wall", "-Wextra", *DEBUG_FLAGS]
-if TEST_BUILD:  # headers would call the system past the faults
+if TEST_BUILD:  # these macros make headers bypass the calls that inject faults
     LIBRARY_FLAGS += ["-DNVMEIO_HAVE_FAULTS=1", "-U_FORTIFY_SOURCE", "-U_FILE_OFFSET_BITS"]
-# The other formats put the signature in front of the docstring that a reader sees.
+# The other formats put the signature into the visible docstring.
 DIRECTIVES = {"language_level": 3, "binding": True, "embedsignature": True}
 DIRECTIVES |= {"embedsignature.format": "clinic", "auto_pickle": False}
 
 
 class Feature(NamedTuple):
-    """Something that the system may lack, and the files of src/libnvmeio that need it."""
+    """A library that the system may lack, and the files of src/libnvmeio that need it."""
 
     name: str
     flag: str
@@ -66,7 +66,7 @@ FEATURES = [
             "gcc, for clang libomp-dev (Debian, Ubuntu) or libomp-devel (Fedora)"),
 ]  # fmt: skip
 FAULTS = "tests/faults"
-# What pkg-config tells of the shared library, wherever the package lies.
+# nvmeio.pc, for pkg-config; its paths are relative, so the package can be anywhere.
 PKG_CONFIG_FILE = f"""\
 prefix=${{pcfiledir}}/..
 Name: nvmeio
@@ -75,13 +75,14 @@ Version: {VERSION}
 Cflags: -I@INCLUDE@
 Libs: -L${{prefix}} -lnvmeio -Wl,-rpath,${{prefix}}
 """
-# What builds in place keep: pip names a temporary folder for an editable install.
+# Where builds in place keep their objects: for an editable install, pip passes a temporary
+# directory.
 KEPT = f"build/objects-{sysconfig.get_config_var('SOABI')}"
 PROBE = "#include <%s>\nvoid *used[] = {%s};\nint main(void) { return !used[0]; }\n"
 
 
 def output_of(*command):
-    """Return what a tool prints; empty where it fails or does not exist."""
+    """Return the output of a tool; "" if it fails or does not exist."""
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError):
@@ -89,11 +90,11 @@ def output_of(*command):
 
 
 def look_for(feature, compiler):
-    """Return what is recorded of a feature: built, version, flags and the reason if not."""
+    """Look for a feature; return its record: built, version, flags, and why not built."""
     variable = f"NVMEIO_WITH_{feature.name.upper()}"
     wish = os.environ.get(variable, "auto")
     if wish not in ("auto", "yes", "no"):
-        raise OptionError(f"{variable} must be auto, yes or no, not {wish!r}")
+        raise OptionError(f"{variable} is {wish!r}; it must be auto, yes or no")
     if wish == "no":
         return {"built": False, "version": "", "flags": [], "reason": f"{variable}=no"}
     pkg_config = (os.environ.get("PKG_CONFIG", "pkg-config"), feature.name)
@@ -109,12 +110,12 @@ def look_for(feature, compiler):
     reason = f"{feature.name} was not found: install {feature.packages}"
     if wish == "yes":
         raise PlatformError(f"{variable}=yes, but {reason}")
-    print(f"nvmeio is built without it: {reason}", file=sys.stderr)
+    print(f"building nvmeio without {feature.name}: {reason}", file=sys.stderr)
     return {"built": False, "version": "", "flags": [], "reason": reason}
 
 
 def ingredients(target):
-    """Return the files that an object was made of, as its compiler listed them."""
+    """Return the files that an object depends on, from the compiler's .d file."""
     try:
         rule = Path(f"{target}.d").read_text()
     except FileNotFoundError:
@@ -124,7 +125,7 @@ def ingredients(target):
 
 
 def compile_changed(compiler, record, force):
-    """Make a compiler leave out objects that are newer than all that decides on them."""
+    """Make a compiler skip objects that are newer than everything they depend on."""
     compile_all = compiler.compile
 
     def compile_some(sources, output_dir=None, extra_postargs=(), **options):
@@ -141,7 +142,7 @@ def compile_changed(compiler, record, force):
 
 
 class BuildLibrary(build_clib):
-    """Build libnvmeio.so for the modules, libnvmeio.a for programs, and their record."""
+    """Build libnvmeio.so for the modules, libnvmeio.a for programs, and a build record."""
 
     def finalize_options(self):
         super().finalize_options()
@@ -163,7 +164,7 @@ class BuildLibrary(build_clib):
         config |= {"flags": [*flags, *LIBRARY_FLAGS], "link_flags": self.link_flags}
         config |= {"ldflags": shlex.split(os.environ.get("LDFLAGS", ""))}
         text = json.dumps(config, indent=4) + "\n"
-        # Everything depends on the record: other flags or features, and all is built anew.
+        # All objects depend on the record, so other flags or features rebuild everything.
         if not self.record.exists() or self.record.read_text() != text:
             self.mkpath(self.build_clib)
             self.record.write_text(text)
@@ -174,7 +175,7 @@ class BuildLibrary(build_clib):
         self.build_archive(sources, [f"NVMEIO_HAVE_{f.name.upper()}" for f in engines])
 
     def build_archive(self, sources, macros):
-        """Compile those of `sources` that have changed side by side, and pack all."""
+        """Compile the changed files of `sources` in parallel, and link both libraries."""
         compile_changed(self.compiler, str(self.record), self.force)
         flags = ["-Iinclude", "-Isrc/libnvmeio", *LIBRARY_FLAGS]
         flags += [f"-D{name}=1" for name in macros]
@@ -189,26 +190,29 @@ class BuildLibrary(build_clib):
             }
             return self.compiler.compile([path], extra_preargs=first, **options)[0]
 
-        # What links the archive must not offer its symbols to the modules of the package.
+        # The archive's objects hide their symbols: what links it must not export them,
+        # because the package's modules would find them.
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             hidden = pool.map(lambda p: compiled(p, "archive", "-DNVMEIO_API="), sources)
             objects = list(pool.map(lambda p: compiled(p, "shared"), sources))
             hidden = list(hidden)
-        # The record changes with the features, a folder where a source came or went.
+        # The record changes with the features, and a directory if a source was added or
+        # removed.
         folders = {str(Path(path).parent) for path in sources}
         made_of = [*objects, *hidden, str(self.record), *folders]
         if self.force or newer_group(made_of, self.archive):
-            # ar would keep the objects of a feature that is gone.
+            # ar would keep the objects of a feature that is now disabled.
             Path(self.archive).unlink(missing_ok=True)
             self.compiler.create_static_lib(hidden, "nvmeio", output_dir=self.build_clib)
         if self.force or newer_group(made_of, self.shared):
-            # Its own calls stay inside, whatever else in the process has these names.
+            # -Bsymbolic: the library calls its own functions even if the process has others
+            # of the same names.
             flags = ["-Wl,-soname,libnvmeio.so", "-Wl,-Bsymbolic", *self.link_flags]
             self.compiler.link_shared_object(objects, self.shared, extra_postargs=flags)
 
 
 class BuildModules(build_ext):
-    """Build the extensions, which find libnvmeio.so beside them, and install that."""
+    """Build the extensions, and put libnvmeio.so where their run path finds it."""
 
     def finalize_options(self):
         if self.inplace or self.editable_mode:
@@ -224,7 +228,7 @@ class BuildModules(build_ext):
             self.mkpath(f"{top}/nvmeio/lib")
             for path in (library.archive, library.shared, library.record):
                 copy = Path(top, "nvmeio", "lib", Path(path).name)
-                # That of another Python may be newer.
+                # Compare contents: the file may be newer because another Python built it.
                 if not copy.exists() or not filecmp.cmp(path, copy, shallow=False):
                     shutil.copy(path, copy)
             up = "../../.." if top == "src" else ".."
@@ -260,11 +264,11 @@ class BuildModules(build_ext):
 
 
 class BuildPython(build_py):
-    """Put include/ into a package that is not editable, and the .pth file beside it."""
+    """Add include/ to the package unless it is editable, and the .pth file beside it."""
 
     def run(self):
         super().run()
-        if self.editable_mode:  # then Python looks for .pth files where only the wheel goes
+        if self.editable_mode:  # .pth files must be in site-packages, where the wheel goes
             site_packages = self.get_finalized_command("install").install_lib
         else:
             site_packages = self.build_lib
@@ -273,7 +277,7 @@ class BuildPython(build_py):
 
 
 def extension(path):
-    """Return the extension of one .pyx file, named by its place under src."""
+    """Return the extension for one .pyx file, named by its path below src."""
     name = ".".join(path.relative_to("src").with_suffix("").parts)
     return Extension(name, [str(path)], extra_compile_args=["-Iinclude", *DEBUG_FLAGS])
 

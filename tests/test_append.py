@@ -192,7 +192,7 @@ class TestRefusing:
             array.append(expected)
         with (
             ArrayFile.create(tmp_path / "single", (), "f4") as array,
-            pytest.raises(TypeError, match="no axes has no length"),
+            pytest.raises(TypeError, match="without axes has no length"),
         ):
             array.append([1])
 
@@ -246,7 +246,7 @@ class TestRefusing:
             write_npy(path, numbers((5, 4), "i8"))
             before = path.read_bytes()
             with pytest.raises(
-                ValueError, match=r"another array by now, .*\(5, 4\).*int64"
+                ValueError, match=r"now has another array, .*\(5, 4\).*int64"
             ):
                 array.append([[1, 2, 3]])
         assert path.read_bytes() == before

@@ -198,7 +198,7 @@ def test_a_missing_library_set_to_yes_is_an_error_that_names_its_package(
 def test_an_invalid_value_of_a_build_variable_is_an_error(build, feature):
     built = build(**{f"NVMEIO_WITH_{feature.upper()}": "maybe"})
     assert built.status != 0
-    assert "must be auto, yes or no, not 'maybe'" in built.lines[-1]
+    assert "is 'maybe'; it must be auto, yes or no" in built.lines[-1]
 
 
 # Without optimization, which is slow.

@@ -249,7 +249,7 @@ def test_an_argument_of_the_wrong_kind_is_an_error_of_usage(made_up, capsys):
         made_up(lambda options, terminal: 0, "--size", "much")
     assert ended.value.code == 2
     assert re.fullmatch(
-        r"nvmeio made_up: error: argument --size: 'much' is no size; .*\n",
+        r"nvmeio made_up: error: argument --size: 'much' is not a size; .*\n",
         capsys.readouterr().err,
     )
 

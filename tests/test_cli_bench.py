@@ -273,7 +273,7 @@ def test_fio_is_left_out_of_workloads_that_it_cannot_run(tmp_path, out):
     done, report = bench(tmp_path, *words, out=out)
     assert report["settings"]["size"] == 1000001 // 4097 * 4097
     if report["settings"]["direct"]:
-        assert done.err.startswith("write is without fio")
+        assert done.err.startswith("write: fio (")
         assert done.err.count("\n") == 3
         assert all("nvmeio" in result["contestants"] for result in report["results"])
         assert "fio (" not in str(report["results"])
@@ -366,7 +366,7 @@ def test_equal_percentiles_of_few_blocks_are_explained(tmp_path, out, depth, ali
     # The file has 32 blocks.
     words = ("--only", "read", "--no-fio", "--queue-depth", depth)
     done, _ = bench(tmp_path, *words, out=out)
-    reason = "Percentiles are alike where the queue of 32 holds all I/Os at once:\nread.\n"
+    reason = "Percentiles are alike if the queue of 32 holds all I/Os at once:\nread.\n"
     assert (reason in done.out) == alike
     assert ("Percentiles" in done.out) == alike
 
@@ -522,7 +522,7 @@ def test_an_unwritable_folder_is_an_error_of_one_line(loop_mount, tmp_path):
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
-        (["--size", "0"], "is no size"),
+        (["--size", "0"], "is not a size"),
         (["--size", "1M", "--block-size", "1M"], "room for two blocks"),
         (
             ["--size=1M", "--block-size=64K", "--random-block-size=1M"],
@@ -566,5 +566,5 @@ def test_wrong_bytes_end_the_benchmark(faulty):
     os.setxattr(faulty, "user.faults", b"{}")
     assert fired["read.flip"] > 0
     assert done.status == 1
-    assert "other bytes were read than written" in done.err
+    assert "the bytes read differ from those written" in done.err
     assert os.listdir(faulty) == []

@@ -282,7 +282,7 @@ class TestTargets:
             # Without these capabilities root cannot write to a read-only file.
             prefix = ["setpriv", "--bounding-set", "-dac_override"]
         message = error_of(nvmeio("cp", source, target, prefix=prefix))
-        assert message == f"{target} may not be written to"
+        assert message == f"{target} is not writable by this user"
         assert listing(tmp_path) == before
 
 
@@ -293,7 +293,7 @@ class TestTargets:
         ("missing", "No such file or directory"),
         ("pipe", "it is a pipe"),
         ("/dev/zero", "it is a character device"),
-        ("/proc/version", "claims to be empty, but is not"),
+        ("/proc/version", "reports a size of 0, but is not empty"),
     ],
 )
 def test_a_source_that_cannot_be_copied_is_an_error(tmp_path, source, words):
@@ -391,7 +391,7 @@ class TestFailures:
         for name in ("copy", "new"):
             message = self.fails(source, folder / name, folder=folder)
             assert message.startswith(f"{folder}/{name}")
-            assert "Read-only file system" in message or "may not be written" in message
+            assert "Read-only file system" in message or "is not writable" in message
 
     @pytest.mark.parametrize("engine", ENGINES)
     def test_a_read_error_of_the_source_is_an_error(self, slow_source, target, engine):

@@ -571,7 +571,7 @@ def test_wrong_bytes_are_reported(faulty):
     control.touch()
     Faults(control).set(read={"flip": 70_000})
     (found,) = examine(faulty, status=1)["paths"]
-    assert found["error"] == "what was read is not what was written"
+    assert found["error"] == "the bytes read differ from those written"
     assert Faults(control).fired()["read.flip"] > 0
     assert os.listdir(faulty) == ["control"]
 

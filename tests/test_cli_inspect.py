@@ -62,7 +62,7 @@ def test_an_unknown_file_is_an_error_with_its_name(tmp_path):
     found = nvmeio("inspect", path)
     assert (found.status, found.out) == (1, "")
     assert str(path) in found.err
-    assert "no .npy file, and no model file" in found.err
+    assert "neither a .npy file nor a model file" in found.err
 
 
 @pytest.mark.parametrize("alignment", [64, 4096])

@@ -128,7 +128,7 @@ CASES = {
     ),
     "sysctl and seccomp": (
         *({**SYSCTL, "seccomp": True}, NO_RING, {}),
-        *("io_uring-sysctl", "slow", "then ask again"),
+        *("io_uring-sysctl", "slow", "then check again"),
     ),
     "sysctl without a group": (GROUP, NO_RING, {}, "io_uring-sysctl", "slow", "groupadd"),
     "sysctl with a group": (

@@ -344,7 +344,7 @@ def test_a_missing_home_is_reported_before_anything_is_measured(
     assert main(["tune", str(tmp_path), *QUICK]) == 1
     out, err = capsys.readouterr()
     words = (
-        "nvmeio tune: error: no profile can be saved: the user has no home; HOME or XDG_"
+        "nvmeio tune: error: no profile can be saved: the user has no home; set HOME or "
     )
     assert err.startswith(words)
     assert out == ""
@@ -400,7 +400,7 @@ def test_an_unwritable_folder_is_an_error_of_one_line(loop_mount, configuration)
     ("words", "complaint"),
     [
         ([], "required: DIR"),
-        ([".", "--budget", "soon"], "'soon' is no time"),
+        ([".", "--budget", "soon"], "'soon' is not a time"),
         ([".", "--size", "1M"], "--size must be at least 64 MiB"),
         ([".", "--plot", "heat"], "must end in .png or .svg"),
         ([".", "--json", "none/report.json"], "there is no folder 'none'"),

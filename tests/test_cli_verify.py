@@ -159,9 +159,9 @@ class TestLists:
         ("content", "words"),
         [
             ("", "there is no checksum in it"),
-            ("text\n", "line 1 is no checksum with a name"),
-            (f"{'0' * 64}  a\n{'0' * 63}  b\n", "line 2 is no checksum with a name"),
-            (f"{'0' * 64}  a\n\n", "line 2 is no checksum with a name"),
+            ("text\n", "line 1 is not a checksum with a name"),
+            (f"{'0' * 64}  a\n{'0' * 63}  b\n", "line 2 is not a checksum with a name"),
+            (f"{'0' * 64}  a\n\n", "line 2 is not a checksum with a name"),
         ],
     )
     def test_an_invalid_list_is_refused(self, tmp_path, content, words):
@@ -277,8 +277,8 @@ class TestArrays:
         [
             (lambda data: data[:-1], "has 927 bytes; an array of shape (100,)"),
             (lambda data: data + b"\0", "has 929 bytes; its array ends at 928"),
-            (lambda data: data[:40], "is no .npy file"),
-            (lambda data: data.replace(b"<f8", b"<f9"), "is no .npy file"),
+            (lambda data: data[:40], "is not a .npy file"),
+            (lambda data: data.replace(b"<f8", b"<f9"), "is not a .npy file"),
         ],
         ids=["short", "long", "cut", "header"],
     )
@@ -298,7 +298,7 @@ class TestArrays:
     def test_a_file_that_does_not_match_its_suffix_is_bad(self, tmp_path):
         (tmp_path / "text.npy").write_bytes(b"text")
         (bad,), _ = bad_of(nvmeio("verify", tmp_path / "text.npy"))
-        assert "is no .npy file" in bad
+        assert "is not a .npy file" in bad
 
 
 class TestCommandLine:

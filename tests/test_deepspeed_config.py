@@ -62,7 +62,7 @@ class TestReading:
         assert [type(value) for value in found.values()] == [int, int, bool, bool, int]
 
     def test_a_missing_block_causes_a_warning(self):
-        with pytest.warns(UserWarning, match="it is not there, so these are DeepSpeed's"):
+        with pytest.warns(UserWarning, match="it is missing, so DeepSpeed's"):
             assert aio_config({"train_batch_size": 8, "queue_dept": 3}) == DEFAULTS
 
     def test_numbers_are_read_in_every_form_that_deepspeed_accepts(self, path):
@@ -100,7 +100,7 @@ class TestReading:
         printed = {"single_submit": "false", "overlap_events": "true", "num_threads": 8}
         printed |= {"queue_depth": 64, "block_size": 8388608}
         path.write_text(json.dumps({"aio": printed}))
-        with pytest.warns(UserWarning, match="of the") as caught:
+        with pytest.warns(UserWarning, match="the .aio. block") as caught:
             found = aio_config(path)
         assert found == {
             "block_size": 8388608,
@@ -118,9 +118,9 @@ class TestReading:
 
     @pytest.mark.parametrize("value", [True, "true"])
     def test_use_gds_causes_a_warning(self, value):
-        with pytest.warns(UserWarning, match="of the") as caught:
+        with pytest.warns(UserWarning, match="the .aio. block") as caught:
             assert aio_config({"use_gds": value}) == DEFAULTS
-        assert "use_gds is true; nvmeio takes" in str(caught[-1].message)
+        assert "use_gds is true, but nvmeio copies" in str(caught[-1].message)
         assert quietly({"use_gds": False}) == DEFAULTS
 
     @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ class TestReading:
             ({"aio": [1]}, TypeError, r'"aio" is \[1\]; it must be a JSON object'),
         ],
     )
-    @pytest.mark.filterwarnings("ignore:of the .aio. block")
+    @pytest.mark.filterwarnings("ignore:the .aio. block")
     def test_invalid_values_are_refused(self, block, error, words):
         with pytest.raises(error, match=words):
             aio_config(block)
@@ -291,7 +291,7 @@ class TestWriting:
         ("config", "error", "words"),
         [
             ({"queue_depth": 0}, ValueError, "queue_depth is 0"),
-            ({"queue_dept": 1}, ValueError, "unknown keys: queue_dept; there are block_si"),
+            ({"queue_dept": 1}, ValueError, "unknown keys: queue_dept; known are block_si"),
             ({"aio": {"x": 1}}, ValueError, "unknown keys: x"),
         ],
     )

@@ -130,13 +130,13 @@ class TestPartOfAFile:
     @pytest.mark.parametrize(("offset", "size"), [(9, None), (9, 0), (5, 4), (0, 1 << 50)])
     def test_a_part_beyond_the_end_is_an_error(self, path, offset, size):
         path.write_bytes(b"12345678")
-        with pytest.raises(OSError, match="beyond the end, 8") as caught:
+        with pytest.raises(OSError, match="beyond the end of the file, 8") as caught:
             nvmeio.read_file(path, offset, size)
         assert (caught.value.errno, caught.value.filename) == (errno.ENODATA, str(path))
 
     def test_a_part_must_have_whole_elements(self, path):
         path.write_bytes(bytes(10))
-        with pytest.raises(ValueError, match="size is 6 bytes, no multiple of the 4"):
+        with pytest.raises(ValueError, match="size is 6 bytes; it must be a multiple of 4"):
             nvmeio.read_file(path, 0, 6, "f4")
         with pytest.raises(ValueError, match="the rest of the file is 9 bytes"):
             nvmeio.read_file(path, 1, dtype="u2")

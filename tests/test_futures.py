@@ -844,9 +844,9 @@ class TestAsCompleted:
                 completions = nvmeio.as_completed(reads)
                 first = asyncio.ensure_future(anext(completions))
                 await asyncio.sleep(0)
-                with pytest.raises(RuntimeError, match="waited for already"):
+                with pytest.raises(RuntimeError, match="another thread or task"):
                     await anext(completions)
-                with pytest.raises(RuntimeError, match="waited for already"):
+                with pytest.raises(RuntimeError, match="another thread or task"):
                     next(completions)
             assert {await first, await anext(completions)} == reads
 
@@ -860,7 +860,7 @@ class TestAsCompleted:
                 TypeError, match=r"requests\[1\] is 5; it must be a Request"
             ):
                 function([request, 5])
-            with pytest.raises(TypeError, match="pass a list of it"):
+            with pytest.raises(TypeError, match=r"pass \[request\]"):
                 function(request)
             with pytest.raises(ValueError, match="timeout is -1"):
                 function([request], -1)

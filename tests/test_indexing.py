@@ -82,7 +82,7 @@ REFUSED = {
     "text": ("x", IndexError, "the index is of dtype <U1; only integers"),
     "too many": ((0, 0, 0, 0), IndexError, "the index has 4 axes and the array 3"),
     "two ellipses": ((..., ...), IndexError, "only one Ellipsis"),
-    "mask": (np.ones(3, bool), IndexError, r"the mask is of shape \(3,\), .* \(4,\)"),
+    "mask": (np.ones(3, bool), IndexError, r"the mask is of shape \(3,\); .* \(4,\)"),
     "shapes": (([0, 1], [0, 1, 2]), IndexError, "arrays of the index do not match"),
     "huge": (1 << 70, IndexError, "out of bounds"),
     "slice of text": (slice("a", None), TypeError, "slice indices must be integers"),

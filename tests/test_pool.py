@@ -64,7 +64,7 @@ def test_a_negative_size_is_refused():
 
 def test_more_than_the_system_has_is_a_memory_error():
     before = pool_stats()
-    with pytest.raises(MemoryError, match="1 EiB are more"):
+    with pytest.raises(MemoryError, match="1 EiB do not fit into the pool"):
         PoolMemory(1 << 60)
     assert pool_stats() == before
 

@@ -167,15 +167,15 @@ BROKEN = {
     "no text": (lambda _: b"\xff\xfe\xff", "decode"),
     "empty": (lambda _: "", "Expecting value"),
     "too deep": (lambda _: "[" * 100_000, "maximum recursion depth exceeded"),
-    "no object": (lambda _: "[1]", "it is no object"),
+    "no object": (lambda _: "[1]", "it is not a JSON object"),
     "version": (broken(lambda c: c.update(version=1)), "version is 1; this nvmeio reads 2"),
     "no version": (broken(lambda c: c.pop("version")), "it lacks 'version'"),
     "no device": (broken(lambda c: c.pop("device")), "it lacks 'device'"),
     "other device": (broken(lambda c: c.update(device="x")), "device is 'x'; it must be "),
     "number": (broken(lambda c: c.update(made=5)), "made is 5; it must be a string"),
     "unknown": (broken(lambda c: c.update(more=5)), "it has 'more', which is unknown"),
-    "no choice": (broken(lambda c: c.update(read=5)), "read is no object"),
-    "figures": (broken(lambda c: c["read"].update(figures=1)), "read.figures is no object"),
+    "no choice": (broken(lambda c: c.update(read=5)), "read is not a JSON object"),
+    "figures": (broken(lambda c: c["read"].update(figures=1)), "figures is not a JSON obj"),
     "no option": (
         broken(lambda c: c["write"]["options"].pop("bounce")),
         "write.options lacks 'bounce'",
@@ -278,7 +278,7 @@ class TestFromProfile:
             nvmeio.Handle.from_profile(tmp_path)
         assert caught.value.errno == errno.ENOENT
         assert caught.value.filename == str(profile_file(device.identity))
-        assert f"there is no profile of {device}, which {str(tmp_path)!r} lies on" in str(
+        assert f"no profile of {device}, the device of {str(tmp_path)!r};" in str(
             caught.value
         )
         assert "`nvmeio tune DIR`" in str(caught.value)
@@ -404,14 +404,14 @@ class TestEnvironment:
     @pytest.mark.usefixtures("saved")
     def test_a_missing_path_is_an_error(self, tmp_path, monkeypatch):
         monkeypatch.setenv("NVMEIO_PROFILE", str(tmp_path / "typo"))
-        with pytest.raises(FileNotFoundError, match="NVMEIO_PROFILE names it") as caught:
+        with pytest.raises(FileNotFoundError, match="NVMEIO_PROFILE is a path") as caught:
             nvmeio.Handle()
         assert caught.value.filename == str(tmp_path / "typo")
 
     @pytest.mark.usefixtures("saved")
     def test_a_path_on_a_device_without_a_profile_is_an_error(self, monkeypatch):
         monkeypatch.setenv("NVMEIO_PROFILE", "/proc")
-        with pytest.raises(FileNotFoundError, match="which NVMEIO_PROFILE='/proc' lies on"):
+        with pytest.raises(FileNotFoundError, match="of NVMEIO_PROFILE='/proc'; make"):
             nvmeio.Handle()
 
     @pytest.mark.usefixtures("saved")

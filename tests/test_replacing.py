@@ -159,7 +159,9 @@ def test_the_error_says_if_the_folder_takes_no_file(tmp_path):
     )
     command = [*as_nobody(), sys.executable, "-c", script, path]
     said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    refused = f"Permission denied (its folder, where the new file is to be made): '{path}'"
+    refused = (
+        f"Permission denied (its folder, in which a new file must be created): '{path}'"
+    )
     assert said == f"[Errno 13] {refused}\n5\n"
     assert path.read_bytes() == b"newer"
 

@@ -56,23 +56,23 @@ __all__ = [
 
 _register_loader("torch", lambda: _import_module("nvmeio.torch"))
 
-# Public, and imported when they are first asked for.
+# Public modules, which are imported on first use.
 _MODULES = ("aio", "checkpoint", "deepspeed", "profiles", "safetensors", "torch")
 
 
 def __dir__() -> list[str]:
-    """Name what is public: other modules are offered by nobody's completion."""
+    """List the public names only, so that completion does not offer private modules."""
     return [*__all__, *_MODULES, "__version__"]
 
 
 def __getattr__(name: str) -> _Any:
-    """Import a package or module of nvmeio's when it is first asked for."""
+    """Import a public module on first use."""
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return _import_module(f"nvmeio.{name}")
 
 
-# Silent unless the program wants to hear: Python would print warnings otherwise.
+# Log nothing unless the program configures logging: Python would print warnings otherwise.
 _logging.getLogger("nvmeio").addHandler(_logging.NullHandler())
 
 __version__ = _version()

@@ -1,7 +1,7 @@
-"""``python -m nvmeio``, the same as ``nvmeio``.
+"""``python -m nvmeio``, the same as the command ``nvmeio``.
 
-Python imports the package before this module.  Until then Ctrl-C is a KeyboardInterrupt
-with a traceback, as in any program; the script ``nvmeio`` needs no such moment.
+Python imports the package before this module, and until then Ctrl-C raises a
+KeyboardInterrupt with a traceback.  The script ``nvmeio`` handles it from its first line.
 """
 
 import sys

@@ -1,19 +1,19 @@
 """Coroutine functions for asyncio.
 
-Every function of nvmeio that blocks has a coroutine function here, of the same name and
-with the same arguments.  ``getitem``, ``setitem`` (the names of the ``operator`` module),
-``append`` and ``flush`` do that for an ``ArrayFile``.  A request needs none, because it can
-be awaited itself: ``await handle.submit_read(...)``, ``await array.prefetch(...)``.
+For every blocking function of nvmeio there is a coroutine function here, with the same name
+and arguments.  For an ``ArrayFile`` there are ``getitem`` and ``setitem`` (named as in the
+``operator`` module), ``append`` and ``flush``.  Requests need none, because they can be
+awaited: ``await handle.submit_read(...)``, ``await array.prefetch(...)``.
 
-The bytes move as requests: the event loop is woken by an eventfd, and no thread waits.
-Short calls that may block run in the loop's default executor: opening a file and reading
-its header, allocating memory, renaming, truncating, the fsync of a folder.  It is one pool
-of threads for all calls.  Strided memory and memory of devices is copied in the loop's
-thread.
+Data are transferred by requests: an eventfd wakes the event loop, and no thread waits.
+Short calls that may block run in the loop's default executor, which is one pool of threads
+for all calls: opening a file and reading its header, allocating memory, renaming,
+truncating, the fsync of a directory.  Strided memory and device memory are copied in the
+loop's thread.
 
-A cancelled task cancels its transfer, waits until the memory is in use no more, and then
-raises ``asyncio.CancelledError``, however often it was cancelled.  ``asyncio.timeout`` and
-``asyncio.wait_for`` cancel in the same way.
+A cancelled task cancels its transfer, waits until the memory is no longer in use, and then
+raises ``asyncio.CancelledError``, even if it is cancelled again meanwhile.
+``asyncio.timeout`` and ``asyncio.wait_for`` cancel in the same way.
 """
 
 from typing import Any, overload
@@ -55,14 +55,14 @@ async def load(path: Path) -> npt.NDArray[Any]:
     Returns
     -------
     numpy.ndarray
-        As of ``nvmeio.load``.
+        As from ``nvmeio.load``.
 
     Raises
     ------
     OSError, MemoryError, TypeError, ValueError
         As ``nvmeio.load``.
     asyncio.CancelledError
-        The task was cancelled; nothing is in flight any more.
+        The task was cancelled; the transfer has ended.
 
     Examples
     --------
@@ -114,7 +114,7 @@ async def read_file(path: Path, offset: int, size: int | None, dtype: Any) -> An
 async def read_file(
     path: Path, offset: int = 0, size: int | None = None, dtype: Any = None
 ) -> Any:
-    """Read a file, or a part of it, into new memory.
+    """Read a file, or part of it, into new memory.
 
     Parameters
     ----------
@@ -124,14 +124,14 @@ async def read_file(
     Returns
     -------
     numpy.ndarray or torch.Tensor
-        As of ``nvmeio.read_file``.
+        As from ``nvmeio.read_file``.
 
     Raises
     ------
     OSError, MemoryError, TypeError, ValueError
         As ``nvmeio.read_file``.
     asyncio.CancelledError
-        The task was cancelled; nothing is in flight any more.
+        The task was cancelled; the transfer has ended.
 
     Examples
     --------
@@ -156,19 +156,18 @@ async def read_into(buffer: Any, file: Path | int | File, offset: int = 0) -> in
     Returns
     -------
     int
-        The number of bytes read: the size of the buffer.
+        The number of bytes read, which is the size of the buffer.
 
     Raises
     ------
     OSError, TypeError, ValueError
         As ``nvmeio.read_into``.
     asyncio.CancelledError
-        The task was cancelled; nothing is written to the buffer any more.
+        The task was cancelled; the buffer is no longer in use.
 
     Notes
     -----
-    A path is opened in the thread of the event loop; pass a ``File`` where that may take
-    long.
+    A path is opened in the event loop's thread.  If that may take long, pass a ``File``.
 
     Examples
     --------
@@ -186,30 +185,30 @@ async def read_into(buffer: Any, file: Path | int | File, offset: int = 0) -> in
 async def write_file(
     buffer: Any, path: Path, *, sync: bool = False, atomic: bool = True
 ) -> int:
-    """Make a file of exactly the bytes of a buffer.
+    """Write exactly the bytes of a buffer to a file.
 
     Parameters
     ----------
     buffer, path, sync, atomic
-        As for ``nvmeio.write_file``.  The buffer must not change meanwhile.
+        As for ``nvmeio.write_file``.  Do not change the buffer meanwhile.
 
     Returns
     -------
     int
-        The number of bytes written: the size of the buffer.
+        The number of bytes written, which is the size of the buffer.
 
     Raises
     ------
     OSError, TypeError, ValueError
         As ``nvmeio.write_file``.
     asyncio.CancelledError
-        The task was cancelled.  Nothing is in flight any more, and no other file is left.
-        With ``atomic`` the path leads to the old file, or, where it had been renamed
-        already, to the new one, complete.
+        The task was cancelled.  The transfer has ended, and no temporary file is left.
+        With ``atomic`` the path leads to the old file, or to the complete new one if that
+        was renamed already.
 
     Notes
     -----
-    See ``nvmeio.write_file`` for what ``atomic`` costs, and where a file is written in
+    See ``nvmeio.write_file`` for the cost of ``atomic``, and for files that are written in
     place.
 
     Examples
@@ -223,14 +222,14 @@ async def write_file(
 
 @suggesting
 async def getitem(array: ArrayFile, index: Any) -> Any:
-    """Read what an index names: ``array[index]``.
+    """Read the elements that an index selects: ``array[index]``.
 
     Parameters
     ----------
     array : ArrayFile
-        What is read.
-    index : index of numpy
-        Which elements.
+        The array to read from.
+    index : numpy index
+        The elements to read.
 
     Returns
     -------
@@ -242,7 +241,7 @@ async def getitem(array: ArrayFile, index: Any) -> Any:
     IndexError, OSError, TypeError, ValueError
         As ``array[index]``.
     asyncio.CancelledError
-        The task was cancelled; nothing is in flight any more.
+        The task was cancelled; the transfer has ended.
 
     See Also
     --------
@@ -262,24 +261,24 @@ async def getitem(array: ArrayFile, index: Any) -> Any:
 
 @suggesting
 async def setitem(array: ArrayFile, index: Any, value: Any) -> None:
-    """Write what an index names: ``array[index] = value``.
+    """Write the elements that an index selects: ``array[index] = value``.
 
     Parameters
     ----------
     array : ArrayFile
-        What is written to, open in the mode "r+".
-    index : index of numpy
-        Which elements.
+        The array to write to, open in mode "r+".
+    index : numpy index
+        The elements to write.
     value : array_like or tensor
-        Their values.
+        Their new values.
 
     Raises
     ------
     IndexError, OSError, TypeError, ValueError
         As ``array[index] = value``.
     asyncio.CancelledError
-        The task was cancelled.  Nothing is in flight any more; of the elements, some may
-        have their new values.
+        The task was cancelled.  The transfer has ended; some elements may have their new
+        values.
 
     Examples
     --------
@@ -295,12 +294,12 @@ async def setitem(array: ArrayFile, index: Any, value: Any) -> None:
 
 @suggesting
 async def flush(array: ArrayFile, *, sync: bool = True) -> None:
-    """Make durable what was assigned to an array.
+    """Make the assignments to an array durable.
 
     Parameters
     ----------
     array : ArrayFile
-        What was written to.
+        The array that was written to.
     sync
         As for ``ArrayFile.flush``.
 
@@ -309,7 +308,7 @@ async def flush(array: ArrayFile, *, sync: bool = True) -> None:
     OSError, ValueError
         As ``ArrayFile.flush``.
     asyncio.CancelledError
-        The task was cancelled; it is unknown what is durable.
+        The task was cancelled; it is unknown which assignments are durable.
 
     Examples
     --------
@@ -325,12 +324,12 @@ async def flush(array: ArrayFile, *, sync: bool = True) -> None:
 
 @suggesting
 async def append(array: ArrayFile, values: Any) -> None:
-    """Write rows behind the last one of an array, and make it longer by them.
+    """Append rows to an array.
 
     Parameters
     ----------
     array : ArrayFile
-        What is written to, open in the mode "r+".
+        The array to append to, open in mode "r+".
     values
         As for ``ArrayFile.append``.
 
@@ -339,13 +338,11 @@ async def append(array: ArrayFile, values: Any) -> None:
     OSError, TypeError, ValueError
         As ``ArrayFile.append``.
     asyncio.CancelledError
-        The task was cancelled; the rows were appended all the same, unless they could not
-        be.
+        The task was cancelled; the rows were appended anyway, unless that failed.
 
     Notes
     -----
-    All of it runs in the default executor, because an append waits for others by a lock of
-    the file.
+    Runs entirely in the default executor, because an append may wait for the file's lock.
 
     Examples
     --------

@@ -1,7 +1,7 @@
-"""Arrays on disk: numpy's indices, rows and windows, without a mapping of the file.
+"""Arrays on disk: numpy's indexing, rows and windows, without mapping the file.
 
-Which elements an index names is indexing.py's, what a header says npy_header.py's; here
-they become reads, writes, gathers and scatters of a handle.
+indexing.py finds the elements that an index selects, and npy_header.py parses headers.
+This module turns them into reads, writes, gathers and scatters of a handle.
 """
 
 import contextlib
@@ -59,16 +59,15 @@ __all__ = ["ArrayFile"]
 
 Array = npt.NDArray[Any]
 
-# Runs that are no farther apart than this on the average are read with what lies between
-# them: about what the places of a run in the file and in the result take in memory, with
-# the engine's own notes of it.
+# Runs whose average distance is at most this are read together with the gaps between them.
+# It is about the memory that a gather needs for each run, in arrays and in the engine.
 _SPACING_BYTES = 64
 
-# A single run up to this size is read in the calling thread, which costs less than a hop to
-# a worker; a larger one is shared out to the workers in blocks.
+# A single run up to this size is read in the calling thread, which costs less than
+# switching to a worker; workers share a larger one in blocks.
 _CALLER_BYTES_MAX = 1 << 20
 
-# What an iteration reads at once.
+# How much an iteration reads at once.
 _PART_BYTES = 4 << 20
 
 # As DLPack numbers devices.
@@ -79,67 +78,68 @@ After = Request | Iterable[Request] | None
 
 @dataclass(frozen=True)
 class _Transfer:
-    """Records of a file, and the memory that they go to or come from."""
+    """Records of a file, and the memory to read them into or write them from."""
 
     offsets: Any  # of the records, in bytes
     nbytes: int  # of each
     memory: Any
     result: Any = None
-    # What makes the result once the memory is filled, where it is not there before.
+    # Makes the result once the memory is filled; None if it exists before.
     make: Callable[[], Any] | None = None
 
 
 class ArrayFile(Unread):
-    """An array in a file, of which an index reads what it names.
+    """An array in a file; indexing reads only the selected elements.
 
     Parameters
     ----------
     path : str, bytes or os.PathLike
-        A .npy file of version 1 to 3 in C order; or, where ``dtype`` is given, raw bytes.
+        A .npy file of version 1 to 3 in C order; or, if ``dtype`` is given, raw bytes.
     dtype : dtype of numpy or torch, optional
-        Of raw bytes; or that of a .npy file, which must agree with its header.  One of
-        torch's makes every result a tensor.
+        The dtype of raw bytes; or that of a .npy file, which must match its header.  With a
+        torch dtype, every result is a tensor.
     shape : int or sequence of int, optional
-        Of raw bytes; one extent may be -1 and is found from the size of the file.  By
-        default one axis up to the end.
+        The shape of raw bytes.  One extent may be -1; the size of the file determines it.
+        By default one axis, up to the end of the file.
     offset : int, default 0
-        Where raw bytes begin, in bytes.
+        Where raw bytes begin in the file, in bytes.
     mode : {"r", "r+"}, default "r"
-        Whether items can be assigned to, too.
+        "r+" permits assignments too.
     handle : Handle, optional
-        What reads and writes; is left open.  By default ``default_handle()``.
+        The handle to read and write with; it is not closed.  Default: ``default_handle()``.
 
     Raises
     ------
     OSError
-        The file cannot be opened or read; with errno and path.
+        The file cannot be opened or read; has errno and path.
     TypeError
-        An argument is of the wrong type, or the elements hold Python objects.
+        An argument is of the wrong type, or the elements are Python objects.
     ValueError
-        The file is no .npy file, in Fortran order, of Python objects, or shorter than the
-        array, or of another dtype than was passed; an argument is out of range.
+        The file is not a .npy file, is in Fortran order, contains Python objects, ends
+        before its array, or has another dtype than the one passed; or an argument is out of
+        range.
 
     Notes
     -----
-    Thread-safe, but for assignments to the same elements; every call releases the GIL while
-    it waits.  Can be pickled, which opens the file anew, and used in forked children.
+    Thread-safe, except for assignments to the same elements.  Every call releases the GIL
+    while it waits.  Pickling stores the path; the copy opens the file again.  Forked
+    children can use it.
 
-    An index is what numpy takes, and the result has the values, shape and dtype that
-    ``numpy.load(path)[index]`` has, in memory of its own.  Nothing is kept between calls.
-    Elements that follow each other are one large read; others are gathered, and where they
-    are closer than 64 bytes on the average, read with what lies between them.  The name of
-    a field, or a list of names, reads the whole array first.  A loop over the array reads
-    parts of 4 MiB.
+    Indexing accepts what numpy accepts, and the result has the values, shape and dtype of
+    ``numpy.load(path)[index]``, in new memory.  Nothing is cached between calls.  Adjacent
+    elements are read by one large read.  Others are gathered; if their average distance is
+    below 64 bytes, the gaps are read too.  The name of a field, or a list of names, reads
+    the whole array first.  A loop over the array reads parts of 4 MiB.
 
-    Comparisons, arithmetic and functions of numpy and torch are refused with a TypeError,
-    because they would read the whole file unasked: read what you need first.
-    numpy.asarray() and torch.as_tensor() read all of it.  An ArrayFile equals itself, so it
-    can be a key; ``==`` with anything else is refused too, so look for one in a list by
-    ``is``.
+    Comparisons, arithmetic and functions of numpy and torch raise TypeError, because they
+    would silently read the whole file: read what you need first.  numpy.asarray() and
+    torch.as_tensor() read all of it.  An ArrayFile equals itself, so it can be a key of a
+    dict.  Comparing it with another object by ``==`` raises too, so use ``is`` to find one
+    in a list.
 
-    Assigning broadcasts and converts as numpy does, writes no byte that the index does not
-    name, and takes the last of several values for the same element.  It returns when the
-    bytes can be read back, by whomever; ``flush`` makes them durable.
+    An assignment broadcasts and converts as in numpy, and writes only the bytes that the
+    index selects.  If an element is selected twice, its last value counts.  When the
+    assignment returns, every process can read the bytes back; ``flush`` makes them durable.
 
     Examples
     --------
@@ -165,12 +165,12 @@ class ArrayFile(Unread):
         _check_handle(handle)
         self._arguments = {"dtype": dtype, "shape": shape, "offset": offset}
         self._lent = handle
-        # Where the name of a file that was made here is to be made durable.
+        # The directory to sync, if create() made the file.
         self._created: str | None = None
         self._is_raw = False
         word("mode", mode, ("r", "r+"))
         self._file = File(path, mode)
-        # For a copy by pickle, wherever it will be.
+        # For pickling: valid in any working directory.
         self._absolute = absolute(path)
         try:
             self._elements, layout = self._found(dtype)
@@ -181,7 +181,7 @@ class ArrayFile(Unread):
         self._reaches_end = self._file.size == self._offset + self.nbytes
 
     def _found(self, dtype: Any) -> tuple[Elements, Layout]:
-        """Return what the file has, and where."""
+        """Return the file's elements and layout."""
         if dtype is None:
             layout = self._npy_layout()
             return Elements(layout.dtype), layout
@@ -195,7 +195,7 @@ class ArrayFile(Unread):
         if elements.dtype != layout.dtype:
             raise ValueError(
                 f"{self.path!r} is a .npy file of dtype {layout.dtype}; the dtype passed "
-                f"is {elements.shown}.  To take it for raw bytes, pass the offset of its "
+                f"is {elements.shown}.  To read it as raw bytes, pass the offset of its "
                 f"data, {layout.offset}"
             )
         return elements, layout
@@ -206,24 +206,24 @@ class ArrayFile(Unread):
             value = self._arguments[name]
             if value is not default and value != default:
                 raise ValueError(
-                    f"{name} is {value!r}; only raw bytes, with a dtype, have one: the "
-                    "header of a .npy file says where what is"
+                    f"{name} is {value!r}; pass it for raw bytes only, with a dtype: a "
+                    ".npy file has it in its header"
                 )
         if not has_magic(self._file):
             raise ValueError(
-                f"{self.path!r} is no .npy file; with dtype= it is taken for raw bytes.  "
-                "An array inside of an archive (.npz, .pt) must be saved by itself first"
+                f"{self.path!r} is not a .npy file; with dtype= it is read as raw bytes.  "
+                "Save an array that is inside an archive (.npz, .pt) by itself first"
             )
         layout = read_layout(self._file)
         if layout.fortran:
             raise ValueError(
-                f"{self.path!r} is in Fortran order, so its rows are scattered; read "
+                f"{self.path!r} is in Fortran order, so its rows are not contiguous; read "
                 "all of it with nvmeio.load(), or nvmeio.save() it anew"
             )
         return layout
 
     def _raw_layout(self, dtype: np.dtype[Any], offset: int) -> Layout:
-        """Make a layout of what was passed."""
+        """Make the layout of raw bytes from the arguments."""
         shape = self._arguments["shape"]
         extents = _raw_extents(self._file, dtype, offset, -1 if shape is None else shape)
         layout = Layout(dtype, extents, offset)
@@ -242,7 +242,7 @@ class ArrayFile(Unread):
         overwrite: bool = False,
         handle: Handle | None = None,
     ) -> "Self":
-        """Make a file of zeros, to be filled by assignments.
+        """Create a file of zeros, to be filled by assignments.
 
         Parameters
         ----------
@@ -251,47 +251,59 @@ class ArrayFile(Unread):
         shape : int or sequence of int
             The extent of each axis.
         dtype : dtype of numpy or torch
-            Of plain bytes.  One of torch's makes every result a tensor.
+            The dtype of the elements, not of Python objects.  With a torch dtype, every
+            result is a tensor.
         raw : bool, default False
-            Whether the file has the elements alone, and not a .npy file's header.  To open
-            it again takes ``dtype`` and ``shape``.
+            Write the elements only, without a .npy header.  Opening the file again then
+            needs ``dtype`` and ``shape``.
         overwrite : bool, default False
-            Whether a file that exists is cut and filled anew.
+            Truncate an existing file, instead of raising FileExistsError.
         handle : Handle, optional
             As for ``ArrayFile``.
 
         Returns
         -------
         ArrayFile
-            Open in the mode "r+".
+            Open in mode "r+".
 
         Raises
         ------
         FileExistsError
             The file exists, and ``overwrite`` is False.
         OSError
-            The file cannot be made; with errno and path.
+            The file cannot be created; has errno and path.
         TypeError, ValueError
             An argument is of the wrong type or out of range.
 
         Notes
         -----
-        The data begin at a multiple of 4096 bytes, so that rows of whole pages go straight
-        to the device.  The file has its full size at once, and takes up space on the device
-        as it is filled.
+        The data begin at a multiple of 4096 bytes, so that rows of whole pages can be
+        transferred zero-copy.  The file has its full size immediately, but is sparse: it
+        takes space on the device as it is filled.
 
-        Elements that numpy does not have, as bfloat16, are void of the same size in the
-        header: numpy.load() gives their bytes, and ``ArrayFile(path,
-        dtype=torch.bfloat16)`` tensors.
+        For dtypes that numpy does not have, such as bfloat16, the header has a void dtype
+        of the same size.  numpy.load() then returns raw bytes, and ``ArrayFile(path,
+        dtype=torch.bfloat16)`` returns tensors.
+
+        Examples
+        --------
+        >>> with nvmeio.ArrayFile.create("rows.npy", (4, 3), np.int64) as rows:
+        ...     rows[1] = [1, 2, 3]
+        ...     rows[:2]
+        array([[0, 0, 0],
+               [1, 2, 3]])
         """
-        # All that can be refused is refused before a file is cut.
+        # Check everything before truncating a file.
         _check_handle(handle)
         path, overwrite, raw = path_of(path), flag("overwrite", overwrite), flag("raw", raw)
         element, extents = element_of(dtype), extents_of(shape)
         header = b"" if raw else header_of(extents, element)
         size = Layout(element, extents, len(header)).nbytes + len(header)
         if size > 2**63 - 1:
-            raise ValueError(f"an array of shape {extents} has {size} bytes, too many")
+            raise ValueError(
+                f"an array of shape {extents} needs a file of {size} bytes, too many; the "
+                "limit is 2**63 - 1"
+            )
         check_extents(extents, element)
         with naming(path), _opened_anew(path, overwrite=overwrite) as stream:
             before = os.fstat(stream.fileno()).st_size
@@ -321,7 +333,7 @@ class ArrayFile(Unread):
 
     @property
     def path(self) -> str | bytes:
-        """The path, as it was given."""
+        """The path, as given."""
         return self._file.path
 
     @property
@@ -331,17 +343,17 @@ class ArrayFile(Unread):
 
     @property
     def dtype(self) -> Any:
-        """The dtype of the elements: torch's where it was given, else numpy's."""
+        """The dtype of the elements: a torch dtype if that was passed, else numpy's."""
         return self._elements.shown
 
     @property
     def ndim(self) -> int:
-        """How many axes there are."""
+        """The number of axes."""
         return len(self._shape)
 
     @property
     def size(self) -> int:
-        """How many elements there are."""
+        """The number of elements."""
         return math.prod(self._shape)
 
     @property
@@ -351,22 +363,22 @@ class ArrayFile(Unread):
 
     @property
     def strides(self) -> tuple[int, ...]:
-        """How far apart neighbours along each axis are in the file, in bytes."""
+        """The distance in the file of neighbours along each axis, in bytes."""
         return tuple(stride * self.itemsize for stride in strides_of(self._shape))
 
     @property
     def offset(self) -> int:
-        """Where in the file the data begin, in bytes."""
+        """The offset of the data in the file, in bytes."""
         return self._offset
 
     @property
     def nbytes(self) -> int:
-        """The size of the array in bytes, the header not included."""
+        """The size of the array in bytes, without the header."""
         return Layout(self._dtype, self._shape, 0).nbytes
 
     @property
     def mode(self) -> str:
-        """ "r", or "r+" where items can be assigned to."""
+        """ "r", or "r+" if assignments are permitted."""
         return "r" if self._file.mode == "rb" else "r+"
 
     @property
@@ -376,7 +388,7 @@ class ArrayFile(Unread):
 
     def __len__(self) -> int:
         if not self._shape:
-            raise TypeError(f"{self.path!r}: an array of no axes has no length")
+            raise TypeError(f"{self.path!r}: an array without axes has no length")
         return self._shape[0]
 
     def __getitem__(self, index: Any) -> Any:
@@ -393,9 +405,9 @@ class ArrayFile(Unread):
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
         if copy is False:
-            raise ValueError("an array on disk cannot be had without a copy")
+            raise ValueError("copy is False, but reading an array on disk makes a copy")
         if self._elements.library is not None and self._dtype.kind == "V":
-            raise TypeError(f"numpy has no {self.dtype}; array[...] is a tensor")
+            raise TypeError(f"numpy has no {self.dtype}; use array[...], which is a tensor")
         return np.asarray(self[...], dtype)
 
     def __dlpack__(self, **options: Any) -> Any:
@@ -408,14 +420,14 @@ class ArrayFile(Unread):
 
     @suggesting
     def gather(self, rows: Any, out: Any = None) -> Any:
-        """Read rows, in any order and as often as they are named.
+        """Read rows, in any order and with repetitions.
 
         Parameters
         ----------
         rows : array_like of int
-            Positions on the first axis, of any shape; -1 is the last one.
+            Indices on the first axis, of any shape; -1 is the last row.
         out : array or tensor, optional
-            Is filled; of the array's dtype and of the size of the result.
+            The memory to fill; of the array's dtype and the result's size.
 
         Returns
         -------
@@ -425,33 +437,42 @@ class ArrayFile(Unread):
         Raises
         ------
         IndexError
-            A position is out of bounds; names the first, before anything is read.
+            An index is out of range.  The message names the first, and nothing is read.
         OSError
-            Rows cannot be read; with errno and path, see ``Handle.gather``.  ENODATA: the
-            file was cut since it was opened.
+            Rows cannot be read; has errno and path, see ``Handle.gather``.  ENODATA: the
+            file was truncated after it was opened.
         TypeError
-            ``rows`` are not integers; ``out`` is no array, or of another dtype.
+            ``rows`` are not integers; or ``out`` is not an array, or has another dtype.
         ValueError
-            ``out`` is of another size, or the file is closed.
+            ``out`` has another size, or the file is closed.
 
         Notes
         -----
-        Runs in the calling thread, without the GIL; rows that are named twice are read
+        Releases the GIL while it waits.  A row that is requested several times is read
         once.
+
+        Examples
+        --------
+        >>> nvmeio.save("rows.npy", np.arange(12).reshape(4, 3))
+        >>> with nvmeio.ArrayFile("rows.npy") as rows:
+        ...     rows.gather([3, 0, 3])
+        array([[ 9, 10, 11],
+               [ 0,  1,  2],
+               [ 9, 10, 11]])
         """
         self._check_open()
         return self._read(self._gathering(select_rows(rows, self._axes()), out))
 
     @suggesting
     def windows(self, starts: Any, length: int, out: Any = None) -> Any:
-        """Read runs of neighbouring rows, as the windows of a file of tokens.
+        """Read windows: runs of neighbouring rows, for example of a file of tokens.
 
         Parameters
         ----------
         starts : array_like of int
-            The first row of each, 0 or more, of any shape.
+            The first row of each window, 0 or more, of any shape.
         length : int
-            How many rows each has.
+            The number of rows in each window.
         out : array or tensor, optional
             As for ``gather``.
 
@@ -463,13 +484,21 @@ class ArrayFile(Unread):
         Raises
         ------
         IndexError
-            A window does not lie inside of the array; names the first.
+            A window is not inside the array.  The message names the first.
         OSError, TypeError, ValueError
-            As ``gather``; ``length`` is out of range.
+            As ``gather``; or ``length`` is out of range.
 
         Notes
         -----
-        As ``gather``; what windows have in common is read once.
+        As ``gather``; rows that windows share are read once.
+
+        Examples
+        --------
+        >>> nvmeio.save("tokens.npy", np.arange(100))
+        >>> with nvmeio.ArrayFile("tokens.npy") as tokens:
+        ...     tokens.windows([90, 10], 4)
+        array([[90, 91, 92, 93],
+               [10, 11, 12, 13]])
         """
         self._check_open()
         return self._read(self._windowing(starts, length, out))
@@ -483,65 +512,79 @@ class ArrayFile(Unread):
         rows : array_like of int
             As for ``gather``.
         values : array_like or tensor
-            Is broadcast to ``rows.shape + shape[1:]`` and converted, as by
+            The new rows, broadcast to ``rows.shape + shape[1:]`` and converted as by
             ``array[rows] = values``.
 
         Raises
         ------
         IndexError
-            A position is out of bounds; names the first, before anything is written.
+            An index is out of range.  The message names the first, and nothing is written.
         OSError
-            Rows cannot be written; with errno and path, see ``Handle.scatter``.
+            Rows cannot be written; has errno and path, see ``Handle.scatter``.
         TypeError
-            ``rows`` are not integers, or ``values`` are not of such elements.
+            ``rows`` are not integers, or ``values`` cannot be converted.
         ValueError
-            ``values`` do not fit; the file is closed, or open read-only.
+            ``values`` cannot be broadcast, or the file is closed or open read-only.
 
         Notes
         -----
-        Of several values for the same row the last one counts.  Runs in the calling thread,
-        without the GIL.
+        If a row is named several times, its last value counts.  Releases the GIL while it
+        waits.
+
+        Examples
+        --------
+        >>> with nvmeio.ArrayFile.create("rows.npy", (4, 2), np.int64) as rows:
+        ...     rows.scatter([3, 0], [[7, 8], [1, 2]])
+        ...     rows[3]
+        array([7, 8])
         """
         self._write(self._scattering(rows, values))
 
     @suggesting
     def append(self, values: Any) -> None:
-        """Write rows behind the last one, and make the array longer by them.
+        """Append rows to the array.
 
         Parameters
         ----------
         values : array_like or tensor
-            Of shape ``(n,) + shape[1:]``; is converted as by an assignment.
+            The new rows, of shape ``(n,) + shape[1:]``; converted as by an assignment.
 
         Raises
         ------
         OSError
-            The rows cannot be written; with errno and path.  ENOSPC: the drive is full.
-            ESTALE: the file was replaced or removed since it was opened.
+            The rows cannot be written; has errno and path.  ENOSPC: the drive is full.
+            ESTALE: the file was replaced or removed after it was opened.
         TypeError
-            The array has no axes, or ``values`` are not of such elements.
+            The array has no axes, or ``values`` cannot be converted.
         ValueError
-            ``values`` are of another shape; the header of the .npy file has no room for
-            the new shape (that of ``create``, ``save`` and numpy has); another array, or
-            in a raw file any bytes, are behind this one; the file is another array by now;
-            it is closed, or open read-only.
+            ``values`` have another shape; the .npy header has no room for the new shape
+            (those of ``create``, ``save`` and numpy have room); the array is followed by
+            another array, or in a raw file by any bytes; the file now has another array; or
+            it is closed or open read-only.
 
         Notes
         -----
-        Returns when anyone who opens the file can read the rows.  ``shape`` includes them
-        here; another ArrayFile keeps its shape until its ``refresh``.
-        ``flush`` makes them durable.
+        When it returns, everyone who opens the file can read the rows.  ``shape`` includes
+        them here; another ArrayFile keeps its shape until its ``refresh``.  ``flush`` makes
+        them durable.
 
-        First the rows are written and, in a .npy file, synced, then the shape in the
-        header.  Whenever the process dies or the power fails, the file is an array with
-        all of the rows or with none; what such an append has left behind the array, the
-        next one overwrites.  It cannot tell that from bytes of another program's: do not
-        append to a .npy file that has something else than arrays behind its array.  After
-        an error the file is as it was.  A raw file has no header: a process that is killed
-        meanwhile may leave a part of the rows.
+        The rows are written first and, in a .npy file, synced; then the shape in the header
+        is updated.  If the process dies or the power fails, the file has all of the rows or
+        none.  The next append overwrites what an unfinished one left behind the array.  It
+        cannot distinguish that from another program's data, so do not append to a .npy file
+        that has anything but arrays behind its array.  After an error the file is as
+        before.  A raw file has no header: if the process is killed, it may have some of the
+        rows.
 
-        Appends wait for each other by a lock of the file (flock), those of other processes
-        and threads included, and each adds to what is there by then.
+        Appends of all threads and processes are serialized by a lock on the file (flock),
+        and each appends to the current end.
+
+        Examples
+        --------
+        >>> with nvmeio.ArrayFile.create("rows.npy", (0, 2), np.int64) as rows:
+        ...     rows.append([[1, 2], [3, 4]])
+        ...     rows.shape
+        (2, 2)
         """
         self._check_writable()
         self._axes()
@@ -556,7 +599,7 @@ class ArrayFile(Unread):
             self._take_shape((layout.shape[0] + len(rows), *layout.shape[1:]))
 
     def refresh(self) -> None:
-        """Take over the rows that others have appended since the file was opened.
+        """See the rows that others have appended since the file was opened.
 
         Raises
         ------
@@ -564,13 +607,12 @@ class ArrayFile(Unread):
             With errno and path.  ESTALE: the file was replaced or removed since it was
             opened.
         ValueError
-            The file is another array by now, or closed.
+            The file now holds a different array, or it is closed.
 
         Notes
         -----
-        Changes ``shape`` alone, without waiting for an append that is under way.  An array
-        of raw bytes that did not reach the end of its file when it was opened stays as it
-        is.
+        Only ``shape`` changes.  It does not wait for an append in progress.  An array of
+        raw bytes that did not reach the end of its file when it was opened stays the same.
         """
         self._check_open()
         with (
@@ -580,44 +622,53 @@ class ArrayFile(Unread):
             self._take_shape(self._layout_now(descriptor).shape)
 
     def _take_shape(self, shape: tuple[int, ...]) -> None:
-        """Have the shape that the file has by now."""
+        """Set the shape that the file has now."""
         self._shape = shape
         if self._is_raw and self._reaches_end and shape:
-            # For a copy by pickle.
+            # For pickling.
             self._arguments["shape"] = (-1, *shape[1:])
 
     @suggesting
     def prefetch(self, index: Any, out: Any = None, *, after: After = None) -> Request:
-        """Start reading what an index names.
+        """Start reading the elements that an index selects.
 
         Parameters
         ----------
         index : index
-            Whatever ``array[index]`` takes: an integer, a slice, an array of rows, a mask,
-            Ellipsis, a tuple of these, fields.
+            Any index of ``array[index]``: an integer, a slice, an array of rows, a mask,
+            Ellipsis, a tuple of these, or fields.
         out : array or tensor, optional
-            Is filled; of the result's dtype and size.
+            The memory to fill; of the result's dtype and size.
         after : Request or iterable of Request, optional
-            Requests of the same handle that are to be done first, as for
+            Requests of the same handle that must be done first, as for
             ``Handle.submit_read``.
 
         Returns
         -------
         Request
-            Its ``wait()`` and ``result()``, and ``await``, return ``out``, or what
-            ``array[index]`` would.
+            Its ``wait()`` and ``result()``, and ``await``, return ``out``, or the same as
+            ``array[index]``.
 
         Raises
         ------
         IndexError, TypeError, ValueError
-            As ``array[index]`` and ``gather``, at once.  What fails later is raised by
-            ``Request.wait``.
+            As ``array[index]`` and ``gather``, immediately.  ``Request.wait`` raises later
+            errors.
 
         Notes
         -----
-        The request holds ``out`` and the file until it is done.  Fields, and slices that
-        are read together with the gaps between their elements, are copied to the result by
-        the thread that waits; ``after`` takes no such request.
+        The request holds ``out`` and the file until it is done.  The thread that waits
+        copies to the result if the index selects fields, or a slice that is read together
+        with its gaps.  Such a request cannot be passed as ``after``.
+
+        Examples
+        --------
+        >>> nvmeio.save("rows.npy", np.arange(12).reshape(4, 3))
+        >>> with nvmeio.ArrayFile("rows.npy") as rows:
+        ...     request = rows.prefetch([3, 0])
+        ...     request.wait()
+        array([[ 9, 10, 11],
+               [ 0,  1,  2]])
         """
         return self._begin(self._reading(index, out), after)
 
@@ -637,13 +688,12 @@ class ArrayFile(Unread):
         Returns
         -------
         Request
-            Its ``wait()`` and ``result()``, and ``await``, return what ``windows(...)``
-            would.
+            Its ``wait()`` and ``result()``, and ``await``, return the same as ``windows``.
 
         Raises
         ------
         IndexError, TypeError, ValueError
-            As ``windows``, at once.  What fails later is raised by ``Request.wait``.
+            As ``windows``, immediately.  ``Request.wait`` raises later errors.
         """
         self._check_open()
         return self._begin(self._windowing(starts, length, out), after)
@@ -655,7 +705,7 @@ class ArrayFile(Unread):
         Parameters
         ----------
         rows, values
-            As for ``scatter``; ``values`` must not change until the request is done.
+            As for ``scatter``.  Do not change ``values`` until the request is done.
         after : Request or iterable of Request, optional
             As for ``prefetch``.
 
@@ -667,7 +717,7 @@ class ArrayFile(Unread):
         Raises
         ------
         IndexError, TypeError, ValueError
-            As ``scatter``, at once.  What fails later is raised by ``Request.wait``.
+            As ``scatter``, immediately.  ``Request.wait`` raises later errors.
 
         Notes
         -----
@@ -682,9 +732,10 @@ class ArrayFile(Unread):
         Parameters
         ----------
         index : index
-            Whatever ``array[index] = value`` takes.
+            Any index of ``array[index] = value``.
         value : array_like or tensor
-            Is broadcast and converted; must not change until the request is done.
+            The new values, broadcast and converted.  Do not change them until the request
+            is done.
         after : Request or iterable of Request, optional
             As for ``prefetch``.
 
@@ -696,38 +747,38 @@ class ArrayFile(Unread):
         Raises
         ------
         IndexError, TypeError, ValueError
-            As the assignment, at once.  What fails later is raised by ``Request.wait``.
+            As the assignment, immediately.  ``Request.wait`` raises later errors.
 
         Notes
         -----
-        A value of the array's dtype and of the right shape, in C order and in memory of
-        the host, is written from where it is, and held until the request is done; any other
-        is copied first.  Requests in flight are not ordered: what touches the same elements
-        must wait, or be chained by ``after``.
+        A value with the array's dtype and the right shape, C-ordered and in host memory, is
+        written without a copy, and held until the request is done.  Any other value is
+        copied first.  Requests in flight are not ordered: wait for requests on the same
+        elements, or chain them by ``after``.
         """
         return self._begin_writing(self._writing(index, value), after)
 
     @suggesting
     def flush(self, *, sync: bool = True) -> None:
-        """Make durable what was assigned.
+        """Make assignments durable.
 
         Parameters
         ----------
         sync : bool, default True
-            Return only when the file, and its name where ``create`` made it, are on the
-            device.  False does nothing, for nothing is kept back here.
+            Return only when the file is on the device, and its name too if ``create`` made
+            it.  False does nothing, because an ArrayFile buffers nothing.
 
         Raises
         ------
         OSError
-            The device failed; or the folder of a new file may not be read.
+            The device failed, or the directory of a new file cannot be read.
         ValueError
             The file is closed.
         """
         run(self._flushing(BLOCKING, sync=sync))
 
     async def _flushing(self, calls: Calls, *, sync: bool) -> None:
-        """Make durable what was assigned."""
+        """Make assignments durable, as ``flush`` does."""
         self._check_open()
         if not flag("sync", sync):
             return
@@ -738,12 +789,12 @@ class ArrayFile(Unread):
         self._created = None
 
     def close(self) -> None:
-        """Close the file; a second call does nothing.
+        """Close the file without waiting; a second call does nothing.
 
         Notes
         -----
-        Does not wait: what was prefetched goes on.  What was not flushed is no more durable
-        than with any file.
+        Requests in flight keep running.  Closing does not make assignments durable; call
+        ``flush`` first.
         """
         self._file.close()
 
@@ -770,31 +821,31 @@ class ArrayFile(Unread):
             f"mode={self.mode!r}{state}>"
         )
 
-    # From here on, what the methods above have in common.
+    # Shared by the methods above.
 
     def _check_open(self) -> None:
-        """Refuse to go on with a closed file, also where nothing is to be transferred."""
+        """Raise ValueError if the file is closed, even if no bytes would be transferred."""
         if self._file.closed:
             raise ValueError(f"the array file {self.path!r} is closed")
 
     def _handle(self) -> Handle:
-        """Return what reads and writes."""
+        """Return the handle to read and write with."""
         return default_handle() if self._lent is None else self._lent
 
     def _names_fields(self, index: Any) -> bool:
-        """Tell whether an index is that of fields of a structured dtype."""
+        """Return whether an index names fields of a structured dtype."""
         names = index if isinstance(index, list) else [index]
         return bool(
             self._dtype.names and names and all(isinstance(name, str) for name in names)
         )
 
     def _axes(self) -> tuple[int, ...]:
-        """Return the shape, of which there is a first extent."""
+        """Return the shape; raise TypeError if there is no first axis."""
         len(self)
         return self._shape
 
     def _reading(self, index: Any, out: Any) -> _Transfer:
-        """Return how to read what an index names."""
+        """Return the transfer that reads the elements of an index."""
         self._check_open()
         if self._names_fields(index):
             return self._field_reading(index, out)
@@ -816,7 +867,7 @@ class ArrayFile(Unread):
         return _Transfer(offsets, hull.nbytes, bytes_of(hull), make=make)
 
     def _gathering(self, selection: Selection, out: Any) -> _Transfer:
-        """Return how to read what was selected, and not a byte more."""
+        """Return the transfer that reads the selected elements without gaps."""
         target, result = self._target(selection.shape, self._dtype, out)
         offsets, nbytes = self._records(selection)
         if selection.scalar and out is None and self._elements.library is None:
@@ -824,14 +875,14 @@ class ArrayFile(Unread):
         return _Transfer(offsets, nbytes, target, result)
 
     def _records(self, selection: Selection) -> tuple[Any, int]:
-        """Return where in the file the runs of a selection begin, and their size."""
+        """Return the offsets in the file of a selection's runs, and their size."""
         item = self._dtype.itemsize
         if selection.run == 0:
             return [], 0
         return self._offset + selection.starts() * item, selection.run * item
 
     def _layout_now(self, descriptor: int) -> Layout:
-        """Return the layout of the file, which another process may have made longer."""
+        """Return the current layout of the file: another process may have appended."""
         if os.fstat(descriptor).st_nlink == 0:
             words = "the file was replaced or removed since it was opened"
             raise OSError(errno.ESTALE, words)
@@ -846,7 +897,7 @@ class ArrayFile(Unread):
         same = (layout.dtype, layout.offset) == (self._dtype, self._offset)
         if not same or layout.fortran or layout.shape[1:] != self._shape[1:]:
             raise ValueError(
-                f"{self.path!r} is another array by now, of shape {layout.shape} and dtype "
+                f"{self.path!r} now has another array, of shape {layout.shape} and dtype "
                 f"{layout.dtype}; open it again"
             )
         return layout
@@ -865,12 +916,12 @@ class ArrayFile(Unread):
             raise ValueError(f"rows cannot be appended to {self.path!r}: {why}")
 
     def _append(self, rows: Array, layout: Layout, descriptor: int) -> None:
-        """Write rows behind those that there are, and then the header."""
+        """Write rows at the end of the array, and then the header."""
         shape = (layout.shape[0] + len(rows), *layout.shape[1:])
         old = os.pread(descriptor, 0 if self._is_raw else layout.offset, 0)
         new = old and replace_shape(self.path, old, shape, layout.dtype)
         end, handle = layout.offset + layout.nbytes, self._handle()
-        # What an append has left that was killed.
+        # Remove what a killed append has left.
         if os.fstat(descriptor).st_size > end:
             os.ftruncate(descriptor, end)
         try:
@@ -880,13 +931,13 @@ class ArrayFile(Unread):
                 handle.fsync(self._file, data_only=True)
                 _write_changes(descriptor, old, new)
         except BaseException:
-            # Who was interrupted may have written the header already.
+            # Keep the rows if the header was written before the interruption.
             if os.pread(descriptor, len(old), 0) == old:
                 os.ftruncate(descriptor, end)
             raise
 
     def _field_reading(self, index: Any, out: Any) -> _Transfer:
-        """Return how to read whole records, of which fields are taken."""
+        """Return the transfer that reads all records, and takes fields of them."""
         records: Array = np.empty(self._shape, self._dtype)
         part = records[index]
         target, result = self._target(part.shape, part.dtype, out)
@@ -899,7 +950,7 @@ class ArrayFile(Unread):
         return _Transfer(offsets, records.nbytes, bytes_of(records), make=make)
 
     def _windowing(self, starts: Any, length: int, out: Any) -> _Transfer:
-        """Return how to read windows."""
+        """Return the transfer that reads windows."""
         length = whole("length", length, 0, len(self))
         return self._gathering(select_windows(starts, length, self._shape), out)
 
@@ -925,25 +976,25 @@ class ArrayFile(Unread):
         )
 
     def _check_writable(self) -> None:
-        """Refuse to write to a file that is closed or open read-only."""
+        """Raise ValueError if the file is closed or open read-only."""
         self._check_open()
         if self.mode == "r":
             raise ValueError(f"{self.path!r} is open read-only; open it with mode='r+'")
 
     def _writing(self, index: Any, value: Any) -> _Transfer:
-        """Return how to assign a value."""
+        """Return the transfer that assigns a value."""
         self._check_writable()
         if self._names_fields(index):
             raise IndexError(f"the index is {index!r}; assign whole records")
         return self._storing(select(index, self._shape), value)
 
     def _scattering(self, rows: Any, values: Any) -> _Transfer:
-        """Return how to write rows."""
+        """Return the transfer that writes rows."""
         self._check_writable()
         return self._storing(select_rows(rows, self._axes()), values)
 
     def _storing(self, selection: Selection, value: Any) -> _Transfer:
-        """Return how to write what was selected."""
+        """Return the transfer that writes the selected elements."""
         array = self._elements.spread(value, selection.shape)
         offsets, nbytes = self._records(selection)
         if selection.repeats and len(offsets):
@@ -975,7 +1026,7 @@ class ArrayFile(Unread):
     def _target(
         self, shape: tuple[int, ...], dtype: np.dtype[Any], out: Any
     ) -> tuple[Any, Any]:
-        """Return the memory to be filled, and what is returned for it."""
+        """Return the memory to fill, and the result that shares it."""
         if out is None:
             array: Array = np.empty(shape, dtype)
             return bytes_of(array), self._elements.dress(array)
@@ -997,7 +1048,7 @@ class ArrayFile(Unread):
         try:
             found = out.nbytes
         except RuntimeError:
-            # Says why a sparse tensor cannot be filled.
+            # Raises a precise error, for example for a sparse tensor.
             borrow(out, writable=True)
             raise
         if found != nbytes:
@@ -1008,7 +1059,7 @@ class ArrayFile(Unread):
 
 
 def _copy(target: Any, array: Array) -> None:
-    """Copy an array to what ``_target`` has returned: bytes, or a tensor."""
+    """Copy an array to the memory from ``_target``: bytes, or a tensor."""
     library = library_of(target)
     if library is None:
         memcpy(target, bytes_of(array))
@@ -1017,7 +1068,7 @@ def _copy(target: Any, array: Array) -> None:
 
 
 def _check_handle(handle: Any) -> None:
-    """Refuse what is no handle."""
+    """Raise TypeError for anything but a Handle or None."""
     if handle is not None and not isinstance(handle, Handle):
         raise TypeError(
             f"handle is of type {type(handle).__qualname__}; it must be a Handle"
@@ -1027,7 +1078,7 @@ def _check_handle(handle: Any) -> None:
 def _raw_extents(
     file: File, dtype: np.dtype[Any], offset: int, shape: Shape
 ) -> tuple[int, ...]:
-    """Return the shape of raw bytes, of which the size of the file may tell one extent."""
+    """Return the shape of raw bytes; replace an extent of -1 by the file's size."""
     axes = list(shape) if isinstance(shape, Sequence | np.ndarray) else [shape]
     unknown = [place for place, extent in enumerate(axes) if extent == -1]
     if not unknown:
@@ -1036,12 +1087,12 @@ def _raw_extents(
     row_bytes, size = math.prod(known) * dtype.itemsize, file.size
     if len(unknown) > 1 or row_bytes == 0:
         raise ValueError(
-            f"the shape is {tuple(axes)} of elements of {dtype.itemsize} bytes; the size "
-            "of a file tells one extent, where there are bytes"
+            f"the shape is {tuple(axes)} with elements of {dtype.itemsize} bytes; only one "
+            "extent may be -1, and the others and the elements must not be of size 0"
         )
     if offset > size or (size - offset) % row_bytes:
         raise ValueError(
-            f"{file.path!r} has {size} bytes; behind the offset {offset} they must be a "
+            f"{file.path!r} has {size} bytes; those after offset {offset} must be a "
             f"multiple of {row_bytes}, for the shape {tuple(axes)} and the dtype {dtype}"
         )
     axes[unknown[0]] = (size - offset) // row_bytes
@@ -1049,7 +1100,7 @@ def _raw_extents(
 
 
 def _write_changes(descriptor: int, old: bytes, new: bytes) -> None:
-    """Write what differs of a header, a few bytes, at once: they are never half written."""
+    """Write the bytes of a header that differ, in one write so that it is never torn."""
     places = [place for place in range(len(new)) if old[place] != new[place]]
     begin, end = places[0], places[-1] + 1
     while begin < end:
@@ -1057,13 +1108,13 @@ def _write_changes(descriptor: int, old: bytes, new: bytes) -> None:
 
 
 def _opened_anew(path: str | bytes, *, overwrite: bool) -> IO[bytes]:
-    """Open a file that is new or may be cut, which the caller does."""
+    """Create a file, or open one that ``overwrite`` permits the caller to truncate."""
     try:
         mode = "wb" if overwrite else "xb"
         # Without a buffer, which close() would write out after an error, too.
         return open(path, mode, buffering=0, opener=_opened_uncut)
     except FileExistsError as error:
-        words = f"{error.strerror}; overwrite=True makes it anew"
+        words = f"{error.strerror}; overwrite=True replaces its contents"
         raise FileExistsError(error.errno, words, path) from None
 
 
@@ -1075,7 +1126,7 @@ def _opened_uncut(path: str | bytes, flags: int) -> int:
 def _restore(
     kind: type[ArrayFile], path: Path, options: dict[str, Any], closed: bool
 ) -> ArrayFile:
-    """Open what pickling carried; what was closed comes back closed."""
+    """Make an ArrayFile from its pickled state; a closed one stays closed."""
     array = kind(path, **options)
     if closed:
         array.close()

@@ -1,4 +1,4 @@
-"""What nvmeio was built with, and what it makes of this process."""
+"""Show how nvmeio was built, and what it uses in this process."""
 
 import resource
 import sys
@@ -18,7 +18,7 @@ __all__ = ["show_config"]
 
 
 class Build(TypedDict):
-    """What was settled when nvmeio was compiled."""
+    """How nvmeio was compiled."""
 
     compiler: str
     cython: str
@@ -28,7 +28,7 @@ class Build(TypedDict):
 
 
 class Configuration(TypedDict):
-    """What ``show_config("dicts")`` returns."""
+    """The result of ``show_config("dicts")``."""
 
     versions: dict[str, str | None]
     build: Build
@@ -50,30 +50,40 @@ def show_config(mode: Literal["dicts"]) -> Configuration: ...
 
 @suggesting
 def show_config(mode: Literal["stdout", "dicts"] = "stdout") -> Configuration | None:
-    """Show what nvmeio was built with, what works here, and what a handle would use.
+    """Show how nvmeio was built, which engines work, and the options of a handle.
 
     Parameters
     ----------
     mode : {"stdout", "dicts"}, default "stdout"
-        Whether to print it, or to return it.
+        Print the configuration, or return it.
 
     Returns
     -------
     dict or None
-        With mode "dicts", a dict of these dicts, which can be written as JSON:
-        ``versions`` of nvmeio, Python, numpy and torch, None for what is not installed;
-        ``build``, the compiler and the optional libraries; ``engines``, as ``engines()``
-        returns them; ``handle``, the options of ``Handle()``; ``pool``, as
-        ``pool_stats()`` returns it; ``limits``, which are ``processors``,
-        ``memory_bytes`` and ``memlock_bytes`` (None: no limit); ``copies``, the kernels
-        for small and for large ones; and ``environment``, the variables that begin with
-        ``NVMEIO_``.  Where the environment has a value that is refused, ``handle`` or
-        ``pool`` is ``{"error": message}``.
+        With mode "dicts", a dict that JSON can represent.  If an environment variable has
+        an invalid value, ``handle`` or ``pool`` is ``{"error": message}``.
+
+        ``versions``
+            The versions of nvmeio, Python, numpy and torch; None if not installed.
+        ``build``
+            The compiler and the optional libraries.
+        ``engines``
+            As ``engines()`` returns them.
+        ``handle``
+            The options of ``Handle()``.
+        ``pool``
+            As ``pool_stats()`` returns it.
+        ``limits``
+            ``processors``, ``memory_bytes`` and ``memlock_bytes`` (None: no limit).
+        ``copies``
+            The kernels for small and for large copies.
+        ``environment``
+            The environment variables that begin with ``NVMEIO_``.
 
     Raises
     ------
     ValueError
-        ``mode`` is neither of the two.
+        ``mode`` is unknown.
 
     See Also
     --------
@@ -81,8 +91,8 @@ def show_config(mode: Literal["stdout", "dicts"] = "stdout") -> Configuration | 
 
     Notes
     -----
-    Tries every engine, which takes 0.1 s.  ``nvmeio doctor`` looks at drives as well, and
-    says what would help.
+    Tries every engine, which takes 0.1 s.  The command ``nvmeio doctor`` also examines
+    drives, and recommends improvements.
 
     Examples
     --------
@@ -91,7 +101,7 @@ def show_config(mode: Literal["stdout", "dicts"] = "stdout") -> Configuration | 
     """
     if word("mode", mode, ("stdout", "dicts")) == "dicts":
         return _configuration()
-    # What the caller has asked for.
+    # Not a print() of the library: the caller has asked for this output.
     sys.stdout.write("".join(f"{line}\n" for line in _lines(_configuration())))
     return None
 
@@ -123,7 +133,7 @@ def _configuration() -> Configuration:
 
 
 def _or_error(find: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return what is found, or why the environment does not allow it."""
+    """Return the result of ``find``, or the error of an invalid environment variable."""
     try:
         return find()
     except (OSError, ValueError) as error:

@@ -10,14 +10,14 @@ __all__ = ["default_handle"]
 
 
 class _Shared:
-    """The handle, once it was asked for."""
+    """The shared handle, made on first use."""
 
     def __init__(self) -> None:
         self.handle: Handle | None = None
         self.forget_threads()
 
     def forget_threads(self) -> None:
-        """In a forked child: a thread of the parent may have held the lock."""
+        """Replace the lock in a forked child: a thread of the parent may have held it."""
         self._lock = threading.RLock()
 
     def get(self) -> Handle:
@@ -25,7 +25,7 @@ class _Shared:
             if self.handle is not None and not self.handle.closed:
                 return self.handle
             made = Handle()
-            # A handler of a signal may have been here meanwhile.
+            # A signal handler may have made a handle meanwhile.
             if self.handle is None or self.handle.closed:
                 self.handle = made
             return self.handle
@@ -41,8 +41,8 @@ def default_handle() -> Handle:
     Returns
     -------
     Handle
-        Made when it is first asked for, with what the environment and its profile say at
-        that moment; always the same one until somebody closes it, then another.
+        Made on the first call, with the options of the environment and its profile at that
+        time.  Every call returns the same handle until it is closed, then a new one.
 
     Raises
     ------
@@ -52,8 +52,8 @@ def default_handle() -> Handle:
     Notes
     -----
     ``load``, ``save``, ``read_file``, ``read_into``, ``write_file``, every ``ArrayFile``
-    that is given no handle and the datasets of ``nvmeio.torch`` use it.  It is drained when
-    the interpreter ends.
+    without a handle of its own, and the datasets of ``nvmeio.torch`` use it.  It is drained
+    at interpreter exit.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""Whole files in one call, and DeepSpeed's two functions for them."""
+"""Read and write whole files in one call, also by DeepSpeed's two functions."""
 
 import contextlib
 import errno
@@ -41,39 +41,40 @@ def read_file(path: Path, offset: int, size: int | None, dtype: Any) -> Any: ...
 def read_file(
     path: Path, offset: int = 0, size: int | None = None, dtype: Any = None
 ) -> Any:
-    """Read a file, or a part of it, into new memory.
+    """Read a file, or part of it, into new memory.
 
     Parameters
     ----------
     path : str, bytes or os.PathLike
         The file.
     offset : int, default 0
-        Where in the file to begin, in bytes.
+        The position in the file, in bytes.
     size : int, optional
-        How much to read, in bytes, whatever the dtype; default: up to the end of the file.
+        How much to read, in bytes, not elements; default: up to the end of the file.
     dtype : dtype of numpy or torch, default uint8
-        What the bytes are elements of.
+        The type of the elements.
 
     Returns
     -------
     numpy.ndarray or torch.Tensor
-        One dimension of elements in memory of the pool: writable, and given back when the
-        last view has died.  A dtype of torch makes a tensor.
+        A one-dimensional, writable array; a tensor if ``dtype`` is torch's.  Its memory
+        belongs to the pool, and returns there when the last view dies.
 
     Raises
     ------
     OSError
-        With errno and path: ENODATA where the file ends before ``offset`` plus ``size``.
+        The file cannot be read; has errno and path.  ENODATA: it ends before ``offset``
+        plus ``size``.
     MemoryError
-        The bytes are more than the memory that is left.
+        Not enough memory, or over the limit that ``NVMEIO_POOL_BYTES`` sets.
     TypeError, ValueError
-        An argument is of the wrong type or out of range, or the bytes are no whole number
-        of elements.
+        An argument is of the wrong type or out of range, or the size is not a multiple of
+        the element's.
 
     Notes
     -----
-    A file that claims to have no bytes, as those in ``/proc`` do, is read by ordinary
-    reads up to its end.  Releases the GIL while it waits.  Uses ``default_handle()``.
+    A file that reports a size of 0, like those in ``/proc``, is read to its end by ordinary
+    reads.  Releases the GIL while it waits.  Uses ``default_handle()``.
 
     Examples
     --------
@@ -88,7 +89,7 @@ def read_file(
 async def reading(
     calls: Calls, path: Path, offset: int, size: int | None, dtype: Any
 ) -> Any:
-    """Read a file, or a part of it, as ``read_file`` does."""
+    """Read a file, or part of it, as ``read_file`` does."""
     offset = whole("offset", offset, 0, 2**63 - 1)
     if size is not None:
         size = whole("size", size, 0, 2**63 - 1)
@@ -105,7 +106,7 @@ async def reading(
 def _opened(
     path: Path, offset: int, size: int | None, element: np.dtype[Any]
 ) -> tuple[File, npt.NDArray[Any], int]:
-    """Open a file, and make an array; return also how many bytes are left to be read."""
+    """Open a file and make an array; also return how many bytes are still to be read."""
     file = File(path)
     try:
         end = file.size
@@ -129,21 +130,23 @@ def _count_bytes(
     """Return how many bytes to read of a file that ends at `end`."""
     if offset + (size or 0) > end:
         wanted = f"{size} bytes at offset {offset}" if size else f"offset {offset}"
-        raise OSError(errno.ENODATA, f"{wanted} is beyond the end, {end}", file.path)
+        raise OSError(
+            errno.ENODATA, f"{wanted} is beyond the end of the file, {end}", file.path
+        )
     count = end - offset if size is None else size
     if element.itemsize == 0:
         raise TypeError(f"elements of dtype {element} have no bytes")
     if count % element.itemsize:
         name = "the rest of the file" if size is None else "size"
         raise ValueError(
-            f"{name} is {count} bytes, no multiple of the {element.itemsize} bytes "
-            f"of a {element}"
+            f"{name} is {count} bytes; it must be a multiple of {element.itemsize}, the "
+            f"size of a {element}"
         )
     return count
 
 
 def _read_to_the_end(file: File) -> bytearray:
-    """Read what a file of no known size has to give."""
+    """Read a file of unknown size to its end."""
     with naming(file.path), open(file.fileno(), "rb", closefd=False) as stream:
         return bytearray(stream.read())
 
@@ -155,22 +158,23 @@ def read_into(buffer: Any, file: FileLike, offset: int = 0) -> int:
     Parameters
     ----------
     buffer : array, tensor or object with the buffer protocol
-        Is filled; of any dtype, shape and strides.
+        The memory to fill; of any dtype, shape and strides.
     file : str, bytes, os.PathLike, int, File or file object
-        A path, a descriptor or a file object with one; must hold ``offset`` plus the
-        buffer's size bytes.
+        A path, a descriptor or a file object with a descriptor.  The file must have at
+        least ``offset`` plus the buffer's size bytes.
     offset : int, default 0
-        Where in the file to begin, in bytes.
+        The position in the file, in bytes.
 
     Returns
     -------
     int
-        The number of bytes read: the size of the buffer.
+        The number of bytes read, which is the size of the buffer.
 
     Raises
     ------
     OSError
-        With errno and path: ENODATA where the file ends before the buffer is full.
+        The file cannot be read; has errno and path.  ENODATA: it ends before the buffer is
+        full.
     TypeError, ValueError
         The buffer cannot be read into, or an argument is of the wrong type or out of range.
 
@@ -193,49 +197,49 @@ def read_into(buffer: Any, file: FileLike, offset: int = 0) -> int:
 
 @suggesting
 def write_file(buffer: Any, path: Path, *, sync: bool = False, atomic: bool = True) -> int:
-    """Make a file of exactly the bytes of a buffer.
+    """Write exactly the bytes of a buffer to a file.
 
     Parameters
     ----------
     buffer : array, tensor or object with the buffer protocol
-        Written in C order.
+        The bytes to write, in C order.
     path : str, bytes or os.PathLike
-        The file; created where it does not exist.
+        The file; created if it does not exist.
     sync : bool, default False
-        Return only when the file, and its name, are on the device.
+        Return only when the file and its name are on the device.
     atomic : bool, default True
-        Write another file beside it, sync that, and give it the name: whoever looks, also
-        after an error or a power failure, finds the old file or the new one, complete.
+        Write and sync a new file beside the old one, then rename it.  At any time, also
+        after an error or a power failure, the path leads either to the old file or to the
+        complete new one.
 
     Returns
     -------
     int
-        The number of bytes written: the size of the buffer.
+        The number of bytes written, which is the size of the buffer.
 
     Raises
     ------
     OSError
-        With errno and path.
+        The file cannot be written; has errno and path.
     TypeError, ValueError
         The buffer cannot be written, or an argument is of the wrong type.
 
     Notes
     -----
-    What ``atomic`` costs: room for both files, blocks of the file system that are new each
-    time, and one sync.  The new file has the old one's mode, access control list and
-    extended attributes, and its owner and group where this user may give them.  A symbolic
-    link stays, and the file that it leads to is replaced.  A process that is killed leaves
-    nothing behind, but for the moment of renaming and for file systems that have no files
-    without a name (O_TMPFILE), as NFS: there ``.nvmeio-*.tmp`` may stay beside the file,
-    and may be removed.
+    ``atomic`` costs space for both files, newly allocated blocks of the file system, and a
+    sync.  The new file has the old one's mode, access control list and extended attributes,
+    and its owner and group if this user may set them.  If the path is a symbolic link, the
+    file that it leads to is replaced.  A process that is killed leaves no temporary file,
+    except at the moment of renaming, and on file systems without O_TMPFILE, such as NFS:
+    there ``.nvmeio-*.tmp`` may be left beside the file, and can be removed.
 
-    With ``atomic=False``, and where the path leads to a device or to a file that has other
-    names (hard links), which it would lose, the file is written in place: a longer one is
-    cut only after the bytes have landed, and after an error it holds a part of them.
+    The file is written in place with ``atomic=False``, and also if it is a device or has
+    other hard links, which a replacement would break.  A longer file is then truncated only
+    after the bytes were written, and after an error it may have some of them.
 
-    A name is made durable by an fsync of the folder that has it, which takes permission to
-    read that folder: without it ``sync=True`` is refused before the file is touched.
-    Releases the GIL while it waits.  Uses ``default_handle()``.
+    An fsync of its directory makes a name durable.  That needs permission to read the
+    directory; without it, ``sync=True`` raises before the file is changed.  Releases the
+    GIL while it waits.  Uses ``default_handle()``.
 
     Examples
     --------
@@ -248,7 +252,7 @@ def write_file(buffer: Any, path: Path, *, sync: bool = False, atomic: bool = Tr
 async def writing(
     calls: Calls, buffer: Any, path: Path, *, sync: bool, atomic: bool
 ) -> int:
-    """Make a file of the bytes of a buffer as ``write_file`` does."""
+    """Write the bytes of a buffer to a file as ``write_file`` does."""
     path = path_of(path)
     sync, atomic = flag("sync", sync), flag("atomic", atomic)
     lent = _borrow(buffer, writable=False)
@@ -262,7 +266,7 @@ async def writing(
 
 
 def _borrow(buffer: Any, *, writable: bool) -> Buffer:
-    """Take hold of a buffer before there is a request."""
+    """Hold the memory of a buffer before there is a request."""
     try:
         return borrow(buffer, writable=writable)
     except TypeError:
@@ -272,7 +276,7 @@ def _borrow(buffer: Any, *, writable: bool) -> Buffer:
 
 @contextlib.contextmanager
 def new_contents(path: str | bytes, *, sync: bool, atomic: bool) -> Iterator[File]:
-    """Open a file to be filled from its beginning, then cut and synced."""
+    """Open a file for new contents; the caller fills, truncates and syncs it."""
     with synced_folder(path) if sync else contextlib.nullcontext():
         if not (atomic and is_replaceable(path)):
             with open_for_writing(path) as file:
@@ -284,11 +288,11 @@ def new_contents(path: str | bytes, *, sync: bool, atomic: bool) -> Iterator[Fil
 
 @contextlib.contextmanager
 def file_in_place_of(target: str, *, read_only: bool = False) -> Iterator[File]:
-    """Open a new file that takes the place of another if all goes well.
+    """Open a new file, which replaces `target` at the end of the block unless that raises.
 
-    Until then it has no name, so that nothing is left of it by who is killed.  A symbolic
-    link is replaced itself; the file that it leads to lends the new one nothing.  A file
-    that must not be written to is replaced with `read_only` alone.
+    Until then it has no name, so that a killed process leaves nothing behind.  A symbolic
+    link is itself replaced, and the new file does not get its target's mode.  A file that
+    this user may not write to is replaced only with `read_only`.
     """
     is_link = os.path.islink(target)
     is_old = not is_link and os.path.exists(target)
@@ -299,7 +303,7 @@ def file_in_place_of(target: str, *, read_only: bool = False) -> Iterator[File]:
     except OSError as error:
         if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL):
             raise
-        # The file system has no files without a name.
+        # The file system has no O_TMPFILE.
         with (
             replacement(target) as temporary,
             _in_folder(lambda: File(temporary, "x")) as file,
@@ -309,7 +313,7 @@ def file_in_place_of(target: str, *, read_only: bool = False) -> Iterator[File]:
             yield file
         return
     with file:
-        # Before the bytes, so that whoever syncs these has synced this too.
+        # Before the bytes are written, so that the caller's sync covers the mode too.
         if not is_link:
             become_like(file.fileno(), target)
         yield file
@@ -318,16 +322,16 @@ def file_in_place_of(target: str, *, read_only: bool = False) -> Iterator[File]:
 
 
 def _in_folder(create: Callable[[], File]) -> File:
-    """Create a file, and say where it was to be where that is not allowed."""
+    """Create a file; explain a PermissionError, which is about its directory."""
     try:
         return create()
     except PermissionError as error:
-        words = f"{error.strerror} (its folder, where the new file is to be made)"
+        words = f"{error.strerror} (its folder, in which a new file must be created)"
         raise PermissionError(error.errno, words, error.filename) from error
 
 
 def cut(file: File, size: int) -> None:
-    """Cut a file behind its contents; a device has the length that it has."""
+    """Truncate a file to its new contents; do nothing for a device."""
     found = os.fstat(file.fileno())
     if found.st_size != size and stat.S_ISREG(found.st_mode):
         file.truncate(size)
@@ -343,18 +347,18 @@ def aio_read(
     overlap_events: bool,
     validate: bool,
 ) -> int:
-    """Read a whole file into a buffer of exactly its size, as DeepSpeed's function does.
+    """Read a whole file into a buffer of its size, like DeepSpeed's function.
 
     Parameters
     ----------
     buffer : array, tensor or object with the buffer protocol
-        Is filled.
+        The memory to fill.
     filename : str, bytes or os.PathLike
         The file.
     block_size, queue_depth, single_submit, overlap_events
         As for ``aio_handle``.
     validate : bool
-        Compare with an ordinary read afterwards.
+        Compare the buffer afterwards with an ordinary read of the file.
 
     Returns
     -------
@@ -364,7 +368,8 @@ def aio_read(
     Raises
     ------
     OSError
-        With errno and path: EINVAL where the file and the buffer differ in size.
+        The file cannot be read; has errno and path.  EINVAL: the file and the buffer differ
+        in size.
     TypeError, ValueError
         The buffer cannot be read into, or an argument is of the wrong type or out of range.
 
@@ -402,12 +407,12 @@ def aio_write(
     overlap_events: bool,
     validate: bool,
 ) -> int:
-    """Make a file of exactly the bytes of a buffer, as DeepSpeed's function does.
+    """Write exactly the bytes of a buffer to a file, like DeepSpeed's function.
 
     Parameters
     ----------
     buffer, filename, block_size, queue_depth, single_submit, overlap_events, validate
-        As for ``aio_read``.  A longer file is cut after the bytes have landed.
+        As for ``aio_read``.  A longer file is truncated after the bytes were written.
 
     Returns
     -------
@@ -417,7 +422,7 @@ def aio_write(
     Raises
     ------
     OSError
-        With errno and path.
+        The file cannot be written; has errno and path.
     TypeError, ValueError
         The buffer cannot be written, or an argument is of the wrong type or out of range.
 
@@ -440,6 +445,6 @@ def aio_write(
 def _op(
     block_size: int, queue_depth: int, single_submit: bool, overlap_events: bool
 ) -> aio_handle:
-    """Open a handle of numbers: None stands elsewhere for what the environment says."""
+    """Open a handle; refuse None, which means the environment's value elsewhere."""
     sizes = integer("block_size", block_size), integer("queue_depth", queue_depth)
     return aio_handle(*sizes, single_submit, overlap_events)

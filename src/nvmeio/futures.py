@@ -1,7 +1,7 @@
-"""Waiting for any or all of many requests, of one handle or several.
+"""Wait for any or all of many requests, of one or several handles.
 
-A thread sleeps on one eventfd, which the workers signal, and whoever finishes a request
-elsewhere.  How an event loop sleeps is event_loop.py's.
+A waiting thread sleeps on one eventfd.  Workers signal it, and so does a thread that
+finishes one of the requests.  event_loop.py does the same for event loops.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from nvmeio._native.request import Request
 
 __all__ = ["Completions", "Waited", "as_completed", "wait"]
 
-# Between two slices of a sleep signals are looked at: another thread may have had them.
+# Between slices of a sleep the main thread handles signals that another thread received.
 SLICE_S = 0.05
 
 WAYS = ("ALL_COMPLETED", "FIRST_COMPLETED", "FIRST_EXCEPTION")
@@ -32,12 +32,13 @@ Kind = TypeVar("Kind", bound=Listener)
 
 
 class Waited(NamedTuple):
-    """What ``wait`` has waited for.
+    """The result of ``wait``.
 
     Attributes
     ----------
     done, not_done : set of Request
-        Those that are done, also those that failed or were cancelled, and the others.
+        The requests that are done, including those that failed or were cancelled; and the
+        others.
 
     Examples
     --------
@@ -55,13 +56,13 @@ class Waited(NamedTuple):
 
 
 class Bell(Listener):
-    """Hears of requests that are done for one thread, which sleeps meanwhile."""
+    """Collects completions for one thread, which sleeps meanwhile."""
 
     def __init__(self) -> None:
         super().__init__()
         self._workers: set[Workers] = set()
-        # Of what follows: nobody may signal an eventfd that is closed.  A signal's handler
-        # may come back here.
+        # Guards the fields below, because nobody may signal a closed eventfd.  An RLock,
+        # because a signal handler may come back here.
         self._lock = threading.RLock()
         self._asleep = False
         self._fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -74,11 +75,11 @@ class Bell(Listener):
         return super().listen(requests)
 
     def sleep(self, end_ns: int) -> bool:
-        """Sleep until a request is done, or until a monotonic time; tell whether one is."""
+        """Sleep until a request is done, or a monotonic time; return whether one is."""
         while not self.done:
             left_s = _left_s(end_ns)
             self._look()
-            # The workers signal from here on, and so does who rings.
+            # From here on, workers and _ring() signal the eventfd.
             self._asleep = True
             try:
                 if not self.done:
@@ -90,7 +91,7 @@ class Bell(Listener):
         return True
 
     def _look(self) -> None:
-        """Clear, ask again, and only then look: so no completion is missed."""
+        """Clear the eventfd, ask again, and only then look: so no completion is missed."""
         if self._poll.poll(0):
             os.eventfd_read(self._fd)
         for workers in self._workers:
@@ -99,7 +100,7 @@ class Bell(Listener):
             workers.collect()
 
     def close(self) -> None:
-        """Hear no more, and close the eventfd."""
+        """Stop listening, and close the eventfd."""
         super().close()
         for workers in self._workers:
             workers.unwatch(self._fd)
@@ -113,10 +114,10 @@ class Bell(Listener):
 
 
 class Completions:
-    """Requests in the order in which they are done: an iterator, also an asynchronous one.
+    """Iterator over requests in the order in which they complete; also asynchronous.
 
-    Made by ``as_completed``.  It is no generator, which the first exception would end: who
-    is interrupted or cancelled while waiting may ask again, and misses no request.
+    ``as_completed`` returns it.  Unlike a generator, it survives exceptions: after an
+    interruption or a cancellation, ask again, and no request is missed.
 
     Examples
     --------
@@ -130,7 +131,7 @@ class Completions:
     """
 
     def __init__(self, requests: list[Request], timeout: float | None) -> None:
-        # Nobody hears of them before the first is asked for.
+        # Not listened to before the first request is asked for.
         self._unheard = requests
         self._listener: Listener | None = None
         self._left = self._count = len(requests)
@@ -155,7 +156,7 @@ class Completions:
         return self
 
     async def __anext__(self) -> Request:
-        """Wait for the next request, while the event loop goes on, and return it."""
+        """Wait for the next request without blocking the event loop, and return it."""
         from nvmeio._events.event_loop import Alarm
 
         with self._alone():
@@ -174,16 +175,18 @@ class Completions:
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
-        """Refuse a second thread or task, which would sleep where the first one does."""
+        """Raise RuntimeError for a second thread or task that waits at the same time."""
         if not self._asked.acquire(blocking=False):
-            raise RuntimeError("the next request is waited for already")
+            raise RuntimeError(
+                "another thread or task is waiting for the next request; only one may"
+            )
         try:
             yield
         finally:
             self._asked.release()
 
     def _listening(self, kind: type[Kind]) -> Kind:
-        """Return what hears of the requests that are left: for a thread, or for a loop."""
+        """Return the listener for the remaining requests, of a thread or of a loop."""
         if isinstance(self._listener, kind):
             return self._listener
         made = kind()
@@ -197,7 +200,7 @@ class Completions:
         return made
 
     def _take(self, listener: Listener) -> Request:
-        """Return the first request that is done."""
+        """Remove and return the first request that is done."""
         found: Request = listener.done.popleft()
         self._left -= 1
         if not self._left:
@@ -205,7 +208,7 @@ class Completions:
         return found
 
     def _over(self) -> TimeoutError:
-        """End the iteration, and return what is raised when the time is over."""
+        """End the iteration, and return the TimeoutError to raise."""
         left = self._left
         self._close()
         return TimeoutError(
@@ -214,7 +217,7 @@ class Completions:
         )
 
     def _close(self) -> None:
-        """Hear of no more requests."""
+        """Stop listening, and forget all requests."""
         self._left, self._unheard = 0, []
         listener, self._listener = self._listener, None
         if listener is not None:
@@ -223,42 +226,42 @@ class Completions:
 
 @suggesting
 def as_completed(requests: Iterable[Request], timeout: float | None = None) -> Completions:
-    """Iterate over requests in the order in which they are done.
+    """Iterate over requests in the order in which they complete.
 
     Parameters
     ----------
     requests : iterable of Request
-        Of any handles.  One that is given twice is yielded once.
+        Requests of any handles.  One that is given twice is yielded once.
     timeout : float, optional
-        How long all of it may take from now on, in seconds; None waits as long as it takes.
+        The time limit for the whole iteration, from now on, in seconds; default: none.
 
     Returns
     -------
     Completions
-        An iterator, for ``for``, ``async for``, ``next`` or ``anext``.  Yields the requests
-        themselves, those first that were done before; ``wait()`` gives the bytes or the
-        error of each.
+        An iterator, for ``for``, ``async for``, ``next`` or ``anext``.  It yields the
+        requests themselves, first those that are done already.  Call ``wait()`` of each for
+        its result or error.
 
     Raises
     ------
     TypeError
-        One of them is no Request, or ``timeout`` no number.
+        An item is not a Request, or ``timeout`` is not a number.
     ValueError
         ``timeout`` is negative.
     TimeoutError
-        From the iteration: the time is over.  The requests go on.
+        From the iteration: the time is over.  The requests are still running.
     OSError
         From the iteration: EOWNERDEAD, one was submitted before a fork().
     KeyboardInterrupt
-        From ``for``: Ctrl-C, within 0.1 s.  The requests go on.
+        From ``for``: Ctrl-C, within 0.1 s.  The requests are still running.
 
     Notes
     -----
     Releases the GIL while it waits.  Leaving the loop early, or cancelling the task of an
-    ``async for``, cancels no request; whoever asks the iterator again, as with ``anext``
-    under a time limit, gets those that were not yielded.  One thread or task at a time may
-    wait.  An eventfd is open from the first request on until all were yielded, or the
-    iterator is dropped.
+    ``async for``, does not cancel requests.  Iterate again, for example by ``anext`` with a
+    time limit, to get those that were not yielded.  Only one thread or task may wait at a
+    time.  An eventfd is open from the first request until all are yielded or the iterator
+    is dropped.
 
     Examples
     --------
@@ -279,40 +282,40 @@ def wait(
     timeout: float | None = None,
     return_when: str = "ALL_COMPLETED",
 ) -> Waited:
-    """Wait for some requests or for all.
+    """Wait for any or all of several requests.
 
     Parameters
     ----------
     requests : iterable of Request
-        Of any handles.
+        Requests of any handles.
     timeout : float, optional
-        How long, in seconds; None waits as long as it takes.
+        The longest time to wait, in seconds; default: no limit.
     return_when : str, default "ALL_COMPLETED"
-        ``"FIRST_COMPLETED"`` returns when one is done, ``"FIRST_EXCEPTION"`` when one has
-        failed (being cancelled is no failure) or all are done: the values of
-        ``concurrent.futures``.
+        ``"FIRST_COMPLETED"`` returns when one is done; ``"FIRST_EXCEPTION"`` when one has
+        failed, which does not include cancellation, or all are done.  The values are those
+        of ``concurrent.futures``.
 
     Returns
     -------
     Waited
-        The sets ``done`` and ``not_done``.  When the time is over some are not done, which
-        is no error here.
+        The sets ``done`` and ``not_done``.  No error is raised when the time is over: some
+        requests are then in ``not_done``.
 
     Raises
     ------
     TypeError
-        One of them is no Request, or ``timeout`` no number.
+        An item is not a Request, or ``timeout`` is not a number.
     ValueError
-        ``timeout`` is negative, or ``return_when`` is none of the three.
+        ``timeout`` is negative, or ``return_when`` is unknown.
     OSError
         EOWNERDEAD: one was submitted before a fork().
     KeyboardInterrupt
-        Ctrl-C, within 0.1 s; the requests go on.
+        Ctrl-C, within 0.1 s; the requests are still running.
 
     Notes
     -----
-    Releases the GIL while it waits.  Errors of requests are not raised here, but by their
-    ``wait()``.
+    Releases the GIL while it waits.  Errors of requests are not raised here, but by each
+    request's ``wait()``.
 
     Examples
     --------
@@ -340,7 +343,7 @@ def wait(
 
 
 def _is_enough(way: str, awaited: list[Request], done: set[Request], bell: Bell) -> bool:
-    """Add to ``done`` what the bell has heard of, and tell whether that will do."""
+    """Move completed requests to ``done``; return whether ``way`` is satisfied."""
     failed = False
     while bell.done:
         request = bell.done.popleft()
@@ -351,9 +354,9 @@ def _is_enough(way: str, awaited: list[Request], done: set[Request], bell: Bell)
 
 
 def _checked(requests: Iterable[Any]) -> list[Request]:
-    """Return each request once, or raise TypeError for what is none."""
+    """Return each request once; raise TypeError for other objects."""
     if isinstance(requests, Request):
-        raise TypeError(f"requests is {requests!r}; pass a list of it, or use its wait()")
+        raise TypeError(f"requests is {requests!r}; pass [request], or call its wait()")
     found: dict[Request, None] = {}
     for index, request in enumerate(requests):
         if not isinstance(request, Request):
@@ -363,5 +366,5 @@ def _checked(requests: Iterable[Any]) -> list[Request]:
 
 
 def _left_s(end_ns: int) -> float:
-    """Return how long it is until a monotonic time, in seconds; infinity for -1."""
+    """Return the seconds until a monotonic time in ns; infinity for -1."""
     return (end_ns - time.monotonic_ns()) / 1e9 if end_ns >= 0 else math.inf

@@ -1,4 +1,4 @@
-"""Arrays in memory of the pool."""
+"""Allocate arrays in the pool's memory."""
 
 import math
 from typing import Any
@@ -21,40 +21,40 @@ def empty(
     pin_memory: bool = False,
     numa_node: int | None = None,
 ) -> npt.NDArray[Any]:
-    """Make an array in memory of the pool, without initializing it.
+    """Allocate an array in the pool's memory, without initializing it.
 
     Parameters
     ----------
     shape : int or sequence of int
         The extent of each axis, 0 or more.
     dtype : dtype, default float64
-        Of plain bytes.
+        The dtype of the elements, not of Python objects.
     pin_memory : bool, default False
-        Lock the memory where RLIMIT_MEMLOCK allows, and have ``is_pinned`` know it; where
-        CUDA is in use, register it with the driver.
+        Lock the memory if RLIMIT_MEMLOCK permits, mark it for ``is_pinned``, and register
+        it with the CUDA driver if CUDA is in use.
     numa_node : int, optional
-        The node whose memory it shall be; by default where the system likes.
+        The NUMA node of the memory; default: not bound to a node.
 
     Returns
     -------
     numpy.ndarray
-        In C order; page-aligned, populated, in huge pages where the system has them.  The
-        memory goes back to the pool when the last reference to it dies.
+        C-ordered, page-aligned, populated, and in huge pages if the system has them.  The
+        memory returns to the pool when the last reference to it dies.
 
     Raises
     ------
     MemoryError
-        The pool may not hold so much (NVMEIO_POOL_BYTES), or the system has not so much.
+        Not enough memory, or over the limit that ``NVMEIO_POOL_BYTES`` sets.
     TypeError, ValueError
-        A dtype of Python objects; an extent that is no integer, negative or beyond all
-        memory; a node that there is not.
+        The dtype is of Python objects; an extent is not an integer, negative or too large;
+        or the machine has no such NUMA node.
     OSError
-        The system refuses to bind memory to a node, as containers may.
+        The system refuses to bind memory to a node, as it may in a container.
 
     Notes
     -----
     Releases the GIL while the kernel provides the memory.  In a forked child the memory is
-    a copy, neither locked nor known to a driver.
+    a copy, which is neither locked nor registered with a driver.
 
     Examples
     --------
@@ -66,7 +66,7 @@ def empty(
         raise TypeError(f"dtype is {dtype}; nvmeio.torch.empty() makes tensors")
     dtype = np.dtype(dtype)
     if dtype.hasobject:
-        raise TypeError(f"the pool has no memory for the Python objects of dtype {dtype}")
+        raise TypeError(f"dtype is {dtype}, of Python objects; it must be of plain bytes")
     extents = extents_of(shape)
     nbytes = math.prod(extents) * dtype.itemsize
     if nbytes == 0:

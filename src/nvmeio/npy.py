@@ -1,4 +1,4 @@
-"""Whole .npy files: an array or a tensor saved, an array loaded."""
+"""Save an array or tensor as a .npy file, and load an array."""
 
 from typing import Any
 
@@ -27,23 +27,23 @@ def load(path: Path) -> npt.NDArray[Any]:
     Parameters
     ----------
     path : str, bytes or os.PathLike
-        A file of version 1 to 3, in C or Fortran order.
+        A .npy file of version 1 to 3, in C or Fortran order.
 
     Returns
     -------
     numpy.ndarray
-        What ``numpy.load`` returns, in memory of the pool.
+        The same as from ``numpy.load``, in memory of the pool.
 
     Raises
     ------
     OSError
-        With errno and path.
+        The file cannot be read; has errno and path.
     MemoryError
-        The array is larger than the memory that is left.
+        Not enough memory, or over the limit that ``NVMEIO_POOL_BYTES`` sets.
     TypeError
-        ``path`` is no path.
+        ``path`` is not a path.
     ValueError
-        It is no .npy file, holds Python objects, or ends before the array does.
+        The file is not a .npy file, contains Python objects, or ends before its array.
 
     Notes
     -----
@@ -69,7 +69,7 @@ async def loading(calls: Calls, path: Path) -> npt.NDArray[Any]:
 
 
 def _opened(path: Path) -> tuple[File, Layout, npt.NDArray[Any]]:
-    """Open a file, read its header, and make an array for its elements."""
+    """Open a file, read its header, and allocate an array for its elements."""
     file = File(path)
     try:
         layout = read_layout(file)
@@ -87,26 +87,26 @@ def save(path: Path, array: Any, *, sync: bool = False) -> None:
     Parameters
     ----------
     path : str, bytes or os.PathLike
-        The file, as it is named: no suffix is added.  One that exists is replaced by a new
-        one, once that is complete and synced; until then, and after an error, it stays as
-        it was.
+        The file; no suffix is added.  An existing file is replaced by the new one once that
+        is complete and synced.  Until then, and after an error, it does not change.
     array : array_like or tensor
-        Of a dtype that numpy has, of any strides and device; written in C order.
+        The array, with a dtype that numpy has, and any strides and device; written in C
+        order.
     sync : bool, default False
-        Return only when the file, and its name, are on the device.
+        Return only when the file and its name are on the device.
 
     Raises
     ------
     OSError
-        With errno and path.
+        The file cannot be written; has errno and path.
     TypeError
-        The elements are Python objects or, like bfloat16, of no dtype of numpy's; an
-        argument is of the wrong type.
+        The elements are Python objects, or have a dtype that numpy lacks, such as bfloat16;
+        or an argument is of the wrong type.
 
     Notes
     -----
-    As ``write_file(..., atomic=True)``, which says what that costs and where a file is
-    written in place.  Releases the GIL while it waits.  Uses ``default_handle()``.
+    Works as ``write_file(..., atomic=True)``: see there for its cost, and for files that
+    are written in place.  Releases the GIL while it waits.  Uses ``default_handle()``.
 
     Examples
     --------
@@ -133,7 +133,7 @@ async def saving(calls: Calls, path: Path, array: Any, *, sync: bool) -> None:
 
 
 def _source_of(array: Any) -> tuple[np.dtype[Any], tuple[int, ...], Any]:
-    """Return dtype, shape and memory of what is to be saved."""
+    """Return dtype, shape and memory of the array or tensor to save."""
     library = library_of(array)
     if library is not None:
         return storable(array.dtype), tuple(array.shape), array

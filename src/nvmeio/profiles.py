@@ -1,6 +1,7 @@
-"""Profiles: the options that were measured to be best on a device, kept in a file.
+"""Profiles: the fastest options for a device, as measured, saved in a file.
 
-``nvmeio tune`` makes them; ``Handle.from_profile`` and ``NVMEIO_PROFILE`` use them.
+The command ``nvmeio tune`` makes them; ``Handle.from_profile`` and ``NVMEIO_PROFILE`` use
+them.
 """
 
 from nvmeio._config.profile_files import (

@@ -35,7 +35,7 @@ VERSIONS = ((1, 0), (2, 0), (3, 0))
 # nvmeio refuses these because numpy misreads the header, or crashes.
 REFUSED = (
     "has a shape; give it to the array",
-    "of text of no length; give it one",
+    "text of length 0; give it a length",
     "a unit of time is divided by",
 )
 

@@ -1,1 +1,1 @@
-"""What callers pass: checked, and named where it is wrong."""
+"""Checks of callers' arguments."""

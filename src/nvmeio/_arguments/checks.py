@@ -1,7 +1,7 @@
-"""What callers pass: numbers, booleans, words and paths, checked.
+"""Check callers' arguments: numbers, booleans, words and paths.
 
-What is refused is named, with its value and with what it may be.  What is checked for each
-transfer is in Cython, in _native/arguments.pyx.
+Each error names the argument, its value and the values that are allowed.  The arguments of
+every transfer are checked in Cython, in _native/arguments.pyx.
 """
 
 import inspect
@@ -32,25 +32,25 @@ __all__ = [
 
 Shape = SupportsIndex | Sequence[SupportsIndex]
 
-# A default that inspect takes for none.  Cython would say only how many arguments there
-# must be, where one is missing because it was passed by a wrong name.
+# The default of a required argument, which inspect shows as having none.  Cython's own
+# error would only count arguments; ours can suggest a name if one was misspelt.
 MISSING: Any = inspect.Parameter.empty
 
-# Of these a message shows the value, of others, which may be large, the type.
+# Types whose values a message shows.  Others may be large, so it shows their type.
 _SHOWN = (bool, int, float, str, bytes, np.bool_, np.number)
 
 _DIRECT_CHOICES = "'auto', True or False"
 
 
 def shown(value: Any) -> str:
-    """Return a value as a message shows it."""
+    """Return the text that a message shows for a value."""
     if value is None or isinstance(value, _SHOWN):
         return repr(value)
     return f"of type {type(value).__qualname__}"
 
 
 def integer(name: str, value: Any) -> int:
-    """Return an integer of any type but bool, or raise TypeError."""
+    """Convert any integer except a bool to int, or raise TypeError."""
     if not isinstance(value, (bool, np.bool_)):
         try:
             index: int = operator.index(value)
@@ -61,7 +61,7 @@ def integer(name: str, value: Any) -> int:
 
 
 def whole(name: str, value: Any, least: int, most: int) -> int:
-    """Return an integer within limits, or raise TypeError or ValueError."""
+    """Return an integer from ``least`` to ``most``, or raise TypeError or ValueError."""
     number = integer(name, value)
     if not least <= number <= most:
         raise ValueError(f"{name} is {number}; it must be from {least} to {most}")
@@ -69,7 +69,7 @@ def whole(name: str, value: Any, least: int, most: int) -> int:
 
 
 def flag(name: str, value: Any, choices: str = "True or False") -> bool:
-    """Return a boolean, or raise: a word such as "no" would count as true."""
+    """Return a boolean, or raise: text such as "no" must not count as true."""
     if value is True or value is False:
         return value
     if isinstance(value, np.bool_):
@@ -93,7 +93,7 @@ def direct_choice(name: str, value: Any) -> bool | str:
 
 
 def word(name: str, value: Any, choices: Iterable[str]) -> str:
-    """Return a word that is one of several, or raise ValueError."""
+    """Return a word if it is one of ``choices``, or raise ValueError."""
     if not isinstance(value, str) or value not in choices:
         raise ValueError(
             f"{name} is {shown(value)}; it must be one of {', '.join(choices)}"
@@ -102,7 +102,7 @@ def word(name: str, value: Any, choices: Iterable[str]) -> str:
 
 
 def path_of(path: Path) -> str | bytes:
-    """Return a path as text or bytes, or raise TypeError."""
+    """Return a path as str or bytes, or raise TypeError."""
     try:
         return os.fspath(path)
     except TypeError:
@@ -125,7 +125,7 @@ def refuse_missing(**required: Any) -> None:
 
 
 def refuse_path(buffer: Any) -> None:
-    """Raise TypeError for a path in a buffer's place: the two are easily swapped."""
+    """Raise TypeError if a buffer is a path, because callers easily swap the two."""
     if isinstance(buffer, str | os.PathLike):
         raise TypeError(
             f"buffer is the path {os.fspath(buffer)!r}; it must be an array, a tensor or "
@@ -134,9 +134,9 @@ def refuse_path(buffer: Any) -> None:
 
 
 def extents_of(shape: Shape) -> tuple[int, ...]:
-    """Return a shape as a tuple."""
+    """Return a shape as a tuple of int, or raise TypeError or ValueError."""
     if isinstance(shape, str | bytes):
-        raise TypeError(f"the shape is {shape!r}; it must be an integer or several")
+        raise TypeError(f"the shape is {shape!r}; it must be an integer or a sequence")
     axes = shape if isinstance(shape, Sequence | np.ndarray) else (shape,)
     extents = tuple(integer("an extent", extent) for extent in axes)
     for extent in extents:

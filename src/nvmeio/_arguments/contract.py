@@ -1,4 +1,4 @@
-"""Binding of the arguments that DeepSpeed's interface names as Python cannot."""
+"""Bind the arguments of DeepSpeed's methods that have one named ``async``, a keyword."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

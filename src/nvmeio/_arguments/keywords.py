@@ -1,4 +1,4 @@
-"""Keywords that are nearly right: "did you mean ...?"."""
+"""Suggestions for misspelt keyword arguments: "did you mean ...?"."""
 
 import functools
 import inspect
@@ -10,7 +10,7 @@ __all__ = ["hide_unknown", "hint_among", "refuse_unknown", "suggesting"]
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# What callers say who think of another library, or of nvmeio's op of DeepSpeed.
+# Names that other libraries, or nvmeio's op for DeepSpeed, use -> the names to suggest.
 _SYNONYMS = {
     "array": ("buffer", "out"),
     "data": ("buffer",),
@@ -31,7 +31,7 @@ _SYNONYMS = {
 
 
 def refuse_unknown(function: Any, unknown: Mapping[str, Any]) -> NoReturn:
-    """Raise TypeError for keywords that a function has not; say which is nearly right."""
+    """Raise TypeError for unknown keywords, with a suggestion if one is similar."""
     keyword = next(iter(unknown))
     raise TypeError(
         f"{function.__name__}() got an unexpected keyword argument {keyword!r}"
@@ -40,12 +40,12 @@ def refuse_unknown(function: Any, unknown: Mapping[str, Any]) -> NoReturn:
 
 
 def hint_for(function: Callable[..., Any], keyword: str) -> str:
-    """Return "; did you mean ...?" for a keyword that is nearly one of a function's."""
+    """Return "; did you mean ...?" if a function has a similar keyword, else ""."""
     return hint_among(list(inspect.signature(function).parameters), keyword)
 
 
 def hint_among(names: Sequence[str], keyword: str) -> str:
-    """Return "; did you mean ...?" for a keyword that is nearly one of several."""
+    """Return "; did you mean ...?" if one of the names is similar, else ""."""
     import difflib
 
     names = [name for name in names if name != "unknown"]
@@ -56,7 +56,7 @@ def hint_among(names: Sequence[str], keyword: str) -> str:
 
 
 def hide_unknown(kind: type) -> None:
-    """Take ``**unknown``, which nobody may pass, out of the signatures of methods."""
+    """Remove ``**unknown``, which only collects errors, from the methods' signatures."""
     for method in vars(kind).values():
         if hasattr(method, "__code__") and "unknown" in method.__code__.co_varnames:
             found = inspect.signature(method)
@@ -65,14 +65,14 @@ def hide_unknown(kind: type) -> None:
 
 
 def suggesting(function: Callable[P, R]) -> Callable[P, R]:
-    """Have the TypeError for an unknown keyword say "did you mean ...?"."""
+    """Decorate a function: the TypeError for an unknown keyword suggests the right one."""
 
     @functools.wraps(function)
     def called(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
             return function(*args, **kwargs)
         except TypeError as error:
-            # One of the call itself has no frame of the function.
+            # A frame below this one means that the function itself raised the error.
             if error.__traceback__ is None or error.__traceback__.tb_next is not None:
                 raise
             hints = [hint_for(function, keyword) for keyword in _unknown(function, kwargs)]
@@ -92,7 +92,7 @@ def suggesting(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def _unknown(function: Any, kwargs: Mapping[str, object]) -> list[str]:
-    """Return the keywords that a function has not."""
+    """Return the keywords that a function does not have."""
     code = function.__code__
     names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
     return [keyword for keyword in kwargs if keyword not in names]

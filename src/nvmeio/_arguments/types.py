@@ -9,7 +9,7 @@ Path = str | bytes | os.PathLike[str] | os.PathLike[bytes]
 
 
 class HasFileno(Protocol):
-    """A file object with a descriptor, a File among others."""
+    """A file object with a descriptor, such as a File."""
 
     def fileno(self) -> int:
         """Return the descriptor."""

@@ -1,4 +1,4 @@
-"""Sizes as people read them."""
+"""Sizes for people: formatting and parsing."""
 
 import re
 from fractions import Fraction
@@ -12,7 +12,7 @@ UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 
 
 def in_binary(nbytes: float) -> str:
-    """Write a size with the largest unit that keeps it short, such as 1.5 GiB."""
+    """Format a size with the largest unit below its value, such as 1.5 GiB."""
     value, unit = float(nbytes), 0
     while value >= 1024 and unit < len(UNITS) - 1:
         value /= 1024
@@ -21,14 +21,14 @@ def in_binary(nbytes: float) -> str:
 
 
 def needed_and_free(needed: int, free: int) -> str:
-    """Say how many bytes there is no room for."""
+    """Return the text for a lack of space: how much is needed, how much is free."""
     return f"{in_binary(needed)} ({needed} bytes) are needed, and {free} are free"
 
 
 def size_of(name: str, value: Any, least: int) -> int:
-    """Return a number of bytes: an integer, or text such as "64MiB" or "1.5G".
+    """Parse a number of bytes: an integer, or text such as "64MiB" or "1.5G".
 
-    The units are powers of 1024; what is no whole number of bytes is rounded down.
+    The units are powers of 1024.  Fractions of a byte are rounded down.
     """
     if isinstance(value, str):
         found = re.fullmatch(

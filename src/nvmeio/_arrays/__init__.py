@@ -1,1 +1,1 @@
-"""Arrays in files: what an index names, what a header says."""
+"""Arrays in files: indexing, .npy headers, conversion of elements."""

@@ -1,4 +1,4 @@
-"""Elements of arrays on disk: which there can be, values for them, their plain bytes."""
+"""Elements of arrays on disk: dtypes that are allowed, conversion of values, bytes."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -15,16 +15,16 @@ __all__ = ["Elements", "bytes_of", "element_of", "storable"]
 
 Array = npt.NDArray[Any]
 
-# What conversions raise: OverflowError of a number, RuntimeError of a tensor.
+# Errors of conversions: numbers raise OverflowError, tensors RuntimeError.
 _MISFITS = (TypeError, ValueError, OverflowError, RuntimeError)
 
 
 @dataclass(frozen=True)
 class Elements:
-    """What an array is of, and what its results are."""
+    """The elements of an array on disk, and the type of its results."""
 
     dtype: np.dtype[Any]  # in the file
-    # What makes tensors of results, and their dtype; None where results are arrays.
+    # The library that makes tensors of results, and their dtype; None: results are arrays.
     library: TensorLibrary | None = None
     tensor_dtype: Any = None
 
@@ -34,11 +34,11 @@ class Elements:
         return self.dtype if self.library is None else self.tensor_dtype
 
     def dress(self, array: Array) -> Any:
-        """Return an array as what results are."""
+        """Convert an array to the type of results."""
         return array if self.library is None else self.library.dress(array, self.shown)
 
     def spread(self, values: Any, shape: tuple[int, ...]) -> Array:
-        """Return values as a whole array of a shape, as numpy would assign them."""
+        """Broadcast values to an array of a shape, as an assignment in numpy would."""
         carried = self._carried(values)
         same = isinstance(carried, np.ndarray) and carried.dtype == self.dtype
         if same and carried.shape == shape:
@@ -56,7 +56,7 @@ class Elements:
         return array
 
     def rows(self, values: Any, shape: tuple[int, ...]) -> Array:
-        """Return values as rows of an array of a shape, any number of them."""
+        """Convert values to any number of rows of an array of a shape."""
         carried = self._carried(values)
         try:
             array = np.asarray(carried, self.dtype, order="C")
@@ -71,7 +71,7 @@ class Elements:
         return array
 
     def _carried(self, values: Any) -> Any:
-        """Return values as what numpy can convert to the elements."""
+        """Convert values to something that numpy can convert to the elements."""
         library, dtype = self.library, self.tensor_dtype
         if isinstance(values, Unread):
             values = values[...]
@@ -90,12 +90,12 @@ class Elements:
             return library.undress(values, dtype)
         except _MISFITS as error:
             if library_of(values) is not None:
-                # Says what is wrong with tensors that are no plain arrays.
+                # Raises a precise error for tensors that are not plain arrays.
                 library.export(values, False)
             raise self._misfit(values, error) from error
 
     def _misfit(self, values: Any, error: Exception) -> Exception:
-        """Say that values cannot be converted, by an error of numpy's kind."""
+        """Return the error for values that cannot be converted, of numpy's class."""
         what = f"of dtype {values.dtype}" if hasattr(values, "dtype") else shown(values)
         words = f"the values are {what}; they cannot be converted to {self.shown}"
         for kind in (ValueError, OverflowError):
@@ -114,14 +114,14 @@ def _shape_of(values: Any) -> tuple[int, ...] | None:
 
 
 def _fits(found: tuple[int, ...], shape: tuple[int, ...]) -> bool:
-    """Tell whether numpy would broadcast values; it drops leading axes of extent 1."""
+    """Return whether numpy would broadcast values; it drops leading axes of extent 1."""
     more = max(0, len(found) - len(shape))
     pairs = zip(reversed(found[more:]), reversed(shape), strict=False)
     return set(found[:more]) <= {1} and all(one in (1, extent) for one, extent in pairs)
 
 
 def storable(dtype: Any) -> np.dtype[Any]:
-    """Return numpy's dtype for elements that numpy.load() gives back as they were."""
+    """Return the numpy dtype for elements that numpy.load() can restore exactly."""
     library, element = library_of_dtype(dtype), element_of(dtype)
     if library is not None and element.kind == "V":
         raise TypeError(
@@ -132,7 +132,7 @@ def storable(dtype: Any) -> np.dtype[Any]:
 
 
 def element_of(dtype: Any) -> np.dtype[Any]:
-    """Return numpy's dtype for a dtype of numpy or torch, of plain bytes."""
+    """Return the numpy dtype that stores a dtype of numpy or torch as plain bytes."""
     library = library_of_dtype(dtype)
     carrier = None if library is None else library.carrier(dtype)
     element = _numpy_dtype(dtype) if carrier is None else carrier
@@ -143,7 +143,7 @@ def element_of(dtype: Any) -> np.dtype[Any]:
 
 
 def _numpy_dtype(dtype: Any) -> np.dtype[Any]:
-    """Return a dtype of numpy; numpy itself takes None for float64."""
+    """Convert to a numpy dtype; refuse None, which numpy takes for float64."""
     try:
         if dtype is not None:
             element: np.dtype[Any] = np.dtype(dtype)
@@ -154,7 +154,7 @@ def _numpy_dtype(dtype: Any) -> np.dtype[Any]:
 
 
 def bytes_of(array: Array) -> Array:
-    """View an array as bytes that can be lent: of dates, say, numpy lends none."""
+    """View an array as bytes, because numpy exports no buffer of dates, for example."""
     if array.nbytes == 0:
         return np.empty(0, np.uint8)
     return array.view(np.dtype((np.void, array.dtype.itemsize)))

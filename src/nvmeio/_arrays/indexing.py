@@ -1,4 +1,4 @@
-"""Where in an array the elements lie that an index names: numpy's rules, as arithmetic.
+"""Compute the positions of the elements that an index selects, by numpy's rules.
 
 Nothing here touches a file.  Positions are counted in elements, in C order.
 """
@@ -29,7 +29,7 @@ Positions = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Axis:
-    """One axis of a result, along which positions are equally far apart."""
+    """One axis of a result, along which positions are equally spaced."""
 
     extent: int
     stride: int
@@ -37,24 +37,24 @@ class Axis:
 
 @dataclass(frozen=True)
 class Points:
-    """The axes of a result that integer arrays and masks make together."""
+    """The axes of a result that the integer arrays and masks of an index produce."""
 
     offsets: Positions
 
 
 @dataclass(frozen=True)
 class Selection:
-    """What an index takes of an array: runs of neighbouring elements, in order."""
+    """The elements that an index selects: runs of neighbouring elements, in order."""
 
-    shape: tuple[int, ...]  # of the result, which is the runs one behind the other
-    run: int  # how many elements each run has
-    base: int  # where the first run would begin if `outer` were all zeros
-    outer: tuple[Axis | Points, ...]  # what tells the runs apart; empty where there is one
-    scalar: bool  # whether numpy would give an element, not an array of no axes
+    shape: tuple[int, ...]  # of the result, which is the runs one after another
+    run: int  # elements in each run
+    base: int  # position of the first run if all offsets of `outer` are 0
+    outer: tuple[Axis | Points, ...]  # offsets of the runs; empty if there is only one run
+    scalar: bool  # whether numpy would return an element, not an array without axes
 
     @property
     def count(self) -> int:
-        """How many runs there are."""
+        """The number of runs."""
         return math.prod(
             part.extent if isinstance(part, Axis) else part.offsets.size
             for part in self.outer
@@ -62,11 +62,11 @@ class Selection:
 
     @property
     def repeats(self) -> bool:
-        """Whether an element may be named twice."""
+        """Whether an element may be selected twice."""
         return any(isinstance(part, Points) for part in self.outer)
 
     def starts(self) -> Positions:
-        """Return where the runs begin, in the order of the result."""
+        """Return the positions at which the runs begin, in the order of the result."""
         found = np.array([self.base], np.int64)
         for part in self.outer:
             if isinstance(part, Axis):
@@ -77,9 +77,9 @@ class Selection:
         return found
 
     def hull(self) -> tuple[int, int]:
-        """Return where the first element that is named lies, and the end of the last.
+        """Return the position of the first selected element, and the end of the last.
 
-        Of a selection that names at least one.
+        The selection must not be empty.
         """
         low = high = self.base
         for part in self.outer:
@@ -91,7 +91,7 @@ class Selection:
         return low, high + self.run
 
     def taken_of(self, hull: npt.NDArray[Any], low: int) -> npt.NDArray[Any]:
-        """Return what is named, of elements that were read from position `low` on."""
+        """Return the selected elements, given those from position `low` on."""
         tricks, item = np.lib.stride_tricks, hull.itemsize
         if self.repeats:
             runs = tricks.sliding_window_view(hull, self.run)
@@ -104,12 +104,12 @@ class Selection:
 
 
 def strides_of(shape: Sequence[int]) -> tuple[int, ...]:
-    """Return how far apart neighbours along each axis are."""
+    """Return the strides of a C-ordered array, in elements."""
     return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
 
 
 def positions(rows: Any, extent: int, name: str, *, wrap: bool = True) -> Positions:
-    """Return positions along an axis as integers from 0 on."""
+    """Check positions along an axis; return them as non-negative integers."""
     found = array_of(rows)
     if found.dtype.kind not in "iu":
         hint = "; numpy.flatnonzero() makes them of a mask" if found.dtype == bool else ""
@@ -133,7 +133,7 @@ def positions(rows: Any, extent: int, name: str, *, wrap: bool = True) -> Positi
 
 
 def select(index: Any, shape: Sequence[int]) -> Selection:
-    """Find what an index takes of an array, by numpy's rules."""
+    """Return what an index selects from an array, by numpy's rules."""
     items = [_item_of(item) for item in (index if isinstance(index, tuple) else (index,))]
     used = sum(_axes_of(item) for item in items)
     if used > len(shape):
@@ -150,14 +150,14 @@ def select(index: Any, shape: Sequence[int]) -> Selection:
 
 
 def select_rows(rows: Any, shape: Sequence[int]) -> Selection:
-    """Find the named rows of an array of one axis or more."""
+    """Select rows of an array with at least one axis."""
     found, inner = positions(rows, shape[0], "rows"), tuple(shape[1:])
     run = math.prod(inner)
     return Selection(found.shape + inner, run, 0, (Points(found * run),), scalar=False)
 
 
 def select_windows(starts: Any, length: int, shape: Sequence[int]) -> Selection:
-    """Find runs of so many neighbouring rows."""
+    """Select runs of ``length`` neighbouring rows."""
     found = positions(starts, shape[0] - length + 1, "starts", wrap=False)
     row = math.prod(shape[1:])
     extents = (*found.shape, length, *shape[1:])
@@ -165,11 +165,11 @@ def select_windows(starts: Any, length: int, shape: Sequence[int]) -> Selection:
 
 
 def last_of_each(starts: Positions) -> Positions:
-    """Return the places of starts, of those that are equal only that of the last one."""
+    """Return the indices of starts; of equal ones, only that of the last."""
     ordered = np.sort(starts)
     if not (ordered[1:] == ordered[:-1]).any():
         return np.arange(len(starts))
-    # The first of the reversed is the last.
+    # unique() finds the first of equal elements: reversed, that is the last.
     _, place = np.unique(starts[::-1], return_index=True)
     return len(starts) - 1 - place
 
@@ -178,10 +178,10 @@ Item = None | int | slice | EllipsisType | npt.NDArray[Any]
 
 
 def _item_of(item: Any) -> Item:
-    """Return an item of an index as one of few types, or raise IndexError."""
+    """Convert an item of an index to one of a few types, or raise IndexError."""
     if item is None or item is Ellipsis or isinstance(item, slice):
         return item
-    # torch makes an integer of a tensor of one axis too, if it has one element.
+    # Check the shape too: torch converts any tensor with a single element to an integer.
     if not isinstance(item, bool | np.bool_) and getattr(item, "shape", ()) == ():
         try:
             return operator.index(item)
@@ -197,7 +197,7 @@ def _item_of(item: Any) -> Item:
 
 
 def _axes_of(item: Item) -> int:
-    """Return how many axes of the array an item takes."""
+    """Return how many axes of the array an item uses."""
     if item is None or item is Ellipsis:
         return 0
     if isinstance(item, np.ndarray) and item.dtype.kind == "b":
@@ -206,25 +206,25 @@ def _axes_of(item: Item) -> int:
 
 
 class _Walk:
-    """Goes along the axes of an array, and collects what the items of an index take."""
+    """Walks along the axes of an array, and collects what the items of an index select."""
 
     def __init__(self, shape: Sequence[int]) -> None:
         self._shape = shape
         self._strides = strides_of(shape)
         self._axis = 0
         self._axes: list[Axis] = []
-        # Arrays of positions, each with the axis that they are of; None for that of True.
+        # Arrays of positions, each with its axis; the axis of True or False is None.
         self._arrays: list[tuple[npt.NDArray[Any], int | None]] = []
-        # Where numpy places the axes that arrays make: where the first of them and of the
-        # integers stands, if they follow each other; else in front.
+        # Where numpy puts the axes that arrays produce: at the first array or integer if
+        # all of them are adjacent; else in front.
         self._place: int | None = None
         self._interrupted = False
         self._in_front = False
-        # Where the selection begins, as far as integers and slices tell.
+        # The position at which the selection begins, by its integers and slices.
         self.base = 0
 
     def take(self, item: Item, omitted: int) -> None:
-        """Take what one item names; ``omitted`` axes where it is Ellipsis."""
+        """Apply one item; an Ellipsis stands for ``omitted`` axes."""
         if item is None:
             self._axes.append(Axis(1, 0))
         elif item is Ellipsis:
@@ -242,13 +242,13 @@ class _Walk:
         self._interrupted = self._place is not None
 
     def _note_place(self) -> None:
-        """Note where arrays and integers stand among the axes of the result."""
+        """Record where arrays and integers are among the axes of the result."""
         if self._place is None:
             self._place = len(self._axes)
         self._in_front |= self._interrupted
 
     def _take_slice(self, item: slice) -> None:
-        """Take equally distant positions of the next axis."""
+        """Select equally spaced positions of the next axis."""
         stride = self._strides[self._axis]
         start, stop, step = item.indices(self._shape[self._axis])
         extent = len(range(start, stop, step))
@@ -257,7 +257,7 @@ class _Walk:
         self._axis += 1
 
     def _take_integer(self, item: int) -> None:
-        """Take one position of the next axis."""
+        """Select one position of the next axis."""
         extent = self._shape[self._axis]
         if not -extent <= item < extent:
             raise IndexError(
@@ -267,7 +267,7 @@ class _Walk:
         self._axis += 1
 
     def _take_array(self, item: npt.NDArray[Any]) -> None:
-        """Take listed positions of the next axis, or the marked ones of several."""
+        """Select listed positions of the next axis, or by a mask those of several axes."""
         if item.dtype.kind != "b":
             self._arrays.append((item, self._axis))
             self._axis += 1
@@ -275,28 +275,28 @@ class _Walk:
             self._arrays.append((np.zeros(int(item), np.int64), None))
         else:
             extents = tuple(self._shape[self._axis : self._axis + item.ndim])
-            # A mask that can mark nothing fits any axis, for numpy too.
+            # As in numpy, a mask of length 0 fits any axis.
             if any(
                 length not in (0, extent)
                 for length, extent in zip(item.shape, extents, strict=True)
             ):
                 raise IndexError(
-                    f"the mask is of shape {item.shape}, and the axes that it is for are "
-                    f"of shape {extents}"
+                    f"the mask is of shape {item.shape}; it must be of the shape of its "
+                    f"axes, {extents}"
                 )
             for marked in item.nonzero():
                 self._arrays.append((marked, self._axis))
                 self._axis += 1
 
     def parts(self) -> list[Axis | Points]:
-        """Return the axes of the result, of slices and of arrays, in their order."""
+        """Return the axes of the result, from slices and arrays, in order."""
         parts: list[Axis | Points] = list(self._axes)
         if self._arrays:
             parts.insert(0 if self._in_front else self._place or 0, self._points())
         return parts
 
     def _points(self) -> Points:
-        """Return what the arrays name together, each element of one with one of others."""
+        """Return what the arrays select together, broadcast against each other."""
         array, axis = self._arrays[0]
         if len(self._arrays) == 1 and axis is not None:
             return Points(self._along(array, axis))
@@ -305,7 +305,7 @@ class _Walk:
         except ValueError as error:
             raise IndexError(f"the arrays of the index do not match: {error}") from None
         total = np.zeros(shape, np.int64)
-        # Where nothing is named, numpy does not look at the positions either.
+        # As in numpy, positions are not checked if the result is empty.
         if total.size:
             for array, axis in self._arrays:
                 if axis is not None:
@@ -313,13 +313,13 @@ class _Walk:
         return Points(total)
 
     def _along(self, array: npt.NDArray[Any], axis: int) -> Positions:
-        """Return how far an array's positions on an axis lead into the elements."""
+        """Convert an array's positions on an axis to offsets in elements."""
         found = positions(array, self._shape[axis], f"on axis {axis}, index")
         return found * self._strides[axis]
 
 
 def _in_runs(parts: list[Axis | Points], base: int, *, scalar: bool) -> Selection:
-    """Make runs of the innermost axes, as far as their elements are neighbours."""
+    """Merge the innermost axes into runs, as far as their elements are neighbours."""
     shape: tuple[int, ...] = ()
     for part in parts:
         shape += (part.extent,) if isinstance(part, Axis) else part.offsets.shape
@@ -334,7 +334,7 @@ def _in_runs(parts: list[Axis | Points], base: int, *, scalar: bool) -> Selectio
 
 
 def array_of(item: Any) -> npt.NDArray[Any]:
-    """Return positions as an array; those of an empty list are integers too."""
+    """Return positions as an array; an empty list becomes an array of integers."""
     found = np.asarray(item)
     if found.size == 0 and not hasattr(item, "dtype"):
         return found.astype(np.int64)

@@ -1,7 +1,7 @@
-"""What numpy's file format says of a file: read by numpy, written with room to align.
+"""Headers of .npy files: parsed by numpy, written with padding that aligns the data.
 
-The format is described in numpy.lib.format; its versions differ in the width of the
-header's length and in its encoding.
+numpy.lib.format describes the format.  Its versions differ in the width of the header's
+length and in its encoding.
 """
 
 import ast
@@ -34,16 +34,16 @@ __all__ = [
     "replace_shape",
 ]
 
-# Data that begin at a multiple of the first can go straight to the device, whatever it
-# wants to be aligned to; the second is what numpy promises.
+# The first is the largest alignment of any drive, for zero-copy transfers; the second is
+# the alignment that numpy promises.
 _DATA_ALIGN = 4096
 _NUMPY_ALIGN = 64
 
-# numpy.load() refuses longer headers unless it is told otherwise.
+# The longest header that numpy.load() accepts by default.
 _HEADER_BYTES_MAX = 10_000
 
-# Of the versions of the format: how many bytes give the header's length, its encoding, and
-# how many bytes that may take for a character.
+# For each version of the format: the width of the header's length in bytes, the header's
+# encoding, and the most bytes that this uses for a character.
 _VERSIONS = {(1, 0): (2, "latin1", 1), (2, 0): (4, "latin1", 1), (3, 0): (4, "utf-8", 4)}
 
 # In CPython up to 3.11 all threads share the counter of ast's recursion depth
@@ -51,7 +51,7 @@ _VERSIONS = {(1, 0): (2, "latin1", 1), (2, 0): (4, "latin1", 1), (3, 0): (4, "ut
 # it at once, and then works the next time.
 _PARSES_MAX = 100
 
-# What ast.literal_eval() raises, and numpy on the way to it, of headers that nobody made.
+# Errors that numpy and ast.literal_eval() raise for malformed headers.
 _MALFORMED = (
     ValueError,
     TypeError,
@@ -64,17 +64,17 @@ _MALFORMED = (
 
 
 class PickledError(ValueError):
-    """A file holds Python objects, which unpickling alone would tell."""
+    """A file contains Python objects, which only unpickling could read."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How an array lies in a file."""
+    """The layout of an array in a file."""
 
     dtype: np.dtype[Any]  # of plain bytes
     shape: tuple[int, ...]
     offset: int  # where the array begins, in bytes
-    # Whether the first axis is the one whose neighbours are neighbours in the file.
+    # Whether the array is in Fortran order: neighbours along the first axis are adjacent.
     fortran: bool = False
 
     @property
@@ -84,13 +84,13 @@ class Layout:
 
 
 def has_magic(file: File, offset: int = 0) -> bool:
-    """Tell whether what begins at an offset begins as .npy files do."""
+    """Return whether the bytes at an offset begin like a .npy file."""
     magic: bytes = npy.MAGIC_PREFIX
     return os.pread(file.fileno(), len(magic), offset) == magic
 
 
 def read_layout(file: File, descriptor: int | None = None) -> Layout:
-    """Read the header of a .npy file, by a descriptor whose position nobody else moves."""
+    """Read the header of a .npy file.  Nobody else may move the descriptor's position."""
     number = file.fileno() if descriptor is None else descriptor
     with open(number, "rb", closefd=False) as stream:
         stream.seek(0)
@@ -106,12 +106,12 @@ def read_layout(file: File, descriptor: int | None = None) -> Layout:
                     f"{file.path!r} is a zip archive, as .npz and .pt files are: "
                     "numpy.load() or torch.load() reads it"
                 ) from None
-            raise ValueError(f"{file.path!r} is no .npy file: {error}") from error
+            raise ValueError(f"{file.path!r} is not a .npy file: {error}") from error
         offset = stream.tell()
     if dtype.hasobject:
         raise PickledError(
             f"{file.path!r} has Python objects (dtype {dtype}); unpickling them could run "
-            "anything, so it is left to numpy.load(allow_pickle=True)"
+            "any code, so it is left to numpy.load(allow_pickle=True)"
         )
     layout = Layout(dtype, extents, offset, fortran)
     check_size(file, layout)
@@ -119,21 +119,24 @@ def read_layout(file: File, descriptor: int | None = None) -> Layout:
 
 
 def _read_header(stream: io.BufferedReader) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
-    """Read what stands before the data; the stream is left at its end."""
+    """Read the header; the stream is then at the beginning of the data."""
     version = npy.read_magic(stream)
     if version not in _VERSIONS:
-        raise ValueError(f"its version is {version}; 1.0, 2.0 and 3.0 are known")
+        raise ValueError(f"its version is {version}; it must be 1.0, 2.0 or 3.0")
     width, encoding, character_bytes_max = _VERSIONS[version]
     length = int.from_bytes(stream.read(width), "little")
-    # A file of a few bytes shall not cost the gigabytes that it speaks of.
-    if length > _HEADER_BYTES_MAX * character_bytes_max:
-        raise ValueError(f"its header has {length} bytes, which is no header")
+    # A malformed length must not make us allocate gigabytes.
+    most = _HEADER_BYTES_MAX * character_bytes_max
+    if length > most:
+        raise ValueError(f"its header has {length} bytes; the limit is {most}")
     encoded = stream.read(length)
     if len(encoded) != length:
         raise ValueError(f"it ends within its header, of {length} bytes")
     header = encoded.decode(encoding)
     if len(header) > _HEADER_BYTES_MAX:
-        raise ValueError(f"its header has {len(header)} characters, which is no header")
+        raise ValueError(
+            f"its header has {len(header)} characters; the limit is {_HEADER_BYTES_MAX}"
+        )
     for _ in range(_PARSES_MAX - 1):
         with contextlib.suppress(SystemError):
             return _parse(header)
@@ -152,42 +155,42 @@ def _parse(header: str) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
 
 
 def _check_units(header: str) -> None:
-    """Refuse a unit of time divided by zero: numpy (2.4) divides, and the process dies.
+    """Refuse a unit of time divided by 0: numpy (2.4) divides by it and crashes.
 
-    And one by a number that numpy makes zero of.
+    Also refuse other divisors that numpy converts to 0.
     """
-    # numpy writes neither, but in names of fields: what follows is slow.
+    # Skip the slow scan: numpy writes these characters only in the names of fields.
     if "/" not in header and "\\" not in header:
         return
     tokens = tokenize.generate_tokens(io.StringIO(header).readline)
     literals = [token.string for token in tokens if token.type == tokenize.STRING]
     text = "".join(str(ast.literal_eval(literal)) for literal in literals)
     for divisor in re.findall(r"/\s*([+-]?\d+)\s*\]", text):
-        # What does not fit into an int of C may become anything, and so 0, there.
+        # A number that does not fit into a C int may become 0 there.
         if not 0 < int(divisor) < 1 << 31:
             raise ValueError(f"a unit of time is divided by {divisor}")
 
 
 def check_extents(extents: tuple[int, ...], dtype: np.dtype[Any]) -> None:
-    """Refuse an array that numpy cannot have, though it may be of no bytes."""
-    # Raises, where these are more axes than it has.
+    """Refuse an array that numpy cannot represent, even if it has no bytes."""
+    # Raises ValueError if there are more axes than numpy supports.
     np.empty((1,) * len(extents), "u1")
     if math.prod(filter(None, extents)) * dtype.itemsize > sys.maxsize:
         raise ValueError(f"an array of shape {extents} is too large for numpy")
 
 
 def check_element(dtype: np.dtype[Any]) -> None:
-    """Refuse elements that arrays in memory do not have as they are."""
+    """Refuse dtypes that numpy arrays cannot have, or change on creation."""
     if dtype.subdtype is not None:
         raise TypeError(f"the dtype {dtype} has a shape; give it to the array")
     if dtype.kind in "SU" and not dtype.itemsize:
-        raise TypeError(f"the dtype {dtype} is of text of no length; give it one")
+        raise TypeError(f"the dtype {dtype} has text of length 0; give it a length")
     if any(part.kind in "mM" and np.datetime_data(part)[1] < 1 for part in _parts(dtype)):
-        raise TypeError(f"the dtype {dtype} is of times in units of no length")
+        raise TypeError(f"the dtype {dtype} has a time unit of length 0")
 
 
 def _parts(dtype: np.dtype[Any]) -> Iterator[np.dtype[Any]]:
-    """Yield what a dtype is made of."""
+    """Yield the dtypes that a dtype consists of."""
     if dtype.names is None:
         yield dtype.base
     else:
@@ -196,7 +199,7 @@ def _parts(dtype: np.dtype[Any]) -> Iterator[np.dtype[Any]]:
 
 
 def check_size(file: File, layout: Layout) -> None:
-    """Refuse a file that ends before its array does."""
+    """Raise ValueError if a file ends before its array does."""
     needed, size = layout.offset + layout.nbytes, file.size
     if needed > size:
         raise ValueError(
@@ -206,7 +209,7 @@ def check_size(file: File, layout: Layout) -> None:
 
 
 def header_of(shape: tuple[int, ...], dtype: np.dtype[Any]) -> bytes:
-    """Make the header of a .npy file of an array in C order."""
+    """Return the header of a .npy file for an array in C order."""
     text = _described(shape, dtype)
     try:
         encoded, version, width = text.encode("latin1"), (1, 0), 2
@@ -226,20 +229,20 @@ def header_of(shape: tuple[int, ...], dtype: np.dtype[Any]) -> bytes:
 def replace_shape(
     path: str | bytes, header: bytes, shape: tuple[int, ...], dtype: np.dtype[Any]
 ) -> bytes:
-    """Return the whole header of a .npy file for another shape, of the same length."""
+    """Return the header of a .npy file for another shape, with its length unchanged."""
     width, encoding, _ = _VERSIONS[header[6], header[7]]
     begin = len(npy.MAGIC_PREFIX) + 2 + width
     encoded, length = _described(shape, dtype).encode(encoding), len(header) - begin
     if len(encoded) > length:
         raise ValueError(
             f"the header of {path!r} has room for {length} bytes, and the shape {shape} "
-            f"takes {len(encoded)}; nvmeio.save() it anew, which leaves room"
+            f"needs {len(encoded)}; nvmeio.save() it anew, which leaves more room"
         )
     return header[:begin] + _padded(encoded, length)
 
 
 def _described(shape: tuple[int, ...], dtype: np.dtype[Any]) -> str:
-    """Return what a header says."""
+    """Return the text of a header."""
     description = {
         "descr": npy.dtype_to_descr(dtype),
         "fortran_order": False,
@@ -249,5 +252,5 @@ def _described(shape: tuple[int, ...], dtype: np.dtype[Any]) -> str:
 
 
 def _padded(encoded: bytes, length: int) -> bytes:
-    """Put spaces before the newline, as numpy has them."""
+    """Pad with spaces before the newline, as numpy does."""
     return encoded[:-1].ljust(length - 1) + b"\n"

@@ -1,6 +1,6 @@
-"""The operators and functions of numpy's arrays that an array on disk refuses.
+"""The operators and functions of numpy arrays that an array on disk refuses.
 
-To compute with it, some would have to read all of it, unasked.
+They would silently read the whole file.
 """
 
 from collections.abc import Callable
@@ -12,12 +12,12 @@ __all__ = ["Unread"]
 
 _READ_FIRST = "read it first: array[...]"
 
-# Of these numpy asks no elements.
+# Functions that need no elements.
 _ATTRIBUTES = {np.shape: "shape", np.ndim: "ndim"}
 
 
 def _refusal(symbol: str) -> Callable[..., Any]:
-    """Return a method that refuses an operator."""
+    """Return a method that raises TypeError for an operator."""
 
     def refuse(self: object, *_: object) -> Any:
         raise TypeError(f"an {type(self).__name__} has no operator {symbol}; {_READ_FIRST}")
@@ -26,9 +26,9 @@ def _refusal(symbol: str) -> Callable[..., Any]:
 
 
 class Unread:
-    """What has elements, but not in memory: compares and computes with nothing.
+    """Base of an array whose elements are not in memory: refuses operators.
 
-    It is itself, as weak references ask, and so can be a key.
+    It equals only itself, so that it can be hashed and weakly referenced.
     """
 
     __lt__ = _refusal("<")
@@ -84,9 +84,9 @@ class Unread:
         )
 
     def __array_function__(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        """Refuse numpy.sum() and its kin too, which would read the whole file quietly.
+        """Refuse numpy.sum() and the like, which would silently read the whole file.
 
-        numpy.asarray() asks for that in so many words, and gets it.
+        numpy.asarray() asks for that explicitly, and is allowed.
         """
         if function in _ATTRIBUTES and args == (self,):
             return getattr(self, _ATTRIBUTES[function])

@@ -1,9 +1,9 @@
-"""The command ``nvmeio``: one module for each of its commands, found by ``COMMANDS``.
+"""The command ``nvmeio``: one module for each of its subcommands, listed in ``COMMANDS``.
 
-A module of a command has ``configure(parser)``, which adds its arguments, and
-``run(options, terminal)``, which returns the exit status: 0, or 1 where the answer is no.
-Every command answers with text on standard output; progress, notes and errors go to
-standard error.  An error is one line, and the exit status 1; of a wrong command line 2.
+A command's module has ``configure(parser)``, which adds its arguments, and ``run(options,
+terminal)``, which returns the exit status: 0, or 1 if the answer is no.  Every command
+prints its answer to standard output, and progress, notes and errors to standard error.  An
+error is one line, with exit status 1, or 2 if the command line is wrong.
 """
 
 import io
@@ -19,7 +19,7 @@ import nvmeio
 from nvmeio._cli.arguments import CommandError, Parser, UsageError, hyphenated, sentence
 from nvmeio._cli.terminal import Terminal
 
-# For each command what it does, in the words of --help.
+# The text of --help for each command.
 COMMANDS = {
     "doctor": "check whether nvmeio works here, and what would make it faster",
     "bench": "measure a drive and memory copies, beside fio if it is installed",
@@ -51,23 +51,23 @@ error or if the answer is no, 2 if the command line is wrong, and 130 after
 Ctrl-C.
 """
 
-# Signals that end a program; it still has files to take away.
+# Signals that end a program.  They are caught, because temporary files must be removed.
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run ``nvmeio``, by default with the arguments of the command line; return the status.
 
-    SystemExit has status 2 where the command line is wrong, 0 where it asks for help, and
-    128 and the signal's number after another signal than that of Ctrl-C.
+    Raises SystemExit with status 2 if the command line is wrong, 0 if it asks for help, and
+    128 plus the signal's number after SIGTERM or SIGHUP.
     """
     words = sys.argv[1:] if arguments is None else arguments
     _open_closed()
     try:
-        # Who says nothing wants to know what there is.
+        # Without arguments, show the help.
         options, unknown = _parser().parse_known_args(hyphenated(words or ["--help"]))
     except SystemExit:
-        # Of --help, whose answer may have no reader any more.
+        # After --help: the reader of its output may be gone.
         _flush_or_drop()
         raise
     if unknown:
@@ -75,13 +75,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         hint = options.operands if operands else ""
         options.parser.error(f"unknown arguments: {' '.join(unknown)}{hint}")
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # Names of files may be of any bytes, and go out as they came in.
+        # File names may have any bytes; print them unchanged.
         sys.stdout.reconfigure(errors="surrogateescape")
-    # nohup has a command ignore that its terminal is closed.
+    # Do not catch ignored signals: nohup makes a command ignore SIGHUP.
     heeded = [number for number in ENDING if signal.getsignal(number) != signal.SIG_IGN]
     before = {number: signal.signal(number, _end) for number in heeded}
     if arguments is None:
-        # This is the whole program, and its end need not be interrupted.
+        # The program is about to exit; nothing is left that Ctrl-C should interrupt.
         before[signal.SIGINT] = signal.SIG_IGN
     try:
         return _run(options, Terminal())
@@ -91,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(options: Namespace, terminal: Terminal) -> int:
-    """Run a command, and say in one line what went wrong."""
+    """Run a command; report an error in one line."""
     name = options.command
     try:
         status: int = import_module(f"nvmeio._cli.{name}").run(options, terminal)
@@ -100,7 +100,7 @@ def _run(options: Namespace, terminal: Terminal) -> int:
     except UsageError as error:
         options.parser.error(str(error))
     except BrokenPipeError:
-        # Whoever read the answer has enough of it.
+        # The reader of the output has closed its pipe.
         status = 1
     except (CommandError, OSError, MemoryError, ValueError) as error:
         terminal.error(f"nvmeio {name}: error: {sentence(error)}")
@@ -115,14 +115,14 @@ def _run(options: Namespace, terminal: Terminal) -> int:
 
 
 def _open_closed() -> None:
-    """Give those who were started without it (>&-) somewhere to write to."""
+    """Open /dev/null in place of output that was closed (>&-)."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
 
 
 def _flush_or_drop() -> None:
-    """Write what there is of the answer; Python must not try in vain when it ends."""
+    """Write buffered output, or drop it, so that Python does not try at exit."""
     try:
         sys.stdout.flush()
     except OSError:
@@ -130,8 +130,8 @@ def _flush_or_drop() -> None:
 
 
 def _end(number: int, _frame: FrameType | None) -> None:
-    """Leave by an exception, so that everything is cleaned up."""
-    # Whoever is impatient sends it twice, which must not interrupt the cleaning up.
+    """End by an exception, so that everything is cleaned up."""
+    # A second signal must not interrupt the cleanup.
     for ending in ENDING:
         signal.signal(ending, signal.SIG_IGN)
     if number == signal.SIGINT:

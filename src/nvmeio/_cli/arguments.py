@@ -1,4 +1,4 @@
-"""What command lines are made of: sizes, times, names with hyphens, errors of one line."""
+"""Parse command lines: sizes, times, options with underscores, errors of one line."""
 
 import argparse
 import os
@@ -10,18 +10,18 @@ from typing import Any, NoReturn
 
 from nvmeio._config.constants import ENGINES, LIMITS
 
-# More digits than anything has bytes or seconds would overflow.
+# Limit the digits, because more would overflow.
 NUMBER = r"\d{1,18}(?:\.\d{1,18})?"
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 TIMES = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 
 class CommandError(Exception):
-    """A command cannot do what it was asked for: one line, and exit status 1."""
+    """A command cannot do what was asked: one line, and exit status 1."""
 
 
 class UsageError(Exception):
-    """The arguments do not go together: one line, and exit status 2."""
+    """The arguments contradict each other: one line, and exit status 2."""
 
 
 def sentence(error: BaseException) -> str:
@@ -30,14 +30,14 @@ def sentence(error: BaseException) -> str:
         words = error.strerror
         file = error.filename
         if file is not None:
-            # What was called with a descriptor has that in place of a name.
+            # Calls with a descriptor report that instead of a name.
             name = f"descriptor {file}" if isinstance(file, int) else os.fsdecode(file)
             words = f"{name}: {words}"
     return " ".join(words.split())
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser of the command line whose errors are one line."""
+    """A parser of command lines whose errors are one line."""
 
     def __init__(self, **options: Any) -> None:
         style = argparse.RawDescriptionHelpFormatter
@@ -48,7 +48,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def hyphenated(words: Iterable[str]) -> list[str]:
-    """Give flags before ``--`` that were written with underscores their hyphens."""
+    """Replace underscores by hyphens in the names of options before ``--``."""
     changed: list[str] = []
     for word in words:
         flag, equals, value = word.partition("=")
@@ -59,32 +59,32 @@ def hyphenated(words: Iterable[str]) -> list[str]:
 
 
 def size(text: str) -> int:
-    """Read a number of bytes, with K, M, G or T for powers of 1024: 1.5G, 64KiB."""
+    """Parse a number of bytes, with K, M, G or T for powers of 1024: 1.5G, 64KiB."""
     found = re.fullmatch(
         rf"({NUMBER}) ?([KMGT]?)(?:i?B)?", text.strip(), re.ASCII | re.IGNORECASE
     )
     nbytes = Fraction(found[1]) * UNITS[found[2].upper()] if found else Fraction(0)
     if not 1 <= nbytes < 1 << 63 or nbytes.denominator > 1:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is no size; it must be a whole number of bytes, such as 4096, 64K, "
-            "1.5M or 4G"
+            f"{text!r} is not a size; it must be a whole number of bytes, such as 4096, "
+            "64K, 1.5M or 4G"
         )
     return int(nbytes)
 
 
 def seconds(text: str) -> float:
-    """Read a number of seconds, or with s, m or h: 30, 90s, 1.5m."""
+    """Parse a time in seconds, or with the unit s, m or h: 30, 90s, 1.5m."""
     found = re.fullmatch(rf"({NUMBER}) ?([smh]?)", text.strip(), re.ASCII)
     duration = float(found[1]) * TIMES[found[2]] if found else 0.0
     if duration <= 0:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is no time; it must be more than 0, such as 30, 90s, 2m or 1h"
+            f"{text!r} is not a time; it must be more than 0, such as 30, 90s, 2m or 1h"
         )
     return duration
 
 
 def number(least: int, most: int) -> Callable[[str], int]:
-    """Make a reader of whole numbers within limits."""
+    """Return a parser of whole numbers from ``least`` to ``most``."""
 
     def read(text: str) -> int:
         found = re.fullmatch(r"\d{1,18}", text.strip(), re.ASCII)
@@ -100,7 +100,7 @@ def number(least: int, most: int) -> Callable[[str], int]:
 def option(
     to: Any, flag: str, about: str, kind: Callable[[str], Any] = str, default: Any = None
 ) -> None:
-    """Add an option to a parser or a group: "--quiet", or with a value "--size SIZE"."""
+    """Add an option to a parser or group: "--quiet"; with a value, "--size SIZE"."""
     flag, _, metavar = flag.partition(" ")
     if metavar:
         to.add_argument(flag, type=kind, default=default, metavar=metavar, help=about)
@@ -111,10 +111,10 @@ def option(
 def add_transfer_options(
     parser: Parser, block_size: int | None = None, queue_depth: int | None = None
 ) -> None:
-    """Add the options that say how files are read and written.
+    """Add the options for how files are read and written.
 
-    Without a `block_size` or a `queue_depth` a handle's default counts, for which the
-    environment has a say.
+    If `block_size` or `queue_depth` is None, the handle's default applies, which the
+    environment can change.
     """
     group = parser.add_argument_group("how files are read and written")
     group.add_argument("--engine", choices=ENGINES, help="default: the fastest that works")
@@ -131,7 +131,7 @@ def add_transfer_options(
 
 
 def new_file(text: str) -> str:
-    """Return the name of a file, once it is sure that one can be made."""
+    """Check that a file of this name can be created, and return the name."""
     path = Path(text)
     if not path.parent.is_dir():
         raise argparse.ArgumentTypeError(f"there is no folder {str(path.parent)!r}")

@@ -1,4 +1,4 @@
-"""What a file has besides its content: mode, owner, times, extended attributes."""
+"""Copy what a file has besides its contents: mode, owner, times, extended attributes."""
 
 import errno
 import os
@@ -10,7 +10,8 @@ from nvmeio._native.file import File
 
 ACCESS_LIST = "system.posix_acl_access"
 
-# The file system has no such thing or no room for it, or it takes other rights to set it.
+# The file system does not support the attribute or has no space for it, or permission is
+# missing.
 REFUSALS = {
     errno.E2BIG,
     errno.EACCES,
@@ -23,19 +24,19 @@ REFUSALS = {
 
 
 def create_private(path: str, direct: Any) -> tuple[File, int]:
-    """Make a file that nobody else can open yet.
+    """Create a file that no other user can open yet.
 
-    The umask belongs to the process: no other thread may make files meanwhile.
+    Changes the umask, which is the process's: no other thread may create files meanwhile.
     """
     umask = os.umask(0o077)
     os.umask(umask)
-    # The mode is asked for, as the umask says nothing in a folder with a default access
-    # control list.
+    # Pass the mode too, because the umask has no effect in a directory with a default
+    # access control list.
     flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
     descriptor = os.open(path, flags, stat.S_IRUSR | stat.S_IWUSR)
     try:
         file = File(path, "r+", direct=direct)
-        # Whoever may rename in the folder could have put a link to another in its place.
+        # Another user with write permission for the directory may have replaced the file.
         if not os.path.samestat(os.fstat(descriptor), os.fstat(file.fileno())):
             file.close()
             raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), path)
@@ -50,22 +51,23 @@ def give(descriptor: int, mode: int) -> list[str]:
 
 
 def give_access(descriptor: int, other: int | str, status: os.stat_result) -> list[str]:
-    """Give a file the owner, the access control list and the mode of another."""
+    """Copy owner, access control list and mode to a file; return what was refused."""
     refused = []
     mode = stat.S_IMODE(status.st_mode)
     if not _give_owner(descriptor, status):
         refused.append("owner")
-        # Set-user-ID means the owner that it was set by.
+        # Set-user-ID was meant for the old owner.
         mode &= 0o777
     if not _give_list(descriptor, other):
         refused.append(ACCESS_LIST)
-        # With a list they say what it allows at most; without, what the group may do.
+        # With an access control list, the group bits are its mask: without the list, they
+        # would grant that to the group.
         mode &= ~stat.S_IRWXG
     return refused + give(descriptor, mode)
 
 
 def preserve(source: int, descriptor: int, status: os.stat_result) -> list[str]:
-    """Give a file all that another one has."""
+    """Copy all attributes of a file to another; return what was refused."""
     refused = give_access(descriptor, source, status)
     for name in _extended(source):
         if not _granted(os.setxattr, descriptor, name, os.getxattr(source, name)):
@@ -75,7 +77,7 @@ def preserve(source: int, descriptor: int, status: os.stat_result) -> list[str]:
 
 
 def _give_list(descriptor: int, other: int | str) -> bool:
-    """Give a file the access control list of another; False where that is refused."""
+    """Copy the access control list of a file; return False if that is refused."""
     try:
         wanted = os.getxattr(other, ACCESS_LIST)
     except OSError as error:
@@ -84,18 +86,18 @@ def _give_list(descriptor: int, other: int | str) -> bool:
     else:
         return _granted(os.setxattr, descriptor, ACCESS_LIST, wanted)
     try:
-        # The default of its folder may have given it one.
+        # Remove a list that the file got from its directory's default.
         os.removexattr(descriptor, ACCESS_LIST)
     except OSError as error:
         if error.errno not in {*REFUSALS, errno.ENODATA}:
             raise
-        # Where there are no lists, there is none.
+        # Other errors mean that there is no list, as wanted.
         return error.errno not in (errno.EACCES, errno.EPERM)
     return True
 
 
 def _give_owner(descriptor: int, owner: os.stat_result) -> bool:
-    """Give a file an owner, or at least a group; False where that is not all."""
+    """Set a file's owner and group, or only the group; return whether both are set."""
     status = os.fstat(descriptor)
     if (status.st_uid, status.st_gid) == (owner.st_uid, owner.st_gid):
         return True
@@ -106,7 +108,7 @@ def _give_owner(descriptor: int, owner: os.stat_result) -> bool:
 
 
 def _extended(descriptor: int) -> list[str]:
-    """Name the attributes that are the user's."""
+    """Return the names of the user's extended attributes."""
     names: list[str] = []
     try:
         names = os.listxattr(descriptor)
@@ -117,7 +119,7 @@ def _extended(descriptor: int) -> list[str]:
 
 
 def _granted(change: Callable[..., None], *arguments: Any) -> bool:
-    """Change something; False where the system refuses."""
+    """Call ``change``; return False if the system refuses."""
     try:
         change(*arguments)
     except OSError as error:

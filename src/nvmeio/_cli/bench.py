@@ -1,4 +1,4 @@
-"""``nvmeio bench``: how fast a disk and its memory are, beside fio."""
+"""``nvmeio bench``: measure a drive and memory copies, and compare with fio."""
 
 import argparse
 import dataclasses
@@ -137,7 +137,7 @@ def _works(text: str) -> tuple[str, ...]:
 
 
 def _settings(options: argparse.Namespace) -> Settings:
-    """Fit the sizes to each other."""
+    """Check that the sizes fit together, and round them."""
     block, most = options.block_size, options.size
     for flag in ("block_size", "random_block_size"):
         if 2 * getattr(options, flag) > most:
@@ -145,7 +145,7 @@ def _settings(options: argparse.Namespace) -> Settings:
                 f"--size {in_binary(most)} must have room for two blocks of "
                 f"--{flag.replace('_', '-')} {in_binary(getattr(options, flag))}"
             )
-    # fio leaves out what is no whole block.
+    # fio skips a last partial block.
     most -= most % block
     small = min(64 << 10, most // 16) if "small" in options.only else 0
     return Settings(
@@ -166,7 +166,7 @@ def _settings(options: argparse.Namespace) -> Settings:
 def _contests(
     bench: Workbench, settings: Settings, works: tuple[str, ...], fio: bool
 ) -> Iterator[Contest]:
-    """Pair each work that is wanted with those who do it."""
+    """Return each requested work with its contestants."""
     size, block, random = settings.size, settings.block_bytes, settings.random_bytes
     other = Fio(bench.path, size, bench.engine, bench.direct, settings.depth)
 
@@ -181,7 +181,7 @@ def _contests(
     by_fio = beside("randread", random, **capped)
     small_bytes = settings.small_count * settings.small_bytes
     small = f"{settings.small_count} tensors of {in_binary(settings.small_bytes)}"
-    # One of WORKS, its name, what a turn moves, nvmeio's turn, and those of others.
+    # One of WORKS, its name, the bytes of a turn, nvmeio's turn, and those of others.
     parts: list[tuple[str, str, int, Any, dict[str, Any]]] = [
         ("write", "write, new file, synced", size, bench.write_new, {}),
         ("write", "write", size, bench.overwrite, beside("write", block)),
@@ -198,11 +198,11 @@ def _contests(
 
 
 def _about(bench: Workbench, settings: Settings, storage: Storage, fio: str) -> str:
-    """Say in a line what was measured."""
+    """Return one line that says what was measured."""
     on = f" on {storage.device}" if storage.device else ""
     way = "O_DIRECT" if bench.direct else "buffered"
     if storage.in_memory:
-        # Whatever it was opened with.
+        # O_DIRECT or not makes no difference there.
         way = "in memory, without a device"
     words = [
         f"{in_binary(settings.size)} on {storage.file_system}{on}",
@@ -222,7 +222,7 @@ def _tell_throughput(contests: list[Contest], terminal: Terminal) -> None:
     head += ["CPU s/GiB", "speedup"]
     rows = []
     for contest in contests:
-        # At most one other stands beside nvmeio, which comes first.
+        # nvmeio comes first; there is at most one other contestant.
         ours, *others = contest.samples
         for name in contest.samples:
             iops = contest.figures(name, "iops")
@@ -252,7 +252,7 @@ def _tell_latencies(contests: list[Contest], depth: int, terminal: Terminal) -> 
         terminal.table(["latency of an I/O", "by", *percentiles], rows)
     if few:
         terminal.say(
-            f"Percentiles are alike where the queue of {depth} holds all I/Os at once:\n"
+            f"Percentiles are alike if the queue of {depth} holds all I/Os at once:\n"
             f"{'; '.join(few)}.\n"
-            "A larger --size or a smaller --queue-depth tells more.\n"
+            "A larger --size or a smaller --queue-depth shows more.\n"
         )

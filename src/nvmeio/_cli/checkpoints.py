@@ -1,4 +1,4 @@
-"""``nvmeio checkpoints``: which steps a root has, and which of them are complete."""
+"""``nvmeio checkpoints``: list the steps of a root, and which of them are complete."""
 
 import argparse
 import datetime as dt
@@ -31,7 +31,7 @@ def configure(parser: Parser) -> None:
 
 
 def run(options: argparse.Namespace, terminal: Terminal) -> int:
-    """List the steps; return 1 where one is damaged or there is none."""
+    """List the steps; return 1 if one is damaged or there is none."""
     if not os.path.isdir(options.root):
         raise CommandError(f"{options.root}: there is no such folder")
     checkpointer = Checkpointer(options.root)
@@ -54,7 +54,7 @@ def run(options: argparse.Namespace, terminal: Terminal) -> int:
 
 
 def _described(root: str, step: int, *, metadata: bool) -> dict[str, Any]:
-    """Say what is known of a step."""
+    """Return what is known about a step."""
     said: dict[str, Any] = {"step": step, "complete": False}
     said |= {"bytes": None, "saved": None, "checksum": None, "problem": None}
     try:
@@ -63,7 +63,7 @@ def _described(root: str, step: int, *, metadata: bool) -> dict[str, Any]:
             said |= {"complete": True, "bytes": manifest.nbytes, "saved": manifest.saved}
             said["checksum"] = manifest.checksum
             if metadata:
-                # What JSON has not is written as the tree has it.
+                # As the tree stores it, because JSON cannot represent all values.
                 said["metadata"] = held.tree()["metadata"]
     except (CheckpointError, MovedError, OSError) as error:
         said["problem"] = str(error)
@@ -86,7 +86,7 @@ def _show(found: list[dict[str, Any]], terminal: Terminal) -> None:
 
 
 def _age(saved: str | None) -> str:
-    """Write how long ago something was, such as 3.5 h."""
+    """Format how long ago a time was, such as 3.5 h."""
     try:
         then = dt.datetime.strptime(saved or "", "%Y-%m-%dT%H:%M:%S%z")
     except ValueError:

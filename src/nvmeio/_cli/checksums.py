@@ -1,4 +1,4 @@
-"""SHA-256 of files with holes, and the lists that sha256sum writes and checks."""
+"""SHA-256 of files with holes, and lists in the format of sha256sum."""
 
 import hashlib
 import os
@@ -11,14 +11,15 @@ from nvmeio._cli.streams import Piece
 
 ZEROS = bytes(1 << 20)
 
-# The backslash says that the name has some too; the star that it was read as binary.
+# A leading backslash means that the name is escaped; a star, that the file was read in
+# binary mode.
 LINE = re.compile(rb"(\\?)([0-9a-fA-F]{64}) [ *](.+)", re.DOTALL)
 ESCAPES = {"\\": "\\\\", "\n": "\\n", "\r": "\\r"}
 ESCAPED = {escape: character for character, escape in ESCAPES.items()}
 
 
 class Checksum:
-    """The SHA-256 of a file that is handed over from its beginning to its end."""
+    """The SHA-256 of a file whose pieces are added in order."""
 
     def __init__(self) -> None:
         self._digest = hashlib.sha256()
@@ -44,25 +45,25 @@ class Checksum:
 
 
 def escaped(name: str) -> tuple[str, str]:
-    """Return what a line of sha256sum begins with, and a file's name in that line."""
+    """Return the first character of a line of sha256sum, if any, and the escaped name."""
     written = re.sub(r"[\\\n\r]", lambda found: ESCAPES[found[0]], name)
     return "" if written == name else "\\", written
 
 
 def named(checksum: str, name: str) -> str:
-    """Return a line of a list that ``sha256sum -c`` checks."""
+    """Return a line for ``sha256sum -c``."""
     mark, written = escaped(name)
     return f"{mark}{checksum}  {written}"
 
 
 def listed(content: bytes, name: str) -> Iterator[tuple[str, str]]:
-    """Read a list of sha256sum's: yield each file's name and checksum in lower case."""
+    """Parse a list of sha256sum; yield each file's name, and its checksum in lower case."""
     lines = content.removesuffix(b"\n").split(b"\n") if content else []
     for number, line in enumerate(lines, 1):
-        # An editor may have given it the line ends of Windows; of a name it is escaped.
+        # Editors may add a carriage return; in a name it would be escaped.
         found = LINE.fullmatch(line.removesuffix(b"\r"))
         if found is None:
-            raise CommandError(f"{name}: line {number} is no checksum with a name")
+            raise CommandError(f"{name}: line {number} is not a checksum with a name")
         file = os.fsdecode(found[3])
         if found[1]:
             file = re.sub(r"\\[\\nr]", lambda escape: ESCAPED[escape[0]], file)

@@ -1,4 +1,4 @@
-"""``nvmeio completion``: what bash or zsh completes commands, options and paths by."""
+"""``nvmeio completion``: print a completion script for bash or zsh."""
 
 import argparse
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ examples:
   nvmeio completion zsh > ~/.zfunc/_nvmeio   (with ~/.zfunc in fpath)
 """
 
-# What an argument is called that is a folder, or any path.
+# Names of arguments that are directories, and of those that are any path.
 FOLDERS = ("DIR", "ROOT")
 PATHS = ("FILE", "PATH", "SRC", "DST")
 

@@ -1,4 +1,4 @@
-"""``nvmeio cp``: copies a file; its name stands for the whole of it, or for the old one."""
+"""``nvmeio cp``: copy a file; its name appears only when the copy is complete."""
 
 import argparse
 import contextlib
@@ -75,7 +75,7 @@ def configure(parser: Parser) -> None:
 
 
 def run(options: argparse.Namespace, terminal: Terminal) -> int:
-    """Copy a file; after an error DST is as it was."""
+    """Copy a file; after an error, DST is unchanged."""
     name = options.target
     if os.path.isdir(name):
         name = os.path.join(name, os.path.basename(options.source))
@@ -104,7 +104,7 @@ def run(options: argparse.Namespace, terminal: Terminal) -> int:
 
 
 class Copy:
-    """A copy that is being made, once it is clear that it can be."""
+    """A copy in progress.  The constructor checks that it is possible."""
 
     def __init__(self, source: File, name: str, stream: Stream) -> None:
         self.source, self.name = source, name
@@ -114,12 +114,12 @@ class Copy:
         self.replaced = self._look_at_target()
         self.size = source.size
         self.data_bytes = data_bytes(source)
-        # Of the copying alone, whose speed the progress has shown.
+        # Without the verification: progress has shown the speed of copying.
         self.seconds = 0.0
         self._check_source()
 
     def make(self) -> tuple[str | None, list[str]]:
-        """Return the checksum, if it is wanted, and the attributes that were refused."""
+        """Copy; return the checksum, if requested, and the attributes that were refused."""
         with (
             self._named_errors(),
             synced_folder(self.target),
@@ -128,9 +128,9 @@ class Copy:
             return self._fill(temporary)
 
     def _look_at_target(self) -> os.stat_result | None:
-        """Return what is to be replaced, if anything, and refuse what cannot be."""
+        """Return the status of the file to replace, if any; refuse anything but a file."""
         if not os.path.basename(self.name):
-            raise CommandError(f"{self.name} is no folder")
+            raise CommandError(f"{self.name} is not a folder")
         if self.options.no_clobber and os.path.lexists(self.name):
             raise CommandError(f"{self.name} exists, and --no-clobber keeps it")
         try:
@@ -142,32 +142,32 @@ class Copy:
         for is_kind, kind in KINDS:
             if is_kind(status.st_mode):
                 raise CommandError(f"{self.name} is {kind}; only files are replaced")
-        # A new file could take its place nevertheless; whoever protects it means this.
+        # It could be replaced nevertheless, but it was write-protected for a reason.
         if not os.access(self.name, os.W_OK):
-            raise CommandError(f"{self.name} may not be written to")
+            raise CommandError(f"{self.name} is not writable by this user")
         return status
 
     def _check_source(self) -> None:
-        """Refuse files that are made while they are read, as in /proc, or do not fit."""
+        """Refuse files of unknown size, as in /proc, and files that do not fit."""
         with naming(self.options.source):
             claims_wrongly = self.size == 0 and os.pread(self.source.fileno(), 1, 0)
         if claims_wrongly:
             raise CommandError(
-                f"{self.options.source} claims to be empty, but is not; only files that "
-                "know their size are copied"
+                f"{self.options.source} reports a size of 0, but is not empty; only files "
+                "of known size are copied"
             )
         folder = os.path.dirname(self.target)
         system = os.statvfs(folder)
-        # Some of it is kept for root.
+        # Some blocks are reserved for root.
         blocks = system.f_bfree if os.geteuid() == 0 else system.f_bavail
         free = blocks * system.f_frsize
-        # Without blocks it is a file system that does not tell.
+        # A file system that reports no blocks does not tell its size.
         if system.f_blocks and free < self.data_bytes:
             has, takes = sizes(free, self.data_bytes)
             raise CommandError(f"{folder} has {has} free, and the copy takes {takes}")
 
     def _fill(self, temporary: str) -> tuple[str | None, list[str]]:
-        """Make the file that is to become the copy, and see it safely to the device."""
+        """Write and sync the temporary file that becomes the copy."""
         stream, checksum = self.stream, Checksum()
         file, umask = create_private(temporary, self.options.direct)
         begin = time.monotonic()
@@ -175,11 +175,11 @@ class Copy:
             for piece in stream.read(self.source, "copying"):
                 stream.write(piece, file)
                 if self.options.verify:
-                    # While it is written.
+                    # Compute the checksum while the piece is written.
                     checksum.update(piece)
             stream.flush()
             self.seconds = time.monotonic() - begin
-            # A hole at the end; all that was written has made it as long as it is.
+            # Extend the file if it ends with a hole.
             if file.size != self.size:
                 file.truncate(self.size)
             check_unchanged(self.source, self.before, self.size, "copied")
@@ -192,7 +192,7 @@ class Copy:
         return expected, refused
 
     def _compare(self, temporary: str, expected: str) -> None:
-        """Read back what was written, and compare its checksum."""
+        """Read the copy back, and compare its checksum."""
         found = Checksum()
         with File(temporary, direct=self.options.direct) as file:
             leave_cache(file)
@@ -202,12 +202,12 @@ class Copy:
             read_back = found.finish(file.size)
         if read_back != expected:
             raise CommandError(
-                f"{self.name} is not written: what was read back is not what "
-                f"{self.options.source} has (SHA-256 {read_back}, not {expected})"
+                f"{self.name} was not replaced: the copy differs from "
+                f"{self.options.source} (SHA-256 {read_back}, not {expected})"
             )
 
     def _give_attributes(self, file: File, umask: int) -> list[str]:
-        """Give the copy its mode and so on; return what the system has refused."""
+        """Set the copy's attributes; return those that the system refused."""
         descriptor = file.fileno()
         if self.options.preserve:
             return preserve(self.source.fileno(), descriptor, self.before)
@@ -217,7 +217,7 @@ class Copy:
 
     @contextlib.contextmanager
     def _named_errors(self) -> Iterator[None]:
-        """Let errors of the temporary file, which is soon gone, name the copy."""
+        """Make errors name the copy instead of the temporary file."""
         try:
             yield
         except OSError as error:

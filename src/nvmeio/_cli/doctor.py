@@ -1,4 +1,4 @@
-"""``nvmeio doctor``: whether nvmeio works here, and what would make it faster."""
+"""``nvmeio doctor``: check whether nvmeio works here, and what would make it faster."""
 
 import argparse
 import json
@@ -12,7 +12,7 @@ from nvmeio._cli.remedies import Remedy, remedies
 from nvmeio._cli.system import Installation, Storage, System, installation, storage_of
 from nvmeio._cli.terminal import Terminal
 
-# Of the JSON; a new number where a key goes or changes what it means.
+# The version of the JSON.  Increase it if a key is removed or changes its meaning.
 SCHEMA = 1
 
 DETAILS = """\
@@ -42,7 +42,7 @@ class Report:
 
     @property
     def verdict(self) -> str:
-        """Say "full", "slower" or "none" of the speed that can be expected."""
+        """The speed to expect: "full", "slower" or "none"."""
         severities = {remedy.severity for remedy in self.remedies}
         if "broken" in severities:
             return "none"
@@ -50,7 +50,7 @@ class Report:
 
     @property
     def summary(self) -> str:
-        """Say it in a line, with the reasons."""
+        """The verdict in one line, with the reasons."""
         reasons = [
             remedy
             for remedy in self.remedies
@@ -94,17 +94,17 @@ def configure(parser: Parser) -> None:
 
 
 def run(options: argparse.Namespace, terminal: Terminal) -> int:
-    """Look at everything, and tell; return 1 where nothing fast works with every path."""
+    """Examine all and report; return 1 unless a fast engine works with every path."""
     installed = installation()
     machine = System()
-    # Without a handle there is nothing to transfer with, and the report says why.
+    # If no handle can be opened, the report says why, and nothing is transferred.
     storages = [
         storage_of(path, transfer=installed.engine is not None) for path in options.paths
     ]
     report = Report(machine, installed, storages, remedies(machine, installed, storages))
     if options.json:
         terminal.say(json.dumps(report.as_json(), indent=2))
-        # For people, who read the report itself otherwise.
+        # With --json, report errors to people too.
         for storage in storages:
             if storage.error:
                 terminal.note(f"nvmeio doctor: error: {storage.path}: {storage.error}")
@@ -236,7 +236,7 @@ def _storage_row(storage: Storage) -> Sequence[str]:
 
 
 def _remarks(storage: Storage) -> list[str]:
-    """Say what has no column of its own."""
+    """Return the properties of a path that have no column of their own."""
     remarks = []
     if storage.error:
         remarks.append(storage.error)
@@ -253,5 +253,5 @@ def _remarks(storage: Storage) -> list[str]:
 
 
 def _way(storage: Storage) -> str:
-    """Return how the bytes get to a path, as the summary says it."""
+    """Return how a path is accessed, in the words of the summary."""
     return "O_DIRECT" if storage.direct else "in memory" if storage.in_memory else ""

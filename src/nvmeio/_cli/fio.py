@@ -1,4 +1,4 @@
-"""fio, the yardstick: the same work on the same file."""
+"""Run fio for comparison: the same work on the same file."""
 
 import contextlib
 import json
@@ -16,19 +16,19 @@ from nvmeio._cli.system import IN_MEMORY, System
 from nvmeio._cli.terminal import Advance
 from nvmeio._config.devices import device_of
 
-# What fio calls the engines of nvmeio.  One thread that makes blocking calls stands for
-# both that do without the kernel's queues.
+# fio's engine for each engine of nvmeio.  The two that use no queue of the kernel are
+# compared with one thread that makes blocking calls.
 ENGINES = {"io_uring": "io_uring", "libaio": "libaio", "threads": "psync", "sync": "psync"}
 
-# How often somebody who waits is told.
+# How often progress is reported.
 WATCH_SECONDS = 0.1
 
-# What fio allocates beside its buffers, and some to spare.
+# Memory that fio allocates besides its buffers, with a margin.
 SPARE_BYTES = 64 << 20
 
 
 def fio_version() -> str:
-    """Return what fio calls itself, such as fio-3.33, or "" without it."""
+    """Return fio's version, such as fio-3.33; "" if it is not installed."""
     if shutil.which("fio") is None:
         return ""
     done = subprocess.run(["fio", "--version"], capture_output=True, text=True, check=False)
@@ -36,7 +36,7 @@ def fio_version() -> str:
 
 
 class Fio:
-    """Runs fio on a file that exists."""
+    """Runs fio on an existing file."""
 
     def __init__(
         self, path: Path, size: int, engine: str, direct: bool, queue_depth: int
@@ -50,7 +50,7 @@ class Fio:
             "filename": str(path).replace(":", "\\:"),
             "size": size,
             "ioengine": ENGINES[engine],
-            # The same bytes over and over, as nvmeio's: to change them takes CPU time.
+            # Write the same bytes repeatedly, as nvmeio does: changing them takes CPU time.
             "scramble_buffers": 0,
             "direct": int(direct),
             "allow_file_create": 0,
@@ -60,13 +60,13 @@ class Fio:
         }
 
     def run(self, rw: str, block_bytes: int, advance: Advance, **more: Any) -> Sample:
-        """Let fio read, write or randread, with nothing of the file in the page cache.
+        """Run fio's read, write or randread, with nothing of the file in the page cache.
 
-        The sample is by fio's own clocks, which leave out its start; latencies are from
-        submission on (clat).  The CPU time is that of fio's thread, so it is not known
-        where threads of the kernel do the work of io_uring: without O_DIRECT, in memory.
+        The sample has fio's own times, without its start; latencies are those from
+        submission on (clat).  The CPU time is that of fio's thread.  It is unknown if
+        kernel threads work for io_uring: without O_DIRECT, and in memory.
         """
-        # fio has memory for all its depth, and fails where that is more than there is.
+        # fio allocates memory for its whole depth, which may be more than there is.
         depth = min(self._queue_depth, -(-self._arguments["size"] // block_bytes))
         arguments = {**self._arguments, "rw": rw, "bs": block_bytes, "iodepth": depth}
         arguments |= more
@@ -80,7 +80,7 @@ class Fio:
         return Sample(
             nbytes=done["io_bytes"],
             operations=done["total_ios"],
-            # Whole milliseconds; less than one would be none.
+            # fio reports whole milliseconds: avoid 0.
             seconds=max(done["runtime"], 1) / 1e3,
             cpu_seconds=cpu_seconds if self._works_alone else math.nan,
             latency_us={
@@ -92,32 +92,31 @@ class Fio:
 
 
 def _tunables(nbytes: int) -> str:
-    """Have glibc get huge pages for fio's buffers, which are of so many bytes together.
+    """Return the GLIBC_TUNABLES that put fio's buffers, of `nbytes` bytes, in huge pages.
 
-    In small pages fio is slower or faster by the luck of where they are.
+    With small pages, fio's speed depends by chance on their addresses.
     """
     found = System()
     reserved = found.huge_pages_free * found.huge_page_bytes
-    # Transparent ones, which take no privilege, leave some small pages at the edges: at a
-    # depth of 16 fio is slower by a twentieth.
+    # Transparent huge pages need no privilege, but leave small pages at the edges: at a
+    # depth of 16, fio is 5 % slower.
     kind = 2 if reserved >= nbytes + SPARE_BYTES else 1
-    # It also touches them: else fio would meet every page for the first time while it is
-    # measured.
+    # perturb also touches the pages; otherwise fio would touch them during the measurement.
     return f"glibc.malloc.hugetlb={kind}:glibc.malloc.perturb=1"
 
 
 def _job(
     arguments: list[str], nbytes: int, direction: str, advance: Advance
 ) -> dict[str, Any]:
-    """Run fio, with buffers of so many bytes, and return what it says of its job."""
+    """Run fio, with buffers of `nbytes` bytes, and return its report on the job."""
     process = subprocess.Popen(
-        # In a thread, for a process of its own would be one more to end.
+        # In a thread of fio, because a forked job would be another process to end.
         ["fio", "--thread", *arguments],
         env={**os.environ, "GLIBC_TUNABLES": _tunables(nbytes)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        # It repeats the name of the file, which may be of any bytes.
+        # Its output contains the name of the file, which may have any bytes.
         errors="surrogateescape",
     )
     told = 0
@@ -127,7 +126,7 @@ def _job(
                 out, errors = process.communicate(timeout=WATCH_SECONDS)
                 break
             except subprocess.TimeoutExpired:
-                # Until it is waited for, a process has its /proc, if not its figures.
+                # The process may have ended: /proc/PID/io cannot be read then.
                 with contextlib.suppress(OSError):
                     moved = _moved(process.pid, direction)
                     advance(moved - told)
@@ -139,7 +138,7 @@ def _job(
     if process.returncode:
         words = (errors or out).strip().splitlines() or [f"status {process.returncode}"]
         raise CommandError(f"fio has failed: {words[-1]}")
-    # It may say something before.
+    # fio may print notes before the JSON.
     job: dict[str, Any] = json.loads(out[out.index("{") :])["jobs"][0]
     advance(job[direction]["io_bytes"] - told)
     return job

@@ -1,4 +1,4 @@
-"""``nvmeio inspect``: what a model file or a .npy file says that it holds."""
+"""``nvmeio inspect``: list the tensors of a model file or .npy file, by its header."""
 
 import argparse
 import json
@@ -62,7 +62,7 @@ def run(options: argparse.Namespace, terminal: Terminal) -> int:
 
 
 def _npy(path: str) -> dict[str, Any] | None:
-    """Return what a .npy file holds; None for other files."""
+    """Return the contents of a .npy file; None for other files."""
     with File(path, direct=False) as file:
         if not has_magic(file):
             return None
@@ -79,20 +79,20 @@ def _npy(path: str) -> dict[str, Any] | None:
 
 
 def _torch(path: str) -> dict[str, Any] | None:
-    """Return what a file of torch.save holds; None for other files."""
+    """Return the contents of a torch.save file; None for other files."""
     if not is_torch_file(path):
         return None
     return {"format": "torch", "metadata": None, "tensors": tensors_of(path)}
 
 
 def _safetensors(path: str) -> dict[str, Any]:
-    """Return what a safetensors file holds, in the order of the file."""
+    """Return the contents of a safetensors file, in the order of the file."""
     try:
         with safe_open(path, "np", direct=False) as file:
             layout = file._layout()
     except SafetensorError as error:
         raise CommandError(
-            f"{path}: it is no .npy file, and no model file: {error}"
+            f"{path}: it is neither a .npy file nor a model file: {error}"
         ) from None
     return {
         "format": "safetensors",

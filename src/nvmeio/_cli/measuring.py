@@ -1,4 +1,4 @@
-"""What bench and tune share: a folder on a disk with room for it, and where figures go."""
+"""Shared by bench and tune: a scratch directory with enough space, output of figures."""
 
 import argparse
 import contextlib
@@ -16,21 +16,21 @@ from nvmeio._arguments.units import in_binary
 from nvmeio._cli.arguments import CommandError, Parser, new_file, option, size
 from nvmeio._cli.terminal import Terminal, sizes
 
-# What is left free where the user does not say: a tenth of the file system, or this much.
+# By default a tenth of the file system stays free, but at most this much.
 RESERVE_BYTES_MAX = 1 << 30
 
 
 @contextlib.contextmanager
 def scratch_folder(folder: str, needed: int, reserve: int | None) -> Iterator[Path]:
-    """Make a folder in a folder, for so many bytes, while inside.
+    """Create a scratch directory for `needed` bytes, for the duration of the block.
 
-    It is removed with all that is in it, also after an error, Ctrl-C or SIGTERM.
+    It is removed with its contents, also after an error, Ctrl-C or SIGTERM.
     """
     space = os.statvfs(folder)
     free = space.f_bavail * space.f_frsize
     if reserve is None:
         reserve = min(RESERVE_BYTES_MAX, space.f_blocks * space.f_frsize // 10)
-    # FUSE may not know how large it is.
+    # A FUSE file system may not report its size.
     if space.f_blocks and free - needed < reserve:
         takes, has = sizes(needed, free)
         raise CommandError(
@@ -42,7 +42,7 @@ def scratch_folder(folder: str, needed: int, reserve: int | None) -> Iterator[Pa
             try:
                 own = tempfile.TemporaryDirectory(prefix="nvmeio-bench-", dir=folder)
             except OSError as error:
-                # Its name is one that nobody has typed.
+                # Name the user's directory, not the random name of the scratch directory.
                 raise CommandError(
                     f"{folder}: cannot create a folder there: {error.strerror}"
                 ) from None
@@ -55,13 +55,13 @@ def _remove(own: tempfile.TemporaryDirectory[str]) -> None:
         with _undisturbed():
             own.cleanup()
     except OSError as error:
-        # It names what lies inside, and not where that is.
+        # The error names a file inside without its directory.
         raise CommandError(f"{own.name} cannot be removed: {error.strerror}") from error
 
 
 @contextlib.contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Have what ends a program wait while inside, so that nothing is left half done."""
+    """Delay signals that end the program until the end of the block."""
     waiting: list[int] = []
     before = {
         number: signal.signal(number, lambda came, _: waiting.append(came))
@@ -77,7 +77,7 @@ def _undisturbed() -> Iterator[None]:
 
 
 def forget_cached(path: Path) -> None:
-    """Write a file to its device, and have the next read come from there."""
+    """Sync a file and drop it from the page cache, so that the next read is cold."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -90,7 +90,7 @@ SUFFIXES = (".png", ".svg")
 
 
 def add_figure_options(parser: Parser, figures: str, chart: str) -> None:
-    """Add the options for what must stay free, and for where figures go."""
+    """Add the options for space that must stay free, and for output of figures."""
     about = "space that must stay free (default: a tenth of the file system, at most 1G)"
     option(parser, "--reserve SIZE", about, size)
     about = f"write the figures of {figures}; - is standard output"
@@ -105,7 +105,7 @@ def _picture(text: str) -> str:
 
 
 def check_plotting(options: argparse.Namespace) -> None:
-    """See that charts can be drawn, before anything is measured for them."""
+    """Check before measuring that charts can be drawn."""
     if options.plot and find_spec("matplotlib") is None:
         raise CommandError(
             "--plot needs matplotlib, which is not installed: pip install 'nvmeio[cli]'"
@@ -118,7 +118,7 @@ def keep_figures(
     options: argparse.Namespace,
     terminal: Terminal,
 ) -> None:
-    """Write a report and draw its chart, where that is asked for."""
+    """Write a report and draw its chart, if requested."""
     text = json.dumps(report, indent=1) + "\n"
     if options.json == "-":
         sys.stdout.write(text)

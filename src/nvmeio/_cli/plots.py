@@ -1,4 +1,4 @@
-"""Charts of what was measured, by matplotlib."""
+"""Charts of measurements, by matplotlib."""
 
 import itertools
 import math
@@ -27,7 +27,7 @@ def bars(contests: list[Contest], about: str) -> Any:
         middle = statistics.median(speeds)
         whisker = [[middle - min(speeds)], [max(speeds) - middle]]
         bar = left.barh(place, middle, color=colours[name], xerr=whisker, capsize=3)
-        # Beside copies in memory a random read is too short a bar to be read.
+        # Label the bars: next to memory copies, that of a random read is very short.
         left.bar_label(bar, fmt="%.2f", padding=4, fontsize="small")
         for percentile, mark in marks.items():
             latency = contest.latency_us(name, percentile)
@@ -53,7 +53,7 @@ def bars(contests: list[Contest], about: str) -> Any:
 
 
 def _name_some_ticks(axes: Any) -> None:
-    """Name each decade of a logarithmic axis, or 1, 2 and 5 of few: two at the least."""
+    """Label each decade of a logarithmic axis; if there are few, also 2 and 5 times it."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
     axes.xaxis.set_major_formatter("{x:g}")
@@ -69,7 +69,7 @@ def _name_some_ticks(axes: Any) -> None:
 
 
 def heat_map(speeds: list[tuple[Options, dict[str, float]]], about: str) -> Any:
-    """Draw the GB/s to "read" and to "write" of every block size with every depth."""
+    """Draw GB/s of "read" and of "write" for every block size and queue depth."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 4.5), layout="constrained")

@@ -1,11 +1,11 @@
-"""Which candidate is the fastest, where every measurement is noisy.
+"""Find the fastest candidate, although every measurement is noisy.
 
-The candidates of a race are measured in turn, in another order each round, so that the
-moods of a disk fall on all alike, and they are compared by their differences round by
-round.  The first, which is the usual one, wins unless others are certainly faster: then it
-is the cheapest of these that looks as fast as the fastest.  Who is certainly not faster
-than the winner by more than a margin need not run again; when that is known of all, further
-trials cannot change the answer by more than that.
+In each round of a race all candidates are measured, in random order, so that changes of the
+drive affect all of them.  Candidates are compared by their differences within each round.
+The first candidate, the default, wins unless others are certainly faster; then the winner
+is the cheapest of those that look as fast as the fastest.  A candidate drops out when it is
+certainly not faster than the winner by more than a margin.  When all have dropped out,
+further trials cannot change the result by more than that margin.
 """
 
 import dataclasses
@@ -15,21 +15,20 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 
-# Of "both" the speed is the geometric mean.
+# The speed of "both" is the geometric mean of the other two.
 GOALS = ("read", "write", "both")
 
-# Means that differ by less look alike.
+# Speeds whose means differ by less than this are considered equal.
 ALIKE = 0.01
-# What the winner may miss of the highest speed without that being looked into.
+# How much slower than the fastest the winner may be.
 MARGIN = 0.03
 
-# Nothing is certain before so many rounds, and more do not help against what then still
-# swings.
+# Fewer rounds make nothing certain, and more do not help against noise that remains.
 ROUNDS_MIN = 4
 ROUNDS_MAX = 60
 
-# How many standard errors hold the mean of n differences in 99 of 100 cases: quantiles of
-# Student's distribution with n - 1 degrees of freedom, from any table of them.
+# For n differences, the 99 % confidence interval of the mean in standard errors: quantiles
+# of Student's t-distribution with n - 1 degrees of freedom.
 STUDENT = {4: 5.84, 5: 4.6, 6: 4.03, 7: 3.71, 8: 3.5, 10: 3.25, 15: 2.98, 20: 2.86}
 
 Measure = Callable[[int], Mapping[str, float]]
@@ -37,24 +36,24 @@ Measure = Callable[[int], Mapping[str, float]]
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """How a race went, for one goal."""
+    """The result of a race for one goal."""
 
     winner: int
     # The candidates that may be faster than the winner by more than MARGIN.
     open: list[int]
-    # Whether there are none.
+    # Whether `open` is empty.
     settled: bool
 
 
 class Race:
-    """Candidates that are measured until it is known which are the fastest.
+    """Measures candidates until the fastest are known.
 
-    They are known by their numbers: the usual one, and then the cheapest first.
+    Candidates are numbered: 0 is the default; the others follow, the cheapest first.
     """
 
     def __init__(self, count: int, seed: int | None = None) -> None:
         self._random = random.Random(seed)
-        # For each candidate the logarithms of its speeds, by round and goal.
+        # For each candidate, the logarithms of its speeds, by round and goal.
         self._rounds: list[dict[int, dict[str, float]]] = [{} for _ in range(count)]
         self.rounds = 0
         self.trials = 0
@@ -62,7 +61,7 @@ class Race:
     def run(
         self, measure: Measure, deadline: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Measure until all is known, or the time is up, but each candidate once.
+        """Measure until all is settled or the time is up, each candidate at least once.
 
         ``measure(candidate)`` returns the speeds for "read" and "write".
         """
@@ -73,7 +72,8 @@ class Race:
             self._random.shuffle(runners)
             measured = {}
             for runner in runners:
-                # A round counts as a whole, or the leader would be who was measured last.
+                # Only complete rounds count; otherwise the last candidate measured would
+                # have an advantage.
                 if self.rounds > 0 and clock() > deadline:
                     return
                 speeds = measure(runner)
@@ -99,7 +99,7 @@ class Race:
         return Result(winner, rivals, not rivals)
 
     def is_faster(self, one: int, other: int, goal: str) -> bool:
-        """Tell whether a candidate is certainly faster than another."""
+        """Return whether a candidate is certainly faster than another."""
         return self._bounds(one, other, goal)[0] > ALIKE
 
     def rivals(self, winner: int, goal: str) -> list[int]:
@@ -108,15 +108,15 @@ class Race:
         return [one for one in others if self._bounds(one, winner, goal)[1] > MARGIN]
 
     def speeds(self, candidate: int, goal: str) -> list[float]:
-        """Return what was measured, in bytes a second, by round."""
+        """Return a candidate's speed in each round, in bytes per second."""
         return [math.exp(logs[goal]) for logs in self._rounds[candidate].values()]
 
     def times_as_fast(self, one: int, other: int, goal: str) -> float:
-        """Return a geometric mean, over the rounds that both have run."""
+        """Return the ratio of two speeds: the geometric mean over their common rounds."""
         return math.exp(self._mean(one, other, goal))
 
     def _runners(self) -> list[int]:
-        """Return those of whom more has to be known, with whom they are compared."""
+        """Return the candidates to measure again, including those to compare with."""
         if not self.rounds:
             return list(range(len(self._rounds)))
         runners: set[int] = set()
@@ -126,7 +126,7 @@ class Race:
         return sorted(runners)
 
     def _leader(self, among: list[int], goal: str) -> int:
-        """Return the fastest, which is found from one to a faster one."""
+        """Return the fastest candidate, by pairwise comparisons."""
         leader = among[0]
         for _ in among:
             leads = [self._mean(one, leader, goal) for one in among]
@@ -146,7 +146,7 @@ class Race:
         ]
 
     def _bounds(self, one: int, other: int, goal: str) -> tuple[float, float]:
-        """Return between what the mean of the differences certainly is."""
+        """Return the confidence interval of the mean difference."""
         differences = self._differences(one, other, goal)
         if len(differences) < ROUNDS_MIN:
             return -math.inf, math.inf
@@ -156,5 +156,5 @@ class Race:
 
 
 def _student(count: int) -> float:
-    """Return the quantile for so many differences, or the next larger in the table."""
+    """Return the quantile for `count` differences, or the next larger one in the table."""
     return STUDENT[max(known for known in STUDENT if known <= count)]

@@ -1,4 +1,4 @@
-"""What keeps nvmeio from being fast here, and what helps, by exact commands."""
+"""Find what slows nvmeio down here, and the exact commands that help."""
 
 import errno
 import itertools
@@ -12,26 +12,26 @@ from nvmeio._cli.system import FAST_ENGINES, Installation, Storage, System
 from nvmeio._cli.terminal import sizes
 from nvmeio._config.build import EngineInfo
 
-# In the order in which they are told: with the first nothing is fast, with the second
-# something is slower than it could be, and the third is good to know.
+# In the order of the report.  "broken": nothing is fast; "slow": something is slower than
+# it could be; "hint": good to know.
 SEVERITIES = ("broken", "slow", "hint")
 
-# In a checkout or an unpacked sdist.  pip would take a wheel that it has built and kept.
+# In a checkout or an unpacked sdist.  Without --no-cache-dir, pip would reuse an old wheel.
 REBUILD = "pip install --force-reinstall --no-deps --no-cache-dir ."
 
-# For each engine its library, and what a seccomp profile has to allow.
+# Each engine's library, and the system calls that a seccomp profile must allow.
 LIBRARIES = {"io_uring": "liburing", "libaio": "libaio"}
 CALLS = {
     "io_uring": ("io_uring_setup", "io_uring_enter", "io_uring_register"),
     "libaio": ("io_setup", "io_submit", "io_getevents", "io_destroy"),
 }
 
-# Docker's default profile, which refuses io_uring since Docker 25 (moby pull 46762);
-# containerd and podman refuse it as well.
+# Docker's default profile.  It refuses io_uring since Docker 25 (moby pull 46762), and so
+# do those of containerd and podman.
 PROFILE = "https://raw.githubusercontent.com/moby/profiles/main/seccomp/default.json"
 
-# 16 times what the kernel allows by itself; none of it is allocated before it is used
-# (admin-guide/sysctl/fs of Linux).
+# 16 times the kernel's default; nothing is allocated in advance (admin-guide/sysctl/fs of
+# Linux).
 AIO_EVENTS = 1 << 20
 
 PACKAGES = {
@@ -39,44 +39,45 @@ PACKAGES = {
     "dnf": "gcc pkgconf python3-devel {}-devel",
 }
 
-# Below that, pinned tensors of any use cannot be locked.
+# A lower limit is too small to lock pinned tensors of a useful size.
 MEMLOCK_BYTES = 128 << 20
 
-# An example to begin with.
+# The size in the example.
 HUGE_PAGES_BYTES = 1 << 30
 
-# Below either a file system is nearly full: new files are in many pieces, or do not fit.
+# With less than either free, a file system is nearly full: new files are fragmented, or do
+# not fit.
 FREE_BYTES_MIN = 1 << 30
 FREE_SHARE_MIN = 0.05
 
 
 @dataclass(frozen=True)
 class Step:
-    # What is done, or where; ends with a colon where commands follow.
+    # What to do, or where; ends with a colon if commands follow.
     text: str
-    # Lines for a shell or for a file, as the text says.
+    # Lines for a shell or a file, as the text says.
     commands: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Remedy:
-    """Something that is not as it should be, and what helps."""
+    """A problem, and what helps."""
 
-    # Names the problem; stays the same from release to release.
+    # Identifies the problem; stable across releases.
     key: str
     # One of SEVERITIES.
     severity: str
     problem: str
-    # One of several or all of them, as they say.
+    # Alternatives, or steps in sequence, as their texts say.
     steps: tuple[Step, ...]
-    # The one that is concerned; "" where it is the machine.
+    # The path concerned; "" for the machine.
     path: str = ""
 
 
 def remedies(
     system: System, installed: Installation, storages: Sequence[Storage]
 ) -> list[Remedy]:
-    """Tell what is amiss and what helps; something fast works where none is "broken"."""
+    """Return all problems and remedies; if none is "broken", a fast engine works."""
     found = [remedy for check in CHECKS for remedy in check(system, installed)]
     found += [
         replace(remedy, path=storage.path)
@@ -109,11 +110,11 @@ def _host(system: System) -> str:
     return "on the host of this container, " if system.container else ""
 
 
-# Why engines do not work, or are left out.
+# Engines that do not work, or were not built.
 
 
 def _of_engines(system: System, installed: Installation) -> Iterator[Remedy]:
-    """Say what keeps the fastest engine away; "broken" where no fast one is in use."""
+    """Yield why faster engines are not used; "broken" if no fast one is in use."""
     severity = "slow" if installed.engine in FAST_ENGINES else "broken"
     refused = list(
         itertools.takewhile(lambda name: not installed.engines[name]["works"], FAST_ENGINES)
@@ -136,10 +137,10 @@ def _of_engines(system: System, installed: Installation) -> Iterator[Remedy]:
 
 
 def _of_handles(installed: Installation) -> Remedy:
-    """No handle can be opened: mostly because of a setting that makes no sense."""
+    """Return the remedy if no handle can be opened, mostly because of a wrong setting."""
     named = re.findall(r"\bNVMEIO_\w+", installed.error)
     if not named:
-        # What is wrong with a profile names its file or its folder.
+        # An error of a profile names its file or directory, not the variable.
         likely = "PROFILE" if "profile" in installed.error else "ENGINE"
         named = [f"NVMEIO_{likely}"] * bool(installed.environment.get(f"NVMEIO_{likely}"))
     if named:
@@ -151,7 +152,7 @@ def _of_handles(installed: Installation) -> Remedy:
 
 
 def _building(system: System, installed: Installation, name: str) -> tuple[Step, ...]:
-    """An engine was left out when nvmeio was compiled."""
+    """Return the steps to build an engine that was left out."""
     library = LIBRARIES[name]
     switch = f"NVMEIO_WITH_{library.upper()}"
     steps = []
@@ -171,7 +172,7 @@ Refusal = tuple[str, str, tuple[Step, ...]]
 
 
 def _of_kernel(system: System, name: str, found: EngineInfo) -> Refusal:
-    """An engine was built, and the kernel says no: return key, problem and steps."""
+    """Return key, problem and steps for an engine that the kernel refuses."""
     error = found["errno"]
     disabled, group = system.io_uring_disabled, system.io_uring_group
     outside = not system.may_administer and group not in system.groups
@@ -181,7 +182,7 @@ def _of_kernel(system: System, name: str, found: EngineInfo) -> Refusal:
         and (disabled == 2 or (disabled == 1 and outside))
     ):
         return _of_sysctl(system)
-    # A filter of system calls says ENOSYS, too.
+    # A filter of system calls may also return ENOSYS.
     older = name == "io_uring" and system.kernel_version < (5, 1)
     if error == errno.ENOSYS and (older or not (system.seccomp or system.container)):
         step = Step("boot Linux 5.1 or newer, best 6.1 or newer, with CONFIG_IO_URING=y")
@@ -207,12 +208,12 @@ def _of_kernel(system: System, name: str, found: EngineInfo) -> Refusal:
         problem = f"{name} finds no free file descriptor: {system.open_files} are allowed"
         return "open-files", problem, (step,)
     dmesg = _as_root(system, "dmesg | tail")
-    step = _step("see what the kernel has to say:", dmesg)
+    step = _step("look at the kernel's messages:", dmesg)
     return "failed", f"{name} fails: {found['reason']}", (step,)
 
 
 def _of_sysctl(system: System) -> Refusal:
-    """kernel.io_uring_disabled refuses this process: admin-guide/sysctl of Linux."""
+    """Return the remedy for kernel.io_uring_disabled: admin-guide/sysctl of Linux."""
     value, group, where = system.io_uring_disabled, system.io_uring_group, _host(system)
     commands = _kept(system, "kernel.io_uring_disabled=0", "90-nvmeio.conf")
     steps = [_step(f"{where}allow io_uring, now and after the next boot:", *commands)]
@@ -229,7 +230,7 @@ def _of_sysctl(system: System) -> Refusal:
         text = f"or {where}allow it to a group, join that, and log in anew:"
         steps.append(_step(text, *(_as_root(system, line) for line in lines)))
     if system.seccomp:
-        text = "then ask again: a filter of system calls is at work as well:"
+        text = "then check again, because system calls are filtered as well:"
         steps.append(_step(text, "nvmeio doctor"))
     whom = "everybody" if value == 2 else "all but root and one group"
     problem = (
@@ -239,12 +240,12 @@ def _of_sysctl(system: System) -> Refusal:
 
 
 def _seccomp_steps(system: System, name: str) -> tuple[Step, ...]:
-    """Allow an engine's system calls, as profiles of containers and units do not."""
+    """Return the steps to allow an engine's system calls in containers and units."""
     listed = ", ".join(f'"{call}"' for call in CALLS[name])
     allowed = f'.syscalls += [{{"names": [{listed}], "action": "SCMP_ACT_ALLOW"}}]'
     fetch = f"curl -fsSLo default.json {PROFILE}"
-    # The profile is Docker's.  What it allows to some capabilities would be everybody's:
-    # containerd reads it as the OCI has it, which knows no such conditions.
+    # Docker's profile allows some calls only with certain capabilities.  containerd's
+    # format (OCI) has no such conditions and would allow them to everybody: remove them.
     without_capabilities = "del(.syscalls[] | select(.includes.caps)) | "
     steps = {
         program: _step(
@@ -275,7 +276,7 @@ def _seccomp_steps(system: System, name: str) -> tuple[Step, ...]:
 
 
 def _memlock_steps(system: System) -> tuple[Step, ...]:
-    """Let a process lock more memory, by each way in which it may have been started."""
+    """Return the steps to lock more memory, for each way to start a process."""
     if system.container in ("docker", "podman"):
         command = f"{system.container} run --ulimit memlock=-1:-1 ..."
         return (_step("start the container with:", command),)
@@ -284,7 +285,7 @@ def _memlock_steps(system: System) -> tuple[Step, ...]:
             "sudo systemctl edit containerd   # [Service], LimitMEMLOCK=infinity",
             "sudo systemctl restart containerd",
         )
-        text = "a pod cannot ask for it; raise what its runtime gives, on each node:"
+        text = "a pod cannot request it; raise the limit of its runtime, on each node:"
         return (_step(text, *commands),)
     shell = _as_root(system, "prlimit --pid $$ --memlock=unlimited:unlimited")
     lines = "printf '%s\\n' '* - memlock unlimited' 'root - memlock unlimited'"
@@ -296,7 +297,7 @@ def _memlock_steps(system: System) -> tuple[Step, ...]:
     )
 
 
-# What else of the machine and of the build is amiss.
+# Other problems of the machine and of the build.
 
 
 def _of_huge_pages(system: System, installed: Installation) -> Iterator[Remedy]:
@@ -359,7 +360,7 @@ def _of_memlock(system: System, installed: Installation) -> Iterator[Remedy]:
     yield _remedy("memlock", "hint", problem, *_memlock_steps(system))
 
 
-# What is amiss with a path.
+# Problems of a path.
 
 
 def _of_access(system: System, storage: Storage) -> Iterator[Remedy]:
@@ -405,14 +406,14 @@ def _of_space(system: System, storage: Storage) -> Iterator[Remedy]:
 
 
 def _of_device(system: System, storage: Storage) -> Iterator[Remedy]:
-    # Virtual disks claim to turn and have no model; what they are nobody knows.
+    # Virtual disks claim to be rotational, but have no model: ignore them.
     turns = storage.rotational and storage.model
     if turns:
         problem = f"{storage.path} is on {storage.device} ({storage.model}), which turns"
         step = Step("use an NVMe drive; on this one the seeks set the speed")
         yield _remedy("rotational", "hint", problem, step)
-    # It spends a processor on every request, and privileges latency over throughput:
-    # Documentation/block/bfq-iosched.rst of Linux.  Of the others we know no harm.
+    # bfq spends CPU time on every request, and favours latency over throughput:
+    # Documentation/block/bfq-iosched.rst of Linux.  No harm is known of the others.
     if storage.scheduler == "bfq" and not turns:
         switch = f"tee /sys/block/{storage.device}/queue/scheduler"
         command = f"echo none | {_as_root(system, switch)}"

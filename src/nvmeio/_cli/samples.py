@@ -1,4 +1,4 @@
-"""What was measured: samples of contestants at the same work, summed up and as JSON."""
+"""Measurements: samples of contestants at the same work, their statistics, and JSON."""
 
 import math
 import statistics
@@ -16,13 +16,13 @@ PERCENTILES = (50.0, 99.0, 99.9)
 
 @dataclass(frozen=True)
 class Sample:
-    """What a contestant did in one turn."""
+    """The measurement of one turn of a contestant."""
 
     nbytes: int
-    # I/Os that the kernel saw: none for a copy.
+    # I/Os that the kernel saw; 0 for a copy.
     operations: int
     seconds: float
-    # Of all threads, user and system; not a number where that is not known.
+    # Of all threads, user and system; nan if unknown.
     cpu_seconds: float
     # For each of PERCENTILES; empty without I/O.
     latency_us: dict[float, float]
@@ -48,46 +48,47 @@ class Sample:
             "gb_per_s": self.gb_per_s,
             "iops": self.iops,
             "cpu_s_per_gib": _known(self.cpu_s_per_gib),
-            # Infinite where it took longer than nvmeio can tell.
+            # Infinite if it exceeds the largest latency that nvmeio records.
             "latency_us": {f"p{q:g}": _known(us) for q, us in self.latency_us.items()},
         }
 
 
 def _known(figure: float) -> float | None:
-    """Return a figure, or None for what JSON has no word for."""
+    """Return a figure; None for infinity and nan, which JSON cannot represent."""
     return figure if math.isfinite(figure) else None
 
 
 @dataclass
 class Contest:
-    """A work that contestants take turns at."""
+    """A work at which contestants take turns."""
 
     work: str
-    # What a turn moves.
+    # The bytes of a turn.
     nbytes: int
-    # For each contestant a turn, nvmeio's first; and what each did in every round.
+    # The function of each contestant's turn, nvmeio's first; and the samples of all rounds.
     turns: dict[str, Callable[[Advance], Sample]]
     samples: dict[str, list[Sample]] = field(default_factory=dict)
 
     def add_round(self, terminal: Terminal) -> None:
-        """Give each a turn, beginning with another every time.
+        """Run each contestant once, beginning with another one each round.
 
-        Whoever cannot do it, as fio with blocks that are no sectors, is left out for good.
+        A contestant that cannot do the work drops out: fio, for example, if blocks are not
+        multiples of a sector.
         """
         names = list(self.turns)
         first = len(self.samples.get(names[0], ())) % len(names)
         for name in names[first:] + names[:first]:
             try:
-                # Without a speed: what the table says is by the contestants' own clocks.
+                # Show no speed, because the table has the contestants' own times.
                 advance = terminal.progress(f"{self.work}, {name}", self.nbytes)
                 self.samples.setdefault(name, []).append(self.turns[name](advance))
             except CommandError as error:
-                terminal.note(f"{self.work} is without {name}: {error}")
+                terminal.note(f"{self.work}: {name} is left out: {error}")
                 del self.turns[name]
                 self.samples.pop(name, None)
 
     def figures(self, name: str, quantity: str) -> list[float]:
-        """Return an attribute of a contestant's Samples, round by round."""
+        """Return an attribute of a contestant's samples, for each round."""
         return [getattr(sample, quantity) for sample in self.samples[name]]
 
     def latency_us(self, name: str, percentile: float) -> float | None:
@@ -97,7 +98,7 @@ class Contest:
         return statistics.median(known) if known else None
 
     def ratios(self, name: str) -> list[float]:
-        """Return how many times as fast as another contestant the first was, by round."""
+        """Return the speed of the first contestant relative to another, for each round."""
         ours, theirs = next(iter(self.samples.values())), self.samples[name]
         return [a.gb_per_s / b.gb_per_s for a, b in zip(ours, theirs, strict=True)]
 

@@ -1,4 +1,4 @@
-"""Files from beginning to end: read ahead in pieces, written behind, without holes."""
+"""Read and write whole files in pieces: reading ahead, writing behind, skipping holes."""
 
 import argparse
 import contextlib
@@ -20,12 +20,12 @@ from nvmeio._native.handle import Handle
 from nvmeio._native.request import Request
 from nvmeio.memory import empty
 
-# Half of the memory is read into while the other half is written from: with blocks of the
-# default size 16 of them are in flight each way.  Larger blocks take more.
+# Half of the memory is for reading while the other half is written: with the default block
+# size, 16 blocks are in flight in each direction.  Larger blocks take more memory.
 MEMORY_BYTES = 32 << 20
 PIECE_BYTES_MIN = 4 << 20
 
-# Pieces begin where pages do, so that they can go straight to the device.
+# Pieces begin at page boundaries, for zero-copy transfers.
 PAGE_BYTES = 4096
 
 Bytes = npt.NDArray[np.uint8]
@@ -34,12 +34,12 @@ Bytes = npt.NDArray[np.uint8]
 class Piece(NamedTuple):
     offset: int
     memory: Bytes
-    # What the memory is the beginning of.
+    # The whole buffer; `memory` is its beginning.
     buffer: Bytes
 
 
 def add_options(parser: Parser) -> None:
-    """Add what a Stream wants to know, and whether to be quiet."""
+    """Add the options of a Stream, and --quiet."""
     add_transfer_options(parser)
     parser.add_argument(
         "-q", "--quiet", action="store_true", help="no progress, and no notes at the end"
@@ -47,9 +47,9 @@ def add_options(parser: Parser) -> None:
 
 
 class Stream:
-    """A handle, with buffers for files that are read and written in pieces.
+    """A handle, and buffers to read and write files in pieces.
 
-    The end of its ``with`` statement drops what is in flight, and waits for it.
+    The end of its ``with`` block cancels requests in flight, and waits for them.
     """
 
     def __init__(self, options: argparse.Namespace, terminal: Terminal) -> None:
@@ -79,9 +79,9 @@ class Stream:
             self.drop()
 
     def read(self, file: File, label: str) -> Iterator[Piece]:
-        """Read the data of a file ahead of whoever asks for it, and show how far that is.
+        """Yield the data of a file in pieces, with read-ahead, and show progress.
 
-        Each piece must be given to ``write`` or ``release``.
+        Pass each piece to ``write`` or ``release``.
         """
         advance = self.terminal.progress(label, data_bytes(file), speed=True)
         for begin, end in _extents_of_data(file):
@@ -96,12 +96,12 @@ class Stream:
             yield self._next(self._reads, advance)
 
     def write(self, piece: Piece, file: File) -> None:
-        """Start writing a piece, which must not change before ``flush``, to its place."""
+        """Start writing a piece at its offset.  Do not change it before ``flush``."""
         request = self.handle.submit_write(piece.memory, file, piece.offset)
         self._writes.append((request, piece))
 
     def release(self, piece: Piece) -> None:
-        """Take a piece's memory back."""
+        """Return a piece's memory for reuse."""
         self._free.append(piece.buffer)
 
     def flush(self) -> None:
@@ -109,14 +109,14 @@ class Stream:
             self.release(self._next(self._writes))
 
     def drop(self) -> None:
-        """Drop what is in flight after an error; pieces must not be released any more."""
+        """Cancel requests in flight after an error; do not release pieces afterwards."""
         drop([request for request, _ in (*self._reads, *self._writes)])
         for buffers in (self._reads, self._writes, self._free):
             buffers.clear()
         self._buffers_made = 0
 
     def _take(self) -> Bytes:
-        """Return a free buffer, if need be that of the oldest write."""
+        """Return a free buffer; wait for the oldest write if there is none."""
         if self._free:
             return self._free.pop()
         if self._buffers_made < self._buffers_max:
@@ -128,7 +128,7 @@ class Stream:
     def _next(
         self, requests: deque[tuple[Request, Piece]], advance: Advance | None = None
     ) -> Piece:
-        """Wait for the oldest of some requests."""
+        """Wait for the oldest of several requests."""
         request, piece = requests[0]
         request.wait()
         requests.popleft()
@@ -138,7 +138,7 @@ class Stream:
 
 
 def drop(requests: Collection[Request]) -> None:
-    """Drop requests, whatever becomes of them, and wait for what is in flight."""
+    """Cancel requests and wait for them, ignoring their errors."""
     for request in requests:
         request.cancel()
     for request in requests:
@@ -147,12 +147,12 @@ def drop(requests: Collection[Request]) -> None:
 
 
 def data_bytes(file: File) -> int:
-    """Return how much of a file is not in holes."""
+    """Return the number of bytes of a file that are not in holes."""
     return sum(end - begin for begin, end in _extents_of_data(file))
 
 
 def _extents_of_data(file: File) -> Iterator[tuple[int, int]]:
-    """Yield begin and end of what is not in a hole; all of it where that is not known."""
+    """Yield begin and end of each extent of data; all of the file if holes are unknown."""
     end, descriptor = file.size, file.fileno()
     position = 0
     while position < end:
@@ -164,16 +164,16 @@ def _extents_of_data(file: File) -> Iterator[tuple[int, int]]:
                 return  # a hole up to the end
             if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
                 raise OSError(error.errno, error.strerror, file.path) from error
-            # Block devices, and file systems that do not know.
+            # Block devices, and file systems that do not support SEEK_DATA.
             begin, position = position, end
         if begin < position:
             yield begin, position
 
 
 def check_unchanged(file: File, before: os.stat_result, size: int, doing: str) -> None:
-    """Refuse a file that is not what it was: some parts may be older than others."""
+    """Raise CommandError if a file changed while it was read: parts may be older."""
     changed = file.size != size
-    # The file of a device tells nothing of the times of what it leads to.
+    # The times of a device file say nothing about the device's contents.
     if stat.S_ISREG(before.st_mode):
         changed |= os.fstat(file.fileno()).st_mtime_ns != before.st_mtime_ns
     if changed:
@@ -181,8 +181,8 @@ def check_unchanged(file: File, before: os.stat_result, size: int, doing: str) -
 
 
 def leave_cache(file: File) -> None:
-    """Ask the page cache to drop a file, so that reads ask the device.
+    """Ask the page cache to drop a file, so that reads are cold.
 
-    What is not yet on the device, locked or mapped stays; so do files in memory.
+    Pages that are dirty, locked or mapped stay, and so do files in memory.
     """
     os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

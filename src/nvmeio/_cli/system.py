@@ -1,4 +1,4 @@
-"""What decides how fast nvmeio is: the machine, the installation, and what paths are on."""
+"""Examine what determines nvmeio's speed: machine, installation, and paths' devices."""
 
 import contextlib
 import os
@@ -22,32 +22,31 @@ from nvmeio._native.info import engines, resources
 from nvmeio._native.pool import pool_stats
 from nvmeio._native.settings import kernels, selected_kernels
 
-# Those by which one thread keeps the queue of a device full.
+# The engines with which a single thread can keep a device's queue full.
 FAST_ENGINES = ("io_uring", "libaio")
 
-# Of the features of a processor, those that copy kernels are made of, or that make
-# "rep movsb" fast.
+# Processor features that copy kernels need, or that make "rep movsb" fast.
 FEATURES = {"avx2", "avx512f", "avx512bw", "avx512vl", "erms", "fsrm", "asimd", "sve"}
 
 # Bits of CapEff in /proc/self/status: linux/capability.h.
 CAP_IPC_LOCK = 1 << 14
 CAP_SYS_ADMIN = 1 << 21
 
-# What installs packages, by the family of the system.
+# The package manager of each family of distributions.
 MANAGERS = {"debian": "apt-get", "ubuntu": "apt-get", "fedora": "dnf", "rhel": "dnf"}
 
-# What is written, read and compared.
+# How much to write, read and compare.
 TRIAL_BYTES = 1 << 20
 
-# File systems whose files are memory: there is no device to be fast or slow.
+# File systems in memory, without a device.
 IN_MEMORY = ("tmpfs", "ramfs", "hugetlbfs")
 
-# What a path may be.
+# Kinds of files that a path may be.
 USABLE = (stat.S_ISREG, stat.S_ISDIR, stat.S_ISBLK)
 
 
 def _line(path: str | Path) -> str:
-    """Return the text of a small file; "" where it is not there."""
+    """Return the text of a small file; "" if it cannot be read."""
     try:
         return Path(path).read_text(encoding="utf-8", errors="replace").strip()
     except OSError:
@@ -61,12 +60,12 @@ def _of(path: str | Path, key: str, default: str = "") -> str:
 
 
 def _memory(key: str, path: str | Path = "/proc/meminfo") -> int:
-    """Return the bytes of a line such as ``Hugepagesize: 2048 kB``."""
+    """Return the size, in bytes, from a line such as ``Hugepagesize: 2048 kB``."""
     return int(_of(path, key, "0 kB").split()[0]) * 1024
 
 
 def _capable(capability: int) -> bool:
-    """Tell of a capability, for all of the machine: in a user namespace it lifts none."""
+    """Return whether this process has a capability outside of user namespaces."""
     initial = _line("/proc/self/uid_map").split() in ([], ["0", "0", "4294967295"])
     return initial and bool(int(_of("/proc/self/status", "CapEff", "0"), 16) & capability)
 
@@ -77,7 +76,7 @@ def _features() -> list[str]:
 
 
 def _nodes() -> list["Node"]:
-    """Return the NUMA nodes that the kernel knows, or one that has everything."""
+    """Return the NUMA nodes that the kernel reports, or a single one for the machine."""
     usable = os.sched_getaffinity(0)
     found = []
     for number in sorted(_numbers(_line("/sys/devices/system/node/online"))):
@@ -94,7 +93,7 @@ def _integer(path: str) -> int | None:
 
 
 def _chosen(path: str | Path) -> str:
-    """Return the word in brackets, as the kernel marks what is in use, or all there is."""
+    """Return the word in brackets, which the kernel puts around the current value."""
     text = _line(path)
     found = re.search(r"\[(.+)\]", text)
     return found[1] if found else text
@@ -113,7 +112,7 @@ def _pool_bytes() -> int | None:
 
 
 def _numbers(ranges: str) -> set[int]:
-    """Return what a list such as ``0-3,8`` names."""
+    """Parse a list of numbers such as ``0-3,8``."""
     found: set[int] = set()
     for part in filter(None, ranges.split(",")):
         first, _, last = part.partition("-")
@@ -135,72 +134,72 @@ def _package_manager() -> str:
 
 
 def _container() -> str:
-    """Tell what kind of container this is, by what each kind leaves behind."""
+    """Return the kind of container, by the traces that each kind leaves; "" for none."""
     if "KUBERNETES_SERVICE_HOST" in os.environ:
         return "kubernetes"
     if os.path.exists("/.dockerenv"):
         return "docker"
     if os.path.exists("/run/.containerenv"):
         return "podman"
-    # What systemd and its kind set; its name is in small letters.
+    # systemd-nspawn, LXC and the like set it, in lower case.
     return "container" if os.environ.get("container") else ""  # noqa: SIM112
 
 
 def _by(find: Callable[[], object]) -> Any:
-    """Return a field that is found where it is not given."""
+    """Return a dataclass field whose default ``find`` computes."""
     return field(default_factory=find)
 
 
 @dataclass(frozen=True)
 class Node:
     number: int
-    memory_bytes: int  # 0 where it has processors alone
+    memory_bytes: int  # 0 if the node has only processors
     processors: int  # that this process may run on
 
 
 @dataclass(frozen=True)
 class System:
-    """The machine, and the limits of this process; the names are those of the JSON."""
+    """The machine, and the limits of this process; the names are also keys of the JSON."""
 
     kernel: str = _by(platform.release)
     distribution: str = _by(lambda: _release().get("PRETTY_NAME", "Linux"))
-    package_manager: str = _by(_package_manager)  # "" where that is something else
+    package_manager: str = _by(_package_manager)  # "" if it is another one
     container: str = _by(_container)
-    # Whether a filter of system calls is at work.
+    # Whether system calls are filtered.
     seccomp: bool = _by(lambda: _of("/proc/self/status", "Seccomp", "0") != "0")
     uid: int = _by(os.geteuid)
     groups: list[int] = _by(lambda: sorted({os.getegid(), *os.getgroups()}))
     may_lock: bool = _by(lambda: _capable(CAP_IPC_LOCK))
     may_administer: bool = _by(lambda: _capable(CAP_SYS_ADMIN))
-    # Its name.
+    # The model of the processor.
     processor: str = _by(lambda: _of("/proc/cpuinfo", "model name", platform.machine()))
-    # What this process may use, its control group counted.
+    # The limit for this process, including that of its control group.
     processors: int = _by(lambda: resources()["processors"])
     processors_total: int = _by(lambda: os.cpu_count() or 1)
     features: list[str] = _by(_features)
-    # None where the environment makes no sense.  It comes before the kernels, which the
-    # environment chooses with it.
+    # None if the environment has an invalid value.  Must precede the kernels, because it
+    # applies the environment's settings.
     pool_bytes: int | None = _by(_pool_bytes)
     # Whether this processor can run them.
     copy_kernels: dict[str, bool] = _by(kernels)
     copy_small: str = _by(lambda: selected_kernels()[0])
     copy_large: str = _by(lambda: selected_kernels()[1])
     nodes: list[Node] = _by(_nodes)
-    # What this process may have, its control group counted.
+    # The limit for this process, including that of its control group.
     memory_bytes: int = _by(lambda: resources()["memory_bytes"])
     memory_total_bytes: int = _by(lambda: _memory("MemTotal"))
     # None for no limit.
     memlock_bytes: int | None = _by(lambda: _limit(resource.RLIMIT_MEMLOCK))
     open_files: int | None = _by(lambda: _limit(resource.RLIMIT_NOFILE))
-    # always, madvise, never; "" where there are none.
+    # always, madvise or never; "" if the kernel has none.
     transparent_huge_pages: str = _by(
         lambda: _chosen("/sys/kernel/mm/transparent_hugepage/enabled")
     )
-    # Of those that are reserved.
+    # Reserved huge pages (hugetlbfs).
     huge_page_bytes: int = _by(lambda: _memory("Hugepagesize"))
     huge_pages: int = _by(lambda: int(_of("/proc/meminfo", "HugePages_Total", "0")))
     huge_pages_free: int = _by(lambda: int(_of("/proc/meminfo", "HugePages_Free", "0")))
-    # None where the kernel has none.
+    # None if the kernel has no such sysctl.
     io_uring_disabled: int | None = _by(
         lambda: _integer("/proc/sys/kernel/io_uring_disabled")
     )
@@ -216,16 +215,16 @@ class System:
 
 @dataclass(frozen=True)
 class Installation:
-    """What is installed, and what this process makes of it."""
+    """The installation of nvmeio, as it works in this process."""
 
-    # What a handle takes, or None and why no handle can be opened.
+    # The engine that a handle uses; or None, and why no handle can be opened.
     engine: str | None
     error: str
-    # None for what is not installed.
+    # None for packages that are not installed.
     versions: dict[str, str | None] = _by(versions)
     compiler: str = _by(lambda: build_record()["compiler"])
     debug: bool = _by(lambda: build_record()["debug"])  # without optimization
-    test_build: bool = _by(lambda: build_record()["test_build"])  # makes faults
+    test_build: bool = _by(lambda: build_record()["test_build"])  # can inject faults
     features: dict[str, Feature] = _by(lambda: build_record()["features"])
     # In order of preference.
     engines: dict[str, EngineInfo] = _by(engines)
@@ -234,7 +233,7 @@ class Installation:
 
 
 def installation() -> Installation:
-    """Look at the installation, and open a handle for a moment."""
+    """Examine the installation; open a handle to find its engine."""
     try:
         with Handle() as handle:
             return Installation(handle.engine, "")
@@ -244,37 +243,37 @@ def installation() -> Installation:
 
 @dataclass(frozen=True)
 class Storage:
-    """What a file or a folder lies on."""
+    """The file system and device of a path."""
 
     path: str
-    error: str = ""  # why it cannot be used; with one there may be nothing else
+    error: str = ""  # why the path cannot be used; other fields may then be empty
     mount_point: str = ""
     file_system: str = ""
-    source: str = ""  # what is mounted
+    source: str = ""  # the source of the mount
     in_memory: bool = False  # without a device
-    # The block device, as far as there is one.
+    # The block device; "" if there is none.
     device: str = ""
     model: str = ""
     scheduler: str = ""
     rotational: bool | None = None
     logical_block_bytes: int = 0
     physical_block_bytes: int = 0
-    numa_node: int | None = None  # None where the system does not say
-    # Whether files can bypass the page cache; None where there was none to try it with.
+    numa_node: int | None = None  # None if unknown
+    # Whether files can bypass the page cache; None if no file could be tried.
     direct: bool | None = None
-    alignment_bytes: int | None = None  # that O_DIRECT wants; 1 without it
+    alignment_bytes: int | None = None  # for O_DIRECT; 1 without it
     writable: bool = False  # by this user
-    read_only: bool = False  # for everybody, as it is mounted so
-    # Of the file system, as far as this user may have it.
+    read_only: bool = False  # the file system is mounted read-only
+    # Space of the file system that this user may use.
     free_bytes: int = 0
     total_bytes: int = 0
 
 
 def storage_of(path: str, *, transfer: bool = True, sys: Path = Path("/sys")) -> Storage:
-    """Look at what a path is on, and transfer 1 MiB there, without an error.
+    """Examine the device of a path, and transfer 1 MiB there; never raises.
 
-    In a folder that can be written to, a new file is written, read back and compared; else
-    a file that is there is read.
+    In a writable directory, a new file is written, read back and compared; otherwise an
+    existing file is read.
     """
     try:
         found = os.stat(path)
@@ -291,11 +290,11 @@ def storage_of(path: str, *, transfer: bool = True, sys: Path = Path("/sys")) ->
 
 
 def _described(path: str, found: os.stat_result, sys: Path) -> Storage:
-    """Say what can be known of a path without opening anything."""
+    """Return what can be found out about a path without opening a file."""
     space = os.statvfs(path)
     device = device_of(path, sys=sys)
     block = device.sysfs
-    # Of a block device what matters is not the file system in which its node lies.
+    # For a block device, the file system of its device file does not matter.
     raw = stat.S_ISBLK(found.st_mode)
     node = int(_attribute(block, "device/numa_node", "device/device/numa_node") or -1)
     return Storage(
@@ -310,7 +309,7 @@ def _described(path: str, found: os.stat_result, sys: Path) -> Storage:
         rotational=_attribute(block, "queue/rotational") == "1" if block else None,
         logical_block_bytes=int(_attribute(block, "queue/logical_block_size") or 0),
         physical_block_bytes=int(_attribute(block, "queue/physical_block_size") or 0),
-        # -1 is what the kernel says where it does not know.
+        # -1 means that the kernel does not know.
         numa_node=node if node >= 0 else None,
         writable=os.access(path, os.W_OK, effective_ids=True),
         read_only=bool(space.f_flag & os.ST_RDONLY) and not raw,
@@ -321,7 +320,7 @@ def _described(path: str, found: os.stat_result, sys: Path) -> Storage:
 
 @contextlib.contextmanager
 def _sample(path: str, found: os.stat_result, writable: bool) -> Iterator[tuple[str, bool]]:
-    """Give the name of a file to try with, or "", and whether it may be written to."""
+    """Yield the name of a file to try, or "", and whether it may be written to."""
     if not stat.S_ISDIR(found.st_mode):
         yield path, False
     elif writable:
@@ -332,12 +331,12 @@ def _sample(path: str, found: os.stat_result, writable: bool) -> Iterator[tuple[
                 stack.callback(os.close, descriptor)
                 name = f"/proc/self/fd/{descriptor}"
             except OSError:
-                # A file system such as FUSE, which knows no files without a name.
+                # The file system has no O_TMPFILE, like FUSE.
                 named = stack.enter_context(
                     tempfile.NamedTemporaryFile(prefix=".nvmeio-", dir=path)
                 )
                 descriptor, name = named.fileno(), named.name
-            # A read of an empty file would work with O_DIRECT everywhere.
+            # Write a page, because reading an empty file always works with O_DIRECT.
             os.pwrite(descriptor, bytes(4096), 0)
             yield name, True
     else:
@@ -352,7 +351,7 @@ def _sample(path: str, found: os.stat_result, writable: bool) -> Iterator[tuple[
 
 
 def _tried(storage: Storage, name: str, fresh: bool, transfer: bool) -> Storage:
-    """Say of a path what only an open file tells."""
+    """Add what only an open file can tell about a path."""
     with File(name, "r+" if fresh else "r") as file:
         known = replace(storage, direct=file.direct, alignment_bytes=file.alignment)
         if not transfer:
@@ -364,11 +363,11 @@ def _tried(storage: Storage, name: str, fresh: bool, transfer: bool) -> Storage:
                 handle.write(content, file)
             handle.read(again, file)
         if fresh and again != content:
-            return replace(known, error="what was read is not what was written")
+            return replace(known, error="the bytes read differ from those written")
     return known
 
 
 def _attribute(block: Path | None, *names: str) -> str:
-    """Return the text of the first of a device's files that says something, or ""."""
+    """Return the text of the first of a device's files that is not empty, or ""."""
     texts = (_line(block / name) for name in names) if block else ()
     return next(filter(None, texts), "")

@@ -1,7 +1,7 @@
-"""What a person sees: tables, progress, and numbers with their units.
+"""Output for people: tables, progress, and numbers with units.
 
-Sizes are in powers of 1024 (``in_binary``), speeds in powers of 1000.  Progress goes to
-standard error, and only where that is a terminal.
+Sizes use powers of 1024 (``in_binary``), speeds powers of 1000.  Progress is written to
+standard error, and only if that is a terminal.
 """
 
 import statistics
@@ -11,15 +11,15 @@ from collections.abc import Callable, Sequence
 
 from nvmeio._arguments.units import in_binary
 
-# As often as the eye wants; more would take the processor from what is measured.
+# Enough for the eye; more would take CPU time from the measurement.
 REFRESHES_PER_SECOND = 4
 
-# Is told how much more has been done.
+# A function that is called with the amount of progress.
 Advance = Callable[[float], None]
 
 
 def harmless(text: str) -> str:
-    """Show what would move the cursor, or worse: names in files are others' words."""
+    """Escape control characters: names from files may contain terminal commands."""
     encoding = sys.stdout.encoding or "ascii"
     text = text.encode(encoding, "backslashreplace").decode(encoding)
     return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
@@ -31,7 +31,7 @@ class Terminal:
     def __init__(self) -> None:
         # Without notes and progress.
         self.quiet = False
-        # How many characters of a line of progress are shown.
+        # The length of the line of progress that is shown.
         self._shown = 0
 
     def say(self, text: str = "") -> None:
@@ -44,12 +44,12 @@ class Terminal:
             self.error(text)
 
     def error(self, text: str) -> None:
-        """Write a line to standard error, quiet or not."""
+        """Write a line to standard error, even if quiet."""
         self.clear()
         print(text, file=sys.stderr)
 
     def table(self, head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        """Write a table, with columns of figures set to the right."""
+        """Write a table, with columns of numbers right-aligned."""
         columns = []
         for column in zip(head, *rows, strict=True):
             cells = [harmless(cell) for cell in column]
@@ -63,9 +63,9 @@ class Terminal:
         self.say()
 
     def progress(self, label: str, total: float, *, speed: bool = False) -> Advance:
-        """Show how much of something is done, until something else is written.
+        """Show progress until something else is written; return a function to advance it.
 
-        With `speed`, what is done are bytes, and their number in a second is shown too.
+        With `speed`, the amounts are bytes, and bytes per second are shown too.
         """
         if self.quiet or not sys.stderr.isatty():
             return lambda amount: None
@@ -83,7 +83,7 @@ class Terminal:
             if speed and done:
                 text += f", {in_speed(done, now - begin)}"
             self.clear()
-            # Before it is shown, for Ctrl-C may come in between.
+            # Set before writing, because Ctrl-C may come in between.
             self._shown = len(text)
             sys.stderr.write(text)
             sys.stderr.flush()
@@ -92,7 +92,7 @@ class Terminal:
         return advance
 
     def clear(self) -> None:
-        """Take the line of progress away."""
+        """Erase the line of progress."""
         if self._shown:
             sys.stderr.write("\r" + " " * self._shown + "\r")
             sys.stderr.flush()
@@ -100,10 +100,10 @@ class Terminal:
 
 
 def in_speed(nbytes: float, seconds: float) -> str:
-    """Write a throughput, such as 3.91 GB/s or 25.3 MB/s."""
-    # What takes no time at all counts as a nanosecond.
+    """Format a throughput, such as 3.91 GB/s or 25.3 MB/s."""
+    # Avoid a division by 0.
     speed = nbytes / max(seconds, 1e-9)
-    # What rounds to 1000 of a unit is 1 of the next.
+    # Use the next unit for values that would round to 1000.
     if speed >= 999.5e6:
         return f"{speed / 1e9:.2f} GB/s"
     if speed >= 0.995e6:
@@ -112,7 +112,7 @@ def in_speed(nbytes: float, seconds: float) -> str:
 
 
 def in_time(microseconds: float) -> str:
-    """Write a latency, such as 85 us or 1.2 ms."""
+    """Format a latency, such as 85 us or 1.2 ms."""
     if microseconds < 1000:
         return f"{microseconds:.3g} us"
     if microseconds < 1e6:
@@ -121,7 +121,7 @@ def in_time(microseconds: float) -> str:
 
 
 def sizes(*several: int) -> list[str]:
-    """Write sizes that are compared, with their bytes where they would look alike."""
+    """Format sizes for a comparison; add the bytes if they would look equal."""
     words = [in_binary(nbytes) for nbytes in several]
     if len(set(words)) == len(several):
         return words
@@ -129,7 +129,7 @@ def sizes(*several: int) -> list[str]:
 
 
 def spread(values: Sequence[float], digits: int) -> str:
-    """Write a median, with the least and the greatest of several: 3.91 [3.31-3.93]."""
+    """Format a median, with minimum and maximum of several values: 3.91 [3.31-3.93]."""
     middle = f"{statistics.median(values):.{digits}f}"
     if len(values) == 1:
         return middle

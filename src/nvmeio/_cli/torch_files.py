@@ -1,7 +1,7 @@
-"""What a file of torch.save holds, told without torch and without running anything.
+"""List the tensors of a torch.save file, without torch and without running its code.
 
-Its pickle is gone through by an unpickler that knows tensors, and makes of everything else
-an object that does nothing.
+An unpickler that knows tensors reads the pickle, and replaces every other object by one
+that does nothing.
 """
 
 import collections
@@ -19,11 +19,11 @@ from nvmeio._files.archives import begin_of, bytes_of
 
 __all__ = ["is_torch_file", "tensors_of"]
 
-# Of a pickle, which is as long as there are tensors.
+# The limit for a pickle, whose size grows with the number of tensors.
 PICKLE_BYTES_MAX = 256 << 20
 DEPTH_MAX = 100
 
-# What storages and dtypes are called, and how large an element is.
+# The name of each storage's dtype, and the size of an element.
 KINDS = {
     "DoubleStorage": ("float64", 8),
     "FloatStorage": ("float32", 4),
@@ -53,7 +53,7 @@ class Found(NamedTuple):
 
 
 class Nothing:
-    """Stands for an object of any other class, and does nothing."""
+    """Replaces an object of any other class, and does nothing."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         pass
@@ -71,12 +71,12 @@ class Reader(pickle.Unpickler):
     """Finds the tensors of a pickle."""
 
     def persistent_load(self, pid: Any) -> Any:
-        """Return what is known of a storage."""
+        """Return the description of a storage."""
         _, kind, key, *_ = pid
         return str(key), kind
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return what is called in the place of a function or class: nothing of theirs."""
+        """Return a harmless replacement for a function or class of the pickle."""
         if (module, name) == ("collections", "OrderedDict"):
             return collections.OrderedDict
         if module == "torch._utils" and name in (
@@ -97,7 +97,7 @@ class Reader(pickle.Unpickler):
 
 def _tensor(storage: Any, begin: int, shape: Any, stride: Any, *rest: Any) -> Any:
     key, kind = storage
-    # Of storages without a type the dtype comes last.
+    # If the storage has no type, the dtype is the last argument.
     name = kind if isinstance(kind, str) else next(
         (each for each in rest[::-1] if isinstance(each, str)), ""
     )  # fmt: skip
@@ -112,7 +112,7 @@ def _parameter(data: Any, *rest: Any) -> Any:
 
 
 def is_torch_file(path: str) -> bool:
-    """Tell whether a file is an archive as torch.save writes it."""
+    """Return whether a file is an archive of torch.save."""
     try:
         with zipfile.ZipFile(path) as archive:
             return any(name.endswith("/data.pkl") for name in archive.namelist())
@@ -121,7 +121,7 @@ def is_torch_file(path: str) -> bool:
 
 
 def tensors_of(path: str) -> list[dict[str, Any]]:
-    """Return the tensors of such a file, each named by its keys from the top down."""
+    """Return the tensors of a torch.save file, named by their keys from the top down."""
     with zipfile.ZipFile(path) as archive, open(path, "rb") as file:
         (name,) = [each for each in archive.namelist() if each.endswith("/data.pkl")][:1]
         info = archive.getinfo(name)
@@ -156,7 +156,7 @@ def tensors_of(path: str) -> list[dict[str, Any]]:
 
 
 def _check_opcodes(text: bytes) -> None:
-    """Refuse what would take memory by numbers alone: places that a pickle has not."""
+    """Refuse memo indices beyond the pickle's size, which would allocate much memory."""
     for opcode, value, _ in pickletools.genops(text):
         remembers = opcode.name in ("PUT", "BINPUT", "LONG_BINPUT")
         if remembers and value is not None and value > len(text):

@@ -1,4 +1,4 @@
-"""What ``nvmeio tune`` tries, and how: one tensor, read and written with given settings."""
+"""The trials of ``nvmeio tune``: read and write one tensor with given settings."""
 
 import contextlib
 import itertools
@@ -18,7 +18,7 @@ from nvmeio._native.file import File
 from nvmeio._native.handle import Handle
 from nvmeio.memory import empty
 
-# As Handle(**options) takes them.
+# Arguments for Handle(**options).
 Options = dict[str, Any]
 
 DEFAULT: Options = {name: DEFAULTS[name] for name in TUNABLE}
@@ -30,7 +30,7 @@ WORKERS = (2, 4)
 
 
 def grid() -> list[Options]:
-    """Return the default, and every block size with every depth."""
+    """Return the default, and all combinations of block size and queue depth."""
     pairs = sorted(
         itertools.product(GRID_BLOCKS, GRID_DEPTHS), key=lambda pair: pair[0] * pair[1]
     )
@@ -43,9 +43,9 @@ def grid() -> list[Options]:
 def variations(
     winners: Iterable[Options], engines: Sequence[str], processors: int
 ) -> list[Options]:
-    """Return winners, the default, and what differs from a winner in one option.
+    """Return winners, the default, and options that differ from a winner in one value.
 
-    `engines` are those that work here, the one that "auto" takes first.
+    `engines` are those that work here, beginning with the one that "auto" chooses.
     """
     winners = list(winners)
     found = [*winners, DEFAULT]
@@ -63,7 +63,7 @@ def bounces(winner: Options) -> list[Options]:
 
 
 def distinct(candidates: Iterable[Options]) -> list[Options]:
-    """Return candidates without repetition, in their order."""
+    """Return candidates without duplicates, in their order."""
     found: list[Options] = []
     for candidate in candidates:
         if candidate not in found:
@@ -72,7 +72,7 @@ def distinct(candidates: Iterable[Options]) -> list[Options]:
 
 
 def described(options: Options) -> str:
-    """Say what is unusual in settings, such as "1 MiB x 32, 2 workers"."""
+    """Describe settings, without defaults, such as "1 MiB x 32, 2 workers"."""
     words = [f"{in_binary(options['block_size'])} x {options['queue_depth']}"]
     if options["workers"] > 1:
         words.append(f"{options['workers']} workers")
@@ -83,7 +83,7 @@ def described(options: Options) -> str:
     return ", ".join(words)
 
 
-# Long enough that to begin and to end does not matter, short enough for many.
+# Long enough that start and end do not matter, and short enough for many trials.
 TRIAL_SECONDS = 0.05
 TRIAL_BYTES_MIN = 32 << 20
 PAGE_BYTES = 4096
@@ -92,7 +92,7 @@ Array = npt.NDArray[np.uint8]
 
 
 def small_pages(nbytes: int) -> Array:
-    """Make a buffer of 4 KiB pages from anywhere, as a process has that runs for long."""
+    """Allocate a buffer in scattered 4 KiB pages, as in a long-running process."""
     mapped = mmap.mmap(-1, nbytes)
     mapped.madvise(mmap.MADV_NOHUGEPAGE)
     memory = np.frombuffer(mapped, np.uint8)
@@ -102,9 +102,10 @@ def small_pages(nbytes: int) -> Array:
 
 
 class Trials:
-    """A file on the disk, and a buffer that is moved.
+    """A file on the drive, and a buffer to transfer.
 
-    `size` is in whole MiB; `engine` stands for "auto", whatever the environment says.
+    `size` is a multiple of 1 MiB.  `engine` replaces "auto", so that the environment has no
+    influence.
     """
 
     def __init__(self, folder: Path, size: int, engine: str) -> None:
@@ -117,7 +118,7 @@ class Trials:
             stack.callback(self.rest)
             self.direct: bool = self._file.direct
             self._fill()
-            # In huge pages, as swapped tensors have it.
+            # In huge pages, like the memory of tensors that DeepSpeed swaps.
             self._memory: Array = empty(min(size, TRIAL_BYTES_MIN), np.uint8)
             slower = min(self.measure(DEFAULT).values())
             nbytes = max(TRIAL_BYTES_MIN, int(slower * TRIAL_SECONDS))
@@ -135,14 +136,14 @@ class Trials:
         self._memory = small_pages(self.nbytes)
 
     def measure(self, options: Options) -> dict[str, float]:
-        """Read and write once; return the bytes a second of each."""
+        """Read and write once; return the bytes per second of each."""
         key = repr(options)
         if key not in self._handles:
             self._handles[key] = self._made(options)
         handle = self._handles[key]
         nbytes = len(self._memory)
-        # All of the file in turn, each piece read before it is written: what the device has
-        # just had in its hands is no measure.
+        # Go through the whole file, and read each piece before writing it: otherwise the
+        # device's cache would have it.
         offset = self._offset if self._offset + nbytes <= self._size else 0
         self._offset = offset + nbytes
         speeds = {}
@@ -156,18 +157,18 @@ class Trials:
         return speeds
 
     def rest(self) -> None:
-        """Close the handles of what was measured."""
+        """Close the handles of the trials."""
         for handle in self._handles.values():
             handle.close()
         self._handles.clear()
 
     def _made(self, options: Options) -> Handle:
-        """Make a handle of options that are complete, so that no others have a say."""
+        """Make a handle with all options given, so that the environment has no effect."""
         engine = options["engine"]
         return Handle(**{**options, "engine": self._engine if engine == "auto" else engine})
 
     def _fill(self) -> None:
-        """Write all of the file, of bytes that no device can make smaller."""
+        """Fill the file with random bytes, which no device can compress."""
         piece = np.frombuffer(np.random.default_rng().bytes(TRIAL_BYTES_MIN), np.uint8)
         with self._made(DEFAULT) as handle:
             for offset in range(0, self._size, len(piece)):

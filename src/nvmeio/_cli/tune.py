@@ -1,4 +1,4 @@
-"""``nvmeio tune``: the fastest settings for a device."""
+"""``nvmeio tune``: find the fastest settings for a device."""
 
 import argparse
 import contextlib
@@ -52,11 +52,11 @@ from nvmeio.profiles import (
 SIZE_MIN = 64 << 20
 MIB = 1 << 20
 
-# What the first two races may take of the budget; the last has what they leave.
+# When the first two races must end, as shares of the budget; the last has the rest.
 GRID_SHARE = 0.5
 VARIATIONS_SHARE = 0.85
 
-# What DeepSpeed's block calls options of a handle.
+# The keys of DeepSpeed's block -> the options of a handle.
 AIO_KEYS = {
     "block_size": "block_size",
     "queue_depth": "queue_depth",
@@ -136,14 +136,14 @@ def run(options: argparse.Namespace, terminal: Terminal) -> int:
         "aio": block,
         "races": [heat.as_dict() for heat in heats],
     }
-    # First what took so long: a file that is named may turn out not to be writable.
+    # Save the profile first: it took long, and writing the other file may fail.
     if not options.no_save and obstacle:
         terminal.note(f"not saved: {obstacle}; remove it to have another")
     elif not options.no_save:
         terminal.note(f"saved: {save_profile(profile)}")
     keep_figures(found, lambda: _heat_map(heats[0], profile), options, terminal)
     if options.deepspeed:
-        # What was not measured stays as it is.
+        # Keys that were not measured keep their values.
         write_aio_config(options.deepspeed, measured)
         terminal.note(f"written: the aio block of {options.deepspeed}")
     return 0
@@ -154,9 +154,9 @@ def _settled(profile: Profile) -> bool:
 
 
 def _saved_options(folder: str, works: list[str]) -> tuple[dict[str, Options], str]:
-    """Return the options of a profile that was saved before, and why it must stay."""
+    """Return the options of an earlier profile, and why it must not be replaced."""
     profile = None
-    # One that cannot be read is replaced, as its error recommends.
+    # A profile that cannot be read is replaced, as its error message recommends.
     with contextlib.suppress(OSError, ValueError):
         profile = load_profile(folder)
     if profile is None:
@@ -172,7 +172,7 @@ def _saved_options(folder: str, works: list[str]) -> tuple[dict[str, Options], s
 
 
 class Heat(Race):
-    """A race, and who runs in it."""
+    """A race with its name and candidates."""
 
     def __init__(self, name: str, candidates: list[Options]) -> None:
         super().__init__(len(candidates))
@@ -205,7 +205,7 @@ def _heats(
     budget: float,
     terminal: Terminal,
 ) -> list[Heat]:
-    """Hold the races, each with those who won the one before."""
+    """Hold the races, each with the winners of the one before."""
     processors = len(os.sched_getaffinity(0))
 
     def hold(name: str, candidates: list[Options], share: float) -> Heat:
@@ -233,15 +233,15 @@ def _heats(
 
 
 def _without_bounce(options: Options) -> Options:
-    """Return options as the second race has them, whose memory is the pool's."""
+    """Return options with the default bounce, as in the second race."""
     return {**options, "bounce": DEFAULT["bounce"]}
 
 
 def _choice(heats: list[Heat], goal: str, saved: Options | None) -> Choice:
-    """Put together what has won, with the figures of pool memory.
+    """Return the best options for a goal, with the figures for memory of the pool.
 
-    That is the default, or what was saved before, unless the winner is certainly faster
-    than it and the race has told it from all others.
+    These are the default or the earlier profile's, unless the winner is certainly faster
+    and its race is settled.
     """
     first, second, third = heats
     default = second.candidates.index(DEFAULT)
@@ -250,12 +250,12 @@ def _choice(heats: list[Heat], goal: str, saved: Options | None) -> Choice:
     if not (result.settled and second.is_faster(chosen, default, goal)):
         chosen = default
     options = dict(second.candidates[chosen])
-    # The third race was about these alone.
+    # The third race had only variations of these options.
     if options == second.best("both") and third.result(goal).settled:
         options["bounce"] = third.best(goal)["bounce"]
     if saved is not None:
         kept = second.candidates.index(_without_bounce(saved))
-        # If they differ in their bounce alone, that was the third race.
+        # If only their bounce differs, the third race compared them.
         race, new, old = second, chosen, kept
         if chosen == kept and options in third.candidates and saved in third.candidates:
             race, new = third, third.candidates.index(options)
@@ -275,7 +275,7 @@ def _choice(heats: list[Heat], goal: str, saved: Options | None) -> Choice:
 
 
 def _tell(profile: Profile, saved: dict[str, Options], terminal: Terminal) -> None:
-    """Show what is best, how sure that is, and what is recommended."""
+    """Show the best settings, whether that is settled, and a recommendation."""
     rows = []
     for goal in GOALS:
         options, figures = (choice := getattr(profile, goal)).options, choice.figures

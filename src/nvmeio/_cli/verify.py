@@ -1,4 +1,4 @@
-"""``nvmeio verify``: reads files twice, by different ways, and tells where they differ."""
+"""``nvmeio verify``: read files in two ways, and report where these differ."""
 
 import argparse
 import errno
@@ -74,7 +74,7 @@ def configure(parser: Parser) -> None:
 
 
 def run(options: argparse.Namespace, terminal: Terminal) -> int:
-    """Verify files; return 1 where one is bad or cannot be read."""
+    """Verify files; return 1 if one is bad or cannot be read."""
     wanted = _wanted(options)
     begin = time.monotonic()
     with Stream(options, terminal) as stream, ThreadPoolExecutor(1) as worker:
@@ -100,7 +100,7 @@ def run(options: argparse.Namespace, terminal: Terminal) -> int:
 
 
 def _wanted(options: argparse.Namespace) -> list[tuple[str, str | None]]:
-    """Return the names of the files, and their checksums where they are known."""
+    """Return the names of the files, and their expected checksums or None."""
     if options.check is None:
         if not options.files:
             raise UsageError("there is no FILE to verify, and no --check SUMS")
@@ -115,19 +115,19 @@ def _wanted(options: argparse.Namespace) -> list[tuple[str, str | None]]:
 
 
 class Verifier:
-    """Goes through files, with a thread that reads as other programs do."""
+    """Verifies files, with a thread for ordinary reads."""
 
     def __init__(self, stream: Stream, worker: ThreadPoolExecutor) -> None:
         self.stream, self.worker = stream, worker
         # Files that are bad or cannot be read, and files without O_DIRECT.
         self.bad = self.cached = 0
-        # Folders with checkpoints, and these.
+        # Numbers of folders with checkpoints, and of checkpoints.
         self.folders = self.steps = 0
-        # What was read both ways.
+        # Bytes that were read both ways.
         self.nbytes = 0
 
     def take(self, name: str, expected: str | None, label: str) -> None:
-        """Verify a file, and tell what came out."""
+        """Verify a file, and report the result."""
         if expected is None and os.path.isdir(name):
             self._checkpoints(name)
             return
@@ -148,7 +148,7 @@ class Verifier:
             self.stream.terminal.say(answer)
 
     def _checkpoints(self, name: str) -> None:
-        """Verify the checkpoints of a root, or one by its own folder."""
+        """Verify all checkpoints of a root, or a single checkpoint."""
         terminal = self.stream.terminal
         path = os.path.abspath(name)
         one = re.fullmatch(r"step-(0|[1-9][0-9]*)", os.path.basename(path))
@@ -179,7 +179,7 @@ class Verifier:
                 self.bad += 1
                 terminal.error(f"nvmeio verify: error: {sentence(error)}")
             else:
-                # Standard output has checksums of files.
+                # Not to standard output, which has checksums only.
                 terminal.note(f"{folder}: OK")
 
     def _checksum(self, name: str, label: str) -> str:
@@ -232,11 +232,11 @@ def _check_array(file: File) -> None:
     try:
         layout = read_layout(file)
     except PickledError:
-        # Unpickling could run anything; their size stands nowhere else.
+        # Only unpickling would tell their size, and that could run any code.
         return
     end = layout.offset + layout.nbytes
     behind = os.pread(file.fileno(), len(npy.MAGIC_PREFIX), end)
-    # numpy.save() may be called several times for the same file.
+    # More arrays may follow: numpy.save() can append to an open file.
     if behind and behind != npy.MAGIC_PREFIX:
         raise CommandError(
             f"{os.fsdecode(file.path)} has {file.size} bytes; its array ends at {end}"

@@ -1,4 +1,4 @@
-"""The works of ``nvmeio bench``, as nvmeio does them, and the memory they are done in."""
+"""The works of ``nvmeio bench``, as nvmeio does them, and the memory that they use."""
 
 import contextlib
 import dataclasses
@@ -21,37 +21,37 @@ from nvmeio._native.file import File
 from nvmeio._native.handle import Handle
 from nvmeio.memory import empty
 
-# What is read into: memory of nvmeio's pool; as numpy or torch allocate it, every page
-# touched; or as numpy allocates it, never touched.
+# The memory to read into: nvmeio's pool; memory of numpy or torch, with every page touched;
+# or memory of numpy that was never touched.
 MEMORY = ("pool", "numpy", "torch", "fresh")
 
-# glibc serves what is at least this large from memory that was never used before
-# (mallopt(3), M_MMAP_THRESHOLD); for less it may use what was freed.
+# From this size on, glibc returns memory that was never used before (mallopt(3),
+# M_MMAP_THRESHOLD); for less it may reuse freed memory.
 FRESH_BYTES_MIN = 64 << 20
 
-# Random reads of a turn: so many, or as many as this time has room for.
+# The limits of a turn of random reads: their number, and the time.
 RANDOM_READS = 1 << 16
 RANDOM_SECONDS = 2.0
-# Of one call: the queue runs empty at its end alone.
+# Random reads in one call: large, because the queue drains at the end of each call.
 RANDOM_BATCH = 1 << 14
 
-# What one request carries, so that there is progress to show; the blocks of all requests
-# share one queue.
+# The size of a request, small enough to show progress.  The blocks of all requests share
+# one queue.
 REQUEST_BYTES = 8 << 20
-# What is transferred is memory of this size over and over, or twice the queue if larger.
+# The size of the memory that is transferred repeatedly; or twice the queue, if larger.
 WINDOW_BYTES = 256 << 20
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What is measured; its names are those of the JSON."""
+    """The settings of a measurement; the names are also the keys of the JSON."""
 
     size: int  # of the file
     block_bytes: int
     random_bytes: int  # of a random read
     small_bytes: int  # of one of the small tensors
     small_count: int
-    copy_bytes: int  # what is copied in memory
+    copy_bytes: int  # of a copy in memory
     # As for Handle.
     queue_depth: int
     workers: int
@@ -61,7 +61,7 @@ class Settings:
 
     @property
     def disk_bytes(self) -> int:
-        """What is on the disk at the same time."""
+        """The space that all files need on the drive."""
         return self.size + self.small_bytes * self.small_count
 
     @property
@@ -70,22 +70,22 @@ class Settings:
 
     @property
     def random_reads(self) -> int:
-        """How many random reads a turn has at most: half of the file's blocks."""
+        """The most random reads of a turn: half of the file's blocks."""
         return min(RANDOM_READS, self.size // (2 * self.random_bytes))
 
     @property
     def window_bytes(self) -> int:
-        """How much memory a transfer goes through before it begins anew."""
+        """The size of the memory that transfers use in turn."""
         return min(self.size, max(WINDOW_BYTES, 2 * self.depth * self.block_bytes))
 
     @property
     def request_bytes(self) -> int:
-        """What one request carries: whole blocks."""
+        """The size of a request, a multiple of the block size."""
         return max(1, REQUEST_BYTES // self.block_bytes) * self.block_bytes
 
 
 class Workbench(contextlib.ExitStack):
-    """A file, small files and memory to work with, in a folder that others remove."""
+    """A file, small files and memory to work with; the caller removes their directory."""
 
     def __init__(self, folder: Path, settings: Settings) -> None:
         super().__init__()
@@ -108,12 +108,12 @@ class Workbench(contextlib.ExitStack):
         self.engine: str = self._handle.engine
 
     def prepare(self, advance: Advance) -> None:
-        """Make the files, and see that they are read as they were written.
+        """Write the files, and check that reading returns the same bytes.
 
-        `advance` is told of twice the bytes that are on the disk.
+        Advances by twice the bytes of the files.
         """
         nbytes = len(self._window)
-        # Six times as fast as the generator's bytes().
+        # Six times faster than the generator's bytes().
         words = self._random.integers(0, 1 << 64, -(-nbytes // 8), np.uint64)
         pattern = words.view(np.uint8)[:nbytes]
         memcpy(self._window, pattern)
@@ -128,12 +128,12 @@ class Workbench(contextlib.ExitStack):
             advance(self._handle.read(buffer, self._file, offset))
             begin = offset % len(pattern)
             if not np.array_equal(array, pattern[begin : begin + len(array)]):
-                raise CommandError(f"{self.path}: other bytes were read than written")
+                raise CommandError(f"{self.path}: the bytes read differ from those written")
         self.write_small(advance)
         self.read_small(advance)
 
     def write_new(self, advance: Advance) -> Sample:
-        """Write a file that does not exist, and sync it."""
+        """Write a new file, and sync it."""
         path = self.path.with_name("new")
 
         def work() -> int:
@@ -156,7 +156,7 @@ class Workbench(contextlib.ExitStack):
         return self._measured(lambda: self._stream("read", self._file, advance))
 
     def read_random(self, advance: Advance) -> Sample:
-        """Read blocks at random places, none of them twice, no two neighbours."""
+        """Read blocks at random offsets, none twice, and no two neighbours."""
         nbytes = self.settings.random_bytes
         forget_cached(self.path)
         places = self._random.permutation(self.settings.size // (2 * nbytes))
@@ -179,7 +179,7 @@ class Workbench(contextlib.ExitStack):
         return self._measured(work)
 
     def write_small(self, advance: Advance) -> Sample:
-        """Write small tensors into a file each; only the first time they are new."""
+        """Write small tensors, each to a file of its own; new files in the first round."""
         return self._measured(lambda: self._move_small("write", advance))
 
     def read_small(self, advance: Advance) -> Sample:
@@ -217,7 +217,7 @@ class Workbench(contextlib.ExitStack):
         return Sample(moved, taken.count, seconds, cpu, latency_us)
 
     def _allocated(self, nbytes: int) -> Any:
-        """Return memory of the kind that is measured."""
+        """Allocate memory of the kind to measure."""
         kind = self.settings.memory
         if kind == "pool":
             return empty(nbytes, np.uint8)
@@ -228,18 +228,18 @@ class Workbench(contextlib.ExitStack):
 
             return torch.empty(nbytes, dtype=torch.uint8).fill_(0)
         array = np.empty(nbytes, np.uint8)
-        # np.zeros() would not touch it.
+        # Touch the pages, which np.zeros() would not do.
         array.fill(0)
         return array
 
     def _memory(self, op: str) -> Any:
-        """Return memory to write from, which programs have touched, or to read into."""
+        """Return memory to read into, or to write from, which is always touched."""
         if op == "read" and self.settings.memory == "fresh":
             return self._allocated(len(self._window))
         return self._window
 
     def _pieces(self, op: str, file: File) -> Iterator[tuple[Any, File, int]]:
-        """Yield a buffer for each part of a file, the file, and where the part begins."""
+        """Yield a buffer for each part of a file, the file, and the part's offset."""
         size, nbytes = self.settings.size, self.settings.request_bytes
         for begin in range(0, size, len(self._window)):
             memory = self._memory(op)
@@ -249,7 +249,7 @@ class Workbench(contextlib.ExitStack):
                 yield part, file, offset
 
     def _stream(self, op: str, file: File, advance: Advance) -> int:
-        """Move the whole file, with no more requests in flight than the memory is for."""
+        """Transfer the whole file, with as many requests as the memory has room for."""
         at_most = max(1, len(self._window) // self.settings.request_bytes)
         return self._moved(op, self._pieces(op, file), at_most, advance)
 
@@ -281,7 +281,7 @@ class Workbench(contextlib.ExitStack):
             while requests:
                 finish()
         except BaseException:
-            # The error is of one of them; what becomes of the others nobody asks.
+            # One request failed: cancel the others, and ignore their errors.
             drop(requests)
             raise
         return moved

@@ -1,1 +1,1 @@
-"""Options of handles: passed, of the environment, of profiles; and what was built."""
+"""Options of handles, from arguments, environment and profiles; and the build record."""

@@ -1,4 +1,4 @@
-"""DeepSpeed's ``"aio"`` block of JSON: read into a handle's arguments, and written."""
+"""Read DeepSpeed's ``"aio"`` block of JSON into a handle's arguments, and write it."""
 
 import errno
 import importlib
@@ -16,7 +16,7 @@ from nvmeio._files.replacing import become_like, replacement
 
 __all__ = ["aio_config", "check_aio_file", "write_aio_config"]
 
-# What DeepSpeed takes for a key that is not there; they are not its handle's defaults.
+# DeepSpeed's values for missing keys, which are not the defaults of its handle.
 # Source: deepspeed/runtime/swap_tensor/constants.py.
 DEFAULTS: dict[str, int | bool] = {
     "block_size": 1048576,
@@ -26,7 +26,7 @@ DEFAULTS: dict[str, int | bool] = {
     "intra_op_parallelism": 1,
 }
 
-# Names that intra_op_parallelism has had; DeepSpeed's own tuner writes the second one.
+# Other names of intra_op_parallelism; DeepSpeed's own tuner writes the second one.
 ALIASES = ("thread_count", "num_threads")
 
 KEYS = {"use_gds", *DEFAULTS, *ALIASES}
@@ -37,20 +37,20 @@ WORDS = {"true": True, "false": False}
 
 
 def aio_config(path_or_dict: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str, Any]:
-    """Read DeepSpeed's ``"aio"`` block into the arguments of a handle.
+    """Read DeepSpeed's ``"aio"`` block into the arguments of ``aio_handle``.
 
     Parameters
     ----------
     path_or_dict : str, os.PathLike or dict
-        A file of JSON or what it holds: a configuration of DeepSpeed, what its tuner
-        prints, or the block alone.
+        A JSON file, or its contents: a DeepSpeed configuration, the output of DeepSpeed's
+        tuner, or the block alone.
 
     Returns
     -------
     dict
         ``block_size``, ``queue_depth``, ``single_submit``, ``overlap_events`` and
-        ``intra_op_parallelism``, each as its type; DeepSpeed's default for what the block
-        lacks, which is a queue depth of 8 and overlapped events.
+        ``intra_op_parallelism``, converted to their types.  Missing keys have DeepSpeed's
+        defaults, such as ``queue_depth=8`` and ``overlap_events=True``.
 
     Raises
     ------
@@ -59,16 +59,15 @@ def aio_config(path_or_dict: str | os.PathLike[str] | Mapping[str, Any]) -> dict
     TypeError
         A value is of the wrong type, or the block is not an object.
     ValueError
-        The file is not JSON, a value is out of its limits, or two names of one argument
-        have different values.
+        The file is not JSON, a value is out of range, or two names of one argument have
+        different values.
 
     Warns
     -----
     UserWarning
-        For what DeepSpeed would not read as it was meant: ``thread_count`` and
-        ``num_threads`` in place of ``intra_op_parallelism``, booleans in quotes, keys that
-        are unknown, a configuration without a block; and for ``use_gds``, which nvmeio
-        does not do.
+        DeepSpeed would not read the block as intended: it has ``thread_count`` or
+        ``num_threads`` instead of ``intra_op_parallelism``, booleans in quotes or unknown
+        keys, or there is no block.  Also for ``use_gds``, which nvmeio does not support.
 
     Examples
     --------
@@ -83,37 +82,37 @@ def aio_config(path_or_dict: str | os.PathLike[str] | Mapping[str, Any]) -> dict
         given = _content(Path(given), allow_comments=True)
     arguments, remarks = _arguments(_block(given))
     if given and "aio" not in given and not _is_block(given):
-        remarks.append("it is not there, so these are DeepSpeed's defaults")
+        remarks.append("it is missing, so DeepSpeed's defaults are used")
     for remark in remarks:
-        warnings.warn(f'of the "aio" block: {remark}', stacklevel=2)
+        warnings.warn(f'the "aio" block: {remark}', stacklevel=2)
     return arguments
 
 
 def write_aio_config(path: str | os.PathLike[str], config: Any) -> dict[str, Any]:
-    """Write the ``"aio"`` block of a configuration of DeepSpeed.
+    """Write the ``"aio"`` block of a DeepSpeed configuration.
 
     Parameters
     ----------
     path : str or os.PathLike
-        A file of JSON, a configuration or a block alone, which keeps all else that it
-        holds; made where it does not exist.  A new file takes its place once it is complete
-        and synced, with the same owner, where this user may give it, and mode.
+        A JSON file: a configuration or a block alone.  Everything else in it is kept.  It
+        is created if it does not exist.  A complete and synced new file replaces it, with
+        the same mode and, if permitted, the same owner.
     config : dict or aio_handle
-        What ``aio_config`` takes, a path apart, or a handle.  What it lacks stays as the
-        file has it.
+        A dict that ``aio_config`` accepts, or a handle.  Keys that are missing keep their
+        values in the file.
 
     Returns
     -------
     dict
-        The block as it was written, with every key and with real booleans.
+        The block as written, with every key and with real booleans.
 
     Raises
     ------
     OSError
-        The file cannot be read or written, or no file can be made beside it.
+        The file cannot be read or written, or a new file cannot be created beside it.
     TypeError, ValueError
-        As ``aio_config``; or a key is unknown, or the file is not plain JSON, as one with
-        comments, which would be lost.
+        As ``aio_config``.  Or a key is unknown, or the file is not plain JSON: comments
+        would be lost.
 
     Examples
     --------
@@ -130,13 +129,13 @@ def write_aio_config(path: str | os.PathLike[str], config: Any) -> dict[str, Any
         raise TypeError(f"config is {config!r}; it must be a dict or an aio_handle")
     given = _block(config) if "aio" in config else config
     if unknown := given.keys() - KEYS:
-        raise ValueError(f"unknown keys: {_listed(unknown)}; there are {_listed(KEYS)}")
+        raise ValueError(f"unknown keys: {_listed(unknown)}; known are {_listed(KEYS)}")
     target = os.path.realpath(path)
     block, data = _rewritten(target, given)
     if os.path.exists(target):
         _require_writable(target)
     with synced_folder(target), replacement(target) as temporary:
-        # Nobody may read it before who might not read the other.
+        # Nobody may read the new file who must not read the old one.
         mode = 0o600 if os.path.exists(target) else 0o666
         descriptor = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, mode)
         with open(descriptor, "wb") as stream:
@@ -148,7 +147,7 @@ def write_aio_config(path: str | os.PathLike[str], config: Any) -> dict[str, Any
 
 
 def check_aio_file(path: str | os.PathLike[str]) -> None:
-    """See that ``write_aio_config`` can write a whole block; changes nothing."""
+    """Check that ``write_aio_config`` can write a whole block; change nothing."""
     target = os.path.realpath(path)
     _rewritten(target, DEFAULTS)
     folder = os.path.dirname(target)
@@ -159,7 +158,7 @@ def check_aio_file(path: str | os.PathLike[str]) -> None:
 
 
 def _rewritten(target: str, given: Mapping[str, Any]) -> tuple[dict[str, Any], bytes]:
-    """Return the block with what is given, and what the file will hold."""
+    """Return the merged block, and the new contents of the file."""
     content: Mapping[str, Any] = {}
     if os.path.exists(target):
         content = _content(Path(target), allow_comments=False)
@@ -174,7 +173,7 @@ def _rewritten(target: str, given: Mapping[str, Any]) -> tuple[dict[str, Any], b
 
 
 def _encoded(content: Mapping[str, Any]) -> bytes:
-    """Write JSON as people do, and in ASCII where it has what UTF-8 cannot encode."""
+    """Encode JSON with indents; in ASCII if it has text that UTF-8 cannot encode."""
     try:
         return (json.dumps(content, indent=4, ensure_ascii=False) + "\n").encode()
     except UnicodeEncodeError:
@@ -182,7 +181,7 @@ def _encoded(content: Mapping[str, Any]) -> bytes:
 
 
 def _merged(old: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Put what is given over an old block, in which the parallelism may go by any name."""
+    """Merge given values into an old block, which may use any name of the parallelism."""
     names = {"intra_op_parallelism", *ALIASES}
     gone = set() if names.isdisjoint(given) else names
     merged = {key: value for key, value in old.items() if key not in gone} | dict(given)
@@ -194,13 +193,13 @@ def _merged(old: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _require_writable(path: str) -> None:
-    """Refuse what this user must not write to."""
+    """Raise PermissionError for a file that this user may not write to."""
     if not os.access(path, os.W_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
 
 
 def _arguments(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Check a block and fill it up; returns what is to be said of it as well."""
+    """Check a block and add defaults; return it with the warnings about it."""
     block, remarks = dict(given), []
     for alias in [key for key in block if key in ALIASES]:
         remarks.append(f"{alias} stands for intra_op_parallelism; DeepSpeed ignores it")
@@ -208,14 +207,14 @@ def _arguments(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         if block.setdefault("intra_op_parallelism", value) != value:
             raise ValueError(
                 f"{alias} is {value!r} and intra_op_parallelism "
-                f"{block['intra_op_parallelism']!r}; they are one argument"
+                f"{block['intra_op_parallelism']!r}; they name one argument: keep one"
             )
     for name, value in given.items():
         if name in BOOLEANS and _unquoted(value) is not value:
             block[name] = _unquoted(value)
             remarks.append(f"{name} is {value!r}, in quotes; DeepSpeed's op refuses text")
     if flag("use_gds", block.pop("use_gds", False)):
-        remarks.append("use_gds is true; nvmeio takes a GPU's data through host memory")
+        remarks.append("use_gds is true, but nvmeio copies GPU data through host memory")
     arguments: dict[str, Any] = {}
     for name, default in DEFAULTS.items():
         value = block.pop(name, default)
@@ -234,7 +233,7 @@ def _arguments(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
 
 def _unquoted(value: Any) -> Any:
-    """Return the boolean that a word stands for, and anything else as it is."""
+    """Convert "true" and "false" to booleans; return anything else unchanged."""
     return WORDS.get(value.lower(), value) if isinstance(value, str) else value
 
 
@@ -243,7 +242,7 @@ def _listed(keys: Iterable[str]) -> str:
 
 
 def _block(content: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Find the block in a configuration that has one, is one, or does without."""
+    """Return the block of a configuration, which has one, is one, or lacks it."""
     block = content if _is_block(content) else content.get("aio")
     if block is None:
         return {}
@@ -253,12 +252,12 @@ def _block(content: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _is_block(content: Mapping[str, Any]) -> bool:
-    """Tell whether this is a block alone."""
+    """Return whether this is a block alone."""
     return "aio" not in content and not KEYS.isdisjoint(content)
 
 
 def _content(path: Path, *, allow_comments: bool) -> Mapping[str, Any]:
-    """Parse a file; DeepSpeed parses Hjson, which has comments."""
+    """Parse a file; with comments as Hjson, as DeepSpeed does."""
     data = path.read_bytes()
     try:
         content = _parsed(data.decode("utf-8-sig"), allow_comments)
@@ -279,7 +278,7 @@ def _parsed(text: str, allow_comments: bool) -> Any:
             raise ValueError(f"only plain JSON can be rewritten: {error}") from error
         problem = error
     try:
-        # Comes with DeepSpeed.
+        # DeepSpeed depends on it.
         hjson = importlib.import_module("hjson")
     except ModuleNotFoundError:
         raise ValueError(f"{problem}; for comments, install hjson") from problem
@@ -287,7 +286,7 @@ def _parsed(text: str, allow_comments: bool) -> Any:
 
 
 def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Make a dict of an object's pairs; of two values of one key one would be lost."""
+    """Make a dict of an object's pairs; refuse duplicate keys, which would be lost."""
     content = dict(pairs)
     if len(content) < len(pairs):
         keys = [key for key, _ in pairs]

@@ -1,4 +1,4 @@
-"""What the build left behind: where headers and library lie, and what they contain."""
+"""The results of the build: headers, libraries, and the record of how they were built."""
 
 import contextlib
 import os
@@ -19,7 +19,7 @@ _PACKAGE = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
 
 
 class Feature(TypedDict):
-    """An optional library as the build met it."""
+    """An optional library: whether it was built in, and why not."""
 
     built: bool
     version: str
@@ -28,7 +28,7 @@ class Feature(TypedDict):
 
 
 class BuildRecord(TypedDict):
-    """The part of ``build_info()`` that was settled when nvmeio was compiled."""
+    """The part of ``build_info()`` that was recorded when nvmeio was compiled."""
 
     version: str
     debug: bool
@@ -42,7 +42,7 @@ class BuildRecord(TypedDict):
 
 
 class EngineInfo(TypedDict):
-    """What was found out about one engine."""
+    """The result of trying one engine."""
 
     built: bool
     works: bool
@@ -51,24 +51,24 @@ class EngineInfo(TypedDict):
 
 
 class BuildInfo(BuildRecord):
-    """What this installation consists of."""
+    """The result of ``build_info()``."""
 
     engines: dict[str, EngineInfo]
 
 
 def get_include() -> str:
-    """Return the folder to give to a compiler for the C headers.
+    """Return the include directory of the C headers, for a compiler's ``-I``.
 
     Returns
     -------
     str
-        The folder in which ``nvmeio/nvmeio.h`` lies.  Modules that cimport nvmeio
-        need it too, for its ``.pxd`` files name that header.
+        The directory that contains ``nvmeio/nvmeio.h``.  Modules that cimport nvmeio need
+        it too, because its ``.pxd`` files refer to that header.
 
     Raises
     ------
     FileNotFoundError
-        If the headers are not where this package was installed.
+        The headers are missing from this installation.
 
     Examples
     --------
@@ -76,7 +76,7 @@ def get_include() -> str:
     >>> os.path.isfile(os.path.join(nvmeio.get_include(), "nvmeio", "nvmeio.h"))
     True
     """
-    # An editable install keeps the headers where the sources have them.
+    # In an editable install the headers are in the source tree.
     sources = os.path.dirname(os.path.dirname(_PACKAGE))
     for folder in (_PACKAGE, sources):
         if os.path.isfile(os.path.join(folder, "include/nvmeio/nvmeio.h")):
@@ -85,24 +85,24 @@ def get_include() -> str:
 
 
 def get_library_dir() -> str:
-    """Return the folder of ``libnvmeio.so``, which the package loads, and the archive.
+    """Return the directory of ``libnvmeio.so`` and ``libnvmeio.a``, for a linker's ``-L``.
 
     Returns
     -------
     str
-        The folder to give to a linker, also as the path where programs look for the
-        library when they run.  Its ``pkgconfig/nvmeio.pc`` says all of that to pkg-config.
-        ``build_info()["link_flags"]`` has the flags that must follow the archive.
+        The directory to link with, and to set as the run path.  Its ``pkgconfig/nvmeio.pc``
+        has both for pkg-config.  ``build_info()["link_flags"]`` has the flags that must
+        follow ``libnvmeio.a``.
 
     Raises
     ------
     FileNotFoundError
-        If they are not where this package was installed.
+        The libraries are missing from this installation.
 
     Notes
     -----
-    A Python extension must not link the archive: it would get a pool and fork handlers of
-    its own.  With ``-lnvmeio`` it shares those of the package.
+    A Python extension must not link ``libnvmeio.a``, which would give it a pool and fork
+    handlers of its own.  With ``-lnvmeio`` it shares those of the package.
 
     Examples
     --------
@@ -126,8 +126,8 @@ def build_record() -> BuildRecord:
 
 
 def versions() -> dict[str, str | None]:
-    """Return the versions of nvmeio, Python, numpy and torch, None where it is missing."""
-    # Loaded on first use, for few programs ask.
+    """Return the versions of nvmeio, Python, numpy and torch; None for a missing one."""
+    # Imported on first use, because few programs need it.
     import platform
     from importlib.metadata import PackageNotFoundError, version
 

@@ -1,4 +1,4 @@
-"""What the options of a handle are by default, and what they may be."""
+"""The options of a handle: their defaults and limits."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ __all__ = ["BOUNCES", "DEFAULTS", "ENGINES", "LIMITS", "TUNABLE", "checked"]
 ENGINES = ("auto", "io_uring", "libaio", "threads", "sync")
 BOUNCES = ("auto", "always", "never")
 
-# The most that numbers may be, as the C headers have it; the least is 1.
+# The largest value of each number, as in the C headers; the smallest is 1.
 LIMITS = {"block_size": 1 << 30, "queue_depth": 32768, "workers": 256}
 
 DEFAULTS: dict[str, int | bool | str] = {
@@ -22,14 +22,14 @@ DEFAULTS: dict[str, int | bool | str] = {
     "check_overlap": False,
 }
 
-# What a device can be tuned by, and a profile has.
+# The options that `nvmeio tune` measures and a profile contains.
 TUNABLE = ("engine", "bounce", "block_size", "queue_depth", "workers")
 
 _WORDS = {"engine": ENGINES, "bounce": BOUNCES}
 
 
 def checked(option: str, value: Any, name: str) -> Any:
-    """Return the value of an option, or raise what names its source."""
+    """Check the value of an option and return it; errors call it ``name``."""
     if option in LIMITS:
         return whole(name, value, 1, LIMITS[option])
     if option in _WORDS:

@@ -1,6 +1,6 @@
-"""What a path lies on: its mount, and the block device below, by a name that lasts.
+"""Find the mount and the block device of a path, and a lasting name for the device.
 
-Measures nothing and keeps nothing; what was measured on a device is kept by profiles.py.
+profile_files.py stores what was measured on a device, by that name.
 """
 
 import hashlib
@@ -17,9 +17,9 @@ __all__ = ["Device", "device_of"]
 
 _SYS = pathlib.Path("/sys")
 
-# Files in the folder of a device that name it wherever it is plugged in, the surest first.
-# Sources: Documentation/ABI of Linux; drivers/nvme/host/sysfs.c, which makes a wwid of the
-# model and the serial number where the drive has none.
+# Files in a device's sysfs directory that identify it in any slot, the most reliable first.
+# Sources: Documentation/ABI of Linux; drivers/nvme/host/sysfs.c, which makes a wwid from
+# model and serial number if the drive has none.
 _MARKS = (
     "wwid",
     "device/wwid",
@@ -28,29 +28,28 @@ _MARKS = (
     "dm/name",
     "loop/backing_file",
 )
-# Of one maker they are unique, so the model goes before; of virtio and of old drives.
+# Serial numbers, of virtio and old drives, are only unique per maker: the model precedes.
 _SERIALS = ("serial", "device/serial")
 
-# With a suffix a name of a file, which has 255 bytes at most.
+# A file name, including the suffix, has at most 255 bytes.
 _IDENTITY_CHARACTERS_MAX = 200
 
 
 @dataclass(frozen=True)
 class Device:
-    """What a path lies on."""
+    """The mount and block device of a path."""
 
-    # Where it is mounted, of which type, and from what; "", "unknown" and "" where the
-    # kernel does not say.
+    # Mount point, file system type and source; "", "unknown" and "" if the kernel does not
+    # tell.
     mount_point: str
     file_system: str
     source: str
-    # The whole block device, such as nvme0n1; "" where there is none, as for tmpfs or a
-    # network.
+    # The whole block device, such as nvme0n1; "" if there is none, as for tmpfs or NFS.
     block: str
-    sysfs: pathlib.Path | None  # that device's folder
-    # Names it after a reboot too, and is fit for the name of a file: what the device says
-    # of itself, or else its model and size, or else its name; without a block device the
-    # type of the file system and its source.
+    sysfs: pathlib.Path | None  # the directory of that device
+    # A name that survives a reboot and is valid as a file name: the device's own
+    # identifier, else its model and size, else its kernel name.  Without a block device:
+    # type and source of the file system.
     identity: str
 
     def __str__(self) -> str:
@@ -59,9 +58,9 @@ class Device:
 
 
 def device_of(path: Path, *, sys: pathlib.Path = _SYS) -> Device:
-    """Find what a path lies on, or its nearest folder where it does not exist.
+    """Return the device of a path; if it does not exist, that of its nearest parent.
 
-    A block device stands for itself.
+    For the path of a block device, this is that device.
     """
     descriptor = _open_nearest(os.fsdecode(path))
     try:
@@ -82,24 +81,24 @@ def device_of(path: Path, *, sys: pathlib.Path = _SYS) -> Device:
 
 
 def _open_nearest(path: str) -> int:
-    """Open a path, or what is nearest above it, neither to read nor to write."""
+    """Open a path, or its nearest existing parent, with O_PATH."""
     while True:
         try:
             return os.open(path, os.O_PATH | os.O_CLOEXEC)
         except (FileNotFoundError, NotADirectoryError):
-            # A link may lead to what does not exist.
+            # The path may be a link to something that does not exist.
             resolved = os.path.realpath(path)
             path = resolved if path != resolved else os.path.dirname(resolved)
 
 
 def _mount_of(descriptor: int) -> tuple[str, str, str]:
-    """Return where, of which type and from what the mount of an open file is."""
+    """Return mount point, type and source of the mount of an open file."""
     try:
-        # The number of the mount is surer than the path: mounts may hide others.
+        # By the mount's ID, because mount points can be hidden by other mounts.
         about = pathlib.Path(f"/proc/self/fdinfo/{descriptor}").read_bytes()
         mounts = pathlib.Path("/proc/self/mountinfo").read_bytes()
     except FileNotFoundError:
-        # In a chroot without /proc.
+        # For example in a chroot without /proc.
         return "", "unknown", ""
     number = re.search(rb"^mnt_id:\s*(\d+)$", about, re.MULTILINE)
     for line in mounts.splitlines():
@@ -112,15 +111,15 @@ def _mount_of(descriptor: int) -> tuple[str, str, str]:
 
 
 def _unescaped(field: bytes) -> str:
-    """Return a field of mountinfo, where spaces and the like are octal: see proc(5)."""
+    """Decode a field of mountinfo, where spaces and the like are octal: see proc(5)."""
     octal = rb"\\([0-7]{3})"
     return os.fsdecode(re.sub(octal, lambda found: bytes([int(found[1], 8)]), field))
 
 
 def _block_device(number: int, source: str, sys: pathlib.Path) -> pathlib.Path | None:
-    """Return the folder in sysfs of the whole device behind a file system."""
+    """Return the sysfs directory of the whole device below a file system."""
     numbers = [number]
-    # btrfs has a number of its own, which belongs to no device.
+    # btrfs files have a device number of their own, which belongs to no block device.
     if source.startswith("/dev/") and os.path.exists(source):
         found = os.stat(source)
         numbers += [found.st_rdev] if stat.S_ISBLK(found.st_mode) else []
@@ -128,13 +127,13 @@ def _block_device(number: int, source: str, sys: pathlib.Path) -> pathlib.Path |
         link = sys / "dev" / "block" / f"{os.major(candidate)}:{os.minor(candidate)}"
         if link.exists():
             folder = pathlib.Path(os.path.realpath(link))
-            # A partition lies in the folder of its device.
+            # A partition is a subdirectory of its device.
             return folder.parent if (folder / "partition").exists() else folder
     return None
 
 
 def _identity(block: pathlib.Path) -> str:
-    """Return what names a block device after a reboot too, as far as there is anything."""
+    """Return a name for a block device that survives a reboot, if it has any."""
     for mark in _MARKS:
         if text := _text(block / mark):
             return text
@@ -146,7 +145,7 @@ def _identity(block: pathlib.Path) -> str:
 
 
 def _fit(text: str) -> str:
-    """Return a text as the name of a file; what differs in more than spaces stays so."""
+    """Convert text to a file name; texts that differ in more than spaces stay distinct."""
     name = quote("_".join(text.split()), safe="", errors="surrogateescape")
     if len(name) <= _IDENTITY_CHARACTERS_MAX:
         return name

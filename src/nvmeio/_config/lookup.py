@@ -1,4 +1,4 @@
-"""Which profile a handle takes its options from: of a path, or as NVMEIO_PROFILE says."""
+"""Find the profile for a handle: of a path's device, or the one NVMEIO_PROFILE selects."""
 
 import errno
 import functools
@@ -25,23 +25,25 @@ _log = logging.getLogger("nvmeio")
 
 
 def profile_at(path: Path, named_by: str = "") -> Profile:
-    """Return the profile of the device that a path lies on, or raise FileNotFoundError."""
+    """Return the profile of a path's device, or raise FileNotFoundError."""
     profile = load_profile(path)
     if profile is None:
         device = device_of(path)
         raise FileNotFoundError(
             errno.ENOENT,
-            f"there is no profile of {device}, which {named_by}{os.fsdecode(path)!r} lies "
-            "on; `nvmeio tune DIR` with a folder there makes one",
+            f"there is no profile of {device}, the device of {named_by}"
+            f"{os.fsdecode(path)!r}; make one with `nvmeio tune DIR`, DIR being a folder "
+            "on it",
             str(profile_file(device.identity)),
         )
     return profile
 
 
 def environment_options(value: str) -> Mapping[str, Any]:
-    """Return the options of the profile that NVMEIO_PROFILE names; none where none fits.
+    """Return the options of the profile that NVMEIO_PROFILE selects.
 
-    With "auto" a user who can have none, without a home or kept out of it, has none.
+    With "auto", return no options if no profile fits, or if the user's directory of
+    profiles is missing or cannot be read.
     """
     if value != "auto" and not os.path.isabs(value):
         raise ValueError(
@@ -50,13 +52,13 @@ def environment_options(value: str) -> Mapping[str, Any]:
         )
     if value != "auto" and not os.path.exists(value):
         raise FileNotFoundError(
-            errno.ENOENT, "NVMEIO_PROFILE names it, and it does not exist", value
+            errno.ENOENT, "NVMEIO_PROFILE is a path that does not exist", value
         )
     try:
         folder = profiles_folder()
         changed_ns = _changed_ns(folder)
     except OSError as error:
-        # As in a container whose user has no home: this user can have none.
+        # This user cannot have profiles, for example without a home in a container.
         if value != "auto":
             raise
         _log.info("NVMEIO_PROFILE is auto, but there is no profile: %s", error)
@@ -74,7 +76,7 @@ def _changed_ns(folder: pathlib.Path) -> int:
 def _options(
     value: str, folder: pathlib.Path, _changed_ns: int, _current_device: int
 ) -> Mapping[str, Any]:
-    """Find the options; the last two arguments say what they depend on as well."""
+    """Find the options; the last two arguments are only keys of the cache below."""
     if value != "auto":
         return profile_at(value, "NVMEIO_PROFILE=").both.options
     files = saved_profiles()
@@ -83,8 +85,8 @@ def _options(
     profile = load_profile(os.curdir)
     if profile is None:
         _log.info(
-            "NVMEIO_PROFILE is auto, but of %d profiles in %s none is of the current "
-            "folder's device: the defaults count",
+            "NVMEIO_PROFILE is auto, but none of %d profiles in %s is for the device of "
+            "the current directory: using the defaults",
             len(files),
             folder,
         )
@@ -92,6 +94,7 @@ def _options(
     return profile.both.options
 
 
-# To find a profile takes 70 to 800 us, and to make a handle 100 (2026-11-21, 2 cores).  So
-# it is done again only where an argument has changed; saving changes the folder's time.
+# Finding a profile takes 70 to 800 us, while making a handle takes 100 us (2026-11-21, 2
+# cores).  So results are cached by these arguments; saving a profile changes the
+# directory's time.
 _remembered = functools.lru_cache(maxsize=8)(_options)

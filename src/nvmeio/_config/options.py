@@ -1,4 +1,4 @@
-"""The options of a handle: passed, or of the environment, a profile, or the default."""
+"""The options of a handle: from arguments, else environment, else profile, else default."""
 
 import functools
 import logging
@@ -15,22 +15,22 @@ __all__ = ["aio_handle", "environment", "handle_options", "profile_arguments", "
 
 _log = logging.getLogger("nvmeio")
 
-# What the environment can say of options that are neither words nor numbers.
+# Values that the environment can give to options that are neither words nor numbers.
 _TEXTS: dict[str, Any] = {"0": False, "1": True, "auto": "auto"}
 
 
 def variable(name: str) -> str:
-    """Return the name of the environment variable that an option is taken from."""
+    """Return the name of an option's environment variable."""
     return f"NVMEIO_{name.upper()}"
 
 
 def environment() -> dict[str, str]:
-    """Return the variables of the environment that are nvmeio's own, by name."""
+    """Return nvmeio's own environment variables that are set."""
     own = (name for name in sorted(os.environ) if name.startswith("NVMEIO_"))
     return {name: os.environ[name] for name in own}
 
 
-# What tries the engines: nvmeio.engines, which stands above.
+# The type of nvmeio.engines, which this module must not import.
 Engines = Callable[[], Mapping[str, Any]]
 
 
@@ -41,7 +41,7 @@ def handle_options(arguments: Mapping[str, Any], engines: Engines) -> dict[str, 
     for name in DEFAULTS:
         if name not in found and (text := os.environ.get(variable(name))):
             found[name] = _of_text(name, text)
-    # A profile is looked for only where it has anything to say.
+    # Look for a profile only if it could set an option that is still missing.
     if any(name not in found for name in TUNABLE):
         tuned = _environment_profile()
         found |= _usable(
@@ -50,8 +50,7 @@ def handle_options(arguments: Mapping[str, Any], engines: Engines) -> dict[str, 
     return {**DEFAULTS, **found}
 
 
-# It bears the name of the class, for Python puts a function's name into what it says of
-# arguments that are unknown or too many.
+# Named after the class, because Python's errors for wrong arguments contain this name.
 @suggesting
 def aio_handle(
     block_size: Any = None,
@@ -65,9 +64,9 @@ def aio_handle(
     bounce: Any = None,
     errors: Any = "raise",
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the options for the handle under ``nvmeio.aio_handle``, and those it adds.
+    """Return the arguments of ``nvmeio.aio_handle``: those for its Handle, and its own.
 
-    The first are what was passed: ``handle_options`` settles them.
+    The first are as passed; ``handle_options`` completes them.
     """
     if intra_op_parallelism is not None:
         checked("workers", intra_op_parallelism, "intra_op_parallelism")
@@ -91,13 +90,13 @@ def profile_arguments(
     path: Path, op: str, arguments: Mapping[str, Any], engines: Engines
 ) -> dict[str, Any]:
     """Return the arguments of ``Handle.from_profile(path, op=op, **arguments)``."""
-    # Loaded on first use, here and below, for few programs use it.
+    # Imported on first use, here and below, because few programs use it.
     from nvmeio._config.lookup import profile_at
 
     op = word("op", op, ("both", "read", "write"))
     passed = {name: value for name, value in arguments.items() if value is not None}
     tuned = getattr(profile_at(path), op).options
-    # The constructor asks the environment, which counts before the profile.
+    # Leave these out: arguments and environment take precedence over the profile.
     known = {name for name in tuned if name in passed or os.environ.get(variable(name))}
     return {
         **_usable({name: tuned[name] for name in tuned.keys() - known}, engines),
@@ -106,7 +105,7 @@ def profile_arguments(
 
 
 def _of_text(name: str, text: str) -> Any:
-    """Return the value that the environment gives an option."""
+    """Convert the text of an option's environment variable to a value."""
     value: Any = text
     if name == "direct" and text not in _TEXTS:
         raise ValueError(f"{variable(name)} is {text!r}; it must be auto, 0 or 1")
@@ -126,7 +125,7 @@ def _of_text(name: str, text: str) -> Any:
 
 
 def _environment_profile() -> Mapping[str, Any]:
-    """Return the options of the profile that the environment asks for, if it does."""
+    """Return the options of the profile that NVMEIO_PROFILE selects, if it is set."""
     value = os.environ.get("NVMEIO_PROFILE")
     if not value:
         return {}
@@ -136,14 +135,14 @@ def _environment_profile() -> Mapping[str, Any]:
 
 
 def _usable(tuned: Mapping[str, Any], engines: Engines) -> dict[str, Any]:
-    """Return a profile's options, "auto" in place of an engine that does not work here."""
+    """Return a profile's options, with "auto" for an engine that does not work here."""
     if "engine" not in tuned:
         return dict(tuned)
     return {**tuned, "engine": _engine_once(tuned["engine"], engines)}
 
 
 def _engine_in_place_of(engine: str, engines: Engines) -> str:
-    """Return a profile's engine, or "auto" where it does not work in this process."""
+    """Return a profile's engine, or "auto" if it does not work in this process."""
     if engine == "auto":
         return engine
     found = engines()[engine]
@@ -153,5 +152,5 @@ def _engine_in_place_of(engine: str, engines: Engines) -> str:
     return "auto"
 
 
-# To try the engines takes 40 ms (2026-11-21, 2 cores).
+# Cached, because trying the engines takes 40 ms (2026-11-21, 2 cores).
 _engine_once = functools.cache(_engine_in_place_of)

@@ -1,6 +1,6 @@
-"""The files of profiles; nvmeio.profiles is what users import of them.
+"""Profiles and their files; users import them from nvmeio.profiles.
 
-Which profile a handle takes is lookup.py's, what a device is called is devices.py's.
+lookup.py finds the profile for a handle; devices.py names devices.
 """
 
 import errno
@@ -18,7 +18,7 @@ from nvmeio._config.constants import TUNABLE, checked
 from nvmeio._config.devices import device_of
 from nvmeio._files.replacing import replacement
 
-# Of the files' format; it changes when a file of before would be misread.
+# The version of the files' format.  Increase it if old files would be misread.
 _VERSION = 2
 
 _OPS = ("both", "read", "write")
@@ -27,15 +27,16 @@ _TEXTS = ("device", "description", "made", "nvmeio", "kernel")
 
 @dataclass(frozen=True)
 class Choice:
-    """The options that were best for one kind of work, and what was measured with them.
+    """The best options for one kind of work, and the figures measured with them.
 
     Attributes
     ----------
     options : dict
         For ``Handle(**options)``: ``engine``, ``bounce``, ``block_size``, ``queue_depth``
-        and ``workers``; none may be missing.
+        and ``workers``; all are required.
     figures : dict
-        Whatever JSON can hold, with the unit last in the names.
+        Measured values that JSON can represent.  Names end with the unit, as in
+        ``gb_per_s``.
 
     Examples
     --------
@@ -52,20 +53,21 @@ class Choice:
 
 @dataclass(frozen=True)
 class Profile:
-    """What was found out about a device.
+    """The fastest settings of a device, as ``nvmeio tune`` measured them.
 
     Attributes
     ----------
     device : str
-        Which one, by a name that lasts and that the file bears.
+        The device's identity, which survives a reboot and names the profile's file.
     description : str
-        The device and the file system that it was measured through, for people.
+        The device and the file system that was used, for people.
     made : str
-        When, by ISO 8601.
+        The time of the measurement, in ISO 8601.
     nvmeio, kernel : str
-        The versions that it was measured with.
+        The versions that were measured.
     both, read, write : Choice
-        The best for reading and writing alike, for reading, and for writing.
+        The best options for reading and writing alike (by the geometric mean of the two
+        speeds), for reading, and for writing.
 
     Examples
     --------
@@ -90,24 +92,25 @@ class Profile:
 
 
 def new_profile(path: Path, *, both: Choice, read: Choice, write: Choice) -> Profile:
-    """Make a profile of the device that a path lies on, of now and of this machine.
+    """Make a profile for the device of a path, with the current time and versions.
 
     Parameters
     ----------
     path : str, bytes or os.PathLike
-        A file or a folder; where it does not exist, the nearest folder above counts.
+        A file or directory on the device.  If it does not exist, its nearest existing
+        parent is used.
     both, read, write : Choice
-        What was best.
+        The best options for each kind of work.
 
     Returns
     -------
     Profile
-        Not saved yet.
+        Not saved yet; see ``save_profile``.
 
     Raises
     ------
     OSError
-        The path may not be looked at.
+        The path cannot be accessed.
 
     Examples
     --------
@@ -132,18 +135,18 @@ def new_profile(path: Path, *, both: Choice, read: Choice, write: Choice) -> Pro
 
 
 def profiles_folder() -> pathlib.Path:
-    """Return where this user's profiles are.
+    """Return the directory of this user's profiles.
 
     Returns
     -------
     pathlib.Path
-        ``nvmeio/profiles`` in ``$XDG_CONFIG_HOME``, or in ``~/.config`` where that is not
-        set or not absolute; it need not exist.
+        ``nvmeio/profiles`` in ``$XDG_CONFIG_HOME``, or in ``~/.config`` if that is not set
+        or not absolute.  It need not exist.
 
     Raises
     ------
     FileNotFoundError
-        The user has no home, as in a container that knows no name for its user.
+        The user has no home, for example in a container that has no entry for the user.
 
     References
     ----------
@@ -161,12 +164,12 @@ def profiles_folder() -> pathlib.Path:
 
 
 def check_saving() -> None:
-    """See that a profile can be saved; leaves nothing behind.
+    """Check that a profile can be saved, without saving one.
 
     Raises
     ------
     OSError
-        There is no folder for profiles, and none can be made, or nothing in it.
+        The directory of profiles cannot be created, or no file in it.
 
     Examples
     --------
@@ -178,22 +181,22 @@ def check_saving() -> None:
     try:
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
-        # Not with a name that was there for a moment.
+        # Name the directory, not the temporary file.
         raise OSError(error.errno, error.strerror, str(folder)) from None
 
 
 def profile_file(device: str) -> pathlib.Path:
-    """Return where the profile of a device is, or would be.
+    """Return the file of a device's profile.
 
     Parameters
     ----------
     device : str
-        As ``Profile.device`` has it.
+        As in ``Profile.device``.
 
     Returns
     -------
     pathlib.Path
-        The file.
+        The file, which need not exist.
 
     Examples
     --------
@@ -209,12 +212,12 @@ def saved_profiles() -> list[pathlib.Path]:
     Returns
     -------
     list of pathlib.Path
-        Sorted; empty where none was ever saved.
+        Sorted; empty if no profile was saved.
 
     Raises
     ------
     OSError
-        The folder cannot be read.
+        The directory of profiles cannot be read.
 
     Examples
     --------
@@ -230,28 +233,28 @@ def saved_profiles() -> list[pathlib.Path]:
 
 
 def save_profile(profile: Profile) -> pathlib.Path:
-    """Save a profile in place of the one that its device had.
+    """Save a profile, replacing the device's earlier one.
 
     Parameters
     ----------
     profile : Profile
-        Whatever ``new_profile`` made.
+        A result of ``new_profile``.
 
     Returns
     -------
     pathlib.Path
-        The file.  Whoever reads meanwhile, or after a crash, finds the old one or the new
-        one, complete.
+        The file.  It is replaced in one step: a reader, also after a crash, finds either
+        the old profile or the new one.
 
     Raises
     ------
     OSError
-        It cannot be written, with errno and path.
+        The file cannot be written.
     TypeError
-        An option is of the wrong type, or the figures hold what JSON cannot.
+        An option is of the wrong type, or JSON cannot represent a figure.
     ValueError
-        An option is missing, unknown or out of its limits; a figure is not finite; or the
-        device's name is none for a file.
+        An option is missing, unknown or out of range, a figure is not finite, or
+        ``device`` is not a valid file name.
 
     Examples
     --------
@@ -266,7 +269,7 @@ def save_profile(profile: Profile) -> pathlib.Path:
     content = {"version": _VERSION, **asdict(profile)}
     text = json.dumps(content, indent=2, allow_nan=False) + "\n"
     file = profile_file(profile.device)
-    # What cannot be read again is not saved.
+    # Check that it can be read again before saving it.
     _profile_of(json.loads(text), _device_in(file))
     _make_folder(file.parent)
     with (
@@ -280,7 +283,7 @@ def save_profile(profile: Profile) -> pathlib.Path:
 
 
 def load_profile(path: Path) -> Profile | None:
-    """Load the profile of the device that a path lies on.
+    """Load the profile for the device of a path.
 
     Parameters
     ----------
@@ -290,12 +293,12 @@ def load_profile(path: Path) -> Profile | None:
     Returns
     -------
     Profile or None
-        None where the device has none.
+        None if the device has no profile.
 
     Raises
     ------
     OSError
-        The path may not be looked at, or the file not be read.
+        The path or the profile's file cannot be read.
     ValueError
         As for ``read_profile``.
 
@@ -314,20 +317,20 @@ def read_profile(file: pathlib.Path) -> Profile:
     Parameters
     ----------
     file : pathlib.Path
-        Of ``saved_profiles()``, or ``profile_file()``.
+        From ``saved_profiles()`` or ``profile_file()``.
 
     Returns
     -------
     Profile
-        What it holds.
+        The profile.
 
     Raises
     ------
     OSError
-        It does not exist or cannot be read.
+        The file does not exist or cannot be read.
     ValueError
-        It is no profile, or one of another version of nvmeio; says which file, and what
-        in it.
+        The file is not a profile, or one of another version of nvmeio; the message names
+        the file and the field.
 
     Examples
     --------
@@ -335,12 +338,12 @@ def read_profile(file: pathlib.Path) -> Profile:
     []
     """
     if file.is_fifo():
-        # Whoever opened it would wait for somebody to write.
+        # Opening a pipe would block until somebody writes to it.
         raise ValueError(f"the profile {str(file)!r} cannot be used: it is a pipe")
     data = file.read_bytes()
     try:
         return _profile_of(json.loads(data), _device_in(file))
-    # RecursionError is what JSON in too many brackets ends in.
+    # JSON with too many nested brackets raises RecursionError.
     except (RecursionError, TypeError, ValueError) as error:
         raise ValueError(
             f"the profile {str(file)!r} cannot be used: {error}; "
@@ -352,24 +355,24 @@ def _home() -> pathlib.Path:
     try:
         return pathlib.Path.home()
     except RuntimeError as error:
-        words = "the user has no home; HOME or XDG_CONFIG_HOME can name a folder"
+        words = "the user has no home; set HOME or XDG_CONFIG_HOME to a directory"
         raise FileNotFoundError(errno.ENOENT, words) from error
 
 
 def _make_folder(folder: pathlib.Path) -> None:
-    """Make a folder and those above it, for this user alone, as the specification asks."""
+    """Create a directory and its parents, for this user only, as the XDG standard asks."""
     for place in (*reversed(folder.parents), folder):
         place.mkdir(mode=0o700, exist_ok=True)
 
 
 def _device_in(file: pathlib.Path) -> str:
-    """Return the device that a file is named for."""
+    """Return the device of a profile's file, by its name."""
     return file.name.removesuffix(".json")
 
 
 def _profile_of(content: Any, device: str) -> Profile:
-    """Make a profile of parsed JSON."""
-    # Of another version the other fields may be others.
+    """Convert parsed JSON to a profile."""
+    # Check the version first: another version may have other fields.
     if isinstance(content, dict) and content.get("version", _VERSION) != _VERSION:
         raise ValueError(f"version is {content['version']!r}; this nvmeio reads {_VERSION}")
     fields = _fields(content, ("version", *_TEXTS, *_OPS), "it")
@@ -389,7 +392,7 @@ def _profile_of(content: Any, device: str) -> Profile:
 def _choice_of(content: Any, op: str) -> Choice:
     fields = _fields(content, ("options", "figures"), op)
     if not isinstance(fields["figures"], dict):
-        raise ValueError(f"{op}.figures is no object")
+        raise ValueError(f"{op}.figures is not a JSON object")
     place = f"{op}.options"
     found = _fields(fields["options"], TUNABLE, place)
     options = {name: checked(name, found[name], f"{place}.{name}") for name in TUNABLE}
@@ -397,9 +400,9 @@ def _choice_of(content: Any, op: str) -> Choice:
 
 
 def _fields(content: Any, names: tuple[str, ...], place: str) -> dict[str, Any]:
-    """Return a JSON object that has these fields and no others."""
+    """Check that a JSON object has exactly these fields, and return it."""
     if not isinstance(content, dict):
-        raise ValueError(f"{place} is no object")
+        raise ValueError(f"{place} is not a JSON object")
     for name in names:
         if name not in content:
             raise ValueError(f"{place} lacks {name!r}")

@@ -1,1 +1,1 @@
-"""Completions: who hears of them, who waits for them, how long they took."""
+"""Completions: callbacks, waiting, event loops, latencies."""

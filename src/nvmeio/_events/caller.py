@@ -1,6 +1,6 @@
-"""The thread that calls the callbacks of requests which nobody looks at.
+"""The thread that calls the callbacks of requests that no other thread observes.
 
-It is there while such requests are in flight, and a second longer.
+It runs while requests with callbacks are in flight, and a second longer.
 """
 
 import logging
@@ -16,31 +16,31 @@ __all__ = ["CALLER"]
 
 _log = logging.getLogger("nvmeio")
 
-# How long it waits for the next request before it ends.
+# How long the thread waits for the next request before it ends.
 IDLE_MS = 1000
-# Between two slices of a wait signals are looked at.
+# Signals are handled between two slices of a wait.
 SLICE_S = 0.05
 
 
 class Caller:
-    """Sees that requests are done, in a thread of its own."""
+    """Observes the completion of requests in a thread of its own."""
 
     def __init__(self) -> None:
         self._fd = -1
         self.forget()
 
     def forget(self) -> None:
-        """Begin anew, as in a forked child: the thread is the parent's."""
+        """Forget all state, as a forked child must: the thread is the parent's."""
         if self._fd >= 0:
             os.close(self._fd)
         self._lock = threading.Condition()
         self._thread: threading.Thread | None = None
         self._fd = -1
-        # Of what is in flight; they hold their callbacks.
+        # The requests in flight that have callbacks.
         self._requests: set[Any] = set()
 
     def call_when_done(self, request: Any) -> None:
-        """Have the callbacks of a request called, whoever looks at it or not."""
+        """Make sure that the callbacks of a request are called."""
         with self._lock:
             self._requests.add(request)
             if self._thread is None:
@@ -49,7 +49,7 @@ class Caller:
                 os.eventfd_write(self._fd, 1)
 
     def _start(self) -> None:
-        """Start the thread, if the system has one."""
+        """Start the thread, if the system permits."""
         fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         thread = threading.Thread(
             target=self._run, args=(fd,), name="nvmeio-callbacks", daemon=True
@@ -58,13 +58,18 @@ class Caller:
             thread.start()
         except RuntimeError as error:
             os.close(fd)
-            # Who looks at a request calls its callbacks, or the next thread does.
-            _log.error("callbacks wait until somebody looks: %s", error)
+            # A thread that looks at the request calls its callbacks, or the next request
+            # with callbacks tries again to start this thread.
+            _log.error(
+                "the thread for callbacks cannot start (%s); they are called when another "
+                "thread looks at the request",
+                error,
+            )
             return
         self._fd, self._thread = fd, thread
 
     def await_calls(self, workers: Any, end_ns: int) -> bool:
-        """Wait until the callbacks of a handle's requests were called."""
+        """Wait until the callbacks of a handle's requests have been called."""
         if self._thread is threading.current_thread():
             return True
         while True:
@@ -89,12 +94,12 @@ class Caller:
             requests = list(self._requests)
             busy = {request._workers for request in requests}
             try:
-                # Asked again first, and only then looked at: so no completion is missed.
+                # Ask for the next signal before looking, so that no completion is missed.
                 for workers in busy:
                     workers.watch(fd)
             except OSError:
-                # The next look may fare better.
-                _log.exception("callbacks may come late")
+                # The next round may succeed.
+                _log.exception("an error in the thread for callbacks; they may be late")
                 time.sleep(SLICE_S)
                 os.eventfd_write(fd, 1)
             for workers in watched - busy:
@@ -107,7 +112,7 @@ class Caller:
                 self._requests.difference_update(done)
                 self._lock.notify_all()
                 done.clear()
-                # After a round of no requests nobody signals the descriptor any more.
+                # After a round without requests no handle signals the descriptor any more.
                 if idle and not self._requests:
                     if self._fd == fd:
                         self._fd, self._thread = -1, None
@@ -120,13 +125,13 @@ def _is_done(request: Any) -> bool:
     try:
         return bool(request.done())
     except BaseException:
-        # Of a callback; nobody else is there to hear of it.
+        # A callback raised it, and no caller is there to receive it.
         _log.exception("a callback of %r has failed", request)
     try:
         return bool(request.done())
     except BaseException:
-        # Without this thread nobody's callbacks would be called any more.
-        _log.exception("%r is left to who waits for it", request)
+        # This thread must survive, for the sake of all other callbacks.
+        _log.exception("the callbacks of %r are called when a thread waits for it", request)
         return True
 
 

@@ -1,7 +1,8 @@
-"""Functions that block, written once for threads and for event loops.
+"""Write a blocking function once, for threads and for event loops.
 
-Such a function is a coroutine function that is given a ``Calls``.  With ``BLOCKING`` its
-coroutine never suspends, and ``run`` has the result; with event_loop.py's it is awaited.
+Such a function is a coroutine function with a ``Calls`` as argument.  With ``BLOCKING`` its
+coroutine never suspends, and ``run`` returns the result.  With event_loop.py's ``Awaiting``
+it is awaited.
 """
 
 from collections.abc import Callable, Coroutine
@@ -16,7 +17,7 @@ V_co = TypeVar("V_co", covariant=True)
 
 
 class Entered(Protocol[V_co]):
-    """A context that is entered and left by calls that may block."""
+    """A context manager whose entry and exit may block."""
 
     async def __aenter__(self) -> V_co: ...
 
@@ -30,22 +31,22 @@ class Entered(Protocol[V_co]):
 
 
 class Calls(Protocol):
-    """How a function calls what blocks."""
+    """How a function makes blocking calls."""
 
     async def call(self, function: Callable[..., R], /, *args: Any) -> R:
-        """Call a function that is short, but may block: opening, renaming, allocating."""
+        """Call a short function that may block, such as one that opens or renames."""
 
     async def transfer(
         self, wait: Callable[..., Any], submit: Callable[..., Any], /, *args: Any
     ) -> Any:
-        """Transfer by one of two methods: one that waits, and one that makes a request."""
+        """Transfer with one of two methods: `wait` blocks, `submit` returns a request."""
 
     def entered(self, context: AbstractContextManager[V_co]) -> Entered[V_co]:
-        """Enter a context, and leave it, both as ``call`` does."""
+        """Enter and leave a context, both as ``call`` does."""
 
 
 class Blocking:
-    """Calls in the calling thread."""
+    """Makes blocking calls in the calling thread."""
 
     async def call(self, function: Callable[..., R], /, *args: Any) -> R:
         return function(*args)
@@ -87,4 +88,4 @@ def run(coroutine: Coroutine[Any, Any, R]) -> R:
     except StopIteration as done:
         result: R = done.value
         return result
-    raise RuntimeError(f"{coroutine!r} was given to run(), and suspends")
+    raise RuntimeError(f"run() needs a coroutine that never suspends; {coroutine!r} did")

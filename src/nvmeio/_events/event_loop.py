@@ -1,6 +1,6 @@
-"""Requests on asyncio: an eventfd for each handle and event loop, and no thread.
+"""Await requests in asyncio: with an eventfd for each handle and event loop, and no thread.
 
-Imported when it is first needed, because asyncio takes longer to import than nvmeio.
+Imported on first need, because asyncio takes longer to import than nvmeio.
 """
 
 import asyncio
@@ -22,15 +22,15 @@ __all__ = ["Alarm", "Awaiting", "as_coroutine", "close"]
 R = TypeVar("R")
 V_co = TypeVar("V_co", covariant=True)
 
-# Between two slices of a sleep what Python moves on by itself is looked at.
+# Requests that only advance in Python (staged.pyx) are polled between slices of a sleep.
 SLICE_S = 0.05
 
 
 class Watcher:
     """Wakes one event loop when requests of one handle are done.
 
-    The loop's registration of the eventfd holds it, and nothing else for long: it goes with
-    the loop, or when the workers are stopped.
+    Only the loop's registration of the eventfd holds it for long.  It ends with the loop,
+    or when the workers are stopped.
     """
 
     def __init__(self, workers: Workers, loop: asyncio.AbstractEventLoop) -> None:
@@ -41,21 +41,21 @@ class Watcher:
         self._looks: set[asyncio.Future[None]] = set()
         self._fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._release = weakref.finalize(self, _release, workers, self._fd)
-        # The end of the process closes it too, when no worker can signal it any more.
+        # At exit the process closes it anyway, after the last worker could signal it.
         self._release.atexit = False
         loop.add_reader(self._fd, self._look)
 
     def begin(self) -> None:
-        """One more coroutine waits."""
+        """Count one more waiting coroutine."""
         self._waiting += 1
         self._arm()
 
     def end(self) -> None:
-        """One coroutine less waits.  With the last the workers are asked for no more."""
+        """Count one waiting coroutine less; after the last, ask for no more signals."""
         self._waiting -= 1
 
     async def look(self) -> None:
-        """Suspend the coroutine until requests were looked at, or for a short time."""
+        """Suspend the coroutine until completions were collected, or for a short time."""
         future = self.loop.create_future()
         self._looks.add(future)
         timer = self.loop.call_later(SLICE_S, _wake, future)
@@ -66,7 +66,7 @@ class Watcher:
             timer.cancel()
 
     def close(self) -> None:
-        """Let go of the eventfd: at once in the loop's own thread, else there and soon."""
+        """Close the eventfd: now if this is the loop's thread, else soon in that thread."""
         if asyncio._get_running_loop() is self.loop:
             self._close()
         else:
@@ -83,7 +83,7 @@ class Watcher:
             self._workers.watch(self._fd)
 
     def _look(self) -> None:
-        """Clear, ask again, and only then look: so no completion is missed."""
+        """Clear the eventfd, ask again, and only then look: so no completion is missed."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._fd)
         self._armed = False
@@ -102,19 +102,19 @@ def _release(workers: Workers, fd: int) -> None:
 
 
 def _call_soon(loop: asyncio.AbstractEventLoop, function: Any) -> None:
-    """Have a loop call a function; one that is closed has nothing to wake any more."""
+    """Call a function in a loop's thread, unless the loop is closed."""
     with contextlib.suppress(RuntimeError):
         loop.call_soon_threadsafe(function)
 
 
 def _wake(future: asyncio.Future[None] | None) -> None:
-    """Have the coroutine go on that awaits a future, if there is one."""
+    """Resume the coroutine that awaits a future, if there is one."""
     if future is not None and not future.done():
         future.set_result(None)
 
 
 def watcher_of(workers: Workers, loop: asyncio.AbstractEventLoop) -> Watcher | None:
-    """Find or make the watcher of a handle's workers and the running loop."""
+    """Find or make the watcher for a handle's workers and the running loop."""
     known = workers.watchers
     if known is None:
         return None
@@ -125,14 +125,14 @@ def watcher_of(workers: Workers, loop: asyncio.AbstractEventLoop) -> Watcher | N
     watcher = Watcher(workers, loop)
     known.add(weakref.ref(watcher, known.discard))
     if workers.watchers is not known:
-        # They were stopped in between, by a thread that may not have seen this one.
+        # Another thread stopped the workers meanwhile, perhaps without seeing this watcher.
         watcher.close()
         return None
     return watcher
 
 
 class Alarm(Listener):
-    """Hears of requests that are done for one coroutine, which sleeps meanwhile."""
+    """Collects completions for one coroutine, which sleeps meanwhile."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -142,7 +142,7 @@ class Alarm(Listener):
 
     def listen(self, requests: Collection[Request]) -> int:
         """Add requests, and count them; see ``Listener.listen``."""
-        # The workers first: what is done before is found by add_done_callback().
+        # The watchers first: _listen() finds requests that are done before.
         for workers in {request._workers for request in requests}:
             watcher = watcher_of(workers, self._loop)
             if watcher is not None:
@@ -151,7 +151,7 @@ class Alarm(Listener):
         return super().listen(requests)
 
     async def sleep(self, timeout: float = math.inf) -> None:
-        """Suspend the coroutine until a request is done, or for some time."""
+        """Suspend the coroutine until a request is done, or for `timeout` seconds."""
         self._future = self._loop.create_future()
         timer = None
         if timeout < math.inf:
@@ -164,7 +164,7 @@ class Alarm(Listener):
                 timer.cancel()
 
     def close(self) -> None:
-        """Hear no more."""
+        """Stop listening."""
         super().close()
         while self._watchers:
             self._watchers.pop().end()
@@ -184,9 +184,9 @@ async def _until(
     sleep: Callable[[], Awaitable[Any]],
     cancel: Callable[[], Any] | None = None,
 ) -> None:
-    """Sleep until something is done, however often the task is cancelled meanwhile.
+    """Sleep until something is done, even if the task is cancelled meanwhile.
 
-    Then the cancellation is raised.
+    The cancellation is raised then.
     """
     interruption = None
     try:
@@ -200,7 +200,7 @@ async def _until(
         if interruption is not None:
             raise interruption
     finally:
-        # Its traceback holds this frame.
+        # Break the cycle: its traceback holds this frame.
         del interruption
 
 
@@ -220,13 +220,14 @@ async def as_coroutine(request: Request) -> Any:
 
 
 async def close(workers: Workers, stop: Callable[[], None]) -> None:
-    """Wait until workers have nothing in flight, and stop them by a call that may block.
+    """Wait until workers have nothing in flight, then stop them by a call that may block.
 
-    Nothing may be submitted any more.  A cancelled task waits on, and is cancelled then.
+    Submission must be closed already.  A cancelled task keeps waiting, and raises at the
+    end.
     """
     calls = Awaiting()
     try:
-        # Where no descriptor is left for an eventfd, the call waits.
+        # OSError: no descriptor is left for an eventfd, so stop() waits instead.
         with contextlib.suppress(OSError):
             await _drain(workers)
     except asyncio.CancelledError:
@@ -248,10 +249,10 @@ async def _drain(workers: Workers) -> None:
 
 
 class Awaiting:
-    """Calls in the running event loop.
+    """Makes blocking calls from the running event loop.
 
-    What is short but may block runs in the loop's default executor, and a transfer is a
-    request that is awaited.  A cancelled task waits for both before it is cancelled.
+    Short functions that may block run in the loop's default executor; transfers are awaited
+    requests.  A cancelled task waits for both before it raises.
     """
 
     def __init__(self) -> None:
@@ -262,7 +263,7 @@ class Awaiting:
         try:
             await _until(future.done, lambda: asyncio.wait([future]))
         except asyncio.CancelledError:
-            # Of an error beside the cancellation nobody can be told.
+            # The cancellation is raised, so nobody can look at the call's own error.
             future.exception()
             raise
         return future.result()
@@ -277,12 +278,12 @@ class Awaiting:
 
 
 class _EnteredElsewhere(Generic[V_co]):
-    """A context that is entered and left in the executor, however the task is cancelled."""
+    """A context entered and left in the executor, whenever the task is cancelled."""
 
     def __init__(self, calls: Awaiting, context: AbstractContextManager[V_co]) -> None:
         self._calls = calls
         self._context = context
-        # Knows whether it was entered, also where nobody heard the result.
+        # Knows whether the context was entered, even if the result was lost.
         self._stack = contextlib.ExitStack()
 
     async def __aenter__(self) -> V_co:
@@ -299,6 +300,6 @@ class _EnteredElsewhere(Generic[V_co]):
         traceback: TracebackType | None,
     ) -> bool | None:
         if kind is GeneratorExit:
-            # The loop has left the coroutine, which cannot await anything any more.
+            # The loop is gone, so the coroutine cannot await anything any more.
             return self._stack.__exit__(kind, error, traceback)
         return await self._calls.call(self._stack.__exit__, kind, error, traceback)

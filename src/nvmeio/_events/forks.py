@@ -1,4 +1,4 @@
-"""What a forked child does anew.  Whether there was a fork is asked of the C library."""
+"""Reset state in forked children.  The C library tells whether there was a fork."""
 
 import os
 from collections.abc import Callable
@@ -9,7 +9,7 @@ _calls: list[Callable[[], object]] = []
 
 
 def call_in_child(function: Callable[[], object]) -> None:
-    """Have a function called in every child before anything else of nvmeio's runs there."""
+    """Call a function in every forked child, before any other code of nvmeio."""
     _calls.append(function)
 
 

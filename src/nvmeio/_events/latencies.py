@@ -1,4 +1,4 @@
-"""How long blocks took: percentiles of what the library counted."""
+"""Latencies of blocks: percentiles of the library's histogram."""
 
 import math
 from dataclasses import dataclass
@@ -13,18 +13,18 @@ __all__ = ["Latencies"]
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Latencies:
-    """How many blocks of a handle took how long; ``handle.latencies()`` makes it.
+    """A histogram of the latencies of a handle's blocks, from ``handle.latencies()``.
 
-    A block is an I/O that the kernel sees, and its latency goes from when an engine was
-    given it until it was seen to be finished, as fio's completion latency does.
+    A block is one I/O that the kernel sees.  Its latency is the time from its submission to
+    an engine until its completion is seen, like fio's completion latency.
 
     Parameters
     ----------
     counts : numpy.ndarray of uint64, shape (n,)
-        How many blocks are in each bucket of the histogram, the fastest first.
+        The number of blocks in each bucket, the fastest first.
     bounds_ns : numpy.ndarray of int64, shape (n,)
-        The longest latency in each bucket, in nanoseconds: 3 % beyond its shortest, at
-        most.  The last bucket has no bound: it holds what took more than 67 s.
+        The longest latency of each bucket, in nanoseconds, at most 3 % above its shortest.
+        The last bucket has no bound: it has all blocks above 67 s.
 
     Examples
     --------
@@ -46,22 +46,22 @@ class Latencies:
 
     @property
     def count(self) -> int:
-        """How many blocks were counted."""
+        """The number of blocks."""
         return int(self.counts.sum())
 
     def percentile_us(self, q: float) -> float:
-        """Return a latency that so many percent of the blocks did not exceed.
+        """Return the q-th percentile of the latencies.
 
         Parameters
         ----------
         q : float
-            From 0, which is the fastest block, to 100, which is the slowest.
+            From 0, the fastest block, to 100, the slowest.
 
         Returns
         -------
         float
-            In microseconds: never too short, and too long by 3 % at most; inf above
-            67 s, nan where no block was counted.
+            In microseconds, rounded up by at most 3 %; inf above 67 s, nan if there are no
+            blocks.
 
         Raises
         ------
@@ -80,18 +80,18 @@ class Latencies:
         return float(self.bounds_ns[bucket]) / 1000
 
     def __sub__(self, earlier: "Latencies") -> "Latencies":
-        """Return what was counted since an earlier look at the same handle."""
+        """Return the latencies since an earlier snapshot of the same handle."""
         if not isinstance(earlier, Latencies):
             return NotImplemented
         if (earlier.counts > self.counts).any():
             raise ValueError(
-                f"{earlier!r} has counted what {self!r} has not; it must be an earlier "
-                "look at the same handle"
+                f"{earlier!r} has blocks that {self!r} lacks; subtract an earlier snapshot "
+                "of the same handle"
             )
         return Latencies(self.counts - earlier.counts, self.bounds_ns)
 
     def __repr__(self) -> str:
-        """Return how many blocks there are, and the percentiles that are asked for most."""
+        """Return the number of blocks and the most common percentiles."""
         shares = ", ".join(f"p{q} {self.percentile_us(q):.1f} us" for q in (50, 99, 99.9))
         return f"<nvmeio.Latencies of {self.count} blocks: {shares}>"
 

@@ -1,6 +1,7 @@
-"""What hears of requests that are done: common to threads and event loops that wait.
+"""Collect completions of requests: shared by threads and event loops that wait.
 
-Lists what it uses of workers and requests, which are Cython's, and stand above.
+The protocols here list what this folder needs of the Cython classes, which it must not
+import.
 """
 
 import weakref
@@ -13,30 +14,30 @@ __all__ = ["Listener", "Request", "Watcher", "Workers"]
 
 
 class Watcher(Protocol):
-    """What workers know of an event loop that waits for their requests."""
+    """An event loop that waits for requests, as the workers see it."""
 
     def close(self) -> None:
-        """Hear that the workers are stopped.  Called by any thread."""
+        """Stop watching, because the workers are stopped.  Called by any thread."""
 
 
 class Workers(Protocol):
-    """What carries out the requests of one handle."""
+    """The workers that execute the requests of one handle."""
 
     @property
     def watchers(self) -> set[weakref.ref[Any]] | None:
         """Event loops that wait for requests; None once the workers are stopped."""
 
     def watch(self, fd: int) -> None:
-        """Have an eventfd signalled once, when a request is done next."""
+        """Signal an eventfd once, when the next request is done."""
 
     def unwatch(self, fd: int) -> None:
         """Forget the eventfd."""
 
     def collect(self) -> Any:
-        """Finish what is done, in this thread."""
+        """Finish completed requests in this thread."""
 
     def is_idle(self) -> bool:
-        """Tell whether nothing is in flight."""
+        """Return whether nothing is in flight."""
 
 
 class Request(Protocol):
@@ -46,29 +47,29 @@ class Request(Protocol):
     def _workers(self) -> Any: ...
 
     def done(self) -> bool:
-        """Tell whether it is done."""
+        """Return whether it is done."""
 
     def wait(self, timeout: float | None = None) -> Any:
-        """Return its outcome, or raise its error."""
+        """Wait, and return its result or raise its error."""
 
     def cancel(self) -> bool:
-        """Drop what can be dropped."""
+        """Cancel the blocks that the kernel does not have yet."""
 
     def _listen(self, fn: Callable[[Any], object], /) -> None:
-        """Have a function called when it is done."""
+        """Call a function when it is done."""
 
     def _remove_done_callback(self, fn: Callable[[Any], object], /) -> None: ...
 
 
 class Listener(ABC):
-    """Hears of requests that are done, in the order in which they become so.
+    """Collects requests in the order in which they complete.
 
-    A subclass sleeps meanwhile, and is woken by ``_ring``.
+    A subclass sleeps meanwhile; ``_ring`` wakes it.
     """
 
     def __init__(self) -> None:
         self.done: deque[Any] = deque()
-        # A request leaves when it is done: what it holds is the caller's then.
+        # A request is removed when it is done, so that only the caller keeps it alive.
         self._awaited: set[Request] = set()
 
     def listen(self, requests: Collection[Request]) -> int:
@@ -79,23 +80,23 @@ class Listener(ABC):
         return len(requests)
 
     def __call__(self, request: Request) -> None:
-        """Hear of a request that is done, in whichever thread has found it so."""
+        """Add a completed request, in the thread that observed its completion."""
         self.done.append(request)
         self._awaited.discard(request)
         self._ring()
 
     def leave(self) -> list[Any]:
-        """Hear no more, and return the requests that nobody has taken."""
+        """Stop listening, and return the requests that were not yielded yet."""
         awaited = list(self._awaited)
         self.close()
-        # One that became done in between is in both.
+        # A request that completed meanwhile is in both.
         return list(dict.fromkeys([*self.done, *awaited]))
 
     def close(self) -> None:
-        """Hear no more."""
+        """Stop listening."""
         while self._awaited:
             self._awaited.pop()._remove_done_callback(self)
 
     @abstractmethod
     def _ring(self) -> None:
-        """Wake who sleeps.  Called by any thread."""
+        """Wake the sleeper.  Called by any thread."""

@@ -1,4 +1,4 @@
-"""What a notebook shows in place of a repr: a table of HTML."""
+"""HTML tables that notebooks show instead of a repr."""
 
 from collections.abc import Mapping
 from html import escape
@@ -7,7 +7,7 @@ __all__ = ["html_table"]
 
 
 def html_table(caption: str, rows: Mapping[str, object]) -> str:
-    """Return a table of two columns: names, and values with thousands apart."""
+    """Return an HTML table of names and values, with separators between thousands."""
     cells = (
         f"<tr><th>{escape(name)}</th><td>{escape(_text(value))}</td></tr>"
         for name, value in rows.items()

@@ -1,1 +1,1 @@
-"""Paths, and files that take the place of others."""
+"""Paths, directories, locks, and files that replace others."""

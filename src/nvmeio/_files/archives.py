@@ -1,4 +1,4 @@
-"""Entries of archives as torch.save writes them: as they are, with sums or without."""
+"""Read entries of the zip archives that torch.save writes, with or without checksums."""
 
 import zipfile
 from typing import Protocol
@@ -9,17 +9,17 @@ _HEADER_BYTES = 30
 
 
 class Readable(Protocol):
-    """What reads from a position."""
+    """A file object that can seek and read."""
 
     def seek(self, offset: int, /) -> int:
-        """Go to a position."""
+        """Move to a position."""
 
     def read(self, nbytes: int, /) -> bytes | None:
-        """Return so many bytes, or fewer at the end."""
+        """Return up to `nbytes` bytes; fewer only at the end."""
 
 
 def begin_of(file: Readable, entry: zipfile.ZipInfo) -> int:
-    """Return where the bytes of an entry begin; raises ValueError where there is none."""
+    """Return the offset of an entry's bytes; raise ValueError if it has no header."""
     file.seek(entry.header_offset)
     header = file.read(_HEADER_BYTES) or b""
     if len(header) < _HEADER_BYTES or header[:4] != b"PK\x03\x04":
@@ -29,9 +29,9 @@ def begin_of(file: Readable, entry: zipfile.ZipInfo) -> int:
 
 
 def bytes_of(file: Readable, entry: zipfile.ZipInfo) -> bytes:
-    """Return the bytes of an entry that is not compressed, or raise ValueError.
+    """Return the bytes of an uncompressed entry, or raise ValueError.
 
-    Torch may have left their sum out, of which zipfile would say that it is wrong.
+    zipfile cannot read entries whose checksum torch left out: it reports a wrong checksum.
     """
     if entry.compress_type != zipfile.ZIP_STORED:
         raise ValueError(f"{entry.filename!r} is compressed")

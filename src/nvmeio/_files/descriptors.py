@@ -1,4 +1,4 @@
-"""Descriptors that Python opens: of folders and locks, closed whatever happens."""
+"""Descriptors of directories and lock files, which are closed whatever happens."""
 
 import contextlib
 import os
@@ -11,7 +11,7 @@ FOLDER = os.O_RDONLY | os.O_DIRECTORY
 
 @contextlib.contextmanager
 def opened(path: str | bytes, flags: int) -> Iterator[int]:
-    """Open a file or a folder for a while."""
+    """Open a file or directory for the duration of a ``with`` block."""
     descriptor = os.open(path, flags | os.O_CLOEXEC)
     try:
         yield descriptor
@@ -20,6 +20,6 @@ def opened(path: str | bytes, flags: int) -> Iterator[int]:
 
 
 def close_quietly(descriptor: int) -> None:
-    """Close what was read, or synced before: an error would say nothing of it."""
+    """Close a descriptor; ignore errors, which mean nothing after reading or a sync."""
     with contextlib.suppress(OSError):
         os.close(descriptor)

@@ -1,4 +1,4 @@
-"""Folders and their names, on the device."""
+"""Create directories and make names in them durable."""
 
 import contextlib
 import errno
@@ -11,19 +11,19 @@ __all__ = ["make_folders", "sync_file", "sync_folder"]
 
 
 def sync_file(path: str, flags: int) -> None:
-    """Open a file or a folder, and sync it."""
+    """Open a file or directory, and sync it."""
     with opened(path, flags) as descriptor:
         os.fsync(descriptor)
 
 
 def sync_folder(folder: str) -> None:
-    """Make the names in a folder durable."""
+    """Make the names in a directory durable."""
     with naming(folder):
         sync_file(folder, FOLDER)
 
 
 def make_folders(folder: str) -> None:
-    """Make a folder and those above it where they are missing, for good."""
+    """Create a directory and its missing parents, and make them durable."""
     missing = []
     while not os.path.isdir(folder):
         missing.append(folder)

@@ -1,4 +1,4 @@
-"""Locks that end with their process: one writer for each folder, or for a file."""
+"""Locks that end with their process: one writer per directory or per file."""
 
 import contextlib
 import errno
@@ -22,9 +22,9 @@ _FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
 class WriterLock:
-    """The lock of the one writer to a folder; the file stays, and names its last holder.
+    """The lock of a directory's only writer.  Its file stays and names the last holder.
 
-    `owner` is what takes it, such as "a Checkpointer"; `doing` is what that does there.
+    `owner` describes the holder, such as "a Checkpointer"; `doing` describes its work.
     """
 
     def __init__(self, folder: str, name: str, owner: str, doing: str) -> None:
@@ -33,17 +33,20 @@ class WriterLock:
         self.descriptor = -1
 
     def take(self) -> bool:
-        """Take it, or raise BlockingIOError, which names the holder; whether it is new."""
+        """Take the lock; return False if it was held already.
+
+        Raises BlockingIOError, with the holder's name, if another has it.
+        """
         if self.has_name:
             return False
-        # The folder was removed, and may be another's by now.
+        # If it was held, its directory was removed, and may have been created anew.
         with naming(self.path):
             descriptor = os.open(self.path, _FLAGS, 0o666)
             try:
-                # A stranger's link, or a second name, may be of a file that is to stay.
+                # Another user may have linked this name to a file that must not be changed.
                 found = os.fstat(descriptor)
                 if not stat.S_ISREG(found.st_mode) or found.st_nlink != 1:
-                    words = f"it is no file of {self.owner}, or has other names"
+                    words = f"it is not a file of {self.owner}, or has other links"
                     raise OSError(errno.EINVAL, words)
                 _lock(descriptor, self.doing)
             except BaseException:
@@ -56,11 +59,11 @@ class WriterLock:
 
     @property
     def has_name(self) -> bool:
-        """Whether it is held, and is the lock of its folder still."""
+        """Whether the lock is held, and its file still exists under its name."""
         return self.descriptor >= 0 and _has_name(self.descriptor, self.path)
 
     def release(self) -> None:
-        """Let others write."""
+        """Release the lock."""
         descriptor, self.descriptor = self.descriptor, -1
         if descriptor >= 0:
             close_quietly(descriptor)
@@ -72,7 +75,7 @@ class WriterLock:
 
 
 def _lock(descriptor: int, doing: str) -> None:
-    """Lock a file and write down for whom; raises BlockingIOError, which names another."""
+    """Lock a file and write its holder into it; BlockingIOError names another holder."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -94,9 +97,9 @@ def _has_name(descriptor: int, path: str) -> bool:
 
 @contextlib.contextmanager
 def locked(descriptor: int) -> Iterator[int]:
-    """Wait for a file's lock and hold it; yields a descriptor of its own.
+    """Wait for a file's lock and hold it; yield a new descriptor of the file.
 
-    Against other processes and threads alike, because each opens the file anew.
+    Excludes other threads too, not only processes, because each call opens the file anew.
     """
     held = _Held(os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC))
     in_child_close(held)
@@ -108,7 +111,7 @@ def locked(descriptor: int) -> Iterator[int]:
 
 
 class _Held:
-    """A descriptor that has a lock."""
+    """A descriptor that holds a lock."""
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
@@ -127,7 +130,7 @@ _of_parent: "weakref.WeakSet[_Closes]" = weakref.WeakSet()
 
 
 def in_child_close(lock: _Closes) -> None:
-    """Have a forked child close a lock, which it would keep when its parent has died."""
+    """Close a lock in forked children, which would hold it after the parent has died."""
     _of_parent.add(lock)
 
 

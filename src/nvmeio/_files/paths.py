@@ -1,4 +1,4 @@
-"""Paths: made absolute, named in errors, and folders made durable."""
+"""Make paths absolute, name them in errors, and sync their directories."""
 
 import contextlib
 import errno
@@ -14,9 +14,10 @@ __all__ = ["absolute", "naming", "resolved", "synced_folder"]
 
 @contextlib.contextmanager
 def synced_folder(path: str | bytes, *, follow: bool = True) -> Iterator[None]:
-    """Open the folder of a file, and make its names durable if all goes well.
+    """Open a file's directory, and sync it at the end of the block unless that raises.
 
-    It is the folder of the file that a link leads to; with ``follow=False`` the link's own.
+    If the path is a link, this is the directory of the link's target; with ``follow=False``
+    it is the link's own.
     """
     with naming(path):
         folder = os.path.dirname(resolved(path, follow=follow))
@@ -30,18 +31,18 @@ def synced_folder(path: str | bytes, *, follow: bool = True) -> Iterator[None]:
 
 
 def absolute(path: Path) -> str | bytes:
-    """Return a path that another process, in another folder, can take."""
+    """Return an absolute path, which is valid in any working directory."""
     path = path_of(path)
     if os.path.isabs(path):
         return path
     folder = os.getcwdb() if isinstance(path, bytes) else os.getcwd()
-    # Not normalized: "link/../file" is what the kernel takes it for.
+    # Not normalized, because "link/../file" depends on where the link leads.
     return os.path.join(folder, path)  # type: ignore[arg-type]  # both are of one type
 
 
 @contextlib.contextmanager
 def naming(path: str | bytes, words: str = "") -> Iterator[None]:
-    """Let every OSError name a file."""
+    """Add a path, and words, to every OSError of the block."""
     try:
         yield
     except OSError as error:
@@ -49,9 +50,9 @@ def naming(path: str | bytes, words: str = "") -> Iterator[None]:
 
 
 def resolved(path: str | bytes, *, follow: bool = True) -> str:
-    """Follow the links of a path as the kernel does, to a file that need not exist.
+    """Follow the links of a path as the kernel does; the file need not exist.
 
-    With ``follow=False`` the last name of the path may be a link, which is not followed.
+    With ``follow=False``, do not follow a link at the end of the path.
     """
     found = os.fsdecode(path)
     if not os.path.isabs(found):

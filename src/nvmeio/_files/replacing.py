@@ -1,4 +1,4 @@
-"""Files that take another's place when they are complete."""
+"""Files that replace another when they are complete."""
 
 import contextlib
 import errno
@@ -13,33 +13,33 @@ __all__ = ["become_like", "is_replaceable", "link", "replacement"]
 
 
 def is_replaceable(path: str | bytes) -> bool:
-    """Tell whether another file may take the place of what a path leads to."""
+    """Return whether a new file may replace the one that a path leads to."""
     try:
         target = resolved(path)
         found = os.stat(path)
     except FileNotFoundError:
-        # Its folder may be missing too, which opening it tells.
+        # If the directory is missing too, opening the file reports it.
         return os.path.isdir(os.path.dirname(os.path.abspath(os.fsdecode(path))))
     except OSError:
-        # Opening it tells what.
+        # Opening the file reports the error.
         return False
-    # A link of the kernel's to an open file is no name of it.
+    # /proc/PID/fd/N leads to an open file, but is not its name.
     of_kernel = target.startswith("/proc/")
     plain = stat.S_ISREG(found.st_mode) and found.st_nlink == 1 and not of_kernel
     return plain and not _is_mounted(target)
 
 
 def _is_mounted(target: str) -> bool:
-    """Tell whether a file is a mount of its own, as containers have: none replaces it."""
+    """Return whether a file is a mount point, as in containers: it cannot be replaced."""
     try:
         return _mount_of(target) != _mount_of(os.path.dirname(target) or ".")
     except (OSError, ValueError):
-        # There is no /proc, or it went meanwhile.
+        # There is no /proc, or the file was removed meanwhile.
         return False
 
 
 def _mount_of(path: str) -> int:
-    # As bytes: a process that gave up its rights may no longer import an encoding.
+    # Read bytes: a process that dropped its privileges may be unable to import a codec.
     with (
         opened(path, os.O_PATH) as descriptor,
         open(f"/proc/self/fdinfo/{descriptor}", "rb") as file,
@@ -49,11 +49,11 @@ def _mount_of(path: str) -> int:
 
 @contextlib.contextmanager
 def replacement(target: str, *, overwrite: bool = True) -> Iterator[str]:
-    """Name a file beside another, whose place it takes if all goes well.
+    """Yield the name of a temporary file, which replaces `target` unless the block raises.
 
-    With ``overwrite=False`` there must be no other, and none that has come meanwhile.
+    With ``overwrite=False``, raise FileExistsError if `target` exists at the end.
     """
-    # Of a length of its own: a name that is long already has no room for a suffix.
+    # Not derived from the target's name, which may be too long for a suffix.
     name = f".nvmeio-{os.urandom(8).hex()}.tmp"
     temporary = os.path.join(os.path.dirname(target), name)
     try:
@@ -66,7 +66,7 @@ def replacement(target: str, *, overwrite: bool = True) -> Iterator[str]:
 
 
 def become_like(descriptor: int, target: str) -> None:
-    """Take over mode, owner and attributes of a file, as far as that is allowed."""
+    """Copy mode, owner and attributes from a file, as far as permitted."""
     try:
         other = os.stat(target)
     except FileNotFoundError:
@@ -74,24 +74,24 @@ def become_like(descriptor: int, target: str) -> None:
     mode = stat.S_IMODE(other.st_mode)
     group = other.st_gid
     if not (_owned(descriptor, other.st_uid, group) or _owned(descriptor, -1, group)):
-        # What the group might do is not for another group.
+        # The group differs, so it must not get the old group's permissions.
         mode &= ~0o070
     names: list[str] = []
-    # There are file systems without any.
+    # Some file systems have no extended attributes.
     with contextlib.suppress(OSError):
         names = os.listxattr(target)
     for name in names:
-        # Capabilities were given to the old bytes; the kernel drops them at a write, too.
+        # Capabilities belong to the old contents; the kernel drops them on a write too.
         if name != "security.capability":
             with contextlib.suppress(OSError):
                 os.setxattr(descriptor, name, os.getxattr(target, name))
-    # Some file systems know no other mode, and refuse this even for the one they have.
+    # Some file systems have a fixed mode, and refuse even fchmod() to that mode.
     if stat.S_IMODE(os.fstat(descriptor).st_mode) != mode:
         os.fchmod(descriptor, mode)
 
 
 def _owned(descriptor: int, user: int, group: int) -> bool:
-    """Give a file to an owner; tell whether that is allowed."""
+    """Change a file's owner and group; return whether that is permitted."""
     now = os.fstat(descriptor)
     if user in (-1, now.st_uid) and group == now.st_gid:
         return True
@@ -107,20 +107,21 @@ def _owned(descriptor: int, user: int, group: int) -> bool:
 def link(descriptor: int, path: str) -> None:
     """Give a file a name."""
     with opened("/proc/self/fd", FOLDER) as folder:
-        # With a folder Python calls linkat(2), which follows the link that is there.
+        # With src_dir_fd Python calls linkat(2), which follows the link in /proc/self/fd.
         os.link(str(descriptor), path, src_dir_fd=folder, follow_symlinks=True)
 
 
 def _rename_to_new(temporary: str, target: str) -> None:
-    """Rename a file to a name that nothing may have."""
+    """Rename a file; raise FileExistsError if the new name exists."""
     try:
-        # A link never replaces, as renaming would.
+        # link(2) never replaces a file; rename(2) would.
         os.link(temporary, target)
         os.unlink(temporary)
     except OSError as error:
         if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS):
             raise
-        # There are no links, as on FAT: what comes in this very moment is overwritten.
+        # The file system has no hard links (FAT).  A file that appears between this check
+        # and the rename is replaced.
         if os.path.lexists(target):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), target) from None
         os.replace(temporary, target)

@@ -1,1 +1,1 @@
-"""Callers' memory: strides, overlaps, libraries of tensors."""
+"""Callers' memory: strides, overlaps, tensor libraries."""

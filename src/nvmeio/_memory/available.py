@@ -1,4 +1,4 @@
-"""How much memory a process may still have."""
+"""Find out how much more memory this process may use."""
 
 import contextlib
 import os
@@ -8,15 +8,16 @@ from nvmeio._arguments.units import in_binary
 
 __all__ = ["available_bytes", "require_available"]
 
-# The files with the limit and the use of a group, and what its statistics prefix.
+# For each version of control groups: the files with a group's limit and its use, and the
+# prefix of the names in memory.stat.
 VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
 VERSION_2 = ("memory.max", "memory.current", "")
 
 
 def available_bytes() -> int:
-    """Return what the system, a control group or RLIMIT_AS leaves this process.
+    """Return the bytes that the system, control groups and RLIMIT_AS leave this process.
 
-    What the page cache holds counts as free, as far as the kernel would give it up.
+    Page cache that the kernel can reclaim counts as available.
     """
     with open("/proc/meminfo", "rb") as file:
         lines = dict(line.split(b":") for line in file.read().splitlines())
@@ -25,7 +26,7 @@ def available_bytes() -> int:
 
 
 def _left_in_addresses() -> list[int]:
-    """Return what ``ulimit -v`` leaves, if there is such a limit."""
+    """Return the bytes that ``ulimit -v`` leaves, in a list; empty without such a limit."""
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     if limit == resource.RLIM_INFINITY:
         return []
@@ -34,9 +35,9 @@ def _left_in_addresses() -> list[int]:
 
 
 def _left_in_groups() -> list[int]:
-    """Return what each control group leaves, from this process's upward.
+    """Return the bytes that each control group leaves, from this process's group upward.
 
-    A container's own group is the top of what it sees.
+    A container sees no groups above its own.
     """
     found: list[int] = []
     with contextlib.suppress(OSError):
@@ -50,7 +51,8 @@ def _left_in_groups() -> list[int]:
                 continue
             folder = os.path.normpath(f"{top}/{path}")
             while folder.startswith(top):
-                # A group without a limit says "max"; the system's own has no such file.
+                # ValueError: a group without a limit has "max".  OSError: the root group
+                # has no such file.
                 with contextlib.suppress(OSError, ValueError, KeyError):
                     found.append(_left_in_group(folder, names))
                 folder = os.path.dirname(folder)
@@ -70,7 +72,7 @@ def _text(path: str) -> str:
 
 
 def require_available(nbytes: int, what: str) -> None:
-    """Raise MemoryError for more than there is, before any of it is taken."""
+    """Raise MemoryError if fewer bytes are available, before allocating any."""
     free = available_bytes()
     if nbytes > free:
         raise MemoryError(

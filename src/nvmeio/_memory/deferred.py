@@ -1,4 +1,4 @@
-"""Tensors that are loaded when it is their turn, and states that have such tensors."""
+"""Tensors that are loaded only when they are needed, and states that contain them."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,7 +7,7 @@ __all__ = ["Deferred", "DeferredState"]
 
 
 class Deferred:
-    """A tensor that is on a drive; `load` returns it, in memory of its own."""
+    """A tensor on a drive; `load` returns it in new memory."""
 
     def __init__(
         self, dtype: Any, shape: tuple[int, ...], nbytes: int, load: Callable[[], Any]
@@ -16,8 +16,8 @@ class Deferred:
 
 
 class DeferredState:
-    """What nests Deferred tensors."""
+    """A state that contains Deferred tensors."""
 
     def _tree(self) -> Any:
-        """Return dicts and lists of numbers, words, tensors and Deferred ones."""
+        """Return nested dicts and lists of numbers, text, tensors and Deferred tensors."""
         raise NotImplementedError

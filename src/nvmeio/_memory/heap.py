@@ -1,14 +1,14 @@
-"""The heap of the C library, which keeps memory that was freed."""
+"""The heap of the libc, which keeps memory after it is freed."""
 
 import ctypes
 
 __all__ = ["give_back"]
 
-# glibc's alone.
+# Only glibc has it.
 _malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
 
 
 def give_back() -> None:
-    """Give the system the pages of memory that was freed."""
+    """Return the pages of freed memory to the system."""
     if _malloc_trim is not None:
         _malloc_trim(0)

@@ -1,7 +1,7 @@
-"""Which requests in flight touch the same bytes: for handles with check_overlap.
+"""Find requests in flight that touch the same bytes, for handles with check_overlap.
 
-They are compared over all handles of the process that check.  What is compared are single
-bytes, not blocks, so records side by side do not overlap.
+Requests of all handles of the process with check_overlap are compared, byte by byte and not
+by blocks, so adjacent records do not overlap.
 """
 
 import itertools
@@ -22,7 +22,7 @@ Part = tuple[Any, Any, Any, Any, Any, Any]
 
 
 class Request(Protocol):
-    """What is compared."""
+    """What this module needs of a request."""
 
     @property
     def _workers(self) -> object: ...
@@ -37,18 +37,18 @@ class Spans:
         begins: Integers = np.asarray(starts, np.int64)
         ends = begins + sizes
         filled = np.flatnonzero(ends > begins)
-        # Of each range, its place as passed.
+        # For each sorted range, its index as passed.
         self.order = filled[np.argsort(begins[filled], kind="stable")]
         self.starts, self.ends = begins[self.order], ends[self.order]
-        # How far those reach that do not begin behind each.
+        # For each range, the largest end among it and those before it.
         self.reach = np.maximum.accumulate(self.ends)
 
     def meeting(self, other: "Spans") -> int | None:
-        """Return a byte that both have, or None."""
+        """Return the offset or address of a byte that both contain, or None."""
         if not (len(self.order) and len(other.order)):
             return None
         for mine, others in ((self, other), (other, self)):
-            # For each of mine the last of the others' that does not begin behind it.
+            # For each of mine, the last of the others that begins no later.
             place = np.searchsorted(others.starts, mine.starts, "right") - 1
             found = (place >= 0) & (others.reach[place] > mine.starts)
             if found.any():
@@ -56,7 +56,7 @@ class Spans:
         return None
 
     def clash(self) -> tuple[int, int] | None:
-        """Return the places, as passed, of two ranges that share a byte, or None."""
+        """Return the indices, as passed, of two ranges that share a byte, or None."""
         found = self.starts[1:] < self.reach[:-1]
         if not found.any():
             return None
@@ -66,38 +66,38 @@ class Spans:
 
 
 class Footprint(NamedTuple):
-    """What a request touches."""
+    """The bytes that a request touches."""
 
-    # By device and inode, the bytes of each file; None for all of them, of an fsync.
+    # The bytes of each file, by device and inode; None for all bytes (an fsync).
     files: dict[Any, Spans | None]
     memory: Spans  # the caller's
-    writes: bool  # whether files are written; else memory is
-    paths: dict[Any, Any]  # by device and inode, as they were given
+    writes: bool  # whether it writes to files; else it writes to memory
+    paths: dict[Any, Any]  # the path of each file as given, by device and inode
 
 
 class Flight(NamedTuple):
-    """A request in flight, and those before it that it is chained to."""
+    """A request in flight, and the earlier ones that it waits for."""
 
-    number: int  # of this flight, and of no other
+    number: int  # unique
     request: Any  # a weak reference; the library holds the request while it runs
     footprint: Footprint
-    chain: set[int]  # the numbers of those that it comes after
+    chain: set[int]  # the numbers of all requests that it waits for
 
     def is_over(self) -> bool:
-        """Tell whether it touches nothing any more."""
+        """Return whether it no longer touches anything."""
         request = self.request()
         return request is None or request._is_over()
 
 
 class Overlaps:
-    """The requests in flight of all handles that check."""
+    """The requests in flight on all handles with check_overlap."""
 
     def __init__(self) -> None:
         self.forget()
 
     def forget(self) -> None:
-        """Begin anew, as in a forked child."""
-        # A handler of a signal may come back here.
+        """Forget all requests, as a forked child must."""
+        # An RLock, because a signal handler may come back here.
         self._lock = threading.RLock()
         self._flights: list[Flight] = []
         self._numbers = itertools.count()
@@ -105,7 +105,7 @@ class Overlaps:
     def admit(
         self, request: Request, footprint: Footprint, before: Collection[Request]
     ) -> None:
-        """Add a request that is about to be submitted."""
+        """Add a request before its submission; raise RuntimeError if it conflicts."""
         with self._lock:
             self._flights = [each for each in self._flights if not each.is_over()]
             chain: set[int] = set()
@@ -116,14 +116,14 @@ class Overlaps:
                 if flight.number not in chain:
                     _compare(request, footprint, flight)
             if None in footprint.files.values():
-                # What is written later need not be durable when this is done.
+                # An fsync does not conflict with writes that are submitted later.
                 footprint = footprint._replace(files={})
             number = next(self._numbers)
             self._flights.append(Flight(number, weakref.ref(request), footprint, chain))
 
 
 def _syncs(request: Request, footprint: Footprint, flight: Flight) -> bool:
-    """Tell whether a request is an fsync that waits for a write by itself."""
+    """Return whether a request is an fsync that waits for the write `flight` anyway."""
     other = flight.request()
     return (
         other is not None
@@ -137,7 +137,7 @@ def _syncs(request: Request, footprint: Footprint, flight: Flight) -> bool:
 
 
 def _compare(request: Request, footprint: Footprint, flight: Flight) -> None:
-    """Raise RuntimeError where two requests overlap."""
+    """Raise RuntimeError if two requests overlap."""
     other, rival = flight.footprint, flight.request()
     if rival is None:
         return
@@ -164,7 +164,7 @@ def _overlapping(request: Request, other: Request, what: str) -> RuntimeError:
 
 
 def footprint_of(parts: Sequence[Part], writes: bool) -> Footprint:
-    """Put together what a request touches."""
+    """Combine the parts of a request into its footprint."""
     whole = {file: None for file, _, offsets, *_ in parts if offsets is None}
     of_files: dict[Any, list[Any]] = {}
     of_memory = []
@@ -178,7 +178,7 @@ def footprint_of(parts: Sequence[Part], writes: bool) -> Footprint:
 
 
 def _joined(ranges: list[tuple[int, Any, Any]], changed: bool) -> Spans:
-    """Make Spans of the ranges of several parts, which may not overlap if changed."""
+    """Make Spans of several parts' ranges; if `changed`, raise if two parts overlap."""
     starts, sizes, parts = [], [], []
     for index, begins, lengths in ranges:
         flat, each = np.broadcast_arrays(
@@ -199,7 +199,7 @@ def _joined(ranges: list[tuple[int, Any, Any]], changed: bool) -> Spans:
 
 
 def elements_of(source: Any) -> tuple[Integers, int]:
-    """Return where the elements of an array or tensor lie, however it is strided."""
+    """Return the addresses of an array's or tensor's elements, and their size in bytes."""
     if hasattr(source, "data_ptr"):
         item = int(source.element_size())
         address, shape = source.data_ptr(), tuple(source.shape)

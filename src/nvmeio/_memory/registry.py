@@ -1,7 +1,7 @@
-"""The libraries of tensors that nvmeio can take, known by the types of their tensors.
+"""The tensor libraries that nvmeio supports, found by the types of their tensors.
 
-nvmeio.torch registers itself here.  What loads it, when the first object of torch arrives,
-is handed in by the package, for it stands above.
+nvmeio.torch registers itself here when it is loaded.  The package registers the function
+that loads it, when the first torch object arrives, because this module must not import it.
 """
 
 import sys
@@ -26,75 +26,75 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Export:
-    """How a tensor is lent to the engine."""
+    """The memory of a tensor that the engine uses."""
 
-    address: int  # where `nbytes` bytes lie in C order; 0 for a tensor on a device
+    address: int  # of `nbytes` bytes in C order; 0 for a tensor on a device
     nbytes: int
-    origin: int  # in the caller's own memory; 0 for a tensor on a device
+    origin: int  # address in the caller's own memory; 0 for a tensor on a device
     owner: object  # keeps the memory at `address` alive
     # Called with the tensor once a read has filled the memory.
     landing: Callable[[Any], None] | None = None
-    stage: object = None  # moves a tensor on a device piece by piece
+    stage: object = None  # copies a tensor on a device piece by piece
 
 
 class TensorLibrary(Protocol):
-    """What a library of tensors provides; nvmeio.torch._tensors documents each."""
+    """The functions of a tensor library; nvmeio.torch._tensors documents them."""
 
     def export(self, tensor: Any, writable: bool) -> Export:
-        """Lend the memory of any tensor that has some."""
+        """Lend the memory of a tensor, or a copy; raise if it has none."""
 
     def touch(self, tensor: Any) -> None:
-        """Count a change of a tensor's values."""
+        """Record that a tensor's values changed."""
 
     def locked_tensor(self, num_elem: int, example: Any) -> Any:
         """Make a tensor in locked memory of the pool."""
 
     def first_address(self, tensor: Any) -> int:
-        """Return where the first element of a tensor lies; 0 where there is no memory."""
+        """Return the address of a tensor's first element; 0 if it has no memory."""
 
     def is_pinned(self, tensor: Any) -> bool:
-        """Tell whether a tensor lies in pinned memory."""
+        """Return whether a tensor is in pinned memory."""
 
     def copy(self, dest: Any, src: Any) -> None:
         """Copy the elements of a tensor into another of the same dtype and count."""
 
     def host_like(self, tensor: Any) -> Any:
-        """Make a tensor of the same size and dtype in memory of the host."""
+        """Make a tensor of the same size and dtype in host memory."""
 
     def announce(self, memory: Any) -> None:
-        """Tell the drivers of devices of new pinned memory of the pool."""
+        """Register new pinned memory of the pool with the device drivers."""
 
     def thread_limit(self) -> int:
-        """Return how many threads the library itself would use."""
+        """Return how many threads the library would use."""
 
     def carrier(self, dtype: Any) -> np.dtype[Any] | None:
-        """Return numpy's dtype for elements of a dtype; None where it is not its own."""
+        """Return the numpy dtype that holds elements of a dtype; None if not its own."""
 
     def dress(self, array: npt.NDArray[Any], dtype: Any) -> Any:
-        """Make a tensor of an array of carriers, which share memory."""
+        """View an array of carriers as a tensor, sharing memory."""
 
     def undress(self, values: Any, dtype: Any) -> npt.NDArray[Any]:
-        """Make an array of carriers of whatever tensors of a dtype are made of."""
+        """Convert values, as a tensor would accept them, to an array of carriers."""
 
 
-# Each library with the type of its tensors.  Only grows.
+# The type of each library's tensors, and the library.  Entries are never removed.
 libraries: list[tuple[type, TensorLibrary]] = []
 
 _loaders: dict[str, Callable[[], object]] = {}
 
 
 def register(kind: type, library: TensorLibrary) -> None:
-    """Make a library of tensors known, for the life of the process."""
+    """Register a tensor library until the process ends."""
     libraries.append((kind, library))
 
 
 def register_loader(package: str, load: Callable[[], object]) -> None:
-    """Say how to load what registers the library of a package's tensors."""
+    """Register the function that loads support for a package's tensors."""
     _loaders[package] = load
 
 
 def library_of(source: object) -> TensorLibrary | None:
-    """Return the library that a tensor belongs to; None for what is no tensor."""
+    """Return the library that a tensor belongs to; None for other objects."""
     found = _registered(source)
     if found is None and _load_for(type(source)):
         found = _registered(source)
@@ -102,7 +102,7 @@ def library_of(source: object) -> TensorLibrary | None:
 
 
 def library_of_dtype(dtype: object) -> TensorLibrary | None:
-    """Return the library that a dtype of tensors belongs to; None for other objects."""
+    """Return the library that a tensor dtype belongs to; None for other objects."""
     if not libraries:
         _load_for(type(dtype))
     for _, library in libraries:
@@ -112,7 +112,7 @@ def library_of_dtype(dtype: object) -> TensorLibrary | None:
 
 
 def thread_limit() -> int | None:
-    """Return how many threads the loaded libraries use at a time; None without any."""
+    """Return the fewest threads that a loaded library would use; None without any."""
     if not libraries:
         for package, load in _loaders.items():
             if package in sys.modules:
@@ -125,7 +125,7 @@ def thread_limit() -> int | None:
 
 
 def _registered(source: object) -> TensorLibrary | None:
-    """Return the library of a tensor, as far as it is loaded."""
+    """Return the library of a tensor, if it is loaded; else None."""
     for kind, library in libraries:
         if isinstance(source, kind):
             return library
@@ -133,7 +133,7 @@ def _registered(source: object) -> TensorLibrary | None:
 
 
 def _load_for(kind: type) -> bool:
-    """Load what lends tensors of a type; tell whether there is any such thing."""
+    """Load the support for tensors of a type; return whether there is any."""
     for base in kind.__mro__:
         load = _loaders.get(base.__module__.partition(".")[0])
         if load is not None:

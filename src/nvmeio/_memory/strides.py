@@ -1,4 +1,4 @@
-"""What sizes, shapes and strides of arrays tell of their memory."""
+"""Checks of arrays' sizes, shapes and strides."""
 
 from collections.abc import Sequence
 
@@ -6,10 +6,10 @@ __all__ = ["check_sizes", "may_overlap"]
 
 
 def may_overlap(shape: Sequence[int], strides: Sequence[int], item: int) -> bool:
-    """Tell whether two elements of a strided array may share memory; no extent is 0.
+    """Return whether elements of a strided array may share memory; no extent may be 0.
 
-    True also for the rare layouts in which axes interleave without meeting: to tell them
-    apart is a Diophantine problem.
+    Also True for rare layouts whose axes interleave without sharing memory, because an
+    exact answer would mean solving a Diophantine equation.
     """
     reach = item - 1
     for stride, extent in sorted(
@@ -24,7 +24,7 @@ def may_overlap(shape: Sequence[int], strides: Sequence[int], item: int) -> bool
 
 
 def check_sizes(dest_bytes: int, src_bytes: int) -> None:
-    """Refuse to copy between arrays of different sizes."""
+    """Raise ValueError if the sizes differ."""
     if dest_bytes != src_bytes:
         raise ValueError(
             f"dest has {dest_bytes} bytes and src {src_bytes}; they must be equal"

@@ -35,7 +35,7 @@ cdef Buffer lend(object source, bint writable)
 cdef bint borrow_tensor(object source, dlpack.Tensor *tensor) except -1
 cdef Py_ssize_t count_bytes(const dlpack.Tensor *tensor) noexcept
 
-# Return the library that a tensor belongs to; raise TypeError if it is no tensor.
+# Return the library that a tensor belongs to; raise TypeError for other objects.
 cdef object library_for(object source)
 
 # As `lend`, but never copy: return None if the bytes are not in C order in memory.

@@ -1,7 +1,7 @@
-"""DeepSpeed's async_io op on nvmeio's engine, and its place in an installed DeepSpeed.
+"""DeepSpeed's async_io op, implemented by nvmeio, and its installation into DeepSpeed.
 
-The op is importable without DeepSpeed and without torch.  ``install()`` makes DeepSpeed
-load it; so does ``NVMEIO_DEEPSPEED=1`` in the environment in which Python starts.
+The op can be imported without DeepSpeed and without torch.  ``install()`` makes DeepSpeed
+load it, and so does ``NVMEIO_DEEPSPEED=1`` in the environment when Python starts.
 """
 
 from nvmeio._config.aio_json import aio_config, write_aio_config

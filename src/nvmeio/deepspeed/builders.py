@@ -1,7 +1,7 @@
-"""nvmeio in an installed DeepSpeed: what its op builders load, and back again.
+"""Make an installed DeepSpeed load nvmeio's ops, and undo that.
 
-Every part of DeepSpeed comes to its ops by the classes AsyncIOBuilder and PinMemoryBuilder,
-so their two methods are what is replaced.  All is looked at before anything is changed.
+All of DeepSpeed loads its ops through the classes AsyncIOBuilder and PinMemoryBuilder, so
+two methods of each are replaced.  Everything is checked before anything is changed.
 """
 
 import contextlib
@@ -21,41 +21,41 @@ from nvmeio._arguments.checks import word
 
 __all__ = ["Installation", "install", "uninstall"]
 
-# The release that `make test-deepspeed` runs with, whatever comes behind the second dot.
+# The release that `make test-deepspeed` tests, without the number after the second dot.
 TESTED = "0.19"
 
-# What may be imported from deepspeed.ops.aio itself.
+# The names that programs may import from deepspeed.ops.aio.
 NAMES = ("aio_read", "aio_write", "aio_handle", "deepspeed_memcpy")
 
-# What NVMEIO_DEEPSPEED may be, where it is on.
+# Values of NVMEIO_DEEPSPEED that enable it -> the argument `errors`.
 WORDS = dict.fromkeys(("1", "true", "yes", "on", "status"), "status") | {"raise": "raise"}
 
 Method = Callable[..., Any]
 
 _log = logging.getLogger("nvmeio")
 _lock = threading.RLock()
-# What is installed, in which builder (a DeepSpeed that is imported anew has another), and
-# how to undo it.
+# The current installation, the builder that it changed (a DeepSpeed that is imported again
+# has a new one), and how to undo it.
 _current: "Installation | None" = None
 _builder: Any = None
 _undo = contextlib.ExitStack()
-# Set in a thread that loads an op of DeepSpeed which is linked to its other ops.
+# Set in a thread that loads one of DeepSpeed's own ops, which needs the other own ops.
 _native = threading.local()
 
 
 class Installation:
-    """What ``install()`` returns; leaving its ``with`` block uninstalls.
+    """The result of ``install()``, a context manager that uninstalls at its end.
 
     Attributes
     ----------
     errors : {"status", "raise"}
-        What DeepSpeed gets for errors of the system.
+        Whether DeepSpeed gets -1 or an OSError if a transfer fails.
 
     Notes
     -----
-    Where nvmeio was installed before, by another ``install()`` or by the environment,
-    leaving the block leaves it installed.  There is one DeepSpeed in a process: of several
-    threads the one that installed it ends it for all.
+    If nvmeio was installed before, by another ``install()`` or by the environment, it stays
+    installed at the end of the block.  All threads share one DeepSpeed: when the thread
+    that installed nvmeio leaves its block, nvmeio is uninstalled for all.
 
     Examples
     --------
@@ -82,7 +82,7 @@ class Installation:
 
 
 class _ToDeepSpeed(logging.Handler):
-    """Hands nvmeio's warnings and errors to DeepSpeed's logger, which shows them."""
+    """Forwards nvmeio's warnings and errors to DeepSpeed's logger, which shows them."""
 
     def emit(self, record: logging.LogRecord) -> None:
         logger = logging.getLogger("DeepSpeed")
@@ -96,42 +96,42 @@ def install(*, errors: Literal["status", "raise"] | None = None) -> Installation
     Parameters
     ----------
     errors : {"status", "raise"}, optional
-        What DeepSpeed gets for errors of the system: -1, as its contract has it, or
-        OSError.  DeepSpeed ignores some of the -1: the swapping in of optimizer states
-        goes on with what the buffer held.  By default as it is installed already, else
-        "status".
+        What DeepSpeed gets if a transfer fails: "status" returns -1, as DeepSpeed's
+        contract says; "raise" raises OSError.  DeepSpeed ignores some of these -1, for
+        example when it swaps in optimizer states, and continues with the old contents of
+        the buffer.  Default: as installed already, else "status".
 
     Returns
     -------
     Installation
-        A context manager whose end uninstalls.
+        A context manager that uninstalls at its end.
 
     Raises
     ------
     ModuleNotFoundError
         DeepSpeed is not installed.
     RuntimeError
-        This DeepSpeed is not built as nvmeio knows it; says its version and what is
-        missing, and nothing was changed.  Or nvmeio is installed already, with other
-        ``errors``.
+        DeepSpeed's internals are unfamiliar: the message has its version and what is
+        missing, and nothing was changed.  Or nvmeio is installed already with another value
+        of ``errors``.
     ValueError
-        ``errors`` is neither of the two.
+        ``errors`` is neither "status" nor "raise".
 
     Notes
     -----
-    ``AsyncIOBuilder().load()`` returns the module ``nvmeio.deepspeed``, with
-    ``errors="raise"`` the module ``nvmeio``, whose handles have the defaults that the
-    environment gives them, and ``PinMemoryBuilder().load()`` one with
-    ``pin_handle``; ``is_compatible()`` is True, and nothing is compiled.  Who imported the
-    classes before sees that too, but modules that were loaded before stay what they are.
-    ``deepspeed.ops.aio`` has the op's four names, and warnings of nvmeio's logger go to
-    DeepSpeed's as well.  GDS stays DeepSpeed's.
+    ``AsyncIOBuilder().load()`` then returns the module ``nvmeio.deepspeed``; with
+    ``errors="raise"`` the module ``nvmeio``, whose handles take their defaults from the
+    environment.  ``PinMemoryBuilder().load()`` returns a module with ``pin_handle``.
+    ``is_compatible()`` returns True, and nothing is compiled.  This also affects builders
+    that were imported before, but not op modules that they have loaded.
+    ``deepspeed.ops.aio`` has the op's four names.  Warnings of nvmeio's logger also go to
+    DeepSpeed's.  GDS is still DeepSpeed's own op.
 
-    A release of DeepSpeed that was not tested is logged as a warning, and so is one that
-    has loaded its own pin_memory op before: what that has pinned is not pinned for nvmeio.
+    Logs a warning if this release of DeepSpeed was not tested, or if DeepSpeed has already
+    loaded its own pin_memory op, whose memory is not pinned for nvmeio.
 
-    Imports DeepSpeed.  Thread-safe; a second call changes nothing, unless DeepSpeed was
-    imported anew meanwhile.
+    Imports DeepSpeed.  Thread-safe.  A second call changes nothing, unless DeepSpeed was
+    imported again meanwhile.
 
     Examples
     --------
@@ -144,7 +144,8 @@ def install(*, errors: Literal["status", "raise"] | None = None) -> Installation
     global _current, _builder
     if errors is not None:
         word("errors", errors, ("status", "raise"))
-    # Before the lock: another thread may be importing DeepSpeed, and come here for it.
+    # Import before taking the lock: another thread that is importing DeepSpeed may call
+    # install() too.
     try:
         builders = importlib.import_module("deepspeed.ops.op_builder")
         aio = importlib.import_module("deepspeed.ops.aio")
@@ -161,8 +162,8 @@ def install(*, errors: Literal["status", "raise"] | None = None) -> Installation
             if errors not in (None, _current.errors):
                 raise RuntimeError(
                     f"nvmeio is installed in DeepSpeed with errors={_current.errors!r}, "
-                    "as NVMEIO_DEEPSPEED or an earlier install() had it; call uninstall() "
-                    f"before installing it with {errors!r}"
+                    "by NVMEIO_DEEPSPEED or an earlier install(); call uninstall() before "
+                    f"installing it with {errors!r}"
                 )
             return Installation(_current.errors)
         done = Installation(errors or "status")
@@ -179,11 +180,11 @@ def install(*, errors: Literal["status", "raise"] | None = None) -> Installation
 
 
 def uninstall() -> None:
-    """Give DeepSpeed its own ops back; without effect where nvmeio is not installed.
+    """Restore DeepSpeed's own ops; do nothing if nvmeio is not installed.
 
     Notes
     -----
-    Handles that were made meanwhile go on, and so do modules that were loaded.
+    Handles and modules that programs have obtained meanwhile keep working.
 
     Examples
     --------
@@ -198,13 +199,13 @@ def uninstall() -> None:
 
 
 def install_for_environment() -> None:
-    """Install as ``NVMEIO_DEEPSPEED`` says; called once DeepSpeed has its builders."""
+    """Install as ``NVMEIO_DEEPSPEED`` says; called once DeepSpeed has imported builders."""
     value = os.environ.get("NVMEIO_DEEPSPEED", "")
     errors: Any = WORDS.get(value.strip().lower())
     if errors is None:
         raise ValueError(
-            f"NVMEIO_DEEPSPEED is {value!r}; it must be 1, raise (then errors raise, where "
-            "DeepSpeed's contract returns -1), or 0"
+            f"NVMEIO_DEEPSPEED is {value!r}; it must be 1, raise (then errors raise, "
+            "instead of returning -1 as in DeepSpeed's contract), or 0"
         )
     install(errors=errors)
 
@@ -212,11 +213,11 @@ def install_for_environment() -> None:
 def _changes(
     builders: ModuleType, aio: ModuleType, errors: str
 ) -> Iterator[tuple[Any, str, Any]]:
-    """Yield owner, name and new value of each attribute, once all have been looked at."""
-    # This package itself, which has been imported by now.
+    """Check everything, then yield owner, name and new value of each attribute."""
+    # This package itself, which is imported by now.
     pinned = sys.modules[__package__]
     op = importlib.import_module("nvmeio") if errors == "raise" else pinned
-    # DeepSpeed before 0.19 has no PinMemoryBuilder, and some accelerators have none.
+    # DeepSpeed before 0.19 and some accelerators have no PinMemoryBuilder.
     found = {
         "async_io": (op, _classes(builders, "AsyncIOBuilder", "async_io")),
         "pin_memory": (pinned, _classes(builders, "PinMemoryBuilder", "pin_memory")),
@@ -233,7 +234,7 @@ def _changes(
 
 
 def _classes(builders: ModuleType, name: str, op: str) -> list[Any]:
-    """Return the builders of an op: the accelerator's, then a general one that differs."""
+    """Return the builders of an op: the accelerator's, and the general one if different."""
     chosen = getattr(builders, name, None)
     if getattr(chosen, "NAME", None) != op:
         return []
@@ -256,7 +257,7 @@ def _unknown(what: str) -> RuntimeError:
 
 
 def _version() -> str:
-    """Return DeepSpeed's version; it may be halfway through its import."""
+    """Return DeepSpeed's version, which may be unset while DeepSpeed is being imported."""
     try:
         return importlib.metadata.version("deepspeed")
     except importlib.metadata.PackageNotFoundError:
@@ -264,13 +265,13 @@ def _version() -> str:
 
 
 def _loading(native: Method, name: str, module: ModuleType) -> Method:
-    """Return the method ``load`` of an op's builder."""
+    """Return the new method ``load`` for an op's builder."""
 
     @functools.wraps(native)
     def load(self: Any, verbose: bool = False) -> Any:
         if name == self.NAME and not getattr(_native, "loading", False):
             return module
-        # An op that derives from this one, as GDS does, is linked to the native ones.
+        # A builder that derives from this one, such as that of GDS, needs the native ops.
         before = getattr(_native, "loading", False)
         _native.loading = True
         try:
@@ -282,7 +283,7 @@ def _loading(native: Method, name: str, module: ModuleType) -> Method:
 
 
 def _compatible(native: Method, name: str) -> Method:
-    """Return the method ``is_compatible`` of an op's builder."""
+    """Return the new method ``is_compatible`` for an op's builder."""
 
     @functools.wraps(native)
     def is_compatible(self: Any, verbose: bool = False) -> Any:
@@ -292,14 +293,14 @@ def _compatible(native: Method, name: str) -> Method:
 
 
 def _remark() -> None:
-    """Warn of what may not go as expected."""
+    """Warn of an untested release and of an op that was loaded too early."""
     if _version().split(".")[:2] != TESTED.split("."):
         _log.warning("DeepSpeed %s was not tested with nvmeio, %s was", _version(), TESTED)
-    # DeepSpeed keeps it there for the process.
+    # DeepSpeed stores its op there for the whole process.
     if getattr(sys, "_deepspeed_pin_memory_op_module", None) is not None:
         _log.warning(
-            "DeepSpeed loaded its own pin_memory op before nvmeio was installed: what that "
-            "has pinned is not pinned for nvmeio's handles; install nvmeio earlier"
+            "DeepSpeed loaded its own pin_memory op before nvmeio was installed: its "
+            "memory is not pinned for nvmeio's handles; install nvmeio earlier"
         )
 
 
@@ -313,17 +314,18 @@ def _replace(undo: contextlib.ExitStack, owner: Any, name: str, value: Any) -> N
 
 
 def _remove(owner: Any, name: str) -> None:
-    """Delete an attribute, which somebody may have taken away meanwhile."""
+    """Delete an attribute, unless another deleted it already."""
     with contextlib.suppress(AttributeError):
         delattr(owner, name)
 
 
 def _agree(undo: contextlib.ExitStack) -> None:
-    """Let ``deepspeed.ops.__compatible_ops__`` tell what the builders do."""
+    """Make ``deepspeed.ops.__compatible_ops__`` agree with the builders."""
     ops = vars(importlib.import_module("deepspeed.ops"))
     probed = ops.get("__compatible_ops__")
     if probed is None:
-        # DeepSpeed asks the builders when it is first looked at; then it must ask again.
+        # DeepSpeed fills it on first use, by asking the builders.  After uninstall() it
+        # must ask again.
         undo.callback(ops.pop, "__compatible_ops__", None)
         return
     for name in {"async_io", "pin_memory"} & probed.keys():

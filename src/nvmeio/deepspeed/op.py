@@ -1,4 +1,4 @@
-"""The op by the letter of its contract: an OSError is logged, kept, and answered by -1."""
+"""DeepSpeed's op exactly by its contract: an OSError is logged, kept, and -1 returned."""
 
 import functools
 import inspect
@@ -21,7 +21,7 @@ P = ParamSpec("P")
 
 
 class aio_handle(op.aio_handle):
-    """``nvmeio.aio_handle`` that answers errors as DeepSpeed's does.
+    """``nvmeio.aio_handle``, but with -1 for errors, as in DeepSpeed's op.
 
     Parameters
     ----------
@@ -30,43 +30,43 @@ class aio_handle(op.aio_handle):
     queue_depth : int, default 128
         Blocks in flight in each worker, 1 to 32768.
     single_submit : bool, default False
-        Hand blocks to the kernel one by one, not in batches.
+        Submit blocks to the kernel one by one, not in batches.
     overlap_events : bool, default False
-        Accepted and reported, because the contract has it; it changes nothing.
+        Accepted and reported for DeepSpeed, but without effect.
     intra_op_parallelism : int, default 1
-        Workers, threads with an engine each, that share every request; 1 to 256.
+        Workers, each with an engine of its own, that share every request; 1 to 256.
     engine, direct, bounce
         As for ``nvmeio.aio_handle``.
 
     Attributes
     ----------
     last_error : OSError or None
-        What the latest -1 stands for; read-only.
+        The error of the latest -1; read-only.
 
     Raises
     ------
     TypeError
         An argument is unknown or of the wrong type.
     ValueError
-        A value is out of its limits or unknown, or ``NVMEIO_PROFILE`` or its profile is.
+        A value is unknown or out of range, or ``NVMEIO_PROFILE`` or its profile is invalid.
     OSError
-        The engine that was asked for does not work here; says why.  Or there is no profile
-        where ``NVMEIO_PROFILE`` says.
+        The requested engine does not work here; the message says why.  Or
+        ``NVMEIO_PROFILE`` asks for a profile that does not exist.
 
     Notes
     -----
-    The transfers from ``read`` to ``wait`` return -1 for what the system refuses: they log
-    it to ``nvmeio`` and keep it in ``last_error``.  Where the methods speak of ``errors``,
-    it is "status" here.  Errors of the program still raise, and so does whatever is done
-    by ``handle``, which DeepSpeed's op has not.
+    The transfers, from ``read`` to ``wait``, return -1 if the system reports an error.  The
+    error is logged to ``nvmeio`` and kept in ``last_error``.  In the documentation of the
+    methods, ``errors`` is "status".  Programming errors still raise, and so does everything
+    that is done through ``handle``, which DeepSpeed's op does not have.
 
-    The defaults are DeepSpeed's whatever ``NVMEIO_BLOCK_SIZE``, ``NVMEIO_QUEUE_DEPTH`` and
-    ``NVMEIO_PROFILE`` say.  What DeepSpeed knows nothing of, as the engine, comes from the
-    environment and the profile where it is not passed.
+    The defaults are DeepSpeed's, independently of ``NVMEIO_BLOCK_SIZE``,
+    ``NVMEIO_QUEUE_DEPTH`` and ``NVMEIO_PROFILE``.  Options that DeepSpeed does not have,
+    such as ``engine``, come from the environment and the profile unless they are passed.
 
     References
     ----------
-    DeepSpeed, ``csrc/aio/py_lib/py_ds_aio.cpp``: the names, their order and defaults.
+    DeepSpeed, ``csrc/aio/py_lib/py_ds_aio.cpp``: names, order and defaults of arguments.
 
     Examples
     --------
@@ -90,7 +90,7 @@ class aio_handle(op.aio_handle):
         direct: bool | Literal["auto"] | None = None,
         bounce: Literal["auto", "always", "never"] | None = None,
     ) -> None:
-        # None stands elsewhere for what the environment says.
+        # Refuse None, which means the environment's value in other handles.
         integer("block_size", block_size)
         integer("queue_depth", queue_depth)
         super().__init__(
@@ -107,12 +107,12 @@ class aio_handle(op.aio_handle):
 
 
 def last_error() -> OSError | None:
-    """Return what the latest -1 of ``aio_read`` or ``aio_write`` in this thread stands for.
+    """Return the error of the latest -1 from ``aio_read`` or ``aio_write`` in this thread.
 
     Returns
     -------
     OSError or None
-        With errno and path; None where there was none.  A handle has a ``last_error`` of
+        Has errno and path; None if there was no error.  A handle has a ``last_error`` of
         its own.
 
     Examples
@@ -127,7 +127,7 @@ def last_error() -> OSError | None:
 
 
 def _with_status(transfer: Callable[P, int]) -> Callable[P, int]:
-    """Have a transfer return -1 for what the system refuses, as DeepSpeed's does."""
+    """Decorate a transfer to return -1 for an OSError, as DeepSpeed's does."""
 
     @functools.wraps(transfer)
     def called(*args: P.args, **kwargs: P.kwargs) -> int:
@@ -145,12 +145,12 @@ def _with_status(transfer: Callable[P, int]) -> Callable[P, int]:
     return called
 
 
-# What follows the parameters of both.
+# The part of both docstrings after the parameters.
 _STATUS = """\
 Returns
 -------
 int
-    0, or -1: the error is logged, and ``last_error()`` returns it.
+    0; after an error -1, and the error is logged and returned by ``last_error()``.
 
 Raises
 ------

@@ -1,4 +1,4 @@
-"""DeepSpeed's pin_memory op on the pool."""
+"""DeepSpeed's pin_memory op, with memory of the pool."""
 
 from typing import Any
 
@@ -10,17 +10,17 @@ __all__ = ["pin_handle"]
 
 
 class pin_handle:
-    """Makes and frees tensors in pinned memory of the pool.
+    """Allocates and frees tensors in pinned memory of the pool.
 
     Notes
     -----
-    All handles are alike: each knows the tensors of every other, and of every
-    ``aio_handle``.  Freeing makes a tensor ordinary memory, which goes back to the pool
-    when its last view has died: nothing is left pointing at memory that is gone.
+    All handles share their tensors, with each other and with every ``aio_handle``.  A freed
+    tensor is ordinary memory, which returns to the pool when its last view dies, so no view
+    ever refers to memory that is gone.
 
     References
     ----------
-    DeepSpeed, ``csrc/pin_memory/py_ds_pin_memory.cpp``: the names and their order.
+    DeepSpeed, ``csrc/pin_memory/py_ds_pin_memory.cpp``: names and order of arguments.
 
     Examples
     --------
@@ -34,44 +34,45 @@ class pin_handle:
     """
 
     def new_cpu_locked_tensor(self, num_elem: int, example_tensor: Any) -> Any:
-        """Make a tensor in pinned memory.
+        """Allocate a tensor in pinned memory.
 
         Parameters
         ----------
         num_elem : int
-            How many elements, 0 or more.
+            The number of elements, 0 or more.
         example_tensor : torch.Tensor or numpy.ndarray
-            Gives the dtype, and whether a tensor or an array is made.
+            Determines the dtype, and whether to make a tensor or an array.
 
         Returns
         -------
         torch.Tensor or numpy.ndarray
-            One-dimensional, not initialized; page-aligned, populated, and locked where
-            RLIMIT_MEMLOCK allows it.
+            One-dimensional and not initialized.  Page-aligned, populated, and locked if
+            RLIMIT_MEMLOCK permits.
 
         Raises
         ------
         MemoryError
-            The system has not so much.
+            Not enough memory, or over the limit that ``NVMEIO_POOL_BYTES`` sets.
         TypeError
-            ``example_tensor`` is no tensor, or ``num_elem`` is not an integer.
+            ``example_tensor`` is not a tensor or array, or ``num_elem`` is not an integer.
         ValueError
             ``num_elem`` is negative.
         """
         return new_locked(num_elem, example_tensor)
 
     def free_cpu_locked_tensor(self, locked_tensor: Any) -> bool:
-        """Free what ``new_cpu_locked_tensor`` made.
+        """Free a tensor that ``new_cpu_locked_tensor`` made.
 
         Parameters
         ----------
         locked_tensor : torch.Tensor or numpy.ndarray
-            The tensor or a view that begins where it begins.
+            The tensor, or a view that begins at its first byte.
 
         Returns
         -------
         bool
-            True the first time, then False; False for whatever is not ours.
+            True the first time, then False.  False for tensors that
+            ``new_cpu_locked_tensor`` did not make.
 
         Raises
         ------
@@ -81,29 +82,29 @@ class pin_handle:
         return free_locked(locked_tensor)
 
     def free_cpu_locked_tensor_by_ptr(self, address: int) -> bool:
-        """Free what ``new_cpu_locked_tensor`` made, by its address.
+        """Free a tensor that ``new_cpu_locked_tensor`` made, by its address.
 
         Parameters
         ----------
         address : int
-            As ``data_ptr()`` of the tensor gives it.
+            The tensor's ``data_ptr()``.
 
         Returns
         -------
         bool
-            True the first time, then False; False for whatever is not ours.
+            True the first time, then False.  False for the address of any other memory.
 
         Raises
         ------
         TypeError
             ``address`` is not an integer.
         ValueError
-            It is no address, or a request in flight uses the memory.
+            ``address`` is out of range, or a request in flight uses the memory.
         """
         return pool.free_pinned(whole("address", address, 0, 2**64 - 1))
 
     def is_pinned(self, buffer: Any) -> bool:
-        """Tell whether memory is pinned.
+        """Return whether memory is pinned.
 
         Parameters
         ----------
@@ -113,6 +114,7 @@ class pin_handle:
         Returns
         -------
         bool
-            True for what torch has pinned and for tensors of the pool that nobody freed.
+            True for memory that torch pinned, and for tensors of ``new_cpu_locked_tensor``
+            that were not freed.
         """
         return is_locked(buffer)
