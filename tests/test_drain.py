@@ -220,7 +220,7 @@ def test_a_target_that_fills_up(source, tmp_path):
     run_tool("mount", "-t", "tmpfs", "-o", "size=6M", "none", folder)
     try:
         # Whichever of the files has found no room first.
-        words = r"while it is drained\): .*bytes\) are needed, and \d+ are free"
+        words = r"while it is copied\): .*bytes\) are needed, and \d+ are free"
         with pytest.raises(OSError, match=words) as told:
             drain(source, folder / "run").result()
         assert told.value.errno == errno.ENOSPC
@@ -342,12 +342,12 @@ def test_a_source_that_changes_is_told(source, tmp_path, watched):
         (
             {"bandwidth": "1G"},
             TypeError,
-            "bandwidth is '1G'; it must be bytes a second, such",
+            "bandwidth is '1G'; it must be a number of bytes per second, such",
         ),
         (
             {"last": ("empty", "nosuch*")},
             ValueError,
-            r"last has 'nosuch\*'; .* has no such",
+            r"last has 'nosuch\*', which matches no file",
         ),
         ({"retry": 1}, TypeError, "'retry'; did you mean 'retries'"),
     ],
@@ -359,9 +359,9 @@ def test_wrong_arguments_are_refused(source, tmp_path, options, kind, words):
 
 
 def test_what_cannot_be_drained_is_refused(source, tmp_path):
-    with pytest.raises(ValueError, match="is within"):
+    with pytest.raises(ValueError, match="is inside the source"):
         drain(source, source / "below" / "target")
-    with pytest.raises(ValueError, match="is source and target"):
+    with pytest.raises(ValueError, match="is both source and target"):
         drain(source, f"{source}/below/..")
     with pytest.raises(FileNotFoundError, match="nothing"):
         drain(tmp_path / "nothing", tmp_path / "target")
@@ -486,8 +486,8 @@ def test_a_drain_that_fails_is_told_and_saving_goes_on(tmp_path, caplog):
     saver = Checkpointer(tmp_path / "near", drain_to=far)
     saver.save(1, state_of(1))
     assert isinstance(saver.drained.exception(), OSError)
-    assert "step 1 was not drained" in caplog.text
-    with pytest.warns(RuntimeWarning, match="was saved and not drained to"):
+    assert "step 1 was not copied" in caplog.text
+    with pytest.warns(RuntimeWarning, match="was saved but not copied to"):
         saver.save(2, state_of(2))
     with pytest.raises(OSError, match="far"):
         saver.close()
@@ -504,7 +504,7 @@ def test_copies_that_cannot_be_seen_are_in_nobodys_way(tmp_path, monkeypatch, ca
 
         monkeypatch.setattr(_places._Folder, "names", refuse)
         assert same(saver.restore(), 1)
-    assert "cannot be seen: nobody answers" in caplog.text
+    assert "cannot be listed: nobody answers" in caplog.text
 
 
 def test_a_step_that_waits_gives_way_to_a_newer_one(tmp_path, monkeypatch):
@@ -563,7 +563,7 @@ def test_a_copy_that_is_alone_and_damaged_is_told(tmp_path):
             saver.drained.result()
     os.truncate(far / "step-2" / "tensors.safetensors", 1000)
     other = Checkpointer(tmp_path / "other", drain_to=far)
-    with pytest.warns(RuntimeWarning, match=r"step 2 is passed over: .*far.step-2"):
+    with pytest.warns(RuntimeWarning, match=r"step 2 is skipped: .*far.step-2"):
         assert same(other.restore(), 1)
     with pytest.raises(CheckpointError, match=r"far.step-2"):
         other.restore(2)
@@ -583,7 +583,7 @@ def test_a_step_that_is_damaged_here_and_there_says_both(tmp_path, far):
         words = r"near/step-2/.*; its copy in .*far.*: .*step-2"
         with pytest.raises(CheckpointError, match=words):
             saver.restore(2)
-        with pytest.warns(RuntimeWarning, match=f"step 2 is passed over: .*{words}"):
+        with pytest.warns(RuntimeWarning, match=f"step 2 is skipped: .*{words}"):
             assert same(saver.restore(), 1)
 
 
@@ -632,7 +632,7 @@ def test_a_step_that_is_removed_stays_away(tmp_path, far):
     assert other.steps() == [200]
     with pytest.raises(FileNotFoundError):
         other.remove(210)
-    with pytest.warns(RuntimeWarning, match="step 3 is saved, and step 200 is there"):
+    with pytest.warns(RuntimeWarning, match="step 3 is saved, but step 200 exists"):
         other.save(3, state_of(3))
     other.close()
 
@@ -752,7 +752,7 @@ def test_what_a_drain_that_died_has_left_of_a_long_name_goes(source, tmp_path):
 def test_a_target_that_is_no_folder_is_told_at_once(source, tmp_path, monkeypatch):
     monkeypatch.setattr(_draining, "PAUSE_S", 1000)
     (tmp_path / "file").touch()
-    with pytest.raises(NotADirectoryError, match="while it is drained") as told:
+    with pytest.raises(NotADirectoryError, match="while it is copied") as told:
         drain(source, tmp_path / "file").result()
     assert told.value.filename == str(tmp_path / "file")
 
@@ -774,7 +774,7 @@ def test_a_link_to_the_source_is_no_copy(source, tmp_path):
     assert not (target / "__1_0.distcp").is_symlink()
     assert (target / "__1_0.distcp").read_bytes() == FILES["__1_0.distcp"]
     os.symlink(source, tmp_path / "link")
-    with pytest.raises(ValueError, match="is within"):
+    with pytest.raises(ValueError, match="is inside the source"):
         drain(tmp_path / "link", source / "below" / "target")
 
 
@@ -792,7 +792,7 @@ def test_a_file_that_changes_once_it_is_copied_is_told(source, tmp_path, watched
     inner = failures["empty"]
     inner.pop = lambda _: (inner.__class__.pop(inner, 0), inner.clear())[0]
     future = drain_with(source, tmp_path, watched, failures)
-    with pytest.raises(CheckpointError, match="has changed while it was drained"):
+    with pytest.raises(CheckpointError, match="has changed while it was copied"):
         future.result()
     assert ".metadata" not in os.listdir(tmp_path / "target")
 
@@ -831,7 +831,7 @@ def test_a_source_that_changes_amid_the_last_file_leaves_nothing_complete(
             (source / "empty").write_bytes(b"no more")
 
     monkeypatch.setattr(_places._FolderWriter, "commit", change)
-    with pytest.raises(CheckpointError, match="has changed while it was drained"):
+    with pytest.raises(CheckpointError, match="has changed while it was copied"):
         drain(source, tmp_path / "target").result()
     assert ".metadata" not in os.listdir(tmp_path / "target")
 
