@@ -316,9 +316,9 @@ def test_what_cannot_be_written_is_refused_in_the_words_of_safetensors(what):
 
 
 def test_what_nobody_could_read_is_not_written():
-    with pytest.raises(SafetensorError, match="may not be called __metadata__"):
+    with pytest.raises(SafetensorError, match="is named __metadata__"):
         build([("__metadata__", "U8", (1,))])
-    with pytest.raises(ValueError, match="two tensors are called 'a'"):
+    with pytest.raises(ValueError, match="two tensors have the name 'a'"):
         build([("a", "U8", (1,)), ("a", "U8", (1,))])
     with pytest.raises(SafetensorError, match='Unknown dtype "F128" of tensor `a`'):
         build([("a", "F128", (1,))])

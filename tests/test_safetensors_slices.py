@@ -21,9 +21,9 @@ RULES = {
     ("pt", "mmap"): "torch",
     ("pt", "pread"): "safetensors",
 }
-# Where a slice starts behind its end, safetensors 0.8.0 panics, passes a negative size,
+# Where a slice starts after its end, safetensors 0.8.0 panics, passes a negative size,
 # fails to reshape what it took, or returns an empty array of 2^60 rows and more.
-BACKWARD = "starts behind its end"
+BACKWARD = "starts after its end"
 
 
 class Index:
