@@ -51,7 +51,7 @@ VALUES = {
         lambda: torch.empty(3, device="meta"),
         TypeError,
         TypeError,
-        "on the device meta and has no data",
+        "on the meta device and has no data",
     ),
 }
 

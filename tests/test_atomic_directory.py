@@ -242,7 +242,7 @@ def leave(folder):
         unfinished.commit(sync=True)
     except RuntimeError as error:
         unfinished.__exit__()
-        return 0 if "a forked child" in str(error) and folder.is_dir() else 1
+        return 0 if "forked child" in str(error) and folder.is_dir() else 1
     return 2
 
 

@@ -214,7 +214,7 @@ class TestDamage:
         assert checkpointer.latest() == 1
         with pytest.raises((CheckpointError, OSError), match=str(path)):
             checkpointer.restore(2)
-        with pytest.warns(RuntimeWarning, match=f"step 2 is passed over: .*{path}"):
+        with pytest.warns(RuntimeWarning, match=f"step 2 is skipped: .*{path}"):
             assert same(checkpointer.restore(), state_of(1))
         # A damaged step can be saved again.
         if change == "gone":
@@ -271,8 +271,8 @@ class TestDamage:
             ({"step": 2.0}, "it is of step"),
             ({"checksum": "md5"}, "its checksum is 'md5'"),
             ({"block_bytes": 1}, "its block_bytes is 1"),
-            ({"files": {}}, "it lacks files"),
-            ({"files": []}, "it lacks files"),
+            ({"files": {}}, "its files lack"),
+            ({"files": []}, "its files lack"),
         ],
         ids=str,
     )
@@ -286,11 +286,11 @@ class TestDamage:
         ("name", "record", "words"),
         [
             *(
-                (name, {}, "is not the name of one of its files")
+                (name, {}, "is not a valid name of a file")
                 for name in ("/etc/passwd", "../x", "a/b")
             ),
             *(
-                (name, {}, "is not the name of one of its files")
+                (name, {}, "is not a valid name of a file")
                 for name in ("", ".", "..", "manifest.json")
             ),
             *(
@@ -298,8 +298,12 @@ class TestDamage:
                 for record in ({}, 3, {"nbytes": -1}, {"nbytes": 2.0})
             ),
             ("x", {"nbytes": 2**63}, "bytes"),
-            ("x", {"nbytes": 10}, "no checksums of 1 blocks"),
-            ("x", {"nbytes": 10, "checksums": ["xyz"]}, "no checksums of 1 blocks"),
+            ("x", {"nbytes": 10}, "lacks the checksums of its 1 blocks"),
+            (
+                "x",
+                {"nbytes": 10, "checksums": ["xyz"]},
+                "lacks the checksums of its 1 blocks",
+            ),
             ("x", {"nbytes": 0, "checksums": []}, "is missing"),
             ("link", {"nbytes": 0, "checksums": []}, "is not a regular file"),
             (
@@ -340,7 +344,7 @@ class TestDamage:
 
         monkeypatch.setattr(_restoring, "ModelFile", refused)
         if lost:
-            with pytest.warns(RuntimeWarning, match="step 2 is passed over: .*refused"):
+            with pytest.warns(RuntimeWarning, match="step 2 is skipped: .*refused"):
                 assert same(checkpointer.restore(), state_of(1))
         else:
             with pytest.raises(OSError, match="refused"):
@@ -624,7 +628,7 @@ class TestSequence:
             for step in (1, 2, 3):
                 checkpointer.save(step, step)
             assert checkpointer.restore(2) == checkpointer.restored == 2
-            words = "step 2 is saved, and step 3 is there"
+            words = "step 2 is saved, but step 3 exists"
             for save in (checkpointer.save, checkpointer.save_async):
                 with pytest.warns(RuntimeWarning, match=words) as told:
                     save(2, 7)
@@ -646,7 +650,7 @@ class TestSequence:
             path = checkpointer.save(2, 2)
             with open(path / "manifest.json") as held:
                 fcntl.flock(held, fcntl.LOCK_SH)
-                with pytest.raises(BlockingIOError, match="another process is reading it"):
+                with pytest.raises(BlockingIOError, match="the step is being read"):
                     checkpointer.remove(2)
             assert os.listdir(root) != [".nvmeio-lock"]
 
@@ -657,7 +661,7 @@ class TestSequence:
                 checkpointer.save(step, step)
             flip(root / "step-2" / "tree.json", 5)
             for read, found in ((checkpointer.metadata, None), (checkpointer.restore, 1)):
-                with pytest.warns(RuntimeWarning, match="step 2 is passed over") as told:
+                with pytest.warns(RuntimeWarning, match="step 2 is skipped") as told:
                     assert read() == found
                 assert [each.filename for each in told] == [__file__]
             assert (checkpointer.restored, checkpointer.latest()) == (1, 2)
@@ -724,7 +728,7 @@ class TestSequence:
                 _checkpointer, "set_aside", lambda *_: (_ for _ in ()).throw(broken)
             )
             checkpointer.save(2, 2)
-            assert "older checkpoints are left: [Errno 5] broken" in caplog.text
+            assert "older checkpoints were not removed: [Errno 5] broken" in caplog.text
             assert checkpointer.restore() == 2
             with pytest.raises(OSError, match="broken"):
                 checkpointer.prune()

@@ -45,11 +45,11 @@ WORDS = {
     "empty": "it is empty",
     "others": "it has a, b, c and 2 more",
     "dcp": r"nvmeio\.torch\.dcp\.FileSystemReader reads",
-    "half": "no save was completed there",
+    "half": "the save was not completed",
     "models": r"nvmeio\.torch\.dcp\.HuggingFaceStorageReader read",
     "steps": r"it has steps of a nvmeio\.checkpoint\.Checkpointer",
-    "steps/step-3": "takes the folder above it",
-    "file": "it is no folder",
+    "steps/step-3": "pass the folder above it",
+    "file": "it is not a folder",
 }
 
 

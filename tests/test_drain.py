@@ -220,7 +220,7 @@ def test_a_full_target_is_an_error(source, tmp_path):
     run_tool("mount", "-t", "tmpfs", "-o", "size=6M", "none", folder)
     try:
         # Any of the files may be the first without space.
-        words = r"while it is drained\): .*bytes\) are needed, and \d+ are free"
+        words = r"while it is copied\): .*bytes\) are needed, and \d+ are free"
         with pytest.raises(OSError, match=words) as told:
             drain(source, folder / "run").result()
         assert told.value.errno == errno.ENOSPC
@@ -340,12 +340,12 @@ def test_a_source_that_changes_is_an_error(source, tmp_path, watched):
         (
             {"bandwidth": "1G"},
             TypeError,
-            "bandwidth is '1G'; it must be bytes a second, such",
+            "bandwidth is '1G'; it must be a number of bytes per second, such",
         ),
         (
             {"last": ("empty", "nosuch*")},
             ValueError,
-            r"last has 'nosuch\*'; .* has no such",
+            r"last has 'nosuch\*', which matches no file",
         ),
         ({"retry": 1}, TypeError, "'retry'; did you mean 'retries'"),
     ],
@@ -357,9 +357,9 @@ def test_wrong_arguments_are_refused(source, tmp_path, options, kind, words):
 
 
 def test_impossible_drains_are_refused(source, tmp_path):
-    with pytest.raises(ValueError, match="is within"):
+    with pytest.raises(ValueError, match="is inside the source"):
         drain(source, source / "below" / "target")
-    with pytest.raises(ValueError, match="is source and target"):
+    with pytest.raises(ValueError, match="is both source and target"):
         drain(source, f"{source}/below/..")
     with pytest.raises(FileNotFoundError, match="nothing"):
         drain(tmp_path / "nothing", tmp_path / "target")
@@ -484,8 +484,8 @@ def test_a_failed_drain_is_reported_and_saving_goes_on(tmp_path, caplog):
     saver = Checkpointer(tmp_path / "near", drain_to=far)
     saver.save(1, state_of(1))
     assert isinstance(saver.drained.exception(), OSError)
-    assert "step 1 was not drained" in caplog.text
-    with pytest.warns(RuntimeWarning, match="was saved and not drained to"):
+    assert "step 1 was not copied" in caplog.text
+    with pytest.warns(RuntimeWarning, match="was saved but not copied to"):
         saver.save(2, state_of(2))
     with pytest.raises(OSError, match="far"):
         saver.close()
@@ -502,7 +502,7 @@ def test_unreachable_copies_do_not_disturb_local_steps(tmp_path, monkeypatch, ca
 
         monkeypatch.setattr(_places._Folder, "names", refuse)
         assert same(saver.restore(), 1)
-    assert "cannot be seen: nobody answers" in caplog.text
+    assert "cannot be listed: nobody answers" in caplog.text
 
 
 def test_a_step_that_waits_gives_way_to_a_newer_one(tmp_path, monkeypatch):
@@ -561,7 +561,7 @@ def test_a_damaged_only_copy_is_reported(tmp_path):
             saver.drained.result()
     os.truncate(far / "step-2" / "tensors.safetensors", 1000)
     other = Checkpointer(tmp_path / "other", drain_to=far)
-    with pytest.warns(RuntimeWarning, match=r"step 2 is passed over: .*far.step-2"):
+    with pytest.warns(RuntimeWarning, match=r"step 2 is skipped: .*far.step-2"):
         assert same(other.restore(), 1)
     with pytest.raises(CheckpointError, match=r"far.step-2"):
         other.restore(2)
@@ -581,7 +581,7 @@ def test_the_error_names_a_damaged_step_and_its_damaged_copy(tmp_path, far):
         words = r"near/step-2/.*; its copy in .*far.*: .*step-2"
         with pytest.raises(CheckpointError, match=words):
             saver.restore(2)
-        with pytest.warns(RuntimeWarning, match=f"step 2 is passed over: .*{words}"):
+        with pytest.warns(RuntimeWarning, match=f"step 2 is skipped: .*{words}"):
             assert same(saver.restore(), 1)
 
 
@@ -630,7 +630,7 @@ def test_a_removed_step_does_not_come_back(tmp_path, far):
     assert other.steps() == [200]
     with pytest.raises(FileNotFoundError):
         other.remove(210)
-    with pytest.warns(RuntimeWarning, match="step 3 is saved, and step 200 is there"):
+    with pytest.warns(RuntimeWarning, match="step 3 is saved, but step 200 exists"):
         other.save(3, state_of(3))
     other.close()
 
@@ -750,7 +750,7 @@ def test_leftovers_with_long_names_are_removed(source, tmp_path):
 def test_a_target_that_is_no_folder_fails_without_retries(source, tmp_path, monkeypatch):
     monkeypatch.setattr(_draining, "PAUSE_S", 1000)
     (tmp_path / "file").touch()
-    with pytest.raises(NotADirectoryError, match="while it is drained") as told:
+    with pytest.raises(NotADirectoryError, match="while it is copied") as told:
         drain(source, tmp_path / "file").result()
     assert told.value.filename == str(tmp_path / "file")
 
@@ -772,7 +772,7 @@ def test_a_link_to_the_source_is_no_copy(source, tmp_path):
     assert not (target / "__1_0.distcp").is_symlink()
     assert (target / "__1_0.distcp").read_bytes() == FILES["__1_0.distcp"]
     os.symlink(source, tmp_path / "link")
-    with pytest.raises(ValueError, match="is within"):
+    with pytest.raises(ValueError, match="is inside the source"):
         drain(tmp_path / "link", source / "below" / "target")
 
 
@@ -790,7 +790,7 @@ def test_a_file_that_changes_after_it_was_copied_is_an_error(source, tmp_path, w
     inner = failures["empty"]
     inner.pop = lambda _: (inner.__class__.pop(inner, 0), inner.clear())[0]
     future = drain_with(source, tmp_path, watched, failures)
-    with pytest.raises(CheckpointError, match="has changed while it was drained"):
+    with pytest.raises(CheckpointError, match="has changed while it was copied"):
         future.result()
     assert ".metadata" not in os.listdir(tmp_path / "target")
 
@@ -827,7 +827,7 @@ def test_a_source_that_changes_during_the_last_file_leaves_no_complete_copy(
             (source / "empty").write_bytes(b"no more")
 
     monkeypatch.setattr(_places._FolderWriter, "commit", change)
-    with pytest.raises(CheckpointError, match="has changed while it was drained"):
+    with pytest.raises(CheckpointError, match="has changed while it was copied"):
         drain(source, tmp_path / "target").result()
     assert ".metadata" not in os.listdir(tmp_path / "target")
 

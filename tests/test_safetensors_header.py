@@ -317,9 +317,9 @@ def test_unwritable_tensors_are_refused_with_safetensors_messages(what):
 
 
 def test_a_header_that_could_not_be_read_is_not_written():
-    with pytest.raises(SafetensorError, match="may not be called __metadata__"):
+    with pytest.raises(SafetensorError, match="is named __metadata__"):
         build([("__metadata__", "U8", (1,))])
-    with pytest.raises(ValueError, match="two tensors are called 'a'"):
+    with pytest.raises(ValueError, match="two tensors have the name 'a'"):
         build([("a", "U8", (1,)), ("a", "U8", (1,))])
     with pytest.raises(SafetensorError, match='Unknown dtype "F128" of tensor `a`'):
         build([("a", "F128", (1,))])

@@ -23,7 +23,7 @@ RULES = {
 }
 # If a slice starts after its end, safetensors 0.8.0 panics, passes a negative size, fails
 # to reshape, or returns an empty array of 2^60 rows or more.
-BACKWARD = "starts behind its end"
+BACKWARD = "starts after its end"
 
 
 class Index:

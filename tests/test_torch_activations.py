@@ -752,7 +752,7 @@ def test_transforms_of_torch_func_are_refused(saving, name):
     calls = {"vjp": lambda: transform(torch.sin, x)}
     call = calls.get(name, lambda: transform(lambda x: x.sin().sum())(x))
     with (
-        pytest.raises(RuntimeError, match=r"inside of nvmeio.torch.save_on_disk"),
+        pytest.raises(RuntimeError, match=r"inside nvmeio.torch.save_on_disk"),
         saving(),
     ):
         call()

@@ -199,7 +199,7 @@ def test_a_part_that_is_missing_is_refused(tmp_path):
     together(tmp_path, "save_models", 4, folder=str(folder))
     (last,) = (name for name in os.listdir(folder) if name.startswith("shard-00004"))
     os.unlink(folder / last)
-    with pytest.raises(CheckpointException, match=r"files have \d+ of the \d+ elements"):
+    with pytest.raises(CheckpointException, match=r"files have \d+ elements of"):
         load(folder, {"wide": torch.zeros(1200, 700)})
 
 
@@ -351,7 +351,7 @@ def test_parts_that_overlap_are_refused(tmp_path, second):
         path = tmp_path / f"shard-0000{number}-model-00001-of-00001.safetensors"
         metadata = {"DCP_SHARDING_INFO": json.dumps(told)}
         safetensors.torch.save_file({"a": torch.ones(rows, 3)}, path, metadata)
-    words = "some of them twice" if second == 1 else "in another file"
+    words = "some are there twice" if second == 1 else "in another file"
     with pytest.raises(CheckpointException, match=words):
         load(tmp_path, {"a": torch.zeros(6, 3)})
 

@@ -89,11 +89,11 @@ def test_impossible_tensors_are_refused():
     with pytest.raises(TypeError, match=r"an extent is 2\.5; it must be an integer"):
         nvmeio.torch.empty(2.5)
     for dtype in (np.float32, "float32", float):
-        with pytest.raises(TypeError, match="it must be one of torch's"):
+        with pytest.raises(TypeError, match="it must be a dtype of torch"):
             nvmeio.torch.empty(3, dtype=dtype)
     with pytest.raises(TypeError, match="quantized"):
         nvmeio.torch.empty(3, dtype=torch.quint8)
-    with pytest.raises(TypeError, match="expected a tensor, not ndarray"):
+    with pytest.raises(TypeError, match="tensor is of type ndarray"):
         nvmeio.torch.empty_like(np.ones(3))
     with pytest.raises(ValueError, match="extents end at"):
         nvmeio.torch.empty(10**30, 0)

@@ -806,7 +806,7 @@ class TestStates:
             run(1, theirs, ordinary, ours, offloaded)
             first, *states = offloaded.state_items()
             states.sort(key=lambda pair: pair[0].rsplit("/")[-1], reverse=True)
-            with pytest.raises(ValueError, match="'state/0/exp_avg_sq' does not follow"):
+            with pytest.raises(ValueError, match="'state/0/exp_avg_sq' comes after"):
                 offloaded.load_state_dict([first, *states])
             with pytest.raises(RuntimeError, match="half-way"):
                 offloaded.step()
@@ -1074,7 +1074,7 @@ class TestFailures:
                 file.write(np.int64(77).tobytes())
             with pytest.raises(RuntimeError, match=r"generation 77 .* parameter 0, not 2"):
                 offloaded.state_dict()
-            with pytest.raises(RuntimeError, match="another program has changed it"):
+            with pytest.raises(RuntimeError, match="another program has changed the file"):
                 offloaded.step()
 
     def test_an_optimizer_that_cannot_be_offloaded_keeps_its_states(self, tmp_path):
@@ -1178,7 +1178,9 @@ class TestRefused:
     def test_an_offloaded_optimizer_cannot_be_copied(self, tmp_path):
         with nvmeio.torch.offload(optim.AdamW(make_params()), tmp_path) as offloaded:
             for copied in (copy.deepcopy, copy.copy, pickle.dumps):
-                with pytest.raises(TypeError, match=r"cannot be .*copied; its state_dict"):
+                with pytest.raises(
+                    TypeError, match=r"cannot be .*copied; .*its state_dict"
+                ):
                     copied(offloaded)
 
     def test_parameters_that_wrap_tensors_are_refused(self, tmp_path):

@@ -288,7 +288,7 @@ REFUSED = {
     "sparse_csr": lambda: torch.eye(8).to_sparse_csr(),
     "_mkldnn": lambda: torch.eye(8).to_mkldnn(),
     "quantized": lambda: torch.quantize_per_tensor(torch.ones(8), 0.1, 0, torch.quint8),
-    "device meta": lambda: torch.empty(64, device="meta"),
+    "meta device": lambda: torch.empty(64, device="meta"),
     "nested": lambda: torch.nested.nested_tensor([torch.ones(3), torch.ones(2)]),
     "is nested": lambda: torch.nested.nested_tensor(
         [torch.ones(3), torch.ones(2)], layout=torch.jagged

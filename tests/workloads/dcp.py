@@ -142,7 +142,7 @@ def save_models_of_parts(rendezvous, rank, size, folder):
     try:
         dcp.save(state, storage_writer=HuggingFaceStorageWriter(folder))
     except CheckpointException as error:
-        report("save_distributed=True saves those of all ranks" in str(error))
+        report("pass save_distributed=True to save all parts" in str(error))
     end_rank()
 
 

@@ -1,7 +1,8 @@
-"""Checkpoints that are there after the crash.
+"""Checkpoints that survive a crash.
 
-``Checkpointer`` saves and restores the state of a training run; ``atomic_directory`` makes
-any folder appear whole or not at all; ``drain`` copies one to where it outlives its drive.
+``Checkpointer`` saves and restores the state of a training run.  ``atomic_directory`` makes
+any folder appear whole or not at all.  ``drain`` copies a folder to other storage, so that
+it outlives its drive.
 """
 
 from nvmeio.checkpoint._checkpointer import Checkpointer, SaveFuture

@@ -1,4 +1,4 @@
-"""Checkpoints of a training run: saved for the day it dies."""
+"""``Checkpointer``: save and restore the state of a training run."""
 
 import contextlib
 import errno
@@ -37,21 +37,23 @@ from nvmeio.safetensors._reading import Progress
 __all__ = ["Checkpointer", "SaveFuture"]
 
 _STEP_MAX = 10**18
-# What a drive or a file system says of bytes that are not there any more, or of a socket.
+# Errors that mean that the data is lost, not that the system is busy or misconfigured.
+# ENXIO is what open(2) returns for a socket in the place of a file.
 _LOST = (errno.EIO, errno.ENODATA, errno.EUCLEAN, errno.EBADMSG, errno.EILSEQ, errno.ENXIO)
 
-# Of a step that is replaced while it is read; a file system may say so of any.
+# How often to read a step that is replaced meanwhile.  The limit is for file systems whose
+# inode numbers change, where each step always seems to be replaced.
 _TRIES = 100
 
 _log = logging.getLogger("nvmeio")
 
 
 class _GoneError(FileNotFoundError):
-    """There is no such step, or none any more."""
+    """The step does not exist, or was removed."""
 
 
 def _with(error: Exception, words: str) -> Exception:
-    """Return an error of the same kind that says more."""
+    """Return an error of the same type whose message ends in `words`."""
     if isinstance(error, OSError):
         return type(error)(error.errno, f"{error.strerror}; {words}", error.filename)
     return type(error)(f"{error}; {words}")
@@ -61,7 +63,7 @@ _all: "weakref.WeakSet[Checkpointer]" = weakref.WeakSet()
 
 
 def _forget_in_child() -> None:
-    """What the parent's thread saves is none of a forked child's, nor is its mutex."""
+    """Reset all Checkpointers: a forked child has no saving thread, and fresh locks."""
     for checkpointer in list(_all):
         checkpointer._begin_anew()
 
@@ -70,19 +72,20 @@ call_in_child(_forget_in_child)
 
 
 class SaveFuture(Future[pathlib.Path]):
-    """A save that goes on, made by ``Checkpointer.save_async``.
+    """A save in progress, as ``Checkpointer.save_async`` returns it.
 
-    A concurrent.futures.Future: ``result(timeout=None)`` returns the step's folder once
-    the checkpoint is on the device, and raises what went wrong; ``cancel()`` gives the save
-    up and returns True, or returns False where it is being given its name, or has it.
+    A concurrent.futures.Future.  ``result(timeout=None)`` waits until the checkpoint is on
+    the device and returns the step's folder, or raises the save's error.  ``cancel()``
+    abandons the save and returns True; it returns False once the folder is being renamed
+    to its final name.
 
     Attributes
     ----------
     step : int
-        The step.
+        The number of the step.
     staged : concurrent.futures.Future
         Done when the state may be changed: with ``stage=True`` from the beginning, else
-        when the last byte of it has been written.  Its result is None.
+        when its last byte has been written.  The result is None.
 
     Examples
     --------
@@ -102,20 +105,40 @@ class SaveFuture(Future[pathlib.Path]):
         super().__init__()
         self.step = step
         self.staged: Future[None] = Future()
-        # Nothing of it goes on any more; its callbacks may.
+        # Set when the save has ended, before the callbacks run.
         self._over = threading.Event()
         self._told = False
         self._failure: BaseException | None = None
         self._may_begin: bool | None = None
 
     def _begun(self) -> bool:
-        """Tell whether it was not cancelled; from here on it cannot be."""
+        """Return False if the save was cancelled; else rule out cancelling from now on."""
         if self._may_begin is None:
             self._may_begin = self.set_running_or_notify_cancel()
         return self._may_begin
 
     def result(self, timeout: float | None = None) -> pathlib.Path:
-        """Wait, and return the step's folder, or raise what went wrong."""
+        """Wait for the save, and return the step's folder or raise the save's error.
+
+        Parameters
+        ----------
+        timeout : float, optional
+            How many seconds to wait; by default without limit.
+
+        Returns
+        -------
+        pathlib.Path
+            The step's folder.
+
+        Raises
+        ------
+        TimeoutError
+            The save is still in progress; it goes on.
+        concurrent.futures.CancelledError
+            The save was cancelled.
+        Exception
+            What the save raised; see ``Checkpointer.save``.
+        """
         try:
             return super().result(timeout)
         except BaseException as error:
@@ -123,13 +146,31 @@ class SaveFuture(Future[pathlib.Path]):
             raise
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Wait, and return what went wrong, or None."""
+        """Wait for the save, and return its error, or None if it succeeded.
+
+        Parameters
+        ----------
+        timeout : float, optional
+            How many seconds to wait; by default without limit.
+
+        Returns
+        -------
+        BaseException or None
+            What ``result`` would raise.
+
+        Raises
+        ------
+        TimeoutError
+            The save is still in progress; it goes on.
+        concurrent.futures.CancelledError
+            The save was cancelled.
+        """
         found = super().exception(timeout)
         self._told = self._told or found is not None
         return found
 
     def set_exception(self, exception: BaseException | None) -> None:
-        """Tell all who wait what went wrong."""
+        """Fail the save; only the Checkpointer calls this."""
         self._failure = exception
         super().set_exception(exception)
 
@@ -138,60 +179,62 @@ class SaveFuture(Future[pathlib.Path]):
 
 
 class Checkpointer:
-    """Checkpoints of one training run, each in a folder of its own, ``root/step-12``.
+    """Save and restore the checkpoints of one training run, in folders ``root/step-12``.
 
     Parameters
     ----------
     root : str, bytes or os.PathLike
-        The folder for them; made by the first save where it does not exist.
+        The folder of the checkpoints.  The first save creates it if it does not exist.
     keep : int or None, default 3
-        How many of the newest steps stay when a save is complete; None: all of them.
+        How many of the newest steps to keep; each completed save removes older ones.  With
+        None all steps stay.
     keep_every : int, optional
-        Steps that are multiples of it stay for good, beside the newest.
+        Also keep all steps that are multiples of this number.
     checksum : {"crc32c", None}, default "crc32c"
-        What is kept of each block of 8 MiB, to tell damage.
+        The checksum of each block of 8 MiB, which detects damage.  With None, none is
+        computed.
     verify : {"size", "checksum", None}, default "size"
-        What ``restore`` checks: that all files are there and have their sizes, or besides
-        that all bytes are what was saved.  For a part of a state, by `names`, it reads all
-        of the files then.  None: as little as it can.
+        What ``restore`` checks.  "size": all files exist and have the sizes that were
+        saved.  "checksum": besides, all bytes are those that were saved; with `names`,
+        this reads the whole checkpoint instead of a part.  None: the same as "size".
     busy : {"wait", "skip", "raise"}, default "wait"
-        What ``save_async`` does while another save goes on: wait for it, return None
+        What ``save_async`` does while another save is in progress: wait for it, return None
         without saving, or raise RuntimeError.
     drain_to : str, bytes or os.PathLike, optional
-        A folder on another file system, or a URL for fsspec, to which each step is copied
-        in the background once it is saved; `keep` and `keep_every` count there too.  What
-        is gone in `root`, or damaged as far as `verify` sees, is read from the copy.
+        A folder on another file system, or a URL for fsspec.  Each saved step is copied
+        there in the background; `keep` and `keep_every` apply there too.  Steps that are
+        missing in `root`, or damaged as far as `verify` checks, are read from the copy.
 
     Raises
     ------
     TypeError, ValueError
-        An argument is of the wrong type, or not one of its values.
+        An argument is of the wrong type, or not one of the allowed values.
     ModuleNotFoundError
         `drain_to` is a URL, and fsspec is not installed.
 
     Attributes
     ----------
     root, keep, keep_every, checksum, verify_by, busy, drain_to
-        What it was made with.
+        The arguments; `verify_by` is the argument `verify`.
     drained : concurrent.futures.Future or None
-        Of the copy that was begun last; its result is how many bytes there are.
+        The copy to `drain_to` that was started last.  Its result is its size in bytes.
     restored : int or None
-        The step that the last ``restore`` has taken.
+        The step that the last ``restore`` has read.
 
     Notes
     -----
-    One process writes to a root: the first save takes a lock, which falls with the process,
-    or by ``close``; it also removes what processes that died have left.  Reading takes no
-    lock of the root; ``restore`` and ``verify`` hold the step that they read, which is not
-    pruned meanwhile.  In distributed data parallel
-    training all processes have the same state: rank 0 saves and the others stay away; each
-    may restore.
+    Only one process writes to a root.  Its first save takes a lock, which ends with
+    ``close`` or with the process, and removes unfinished folders of processes that died.
+    Reading needs no lock of the root.  ``restore`` and ``verify`` lock the step that they
+    read, so that it is not pruned meanwhile.  In distributed data parallel training all
+    processes have the same state: let rank 0 save; every rank may restore.
 
-    A step's folder has ``tensors.safetensors``, which anything can read, ``tree.json``,
-    which says what is nested in what, and ``manifest.json`` with sizes and checksums;
-    nothing is pickled.  A folder has its name only once all of that is on the device.
+    The folder of a step has three files: ``tensors.safetensors``, which any reader of
+    safetensors opens; ``tree.json``, the nesting of the state; and ``manifest.json``, with
+    sizes and checksums.  Nothing is pickled.  A folder gets its name only once all of it is
+    on the device.
 
-    Thread-safe; a save waits for the one before it.
+    Thread-safe; a save waits for the previous one.
 
     Examples
     --------
@@ -240,7 +283,7 @@ class Checkpointer:
         _all.add(self)
 
     def _begin_anew(self) -> None:
-        """Have nothing going on: at the beginning, and in a forked child."""
+        """Set the state of a new Checkpointer; also called in a forked child."""
         self._mutex = threading.RLock()
         self._within = False
         self._staging = Staging()
@@ -252,12 +295,12 @@ class Checkpointer:
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
-        """Keep other threads out, and signal handlers that come in between."""
+        """Exclude other threads, and refuse calls from signal handlers of this one."""
         with self._mutex:
             if self._within:
                 raise RuntimeError(
-                    "a signal handler, or whatever else came in between, calls a "
-                    "Checkpointer that is at work in the same thread"
+                    "a Checkpointer was called while it is at work in the same thread, for "
+                    "example by a signal handler; call it outside the handler"
                 )
             if self._closed:
                 raise ValueError("the Checkpointer is closed")
@@ -269,18 +312,19 @@ class Checkpointer:
 
     @suggesting
     def save(self, step: int, state: Any, metadata: Any = None) -> pathlib.Path:
-        """Save a state; it is on the device when this returns.
+        """Save a state, and return when it is on the device.
 
         Parameters
         ----------
         step : int
-            The checkpoint's number, 0 or more.  One that there is already is replaced: it
-            is there until the new one is complete.
+            The number of the step, from 0 to 10**18.  A step that exists is replaced; the
+            old one stays until the new one is complete.
         state : dict, OrderedDict, Counter, list, tuple, ...
-            Any nesting of these (keys are str or int) and torch.Size, of tensors of torch,
-            arrays of numpy, numbers, bool, str, bytes, torch.dtype, torch.device and None.
+            Any nesting of these (keys are str or int) and torch.Size.  The values are
+            torch tensors, numpy arrays, numbers, bool, str, bytes, torch.dtype,
+            torch.device and None.
         metadata : dict, optional
-            What is to be known of it: the same without tensors and arrays.
+            A description of the checkpoint: values as in `state`, but no tensors or arrays.
 
         Returns
         -------
@@ -290,28 +334,30 @@ class Checkpointer:
         Raises
         ------
         TypeError, ValueError
-            Something in the state has no place in a checkpoint; named by its path, before
-            anything is written.
+            The state has a value that cannot be saved.  The message has its path; nothing
+            was written.
         BlockingIOError
-            Another process writes to this root; names it.
+            Another process writes to this root; the message names it.
         OSError
-            With errno and path: ENOSPC with what is needed and what is free.
+            Writing failed; has errno and path.  The message for ENOSPC says how many bytes
+            are needed and free.
         RuntimeError
-            A signal handler calls this amid another call of the same thread.
+            A signal handler called this during another call of the same thread.
         Exception
-            A save before this one, by ``save_async``, has failed, and nobody was told; this
-            call has saved nothing then.
+            An earlier ``save_async`` failed, and its error has not been retrieved.  It is
+            raised here, and this call saves nothing.
 
         Warns
         -----
         RuntimeWarning
-            There is a newer step, which ``restore`` would take.
+            A newer step exists, which ``restore`` would read.  Or a step could not be
+            copied to `drain_to`.
 
         Notes
         -----
-        Tensors that share memory in the state share it when they are restored.  A view
-        takes only its own bytes along.  Tensors come back contiguous and on the CPU; a
-        Parameter and requires_grad come back as such.
+        Tensors that share memory in the state share memory when they are restored.  Of a
+        view, only its own bytes are saved.  Tensors are restored contiguous and on the CPU;
+        Parameters stay Parameters, and requires_grad is kept.
         """
         with self._alone():
             plan = self._plan(step, state, metadata)
@@ -319,41 +365,42 @@ class Checkpointer:
             self._begin(plan.step)
             return self._carry_out(plan, None)
 
-    # Only busy="skip" returns None: Any, as typeshed does it, spares others the question.
+    # Only busy="skip" returns None.  With "| Any", as in typeshed, other callers need no
+    # check for None.
     @suggesting
     def save_async(
         self, step: int, state: Any, metadata: Any = None, *, stage: bool = True
     ) -> SaveFuture | Any:
-        """Begin to save a state, and return as soon as it may be changed.
+        """Start saving a state, and return as soon as the state may be changed.
 
         Parameters
         ----------
         step, state, metadata
             As for ``save``.
         stage : bool, default True
-            Copy the state into memory that is kept for it, and used again by the next save.
-            With False there is no copy and no such memory: whoever says so leaves the
-            state's tensors alone until the future's `staged` is done.
+            Copy the state first, into memory that the next save uses again.  With False
+            nothing is copied and no memory is needed, but you must not change the tensors
+            of the state until the future's `staged` is done.
 
         Returns
         -------
         SaveFuture or None
-            Its result is the step's folder; None where another save goes on and `busy` is
-            "skip".
+            A future whose result is the step's folder.  None if another save is in progress
+            and `busy` is "skip".
 
         Raises
         ------
         MemoryError
-            There is no memory for the copy; tells how much is needed and free.
+            Not enough memory for the copy; the message says how much is needed and free.
         RuntimeError
-            Another save goes on, and `busy` is "raise".
+            Another save is in progress, and `busy` is "raise".
         TypeError, ValueError, OSError, Exception
             As ``save``.
 
         Notes
         -----
-        At most one save goes on.  Its bytes are moved by the engine; its thread sleeps
-        or computes checksums, without the GIL.  Python waits for it before it ends.
+        At most one save is in progress.  The engine moves its bytes, while its Python
+        thread sleeps or computes checksums, without the GIL.  Python's exit waits for it.
         """
         stage = flag("stage", stage)
         with self._alone():
@@ -362,7 +409,10 @@ class Checkpointer:
                 if self.busy == "skip":
                     return None
                 if self.busy == "raise":
-                    raise RuntimeError(f"step {self._last.step} is still being saved")
+                    raise RuntimeError(
+                        f"step {self._last.step} is still being saved, and busy is "
+                        '"raise"; wait for its future first'
+                    )
             self._await_last()
             self._begin(plan.step)
             if stage:
@@ -377,7 +427,7 @@ class Checkpointer:
             try:
                 thread.start()
             except RuntimeError:
-                # The system has no thread to give.
+                # No thread can be started.
                 self._last = None
                 raise
             return future
@@ -386,7 +436,7 @@ class Checkpointer:
         return Plan(_step_of(step), state, metadata, self.checksum)
 
     def _await_last(self) -> None:
-        """Wait for the save before, and raise its error if nobody has had it."""
+        """Wait for the previous save, and raise its error unless it was retrieved."""
         last = self._last
         if last is None:
             return
@@ -396,27 +446,28 @@ class Checkpointer:
             last.result()
 
     def _begin(self, step: int) -> None:
-        """Make the root and take its lock; what others have left there goes."""
+        """Create and lock the root, and remove unfinished folders of dead processes."""
         make_folders(str(self.root))
         if self._writer.take():
             remove_unfinished(str(self.root), "step-")
-        # Once: it may be far away.
+        # Listed only once, because remote storage may be slow.
         copied = [] if self._begun else self._copied()
         self._begun = True
         if self._copies is not None and (failed := self._copies.failure()) is not None:
-            words = f"a step was saved and not drained to {self.drain_to}: {failed}"
+            words = f"a step was saved but not copied to {self.drain_to}: {failed}"
             warnings.warn(words, RuntimeWarning, stacklevel=4)
         newest = next(self._complete(copied), None)
         if newest is not None and newest > step:
             warnings.warn(
-                f"step {step} is saved, and step {newest} is there: restore takes that "
-                f"one, and {step} is removed first; remove({newest}) forgets it",
+                f"step {step} is saved, but step {newest} exists: restore() reads the "
+                f"newer step, and {step} is pruned first; call remove({newest}) if it is "
+                "obsolete",
                 RuntimeWarning,
                 stacklevel=4,
             )
 
     def _carry_out_for(self, plan: Plan, future: SaveFuture) -> None:
-        """Save, and tell a future how it ended."""
+        """Save, and set the result or error of the future."""
         path, failed = None, None
         try:
             path = self._carry_out(plan, future)
@@ -428,7 +479,7 @@ class Checkpointer:
             future.set_result(path)
             return
         if not isinstance(failed, CancelledError):
-            # Nobody may ever ask.
+            # Logged too, because the program may never ask the future.
             _log.error("step %d was not saved: %s", plan.step, failed)
         if not future.staged.done():
             future.staged.set_exception(failed)
@@ -447,22 +498,25 @@ class Checkpointer:
 
         with Unfinished(target, replace=True) as folder:
             plan.write(folder, stopped, copied)
-            # From here on it cannot be cancelled.
+            # From here on, cancel() returns False.
             if future is not None and not future._begun():
                 raise CancelledError
             folder.commit(sync=True)
         try:
             self._prune(plan.step)
         except OSError as error:
-            # The step is there.
-            _log.warning("older checkpoints are left: %s", error)
+            # The save itself succeeded.
+            _log.warning("older checkpoints were not removed: %s", error)
         if self._copies is not None:
             self._copies.begin(plan.step, target)
         return pathlib.Path(target)
 
     @property
     def drained(self) -> "Future[int] | None":
-        """The copy of a step that was begun last."""
+        """The future of the copy to `drain_to` that was started last, or None.
+
+        Its result is the size of the copy in bytes.
+        """
         return None if self._copies is None else self._copies.latest
 
     def _folder(self, step: int) -> str:
@@ -481,44 +535,60 @@ class Checkpointer:
         Parameters
         ----------
         step : int, optional
-            The step; by default the newest that is complete.
+            The step to read; by default the newest complete one.
         into : dict, list, ..., optional
-            A state whose tensors and arrays are filled, each with the one that was saved in
-            its place, of the same dtype and shape.  It may have more than the checkpoint.
+            A state with tensors and arrays to fill.  Each must have the path, dtype and
+            shape of the saved one.  It may have more entries than the checkpoint.
         names : collection of str, optional
-            Parts of the state, such as ``["model", "optimizer/state/0"]``: keys of dicts
-            from the top down.  By default all of it.
+            The parts of the state to read, such as ``["model", "optimizer/state/0"]``: the
+            keys of nested dicts, joined by slashes.  By default everything is read.
 
         Returns
         -------
         dict, list, ...
-            The state as it was saved, or those parts of it in their dicts; tensors and
-            arrays are those of `into` where that is given, else new ones on the CPU.
+            The state as it was saved, or the parts in `names`, nested in the same dicts.
+            Its tensors and arrays are those of `into`; without `into` they are new, on the
+            CPU.
 
         Raises
         ------
         FileNotFoundError
-            There is no such step, or no complete one.
+            The step does not exist, or no step is complete.
         CheckpointError
-            The step is damaged; names the file.
+            The step is damaged; the message names the file.
         KeyError
-            The state has none of a name.
+            The checkpoint has nothing under one of the `names`.
         TypeError, ValueError
-            `into` lacks something, or has something of another kind, dtype or shape; named
-            by its path, before anything is changed.
-        OSError, MemoryError
-            The files cannot be read, or there is no memory; tells needed and free.
+            `into` lacks an entry, or has one of another type, dtype or shape.  The message
+            has its path; nothing was changed.
+        OSError
+            The files cannot be read.
+        MemoryError
+            Not enough memory; the message says how much is needed and free.
 
         Warns
         -----
         RuntimeWarning
-            Without `step`: for each newer step that is damaged, with what is wrong with it.
-            With `drain_to`: where a step is read from its copy, since it is damaged here.
+            Without `step`: for each newer step that is damaged, with the damage.
+            With `drain_to`: if a step is damaged in `root` and read from its copy.
 
         Notes
         -----
-        All bytes are read by one submission, and only those that are needed.  An error
-        while they are read, or checksums that differ, leave some of `into` changed.
+        One submission reads all bytes, and only those that are needed.  If reading fails,
+        or checksums differ, part of `into` may have been changed.
+
+        Examples
+        --------
+        >>> checkpointer = nvmeio.checkpoint.Checkpointer("run")
+        >>> saved = checkpointer.save(7, {"model": {"w": np.arange(3)}, "epoch": 2})
+        >>> checkpointer.restore(names=["model"])
+        {'model': {'w': array([0, 1, 2])}}
+        >>> state = {"model": {"w": np.zeros(3, np.int64)}, "epoch": 0}
+        >>> checkpointer.restore(7, into=state)["epoch"]
+        2
+        >>> state["model"]["w"].tolist()
+        [0, 1, 2]
+        >>> checkpointer.close()
         """
         names = _names_of(names)
 
@@ -530,7 +600,17 @@ class Checkpointer:
 
     @suggesting
     def metadata(self, step: int | None = None) -> Any:
-        """Return what was saved beside a state; by default beside the newest one.
+        """Return the metadata that was saved with a state.
+
+        Parameters
+        ----------
+        step : int, optional
+            The step; by default the newest complete one.
+
+        Returns
+        -------
+        object
+            The `metadata` that was passed to ``save``; None if there was none.
 
         Raises
         ------
@@ -542,9 +622,9 @@ class Checkpointer:
     def _of_step(
         self, step: int | None, read: Any, files: Collection[str] = FILES
     ) -> tuple[int, Any]:
-        """Take something from a step, or from the newest that has it.
+        """Call `read` with a step, by default the newest that it can read.
 
-        `files` are those that it needs.
+        Return the step and what `read` returned.  `files` are the files that it needs.
         """
         if step is not None:
             step = _step_of(step)
@@ -556,20 +636,20 @@ class Checkpointer:
             except _GoneError:
                 continue
             except NoChecksumsError:
-                # Nobody can tell.
+                # The step may be intact, so an older one must not silently replace it.
                 raise
             except (CheckpointError, OSError) as error:
                 if isinstance(error, OSError) and error.errno not in _LOST:
                     raise
                 if each not in passed_over:
-                    words = f"step {each} is passed over: {error}"
+                    words = f"step {each} is skipped: {error}"
                     warnings.warn(words, RuntimeWarning, stacklevel=4)
                 passed_over.add(each)
-        words = f"there is no complete checkpoint; {what_is_in(str(self.root))}"
+        words = f"no complete checkpoint; {what_is_in(str(self.root))}"
         raise FileNotFoundError(errno.ENOENT, words, str(self.root))
 
     def _read_or_copy(self, step: int, read: Any, files: Collection[str]) -> Any:
-        """Read a step, or its copy where it is gone or damaged."""
+        """Read a step, or its copy if the step is missing or damaged."""
         try:
             return self._read(step, read)
         except NoChecksumsError:
@@ -584,7 +664,7 @@ class Checkpointer:
                 raise error from None
             except Exception as other:
                 if isinstance(error, _GoneError):
-                    # It is in the copy alone.
+                    # Only the copy exists, so its error is the one to raise.
                     raise
                 raise _with(error, f"its copy in {self.drain_to}: {other}") from other
             if not isinstance(error, _GoneError):
@@ -593,35 +673,43 @@ class Checkpointer:
             return found
 
     def _read(self, step: int, read: Any) -> Any:
-        """Read a step; once more where another took its place meanwhile."""
+        """Read a step; read it again if it was replaced meanwhile."""
         folder = self._folder(step)
         for _ in range(_TRIES):
             if not os.path.lexists(folder):
-                raise _GoneError(errno.ENOENT, "there is no such checkpoint", folder)
+                raise _GoneError(errno.ENOENT, "no such checkpoint", folder)
             with contextlib.suppress(MovedError), Held(folder, step) as held:
                 return read(held)
         raise CheckpointError(f"{folder} was replaced {_TRIES} times while it was read")
 
     def _going_down(self, copied: Collection[int] = ()) -> Iterator[int]:
-        """Yield the steps that have a folder, newest first; those that come, too."""
+        """Yield the steps that have a folder, newest first.
+
+        List the root again at the end, until nothing has changed: with ``keep=1``, another
+        process may have removed the listed step after it saved the next one.
+        """
         before: list[int] = []
         while True:
             steps = sorted({*self._newest_first(), *copied}, reverse=True)
-            # A writer that keeps one may have removed it when the next was there.
             if steps == before:
                 return
             yield from steps
             before = steps
 
     def _newest_first(self) -> list[int]:
-        """Return the steps that have a folder."""
+        """Return the steps that have a folder, newest first."""
         with contextlib.suppress(FileNotFoundError):
             names = map(FOLDER.fullmatch, os.listdir(self.root))
             return sorted((int(found[1]) for found in names if found), reverse=True)
         return []
 
     def latest(self) -> int | None:
-        """Return the newest step that is complete, or None.
+        """Return the newest complete step, or None if there is none.
+
+        Returns
+        -------
+        int or None
+            The step, in `root` or in `drain_to`.
 
         Raises
         ------
@@ -631,24 +719,29 @@ class Checkpointer:
         return next(self._complete(self._copied()), None)
 
     def _complete(self, copied: Collection[int] = ()) -> Iterator[int]:
-        """Yield the steps that are complete, newest first, here or as a copy."""
+        """Yield the complete steps, newest first; `copied` are complete as copies."""
         for step in self._going_down(copied):
             if step in copied or self._is_complete(step):
                 yield step
 
     def _copied(self) -> list[int]:
-        """Return the steps of which there are copies, as far as they can be seen."""
+        """Return the steps in `drain_to`; if they cannot be listed, log it, return none."""
         if self._copies is None:
             return []
         try:
             return self._copies.steps()
         except Exception as error:
-            # What fsspec raises may be anything.
-            _log.warning("the copies in %s cannot be seen: %s", self.drain_to, error)
+            # fsspec may raise any type.
+            _log.warning("the copies in %s cannot be listed: %s", self.drain_to, error)
             return []
 
     def steps(self) -> list[int]:
-        """Return the steps that are complete, oldest first.
+        """Return the complete steps, oldest first.
+
+        Returns
+        -------
+        list of int
+            The steps, in `root` or in `drain_to`.
 
         Raises
         ------
@@ -670,21 +763,22 @@ class Checkpointer:
 
     @suggesting
     def verify(self, step: int, *, progress: Progress | None = None) -> None:
-        """Read all of a step, and compare it with its checksums.
+        """Read all bytes of a step, and compare them with their checksums.
 
         Parameters
         ----------
         step : int
-            The step.
+            The step to verify, in `root`; copies in `drain_to` are not read.
         progress : callable, optional
-            Is called with the bytes that were read and with all there are.
+            Called after each block with two ints: bytes read so far, and bytes in total.
 
         Raises
         ------
         FileNotFoundError
-            There is no such step.
+            The step does not exist.
         CheckpointError
-            A file is damaged, named with the bytes that are; or there are no checksums.
+            A file is damaged: the message names it and the range of damaged bytes.  Or the
+            step was saved without checksums.
         OSError
             A file cannot be read.
         """
@@ -697,21 +791,21 @@ class Checkpointer:
 
     @suggesting
     def remove(self, step: int) -> None:
-        """Remove a step, complete or not, and its copy.
+        """Remove a step, complete or not, and its copy in `drain_to`.
 
         Parameters
         ----------
         step : int
-            The step.
+            The step to remove.
 
         Raises
         ------
         FileNotFoundError
-            There is no such step.
+            The step does not exist.
         BlockingIOError
-            Somebody reads it, or another process writes to this root.
+            The step is being read, or another process writes to this root.
         OSError
-            With errno and path.
+            Removing failed; has errno and path.
         """
         step = _step_of(step)
         folder = self._folder(step)
@@ -725,17 +819,17 @@ class Checkpointer:
             if not os.path.lexists(folder):
                 if copied:
                     return
-                raise _GoneError(errno.ENOENT, "there is no such checkpoint", folder)
+                raise _GoneError(errno.ENOENT, "no such checkpoint", folder)
             self._writer.take()
             with exclusive(os.path.join(folder, MANIFEST)) as free:
                 if not free:
                     raise BlockingIOError(
-                        errno.EAGAIN, "another process is reading it", folder
+                        errno.EAGAIN, "the step is being read; try again later", folder
                     )
                 set_aside(folder)
 
     def prune(self) -> list[int]:
-        """Remove the steps that `keep` and `keep_every` do not keep, as saves do.
+        """Remove the steps that `keep` and `keep_every` do not keep, as each save does.
 
         Returns
         -------
@@ -747,12 +841,12 @@ class Checkpointer:
         BlockingIOError
             Another process writes to this root.
         OSError
-            With errno and path.
+            Removing failed; has errno and path.
 
         Notes
         -----
-        A step that somebody reads stays until the next time, and so does one that is not
-        complete: it is not counted either.
+        A step that is being read stays until the next call.  A step that is not complete
+        is not counted and stays; ``remove`` removes it.
         """
         with self._alone():
             if self._last is not None:
@@ -778,13 +872,13 @@ class Checkpointer:
         return removed
 
     def _kept(self, steps: list[int]) -> list[int]:
-        """Return which of the steps, oldest first, stay."""
+        """Return the steps to keep; `steps` are sorted, oldest first."""
         every = self.keep_every
         kept = [step for step in steps if every is not None and step % every == 0]
         return [*kept, *(steps if self.keep is None else steps[-self.keep :])]
 
     def cleanup(self) -> list[str]:
-        """Remove what processes that died while they saved have left in the root.
+        """Remove unfinished folders in the root whose process died while it saved.
 
         Returns
         -------
@@ -794,21 +888,26 @@ class Checkpointer:
         Raises
         ------
         OSError
-            With errno and path.
+            Removing failed; has errno and path.
         """
         return cleanup(self.root) if self.root.is_dir() else []
 
     def close(self) -> None:
-        """Wait for a save or a drain that goes on, and let others write to the root.
+        """Wait for a save or copy in progress, and release the root for other writers.
 
         Raises
         ------
+        RuntimeError
+            A signal handler called this during another call of the same thread.
         Exception
-            That save or drain, or one before it, has failed, and nobody was told.
+            A save or a copy to `drain_to` failed, and its error has not been retrieved.
         """
         with self._mutex:
             if self._within:
-                raise RuntimeError("a Checkpointer is closed while it is at work")
+                raise RuntimeError(
+                    "close() was called while the Checkpointer is at work in the same "
+                    "thread, for example by a signal handler"
+                )
             self._closed = True
             try:
                 self._await_last()
@@ -827,11 +926,11 @@ class Checkpointer:
         try:
             self.close()
         except Exception as told:
-            # What the body raised is what its caller shall see.
+            # An exception of the body takes precedence.
             if kind is None:
                 raise
             if hasattr(error, "add_note"):
-                error.add_note(f"besides, a checkpoint was not saved: {told}")
+                error.add_note(f"also, a checkpoint was not saved: {told}")
 
     def __repr__(self) -> str:
         return f"<nvmeio.checkpoint.Checkpointer {str(self.root)!r}>"

@@ -1,4 +1,4 @@
-"""Copies of a Checkpointer's steps elsewhere: made in the background, and read from."""
+"""Copies of a Checkpointer's steps on other storage, made in the background."""
 
 import logging
 import os
@@ -28,13 +28,13 @@ _log = logging.getLogger("nvmeio")
 
 
 class NoCopyError(Exception):
-    """There is no copy of a step."""
+    """The step has no copy."""
 
 
 class Copies:
     """The copies of one root's steps, ``target/step-12``.
 
-    A step is complete there when its manifest is, which comes last.
+    A copy is complete when its manifest exists, which is copied last.
     """
 
     def __init__(
@@ -47,11 +47,11 @@ class Copies:
         self._thread: threading.Thread | None = None
         self._failed: BaseException | None = None
         self._drain: tuple[int, Future[int]] | None = None
-        # The drain that was asked for last; its result is how many bytes there are.
+        # The copy that was requested last; its result is its size in bytes.
         self.latest: Future[int] | None = None
 
     def begin(self, step: int, folder: str) -> None:
-        """Copy a step that is complete; one that waits for its turn gives way to it."""
+        """Copy a complete step in the background; replace one that has not been started."""
         future: Future[int] = Future()
         with self._mutex:
             before, self._waiting = self._waiting, (step, folder, future)
@@ -61,13 +61,17 @@ class Copies:
                 thread = threading.Thread(target=self._run, name="nvmeio-drain")
                 self._thread = thread
         if before is not None and before[2].cancel():
-            _log.warning("step %d is not drained: step %d is there", before[0], step)
+            _log.warning(
+                "step %d is not copied, because step %d was saved meanwhile",
+                before[0],
+                step,
+            )
         if thread is None:
             return
         try:
             thread.start()
         except RuntimeError:
-            # The system has none to give, or Python is about to end.
+            # No thread can be started, or Python is shutting down.
             with self._mutex:
                 self._thread = None
             self._run()
@@ -85,10 +89,10 @@ class Copies:
             try:
                 nbytes = self._copy(step, folder)
             except CancelledError as error:
-                # It was removed amid its drain.
+                # The step was removed while it was copied.
                 future.set_exception(error)
             except BaseException as error:
-                _log.error("step %d was not drained: %s", step, error)
+                _log.error("step %d was not copied: %s", step, error)
                 self._failed = error
                 future.set_exception(error)
             else:
@@ -97,39 +101,39 @@ class Copies:
     def _copy(self, step: int, folder: str) -> int:
         name = f"step-{step}"
         try:
-            # Whoever prunes waits for whoever reads.
+            # Held, so that the step is not pruned while it is copied.
             with Held(folder, step):
                 work = Drain(folder, _Below(self.place, name), (MANIFEST,), RETRIES, None)
                 self._drain = step, work.future
                 work.start()
                 nbytes = work.future.result()
         except MovedError:
-            # Another has taken its place, and is drained after it.
+            # The step was replaced; the new one is copied next.
             self.place.remove(f"{name}/{MANIFEST}")
             return 0
         self.prune(step)
         return nbytes
 
     def wait(self) -> None:
-        """Wait until nothing is copied any more."""
+        """Wait until all copies have ended."""
         with self._mutex:
             thread = self._thread
         if thread is not None and thread is not threading.current_thread():
             thread.join()
 
     def failure(self) -> BaseException | None:
-        """Return why a step was not drained, once."""
+        """Return the error of a failed copy, once; None if there is none."""
         failed, self._failed = self._failed, None
         return failed
 
     def steps(self) -> list[int]:
-        """Return the steps that are complete, newest first."""
+        """Return the steps with complete copies, newest first."""
         found = map(FOLDER.fullmatch, self.place.names(""))
         steps = sorted((int(each[1]) for each in found if each), reverse=True)
         return [step for step in steps if MANIFEST in self.place.names(f"step-{step}")]
 
     def prune(self, saved: int) -> None:
-        """Remove the copies that are not kept, and those that were never complete."""
+        """Remove the copies that are not to be kept, and incomplete ones."""
         try:
             steps = sorted(self.steps())
             folders = map(FOLDER.fullmatch, self.place.names(""))
@@ -139,11 +143,11 @@ class Copies:
                     if free:
                         self._remove(step)
         except Exception as error:
-            # What fsspec raises may be anything.
-            _log.warning("older copies are left: %s", error)
+            # fsspec may raise any type.
+            _log.warning("older copies were not removed: %s", error)
 
     def _exclusive(self, step: int) -> AbstractContextManager[bool]:
-        """Tell whether nobody reads a copy; far away nobody can tell."""
+        """Yield whether no one reads a copy; True on remote storage, which has no locks."""
         near = self.place.folder(f"step-{step}")
         return (
             nullcontext(True) if near is None else exclusive(os.path.join(near, MANIFEST))
@@ -154,7 +158,7 @@ class Copies:
         self.place.remove(f"step-{step}")
 
     def remove(self, step: int) -> bool:
-        """Remove a copy, also one that is being made; whether there was any."""
+        """Remove a copy, also an unfinished one; return whether there was any."""
         with self._mutex:
             waiting, drain = self._waiting, self._drain
         if waiting is not None and waiting[0] == step:
@@ -168,7 +172,7 @@ class Copies:
         return there
 
     def read(self, step: int, read: Callable[[Held], Any], files: Collection[str]) -> Any:
-        """Read a step; if it is far away, through a copy of some files that then goes."""
+        """Read a copy; from remote storage, fetch `files` into a temporary folder first."""
         name = f"step-{step}"
         if MANIFEST not in self.place.names(name):
             raise NoCopyError(name)
@@ -182,7 +186,7 @@ class Copies:
                 path = os.path.join(folder.path, each)
                 with File(path, "x") as file:
                     if each not in files:
-                        # Nobody reads it; its size is looked at.
+                        # Not read, but its size is checked.
                         os.truncate(path, self.place.size(f"{name}/{each}") or 0)
                         continue
                     at = 0
@@ -194,7 +198,7 @@ class Copies:
 
 
 class _Below:
-    """A folder of a place, as a place."""
+    """A subfolder of a Place, with the interface of a Place."""
 
     def __init__(self, place: Any, folder: str) -> None:
         self._place, self._folder = place, folder

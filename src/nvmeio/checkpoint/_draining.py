@@ -1,4 +1,4 @@
-"""Folders copied elsewhere in the background: checked, and the last files last."""
+"""Copy folders to other storage in the background, verified, the `last` files last."""
 
 import contextlib
 import errno
@@ -33,13 +33,13 @@ from nvmeio.checkpoint._places import (
 
 __all__ = ["Drain", "drain"]
 
-# How many files are copied side by side.
+# How many files are copied at once.
 FILES = 4
 RETRIES_MAX = 1000
-# How long to wait before a file is tried again: this, and twice as long each time.
+# Pause before a retry; it doubles each time, up to the maximum.
 PAUSE_S, PAUSE_S_MAX = 0.5, 30.0
 
-# What is the same in a moment.
+# Errors that a retry will not cure.
 _FINAL = (
     errno.ENOSPC,
     errno.EDQUOT,
@@ -49,7 +49,7 @@ _FINAL = (
     errno.ENOTDIR,
     errno.ENAMETOOLONG,
 )
-# What is last where it is there; what a caller names must be there.
+# The default of `last`; unlike a caller's names, these need not exist.
 _LAST = (".metadata",)
 
 
@@ -62,50 +62,55 @@ def drain(
     retries: int = 3,
     bandwidth: float | None = None,
 ) -> Future[int]:
-    """Copy a folder to another file system, or to what fsspec reaches, in the background.
+    """Copy a folder to another file system, or to a URL of fsspec, in the background.
 
     Parameters
     ----------
     source : str, bytes or os.PathLike
-        A folder, such as one that ``torch.distributed.checkpoint`` has written on a local
-        drive, with all that is below it.
+        The folder to copy, with everything below it, such as a checkpoint that
+        ``torch.distributed.checkpoint`` has written to a local drive.
     target : str, bytes or os.PathLike
-        The folder that is to have the same files; or a URL, such as "s3://bucket/run",
-        which needs fsspec.  It is made where it does not exist; other files there stay.
+        The folder to copy to, or a URL such as "s3://bucket/run", which needs fsspec.  It
+        is created if it does not exist; other files in it stay.
     last : collection of str, default (".metadata",)
-        The files that say that the others are complete, as patterns of names or of paths
-        below `source`: they are copied when all others are durable, in this order.  Each
-        must be there, but for the default.
+        The files that mark the others as complete, as patterns of names or of paths below
+        `source`.  They are copied in this order, once all other files are durable.  Each
+        pattern must match a file, except the default.
     retries : int, default 3
-        How often a file is tried again after an error, later each time.
+        How often to retry a file after an error (0 to 1000), after growing pauses.
     bandwidth : float, optional
-        Bytes a second for all files together; by default as fast as it goes.
+        The limit for all files together, in bytes per second; by default unlimited.
 
     Returns
     -------
     concurrent.futures.Future
-        Its result is how many bytes the files have, once all are there and durable.
-        ``cancel()`` works until the `last` files begin, and leaves none half written.
+        A future that is done when all files are durable; its result is their size in bytes.
+        ``cancel()`` works until the first of the `last` files, and leaves no partial file.
+        ``result()`` raises OSError, with errno and path, if copying fails after all
+        retries, and CheckpointError if a file of `source` changes meanwhile.
 
     Raises
     ------
     FileNotFoundError, NotADirectoryError
-        There is no such folder.
+        `source` does not exist, or is not a folder.
     TypeError, ValueError
-        An argument is of the wrong type or out of range; `last` names what is not there;
-        `target` is `source` or within it; or a file is no regular one.
+        An argument is of the wrong type or out of range; `last` names a file that does not
+        exist; `target` is `source` or inside it; or `source` has a file that is not a
+        regular one, such as a symbolic link.
     ModuleNotFoundError
         `target` is a URL, and fsspec is not installed.
 
     Notes
     -----
-    Files are copied side by side, each under a name of its own until it is complete, synced
-    and read back with the same checksum (objects of a store have their name at once).  One
-    that is there already with the same bytes is not copied again, so a drain that was
-    interrupted goes on.  Before a file of other bytes is replaced, the `last` ones go.  An
-    error that stays raises in ``result()``: at once where there is
-    no room or no right (ENOSPC, EDQUOT, EROFS, EACCES, EPERM).  A file that changes
-    meanwhile is a CheckpointError.  Python waits for a drain before it ends.
+    Up to four files are copied at once.  Each is synced, read back and compared by
+    checksum, and only then gets its name (in object stores it has its name at once).
+
+    Call ``drain`` again to continue one that was interrupted: files that already exist with
+    the same bytes are not copied again.  Before a file is replaced, the `last` files of the
+    target are removed, so that the target never looks complete when it is not.
+
+    Errors that a retry will not cure (ENOSPC, EDQUOT, EROFS, EACCES, EPERM, ENOTDIR,
+    ENAMETOOLONG) fail at once.  Python's exit waits for the copy.
 
     Examples
     --------
@@ -123,7 +128,7 @@ def drain(
 
 
 class Drain:
-    """One copy of a folder that goes on."""
+    """One copy of a folder in progress."""
 
     def __init__(
         self,
@@ -145,8 +150,13 @@ class Drain:
         inside = os.path.commonpath([real, os.path.realpath(place.root)])
         if os.path.isabs(place.root) and inside == real:
             if os.path.realpath(place.root) == real:
-                raise ValueError(f"{self.source!r} is source and target")
-            raise ValueError(f"{place.root!r} is within {self.source!r}")
+                raise ValueError(
+                    f"{self.source!r} is both source and target; choose another target"
+                )
+            raise ValueError(
+                f"the target, {place.root!r}, is inside the source, {self.source!r}; "
+                "choose a target outside"
+            )
         folders, self._states = _files_below(self.source)
         self.sizes = {name: state[0] for name, state in self._states.items()}
         self.folders, self._made = folders, False
@@ -154,11 +164,13 @@ class Drain:
         self.last = list(dict.fromkeys(named))
         for pattern in names:
             if pattern not in _LAST and not any(_is(n, pattern) for n in self.sizes):
-                raise ValueError(f"last has {pattern!r}; {self.source!r} has no such file")
+                raise ValueError(
+                    f"last has {pattern!r}, which matches no file in {self.source!r}"
+                )
         self.future: Future[int] = Future()
         self.future.add_done_callback(self._end_if_cancelled)
         self._uncovered = False
-        # Largest first, so that no thread has a large one left in the end.
+        # Largest first, so that no thread is left with a large one at the end.
         first = self.sizes.keys() - set(self.last)
         self._left = deque(sorted(first, key=lambda name: (-self.sizes[name], name)))
         self._mutex = threading.Lock()
@@ -171,7 +183,7 @@ class Drain:
             self._stop.set()
 
     def start(self) -> None:
-        """Copy in threads; where there are none to be had, here."""
+        """Copy in threads; if none can be started, in this one."""
         count = max(1, min(FILES, len(self._left)))
         threads = [
             threading.Thread(target=self._work, name="nvmeio-drain") for _ in range(count)
@@ -181,13 +193,13 @@ class Drain:
             try:
                 thread.start()
             except RuntimeError:
-                # The system has none to give, or Python is about to end.
+                # No thread can be started, or Python is shutting down.
                 for _ in range(count - number):
                     self._work()
                 return
 
     def _work(self) -> None:
-        """Copy files while there are some; who is last, the last ones."""
+        """Copy files until none is left; the last thread then copies the `last` files."""
         try:
             self._prepare()
             while not self._stop.is_set() and (name := self._next()) is not None:
@@ -205,7 +217,7 @@ class Drain:
         self._tell()
 
     def _prepare(self) -> None:
-        """Make the folders, once, and remove what an earlier drain has left in them."""
+        """Create the folders, once, and remove unfinished files of earlier drains."""
         with self._mutex:
             if self._made:
                 return
@@ -236,7 +248,7 @@ class Drain:
         if self._failed is not None:
             return
         self._settle()
-        # From here on it cannot be cancelled.
+        # From here on, cancel() returns False.
         if not self.future.set_running_or_notify_cancel():
             raise CancelledError
         self._look_at_source()
@@ -246,17 +258,17 @@ class Drain:
                 self._settle()
             self._look_at_source()
         except BaseException:
-            # Nothing may say that all is there.
+            # Remove the last files again, because they would mark the copy as complete.
             self._uncovered = False
             self._uncover()
             raise
 
     def _look_at_source(self) -> None:
-        """See that what was copied is still what is there."""
+        """Raise CheckpointError if a file of the source has changed."""
         for name, seen in self._states.items():
             path = os.path.join(self.source, name)
             if _state_of(os.stat(path)) != seen:
-                raise CheckpointError(f"{path} has changed while it was drained")
+                raise CheckpointError(f"{path} has changed while it was copied")
 
     def _settle(self) -> None:
         for folder in self.folders:
@@ -274,7 +286,7 @@ class Drain:
         self._try(name, functools.partial(self._copy_once, name))
 
     def _try(self, name: str, act: Callable[[], object]) -> None:
-        """Do something, and again where that may help."""
+        """Call `act`, and retry unless its error is final; `name` is for the message."""
         for attempt in range(self.retries + 1):
             try:
                 act()
@@ -295,7 +307,7 @@ class Drain:
             return OSError(errno.EIO, str(error), where)
         if isinstance(error, OSError):
             number = error.errno or errno.EIO
-            words = f"{error.strerror or error} (while it is drained)"
+            words = f"{error.strerror or error} (while it is copied)"
             near = self.place.folder("")
             if number == errno.ENOSPC and near is not None and name in self.sizes:
                 space = os.statvfs(near)
@@ -310,7 +322,7 @@ class Drain:
             before = os.fstat(file.fileno())
             size = self.sizes[name]
             if _state_of(before) != self._states[name]:
-                raise CheckpointError(f"{path} has changed while it was drained")
+                raise CheckpointError(f"{path} has changed while it was copied")
             there = self.place.size(name)
             if there == size and self._is_there(name, file, size):
                 return
@@ -323,18 +335,18 @@ class Drain:
                     expected = crc32c.crc32c(piece.data, expected)
                     writer.write(piece)
                 if _state_of(os.fstat(file.fileno())) != _state_of(before):
-                    raise CheckpointError(f"{path} has changed while it was drained")
+                    raise CheckpointError(f"{path} has changed while it was copied")
                 writer.finish()
                 found, nbytes = self._sum(writer.read())
                 if (found, nbytes) != (expected, size):
                     raise _DifferentError(
-                        f"of {size} bytes with the checksum {expected:08x}, {nbytes} with "
-                        f"{found:08x} were read back"
+                        f"{size} bytes with the checksum {expected:08x} were written, but "
+                        f"{nbytes} with {found:08x} were read back"
                     )
                 writer.commit()
 
     def _uncover(self) -> None:
-        """Before a file is replaced: what says that the old ones are complete goes."""
+        """Remove the `last` files of the target, which mark it as complete, once."""
         with self._mutex:
             if self._uncovered:
                 return
@@ -345,7 +357,7 @@ class Drain:
             self._uncovered = True
 
     def _is_there(self, name: str, file: File, size: int) -> bool:
-        """Compare with what an earlier drain may have left."""
+        """Return whether the target already has this file, with the same checksum."""
         with contextlib.suppress(OSError):
             return self._sum(self.place.read(name)) == self._sum(pieces_of(file, size))
         return False
@@ -369,19 +381,19 @@ class Drain:
 
 
 class _DifferentError(Exception):
-    """What was read back is not what was written."""
+    """The bytes that were read back are not those that were written."""
 
 
 class _Pace:
-    """Tells how long to wait so that no more bytes a second are moved."""
+    """Computes the pauses that keep all threads together below a bandwidth."""
 
     def __init__(self, bandwidth: float | None) -> None:
         if bandwidth is not None:
             number = isinstance(bandwidth, (int, float)) and not isinstance(bandwidth, bool)
             if not number:
                 raise TypeError(
-                    f"bandwidth is {shown(bandwidth)}; it must be bytes a second, such as "
-                    "50e6"
+                    f"bandwidth is {shown(bandwidth)}; it must be a number of bytes per "
+                    "second, such as 50e6"
                 )
             if not 0 < bandwidth < math.inf:
                 raise ValueError(f"bandwidth is {bandwidth}; it must be more than 0")
@@ -410,7 +422,10 @@ def _is(name: str, pattern: str) -> bool:
 
 
 def _files_below(source: str) -> tuple[list[str], dict[str, tuple[int, int, int]]]:
-    """Return the folders and the files with their states, by their paths below a folder."""
+    """Return all folders and files below a folder, by relative path.
+
+    The files have a state (size, time and inode) by which a change is noticed.
+    """
     folders, states = [""], {}
     for folder in folders:
         path = os.path.join(source, folder)
@@ -424,7 +439,7 @@ def _files_below(source: str) -> tuple[list[str], dict[str, tuple[int, int, int]
                     states[name] = _state_of(entry.stat())
                 else:
                     raise ValueError(
-                        f"{os.path.join(source, name)} is not a regular file; a folder is "
-                        "drained with all that is in it"
+                        f"{os.path.join(source, name)} is not a regular file; remove it, "
+                        "because drain() copies everything in a folder"
                     )
     return folders, states

@@ -1,4 +1,4 @@
-"""What is wrong with a checkpoint."""
+"""The errors of checkpoints."""
 
 __all__ = ["CheckpointError", "MovedError", "NoChecksumsError"]
 
@@ -22,8 +22,8 @@ class CheckpointError(Exception):
 
 
 class MovedError(Exception):
-    """A step was removed, or another took its place, while it was read."""
+    """A step was removed or replaced while it was read."""
 
 
 class NoChecksumsError(CheckpointError):
-    """It was saved without checksums, so nobody can tell whether it is damaged."""
+    """The step was saved without checksums, so it cannot be checked for damage."""

@@ -1,4 +1,4 @@
-"""Folders that appear whole, or not at all, and what is left of those that did not."""
+"""Folders that appear whole or not at all, and the removal of unfinished ones."""
 
 import contextlib
 import errno
@@ -35,11 +35,11 @@ __all__ = [
 
 _log = logging.getLogger("nvmeio")
 
-# What is not complete: whose it is to be, and who is at it.
+# The name of an unfinished folder: its final name, and the process that fills it.
 _LEFTOVER = re.compile(
     r"\.(?P<name>.*)\.(?P<host>[^./]*)-(?P<pid>\d+)-(?P<start>\d+)-[0-9a-f]{8}\.nvmeio-tmp"
 )
-# A name has 255 bytes at most.
+# For the name and the host; the whole name may have at most 255 bytes.
 _PART_BYTES_MAX = 80
 
 _SIZE_MAX = (1 << 63) - 1
@@ -55,43 +55,43 @@ def atomic_directory(
     Parameters
     ----------
     path : str, bytes or os.PathLike
-        The folder's name.  The folder that it is to be in must exist.
+        The final name of the folder.  Its parent folder must exist.
     replace : bool, default False
-        Take the place of a folder that has the name.  Both are there until the new one is
-        complete; then they exchange names in one step, and the old one is removed.
+        Replace a folder that has this name.  It stays until the new one is complete; then
+        they exchange names atomically, and the old one is removed.
     reserve : int, optional
-        How many bytes are going to be written.  There must be room for so many, which is
-        tried before anything is written.
+        How many bytes will be written.  Whether the file system has room for them is
+        checked at the start, by allocating them.
     sync : bool, default True
-        Have all of it, and its name, on the device before it is said to be there.
+        Sync all files and the name to the device before the context ends.
 
     Yields
     ------
     pathlib.Path
-        A folder beside `path`, to be filled by whatever writes files.
+        A temporary folder beside `path`.  Write your files here.
 
     Raises
     ------
     FileExistsError
-        Something has the name, and `replace` is not said; also where it came meanwhile.
+        `path` exists, at the start or at the end, and `replace` is False.
     NotADirectoryError
-        What is to be replaced is no folder, or it is a symbolic link.
+        `path` cannot be replaced, because it is not a folder, or is a symbolic link.
     OSError
-        With errno and path: ENOSPC with what is needed and what is free; EOPNOTSUPP where
-        the file system (NFS) cannot exchange two names.
+        Writing failed; has errno and path.  The message for ENOSPC says how many bytes are
+        needed and free.  EOPNOTSUPP: the file system, such as NFS, cannot exchange names.
     RuntimeError
-        The body ended in a forked child, which leaves the folder to its parent.
+        The body ended in a forked child; only the parent can complete the folder.
 
     Notes
     -----
-    If the body raises, the folder is removed and the name stays what it was.  Of a process
-    that is killed a folder stays whose name begins with a dot and has the process's host,
-    number and start in it; ``cleanup`` removes it.
+    If the body raises, the temporary folder is removed, and `path` stays as it was.  If the
+    process is killed, the temporary folder stays; call ``cleanup`` to remove it.  Its name
+    begins with a dot, and has the host, the process ID and the process's start time.
 
-    With ``sync=True`` every file and folder below is synced, files first, then the folder
-    is renamed, then the folder that has its name is synced.  After a power failure there
-    is the old state or all of the new one.  An error while the name is being synced leaves
-    the new folder in its place; the message says so.
+    With ``sync=True`` the files are synced first, then the folders; then the folder is
+    renamed, and its parent folder is synced.  After a power failure you find the old state
+    or all of the new one.  If syncing the parent folder fails, the new folder stays in its
+    place, and the message says so.
 
     Examples
     --------
@@ -114,9 +114,9 @@ def atomic_directory(
 
 
 class Unfinished:
-    """A folder that is being filled, beside the name that it is to have.
+    """A temporary folder that is being filled, beside its final name.
 
-    As a context manager it removes the folder, unless it has got its name by ``commit``.
+    As a context manager it removes the folder, unless ``commit`` has renamed it.
     """
 
     def __init__(self, target: str, *, replace: bool) -> None:
@@ -131,13 +131,14 @@ class Unfinished:
         except BaseException:
             os.rmdir(self.path)
             raise
-        # Who is in another container may not see this process.
+        # The lock shows that the folder is in use where our process ID means nothing, as
+        # in another container.
         with contextlib.suppress(OSError):
             fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         in_child_close(self)
 
     def close(self) -> None:
-        """Let others see that nobody is at it."""
+        """Release the lock, which shows that the folder is in use."""
         descriptor, self.descriptor = self.descriptor, -1
         if descriptor >= 0:
             close_quietly(descriptor)
@@ -147,28 +148,28 @@ class Unfinished:
 
     def __exit__(self, *error: object) -> None:
         try:
-            # A forked child has closed it, and leaves the folder to its parent.
+            # In a forked child it is closed, because the folder belongs to the parent.
             if self.descriptor >= 0 and self.path:
                 shutil.rmtree(self.path, ignore_errors=True)
         finally:
             self.close()
 
     def reserve(self, nbytes: int) -> None:
-        """See that there is room for so many bytes."""
+        """Raise OSError if the file system has no room for `nbytes` bytes."""
         path = os.path.join(self.path, "reserved")
         with File(path, "x") as file:
             reserve_file(file, nbytes, self.target)
         os.unlink(path)
 
     def commit(self, *, sync: bool) -> None:
-        """Give the folder its name; with `sync` both are made durable.
+        """Give the folder its final name; with `sync`, make folder and name durable.
 
-        What is in it has been synced before.
+        The caller has synced the contents.
         """
         if self.descriptor < 0:
             raise RuntimeError(
-                f"{self.target} is written by process {self.process}; a forked child, "
-                f"{os.getpid()}, cannot complete it"
+                f"{self.target} is written by process {self.process}; its forked child "
+                f"{os.getpid()} cannot complete it"
             )
         parent = os.path.dirname(self.target)
         with opened(parent, FOLDER) as descriptor:
@@ -183,7 +184,8 @@ class Unfinished:
             left, self.path = self.path, ""
             if sync:
                 words = (
-                    f" (it is in its place, but {parent!r}, with its name, is not synced)"
+                    f" (it is in its place, but its folder {parent!r} is not synced: its "
+                    "name may be lost at a power failure)"
                 )
                 with naming(self.target, words):
                     os.fsync(descriptor)
@@ -192,7 +194,7 @@ class Unfinished:
 
 
 def _check_target(target: str, replace: bool) -> None:
-    """Refuse a name that something has."""
+    """Refuse a name that is taken, unless it is a folder and `replace` is true."""
     try:
         mode = os.lstat(target).st_mode
     except FileNotFoundError:
@@ -200,13 +202,13 @@ def _check_target(target: str, replace: bool) -> None:
     if not replace:
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), target)
     if not stat.S_ISDIR(mode):
-        kind = "a symbolic link" if stat.S_ISLNK(mode) else "no folder"
-        words = f"it is {kind}, and is not replaced by one"
+        kind = "a symbolic link" if stat.S_ISLNK(mode) else "not a folder"
+        words = f"it is {kind}, so it is not replaced; remove it first"
         raise NotADirectoryError(errno.ENOTDIR, words, target)
 
 
 def sync_below(folder: str) -> None:
-    """Sync the files in a folder, and the folders, but for the topmost."""
+    """Sync all files and folders below a folder, but not the folder itself."""
     for entry in os.scandir(folder):
         if entry.is_dir(follow_symlinks=False):
             sync_below(entry.path)
@@ -216,12 +218,12 @@ def sync_below(folder: str) -> None:
                 try:
                     sync_file(entry.path, os.O_RDONLY)
                 except PermissionError:
-                    # One that may be written alone.
+                    # A file that this user may write but not read.
                     sync_file(entry.path, os.O_WRONLY)
 
 
 def leftover_name(target: str) -> str:
-    """Return the name of a folder that is to become another, or was it."""
+    """Return a temporary name for a folder that will be renamed to `target`, or was."""
     folder, name = os.path.split(target)
     short = os.fsdecode(os.fsencode(name)[:_PART_BYTES_MAX])
     process = os.getpid()
@@ -230,15 +232,15 @@ def leftover_name(target: str) -> str:
 
 
 def _host() -> str:
-    """Return this host as names of leftovers have it, without a dot."""
+    """Return this host's name as it is in temporary names, without dots."""
     return re.sub("[^A-Za-z0-9-]", "_", socket.gethostname())[:_PART_BYTES_MAX]
 
 
 def _start_of(process: int) -> int:
-    """Return when a process began, in ticks since the system did; -1: it is dead."""
+    """Return a process's start time, in clock ticks since boot; -1 if it is dead."""
     try:
         with open(f"/proc/{process}/stat", "rb") as file:
-            # The name, in brackets, may have anything in it.
+            # The process's name, in parentheses, may have any characters.
             words = file.read().rpartition(b")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
         return -1
@@ -246,28 +248,28 @@ def _start_of(process: int) -> int:
 
 
 def set_aside(folder: str) -> None:
-    """Take a folder its name, in one step, and remove it."""
+    """Remove a folder, whose name disappears in one step."""
     left = leftover_name(folder)
     os.rename(folder, left)
     discard(left)
 
 
 def discard(folder: str) -> None:
-    """Remove a folder; what cannot be removed is left to ``cleanup``."""
+    """Remove a folder with a temporary name; if that fails, ``cleanup`` can do it."""
     try:
         shutil.rmtree(folder)
     except OSError as error:
-        _log.warning("a folder that is not needed any more is left: %s", error)
+        _log.warning("an obsolete folder was not removed: %s", error)
 
 
 @suggesting
 def cleanup(folder: Path) -> list[str]:
-    """Remove what processes that are dead have left of folders that they did not complete.
+    """Remove the unfinished folders of processes that died.
 
     Parameters
     ----------
     folder : str, bytes or os.PathLike
-        The folder in which ``atomic_directory`` or a ``Checkpointer`` has written.
+        The folder in which ``atomic_directory`` or a ``Checkpointer`` wrote.
 
     Returns
     -------
@@ -277,12 +279,13 @@ def cleanup(folder: Path) -> list[str]:
     Raises
     ------
     OSError
-        With errno and path: one of them cannot be removed; the others are gone.
+        An unfinished folder could not be removed; has errno and path.  The others were
+        removed.
 
     Notes
     -----
-    A leftover stays while its process lives, while anybody has it locked, and where the
-    process was on another host, whose processes are not known here.
+    An unfinished folder stays while its process lives or while it is locked.  One of
+    another host always stays, because that host's processes cannot be seen here.
 
     Examples
     --------
@@ -298,21 +301,21 @@ def cleanup(folder: Path) -> list[str]:
 
 
 def remove_unfinished(folder: str, prefix: str) -> None:
-    """Remove what others, of any host, have left of names that begin so.
+    """Remove the unfinished folders, of any host, whose final names begin with `prefix`.
 
-    Nobody but this process may be at such names: locks say so.
+    The caller holds the lock that lets no other process write such folders.
     """
     removed, failed = _remove(folder, lambda found: found["name"].startswith(prefix))
     for path in removed:
-        _log.info("what a process that died has left is removed: %s", path)
+        _log.info("removed an unfinished folder of a process that died: %s", path)
     if failed is not None:
-        _log.warning("what a process that died has left stays: %s", failed)
+        _log.warning("an unfinished folder of a process that died stays: %s", failed)
 
 
 def _remove(
     folder: str, chosen: Callable[[re.Match[str]], bool]
 ) -> tuple[list[str], OSError | None]:
-    """Remove leftovers that nobody has locked; return them, and what went wrong first."""
+    """Remove unlocked unfinished folders; return their paths, and the first error."""
     removed, failed = [], None
     for entry in os.scandir(folder):
         found = _LEFTOVER.fullmatch(entry.name)
@@ -335,12 +338,12 @@ def _is_dead(found: re.Match[str]) -> bool:
 
 
 def _locked(descriptor: int) -> bool:
-    """Lock a folder, or tell that somebody else has."""
+    """Lock a folder; return False if another process holds the lock."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError:
-        # The file system locks no folders.
+        # The file system cannot lock folders.
         return True
     return True

@@ -1,4 +1,4 @@
-"""What a folder has, told by its names, to whoever looked there for something else."""
+"""Describe a folder by the names of its files, for messages of errors."""
 
 import os
 
@@ -10,13 +10,13 @@ _NAMES_MAX = 3
 
 
 def what_is_in(folder: str) -> str:
-    """Say what lies in a folder, and what reads that."""
+    """Say what a folder has, and which part of nvmeio reads that."""
     try:
         names = sorted(os.listdir(folder))
     except FileNotFoundError:
         return "there is no such folder"
     except NotADirectoryError:
-        return "it is no folder"
+        return "it is not a folder"
     except OSError as error:
         return f"it cannot be listed: {error.strerror}"
     if ".metadata" in names:
@@ -25,10 +25,7 @@ def what_is_in(folder: str) -> str:
             "nvmeio.torch.dcp.FileSystemReader reads"
         )
     if MANIFEST in names and TENSORS in names:
-        return (
-            "it is a step of a nvmeio.checkpoint.Checkpointer, which takes the folder "
-            "above it"
-        )
+        return "it is a step of a nvmeio.checkpoint.Checkpointer; pass the folder above it"
     if any(map(FOLDER.fullmatch, names)):
         return "it has steps of a nvmeio.checkpoint.Checkpointer"
     if any(name.endswith(".safetensors") for name in names):
@@ -38,8 +35,8 @@ def what_is_in(folder: str) -> str:
         )
     if any(name.endswith(".distcp") for name in names):
         return (
-            "it has shards of torch.distributed.checkpoint without .metadata: no save "
-            "was completed there"
+            "it has shards of torch.distributed.checkpoint but no .metadata, so the save "
+            "was not completed"
         )
     some = ", ".join(names[:_NAMES_MAX])
     if len(names) > _NAMES_MAX:

@@ -1,4 +1,4 @@
-"""Who reads a step, as those see it who want to remove it."""
+"""The lock that keeps a step from being removed while it is read."""
 
 import contextlib
 import fcntl
@@ -12,17 +12,17 @@ __all__ = ["exclusive"]
 
 @contextlib.contextmanager
 def exclusive(path: str) -> Iterator[bool]:
-    """Tell whether nobody reads what a file belongs to; meanwhile nobody begins to."""
+    """Lock a file of a step against readers; yield False if there are any."""
     with contextlib.ExitStack() as stack:
         try:
-            # NFS gives this lock only to who may write.
+            # NFS grants an exclusive lock only on a descriptor open for writing.
             flags = os.O_RDWR if os.access(path, os.W_OK) else os.O_RDONLY
             descriptor = stack.enter_context(opened(path, flags | os.O_NOFOLLOW))
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             free = False
         except OSError:
-            # The file system has no locks, or what is left of the step no file.
+            # The file system has no locks, or the step has no such file any more.
             free = True
         else:
             free = True

@@ -1,7 +1,7 @@
 """The manifest of a checkpoint: its files, their sizes, and a checksum of each block.
 
-It is written last.  It comes from strangers: names are names of files in the folder, which
-are no links, and sizes are those of the files, before anything else is believed.
+It is written last.  It is untrusted when it is read: its names must be plain file names in
+the folder, of regular files with these sizes, before anything else is used.
 """
 
 import functools
@@ -39,32 +39,32 @@ MANIFEST = "manifest.json"
 TENSORS = "tensors.safetensors"
 TREE = "tree.json"
 FILES = (MANIFEST, TREE, TENSORS)
-# The folder of a step.
+# The name of a step's folder.
 FOLDER = re.compile(r"step-(0|[1-9][0-9]{0,18})")
 
-# Of 4 million blocks, which are 32 TiB.
+# Enough for the checksums of 4 million blocks, 32 TiB.
 MANIFEST_BYTES_MAX = 64 << 20
 TREE_BYTES_MAX = 1 << 30
-# What Python makes of a byte of JSON, at most.
+# The most memory that Python needs for a byte of JSON.
 _MEMORY_PER_BYTE = 32
 BLOCK_BYTES = 8 << 20
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
 _SUM = re.compile(r"[0-9a-f]{8}")
 _BRACKETS = re.compile(rb'"(?:[^"\\]|\\.)*"|[\[\]{}]')
-# An OrderedDict of items takes four levels.
+# An OrderedDict with keys of type int takes four levels of JSON.
 _DEPTH_MAX = 4 * DEPTH_MAX + 10
 
 
 class Record(NamedTuple):
-    """What is known of a file."""
+    """The size and checksums of a file."""
 
     nbytes: int
     checksums: list[str] | None  # one of each block
 
 
 class Manifest(NamedTuple):
-    """What a checkpoint consists of."""
+    """The contents of manifest.json."""
 
     step: int
     saved: str  # when, in ISO 8601
@@ -73,7 +73,7 @@ class Manifest(NamedTuple):
     files: dict[str, Record]
 
     def text(self) -> bytes:
-        """Return the manifest's file."""
+        """Return the manifest as JSON."""
         said = {
             "format": FORMAT,
             "step": self.step,
@@ -90,12 +90,12 @@ class Manifest(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """How many bytes the files have."""
+        """The size of all files, in bytes."""
         return sum(record.nbytes for record in self.files.values())
 
 
 class Checksums:
-    """Takes the bytes of a file in their order, and has a checksum of each block."""
+    """Computes a checksum of each block of a file, whose bytes are passed in order."""
 
     def __init__(self, block_bytes: int = BLOCK_BYTES) -> None:
         self.block_bytes = block_bytes
@@ -106,7 +106,7 @@ class Checksums:
         view = memoryview(piece)
         while len(view):
             part = view[: self.block_bytes - self._filled]
-            # Without the GIL, if it is long.
+            # crc32c releases the GIL for long pieces.
             self._value = crc32c.crc32c(part, self._value)
             self._filled += len(part)
             view = view[len(part) :]
@@ -118,21 +118,21 @@ class Checksums:
         self._value = self._filled = 0
 
     def sums(self) -> list[str]:
-        """Return them, the last block being what it is."""
+        """Return the checksums; the last block may be shorter."""
         if self._filled:
             self._end()
         return self._done
 
 
 def require_same(path: str, seen: Checksums, record: Record) -> None:
-    """Compare a file's checksums; raises CheckpointError, with the bytes that differ."""
+    """Raise CheckpointError, with the range of bytes, if a checksum differs."""
     sums = zip(seen.sums(), record.checksums or [], strict=True)
     for index, (one, other) in enumerate(sums):
         if one != other:
             low = index * seen.block_bytes
             high = min(low + seen.block_bytes, record.nbytes)
             raise CheckpointError(
-                f"{path} is damaged: bytes {low} to {high} have the checksum {one}; "
+                f"{path} is damaged: bytes {low} to {high} have the checksum {one}, but "
                 f"{other} was saved"
             )
 
@@ -143,13 +143,13 @@ def read_json(
     opener: Callable[[str], int],
     manifest: Manifest | None = None,
 ) -> Any:
-    """Read a small file of a checkpoint; raises CheckpointError, with the path.
+    """Read a JSON file of a checkpoint; raise CheckpointError, with the path.
 
-    With the manifest its bytes are compared with their checksums.
+    With a manifest, compare its bytes with their checksums.
     """
     limit = MANIFEST_BYTES_MAX if name == MANIFEST else TREE_BYTES_MAX
     path = os.path.join(folder, name)
-    # It is closed whatever happens, as a descriptor that is given would not be.
+    # An opener, because open() then closes the descriptor even if it fails.
     with open(path, "rb", opener=lambda path, flags: opener(path)) as file:
         size = os.fstat(file.fileno()).st_size
         if size > limit:
@@ -161,7 +161,7 @@ def read_json(
         seen, record = Checksums(manifest.block_bytes), manifest.files[name]
         seen(text)
         if len(text) != record.nbytes:
-            raise CheckpointError(f"{path} has changed meanwhile")
+            raise CheckpointError(f"{path} has changed while it was read")
         require_same(path, seen, record)
     try:
         return json.loads(text, parse_constant=_no_constant, object_pairs_hook=_unique)
@@ -170,12 +170,12 @@ def read_json(
     except RecursionError:
         if _depth_of(text) > _DEPTH_MAX:
             raise CheckpointError(f"{path} is nested too deeply") from None
-        # Who calls has used the stack up.
+        # The nesting is allowed, so the caller has used up the stack.
         raise
 
 
 def _depth_of(text: bytes) -> int:
-    """Return how deeply lists and objects are nested in JSON."""
+    """Return the nesting depth of JSON, without recursion."""
     depth = deepest = 0
     for found in _BRACKETS.finditer(text):
         step = {b"[": 1, b"{": 1, b"]": -1, b"}": -1}.get(found[0], 0)
@@ -196,7 +196,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def read_manifest(folder: str, step: int, opener: Callable[[str], int]) -> Manifest:
-    """Read and check the manifest of a step's folder, and look at its files' sizes."""
+    """Read and check the manifest of a step's folder, and the sizes of its files."""
     path = os.path.join(folder, MANIFEST)
     wrong = functools.partial(_wrong, path)
     said = read_json(folder, MANIFEST, opener)
@@ -206,16 +206,16 @@ def read_manifest(folder: str, step: int, opener: Callable[[str], int]) -> Manif
         raise wrong(f"it is of step {said.get('step')!r:.50}, not {step}")
     checksum, block_bytes = said.get("checksum"), said.get("block_bytes")
     if checksum not in (None, "crc32c"):
-        raise wrong(f"its checksum is {checksum!r:.50}, which is not known here")
+        raise wrong(f"its checksum is {checksum!r:.50}, not 'crc32c' or None")
     if type(block_bytes) is not int or not 4096 <= block_bytes <= 1 << 30:
-        raise wrong(f"its block_bytes is {block_bytes!r:.50}")
+        raise wrong(f"its block_bytes is {block_bytes!r:.50}, not 4096 to {1 << 30}")
     files = said.get("files")
     if not isinstance(files, dict) or not {TENSORS, TREE} <= files.keys():
-        raise wrong("it lacks files")
+        raise wrong(f"its files lack {TENSORS} or {TREE}")
     found = {}
     for name, record in files.items():
         if not _NAME.fullmatch(name) or name == MANIFEST:
-            raise wrong(f"{name!r:.110} is not the name of one of its files")
+            raise wrong(f"{name!r:.110} is not a valid name of a file")
         found[name] = _record_of(record, checksum, block_bytes, wrong)
         check_size(os.path.join(folder, name), found[name].nbytes)
     return Manifest(step, str(said.get("saved"))[:40], checksum, block_bytes, found)
@@ -243,12 +243,12 @@ def _record_of(
         and len(sums) == count
         and all(isinstance(each, str) and _SUM.fullmatch(each) for each in sums)
     ):
-        raise wrong(f"it has no checksums of {count} blocks of a file")
+        raise wrong(f"a file lacks the checksums of its {count} blocks")
     return Record(nbytes, sums)
 
 
 def check_size(path: str, nbytes: int) -> None:
-    """Refuse a file that is missing, no file, or of another size."""
+    """Raise CheckpointError if a file is missing, not regular, or of another size."""
     try:
         found = os.lstat(path)
     except FileNotFoundError:
@@ -256,4 +256,4 @@ def check_size(path: str, nbytes: int) -> None:
     if not stat.S_ISREG(found.st_mode):
         raise CheckpointError(f"{path} is not a regular file")
     if found.st_size != nbytes:
-        raise CheckpointError(f"{path} has {found.st_size} bytes; {nbytes} were saved")
+        raise CheckpointError(f"{path} has {found.st_size} bytes, but {nbytes} were saved")

@@ -1,4 +1,4 @@
-"""Where checkpoints are drained to: a folder, or what fsspec reaches."""
+"""Storage that checkpoints are copied to: a local folder, or a URL of fsspec."""
 
 import contextlib
 import errno
@@ -28,10 +28,10 @@ __all__ = ["Bytes", "Place", "Writer", "pieces_of", "place_of", "short_name", "u
 Bytes = npt.NDArray[np.uint8]
 
 PIECE_BYTES = 4 << 20
-# Of a name that is as long as names may be.
+# The part of a name that is kept in its temporary name, which has at most 255 bytes.
 _BASE_BYTES_MAX = 220
 
-# Where a file is given another name without being copied, and in the place of another.
+# Protocols that can rename a file without a copy, also over an existing one.
 _RENAMING = {"memory", "sftp", "ssh"}
 
 
@@ -39,55 +39,55 @@ _PART = re.compile(r"\.(.+)\.[0-9a-f]{8}\.nvmeio-part", re.DOTALL)
 
 
 class Writer(Protocol):
-    """A file that is being written, under another name or none."""
+    """A file that is being written, before it has its name."""
 
     def write(self, piece: Bytes) -> None:
         """Append bytes."""
 
     def finish(self) -> None:
-        """Have all of it where it is to stay, durably."""
+        """Make all bytes durable."""
 
     def read(self) -> Iterator[Bytes]:
-        """Yield what is there."""
+        """Yield the bytes that are on the storage."""
 
     def commit(self) -> None:
         """Give it its name."""
 
 
 class Place(Protocol):
-    """A folder somewhere; names are relative, with slashes."""
+    """A folder, local or remote; names are relative, with slashes."""
 
     @property
     def root(self) -> str:
-        """What it is called in messages."""
+        """The folder's path or URL, for messages."""
 
     def folder(self, name: str) -> str | None:
-        """Return the path of a folder, or None where the system knows none."""
+        """Return the local path of a folder, or None on remote storage."""
 
     def writing(self, name: str) -> "contextlib.AbstractContextManager[Writer]":
-        """Write a file, which is removed unless it is committed."""
+        """Write a file; it is removed at the end unless it was committed."""
 
     def read(self, name: str) -> Iterator[Bytes]:
         """Yield the bytes of a file, piece by piece."""
 
     def size(self, name: str) -> int | None:
-        """Return the size of a file, or None."""
+        """Return the size of a file in bytes, or None if there is no such file."""
 
     def make(self, folder: str) -> None:
-        """Make a folder, and those above it."""
+        """Create a folder, and those above it."""
 
     def settle(self, folder: str) -> None:
         """Make the names in a folder durable."""
 
     def names(self, folder: str) -> list[str]:
-        """Return the names in a folder; none where there is no folder."""
+        """Return the names in a folder; an empty list if it does not exist."""
 
     def remove(self, name: str) -> None:
-        """Remove a file or a folder, if it is there."""
+        """Remove a file or a folder, if it exists."""
 
 
 def place_of(target: Path) -> Place:
-    """Return a folder by its path, or by a URL that fsspec knows."""
+    """Return the Place of a path, or of a URL that fsspec supports."""
     name = os.fsdecode(path_of(target))
     protocol, separator, rest = name.partition("://")
     if not separator:
@@ -98,16 +98,16 @@ def place_of(target: Path) -> Place:
         fsspec: Any = importlib.import_module("fsspec")
     except ModuleNotFoundError:
         raise ModuleNotFoundError(
-            f"{name!r} is a URL, and fsspec, which is needed for URLs, is not installed",
+            f"{name!r} is a URL, which needs fsspec; run: pip install fsspec",
             name="fsspec",
         ) from None
-    # Unknown ones are refused; it may be long until the first connection.
+    # Raises for unknown protocols now, because the first connection may come much later.
     fsspec.get_filesystem_class(protocol)
     return _Remote(functools.partial(fsspec.core.url_to_fs, name), name, protocol)
 
 
 def pieces_of(file: File, size: int) -> Iterator[Bytes]:
-    """Yield a file's bytes in their order; the next piece is read meanwhile."""
+    """Yield a file's bytes in order, while the next piece is being read."""
     memory = _memory(min(2 * PIECE_BYTES, max(size, 1)))
     halves = (memory[:PIECE_BYTES], memory[PIECE_BYTES:])
     handle, pending = default_handle(), None
@@ -135,25 +135,25 @@ def _memory(nbytes: int) -> Bytes:
 
 
 def _unnamed(name: str) -> str:
-    """Return what a file is called until it is complete."""
+    """Return a temporary name for a file that is not complete."""
     folder, base = os.path.split(short_name(name))
     return os.path.join(folder, f".{base}.{secrets.token_hex(4)}.nvmeio-part")
 
 
 def short_name(name: str) -> str:
-    """Return as much of a name as there is room for beside what says it is unfinished."""
+    """Return the part of a name that fits into its temporary name."""
     folder, base = os.path.split(name)
     return os.path.join(folder, os.fsdecode(os.fsencode(base)[:_BASE_BYTES_MAX]))
 
 
 def unfinished(name: str) -> str | None:
-    """Return the short name of the file that was to come of one that was not completed."""
+    """Return the short name in a temporary name; None if `name` is not a temporary one."""
     found = _PART.fullmatch(name)
     return found and found[1]
 
 
 class _Folder:
-    """A folder of any file system that is mounted."""
+    """A folder of a mounted file system."""
 
     def __init__(self, root: str) -> None:
         self.root = root
@@ -178,7 +178,7 @@ class _Folder:
 
     def read(self, name: str) -> Iterator[Bytes]:
         with File(self.path(name)) as file:
-            # Who has written it may not have synced it.
+            # The process that wrote it may have died before it synced it.
             os.fsync(file.fileno())
             yield from _read_anew(file)
 
@@ -187,7 +187,8 @@ class _Folder:
             found = os.lstat(self.path(name))
         except FileNotFoundError:
             return None
-        # A link may lead to the source itself; a file takes its place.
+        # A symbolic link counts as missing, so that a file replaces it: it may lead to the
+        # source itself.
         return found.st_size if stat.S_ISREG(found.st_mode) else None
 
     def make(self, folder: str) -> None:
@@ -233,14 +234,14 @@ class _FolderWriter:
 
 
 def _read_anew(file: File) -> Iterator[Bytes]:
-    """Yield what the device has, not what the page cache knows of it."""
+    """Yield the bytes on the device, not those in the page cache."""
     with contextlib.suppress(OSError):
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     return pieces_of(file, file.size)
 
 
 class _Remote:
-    """What fsspec reaches."""
+    """A folder of a file system of fsspec."""
 
     def __init__(
         self, connect: Callable[[], tuple[Any, str]], root: str, protocol: str
@@ -270,14 +271,14 @@ class _Remote:
 
     @contextlib.contextmanager
     def writing(self, name: str) -> Iterator["_RemoteWriter"]:
-        # An object has its name when it is complete; another name would be another copy.
+        # An object gets its name when its upload is complete; renaming would copy it.
         unnamed = self.path(_unnamed(name) if self.renames else name)
         writer = _RemoteWriter(self, unnamed, self.path(name))
         try:
             yield writer
         finally:
             writer.close()
-            # An object that is not what was sent has its name nevertheless.
+            # A finished object has its name even if the bytes read back are wrong.
             if not writer.committed and (self.renames or writer.finished):
                 with contextlib.suppress(Exception):
                     self.system.rm_file(unnamed)
@@ -302,7 +303,7 @@ class _Remote:
         self.system.makedirs(self.path(folder), exist_ok=True)
 
     def settle(self, folder: str) -> None:
-        """Do nothing: what is there is there for good."""
+        """Do nothing: remote storage makes names durable itself."""
 
     def names(self, folder: str) -> list[str]:
         self.system.invalidate_cache()
@@ -313,19 +314,19 @@ class _Remote:
         return [each.rstrip("/").rpartition("/")[2] for each in found]
 
     def remove(self, name: str) -> None:
-        # One by one: rm() would take brackets in a name for a pattern.
+        # One by one, because rm() would treat brackets in a name as a pattern.
         path = self.path(name)
         self.system.invalidate_cache()
         for each in self.system.find(path) or [path]:
             with contextlib.suppress(FileNotFoundError):
                 self.system.rm_file(each)
-        # Stores have no folders, and others none that is empty.
+        # Object stores have no folders, and other systems may have removed the empty ones.
         with contextlib.suppress(Exception):
             self.system.rmdir(path)
 
 
 def _renames_by_itself(system: Any) -> bool:
-    """Tell whether mv() is the system's own; fsspec's takes brackets for a pattern."""
+    """Return whether the system has its own mv(); fsspec's treats brackets as a pattern."""
     general = importlib.import_module("fsspec").AbstractFileSystem
     return type(system).mv is not general.mv
 
@@ -339,10 +340,14 @@ class _RemoteWriter:
     def write(self, piece: Bytes) -> None:
         view = piece.data
         while len(view):
-            # A stream that takes less loses nothing.
+            # A raw stream may write fewer bytes than it was given.
             taken = self.stream.write(view)
             if taken is not None and not 0 < taken <= len(view):
-                raise OSError(errno.EIO, f"a write has taken {taken} bytes", self.unnamed)
+                raise OSError(
+                    errno.EIO,
+                    f"write() of {len(view)} bytes returned {taken}",
+                    self.unnamed,
+                )
             view = view[len(view) if taken is None else taken :]
 
     def finish(self) -> None:
@@ -362,13 +367,13 @@ class _RemoteWriter:
         self.committed = True
 
     def close(self) -> None:
-        """Give an upload up that was not finished; why is told by then."""
+        """Abandon an unfinished upload; ignore errors, since one was raised already."""
         if self.stream.closed:
             return
         with contextlib.suppress(Exception):
             self.stream.discard()
         try:
-            # Its close() would complete the upload.
+            # Marked as closed, because close() would complete the upload.
             self.stream.closed = True
         except AttributeError:
             with contextlib.suppress(Exception):

@@ -1,7 +1,6 @@
-"""Tensors and arrays of a state, made of what a safetensors file has of them.
+"""Rebuild the tensors and arrays of a state from those of a safetensors file.
 
-What the tree says of them comes from strangers, and is checked against the header before
-anything is read.
+The tree is untrusted; it is checked against the header before anything is read.
 """
 
 import math
@@ -27,12 +26,12 @@ __all__ = ["Part", "check_target", "part_of", "rebuild", "same_memory"]
 _FLAGS = ("parameter", "requires_grad")
 _WORDS = {"tensor", "array", "dtype", "shape", "view", "device", *_FLAGS}
 _EXTENT_MAX = (1 << 63) - 1
-# Numpy has no more dimensions, and torch as many.
+# The limit of numpy and of torch.
 _DIMENSIONS_MAX = 64
 
 
 class View(NamedTuple):
-    """Where in the bytes of a tensor of the file another one lies."""
+    """The place of a tensor or an array in the bytes of a stored tensor."""
 
     offset: int
     strides: tuple[int, ...]  # in bytes
@@ -41,7 +40,7 @@ class View(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A tensor or an array of a state, and the tensor of the file that it is, or is in."""
+    """A tensor or an array of a state, and the stored tensor that has its bytes."""
 
     path: tuple[Any, ...]
     stored: Tensor
@@ -54,7 +53,7 @@ class Part(NamedTuple):
 
 
 def part_of(node: dict[str, Any], path: tuple[Any, ...], stored: dict[str, Tensor]) -> Part:
-    """Return what a node says; raises CheckpointError where it cannot be."""
+    """Return the part that a node describes; raise CheckpointError if it is invalid."""
     try:
         return _part_of(node, path, stored)
     except CheckpointError as error:
@@ -66,17 +65,17 @@ def _part_of(
 ) -> Part:
     by_torch = "tensor" in node
     if not node.keys() <= _WORDS or by_torch == ("array" in node):
-        raise CheckpointError("is of no kind")
+        raise CheckpointError("is neither a tensor nor an array")
     name = node["tensor" if by_torch else "array"]
     tensor = stored.get(name) if isinstance(name, str) else None
     if tensor is None:
-        raise CheckpointError(f"is in a tensor that the file lacks: {name!r:.100}")
+        raise CheckpointError(f"needs the tensor {name!r:.100}, which the file lacks")
     flags = tuple(word for word in _FLAGS if node.get(word) is True)
     if flags and not by_torch:
-        raise CheckpointError("is an array, of which nothing is a parameter")
+        raise CheckpointError(f"is an array, and cannot have {', '.join(flags)}")
     part = _sized_part_of(node, path, tensor, by_torch, flags)
     if flags and not (part.dtype.is_floating_point or part.dtype.is_complex):
-        raise CheckpointError(f"is of {part.dtype}, of which there is no gradient")
+        raise CheckpointError(f"has the dtype {part.dtype}, which has no gradients")
     return part
 
 
@@ -101,7 +100,10 @@ def _sized_part_of(
     dtype = _dtype_of(node["dtype"], by_torch)
     if "shape" not in node:
         if PAIRS.get(_name(dtype)) != tensor.dtype or tensor.shape[-1:] != (2,):
-            raise CheckpointError(f"cannot be of pairs of {tensor.dtype}")
+            raise CheckpointError(
+                f"has the dtype {dtype}, but is stored as {tensor.dtype} of shape "
+                f"{list(tensor.shape)}"
+            )
         shape = tensor.shape[:-1]
         return Part(path, tensor, by_torch, dtype, shape, "pairs", None, flags)
     shape = _integers(node["shape"], "shape", 0)
@@ -111,7 +113,8 @@ def _sized_part_of(
     if "view" not in node:
         if math.prod(shape) * dtype.itemsize != nbytes or tensor.dtype != "U8":
             raise CheckpointError(
-                f"is of {dtype} and {list(shape)}, but has {nbytes} bytes"
+                f"has the dtype {dtype} and shape {list(shape)}, but {nbytes} bytes of "
+                f"{tensor.dtype}"
             )
         return Part(path, tensor, by_torch, dtype, shape, "bytes", None, flags)
     view = _view_of(node["view"], shape, dtype.itemsize, nbytes, by_torch)
@@ -125,26 +128,27 @@ def _name(dtype: Any) -> str:
 def _dtype_of(said: Any, by_torch: bool) -> Any:
     if by_torch:
         if not isinstance(said, str) or not (said in FORMAT_NAMES or said in PAIRS):
-            raise CheckpointError(f"is of an unknown dtype, {said!r:.50}")
+            raise CheckpointError(f"has the unknown dtype {said!r:.50}")
         return getattr(torch_module(), said)
     try:
         dtype = np.dtype(said) if isinstance(said, str) else _structured(said)
     except (ValueError, TypeError, LookupError, RecursionError, SyntaxError):
-        raise CheckpointError(f"is of an unknown dtype, {said!r:.50}") from None
+        raise CheckpointError(f"has the unknown dtype {said!r:.50}") from None
     if dtype.hasobject:
-        raise CheckpointError(f"is of {dtype}, which has Python objects")
+        raise CheckpointError(f"has the dtype {dtype}, which has Python objects")
     if dtype.subdtype is not None:
-        raise CheckpointError(f"is of an unknown dtype, {said!r:.50}")
+        raise CheckpointError(f"has the unknown dtype {said!r:.50}")
     return dtype
 
 
 def _structured(said: Any) -> np.dtype[Any]:
-    """Return a dtype of fields; JSON has made lists of tuples."""
+    """Return a structured dtype; in JSON its tuples have become lists."""
 
     def tuples(value: Any) -> Any:
         if isinstance(value, str):
             return value
-        # A list of fields, a field with its name first, or what is in an array.
+        # A list of fields stays a list.  All else is a tuple: a field, a title and name, or
+        # a shape.
         if value and isinstance(value[0], list) and isinstance(value[0][0], (str, list)):
             return [tuple(map(tuples, field)) for field in value]
         return tuple(each if isinstance(each, int) else tuples(each) for each in value)
@@ -159,7 +163,7 @@ def _integers(said: Any, what: str, least: int) -> tuple[int, ...]:
     if not isinstance(said, list) or not all(
         type(each) is int and least <= each <= _EXTENT_MAX for each in said
     ):
-        raise CheckpointError(f"has a {what} that is invalid: {said!r:.100}")
+        raise CheckpointError(f"has an invalid {what}: {said!r:.100}")
     return tuple(said)
 
 
@@ -170,14 +174,14 @@ def _view_of(
         not isinstance(said, dict)
         or not {"offset", "strides", "conj", "neg"} >= said.keys()
     ):
-        raise CheckpointError("is a view of no kind")
+        raise CheckpointError(f"has an invalid view: {said!r:.100}")
     least = 0 if by_torch else -_EXTENT_MAX
     strides = _integers(said.get("strides"), "stride", least)
     (offset,) = _integers([said.get("offset")], "offset", 0)
     if offset > nbytes:
         raise CheckpointError(f"begins at byte {offset} of {nbytes}")
     if len(strides) != len(shape):
-        raise CheckpointError(f"has {len(shape)} extents and {len(strides)} strides")
+        raise CheckpointError(f"has {len(shape)} dimensions but {len(strides)} strides")
     if 0 not in shape:
         reach = [(size - 1) * stride for size, stride in zip(shape, strides, strict=True)]
         low = offset + sum(each for each in reach if each < 0)
@@ -185,18 +189,18 @@ def _view_of(
         if low < 0 or high > nbytes:
             raise CheckpointError(f"has bytes {low} to {high} of {nbytes}")
     if by_torch and any(each % itemsize for each in (offset, *strides)):
-        raise CheckpointError(f"has elements at no multiple of their {itemsize} bytes")
+        raise CheckpointError(f"has an offset or stride that {itemsize} does not divide")
     return View(offset, strides, said.get("conj") is True, said.get("neg") is True)
 
 
 def rebuild(part: Part, base: Any) -> Any:
-    """Make a tensor or an array over the memory of the tensor of the file."""
+    """Make a tensor or an array over the memory of a stored tensor."""
     try:
         if part.by_torch:
             return _dressed(part, _tensor(part, base))
         return _array(part, base)
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-        raise CheckpointError(f"{path_of(part.path)} cannot be made: {error}") from None
+        raise CheckpointError(f"{path_of(part.path)} cannot be rebuilt: {error}") from None
 
 
 def _array(part: Part, base: Any) -> Any:
@@ -205,7 +209,7 @@ def _array(part: Part, base: Any) -> Any:
             return base
         flat = base.reshape(-1).view(np.uint8)
     else:
-        # Numpy may have no dtype for what torch has read.
+        # As bytes, because numpy lacks some dtypes of torch.
         flat = base.reshape(-1).view(torch_module().uint8).numpy()
     if part.view is None:
         if not flat.size:
@@ -244,7 +248,7 @@ def _dressed(part: Part, tensor: Any) -> Any:
 
 
 def check_target(part: Part, target: Any) -> None:
-    """Refuse what cannot be filled."""
+    """Raise TypeError or ValueError if a part cannot be read into a target."""
     where = path_of(part.path)
     kind = np.ndarray
     if part.by_torch:
@@ -256,8 +260,8 @@ def check_target(part: Part, target: Any) -> None:
         )
     if target.dtype != part.dtype or tuple(target.shape) != tuple(part.shape):
         raise ValueError(
-            f"into: {where} is of {target.dtype} and shape {list(target.shape)}; the "
-            f"checkpoint has {part.dtype} and {list(part.shape)}"
+            f"into: {where} has the dtype {target.dtype} and shape {list(target.shape)}; "
+            f"the checkpoint has {part.dtype} and {list(part.shape)}"
         )
     problem = _target_problem(target)
     if problem:
@@ -265,7 +269,7 @@ def check_target(part: Part, target: Any) -> None:
 
 
 def _target_problem(target: Any) -> str:
-    """Say why nothing can be written to a tensor or an array."""
+    """Return why a tensor or an array cannot be written to; "" if it can."""
     if isinstance(target, np.ndarray):
         strides = target.strides
         if not target.flags.writeable:
@@ -273,17 +277,17 @@ def _target_problem(target: Any) -> str:
     elif target.is_meta or target.layout != torch_module().strided:
         return f"has no memory to fill: {target.device}, {target.layout}"
     elif target.is_conj() or target.is_neg():
-        return "is the conjugate or the negative of other memory"
+        return "is a conjugate or negative view; pass its resolve_conj() or resolve_neg()"
     else:
         strides = target.stride()
     extents = zip(target.shape, strides, strict=True)
     if 0 not in target.shape and any(n > 1 and not stride for n, stride in extents):
-        return "is expanded: several of its elements are one"
+        return "is expanded, so several elements share memory; pass its clone() or copy()"
     return ""
 
 
 def same_memory(one: Any, other: Any) -> bool:
-    """Tell whether two tensors, or two arrays, are of the same elements."""
+    """Return whether two tensors, or two arrays, are the same elements of memory."""
     if isinstance(one, np.ndarray) or isinstance(other, np.ndarray):
         return (
             isinstance(one, np.ndarray)

@@ -1,4 +1,4 @@
-"""A step's folder, held and read: checked first, then by one submission."""
+"""Lock, check and read the folder of a step."""
 
 import contextlib
 import fcntl
@@ -41,7 +41,7 @@ __all__ = ["Held"]
 
 
 class Held:
-    """The folder of a complete step; it is not removed while it is open."""
+    """The folder of a complete step, locked so that it is not pruned until ``close``."""
 
     def __init__(self, folder: str, step: int) -> None:
         self.folder, self.step = folder, step
@@ -54,7 +54,9 @@ class Held:
             moved = not self.is_there()
             self.close()
             if moved and isinstance(error, (CheckpointError, OSError)):
-                raise MovedError(f"{folder} was removed or replaced meanwhile") from error
+                raise MovedError(
+                    f"{folder} was removed or replaced while it was read"
+                ) from error
             raise
         in_child_close(self)
 
@@ -63,19 +65,19 @@ class Held:
             descriptor = os.open(self.folder, FOLDER | os.O_NOFOLLOW | os.O_CLOEXEC)
         except NotADirectoryError:
             raise CheckpointError(
-                f"{self.folder} is not the folder of a checkpoint"
+                f"{self.folder} is not a folder, or is a symbolic link"
             ) from None
         self._descriptors.append(descriptor)
 
     def _lock(self) -> None:
         lock = self._opened(os.path.join(self.folder, MANIFEST))
         self._descriptors.append(lock)
-        # Who removes it looks at this lock, and does not wait.
+        # Pruning tests this lock, and leaves the step alone if it is held.
         with contextlib.suppress(OSError):
             fcntl.flock(lock, fcntl.LOCK_SH)
 
     def _opened(self, path: str) -> int:
-        """Open a file that is no link."""
+        """Open a regular file; raise CheckpointError for anything else."""
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         try:
             descriptor = os.open(path, flags)
@@ -94,7 +96,7 @@ class Held:
         return descriptor
 
     def is_there(self) -> bool:
-        """Tell whether what was opened is still what has the name."""
+        """Return whether the folder that was opened still has its name."""
         if not self._descriptors:
             return os.path.lexists(self.folder)
         try:
@@ -104,10 +106,10 @@ class Held:
 
     def _require_place(self) -> None:
         if not self.is_there():
-            raise MovedError(f"{self.folder} was removed or replaced meanwhile")
+            raise MovedError(f"{self.folder} was removed or replaced while it was read")
 
     def close(self) -> None:
-        """Let others remove it."""
+        """Release the lock, so that the step may be removed."""
         while self._descriptors:
             close_quietly(self._descriptors.pop())
 
@@ -115,14 +117,15 @@ class Held:
         return self
 
     def __exit__(self, kind: object, error: object, where: object) -> None:
-        # Files that were opened by their names may have been another's.
+        # If the folder was replaced, the error is not about this step: files are opened by
+        # path, so they may have been the other folder's.
         moved = isinstance(error, (CheckpointError, OSError)) and not self.is_there()
         self.close()
         if moved:
-            raise MovedError(f"{self.folder} was removed or replaced meanwhile")
+            raise MovedError(f"{self.folder} was removed or replaced while it was read")
 
     def tree(self) -> dict[str, Any]:
-        """Return what tree.json has, but for its checks of values."""
+        """Return the contents of tree.json; its state and metadata are not checked yet."""
         said = read_json(self.folder, TREE, self._opened, self.manifest)
         path = os.path.join(self.folder, TREE)
         if (
@@ -131,12 +134,14 @@ class Held:
             or said.get("step") != self.step
             or not {"state", "metadata"} <= said.keys()
         ):
-            raise CheckpointError(f"{path} is damaged: it is not of step {self.step}")
+            raise CheckpointError(
+                f"{path} is damaged: it is not the {FORMAT} of step {self.step}"
+            )
         self._require_place()
         return said
 
     def metadata(self) -> Any:
-        """Return what was saved beside the state."""
+        """Return the metadata that was saved with the state."""
 
         def refused(node: Any, path: Any) -> Any:
             raise CheckpointError(
@@ -146,7 +151,7 @@ class Held:
         return decode(self.tree()["metadata"], refused)
 
     def verify(self, progress: Progress | None = None) -> None:
-        """Read all, and compare with the checksums; raises CheckpointError."""
+        """Read all files, and raise CheckpointError if a checksum differs."""
         self._require_checksums()
         total, done = self.manifest.nbytes, 0
 
@@ -175,7 +180,7 @@ class Held:
         require_same(path, seen, record)
 
     def _verify_read(self, file: ModelFile, tensors: dict[str, Any]) -> None:
-        """Compare what was read with the checksums; raises CheckpointError."""
+        """Raise CheckpointError if the bytes of the tensors differ from the checksums."""
         record = self.manifest.files[TENSORS]
         seen = Checksums(self.manifest.block_bytes)
         with open(file.path, "rb") as header:
@@ -184,18 +189,18 @@ class Held:
             if each.name not in tensors:
                 break
             seen(bytes_of(tensors[each.name]))
-        # Where it differs, the file tells which of its bytes do, or that memory had other
-        # bytes in the meantime.
+        # If they differ, read the file, so that the error names the damaged bytes.  If none
+        # are, the program has changed the memory meanwhile, which is no error.
         if seen.sums() != record.checksums:
             self._verify_file(TENSORS)
 
     def restore(
         self, into: Any, names: Collection[str] | None, *, checked: bool = False
     ) -> Any:
-        """Return the state, or what is named of it, in memory of its own or `into`.
+        """Return the state, or the parts in `names`, in new memory or in that of `into`.
 
-        If it is to be `checked`, all that was read is compared with the checksums, and of
-        what is named all of the files, first.
+        With `checked`, compare the bytes that were read with the checksums.  With `names`
+        too, compare the whole file before reading, because the checksums are of blocks.
         """
         if checked:
             self._require_checksums()
@@ -209,8 +214,8 @@ class Held:
             raise CheckpointError(f"{path} is damaged: {error}") from None
         try:
             if file.before.st_size != self.manifest.files[TENSORS].nbytes:
-                raise CheckpointError(f"{path} has changed meanwhile")
-            # What the tree is of, and what is read now, have been opened under one name.
+                raise CheckpointError(f"{path} has changed while it was read")
+            # The tree and the tensors must come from the same folder.
             self._require_place()
             parts = _Parts(file.layout.by_name)
             try:
@@ -231,7 +236,7 @@ class Held:
 
 
 class _Parts:
-    """Takes the tensors of a tree, and leaves a part for each."""
+    """Replaces each tensor node of a tree by a Part, and collects the parts."""
 
     def __init__(self, stored: dict[str, Tensor]) -> None:
         self.stored = stored
@@ -244,7 +249,7 @@ class _Parts:
 
 
 def _matched(skeleton: Any, into: Any, path: tuple[Any, ...]) -> dict[Any, Any]:
-    """Return the caller's tensor for each part, checked, by path."""
+    """Return the tensor or array of `into` for each part, checked, by path."""
     if isinstance(skeleton, Part):
         check_target(skeleton, into)
         return {skeleton.path: into}
@@ -258,8 +263,8 @@ def _matched(skeleton: Any, into: Any, path: tuple[Any, ...]) -> dict[Any, Any]:
             found |= _matched(each, into[key], (*path, key))
     elif isinstance(skeleton, (list, tuple)) and isinstance(into, (list, tuple)):
         if len(skeleton) != len(into) and _has_parts(skeleton):
-            words = f"{len(into)} items; the checkpoint has {len(skeleton)}"
-            raise ValueError(f"into: {path_of(path)} has {words}")
+            words = f"has {len(into)} items; the checkpoint has {len(skeleton)}"
+            raise ValueError(f"into: {path_of(path)} {words}")
         for index, (each, other) in enumerate(zip(skeleton, into, strict=False)):
             found |= _matched(each, other, (*path, index))
     elif _has_parts(skeleton):
@@ -279,7 +284,7 @@ def _has_parts(skeleton: Any) -> bool:
 
 
 def _filled(skeleton: Any, values: dict[Any, Any]) -> Any:
-    """Put tensors where their parts are."""
+    """Replace the parts in the skeleton by their tensors and arrays."""
     if isinstance(skeleton, Part):
         return values[skeleton.path]
     if isinstance(skeleton, dict):
@@ -296,7 +301,7 @@ def _filled(skeleton: Any, values: dict[Any, Any]) -> Any:
 def _read(
     file: ModelFile, parts: list[Part], targets: dict[Any, Any] | None
 ) -> tuple[dict[str, Any], dict[Any, Any]]:
-    """Return all tensors of the file that parts are of, and the parts made of them."""
+    """Read parts; return the stored tensors by name, and the values of parts by path."""
     by_stored: dict[str, list[Part]] = {}
     for part in parts:
         by_stored.setdefault(part.stored.name, []).append(part)
@@ -322,7 +327,7 @@ def _read(
     for name, group in by_stored.items():
         base = bases[name]
         if any(part.by_torch and part.view for part in group) and base.data_ptr() % 16:
-            # Torch takes no elements at other addresses than multiples of their size.
+            # Torch requires addresses that are multiples of the element's size, 16 at most.
             base = base.clone()
         for part in group:
             made[part.path] = rebuild(part, base)
@@ -341,7 +346,7 @@ def _wanted(file: ModelFile, stored: Tensor, framework: Framework) -> Wanted:
 def _destination(
     group: list[Part], targets: dict[Any, Any], wanted: Wanted, framework: Framework
 ) -> Any:
-    """Return what a tensor of the file is read into: a target that it is, or new memory."""
+    """Return the memory to read a stored tensor into: a target of its shape, or new."""
     for part in group:
         target = targets[part.path]
         if part.how == "whole" and part.by_torch == framework.by_torch:
@@ -350,7 +355,7 @@ def _destination(
 
 
 def _delivered(value: Any, target: Any) -> Any:
-    """Copy to a target, unless it has been read into."""
+    """Copy a value to its target, unless it was read into it directly."""
     source, memory = _plain(value), _plain(target)
     if not same_memory(source, memory):
         memcpy(memory, source)
@@ -358,12 +363,12 @@ def _delivered(value: Any, target: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Return an array, or a tensor of which autograd knows nothing."""
+    """Return an array as it is, or a tensor detached from autograd."""
     return value if isinstance(value, np.ndarray) else value.detach()
 
 
 def _blocks(path: str, nbytes: int) -> Iterator[Any]:
-    """Yield the bytes of a file, while those that follow are on their way."""
+    """Yield the bytes of a file block by block, while the next blocks are being read."""
     size, count = BLOCK_BYTES, 4
     stages = [empty(min(size, max(nbytes, 1)), np.uint8) for _ in range(count)]
     handle = default_handle()

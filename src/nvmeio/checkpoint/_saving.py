@@ -1,4 +1,4 @@
-"""A checkpoint's files: planned before a byte is written, then written and synced."""
+"""Plan, write and sync the files of a checkpoint."""
 
 import json
 import os
@@ -40,16 +40,16 @@ __all__ = ["Plan", "Staging"]
 
 Check = Callable[[], bool]
 
-# As many blocks of staged memory are on their way to the drive.
+# How many blocks of a staged state are written at once.
 IN_FLIGHT = 4
 
 
 class Plan:
-    """What a save is going to write."""
+    """Everything that a save will write; invalid states are refused here, before that."""
 
     def __init__(self, step: int, state: Any, metadata: Any, checksum: str | None) -> None:
         self.step, self.checksum = step, checksum
-        # Memory that only its address leads to stays while this does.
+        # Keeps the tensors alive: some memory is known only by its address.
         self.state = state
         tree, leaves = encode(state)
         said, others = encode(metadata)
@@ -58,7 +58,7 @@ class Plan:
             raise TypeError(f"{where} is a tensor or an array; metadata cannot have any")
         stored = store(leaves)
         tensors = [(each.name, each.dtype, each.shape) for each in stored]
-        # Tensors of whole pages are written and read without copies of their ends.
+        # On page boundaries, so that tensors of whole pages need no copies of their ends.
         self.header, self.layout = build(tensors, {"format": "pt"}, align=4096)
         by_name = {each.name: each for each in stored}
         self.stored: list[Stored] = [
@@ -73,7 +73,7 @@ class Plan:
         self.image: Bytes | None = None
 
     def stage(self, staging: "Staging") -> None:
-        """Copy all bytes, as the file has them, so that the state may change."""
+        """Copy the state into an image of the file, so that the caller may change it."""
         image = staging.memory(self.total)
         begins = [each.begin for each in self.layout.tensors if each.end > each.begin]
         image[: len(self.header)] = np.frombuffer(self.header, np.uint8)
@@ -86,7 +86,7 @@ class Plan:
     def write(
         self, folder: Unfinished, stopped: Check, copied: Callable[[], object]
     ) -> None:
-        """Write and sync the files; `copied` is called when the state is needed no more."""
+        """Write and sync the files; call `copied` when the state is no longer needed."""
         files = {TENSORS: self._write_tensors(folder, stopped)}
         copied()
         files[TREE] = self._write_text(folder, TREE, self.tree)
@@ -131,7 +131,7 @@ class Plan:
 def _write_image(
     handle: Handle, file: File, image: Bytes, seen: Callable[[Bytes], object]
 ) -> None:
-    """Write memory that is as the file is, and see each block while it is on its way."""
+    """Write an image of the file, and pass each block to `seen` while it is written."""
     requests: list[Request] = []
     try:
         for low in range(0, len(image), BLOCK_BYTES):
@@ -143,13 +143,13 @@ def _write_image(
         for request in requests:
             request.wait()
     finally:
-        # After an error: the memory is used again when no write needs it any more.
+        # Also after an error, because the next save uses this memory again.
         for request in requests:
             request.exception()
 
 
 def _copy(stored: Stored, target: Bytes) -> None:
-    """Copy a tensor's bytes, in C order."""
+    """Copy the bytes of a tensor or an array, in C order."""
     value = stored.value
     if isinstance(value, Deferred):
         value = value.load()
@@ -165,13 +165,13 @@ def _copy(stored: Stored, target: Bytes) -> None:
 
 
 class Staging:
-    """Memory for one state at a time, which is used again for the next."""
+    """Memory for a copy of one state, which the next save uses again."""
 
     def __init__(self) -> None:
         self._region: Region | None = None
 
     def memory(self, nbytes: int) -> Bytes:
-        """Return memory for so many bytes; raises MemoryError where there is less."""
+        """Return `nbytes` bytes of memory; raise MemoryError if there is not enough."""
         if self._region is None or self._region.nbytes < nbytes:
             self._region = None
             require_available(nbytes, "a copy of the state")
@@ -183,5 +183,5 @@ class Staging:
         return found
 
     def release(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         self._region = None

@@ -1,8 +1,9 @@
-"""Tensors and arrays as a safetensors file has them: which are one, and under which names.
+"""Decide which tensors of a safetensors file store the tensors and arrays of a state.
 
-Those that share memory are stored once: the one that covers all the others, if there is
-one, else their memory as bytes; the others are views of it.  A view that shares with nobody
-in the state is stored as what it has.
+Those that share memory are stored once.  If one of them covers all the others, it is
+stored, and the others become views of it.  Else their memory is stored as bytes, and all
+become views of that.  A view that shares memory with no other part of the state is stored
+alone, with only its own elements.
 """
 
 import functools
@@ -22,13 +23,13 @@ __all__ = ["PAIRS", "Stored", "bytes_of", "contents", "store"]
 
 Bytes = npt.NDArray[np.uint8]
 
-# What the format has not, as pairs of what it has.
+# Dtypes that the format lacks, stored as pairs of these.
 PAIRS = {"complex128": "F64", "complex32": "F16"}
 
-# It was in numpy itself before 1.25.
+# Before numpy 1.25 it is in numpy itself.
 _TooHardError = getattr(np, "exceptions", np).TooHardError
 
-# How long numpy may look whether two strided views have an element in common.
+# The limit of numpy's search for an element that two strided views share.
 _WORK_MAX: Any = 100_000
 
 
@@ -42,20 +43,20 @@ class Stored(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """Where a leaf lies."""
+    """The memory of a leaf."""
 
     device: str
     low: int
     high: int
-    dense: bool  # it has every byte between, in C order
+    dense: bool  # covers every byte from low to high, in C order
     strides: tuple[int, ...]  # in bytes
     leaf: Leaf
 
 
 def store(leaves: Sequence[Leaf]) -> list[Stored]:
-    """Fill the nodes of the tree, and return what is to be written.
+    """Fill the nodes of the tree, and return the tensors to write.
 
-    Raises TypeError, with the path, for what cannot be stored.
+    Raise TypeError, with the path, for a tensor or array that cannot be stored.
     """
     here = [leaf for leaf in leaves if not isinstance(leaf.value, Deferred)]
     for leaf in here:
@@ -75,7 +76,7 @@ def store(leaves: Sequence[Leaf]) -> list[Stored]:
 
 
 def _is_expanded(place: _Place) -> bool:
-    """Tell whether a leaf has more elements than there are bytes for them."""
+    """Return whether several elements of a leaf share memory."""
     value = place.leaf.value
     return (
         int(np.prod(value.shape, dtype=object)) * _itemsize(value) > place.high - place.low
@@ -87,7 +88,7 @@ def _is_array(value: Any) -> bool:
 
 
 def _check(leaf: Leaf) -> None:
-    """Refuse what is more, or less, than an array of numbers in memory."""
+    """Raise TypeError for a leaf that is not a plain tensor or array in memory."""
     value, where = leaf.value, path_of(leaf.path)
     problem = _array_problem(value) if _is_array(value) else _tensor_problem(value)
     if problem:
@@ -98,26 +99,26 @@ def _array_problem(array: npt.NDArray[Any]) -> str:
     if type(array) not in (np.ndarray, np.memmap):
         return f"it is a {type(array).__qualname__}; pass its np.asarray()"
     if array.dtype.hasobject:
-        return f"its elements, {array.dtype}, are or have Python objects"
+        return f"its dtype, {array.dtype}, has Python objects; pass an array of numbers"
     return _dtype_problem(array.dtype)
 
 
 def _dtype_problem(dtype: np.dtype[Any]) -> str:
-    """Say why a dtype could not be made again of what a file has of it."""
+    """Return why a dtype could not be restored from a file; "" if it could."""
     if dtype.names is not None:
         try:
             if dtype.names and np.lib.format.dtype_to_descr(dtype):
                 return ""
         except ValueError:
             pass
-        return f"its dtype, {dtype}, cannot be written down; pass an array of plain fields"
+        return f"its dtype, {dtype}, cannot be stored; pass an array with plain fields"
     if dtype.name in FORMAT_NAMES:
         try:
             numpy_dtype(FORMAT_NAMES[dtype.name])
         except (AttributeError, ImportError, TypeError, ValueError, SafetensorError):
-            return f"its dtype, {dtype}, is one that arrays are not restored to"
+            return f"its dtype, {dtype}, cannot be restored as an array"
     elif dtype.kind == "V" and dtype.type is not np.void:
-        return f"its dtype, {dtype}, is one that no file has"
+        return f"its dtype, {dtype}, is not one of safetensors"
     return ""
 
 
@@ -126,40 +127,40 @@ def _tensor_problem(tensor: Any) -> str:
     kind = type(tensor)
     if kind.__name__ == "DTensor":
         return (
-            "it is a DTensor, a part of a tensor of several processes; save it by "
+            "it is a DTensor, which is distributed over several processes; save it with "
             "torch.distributed.checkpoint, or pass its full_tensor()"
         )
     if kind not in (torch.Tensor, torch.nn.Parameter):
         return f"it is a {kind.__module__}.{kind.__qualname__}; pass a plain tensor"
     if torch.nn.parameter.is_lazy(tensor):
-        return "it is not initialized yet"
+        return "it is lazy and not initialized yet; run a forward pass first"
     if tensor.is_nested:
         return "it is nested; pass its values() and offsets()"
     if tensor.layout != torch.strided:
-        return f"its layout is {tensor.layout}; pass its to_dense(), or its parts"
+        return f"its layout is {tensor.layout}; pass its to_dense(), or its components"
     if tensor.is_quantized:
         return f"it is quantized ({tensor.dtype}); pass its int_repr()"
     if tensor.is_meta:
-        return "it is on the device meta and has no data"
+        return "it is on the meta device and has no data"
     name = str(tensor.dtype).removeprefix("torch.")
     if name not in FORMAT_NAMES and name not in PAIRS:
-        return f"its dtype, {tensor.dtype}, is one that no file has"
+        return f"its dtype, {tensor.dtype}, is not one of safetensors"
     try:
         nbytes = tensor.untyped_storage().nbytes()
         known = tensor.data_ptr() or not tensor.numel()
     except RuntimeError as error:
-        return f"torch says no address of it: {error}"
+        return f"torch has no address for it: {error}"
     extents = zip(tensor.shape, tensor.stride(), strict=True)
     last = tensor.storage_offset() + sum(
         (extent - 1) * stride for extent, stride in extents
     )
     if tensor.numel() and (not known or (last + 1) * tensor.element_size() > nbytes):
-        return f"its storage has {nbytes} bytes, and not its elements: it was freed"
+        return f"its storage was freed: it has {nbytes} bytes, too few for its elements"
     return ""
 
 
 def _place(leaf: Leaf) -> _Place:
-    """Return the range of memory that a leaf has elements in."""
+    """Return the range of memory of a leaf's elements."""
     value = leaf.value
     if _is_array(value):
         device, address, itemsize = "cpu", _start(value), value.itemsize
@@ -181,7 +182,7 @@ def _place(leaf: Leaf) -> _Place:
 
 
 def _sharing(places: list[_Place]) -> Iterator[list[_Place]]:
-    """Part leaves into those that have memory in common."""
+    """Yield groups of leaves that share memory, directly or through others."""
     parents = list(range(len(places)))
 
     def root(index: int) -> int:
@@ -202,7 +203,7 @@ def _sharing(places: list[_Place]) -> Iterator[list[_Place]]:
         for other in open_:
             if root(other) != root(index) and _overlap(places[other], place):
                 parents[root(other)] = root(index)
-        # Of those that are alike to others one is enough.
+        # Among dense leaves of the same range, one is enough to compare others with.
         if not any(_alike(places[other], place) for other in open_):
             open_.append(index)
     groups: dict[int, list[_Place]] = {}
@@ -216,7 +217,7 @@ def _alike(one: _Place, other: _Place) -> bool:
 
 
 def _overlap(one: _Place, other: _Place) -> bool:
-    """Tell whether two of overlapping ranges have a byte in common."""
+    """Return whether two leaves with overlapping ranges share a byte."""
     if one.dense and other.dense:
         return True
     try:
@@ -226,9 +227,9 @@ def _overlap(one: _Place, other: _Place) -> bool:
 
 
 def _shadow(place: _Place) -> npt.NDArray[Any]:
-    """Return an array of the same addresses, which nobody reads: they may be a device's."""
+    """Return an array of the same addresses; do not read it: it may be device memory."""
     value = place.leaf.value
-    # Where they begin is no matter for what they cover.
+    # Reversing a dimension does not change which bytes are covered.
     strides = tuple(map(abs, place.strides))
     shape, itemsize = tuple(value.shape), _itemsize(value)
     return np.asarray(_Memory(place.low, shape, f"|V{itemsize}", value, strides))
@@ -239,7 +240,7 @@ def _itemsize(value: Any) -> int:
 
 
 def _shared(group: list[_Place], namer: "_Namer") -> Stored:
-    """Store memory once, for several leaves."""
+    """Store the memory of several leaves once."""
     low, high = min(each.low for each in group), max(each.high for each in group)
     whole = next(
         (each for each in group if each.dense and (each.low, each.high) == (low, high)),
@@ -282,33 +283,35 @@ def _start(value: Any) -> int:
 
 
 def _is_at_a_multiple(leaf: Leaf, low: int) -> bool:
-    """Tell whether torch can see a leaf in memory that begins there, if it is torch's."""
+    """Return whether a leaf's offset from `low` is one that its framework allows."""
     value = leaf.value
     return _is_array(value) or (_start(value) - low) % _itemsize(value) == 0
 
 
 def _aligned(low: int, group: list[_Place]) -> int:
-    """Return where memory begins so that torch can see each leaf in it again.
+    """Return an address, `low` or less, at which the stored memory is to begin.
 
-    Torch takes no elements at other places than multiples of their size.
+    Each tensor must have an offset from it that is a multiple of its element size, because
+    torch supports no others.
     """
     tensors = [each.leaf for each in group if not _is_array(each.leaf.value)]
     if not tensors:
         return low
     largest = max(tensors, key=lambda leaf: _itemsize(leaf.value))
-    # In the same page at the latest, which is there.
+    # It must be in the page of `low`, because the page before may not be mapped.
     found = low - (low - _start(largest.value)) % _itemsize(largest.value)
     for leaf in tensors:
         if found // 4096 != low // 4096 or not _is_at_a_multiple(leaf, found):
             raise TypeError(
                 f"{path_of(leaf.path)} cannot be saved: it shares memory with another "
-                "tensor or array at an odd distance; pass its clone()"
+                "tensor or array, at a distance that is no multiple of its element size; "
+                "pass its clone()"
             )
     return found
 
 
 def _same(one: _Place, other: _Place) -> bool:
-    """Tell whether two are of the same elements."""
+    """Return whether two leaves are the same elements, with the same shape and dtype."""
     first, second = one.leaf.value, other.leaf.value
     return (
         one.dense
@@ -319,7 +322,7 @@ def _same(one: _Place, other: _Place) -> bool:
 
 
 def _dtype_name(value: Any) -> str:
-    """Return what numpy and torch alike call a dtype, or what numpy alone does."""
+    """Return the name of a dtype that numpy and torch share, else numpy's own."""
     if not _is_array(value):
         return str(value.dtype).removeprefix("torch.")
     name: str = value.dtype.name
@@ -328,10 +331,10 @@ def _dtype_name(value: Any) -> str:
 
 
 def _bytes_between(place: _Place, low: int, high: int) -> Any:
-    """Return memory as bytes; a leaf has hold of it."""
+    """Return memory as an array or a tensor of bytes that keeps its owner alive."""
     value = place.leaf.value
     if place.device == "cpu":
-        # Several storages of torch may be of one array.
+        # By address, because the leaves may be several torch storages over one array.
         return np.asarray(_Memory(low, (high - low,), "|u1", value))
     torch = sys.modules["torch"]
     storage = value.detach().untyped_storage()
@@ -341,7 +344,7 @@ def _bytes_between(place: _Place, low: int, high: int) -> Any:
 
 
 class _Memory:
-    """Memory as numpy sees it; it has hold of what has it."""
+    """Memory at an address, as numpy's array interface, which keeps its owner alive."""
 
     def __init__(
         self,
@@ -382,7 +385,7 @@ def _key(node: dict[str, Any]) -> str:
 
 
 def _name_dtype(node: dict[str, Any], value: Any) -> None:
-    """Say what the elements are, which the file does not."""
+    """Add the dtype to a node, where the header has another one."""
     if _is_array(value) and value.dtype.names is not None:
         node["dtype"] = np.lib.format.dtype_to_descr(value.dtype)
     else:
@@ -390,7 +393,7 @@ def _name_dtype(node: dict[str, Any], value: Any) -> None:
 
 
 def _describe(leaf: Leaf, name: str) -> None:
-    """Say which tensor of the file a leaf is, and what a file does not say of it."""
+    """Fill a node with its stored tensor's name, and with flags that the header lacks."""
     node, value = leaf.node, leaf.value
     if _is_array(value):
         node["array"] = name
@@ -408,7 +411,7 @@ def _describe(leaf: Leaf, name: str) -> None:
 
 
 class _Namer:
-    """Names tensors by their paths, each once."""
+    """Returns a unique name for each path."""
 
     def __init__(self) -> None:
         self.taken: set[str] = set()
@@ -417,7 +420,7 @@ class _Namer:
         name = name_of(path) or "state"
         if suffix:
             name += f"~{suffix}"
-        # A str and an int may look alike, and the format keeps a name for itself.
+        # Keys such as "1" and 1 give the same name, and the format reserves __metadata__.
         unique, count = name, 1
         while unique in self.taken or unique == "__metadata__":
             count += 1
@@ -427,7 +430,7 @@ class _Namer:
 
 
 def contents(stored: Stored) -> Callable[[], Bytes]:
-    """Return what gives a tensor's bytes when it is its turn."""
+    """Return a function that returns a tensor's bytes, to be called when its turn comes."""
     return functools.partial(bytes_of, stored.value)
 
 

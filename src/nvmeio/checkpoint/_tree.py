@@ -1,8 +1,8 @@
-"""A state as JSON: what is nested in what, with the tensors taken out.
+"""A state as JSON: its nesting, without the tensors.
 
-Whatever is not JSON is an object of one key, its kind: {"tuple": [...]}, {"float": "nan"}.
-A dict of str keys is {"dict": {...}}, one that has other keys {"items": [[0, ...], ...]}.
-Nothing of it names code, so nothing is run to read it.
+A value that JSON lacks is an object whose single key is its kind: {"tuple": [...]},
+{"float": "nan"}.  A dict with only str keys is {"dict": {...}}, another dict is
+{"items": [[0, ...], ...]}.  The JSON names no code, so reading it runs none.
 """
 
 import base64
@@ -19,9 +19,9 @@ from nvmeio.checkpoint._errors import CheckpointError
 
 __all__ = ["DEPTH_MAX", "Leaf", "decode", "encode", "name_of", "path_of"]
 
-# Python's json needs some of its stack for each level.
+# A limit, because Python's json recurses.
 DEPTH_MAX = 100
-# It writes and reads integers of so many digits, and Python no more.
+# About 3,010 digits; Python converts at most 4,300 between int and str by default.
 INTEGER_BITS_MAX = 10_000
 
 Key = str | int
@@ -29,7 +29,7 @@ Path = tuple[Key, ...]
 
 
 class Leaf(NamedTuple):
-    """A tensor or an array in a state, and its node of the tree, which is to be filled."""
+    """A tensor or an array of a state, and its node in the tree, which the caller fills."""
 
     path: Path
     value: Any
@@ -37,19 +37,19 @@ class Leaf(NamedTuple):
 
 
 def path_of(path: Iterable[Key]) -> str:
-    """Write a path as Python would: state['model']['weight'][0]."""
+    """Return a path as a Python expression: state['model']['weight'][0]."""
     return "state" + "".join(f"[{key!r}]" for key in path)
 
 
 def name_of(path: Iterable[Key]) -> str:
-    """Write a path as a name: model/weight/0; "~" and "/" in a key are ~0 and ~1."""
+    """Return a path as a name: model/weight/0; "~" and "/" in keys become ~0 and ~1."""
     return "/".join(str(key).replace("~", "~0").replace("/", "~1") for key in path)
 
 
 def encode(state: Any) -> tuple[Any, list[Leaf]]:
     """Return the tree of a state, and its tensors in the order of the tree.
 
-    Raises TypeError or ValueError, with the path, for what has no place in it.
+    Raise TypeError or ValueError, with the path, for a value that cannot be saved.
     """
     encoder = _Encoder()
     return encoder.node(state, ()), encoder.leaves
@@ -70,7 +70,7 @@ class _Encoder:
         if kind is int:
             _require_bits(value, path)
         if kind is str and not _is_kept(value):
-            words = "has surrogates in a row, which JSON makes one character of"
+            words = "has a pair of surrogates, which JSON would merge into one character"
             raise ValueError(f"{path_of(path)} {words}: {value!r:.100}")
         if value is None or kind in (bool, int, str):
             return value
@@ -96,8 +96,8 @@ class _Encoder:
             return {"torch.device": str(value)}
         raise TypeError(
             f"{path_of(path)} is of type {kind.__module__}.{kind.__qualname__}; a state "
-            "nests dict, OrderedDict, Counter, list, tuple and torch.Size of tensors, "
-            "arrays, numbers, bool, str, bytes, torch.dtype, torch.device and None"
+            "may have dict, OrderedDict, Counter, list, tuple and torch.Size, with "
+            "tensors, arrays, numbers, bool, str, bytes, torch.dtype, torch.device and None"
         )
 
     def _nested(self, value: Any, kind: type, path: Path) -> Any:
@@ -137,12 +137,12 @@ class _Encoder:
 
 def _require_bits(value: int, path: Path) -> None:
     if value.bit_length() > INTEGER_BITS_MAX:
-        words = f"has {value.bit_length()} bits, more than {INTEGER_BITS_MAX}"
+        words = f"has an int of {value.bit_length()} bits; {INTEGER_BITS_MAX} is the limit"
         raise ValueError(f"{path_of(path)} {words}")
 
 
 def _is_kept(text: str) -> bool:
-    """Tell whether a string comes back from JSON as it was."""
+    """Return whether JSON preserves a string."""
     if text.isascii():
         return True
     code = "utf-16-le"
@@ -153,7 +153,7 @@ def _require_unicode(key: str, path: Path) -> None:
     try:
         key.encode()
     except UnicodeEncodeError:
-        words = f"{path_of(path)} has a key that is no Unicode: {key!r}"
+        words = f"{path_of(path)} has a key that is not valid Unicode: {key!r}"
         raise ValueError(words) from None
 
 
@@ -163,16 +163,16 @@ def decode(
     *,
     names: Collection[str] | None = None,
 ) -> Any:
-    """Return the state of a tree; raises CheckpointError for what is none.
+    """Return the state of a tree; raise CheckpointError if the tree is invalid.
 
-    With `names`, it is what these are or are in, and what lies below them.
+    With `names`, return only the parts with these names, nested in the same dicts.
     """
     decoder = _Decoder(leaf)
     if names is None:
         return decoder.value(tree, ())
     wanted = _Names(names)
     found = decoder.value(tree, (), wanted)
-    # What lies below another that is wanted was not asked for.
+    # A name below another wanted one was decoded with that one, and not marked as found.
     missing = [name for name in sorted(wanted.missing) if not _has(found, name)]
     if missing:
         raise KeyError(f"the checkpoint has nothing named {', '.join(missing)}")
@@ -180,7 +180,7 @@ def decode(
 
 
 def _has(found: Any, name: str) -> bool:
-    """Tell whether a dict has what a name says, from the top down."""
+    """Return whether nested dicts have a part with this name."""
     for part in name.split("/"):
         keys = {name_of([key]): key for key in found} if isinstance(found, dict) else {}
         if part not in keys:
@@ -190,7 +190,7 @@ def _has(found: Any, name: str) -> bool:
 
 
 class _Names:
-    """Which parts of a tree are wanted, by names such as model/weight."""
+    """The names of the wanted parts of a tree, such as model/weight."""
 
     def __init__(self, names: Iterable[str]) -> None:
         self.names = set(names)
@@ -201,7 +201,7 @@ class _Names:
             self.above.update("/".join(keys[:count]) for count in range(1, len(keys)))
 
     def __call__(self, path: Path) -> bool | None:
-        """Tell whether a part is wanted; None: some of what is in it may be."""
+        """Return whether a part is wanted; None if only parts inside it may be."""
         name = name_of(path)
         if name in self.names:
             self.missing.discard(name)
@@ -214,7 +214,7 @@ class _Decoder:
         self.leaf = leaf
 
     def value(self, node: Any, path: Path, wanted: _Names | None = None) -> Any:
-        """Return the value of a node; with `wanted`, only what that wants."""
+        """Return the value of a node; with `wanted`, only the wanted parts."""
         if len(path) > DEPTH_MAX:
             raise self._wrong(path, f"is nested deeper than {DEPTH_MAX} levels")
         if node is None or isinstance(node, (bool, int, float, str)):
@@ -224,7 +224,7 @@ class _Decoder:
         if "tensor" in node or "array" in node:
             return self.leaf(node, path)
         if len(node) != 1:
-            raise self._wrong(path, "is of no kind")
+            raise self._wrong(path, f"has {len(node)} keys instead of one, its kind")
         ((kind, content),) = node.items()
         make = None
         if kind in _KINDS:
@@ -236,14 +236,14 @@ class _Decoder:
         try:
             return make(content)
         except (AttributeError, OverflowError, RuntimeError, TypeError, ValueError):
-            raise self._wrong(path, f"is no {kind}") from None
+            raise self._wrong(path, f"is not a valid {kind}") from None
 
     def _wrong(self, path: Path, words: str) -> CheckpointError:
         return CheckpointError(f"{path_of(path)} {words}")
 
     def _list(self, content: Any, path: Path, wanted: _Names | None) -> list[Any]:
         if not isinstance(content, list):
-            raise self._wrong(path, "is no list")
+            raise self._wrong(path, "is not a list")
         if wanted is not None:
             raise KeyError(f"{path_of(path)} is a list; names cannot select its items")
         return [each for _, each in self._chosen(enumerate(content), path, wanted)]
@@ -265,14 +265,14 @@ class _Decoder:
     def _Size(self, content: Any, path: Path, wanted: _Names | None) -> Any:  # noqa: N802
         extents = self._list(content, path, wanted)
         if not all(type(extent) is int and 0 <= extent < 1 << 63 for extent in extents):
-            raise self._wrong(path, "is no size")
+            raise self._wrong(path, "is not a valid torch.Size")
         from nvmeio.safetensors._dtypes import torch_module
 
         return torch_module().Size(extents)
 
     def _dict(self, content: Any, path: Path, wanted: _Names | None) -> dict[str, Any]:
         if not isinstance(content, dict):
-            raise self._wrong(path, "is no dict")
+            raise self._wrong(path, "is not a dict")
         return dict(self._chosen(content.items(), path, wanted))
 
     def _items(self, content: Any, path: Path, wanted: _Names | None) -> dict[Key, Any]:
@@ -300,7 +300,7 @@ class _Decoder:
 
     def _dict_of(self, content: Any, path: Path, wanted: _Names | None) -> dict[Key, Any]:
         if not isinstance(content, dict) or content.keys() not in ({"dict"}, {"items"}):
-            raise self._wrong(path, "is no dict of any kind")
+            raise self._wrong(path, "is not a dict")
         found: dict[Key, Any] = self.value(content, path, wanted)
         return found
 
@@ -345,7 +345,7 @@ class _Decoder:
         return value
 
 
-# The scheduler MultiStepLR of torch has a Counter.
+# Counter is included because torch's scheduler MultiStepLR has one in its state.
 _DICTS = (dict, OrderedDict, Counter)
 _NESTED = ("tuple", "Size", "dict", "items", "OrderedDict", "Counter")
 _KINDS = (*_NESTED, "float", "complex", "bytes", "scalar", "torch.dtype", "torch.device")

@@ -1,7 +1,8 @@
-"""Model files: safetensors at the speed of the drive, by changing one import.
+"""Read and write model files in the safetensors format, at the speed of the drive.
 
-``nvmeio.safetensors``, ``.torch`` and ``.numpy`` have the names of safetensors' own
-modules; ``install()`` puts them under programs that import those.
+``nvmeio.safetensors`` and its modules ``torch`` and ``numpy`` have the same functions as
+the modules of the safetensors package, so changing an import is enough.  ``install()``
+makes programs that import safetensors use nvmeio, without changes to them.
 """
 
 from nvmeio.safetensors._errors import SafetensorError

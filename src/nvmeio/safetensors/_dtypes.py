@@ -1,8 +1,8 @@
-"""The dtypes of the safetensors format, and what numpy and torch call them.
+"""The dtypes of the safetensors format, and their names in numpy and torch.
 
-safetensors 0.8.0 takes whatever numpy and torch have under the names below and lets their
-own errors through for the rest, so this module does the same: numpy knows bfloat16 once
-ml_dtypes is imported, and no float8 at all.
+safetensors 0.8.0 looks up these names in numpy and torch, and passes on their errors for
+those that they lack.  This module does the same.  numpy has bfloat16 only once ml_dtypes is
+imported, and no float8.
 """
 
 import importlib
@@ -27,7 +27,7 @@ __all__ = [
 ]
 
 # The size of one element, in bits.  The order is that of the enum in safetensors' tensor.rs
-# (0.8.0): its writer puts the last kind first, and its messages list them so.
+# (0.8.0): its messages list the dtypes so, and its writer puts the last dtype first.
 BITS = {
     "BOOL": 8,
     "F4": 4,
@@ -54,8 +54,8 @@ BITS = {
 }
 RANKS = {dtype: rank for rank, dtype in enumerate(BITS)}
 
-# What numpy and torch call a dtype, in the order of safetensors' message on an unknown one.
-# The two F6 kinds are in no framework.
+# The names in numpy and torch, in the order of safetensors' message for an unknown dtype.
+# No framework has the two F6 dtypes.
 FORMAT_NAMES = {
     "bool": "BOOL",
     "int8": "I8",
@@ -82,18 +82,18 @@ FRAMEWORK_NAMES = {dtype: name for name, dtype in FORMAT_NAMES.items()}
 
 
 def torch_module() -> Any:
-    """Import torch when it is first needed."""
+    """Import torch, when it is first needed."""
     try:
         return importlib.import_module("torch")
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
-        words = 'torch is not installed; framework="np" makes arrays of numpy'
+        words = 'torch is not installed; install it, or pass framework="np" for arrays'
         raise ModuleNotFoundError(words, name="torch") from None
 
 
 def _framework_name(dtype: str) -> str:
-    """Return what numpy and torch call a dtype; neither has the F6 kinds."""
+    """Return a dtype's name in numpy and torch; raise SafetensorError for the F6 dtypes."""
     name = FRAMEWORK_NAMES.get(dtype)
     if name is None:
         raise SafetensorError(f"Dtype not understood: {dtype}")
@@ -101,29 +101,29 @@ def _framework_name(dtype: str) -> str:
 
 
 def numpy_dtype(dtype: str) -> np.dtype[Any]:
-    """Return numpy's dtype, of the machine's byte order, for one of the format.
+    """Return numpy's dtype, in native byte order, for a dtype of the format.
 
-    Without ml_dtypes bfloat16 is a TypeError; what numpy lacks (F4, F8) is an
-    AttributeError, and what no framework has (F6) a SafetensorError.
+    Raise TypeError for bfloat16 without ml_dtypes, AttributeError for the dtypes that numpy
+    lacks (F4, F8), and SafetensorError for those that no framework has (F6).
     """
     name = _framework_name(dtype)
-    # ml_dtypes registers bfloat16 by its name alone; numpy 1.24 to 1.26 has no numpy.bool.
+    # ml_dtypes registers bfloat16 only by name, and numpy 1.24 to 1.26 has no numpy.bool.
     known = name if name in ("bool", "bfloat16") else getattr(np, name)
     found: np.dtype[Any] = np.dtype(known)
     return found
 
 
 def torch_dtype(dtype: str) -> Any:
-    """Return torch's dtype for one of the format.
+    """Return torch's dtype for a dtype of the format.
 
-    What this torch does not have yet is an AttributeError, and what no framework has (F6)
-    a SafetensorError.
+    Raise AttributeError for dtypes that this version of torch lacks, and SafetensorError
+    for those that no framework has (F6).
     """
     return getattr(torch_module(), _framework_name(dtype))
 
 
 def header_dtype(name: str) -> str:
-    """Return the format's dtype for the name of a framework's, such as ``float32``."""
+    """Return the format's dtype for a name in numpy or torch, such as ``float32``."""
     dtype = FORMAT_NAMES.get(name)
     if dtype is None:
         known = ", ".join(FORMAT_NAMES)
@@ -132,9 +132,9 @@ def header_dtype(name: str) -> str:
 
 
 def header_shape(dtype: str, shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the shape that the header has for a framework's tensor.
+    """Return the shape in the header for a shape in numpy or torch.
 
-    torch counts pairs of F4 along the last dimension, the header counts elements.
+    They differ for F4: along the last dimension, torch counts pairs of elements.
     """
     if dtype == "F4" and shape:
         return (*shape[:-1], shape[-1] * 2)
@@ -142,7 +142,7 @@ def header_shape(dtype: str, shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def framework_shape(dtype: str, shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the shape that a framework has for a tensor of the header."""
+    """Return the shape in numpy or torch for a shape in the header."""
     if dtype != "F4" or not shape:
         return tuple(shape)
     if shape[-1] % 2:

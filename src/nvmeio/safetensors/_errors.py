@@ -8,10 +8,12 @@ __all__ = ["SafetensorError"]
 
 
 class SafetensorError(Exception):
-    """A file, a tensor or an index does not follow the safetensors format.
+    """A file, a tensor or an index is invalid in the safetensors format.
 
-    While nvmeio is installed in safetensors, errors are of a subclass that safetensors' own
-    class is a base of too, so that ``except safetensors.SafetensorError`` catches them.
+    Notes
+    -----
+    After ``nvmeio.safetensors.install()``, the errors are also instances of
+    ``safetensors.SafetensorError``, so that existing ``except`` clauses catch them.
 
     Examples
     --------
@@ -28,7 +30,7 @@ class SafetensorError(Exception):
     _raised: "type[SafetensorError] | None" = None
 
     def __new__(cls, *args: Any) -> Self:
-        """Make an error; of this class itself, one of the subclass that is raised."""
+        """Make an error, or for this class one of the subclass that install() has set."""
         raised: Any = cls
         if cls is SafetensorError and SafetensorError._raised is not None:
             raised = SafetensorError._raised
@@ -36,5 +38,5 @@ class SafetensorError(Exception):
         return made
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle as this class, which the other process may not have a subclass of."""
+        """Pickle as this class, because another process may not have the subclass."""
         return SafetensorError, self.args

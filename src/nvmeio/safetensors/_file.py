@@ -1,4 +1,4 @@
-"""A safetensors file that is open: what its header says, and how its bytes come."""
+"""An open safetensors file: its header, and whether it is read with O_DIRECT."""
 
 import errno
 import os
@@ -15,15 +15,15 @@ __all__ = ["Direct", "ModelFile"]
 
 Direct = bool | Literal["auto"]
 
-# Most headers are shorter, and come with their length.
+# How much the first read takes, which includes the whole of most headers.
 FIRST_BYTES = 64 << 10
 
 
 class ModelFile:
-    """An open file, whose header was read.
+    """An open safetensors file and its parsed header.
 
-    It is read by the page cache where that has most of it, else past it; by `direct` where
-    that is not "auto".
+    With ``direct="auto"`` the data are read through the page cache if it has more than half
+    of them, else with O_DIRECT.
     """
 
     def __init__(self, filename: str | os.PathLike[str], direct: Direct = "auto") -> None:
@@ -49,7 +49,7 @@ class ModelFile:
         return parse(text, size)
 
     def _read(self, offset: int, nbytes: int) -> bytes:
-        """Read until there is no more."""
+        """Read `nbytes` bytes, or fewer at the end of the file."""
         found = b""
         while len(found) < nbytes:
             with naming(self.path):
@@ -64,41 +64,41 @@ class ModelFile:
         return is_cached(self.file, self.layout.data_start, self.layout.data_bytes)
 
     def _bypass(self, direct: Direct) -> None:
-        """Open the file once more, with O_DIRECT where that can be."""
+        """Open the file again with O_DIRECT; with "auto", only if the system allows it."""
         try:
             other = File(self.path, direct=direct)
         except OSError:
             if direct is True:
                 raise
-            # It has lost its name, or its rights, meanwhile: this one is read to its end.
+            # It was renamed, or its mode was changed, so keep the file that is open.
             return
         if not os.path.samestat(os.fstat(other.fileno()), self.before):
-            # Another file has taken its name meanwhile: this one is read to its end.
+            # Another file has replaced it, so keep the file that is open.
             other.close()
             return
         self.file.close()
         self.file = other
 
     def offset(self, begin: int) -> int:
-        """Return where in the file a byte of the data lies."""
+        """Return the offset in the file of a byte of the data."""
         return self.layout.data_start + begin
 
     def check_unchanged(self) -> None:
-        """Refuse bytes some of which may be newer than others."""
+        """Raise SafetensorError if the file was changed since it was opened."""
         now = os.fstat(self.file.fileno())
         if (now.st_size, now.st_mtime_ns) != (self.before.st_size, self.before.st_mtime_ns):
             raise self.changed()
 
     def changed(self) -> SafetensorError:
-        """Return the error of a file that somebody has written to."""
+        """Return the error for a file that was changed while it was read."""
         return SafetensorError(
             f"{self.path} has changed while it was read: it had {self.before.st_size} bytes"
         )
 
     def explained(self, error: OSError) -> Exception:
-        """Return what a failed read means: past the end, the file has become shorter."""
+        """Return the error to raise: a read past the end means that the file was cut."""
         return self.changed() if error.errno == errno.ENODATA else error
 
     def close(self) -> None:
-        """Close the file; what is in flight goes on."""
+        """Close the file; reads in flight continue."""
         self.file.close()

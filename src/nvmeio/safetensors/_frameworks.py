@@ -1,4 +1,4 @@
-"""Tensors of numpy and torch over memory that was read."""
+"""Make numpy arrays or torch tensors from memory, behind one interface."""
 
 from typing import Any, Protocol
 
@@ -17,39 +17,39 @@ __all__ = ["Framework", "NumPy", "Torch", "framework_of"]
 
 
 class Framework(Protocol):
-    """Makes tensors."""
+    """What numpy and torch must provide to make tensors."""
 
-    # Whether they lie in memory that files can be read into.
+    # Whether the tensors are in host memory, which files can be read into directly.
     on_host: bool
-    # Whether torch reads indices, where safetensors maps files.
+    # Whether the tensors are torch's.
     by_torch: bool
 
     def dtype(self, dtype: str) -> Any:
-        """Return the dtype of a header's; raises what safetensors does."""
+        """Return the framework's dtype for one of a header; raise as safetensors does."""
 
     def shape(self, dtype: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of a header's."""
+        """Return the framework's shape for one of a header."""
 
     def over(
         self, region: Region, begin: int, nbytes: int, dtype: Any, shape: tuple[int, ...]
     ) -> Any:
-        """Make a tensor of a part of memory, which it holds."""
+        """Make a tensor over part of a region, and keep the region alive."""
 
     def empty(self, dtype: Any, shape: tuple[int, ...]) -> Any:
-        """Make a tensor of its own."""
+        """Make a new tensor."""
 
     def copy(self, tensor: Any) -> Any:
-        """Return a tensor in memory of its own."""
+        """Return a copy of a tensor, in new memory."""
 
     def address(self, tensor: Any) -> int:
-        """Return where its first element lies."""
+        """Return the address of a tensor's first element."""
 
     def checked(self, tensor: Any, dtype: Any, shape: tuple[int, ...], name: str) -> Any:
-        """Return a tensor of the caller's, or raise what is wrong with it."""
+        """Return a tensor of the caller, or raise TypeError or ValueError if unsuitable."""
 
 
 class NumPy:
-    """Arrays."""
+    """Arrays of numpy."""
 
     on_host = True
     by_torch = False
@@ -80,7 +80,7 @@ class NumPy:
             raise TypeError(f"out[{name!r}] is a {type(tensor).__name__}, not an array")
         _check_alike(tensor, dtype, shape, name)
         if not tensor.flags.writeable:
-            raise ValueError(f"out[{name!r}] is read-only")
+            raise ValueError(f"out[{name!r}] is read-only; pass a writable array")
         return tensor
 
 
@@ -123,16 +123,16 @@ class Torch:
 
 
 def _check_alike(tensor: Any, dtype: Any, shape: tuple[int, ...], name: str) -> None:
-    """Refuse a target of another dtype or shape."""
+    """Raise ValueError if a target has another dtype or shape than the file."""
     if tensor.dtype != dtype or tuple(tensor.shape) != tuple(shape):
         raise ValueError(
-            f"out[{name!r}] is of {tensor.dtype} and shape {list(tensor.shape)}; the file "
-            f"has {dtype} and {list(shape)}"
+            f"out[{name!r}] has the dtype {tensor.dtype} and shape {list(tensor.shape)}; "
+            f"the file has {dtype} and {list(shape)}"
         )
 
 
 def _device(torch: Any, device: Any) -> Any:
-    """Return torch's device, or raise what safetensors does of what is none."""
+    """Return a torch device; raise the error of safetensors for an invalid one."""
     try:
         found = torch.device("cpu" if device is None else device)
     except RuntimeError:
@@ -147,7 +147,7 @@ _NAMES |= dict.fromkeys(("pt", "torch", "pytorch"), Torch)
 
 
 def framework_of(name: str, device: Any) -> Framework:
-    """Return the framework of a name that safe_open() takes."""
+    """Return the framework for a name, as in ``safe_open``'s parameter `framework`."""
     kind = _NAMES.get(name)
     if kind is None:
         raise SafetensorError(f"framework {name} is invalid")

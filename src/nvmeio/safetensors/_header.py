@@ -1,10 +1,10 @@
 """Read and write the header of a safetensors file, as safetensors 0.8.0 does.
 
-A header is JSON: a name, a dtype, a shape and two offsets for each tensor.  It comes from
-strangers, so every limit is checked before memory is spent on what it claims.  The verdict
-on each header is that of the safetensors package, which reads JSON by Rust's serde_json.
-Python's json differs in what it takes for a number, a string and an object; the functions
-here narrow it to the same.  tests/hostile_headers.py compares the two.
+A header is JSON: a name, a dtype, a shape and two offsets for each tensor.  It is
+untrusted, so every limit is checked before memory is allocated for what it claims.  The
+functions here accept exactly the headers that the safetensors package accepts.  It reads
+JSON with Rust's serde_json, which is stricter than Python's json about numbers, strings and
+objects; hence the extra checks.  tests/hostile_headers.py compares the two.
 """
 
 import json
@@ -38,8 +38,8 @@ __all__ = [
 HEADER_BYTES_MAX = 100_000_000
 LENGTH_BYTES = 8
 
-# What a file's data may begin at a multiple of: safetensors' own choice, and a page, from
-# which whole pages can be read directly.
+# The alignments of a file's data: that of safetensors, and a page, which allows whole
+# pages to be read directly.
 ALIGNMENTS = (8, 4096)
 
 _METADATA = "__metadata__"
@@ -53,19 +53,19 @@ _I32_MAX = (1 << 31) - 1
 _NESTING_MAX = 127
 _BRACKETS = b"[]{}"
 _NOT_BRACKETS = bytes(set(range(256)).difference(_BRACKETS))
-# How a byte changes the depth.
+# By how much each byte changes the nesting depth.
 _STEPS = np.zeros(256, np.int8)
 _STEPS[list(b"[{")] = 1
 _STEPS[list(b"]}")] = -1
 _CHUNK_BYTES = 1 << 20
 
-# Python's json would take -0 for an integer, and integers of any length.
+# Python's json would read -0 as an integer, and would accept integers of any length.
 _ODD_INTEGER = re.compile(r"-0|[0-9]{19}")
 _NUMBER = re.compile(r"-?([0-9]+)(?:\.([0-9]+))?(?:[eE]([+-]?)([0-9]+))?")
 
 
 def _entry_pattern(gap: str) -> re.Pattern[str]:
-    """Return what matches an entry of a header, and the comma behind it."""
+    """Return a pattern for an entry of a header and the comma after it."""
     # 18 digits always fit 64 bits.
     number = "(0|[1-9][0-9]{0,17})"
     return re.compile(
@@ -75,7 +75,8 @@ def _entry_pattern(gap: str) -> re.Pattern[str]:
     )
 
 
-# By the text behind commas and colons: safetensors writes none, Python's json a space.
+# The keys are the text after commas and colons: none as safetensors writes headers, a space
+# as Python's json does.
 _ENTRIES = {gap: _entry_pattern(gap) for gap in ("", " ")}
 _ENTRY_CHARS = {
     "": len('"":{"dtype":"","shape":[],"data_offsets":[,]},'),
@@ -96,26 +97,26 @@ class Tensor(NamedTuple):
     name: str
     dtype: str  # as the header has it, a key of `_dtypes.BITS`
     shape: tuple[int, ...]  # as the header has it
-    # Where its bytes lie, from `Layout.data_start` on.
+    # The range of its bytes, relative to `Layout.data_start`.
     begin: int
     end: int
 
 
 @dataclass(frozen=True)
 class Layout:
-    """What a header says."""
+    """The contents of a header."""
 
     # In the order of the file.  Empty tensors at the same offset keep the order of the
     # header; safetensors returns them in random order.
     tensors: tuple[Tensor, ...]
     by_name: dict[str, Tensor]  # in the same order
-    metadata: dict[str, str] | None  # None where the header has none
-    data_start: int  # 8 more than the header's length
-    data_bytes: int  # the file ends with them
+    metadata: dict[str, str] | None  # None if the header has none
+    data_start: int  # the offset of the data in the file: 8 + the header's length
+    data_bytes: int  # the size of the data, which extend to the end of the file
 
     @property
     def names(self) -> list[str]:
-        """The names, sorted."""
+        """The names of the tensors, sorted."""
         return sorted(self.by_name)
 
 
@@ -123,13 +124,13 @@ _Contents = tuple[dict[str, str] | None, list[Tensor]]
 
 
 class RefusedError(Exception):
-    """What is wrong with a header; parse() and build() say which of them found it."""
+    """A header is invalid; parse() and build() turn this into a SafetensorError."""
 
 
 def header_bytes(first: bytes, file_bytes: int, *, context: str = _READING) -> int:
-    """Return the length of the header of a file of `file_bytes` that begins with `first`.
+    """Return the length of the header of a file with `file_bytes` that begins with `first`.
 
-    That is without the 8 bytes of the length itself; no longer than the file.
+    The length excludes the 8 bytes that store it.  It is checked against the file's size.
     """
     if min(len(first), file_bytes) < LENGTH_BYTES:
         raise SafetensorError(f"{context}: header too small")
@@ -144,10 +145,10 @@ def header_bytes(first: bytes, file_bytes: int, *, context: str = _READING) -> i
 def parse(
     header: bytes | bytearray | memoryview, file_bytes: int, *, context: str = _READING
 ) -> Layout:
-    """Return what a header says, where safetensors 0.8.0 accepts it.
+    """Return the layout that a header describes; raise SafetensorError if it is invalid.
 
-    Every byte behind the header then belongs to exactly one tensor, and every tensor has
-    the bytes that its dtype and shape need.
+    In a layout, every byte after the header belongs to exactly one tensor, and every tensor
+    has the size that its dtype and shape need.
     """
     header = bytes(header)
     try:
@@ -164,24 +165,25 @@ def parse(
 
 
 def _malformed(detail: str) -> RefusedError:
-    """Return the error of a header that is not the right JSON."""
+    """Return the error for a header that is not valid JSON, or not of this structure."""
     return RefusedError(f"invalid JSON in header: {detail}")
 
 
 def _integer(text: str) -> int | float:
-    """Return an integer as serde_json keeps it: beyond 64 bits, and -0, as a float."""
+    """Return an integer as serde_json does: -0, and those beyond 64 bits, as floats."""
     if text == "-0":
         return -0.0
-    # 20 digits and a sign; more would cost Python's int() quadratic time.
+    # 20 digits and a sign at most, because int() takes quadratic time.
     value = int(text) if len(text) < 22 else _U64_MAX + 1
     return value if _I64_MIN <= value <= _U64_MAX else _float(text)
 
 
 def _float(text: str) -> float:
-    """Return a stand-in for a number that is no integer; refuse it where serde_json does.
+    """Return a stand-in for a number that is no integer; refuse it if serde_json does.
 
-    No field takes it, but a field that nobody knows may hold it.  serde_json multiplies a
-    truncated significand, so it refuses some numbers that float() rounds to the largest.
+    Only unknown fields, which are ignored, may have such a number, so its value does not
+    matter.  serde_json multiplies a truncated significand, so it refuses some numbers that
+    float() rounds to the largest float.
     """
     if len(text) < 18 and text.isascii() and not {"e", "E"} & set(text):
         return 0.5
@@ -191,7 +193,7 @@ def _float(text: str) -> float:
     significand, exponent = _significand(whole, fraction)
     if digits:
         stripped = digits.lstrip("0")
-        # One digit more than 32 bits have is overflow, and quick to tell.
+        # 11 digits or more are beyond 32 bits, so do not convert them.
         power = int(stripped or "0") if len(stripped) < 11 else _I32_MAX + 1
         if power > _I32_MAX:
             if significand and sign != "-":
@@ -203,8 +205,8 @@ def _float(text: str) -> float:
 
 
 def _significand(whole: str, fraction: str) -> tuple[int, int]:
-    """Return the digits that fit 64 bits, and by which power of ten they are too small."""
-    # 19 digits always fit: those before need no look.
+    """Return the leading digits that fit 64 bits, and the power of ten to multiply by."""
+    # 19 digits always fit.
     significand = int(whole[:19])
     exponent = 0
     for place in range(19, len(whole)):
@@ -225,7 +227,7 @@ def _significand(whole: str, fraction: str) -> tuple[int, int]:
 
 
 def _check_range(value: float, exponent: int) -> None:
-    """Refuse a number that serde_json's arithmetic takes for infinite."""
+    """Refuse a number that becomes infinite in serde_json's arithmetic."""
     if value == 0 or exponent < 0:
         return
     if math.isinf(value * float(f"1e{exponent}")):
@@ -233,11 +235,11 @@ def _check_range(value: float, exponent: int) -> None:
 
 
 def _constant(name: str) -> NoReturn:
-    """Refuse NaN and Infinity, which Python's json knows."""
+    """Refuse NaN and Infinity, which Python's json accepts."""
     raise _malformed(f"expected value, not {name}")
 
 
-# An object becomes the tuple of its pairs, so that names that come twice are seen.
+# An object becomes a tuple of its pairs, so that duplicate names can be detected.
 _DECODER = json.JSONDecoder(
     object_pairs_hook=tuple, parse_float=_float, parse_constant=_constant
 )
@@ -250,7 +252,7 @@ _CAREFUL_DECODER = json.JSONDecoder(
 
 
 def _text_of(header: bytes) -> str:
-    """Return the text, once it is safe to hand it to Python's json."""
+    """Decode a header, and refuse what Python's json must not be given."""
     try:
         text = header.decode()
     except UnicodeDecodeError as error:
@@ -268,16 +270,16 @@ def _text_of(header: bytes) -> str:
 
 
 def _is_too_deep(header: bytes) -> bool:
-    """Tell whether brackets nest deeper than serde_json allows.
+    """Return whether brackets nest deeper than serde_json allows.
 
-    Python's json would go as deep as sys.setrecursionlimit() allows, which may be deeper
-    than the stack.
+    Python's json would recurse up to sys.setrecursionlimit(), which may overflow the stack.
     """
-    # What an ordinary entry has, names and metadata included, nests no deeper than itself.
+    # Leave out the brackets of ordinary entries, which do not nest.  In most headers few
+    # brackets remain.
     brackets = header.translate(None, _NOT_BRACKETS).replace(b"{[][]}", b"")
     if len(brackets) <= _NESTING_MAX:
         return False
-    # A quote that is escaped ends no string.
+    # Without escaped quotes, each quote begins or ends a string.
     plain = header.replace(rb"\\", b"").replace(rb"\"", b"")
     depth = quotes = 0
     for start in range(0, len(plain), _CHUNK_BYTES):
@@ -294,19 +296,19 @@ def _is_too_deep(header: bytes) -> bool:
 
 
 def _has_lone_surrogate(header: bytes) -> bool:
-    """Tell whether half of a pair of surrogates stands alone; Python's json takes it."""
+    """Return whether a header has an unpaired surrogate, which Python's json accepts."""
     if not _SURROGATE.search(header):
         return False
-    # A backslash that is escaped begins no escape.
+    # An escaped backslash does not begin an escape.
     escapes = header.replace(rb"\\", b".")
     return _SURROGATE.search(_SURROGATE_PAIR.sub(b".", escapes)) is not None
 
 
 def _ordinary(text: str) -> _Contents | None:
-    """Return what a header says that is written as safetensors or Python writes it.
+    """Parse a header that is formatted as safetensors or Python's json writes it.
 
-    None means that it is not, which says nothing about whether it is valid.  One regular
-    expression takes a quarter of the time of json and of looking at what json returns.
+    Return None for any other header, valid or not.  One regular expression takes a quarter
+    of the time that json and the checks of its result take.
     """
     text = text.rstrip(_WHITESPACE)
     if text[:1] != "{" or text[-1:] != "}":
@@ -326,7 +328,7 @@ def _ordinary(text: str) -> _Contents | None:
         start += len("," + gap)
     rest = text[start:-1] + "," + gap
     found = _ENTRIES[gap].findall(rest)
-    # No character is between two entries, or before or behind them.
+    # The entries must account for every character.
     chars = len(found) * _ENTRY_CHARS[gap] + sum(map(len, map("".join, found)))
     if chars != len(rest):
         return None
@@ -342,7 +344,7 @@ def _ordinary(text: str) -> _Contents | None:
             if not all(map(_SHORT_INTEGER.fullmatch, numbers)):
                 return None
             shape = extents[shape_text] = tuple(map(int, numbers))
-        # A name that comes again replaces what came before.
+        # The last entry of a name wins.
         entries[name] = new(Tensor, (name, dtype, shape, int(begin), int(end)))
     if _METADATA in entries:
         return None
@@ -350,7 +352,7 @@ def _ordinary(text: str) -> _Contents | None:
 
 
 def _unusual(header: bytes, text: str) -> _Contents:
-    """Return what any other header says, or refuse it."""
+    """Parse any header, or refuse it."""
     decoder = _CAREFUL_DECODER if _ODD_INTEGER.search(text) else _DECODER
     try:
         pairs = decoder.decode(text)
@@ -384,7 +386,7 @@ def _unusual(header: bytes, text: str) -> _Contents:
 
 
 def _metadata_of(value: Any) -> dict[str, str] | None:
-    """Return the metadata, checked."""
+    """Return the metadata as a dict, or refuse them."""
     if value is None:
         return None
     if type(value) is not tuple:
@@ -396,9 +398,9 @@ def _metadata_of(value: Any) -> dict[str, str] | None:
 
 
 def _entry_of(value: Any) -> tuple[str, list[Any], list[Any]]:
-    """Return the fields of an entry that is unusual, or refuse it as serde does."""
+    """Return the fields of an entry, or refuse it as serde does."""
     if type(value) is list:
-        # serde takes a struct as the sequence of its fields, too.
+        # serde also accepts a struct as the sequence of its fields.
         if len(value) < len(_FIELDS):
             wanted = "struct TensorInfo with 3 elements"
             raise RefusedError(f"invalid length {len(value)}, expected {wanted}")
@@ -434,7 +436,7 @@ def _entry_of(value: Any) -> tuple[str, list[Any], list[Any]]:
 
 
 def _dtype_of(value: Any) -> str:
-    """Return a dtype; serde takes an enum as an object of one null, too."""
+    """Return a dtype; serde also accepts an enum as an object: {"F32": null}."""
     if type(value) is tuple:
         if len(value) != 1:
             raise RefusedError("invalid value: map, expected map with a single key")
@@ -454,7 +456,7 @@ def _dtype_of(value: Any) -> str:
 
 
 def _kind(value: Any) -> str:
-    """Return what serde calls a kind of JSON."""
+    """Return serde's word for the type of a JSON value."""
     kinds = {
         dict: "map",
         tuple: "map",
@@ -469,7 +471,7 @@ def _kind(value: Any) -> str:
 
 
 def _value(value: Any) -> str:
-    """Return what serde says of a value that is of the wrong type or out of range."""
+    """Describe a value of the wrong type or out of range, in serde's words."""
     kind = _kind(value)
     if type(value) is str:
         return f'type: {kind} "{_shortened(value)}"'
@@ -481,12 +483,12 @@ def _value(value: Any) -> str:
 
 
 def _shortened(text: str) -> str:
-    """Return a text for a message: a hostile one may have 100 MB."""
+    """Shorten a text for a message, because a hostile one may have 100 MB."""
     return text if len(text) <= _SHOWN_CHARS_MAX else text[:_SHOWN_CHARS_MAX] + "..."
 
 
 def _end_of(header: bytes) -> str:
-    """Return the place that serde names for what it finds after reading all."""
+    """Return the position that serde reports for an error found at the end."""
     text = header.rstrip(b" \t\r\n")
     line = text.count(b"\n") + 1
     column = len(text) - text.rfind(b"\n") - 1
@@ -494,7 +496,7 @@ def _end_of(header: bytes) -> str:
 
 
 def _check_places(tensors: list[Tensor]) -> int:
-    """Sort tensors by their places and check these; return where the last one ends."""
+    """Sort tensors by offset, check offsets and sizes, and return the size of the data."""
     begins, ends = [tensor[3] for tensor in tensors], [tensor[4] for tensor in tensors]
     if begins[1:] != ends[:-1] or not all(map(le, begins, ends)):
         tensors.sort(key=itemgetter(3, 4))
@@ -504,14 +506,14 @@ def _check_places(tensors: list[Tensor]) -> int:
         if begin != start or end < begin:
             raise RefusedError(f"invalid offset for tensor `{_shortened(name)}`")
         start = end
-        # Many tensors of a model have the same shape.
+        # Cached, because many tensors of a model have the same shape.
         if checked.get((dtype, shape)) != end - begin:
             checked[dtype, shape] = check_size(dtype, shape, end - begin)
     return start
 
 
 def check_size(dtype: str, shape: Sequence[int], size: int | None = None) -> int:
-    """Return how many bytes a tensor takes, in the arithmetic of 64 bits."""
+    """Return the size of a tensor in bytes; refuse one beyond 64 bits, or not of `size`."""
     count = 1
     for extent in shape:
         count *= extent
@@ -536,12 +538,13 @@ def build(
     *,
     align: int = 8,
 ) -> tuple[bytes, Layout]:
-    """Return the beginning of a file that holds tensors, and where each of them goes.
+    """Return the header of a file, with its length, and the layout of its tensors.
 
-    Each tensor comes as name, dtype and shape.  With `align` 8 these are the bytes that
-    safetensors 0.8.0 writes, except that it writes several metadata keys in random order.
-    With 4096 the data begin at a multiple of 4096, and the tensors whose size is a multiple
-    of 4096 come first, so each of them begins at a page.  Every reader accepts both.
+    `tensors` are tuples of name, dtype and shape.  With `align` 8 the header has the bytes
+    that safetensors 0.8.0 writes, except that safetensors writes several metadata keys in
+    random order.  With 4096 the data begin at a multiple of 4096, and the tensors whose
+    size is a multiple of 4096 come first, so that each begins at a page.  Every reader
+    accepts both.
     """
     if not isinstance(align, int) or align not in ALIGNMENTS:
         raise ValueError(f"align is {align!r}; it must be 8 or 4096")
@@ -557,7 +560,7 @@ def build(
 
 
 class _Sized(NamedTuple):
-    """A tensor to be written: its size, and what the header says before its offsets."""
+    """A tensor to write: its size, and the text of its header entry before the offsets."""
 
     name: str
     dtype: str
@@ -567,13 +570,13 @@ class _Sized(NamedTuple):
 
 
 def _order(tensor: _Sized) -> tuple[int, str]:
-    """Return what safetensors' writer sorts tensors by."""
+    """Return the key by which safetensors' writer sorts tensors."""
     return -RANKS[tensor[1]], tensor[0]
 
 
 def _sized(tensors: Iterable[tuple[str, str, Sequence[int]]]) -> list[_Sized]:
-    """Return the tensors to be written, checked."""
-    # Many tensors of a model have the same shape.
+    """Return the tensors to write, checked."""
+    # Cached, because many tensors of a model have the same shape.
     known: dict[tuple[str, tuple[int, ...]], tuple[int, str]] = {}
     sized = []
     for name, dtype, shape in tensors:
@@ -593,19 +596,19 @@ def _sized(tensors: Iterable[tuple[str, str, Sequence[int]]]) -> list[_Sized]:
 
 
 def _check_strings(name: Any, dtype: Any) -> None:
-    """Refuse what is no string, and the one name that is no tensor's."""
+    """Refuse names and dtypes that are not strings, and the reserved name."""
     for argument, value in (("tensor_dict", name), ("dtype", dtype)):
         if not isinstance(value, str):
             raise _not_a_string(argument, value)
     if name == _METADATA:
         raise RefusedError(
-            f"a tensor may not be called {_METADATA}, which is where the format keeps "
-            "metadata; rename it"
+            f"a tensor is named {_METADATA}, which the format reserves for metadata; "
+            "rename it"
         )
 
 
 def _size_of(name: str, dtype: str, extents: tuple[int, ...]) -> int:
-    """Return how many bytes a tensor to be written takes."""
+    """Return the size of a tensor to write, in bytes."""
     if dtype not in BITS:
         known = ", ".join(BITS)
         raise SafetensorError(
@@ -619,7 +622,7 @@ def _size_of(name: str, dtype: str, extents: tuple[int, ...]) -> int:
 
 
 def _not_a_string(argument: str, value: Any) -> TypeError:
-    """Return the error for what is no string, in the words of safetensors' bindings."""
+    """Return the error for a value that is not a string, in safetensors' words."""
     kind = "'None'" if value is None else f"'{type(value).__name__}' object"
     return TypeError(f"argument '{argument}': {kind} is not an instance of 'str'")
 
@@ -627,7 +630,7 @@ def _not_a_string(argument: str, value: Any) -> TypeError:
 def _written(
     sized: list[_Sized], metadata: Mapping[str, str] | None, align: int
 ) -> tuple[bytes, Layout]:
-    """Return the header of tensors in their order, and its layout."""
+    """Return the header of sorted tensors, and its layout."""
     parts = [] if metadata is None else [f'"{_METADATA}":{_metadata_text(metadata)}']
     placed = []
     begin = 0
@@ -640,13 +643,13 @@ def _written(
     by_name = {tensor.name: tensor for tensor in placed}
     if len(by_name) < len(placed):
         twice = next(tensor.name for tensor in placed if by_name[tensor.name] != tensor)
-        raise ValueError(f"two tensors are called {twice!r}")
+        raise ValueError(f"two tensors have the name {twice!r}")
     if begin > _U64_MAX:
         raise RefusedError("overflow computing buffer size from shape and/or element type")
     try:
         content = ("{" + ",".join(parts) + "}").encode()
     except UnicodeEncodeError:
-        # The error should be about the name or the text that the caller knows.
+        # Raise an error about the caller's name or text, not about the whole header.
         for known in (*by_name, *(metadata or {}).keys(), *(metadata or {}).values()):
             known.encode()
         raise

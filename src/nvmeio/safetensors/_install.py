@@ -1,8 +1,9 @@
-"""nvmeio under programs that import safetensors: stand-ins for the names that use files.
+"""Make programs that import safetensors use nvmeio: replace the functions that use files.
 
-What works in memory alone (``load``, ``save``, ``serialize``, ``TensorSpec``, the helpers)
-stays safetensors' own.  Each name has one stand-in for the life of the process, which is in
-no module of nvmeio's: wherever a module has one, safetensors' name was there.
+Functions that work in memory alone (``load``, ``save``, ``serialize``, ``TensorSpec``, the
+helpers) are not replaced.  Each replaced function has one stand-in for the life of the
+process.  A stand-in is never nvmeio's own function: so wherever one is found in a module,
+safetensors' function was there before, and uninstall() can restore it.
 """
 
 import functools
@@ -20,10 +21,10 @@ from nvmeio.safetensors._errors import SafetensorError
 
 __all__ = ["Installation", "follow_import", "install", "uninstall"]
 
-# The release that the tests run with, whatever comes behind the second dot.
+# The release that the tests run with; any patch release of it is accepted.
 TESTED = "0.8"
 
-# Which names have stand-ins, and the modules of nvmeio that have what they do.
+# The names to replace in each module, and the module of nvmeio that has the replacements.
 BELOW = ("safe_open", "_safe_open_handle", "serialize_file")
 FILES = ("load_file", "save_file")
 MODELS = ("load_model", "save_model")
@@ -32,7 +33,7 @@ MODULES = {
     "safetensors.numpy": ("nvmeio.safetensors.numpy", FILES),
     "safetensors.torch": ("nvmeio.safetensors.torch", (*FILES, *MODELS)),
 }
-# What must be there too, though it stays.
+# Names that are not replaced, but must exist.
 KEPT = {"safetensors": ("SafetensorError", "TensorSpec")}
 
 FRAMEWORKS = ("pt", "torch", "pytorch", "np", "numpy")
@@ -41,17 +42,17 @@ ON = ("1", "true", "yes", "on")
 _lock = threading.RLock()
 _current: "Installation | None" = None
 _errors: dict[Any, type[SafetensorError]] = {}
-# Pairs of safetensors' object and its stand-in, by the id of the first.
+# Pairs of safetensors' object and its stand-in; the key is the id of the former.
 _pairs: dict[int, tuple[Any, Any]] = {}
 
 
 class Installation:
-    """What ``install()`` returns; leaving its ``with`` block uninstalls.
+    """The context manager that ``install()`` returns; it uninstalls at the end.
 
     Notes
     -----
-    If nvmeio was installed before, leaving the block leaves it installed.  Of several
-    threads the one that installed it ends it for all.
+    If nvmeio was installed before, it stays installed.  With several threads, the end of
+    the block that installed it uninstalls it for all threads.
 
     Examples
     --------
@@ -61,7 +62,7 @@ class Installation:
     """
 
     def __enter__(self) -> "Installation":
-        """Return this; nvmeio is installed already."""
+        """Return this object; ``install()`` has done the work."""
         return self
 
     def __exit__(
@@ -76,35 +77,37 @@ class Installation:
 
 
 def install() -> Installation:
-    """Put nvmeio under programs that import safetensors.
+    """Make programs that import safetensors read and write through nvmeio.
 
     Returns
     -------
     Installation
-        A context manager whose end uninstalls, unless nvmeio was installed before.
+        A context manager that uninstalls at the end, unless nvmeio was installed before.
 
     Raises
     ------
     ModuleNotFoundError
         safetensors is not installed.
     RuntimeError
-        This safetensors is of another version than 0.8, or lacks a name.  Says which;
-        nothing was changed.
+        The version of safetensors is not 0.8, or one of its functions is missing.  The
+        message names it; nothing was changed.
 
     Notes
     -----
-    ``safe_open``, ``serialize_file``, ``load_file``, ``save_file``, ``load_model`` and
-    ``save_model`` of ``safetensors``, ``safetensors.numpy`` and, if torch is installed,
-    ``safetensors.torch`` are nvmeio's, and so they are in modules that imported them by
-    name before.  safetensors' other functions use these, so they read and write through
-    nvmeio too.  ``safe_open`` leaves other frameworks to safetensors.
+    This replaces ``safe_open``, ``serialize_file``, ``load_file``, ``save_file``,
+    ``load_model`` and ``save_model`` in ``safetensors``, ``safetensors.numpy`` and, if
+    torch is installed, ``safetensors.torch``; also in modules that have imported them by
+    name.  safetensors' other functions call these, so they use nvmeio too.  ``safe_open``
+    still passes frameworks other than numpy and torch to safetensors.
 
-    A symbolic link is replaced by the saved file, as safetensors does: the files that links
-    in Hub's caches lead to must not change.  ``NVMEIO_SAFETENSORS=1`` in the environment in
-    which Python starts does all this without a change to the program.
+    Saving to a symbolic link replaces the link, as safetensors does, because the links in
+    the cache of the Hugging Face Hub lead to files that must not change.
 
-    Imports safetensors, and torch if it is installed.  Thread-safe; a second call changes
-    nothing.
+    To install without changing the program, start Python with ``NVMEIO_SAFETENSORS=1`` in
+    the environment.
+
+    This imports safetensors, and torch if it is installed.  Thread-safe; a second call
+    changes nothing.
 
     Examples
     --------
@@ -115,7 +118,8 @@ def install() -> Installation:
     {'weight': array([0, 1, 2, 3])}
     """
     global _current
-    # Before the lock: another thread may be importing them, and come here for them.
+    # Import before taking the lock: another thread may hold the import lock of these
+    # modules, and call follow_import(), which takes ours.
     importlib.import_module("safetensors")
     _check_version()
     has_torch = importlib.util.find_spec("torch") is not None
@@ -134,12 +138,12 @@ def install() -> Installation:
 
 
 def uninstall() -> None:
-    """Give safetensors its own functions back; without effect if it has them.
+    """Restore safetensors' own functions; do nothing if nvmeio is not installed in it.
 
     Notes
     -----
-    Modules that imported a name while nvmeio was installed get safetensors' own too.  Files
-    that are open stay with nvmeio.
+    Also restores them in modules that imported a function while nvmeio was installed.
+    Open files continue to use nvmeio.
 
     Examples
     --------
@@ -154,10 +158,10 @@ def uninstall() -> None:
 
 
 def follow_import(module: ModuleType) -> None:
-    """Install in a module that has just been executed, as NVMEIO_SAFETENSORS says.
+    """Install in a module that was just imported, because NVMEIO_SAFETENSORS is set.
 
-    ``safetensors`` is always executed first.  Its submodules are left alone if the program
-    has called ``uninstall()`` since then.
+    ``safetensors`` is always imported before its submodules.  They are left alone if the
+    program has called ``uninstall()`` since then.
     """
     global _current
     value = os.environ.get("NVMEIO_SAFETENSORS", "")
@@ -180,7 +184,7 @@ def follow_import(module: ModuleType) -> None:
 
 
 def _check_version() -> None:
-    """Refuse a safetensors whose functions may do something else."""
+    """Raise RuntimeError if the version of safetensors is not the tested one."""
     version = getattr(sys.modules["safetensors"], "__version__", "of unknown version")
     if version.split(".")[:2] != TESTED.split("."):
         raise _unknown(f"it must be {TESTED}")
@@ -198,7 +202,7 @@ def _ours(module: ModuleType) -> ModuleType:
 
 
 def _check_names(modules: list[ModuleType]) -> None:
-    """Refuse modules that lack a name."""
+    """Raise RuntimeError if a module lacks one of the names."""
     for module in modules:
         _, names = MODULES[module.__name__]
         for name in (*names, *KEPT.get(module.__name__, ())):
@@ -207,7 +211,7 @@ def _check_names(modules: list[ModuleType]) -> None:
 
 
 def _put(modules: list[ModuleType], ours: list[ModuleType]) -> None:
-    """Put stand-ins wherever safetensors' names are, in whatever module."""
+    """Replace safetensors' functions by their stand-ins, in all loaded modules."""
     mine = {id(each) for _, each in _pairs.values()}
     pairs = {}
     for module, source in zip(modules, ours, strict=True):
@@ -226,7 +230,7 @@ def _put(modules: list[ModuleType], ours: list[ModuleType]) -> None:
 
 
 def _swap(pairs: Mapping[int, tuple[Any, Any]]) -> None:
-    """In all modules but nvmeio's, replace the first object of each pair by the second."""
+    """Replace the first object of each pair by the second, in all modules but nvmeio's."""
     for module in list(sys.modules.values()):
         if not isinstance(module, ModuleType):
             continue
@@ -240,13 +244,13 @@ def _swap(pairs: Mapping[int, tuple[Any, Any]]) -> None:
 
 
 def _raised(theirs: Any) -> type[SafetensorError]:
-    """Return an error that callers of either package catch."""
+    """Return an error class that ``except`` clauses of both packages catch."""
     namespace = {"__doc__": SafetensorError.__doc__, "__module__": theirs.__module__}
     return type(theirs.__name__, (SafetensorError, theirs), namespace)
 
 
 def _stand_in(ours: ModuleType, name: str, theirs: Any) -> Any:
-    """Return what takes the place of a name of safetensors'."""
+    """Return the stand-in for a name of safetensors."""
     mine = getattr(ours, name)
     if name == "safe_open":
         return _opening(theirs)
@@ -258,30 +262,30 @@ def _stand_in(ours: ModuleType, name: str, theirs: Any) -> Any:
 
 
 class _Opening(type):
-    """The class of the stand-in for safe_open, which leaves other frameworks alone."""
+    """The metaclass of the stand-in for safe_open."""
 
     theirs: Any
 
     def __call__(cls, filename: Any, framework: Any, *args: Any, **options: Any) -> Any:
-        """Open a file."""
+        """Open a file with nvmeio, or with safetensors for frameworks that nvmeio lacks."""
         if framework in FRAMEWORKS or not isinstance(framework, str):
             return super().__call__(filename, framework, *args, **options)
         return cls.theirs(filename, framework, *args, **options)
 
     def __instancecheck__(cls, instance: Any) -> bool:
-        """Tell whether this is an open file: of nvmeio's, or of safetensors' own."""
+        """Return whether this is an open file of nvmeio or of safetensors."""
         return isinstance(instance, cls.theirs) or super().__instancecheck__(instance)
 
 
 def _opening(theirs: Any) -> Any:
-    """Return a safe_open that leaves other frameworks to safetensors."""
+    """Return a safe_open that passes other frameworks to safetensors."""
     namespace = {"theirs": theirs, "__doc__": _open.safe_open.__doc__}
     namespace["__module__"] = __name__
     return _Opening("safe_open", (_open.safe_open,), namespace)
 
 
 def _opening_handle(mine: Callable[..., Any], theirs: Callable[..., Any]) -> Any:
-    """Return a _safe_open_handle that leaves other frameworks to safetensors."""
+    """Return a _safe_open_handle that passes other frameworks to safetensors."""
 
     @functools.wraps(mine)
     def opening(f: Any, framework: Any, *args: Any, **options: Any) -> Any:
@@ -292,7 +296,7 @@ def _opening_handle(mine: Callable[..., Any], theirs: Callable[..., Any]) -> Any
 
 
 def _calling(load: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that does the same, but is another object."""
+    """Return a wrapper, so that the stand-in is a different object."""
 
     @functools.wraps(load)
     def calling(*args: Any, **options: Any) -> Any:
@@ -302,7 +306,7 @@ def _calling(load: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _replacing_links(save: Callable[..., None]) -> Callable[..., None]:
-    """Return a function that saves in the place of a link, not of what it leads to."""
+    """Return a wrapper that replaces a symbolic link instead of the file it leads to."""
 
     @functools.wraps(save)
     def replacing(*args: Any, **options: Any) -> None:

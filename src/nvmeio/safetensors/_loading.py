@@ -1,4 +1,4 @@
-"""Tensors of one file or several, whole or in part, by one submission."""
+"""Load whole tensors and parts of tensors from several files, in one submission."""
 
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -29,26 +29,26 @@ from nvmeio.safetensors._reading import (
 
 __all__ = ["Loading", "Wanted", "load", "look_up", "wanted"]
 
-# Such a tensor is read by who asks for it.
+# A tensor up to this size is read by the calling thread.
 SMALL_BYTES = 64 << 10
 
 
 class Wanted(NamedTuple):
-    """What is to be read: runs of bytes of a tensor, from its first byte on."""
+    """A tensor or part of a tensor to read, as runs of bytes of equal length."""
 
     key: Any
     file: ModelFile
     tensor: Tensor
     dtype: Any
-    shape: tuple[int, ...]  # as the framework has it
-    offsets: Any  # where the runs begin: an array; None: all of the tensor
-    nbytes: int
+    shape: tuple[int, ...]  # of the result, as the framework has it
+    offsets: Any  # array of where the runs begin in the tensor; None for all of it
+    nbytes: int  # of all runs together
 
 
 def wanted(
     file: ModelFile, names: Iterable[str] | None, framework: Framework
 ) -> list[Wanted]:
-    """Look up whole tensors, in the order of the file; raises for what there is not."""
+    """Look up whole tensors, in the order of the file; raise SafetensorError if missing."""
     tensors: Sequence[Tensor] = file.layout.tensors
     if names is not None:
         chosen = {name: look_up(file, name) for name in names}
@@ -66,7 +66,7 @@ def wanted(
 
 
 def look_up(file: ModelFile, name: str) -> Tensor:
-    """Return a tensor of a file, or raise what safetensors does."""
+    """Return a tensor of a file, or raise safetensors' error for a missing one."""
     tensor = file.layout.by_name.get(name)
     if tensor is None:
         raise SafetensorError(f"File does not contain tensor {name}")
@@ -80,7 +80,7 @@ def load(
     out: Mapping[Any, Any] | None = None,
     progress: Progress | None = None,
 ) -> dict[Any, Any]:
-    """Read tensors, each into a storage of its own, or into those of `out`."""
+    """Read tensors, each into its own memory, or into the tensors of `out`."""
     if out is None and framework.on_host:
         alone = len(chosen) == 1 and chosen[0].offsets is None and progress is None
         if alone and 0 < chosen[0].nbytes <= SMALL_BYTES:
@@ -90,11 +90,11 @@ def load(
 
 
 def _small(each: Wanted, framework: Framework) -> dict[Any, Any]:
-    """Read a tensor that is not worth another thread."""
+    """Read a small tensor in the calling thread."""
     start = each.file.layout.data_start + each.tensor.begin
     size = max(1, BITS[each.tensor.dtype] // 8)
     if each.file.file.direct and start % size == 0:
-        # In pages of its own, so that it needs no bounce.
+        # In memory congruent with the file, so that no bounce buffer is needed.
         region = Region(each.nbytes, start % PAGE)
         made = framework.over(region, 0, each.nbytes, each.dtype, each.shape)
     else:
@@ -108,7 +108,7 @@ def _small(each: Wanted, framework: Framework) -> dict[Any, Any]:
 
 
 class _Memory:
-    """Tensors that are being read into memory made for them."""
+    """Tensors that are being read into one new region of memory."""
 
     def __init__(self, chosen: Sequence[Wanted], framework: Framework) -> None:
         self.chosen, self.framework = chosen, framework
@@ -121,7 +121,7 @@ class _Memory:
             self.region, self.reads = begin(records, size, self.phase, what)
 
     def finish(self, progress: Progress | None = None) -> dict[Any, Any]:
-        """Read all, and return the tensors."""
+        """Wait for the reads, and return the tensors."""
         if not self.full:
             made = self.build()
         else:
@@ -130,7 +130,7 @@ class _Memory:
             except OSError as error:
                 raise _explained(error, self.files) from error
             for each, low in zip(self.full, self.begins, strict=True):
-                # Elements at no multiple of their size, which torch does not take.
+                # Torch requires elements at multiples of their size.
                 if (low + self.phase) % max(1, BITS[each.tensor.dtype] // 8):
                     made[each.key] = self.framework.copy(made[each.key])
         for file in self.files:
@@ -138,7 +138,7 @@ class _Memory:
         return made
 
     def build(self) -> dict[Any, Any]:
-        """Make the tensors, over memory that is being read."""
+        """Make the tensors, over memory that is still being filled."""
         framework = self.framework
         over, empty = framework.over, framework.empty
         spans = iter(self.begins) if self.full else iter(())
@@ -153,7 +153,7 @@ class _Memory:
 
 
 class Loading:
-    """Whole tensors that are read before they are asked for."""
+    """Whole tensors that are read ahead, before the caller asks for them."""
 
     def __init__(self, chosen: Sequence[Wanted], framework: Framework) -> None:
         self.memory = _Memory(chosen, framework)
@@ -169,7 +169,7 @@ class Loading:
             raise
 
     def take(self, key: Any) -> Any:
-        """Return a tensor once it is there, once for each; None where it was abandoned."""
+        """Wait for a tensor and return it, once; None if the reads were abandoned."""
         with self.lock:
             if self.made is None:
                 if self.abandoned:
@@ -180,7 +180,7 @@ class Loading:
             return self.made.pop(key)
 
     def abandon(self) -> None:
-        """Have nothing of it in flight; what was complete before may still be taken."""
+        """Cancel all reads and wait for them; complete tensors can still be taken."""
         with self.lock:
             self.abandoned = True
             abandon(self.begun)
@@ -189,7 +189,7 @@ class Loading:
 def _records(
     full: Sequence[Wanted], files: Sequence[ModelFile]
 ) -> tuple[Records, list[int], int, int]:
-    """Return what is to be read, where in memory each tensor begins, and how much it is."""
+    """Return the records, where each tensor begins in memory, the total size, the phase."""
     numbers = {file: number for number, file in enumerate(files)}
     file = np.array([numbers[each.file] for each in full], np.int64)
     start = np.array(
@@ -224,7 +224,7 @@ def _into(
     framework: Framework,
     progress: Progress | None,
 ) -> dict[Any, Any]:
-    """Read into tensors that the caller has, or that lie on a device."""
+    """Read into the caller's tensors, or into new ones on a device."""
     files = list({each.file: None for each in chosen})
     made = {}
     taken: dict[int, Any] = {}
@@ -233,14 +233,17 @@ def _into(
             made[each.key] = framework.empty(each.dtype, each.shape)
             continue
         if each.key not in out:
-            raise ValueError(f"out has no tensor {each.key!r}")
+            raise ValueError(f"out lacks the tensor {each.key!r}")
         target = framework.checked(out[each.key], each.dtype, each.shape, each.key)
         made[each.key] = target
         if each.nbytes:
             address = framework.address(target)
             other = taken.setdefault(address, each.key)
             if other != each.key:
-                raise ValueError(f"out[{each.key!r}] and out[{other!r}] are of one memory")
+                raise ValueError(
+                    f"out[{each.key!r}] and out[{other!r}] share memory; each tensor needs "
+                    "its own"
+                )
     full = [each for each in chosen if each.nbytes]
     whole: dict[ModelFile, list[tuple[Any, Any, int]]] = {}
     sizes: dict[ModelFile, int] = {}
@@ -283,13 +286,13 @@ def _into(
 
 
 def _named(files: Sequence[ModelFile]) -> str:
-    """Name files in a message, the first of many."""
+    """Return the files' names for a message; of several, only the first."""
     paths = [file.path for file in files]
     return paths[0] if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} more"
 
 
 def _explained(error: OSError, files: Sequence[ModelFile]) -> Exception:
-    """Say that a file has become shorter, where that is what is wrong."""
+    """Return the error to raise: a read past the end means that the file was cut."""
     for file in files:
         if file.path == error.filename:
             return file.explained(error)

@@ -1,4 +1,4 @@
-"""safe_open: tensors of an open file one by one, with those that follow read ahead."""
+"""``safe_open``: read tensors of a file one by one, with read-ahead."""
 
 import os
 import threading
@@ -23,19 +23,19 @@ __all__ = ["TensorSlice", "check_backend", "rules_of", "safe_open", "selected"]
 
 BACKENDS = ("mmap", "pread")
 
-# Whole tensors that must have been asked for, one after the other, before others are read;
-# twice as many each time that this was in vain.
+# How many whole tensors must be read in the order of the file before read-ahead begins.
+# The number doubles each time that read-ahead was in vain.
 IN_ORDER = 2
 RUN_MAX = 1 << 16
-# How much is read ahead at first, or two tensors; it doubles with each that is asked for.
+# How much is read ahead at first: this, or two tensors.  It doubles with each tensor taken.
 WINDOW_BYTES = 1 << 20
-# Tensors that follow each other are read together, up to so much.
+# The size of a batch of neighbouring tensors that are read together.
 BATCH_BYTES = 32 << 20
 READ_AHEAD_MAX = (1 << 63) - 1
 
 
 def check_backend(backend: str) -> None:
-    """Refuse what safetensors refuses; nothing depends on it but who reads an index."""
+    """Raise SafetensorError for an unknown backend, as safetensors does."""
     if backend not in BACKENDS:
         raise SafetensorError(
             f'backend "{backend}" is invalid (expected one of: "mmap", "pread")'
@@ -43,12 +43,12 @@ def check_backend(backend: str) -> None:
 
 
 def rules_of(framework: Framework, backend: str) -> Literal["safetensors", "torch"]:
-    """Say who reads the index of a slice."""
+    """Return whose rules apply to the index of a slice."""
     return "torch" if framework.by_torch and backend == "mmap" else "safetensors"
 
 
 class _Batch(NamedTuple):
-    """Tensors that are on their way."""
+    """Tensors that are being read ahead."""
 
     loading: Loading
     names: list[str]
@@ -64,44 +64,49 @@ def _require_name(name: Any) -> None:
         raise TypeError(f"argument 'name': {kind} is not an instance of 'str'")
 
 
-# A forked child begins anew with each.
+# All open files, which are reset in a forked child.
 _of_process: "weakref.WeakSet[safe_open]" = weakref.WeakSet()
 
 
 class safe_open:  # noqa: N801
-    """Open a safetensors file, and read tensors of it when they are asked for.
+    """Open a safetensors file, and read its tensors on demand.
 
     Parameters
     ----------
     filename : str or os.PathLike
-        The file.
+        The file to read.
     framework : {"pt", "torch", "pytorch", "np", "numpy"}
-        Whose tensors are made.
+        Whether to return torch tensors or numpy arrays.
     device : str, int or torch.device, default "cpu"
-        Where tensors of torch go.
+        The device of torch tensors.
     backend : {"mmap", "pread"}, default "mmap"
-        Accepted, because safetensors has it; nothing is ever mapped.  As there, it decides
-        who reads the index of a slice for torch: torch itself, or safetensors' rules.
+        Accepted for compatibility; files are never mapped.  As in safetensors, it selects
+        the rules for indices of slices with torch: torch's own ("mmap"), or those of
+        safetensors ("pread").
     direct : {"auto", True, False}, default "auto"
-        Whether to read past the page cache: where it has less than half of the file,
-        always (then the file system must have O_DIRECT), or never.
+        Whether to bypass the page cache.  "auto": unless it has more than half of the data.
+        True: always, which fails if the file system lacks O_DIRECT.  False: never.
     read_ahead : int, default 256 MiB
-        How many bytes may be on their way, or wait to be asked for, once whole tensors are
-        asked for in the order of the file; 0: none.  It begins with two tensors and doubles
-        as long as the order holds.
+        The limit of read-ahead in bytes: tensors that are being read, or were read and not
+        taken yet.  0 turns it off.  Read-ahead begins once whole tensors are read in the
+        order of the file.  Its window begins with 1 MiB or two tensors, and doubles with
+        each tensor.
 
     Raises
     ------
     SafetensorError
-        The file is no safetensors file, or the framework, device or backend is unknown.
+        The file is not a valid safetensors file, or the framework, device or backend is
+        unknown.
+    TypeError, ValueError
+        An argument is of the wrong type or out of range.
     OSError
-        The file cannot be opened.
+        The file cannot be opened or read.
 
     Notes
     -----
-    Thread-safe.  A forked child goes on with the file, without what was on its way.  Every
-    tensor has memory of its own, which holds no file.  If the file's size or time of
-    modification changes while tensors are read, that is a SafetensorError.
+    Thread-safe.  A forked child can use the file too; it starts without read-ahead.  Each
+    tensor has its own memory, independent of the file.  If the file's size or modification
+    time changes while tensors are read, a SafetensorError is raised.
 
     Examples
     --------
@@ -140,12 +145,12 @@ class safe_open:  # noqa: N801
         _of_process.add(self)
 
     def _begin(self) -> None:
-        """Know of nothing on its way; in a forked child, what is belongs to the parent."""
+        """Start without read-ahead; in a forked child, pending reads are the parent's."""
         self._lock = threading.Lock()
-        # What brings a tensor that nobody has taken yet, by its name, and how much that is.
+        # The batches that have the tensors read ahead, by name, and their size in bytes.
         self._ahead: dict[str, _Batch] = {}
         self._held = 0
-        # The last place that was asked for, how many in order, and the last one read ahead.
+        # The last tensor asked for, how many came in order, and the last one read ahead.
         self._last, self._in_order, self._asked = -1, 0, -1
         self._run, self._window = IN_ORDER, WINDOW_BYTES
 
@@ -156,19 +161,52 @@ class safe_open:  # noqa: N801
         return file
 
     def _layout(self) -> Layout:
-        """Return all that the header says."""
+        """Return the layout of the file; dcp uses it."""
         return self._opened().layout
 
     def keys(self) -> list[str]:
-        """Return the names of the tensors, sorted."""
+        """Return the names of the tensors, sorted.
+
+        Returns
+        -------
+        list of str
+            The names.
+
+        Raises
+        ------
+        SafetensorError
+            The file is closed.
+        """
         return self._opened().layout.names
 
     def offset_keys(self) -> list[str]:
-        """Return the names of the tensors, in the order of the file."""
+        """Return the names of the tensors, in the order of the file.
+
+        Returns
+        -------
+        list of str
+            The names.
+
+        Raises
+        ------
+        SafetensorError
+            The file is closed.
+        """
         return [tensor.name for tensor in self._opened().layout.tensors]
 
     def metadata(self) -> dict[str, str] | None:
-        """Return the text that is kept with the tensors; None where there is none."""
+        """Return the metadata of the file.
+
+        Returns
+        -------
+        dict of str to str, or None
+            The metadata; None if the file has none.
+
+        Raises
+        ------
+        SafetensorError
+            The file is closed.
+        """
         kept = self._opened().layout.metadata
         return None if kept is None else dict(kept)
 
@@ -178,20 +216,24 @@ class safe_open:  # noqa: N801
         Parameters
         ----------
         name : str
-            One of ``keys()``.
+            The name of the tensor, one of ``keys()``.
 
         Returns
         -------
         torch.Tensor or numpy.ndarray
-            In memory of its own.
+            The tensor, in its own memory.
 
         Raises
         ------
         SafetensorError
-            There is no such tensor, the framework lacks its dtype, the file has changed or
-            is closed.
-        OSError, MemoryError
-            It cannot be read, or there is not so much memory.
+            The file has no such tensor, no framework has its dtype, or the file has
+            changed or is closed.
+        AttributeError, TypeError
+            This framework lacks the dtype, or `name` is not a str.
+        OSError
+            The file cannot be read.
+        MemoryError
+            Not enough memory.
         """
         file = self._opened()
         _require_name(name)
@@ -199,11 +241,11 @@ class safe_open:  # noqa: N801
         return self._whole(file, each)
 
     def _whole(self, file: ModelFile, each: Wanted) -> Any:
-        """Read a tensor, or take what was read before."""
+        """Take a tensor from read-ahead, or read it."""
         name = each.tensor.name
         batch = None
         with self._lock:
-            # What is left of a closed file are its slices.
+            # After the file was closed, slices still read from it, but without read-ahead.
             if self._file is file:
                 batch = self._batch_of(file, name)
         found = None
@@ -211,12 +253,12 @@ class safe_open:  # noqa: N801
             try:
                 found = batch.loading.take(name)
             except Exception:
-                # Another tensor may have failed: this one is read by itself.
+                # The failure may be another tensor's, so read this one again, alone.
                 self._forget(batch)
         return load([each], self._framework)[name] if found is None else found
 
     def _batch_of(self, file: ModelFile, name: str) -> _Batch | None:
-        """Return what brings a tensor, if anything; have others follow it."""
+        """Return the batch that has a tensor, if any, and start reading ahead."""
         place = self._places[name]
         found = self._ahead.pop(name, None)
         if found is not None:
@@ -226,19 +268,19 @@ class safe_open:  # noqa: N801
         elif place == self._last + 1:
             self._last, self._in_order = place, self._in_order + 1
             if self._in_order > self._run:
-                # The next one did not fit.
+                # It was in order but not read ahead, because the window was too small.
                 self._window = min(2 * self._window, self._read_ahead)
         else:
             self._last, self._in_order = place, 1
             self._drop()
             self._window = max(WINDOW_BYTES, 2 * _size(file.layout.tensors[place]))
-        # On a device what is read has to be copied, which nothing here does ahead.
+        # Tensors on a device also need a copy, which cannot be done ahead here.
         if self._in_order >= self._run and self._framework.on_host and self._read_ahead:
             self._follow(file)
         return found
 
     def _follow(self, file: ModelFile) -> None:
-        """Begin to read what comes next, as much as the window leaves room for."""
+        """Start reading the next tensors, as many as fit in the window."""
         tensors = file.layout.tensors
         window = min(self._window, self._read_ahead)
         full = min(BATCH_BYTES, window // 4)
@@ -250,21 +292,21 @@ class safe_open:  # noqa: N801
                 if self._held + size + more > window:
                     break
                 size, next_place = size + more, next_place + 1
-            # A batch that is not full waits for room, but for the last one.
+            # Unless it has the file's last tensors, wait until a whole batch fits.
             if next_place == low or (size < full and next_place < len(tensors)):
                 return
             names = [tensor.name for tensor in tensors[low:next_place]]
             try:
                 loading = Loading(wanted(file, names, self._framework), self._framework)
             except Exception:
-                # Whoever asks for such a tensor is told.
+                # The error is raised when such a tensor is asked for.
                 self._read_ahead = 0
                 return
             self._ahead.update(dict.fromkeys(names, _Batch(loading, names)))
             self._held, self._asked = self._held + size, next_place - 1
 
     def _drop(self) -> None:
-        """Let go of what is on its way; if there was something, take more convincing."""
+        """Cancel all read-ahead; if it was in vain, require a longer run the next time."""
         if self._ahead:
             self._run = min(2 * self._run, RUN_MAX)
         for batch in {id(batch): batch for batch in self._ahead.values()}.values():
@@ -273,7 +315,7 @@ class safe_open:  # noqa: N801
         self._held, self._asked = 0, -1
 
     def _forget(self, batch: _Batch) -> None:
-        """Take nothing more from a batch that has failed."""
+        """Remove a batch that has failed."""
         with self._lock:
             layout = self._file.layout if self._file is not None else None
             for name in batch.names:
@@ -282,27 +324,37 @@ class safe_open:  # noqa: N801
                     self._held -= _size(layout.by_name[name])
 
     def get_tensors(self) -> dict[str, Any]:
-        """Read all tensors, by one submission.
+        """Read all tensors, in one submission.
 
         Returns
         -------
         dict of str to torch.Tensor or numpy.ndarray
-            In the order of the file.
+            The tensors, in the order of the file.
+
+        Raises
+        ------
+        SafetensorError, OSError, MemoryError
+            As ``get_tensor``.
         """
         return load(wanted(self._opened(), None, self._framework), self._framework)
 
     def get_slice(self, name: str) -> "TensorSlice":
-        """Return what reads parts of a tensor, when it is indexed.
+        """Return an object that reads part of a tensor when it is indexed.
 
         Parameters
         ----------
         name : str
-            One of ``keys()``.
+            The name of the tensor, one of ``keys()``.
 
         Returns
         -------
         TensorSlice
-            With ``get_shape()``, ``get_dtype()`` and brackets.
+            Index it to read: ``file.get_slice("weight")[:10]``.
+
+        Raises
+        ------
+        SafetensorError
+            The file has no such tensor, or is closed.
         """
         file = self._opened()
         _require_name(name)
@@ -311,27 +363,27 @@ class safe_open:  # noqa: N801
     def get_many(
         self, indices: Mapping[str, Any], out: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Read tensors and parts of tensors, exactly their bytes, by one submission.
+        """Read several tensors or parts of tensors, in one submission.
 
         Parameters
         ----------
         indices : dict of str to index or None
-            For each name what would be in the brackets behind ``get_slice(name)``; None
-            for the whole tensor.
+            The index of each tensor, as in ``get_slice(name)[index]``; None for the whole
+            tensor.  Only the bytes of these parts are needed.
         out : dict of str to torch.Tensor or numpy.ndarray, optional
-            Tensors to be filled, of the right dtype and shape.
+            Tensors to read into, of the same dtypes and shapes as the results.
 
         Returns
         -------
         dict of str to torch.Tensor or numpy.ndarray
-            In the order of `indices`; those of `out`, if passed.
+            The tensors, in the order of `indices`; with `out`, its tensors.
 
         Raises
         ------
         SafetensorError, TypeError, IndexError
-            As ``get_slice`` and ``get_tensor``, before anything is read.
+            As ``get_slice`` and ``get_tensor``; nothing was read.
         ValueError
-            A tensor of `out` is missing, or of another dtype or shape.
+            `out` lacks a tensor, or has one of another dtype or shape; nothing was read.
         """
         file = self._opened()
         chosen = [
@@ -350,7 +402,7 @@ class safe_open:  # noqa: N801
         return load([part], self._framework)[tensor.name]
 
     def __enter__(self) -> Self:
-        """Return the same file, which is closed at the end of the block."""
+        """Return this file; the end of the block closes it."""
         return self
 
     def __exit__(
@@ -360,7 +412,7 @@ class safe_open:  # noqa: N801
         traceback: TracebackType | None = None,
         /,
     ) -> None:
-        """Close the file; tensors stay, and slices can be read: the last one closes it."""
+        """Close the file; tensors stay valid, and slices can still be read."""
         with self._lock:
             self._drop()
             self._file = None
@@ -373,7 +425,7 @@ def selected(
     framework: Framework,
     rules: Literal["safetensors", "torch"],
 ) -> Wanted:
-    """Return the part of a tensor that an index names; None: all of it."""
+    """Return the part of a tensor that an index selects; None selects all of it."""
     (each,) = wanted(file, [name], framework)
     return each if index is None else _part(each, index, framework, rules)
 
@@ -381,18 +433,18 @@ def selected(
 def _part(
     each: Wanted, index: Any, framework: Framework, rules: Literal["safetensors", "torch"]
 ) -> Wanted:
-    """Return the part of a whole tensor that an index names; None is an index too."""
+    """Return the part of a tensor that an index selects; None is an index too."""
     tensor = each.tensor
     found = plan(index, tensor.shape, BITS[tensor.dtype], rules=rules)
     nbytes = len(found.offsets) * found.run_bytes
     shape = framework.shape(tensor.dtype, found.shape)
-    # All bytes in one run are all of the tensor, in its order.
+    # A single run of all bytes is the whole tensor.
     runs = None if found.run_bytes == each.nbytes == nbytes else found.offsets
     return each._replace(shape=shape, offsets=runs, nbytes=nbytes)
 
 
 class TensorSlice:
-    """Part of a tensor to be; ``safe_open(...).get_slice(name)`` makes it.
+    """Read part of a tensor by indexing; ``safe_open(...).get_slice(name)`` makes it.
 
     Examples
     --------
@@ -410,15 +462,34 @@ class TensorSlice:
         self._opened, self._file, self._tensor = opened, file, tensor
 
     def get_shape(self) -> list[int]:
-        """Return the shape of the whole tensor, as the header has it."""
+        """Return the shape of the whole tensor, as in the header."""
         return list(self._tensor.shape)
 
     def get_dtype(self) -> str:
-        """Return the dtype, as the header has it, such as "F32"."""
+        """Return the dtype as in the header, such as "F32"."""
         return self._tensor.dtype
 
     def __getitem__(self, index: Any) -> Any:
-        """Read what an index names: exactly its bytes."""
+        """Read the part that an index selects.
+
+        Parameters
+        ----------
+        index : int, slice, Ellipsis, None, tensor, list or tuple of these
+            As safetensors 0.8 accepts it: with torch and ``backend="mmap"`` any index of
+            torch, else integers, slices with a positive step and an Ellipsis.
+
+        Returns
+        -------
+        torch.Tensor or numpy.ndarray
+            The part, in its own memory.
+
+        Raises
+        ------
+        SafetensorError, IndexError, TypeError
+            The index is invalid or out of range.
+        OSError
+            The file cannot be read.
+        """
         return self._opened._read_slice(self._file, self._tensor, index)
 
 
@@ -429,7 +500,7 @@ def _safe_open_handle(
     *,
     backend: Literal["mmap", "pread"] = "mmap",
 ) -> safe_open:
-    """Open the safetensors file that an open file of Python's is."""
+    """Open a safetensors file that Python has open; safetensors has this function too."""
     return safe_open(f"/proc/self/fd/{f.fileno()}", framework, device, backend=backend)
 
 

@@ -1,4 +1,4 @@
-"""Bytes of files into one piece of memory, which is made ready while the drive works."""
+"""Read records of files into one region of memory, which is populated meanwhile."""
 
 import contextlib
 import os
@@ -26,29 +26,29 @@ Progress = Callable[[int, int], object]
 Made = TypeVar("Made")
 Integers = npt.NDArray[np.int64]
 
-# As much is populated while what was before it is read.
+# How much memory is populated at a time, while the chunk before is being read.
 CHUNK_BYTES = 32 << 20
 PAGE = 4096
-# To ask how much memory there is takes longer than to read less than this.
+# Below this size, checking the available memory would take longer than reading.
 CHECKED_BYTES = 16 << 20
-# Runs that are shorter are read with the gaps between them.
+# Runs shorter than this are read together with larger gaps between them.
 SHORT_BYTES = 2048
 
-# Two threads copy from the page cache as fast as memory goes on most machines.
+# On most machines two threads, copying from the page cache, reach the memory's speed.
 CACHED_WORKERS = min(2, len(os.sched_getaffinity(0)))
 
 
 def check_progress(progress: Progress | None) -> None:
-    """Refuse what cannot be called, before anything is done."""
+    """Raise TypeError if `progress` cannot be called."""
     if progress is not None and not callable(progress):
         raise TypeError(f"progress is {shown(progress)}; it must be callable, or None")
 
 
 class Records(NamedTuple):
-    """Bytes of files and their places in memory, which ascend; all are not empty."""
+    """Ranges of files and their places in memory, which ascend; none is empty."""
 
     files: Sequence[File]
-    file: Integers  # for each the index of its file
+    file: Integers  # the index in `files`, for each record
     offset: Integers  # in the file
     nbytes: Integers
     place: Integers  # in memory
@@ -62,20 +62,20 @@ class Read(NamedTuple):
 
 
 class _Cached:
-    """The handle for files that the page cache has, made when there is the first."""
+    """The handle for files in the page cache, created on first use."""
 
     def __init__(self) -> None:
         self.handle: Handle | None = None
         self.forget_threads()
 
     def forget_threads(self) -> None:
-        """In a forked child: a thread of the parent may have held the lock."""
+        """Replace the lock: in a forked child, a thread of the parent may have held it."""
         self.lock = threading.Lock()
 
     def get(self) -> Handle:
         with self.lock:
             if self.handle is None or self.handle.closed:
-                # Its threads copy, each a block at a time.
+                # Reading from the page cache is copying, which workers best do themselves.
                 self.handle = Handle(engine="sync", direct=False, workers=CACHED_WORKERS)
             return self.handle
 
@@ -85,26 +85,26 @@ call_in_child(_cached.forget_threads)
 
 
 def is_cached(file: File, offset: int, nbytes: int) -> bool:
-    """Tell whether the page cache has most of a part of a file."""
+    """Return whether the page cache has more than half of a range of a file."""
     return cached_fraction(file.fileno(), offset, nbytes) > 0.5
 
 
 def handle_for(file: File) -> Handle:
-    """Return the handle that a file's bytes come by."""
+    """Return the handle for reading a file: with O_DIRECT, or from the page cache."""
     return default_handle() if file.direct else _cached.get()
 
 
 def place(file: Integers, offset: Integers, nbytes: Integers) -> tuple[Integers, int, int]:
-    """Give parts of files their places in memory, congruent with the files.
+    """Assign places in memory to ranges of files, congruent with the files.
 
-    Returns where each begins, the size of all, and what the address of the first byte must
-    be modulo a page.
+    Return where each begins, the total size, and the phase: the address of the memory
+    modulo a page.
     """
     if not offset.size:
         return np.empty(0, np.int64), 0, 0
     phase = int(offset[0] % PAGE)
     follows = (file[1:] == file[:-1]) & (offset[1:] == offset[:-1] + nbytes[:-1])
-    # Those that follow each other in a file stay together: the others begin runs.
+    # Neighbours in a file stay neighbours in memory; every other range begins a run.
     first = np.concatenate([[True], ~follows])
     run = np.cumsum(first) - 1
     begins = np.flatnonzero(first)
@@ -123,9 +123,9 @@ def place(file: Integers, offset: Integers, nbytes: Integers) -> tuple[Integers,
 def begin(
     records: Records, total: int, phase: int, what: str
 ) -> tuple[Region, Iterator[Read]]:
-    """Get memory, and begin to read records into it as the reads are taken.
+    """Allocate memory, and return it with an iterator that starts the reads one by one.
 
-    The memory for a chunk is populated while the chunks before it are on their way.
+    The memory of a chunk is populated while the chunks before it are being read.
     """
     if total >= CHECKED_BYTES:
         require_available(total, what)
@@ -134,7 +134,7 @@ def begin(
 
 
 def _joined(records: Records) -> Records:
-    """Make one of records that follow each other in a file and in memory."""
+    """Merge records that are neighbours both in a file and in memory."""
     files, file, offset, nbytes, places = records
     follows = file[1:] == file[:-1]
     follows &= offset[1:] == offset[:-1] + nbytes[:-1]
@@ -145,7 +145,7 @@ def _joined(records: Records) -> Records:
 
 
 def _cut(records: Records) -> Records:
-    """Cut records that are longer than a chunk, at pages of their files."""
+    """Cut records longer than a chunk, at page boundaries of their files."""
     files, file, offset, nbytes, places = records
     ragged = offset % PAGE
     counts = (ragged + nbytes + CHUNK_BYTES - 1) // CHUNK_BYTES
@@ -157,12 +157,12 @@ def _cut(records: Records) -> Records:
 
 
 def _begun(records: Records, region: Region) -> Iterator[Read]:
-    """Populate and begin chunk by chunk."""
+    """Populate memory and start reads, chunk by chunk."""
     files, file, offset, nbytes, places = records
     memory = memoryview(region)
-    # Counted from a page, as _cut() does: else the first two would be one chunk.
+    # Counted from a page boundary, as in _cut(); else the first two would be one chunk.
     before = np.cumsum(nbytes) - nbytes + offset[0] % PAGE
-    # Records that begin in the same CHUNK_BYTES of all that is read are a chunk.
+    # All records that begin in the same CHUNK_BYTES of the total form a chunk.
     edges = np.flatnonzero(np.diff(before // CHUNK_BYTES, prepend=-1, append=-1))
     for low, high in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True):
         first, end = int(places[low]), int(places[high - 1] + nbytes[high - 1])
@@ -189,9 +189,9 @@ def _begun(records: Records, region: Region) -> Iterator[Read]:
 
 
 def max_gap(run_bytes: int) -> int:
-    """Return which gaps between runs are read along, rather than with another request.
+    """Return the largest gap between runs to read along, for runs of this length.
 
-    Where runs are short, so many requests take longer than all bytes do.
+    It is larger for short runs: many small reads take longer than the extra bytes.
     """
     return 4096 if run_bytes < SHORT_BYTES else 512
 
@@ -202,9 +202,9 @@ def finish(
     progress: Progress | None,
     meanwhile: Callable[[], Made],
 ) -> Made:
-    """Begin all reads, do something meanwhile, and wait for them.
+    """Start all reads, call `meanwhile`, wait for the reads, and return its result.
 
-    After an error none of them is in flight any more.
+    After an error none of the reads is in flight.
     """
     begun: list[Read] = []
     seen = done = 0

@@ -1,4 +1,4 @@
-"""Models of several files, with an index that says which tensor is in which."""
+"""Models in several files, with an index of which file has which tensor."""
 
 import contextlib
 import errno
@@ -27,11 +27,11 @@ from nvmeio.safetensors._writing import saving
 
 __all__ = ["load_sharded", "save_sharded"]
 
-# Of each file that is being written: one with O_DIRECT and one without, and its folder.
+# For each file being written: one with O_DIRECT, one without, and one of its folder.
 DESCRIPTORS = 3
-# As many files are read together.
+# How many files are open at once for reading.
 FILES_MAX = 128
-# No index is longer: it has less of each tensor than its file's header.
+# The limit of a header; an index has less about each tensor than a header.
 INDEX_BYTES_MAX = 100_000_000
 
 INDEX_END = ".safetensors.index.json"
@@ -51,45 +51,51 @@ def load_sharded(
     progress: Progress | None = None,
     direct: Direct = "auto",
 ) -> dict[str, Any]:
-    """Read tensors, or parts of them, of a model in several files, by one submission.
+    """Read a model in several files, or some of its tensors, in one submission.
 
     Parameters
     ----------
     folder_or_index : str or os.PathLike
-        An index, such as ``model.safetensors.index.json``; or a folder with one, or with
-        one safetensors file.
+        An index, such as ``model.safetensors.index.json``; or a folder with an index or
+        with a single safetensors file; or a safetensors file.
     names : iterable of str, optional
-        Those that are wanted; all by default.
+        The tensors to read; by default all, or those of `out`.
     slices : dict of str to index, optional
-        Of these tensors only a part is read, as ``safe_open(...).get_slice(name)[index]``
-        reads it: what a rank of tensor parallelism needs.
+        The tensors of which to read only a part, each with its index, as in
+        ``safe_open(...).get_slice(name)[index]``: for example the part of a rank in tensor
+        parallelism.
     out : dict of str to torch.Tensor or numpy.ndarray, optional
-        Tensors that are filled, of the right dtype and shape; then `names` is by default
-        what it has.
+        Tensors to read into, of the same dtypes and shapes as the results.
     framework : {"pt", "np"}, default "pt"
-        Whose tensors are made.
+        Whether to return torch tensors or numpy arrays.
     device : str, int or torch.device, default "cpu"
-        Where tensors of torch go.
+        The device of torch tensors.
     progress : callable, optional
-        Is called with the bytes read so far and all there are.
+        Called during the read with two ints: bytes read so far, and bytes in total.
     direct : {"auto", True, False}, default "auto"
-        Whether to read past the page cache: where it has less than half of a file, always,
-        or never.
+        Whether to bypass the page cache.  "auto": unless it has more than half of a file's
+        data.  True: always.  False: never.
 
     Returns
     -------
     dict of str to torch.Tensor or numpy.ndarray
-        Each with a storage of its own, of exactly its bytes, or of `out`.
+        The tensors, each in its own memory; with `out`, its tensors.
 
     Raises
     ------
     SafetensorError
-        The index or a file is none, names a file outside of its folder, or lacks a tensor;
-        or a file changes while it is read.
+        The index or a file is invalid; the index names a file outside its folder; a tensor
+        is missing; or a file changes while it is read.
     FileNotFoundError
-        The folder has neither an index nor one safetensors file, or a file is missing.
-    OSError, MemoryError, TypeError, ValueError, IndexError
-        As ``load_file`` and ``get_slice``; before anything is read.
+        The folder has no index and not exactly one safetensors file, or a file is missing.
+    OSError, MemoryError
+        As ``load_file``.
+    TypeError, ValueError, IndexError
+        As ``load_file`` and ``get_slice``; nothing was read.
+
+    Notes
+    -----
+    More than 128 files are read in several submissions, of 128 files each.
 
     Examples
     --------
@@ -127,11 +133,11 @@ def load_sharded(
     def choose(path: str, file: ModelFile) -> list[Wanted]:
         with _naming(path):
             chosen = [selected(file, n, parts.get(n), kind, rules) for n in by_file[path]]
-        # In the order of its bytes.
+        # In the order of the file.
         return sorted(chosen, key=lambda each: each.tensor.begin)
 
     if len(paths) > FILES_MAX:
-        # Not all can be open together; what is wrong with one is told before any is read.
+        # They are not all open at once, so check all of them before any is read.
         total = 0
         for path in paths:
             with _opened(path, direct) as file:
@@ -165,7 +171,7 @@ def _opened(path: str, direct: Direct) -> Iterator[ModelFile]:
 
 @contextlib.contextmanager
 def _naming(path: str) -> Iterator[None]:
-    """Say which of several files is wrong."""
+    """Add the path to a SafetensorError."""
     try:
         yield
     except SafetensorError as error:
@@ -173,7 +179,7 @@ def _naming(path: str) -> Iterator[None]:
 
 
 def _places(path: str) -> dict[str, str]:
-    """Return for each tensor of a model the path of its file."""
+    """Return the path of the file of each tensor of a model."""
     if path.endswith(".safetensors"):
         return _only(path)
     if not os.path.isdir(path):
@@ -188,21 +194,21 @@ def _places(path: str) -> dict[str, str]:
     if indices or len(files) != 1:
         raise FileNotFoundError(
             2,
-            f"a model is one {INDEX_NAME}, or one file *.safetensors: there are "
-            f"{len(indices)} and {len(files)}",
+            f"a model is one {INDEX_NAME} or one file *.safetensors, but there are "
+            f"{len(indices)} and {len(files)}; pass the path of the index or file",
             path,
         )
     return _only(os.path.join(path, files[0]))
 
 
 def _only(path: str) -> dict[str, str]:
-    """Return the same of a model in one file."""
+    """Return the path of each tensor of a model in a single file."""
     with _opened(path, False) as file:
         return dict.fromkeys(file.layout.by_name, path)
 
 
 def _index(path: str) -> dict[str, str]:
-    """Read an index: each file lies in its folder."""
+    """Read an index, and check that all its files are in its folder."""
     with open(path, "rb") as file:
         if (size := os.fstat(file.fileno()).st_size) > INDEX_BYTES_MAX:
             raise SafetensorError(
@@ -231,7 +237,7 @@ def _index(path: str) -> dict[str, str]:
 
 
 def _is_within(place: str) -> bool:
-    """Tell whether a path leads to something in a folder, without climbing out of it."""
+    """Return whether a relative path stays inside its folder."""
     parts = place.split("/")
     try:
         os.fsencode(place)
@@ -250,19 +256,20 @@ def save_sharded(
     sync: bool = True,
     progress: Progress | None = None,
 ) -> list[str]:
-    """Write tensors to as many files as it takes, and an index, as transformers does.
+    """Write a model to several files with an index, as transformers does.
 
     Parameters
     ----------
     tensors : dict of str to torch.Tensor or numpy.ndarray
-        All of one kind; no two tensors of torch may share memory.
+        The tensors by name, all torch tensors or all numpy arrays.  No two torch tensors
+        may share memory.
     folder : str or os.PathLike
-        Is made where it does not exist.
+        The folder to write to; created if it does not exist.
     max_shard_size : int or str, default "50GB"
-        How many bytes of tensors a file has at most, such as "5GB" (10**9) or "4GiB"
-        (2**30).  A tensor that is larger has a file to itself.
+        The largest size of the tensors in a file: bytes, or a text such as "5GB" (5*10**9)
+        or "4GiB" (4*2**30).  A larger tensor gets a file of its own.
     metadata : dict of str to str, optional
-        Text for every file; ``{"format": "pt"}`` or ``"np"`` by default.
+        Metadata for every file; by default ``{"format": "pt"}`` or ``{"format": "np"}``.
     align, sync, progress
         As for ``save_file``.
 
@@ -270,18 +277,19 @@ def save_sharded(
     -------
     list of str
         The names of the files in `folder`: ``model.safetensors`` alone, or
-        ``model-00001-of-00003.safetensors`` and so on, and the index last.
+        ``model-00001-of-00003.safetensors`` and so on, with the index last.
 
     Raises
     ------
     RuntimeError, SafetensorError, TypeError, ValueError, OSError
-        As ``save_file``; or `max_shard_size` is no size.
+        As ``save_file``; or ValueError if `max_shard_size` is not a size, or OSError with
+        EMFILE if the process may not open three descriptors for each file.
 
     Notes
     -----
-    Each file and the index is replaced as a whole, the index last.  Files of a model that
-    was saved here before, and that this one has not, are removed at the end; a folder that
-    must never be seen with files of two models is better written anew.
+    Each file is replaced atomically, the index last.  At the end, files of a model that was
+    saved here before are removed.  In between, the folder has files of both models; if no
+    reader may see that, save to a new folder.
 
     Examples
     --------
@@ -313,7 +321,7 @@ def save_sharded(
         ]
     options: dict[str, Any] = {"align": align, "sync": sync}
     for shard in shards:
-        # What a file cannot have is refused before there is a folder.
+        # Refuse invalid tensors before the folder is created.
         build(((s.name, s.dtype, s.shape) for s in kind._sources(shard)), align=align)
     folder = os.fsdecode(folder)
     os.makedirs(folder, exist_ok=True)
@@ -322,8 +330,8 @@ def save_sharded(
     done = 0
     _require_descriptors(len(shards), folder)
     with ExitStack() as stack:
-        # All are checked and reserved before the first is written, and written before the
-        # first has its name.
+        # Check and reserve all files before the first is written, and write all before the
+        # first gets its name.
         writers = [
             stack.enter_context(
                 saving(kind._sources(shard), os.path.join(folder, name), text, **options)
@@ -355,17 +363,18 @@ def save_sharded(
 
 
 def _require_descriptors(files: int, folder: str) -> None:
-    """Refuse more files than this process may have open."""
+    """Raise OSError if the process cannot open the descriptors for this many files."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     free = limit - len(os.listdir("/proc/self/fd"))
     if limit != resource.RLIM_INFINITY and DESCRIPTORS * files > free:
         words = f"{DESCRIPTORS * files} descriptors are needed for {files} files"
-        words += f", and {free} are free (ulimit -n is {limit})"
+        words += f", but {free} are free (ulimit -n is {limit}); raise it, or use larger "
+        words += "files (max_shard_size)"
         raise OSError(errno.EMFILE, words, folder)
 
 
 def _size(text: int | str) -> int:
-    """Return the limit of a file in bytes."""
+    """Return `max_shard_size` in bytes."""
     found = (
         re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]i?B)?", text.strip(), re.I | re.A)
         if isinstance(text, str)
@@ -386,7 +395,7 @@ def _size(text: int | str) -> int:
 
 
 def _shards(tensors: Mapping[str, Any], limit: int) -> list[dict[str, Any]]:
-    """Fill file after file, in the order of the tensors, as huggingface_hub does."""
+    """Distribute tensors to files, in their order, as huggingface_hub does."""
     shards: list[dict[str, Any]] = []
     filling: dict[str, Any] = {}
     room = limit
@@ -407,8 +416,8 @@ def _shards(tensors: Mapping[str, Any], limit: int) -> list[dict[str, Any]]:
 def _remove_others(folder: str, names: set[str]) -> None:
     """Remove the files of a model that was saved here before.
 
-    First its index, if this model has none: until that is gone for good, whoever loads from
-    the folder needs the files that it names.
+    If this model has no index, remove the old one first, durably: as long as an index
+    exists, loading needs the files that it names.
     """
     pattern = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
     with contextlib.suppress(FileNotFoundError):

@@ -1,6 +1,7 @@
-"""Tensors that share memory: which they are, and which of them are saved.
+"""Find tensors that share memory, and choose which of them to save.
 
-The names are safetensors' own, underscores included: other libraries import them.
+The functions have the names of safetensors' own, with underscores, because other libraries
+import them.
 """
 
 from collections.abc import Iterable, Mapping
@@ -11,7 +12,17 @@ __all__ = ["storage_ptr", "storage_size"]
 
 
 def storage_ptr(tensor: torch.Tensor) -> int:
-    """Return where the storage of a tensor lies; 0 where it has none.
+    """Return the address of a tensor's storage; 0 if it has none.
+
+    Parameters
+    ----------
+    tensor : torch.Tensor
+        Any tensor.
+
+    Returns
+    -------
+    int
+        The address.
 
     Examples
     --------
@@ -22,12 +33,22 @@ def storage_ptr(tensor: torch.Tensor) -> int:
     """
     try:
         return int(tensor.untyped_storage().data_ptr())
-    except Exception:  # of whatever kind a subclass raises
+    except Exception:  # a subclass may raise any type
         return 0
 
 
 def storage_size(tensor: torch.Tensor) -> int:
-    """Return how many bytes the storage of a tensor has.
+    """Return the size of a tensor's storage in bytes.
+
+    Parameters
+    ----------
+    tensor : torch.Tensor
+        Any tensor.
+
+    Returns
+    -------
+    int
+        The size; for a tensor without storage, the size of its elements.
 
     Examples
     --------
@@ -38,19 +59,19 @@ def storage_size(tensor: torch.Tensor) -> int:
     """
     try:
         return int(tensor.untyped_storage().nbytes())
-    except Exception:  # of whatever kind a subclass raises
+    except Exception:  # a subclass may raise any type
         return int(tensor.nelement() * tensor.element_size())
 
 
 def _end_ptr(tensor: torch.Tensor) -> int:
-    """Return where a contiguous tensor ends."""
+    """Return the address where a contiguous tensor ends."""
     if not tensor.nelement():
         return int(tensor.data_ptr())
     return int(tensor.view(-1)[-1].data_ptr() + tensor.element_size())
 
 
 def _is_complete(tensor: torch.Tensor) -> bool:
-    """Tell whether a tensor is all of its storage."""
+    """Return whether a tensor covers all of its storage."""
     nbytes = tensor.nelement() * tensor.element_size()
     return (storage_ptr(tensor), storage_size(tensor)) == (tensor.data_ptr(), nbytes)
 
@@ -58,7 +79,7 @@ def _is_complete(tensor: torch.Tensor) -> bool:
 def _filter_shared_not_shared(
     tensors: Iterable[set[str]], state_dict: Mapping[str, torch.Tensor]
 ) -> list[set[str]]:
-    """Part names of one storage where the memory of neighbours does not overlap."""
+    """Split groups of tensors of one storage into groups that overlap in memory."""
     found: list[set[str]] = []
     for names in tensors:
         if len(names) < 2:
@@ -78,7 +99,7 @@ def _filter_shared_not_shared(
 
 
 def _find_shared_tensors(state_dict: Mapping[str, torch.Tensor]) -> list[set[str]]:
-    """Return sets of the names of tensors that share memory, those of one name too."""
+    """Return sets of names of tensors that share memory; also sets of a single name."""
     storages: dict[tuple[torch.device, int, int], set[str]] = {}
     for name, tensor in state_dict.items():
         address, nbytes = storage_ptr(tensor), storage_size(tensor)
@@ -93,7 +114,7 @@ def _remove_duplicate_names(
     preferred_names: Iterable[str] | None = None,
     discard_names: Iterable[str] | None = None,
 ) -> dict[str, list[str]]:
-    """Return for each name that is kept those that share its memory and are not."""
+    """Return the names to leave out, by the name to keep, whose memory they share."""
     preferred, discarded = set(preferred_names or ()), set(discard_names or ())
     left_out: dict[str, list[str]] = {}
     for shared in _find_shared_tensors(state_dict):

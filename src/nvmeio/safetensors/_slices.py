@@ -1,9 +1,10 @@
 """Find the bytes of a tensor that an index selects.
 
 ``safe_open(...).get_slice(name)[index]`` of safetensors 0.8.0 has two sets of rules.  With
-numpy, and with torch and ``backend="pread"``, its own code reads the index: integers of 32
-bits, slices within bounds, one Ellipsis, the empty list.  With torch and ``"mmap"``, the
-default, torch indexes a tensor over the mapped file and takes what it always takes.
+numpy, and with torch and ``backend="pread"``, safetensors interprets the index itself.  It
+accepts integers of 32 bits, slices within bounds, one Ellipsis, and the empty list.  With
+torch and ``"mmap"``, the default, torch indexes a tensor over the mapped file, so any index
+of torch is valid.
 """
 
 import math
@@ -30,17 +31,17 @@ _MISALIGNED = (
 
 
 class Plan(NamedTuple):
-    """What an index names."""
+    """The bytes that an index selects."""
 
     shape: tuple[int, ...]  # of the result, in the elements of the header
-    # Where each run of bytes begins, relative to the tensor.  The runs one after the other
-    # are the result in C order.
+    # Where each run of bytes begins, relative to the tensor.  The runs, concatenated, are
+    # the result in C order.
     offsets: NDArray[np.int64]
     run_bytes: int  # the length of every run; 0 if there are none
 
 
 class _Axis(NamedTuple):
-    """What is taken along one dimension; `text` is how safetensors' messages show it."""
+    """The selection along one dimension; `text` is for messages, as in safetensors."""
 
     start: int
     stop: int
@@ -56,12 +57,11 @@ def plan(
     *,
     rules: Literal["safetensors", "torch"] = "safetensors",
 ) -> Plan:
-    """Return the bytes of a tensor that an index names, as in ``get_slice(name)[index]``.
+    """Return the bytes of a tensor that an index selects.
 
-    By the rules of safetensors' own code, which reads for numpy, and for torch with
-    ``backend="pread"``; or of torch, which then must be installed and raises its own errors
-    (``backend="mmap"``).  A slice that starts behind its end is a SafetensorError, where
-    safetensors 0.8.0 panics or makes up a shape.
+    With `rules` "safetensors", raise SafetensorError as safetensors does.  A slice that
+    starts after its end is an error too; safetensors 0.8.0 panics on it or returns a wrong
+    shape.  With `rules` "torch", torch must be installed, and raises its own errors.
     """
     extents = tuple(shape)
     if rules == "torch":
@@ -76,7 +76,7 @@ def plan(
 
 
 def _axes_of(index: Any, shape: tuple[int, ...]) -> list[_Axis]:
-    """Return what an index takes along each dimension that it names."""
+    """Return the selection along each dimension that an index names."""
     if isinstance(index, list):
         if index:
             raise SafetensorError("Non empty lists are not implemented")
@@ -89,7 +89,7 @@ def _axes_of(index: Any, shape: tuple[int, ...]) -> list[_Axis]:
     for place in ellipses:
         missing = max(len(shape) - (len(items) - 1), 0)
         items[place : place + 1] = [slice(None)] * missing
-    # Behind the last dimension there are none; _plan_of() refuses them.
+    # Items beyond the last dimension get the size 0; _plan_of() refuses them.
     extents = (*shape, *[0] * (len(items) - len(shape)))
     return [
         _axis_of(dim, item, extent)
@@ -98,7 +98,7 @@ def _axes_of(index: Any, shape: tuple[int, ...]) -> list[_Axis]:
 
 
 def _axis_of(dim: int, item: Any, extent: int) -> _Axis:
-    """Return what an item takes along a dimension, whether or not it lies within."""
+    """Return the selection of an item along a dimension, without checking its bounds."""
     if not isinstance(item, slice):
         number = given = _integer(dim, item)
         if number < 0:
@@ -124,7 +124,7 @@ def _integer(dim: int, item: Any) -> int:
     """Return an item of an index as an integer of 32 bits."""
     try:
         number = index_of(item)
-    except Exception:  # of whatever kind: safetensors drops it too
+    except Exception:  # of any type: safetensors drops it too
         number = None
     if number is None or not -_I32_MAX - 1 <= number <= _I32_MAX:
         raise SafetensorError(
@@ -134,7 +134,7 @@ def _integer(dim: int, item: Any) -> int:
 
 
 def _unsigned(bound: Any) -> int | None:
-    """Return a bound of a slice as Rust's usize has it."""
+    """Return a bound of a slice, which must fit Rust's usize."""
     if bound is None:
         return None
     number = index_of(bound)
@@ -146,13 +146,13 @@ def _unsigned(bound: Any) -> int | None:
 
 
 def _plan_of(axes: list[_Axis], shape: tuple[int, ...], bits: int) -> Plan:
-    """Return the bytes that axes name, or refuse them in the words of safetensors."""
+    """Return the bytes that axes select, or raise an error in safetensors' words."""
     if len(axes) > len(shape):
         raise SafetensorError("more slicing indexes than dimensions in tensor")
     _check(axes, shape, bits)
     backward = next((axis for axis in axes if axis.start > axis.stop), None)
     if backward is not None:
-        raise SafetensorError(f"slice {backward.text} starts behind its end")
+        raise SafetensorError(f"slice {backward.text} starts after its end")
     base = 0
     stride = bits
     result: list[int] = []
@@ -171,9 +171,10 @@ def _plan_of(axes: list[_Axis], shape: tuple[int, ...], bits: int) -> Plan:
 
 
 def _check(axes: list[_Axis], shape: tuple[int, ...], bits: int) -> None:
-    """Refuse what is out of bounds or splits a byte, the last dimension first.
+    """Raise SafetensorError if axes are out of bounds or split a byte.
 
-    Once a dimension selects nothing, safetensors 0.8.0 forgets the slices behind it.
+    As in safetensors 0.8.0, the last dimension comes first.  Once a dimension selects
+    nothing, safetensors forgets the slices of the dimensions after it; hence `cut`.
     """
     span = bits * math.prod(shape[len(axes) :])
     cut = False
@@ -194,7 +195,7 @@ def _check(axes: list[_Axis], shape: tuple[int, ...], bits: int) -> None:
 
 
 def _places(start: int, stop: int, step: int, cut: bool) -> list[int]:
-    """Return the elements whose first bit must begin a byte; 8 of them stand for all."""
+    """Return elements that must begin at a byte; the first 8 stand for all."""
     places = [*range(start, stop, step)[:8]]
     if cut:
         return places
@@ -204,7 +205,7 @@ def _places(start: int, stop: int, step: int, cut: bool) -> list[int]:
 def _runs_of(
     base: int, taken: list[tuple[int, int]], bits: int
 ) -> tuple[NDArray[np.int64], int]:
-    """Return the runs of a block with strides, all of it in bits, last dimension first."""
+    """Return the runs of a strided block, given in bits, the last dimension first."""
     if any(count == 0 for count, _ in taken):
         return np.empty(0, np.int64), 0
     run = bits
@@ -219,26 +220,27 @@ def _runs_of(
 
 
 def _merged(offsets: NDArray[np.int64], run: int) -> tuple[NDArray[np.int64], int]:
-    """Return fewer and longer runs, all of one length, of the same bytes."""
+    """Merge runs into fewer, longer ones of equal length."""
     breaks = np.flatnonzero(np.diff(offsets) != run) + 1
-    # What is between two breaks is one run; their lengths have a common measure.
+    # Between two breaks the runs are contiguous.  All can be cut into pieces of the
+    # greatest common divisor of their lengths.
     lengths = np.diff(breaks, prepend=0, append=offsets.size)
     together = int(np.gcd.reduce(lengths))
     return offsets[::together], run * together
 
 
 def _plan_by_torch(index: Any, shape: tuple[int, ...], bits: int) -> Plan:
-    """Return the bytes that an index of torch names, by having torch index no data."""
+    """Return the bytes that an index selects in torch, by indexing a meta tensor."""
     torch = torch_module()
     count = math.prod(shape)
     if bits % 8 and count:
-        # safetensors 0.8.0 gives the shape of the header to a tensor of pairs.
+        # safetensors 0.8.0 fails too: it uses the header's shape for a tensor of pairs.
         size = count * bits // 8
         raise RuntimeError(f"shape '{list(shape)}' is invalid for input of size {size}")
     whole = torch.empty(shape, dtype=torch.uint8, device="meta")
     try:
         part = whole[index]
-    except Exception:  # of whatever kind: what follows raises what torch has to say
+    except Exception:  # of any type: _plan_by_copy() raises torch's error
         part = None
     if part is None or not _share_memory(part, whole):
         return _plan_by_copy(torch, index, shape, bits)
@@ -251,24 +253,24 @@ def _plan_by_torch(index: Any, shape: tuple[int, ...], bits: int) -> Plan:
 
 
 def _share_memory(one: Any, other: Any) -> bool:
-    """Tell whether two tensors are views of one storage."""
+    """Return whether two tensors are views of one storage."""
     return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)
 
 
 def _plan_by_copy(torch: Any, index: Any, shape: tuple[int, ...], bits: int) -> Plan:
-    """Return the bytes that an index names of which torch makes a copy."""
+    """Return the bytes that an index selects, where torch makes a copy, not a view."""
     named = _dimensions_of(torch, index, len(shape))
-    # The dimensions behind those that the index names are taken as they are.
+    # The dimensions after those that the index names are read whole.
     head, tail = shape[:named], shape[named:]
     run = math.prod(tail) * bits // 8
     try:
         offsets = _offsets_of(torch, index, head, run)
-    except Exception:  # of whatever kind: what torch says of the whole shape counts
+    except Exception:  # of any type: indexing the whole shape raises torch's error
         byte = torch.zeros((), dtype=torch.uint8, device="cpu")
         result = tuple(byte.expand(shape)[index].shape)
         if 0 not in result:
             raise
-        # torch does not look whether indices are in range where nothing is taken.
+        # torch does not check the range of indices if the result is empty.
         return Plan(result, np.empty(0, np.int64), 0)
     result = (*offsets.shape, *tail)
     if 0 in result:
@@ -277,10 +279,10 @@ def _plan_by_copy(torch: Any, index: Any, shape: tuple[int, ...], bits: int) -> 
 
 
 def _offsets_of(torch: Any, index: Any, shape: tuple[int, ...], size: int) -> Any:
-    """Return where each element begins that an index names, elements being of a size.
+    """Return the offset of each element of `size` bytes that an index selects.
 
-    Each dimension is a tensor of its own, with strides of 0 along the others, so memory is
-    taken for the result alone.
+    The offsets along each dimension are a tensor with strides of 0 along the others, so
+    only the result takes memory.
     """
     offsets = torch.zeros((), dtype=torch.int64, device="cpu").expand(shape)[index]
     for dim in reversed(range(len(shape))):
@@ -293,7 +295,7 @@ def _offsets_of(torch: Any, index: Any, shape: tuple[int, ...], size: int) -> An
 
 
 def _dimensions_of(torch: Any, index: Any, dimensions: int) -> int:
-    """Return how many of the first dimensions an index may look at."""
+    """Return how many of the first dimensions an index may name."""
     items = index if isinstance(index, tuple) else (index,)
     named = 0
     for item in items:
@@ -306,7 +308,7 @@ def _dimensions_of(torch: Any, index: Any, dimensions: int) -> int:
             is_mask = str(item.dtype).removeprefix("torch.") in ("bool", "uint8")
             named += item.ndim if is_mask else 1
         else:
-            # An Ellipsis, or a sequence, which may be several indices or a mask.
+            # An Ellipsis may name all; a sequence may be several indices or a mask.
             return dimensions
-    # A boolean alone names no dimension, but torch wants one.
+    # A single boolean names no dimension, but torch requires one.
     return min(max(named, 1), dimensions)

@@ -1,4 +1,4 @@
-"""What safetensors' bindings offer below its frameworks: TensorSpec and three functions."""
+"""The functions of safetensors without a framework: TensorSpec, serialize and the like."""
 
 import builtins
 import ctypes
@@ -26,23 +26,26 @@ _CONTEXT = "Error while deserializing"
 
 
 class TensorSpec:
-    """Memory that is to be written as a tensor.
+    """Describe memory to be written as a tensor.
 
     Parameters
     ----------
     dtype : str
-        The name of numpy's or torch's dtype, such as "float32".
+        The name of the dtype in numpy or torch, such as "float32".
     shape : sequence of int
-        The framework's; the attribute has the header's, which counts each F4.
+        The shape in numpy or torch.  The attribute `shape` is that of the header; they
+        differ for F4, where the header counts elements and torch counts pairs.
     data_ptr : int
-        Where the memory is, which must stay while it is written.
+        The address of the memory, which must stay valid while it is written.
     data_len : int
-        How many bytes it has.
+        The size of the memory in bytes.
 
     Raises
     ------
     SafetensorError
-        The format has no such dtype.
+        The format lacks the dtype.
+    OverflowError
+        A number is negative.
 
     Examples
     --------
@@ -66,26 +69,26 @@ class TensorSpec:
 
     @property
     def dtype(self) -> str:
-        """The dtype, as the header has it."""
+        """The dtype, as in the header."""
         return self._dtype
 
     @property
     def shape(self) -> list[int]:
-        """The shape, as the header has it."""
+        """The shape, as in the header."""
         return self._shape
 
     @property
     def data_ptr(self) -> int:
-        """Where the memory is."""
+        """The address of the memory."""
         return self._data_ptr
 
     @property
     def data_len(self) -> int:
-        """How many bytes it has."""
+        """The size of the memory in bytes."""
         return self._data_len
 
     def __repr__(self) -> str:
-        """Say what it is."""
+        """Return the spec as a Python expression."""
         return (
             f"TensorSpec(dtype='{self._dtype}', shape={self._shape}, "
             f"data_ptr={self._data_ptr}, data_len={self._data_len})"
@@ -93,14 +96,14 @@ class TensorSpec:
 
 
 def _is_spec(spec: Any) -> bool:
-    """Tell whether this is a TensorSpec: nvmeio's, or safetensors' own."""
+    """Return whether this is a TensorSpec of nvmeio or of safetensors."""
     return isinstance(spec, TensorSpec) or (
         type(spec).__name__ == "TensorSpec" and hasattr(spec, "data_ptr")
     )
 
 
 def _contents(spec: TensorSpec) -> Bytes:
-    """Return the memory of a spec, which begins nowhere if it is empty."""
+    """Return the memory of a spec; an empty one may have any address."""
     if not spec.data_len:
         return np.empty(0, np.uint8)
     memory: Any = (ctypes.c_ubyte * spec.data_len).from_address(spec.data_ptr)
@@ -109,7 +112,7 @@ def _contents(spec: TensorSpec) -> Bytes:
 
 
 def _sources(tensor_dict: Mapping[str, TensorSpec]) -> list[Source]:
-    """Return what is to be written, checked as safetensors does."""
+    """Return the tensors to write, checked as safetensors does."""
     if not isinstance(tensor_dict, dict):
         kind = type(tensor_dict).__name__
         raise TypeError(
@@ -141,19 +144,26 @@ def _sources(tensor_dict: Mapping[str, TensorSpec]) -> list[Source]:
 def serialize(
     tensor_dict: Mapping[str, TensorSpec], metadata: Mapping[str, str] | None = None
 ) -> bytes:
-    """Return the bytes of a file of tensors.
+    """Return the bytes of a safetensors file with these tensors.
 
     Parameters
     ----------
     tensor_dict : dict of str to TensorSpec
         The tensors by name.
     metadata : dict of str to str, optional
-        Text that is kept with them.
+        Metadata to store in the header.
 
     Returns
     -------
     bytes
-        What ``serialize_file`` would write.
+        The bytes that ``serialize_file`` would write.
+
+    Raises
+    ------
+    SafetensorError
+        A shape does not match its size in bytes, or a name is reserved.
+    TypeError
+        An argument is of the wrong type.
 
     Examples
     --------
@@ -173,16 +183,23 @@ def serialize_file(
     filename: str | os.PathLike[str],
     metadata: Mapping[str, str] | None = None,
 ) -> None:
-    """Write a file of tensors, as ``nvmeio.safetensors.numpy.save_file`` does.
+    """Write tensors to a file, as ``nvmeio.safetensors.numpy.save_file`` does.
 
     Parameters
     ----------
     tensor_dict : dict of str to TensorSpec
         The tensors by name.
     filename : str or os.PathLike
-        The file.
+        The file to write.  An existing file is replaced atomically.
     metadata : dict of str to str, optional
-        Text that is kept with them.
+        Metadata to store in the header.
+
+    Raises
+    ------
+    SafetensorError, TypeError
+        As ``serialize``.
+    OSError
+        Writing failed; has errno and path.  The old file is unchanged.
 
     Examples
     --------
@@ -198,7 +215,7 @@ def serialize_file(
 
 
 def deserialize(bytes: builtins.bytes) -> list[tuple[str, dict[str, Any]]]:  # noqa: A002
-    """Return the tensors of a file that is in memory.
+    """Return the tensors of a safetensors file in memory.
 
     Parameters
     ----------
@@ -208,12 +225,15 @@ def deserialize(bytes: builtins.bytes) -> list[tuple[str, dict[str, Any]]]:  # n
     Returns
     -------
     list of tuple of str and dict
-        For each tensor its name, and "dtype", "shape" and "data", a bytearray.
+        The name of each tensor, and a dict: "dtype" as in the header, "shape", and "data",
+        a bytearray.
 
     Raises
     ------
     SafetensorError
-        It is no safetensors file.
+        The bytes are not a valid safetensors file.
+    TypeError
+        The argument is not bytes.
 
     Examples
     --------

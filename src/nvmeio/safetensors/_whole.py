@@ -1,4 +1,4 @@
-"""Whole files: what the functions of each framework have in common."""
+"""``load_file`` for any framework."""
 
 import os
 from collections.abc import Iterable, Mapping
@@ -21,7 +21,7 @@ def load_file(
     progress: Progress | None,
     direct: Direct,
 ) -> dict[str, Any]:
-    """Read tensors of a file, in the order of the file."""
+    """Read all or some tensors of a file, in the order of the file."""
     if isinstance(names, str):
         raise TypeError(f"names is {names!r}; it must be an iterable of names, or None")
     check_progress(progress)

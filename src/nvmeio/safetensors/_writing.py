@@ -1,4 +1,4 @@
-"""Tensors into a file, which takes its name when it is complete."""
+"""Write tensors to a file, which gets its name when it is complete."""
 
 import contextlib
 import errno
@@ -28,27 +28,27 @@ __all__ = ["Bytes", "Seen", "Source", "Stages", "pack", "parts_of", "reserve", "
 __all__ += ["saving", "write"]
 
 Bytes = npt.NDArray[np.uint8]
-# Is told of bytes of a file in their order, while the processor's cache has them.
+# Called with the bytes of a file in order, while they are in the CPU's cache.
 Seen = Callable[[Bytes], object]
 
-# What is on its way to the drive, and what is being filled meanwhile.  A stage is small
-# enough for the processor's cache, from which the drive then takes it: with 4 of 8 MiB a
-# save had 0.9 times the speed.
+# The stages: buffers that are being filled, or being written.  One is small enough for the
+# CPU's cache, so that the drive reads it from there.  With 4 stages of 8 MiB, saving had
+# 0.9 times the speed.
 STAGE_BYTES = 1 << 20
 STAGES = 32
 
 
 class Source(NamedTuple):
-    """A tensor that is to be written."""
+    """A tensor to write."""
 
     name: str
     dtype: str  # as the header has it
     shape: Sequence[int]
-    contents: Callable[[], Bytes]  # its bytes, when it is its turn
+    contents: Callable[[], Bytes]  # returns its bytes; called when its turn comes
 
 
 def pack(sources: Sequence[Source], metadata: Mapping[str, str] | None) -> bytes:
-    """Return what the file would hold."""
+    """Return the bytes of a file with these tensors."""
     header, layout = build(((s.name, s.dtype, s.shape) for s in sources), metadata)
     packed = bytearray(len(header) + layout.data_bytes)
     packed[: len(header)] = header
@@ -70,9 +70,9 @@ def save(
     sync: bool = True,
     progress: Progress | None = None,
 ) -> None:
-    """Write a file; until it is complete its name stands for the old one.
+    """Write a file, which replaces an existing one atomically at the end.
 
-    A symbolic link stays, and the file that it leads to is replaced.
+    A symbolic link stays; the file that it leads to is replaced.
     """
     check_progress(progress)
     with saving(sources, filename, metadata, align=align, sync=sync) as write_all:
@@ -88,7 +88,7 @@ def saving(
     align: int = 8,
     sync: bool = True,
 ) -> Iterator[Callable[[Progress | None], None]]:
-    """Reserve a file, give what writes it, and let it have its name in the end."""
+    """Reserve a file, yield a function that writes it, and give it its name at the end."""
     sync = flag("sync", sync)
     header, layout = build(
         ((s.name, s.dtype, s.shape) for s in sources), metadata, align=align
@@ -127,7 +127,7 @@ _replaces_links: ContextVar[bool] = ContextVar("replaces_links", default=False)
 
 @contextlib.contextmanager
 def replacing_links() -> Iterator[None]:
-    """Let files be saved in the place of symbolic links, as safetensors does."""
+    """Make saving replace symbolic links instead of their targets, as safetensors does."""
     token = _replaces_links.set(True)
     try:
         yield
@@ -136,50 +136,48 @@ def replacing_links() -> Iterator[None]:
 
 
 def refuse_kinds(target: str) -> None:
-    """Refuse to put a file in the place of a folder or a device."""
+    """Raise OSError if `target` exists and is not a regular file, such as a folder."""
     with contextlib.suppress(FileNotFoundError):
         mode = os.lstat(target).st_mode
         if stat.S_ISDIR(mode):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), target)
         if not stat.S_ISREG(mode) and not stat.S_ISLNK(mode):
-            raise OSError(
-                errno.EINVAL, "it is not a regular file, so it is not replaced", target
-            )
+            raise OSError(errno.EINVAL, "not a regular file, so it is not replaced", target)
 
 
 def reserve(file: File, nbytes: int, path: str) -> None:
-    """Get room for a file, or say how much there is."""
+    """Allocate the space of a file; raise OSError, with the free space, if it is full."""
     try:
         file.preallocate(nbytes)
     except OSError as error:
-        # Some file systems reserve nothing.
+        # Some file systems cannot preallocate.
         if error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS):
             raise _named(error, file, nbytes, path) from None
 
 
 def _named(error: OSError, file: File, nbytes: int, path: str) -> OSError:
-    """Return an error of the file, which has no name yet, that names it."""
+    """Return an error with the final path of a file, which has no name yet."""
     words = os.strerror(error.errno or 0)
     if error.errno == errno.ENOSPC:
         space = os.statvfs(os.path.dirname(os.path.realpath(path)))
-        # The file, which goes, may have taken all there was.
+        # Add the space of the unfinished file, because it will be removed.
         free = space.f_bavail * space.f_frsize + os.fstat(file.fileno()).st_blocks * 512
         words += f": {needed_and_free(nbytes, free)}"
     return OSError(error.errno, words, path)
 
 
 def parts_of(header: bytes, contents: Sequence[Callable[[], Bytes]]) -> Iterator[Bytes]:
-    """Yield the bytes of a file from its beginning."""
+    """Yield the bytes of a file from its beginning: the header, then each tensor."""
     yield np.frombuffer(header, np.uint8)
     for each in contents:
         yield each()
 
 
 class Stages:
-    """Fills a file from its beginning, by a few stages, each of whole pages but the last.
+    """Writes a file from its beginning through stages, buffers that are reused.
 
-    What is put is copied, and on its way to the drive while more is.  As a context manager
-    it waits in the end, so that the memory is given back when no write needs it any more.
+    ``put`` copies bytes into a stage while other stages are being written.  As a context
+    manager it waits at the end, so that no write uses the memory after it is freed.
     """
 
     def __init__(
@@ -190,14 +188,14 @@ class Stages:
         seen: Seen | None = None,
         sent: Callable[[int], object] | None = None,
     ) -> None:
-        self.written = 0  # bytes that were put
+        self.written = 0  # bytes passed to put()
         self._handle, self._file, self._seen, self._sent = handle, file, seen, sent
         self._memory = _stages()
         self._requests: list[Request | None] = [None] * STAGES
         self._turn = self._used = 0
 
     def put(self, part: Bytes) -> None:
-        """Copy bytes, and write each stage that is full."""
+        """Copy bytes into stages, and start writing each that is full."""
         place = 0
         while place < len(part):
             count = min(len(part) - place, STAGE_BYTES - self._used)
@@ -222,7 +220,7 @@ class Stages:
             self._sent(self.written)
 
     def finish(self) -> None:
-        """Write what is left, and wait for all of it."""
+        """Write the last stage, and wait for all writes."""
         if self._used:
             self._send()
         for request in self._requests:
@@ -239,7 +237,7 @@ class Stages:
 
 
 def _stages() -> list[Bytes]:
-    """Return memory for what is on its way, of the pool if that may have so much."""
+    """Return memory for the stages: from the pool, or new if the pool is exhausted."""
     nbytes = STAGES * STAGE_BYTES
     try:
         return np.split(empty(nbytes, np.uint8), STAGES)
@@ -257,7 +255,7 @@ def write(
     progress: Progress | None = None,
     seen: Seen | None = None,
 ) -> None:
-    """Fill a file with parts, one behind the other."""
+    """Write parts to a file, one after the other."""
     sent = None if progress is None else lambda written: progress(written, total)
     with Stages(handle, file, seen=seen, sent=sent) as stages:
         for part in parts:

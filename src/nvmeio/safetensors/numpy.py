@@ -1,6 +1,7 @@
-"""Model files as arrays: the names, arguments, results and errors of safetensors.numpy.
+"""Read and write model files as numpy arrays.
 
-``import nvmeio.safetensors.numpy`` takes the place of ``import safetensors.numpy``.
+The functions have the names, arguments, results and errors of ``safetensors.numpy``, so
+that ``import nvmeio.safetensors.numpy`` can replace ``import safetensors.numpy``.
 """
 
 import functools
@@ -36,7 +37,7 @@ __all__ = [
 
 Array = npt.NDArray[Any]
 
-# Those who want to know how the format calls a dtype import it with its underscore.
+# Private in safetensors too, but other libraries import it.
 _TYPES: dict[str, Any] = {
     "F64": np.float64,
     "F32": np.float32,
@@ -55,18 +56,18 @@ _TYPES: dict[str, Any] = {
 
 
 def _getdtype(dtype_str: str) -> Any:
-    """Return numpy's dtype for one of the format."""
+    """Return numpy's dtype for a dtype of the format."""
     return _TYPES[dtype_str]
 
 
 def _is_little_endian(tensor: Array) -> bool:
-    """Tell whether an array's bytes are in the order that files have them in."""
+    """Return whether an array is little-endian, as files are."""
     order = tensor.dtype.byteorder
     return order in "<|" or (order == "=" and sys.byteorder == "little")
 
 
 def _view2np(safeview: Iterable[tuple[str, dict[str, Any]]]) -> dict[str, Array]:
-    """Return arrays over what deserialize() returned."""
+    """Return arrays for the result of deserialize(), without copying."""
     return {
         name: np.frombuffer(view["data"], numpy_dtype(view["dtype"])).reshape(view["shape"])
         for name, view in safeview
@@ -74,7 +75,7 @@ def _view2np(safeview: Iterable[tuple[str, dict[str, Any]]]) -> dict[str, Array]
 
 
 def _sources(tensor_dict: Mapping[str, Array]) -> list[Source]:
-    """Return what is to be written of arrays, in C order and in the order of files."""
+    """Return the arrays to write, which become little-endian and in C order."""
 
     def contents(tensor: Array) -> Bytes:
         if not _is_little_endian(tensor):
@@ -95,26 +96,26 @@ def _sources(tensor_dict: Mapping[str, Array]) -> list[Source]:
 def save(
     tensor_dict: Mapping[str, Array], metadata: Mapping[str, str] | None = None
 ) -> bytes:
-    """Return the bytes of a file of arrays.
+    """Return the bytes of a safetensors file with these arrays.
 
     Parameters
     ----------
     tensor_dict : dict of str to numpy.ndarray
-        The arrays by name, of any strides and byte order.
+        The arrays by name, with any strides and byte order.
     metadata : dict of str to str, optional
-        Text that is kept with them.
+        Metadata to store in the header.
 
     Returns
     -------
     bytes
-        What ``save_file`` writes.
+        The bytes that ``save_file`` would write.
 
     Raises
     ------
     SafetensorError
-        The format has no such dtype, or a name is reserved.
+        The format lacks a dtype, or a name is reserved.
     TypeError
-        A name or a text is no str.
+        A name, or a key or value of `metadata`, is not a str.
 
     Examples
     --------
@@ -134,34 +135,38 @@ def save_file(
     sync: bool = True,
     progress: Progress | None = None,
 ) -> None:
-    """Write arrays to a file, which has its name when it is complete.
+    """Write arrays to a file, which gets its name when it is complete.
 
     Parameters
     ----------
     tensor_dict : dict of str to numpy.ndarray
-        The arrays by name, of any strides and byte order.
+        The arrays by name, with any strides and byte order.
     filename : str or os.PathLike
-        The file.  One that exists is replaced, and keeps its mode.
+        The file to write.  An existing file is replaced atomically, and its mode is kept.
     metadata : dict of str to str, optional
-        Text that is kept with them.
+        Metadata to store in the header.
     align : {8, 4096}, default 8
-        With 8 the file is safetensors' own, to the byte.  With 4096 arrays of whole pages
-        come first and begin at pages, which loads faster; every reader takes it.
+        With 8, the file is the same as that of safetensors, byte for byte.  With 4096,
+        arrays of whole pages come first and begin at page boundaries, which makes loading
+        faster; every reader accepts such files.
     sync : bool, default True
         Return only when the file and its name are on the device.
     progress : callable, optional
-        Is called with the bytes written so far and all there are.
+        Called during the write with two ints: bytes written so far, and bytes in total.
 
     Raises
     ------
-    SafetensorError, TypeError, ValueError
-        As ``save``; `align` is neither.
+    SafetensorError, TypeError
+        As ``save``.
+    ValueError
+        `align` is neither 8 nor 4096.
     OSError
-        With errno and path; ENOSPC says how much is needed.  The old file is as it was.
+        Writing failed; has errno and path.  The message for ENOSPC says how many bytes are
+        needed and free.  The old file is unchanged.
 
     Notes
     -----
-    Memory of 32 MiB is used beside the arrays.  Releases the GIL.
+    Uses 32 MiB of memory besides the arrays.  Releases the GIL.
 
     Examples
     --------
@@ -177,7 +182,7 @@ def save_file(
 
 
 def load(data: bytes) -> dict[str, Array]:
-    """Return the arrays of a file that is in memory.
+    """Return the arrays of a safetensors file in memory.
 
     Parameters
     ----------
@@ -187,12 +192,12 @@ def load(data: bytes) -> dict[str, Array]:
     Returns
     -------
     dict of str to numpy.ndarray
-        In memory of their own.
+        The arrays by name, copied from `data`.
 
     Raises
     ------
     SafetensorError
-        It is no safetensors file.
+        The bytes are not a valid safetensors file.
 
     Examples
     --------
@@ -217,35 +222,37 @@ def load_file(
     Parameters
     ----------
     filename : str or os.PathLike
-        The file.
+        The file to read.
     backend : {"mmap", "pread"}, default "mmap"
-        Accepted, because safetensors has it; nothing is ever mapped.
+        Accepted for compatibility, without effect; files are never mapped.
     names : iterable of str, optional
-        Those that are wanted; all by default.
+        The arrays to read; by default all, or those of `out`.
     out : dict of str to numpy.ndarray, optional
-        Arrays that are filled, of the right dtype and shape; then `names` is by default
-        what it has.
+        Arrays to read into, of the same dtypes and shapes as in the file.
     progress : callable, optional
-        Is called with the bytes read so far and all there are.
+        Called during the read with two ints: bytes read so far, and bytes in total.
     direct : {"auto", True, False}, default "auto"
-        Whether to read past the page cache: where it has less than half of the file,
-        always, or never.
+        Whether to bypass the page cache.  "auto": unless it has more than half of the data.
+        True: always, which fails if the file system lacks O_DIRECT.  False: never.
 
     Returns
     -------
     dict of str to numpy.ndarray
-        In the order of the file; each in memory of its own, or of `out`.
+        The arrays in the order of the file, each in its own memory; with `out`, its arrays.
 
     Raises
     ------
     SafetensorError
-        It is no safetensors file, lacks a name, or changes while it is read.
+        The file is not a valid safetensors file, lacks a name, or changes while it is read.
     MemoryError
-        There is not so much memory; before anything is read.
+        Not enough memory; nothing was read.
     OSError
-        With errno and path.
+        Reading failed; has errno and path.
+    AttributeError
+        numpy lacks a dtype (float8, float4); nothing was read.
     TypeError, ValueError
-        numpy has no such dtype, or `out` does not fit; before anything is read.
+        `out` does not fit, or numpy lacks bfloat16, which needs ml_dtypes; nothing was
+        read.
 
     Notes
     -----

@@ -1,6 +1,7 @@
-"""Model files as tensors: the names, arguments, results and errors of safetensors.torch.
+"""Read and write model files as torch tensors.
 
-``import nvmeio.safetensors.torch`` takes the place of ``import safetensors.torch``.
+The functions have the names, arguments, results and errors of ``safetensors.torch``, so
+that ``import nvmeio.safetensors.torch`` can replace ``import safetensors.torch``.
 """
 
 import functools
@@ -43,8 +44,8 @@ __all__ = [
     "storage_size",
 ]
 
-# Those who want to know how the format calls a dtype import these with their underscores;
-# an older torch lacks some.
+# Private in safetensors too, but other libraries import them.  An older torch lacks some of
+# the dtypes.
 _TYPES: dict[str, torch.dtype] = {
     dtype: getattr(torch, name)
     for name, dtype in FORMAT_NAMES.items()
@@ -54,12 +55,12 @@ _SIZE: dict[torch.dtype, int] = {dtype: dtype.itemsize for dtype in _TYPES.value
 
 
 def _getdtype(dtype_str: str) -> torch.dtype:
-    """Return torch's dtype for one of the format."""
+    """Return torch's dtype for a dtype of the format."""
     return _TYPES[dtype_str]
 
 
 def _view2torch(safeview: Iterable[tuple[str, dict[str, Any]]]) -> dict[str, torch.Tensor]:
-    """Return tensors over what deserialize() returned."""
+    """Return tensors for the result of deserialize(), without copying."""
     framework = Torch()
     made = {}
     for name, view in safeview:
@@ -73,18 +74,18 @@ def _view2torch(safeview: Iterable[tuple[str, dict[str, Any]]]) -> dict[str, tor
 
 
 def _bytes_of(tensor: torch.Tensor) -> Bytes:
-    """Return the contents of a dense tensor, of a device's in memory of the host."""
+    """Return the bytes of a dense tensor; one on a device is copied to host memory."""
     tensor = tensor.detach().resolve_conj().resolve_neg().to("cpu").contiguous()
     if tensor.numel() == 0:
         return np.empty(0, np.uint8)
-    # A dimension of one element may have any stride, which view() would not take.
+    # As view() would refuse a dimension of size 1 with an unusual stride.
     flat = tensor.as_strided((tensor.numel(),), (1,))
     found: Bytes = flat.view(torch.uint8).numpy()
     return found
 
 
 def _sources(tensors: Mapping[str, torch.Tensor]) -> list[Source]:
-    """Return what is to be written of tensors, or raise what safetensors does."""
+    """Return the tensors to write, or raise the error of safetensors."""
     _evaluate_tensors_for_save(tensors)
     found = []
     for name, tensor in tensors.items():
@@ -105,7 +106,7 @@ def _sources(tensors: Mapping[str, torch.Tensor]) -> list[Source]:
 
 
 def _evaluate_tensors_for_save(tensors: Mapping[str, torch.Tensor]) -> None:
-    """Refuse what safetensors refuses to save, in its words."""
+    """Raise the errors of safetensors for tensors that it refuses to save."""
     if not isinstance(tensors, dict):
         raise ValueError(
             f"Expected a dict of [str, torch.Tensor] but received {type(tensors)}"
@@ -137,28 +138,30 @@ def _evaluate_tensors_for_save(tensors: Mapping[str, torch.Tensor]) -> None:
 def save(
     tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None
 ) -> bytes:
-    """Return the bytes of a file of tensors.
+    """Return the bytes of a safetensors file with these tensors.
 
     Parameters
     ----------
     tensors : dict of str to torch.Tensor
         The tensors by name, dense and contiguous; no two may share memory.
     metadata : dict of str to str, optional
-        Text that is kept with them.
+        Metadata to store in the header.
 
     Returns
     -------
     bytes
-        What ``save_file`` writes.
+        The bytes that ``save_file`` would write.
 
     Raises
     ------
     RuntimeError
-        Tensors share memory: names them.
+        Tensors share memory; the message names them.
     ValueError
-        A tensor is sparse, not contiguous, or none.
+        A value is not a tensor, or a tensor is sparse or not contiguous.
     SafetensorError
-        The format has no such dtype, or a name is reserved.
+        The format lacks a dtype, or a name is reserved.
+    NotImplementedError
+        A tensor is on the meta device.
 
     Examples
     --------
@@ -179,35 +182,39 @@ def save_file(
     sync: bool = True,
     progress: Progress | None = None,
 ) -> None:
-    """Write tensors to a file, which has its name when it is complete.
+    """Write tensors to a file, which gets its name when it is complete.
 
     Parameters
     ----------
     tensors : dict of str to torch.Tensor
         The tensors by name, dense and contiguous; no two may share memory.
     filename : str or os.PathLike
-        The file.  One that exists is replaced, and keeps its mode.
+        The file to write.  An existing file is replaced atomically, and its mode is kept.
     metadata : dict of str to str, optional
-        Text that is kept with them.
+        Metadata to store in the header.
     align : {8, 4096}, default 8
-        With 8 the file is safetensors' own, to the byte.  With 4096 tensors of whole pages
-        come first and begin at pages, which loads faster; every reader takes it.
+        With 8, the file is the same as that of safetensors, byte for byte.  With 4096,
+        tensors of whole pages come first and begin at page boundaries, which makes loading
+        faster; every reader accepts such files.
     sync : bool, default True
         Return only when the file and its name are on the device.
     progress : callable, optional
-        Is called with the bytes written so far and all there are.
+        Called during the write with two ints: bytes written so far, and bytes in total.
 
     Raises
     ------
-    RuntimeError, SafetensorError, ValueError
-        As ``save``; `align` is neither.
+    RuntimeError, SafetensorError, NotImplementedError
+        As ``save``.
+    ValueError
+        As ``save``; or `align` is neither 8 nor 4096.
     OSError
-        With errno and path; ENOSPC says how much is needed.  The old file is as it was.
+        Writing failed; has errno and path.  The message for ENOSPC says how many bytes are
+        needed and free.  The old file is unchanged.
 
     Notes
     -----
-    Memory of 32 MiB is used beside the tensors, and for those of a device the largest of
-    them.  Releases the GIL.
+    Uses 32 MiB of memory besides the tensors; if they are on a device, also that of the
+    largest tensor.  Releases the GIL.
 
     Examples
     --------
@@ -222,7 +229,7 @@ def save_file(
 
 
 def load(data: bytes) -> dict[str, torch.Tensor]:
-    """Return the tensors of a file that is in memory.
+    """Return the tensors of a safetensors file in memory.
 
     Parameters
     ----------
@@ -232,12 +239,12 @@ def load(data: bytes) -> dict[str, torch.Tensor]:
     Returns
     -------
     dict of str to torch.Tensor
-        On the CPU, in memory of their own.
+        The tensors by name, on the CPU, copied from `data`.
 
     Raises
     ------
     SafetensorError
-        It is no safetensors file.
+        The bytes are not a valid safetensors file.
 
     Examples
     --------
@@ -264,38 +271,39 @@ def load_file(
     Parameters
     ----------
     filename : str or os.PathLike
-        The file.
+        The file to read.
     device : str, int or torch.device, default "cpu"
-        Where they go.
+        The device of the tensors.
     backend : {"mmap", "pread"}, default "mmap"
-        Accepted, because safetensors has it; nothing is ever mapped.
+        Accepted for compatibility, without effect; files are never mapped.
     names : iterable of str, optional
-        Those that are wanted; all by default.
+        The tensors to read; by default all, or those of `out`.
     out : dict of str to torch.Tensor, optional
-        Tensors that are filled, of the right dtype and shape; then `names` is by default
-        what it has.
+        Tensors to read into, of the same dtypes and shapes as in the file.
     progress : callable, optional
-        Is called with the bytes read so far and all there are.
+        Called during the read with two ints: bytes read so far, and bytes in total.
     direct : {"auto", True, False}, default "auto"
-        Whether to read past the page cache: where it has less than half of the file,
-        always, or never.
+        Whether to bypass the page cache.  "auto": unless it has more than half of the data.
+        True: always, which fails if the file system lacks O_DIRECT.  False: never.
 
     Returns
     -------
     dict of str to torch.Tensor
-        In the order of the file; each with a storage of its own, of exactly its bytes, or
-        of `out`.
+        The tensors in the order of the file, each with a storage of exactly its size; with
+        `out`, its tensors.
 
     Raises
     ------
     SafetensorError
-        It is no safetensors file, lacks a name, or changes while it is read.
+        The file is not a valid safetensors file, lacks a name, or changes while it is read.
     MemoryError
-        There is not so much memory; before anything is read.
+        Not enough memory; nothing was read.
     OSError
-        With errno and path.
+        Reading failed; has errno and path.
+    AttributeError
+        This version of torch lacks a dtype; nothing was read.
     TypeError, ValueError
-        `out` does not fit; before anything is read.
+        `out` does not fit; nothing was read.
 
     Notes
     -----
@@ -321,25 +329,25 @@ def save_model(
     metadata: dict[str, str] | None = None,
     force_contiguous: bool = True,
 ) -> None:
-    """Write the state of a model, of tensors that share memory only one.
+    """Write the state of a model; of tensors that share memory, only one is written.
 
     Parameters
     ----------
     model : torch.nn.Module
         The model.
     filename : str or os.PathLike
-        The file.
+        The file to write.  An existing file is replaced atomically, and its mode is kept.
     metadata : dict of str to str, optional
-        Text that is kept with them; for each tensor that is left out it gets the name of
-        the one that has its memory.
+        Metadata to store in the header.  For each tensor that is left out, the entry
+        ``{left_out: written}`` is added, also to this dict.
     force_contiguous : bool, default True
-        Copy tensors that are not contiguous.
+        Copy tensors that are not contiguous.  With False they raise ValueError.
 
     Raises
     ------
     RuntimeError
-        Of tensors that share memory none has all of it.
-    ValueError, OSError
+        Among tensors that share memory, none covers all of it.
+    ValueError, SafetensorError, OSError
         As ``save_file``.
 
     Examples
@@ -380,27 +388,28 @@ def load_model(
     Parameters
     ----------
     model : torch.nn.Module
-        Is changed.
+        The model to load into.
     filename : str or os.PathLike
-        The file.
+        The file to read.
     strict : bool, default True
-        Raise where a tensor is missing or unexpected.
+        Raise RuntimeError if a tensor is missing or unexpected.
     device : str, int or torch.device, default "cpu"
-        Where tensors go on their way to the model.
+        The device to read the tensors to, before they are copied to the model.
     backend : {"mmap", "pread"}, default "mmap"
-        Accepted, because safetensors has it.
+        Accepted for compatibility, without effect.
 
     Returns
     -------
     missing : set of str
-        Names of the model that the file lacks.
+        Names in the model that the file lacks.
     unexpected : list of str
-        Names of the file that the model lacks.
+        Names in the file that the model lacks.
 
     Raises
     ------
     RuntimeError
-        As ``strict`` says, or as ``torch.nn.Module.load_state_dict``.
+        `strict` is True, and a tensor is missing or unexpected; or as
+        ``torch.nn.Module.load_state_dict``.
     SafetensorError, OSError
         As ``load_file``.
 

@@ -1,7 +1,6 @@
-"""All of nvmeio that imports torch.
+"""The part of nvmeio that imports torch.
 
-Importing it teaches nvmeio to take tensors; nvmeio does so by itself when it meets the
-first one.
+nvmeio imports this module by itself when it is given the first tensor.
 """
 
 import torch

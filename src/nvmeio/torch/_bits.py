@@ -1,4 +1,4 @@
-"""Copies from tensor to tensor that change no bit, whatever the dtypes and modes."""
+"""Copy tensors bit by bit, independent of dtype, subclass and autograd mode."""
 
 import contextlib
 from collections.abc import Iterator
@@ -8,8 +8,8 @@ from torch.autograd.graph import increment_version
 
 __all__ = ["OPAQUE_DTYPES", "copy_bits", "opaque", "plain_mode", "touch"]
 
-# A dtype of the same width that every copy kernel knows: copy_() lacks some of the narrow
-# ones, and through integers the bits of every value pass unchanged.
+# By element size, a dtype that every copy kernel supports: copy_() lacks some narrow
+# dtypes, and copying integers preserves the bits of every value.
 OPAQUE_DTYPES = {
     1: torch.uint8,
     2: torch.int16,
@@ -26,10 +26,10 @@ def opaque(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextlib.contextmanager
 def plain_mode(tensor: torch.Tensor) -> Iterator[None]:
-    """Handle a tensor as what it is, whatever its class and the caller's modes.
+    """Ignore a tensor's class and the caller's inference mode.
 
-    An inference tensor may be written to in inference mode alone, and views and versions of
-    any other are tracked outside of it alone; the caller may be in either.
+    An inference tensor can be written to only in inference mode.  Views and versions of
+    other tensors are tracked only outside it.  The caller may be in either mode.
     """
     with (
         torch._C.DisableTorchFunctionSubclass(),
@@ -39,16 +39,16 @@ def plain_mode(tensor: torch.Tensor) -> Iterator[None]:
 
 
 def copy_bits(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy all elements into ``target``, and count the change as ``copy_`` does."""
+    """Copy all elements into ``target``, and increase its version as ``copy_`` does."""
     with plain_mode(target):
         opaque(target.detach()).copy_(opaque(source))
 
 
 def touch(tensor: torch.Tensor) -> None:
-    """Count a change of a tensor's values, as ``copy_`` does, for autograd to notice."""
+    """Increase a tensor's version as ``copy_`` does, so that autograd notices a change."""
     try:
         increment_version(tensor)
     except RuntimeError:
-        # Asked only now, for this runs after each small copy.
+        # Checked only after the error, because this runs after every small copy.
         if not tensor.is_inference():
             raise

@@ -1,4 +1,7 @@
-"""Elements of tensors as elements of numpy arrays: of torch's dtypes, numpy lacks some."""
+"""Convert between torch tensors and numpy arrays, also for dtypes that numpy lacks.
+
+Such elements are in the array as opaque bytes of the same size, its carrier dtype.
+"""
 
 from typing import Any
 
@@ -10,7 +13,7 @@ from nvmeio.torch._bits import OPAQUE_DTYPES, opaque
 
 __all__ = ["carrier", "dress", "is_common", "undress"]
 
-# What torch.from_numpy() takes and Tensor.numpy() gives.
+# The dtypes that torch.from_numpy() and Tensor.numpy() support.
 _COMMON: dict[torch.dtype, type[np.generic]] = {
     torch.bool: np.bool_,
     torch.uint8: np.uint8,
@@ -30,7 +33,7 @@ _COMMON: dict[torch.dtype, type[np.generic]] = {
 
 
 def carrier(dtype: object) -> np.dtype[Any] | None:
-    """Return numpy's dtype for the elements of a tensor."""
+    """Return the carrier dtype for a dtype of torch; None for others and quantized ones."""
     if not isinstance(dtype, torch.dtype) or str(dtype).startswith("torch.q"):
         return None
     common = _COMMON.get(dtype)
@@ -38,21 +41,21 @@ def carrier(dtype: object) -> np.dtype[Any] | None:
 
 
 def is_common(dtype: np.dtype[Any]) -> bool:
-    """Tell whether torch has the elements of a dtype of numpy."""
+    """Return whether torch supports a dtype of numpy."""
     return any(dtype == common for common in _COMMON.values())
 
 
 def dress(array: npt.NDArray[Any], dtype: torch.dtype) -> torch.Tensor:
-    """Make a tensor of an array of carriers."""
+    """Convert an array of the carrier dtype to a tensor."""
     if dtype not in _COMMON:
         array = array.view(_COMMON[OPAQUE_DTYPES[dtype.itemsize]])
     return torch.from_numpy(array).view(dtype)
 
 
 def undress(values: Any, dtype: torch.dtype) -> npt.NDArray[Any]:
-    """Make an array of carriers."""
+    """Convert values to an array of the carrier dtype."""
     if isinstance(values, np.ndarray):
-        # torch takes no other byte order, no strides below 0, and no read-only memory.
+        # torch refuses other byte orders, negative strides and read-only memory.
         reverse = min(values.strides, default=0) < 0
         if reverse or not (values.dtype.isnative and values.flags.writeable):
             values = values.astype(values.dtype.newbyteorder("="), order="C")

@@ -1,4 +1,4 @@
-"""Memory of the pool as torch and its drivers see it."""
+"""Memory of the pool as torch tensors, registered with CUDA."""
 
 import logging
 
@@ -12,15 +12,15 @@ _log = logging.getLogger("nvmeio")
 
 
 def tensor_in(memory: pool.PoolMemory, dtype: torch.dtype) -> torch.Tensor:
-    """Make a tensor of all of some memory."""
+    """Make a tensor over all of a piece of the pool's memory."""
     return torch.frombuffer(memory, dtype=torch.uint8).view(dtype)
 
 
 def announce(memory: pool.PoolMemory) -> None:
-    """Tell CUDA's driver, where there is one, of memory that stays where it is.
+    """Register memory with the CUDA driver as pinned, if there is one.
 
-    Where the driver refuses, or cannot be asked, as in a child of a process that used it,
-    copies are right, but synchronous; it is logged.
+    If the driver refuses or cannot be called, as in a forked child of a process that used
+    it, log a warning.  Copies are then correct, but synchronous.
     """
     if not torch.cuda.is_available():
         return
@@ -28,7 +28,7 @@ def announce(memory: pool.PoolMemory) -> None:
         runtime = torch.cuda.cudart()
         code = int(runtime.cudaHostRegister(memory.address, memory.nbytes, 0))
     except RuntimeError as error:
-        _log.warning("CUDA cannot be told of pinned memory: %s", error)
+        _log.warning("pinned memory could not be registered with CUDA: %s", error)
         return
     if code:
         _log.warning("cudaHostRegister refused %d bytes: error %d", memory.nbytes, code)

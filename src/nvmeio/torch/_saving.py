@@ -1,4 +1,4 @@
-"""Options of torch.save, where a version of torch has them."""
+"""Set options of torch.save, in versions of torch that have them."""
 
 import contextlib
 from typing import Any
@@ -7,7 +7,7 @@ __all__ = ["saving_with"]
 
 
 def saving_with(**options: Any) -> contextlib.AbstractContextManager[Any]:
-    """Have torch.save take these of its options, where it has them."""
+    """Set options of torch.save for a while; do nothing if this version lacks one."""
     try:
         from torch.utils.serialization import config
 

@@ -1,7 +1,7 @@
-"""Tensors on a device, brought past the engine in pieces of pinned host memory.
+"""Move tensors on a device through pinned host memory, piece by piece.
 
-This module moves pieces; the request decides when, so that pieces of the file are in flight
-while another one crosses the bus.
+This module copies the pieces.  The request decides when, so that the file's pieces are in
+flight while another one crosses the bus.
 """
 
 import torch
@@ -10,8 +10,8 @@ from nvmeio.torch._bits import copy_bits, opaque
 
 __all__ = ["DeviceStaging"]
 
-# Large enough that neither the bus nor the disk notices the seams, small enough that what
-# stays pinned is negligible.
+# Large enough for the full speed of bus and drive, small enough that little memory is
+# pinned.
 _PIECE_BYTES = 16 << 20
 _SLOTS = 4
 
@@ -19,10 +19,10 @@ _SLOTS = 4
 class DeviceStaging:
     """The bytes of one tensor on a device, cut into pieces.
 
-    Piece ``i`` and piece ``i + slots`` share host memory: the second one may be fetched, or
-    read into, only when the first one has been written, or delivered.  A request uses it
-    from one thread at a time.  The copies run on the stream that is current when it is
-    made, and are complete when the call returns; they release the GIL.
+    Piece ``i`` and piece ``i + slots`` share host memory.  Fetch the second one, or read
+    into it, only after the first one was written or delivered.  A request uses this object
+    from one thread at a time.  Copies run on the stream that was current at construction,
+    release the GIL, and are complete when the call returns.
     """
 
     def __init__(
@@ -40,17 +40,17 @@ class DeviceStaging:
         else:
             dense = opaque(self._target.resolve_conj().resolve_neg()).contiguous()
         self._dense = dense
-        # Of one dimension first: a 0-d tensor cannot be viewed as smaller items.
+        # First as one dimension, because a 0-d tensor cannot be viewed as smaller items.
         self._bytes = dense.view(-1).view(torch.uint8)
         nbytes = self._bytes.numel()
-        # Offset and size of each in bytes, in order; empty for an empty tensor.
+        # The offset and size of each piece in bytes; empty for an empty tensor.
         self.pieces = [
             (offset, min(piece_bytes, nbytes - offset))
             for offset in range(0, nbytes, piece_bytes)
         ]
         self.slots = slots
         pin = tensor.device.type == "cuda"
-        # The caller's, for another thread may move pieces.
+        # The caller's stream, because another thread may move the pieces.
         self._stream = torch.cuda.current_stream(tensor.device) if pin else None
         self._memory = [
             torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pin)
@@ -58,12 +58,12 @@ class DeviceStaging:
         ]
 
     def host(self, index: int) -> torch.Tensor:
-        """Return the host memory of a piece, for the file to be read into it."""
+        """Return the host memory of a piece, to read the file into."""
         _, nbytes = self.pieces[index]
         return self._memory[index % self.slots][:nbytes]
 
     def fetch(self, index: int) -> torch.Tensor:
-        """Copy a piece from the device, for it to be written to the file."""
+        """Copy a piece from the device, and return it, to be written to the file."""
         offset, nbytes = self.pieces[index]
         memory = self.host(index)
         with torch.cuda.stream(self._stream):
@@ -71,13 +71,13 @@ class DeviceStaging:
         return memory
 
     def deliver(self, index: int) -> None:
-        """Copy a piece to the device after it was read from the file."""
+        """Copy a piece to the device, after it was read from the file."""
         offset, nbytes = self.pieces[index]
         with torch.cuda.stream(self._stream):
             copy_bits(self._bytes[offset : offset + nbytes], self.host(index))
 
     def finish(self) -> None:
-        """Complete a read, after all pieces were delivered."""
+        """Complete a read after all pieces were delivered."""
         if self._strided:
             with torch.cuda.stream(self._stream):
                 copy_bits(self._target, self._dense)

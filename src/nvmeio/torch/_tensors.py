@@ -1,8 +1,8 @@
-"""What only torch can tell about a tensor, and what only torch can do to one.
+"""The operations on tensors that need torch.
 
-buffer.pyx lends ordinary tensors by itself.  Here are the others (strided, lazy, on a
-device, of a torch without the exchange table), the words for those that cannot be lent, and
-tensors in memory of the pool.
+buffer.pyx lends ordinary CPU tensors by itself.  This module lends all others (strided,
+lazy, on a device, or of a torch without DLPack's C table), raises the errors for those that
+cannot be lent, and makes tensors in memory of the pool.
 """
 
 import operator
@@ -36,7 +36,7 @@ __all__ = [
 
 
 def export(tensor: torch.Tensor, writable: bool) -> Export:
-    """Lend the memory of any tensor that has some."""
+    """Lend the memory of a tensor; raise TypeError if it has none."""
     with plain_mode(tensor):
         _check_kind(tensor)
         if writable:
@@ -52,7 +52,7 @@ def export(tensor: torch.Tensor, writable: bool) -> Export:
 
 
 def _staged(tensor: torch.Tensor, writable: bool, origin: int) -> Export:
-    """Lend a contiguous tensor that stands in for a strided or lazy one."""
+    """Lend a contiguous copy of a strided or lazy tensor; after a read, copy it back."""
     dense = tensor.detach()
     if not writable:
         staging = opaque(dense.resolve_conj().resolve_neg()).contiguous()
@@ -60,33 +60,33 @@ def _staged(tensor: torch.Tensor, writable: bool, origin: int) -> Export:
     staging = torch.empty(dense.shape, dtype=dense.dtype, device="cpu")
 
     def landing(_: torch.Tensor) -> None:
-        # Not into the tensor, which may have been given another storage since.
+        # Into the memory that was lent: the tensor may have another storage by now.
         copy_bits(dense, staging)
 
     return Export(staging.data_ptr(), tensor.nbytes, origin, staging, landing)
 
 
 def _check_kind(tensor: torch.Tensor) -> None:
-    """Refuse the tensors whose contents are not a plain array."""
+    """Raise TypeError for tensors whose contents are not a plain array."""
     if torch.nn.parameter.is_lazy(tensor):
         problem = "it is not initialized yet; run the module once or materialize() it"
     elif tensor.is_nested:
         problem = "it is nested; pass its values() and offsets()"
     elif tensor.layout != torch.strided:
-        problem = f"its layout is {tensor.layout}; pass its to_dense(), or its parts"
+        problem = f"its layout is {tensor.layout}; pass its to_dense(), or its components"
     elif tensor.is_quantized:
         problem = f"it is quantized ({tensor.dtype}); pass its int_repr()"
     elif type(tensor).__name__ == "FakeTensor":
         problem = "it is a FakeTensor and has no data"
     elif tensor.device.type == "meta":
-        problem = "it is on the device meta and has no data; pass its to_empty()"
+        problem = "it is on the meta device and has no data; pass its to_empty()"
     else:
         return
     raise TypeError(f"cannot transfer the tensor: {problem}")
 
 
 def _check_destination(tensor: torch.Tensor) -> None:
-    """Refuse to read a file into a view that cannot hold its bytes."""
+    """Raise ValueError for a view that a file's bytes cannot be read into."""
     if tensor.is_conj() or tensor.is_neg():
         lazy = "conj" if tensor.is_conj() else "neg"
         raise ValueError(
@@ -97,7 +97,7 @@ def _check_destination(tensor: torch.Tensor) -> None:
 
 
 def _check_overlap(tensor: torch.Tensor) -> None:
-    """Refuse to write to elements that share memory."""
+    """Raise ValueError if elements of a destination share memory."""
     if tensor.numel() > 0 and may_overlap(tensor.shape, tensor.stride(), 1):
         raise ValueError(
             f"cannot write to a tensor of shape {tuple(tensor.shape)} and strides "
@@ -106,17 +106,17 @@ def _check_overlap(tensor: torch.Tensor) -> None:
 
 
 def _address(tensor: torch.Tensor) -> int:
-    """Return where the elements of a host tensor lie, 0 if it has none."""
+    """Return the address of a host tensor's elements; 0 if it has no elements."""
     try:
         address: int = tensor.data_ptr()
     except RuntimeError:
-        # What functorch wraps has no pointer to give.
+        # Tensors that functorch wraps have no pointer.
         address = 0
     if address == 0 and tensor.numel() > 0:
         raise TypeError(
             f"cannot transfer the tensor: {type(tensor).__qualname__} has no memory of its "
             "own here (a fake tensor, a tensor inside a transform such as vmap, or a "
-            "wrapper); pass the tensors that it wraps, as to_local() gives for a DTensor"
+            "wrapper); pass the tensor that it wraps, such as to_local() of a DTensor"
         )
     return address
 
@@ -128,23 +128,23 @@ def locked_tensor(num_elem: int, example: torch.Tensor) -> torch.Tensor:
         raise ValueError(f"num_elem is {count}; it must be 0 or more")
     if not isinstance(example, torch.Tensor):
         raise TypeError(f"expected a tensor as example, not {type(example).__qualname__}")
-    # A tensor of no elements has an allocation too: it can be freed once, as any other.
+    # An empty tensor has an allocation too, so that it can be freed once, like any other.
     nbytes = max(count, 1) * example.element_size()
     tensor = tensor_in(pool_memory(nbytes, True, None), example.dtype)[:count]
-    # Detached it is the base of its views: DeepSpeed frees when the tensor that it was
-    # given dies, which torch keeps from happening to a base while a view lives.
+    # detach() makes it the base of its views.  DeepSpeed frees the memory when the tensor
+    # dies, and torch keeps a base alive as long as a view lives.
     return tensor.detach()
 
 
 def first_address(tensor: torch.Tensor) -> int:
-    """Return where the first element of a tensor lies, or would lie in an empty view."""
+    """Return the address of a tensor's first element, also of an empty view."""
     address = storage_address(tensor)
     offset: int = tensor.storage_offset() * tensor.element_size() if address else 0
     return address + offset
 
 
 def storage_address(tensor: torch.Tensor) -> int:
-    """Return where the storage of a tensor begins."""
+    """Return the address of a tensor's storage; 0 if it has none."""
     try:
         address: int = tensor.untyped_storage().data_ptr()
     except RuntimeError:
@@ -154,26 +154,27 @@ def storage_address(tensor: torch.Tensor) -> int:
 
 
 def is_pinned(tensor: torch.Tensor) -> bool:
-    """Tell whether a tensor lies in pinned memory, of torch or of the pool."""
+    """Return whether a tensor is in pinned memory, of torch or of the pool."""
     if tensor.device.type != "cpu":
         return False
     address = storage_address(tensor)
     if address == 0:
         return False
-    # The driver knows memory of the pool until it is given back, freed or not.
+    # Do not ask the driver about memory of the pool, which stays registered even when it is
+    # freed.
     if pool.holds(address):
         return pool.is_pinned(address, 1)
     return bool(tensor.is_pinned())
 
 
 def copy(dest: torch.Tensor, src: torch.Tensor) -> None:
-    """Copy the elements of a tensor in C order, by torch's own copy."""
+    """Copy the elements of a tensor in C order, with torch."""
     with torch.no_grad(), plain_mode(dest):
         for tensor in (dest, src):
             _check_kind(tensor)
         check_sizes(dest.nbytes, src.nbytes)
         _check_overlap(dest)
-        # A shape of its own may cost a copy, and so may memory that both have.
+        # reshape() may copy; memory that both share needs a copy, too.
         source = src.reshape(dest.shape)
         if _share_memory(dest, source):
             source = source.clone()
@@ -184,9 +185,9 @@ def copy(dest: torch.Tensor, src: torch.Tensor) -> None:
 
 
 def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Tell whether the storages of two tensors have memory in common.
+    """Return whether the storages of two tensors share memory.
 
-    They may be two storages, as those that ``torch.from_numpy`` makes of one array.
+    They may be different storages, as ``torch.from_numpy`` makes them from one array.
     """
     address, other_address = storage_address(one), storage_address(other)
     if one.device != other.device or address == 0 or other_address == 0:
@@ -197,7 +198,7 @@ def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def host_like(tensor: torch.Tensor) -> torch.Tensor:
-    """Make a tensor of the same size and dtype in memory of the host."""
+    """Make a tensor of the same shape and dtype in host memory."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
 
 

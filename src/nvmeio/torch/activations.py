@@ -1,7 +1,7 @@
-"""What the forward pass saves for the backward pass, on the drive in between.
+"""Keep the tensors that the forward pass saves for the backward pass on a drive.
 
-Here is decided what leaves memory, how a tensor is made of its bytes again, and that nobody
-has changed it meanwhile; slots.py moves the bytes.
+This module decides which tensors leave memory, rebuilds tensors from their bytes, and
+checks that none was changed meanwhile.  slots.py moves the bytes.
 """
 
 import contextlib
@@ -27,12 +27,12 @@ from nvmeio.torch._offload.slots import Slot, SlotFile, memory_of
 
 __all__ = ["save_on_disk"]
 
-# A tensor leaves memory with all of its storage, which it would keep alive, unless that has
-# more than so many times its bytes.  A view with gaps is often one of several that fill the
-# storage, as those of chunk() along the last axis are.
+# A tensor leaves memory with its whole storage, unless that is larger than the tensor by
+# more than this factor.  The factor is larger for views with gaps, because often several of
+# them fill the storage, as the results of chunk() along the last axis do.
 _DENSE_RATIO, _GAPS_RATIO = 2, 8
 
-# What torch's allocator gives.  Elsewhere kernels may sum up in another order.
+# The alignment of torch's allocator.  With another one, kernels may sum in another order.
 _ALIGNMENT = 64
 
 
@@ -40,66 +40,68 @@ _ALIGNMENT = 64
 def save_on_disk(
     folder: Path, *, min_bytes: int | str = "1MiB", memory: int | str = "1GiB"
 ) -> contextlib.AbstractContextManager[None]:
-    """Keep what the forward pass saves on a drive until the backward pass needs it.
+    """Keep tensors saved by the forward pass on a drive until the backward pass needs them.
 
     The counterpart of ``torch.autograd.graph.save_on_cpu``.  Tensors are written while the
-    forward pass computes, and read ahead of the backward pass, last first.
+    forward pass computes, and read ahead of the backward pass, the last one first.
 
     Parameters
     ----------
     folder : str, bytes or os.PathLike
-        A folder on the drive.  A file without a name is made there, which goes when the
-        context and the last graph that was made in it are gone, also if the process is
-        killed.
+        A folder on the drive.  The tensors are written to an unnamed file there.  It
+        disappears with the context and the last graph that was made in it, and also if the
+        process is killed.
     min_bytes : int or str, default "1MiB"
         Smaller tensors stay in memory.
     memory : int or str, default "1GiB"
-        How many bytes of saved tensors may be in memory at once: being written, kept for a
-        backward pass that is about to begin, or read ahead.  The forward pass waits only
-        where more would be.
+        The limit in bytes for saved tensors in memory: those being written, kept for the
+        coming backward pass, or read ahead.  The forward pass waits only when the limit is
+        reached.
 
     Returns
     -------
     context manager
-        For the forward pass of this thread, to be entered once.  The backward pass may run
-        inside of it or later, in any thread.
+        Enter it once, for the forward pass of this thread.  The backward pass may run
+        inside it or later, in any thread.
 
     Raises
     ------
     OSError
-        ``folder`` is missing, no folder, or not writable.  From the forward or the backward
-        pass: a tensor could not be written (ENOSPC, EIO) or read; with errno and folder.
+        ``folder`` does not exist, is not a folder, or is not writable.  From the forward or
+        backward pass: a tensor could not be written (ENOSPC, EIO) or read; has errno and
+        the folder.
     RuntimeError
-        From the backward pass, as torch itself raises it: a saved tensor was changed in
-        place.  From ``torch.func.grad`` and its like, which do not work inside.
+        From the backward pass, as without this context: a saved tensor was changed in
+        place.  From ``torch.func.grad``, ``vjp``, ``jacrev`` and ``hessian``, which do not
+        work inside the context.
     TypeError, ValueError
-        An argument is of the wrong type or out of its limits.
+        An argument is of the wrong type or out of range.
 
     See Also
     --------
-    torch.autograd.graph.save_on_cpu : The same with memory of the host.
-    torch.utils.checkpoint.checkpoint : Computes again in place of saving; may be combined.
+    torch.autograd.graph.save_on_cpu : The same with host memory.
+    torch.utils.checkpoint.checkpoint : Recomputes instead of saving; can be combined.
 
     Notes
     -----
-    Gradients are those without it, to the bit.  Values, shapes, strides, dtypes, and lazy
-    conjugates and negations come back as they were.
+    Gradients are the same to the bit as without this context.  Values, shapes, strides,
+    dtypes, and lazy conjugations and negations of saved tensors are preserved.
 
-    Parameters, other leaves that require gradients, buffers and views of all these stay in
-    memory, as do sparse, quantized and nested tensors and subclasses of torch.Tensor.  A
-    buffer is known by the modules that are being called; that of a module whose ``forward``
-    is called directly goes to the drive as any tensor does, which costs time alone.
+    These stay in memory: parameters, other leaves that require gradients, buffers, and
+    views of all these; sparse, quantized and nested tensors; subclasses of torch.Tensor.
+    Buffers are found through the modules being called.  If ``forward`` of a module is
+    called directly, its buffers are written like any tensor, which only costs time.
 
-    Tensors of one storage leave together, and are written once as long as nobody changes
-    them: a step writes about as many bytes as the forward pass would keep in memory, and
-    reads those that ``memory`` has no room for.
+    Tensors of one storage are written together, and once as long as they do not change.  A
+    step writes about as many bytes as the forward pass would keep in memory, and reads
+    those for which ``memory`` has no room.
 
-    A tensor that is changed in place after it was saved is an error, as in torch itself;
-    save_on_cpu does not notice.  Changes that torch does not count, through ``.data`` or
-    numpy, are noticed by none; here the values from before or after them may come back.
+    If a tensor is changed in place after it was saved, the backward pass raises, as in
+    torch; ``save_on_cpu`` does not notice this.  Changes through ``.data`` or numpy are not
+    noticed; the backward pass may then get the values from before or after the change.
 
-    In a forked child nothing is written, and a graph that the parent has saved on disk
-    cannot be used.  Of nested contexts the innermost one counts.
+    A forked child writes nothing, and cannot use a graph that its parent has saved on disk.
+    Of nested contexts, the innermost one is used.
 
     Examples
     --------
@@ -120,11 +122,11 @@ def _saving(folder: str, min_bytes: int, memory: int) -> Iterator[None]:
         try:
             yield
         except BaseException as error:
-            # Ctrl-C, for one: the kernel has nothing of this program's memory then.
+            # After Ctrl-C, for example, the kernel must not use the program's memory.
             saver.file.drain()
             if isinstance(error, RuntimeError) and "saved tensor hooks" in str(error):
                 raise RuntimeError(
-                    "torch.func.grad, vjp, jacrev and hessian do not work inside of "
+                    "torch.func.grad, vjp, jacrev and hessian do not work inside "
                     "nvmeio.torch.save_on_disk(); use torch.autograd, or call them outside"
                 ) from error
             raise
@@ -136,7 +138,7 @@ class _Kept:
     __slots__ = ("tensor", "version")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        # The tensor itself would be a circle, where it is its own node's result.
+        # Detached, because a result of its own graph node would be a reference cycle.
         self.tensor, self.version = tensor.detach(), tensor._version
 
     def unpack(self) -> torch.Tensor:
@@ -167,15 +169,16 @@ class _Saved:
             data = self.file.read(slot)
             _check_version(slot.witness, slot.version, self.shape, self.dtype)
             if data.is_cuda:
-                # It may have been allocated for another stream.
+                # It may have been allocated on another stream.
                 data.record_stream(torch.cuda.current_stream(data.device))
-            # It shares the counter, so that a second use notices changes by the first.
+            # It shares the version counter, so that a second use notices changes by the
+            # first one.
             tensor = slot.witness.detach()
             tensor.data = self._view(data)
         return tensor
 
     def _view(self, data: torch.Tensor) -> torch.Tensor:
-        """Return the bytes of the slot as the tensor that they are of."""
+        """Return the tensor that the bytes of the slot belong to."""
         start = (data.storage_offset() + self.offset) // self.dtype.itemsize
         if not self.gaps:
             view = _over(data, self.dtype, start, self.shape, self.strides)
@@ -196,23 +199,23 @@ class _Saved:
 
 
 class _Saver:
-    """The hook of one context, and what it has to remember."""
+    """The pack hook of one context, and its state."""
 
     def __init__(self, file: SlotFile, min_bytes: int) -> None:
         self.file = file
         self._min_bytes = min_bytes
-        # The storages of parameters and buffers that have been met, by their addresses.
-        # Those are not used again as long as there is a weak reference.
+        # The known storages of parameters and buffers, by address.  An address is not used
+        # again as long as its weak reference exists.
         self._staying: dict[int, StorageWeakRef] = {}
         self._seen: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
     def pack(self, tensor: torch.Tensor) -> _Kept | _Saved:
         if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
             raise RuntimeError(
-                "nvmeio.torch.save_on_disk() does not work inside of a transform of "
+                "nvmeio.torch.save_on_disk() does not work inside a transform of "
                 "torch.func; call it outside, or use torch.autograd"
             )
-        # A Parameter is of a type of its own.
+        # The type also excludes Parameters.
         if (
             type(tensor) is not torch.Tensor
             or tensor.layout is not torch.strided
@@ -227,14 +230,14 @@ class _Saver:
             return self._save(tensor) or _Kept(tensor)
 
     def _save(self, tensor: torch.Tensor) -> _Saved | None:
-        """Have the bytes of a tensor in a slot, or return None where they are too few."""
+        """Write a tensor to a slot, or return None if it is too small."""
         storage = tensor.untyped_storage()
         origin = tensor.storage_offset() * tensor.itemsize
         shape, strides = tensor.shape, tensor.stride()
         if not tensor.numel():
             return None
         span = _span(shape, strides)
-        # As part of what has left already any size is worth it.
+        # If the storage was written already, any size is worth it.
         slot = self.file.find(None, tensor, origin + span * tensor.itemsize)
         if slot is not None:
             return _Saved(self.file, slot, tensor, origin, False)
@@ -245,11 +248,11 @@ class _Saver:
             return None
         if storage.nbytes() <= nbytes * (_GAPS_RATIO if gaps else _DENSE_RATIO):
             data = _over(storage, torch.uint8, 0, (storage.nbytes(),), (1,))
-            # Of views of other dtypes too the place must be whole elements.
+            # A multiple of 16, so that views of every dtype have whole elements.
             lead = storage.data_ptr() % _ALIGNMENT // 16 * 16
             slot = self.file.write(data, tensor, lead)
             return _Saved(self.file, slot, tensor, origin, False)
-        # A small part: a copy, or all of the storage would stay.
+        # A small part of its storage: write a copy of it, not the whole storage.
         part = (origin, shape, strides, tensor.dtype)
         slot = self.file.find(part, tensor, nbytes)
         if slot is None:
@@ -264,12 +267,12 @@ class _Saver:
         return _Saved(self.file, slot, tensor, 0, gaps)
 
     def _stays(self, tensor: torch.Tensor) -> bool:
-        """Tell whether a tensor is a leaf to be trained, a buffer, or a view of one."""
+        """Return whether a tensor is a trainable leaf, a buffer, or a view of one."""
         base = tensor._base if tensor._is_view() else tensor
         assert base is not None
         if isinstance(base, torch.nn.Parameter) or (base.requires_grad and base.is_leaf):
             return True
-        # What was computed of parameters; buffers require none.
+        # Computed from parameters, so not a buffer: those require no gradient.
         if tensor.requires_grad:
             return False
         address = tensor.untyped_storage()._cdata
@@ -278,19 +281,19 @@ class _Saver:
         return address in self._staying
 
     def _note_modules(self) -> None:
-        """Remember the storages of the modules that are being called in this thread."""
+        """Remember the storages of the modules that this thread is calling."""
         module = None
         for module in _modules_called():
-            # It may have others than at its last call.
+            # Every time, because it may have other storages than at its last call.
             self._note(module.parameters(recurse=False), module.buffers(recurse=False))
-        # The outermost may use what those below it have without calling them.
+        # The outermost module may use the parameters of inner ones without calling them.
         if module is not None and module not in self._seen:
             self._seen.add(module)
             self._note(module.parameters(), module.buffers())
 
     def _note(self, *several: Iterator[torch.Tensor]) -> None:
         for tensor in itertools.chain(*several):
-            # Some subclasses have none, nor have parameters of lazy modules.
+            # Some subclasses, and parameters of lazy modules, have no storage.
             with contextlib.suppress(RuntimeError, NotImplementedError, ValueError):
                 storage = tensor.untyped_storage()
                 if storage._cdata not in self._staying:
@@ -300,9 +303,8 @@ class _Saver:
 def _modules_called() -> Iterator[torch.nn.Module]:
     """Yield the modules that this thread is calling, the innermost first.
 
-    Hooks of modules would tell them too, but a hook of all modules makes torch.compile warn
-    and compile again.  The arguments of a call, which a look at its frame keeps alive, are
-    alive as long as that anyway.
+    A global module hook would find them too, but it makes torch.compile warn and recompile.
+    Looking at a frame keeps the call's arguments alive, but only as long as the call lasts.
     """
     call = getattr(torch.nn.Module._wrapped_call_impl, "__code__", None)
     frame: types.FrameType | None = sys._getframe(1)
@@ -319,7 +321,7 @@ def _unpack(packed: _Kept | _Saved) -> torch.Tensor:
 def _check_version(
     tensor: torch.Tensor, version: int, shape: torch.Size, dtype: torch.dtype
 ) -> None:
-    """Raise what torch does where it has no hooks."""
+    """Raise torch's error for a tensor that was changed in place, as without hooks."""
     now = tensor._version
     if now != version:
         raise RuntimeError(
@@ -333,7 +335,7 @@ def _check_version(
 
 @contextlib.contextmanager
 def _plain() -> Iterator[None]:
-    """Handle tensors as what they are, whatever the caller's modes."""
+    """Disable the caller's modes of torch, so that operations do what they say."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch._C._DisableFuncTorch())
         if torch._C._len_torch_dispatch_stack():
@@ -351,7 +353,7 @@ def _over(
     shape: Sequence[int],
     strides: Sequence[int],
 ) -> torch.Tensor:
-    """Make a tensor in the storage that another one has; `start` counts elements."""
+    """Make a tensor over the storage of another one; `start` counts elements."""
     storage = memory.untyped_storage() if isinstance(memory, torch.Tensor) else memory
     return torch.empty(0, dtype=dtype, device=memory.device).set_(
         storage, start, shape, strides
@@ -359,13 +361,13 @@ def _over(
 
 
 def _span(shape: Sequence[int], strides: Sequence[int]) -> int:
-    """Return how many elements lie between the first and the last one, both counted."""
+    """Return the number of elements of memory from the first to the last one, inclusive."""
     steps = zip(shape, strides, strict=True)
     return 1 + sum((extent - 1) * stride for extent, stride in steps)
 
 
 def _distinct(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
-    """Return the shape without what expand() has repeated."""
+    """Return the shape with 1 for each dimension that expand() has repeated."""
     steps = zip(shape, strides, strict=True)
     return tuple(extent if stride else 1 for extent, stride in steps)
 

@@ -1,4 +1,4 @@
-"""Checkpoints of Lightning by nvmeio: ``Trainer(plugins=[CheckpointIO()])``."""
+"""A plug-in for checkpoints of Lightning: ``Trainer(plugins=[CheckpointIO()])``."""
 
 import importlib
 import os
@@ -12,7 +12,7 @@ __all__ = ["CheckpointIO"]
 
 
 def _bases() -> tuple[Any, ...]:
-    """Return the class that plugins are of, of each of the packages that have it."""
+    """Return the base class of plug-ins, from each installed package that has it."""
     found = []
     for package in ("lightning.fabric", "lightning_fabric"):
         try:
@@ -23,17 +23,19 @@ def _bases() -> tuple[Any, ...]:
         else:
             found.append(plugins.CheckpointIO)
     if not found:
-        words = "neither lightning nor pytorch_lightning is installed"
+        words = "neither lightning nor pytorch_lightning is installed; install one of them"
         raise ModuleNotFoundError(words, name="lightning")
     return tuple(found)
 
 
 class CheckpointIO(*_bases()):  # type: ignore[misc]
-    """Saves and loads the checkpoints of a Trainer; the files are Lightning's own.
+    """Save and load the checkpoints of a Trainer, in Lightning's own file format.
 
-    A file is replaced as a whole and durably, where Lightning writes a temporary one
-    elsewhere and copies it; it is read past the page cache.  It is for local files: to have
-    them on a store, ``nvmeio.checkpoint.drain`` copies them there.
+    Notes
+    -----
+    A file is replaced atomically and durably.  Lightning itself writes a temporary file
+    elsewhere and copies it.  Reading bypasses the page cache.  Only local files are
+    supported; use ``nvmeio.checkpoint.drain`` to copy them to a store.
 
     Examples
     --------
@@ -49,10 +51,28 @@ class CheckpointIO(*_bases()):  # type: ignore[misc]
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
     ) -> None:
-        """Save what the Trainer gives; it is on the device when this returns."""
+        """Save a checkpoint, and return when it is on the device.
+
+        Parameters
+        ----------
+        checkpoint : dict
+            The checkpoint of the Trainer.
+        path : str or os.PathLike
+            The local file to write; missing folders are created.
+        storage_options : None
+            Must be None, because local files take no options.
+
+        Raises
+        ------
+        TypeError, ValueError
+            `storage_options` is given, or `path` is a URL.
+        OSError
+            Writing failed; has errno and path.  The old file is unchanged.
+        """
         if storage_options is not None:
             raise TypeError(
-                f"storage_options is {storage_options!r:.100}; local files take no options"
+                f"storage_options is {storage_options!r:.100}; it must be None, because "
+                "local files take no options"
             )
         name = _local(path)
         make_folders(os.path.dirname(os.path.abspath(name)))
@@ -61,7 +81,29 @@ class CheckpointIO(*_bases()):  # type: ignore[misc]
     def load_checkpoint(
         self, path: Any, map_location: Any = None, weights_only: bool | None = None
     ) -> Any:
-        """Load a checkpoint; by default without running what it says, as torch.load."""
+        """Load a checkpoint.
+
+        Parameters
+        ----------
+        path : str or os.PathLike
+            The local file to read.
+        map_location
+            As for ``torch.load``.
+        weights_only : bool, optional
+            As for ``torch.load``; by default True, so that no code in the file is run.
+
+        Returns
+        -------
+        dict
+            The checkpoint.
+
+        Raises
+        ------
+        FileNotFoundError
+            The file does not exist.
+        OSError, Exception
+            As ``nvmeio.torch.load``.
+        """
         name = _local(path)
         if not os.path.exists(name):
             raise FileNotFoundError(f"Checkpoint file not found: {path}")
@@ -69,7 +111,13 @@ class CheckpointIO(*_bases()):  # type: ignore[misc]
         return load(name, map_location=map_location, weights_only=safe)
 
     def remove_checkpoint(self, path: Any) -> None:
-        """Remove a checkpoint, if it is there."""
+        """Remove a checkpoint, if it exists.
+
+        Parameters
+        ----------
+        path : str or os.PathLike
+            The local file or folder.
+        """
         name = _local(path)
         if os.path.isdir(name) and not os.path.islink(name):
             shutil.rmtree(name)
@@ -81,6 +129,7 @@ def _local(path: Any) -> str:
     name = os.fsdecode(path)
     if "://" in name and not name.startswith("file://"):
         raise ValueError(
-            f"{name!r} is not a local file; copy to it with nvmeio.checkpoint.drain"
+            f"{name!r} is not a local file; save locally, and copy with "
+            "nvmeio.checkpoint.drain"
         )
     return name.removeprefix("file://")

@@ -1,4 +1,4 @@
-"""megatron-core's datasets on nvmeio: ``install()``, or ``BinReader`` for one of them."""
+"""Read megatron-core's datasets with nvmeio: ``install()``, or ``BinReader`` for one."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ _megatrons: dict[str, Any] = {}
 
 
 class BinReader(indexed_dataset._BinReader):  # type: ignore[misc]
-    """Reads the .bin file of an ``IndexedDataset``: from the page cache what that has.
+    """Reads the .bin file of an ``IndexedDataset``, from the page cache if that has it.
 
     Parameters
     ----------
@@ -28,12 +28,12 @@ class BinReader(indexed_dataset._BinReader):  # type: ignore[misc]
     Raises
     ------
     OSError
-        The file cannot be opened; with errno and path.
+        The file cannot be opened; has errno and path.
 
     Notes
     -----
-    ``dataset.bin_reader = BinReader(path)`` lasts until the dataset is pickled; after
-    ``install()`` every dataset has one.
+    ``dataset.bin_reader = BinReader(path)`` works until the dataset is pickled.  After
+    ``install()``, every new dataset has such a reader.
     """
 
     def __init__(self, bin_path: Path) -> None:
@@ -45,21 +45,21 @@ class BinReader(indexed_dataset._BinReader):  # type: ignore[misc]
         Parameters
         ----------
         dtype : dtype
-            Of the elements.
+            The dtype of the elements.
         count : int
-            How many there are.
+            The number of elements.
         offset : int
-            Where the first is, in bytes.
+            The offset of the first element in the file, in bytes.
 
         Returns
         -------
         numpy.ndarray, shape (count,)
-            In memory of its own.
+            The elements, in new memory.
 
         Raises
         ------
         OSError
-            The file ends before that, ENODATA; or it cannot be read.
+            The file cannot be read, or ends before the last element (ENODATA).
         """
         array: npt.NDArray[Any] = np.empty(count, dtype)
         if not read_cached(self._file.fileno(), array, offset):
@@ -68,20 +68,23 @@ class BinReader(indexed_dataset._BinReader):  # type: ignore[misc]
 
 
 def install() -> None:
-    """Have nvmeio read for each ``IndexedDataset`` that is made from now on.
+    """Make every new ``IndexedDataset`` read its local file with nvmeio.
 
     Raises
     ------
     RuntimeError
-        This version of megatron-core has its readers elsewhere; nothing is changed.
+        This version of megatron-core lacks the readers to replace; nothing was changed.
 
     Notes
     -----
-    That is for local files, with and without ``mmap``.  Another call changes nothing.
+    Applies with and without ``mmap``.  A second call changes nothing.
     """
     for name in _NAMES:
         if not hasattr(indexed_dataset, name):
-            raise RuntimeError(f"megatron.core.datasets.indexed_dataset has no {name}")
+            raise RuntimeError(
+                f"megatron.core.datasets.indexed_dataset has no {name}, so this version of "
+                "megatron-core is not supported; nothing was changed"
+            )
     for name in _NAMES:
         if getattr(indexed_dataset, name) is not BinReader:
             _megatrons[name] = getattr(indexed_dataset, name)
@@ -89,7 +92,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Have new datasets use megatron-core's readers again."""
+    """Make new datasets use megatron-core's own readers again."""
     for name, kind in _megatrons.items():
         setattr(indexed_dataset, name, kind)
     _megatrons.clear()

@@ -1,4 +1,4 @@
-"""Tensors in memory of the pool."""
+"""Make tensors in memory of the pool."""
 
 import math
 
@@ -19,36 +19,36 @@ def empty(
     pin_memory: bool = False,
     numa_node: int | None = None,
 ) -> torch.Tensor:
-    """Make a tensor in memory of the pool, without initializing it.
+    """Make an uninitialized tensor in memory of the pool.
 
     Parameters
     ----------
     *size : int, or one sequence of int
-        The extent of each axis, 0 or more, as for ``torch.empty``.
+        The shape, as for ``torch.empty``; each extent is 0 or more.
     dtype : torch.dtype, optional
-        By default torch's default dtype.
+        The dtype; by default torch's default dtype.
     pin_memory : bool, default False
-        Lock the memory where RLIMIT_MEMLOCK allows, which ``aio_handle.is_pinned`` tells;
-        where CUDA is present, register it with the driver, so that ``non_blocking`` copies
-        are.
+        Lock the memory if RLIMIT_MEMLOCK allows; ``aio_handle.is_pinned`` reports whether
+        it did.  If CUDA is present, also register the memory with its driver, so that
+        ``non_blocking`` copies are asynchronous.
     numa_node : int, optional
-        The node whose memory it shall be; by default where the system likes.
+        The NUMA node to allocate on; by default unbound.
 
     Returns
     -------
     torch.Tensor
-        On the CPU, contiguous; page-aligned, populated, in huge pages where the system has
-        them.  The memory goes back to the pool when the last view of it dies.
+        A contiguous tensor on the CPU: page-aligned, populated, and in huge pages if the
+        system has them.  The memory returns to the pool when the last view of it dies.
 
     Raises
     ------
     MemoryError
-        The pool may not hold so much (NVMEIO_POOL_BYTES), or the system has not so much.
+        Not enough memory, or over the pool's limit (NVMEIO_POOL_BYTES).
     TypeError, ValueError
-        An extent is no integer, negative or beyond all memory; a dtype that is none of
-        torch's, or quantized; a node that there is not.
+        An extent is not an integer, negative, or too large; `dtype` is not a dtype of
+        torch, or is quantized; or `numa_node` does not exist.
     OSError
-        The system refuses to bind memory to a node, as containers may.
+        The system refuses to bind memory to a node, as some containers do.
 
     Examples
     --------
@@ -60,18 +60,22 @@ def empty(
     one = len(size) == 1 and not isinstance(size[0], int)
     extents = extents_of(size[0] if one else size)  # type: ignore[arg-type]
     kind = _checked_dtype(torch.get_default_dtype() if dtype is None else dtype)
-    # A tensor of no elements has an allocation too: its views find their place.
+    # An empty tensor has an allocation too, so that its views have an address.
     nbytes = max(math.prod(extents), 1) * kind.itemsize
     memory = pool_memory(nbytes, pin_memory, numa_node)
     return tensor_in(memory, kind)[: math.prod(extents)].view(extents)
 
 
 def _checked_dtype(dtype: object) -> torch.dtype:
-    """Refuse what is no dtype, or whose elements mean nothing without a scale."""
+    """Raise TypeError for values that are not dtypes, and for quantized dtypes."""
     if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"dtype is {dtype!r}; it must be one of torch's, as torch.float32")
+        raise TypeError(
+            f"dtype is {dtype!r}; it must be a dtype of torch, such as torch.float32"
+        )
     if str(dtype).startswith("torch.q"):
-        raise TypeError(f"dtype is {dtype}; quantized tensors cannot be made here")
+        raise TypeError(
+            f"dtype is {dtype}; it must not be quantized: pass the integer dtype"
+        )
     return dtype
 
 
@@ -83,26 +87,26 @@ def empty_like(
     pin_memory: bool = False,
     numa_node: int | None = None,
 ) -> torch.Tensor:
-    """Make a tensor of the size and dtype of another in memory of the pool.
+    """Make an uninitialized tensor like another one, in memory of the pool.
 
     Parameters
     ----------
     tensor : torch.Tensor
-        Gives the size and the dtype; on any device, of any strides.
+        The tensor whose shape and dtype to use; on any device, with any strides.
     dtype : torch.dtype, optional
-        In place of the tensor's.
+        The dtype; by default that of `tensor`.
     pin_memory, numa_node
         As for ``empty``.
 
     Returns
     -------
     torch.Tensor
-        On the CPU, contiguous, not initialized.
+        A contiguous tensor on the CPU.
 
     Raises
     ------
     MemoryError, TypeError, ValueError, OSError
-        As ``empty``; or ``tensor`` is none.
+        As ``empty``; or TypeError if `tensor` is not a tensor.
 
     Examples
     --------
@@ -112,6 +116,8 @@ def empty_like(
     (torch.float32, 0)
     """
     if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"expected a tensor, not {type(tensor).__qualname__}")
+        raise TypeError(
+            f"tensor is of type {type(tensor).__qualname__}; it must be a torch.Tensor"
+        )
     kind = tensor.dtype if dtype is None else dtype
     return empty(tensor.shape, dtype=kind, pin_memory=pin_memory, numa_node=numa_node)

@@ -1,4 +1,4 @@
-"""Optimizers whose states are in files, and in memory only while they are updated."""
+"""Offload optimizer states to files; they are in memory only while they are updated."""
 
 import weakref
 from collections import defaultdict
@@ -37,8 +37,8 @@ from nvmeio.torch._offload.store import Part, Store, View, parts_of
 __all__ = ["OffloadedOptimizer", "offload"]
 
 MEMORY_MIN = 8 << 20
-# After the update of so many bytes of parameters the heap gives back what torch has freed:
-# its blocks lie between others, and it would grow with each window.
+# After updating this many bytes, return the heap's free memory to the system.  What torch
+# frees is between other blocks, so the heap would grow with each window.
 FREED_BYTES = 16 << 20
 
 State = dict[str, Any]
@@ -54,44 +54,47 @@ def offload(
     ----------
     optimizer : torch.optim.Optimizer
         SGD, Adam, AdamW, NAdam, RAdam, RMSprop, Adagrad or Adamax, in any form
-        (``foreach``, ``fused`` or neither).  States that it has already move to the files.
-        Use what is returned in its place: its own ``step()`` raises from here on.
+        (``foreach``, ``fused`` or neither).  Its existing states move to the files.  From
+        now on use the returned optimizer instead; the ``step()`` of this one raises.
     folder : str, bytes or os.PathLike
-        Where the files are, on a local drive; created where it does not exist.  Each
-        optimizer needs a folder of its own.
+        The folder of the files, on a local drive; created if it does not exist.  Each
+        optimizer needs its own folder.
     memory : int or str, default "1GiB"
-        How much memory a step may use for states and for what torch computes with them, in
-        bytes, or such as ``"512MiB"``; 8 MiB or more.  K, M, G and T, with or without B
-        or iB behind them, are powers of 1024.
+        The limit for the memory that a step uses for states and torch's temporary copies:
+        bytes, or a text such as ``"512MiB"``; at least 8 MiB.  The units K, M, G and T,
+        with or without B or iB, are powers of 1024.
 
     Returns
     -------
     OffloadedOptimizer
-        Computes the same to the last bit.
+        An optimizer whose updates are the same to the last bit.
 
     Raises
     ------
     TypeError
-        The optimizer is of another kind, or a subclass; or a parameter is a DTensor, or of
-        another class that wraps tensors.
+        The optimizer is of another class or a subclass; or a parameter is a DTensor, or
+        another tensor that wraps tensors.
     ValueError
-        ``differentiable`` or ``capturable`` is set, a parameter appears twice, or one needs
-        more than ``memory`` and cannot be split; or the optimizer is offloaded already.
+        ``differentiable`` or ``capturable`` is set; a parameter appears twice; a parameter
+        needs more than ``memory`` and cannot be split; or the optimizer is offloaded
+        already.
     BlockingIOError
-        Another optimizer, of this process or another, has its states in this folder.
+        Another optimizer, of this or another process, has its states in this folder.
     OSError
-        There is no room for the states (tells needed and free), or no right to write.
+        The states cannot be written.  The message for ENOSPC says how many bytes are needed
+        and free.
 
     Notes
     -----
-    ``step()`` reads the states of some parameters while it updates others and writes those
-    before.  Each step reads and writes all states of parameters that have gradients: count
-    on this for the life of the drive.  Parameters and gradients stay in memory.
+    While ``step()`` updates some parameters, it reads the states of the next ones and
+    writes those of the previous ones.  Each step reads and writes all states of parameters
+    with gradients once, which matters for the endurance of the drive.  Parameters and
+    gradients stay in memory.
 
-    The files are scratch space: they are removed when the optimizer is closed, dies or
-    Python ends; a lock stays.  A process that is killed leaves them, and the next
-    ``offload()`` to the same folder removes them.  Save ``state_dict()`` or
-    ``state_items()`` to keep the states.
+    The files are temporary.  They are removed when the optimizer is closed or garbage
+    collected, or Python exits; a lock file stays.  If the process is killed, the files stay
+    until the next ``offload()`` to the same folder.  To keep the states, save
+    ``state_dict()`` or ``state_items()``.
 
     Examples
     --------
@@ -107,31 +110,38 @@ def offload(
 
 
 class _Record:
-    """What is in memory of a parameter's states: small ones, and the names of all."""
+    """The states of a parameter that are in memory, and the names of all its states."""
 
     def __init__(self, kept: State, names: Sequence[str]) -> None:
         self.kept, self.names = kept, tuple(names)
 
     @property
     def moved(self) -> list[str]:
-        """The names of those that are in files."""
+        """The names of the states that are in files."""
         return [name for name in self.names if name not in self.kept]
 
 
 class OffloadedOptimizer(Optimizer):  # type: ignore[misc]  # torch is Any to mypy
-    """An optimizer whose states are in files; made by ``offload()``.
+    """An optimizer whose states are in files, as ``offload()`` returns it.
 
-    Training loops, schedulers, GradScaler and checkpoints use it as they would the inner
-    optimizer: ``param_groups`` and ``defaults`` are the inner one's own, and hooks that are
-    registered on either are called once a step.
+    Use it like the original, inner optimizer in training loops, and with schedulers,
+    GradScaler and checkpoints.  ``param_groups`` and ``defaults`` are those of the inner
+    optimizer.  Hooks registered on either one are called once per step.
+
+    Attributes
+    ----------
+    inner : torch.optim.Optimizer
+        The optimizer that was passed to ``offload()``.
+    memory : int
+        The limit in bytes that was passed to ``offload()``.
 
     Notes
     -----
-    ``state`` reads from the files: ``state[parameter]`` is a copy, and changing the copy
-    changes nothing; ``state[parameter] = copy`` writes it.  After a step that failed
-    half-way, parameters and states are of two steps: every call raises until
-    ``load_state_dict()`` has succeeded.  It cannot be copied or pickled, and a forked child
-    cannot use it.
+    ``state[parameter]`` reads a copy from the files; changing the copy has no effect.
+    Assign to ``state[parameter]`` to write states.  If a step fails half-way, some
+    parameters and states are updated and others are not; then every call raises until
+    ``load_state_dict()`` has succeeded.  The optimizer cannot be copied or pickled, and a
+    forked child cannot use it.
 
     Examples
     --------
@@ -148,7 +158,7 @@ class OffloadedOptimizer(Optimizer):  # type: ignore[misc]  # torch is Any to my
     def __init__(
         self, optimizer: Optimizer, folder: Path, *, memory: int | str = "1GiB"
     ) -> None:
-        # torch's own __init__ would make groups and states; all of that is the inner one's.
+        # torch's __init__ is not called, because groups and states are the inner one's.
         refuse(optimizer)
         other = getattr(optimizer, "_offloaded", lambda: None)()
         if other is not None and other._store.close.alive:
@@ -170,7 +180,7 @@ class OffloadedOptimizer(Optimizer):  # type: ignore[misc]  # torch is Any to my
         self._others: State = {}
         self._steps = self._changes = self._freed = 0
         self._failed = ""
-        # What can be refused is, before a file is made.
+        # Raises any ValueError and TypeError before a file is created.
         self._segments_for(range(len(self.param_groups)))
         self._store = Store(folder)
         try:
@@ -180,11 +190,11 @@ class OffloadedOptimizer(Optimizer):  # type: ignore[misc]  # torch is Any to my
             raise
         self._close_inner()
 
-    # What torch and its friends look at.
+    # The attributes of torch's optimizers.
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The groups of parameters and their options: the inner optimizer's own list."""
+        """The parameter groups and their options: the inner optimizer's own list."""
         groups: list[dict[str, Any]] = self.inner.param_groups
         return groups
 
@@ -200,41 +210,49 @@ class OffloadedOptimizer(Optimizer):  # type: ignore[misc]  # torch is Any to my
 
     @property
     def state(self) -> "_States":
-        """States by parameter, each read from the files when it is asked for."""
+        """The states by parameter; each is read from the files when it is looked up."""
         return _States(self)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Whether GradScaler leaves its work to step(), as for fused optimizers."""
+        """Whether step() unscales gradients itself, as fused optimizers do."""
         return bool(getattr(self.inner, "_step_supports_amp_scaling", False))
 
     @property
     def folder(self) -> str:
-        """Where the files are."""
+        """The folder of the files."""
         return self._store.folder
 
     @property
     def nbytes(self) -> int:
-        """The size of the files."""
+        """The size of the files, in bytes."""
         return self._store.nbytes
 
     @property
     def waited(self) -> float:
-        """How long all steps together have waited for the drive, in seconds."""
+        """How long all steps together have waited for the drive, in seconds.
+
+        For one step, subtract two values.
+        """
         return self._store.waited
 
     def __repr__(self) -> str:
         return f"Offloaded to {self.folder!r}: {self.inner!r}"
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of parameters, and a file for its states.
+        """Add a group of parameters, and create the file of its states.
+
+        Parameters
+        ----------
+        param_group : dict
+            As for ``torch.optim.Optimizer.add_param_group``.
 
         Raises
         ------
         TypeError, ValueError
-            As torch's; or a parameter is too large for ``memory`` and cannot be split.
+            As in torch; or a parameter is too large for ``memory`` and cannot be split.
         OSError
-            There is no room for its states.
+            The file cannot be created, or the drive is full.
         """
         self._require_usable()
         type(self.inner).add_param_group(self.inner, param_group)
@@ -246,8 +264,8 @@ class OffloadedOptimizer(Optimizer):  # type: ignore[misc]  # torch is Any to my
 
     # Steps.
 
-    # While torch.compile traces, torch's optimizers take the foreach form, which needs more
-    # memory, and each window is compiled anew.
+    # Not compiled: while tracing, torch's optimizers use the foreach form, which needs more
+    # memory, and each window would be compiled separately.
     @torch._disable_dynamo  # type: ignore[untyped-decorator]
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters, and their states in the files.
@@ -255,21 +273,21 @@ class OffloadedOptimizer(Optimizer):  # type: ignore[misc]  # torch is Any to my
         Parameters
         ----------
         closure : callable, optional
-            Computes the loss and gradients anew; called once.
+            A function that computes the loss and the gradients.  It is called once.
 
         Returns
         -------
         Any
-            What `closure` has returned.
+            The result of `closure`, or None.
 
         Raises
         ------
         RuntimeError
-            A gradient is sparse; a step before has failed; or states in the files are not
-            those that were written.
+            A gradient is sparse, or has another dtype than its parameter; an earlier step
+            failed; or another program has changed the files.
         OSError
-            States cannot be read or written.  If parameters were updated already, nothing
-            but ``load_state_dict()`` helps.
+            States cannot be read or written.  If parameters were updated already, every
+            call raises until ``load_state_dict()`` has succeeded.
         """
         self._require_usable()
         loss = None
@@ -282,7 +300,7 @@ class OffloadedOptimizer(Optimizer):  # type: ignore[misc]  # torch is Any to my
             self._unsplit = before | unlike
             self._plan()
         except BaseException:
-            # The next gradients may fit.
+            # The next gradients may allow the split.
             self._unsplit = before
             raise
         self._steps += 1
@@ -293,7 +311,7 @@ class OffloadedOptimizer(Optimizer):  # type: ignore[misc]  # torch is Any to my
             nonlocal updated
             if not updated:
                 self._store.begin(words)
-            # From here on it may be half-way.
+            # From here on, an error leaves the step half done.
             updated += 1
             self._failed = f"{words} has failed half-way"
             self._changes += 1
@@ -307,12 +325,12 @@ class OffloadedOptimizer(Optimizer):  # type: ignore[misc]  # torch is Any to my
         self._store.walk(windows, lambda piece: piece.param in active, update)
         self._failed = ""
         self._store.end()
-        # For a scheduler that was made with the inner optimizer.
+        # A scheduler that was made with the inner optimizer checks this.
         self.inner._opt_called = True
         return loss
 
     def _with_gradients(self) -> tuple[set[torch.Tensor], set[torch.Tensor]]:
-        """Return the parameters to update, and those that this must not split."""
+        """Return the parameters with gradients, and those that cannot be split."""
         active, unlike = set(), set()
         for number, group in enumerate(self.param_groups):
             refuse_options(group, number)
@@ -322,11 +340,12 @@ class OffloadedOptimizer(Optimizer):  # type: ignore[misc]  # torch is Any to my
                     continue
                 where = f"a gradient of shape {tuple(param.shape)} (group {number})"
                 if grad.layout != torch.strided:
-                    words = "offload() takes dense ones alone"
+                    words = "offload() supports only dense gradients"
                     raise RuntimeError(f"{where} is sparse ({grad.layout}); {words}")
                 if grad.dtype != param.dtype:
                     raise RuntimeError(
-                        f"{where} is of {grad.dtype}, and the parameter of {param.dtype}"
+                        f"{where} has the dtype {grad.dtype}, but the parameter has "
+                        f"{param.dtype}; both must be the same"
                     )
                 pieces = self._pieces.get(param, ())
                 if len(pieces) > 1 and not is_ordered_as(grad, param):
@@ -335,7 +354,7 @@ class OffloadedOptimizer(Optimizer):  # type: ignore[misc]  # torch is Any to my
         return active, unlike
 
     def _update(self, window: Window, view: View, active: set[torch.Tensor]) -> None:
-        """Let the optimizer update what a window has."""
+        """Let the inner optimizer's step() update the parameters of a window."""
         worker = self._shell()
         for name in ("grad_scale", "found_inf"):
             if hasattr(self, name):
@@ -353,7 +372,7 @@ class OffloadedOptimizer(Optimizer):  # type: ignore[misc]  # torch is Any to my
             if params:
                 group = self.param_groups[segment.group]
                 worker.param_groups.append({**group, "params": params})
-        # Without its hooks, which were called around all of this.
+        # The unwrapped step(), because its hooks run once per step, not once per window.
         type(self.inner).step.__wrapped__(worker)
         for piece, param in updated:
             self._freed += piece.state_bytes
@@ -363,7 +382,7 @@ class OffloadedOptimizer(Optimizer):  # type: ignore[misc]  # torch is Any to my
             give_back()
 
     def _shell(self) -> Any:
-        """Make an optimizer of the inner one's kind and options, of no parameters."""
+        """Make an optimizer like the inner one, without parameters, states and hooks."""
         shell = object.__new__(type(self.inner))
         shell.__dict__.update(self.inner.__dict__)
         for name in ("step", *_REFUSED):
@@ -375,7 +394,7 @@ class OffloadedOptimizer(Optimizer):  # type: ignore[misc]  # torch is Any to my
         return shell
 
     def _state_in(self, piece: Piece, view: View) -> State:
-        """Return the states of a piece, those of the window as views of its memory."""
+        """Return the states of a piece; those from files are views of the window."""
         record = self._records.get(piece.param)
         if record is None:
             return {}
@@ -383,7 +402,7 @@ class OffloadedOptimizer(Optimizer):  # type: ignore[misc]  # torch is Any to my
         for name in record.names:
             if name in record.kept:
                 value = record.kept[name]
-                # Each part begins with what the one before it began with.
+                # Cloned for each part, because all parts must begin with the same value.
                 is_own = piece.is_whole or not isinstance(value, torch.Tensor)
                 found[name] = value if is_own else value.clone()
             else:
@@ -391,7 +410,7 @@ class OffloadedOptimizer(Optimizer):  # type: ignore[misc]  # torch is Any to my
         return found
 
     def _keep(self, piece: Piece, state: State, view: View) -> None:
-        """Take over the states that an update has left."""
+        """Store the states of a piece after its update."""
         kept: State = {}
         for name, value in state.items():
             if name in KEPT or not isinstance(value, torch.Tensor):
@@ -417,18 +436,18 @@ class OffloadedOptimizer(Optimizer):  # type: ignore[misc]  # torch is Any to my
         if name not in piece.names or not fits:
             raise ValueError(
                 f"{type(self.inner).__qualname__} has a state {name!r} of parameter "
-                f"{piece.index} for which its options, or the parameter's shape and dtype, "
-                "leave no place"
+                f"{piece.index} that does not fit its options, or the parameter's shape "
+                "and dtype"
             )
 
     # The plan.
 
     def _plan(self) -> None:
-        """Lay out the groups that have changed anew, with the states that they have."""
+        """Lay out the files again for groups that have changed, and move their states."""
         seen = [self._print_of(group) for group in self.param_groups]
         if seen != self._seen:
             self._lay_out(seen)
-        # Of parameters that were in no group until now.
+        # States of parameters that were in no group until now.
         if came := [param for param in self._others if param in self._pieces]:
             self._changes += 1
             self._put((param, self._others[param]) for param in came)
@@ -436,17 +455,17 @@ class OffloadedOptimizer(Optimizer):  # type: ignore[misc]  # torch is Any to my
                 del self._others[param]
 
     def _lay_out(self, seen: list[Any]) -> None:
-        """Make files for the groups that are not as they were, and move their states."""
+        """Create new files for groups that have changed, and move their states."""
         self._refuse_twice()
         count = len(seen)
         changed = [i for i in range(count) if self._seen[i : i + 1] != [seen[i]]]
         segments = self._segments_for(changed)
-        # Ctrl-C may have left some.
+        # Remove files that an earlier call, ended by Ctrl-C, has left.
         self._store.keep(self._segments)
         pieces: dict[torch.Tensor, list[Piece]] = defaultdict(list)
 
         def states() -> Iterator[Part]:
-            # Of the form that they had when they were written.
+            # In the layout that they had when they were written.
             for param, record in self._records.items():
                 if param in pieces:
                     old, new = self._pieces[param], pieces[param]
@@ -478,7 +497,7 @@ class OffloadedOptimizer(Optimizer):  # type: ignore[misc]  # torch is Any to my
             self._store.keep(self._segments)
             raise
         self._changes += 1
-        # At once: nothing is called in between, so Ctrl-C comes before or after.
+        # In one statement without calls, so that Ctrl-C comes before or after it.
         self._segments, self._pieces, self._windows, self._seen = now, placed, windows, seen
         for gone in self._records.keys() - placed.keys():
             del self._records[gone]
@@ -486,14 +505,14 @@ class OffloadedOptimizer(Optimizer):  # type: ignore[misc]  # torch is Any to my
         self._store.keep(now)
 
     def _print_of(self, group: dict[str, Any]) -> Any:
-        """Return what the layout of a group depends on."""
+        """Return everything that the layout of a group depends on."""
         names = self._names(group)
         params = group["params"]
         forms = [(id(p), p.shape, p.stride(), p.dtype, p.device) for p in params]
         return names, self._budget(group), forms, [p in self._unsplit for p in params]
 
     def _names(self, group: dict[str, Any]) -> tuple[str, ...]:
-        """Return which states have a place: those of its options, of now and of before."""
+        """Return the states that need space: for the group's options, now and before."""
         names = dict.fromkeys(states_of(type(self.inner), group))
         for param in group["params"]:
             if (record := self._records.get(param)) is not None:
@@ -507,7 +526,7 @@ class OffloadedOptimizer(Optimizer):  # type: ignore[misc]  # torch is Any to my
         return Budget(self.memory, *temporary_copies(group, params[0]))
 
     def _segments_for(self, numbers: Iterable[int]) -> dict[int, list[Segment]]:
-        """Lay out some groups; raises ValueError for a parameter that does not fit."""
+        """Lay out some groups; raise ValueError for a parameter that does not fit."""
         found: dict[int, list[Segment]] = {}
         index, chosen = 0, set(numbers)
         for number, group in enumerate(self.param_groups):
@@ -526,27 +545,29 @@ class OffloadedOptimizer(Optimizer):  # type: ignore[misc]  # torch is Any to my
     def _refuse_twice(self) -> None:
         params = [param for group in self.param_groups for param in group["params"]]
         if len(params) > len(set(params)):
-            raise ValueError("a parameter appears twice in the groups of the optimizer")
+            raise ValueError(
+                "a parameter appears twice in the optimizer's groups; remove one of them"
+            )
 
     # States in and out.
 
     def _take_states(self) -> None:
-        """Move the states that the inner optimizer has to the files."""
+        """Move the existing states of the inner optimizer to the files."""
         begun = type(self.inner) is not torch.optim.Adagrad and bool(self.inner.state)
         if (left := self._store.left_unfinished()) and not begun:
             self._failed = (
-                f"the folder had states of a process that ended half-way, in {left}; "
-                "remove that file to begin anew"
+                f"a process ended half-way through an update in this folder, in {left}; "
+                "to start from the beginning, remove that file"
             )
         self._others = dict(self.inner.state)
         self._plan()
-        # Until here an error leaves the optimizer as it was.
+        # An error before this line leaves the optimizer unchanged.
         self.inner.state.clear()
         if left and begun:
             self._store.end()
 
     def _put(self, states: Iterable[tuple[torch.Tensor, State]]) -> None:
-        """Write states of parameters that have none yet."""
+        """Write the states of parameters to the files."""
 
         def parts() -> Iterator[Part]:
             for param, state in states:
@@ -560,7 +581,7 @@ class OffloadedOptimizer(Optimizer):  # type: ignore[misc]  # torch is Any to my
         self._store.put(parts())
 
     def _replace(self, param: Any, state: State) -> None:
-        """Write the states of a parameter anew; those of others are kept as they are."""
+        """Replace the states of a parameter; keep those of one that is in no group."""
         self._require_usable()
         self._plan()
         if param not in self._pieces:
@@ -593,13 +614,13 @@ class OffloadedOptimizer(Optimizer):  # type: ignore[misc]  # torch is Any to my
         Returns
         -------
         dict
-            A snapshot in memory, which any optimizer of the inner one's kind loads.  It
-            takes as much memory as the states; ``state_items()`` does not.
+            A copy in memory, which any optimizer of the inner one's class can load.  It
+            needs memory for all states; ``state_items()`` does not.
 
         Raises
         ------
         RuntimeError
-            A step has failed half-way.
+            A step failed half-way.
         OSError
             The states cannot be read.
         """
@@ -608,51 +629,50 @@ class OffloadedOptimizer(Optimizer):  # type: ignore[misc]  # torch is Any to my
         return found
 
     def state_items(self) -> "StateItems":
-        """Return all states and options one by one, each read when it is its turn.
+        """Return an iterable over all options and states, each read when its turn comes.
 
         The hooks of ``state_dict()`` are not called.
 
         Returns
         -------
         StateItems
-            Iterates over pairs: first ``("param_groups", groups)``, then each state, such
-            as ``("state/0/exp_avg", tensor)``.  ``load_state_dict()`` takes them.
-            ``nvmeio.checkpoint.Checkpointer`` takes it as a part of a state, and restores
-            from that what ``state_dict()`` would have returned.
+            An iterable of pairs: first ``("param_groups", groups)``, then each state, such
+            as ``("state/0/exp_avg", tensor)``.  ``load_state_dict()`` accepts it.
+            ``nvmeio.checkpoint.Checkpointer`` can save it as part of a state, and restores
+            it as the dict that ``state_dict()`` would have returned.
 
         Raises
         ------
         RuntimeError
-            A step has failed half-way; or while it iterates, another step was done.
+            A step failed half-way; or, during iteration, the states have changed since.
         """
         self._require_usable()
         return StateItems(self)
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Take over states and options; what was there before is given up.
+        """Replace all states and options.
 
         Parameters
         ----------
         state_dict : dict, or iterable of pairs
-            What ``state_dict()`` or ``state_items()`` returned, of this optimizer or of an
-            ordinary one of the same kind.  ``state_dict["state"]`` may be a mapping that
-            loads the states of each parameter when it is asked for them.  Pairs of one
-            parameter follow each other.  Hooks that come before loading are called with a
-            dict alone, and not for pairs.
+            The result of ``state_dict()`` or ``state_items()``, of an offloaded or an
+            ordinary optimizer of the same class.  ``state_dict["state"]`` may be a mapping
+            that loads the states of a parameter on lookup.  The pairs of one parameter must
+            be together.  Pre-hooks are called only with a dict, not with pairs.
 
         Raises
         ------
         TypeError, ValueError
             The groups do not match, or have options that ``offload()`` refuses; nothing was
-            changed.  Or a state does not fit; then states must be loaded anew.
+            changed.  Or a state does not fit its parameter; then load states again.
         OSError
-            The states cannot be written; then states must be loaded anew.
+            The states cannot be written; then load states again.
         """
         self._require_process()
         if isinstance(state_dict, StateItems) and state_dict._optimizer is self:
             raise ValueError(
                 "state_dict is this optimizer's own state_items(), whose files would be "
-                "replaced; these states are loaded already"
+                "replaced while they are read; these states are loaded already"
             )
         groups, state, found = _opened(state_dict)
         if found is not None:
@@ -660,7 +680,7 @@ class OffloadedOptimizer(Optimizer):  # type: ignore[misc]  # torch is Any to my
                 result = hook(self, found)
                 found = found if result is None else result
             groups, state = found["param_groups"], found["state"].items()
-        # torch's own looks at the groups, and completes their options.
+        # torch's method checks the groups, and completes their options.
         shell = self._shell()
         shell.param_groups = self.param_groups
         Optimizer.load_state_dict(shell, {"state": {}, "param_groups": groups})
@@ -681,7 +701,7 @@ class OffloadedOptimizer(Optimizer):  # type: ignore[misc]  # torch is Any to my
         self._records.clear()
         self._others = {}
         self.inner.param_groups = shell.param_groups
-        # New files, for which a drive need not have room beside the old ones.
+        # Drop the old files first, because the drive may not have room for both.
         self._seen, self._pieces = [], {}
         self._segments = []
         self._plan()
@@ -703,7 +723,7 @@ class OffloadedOptimizer(Optimizer):  # type: ignore[misc]  # torch is Any to my
     def _cast(
         self, param: torch.Tensor, key: Any, value: Any, group: State, saved: State
     ) -> State:
-        """Give a parameter's states the dtypes and devices that torch gives them."""
+        """Convert a parameter's states to the dtypes and devices that torch uses."""
         shell = self._shell()
         shell.param_groups = [{**group, "params": [param]}]
         one = {name: option for name, option in saved.items() if name != "param_names"}
@@ -715,7 +735,7 @@ class OffloadedOptimizer(Optimizer):  # type: ignore[misc]  # torch is Any to my
     # The end.
 
     def close(self) -> None:
-        """Remove the files; states that were not saved are lost."""
+        """Remove the files; states that were not saved are lost.  Idempotent."""
         self._store.close()
 
     def __enter__(self) -> Self:
@@ -729,7 +749,7 @@ class OffloadedOptimizer(Optimizer):  # type: ignore[misc]  # torch is Any to my
         if self._failed:
             raise RuntimeError(
                 f"{self._failed}: parameters and states may be of two steps; load both "
-                "from a checkpoint, the states by load_state_dict()"
+                "from a checkpoint, the states with load_state_dict()"
             )
 
     def _require_process(self) -> None:
@@ -741,7 +761,7 @@ class OffloadedOptimizer(Optimizer):  # type: ignore[misc]  # torch is Any to my
             )
 
     def _close_inner(self) -> None:
-        """Have the inner optimizer refuse what would make states beside those in files."""
+        """Make the inner optimizer refuse calls that create states outside the files."""
         inner: Any = self.inner
 
         def refused(*_: object, **__: object) -> NoReturn:
@@ -750,19 +770,21 @@ class OffloadedOptimizer(Optimizer):  # type: ignore[misc]  # torch is Any to my
                 "offload() returned"
             )
 
-        # A scheduler that is made with the inner one would wrap it, as a method; step()
-        # tells the inner one that it was called.
+        # Without this mark, a scheduler made with the inner optimizer would wrap this
+        # function as if it were a method.
         refused._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
         inner._offloaded = weakref.ref(self)
         for name in ("step", *_REFUSED):
             setattr(inner, name, refused)
 
     def __deepcopy__(self, memo: object) -> NoReturn:
-        raise TypeError("an offloaded optimizer cannot be copied; its state_dict() can")
+        raise TypeError(
+            "an offloaded optimizer cannot be copied; copy its state_dict() instead"
+        )
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise TypeError(
-            "an offloaded optimizer cannot be pickled or copied; its state_dict() can"
+            "an offloaded optimizer cannot be pickled or copied; use its state_dict()"
         )
 
 
@@ -778,7 +800,7 @@ _REFUSED = ("add_param_group", "load_state_dict", "state_dict")
 
 
 class _States(Mapping[torch.Tensor, State]):
-    """The states of all parameters, each read when it is asked for."""
+    """The states of all parameters; each is read on lookup."""
 
     def __init__(self, optimizer: OffloadedOptimizer) -> None:
         self._optimizer = optimizer
@@ -790,7 +812,7 @@ class _States(Mapping[torch.Tensor, State]):
             return other
         if param not in self._optimizer._records:
             if param in self._optimizer._pieces:
-                # torch has an empty dict of a parameter that was never updated.
+                # As in torch, for a parameter that was never updated.
                 return {}
             raise KeyError(param)
         return self._optimizer._load(param)
@@ -809,7 +831,7 @@ class _States(Mapping[torch.Tensor, State]):
         return len(self._optimizer._records) + len(self._optimizer._others)
 
     def items(self) -> Any:
-        """Read all side by side."""
+        """Return all parameters and their states, read at the same time."""
         optimizer = self._optimizer
         optimizer._require_usable()
         records = optimizer._records
@@ -825,7 +847,7 @@ class _States(Mapping[torch.Tensor, State]):
 
 
 class StateItems(DeferredState):
-    """The options and states of an offloaded optimizer, one by one."""
+    """An iterable over the options and states of an offloaded optimizer."""
 
     def __init__(self, optimizer: OffloadedOptimizer) -> None:
         self._optimizer, self._changes = optimizer, optimizer._changes
@@ -865,7 +887,7 @@ class StateItems(DeferredState):
         self._optimizer._require_usable()
         if self._optimizer._changes != self._changes:
             raise RuntimeError(
-                "the states have changed since state_items(): save before the next step"
+                "the states have changed since state_items(); save before the next step"
             )
 
     def __iter__(self) -> Iterator[tuple[str, Any]]:
@@ -880,7 +902,7 @@ class StateItems(DeferredState):
 
 
 def _sorted_out(state: State) -> tuple[State, dict[str, torch.Tensor]]:
-    """Return which states stay in memory, of their own, and which move to the files."""
+    """Split states into copies of those that stay in memory, and those for the files."""
     kept, moved = {}, {}
     for name, value in state.items():
         is_tensor = isinstance(value, torch.Tensor)
@@ -902,7 +924,7 @@ def _part_of(piece: Piece) -> torch.Tensor:
 def _opened(
     state_dict: Any,
 ) -> tuple[Any, Iterable[tuple[Any, Any]], dict[str, Any] | None]:
-    """Return groups and states: of a dict, or of pairs as state_items() yields them."""
+    """Return the groups and states of pairs, or the dict, for load_state_dict()."""
     if isinstance(state_dict, StateItems):
         state_dict = iter(state_dict)
     if isinstance(state_dict, Mapping):
@@ -917,21 +939,19 @@ def _opened(
     pairs = iter(state_dict)
     first, groups = next(pairs, (None, None))
     if first != "param_groups":
-        raise ValueError(f"the first pair is {first!r}; it must be 'param_groups'")
+        raise ValueError(f"the first pair is named {first!r}; it must be 'param_groups'")
     return groups, _by_parameter(pairs), None
 
 
 def _by_parameter(pairs: Iterator[tuple[str, Any]]) -> Iterator[tuple[int, State]]:
-    """Gather the states of each parameter, which follow each other."""
+    """Yield each parameter's index and states, from pairs that are grouped by parameter."""
     current = -1
     before: set[int] = set()
     state: State = {}
     for name, value in pairs:
         parts = name.split("/", 2)
         if len(parts) != 3 or parts[0] != "state" or not parts[1].isdecimal():
-            raise ValueError(
-                f"a pair is named {name!r}; it must be such as 'state/0/exp_avg'"
-            )
+            raise ValueError(f"a pair is named {name!r}; it must be like 'state/0/exp_avg'")
         if int(parts[1]) != current and state:
             yield current, state
             before.add(current)
@@ -939,7 +959,7 @@ def _by_parameter(pairs: Iterator[tuple[str, Any]]) -> Iterator[tuple[int, State
         current = int(parts[1])
         if current in before:
             raise ValueError(
-                f"the pair {name!r} does not follow the others of its parameter; pairs of "
+                f"the pair {name!r} comes after pairs of another parameter; the pairs of "
                 "one parameter must be together"
             )
         state[parts[2]] = value

@@ -1,4 +1,4 @@
-"""torch.save and torch.load at the speed of the drive; the files are torch's own."""
+"""``save`` and ``load``: torch's own file format, at the speed of the drive."""
 
 import bisect
 import contextlib
@@ -23,47 +23,49 @@ from nvmeio.torch._saving import saving_with
 
 __all__ = ["load", "save"]
 
-# torch.save writes three times for each tensor.  Without a buffer 10,000 tensors of 4 KiB
-# took a fifth longer (2 cores, ext4, 2026-11-25); torch.load is no faster with one.
+# torch.save calls write() three times for each tensor.  Without a buffer, saving 10,000
+# tensors of 4 KiB took a fifth longer (2 cores, ext4, 2026-11-25).  torch.load is no faster
+# with one.
 _BUFFER_BYTES = 1 << 20
 _ALIGNMENT_MAX = 1 << 30
-# Before the bytes of an entry: its header, its name and what aligns them.
+# The most that precedes the bytes of an entry: its header, its name and the padding.
 _HEADER_BYTES_MAX = _ALIGNMENT_MAX + (1 << 17)
-# What has no tensors in it.
+# Types that contain no tensors.
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype)
 
 
 @suggesting
 def save(obj: Any, path: Path, *, storage_alignment: int = 4096, sync: bool = True) -> None:
-    """Save an object as torch.save does; the file is replaced as a whole or not at all.
+    """Save an object in the format of torch.save; the file is replaced atomically.
 
     Parameters
     ----------
     obj : object
-        What torch.save takes, such as a state_dict.
+        Any object that torch.save can save, such as a state_dict.
     path : str, bytes or os.PathLike
-        The file; an ordinary file of torch's, which torch.load reads.
+        The file to write.  torch.load can read it.
     storage_alignment : int, default 4096
-        At multiples of how many bytes the tensors begin in the file, a power of two from
-        64 to 2**30: from pages on they need no copy to go straight to the drive.  With many
-        tensors of less than a page 64 makes a shorter file.  Versions of torch that cannot
-        choose it keep their own.
+        The alignment of the tensors in the file in bytes, a power of two from 64 to 2**30.
+        With 4096 or more, tensors can be read and written directly, without a copy.  With
+        many tensors smaller than a page, 64 makes the file smaller.  Versions of torch
+        without this option use their own alignment.
     sync : bool, default True
-        Have the file and its name on the device before this returns.
+        Return only when the file and its name are on the device.
 
     Raises
     ------
     OSError
-        With errno and path; the old file stays.
+        Writing failed; has errno and path.  The old file is unchanged.
     TypeError, ValueError
         An argument is of the wrong type or out of range.
     Exception
-        What torch.save raises, of what it cannot pickle; the old file stays.
+        torch.save raised it, for example because it cannot pickle an object.  The old file
+        is unchanged.
 
     Notes
     -----
-    The new file gets the old one's mode, and takes its name when all bytes are written and
-    synced, as that of ``nvmeio.write_file`` does.
+    The new file keeps the mode of the old one.  It gets its name when all bytes are written
+    and, with `sync`, synced.
 
     Examples
     --------
@@ -80,14 +82,14 @@ def save(obj: Any, path: Path, *, storage_alignment: int = 4096, sync: bool = Tr
         stream = io.BufferedWriter(file, _BUFFER_BYTES)
         with _errors_of(stream) as noting, saving_with(storage_alignment=alignment):
             torch.save(obj, noting)
-        # Otherwise the stream would close the file, which is not its own.
+        # Else the stream would close the file.
         stream.detach()
         cut(file, file.tell())
         file.fsync()
 
 
 class _Noting:
-    """A file object that keeps the first error of a read or a write."""
+    """A file object that remembers the first OSError of its reads and writes."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
@@ -112,7 +114,7 @@ class _Noting:
 
 @contextlib.contextmanager
 def _errors_of(stream: Any) -> Iterator[_Noting]:
-    """Raise what a file object has raised, where torch raises something else for it."""
+    """Raise the OSError of a file object, where torch replaces it by another error."""
     noting = _Noting(stream)
     try:
         yield noting
@@ -123,14 +125,14 @@ def _errors_of(stream: Any) -> Iterator[_Noting]:
 
 
 def _loaded(file: File, **options: Any) -> Any:
-    """Load all of a file by torch itself."""
+    """Load a whole file with torch.load."""
     with naming_file(file), _errors_of(file) as noting:
         return torch.load(noting, **options)
 
 
 @contextlib.contextmanager
 def naming_file(file: File) -> Iterator[None]:
-    """Let an error of torch's say which file it is of, from Python 3.11 on."""
+    """Add the file's name to errors of torch, in Python 3.11 and later."""
     try:
         yield
     except OSError:
@@ -150,37 +152,40 @@ def load(
     names: Collection[str] | None = None,
     out: Mapping[str, torch.Tensor] | None = None,
 ) -> Any:
-    """Load what torch.save, or ``save``, has written.
+    """Load a file that ``save`` or torch.save has written.
 
     Parameters
     ----------
     path : str, bytes or os.PathLike
-        The file.
-    map_location, weights_only
+        The file to read.
+    map_location : optional
+        As for torch.load; by default None.
+    weights_only : bool, default True
         As for torch.load.
     names : collection of str, optional
-        Of a dict these keys alone, and only their tensors' bytes are read.  All is read
-        where `map_location` or ``weights_only=False`` is said, and of files that are
-        compressed, of another byte order, of TorchScript or of torch before 1.6.
+        The keys to load if the file has a dict; by default all, or those of `out`.  Only
+        the bytes of their tensors are read, except with `map_location` or
+        ``weights_only=False``, and in files that are compressed, of another byte order, of
+        TorchScript, or of torch before 1.6.
     out : dict of str to torch.Tensor, optional
-        Of a dict, tensors that are filled, of the same dtype and shape; then `names` is by
-        default what it has.
+        Tensors to read into, of the same dtypes and shapes as in the file.
 
     Returns
     -------
     object
-        What was saved; with `names` or `out` a dict.
+        The object that was saved; with `names` or `out`, a dict of these keys.
 
     Raises
     ------
     KeyError
-        The file has none of a name.
+        The file lacks one of the names.
     TypeError, ValueError
-        The file has no dict, or a tensor of `out` does not fit: before it is changed.
+        The object in the file is not a dict, or a tensor of `out` does not fit; `out` is
+        unchanged.
     OSError
-        With errno and path.
+        Reading failed; has errno and path.
     Exception
-        What torch.load raises, of what it cannot or must not unpickle.
+        torch.load raised it, for example because it must not unpickle an object.
 
     Examples
     --------
@@ -210,14 +215,14 @@ def load(
 
 
 def _reopened(file: File) -> str:
-    """Return a path by which an open file can be opened once more."""
+    """Return a path that opens the same file again, even if it was renamed."""
     return f"/proc/self/fd/{file.fileno()}"
 
 
 def _records_of(file: File) -> list[tuple[int, int]] | None:
-    """Return where the entries of an archive begin, and their sizes, in their order.
+    """Return the offset and size of each entry of an archive, sorted.
 
-    None where their bytes are not as they are in memory.
+    Return None if the bytes in the file differ from those in memory, as when compressed.
     """
     try:
         with open(_reopened(file), "rb") as again, zipfile.ZipFile(again) as archive:
@@ -228,21 +233,21 @@ def _records_of(file: File) -> list[tuple[int, int]] | None:
             same = order is None or bytes_of(again, order).decode() == sys.byteorder
     except (OSError, ValueError, zipfile.BadZipFile, NotImplementedError):
         return None
-    # With constants it is of TorchScript.
+    # Only files of TorchScript have constants.pkl.
     if not (stored and same and "data.pkl" in found and "constants.pkl" not in found):
         return None
     return sorted((entry.header_offset, entry.file_size) for entry in entries)
 
 
 class _Mapped(NamedTuple):
-    """What a file has, with tensors whose bytes are mapped, and not read yet."""
+    """The object in a file, with tensors that are mapped but not read."""
 
     found: Any
     records: list[tuple[int, int]]
 
 
 def _mapped(file: File) -> _Mapped | None:
-    """Map a file, or return None where it has to be loaded: torch then tells why."""
+    """Map a file; return None if it cannot be, so that torch.load raises any error."""
     records = _records_of(file)
     if records is None:
         return None
@@ -253,7 +258,7 @@ def _mapped(file: File) -> _Mapped | None:
 
 
 def _tensors_in(values: list[Any]) -> list[torch.Tensor] | None:
-    """Return the tensors in values, each once; None where not all is known to be there."""
+    """Return the tensors in values, each once; None if a value may hide others."""
     found: dict[int, torch.Tensor] = {}
     seen: set[int] = set()
     while values:
@@ -282,31 +287,36 @@ def _is_strided(tensor: torch.Tensor) -> bool:
 
 def _picked(found: Any, names: list[str]) -> dict[str, Any]:
     if not isinstance(found, dict):
-        raise TypeError(f"names and out pick from a dict; the file has a {type(found)}")
+        raise TypeError(
+            f"names and out need a dict, but the file has a {type(found).__qualname__}"
+        )
     if missing := [name for name in names if name not in found]:
         raise KeyError(f"the file has no {', '.join(map(repr, missing))}")
     return {name: found[name] for name in names}
 
 
 def _check(found: Mapping[str, Any], out: Mapping[str, torch.Tensor] | None) -> None:
-    """Refuse targets that do not fit."""
+    """Raise TypeError or ValueError if a tensor of `out` does not fit."""
     for name, target in (out or {}).items():
         if name not in found:
             continue
         value = found[name]
         if not isinstance(value, torch.Tensor) or not isinstance(target, torch.Tensor):
-            raise TypeError(f"out[{name!r}]: both must be tensors")
+            raise TypeError(
+                f"out[{name!r}] is of type {type(target).__qualname__}, and the file has a "
+                f"{type(value).__qualname__}; both must be tensors"
+            )
         if (target.dtype, target.shape) != (value.dtype, value.shape):
             raise ValueError(
-                f"out[{name!r}] is of {target.dtype} and shape {list(target.shape)}; the "
-                f"file has {value.dtype} and {list(value.shape)}"
+                f"out[{name!r}] has the dtype {target.dtype} and shape "
+                f"{list(target.shape)}; the file has {value.dtype} and {list(value.shape)}"
             )
 
 
 def _delivered(
     found: dict[str, Any], out: Mapping[str, torch.Tensor] | None
 ) -> dict[str, Any]:
-    """Copy tensors to those of the caller's."""
+    """Copy tensors to those of `out`."""
     _check(found, out)
     for name, target in (out or {}).items():
         if name in found:
@@ -317,7 +327,7 @@ def _delivered(
 
 
 class _Span(NamedTuple):
-    """Bytes of the file that tensors need."""
+    """A range of the file's bytes."""
 
     low: int
     high: int
@@ -330,7 +340,7 @@ def _read(
     spans: dict[int, _Span],
     out: Mapping[str, torch.Tensor] | None,
 ) -> dict[str, Any]:
-    """Read the bytes of mapped tensors by one submission, into memory or their targets."""
+    """Read the bytes of mapped tensors in one submission, into targets or new memory."""
     shared: dict[int, int] = {}
     for each in tensors:
         storage = each.untyped_storage().data_ptr()
@@ -360,7 +370,7 @@ def _read(
         span = spans[id(each)]
         whole = wholes[bisect.bisect_right(wholes, (span.low, sys.maxsize)) - 1]
         begin = (span.low - whole.low) // each.element_size()
-        # The tensor stays what it is, with all that was pickled of it.
+        # Only the data are replaced: the tensor keeps its class and attributes.
         each.data = torch.empty(0, dtype=each.dtype).set_(
             memory[whole].untyped_storage(), begin, each.shape, each.stride()
         )
@@ -370,16 +380,16 @@ def _read(
 
 
 def _is_memory(target: torch.Tensor) -> bool:
-    """Tell whether the bytes of a file can be read right into a tensor."""
+    """Return whether bytes can be read directly into a tensor."""
     return _is_strided(target) and target.is_contiguous() and target.numel() > 0
 
 
 def _spans(
     file: File, tensors: list[torch.Tensor], records: list[tuple[int, int]]
 ) -> dict[int, _Span] | None:
-    """Return where in the file the bytes of each tensor are that has any.
+    """Return the range in the file of each tensor that is not empty, by id.
 
-    None where one of them goes beyond its entry, which loading refuses.
+    Return None if a tensor extends beyond its entry; torch.load then raises the error.
     """
     maps = _maps_of(file)
     found = {}
@@ -405,20 +415,19 @@ def _spans(
 
 
 def _memory(spans: dict[int, _Span]) -> dict[_Span, torch.Tensor]:
-    """Return memory for spans: one piece for those that overlap."""
+    """Return new memory for spans: one tensor for those that overlap."""
     merged: list[_Span] = []
     for span in sorted(set(spans.values())):
         if merged and span.low < merged[-1].high:
-            # Tensors that share bytes share them again.
+            # Tensors that shared memory when they were saved share it again.
             merged[-1] = _Span(merged[-1].low, max(merged[-1].high, span.high))
         else:
-            # Elements of every dtype begin at a multiple of their size.
             merged.append(span)
     return {span: torch.empty(span.high - span.low, dtype=torch.uint8) for span in merged}
 
 
 class _Map(NamedTuple):
-    """Where in memory a part of the file is mapped."""
+    """The addresses at which a part of the file is mapped."""
 
     begin: int
     end: int
@@ -426,7 +435,7 @@ class _Map(NamedTuple):
 
 
 def _maps_of(file: File) -> list[_Map]:
-    """Return where this process has mapped a file, by what the kernel says."""
+    """Return where this process has mapped a file, from /proc/self/maps."""
     found = os.fstat(file.fileno())
     maps = []
     with open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as lines:
@@ -439,7 +448,7 @@ def _maps_of(file: File) -> list[_Map]:
 
 
 def _offset(maps: list[_Map], address: int) -> int | None:
-    """Return where in the file a byte of memory is."""
+    """Return the offset in the file of an address; None if it is not mapped."""
     for each in maps:
         if each.begin <= address < each.end:
             return each.offset + address - each.begin

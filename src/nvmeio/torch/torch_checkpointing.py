@@ -1,4 +1,4 @@
-"""torch_checkpointing on nvmeio: ``Config(storage_config=StorageConfig())``."""
+"""A storage for torch_checkpointing: ``Config(storage_config=StorageConfig())``."""
 
 import errno
 import io
@@ -22,7 +22,7 @@ _OCCUPIED = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR, errno.EISDIR)
 
 @dataclass
 class StorageConfig(base_storage.StorageConfig):  # type: ignore[misc]
-    """Makes a ``Storage``.
+    """The configuration that makes torch_checkpointing use a ``Storage``.
 
     Examples
     --------
@@ -34,12 +34,12 @@ class StorageConfig(base_storage.StorageConfig):  # type: ignore[misc]
     """
 
     def create_storage(self) -> "Storage":
-        """Return a storage."""
+        """Return a new ``Storage``."""
         return Storage()
 
 
 class _Durable(io.BufferedWriter):
-    """A stream whose bytes are on the device once it is closed."""
+    """A stream whose ``close`` returns when its bytes are on the device."""
 
     def __init__(self, file: File) -> None:
         super().__init__(file, 1 << 20)
@@ -55,10 +55,12 @@ class _Durable(io.BufferedWriter):
 
 
 class Storage(base_storage.Storage):  # type: ignore[misc]
-    """Local files for torch_checkpointing, past the page cache and durable.
+    """Read and write local files for torch_checkpointing, durably and with O_DIRECT.
 
-    A file is on the device when its stream is closed, and a name when ``rename`` returns,
-    which is what a checkpoint is committed by.
+    Notes
+    -----
+    A file is durable when its stream is closed, and its name when ``rename`` returns, which
+    torch_checkpointing calls to commit a checkpoint.
 
     Examples
     --------
@@ -70,19 +72,19 @@ class Storage(base_storage.Storage):  # type: ignore[misc]
     """
 
     def stream_read(self, path: Path, read_args: Any = None) -> io.RawIOBase:
-        """Open a file to read it."""
+        """Open a file for reading."""
         return File(path)
 
     def stream_write(self, path: Path) -> io.IOBase:
-        """Open a file to write it anew; closing it makes it durable."""
+        """Open a file for writing from its beginning; closing it makes it durable."""
         return _Durable(File(path, "w"))
 
     def read(self, path: Path, read_args: Any = None) -> bytes:
-        """Return what a file holds."""
+        """Return the contents of a file."""
         return read_file(path).tobytes()
 
     def write(self, path: Path, data: Any) -> None:
-        """Write a file, durably, in the place of an older one."""
+        """Write a file durably, or replace an existing one."""
         write_file(data, path, sync=True)
 
     def delete(self, path: Path) -> None:
@@ -90,7 +92,7 @@ class Storage(base_storage.Storage):  # type: ignore[misc]
         os.unlink(path)
 
     def mkdir(self, path: Path, recursive: bool = True) -> None:
-        """Make a folder, and those above it, unless it is there."""
+        """Create a folder; with `recursive`, also those above it, and it may exist."""
         if recursive:
             make_folders(os.path.abspath(path))
         else:
@@ -98,7 +100,7 @@ class Storage(base_storage.Storage):  # type: ignore[misc]
             sync_folder(os.path.dirname(os.path.abspath(path)))
 
     def rmdir(self, path: Path) -> None:
-        """Remove a folder with all that is in it."""
+        """Remove a folder with everything in it."""
         shutil.rmtree(path)
 
     def rename(
@@ -108,12 +110,16 @@ class Storage(base_storage.Storage):  # type: ignore[misc]
         is_directory: bool = False,
         background_cleanup: bool = False,
     ) -> None:
-        """Give a file or a folder its name, durably; what is in its place stays."""
+        """Rename a file or a folder, durably.
+
+        Raise FileExistsError if a file or a non-empty folder is in the way of a folder, or
+        a folder in the way of a file.
+        """
         if os.path.isdir(src_path):
             for top, _, _ in os.walk(src_path):
                 sync_folder(top)
         try:
-            # rename(2) refuses what must be: a folder on a file or one with files.
+            # rename(2) itself refuses to replace a file or a non-empty folder by a folder.
             os.rename(src_path, dst_path)
         except OSError as error:
             if error.errno not in _OCCUPIED:
@@ -127,7 +133,7 @@ class Storage(base_storage.Storage):  # type: ignore[misc]
         return os.listdir(path)
 
     def exists(self, path: Path) -> bool:
-        """Tell whether there is something."""
+        """Return whether a path exists."""
         return os.path.exists(path)
 
     def getsize(self, path: Path) -> int:
@@ -135,9 +141,9 @@ class Storage(base_storage.Storage):  # type: ignore[misc]
         return os.path.getsize(path)
 
     def isdir(self, path: Path) -> bool:
-        """Tell whether it is a folder."""
+        """Return whether a path is a folder."""
         return os.path.isdir(path)
 
     def remap_path(self, path: Path) -> str:
-        """Return the path."""
+        """Return the path as a str."""
         return str(path)

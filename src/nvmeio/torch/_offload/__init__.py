@@ -1,1 +1,1 @@
-"""What training keeps on a drive: states of optimizers, and what forward passes save."""
+"""Keep optimizer states, and tensors saved by forward passes, on a drive."""

@@ -1,9 +1,10 @@
-"""Where each state lies in the files, and which of them are in memory together.
+"""Decide where each state is in the files, and which are in memory together.
 
-A group of parameters has a file of segments.  A segment begins with a table of one
-generation for each of its slots, by which an older content is noticed; its slots follow.  A
-slot has the states of one piece: a parameter, or a part of one that is large.  A window is
-the segments that are in memory at once; it lies in memory as it does in the files.
+Each group of parameters has a file of segments.  A segment begins with a table that has a
+generation number for each of its slots; a number that is too old shows that the slot was
+overwritten with old contents.  The slots follow.  A slot has the states of one piece: a
+parameter, or part of a large one.  A window is a run of segments that are in memory at the
+same time, with the same layout as in the files.
 """
 
 import weakref
@@ -33,14 +34,15 @@ __all__ = [
     "windows_of",
 ]
 
-# What every O_DIRECT takes; no two slots share a page.
+# An alignment that O_DIRECT accepts on every drive; no two slots share a page.
 PAGE = 4096
-# More than this in a window gains no speed, and the first and the last one overlap with
-# nothing.
+# Larger windows gain no speed, and the reading of the first and the writing of the last one
+# overlap with nothing.
 WINDOW_BYTES = 32 << 20
-# Windows that are read, updated and written at the same time.
+# One window is read, one updated and one written at the same time.
 BUFFERS = 3
-# A part of a parameter begins at a multiple of so many elements, where vectors begin too.
+# Parts of a parameter begin at multiples of this many elements, so that torch's vectorized
+# loops divide a part like the whole parameter.
 PART_ELEMENTS = 1 << 14
 
 
@@ -50,7 +52,7 @@ def pages(nbytes: int) -> int:
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Tell whether a tensor has each byte between its first and its last once."""
+    """Return whether a tensor's elements fill its memory without gaps or overlap."""
     expected = 1
     for stride, extent in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if extent == 1:
@@ -62,33 +64,33 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 
 def is_ordered_as(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    """Tell whether two tensors of one shape have their elements in the same order."""
+    """Return whether two tensors of the same shape have the same order in memory."""
     strides = zip(tensor.stride(), other.stride(), tensor.shape, strict=True)
-    # autograd keeps any stride of an extent of 1.
+    # The stride of a dimension of size 1 has no meaning, and autograd keeps any.
     return all(one == two for one, two, extent in strides if extent != 1)
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """View a dense tensor as its elements in the order of memory."""
+    """View a dense tensor as one dimension, in the order of memory."""
     return tensor.detach().as_strided((tensor.numel(),), (1,))
 
 
 class Budget(NamedTuple):
-    """What an update may have in memory, and what it needs for a parameter of a group."""
+    """The memory limit of an update, and what an update needs for a group's parameters."""
 
     memory: int
-    copies: int  # of the parameters, which torch makes meanwhile
-    together: bool  # of all of a window's, or of one at a time
+    copies: int  # how many temporary copies of a parameter torch makes
+    together: bool  # of all parameters of a window at once, or of one at a time
 
     def fits(self, states: int, sizes: Sequence[int]) -> bool:
-        """Tell whether states, and parameters of these sizes, can be in memory."""
+        """Return whether these states fit in memory, with parameters of these sizes."""
         temporary = sum(sizes) if self.together else max(sizes, default=0)
-        # The first update makes the states in memory of its own.
+        # One more, because the first update creates the states in torch's memory.
         return (BUFFERS + 1) * states + self.copies * temporary <= self.memory
 
 
 class Layout(NamedTuple):
-    """The form in memory that a state had when it was written."""
+    """The dtype, shape and strides that a state had when it was written."""
 
     dtype: torch.dtype
     shape: torch.Size
@@ -96,23 +98,24 @@ class Layout(NamedTuple):
 
 
 class Piece:
-    """A parameter, or a part of one, and the place of its states."""
+    """A parameter, or a part of one, and its slot."""
 
     def __init__(
         self, param: torch.Tensor, index: int, begin: int, end: int, names: Sequence[str]
     ) -> None:
         self.param, self.index = param, index
-        # param.data may be replaced; the states stay as they were written.
+        # Copied, because param.data may be replaced, but the states stay as written.
         self.shape, self.stride = param.shape, param.stride()
         self.begin, self.end = begin, end  # in elements
         self.is_whole = end - begin == param.numel()
         self.state_bytes = (end - begin) * param.element_size()
         self.names = names
         self.slot_bytes = len(names) * pages(self.state_bytes)
-        # Not a cycle, which would keep parameters until the garbage collector comes.
+        # Weak, because a cycle would keep parameters alive until the next garbage
+        # collection.
         self._segment: weakref.ref[Segment]
-        self.slot = 0  # where in its segment the slot begins
-        self.row = 0  # of the segment's table
+        self.slot = 0  # the offset of the slot in its segment
+        self.row = 0  # the index in the segment's table
         self.layouts: dict[str, Layout] = {}
 
     @property
@@ -127,13 +130,13 @@ class Piece:
         self._segment = weakref.ref(segment)
 
     def place(self, name: str) -> tuple[int, int]:
-        """Return where in its segment a state begins and ends."""
+        """Return where a state begins and ends in its segment."""
         begin = self.slot + self.names.index(name) * pages(self.state_bytes)
         return begin, begin + self.state_bytes
 
 
 class Segment:
-    """Pieces whose slots follow each other in the file of their group."""
+    """Pieces with contiguous slots in the file of their group."""
 
     def __init__(self, group: int, offset: int, pieces: Sequence[Piece]) -> None:
         self.group, self.offset, self.pieces = group, offset, pieces
@@ -149,7 +152,7 @@ class Segment:
 
     @property
     def file(self) -> File:
-        """The file that it lies in; there is none for pieces that have no states."""
+        """The file of the segment; segments without states have none."""
         assert self._file is not None
         return self._file
 
@@ -159,18 +162,18 @@ class Segment:
 
     @property
     def has_file(self) -> bool:
-        """Whether there is one."""
+        """Whether the segment has a file."""
         return self._file is not None
 
 
 class Window(NamedTuple):
-    """Segments that are in memory together, and where each begins there."""
+    """Segments that are in memory together, and the offset of each there."""
 
     segments: list[tuple[Segment, int]]
     nbytes: int
 
     def pieces(self) -> Iterator[Piece]:
-        """Yield all pieces."""
+        """Yield the pieces of all segments."""
         for segment, _ in self.segments:
             yield from segment.pieces
 
@@ -181,9 +184,10 @@ def segments_of(
     names: Sequence[str],
     budget: Budget,
 ) -> list[Segment]:
-    """Lay out the states of parameters: each with its index, and whether it may be split.
+    """Lay out the states of a group's parameters in segments.
 
-    Raises ValueError for a parameter that does not fit, TypeError for one that wraps
+    `parts` are tuples of a parameter, its index, and whether it may be split.  Raise
+    ValueError for a parameter that does not fit in memory, and TypeError for one that wraps
     other tensors.
     """
     segments: list[Segment] = []
@@ -222,7 +226,7 @@ def _parts_of(
     names: Sequence[str],
     budget: Budget,
 ) -> Iterator[tuple[int, int]]:
-    """Yield which elements each part of a parameter has; only a large one has several."""
+    """Yield the first and last element of each part of a parameter; most have one part."""
     count, itemsize = param.numel(), param.element_size()
 
     def fits(elements: int) -> bool:
@@ -240,9 +244,9 @@ def _parts_of(
             size = in_binary(needed * count * itemsize)
             raise ValueError(
                 f"parameter {index} (group {group}, shape {tuple(param.shape)}) needs "
-                f"{size} for its update, and memory is {in_binary(budget.memory)}; it "
-                "cannot be split, for its elements, or those of its gradient, do not "
-                "follow each other alike"
+                f"{size} for its update, but memory is {in_binary(budget.memory)}, and it "
+                "cannot be split; raise memory, or make the parameter and its gradient "
+                "contiguous"
             )
         yield 0, count
         return
@@ -254,7 +258,7 @@ def _parts_of(
 
 
 def windows_of(segments: Sequence[Segment], budgets: Sequence[Budget]) -> list[Window]:
-    """Take neighbours into one window while they fit."""
+    """Combine neighbouring segments into windows, as many as fit."""
     windows: list[Window] = []
     chosen: list[tuple[Segment, int]] = []
     end = states = 0

@@ -1,7 +1,7 @@
-"""Bytes that go from memory to a file without a name, and come back ahead of need.
+"""Move bytes from memory to an unnamed file, and read them back ahead of need.
 
-A slot is a piece of that file.  What the bytes are, and who needs them when, is known to
-activations.py; here memory is bounded, room in the file is found, and reads go ahead.
+A slot is a range of that file.  This module limits the memory, allocates slots and reads
+ahead.  activations.py knows what the bytes are, and when they are needed.
 """
 
 import bisect
@@ -30,17 +30,19 @@ from nvmeio.torch.memory import empty
 
 __all__ = ["Slot", "SlotFile", "memory_of"]
 
-# glibc keeps what is freed in its heap, and small things in it: without this the process
-# grew by 1323 MiB while 28 were held (64 x 3 tensors of 7 MiB, 2026-11-25).
+# After freeing this much, return the heap's free memory to the system.  glibc keeps freed
+# memory, with small objects between it: without this the process grew by 1323 MiB while 28
+# MiB were held (64 x 3 tensors of 7 MiB, 2026-11-25).
 TRIM_BYTES = 32 << 20
 _live: weakref.WeakSet["SlotFile"] = weakref.WeakSet()
 
 
 def memory_of(nbytes: int, device: torch.device, lead: int) -> torch.Tensor:
-    """Make a tensor of bytes that begins so far behind an aligned address.
+    """Make a tensor of bytes that begins `lead` bytes after an aligned address.
 
-    The pool's memory needs no bounce, and its pages are there: elementwise steps took 1.70
-    times as long as computing alone, and 2.03 times with torch's own memory (2026-11-25).
+    It is in the pool's memory if possible, which needs no bounce buffer and is populated:
+    elementwise steps took 1.70 times as long as computing alone, against 2.03 times with
+    torch's own memory (2026-11-25).
     """
     if device.type == "cpu":
         with contextlib.suppress(MemoryError):
@@ -52,14 +54,14 @@ def memory_of(nbytes: int, device: torch.device, lead: int) -> torch.Tensor:
 
 
 class Slot:
-    """Bytes that are in the file, in memory, or on the way.
+    """Saved bytes, in the file, in memory, or in flight between them.
 
-    ``data`` has them while they are in memory, ``request`` what is in flight, and ``reads``
-    tells which way.  They begin ``lead`` bytes behind an aligned address.  ``part`` says
-    which bytes of ``storage`` they are, if not all, and ``address`` where it began.
-    ``witness`` shares the version counter of the saved tensor, and has no memory;
-    ``version`` is what it was then.  ``users`` counts the graph nodes that need them.
-    ``error`` is why they were lost.
+    ``data`` has the bytes while they are in memory, ``lead`` bytes after an aligned
+    address.  ``request`` is a read or write in flight; ``reads`` is True for a read.
+    ``storage`` and ``address`` identify the storage that was saved, and ``part`` the part
+    of it, if not all.  ``witness`` shares the version counter of the saved tensor, but has
+    no memory; ``version`` is the version at that time.  ``users`` counts the graph nodes
+    that need the bytes.  ``error`` is why they could not be written.
     """
 
     __slots__ = (
@@ -78,7 +80,7 @@ class Slot:
         self.serial, self.lead, self.part = serial, lead, part
         storage = tensor.untyped_storage()
         self.storage, self.address = StorageWeakRef(storage), storage.data_ptr()
-        # An assignment to .data leaves the counter alone.
+        # Assigning to .data does not change the version counter.
         self.witness, self.version = tensor.detach(), tensor._version
         self.witness.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         self.data: torch.Tensor | None = data
@@ -90,18 +92,19 @@ class Slot:
         self.error: Exception | None = None
 
     def changed(self) -> bool:
-        """Tell whether the tensor was changed in place since it was saved."""
+        """Return whether the tensor was changed in place since it was saved."""
         return bool(self.witness._version != self.version)
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Tell whether a tensor of the same storage is as it was when this was saved."""
+        """Return whether a tensor of the same storage is unchanged since this was saved."""
         version = tensor._version
         if not version == self.version == self.witness._version:
             return False
-        # A storage that was resized has other memory.
+        # Resizing moves a storage.
         if tensor.untyped_storage().data_ptr() != self.address:
             return False
-        # What .data gives has the memory, but counts by itself.  Nobody else can look now.
+        # A tensor from .data has the same memory but its own version counter.  So change
+        # the tensor's counter for a moment, and see whether the witness's changes too.
         set_version = torch._C._autograd._unsafe_set_version_counter
         set_version((tensor,), (version + 1,))
         same = self.changed()
@@ -110,14 +113,14 @@ class Slot:
 
 
 class _Room:
-    """Places in a file: the first gap that is large enough."""
+    """Allocates space in a file, in the first gap that is large enough."""
 
     def __init__(self) -> None:
         self._gaps: list[tuple[int, int]] = []
         self._end = 0
 
     def take(self, nbytes: int) -> int:
-        """Return where there is room for so many bytes."""
+        """Allocate `nbytes` bytes, and return their offset."""
         nbytes = pages(nbytes)
         for index, (place, room) in enumerate(self._gaps):
             if room == nbytes:
@@ -130,7 +133,7 @@ class _Room:
         return place
 
     def give(self, place: int, nbytes: int) -> None:
-        """Take back a place, and join it with the gaps at its ends."""
+        """Free a range, and merge it with the gaps next to it."""
         index = bisect.bisect(self._gaps, (place,))
         low, high = place, place + pages(nbytes)
         if index < len(self._gaps) and self._gaps[index][0] == high:
@@ -147,10 +150,10 @@ class _Room:
 class SlotFile:
     """All slots of one context, in one file, with one handle.
 
-    Thread-safe.  Slots have ``memory`` bytes in memory at most, on the way or waiting to be
-    asked for; a larger slot is in memory alone.  Each saved tensor refers to this, so the
-    file and the handle go with the last one.  No destructor waits for the lock: a call that
-    is under way sees to the slots that are dropped meanwhile.
+    Thread-safe.  All slots together have at most ``memory`` bytes in memory; a single slot
+    that is larger is in memory alone.  Each saved tensor refers to this object, so the file
+    and the handle live as long as the last one.  Destructors never wait for the lock: slots
+    that are dropped while it is taken are freed by the thread that has it.
     """
 
     def __init__(self, folder: str, memory: int) -> None:
@@ -162,21 +165,21 @@ class SlotFile:
         self._lock = threading.Lock()
         self._dropped: deque[Slot] = deque()
         self._slots: dict[int, Slot] = {}
-        # A weak reference keeps the address of a storage from being used again.
+        # By address, which is not used again while the slot's weak reference exists.
         self._by_storage: dict[int, list[Slot]] = {}
-        # Their serials in order; and of those in memory whose bytes are in the file too.
+        # The serials of all slots, sorted; and of those in memory and in the file.
         self._serials: list[int] = []
         self._resident: list[int] = []
-        # In the order in which they were submitted.
+        # In the order of submission.
         self._in_flight: dict[Slot, None] = {}
         self._count = 0
-        # Where the forward or the backward pass is, and how far reads have gone ahead.
+        # The slot at which the forward or backward pass is, and the last one read ahead.
         self._position = self._ahead = 0
         self.forked = False
         _live.add(self)
 
     def find(self, part: object, tensor: torch.Tensor, end: int) -> Slot | None:
-        """Return what has a storage's first bytes, or a part; count one more user."""
+        """Return the slot that has a storage, or a part of it, and count one more user."""
         with self._locked():
             for slot in self._by_storage.get(tensor.untyped_storage()._cdata, ()):
                 known = slot.part == part and slot.error is None and slot.nbytes >= end
@@ -188,7 +191,7 @@ class SlotFile:
     def write(
         self, data: torch.Tensor, tensor: torch.Tensor, lead: int = 0, part: object = None
     ) -> Slot:
-        """Send bytes of a tensor to the file; waits only while too many are in memory."""
+        """Start writing bytes of a tensor; wait only while memory is over its limit."""
         with self._locked():
             self._collect()
             self._position = self._ahead = self._count
@@ -210,13 +213,13 @@ class SlotFile:
                 if self.held > self.memory:
                     self._make_room(0)
             except BaseException:
-                # Nobody else has it to drop it.
+                # The caller does not get the slot, so it cannot drop it.
                 self._dropped.append(slot)
                 raise
         return slot
 
     def read(self, slot: Slot) -> torch.Tensor:
-        """Return the bytes of a slot, and have those read that come before it."""
+        """Return the bytes of a slot, and start reading the slots before it."""
         with self._locked():
             if self.forked:
                 return self._read_in_child(slot)
@@ -239,28 +242,28 @@ class SlotFile:
         return data
 
     def drop(self, slot: Slot) -> None:
-        """Count one user of a slot less; may be called by the garbage collector."""
+        """Count one user less of a slot; may be called by the garbage collector."""
         if not self.forked:
             self._dropped.append(slot)
             self._settle()
 
     def drain(self) -> None:
-        """Wait until nothing is in flight; what has failed is raised by who needs it."""
+        """Wait until nothing is in flight; errors are raised later, on use of the slot."""
         with self._locked():
             for slot in [] if self.forked else list(self._in_flight):
                 self._finish(slot)
 
     def leave(self) -> None:
-        """Be a forked child's: the file is the parent's, and what is in memory is here."""
+        """In a forked child, leave the file to the parent; bytes in memory stay usable."""
         self.forked = True
         self._lock = threading.Lock()
         self._dropped.clear()
 
     def __del__(self) -> None:
-        # Forked children may have the file open for long.
+        # Truncate the file, because forked children may keep it open for long.
         with contextlib.suppress(AttributeError, OSError, TypeError, ValueError):
             if not self.forked:
-                # What fails now is nobody's concern.
+                # Ignore errors, because no one needs the bytes any more.
                 for slot in self._in_flight:
                     _outcome(slot)
                 self._handle.close()
@@ -273,14 +276,14 @@ class SlotFile:
                 self._free_dropped()
                 yield
         finally:
-            # What was dropped meanwhile, for the lock was taken.
+            # Free the slots that were dropped while the lock was taken.
             self._settle()
             if self._freed > TRIM_BYTES:
                 self._freed = 0
                 give_back()
 
     def _settle(self) -> None:
-        """See to slots that were dropped, unless somebody is about to."""
+        """Free the dropped slots, unless the thread that has the lock will do it."""
         while self._dropped and self._lock.acquire(blocking=False):
             try:
                 self._free_dropped()
@@ -288,7 +291,7 @@ class SlotFile:
                 self._lock.release()
 
     def _free_dropped(self) -> None:
-        """Free the slots that nobody needs; those in flight when they are done."""
+        """Free slots without users; those in flight are freed when they are done."""
         while self._dropped and not self.forked:
             slot = self._dropped.popleft()
             slot.users -= 1
@@ -318,7 +321,7 @@ class SlotFile:
             del self._resident[index]
 
     def _collect(self) -> None:
-        """Take note of what has ended, in order, and raise what has failed."""
+        """Handle completed requests, in order, and raise the error of a failed write."""
         while self._in_flight:
             slot = next(iter(self._in_flight))
             assert slot.request is not None
@@ -329,7 +332,7 @@ class SlotFile:
                 self._raise_lost(slot)
 
     def _finish(self, slot: Slot) -> Exception | None:
-        """Wait for the end of a request, and return what went wrong."""
+        """Wait for the request of a slot, update its state, and return the error."""
         error = _outcome(slot)
         slot.request = None
         del self._in_flight[slot]
@@ -345,21 +348,21 @@ class SlotFile:
         return error
 
     def _raise_lost(self, slot: Slot) -> None:
-        """Raise why the bytes of a slot did not get to the file, if they did not."""
+        """Raise OSError if the bytes of a slot could not be written."""
         if slot.error is not None:
             self._raise(slot, slot.error, "written to")
 
     def _raise(self, slot: Slot, error: Exception, done: str) -> NoReturn:
-        # A new one: the request's own would refer to this frame, and so to itself.
+        # A new error: the request's own one would refer to this frame, a reference cycle.
         number = getattr(error, "errno", None) or errno.EIO
         words = (
-            f"{os.strerror(number)}: {in_binary(slot.nbytes)} that the forward pass has "
-            f"saved could not be {done} a file in this folder"
+            f"{os.strerror(number)}: {in_binary(slot.nbytes)} saved by the forward pass "
+            f"could not be {done} a file in this folder"
         )
         raise OSError(number, words, self.folder) from error
 
     def _make_room(self, nbytes: int) -> None:
-        """Have slots give their memory back, and wait for those in flight if they must."""
+        """Release memory of slots for `nbytes` bytes, or wait for those in flight."""
         while self.held and self.held + nbytes > self.memory:
             if self._resident:
                 self._forget(self._slots[self._farthest()])
@@ -372,9 +375,9 @@ class SlotFile:
                 return
 
     def _farthest(self) -> int:
-        """Return which of those in memory is likely to be asked for last.
+        """Return the resident slot that is likely to be needed last.
 
-        A backward pass goes from later ones to earlier ones.
+        A backward pass goes from later slots to earlier ones.
         """
         last = self._resident[-1]
         return last if last > self._position else self._resident[0]
@@ -387,7 +390,7 @@ class SlotFile:
         self._in_flight[slot] = None
 
     def _read_ahead(self, slot: Slot, known: bool) -> None:
-        """Read the slots before one, the nearest first, as far as there is memory."""
+        """Start reading the slots before one, the nearest first, while memory allows."""
         again = not known or slot.serial > self._position
         self._ahead = slot.serial if again else min(self._ahead, slot.serial)
         self._position = slot.serial
@@ -403,7 +406,7 @@ class SlotFile:
             self._ahead = serial
 
     def _can_hold(self, slot: Slot) -> bool:
-        """Make room for a slot at the cost of those that are likely to be needed later."""
+        """Make room for a slot by releasing those that are likely to be needed later."""
         while self.held + slot.nbytes > self.memory:
             if not self._resident:
                 return False
@@ -416,30 +419,30 @@ class SlotFile:
     def _read_in_child(self, slot: Slot) -> torch.Tensor:
         if slot.data is None or (slot.request is not None and slot.reads):
             raise RuntimeError(
-                "this tensor was saved on disk before a fork(); only the parent can go "
-                "backward through it"
+                "this tensor was saved on disk before a fork(); only the parent can run "
+                "the backward pass through it"
             )
         return slot.data
 
 
 def _outcome(slot: Slot) -> Exception | None:
-    """Wait for the end of a request, and return what went wrong."""
+    """Wait for the request of a slot, and return its error or None."""
     assert slot.request is not None
     try:
         return slot.request.exception()
     except CancelledError as cancelled:
-        # It would refer to this frame, and so to the request that has it.
+        # The traceback would refer to this frame, and so to the request: a cycle.
         return cancelled.with_traceback(None)
 
 
 def _unnamed(folder: str) -> File:
-    """Make a file that no name leads to."""
+    """Create a file without a name."""
     try:
         return open_unnamed(folder)
     except OSError as error:
         if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL):
             raise
-    # The file system has no files without a name.
+    # The file system lacks O_TMPFILE, so create a named file and remove its name.
     descriptor, path = tempfile.mkstemp(prefix=".nvmeio-", suffix=".tmp", dir=folder)
     try:
         os.close(descriptor)

@@ -1,4 +1,4 @@
-"""The files of an optimizer's states, and the memory through which they move."""
+"""Store an optimizer's states in files, and move them through a ring of buffers."""
 
 import contextlib
 import glob
@@ -38,19 +38,19 @@ from nvmeio.torch.memory import empty
 
 __all__ = ["Part", "Store", "View", "parts_of"]
 
-# What may be on its way to the files while states are put into them one by one.
+# The limit of writes in flight while states are stored one by one.
 IN_FLIGHT_BYTES = 16 << 20
 NOTE_BYTES = 512
 
 Item = tuple[Any, File, int]
-# A piece, and its part of each state.
+# A piece, and its part of each state, by name.
 Part = tuple[Piece, Mapping[str, torch.Tensor]]
-# Gives the memory of a piece's state in the window that is there.
+# Returns the memory of a piece's state in the window that is in memory.
 View = Callable[[Piece, str, Layout], torch.Tensor]
 
 
 class Store:
-    """States in the files of a folder, which has no other user meanwhile."""
+    """States in the files of a folder, which is locked against other users."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = os.fsdecode(absolute(path_of(folder)))
@@ -60,19 +60,20 @@ class Store:
         )
         self._lock.take()
         self._unfinished = os.path.join(self.folder, "unfinished-step")
-        # Has this name between steps, so that a full drive has room for it.
+        # Its name between steps.  It is renamed, not created, so that a full drive does not
+        # prevent it.
         self._finished = os.path.join(self.folder, ".nvmeio-offload-step")
         self.handle = Handle()
         self._files: list[File] = []
         self._made = 0
         self._ring: list[torch.Tensor] = []
-        # In seconds, by steps.
+        # How long all steps have waited for the drive, in seconds.
         self.waited = 0.0
         self.close = weakref.finalize(
             self, _close, self.folder, self._files, self.handle, self._lock
         )
         try:
-            # States of a process that has ended: without its parameters they are nothing.
+            # States of a process that has ended are useless without its parameters.
             _clear(self.folder)
             self._write("")
         except BaseException:
@@ -81,30 +82,30 @@ class Store:
 
     @property
     def is_ours(self) -> bool:
-        """Whether the files are this process's; a forked child has the lock no more."""
+        """Whether the files belong to this process; a forked child has no lock."""
         return self._lock.descriptor >= 0
 
     def left_unfinished(self) -> str:
-        """Return what a process that was killed says of the step that it did not finish."""
+        """Return the note that a killed process left about an unfinished step, or ""."""
         with contextlib.suppress(FileNotFoundError), open(self._unfinished) as file:
             return f"{file.read(200).strip()} ({self._unfinished})"
         return ""
 
     def begin(self, words: str) -> None:
-        """Note in the folder that states are not of one step until `end` is called."""
-        # The folder may be another's by now.
+        """Leave a note in the folder that the states are inconsistent until ``end``."""
+        # Raises if the lock was lost, because then the folder may have another user.
         self._lock.take()
         self._write(f"{words} of process {os.getpid()} on {socket.gethostname()}")
         with naming(self._unfinished):
             os.rename(self._finished, self._unfinished)
 
     def end(self) -> None:
-        """Take the note away."""
+        """Remove the note."""
         with contextlib.suppress(FileNotFoundError):
             os.rename(self._unfinished, self._finished)
 
     def _write(self, words: str) -> None:
-        """Write what the note says in place, always of one size."""
+        """Overwrite the note's text, padded to a fixed size so that it never grows."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         with naming(self._finished):
             descriptor = os.open(self._finished, flags, 0o666)
@@ -114,7 +115,7 @@ class Store:
                 os.close(descriptor)
 
     def make_file(self, group: int, segments: Sequence[Segment]) -> None:
-        """Make a file for a group's segments, with room for all of them."""
+        """Create a file for a group's segments, and allocate its space."""
         if not any(segment.states for segment in segments):
             return
         self._lock.take()
@@ -129,7 +130,7 @@ class Store:
         file.truncate(size)
 
     def keep(self, groups: Iterable[Sequence[Segment]]) -> None:
-        """Remove the files that have none of these segments."""
+        """Remove all files except those of these segments."""
         kept = {each.file for segments in groups for each in segments if each.has_file}
         for file in [each for each in self._files if each not in kept]:
             _remove(file)
@@ -148,7 +149,7 @@ class Store:
         is_active: Callable[[Piece], bool],
         update: Callable[[Window, View], object],
     ) -> None:
-        """Update each window in memory, while the next is read and the last written."""
+        """Update each window in memory, while the next is read and the previous written."""
         nbytes = max((window.nbytes for window in windows), default=0)
         memory = self._memory(nbytes, min(BUFFERS, len(windows)))
         bytes_of = [np.asarray(each.numpy()) for each in memory]
@@ -193,7 +194,7 @@ class Store:
                 self._wait(request)
 
     def _wait(self, request: Request) -> None:
-        """Wait for a request of a step, and count the time."""
+        """Wait for a request of a step, and add the time to ``waited``."""
         begin = time.perf_counter()
         try:
             request.wait()
@@ -202,12 +203,12 @@ class Store:
 
     @contextlib.contextmanager
     def _ended(self, requests: Sequence[Request]) -> Iterator[None]:
-        """Cancel what is in flight after an error, and wait until it has ended."""
+        """After an error, cancel all requests and wait for them."""
         try:
             yield
         except BaseException:
-            # Ctrl-C may hide a request from us, and a second one does not wait for any:
-            # their memory is not used again.
+            # Do not use the ring's memory again: after Ctrl-C there may be a request that
+            # is not in the list, and a second Ctrl-C would end the waiting.
             self._ring = []
             for request in requests:
                 request.cancel()
@@ -228,7 +229,7 @@ class Store:
     def _items(
         self, window: Window, memory: torch.Tensor, wanted: Callable[[Piece], bool]
     ) -> list[Item]:
-        """Return what of a window moves: neighbours at once."""
+        """Return the transfers of a window's wanted pieces, with neighbours merged."""
         items: list[Item] = []
         for segment, place in window.segments:
             runs: list[tuple[int, int]] = []
@@ -256,14 +257,14 @@ class Store:
     def _compare(
         self, segment: Segment, table: npt.NDArray[np.int64], pieces: Iterable[Piece]
     ) -> None:
-        """Refuse states that are not those that were written last."""
+        """Raise RuntimeError if states are not those that were written last."""
         for piece in pieces:
             expected, said = segment.generations[piece.row], table[piece.row]
             if piece.slot_bytes and said != expected:
                 path = os.fsdecode(segment.file.path)
                 raise RuntimeError(
                     f"{path} has generation {said} of the states of parameter "
-                    f"{piece.index}, not {expected}: another program has changed it"
+                    f"{piece.index}, not {expected}: another program has changed the file"
                 )
 
     def _stamp(
@@ -284,13 +285,13 @@ class Store:
     def load(
         self, pieces: Sequence[Piece], names: Sequence[str]
     ) -> dict[str, torch.Tensor]:
-        """Return states of a parameter, in memory of their own."""
+        """Return states of a parameter, in new memory."""
         return self.load_all([(pieces, names)])[0]
 
     def load_all(
         self, wanted: Sequence[tuple[Sequence[Piece], Sequence[str]]]
     ) -> list[dict[str, torch.Tensor]]:
-        """Return states of many parameters, read side by side."""
+        """Return states of many parameters, read at the same time."""
         requests: list[Request] = []
         with self._ended(requests):
             begun = []
@@ -312,7 +313,7 @@ class Store:
         first: int,
         requests: list[Request],
     ) -> Callable[[], object]:
-        """Begin to read states from an element on; what is returned waits and checks."""
+        """Start reading states from element `first` on; return a function that waits."""
         items: list[Item] = []
         tables: dict[Segment, npt.NDArray[np.int64]] = {}
         read: list[Piece] = []
@@ -345,7 +346,7 @@ class Store:
     def moved(
         self, old: Sequence[Piece], new: Sequence[Piece], names: Sequence[str]
     ) -> Iterator[Part]:
-        """Read states from their old places for their new ones: large ones by parts."""
+        """Read states from their old slots, as parts for the new ones."""
         alike = old[0].stride == new[0].stride
         if old[0].is_whole or new[0].is_whole or not alike:
             yield from parts_of(new, self.load(old, names))
@@ -363,7 +364,7 @@ class Store:
             yield piece, found
 
     def put(self, parts: Iterable[Part]) -> None:
-        """Write states, of each piece all."""
+        """Write states; each part has all states of its piece."""
         flying: list[tuple[Request, int]] = []
         requests: list[Request] = []
         touched: dict[Segment, None] = {}
@@ -396,7 +397,7 @@ class Store:
 
 
 def parts_of(pieces: Sequence[Piece], states: Mapping[str, torch.Tensor]) -> Iterator[Part]:
-    """Cut the states of a parameter up as its pieces are, each when it is its turn."""
+    """Yield the states of a parameter, cut into its pieces."""
     for piece in pieces:
         yield (
             piece,
@@ -421,7 +422,7 @@ def _viewer(window: Window, memory: torch.Tensor) -> View:
 
 
 def _empty(pieces: Sequence[Piece], name: str) -> torch.Tensor:
-    """Make memory of the form that a parameter's state has."""
+    """Allocate a tensor with the dtype, shape and strides of a parameter's state."""
     dtype, shape, stride = pieces[0].layouts[name]
     if not pieces[0].is_whole:
         shape, stride = pieces[0].shape, pieces[0].stride
@@ -429,20 +430,20 @@ def _empty(pieces: Sequence[Piece], name: str) -> torch.Tensor:
 
 
 def _part_of(piece: Piece, value: torch.Tensor) -> torch.Tensor:
-    """Return a piece's part of a state, whose elements lie as the parameter's do."""
+    """Return a piece's part of a state, in the parameter's order in memory."""
     if piece.is_whole:
         value = value.cpu()
         return value if is_dense(value) else value.contiguous()
     if value.stride() == piece.stride:
         return flat(value)[piece.begin : piece.end].cpu()
-    # numpy copies no more than the part, but has no bfloat16.
+    # numpy's flat iterator copies only the part; as bits, because numpy lacks bfloat16.
     order = sorted(range(value.ndim), key=piece.stride.__getitem__, reverse=True)
     bits = opaque(value.cpu()).permute(order).numpy()
     return torch.from_numpy(bits.flat[piece.begin : piece.end]).view(value.dtype)
 
 
 def _remove(file: File) -> None:
-    """Close a file and take its name away, unless that is another file's by now."""
+    """Close a file and remove it, unless its name belongs to another file by now."""
     if file.closed:
         return
     with contextlib.suppress(FileNotFoundError):
@@ -452,16 +453,17 @@ def _remove(file: File) -> None:
 
 
 def _clear(folder: str) -> None:
-    """Take away the names of all files of states."""
+    """Remove all files of states in a folder."""
     for path in glob.glob(os.path.join(glob.escape(folder), "group-*.states")):
         os.unlink(path)
 
 
 def _close(folder: str, files: list[File], handle: Handle, lock: WriterLock) -> None:
-    """Leave nothing behind.  A forked child has the lock no more, and leaves all."""
+    """Remove all files and release the lock; in a forked child, do nothing."""
     if lock.descriptor < 0:
         return
-    # First, and those too that Ctrl-C has left without a note: it may end the rest.
+    # First, because Ctrl-C may end the rest; by pattern, because after an earlier Ctrl-C
+    # there may be files that are not in the list.
     if lock.has_name:
         _clear(folder)
     handle.close()

@@ -1,4 +1,4 @@
-"""Datasets of files, for torch's DataLoader and for a stream without workers."""
+"""Datasets of files, for torch's DataLoader and for ``BatchStream``."""
 
 from nvmeio.torch.data._arrays import ArrayDataset
 from nvmeio.torch.data._batches import BatchStream

@@ -1,4 +1,4 @@
-"""The rows of arrays as a dataset."""
+"""``ArrayDataset``: the rows of arrays as a dataset."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -17,7 +17,7 @@ from nvmeio.torch.data._stored import Flight, Stored, beginnings_of
 
 __all__ = ["ArrayDataset"]
 
-# Where rows come from once it is open: the disk, or memory.
+# What an open dataset reads rows from: a file, or memory.
 Array: TypeAlias = ArrayFile | npt.NDArray[Any] | torch.Tensor
 
 
@@ -27,37 +27,38 @@ class ArrayDataset(Stored):
     Parameters
     ----------
     *arrays : path, ArrayFile, numpy.ndarray or torch.Tensor
-        At least one, all of the same length.  A path is that of a .npy file; raw bytes, or
-        a handle of the caller's, come as an ArrayFile.  What is in memory stays there, as
-        labels may.
+        One or more arrays of the same length.  A path must be that of a .npy file; pass an
+        ArrayFile for raw bytes, or to use your own handle.  Arrays and tensors in memory,
+        such as labels, stay in memory.
     transform : callable, optional
-        Is applied to each sample, in the process that reads it.
+        A function that is applied to each sample, in the process that reads it.
 
     Raises
     ------
     OSError
-        A file cannot be opened; with errno and path.
+        A file cannot be opened; has errno and path.
     TypeError
-        There is no array, or tensors have no such elements: records, dates, text, the other
-        byte order, masked ones.
+        No array is passed; or torch lacks the dtype (records, dates, text, the other byte
+        order); or an array is masked.
     ValueError
-        A file is no array, see ``ArrayFile``; the lengths differ.
+        A file is not an array, see ``ArrayFile``; or the lengths differ.
 
     Notes
     -----
-    Sample ``i`` is row ``i`` as a tensor, or a tuple with the row of each array; -1 is the
-    last one.  ``IndexError`` names the index that is out of range.
+    Sample ``i`` is row ``i`` as a tensor; with several arrays, a tuple with a row of each.
+    Index -1 is the last row.  ``IndexError`` names the out-of-range index.
 
-    A batch of a DataLoader is one gather for each array, and its samples are views of one
-    tensor.  The files are opened at once, and again by each process that the dataset is
-    sent to.  ``close()``, the end of ``with``, or dropping the dataset closes them, without
-    waiting for what is being read; copies, such as those in workers, stay open, and so does
-    an ``ArrayFile`` that was passed.  A dataset can be pickled and forked, so any number of
-    workers may be started in any way.
+    A batch of a DataLoader is one gather per array, and its samples are views of one
+    tensor.  The dataset can be pickled and forked, so workers may be started in any way.
 
-    A ``torch.utils.data.ConcatDataset`` asks for its samples one by one, and so reads them
-    one by one.  The number of samples is that of the moment when the dataset was made.  A
-    worker that opens a file which was replaced since raises an OSError, ESTALE.
+    The files are opened immediately, and again in each process that gets the dataset.
+    ``close()``, the end of ``with``, or dropping the dataset closes them, without waiting
+    for reads in flight.  Copies of the dataset, as in workers, stay open, and so does an
+    ``ArrayFile`` that was passed.
+
+    A ``torch.utils.data.ConcatDataset`` requests its samples one by one, so they are read
+    one by one.  The number of samples does not change after construction.  A worker raises
+    OSError (ESTALE) if a file that it opens was replaced since then.
 
     Examples
     --------
@@ -102,12 +103,12 @@ class ArrayDataset(Stored):
 
     @property
     def shape(self) -> tuple[Any, ...]:
-        """The shape of the array, or a tuple of the shapes of several arrays."""
+        """The shape of the array; with several arrays, a tuple of their shapes."""
         return self._shapes[0] if self._is_plain() else self._shapes
 
     @property
     def dtype(self) -> Any:
-        """The dtype of samples, one of torch's; or a tuple, one for each array."""
+        """The torch dtype of samples; with several arrays, a tuple of dtypes."""
         return self._dtypes[0] if self._is_plain() else self._dtypes
 
     def _beginnings(self, rows: Positions) -> Iterator[Any]:
@@ -124,7 +125,7 @@ class ArrayDataset(Stored):
         return Flight((_begun(array, rows) for array in self._arrays()), _tensors)
 
     def _read(self, rows: Positions) -> list[torch.Tensor]:
-        """Read rows, whose positions were checked: in the calling thread where it can."""
+        """Read rows, whose positions were checked; a single array in the calling thread."""
         arrays = self._arrays()
         if len(arrays) > 1:
             return self._begin(rows).land()
@@ -132,7 +133,7 @@ class ArrayDataset(Stored):
 
 
 def _check_elements(array: Array, name: str) -> None:
-    """Refuse elements that tensors do not have."""
+    """Raise TypeError or ValueError for arrays whose rows cannot be tensors."""
     dtype: Any = array.dtype
     if not isinstance(dtype, torch.dtype) and not is_common(dtype):
         path = f" {array.path!r}" if isinstance(array, ArrayFile) else ""
@@ -147,19 +148,19 @@ def _check_elements(array: Array, name: str) -> None:
 
 
 def _dtype_of(array: Array) -> torch.dtype:
-    """Return the dtype of the tensors that are made of an array."""
+    """Return the torch dtype of an array's samples."""
     if isinstance(array.dtype, torch.dtype):
         return array.dtype
     return torch.from_numpy(np.empty(0, array.dtype)).dtype
 
 
 def _begun(array: Array, rows: Positions) -> Any:
-    """Start reading, or copy, rows whose positions were checked."""
+    """Start reading rows of a file, or copy rows in memory; positions were checked."""
     return array.prefetch(rows) if isinstance(array, ArrayFile) else _taken(array, rows)
 
 
 def _taken(array: Array, rows: Positions) -> Any:
-    """Read, or copy, rows whose positions were checked."""
+    """Read rows of a file, or copy rows in memory; positions were checked."""
     if isinstance(array, ArrayFile):
         return array.gather(rows)
     if isinstance(array, torch.Tensor):
@@ -168,7 +169,7 @@ def _taken(array: Array, rows: Positions) -> Any:
 
 
 def _tensors(results: list[Any]) -> list[torch.Tensor]:
-    """Return arrays as tensors of the same memory."""
+    """Convert arrays to tensors that share their memory."""
     return [
         one if isinstance(one, torch.Tensor) else torch.from_numpy(np.asarray(one))
         for one in results

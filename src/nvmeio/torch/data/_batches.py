@@ -1,4 +1,4 @@
-"""Batches ahead of time, without worker processes, which resume where they were."""
+"""``BatchStream``: read batches ahead without worker processes, and resume an epoch."""
 
 import copy
 import itertools
@@ -22,7 +22,7 @@ from nvmeio.torch.data._stored import Flight, Stored
 __all__ = ["BatchStream"]
 
 
-# Where a batch sampler has no more; a StopIteration out of anything else is an error.
+# Marks the end of a batch sampler, because a StopIteration from anything else is an error.
 _END: Any = object()
 
 _KEYS = ("batches", "checksum", "rank", "order", "rng_state", "generators")
@@ -34,17 +34,18 @@ _ORDER = ("batch_size", "drop_last", "shuffle", "seed", "epoch", "num_replicas")
 
 @dataclass(frozen=True)
 class _Place:
-    """How far an iteration has come, and what it began with.
+    """How far an iteration has come, and the random states with which it began.
 
-    That is torch's random numbers and the generators of samplers.  A batch sampler with a
-    state of its own has it in ``sampler`` in their place, as it was after the last batch.
+    These are torch's random state and those of the samplers' generators.  For a batch
+    sampler with its own ``state_dict()``, ``sampler`` has that instead, as it was after the
+    last batch.
     """
 
     batches: int
-    # Of the samples of these batches, and the rank that they were of.
+    # The checksum of the positions of these batches' samples, and the rank.
     checksum: int = 0
     rank: int = 0
-    # What else samplers say of their order, for those of another rank.
+    # The attributes of samplers that determine the order, to compare with other ranks.
     order: str = ""
     rng_state: Any = None
     generators: tuple[torch.Tensor, ...] = ()
@@ -52,48 +53,48 @@ class _Place:
 
 
 class BatchStream(IterableDataset):  # type: ignore[misc]  # mypy sees no types of torch
-    """Batches of a dataset, of which the next are on their way: no worker processes.
+    """Iterate over batches of a dataset, and read the next ones ahead, without workers.
 
     Parameters
     ----------
     dataset : ArrayDataset, TokenDataset or another dataset of nvmeio.torch
-        Or a ``torch.utils.data.Subset`` of one.
+        The dataset, or a ``torch.utils.data.Subset`` of one.
     batch_sampler : iterable of sequences of int
-        The indices of each batch, as ``torch.utils.data.BatchSampler`` gives them.  A
-        generator gives them to one iteration only.
+        The indices of each batch, as ``torch.utils.data.BatchSampler`` yields them.  A
+        generator is good for a single iteration.
     depth : int, default 2
-        How many batches are being read while the program has one, 1 or more.
+        How many batches to read ahead of the current one; at least 1.
     pin_memory : bool, default False
-        Copy each batch to pinned memory of torch, from which copies to a GPU with
-        ``non_blocking=True`` are asynchronous, as a DataLoader does.  Without CUDA, a
-        warning, and ordinary memory.
+        Copy each batch to pinned memory of torch, as a DataLoader does, so that copies to a
+        GPU with ``non_blocking=True`` are asynchronous.  Without CUDA, the stream warns and
+        uses ordinary memory.
     collate_fn : callable, optional
-        Makes a batch of the list of its samples, as for a DataLoader.  By default what
-        ``torch.utils.data.default_collate`` would make.
+        A function that makes a batch from the list of its samples, as for a DataLoader.  By
+        default the result is that of ``torch.utils.data.default_collate``.
 
     Raises
     ------
     TypeError
         The dataset is of another kind; the batch sampler is not iterable; ``collate_fn`` is
-        not callable; ``depth`` is no integer.
+        not callable; or ``depth`` is not an integer.
     ValueError
         ``depth`` is less than 1.
 
     Notes
     -----
-    Each iteration goes through the batch sampler once and yields, for each batch, what a
-    DataLoader would.  Without a transform and a ``collate_fn``, the tensors of an
-    ArrayDataset are those that were read into; tokens are converted once.  Transforms and
-    ``collate_fn`` run in the thread that iterates.  What goes wrong with a batch, or in the
-    batch sampler, is raised where that batch would come, and ends the iteration.
-    An iteration that is abandoned or closed waits until nothing of it is in flight.
+    Each iteration runs through the batch sampler once, and yields the same batches as a
+    DataLoader.  Transforms and ``collate_fn`` run in the iterating thread.  Without them,
+    the batches of an ArrayDataset are not copied, and tokens are converted once.
 
-    For distributed training, a ``DistributedSampler`` inside of the ``BatchSampler`` gives
-    each rank its part; its ``set_epoch`` is still the program's to call.
+    An error in a batch or in the batch sampler is raised in place of that batch, and ends
+    the iteration.  An iteration that is abandoned or closed waits for its reads to end.
+
+    For distributed training, use a ``DistributedSampler`` inside the ``BatchSampler``, so
+    that each rank gets its part.  Call its ``set_epoch`` as usual.
 
     ``state_dict()`` and ``load_state_dict()`` continue an epoch with the next batch, and so
     does a ``StatefulDataLoader(stream, batch_size=None)`` of torchdata.  More than one
-    worker is refused, because each would give every batch.
+    worker raises RuntimeError, because each would yield every batch.
 
     Examples
     --------
@@ -142,30 +143,30 @@ class BatchStream(IterableDataset):  # type: ignore[misc]  # mypy sees no types 
         return len(self.batch_sampler)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the iteration is that was begun last.
+        """Return how far the last iteration has come.
 
         Returns
         -------
         dict
-            Integers, strings and tensors, a few KiB, which ``torch.save`` and any other
-            checkpoint take; and what the batch sampler's own ``state_dict()`` returns, if
-            it has one.
+            Integers, strings and tensors, a few KiB, which ``torch.save`` and other
+            checkpoints can save; and the batch sampler's own state, if it has
+            ``state_dict()``.
 
         Raises
         ------
         OSError, ValueError
-            The data cannot be read, or the dataset is closed; only by the first call.
+            The data cannot be read, or the dataset is closed; only from the first call.
 
         Notes
         -----
-        Counts the batches that were given out, not those that are being read.  After the
-        last batch the epoch still goes on, with no batch left; it is over when the loop has
-        ended.  May be called by any thread.
+        Only batches that were yielded count, not those that are being read.  After the last
+        batch the epoch is still in progress, with no batch left; it ends with the loop.
+        May be called from any thread.
 
-        The order of the batches must be found again.  A batch sampler with ``state_dict()``
-        and ``load_state_dict()`` sees to that itself.  For any other the state has what the
-        epoch began with: torch's global random numbers and the ``generator`` of each
-        sampler inside.
+        Resuming needs the same order of batches.  A batch sampler with ``state_dict()`` and
+        ``load_state_dict()`` restores it itself.  For others the state has the random
+        states at the beginning of the epoch: torch's global one, and that of each sampler's
+        ``generator``.
         """
         place = self._place or self._beginning()
         found: dict[str, Any] = {"batches": place.batches}
@@ -180,40 +181,37 @@ class BatchStream(IterableDataset):  # type: ignore[misc]  # mypy sees no types 
         return copy.deepcopy({**found, "dataset": self._contents()})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Let the next iteration continue where a state was taken.
+        """Make the next iteration continue from a saved state.
 
         Parameters
         ----------
         state_dict : dict
-            What ``state_dict()`` returned, in any process.
+            A result of ``state_dict()``, from any process.
 
         Raises
         ------
         TypeError
-            It is no dict.
+            The state is not a dict.
         ValueError
-            It is no state of a stream, or of one with another kind of batch sampler; it is
-            that of another rank, whose sampler draws numbers of its own; or that of other
-            data.
+            The state is not that of a stream with this kind of batch sampler; or it is from
+            another rank whose sampler draws its own random numbers; or from other data.
         OSError
             The data cannot be read.
 
         Notes
         -----
-        The next iteration goes through the batches that were given out, reads nothing of
-        them, and raises ValueError where they are others than before: the dataset, batch
-        size, number of ranks, seed and ``set_epoch`` must be the same.  All ranks may load
-        the state of one where the order depends on seed and epoch alone, as with a
+        The next iteration skips the batches that were already yielded, without reading
+        them.  It raises ValueError if they differ from before: the dataset, batch size,
+        number of ranks, seed and ``set_epoch`` must be the same.  All ranks may load the
+        state of one rank if the order depends only on seed and epoch, as with a
         ``DistributedSampler``.
 
-        The data are compared by the shape and dtype of the dataset, and by the first 4 KiB
-        of 64 samples from all over it, or of all where there are fewer.  Where the files
-        are does not matter.  Samples in between, and a transform, are not compared.  To
-        continue with data that were changed on purpose, remove ``"dataset"`` from the
-        state.
+        The data are compared by the dataset's shape and dtype, and by the first 4 KiB of 64
+        samples spread over it (of all, if there are fewer).  Other samples, transforms and
+        the location of the files are not compared.  To continue with data that were changed
+        on purpose, remove ``"dataset"`` from the state.
 
-        An iteration that is under way goes on, and is no longer what ``state_dict()``
-        describes.
+        An iteration in progress continues, but ``state_dict()`` no longer describes it.
         """
         if not isinstance(state_dict, dict):
             raise TypeError(f"state_dict is {state_dict!r}; it must be a dict")
@@ -283,7 +281,7 @@ class BatchStream(IterableDataset):  # type: ignore[misc]  # mypy sees no types 
                     flight.abandon()
 
     def _rows(self, indices: Any) -> Positions:
-        """Return the positions of the samples of a batch."""
+        """Return the positions in the stored dataset of a batch's samples."""
         if not isinstance(indices, Sequence | np.ndarray | torch.Tensor):
             raise TypeError(
                 f"the batch sampler gave {indices!r}, not the indices of a batch; a "
@@ -295,10 +293,10 @@ class BatchStream(IterableDataset):  # type: ignore[misc]  # mypy sees no types 
             dataset = dataset.dataset
         return self._stored._rows(indices)
 
-    # From here on, where an iteration is.
+    # The place of an iteration.
 
     def _beginning(self) -> _Place:
-        """Return the place of an iteration that begins now."""
+        """Return the place at the beginning of an epoch that starts now."""
         if _has_state(self.batch_sampler):
             return _Place(0, sampler=self._sampler_state())
         return _Place(
@@ -315,14 +313,14 @@ class BatchStream(IterableDataset):  # type: ignore[misc]  # mypy sees no types 
         return iter(self.batch_sampler), place
 
     def _resumed(self, place: _Place) -> tuple[Iterator[Any], _Place]:
-        """Continue an epoch: return the batches that are left, and their place."""
+        """Continue an epoch: return the remaining batches, and the place before them."""
         if _has_state(self.batch_sampler):
             self.batch_sampler.load_state_dict(copy.deepcopy(place.sampler))
             return iter(self.batch_sampler), place
         for one, state in zip(
             _generators_of(self.batch_sampler), place.generators, strict=True
         ):
-            # A checkpoint may have been loaded to another device.
+            # The state may be on another device, because of torch.load's map_location.
             one.set_state(state.cpu())
         if place.batches == 0:
             return self._begun()
@@ -363,7 +361,7 @@ class BatchStream(IterableDataset):  # type: ignore[misc]  # mypy sees no types 
         return replace(place, batches=place.batches + 1, checksum=checksum)
 
     def _sampler_state(self) -> Any:
-        """Return the batch sampler's own state, which nobody will change."""
+        """Return a copy of the batch sampler's own state."""
         return copy.deepcopy(self.batch_sampler.state_dict())
 
     def _contents(self) -> dict[str, Any]:
@@ -391,7 +389,7 @@ class BatchStream(IterableDataset):  # type: ignore[misc]  # mypy sees no types 
             )
 
     def _check_generators(self, place: _Place) -> None:
-        """Refuse a state whose random numbers are those of another sampler or rank."""
+        """Raise ValueError for a state of another sampler or rank."""
         found = _generators_of(self.batch_sampler)
         if len(found) != len(place.generators):
             raise ValueError(
@@ -408,7 +406,7 @@ class BatchStream(IterableDataset):  # type: ignore[misc]  # mypy sees no types 
 
 
 def _samplers_of(batch_sampler: Any) -> list[Any]:
-    """Return a batch sampler and the samplers inside of it."""
+    """Return a batch sampler and the samplers inside it."""
     found = [batch_sampler]
     for one in found:
         for name in ("batch_sampler", "sampler"):
@@ -419,13 +417,13 @@ def _samplers_of(batch_sampler: Any) -> list[Any]:
 
 
 def _generators_of(batch_sampler: Any) -> list[torch.Generator]:
-    """Return what the samplers inside of a batch sampler draw random numbers from."""
+    """Return the random generators of a batch sampler and the samplers inside it."""
     drawn = (getattr(one, "generator", None) for one in _samplers_of(batch_sampler))
     return [one for one in drawn if isinstance(one, torch.Generator)]
 
 
 def _rank_of(batch_sampler: Any) -> int:
-    """Return the rank that a sampler is for, or else that of this process."""
+    """Return the rank of a sampler; if it has none, that of this process."""
     for one in _samplers_of(batch_sampler):
         rank = getattr(one, "rank", None)
         if isinstance(rank, int):
@@ -445,7 +443,7 @@ def _order_of(batch_sampler: Any) -> str:
 
 
 def _has_state(batch_sampler: Any) -> bool:
-    """Tell whether a batch sampler saves and loads its own state."""
+    """Return whether a batch sampler saves and loads its own state."""
     return all(
         callable(getattr(batch_sampler, name, None))
         for name in ("state_dict", "load_state_dict")
@@ -453,7 +451,7 @@ def _has_state(batch_sampler: Any) -> bool:
 
 
 def _check_worker() -> None:
-    """Refuse to give every batch once in each of several workers."""
+    """Raise RuntimeError in one of several workers, which would all yield every batch."""
     worker = get_worker_info()
     if worker is not None and worker.num_workers > 1:
         raise RuntimeError(
@@ -463,7 +461,7 @@ def _check_worker() -> None:
 
 
 def _can_pin() -> bool:
-    """Tell whether torch can pin memory; warn if not."""
+    """Return whether torch can pin memory; warn if not."""
     if torch.cuda.is_available():
         return True
     warnings.warn(
@@ -474,7 +472,7 @@ def _can_pin() -> bool:
 
 
 def _stored_below(dataset: Any) -> Stored:
-    """Return the dataset that subsets are of."""
+    """Return the stored dataset below any Subsets."""
     found = dataset
     while isinstance(found, Subset):
         _refuse_override(found, Subset)
@@ -489,7 +487,7 @@ def _stored_below(dataset: Any) -> Stored:
 
 
 def _refuse_override(dataset: Any, kind: type[Any]) -> None:
-    """Refuse a dataset whose own samples would not be those of its batches."""
+    """Raise TypeError for a dataset that overrides methods which a stream does not call."""
     for name in ("__getitem__", "__getitems__") if kind is Subset else ("__getitems__",):
         if getattr(type(dataset), name) is not getattr(kind, name):
             raise TypeError(

@@ -1,4 +1,4 @@
-"""The samples of MosaicML's MDS shards as a dataset."""
+"""``MDSDataset``: the samples of MosaicML's MDS shards as a dataset."""
 
 import json
 import os
@@ -31,20 +31,20 @@ class MDSDataset(RecordDataset):
     Parameters
     ----------
     path : str, bytes or os.PathLike
-        The folder that has ``index.json`` and the shards.
+        The folder of ``index.json`` and the shards.
     split : str, optional
-        The folder of the split in it.
+        The subfolder of the split.
     allow_pickle : bool, default False
         Whether to decode columns of the encoding ``pkl``.  A pickle can run any code.
     transform : callable, optional
-        Is applied to each sample, in the process that reads it.
+        A function that is applied to each sample, in the process that reads it.
 
     Raises
     ------
     ModuleNotFoundError
         A column has images, and Pillow is not installed.
     OSError
-        A file cannot be opened or read; with errno and path.
+        A file cannot be opened or read; has errno and path.
     TypeError
         An argument is of the wrong type.
     ValueError
@@ -57,9 +57,8 @@ class MDSDataset(RecordDataset):
     the value of each column.  Arrays are writable.  The samples are in the order of the
     index.
 
-    Shards that were written with a compression are read where streaming, or another
-    program, has decompressed them.  Hashes are not compared.  Nothing is downloaded,
-    deleted or written.
+    Compressed shards can be read only after streaming, or another program, has decompressed
+    them.  Hashes are not compared.  Nothing is downloaded, deleted or written.
 
     The tables of all shards are read and checked at first, and take 12 bytes a sample in
     memory.  A batch of a DataLoader is one gather for each shard that has samples of it.
@@ -118,7 +117,7 @@ class MDSDataset(RecordDataset):
         return np.dtype(object)
 
     def _decode(self, rows: Positions, records: list[Any]) -> list[Any]:
-        """Make samples of what was read of each."""
+        """Decode samples from their bytes."""
         files: Any = self._files
         numbers = files[rows].tolist()
         found = []
@@ -134,7 +133,7 @@ class MDSDataset(RecordDataset):
 
 
 class _BadValueError(Exception):
-    """What is wrong with a sample."""
+    """A sample is damaged."""
 
 
 class _Columns(NamedTuple):
@@ -145,7 +144,7 @@ class _Columns(NamedTuple):
     sizes: list[int | None]
 
     def decode(self, sample: memoryview) -> dict[str, Any]:
-        """Return the values of a sample: sizes of those that vary come first."""
+        """Return the values of a sample, which begins with the sizes of varying values."""
         varying = self.sizes.count(None)
         begin = 4 * varying
         if len(sample) < begin:
@@ -167,7 +166,7 @@ class _Columns(NamedTuple):
 
 
 class _Shard(NamedTuple):
-    """What the index says of a shard."""
+    """A shard, as the index describes it."""
 
     path: str
     samples: int
@@ -176,7 +175,7 @@ class _Shard(NamedTuple):
 
 
 def _shards(index: str, allow_pickle: bool) -> Iterator[_Shard]:
-    """Yield the shards of an index, or raise ValueError."""
+    """Yield the shards of an index; raise ValueError if it is invalid."""
     folder = os.path.dirname(index)
     try:
         contents = json.loads(read_file(index).tobytes())
@@ -194,7 +193,7 @@ def _shards(index: str, allow_pickle: bool) -> Iterator[_Shard]:
 
 
 def _of(fields: Any, name: str, kind: type) -> Any:
-    """Return a field of a kind."""
+    """Return a field, and check its type."""
     value = fields[name]
     if type(value) is not kind:
         raise ValueError(f"has {name} {value!r:.100}, not of type {kind.__name__}")
@@ -202,7 +201,7 @@ def _of(fields: Any, name: str, kind: type) -> Any:
 
 
 def _shard(folder: str, shard: Any, allow_pickle: bool) -> _Shard:
-    """Check what an index says of a shard."""
+    """Check the description of a shard in an index."""
     form, version = _of(shard, "format", str), _of(shard, "version", int)
     if (form, version) != ("mds", 2):
         raise ValueError(f"is of format {form!r}, version {version}; only 'mds', 2 is read")
@@ -222,7 +221,7 @@ def _shard(folder: str, shard: Any, allow_pickle: bool) -> _Shard:
 
 
 def _check_there(path: str, folder: str, shard: Any) -> None:
-    """Say what to do about a shard that is compressed."""
+    """Raise ValueError, with what to do, for a shard that is only there compressed."""
     packed = shard.get("zip_data")
     if os.path.exists(path) or not shard.get("compression") or not packed:
         return
@@ -234,7 +233,7 @@ def _check_there(path: str, folder: str, shard: Any) -> None:
 
 
 def _columns(shard: Any, allow_pickle: bool) -> _Columns:
-    """Check what an index says of the columns of a shard."""
+    """Check the description of a shard's columns in an index."""
     names, kinds, sizes = (
         _of(shard, f"column_{field}", list) for field in ("names", "encodings", "sizes")
     )

@@ -1,7 +1,7 @@
-"""What the encodings of MDS columns stand for: bytes become the objects streaming returns.
+"""Decode the columns of MDS shards to the objects that streaming returns.
 
-Names and layouts are those of streaming/base/format/mds/encodings.py, 0.13.  The bytes come
-from strangers, so that every length is checked before memory is spent on it.
+Names and layouts are those of streaming/base/format/mds/encodings.py, 0.13.  The bytes are
+untrusted, so every length is checked before memory is allocated for it.
 """
 
 import json
@@ -26,7 +26,7 @@ class Encoding(NamedTuple):
     """How a column is stored."""
 
     name: str
-    size: int | None  # of each value, in bytes; None where a sample says it
+    size: int | None  # of each value, in bytes; None if it varies by sample
     decode: Decoder
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -49,7 +49,7 @@ def encoding_of(name: str, allow_pickle: bool) -> Encoding:
     if name == "pkl" and not allow_pickle:
         raise ValueError("which can run any code; pass allow_pickle=True if you trust it")
     if decode in _IMAGES:
-        # Without it that is an error now, not in the middle of an epoch.
+        # Imported now, so that a missing Pillow raises before an epoch begins.
         import PIL.Image  # noqa: F401
     return Encoding(name, size, decode)
 
@@ -74,14 +74,14 @@ def _str(value: memoryview) -> str:
 
 # Arrays.
 
-# A byte stands for the dtype: the bits, and 0 unsigned, 1 signed, 2 floating point.
+# The byte of a dtype: its bits, plus 0 for unsigned, 1 for signed, 2 for floating point.
 _DTYPES = {
     8 * np.dtype(name).itemsize + "uif".index(name[0]): name for name in _INTEGERS + _FLOATS
 }
 
 
 def _array(settings: str) -> tuple[int | None, Decoder]:
-    """Return size and decoder of arrays; the column may have their dtype and shape."""
+    """Return the size and decoder of arrays; `settings` may fix their dtype and shape."""
     parts = settings.split(":") if settings else []
     if len(parts) > 2 or (parts and parts[0] not in _DTYPES.values()):
         raise ValueError("which is unknown")
@@ -106,7 +106,7 @@ def _array(settings: str) -> tuple[int | None, Decoder]:
             value = value[end:]
         if math.prod(extents) * kind.itemsize != len(value):
             raise ValueError(f"{len(value)} bytes for an array of {kind} of {extents}")
-        # The caller's own, with elements in the order that this machine has them in.
+        # A copy in native byte order, because the bytes are used again.
         return np.frombuffer(value, kind).astype(kind.newbyteorder("=")).reshape(extents)
 
     return size, decode
@@ -116,26 +116,26 @@ def _array(settings: str) -> tuple[int | None, Decoder]:
 
 
 def _pil(value: memoryview) -> Any:
-    """Return an image that was stored raw, behind its width, height and mode."""
+    """Return an image that was stored raw, after its width, height and mode."""
     from PIL import Image
 
     width, height, letters = struct.unpack_from("<3I", value)
     mode, pixels = _str(value[12 : 12 + letters]), value[12 + letters :]
-    # A pixel has a bit or more.
+    # A pixel has at least one bit.
     if width * height > 8 * len(pixels):
         raise ValueError(f"{len(pixels)} bytes for an image of {width} x {height}")
     return Image.frombytes(mode, (width, height), bytes(pixels))
 
 
 def _file(value: memoryview) -> Any:
-    """Return an image of which the value is the file; Pillow decodes it when it is used."""
+    """Return an image from the bytes of its file; Pillow decodes it when it is used."""
     from PIL import Image
 
     return Image.open(BytesIO(value))
 
 
 def _list_of(decode: Decoder, begin: int) -> Decoder:
-    """Return what decodes a list: its length from `begin` on, all sizes, all values."""
+    """Return a decoder of lists: from `begin` on, the length, all sizes, all values."""
 
     def decode_list(value: memoryview) -> list[Any]:
         (count,) = struct.unpack_from("<I", value, begin)
@@ -156,7 +156,7 @@ _PIL_LIST, _FILE_LIST, _FILE_ARRAY = (
     _list_of(_file, 4),
     _list_of(_file, 0),
 )
-# Those that take Pillow.
+# The decoders that need Pillow.
 _IMAGES = (_pil, _file, _PIL_LIST, _FILE_LIST, _FILE_ARRAY)
 
 _VARIABLE: dict[str, Decoder] = {

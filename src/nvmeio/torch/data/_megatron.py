@@ -1,4 +1,4 @@
-"""Megatron's files of tokens as a dataset."""
+"""``MegatronDataset``: Megatron's files of tokens as a dataset."""
 
 import os
 import struct
@@ -49,12 +49,12 @@ class MegatronDataset(RecordDataset):
     multimodal : bool, default False
         Whether a sample is a tuple of a sequence and its mode.
     transform : callable, optional
-        Is applied to each sample, in the process that reads it.
+        A function that is applied to each sample, in the process that reads it.
 
     Raises
     ------
     OSError
-        A file cannot be opened; with errno and path.
+        A file cannot be opened; has errno and path.
     TypeError
         An argument is of the wrong type.
     ValueError
@@ -69,7 +69,7 @@ class MegatronDataset(RecordDataset):
     All of the .idx file is checked when the dataset is made.  It is memory-mapped, so that
     the processes of a machine share one copy of it; it must not be cut meanwhile.
 
-    Megatron's own datasets can read by nvmeio too, see ``nvmeio.torch.megatron``.
+    Megatron's own datasets can read with nvmeio too, see ``nvmeio.torch.megatron``.
 
     Examples
     --------
@@ -180,7 +180,7 @@ class MegatronDataset(RecordDataset):
 
 
 class _IndexFile:
-    """The content of a .idx file, mapped and checked."""
+    """The contents of a .idx file, mapped and checked."""
 
     def __init__(self, path: str | bytes, *, modes: bool) -> None:
         with naming(path), open(path, "rb") as file:
@@ -193,7 +193,7 @@ class _IndexFile:
         if code not in _DTYPES:
             raise ValueError(f"{path!r} has dtype code {code}; it must be from 1 to 8")
         self.dtype = _DTYPES[code]
-        # numpy forgets the name of a mapped file if it is bytes.
+        # As str, because numpy does not keep a name that is bytes.
         mapped = np.memmap(os.fsdecode(path), np.uint8, "r")
         size = _HEADER.size + 12 * sequences + 8 * documents
         if len(mapped) not in (size, size + sequences):
@@ -214,7 +214,7 @@ class _IndexFile:
         self._check_documents(path)
 
     def _check_pointers(self, path: str | bytes) -> int:
-        """Return where the last sequence ends; refuse gaps and overlaps."""
+        """Return where the last sequence ends; raise ValueError for gaps and overlaps."""
         end = 0
         for start in range(0, len(self.lengths), CHECKED_AT_ONCE):
             part = slice(start, start + CHECKED_AT_ONCE)
@@ -233,7 +233,7 @@ class _IndexFile:
         return end
 
     def _check_documents(self, path: str | bytes) -> None:
-        """Refuse documents that overlap, or end after the last sequence."""
+        """Raise ValueError for documents that overlap, or end after the last sequence."""
         last = 0
         for start in range(0, len(self.documents), CHECKED_AT_ONCE):
             part = self.documents[start : start + CHECKED_AT_ONCE]

@@ -1,4 +1,4 @@
-"""Records of any sizes, of one file or of many, as a dataset."""
+"""``RecordDataset``: records of any sizes, in one file or many, as a dataset."""
 
 import contextlib
 import mmap
@@ -35,19 +35,19 @@ __all__ = [
 
 Integers = npt.NDArray[np.integer[Any]]
 
-# How many files a dataset keeps open.  Each has up to two descriptors, and 1024 is the
-# usual limit of a process.
+# How many files a dataset keeps open.  Each needs up to two descriptors, and the usual
+# limit of a process is 1024.
 _OPEN_MAX = 128
 
-# How many records are checked at once, so that the memory for it stays small.
+# How many records are checked at once, which limits the memory for the checks.
 CHECKED_AT_ONCE = 1 << 20
 
-# From this size on processes share an index, for which each of them has a descriptor.
+# Indices of this size or more are shared between processes, which costs each a descriptor.
 _SHARED_MIN = 1 << 20
 
 
 class SharedArray:
-    """An array of integers, which is not copied for each process that it is sent to."""
+    """An array of integers that is shared with worker processes instead of copied."""
 
     def __init__(self, array: Any) -> None:
         self.array: Integers = np.asarray(array)
@@ -63,9 +63,9 @@ class SharedArray:
         found = _map_of(self.array)
         if found is not None:
             return _mapped, found
-        # While a process is started, torch hands over memory that is shared.
+        # Only while a process is being started can torch pass shared memory.
         if get_spawning_popen() is not None and self.array.nbytes >= _SHARED_MIN:
-            # /dev/shm may be too small.
+            # /dev/shm may be too small; then the array is copied.
             with contextlib.suppress(RuntimeError):
                 if self._shared is None:
                     native = self.array.astype(self.array.dtype.newbyteorder("="))
@@ -76,11 +76,11 @@ class SharedArray:
 
 
 def _map_of(array: npt.NDArray[Any]) -> tuple[Any, ...] | None:
-    """Return where in a mapped file an array is; None where it is in memory."""
+    """Return where an array is in a mapped file; None if it is in memory."""
     owner: Any = array
     while isinstance(owner.base, np.ndarray):
         owner = owner.base
-    # What was changed in a private mapping is not in the file.
+    # Changes in a copy-on-write mapping are not in the file.
     mapped = isinstance(owner, np.memmap) and isinstance(owner.base, mmap.mmap)
     if not mapped or owner.filename is None or owner.mode == "c":
         return None
@@ -102,20 +102,20 @@ class RecordDataset(Stored):
     Parameters
     ----------
     path : path, or sequence of paths
-        The file, or the files, that have the records.
+        The file or files with the records.
     offsets : array_like of int, shape (n,)
-        Where each record begins, in bytes.
+        The offset of each record in its file, in bytes.
     sizes : array_like of int, shape (n,)
-        How many bytes each record has; 0 is allowed.
+        The size of each record in bytes; 0 is allowed.
     files : array_like of int, shape (n,), optional
-        The position in ``path`` of each record's file.  Required where there are several.
+        The index in ``path`` of each record's file.  Required with several files.
     transform : callable, optional
-        Is applied to each record, in the process that reads it.
+        A function that is applied to each record, in the process that reads it.
 
     Raises
     ------
     OSError
-        A file cannot be opened; with errno and path.
+        A file cannot be opened; has errno and path.
     TypeError
         An argument is of the wrong type; the arrays are not of integers.
     ValueError
@@ -146,13 +146,13 @@ class RecordDataset(Stored):
     tensor([0, 1, 2, 3], dtype=torch.uint8)
     """
 
-    # Of the tensors that records are, and the unit of `sizes`.
+    # The dtype of records, and the unit of `sizes`.
     _dtype = torch.uint8
 
-    # Whether a file that has grown is another one.
+    # Whether a file may have grown since the dataset was made.
     _may_grow = True
-    # Whether samples are copies of what was read: then records are decoded as memoryviews,
-    # and their memory serves the next batch.
+    # Whether _decode() copies the records.  If so, it gets memoryviews, and the next batch
+    # uses their memory again.
     _copies = False
 
     @suggesting
@@ -199,7 +199,7 @@ class RecordDataset(Stored):
             return file.size
 
     def _check_file(self, number: int, file: File) -> None:
-        """Refuse a file that is not the one that the index is of."""
+        """Raise OSError if a file is not the one that the index describes."""
         self._check_same(number, file, None if self._may_grow else file.size)
 
     def _open_all(self) -> list[Any]:
@@ -216,7 +216,7 @@ class RecordDataset(Stored):
 
     @property
     def shape(self) -> tuple[int]:
-        """How many records there are."""
+        """The number of records, as a tuple."""
         return (len(self),)
 
     @property
@@ -258,7 +258,7 @@ class RecordDataset(Stored):
         return Flight(requests, batch.samples)
 
     def _read(self, rows: Positions) -> list[Any]:
-        """Read records, whose positions were checked: of one file in the calling thread."""
+        """Read records, whose positions were checked; one file in the calling thread."""
         batch = _Batch(self, rows)
         gathers = batch.gathers()
         if len(gathers) > 1:
@@ -269,7 +269,7 @@ class RecordDataset(Stored):
         return batch.samples([])
 
     def _decode(self, rows: Positions, records: list[Any]) -> list[Any]:
-        """Make samples of records, tensors or memoryviews, at these positions."""
+        """Convert records (tensors, or memoryviews if `_copies`) to samples."""
         return records
 
     def _samples(self, columns: list[Any]) -> list[Any]:
@@ -279,12 +279,12 @@ class RecordDataset(Stored):
         return [self.transform(sample) for sample in columns]
 
     def _batch(self, flight: Flight) -> Any:
-        """Wait for samples, and return what torch's default collate makes of them."""
+        """Wait for the samples, and collate them as torch does by default."""
         return default_collate(self._samples_of(flight))
 
 
 class _Batch:
-    """Records that are read together, and the memory for them, in the order of the rows."""
+    """Records that are read together, and their memory, in the order of the rows."""
 
     def __init__(self, dataset: RecordDataset, rows: Positions) -> None:
         self._dataset = dataset
@@ -295,20 +295,20 @@ class _Batch:
         self.memory = self._whole[:size]
 
     def _memory(self, size: int) -> torch.Tensor:
-        """Return memory of a size or more: that of an earlier batch is mapped already."""
+        """Return memory of at least this size: that of an earlier batch, if possible."""
         dataset = self._dataset
         if not dataset._copies:
             return torch.empty(size, dtype=dataset._dtype)
-        # Two threads may do so at once; each has its own.
+        # pop(), so that two threads never get the same memory.
         with contextlib.suppress(IndexError):
             spare = dataset._spare.pop()
             if len(spare) >= size:
                 return spare
-        # The next batch may be a little larger.
+        # A bit more, because the next batch may be larger.
         return torch.empty(size + size // 4, dtype=dataset._dtype)
 
     def gathers(self) -> list[tuple[int, Positions, Positions, Positions | None]]:
-        """Return for each file its number, and its records: offsets, sizes and places."""
+        """Return the number of each file, with offsets, sizes and places of its records."""
         dataset, rows = self._dataset, self._rows
         sizes = self._lengths * dataset._dtype.itemsize
         if not len(self.memory):
@@ -325,7 +325,7 @@ class _Batch:
         ]
 
     def samples(self, results: list[Any]) -> list[Any]:
-        """Cut the memory, once it is filled, into samples."""
+        """Cut the memory, which has been filled, into samples."""
         dataset, sizes = self._dataset, self._lengths.tolist()
         if not dataset._copies:
             return dataset._decode(self._rows, list(self.memory.split(sizes)))
@@ -338,16 +338,16 @@ class _Batch:
 
 
 class OpenFiles:
-    """The files that are open: when there are many, those that were used last."""
+    """A cache of open files; of many files, those that were used last."""
 
     def __init__(self, opened: Callable[[int], Any]) -> None:
         self._opened = opened
-        # In the order of their use.  Each with the request that may still be reading it.
+        # In the order of use, each with the request that may still be reading it.
         self._held: dict[int, tuple[Any, Request | None]] = {}
 
     def file(self, number: int) -> Any:
         """Return a file, open."""
-        # Two threads may do so at once; what the first one has opened is then dropped.
+        # If two threads do this at once, the file of the first one is dropped.
         file, request = self._held.pop(number, (None, None))
         if file is None:
             while len(self._held) >= _OPEN_MAX:
@@ -359,18 +359,18 @@ class OpenFiles:
     def begin(
         self, number: int, submit: Callable[..., Request], *args: Any, **options: Any
     ) -> Request:
-        """Start reading a file, which is open until the request is done."""
+        """Start reading a file, which stays open until the request is done."""
         file = self.file(number)
         request = submit(file, *args, **options)
         self._held[number] = file, request
         return request
 
     def _drop_one(self) -> None:
-        """Drop the file that was used longest ago, once nothing is read from it."""
+        """Drop the least recently used file, after its last request is done."""
         for number in list(self._held)[:1]:
             _, request = self._held.pop(number, (None, None))
             if request is not None:
-                # The request of a parent process is an OSError.
+                # A request of the parent process raises OSError in a forked child.
                 with contextlib.suppress(CancelledError, OSError):
                     request.exception()
 
@@ -399,7 +399,7 @@ def paths_of(path: Any) -> list[str | bytes]:
 
 
 def _integers(name: str, values: Any) -> Integers:
-    """Return an array of integers of one axis, without a copy where it is one."""
+    """Convert values to an array of integers with one axis, if possible without a copy."""
     array = array_of(values)
     if array.dtype.kind not in "iu":
         raise TypeError(f"{name} is of dtype {array.dtype}; it must be of integers")
@@ -416,7 +416,7 @@ def _check(
     files: SharedArray | None,
     itemsize: int,
 ) -> None:
-    """Refuse records that their files do not have."""
+    """Raise ValueError for records that are not within their files."""
     ends = np.array(sizes_of_files, np.int64)
     for start in range(0, len(offsets), CHECKED_AT_ONCE):
         part = slice(start, start + CHECKED_AT_ONCE)
@@ -438,8 +438,8 @@ def _check(
 
 
 def _within(name: str, part: Integers, start: int, most: int) -> Positions:
-    """Return a part of an array as int64; refuse what is negative, or more than a limit."""
-    # What is beyond int64 becomes negative.
+    """Convert part of an array to int64; raise ValueError for numbers out of range."""
+    # Numbers beyond int64 become negative.
     found = part.astype(np.int64, copy=False)
     wrong = (found < 0) | (found > most)
     if wrong.any():

@@ -1,6 +1,6 @@
-"""What all datasets have in common: samples by their positions, one gather a batch.
+"""The base class of all datasets: samples by position, one gather per batch.
 
-A batch is a gather: its tensors are filled as a whole, and samples are views of them.
+A gather fills the tensors of a batch, and the samples are views of them.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ COMPARED_BYTES = 4096
 
 
 class Flight:
-    """A batch on its way: requests, which are started one by one, and what has come."""
+    """A batch that is being read: its requests, and the parts that are in memory."""
 
     def __init__(
         self, parts: Iterable[Any], finish: Callable[[list[Any]], list[torch.Tensor]]
@@ -61,21 +61,21 @@ class Flight:
         )
 
     def abandon(self) -> None:
-        """Drop what can be dropped, and wait until nothing is in flight."""
+        """Cancel the requests, and wait until none is in flight."""
         requests = [part for part in self._parts if isinstance(part, Request)]
         for request in requests:
             request.cancel()
         for request in requests:
-            # The request of a parent process is an OSError.
+            # A request of the parent process raises OSError in a forked child.
             with contextlib.suppress(CancelledError, OSError):
                 request.exception()
 
 
 class Stored(Dataset, ABC):  # type: ignore[misc]  # mypy sees no types of torch
-    """What the datasets of this module have in common.
+    """The base class of the datasets.
 
-    ``sources`` are paths, which each process opens for itself, or what the caller has
-    opened or holds in memory, which is left open.
+    ``sources`` are paths, which each process opens for itself, or open files and arrays of
+    the caller, which are never closed.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Stored(Dataset, ABC):  # type: ignore[misc]  # mypy sees no types of torch
 
     @abstractmethod
     def __len__(self) -> int:
-        """Return how many samples there are."""
+        """Return the number of samples."""
 
     @property
     @abstractmethod
@@ -134,15 +134,15 @@ class Stored(Dataset, ABC):  # type: ignore[misc]  # mypy sees no types of torch
         return {"shape": str(self.shape), "dtype": str(self.dtype), "checksum": checksum}
 
     def _open(self, path: str | bytes) -> Any:
-        """Open a path; what is returned has ``close()``."""
+        """Open a path; return an object with ``close()``."""
         return ArrayFile(path)
 
     def _open_all(self) -> list[Any]:
-        """Return the sources, open."""
+        """Open all sources."""
         return [self._open_one(number) for number in range(len(self._sources))]
 
     def _open_one(self, number: int) -> Any:
-        """Return a source, open."""
+        """Open a source."""
         source = self._sources[number]
         one = self._open(source) if isinstance(source, str | bytes) else source
         if isinstance(one, ArrayFile):
@@ -150,7 +150,7 @@ class Stored(Dataset, ABC):  # type: ignore[misc]  # mypy sees no types of torch
         return one
 
     def _check_same(self, number: int, file: File, layout: Any = None) -> None:
-        """Refuse a file that is not the one that the dataset was made of."""
+        """Raise OSError (ESTALE) if a file is not the one the dataset was made from."""
         status = os.fstat(file.fileno())
         identity = status.st_dev, status.st_ino
         then, known = self._seen.setdefault(number, (layout, identity))
@@ -161,7 +161,7 @@ class Stored(Dataset, ABC):  # type: ignore[misc]  # mypy sees no types of torch
             raise OSError(errno.ESTALE, words, file.path)
 
     def _why_empty(self) -> str:
-        """Say why there are no samples."""
+        """Return why there are no samples, for a message."""
         return f"no samples in {self._names()}"
 
     @property
@@ -186,7 +186,7 @@ class Stored(Dataset, ABC):  # type: ignore[misc]  # mypy sees no types of torch
             self._close_all(opened)
 
     def _close_all(self, opened: list[Any]) -> None:
-        """Close what the dataset has opened."""
+        """Close the files that the dataset has opened."""
         for source, one in zip(self._sources, opened, strict=False):
             if isinstance(source, str | bytes):
                 one.close()
@@ -211,14 +211,14 @@ class Stored(Dataset, ABC):  # type: ignore[misc]  # mypy sees no types of torch
         )
 
     def _names(self) -> str:
-        """Name the sources, or the first of many."""
+        """Return the names of the sources for a message; of many, only the first."""
         names = ", ".join(_name_of(source) for source in self._sources[:_NAMED_MAX])
         more = len(self._sources) - _NAMED_MAX
         return f"{names} and {more} more" if more > 0 else names
 
     def _arrays(self) -> list[Any]:
-        """Return what is read from, open in this process."""
-        # Two threads may do so at once; what the first one has opened is then dropped.
+        """Return the sources, opened in this process."""
+        # If two threads do this at once, the files of the first one are dropped.
         opened = self._opened
         if self._closed:
             raise ValueError(f"the dataset of {self._names()} is closed")
@@ -236,12 +236,12 @@ class Stored(Dataset, ABC):  # type: ignore[misc]  # mypy sees no types of torch
         return positions(indices, count, "index")
 
     def _sample(self, parts: Sequence[torch.Tensor]) -> Any:
-        """Return one sample, as the program wants it."""
+        """Return one sample, with the transform applied."""
         found = parts[0] if self._is_plain() else tuple(parts)
         return found if self.transform is None else self.transform(found)
 
     def _is_plain(self) -> bool:
-        """Tell whether a sample is a tensor, not a tuple of several."""
+        """Return whether a sample is a single tensor, not a tuple."""
         return len(self._sources) == 1
 
     def _samples(self, columns: list[torch.Tensor]) -> list[Any]:
@@ -251,14 +251,14 @@ class Stored(Dataset, ABC):  # type: ignore[misc]  # mypy sees no types of torch
         return found if self.transform is None else [self.transform(one) for one in found]
 
     def _batch(self, flight: Flight) -> Any:
-        """Wait for samples, and return what torch's default collate makes of them."""
+        """Wait for the samples, and collate them as torch does by default."""
         columns = flight.land()
         if self.transform is not None:
             return default_collate(self._samples(columns))
         return columns[0] if self._is_plain() else columns
 
     def _samples_of(self, flight: Flight) -> list[Any]:
-        """Wait for samples, and return them one by one."""
+        """Wait for the samples, and return them as a list."""
         return self._samples(flight.land())
 
     def __getitem__(self, index: Any) -> Any:
@@ -271,7 +271,7 @@ class Stored(Dataset, ABC):  # type: ignore[misc]  # mypy sees no types of torch
         return self._sample(self._read(self._rows(row)))
 
     def __getitems__(self, indices: Any) -> list[Any]:
-        """Read the samples of a batch at once; torch's DataLoader asks for them so."""
+        """Read the samples of a batch at once; torch's DataLoader calls this."""
         return self._samples(self._read(self._rows(indices)))
 
     def __getstate__(self) -> dict[str, Any]:
@@ -294,7 +294,7 @@ def beginnings_of(array: ArrayFile, rows: Positions, nbytes: int) -> npt.NDArray
 
 
 def _name_of(source: Any) -> str:
-    """Name what a dataset reads: the path, or the type of what is in memory."""
+    """Return the name of a source: its path, or its type if it is in memory."""
     if isinstance(source, ArrayFile):
         return repr(source.path)
     if isinstance(source, str | bytes):

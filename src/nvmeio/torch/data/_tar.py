@@ -1,4 +1,4 @@
-"""The samples of tar archives as a dataset."""
+"""``TarDataset``: the samples of tar archives as a dataset."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -25,27 +25,29 @@ class TarDataset(RecordDataset):
     Parameters
     ----------
     path : path, or sequence of paths
-        The archive, or the archives; not compressed.
+        The archive or archives, not compressed.
     index : bool or path, default True
-        Whether to save the index of each archive, and to use it the next time: beside the
-        archive, as ``NAME.tar.nvmeio-index``, or in the folder that is given.
+        Whether to save the index of each archive, and use it the next time.  With True it
+        is saved beside the archive, as ``NAME.tar.nvmeio-index``; with a path, in that
+        folder.
     transform : callable, optional
-        Is applied to each sample, in the process that reads it.
+        A function that is applied to each sample, in the process that reads it.
 
     Raises
     ------
     OSError
-        An archive cannot be opened or read; with errno and path.
+        An archive cannot be opened or read; has errno and path.
     TypeError
         An argument is of the wrong type.
     ValueError
-        An archive is compressed, damaged or cut short; it has a sparse file, or two files
-        of one name in a sample; two archives would share a saved index.
+        An archive is compressed, damaged or truncated; has a sparse file; or has two files
+        of the same name in a sample.  Or two archives would share a saved index.
 
     Warns
     -----
     UserWarning
-        An archive may be incomplete: it has no end, or other bytes follow its end.
+        An archive may be incomplete: it lacks the end-of-archive blocks, or other bytes
+        follow them.
 
     Notes
     -----
@@ -55,11 +57,10 @@ class TarDataset(RecordDataset):
     other and have the same name up to the first dot are one sample; links, files without an
     extension and ``__*__`` are left out.
 
-    The archives are walked through once, and only their headers are read where files are
-    large.  A saved index is used as long as the size and the modification time of the
-    archive are those of then, and it was not moved there since; it is replaced otherwise.
-    Where it cannot be saved, a message is logged.  The archives must not change while the
-    dataset is used.
+    To make an index, all headers of an archive are read; large files are skipped.  A saved
+    index is used as long as the archive has the same size and modification time, and was
+    not moved there later; else it is replaced.  If it cannot be saved, a warning is logged.
+    The archives must not change while the dataset is used.
 
     A sampler shuffles the samples of all archives.  A batch of a DataLoader is one gather
     for each archive that has samples of it.
@@ -110,7 +111,7 @@ class TarDataset(RecordDataset):
         return np.dtype(object)
 
     def _decode(self, rows: Positions, records: list[Any]) -> list[Any]:
-        """Make samples of what was read of each."""
+        """Cut samples into their files."""
         firsts, offsets, sizes, fields = (one.array for one in self._members)
         files: Any = self._files
         begins, counts = firsts[rows], firsts[rows + 1] - firsts[rows]
@@ -147,7 +148,7 @@ def _index_of(path: str | bytes, saved: str | None) -> TarIndex:
 
 
 def _saved_at(paths: list[str | bytes], index: bool | Path) -> list[str | None]:
-    """Return where the index of each archive is saved."""
+    """Return the path of each archive's saved index; None if it is not saved."""
     if index is False:
         return [None] * len(paths)
     beside = [os.fsdecode(path) + SUFFIX for path in paths]

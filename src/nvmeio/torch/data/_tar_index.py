@@ -1,7 +1,7 @@
 """Index a tar archive: where the bytes of its members are, and which members form a sample.
 
-Headers are read as POSIX and GNU tar define them, members are grouped as WebDataset 1.0
-groups them, and what either reads silently wrong or in part is refused.
+Headers are read as POSIX and GNU tar define them, and members are grouped as in WebDataset
+1.0.  Archives that either of them would silently read wrongly or partly are refused.
 """
 
 import json
@@ -31,24 +31,25 @@ Integers = npt.NDArray[np.int64]
 
 _log = logging.getLogger("nvmeio")
 
-# What a saved index is called: the archive's name with this behind it.
+# The suffix that is added to an archive's name for its saved index.
 SUFFIX = ".nvmeio-index"
 _FORMAT = "nvmeio tar index 1"
 
 _BLOCK = 512
 _ZEROS = bytes(_BLOCK)
-# Headers that are closer than FAR are read with what is between them, in large reads; the
+# Headers closer than FAR are read together with the bytes between them, in large reads;
 # others one by one.  A drive reads about FAR bytes in the latency of one small read.
 _LARGE_BYTES = 4 << 20
 _SMALL_BYTES = 16 << 10
 _FAR_BYTES = 256 << 10
-# Of a long name or a pax header.  Attributes of files may be in it, a few 64 KiB each.
+# The limit of a long name or a pax header, which may have a few file attributes of 64 KiB
+# each.
 _EXTENDED_BYTES_MAX = 16 << 20
-# How much behind the end of an archive is searched for another one.
+# How many bytes after the end of an archive are searched for another archive.
 _BEHIND_BYTES = 1 << 20
 
-# Types of headers.  Links, devices, folders and FIFOs have no data, whatever their size
-# says.  Extended headers are about the next one, but a global one.
+# Types of headers.  Links, devices, folders and FIFOs have no data, whatever size they
+# state.  Extended headers, except global ones, describe the next header.
 _REGULAR = b"0\x007"
 _SPARSE = b"S"
 _WITHOUT_DATA = b"123456"
@@ -62,7 +63,7 @@ _COMPRESSED = {
     b"\x28\xb5\x2f\xfd": "zstd",
 }
 
-# WebDataset's: base_plus_ext() and the default of skip_meta in its tariterators.py.
+# From WebDataset's tariterators.py: base_plus_ext(), and the default of skip_meta.
 _KEY_AND_SUFFIX = re.compile(r"^((?:.*/|)[^.]+)[.]([^/]*)$")
 _META = re.compile(r"__[^/]*__($|/)")
 
@@ -80,7 +81,7 @@ class TarIndex(NamedTuple):
 
     @classmethod
     def joined(cls, parts: Sequence["TarIndex"]) -> "TarIndex":
-        """Return the index of several archives, one behind the other."""
+        """Return the index of several archives, one after the other."""
         if len(parts) == 1:
             return parts[0]
         names: dict[str, int] = {}
@@ -104,16 +105,17 @@ class TarIndex(NamedTuple):
 
 
 class _Stamp(NamedTuple):
-    """What must be unchanged for a saved index to be valid."""
+    """The properties of an archive by which a saved index is valid or not."""
 
     size: int
     mtime_ns: int
 
 
 def index_of(file: File, saved: str | None) -> TarIndex:
-    """Return the index of an archive: the one that is saved, or a new one, which is saved.
+    """Return the saved index of an archive, or make and save a new one.
 
-    Raises ValueError for an archive that is damaged or has what cannot be read in place.
+    Raise ValueError for an archive that is damaged, or has files that cannot be read in
+    place.
     """
     stamp = _stamp_of(file)
     found = None if saved is None else _load(saved, file, stamp)
@@ -126,7 +128,7 @@ def index_of(file: File, saved: str | None) -> TarIndex:
         warnings.warn(f"the archive {file.path!r} {remark}", stacklevel=5)
     if _stamp_of(file) != stamp:
         raise ValueError(f"the archive {file.path!r} was changed while it was indexed")
-    # A warning is repeated every time: samples may be missing.
+    # Not saved after a warning, so that the warning is repeated every time.
     if saved is not None and not archive.remarks:
         _save(saved, index, stamp)
     return index
@@ -151,7 +153,7 @@ def _memory(size: int) -> memoryview:
 
 
 class _Window:
-    """A part of a file that moves over it."""
+    """A part of a file in memory, which moves along the file."""
 
     def __init__(self, file: File) -> None:
         self._file, self._size = file, file.size
@@ -181,7 +183,7 @@ class _Archive:
 
     def __init__(self, file: File) -> None:
         self.path = file.path
-        # What makes it doubtful that the archive is complete.
+        # Reasons to doubt that the archive is complete.
         self.remarks: list[str] = []
         self._window, self._size = _Window(file), file.size
 
@@ -204,7 +206,7 @@ class _Archive:
                 at = self._take_extended(kind, begin, size, extended)
                 continue
             name = header[:100].partition(b"\0")[0]
-            # A folder, as archives before POSIX have them.
+            # In archives before POSIX, this is a folder.
             if kind == b"\0" and name.endswith(b"/"):
                 is_regular, kind = False, b"5"
             if extended:
@@ -232,7 +234,7 @@ class _Archive:
         self.remarks.append("has no end-of-archive blocks: it may be cut short")
 
     def _check(self, header: bytes, at: int) -> int:
-        """Refuse a damaged header; return the size that it has."""
+        """Raise ValueError if a header is damaged; return the size in it."""
         if len(header) == _BLOCK:
             try:
                 size = _number(header[124:136])
@@ -387,11 +389,11 @@ def _grouped(archive: _Archive) -> TarIndex:
     )
 
 
-# An index that was saved: a safetensors file, whose reader is made for files of strangers.
+# A saved index is a safetensors file, because its reader is made for untrusted files.
 
 
 def _save(saved: str, index: TarIndex, stamp: _Stamp) -> None:
-    """Save an index; where that is not allowed, it is made anew each time."""
+    """Save an index; if that fails, log a warning."""
     arrays = {name: getattr(index, name) for name in _DTYPES}
     metadata = {
         "format": _FORMAT,
@@ -418,10 +420,11 @@ _DTYPES: dict[str, Any] = {
 
 
 def _load(saved: str, archive: File, stamp: _Stamp) -> TarIndex | None:
-    """Return the index that was saved of an archive as it is now, or None."""
+    """Return the saved index of an archive, or None if there is no valid one."""
     try:
-        # With the archive's own time it may be older than the archive's last change.  What
-        # was moved here later may have size and time of what was indexed, not st_ctime.
+        # The index must be newer than the archive; with the same time, it may be older than
+        # the last change.  An archive that was moved here later may have the same size and
+        # modification time as the indexed one, but it has a newer st_ctime.
         status = os.stat(saved)
         moved = os.fstat(archive.fileno()).st_ctime_ns
         if status.st_mtime_ns <= stamp.mtime_ns or status.st_ctime_ns <= moved:
@@ -447,7 +450,7 @@ def _load(saved: str, archive: File, stamp: _Stamp) -> TarIndex | None:
 
 
 def _check_index(index: TarIndex, size: int) -> None:
-    """Refuse an index that does not fit an archive of a size."""
+    """Raise ValueError if an index does not fit an archive of this size."""
     for name, dtype in _DTYPES.items():
         one = getattr(index, name)
         if one.dtype != dtype or one.ndim != 1:

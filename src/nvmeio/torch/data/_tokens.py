@@ -1,4 +1,4 @@
-"""Windows of tokens as a dataset."""
+"""``TokenDataset``: windows of tokens as a dataset."""
 
 import os
 from collections.abc import Iterable, Iterator
@@ -20,9 +20,8 @@ from nvmeio.torch.data._stored import Flight, Stored, beginnings_of
 
 __all__ = ["TokenDataset"]
 
-# The header of llm.c's shards, which modded-nanogpt reads too: 256 int32, the first of
-# which are the magic number, the version and the number of tokens (llm.c,
-# dev/data/data_common.py).
+# The header of llm.c's shards, which modded-nanogpt uses too: 256 int32, beginning with the
+# magic number, the version and the number of tokens (llm.c, dev/data/data_common.py).
 _HEADER_BYTES = 1024
 _HEADERS: dict[int, tuple[int, type[np.generic]]] = {
     20240520: (1, np.uint16),
@@ -34,52 +33,52 @@ _Share: TypeAlias = tuple[int, Any, Positions]
 
 
 class TokenDataset(Stored):
-    """Windows of files of tokens, for the training of language models.
+    """Windows of files of tokens, for training language models.
 
     Parameters
     ----------
     paths : path, ArrayFile, or sequence of them
-        The file, or the shards in their order: .npy files of one axis, shards of llm.c
-        with their header, or, where ``dtype`` is given, raw bytes.
+        The file, or the shards in order: .npy files with one axis, shards of llm.c with
+        their header, or raw bytes of the given ``dtype``.
     block_size : int
-        How many tokens a window has, 1 or more.
+        The number of tokens in a window; at least 1.
     dtype : dtype of numpy or torch, optional
-        Of raw bytes: integers.
+        The dtype of raw bytes, an integer type.
     stride : int, optional
-        How many tokens lie between the starts of two windows, 1 or more.  Default:
-        ``block_size``, so windows do not overlap; with 1 a window starts at every token.
+        The number of tokens between the starts of two windows; at least 1.  By default
+        ``block_size``, so that windows do not overlap.  With 1, a window starts at every
+        token.
     offset : int, default 0
-        Where the tokens of raw bytes begin, in bytes: the size of a header to be skipped.
+        The offset of the tokens in a file of raw bytes, in bytes; the size of a header to
+        skip.
 
     Raises
     ------
     OSError
-        A file cannot be opened; with errno and path.
+        A file cannot be opened; has errno and path.
     TypeError
-        The tokens are no integers, or an argument is of the wrong type.
+        The tokens are not integers, or an argument is of the wrong type.
     ValueError
-        A file is no array of one axis, see ``ArrayFile``; ``dtype``, ``offset`` or the size
-        of a file disagree with its header; ``block_size`` or ``stride`` is out of range;
-        there is no file; ``dtype`` or ``offset`` is given for an ArrayFile, which has its
-        own.
+        A file is not an array with one axis, see ``ArrayFile``; ``dtype``, ``offset`` or
+        the size of a file contradicts its header; ``block_size`` or ``stride`` is out of
+        range; `paths` is empty; or ``dtype`` or ``offset`` is given for an ArrayFile, which
+        has its own.
 
     Notes
     -----
-    Sample ``i`` of one file is a pair of int64 tensors: the tokens from
-    ``at = i * stride`` on, and the token that follows each of them,
-    ``tokens[at : at + block_size]`` and ``tokens[at + 1 : at + block_size + 1]``.  There
-    are as many samples as such windows that have a next token.  With ``stride=1`` a random
+    Sample ``i`` of a file is a pair of int64 tensors, inputs and targets:
+    ``tokens[at : at + block_size]`` and ``tokens[at + 1 : at + block_size + 1]``, with
+    ``at = i * stride``.  Only complete windows are samples.  With ``stride=1``, a random
     sampler draws windows that begin anywhere.
 
-    The samples of several files follow each other.  A window never crosses the border of
-    two shards, which are different documents: each shard of ``n`` tokens has
-    ``(n - block_size - 1) // stride + 1`` samples, and none if it is too short.  A batch is
-    one gather for each shard that it needs, all of them in flight at once.
+    With several files, the samples of the second follow those of the first.  A window never
+    crosses from one shard to the next, because shards are different documents.  A shard of
+    ``n`` tokens has ``(n - block_size - 1) // stride + 1`` samples, or none if it is too
+    short.  A batch is one gather per shard that it needs, all in flight at once.
 
-    The header of a shard of llm.c or modded-nanogpt is recognized and skipped: it says the
-    dtype, and how many tokens the file must have.  Of many shards 128 stay open, those that
-    were used last.  Otherwise as ``ArrayDataset``.  The
-    number of samples is that of the moment when the dataset was made.
+    The header of a shard of llm.c or modded-nanogpt is recognized and skipped; it has the
+    dtype and the number of tokens, which must match the file's size.  At most 128 files
+    stay open, those that were used last.  All else is as in ``ArrayDataset``.
 
     Examples
     --------
@@ -167,7 +166,7 @@ class TokenDataset(Stored):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """How many samples there are, and how many tokens each half of one has."""
+        """The number of samples, and the number of tokens in each half of a sample."""
         return len(self), self.block_size
 
     @property
@@ -185,7 +184,7 @@ class TokenDataset(Stored):
         )
 
     def _shares(self, rows: Positions) -> Iterator[_Share]:
-        """Share out windows to the shards that have them."""
+        """Group windows by the shard that has them."""
         starts = rows.ravel()
         if len(self._sources) == 1 and starts.size:
             yield 0, slice(None), starts * self.stride
@@ -225,7 +224,7 @@ class TokenDataset(Stored):
     def _pairs(
         self, rows: Positions, shares: list[_Share], windows: list[Any]
     ) -> list[torch.Tensor]:
-        """Return the windows and their continuations, in memory of their own."""
+        """Return the inputs and the targets of windows, in new memory."""
         shape = (rows.size, self.block_size)
         halves: list[npt.NDArray[np.int64]] = [np.empty(shape, np.int64) for _ in range(2)]
         for (_, where, _), found in zip(shares, windows, strict=True):
@@ -237,7 +236,7 @@ class TokenDataset(Stored):
 
 
 def _checked(tokens: ArrayFile) -> int:
-    """Return how many tokens an array has, or refuse what is none of tokens."""
+    """Return the number of tokens in an array; raise if it does not have tokens."""
     if tokens.ndim != 1:
         raise ValueError(
             f"the tokens in {tokens.path!r} are of shape {tokens.shape}; they need one axis"
@@ -251,7 +250,7 @@ def _checked(tokens: ArrayFile) -> int:
 
 
 def _header_of(path: str | bytes) -> tuple[np.dtype[Any], int, int] | None:
-    """Return dtype, number of tokens and size of a file, if it has llm.c's header."""
+    """Return the dtype, number of tokens and file size if a file has llm.c's header."""
     with File(path) as file, open(file.fileno(), "rb", closefd=False) as stream:
         begin, size = stream.read(12), file.size
     magic, version, count = np.frombuffer(begin.ljust(12, b"\0"), "<i4").tolist()

@@ -1,7 +1,7 @@
-"""torch.distributed.checkpoint on nvmeio: torch's files, durable, and read in part.
+"""Writers and readers for torch.distributed.checkpoint, in torch's own file formats.
 
-The writers and readers take torch's arguments; torch reads what they have written, and they
-read what torch has.
+They take the arguments of torch's writers and readers.  Files are durable, and only the
+needed parts are read.  Checkpoints of nvmeio and torch can be read by either.
 """
 
 from nvmeio.torch.dcp._install import install, uninstall

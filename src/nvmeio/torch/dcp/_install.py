@@ -1,4 +1,4 @@
-"""Programs that name a folder alone get nvmeio's readers and writers."""
+"""Make nvmeio's readers and writers the default of torch.distributed.checkpoint."""
 
 from typing import Any
 
@@ -14,16 +14,16 @@ _torchs: dict[str, Any] = {}
 
 
 def install() -> None:
-    """Have torch.distributed.checkpoint use these where it is given a `checkpoint_id`.
+    """Make torch.distributed.checkpoint use nvmeio if it is given only a `checkpoint_id`.
 
     Raises
     ------
     RuntimeError
-        This version of torch finds its readers and writers in another way.
+        This version of torch is not supported; nothing was changed.
 
     Notes
     -----
-    Once they are in use, another call changes nothing.
+    A second call changes nothing.
 
     Examples
     --------
@@ -37,7 +37,10 @@ def install() -> None:
     ours = {"FileSystemReader": FileSystemReader, "FileSystemWriter": FileSystemWriter}
     for name in ours:
         if not hasattr(_storage_utils, name):
-            raise RuntimeError(f"torch {torch.__version__} has no _storage_utils.{name}")
+            raise RuntimeError(
+                f"torch {torch.__version__} is not supported: it has no _storage_utils."
+                f"{name}; pass storage_reader and storage_writer instead"
+            )
     for name, kind in ours.items():
         if getattr(_storage_utils, name) is not kind:
             _torchs[name] = getattr(_storage_utils, name)
@@ -45,7 +48,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Have torch use its own again; where it does, that changes nothing.
+    """Make torch use its own readers and writers again; do nothing if it does.
 
     Examples
     --------

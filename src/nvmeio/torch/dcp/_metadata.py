@@ -1,4 +1,4 @@
-"""``.metadata``: what a checkpoint has, read without running what it says."""
+"""Read ``.metadata``, the pickled description of a checkpoint, without running its code."""
 
 import functools
 import logging
@@ -23,16 +23,16 @@ _log = logging.getLogger("nvmeio")
 
 
 def shards_of(path: str) -> set[str]:
-    """Return the files of the checkpoint that a metadata file is of."""
+    """Return the names of a checkpoint's files, from its metadata file."""
     try:
         found = read_metadata(path, weights_only=True)
         names = {str(each.relative_path) for each in found.storage_data.values()}
     except FileNotFoundError:
         return set()
     except Exception as error:
-        _log.warning("the checkpoint that is replaced cannot be read: %s", error)
+        _log.warning("the checkpoint that will be replaced cannot be read: %s", error)
         return set()
-    # It may say anything, and these are removed.
+    # These will be removed, so accept only plain names of shards.
     suffix = filesystem.DEFAULT_SUFFIX
     return {n for n in names if os.path.basename(n) == n and n.endswith(suffix)}
 
@@ -41,37 +41,38 @@ _DESCRIBING = {each.__name__: each for each in (metadata, sharded_metadata)}
 
 
 class _Sealed(type):
-    """What is given to a file in place of a class, whose attributes it could set."""
+    """The metaclass of stand-ins for classes, whose attributes a pickle must not set."""
 
     def __setattr__(cls, name: str, value: object) -> None:
-        raise pickle.UnpicklingError(f"it sets {name} of {cls.__name__} itself")
+        raise pickle.UnpicklingError(f"it sets {name} of the class {cls.__name__}")
 
 
 @functools.cache
 def _sealed(kind: Any) -> type:
-    """Return a class that makes objects of another one."""
+    """Return a stand-in whose instances are objects of another class."""
     return _Sealed(
         kind.__name__, (), {"__new__": lambda _, *said: kind.__new__(kind, *said)}
     )
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Reads ``.metadata``, and makes nothing of it but what describes a checkpoint."""
+    """Unpickles ``.metadata``, and allows only classes that describe a checkpoint."""
 
     _BUILTINS = frozenset({"set", "frozenset", "slice", "complex", "bytearray"})
     _TORCH = frozenset({"Size", "device"})
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return a class or function of the list, or refuse."""
+        """Return an allowed class or function; raise UnpicklingError for others."""
         if module == "torch":
             found = getattr(torch, name, None)
             if name in self._TORCH or isinstance(found, torch.dtype):
                 return found
         elif module == "torch.serialization" and name == "_get_layout":
-            # As of a class: the function itself could be given other defaults.
+            # Wrapped, because a pickle could change the function's defaults.
             return lambda layout: torch.serialization._get_layout(layout)
         elif module in _DESCRIBING:
-            # Older versions of torch have some of it elsewhere.
+            # Only classes defined in this module; older versions of torch have some of them
+            # elsewhere.
             found = getattr(_DESCRIBING[module], name, None)
             if isinstance(found, type) and found.__module__ == module:
                 return _sealed(found)
@@ -85,8 +86,8 @@ class _MetadataUnpickler(pickle.Unpickler):
         elif module == "builtins" and name in self._BUILTINS:
             return super().find_class(module, name)
         raise pickle.UnpicklingError(
-            f"it needs {module}.{name}, which describes no checkpoint; weights_only=False "
-            "allows it, and runs any code that is in the file"
+            f"it needs {module}.{name}, which is not part of a checkpoint's description; "
+            "pass weights_only=False to allow it, which runs any code in the file"
         )
 
 
@@ -95,14 +96,15 @@ def _opened(path: str) -> IO[bytes]:
     try:
         return open(path, "rb")
     except (FileNotFoundError, NotADirectoryError) as error:
-        # Torch asks for that of the rank next, and says both.
+        # Torch tries the rank's own metadata next, and reports both errors.
         if name != METADATA:
             raise
-        words = f"there is no checkpoint to load; {what_is_in(folder)}"
+        words = f"no checkpoint to load; {what_is_in(folder)}"
         raise type(error)(error.errno, words, path) from None
 
 
 def read_metadata(path: str, *, weights_only: bool) -> Any:
+    """Return the metadata of a checkpoint; with `weights_only`, run no code of the file."""
     with _opened(path) as file:
         try:
             kind = _MetadataUnpickler if weights_only else pickle.Unpickler

@@ -1,4 +1,4 @@
-"""Checkpoints of many ranks as model files: what a rank reads."""
+"""Read checkpoints of many ranks that are stored as model files (safetensors)."""
 
 import errno
 import json
@@ -42,24 +42,24 @@ __all__ = [
     "stored_of",
 ]
 
-# What a header has that is not torch's: of which save a file is, and in its sharding
-# information how large a tensor is of which it has a part.
+# Keys that nvmeio adds to torch's metadata in a header: the save that a file belongs to,
+# and, in the sharding information, the shape of the whole tensor.
 SAVE_KEY = "nvmeio_save"
 SIZE_KEY = "nvmeio_size"
 
-# Of how many files one is, which may be the part of a rank.
+# The name of a file, with the number of files in its set; maybe one of a rank's.
 _OF_SET = re.compile(r"(shard-)?(?:\d+-)?model-\d+-of-(\d+)\.safetensors")
 
 
 def opened(stack: ExitStack, path: str) -> ModelFile:
-    """Open a model file until the stack is left."""
+    """Open a model file, which the stack closes."""
     found = ModelFile(path)
     stack.callback(found.close)
     return found
 
 
 def stored_of(file: ModelFile, tensor: Any) -> Stored:
-    """Return where a tensor of a model file lies, as torch has it."""
+    """Return where a tensor is in a model file, with torch's dtype and shape."""
     framework = Torch()
     shape = framework.shape(tensor.dtype, tensor.shape)
     return Stored(file.offset(tensor.begin), framework.dtype(tensor.dtype), tuple(shape))
@@ -67,25 +67,26 @@ def stored_of(file: ModelFile, tensor: Any) -> Stored:
 
 @dataclass
 class _Info(_hf_utils._HFStorageInfo):  # type: ignore[misc]
-    """Where a part of a tensor lies."""
+    """Torch's record of where a part of a tensor is, with its offset in the file."""
 
     begin: int = 0
 
 
 class HuggingFaceStorageReader(hf_storage.HuggingFaceStorageReader):  # type: ignore[misc]
-    """Reads checkpoints that are model files, by ``torch.distributed.checkpoint.load``.
+    """A reader of model files for ``torch.distributed.checkpoint.load``.
 
     Parameters
     ----------
     path, thread_count
-        As for ``torch.distributed.checkpoint.HuggingFaceStorageReader``.  The count of
-        threads changes nothing: the engine moves the bytes.
+        As for ``torch.distributed.checkpoint.HuggingFaceStorageReader``.  `thread_count`
+        has no effect, because the engine moves the bytes.
 
     Notes
     -----
-    Of each tensor the bytes that this rank needs are read, and right into the tensors that
-    they are for, where these are contiguous, on the CPU and of the same dtype.  A folder
-    with files of two saves, or in which a part of a tensor is missing, is refused with a
+    A rank reads only the bytes that it needs.  They are read directly into its tensors if
+    these are contiguous, on the CPU and of the same dtype as in the file.
+
+    If a folder has files of two saves, or lacks part of a tensor, loading raises a
     ``SafetensorError``.
 
     Examples
@@ -102,15 +103,16 @@ class HuggingFaceStorageReader(hf_storage.HuggingFaceStorageReader):  # type: ig
     """
 
     def read_metadata(self) -> Metadata:
-        """Read the headers of all files of the folder."""
+        """Read the headers of all files in the folder."""
         folder = os.fspath(self.path)
         names = sorted(n for n in _names_in(folder) if n.endswith(_hf_utils.SUFFIX))
         if not names:
-            words = f"there are no model files; {what_is_in(folder)}"
+            words = f"no model files; {what_is_in(folder)}"
             raise FileNotFoundError(errno.ENOENT, words, folder)
         found: dict[str, TensorStorageMetadata] = {}
         storage: dict[MetadataIndex, _Info] = {}
-        # Of the folder, and of each set of files by its name, where none is of no save.
+        # A path for each save found in the folder, and in each set of files with related
+        # names.  Files without the key of a save have None.
         saves: dict[str | None, str] = {}
         sets: dict[tuple[str, ...], dict[str | None, str]] = {}
         sizes: dict[str, tuple[int, ...]] = {}
@@ -129,8 +131,8 @@ class HuggingFaceStorageReader(hf_storage.HuggingFaceStorageReader):  # type: ig
                     offsets, size = _place_of(sharding, tensor.name, stored.shape, path)
                     if size is not None and sizes.setdefault(tensor.name, size) != size:
                         raise SafetensorError(
-                            f"{path}: {tensor.name!r} is of shape {list(size)} here, and "
-                            f"of {list(sizes[tensor.name])} in another file"
+                            f"{path}: {tensor.name!r} has the shape {list(size)} here, but "
+                            f"{list(sizes[tensor.name])} in another file"
                         )
                     index = MetadataIndex(tensor.name, offsets)
                     info = _Info(path, stored.shape, stored.dtype, stored.begin)
@@ -140,15 +142,15 @@ class HuggingFaceStorageReader(hf_storage.HuggingFaceStorageReader):  # type: ig
                     if known is not None:
                         raise SafetensorError(
                             f"{tensor.name!r} is in {storage[index].relative_path} and in "
-                            f"{path}: these files are from two saves"
+                            f"{path}: these files are from two saves; remove those of one"
                         )
                     storage[index] = info
                     _add_part(found, tensor.name, stored, offsets)
         for paths in (saves, *sets.values()):
             if len(paths) > 1:
                 raise SafetensorError(
-                    f"{' and '.join(list(paths.values())[:2])} are of two saves, one "
-                    "of which did not finish; save again, or remove the files of one"
+                    f"{' and '.join(list(paths.values())[:2])} are from two saves, one of "
+                    "which did not finish; save again, or remove the files of one"
                 )
         _refuse_gaps(found, sizes, folder)
         metadata = Metadata(state_dict_metadata=found, storage_data=storage)
@@ -156,7 +158,7 @@ class HuggingFaceStorageReader(hf_storage.HuggingFaceStorageReader):  # type: ig
         return metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read what a plan says."""
+        """Read the items of a plan."""
         with ExitStack() as stack:
             files: dict[str, ModelFile] = {}
             known: dict[tuple[str, str], Stored] = {}
@@ -191,13 +193,13 @@ def _names_in(folder: str) -> list[str]:
 
 
 def _each_has_it(name: str, said: Mapping[str, str], one: _Info, other: _Info) -> bool:
-    """Tell whether ranks that know nothing of each other have both written a tensor."""
+    """Return whether two ranks, saving without collectives, have written the same part."""
     alone = name.startswith("shard-") and SAVE_KEY not in said
     return alone and (one.shape, one.dtype) == (other.shape, other.dtype)
 
 
 def _sharding_in(said: Mapping[str, str], path: str) -> dict[str, Any] | None:
-    """Return what a header says of where its parts lie, or None: its tensors are whole."""
+    """Return the sharding information of a header; None if its tensors are whole."""
     text = said.get(_hf_utils.CUSTOM_METADATA_KEY)
     if not text:
         return None
@@ -215,7 +217,7 @@ def _sharding_in(said: Mapping[str, str], path: str) -> dict[str, Any] | None:
 def _place_of(
     sharding: dict[str, Any] | None, name: str, shape: tuple[int, ...], path: str
 ) -> tuple[torch.Size, tuple[int, ...] | None]:
-    """Return where a part begins in its tensor, and how large that is, if it is told."""
+    """Return the offsets of a part in its tensor, and the tensor's shape, if recorded."""
     if sharding is None:
         return torch.Size([0] * len(shape)), shape
     told = sharding.get(name)
@@ -223,17 +225,19 @@ def _place_of(
     offsets = _numbers(told.get(_hf_utils.SAVED_OFFSETS_KEY), len(shape))
     size = _numbers(told.get(SIZE_KEY, offsets), len(shape))
     if offsets is None or size is None:
-        raise SafetensorError(f"{path}: it does not say where {name!r} starts")
+        raise SafetensorError(f"{path}: it has no valid offsets of its part of {name!r}")
     ends = [low + count for low, count in zip(offsets, shape, strict=True)]
     if SIZE_KEY not in told:
         return torch.Size(offsets), None
     if any(end > extent for end, extent in zip(ends, size, strict=True)):
-        raise SafetensorError(f"{path}: its part of {name!r} is beyond {size}")
+        raise SafetensorError(
+            f"{path}: its part of {name!r} ends at {ends}, beyond the shape {size}"
+        )
     return torch.Size(offsets), tuple(size)
 
 
 def _numbers(said: object, count: int) -> list[int] | None:
-    """Return a list of so many places or extents, or None where it is none."""
+    """Return a list of `count` offsets or extents, or None if it is not valid."""
     if not isinstance(said, list) or len(said) != count:
         return None
     if not all(type(each) is int and 0 <= each < 2**63 for each in said):
@@ -244,7 +248,7 @@ def _numbers(said: object, count: int) -> list[int] | None:
 def _add_part(
     found: dict[str, TensorStorageMetadata], name: str, stored: Stored, offsets: torch.Size
 ) -> None:
-    """Add a part to what is known of a tensor."""
+    """Add a part to the metadata of its tensor."""
     chunk = ChunkStorageMetadata(offsets=offsets, sizes=torch.Size(stored.shape))
     ends = [low + count for low, count in zip(offsets, stored.shape, strict=True)]
     about = found.get(name)
@@ -253,7 +257,9 @@ def _add_part(
             TensorProperties(dtype=stored.dtype), torch.Size(ends), []
         )
     elif about.properties.dtype != stored.dtype or len(about.size) != len(ends):
-        raise SafetensorError(f"the parts of {name!r} differ in their dtype or their axes")
+        raise SafetensorError(
+            f"the parts of {name!r} differ in dtype or number of dimensions"
+        )
     about.chunks.append(chunk)
     about.size = torch.Size(map(max, about.size, ends))
 
@@ -263,24 +269,24 @@ def _refuse_gaps(
     sizes: Mapping[str, tuple[int, ...]],
     folder: str,
 ) -> None:
-    """Refuse tensors of which a part is missing: torch would leave it as it was."""
+    """Raise SafetensorError for missing parts, which torch would silently not load."""
     for name, about in found.items():
         wanted = math.prod(sizes.get(name, about.size))
         there = sum(math.prod(chunk.sizes) for chunk in about.chunks)
         if there != wanted or overlap(about.chunks):
             raise SafetensorError(
-                f"{folder}: the files have {there} of the {wanted} elements of {name!r}"
-                f"{', some of them twice' if overlap(about.chunks) else ''}"
+                f"{folder}: the files have {there} elements of {name!r}, which has {wanted}"
+                f"{'; some are there twice' if overlap(about.chunks) else ''}"
             )
 
 
 def overlap(chunks: Sequence[ChunkStorageMetadata]) -> bool:
-    """Tell whether two parts of a tensor have elements in common."""
+    """Return whether two parts of a tensor share elements."""
     ordered = sorted(chunks, key=lambda chunk: tuple(chunk.offsets))
     for number, one in enumerate(ordered):
         for other in ordered[number + 1 :]:
             if other.offsets and other.offsets[0] >= one.offsets[0] + one.sizes[0]:
-                # So do all behind it, by their order.
+                # All further ones begin even later, because they are sorted.
                 break
             if all(
                 a < b + m and b < a + n

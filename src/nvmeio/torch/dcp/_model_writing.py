@@ -1,4 +1,4 @@
-"""Checkpoints of many ranks as model files: what a rank writes, and parts joined."""
+"""Write checkpoints of many ranks as model files (safetensors), and join their parts."""
 
 import errno
 import functools
@@ -40,27 +40,27 @@ from nvmeio.torch.dcp._writing import remove_unneeded
 
 __all__ = ["HuggingFaceStorageWriter"]
 
-# Files of a save before they have their names, and when they do.
+# The temporary and the final names of a save's files.
 _UNNAMED = re.compile(r".+\.safetensors\.[0-9a-f]{8}\.part")
 _NAMED = re.compile(r"(?:shard-\d+-)?model-\d+-of-\d+\.safetensors")
 
 
 class HuggingFaceStorageWriter(hf_storage.HuggingFaceStorageWriter):  # type: ignore[misc]
-    """Writes checkpoints as model files, by ``torch.distributed.checkpoint.save``.
+    """A writer of model files for ``torch.distributed.checkpoint.save``.
 
     Parameters
     ----------
     path, fqn_to_index_mapping, thread_count, save_distributed, enable_consolidation, \
 thread_count_consolidation
-        As for ``torch.distributed.checkpoint.HuggingFaceStorageWriter``.  The counts of
-        threads change nothing: the engine moves the bytes.
+        As for ``torch.distributed.checkpoint.HuggingFaceStorageWriter``.  The thread counts
+        have no effect, because the engine moves the bytes.
 
     Notes
     -----
-    Every file is complete and on the device before one of them has its name.  Names are
-    given last, the index behind them, and files of the checkpoint before go that the new
-    one has not.  A process that ends in the middle of that may leave files of two saves,
-    which ``HuggingFaceStorageReader`` refuses.
+    All files are complete and on the device before the first one gets its name.  Then they
+    are renamed, the index is written, and files of the previous checkpoint are removed.  If
+    a process dies in the middle of that, files of two saves may be left, which
+    ``HuggingFaceStorageReader`` refuses to load.
 
     Examples
     --------
@@ -74,31 +74,31 @@ thread_count_consolidation
     """
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Make the folder, durably, and do what torch does."""
+        """Check the plan, create the folder durably, and call torch's method."""
         if self.enable_consolidation and not self.use_collectives:
             raise ValueError(
-                "enable_consolidation joins the parts of all ranks, of which none is told "
-                "with use_collectives=False"
+                "enable_consolidation=True joins the parts of all ranks, which are unknown "
+                "with use_collectives=False; set one of them differently"
             )
         _refuse(plan.items, self.fqn_to_index_mapping, self.save_distributed)
         make_folders(os.path.abspath(self.path))
         return super().prepare_local_plan(plan)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Say on all ranks which save it is."""
+        """Give all ranks the same random key of this save."""
         found: list[SavePlan] = super().prepare_global_plan(plans)
         token = secrets.token_hex(4)
         for plan in found:
-            # Ranks that know nothing of each other have no save in common.
+            # Without collectives, ranks cannot agree on a key.
             plan.storage_data["save"] = token if self.use_collectives else ""
             if not self.use_collectives and self.save_distributed:
-                # Each rank plans for itself, and would be the first.
+                # Each rank plans alone, and would number itself as the first.
                 plan.storage_data["shard_index"] = (self.rank or 0) + 1
         return found
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's files; they are on the device when this returns."""
-        # A planner that keeps plans gives back none of it.
+        """Write this rank's files, and return when they are on the device."""
+        # A planner that caches plans returns them without storage_data.
         told = plan.storage_data or {}
         token = secrets.token_hex(4)
         mapping = told.get("fqn_to_index_mapping", self.fqn_to_index_mapping)
@@ -122,7 +122,7 @@ thread_count_consolidation
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Give the files their names; join them, if that is wanted; write the index."""
+        """Rename the files, write the index or join the parts, and remove old files."""
         all_ = [each for group in results for each in group]
         folder = os.fspath(self.path)
         parts = {each.storage_data.relative_path for each in all_}
@@ -138,7 +138,7 @@ thread_count_consolidation
         self._remove_old(folder, set(map(_whole, parts)), prefix)
 
     def _give_names(self, folder: str, parts: Iterable[str]) -> None:
-        """Name the files of this save, durably."""
+        """Rename the files of this save to their final names, durably."""
         parts = sorted(parts)
         if len(set(map(_whole, parts))) < len(parts):
             raise RuntimeError(f"several ranks wrote a file of the same name: {parts}")
@@ -158,7 +158,7 @@ thread_count_consolidation
             sync_folder(folder)
 
     def _remove_old(self, folder: str, names: set[str], prefix: str = "") -> None:
-        """Remove files of saves before, and of those that died; nobody else's."""
+        """Remove files of previous and unfinished saves, but no other files."""
         left = {each for each in os.listdir(folder) if each.startswith(prefix)} - names
         old = {name for name in left if _UNNAMED.fullmatch(name)}
         for name in left:
@@ -179,7 +179,7 @@ thread_count_consolidation
     def _consolidate(
         self, folder: str, results: list[WriteResult], metadata: Metadata
     ) -> None:
-        """Write whole tensors, of parts that lie in the files of ranks."""
+        """Join the parts in the ranks' files to whole tensors, and write these."""
         target = os.fspath(self.consolidated_output_path)
         mapping = self.fqn_to_index_mapping or dict.fromkeys(
             metadata.state_dict_metadata, 1
@@ -203,7 +203,7 @@ thread_count_consolidation
                 named.setdefault(name, []).append(Source(fqn, dtype, shape, contents))
             for name, sources in named.items():
                 path = os.path.join(target, _part(name, token))
-                # Transformers wants to know whose tensors they are.
+                # transformers requires the key "format".
                 told = {"format": _hf_utils.FORMAT_VALUE, SAVE_KEY: token}
                 save(sources, path, told, sync=self.sync_files)
         self._give_names(target, [_part(name, token) for name in named])
@@ -225,7 +225,7 @@ def _whole(part: str) -> str:
 
 
 def _is_of_a_save(path: str) -> bool:
-    """Tell whether a save has written a model file, ours or torch's."""
+    """Return whether a save of nvmeio or torch has written a model file."""
     try:
         with ExitStack() as stack:
             said = opened(stack, path).layout.metadata or {}
@@ -237,7 +237,7 @@ def _is_of_a_save(path: str) -> bool:
 def _refuse(
     items: list[WriteItem], mapping: Mapping[str, int] | None, in_parts: bool
 ) -> None:
-    """Refuse what model files cannot hold, before a byte is written."""
+    """Raise TypeError or ValueError for items that model files cannot hold."""
     seen = set()
     for item in items:
         name = item.index.fqn
@@ -246,8 +246,8 @@ def _refuse(
         about = item.tensor_data
         if not in_parts and about.chunk.sizes != about.size:
             raise ValueError(
-                f"of {name!r} this rank has a part, {list(about.chunk.sizes)} of "
-                f"{list(about.size)}; save_distributed=True saves those of all ranks"
+                f"this rank has only a part of {name!r}, {list(about.chunk.sizes)} of "
+                f"{list(about.size)}; pass save_distributed=True to save all parts"
             )
         if name in seen:
             raise ValueError(
@@ -255,7 +255,7 @@ def _refuse(
                 "tensor per name"
             )
         if mapping is not None and name not in mapping:
-            raise ValueError(f"{name!r} is not in fqn_to_index_mapping")
+            raise ValueError(f"{name!r} is not in fqn_to_index_mapping; add it")
         seen.add(name)
 
 
@@ -279,7 +279,7 @@ def _source(planner: SavePlanner, item: WriteItem) -> Source:
 
 
 def _said(items: Iterable[WriteItem], token: str) -> dict[str, str]:
-    """Return what the header of a rank's file says beside its tensors."""
+    """Return the metadata for the header of a rank's file."""
     sharding = {
         item.index.fqn: {
             _hf_utils.SAVED_OFFSETS_KEY: list(item.tensor_data.chunk.offsets),
@@ -307,11 +307,14 @@ def _joined(
     parts: Iterable[WriteResult],
     files: Mapping[str, ModelFile],
 ) -> Bytes:
-    """Return a whole tensor's bytes, of parts that lie in files."""
+    """Read the parts of a tensor from files, and return the whole tensor's bytes."""
     whole = torch.empty(tuple(about.size), dtype=about.properties.dtype)
     there = sum(math.prod(chunk.sizes) for chunk in about.chunks)
     if there != whole.numel() or overlap(about.chunks):
-        raise RuntimeError(f"the parts have {there} of {whole.numel()} elements")
+        raise RuntimeError(
+            f"the parts of a tensor have {there} elements, but it has {whole.numel()}, or "
+            "they overlap"
+        )
     items = []
     for each in parts:
         file = files[each.storage_data.relative_path]

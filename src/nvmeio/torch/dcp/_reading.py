@@ -1,4 +1,4 @@
-"""What a rank reads: the parts that it needs, into the tensors that they are for."""
+"""Read the parts of a checkpoint that a rank needs, directly into its tensors."""
 
 import contextlib
 import io
@@ -35,25 +35,26 @@ from nvmeio.torch.dcp._stored import (
 
 __all__ = ["FileSystemReader", "Parts", "target_of"]
 
-# How much is held at most that is not read right into its target.
+# The limit of memory for parts that cannot be read directly into their targets.
 BESIDE_BYTES_MAX = 256 << 20
 
 
 class FileSystemReader(filesystem.FileSystemReader):  # type: ignore[misc]
-    """What ``torch.distributed.checkpoint.load`` reads by.
+    """A reader for ``torch.distributed.checkpoint.load``.
 
     Parameters
     ----------
     path, _extension_registry
         As for ``torch.distributed.checkpoint.FileSystemReader``.
     weights_only : bool, default True
-        Unpickle nothing but what describes a checkpoint, and of objects that are no tensors
-        what ``torch.load(weights_only=True)`` takes.  With False a file may run anything.
+        Unpickle only the description of a checkpoint, and objects that
+        ``torch.load(weights_only=True)`` accepts.  With False, a file can run any code.
 
     Notes
     -----
-    Of each tensor the bytes that this rank needs are read, all at once, and right into the
-    tensors that they are for, where these are contiguous, on the CPU and of the same dtype.
+    A rank reads only the bytes that it needs, many at once.  They are read directly into
+    its tensors if these are contiguous, on the CPU and of the same dtype as in the file.
+    Tensors below about 100 KiB are read whole.
 
     Examples
     --------
@@ -80,7 +81,7 @@ class FileSystemReader(filesystem.FileSystemReader):  # type: ignore[misc]
         self.weights_only = flag("weights_only", weights_only)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Read ``.metadata``, or that of a rank."""
+        """Read ``.metadata``, or the metadata file of a rank."""
         path = os.fspath(self._get_metadata_path(kwargs.get("rank")))
         found: Metadata = read_metadata(path, weights_only=self.weights_only)
         if getattr(found, "storage_meta", None) is None:
@@ -90,7 +91,7 @@ class FileSystemReader(filesystem.FileSystemReader):  # type: ignore[misc]
         return found
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read what a plan says."""
+        """Read the items of a plan."""
         with contextlib.ExitStack() as stack:
             _Reading(self, plan.items, planner, stack).run()
         future: Future[None] = Future()
@@ -99,7 +100,7 @@ class FileSystemReader(filesystem.FileSystemReader):  # type: ignore[misc]
 
 
 def target_of(planner: LoadPlanner, item: ReadItem) -> torch.Tensor:
-    """Return the tensor that a part is for."""
+    """Return the tensor to read a part into."""
     target: torch.Tensor = planner.resolve_tensor(item).detach()
     if target.size() != torch.Size(item.lengths):
         raise AssertionError(
@@ -109,7 +110,7 @@ def target_of(planner: LoadPlanner, item: ReadItem) -> torch.Tensor:
 
 
 class Parts:
-    """Parts of tensors that are read together, each into what it is for."""
+    """Parts of tensors that are read together, each into its target."""
 
     def __init__(self, planner: LoadPlanner) -> None:
         self._planner = planner
@@ -119,7 +120,7 @@ class Parts:
         self._beside = 0
 
     def add(self, item: ReadItem, file: File, stored: Stored) -> None:
-        """Have a part read; of columns it begins at once."""
+        """Add a part; reading starts in ``finish``, or now if the part has several runs."""
         target = target_of(self._planner, item)
         read = target
         plain = target.layout == torch.strided and not (target.is_conj() or target.is_neg())
@@ -139,8 +140,9 @@ class Parts:
         runs = runs_of(index, stored.shape, stored.dtype.itemsize * 8)
         if runs.shape != tuple(item.lengths):
             raise ValueError(
-                f"{file.path!r}: {item.storage_index.fqn!r} is of shape "
-                f"{list(stored.shape)} there, of which {list(item.lengths)} is no part"
+                f"{file.path!r}: {item.storage_index.fqn!r} has the shape "
+                f"{list(stored.shape)} there, and no part of shape {list(item.lengths)} at "
+                f"{list(item.storage_offsets)}"
             )
         offsets = stored.begin + runs.offsets
         if runs.run_bytes and len(offsets) == 1:
@@ -153,7 +155,7 @@ class Parts:
         self._targets.append((item, target, read))
 
     def finish(self) -> None:
-        """Read the rest, wait for all, and give the planner what was read."""
+        """Read the rest, wait for all, and pass the parts to the planner."""
         if self._whole:
             self._requests.append(default_handle().submit_read_many(self._whole))
         for request in self._requests:
@@ -168,13 +170,13 @@ class Parts:
         return self
 
     def __exit__(self, *error: object) -> None:
-        # Memory is let go of when nothing is written to it any more.
+        # Wait, so that the memory is not freed while it is being read into.
         for request in self._requests:
             request.exception()
 
 
 class _Blob(NamedTuple):
-    """Where something that torch.save has written lies."""
+    """The range in a file of an object that torch.save has written."""
 
     name: str
     begin: int
@@ -182,7 +184,7 @@ class _Blob(NamedTuple):
 
 
 def _groups(blobs: Iterable[_Blob]) -> Iterator[list[_Blob]]:
-    """Yield as many at a time as may be held."""
+    """Yield groups of blobs that fit within the limit of memory."""
     group: list[_Blob] = []
     nbytes = 0
     for blob in blobs:
@@ -196,7 +198,7 @@ def _groups(blobs: Iterable[_Blob]) -> Iterator[list[_Blob]]:
 
 
 class _Reading:
-    """What one call of read_data reads."""
+    """The state of one call of read_data."""
 
     def __init__(
         self,
@@ -238,7 +240,7 @@ class _Reading:
         return _Blob(info.relative_path, info.offset, info.length)
 
     def _descriptors(self, item: ReadItem) -> tuple[str, ...]:
-        """Return what has transformed an item; older files do not say."""
+        """Return the transforms of an item; files of older versions do not record them."""
         info = self.reader.storage_data[item.storage_index]
         return tuple(getattr(info, "transform_descriptors", None) or ())
 
@@ -264,7 +266,7 @@ class _Reading:
         return found
 
     def _located(self, blobs: list[_Blob]) -> dict[_Blob, Stored]:
-        """Find where the bytes of tensors begin, by the ends of what torch has written."""
+        """Find where the bytes of tensors begin, from the ends of the blobs."""
         ends = {blob: (bytearray(HEAD_BYTES), bytearray(TAIL_BYTES)) for blob in blobs}
         parts = []
         for blob, (head, tail) in ends.items():
@@ -280,7 +282,7 @@ class _Reading:
         return found
 
     def _deliver(self, item: ReadItem, text: bytes | bytearray) -> None:
-        """Give the planner what was read as a whole."""
+        """Pass an item that was read whole to the planner."""
         descriptors = self._descriptors(item)
         if descriptors:
             raw = io.BytesIO(text)
@@ -288,7 +290,7 @@ class _Reading:
             text = transforms.transform_load_stream(item, descriptors, raw).read(-1)
         if item.type == LoadItemType.BYTE_IO:
             if self.reader.weights_only:
-                # The planner unpickles whatever there is.
+                # Load it once to check it, because the planner unpickles without limits.
                 torch.load(io.BytesIO(text), weights_only=True, map_location="cpu")
             self.planner.load_bytes(item, io.BytesIO(text))
             return

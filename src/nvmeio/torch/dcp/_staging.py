@@ -1,4 +1,4 @@
-"""Copies of a state in memory of the pool, which goes back there after the save."""
+"""Stage copies of a state in memory of the pool, which returns there after the save."""
 
 from typing import Any
 
@@ -13,16 +13,16 @@ __all__ = ["PoolStager"]
 
 
 class PoolStager(AsyncStager):  # type: ignore[misc]
-    """What ``torch.distributed.checkpoint.async_save`` copies the state by.
+    """A stager for ``torch.distributed.checkpoint.async_save``.
 
-    The copies lie in memory of nvmeio's pool, which is there already from the second save
-    on: it goes back to the pool when a save is done with it, and the next one takes it
-    again.  Two saves at a time take twice the memory, and never each other's.
+    It copies the state to memory of nvmeio's pool.  The memory returns to the pool when the
+    save is done, and the next save uses it again.  Two saves at the same time need twice
+    the memory, and do not disturb each other.
 
     Notes
     -----
-    What the pool may not give (NVMEIO_POOL_BYTES) is torch's own memory.  For
-    ``AsyncCheckpointerType.PROCESS`` torch copies what is staged once more, into memory
+    If the pool is at its limit (NVMEIO_POOL_BYTES), memory of torch is used.  With
+    ``AsyncCheckpointerType.PROCESS``, torch copies the staged state once more, into memory
     that both processes share.
 
     Examples
@@ -37,9 +37,9 @@ class PoolStager(AsyncStager):  # type: ignore[misc]
     """
 
     def __init__(self) -> None:
-        """Take no memory until there is something to copy."""
+        """Allocate nothing until ``stage`` is called."""
 
-    # What stage() returns is complete.
+    # The result of stage() is complete, so torch need not wait for it.
     _synchronize_after_execute = False
 
     def stage(self, state_dict: Any) -> Any:
@@ -48,13 +48,13 @@ class PoolStager(AsyncStager):  # type: ignore[misc]
         Parameters
         ----------
         state_dict : dict
-            Of any depth; tensors of any device, DTensor too.  Those that share memory do so
-            in the copy.
+            The state, nested to any depth, with tensors on any device and DTensors.
 
         Returns
         -------
         dict
-            The same, with every tensor on the CPU.
+            The copy, with every tensor on the CPU.  Tensors that share memory in the state
+            also share memory in the copy.
         """
         stager = _Copier()
         try:
@@ -66,14 +66,14 @@ class PoolStager(AsyncStager):  # type: ignore[misc]
             stager.close()
 
     def synchronize_staging(self) -> None:
-        """Do nothing: what is staged is complete."""
+        """Do nothing, because ``stage`` returns a complete copy."""
 
     def close(self) -> None:
-        """Do nothing: the memory goes back by itself."""
+        """Do nothing, because the memory returns to the pool when the copy dies."""
 
 
 class _Copier(StateDictStager):  # type: ignore[misc]
-    """Torch's walk through a state, with other memory, which it does not keep."""
+    """Torch's stager, with memory of the pool, which it does not keep."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,9 +82,9 @@ class _Copier(StateDictStager):  # type: ignore[misc]
 
     def _offload_tensor(self, x: Any, memo: Any, non_blocking: bool = False) -> Any:
         if type(x) is torch.Tensor and (x.is_conj() or x.is_neg()):
-            # Torch's walk would copy what they are lazily made of.
+            # Torch would copy the storage, and lose the lazy conjugation or negation.
             x = x.resolve_conj().resolve_neg()
-            # The walk knows tensors by their ids.
+            # Keep it alive, because torch identifies tensors by their ids.
             memo.setdefault(id(memo), []).append(x)
         return super()._offload_tensor(x, memo, non_blocking=non_blocking)
 

@@ -1,4 +1,4 @@
-"""Where in a file the bytes of a tensor lie that torch.save has written."""
+"""Find the bytes of a tensor in a file that torch.save has written."""
 
 import io
 import math
@@ -14,16 +14,16 @@ from nvmeio._files.archives import begin_of, bytes_of
 __all__ = ["HEAD_BYTES", "LARGE_BYTES", "PAGE", "TAIL_BYTES", "Ends", "Stored", "stored_in"]
 
 PAGE = 4096
-# A tensor of so many bytes begins at a page of the file, and of such the parts that are
-# needed are read; others are read as a whole.
+# A tensor of this size or more begins at a page of the file, and parts of it can be read.
+# Smaller ones are read whole.
 LARGE_BYTES = 64 << 10
-# What torch.save writes before the bytes of a tensor, each of four entries at a page of its
-# own, and behind them.
+# The most that torch.save writes before a tensor's bytes (four entries, each at its own
+# page) and after them.
 HEAD_BYTES, TAIL_BYTES = 32 << 10, 4 << 10
 
 
 class Stored(NamedTuple):
-    """A tensor of a file, whose bytes are in C order."""
+    """A tensor in a file, whose bytes are in C order."""
 
     begin: int
     dtype: torch.dtype
@@ -31,7 +31,7 @@ class Stored(NamedTuple):
 
 
 class Ends(io.RawIOBase):
-    """The two ends of what torch.save has written, as a file of its length."""
+    """A file object with only the beginning and the end of a torch.save archive."""
 
     def __init__(self, head: bytes, tail: bytes, length: int) -> None:
         self.head, self.tail, self.length = head, tail, length
@@ -60,12 +60,12 @@ class Ends(io.RawIOBase):
         elif self.position + count <= len(self.head):
             view[:count] = self.head[self.position : self.position + count]
         else:
-            raise OSError("it is longer than was read")
+            raise OSError("these bytes were not read")
         self.position += count
         return count
 
 
-# What storages are called in files, where the dtype stands nowhere else.
+# The names of storages in files, which imply the dtype.
 _STORAGES = {
     "DoubleStorage": torch.float64,
     "FloatStorage": torch.float32,
@@ -91,15 +91,15 @@ class _Said(NamedTuple):
 
 
 class _TensorUnpickler(pickle.Unpickler):
-    """Reads what torch.save says of one tensor, and refuses anything else."""
+    """Reads the description of a single tensor by torch.save, and refuses anything else."""
 
     def persistent_load(self, pid: Any) -> Any:
-        """Return what is known of a storage."""
+        """Return the kind and the key of a storage."""
         _, kind, key, *_ = pid
         return kind, str(key)
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return what stands for a function or class."""
+        """Return a stand-in for an allowed function or class."""
         if module == "torch":
             found = getattr(torch, name, None)
             if isinstance(found, torch.dtype):
@@ -127,12 +127,12 @@ class _TensorUnpickler(pickle.Unpickler):
         dtype: Any, key: str, begin: int, shape: Any, strides: Any, lazily: Any = None
     ) -> _Said:
         if lazily:
-            raise pickle.UnpicklingError(f"its bytes are not its numbers: {lazily}")
+            raise pickle.UnpicklingError(f"it is a lazy view: {lazily}")
         return _Said(dtype, begin, tuple(shape), tuple(strides), key)
 
 
 def stored_in(ends: Ends) -> Stored | None:
-    """Find the bytes of a tensor that torch.save has written, if they can be told."""
+    """Find the bytes of a tensor in a torch.save archive; return None if that fails."""
     try:
         with zipfile.ZipFile(ends) as archive:
             entries = {each.filename.partition("/")[2]: each for each in archive.infolist()}

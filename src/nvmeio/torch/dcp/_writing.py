@@ -1,4 +1,4 @@
-"""What a rank writes: files of new names, durable before anything names them."""
+"""Write a rank's files, under new names, durably before the metadata refers to them."""
 
 import errno
 import functools
@@ -39,34 +39,35 @@ __all__ = ["FileSystemWriter", "remove_unneeded"]
 
 _log = logging.getLogger("nvmeio")
 
-# A shard of a save: of which rank, of which save, and which of them.
+# The name of a shard: its rank, the key of its save, and its number.
 _SHARD = re.compile(r"__(?P<rank>\d+)_[0-9a-f]{8}_\d+\.distcp")
 
 
 class FileSystemWriter(filesystem.FileSystemWriter):  # type: ignore[misc]
-    """What ``torch.distributed.checkpoint.save`` and ``async_save`` write by.
+    """A writer for ``torch.distributed.checkpoint.save`` and ``async_save``.
 
     Parameters
     ----------
     path, single_file_per_rank, sync_files, thread_count, per_thread_copy_ahead, \
 cache_staged_state_dict, overwrite, _extensions, serialization_format
-        As for ``torch.distributed.checkpoint.FileSystemWriter``.  `thread_count` is how
-        many files a rank writes; the engine moves the bytes without threads of Python.
+        As for ``torch.distributed.checkpoint.FileSystemWriter``.  `thread_count` is the
+        number of files that a rank writes; no Python threads are started.
 
     Raises
     ------
     ValueError
-        `serialization_format` is ``SAFETENSORS``, which no FileSystemReader reads, torch's
-        neither: `HuggingFaceStorageWriter` writes such files.
+        `serialization_format` is ``SAFETENSORS``, which no FileSystemReader can read, not
+        even torch's.  Use `HuggingFaceStorageWriter` for such files.
 
     Notes
     -----
-    Each save writes files of new names.  Every rank's are on the device, by their names
-    too, before ``.metadata`` is replaced by the new one, in one step and durably; only then
-    the files of the checkpoint before go.  So a folder has the old checkpoint or the new
-    one at every moment, also after a power failure.  Of two saves at a time to one folder
-    the one that ends last fails.  With ``sync_files=False`` nothing is
-    synced.
+    Each save writes files with new names.  When the files of all ranks, and their names,
+    are on the device, ``.metadata`` is replaced atomically and durably.  Then the files of
+    the previous checkpoint are removed.  So at every moment, also after a power failure,
+    the folder has either the old checkpoint or the new one.
+
+    If two saves write to one folder at the same time, the one that ends last fails.  With
+    ``sync_files=False`` nothing is synced.
 
     Examples
     --------
@@ -82,14 +83,14 @@ cache_staged_state_dict, overwrite, _extensions, serialization_format
         super().__init__(*args, **kwargs)
         if self.serialization_format != filesystem.SerializationFormat.TORCH_SAVE:
             raise ValueError(
-                f"serialization_format is {self.serialization_format}; no FileSystemReader "
-                "reads such files, torch's neither: HuggingFaceStorageWriter writes "
-                "safetensors, and HuggingFaceStorageReader reads them"
+                f"serialization_format is {self.serialization_format}, which no "
+                "FileSystemReader can read, not even torch's; use HuggingFaceStorageWriter "
+                "and HuggingFaceStorageReader"
             )
         self._names: list[str] = []
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Make the folder, durably, and do what torch does."""
+        """Create the folder durably, and call torch's method."""
         path = os.fspath(self._get_metadata_path())
         if not self.use_collectives and os.path.lexists(path):
             raise FileExistsError(
@@ -102,7 +103,7 @@ cache_staged_state_dict, overwrite, _extensions, serialization_format
         return super().prepare_local_plan(plan)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's files; they are on the device when this returns."""
+        """Write this rank's files, and return when they are on the device."""
         prefix = f"{plan.storage_data.prefix}{secrets.token_hex(4)}_"
         results = []
         names = self._names = []
@@ -113,7 +114,7 @@ cache_staged_state_dict, overwrite, _extensions, serialization_format
             if self.sync_files:
                 sync_folder(os.fspath(self.path))
         except BaseException:
-            # Who tries again needs the room.
+            # Free their space, because the caller may try again.
             remove_unneeded(os.fspath(self.path), names)
             raise
         future: Future[list[WriteResult]] = Future()
@@ -121,7 +122,7 @@ cache_staged_state_dict, overwrite, _extensions, serialization_format
         return future
 
     def _files(self, items: list[WriteItem]) -> list[list[WriteItem]]:
-        """Part the items into files, of about one size."""
+        """Distribute the items to files of about the same size."""
         if not self.single_file_per_rank:
             return [[item] for item in items]
         files: list[list[WriteItem]] = [[] for _ in range(max(1, self.thread_count))]
@@ -147,7 +148,8 @@ cache_staged_state_dict, overwrite, _extensions, serialization_format
                     data = planner.resolve_data(item)
                     begin, descriptors = self._write_item(stream, item, data)
                     length = stream.tell() - begin
-                    # Torch leaves out what is empty, as older versions knew no such field.
+                    # None instead of an empty list, as in torch: older versions lack the
+                    # field.
                     info = filesystem._StorageInfo(name, begin, length, descriptors or None)
                     results.append(WriteResult(item.index, length, info))
                 stages.finish()
@@ -159,7 +161,7 @@ cache_staged_state_dict, overwrite, _extensions, serialization_format
     def _write_item(
         self, stream: "_Sink", item: WriteItem, data: Any
     ) -> tuple[int, list[str]]:
-        """Write an item as torch does; where it begins, and what has transformed it."""
+        """Write an item as torch does; return its offset, and its transforms."""
         tensor = None
         if item.type != WriteItemType.BYTE_IO:
             tensor = data.detach().cpu()
@@ -176,7 +178,7 @@ cache_staged_state_dict, overwrite, _extensions, serialization_format
             if tensor is None:
                 output.write(data.getbuffer())
             else:
-                # Nobody looks at the sums of what is in a shard.
+                # Without CRC-32 sums, because no reader checks those in a shard.
                 alignment = PAGE if large else 64
                 with saving_with(storage_alignment=alignment, compute_crc32=False):
                     torch.save(tensor, output)
@@ -184,18 +186,21 @@ cache_staged_state_dict, overwrite, _extensions, serialization_format
                 output.close()
         except Exception:
             if stream.error is not None:
-                # Torch raises something else.
+                # Torch has replaced it by another error.
                 raise stream.error from None
             raise
         return begin, descriptors
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Replace ``.metadata``; then the files of the checkpoint before go."""
+        """Replace ``.metadata``, then remove the files of the previous checkpoint."""
         folder = os.fspath(self.path)
         for name in self._names:
-            # Where each rank has a folder of its own, those of others are not seen.
+            # Only this rank's names: other ranks may write to other file systems.
             if not os.path.lexists(os.path.join(folder, name)):
-                words = "another save to this folder has ended meanwhile, and removed it"
+                words = (
+                    "another save to this folder has ended meanwhile and removed it; save "
+                    "again, one save at a time"
+                )
                 raise FileNotFoundError(errno.ENOENT, words, os.path.join(folder, name))
         metadata.version = filesystem.CURRENT_DCP_VERSION
         metadata.storage_data = {
@@ -213,7 +218,7 @@ cache_staged_state_dict, overwrite, _extensions, serialization_format
 
 
 def _left_in(folder: str | os.PathLike[str], rank: int | None) -> Iterator[str]:
-    """Yield the files that saves have left in a folder, of one rank or of all."""
+    """Yield the names of all shards in a folder, of one rank or of all."""
     for name in os.listdir(folder):
         found = _SHARD.fullmatch(name)
         if found and (rank is None or int(found["rank"]) == rank):
@@ -224,14 +229,14 @@ def _nbytes_of(item: WriteItem) -> int:
     if item.tensor_data is None:
         return 0
     about = item.tensor_data
-    # Of a tensor in shards that of this rank alone.
+    # For a sharded tensor, the size of this rank's shard.
     size = about.size if about.chunk is None else about.chunk.sizes
     found: int = math.prod(size) * about.properties.dtype.itemsize
     return found
 
 
 class _Sink(io.RawIOBase):
-    """What torch.save writes to: what it is given is on its way to the drive."""
+    """A file object for torch.save that writes through stages."""
 
     def __init__(self, stages: Stages) -> None:
         self.stages = stages
@@ -254,11 +259,11 @@ class _Sink(io.RawIOBase):
 
 
 def remove_unneeded(folder: str, names: Iterable[str]) -> None:
-    """Remove files that nothing names any more; one that stays does no harm."""
+    """Remove files that are not referred to any more; log it if one cannot be removed."""
     for name in names:
         try:
             os.unlink(os.path.join(folder, name))
         except FileNotFoundError:
             pass
         except OSError as error:
-            _log.warning("a file that is not needed any more is left: %s", error)
+            _log.warning("an obsolete file was not removed: %s", error)
