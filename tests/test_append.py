@@ -147,7 +147,7 @@ class TestRefresh:
             shape = array.shape
             with open(path, "r+b") as file:
                 np.save(file, numbers((2, 5)))
-            with pytest.raises(ValueError, match=r"another array by now.*; open it again"):
+            with pytest.raises(ValueError, match=r"now has another array.*; open it again"):
                 array.refresh()
             write_npy(path.with_name("new"), numbers((9, 3))).replace(path)
             with pytest.raises(OSError, match="was replaced or removed since") as caught:
