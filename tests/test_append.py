@@ -129,7 +129,7 @@ class TestRefresh:
             with pickle.loads(pickle.dumps(other)) as copy:
                 assert_same(copy[...], array[...])
 
-    def test_what_is_behind_an_array_is_no_row_of_it(self, path):
+    def test_refresh_adds_no_bytes_after_the_array(self, path):
         np.arange(12, dtype="i4").tofile(path)
         with ArrayFile(path, dtype="i4", shape=(2, 3)) as array:
             array.refresh()

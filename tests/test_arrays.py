@@ -581,7 +581,7 @@ class TestCreating:
         assert not path.exists()
 
     @pytest.mark.parametrize("raw", [False, True])
-    def test_a_file_that_cannot_be_made_anew_keeps_what_it_has(self, saved, raw):
+    def test_a_failed_create_with_overwrite_keeps_the_old_file(self, saved, raw):
         _, path = saved
         before = path.read_bytes()
         with (

@@ -1005,7 +1005,7 @@ class TestResume:
     @pytest.mark.parametrize("kind", ["array", "in memory", "tokens", "records"])
     @pytest.mark.parametrize("sampler", ["list", "own state"])
     def test_a_state_of_other_data_is_refused(self, tmp_path, kind, sampler):
-        """Of as many samples, in the same order; the same data may be elsewhere."""
+        """It must have as many samples in the same order; its files may be elsewhere."""
 
         def stream_of(folder, values):
             path = tmp_path / folder / "values.npy"
