@@ -256,7 +256,8 @@ class ArrayFile(Unread):
             Whether the file has the elements alone, and not a .npy file's header.  To open
             it again takes ``dtype`` and ``shape``.
         overwrite : bool, default False
-            Whether a file that exists is cut and filled anew.
+            Whether a file that exists is cut and filled anew.  Where there can be no file
+            of the new size, it keeps what it has.
         handle : Handle, optional
             As for ``ArrayFile``.
 
