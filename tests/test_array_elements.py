@@ -28,6 +28,12 @@ VALUES = {
     "text": (lambda: "x", ValueError, TypeError, "the values are 'x'; .* to DTYPE$"),
     "object": (object, TypeError, TypeError, "of type object; .* converted to DTYPE$"),
     "ragged": (lambda: [[1, 2], [3]], ValueError, ValueError, "of type list; .* DTYPE$"),
+    "list of tensors": (
+        lambda: [torch.ones(3, dtype=torch.bfloat16)],
+        TypeError,
+        ValueError,
+        "of type list; .* DTYPE$",
+    ),
     "set": (lambda: {1}, TypeError, TypeError, "are of type set; .* to DTYPE$"),
     "shape": (
         lambda: np.zeros(7),
@@ -100,6 +106,23 @@ class TestValues:
         assert torch.equal(tensors[...], torch.from_numpy(array[...]).bfloat16())
         with pytest.raises(TypeError, match="elements of float32; convert it first"):
             array[...] = tensors
+
+
+INDICES = {
+    "meta": lambda: torch.zeros(2, dtype=torch.int64, device="meta"),
+    "sparse": lambda: torch.eye(2).long().to_sparse(),
+    "gradients": lambda: torch.ones(2, requires_grad=True),
+    "bfloat16": lambda: torch.ones(2, dtype=torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("kind", INDICES)
+def test_a_tensor_that_is_no_index_is_refused(array, kind):
+    index = INDICES[kind]()
+    words = r"is a tensor of torch\.\w+ on (cpu|meta).*; it must be a dense one"
+    for call in (array.__getitem__, array.gather, lambda rows: array.windows(rows, 1)):
+        with pytest.raises(TypeError, match=words):
+            call(index)
 
 
 OUTS = {

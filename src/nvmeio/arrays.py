@@ -257,7 +257,8 @@ class ArrayFile(Unread):
             Write the elements only, without a .npy header.  Opening the file again then
             needs ``dtype`` and ``shape``.
         overwrite : bool, default False
-            Truncate an existing file, instead of raising FileExistsError.
+            Replace the contents of an existing file, instead of raising FileExistsError.
+            If the file cannot have the new size, it keeps its contents.
         handle : Handle, optional
             As for ``ArrayFile``.
 

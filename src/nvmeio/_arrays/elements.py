@@ -105,10 +105,10 @@ class Elements:
 
 
 def _shape_of(values: Any) -> tuple[int, ...] | None:
-    """Return the shape of values; None for lists of different lengths."""
+    """Return the shape of values; None where they have none, as ragged lists."""
     try:
         shape: tuple[int, ...] = np.shape(values)
-    except ValueError:
+    except _MISFITS:
         return None
     return shape
 

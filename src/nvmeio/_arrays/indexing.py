@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from nvmeio._memory.registry import library_of
+
 __all__ = [
     "Positions",
     "Selection",
@@ -335,7 +337,15 @@ def _in_runs(parts: list[Axis | Points], base: int, *, scalar: bool) -> Selectio
 
 def array_of(item: Any) -> npt.NDArray[Any]:
     """Return positions as an array; an empty list becomes an array of integers."""
-    found = np.asarray(item)
+    try:
+        found = np.asarray(item)
+    except (TypeError, RuntimeError) as error:
+        if library_of(item) is None:
+            raise
+        raise TypeError(
+            f"an index is a tensor of {item.dtype} on {item.device}, {item.layout}; it "
+            "must be a dense one of integers on the CPU, without gradients"
+        ) from error
     if found.size == 0 and not hasattr(item, "dtype"):
         return found.astype(np.int64)
     return found
